@@ -14,7 +14,7 @@ from torch import Tensor
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.attention.full import Cache, KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
-from megasparse.attention.sinks import Places, merge, sink_attention, sinks_of
+from megasparse.attention.sinks import Places, merge, sink_attention
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 
@@ -176,7 +176,7 @@ class BandAttention(Attention):
         parts = [self._in_buckets(inputs, *codes, part)]
         if self.sinks:
             own = {name: self.rule[name] for name in ("scale", "exclude_self")}
-            parts.append(sinks_of(part, sink_attention(self.sinks, inputs, **own)))
+            parts.append(sink_attention(self.sinks, inputs, part, **own))
         return _see_self_at_last(inputs, *merge(parts), part)
 
     def _in_buckets(

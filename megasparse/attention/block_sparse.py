@@ -11,14 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput
+from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput
 from megasparse.attention.documents import attend_each
-from megasparse.attention.full import KeyValueCache
-from megasparse.attention.sequence_part import WHOLE, SequencePart
+from megasparse.attention.full import KeyValueAttention, KeyValueCache
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 
 
-class FixedPatternAttention(Attention):
+class FixedPatternAttention(KeyValueAttention):
     """Softmax attention to keys that depend on positions alone, counted from each document's first real token."""
 
     @abstractmethod
@@ -31,12 +30,6 @@ class FixedPatternAttention(Attention):
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         return AttentionOutput(attend_each(inputs, self.pattern(inputs, context)), None, {})
-
-    def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> KeyValueCache:
-        return KeyValueCache.empty(batch, self.spec.here(part), self.spec.max_length, like)
-
-    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: KeyValueCache, context: AttentionContext) -> None:
-        cache.put(inputs.k, inputs.v)
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: KeyValueCache, position: int, context: AttentionContext

@@ -50,7 +50,17 @@ class KeyValueCache(Cache):
         self.v[:, :, first : first + v.shape[2]] = v
 
 
-class FullAttention(Attention):
+class KeyValueAttention(Attention):
+    """A mechanism that decodes from the keys and values of all tokens."""
+
+    def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> KeyValueCache:
+        return KeyValueCache.empty(batch, self.spec.here(part), self.spec.max_length, like)
+
+    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: KeyValueCache, context: AttentionContext) -> None:
+        cache.put(inputs.k, inputs.v)
+
+
+class FullAttention(KeyValueAttention):
     """Full attention, softmax(qkᵀ/√D)v; with shared QK softmax(q·k̂ᵀ)v, k̂ = q/|q|, a token seeing itself only when it
     sees nothing else.
     """
@@ -92,12 +102,6 @@ class FullAttention(Attention):
 
     def operators(self, length: int, size: int) -> dict[str, Work]:
         return self.one_kernel(length, size)
-
-    def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> KeyValueCache:
-        return KeyValueCache.empty(batch, self.spec.here(part), self.spec.max_length, like)
-
-    def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: KeyValueCache, context: AttentionContext) -> None:
-        cache.put(inputs.k, inputs.v)
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: KeyValueCache, position: int, context: AttentionContext

@@ -29,7 +29,7 @@ from megasparse.attention.documents import (
 )
 from megasparse.attention.far_attention import Near, best_far, collision_loss, drawn_positions
 from megasparse.attention.lha_hash import HashFunctions, Sides, Weights, bucket_codes, scores_of
-from megasparse.attention.lha_learning import Batch, Rule, SampleRule, divergences, members, sample_flops, sides_of
+from megasparse.attention.lha_learning import Batch, Rule, divergences, members, sample_flops, sides_of
 from megasparse.attention.sequence_part import SequencePart
 from megasparse.config.attention import LHAAttentionConfig
 from megasparse.ops.bucketed_attention import Window
@@ -54,11 +54,12 @@ class BestMembers:
 
     queries: Sides
     keys: Sides | None
-    rule: SampleRule
+    buckets: int
+    size: int
 
     def __call__(self, document: Document) -> Lists:
-        best = members(self.queries, document, self.rule)
-        return best, best if self.keys is None else members(self.keys, document, self.rule)
+        best = members(self.queries, document, self.buckets, self.size)
+        return best, best if self.keys is None else members(self.keys, document, self.buckets, self.size)
 
 
 class LHAAttention(BandAttention):
@@ -116,7 +117,7 @@ class LHAAttention(BandAttention):
             key_codes = query_codes if joint else bucket_codes(keys, self.buckets)
             if self.config.window == "band":
                 return Assignment(query_codes, key_codes)
-            best = BestMembers(queries, None if joint else keys, self._sample_rule(inputs.causal))
+            best = BestMembers(queries, None if joint else keys, self.buckets, self.bucket_size)
             return Assignment(query_codes, key_codes, clusters_by_document(inputs, best))
 
         return self.hash(job, inputs.q, context)
@@ -173,16 +174,16 @@ class LHAAttention(BandAttention):
         of_tokens, of_draws = (
             halves(context.rng.key(context.layer, purpose), inputs.q.device) for purpose in ("lha sample", "lha keys")
         )
-        sample = self._sample_rule(inputs.causal)
-        return Rule(self.config.utility, self._joint(inputs), sample, (of_tokens, of_draws))
-
-    def _sample_rule(self, causal: bool) -> SampleRule:
-        visible, config = causal and self.config.visible_utility, self.config
-        return SampleRule(config.samples, config.sampled_keys, visible, self.buckets, self.bucket_size)
+        visible, config = inputs.causal and self.config.visible_utility, self.config
+        return Rule(
+            self.config.utility, self._joint(inputs), visible, self.buckets, self.bucket_size,
+            config.samples, config.sampled_keys, (of_tokens, of_draws),
+        )  # fmt: skip
 
     def _collisions(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
         """`collision_loss` of a sample of queries and their best keys beyond the window and the sinks, weighted."""
-        queries, width = self._sample(inputs.q, context), self.window.chunk
+        key, width = context.rng.key(context.layer, "lha sample"), self.window.chunk
+        queries = drawn_positions(key, inputs.q.shape[2], self.config.samples, inputs.q.device)
         near: Near | None = (lambda q, k: (q - k).abs() < width) if self.local else None
         share, best = best_far(inputs, queries, self.sinks, near, self.rule["scale"])
         q, k = inputs.q.detach(), inputs.k.detach()
@@ -196,11 +197,6 @@ class LHAAttention(BandAttention):
 
         loss = self.hash(job, inputs.q, context)
         return loss * (self.config.weight / self.spec.layers), {"collision_loss": loss.detach()}
-
-    def _sample(self, q: Tensor, context: AttentionContext) -> Tensor:
-        """Queries of a document to learn from in this step, (S,) token numbers: the same of every head and sequence."""
-        key = context.rng.key(context.layer, "lha sample")
-        return drawn_positions(key, q.shape[2], self.config.samples, q.device)
 
     def flops(self, length: int) -> Passes:
         return self._pairs(length) + self._hashing_flops(length)

@@ -35,7 +35,7 @@ from megasparse.ops.attention_utility import (
 )
 from megasparse.ops.blocks import at_most
 from megasparse.ops.custom import custom
-from megasparse.ops.keys import Halves, Key
+from megasparse.ops.keys import Halves
 from megasparse.ops.random import random_bits
 from megasparse.ops.random_features import positive_features
 
@@ -47,16 +47,20 @@ Examples = tuple[Iterator[Example], Iterator[Example]]
 
 
 @dataclass(frozen=True)
-class SampleRule:
-    """S sampled queries and C sampled keys of a document; whether the utility counts visible keys alone; how many
-    buckets there are, and how many members each has.
+class Rule:
+    """How hash functions learn. joint: one hash, H_Q(q) + H_K(k), for both. visible: whether the utility counts visible
+    keys alone. buckets, size: how many buckets there are, and how many members each has. queries, sampled_keys: S and C
+    of a document, and keys those of the two draws, of tokens and of keys, for the utility "sampled".
     """
 
-    queries: int
-    keys: int
+    utility: Literal["sampled", "features", "exact"]
+    joint: bool
     visible: bool
     buckets: int
     size: int
+    queries: int
+    sampled_keys: int
+    keys: tuple[Halves, Halves]
 
 
 @dataclass(frozen=True)
@@ -82,16 +86,14 @@ class Sample:
 
     @staticmethod
     @torch.no_grad()
-    def draw(
-        q: Tensor, k: Tensor, hashes: Hashes, rule: SampleRule, keys: tuple[Key | Halves, Key | Halves]
-    ) -> "Sample":
+    def draw(q: Tensor, k: Tensor, hashes: Hashes, rule: Rule) -> "Sample":
         """Draw the sample of a document's queries and keys (B, H, L, D), the same token numbers in every head and
-        sequence, but for the draws. keys: of the tokens and of the draws.
+        sequence, but for the draws.
         """
         # A sample is a block to planning: a pass over a part of the length has that part of its keys.
-        length, count, visible = q.shape[2], at_most(rule.keys), rule.visible
+        length, count, visible = q.shape[2], at_most(rule.sampled_keys), rule.visible
         most = max(count, rule.queries, at_most(_TOKENS_A_BUCKET * rule.buckets))
-        tokens = drawn_positions(keys[0], length, most, q.device)
+        tokens = drawn_positions(rule.keys[0], length, most, q.device)
         some_q, some_k = q.index_select(2, tokens), k.index_select(2, tokens)
         queries = Queries(some_q[:, :, : rule.queries], tokens[: rule.queries])
         scoring = {"scale": q.shape[-1] ** -0.5, "visible": visible}
@@ -100,7 +102,7 @@ class Sample:
             draws, drawn_q = Draws(some_k, tokens, every), some_q
         else:
             places = torch.arange(count, device=q.device)
-            bits = random_bits(keys[1], places, 1).squeeze(-1)
+            bits = random_bits(rule.keys[1], places, 1).squeeze(-1)
             draws = draw_keys(queries, k, (bits.double() + 2.0**31) / 2.0**32, **scoring)
             drawn_q = at_tokens(q, draws.tokens)
         normalizer = sampled_normalizer(queries, draws, **scoring)
@@ -172,18 +174,6 @@ class Batch:
     projection: Tensor | None
 
 
-@dataclass(frozen=True)
-class Rule:
-    """How hash functions learn. joint: one hash, H_Q(q) + H_K(k), for both. sample: for the utility "sampled", with the
-    keys of its two draws.
-    """
-
-    utility: Literal["sampled", "features", "exact"]
-    joint: bool
-    sample: SampleRule
-    keys: tuple[Halves, Halves]
-
-
 def _like(batch: Batch, rule: Rule, query: Weights, key: Weights) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(query[0].dtype, torch.float32)
     return query[0].new_empty(3, dtype=dtype), query[0].new_empty(3, dtype=dtype)
@@ -211,10 +201,10 @@ def sides_of(q: Tensor, k: Tensor, joint: bool, query: Weights, key: Weights) ->
     return Sides((q,), (query,)), Sides((k,), (key,))
 
 
-def members(sides: Sides, document: Document, rule: SampleRule) -> Tensor:
+def members(sides: Sides, document: Document, buckets: int, size: int) -> Tensor:
     """`bucket_members` of a document."""
     inputs = tuple(document.take(x) for x in sides.inputs)
-    return bucket_members(Sides(inputs, sides.weights), rule.buckets, rule.size)
+    return bucket_members(Sides(inputs, sides.weights), buckets, size)
 
 
 def _sampled(hashes: Hashes, batch: Batch, rule: Rule) -> Examples:
@@ -222,7 +212,7 @@ def _sampled(hashes: Hashes, batch: Batch, rule: Rule) -> Examples:
     drawn = []
     for document in documents(batch.key_mask, batch.segments):
         q, k = document.take(batch.q), document.take(batch.k)
-        drawn.append((document, Sample.draw(q, k, hashes, rule.sample, rule.keys)))
+        drawn.append((document, Sample.draw(q, k, hashes, rule)))
     queries = (sample.of_queries(hashes, document.take(batch.query_codes)) for document, sample in drawn)
     keys = (sample.of_keys(hashes, document.take(batch.key_codes)) for document, sample in drawn)
     return chain.from_iterable(queries), chain.from_iterable(keys)
@@ -233,7 +223,9 @@ def _whole(hashes: Hashes, batch: Batch, rule: Rule) -> Examples:
     sides = hashes(batch.q, batch.k)
     one_document = batch.key_mask is None and batch.segments is None
     # The joint hash has the same members for both.
-    known = members(sides[0], Document(slice(None), None), rule.sample) if one_document and rule.joint else None
+    known = None
+    if one_document and rule.joint:
+        known = members(sides[0], Document(slice(None), None), rule.buckets, rule.size)
     return _examples(sides, False, batch, rule, known), _examples(sides[::-1], True, batch, rule, known)
 
 
@@ -247,19 +239,18 @@ def _examples(
     buckets of the plain argmax one bucket that holds all tokens would be a perfect solution, and training soon finds
     it.
     """
-    visible = rule.sample.visible
     for document in documents(batch.key_mask, batch.segments):
         q, k = document.take(batch.q), document.take(batch.k)
         hashed = [document.take(x) for x in sides[0].inputs]
         own = document.take(batch.key_codes if of_keys else batch.query_codes)
-        other = members(sides[1], document, rule.sample) if known is None else known
+        other = members(sides[1], document, rule.buckets, rule.size) if known is None else known
         found: Any
         if batch.projection is not None:
             features = feature_keys if of_keys else feature_queries
-            found = features(*_features(q, k, batch.projection), other, visible=visible)
+            found = features(*_features(q, k, batch.projection), other, visible=rule.visible)
         else:
             exact = exact_keys if of_keys else exact_queries
-            found = exact(q, k, other, scale=q.shape[-1] ** -0.5, visible=visible)
+            found = exact(q, k, other, scale=q.shape[-1] ** -0.5, visible=rule.visible)
         for tokens, utility in found:
             yield Example(tuple(x[:, :, tokens] for x in hashed), utility, own[:, :, tokens])
 

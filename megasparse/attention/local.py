@@ -11,7 +11,7 @@ from megasparse.attention.contract import Attention, AttentionContext, Attention
 from megasparse.attention.costs import Passes, Work
 from megasparse.attention.full import Cache, KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
-from megasparse.attention.sinks import merge, sink_attention, sinks_of
+from megasparse.attention.sinks import merge, sink_attention
 from megasparse.config.attention import LocalAttentionConfig
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.local_attention import LocalAttentionSpec, distances, relative_local_attention
@@ -76,8 +76,8 @@ class LocalAttention(Attention):
         plain = BucketedAttentionSpec(window, causal, scale, exclude_self=False, self_at_last=False, share=part.share)
         out, lse = inputs.in_buckets(None, plain)
         if self.sinks:
-            sinks = sink_attention(self.sinks, inputs, scale=scale, chunk=self.chunk)
-            out, lse = merge([(out, lse), sinks_of(part, sinks)])
+            sinks = sink_attention(self.sinks, inputs, part, scale=scale, chunk=self.chunk)
+            out, lse = merge([(out, lse), sinks])
         return AttentionOutput(out, None, {}, None if part.share is None else lse)
 
     def flops(self, length: int) -> Passes:

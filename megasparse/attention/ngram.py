@@ -21,7 +21,7 @@ from megasparse.attention.contract import (
 from megasparse.attention.costs import Passes, Work
 from megasparse.attention.full import Cache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
-from megasparse.attention.sinks import merge, sink_attention, sinks_of
+from megasparse.attention.sinks import merge, sink_attention
 from megasparse.config.attention import NGramAttentionConfig
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
@@ -109,8 +109,8 @@ class NGramAttention(Attention):
         part = context.part
         found = [inputs.in_buckets(None, replace(self.near, share=part.share))]
         if sinks := self.config.sinks:
-            seen = sink_attention(sinks, inputs, scale=self.near.scale, chunk=self.near.window.chunk)
-            found.append(sinks_of(part, seen))
+            chunk = self.near.window.chunk
+            found.append(sink_attention(sinks, inputs, part, scale=self.near.scale, chunk=chunk))
         bias = F.pad(self.bias(part), (len(found), 0))[:, None]
         found += [self._round(inputs, own, part.share) for own in codes.unbind(1)]
         out, lse = merge(found, bias)

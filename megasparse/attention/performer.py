@@ -90,14 +90,11 @@ class PerformerAttention(Attention):
         return PerformerCache()
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: PerformerCache, context: AttentionContext) -> None:
-        self._advance(inputs, cache, context)
+        self.decode(x, inputs, cache, 0, context)
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: PerformerCache, position: int, context: AttentionContext
     ) -> Tensor:
-        return self._advance(inputs, cache, context)
-
-    def _advance(self, inputs: AttentionInputs, cache: PerformerCache, context: AttentionContext) -> Tensor:
         if cache.projection is None:
             cache.projection = self.projection(inputs.q, context)
         out, cache.state = self._features(cache.projection).causal(inputs, cache.state)

@@ -45,15 +45,13 @@ class Rotary:
 
     def _kept_by_number(self, number: Tensor, scaling: RotaryScalingConfig) -> Tensor:
         """Share of each frequency that YaRN leaves as it is."""
-        assert scaling.original_length is not None
-
-        def pair(turns: float) -> float:
-            """Number of the pair that makes so many turns in the original length."""
-            assert scaling.original_length is not None
-            return self.half * math.log(scaling.original_length / (turns * 2 * math.pi)) / math.log(self.base)
-
-        first = max(math.floor(pair(scaling.fast)), 0)
-        last = min(math.ceil(pair(scaling.slow)), 2 * self.half - 1)
+        length = scaling.original_length
+        assert length is not None
+        first, last = (  # of the pairs that make so many turns in the original length
+            self.half * math.log(length / (turns * 2 * math.pi)) / math.log(self.base)
+            for turns in (scaling.fast, scaling.slow)
+        )
+        first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * self.half - 1)
         return 1 - ((number - first) / max(last - first, 0.001)).clamp(0, 1)
 
 

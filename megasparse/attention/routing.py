@@ -5,7 +5,6 @@ B batch, H heads, L length, n tokens of a document, D head dim, N centroids, W c
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +23,6 @@ from megasparse.ops.keys import derive
 from megasparse.ops.random import normal
 
 _TILE_ELEMENTS = 1 << 22  # similarities at a time
-
-
-class Routes(NamedTuple):
-    """Band: nearest centroids (B, H, L) of queries and of keys, in a decoder the same. top_k: lists of clusters."""
-
-    queries: Tensor
-    keys: Tensor
 
 
 @dataclass(frozen=True)
@@ -102,15 +94,16 @@ class RoutingAttention(BandAttention):
         return AttentionOutput(out, None, {}, lse)
 
     @torch.no_grad()
-    def _decide(self, inputs: AttentionInputs, context: AttentionContext) -> Routes:
-        """In the first pass only. Checkpointed layers come twice: sums and counts double alike, no mean moves."""
+    def _decide(self, inputs: AttentionInputs, context: AttentionContext) -> Lists:
+        """Band: nearest centroids (B, H, L) of queries and of keys, in a decoder the same. top_k: lists of clusters.
+
+        In the first pass only. Checkpointed layers come twice: sums and counts double alike, no mean moves."""
         queries, keys = self._sides(inputs, context)
         if context.rng.training:
             self._remember(inputs, queries, keys, context)
         if self.config.window == "band":
-            return Routes(*self._codes(queries, keys))
-
-        return Routes(*clusters_by_document(inputs, NearestTokens(queries, keys, self.config.chunk)))
+            return self._codes(queries, keys)
+        return clusters_by_document(inputs, NearestTokens(queries, keys, self.config.chunk))
 
     def _sides(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Sides, Sides]:
         """Vectors that are compared with the centroids: unit queries and unit keys, in a decoder one and the same."""

@@ -60,22 +60,27 @@ def sink_index(sinks: int, inputs: AttentionInputs, *, exclude_self: bool = Fals
 
 
 def sink_attention(
-    sinks: int, inputs: AttentionInputs, *, scale: float, exclude_self: bool = False, chunk: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Softmax attention to the sinks of `sink_index`: output (B, H, L, D) and log-sum-exp (B, H, L), 0 and −∞ where a
-    token sees none.
+    sinks: int, inputs: AttentionInputs, part: SequencePart, *, scale: float, exclude_self: bool = False,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Softmax attention to the sinks of `sink_index`, for a merge: output (B, H, L, D) and log-sum-exp (B, H, L), 0 and
+    −∞ where a token sees none. Where ranks that have the same heads share out the pairs, the log-sum-exp is −∞ also for
+    tokens that this rank does not answer for.
     """
     q, k, v = inputs.of_one_dtype()[:3]
     index = sink_index(sinks, inputs, exclude_self=exclude_self, chunk=chunk)
     if inputs.segments is not None or inputs.dropout is not None or q.dtype not in (torch.float32, torch.float64):
-        return gathered_attention(q, k, v, index, scale=scale, dropout=inputs.dropout)
-    # All queries of a row have the same sinks: products with them cost less than gathering, and no copy of q in fp32.
-    shared = index.amax(2).clamp_min(0).long().unsqueeze(-1)
-    keys, values = (x.gather(2, shared.expand(*x.shape[:2], -1, x.shape[3])) for x in (k, v))
-    nothing = (index < 0).all(-1, keepdim=True)
-    score = (scale * (q @ keys.transpose(-1, -2))).masked_fill(index < 0, -torch.inf).masked_fill(nothing, 0.0)
-    out = torch.softmax(score, dim=-1).masked_fill(nothing, 0.0) @ values
-    return out, torch.logsumexp(score, dim=-1).masked_fill(nothing.squeeze(-1), -torch.inf)
+        out, lse = gathered_attention(q, k, v, index, scale=scale, dropout=inputs.dropout)
+    else:
+        # All queries of a row have the same sinks: products with them cost less than gathering, and no copy of q in
+        # fp32.
+        shared = index.amax(2).clamp_min(0).long().unsqueeze(-1)
+        keys, values = (x.gather(2, shared.expand(*x.shape[:2], -1, x.shape[3])) for x in (k, v))
+        nothing = (index < 0).all(-1, keepdim=True)
+        score = (scale * (q @ keys.transpose(-1, -2))).masked_fill(index < 0, -torch.inf).masked_fill(nothing, 0.0)
+        out = torch.softmax(score, dim=-1).masked_fill(nothing, 0.0) @ values
+        lse = torch.logsumexp(score, dim=-1).masked_fill(nothing.squeeze(-1), -torch.inf)
+    return out, lse if part.share is None else lse.masked_fill(~part.answered(lse.shape[2], lse.device), -torch.inf)
 
 
 def without_seen(index: Tensor, inputs: AttentionInputs, sinks: int, chunk: int | None) -> Tensor:
@@ -106,13 +111,3 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None) ->
     weight = torch.softmax(lse, dim=-1).to(outs[0].dtype)
     out = sum(part * share.unsqueeze(-1) for part, share in zip(outs, weight.unbind(-1), strict=True))
     return out, torch.logsumexp(lse, dim=-1).masked_fill(nothing.squeeze(-1), -torch.inf)
-
-
-def sinks_of(part: SequencePart, found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of `sink_attention`, for a merge, where ranks that have the same heads share out the
-    pairs: of the tokens that this rank answers for.
-    """
-    if part.share is None:
-        return found
-    out, lse = found
-    return out, lse.masked_fill(~part.answered(lse.shape[2], lse.device), -torch.inf)

@@ -22,7 +22,7 @@ from megasparse.attention.costs import Passes, Work, product
 from megasparse.attention.far_attention import SAMPLES, drawn_positions, far_attention, far_pairs, sketch_divergence
 from megasparse.attention.full import Cache, KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
-from megasparse.attention.sinks import merge, sink_index, without_seen
+from megasparse.attention.sinks import Places, merge, sink_index, without_seen
 from megasparse.attention.sketch_objectives import PooledObjective, TokenObjective
 from megasparse.config.attention import SmartBirdAttentionConfig
 from megasparse.errors import ConfigError
@@ -167,7 +167,7 @@ class SmartBirdAttention(Attention):
         if context.tokens is None:
             problem = '"transformer" embeds tokens, but this model reads none'
             raise ConfigError("model.attention.smart_bird.sketch", problem, 'Set it to "attention"')
-        tokens, numbers = context.tokens, _numbers(context.tokens, inputs.key_mask, inputs.segments) + position
+        tokens, numbers = context.tokens, Places.of(inputs).rank.clamp_max(self.spec.max_length - 1) + position
         if inputs.causal:  # a decoder's first token knows none of its document
             tokens = tokens.masked_fill(numbers == 0, -1)
         return self.embedding(tokens, numbers)
@@ -372,17 +372,6 @@ class SketchLayer(nn.Module):
     def _norm(self, number: int, x: Tensor) -> Tensor:
         scale, shift = (each[number].to(x.dtype) for each in (self.scales, self.shifts))
         return F.layer_norm(x, x.shape[-1:], scale, shift)
-
-
-def _numbers(tokens: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> Tensor:
-    """The number of each token in its document, (B, L) int64, padding left out."""
-    real = torch.ones_like(tokens) if key_mask is None else key_mask.long()
-    number = (real.cumsum(1) - 1).clamp_min(0)
-    if segments is None:
-        return number
-    begins = torch.ones_like(segments, dtype=torch.bool)
-    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    return number - torch.where(begins, number, 0).cummax(1).values
 
 
 def _sketch(q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.helpers.models import EVERY, Single, objective_of
+from tests.helpers.comparing import objective_of
+from tests.helpers.models import EVERY, Single
 
 LENGTH = 37
 

@@ -9,7 +9,7 @@ from megasparse.attention.contract import AttentionInputs, MechanismSpec
 from megasparse.attention.lsh import LSHAttention
 from megasparse.config.attention import LSHAttentionConfig
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
-from tests.helpers.models import assert_same_with_gradients
+from tests.helpers.comparing import assert_same_with_gradients
 
 WINDOW = Window("band", 4)
 

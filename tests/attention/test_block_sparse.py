@@ -9,7 +9,8 @@ from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.config.attention import AttentionConfig
 from megasparse.ops.keys import derive
 from megasparse.ops.random import RngContext
-from tests.helpers.models import Single, assert_same_with_gradients, softmax_over
+from tests.helpers.comparing import assert_same_with_gradients, softmax_over
+from tests.helpers.models import Single
 
 BOTH = pytest.mark.parametrize("causal", [True, False])
 SETTINGS = [

@@ -9,8 +9,9 @@ from megasparse.model.build import build_model
 from megasparse.ops.keys import DeviceStep
 from megasparse.ops.random import RngContext
 from tests.helpers.captured import Captured
+from tests.helpers.comparing import objective_of
 from tests.helpers.kernels import DEVICE
-from tests.helpers.models import attention, layer_of, objective_of, random_tokens, small
+from tests.helpers.models import attention, layer_of, random_tokens, small
 
 LENGTH = 24
 SLOWER = ("yoso", "yoso gaussian, convolution", "smyrf", "random")

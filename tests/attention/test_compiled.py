@@ -9,8 +9,9 @@ from megasparse.attention.heads import Padding
 from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.ops.custom import custom
 from megasparse.ops.random import dropout
+from tests.helpers.comparing import objective_of
 from tests.helpers.kernels import DEVICE
-from tests.helpers.models import layer_of, objective_of, random_tokens, training_draws
+from tests.helpers.models import layer_of, random_tokens, training_draws
 
 EACH_DOCUMENT = ["performer", "linformer", "longformer", "bigbird", "sparse_transformer"]
 """Mechanisms whose outputs depend on positions inside a document."""

@@ -4,22 +4,15 @@ import dataclasses
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
 from megasparse.model.decoder import Decoder
 from megasparse.ops.random import RngContext
-from tests.helpers.models import (
-    PARTS,
-    attention,
-    causal_names,
-    decoded_nats,
-    named,
-    random_tokens,
-    small,
-    strict_names,
-)
+from tests.helpers.comparing import decoded_nats
+from tests.helpers.models import PARTS, attention, causal_names, named, random_tokens, small, strict_names
 
 LEAKING = [name for name in causal_names() if name not in strict_names()]
 GROUPED = [name for name in strict_names() if name in MECHANISMS]
@@ -55,6 +48,18 @@ def test_more_rounds_in_decoding_too(kind):
     found = decoded(model, tokens, 0, rounds=11)
     assert (found - whole_nats(model, tokens, rounds=11)).abs().max() < 1e-4
     assert (found - whole_nats(model, tokens)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["performer", "yoso", "yoso sum", "yoso gaussian, convolution"])
+def test_sums_that_run_along_the_sequence_are_all_that_is_kept(name):
+    model, tokens, sizes = build_model(small(attention=named(name)), seed=3), random_tokens(1, 60), []
+    for length in (5, 60):
+        cache = model.new_cache(1, seed=7)
+        model.prefill(tokens[:, :length], cache)
+        model.decode(tokens[:, 0], cache)
+        kept = tree_leaves([vars(own) for layer in cache.layers for own in layer.values()])
+        sizes.append([x.shape for x in kept if x is not None])
+    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize("name", LEAKING)

@@ -10,7 +10,8 @@ from megasparse.errors import ConfigError, HubError
 from megasparse.hub.reformer import ReformerFormat
 from megasparse.model.build import build_model
 from megasparse.planning.flops import model_flops_per_token
-from tests.helpers.models import attention, gradients, random_tokens, small
+from tests.helpers.comparing import gradients
+from tests.helpers.models import attention, random_tokens, small
 
 LENGTH = 128  # model.max_length of `small`
 EACH = pytest.mark.parametrize(

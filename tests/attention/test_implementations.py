@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from tests.helpers.comparing import objective_of
 from tests.helpers.kernels import DEVICE
-from tests.helpers.models import CASE_NAMES, CASES, Single, objective_of
+from tests.helpers.models import CASE_NAMES, CASES, Single
 
 QUICK = [("lsh 4 rounds, few buckets", True), ("lha", False), ("yoso", True), ("smart_bird", False)]
 EVERY = pytest.mark.parametrize(

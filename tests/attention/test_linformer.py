@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.helpers.models import Single, assert_same_with_gradients
+from tests.helpers.comparing import assert_same_with_gradients
+from tests.helpers.models import Single
 
 
 def dense(single, q, k, v, mask, segments):

@@ -9,7 +9,8 @@ from megasparse.config.attention import NGramAttentionConfig
 from megasparse.config.load import load_config
 from megasparse.errors import ConfigError
 from megasparse.ops.random import RngContext
-from tests.helpers.models import assert_same_with_gradients, known_tokens
+from tests.helpers.comparing import assert_same_with_gradients
+from tests.helpers.models import known_tokens
 
 CHUNK, WINDOW, LENGTH = 6, 7, 50
 

@@ -7,7 +7,8 @@ from megasparse.attention.contract import AttentionContext
 from megasparse.config.checks import check_model
 from megasparse.errors import ConfigError
 from megasparse.ops.random import PairDropout, RngContext
-from tests.helpers.models import CASE_NAMES, CASES, Single, assert_same_with_gradients, kind_of, named, small
+from tests.helpers.comparing import assert_same_with_gradients
+from tests.helpers.models import CASE_NAMES, CASES, Single, kind_of, named, small
 
 RATE, LENGTH = 0.3, 40
 DROPPING = [case for case in CASES if kind_of(case[0]) not in ("yoso", "performer", "linformer")]

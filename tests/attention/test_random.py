@@ -7,7 +7,8 @@ import torch
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs
 from megasparse.ops.random import RngContext
-from tests.helpers.models import Single, assert_same_with_gradients, padded_and_packed, softmax_over
+from tests.helpers.comparing import assert_same_with_gradients, softmax_over
+from tests.helpers.models import Single, padded_and_packed
 
 EVALUATION = RngContext.evaluation(0, 2)
 

@@ -14,15 +14,8 @@ from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import persistent_buffers
 from megasparse.training.engines.build import build_engine
 from megasparse.training.ranks import Ranks
-from tests.helpers.models import (
-    Single,
-    assert_same_with_gradients,
-    gradients,
-    padded_and_packed,
-    random_tokens,
-    small,
-    softmax_over,
-)
+from tests.helpers.comparing import assert_same_with_gradients, gradients, softmax_over
+from tests.helpers.models import Single, padded_and_packed, random_tokens, small
 from tests.helpers.tiny import DummyBatches, tiny_config
 
 

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 
 import megasparse.attention.sketch_objectives as sketch_objectives
-import megasparse.attention.smart_bird as smart_bird
 from megasparse.attention.contract import AttentionContext, AttentionInputs, RecomputeCache, Targets
 from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
@@ -14,17 +13,8 @@ from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.ops.sketch.reference import best_keys as defined
 from megasparse.ops.sketch.reference import sketched_weights
-from tests.helpers.models import (
-    Single,
-    assert_same_with_gradients,
-    decoded_nats,
-    named,
-    random_tokens,
-    randomise,
-    small,
-    softmax_over,
-    training_draws,
-)
+from tests.helpers.comparing import assert_same_with_gradients, decoded_nats, softmax_over
+from tests.helpers.models import Single, named, random_tokens, randomise, small, training_draws
 
 LABELS = Targets(torch.tensor([2, 0]), None)
 
@@ -90,7 +80,10 @@ def test_the_tiny_transformer_reads_tokens_and_positions_alone():
     assert torch.equal(loss, other)
     segments = torch.tensor([0] * 11 + [1] * 19).expand(2, -1)
     mask = (torch.arange(30) != 14).expand(2, -1)
-    numbers = smart_bird._numbers(tokens, mask, segments)[0].tolist()
+    given = []
+    m.embedding.register_forward_pre_hook(lambda _, read: given.append(read[1]))
+    single(x, *heads, tokens=tokens, key_mask=mask, segments=segments)
+    numbers = given[0][0].tolist()
     assert numbers[:14] == [*range(11), 0, 1, 2] and numbers[15:] == list(range(3, 18))
     with pytest.raises(ConfigError, match="embeds tokens, but this model reads none"):
         m(x, AttentionInputs(*heads, None, None, False), AttentionContext(0, training_draws(2)))

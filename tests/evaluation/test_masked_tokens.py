@@ -13,7 +13,7 @@ from megasparse.ops.random import RngContext
 from megasparse.training.ranks import Ranks
 from megasparse.training.stopping.hooks import RunHooks
 from tests.helpers.scoring import Stream, protocol_with
-from tests.model.test_masking import pairs
+from tests.model.test_encoder import pairs
 from tests.model.test_sentence_order import BERT, encoder
 
 LENGTH = 30

@@ -1,6 +1,6 @@
 """Small models for tests."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -40,6 +40,9 @@ PARTS: dict[str, Any] = {
     "positions": {"kind": "rotary", "base": 500.0, "scaling": {"kind": "yarn", "factor": 4.0, "original_length": 64}},
 }  # fmt: skip
 """Parts of today's decoders, all at once, for 2 heads."""
+
+BERT: dict[str, Any] = {"style": "bert", "blocks": "ordinary", "activations": "stored", "tied_embeddings": True}
+"""What `style` bert needs, in an encoder."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "full shared": ("full", {"shared_qk": True}),
@@ -243,73 +246,8 @@ def training_draws(batch: int, step: int = 0) -> RngContext:
     return RngContext(0, step, torch.arange(batch), training=True)
 
 
-def gradients(
-    model: Any, tokens: Tensor, step: int = 0, call: Callable[..., Any] | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The objective of a training step and its gradients by name. call: what computes it in place of the model."""
-    model.zero_grad()
-    objective, _ = (model if call is None else call)(tokens, training_draws(len(tokens), step))
-    objective.backward()
-    return objective.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def error(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    """Relative error of the whole gradient, given by names."""
-    difference = sum(((ours[n].double() - exact[n].double()) ** 2).sum() for n in exact)
-    return float((difference / sum((exact[n].double() ** 2).sum() for n in exact)) ** 0.5)
-
-
-def assert_near(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], bar: float) -> None:
-    """Every gradient, given by names, within a relative bar."""
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= bar * gradient.norm(), name
-
-
-def decoded_nats(model: Any, tokens: Tensor, prompt: int, cache: Any) -> Tensor:
-    """Nats of the tokens after the first `prompt`, which an empty cache reads at once; the others one by one."""
-    logits = [model.prefill(tokens[:, :prompt], cache)]
-    logits += [model.decode(tokens[:, t], cache) for t in range(prompt, tokens.shape[1] - 1)]
-    return -torch.log_softmax(torch.stack(logits, 1), -1).gather(-1, tokens[:, prompt:, None]).squeeze(-1)
-
-
-def objective_of(output: Any) -> Tensor:
-    """A sum that all outputs of a mechanism or layer move, and its auxiliary loss."""
-    out = output.out.float()
-    objective = (out * out.detach().cos()).sum()
-    return objective if output.auxiliary_loss is None else objective + output.auxiliary_loss
-
-
 def padded_and_packed(length: int) -> dict[str, Tensor]:
     """Masks of 2 sequences of two documents each, the second one with padding behind."""
     mask = torch.ones(2, length, dtype=torch.bool)
     mask[1, length // 2 + 1 :] = False
     return {"key_mask": mask, "segments": (torch.arange(length) >= length // 3).long().expand(2, -1)}
-
-
-def softmax_over(score: Tensor, seen: Tensor, v: Tensor) -> Tensor:
-    """Values (..., L, D) weighted by the softmax of scores (..., L, L) over the keys that are seen; 0 where none is."""
-    blind = ~seen.any(-1, keepdim=True)
-    score = score.masked_fill(~seen, -torch.inf).masked_fill(blind, 0.0)
-    return (torch.softmax(score, -1) @ v).masked_fill(blind, 0.0)
-
-
-def assert_same_with_gradients(
-    ours: Callable[..., Tensor],
-    definition: Callable[..., Tensor],
-    inputs: Sequence[Tensor],
-    weights: Iterable[Tensor] = (),
-    unread: Sequence[int] = (),
-) -> None:
-    """Both functions of the inputs have the same output, and the same gradients of inputs and weights, in float64.
-
-    unread: numbers of the inputs that have no gradient.
-    """
-    found = []
-    for function in (ours, definition):
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        out = function(*leaves)
-        read = [leaf for number, leaf in enumerate(leaves) if number not in unread]
-        found.append((out, *torch.autograd.grad((out * out.detach().cos()).sum(), [*read, *weights])))
-    for own, defined in zip(*found, strict=True):
-        torch.testing.assert_close(own, defined, rtol=1e-9, atol=1e-9)

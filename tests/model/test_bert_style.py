@@ -16,29 +16,11 @@ from megasparse.model.build import build_model, empty_model
 from megasparse.model.feed_forward import FeedForward
 from megasparse.ops.random import RngContext
 from megasparse.planning.flops import model_flops_per_token
-from tests.helpers.models import (
-    assert_near,
-    attention,
-    encoder_names,
-    gradients,
-    named,
-    random_tokens,
-    randomise,
-    small,
-    training_draws,
-)
+from tests.helpers.comparing import assert_near, gradients
+from tests.helpers.models import BERT, attention, encoder_names, named, random_tokens, randomise, small, training_draws
 
-STYLE = dict(
-    kind="encoder",
-    style="bert",
-    blocks="ordinary",
-    activations="stored",
-    tied_embeddings=True,
-    token_types=2,
-    norm_eps=1e-12,
-    vocabulary=260,
-    positions={"kind": "learned"},
-)
+STYLE = {**BERT, "kind": "encoder", "token_types": 2, "norm_eps": 1e-12, "vocabulary": 260}
+STYLE["positions"] = {"kind": "learned"}
 
 
 def bert(*pattern, **changes):

@@ -6,7 +6,8 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 
 from megasparse.model.build import build_model
-from tests.helpers.models import attention, gradients, padded_pairs, random_tokens, small, small_pair
+from tests.helpers.comparing import gradients
+from tests.helpers.models import attention, padded_pairs, random_tokens, small, small_pair
 
 
 @pytest.mark.parametrize(

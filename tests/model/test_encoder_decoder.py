@@ -6,15 +6,8 @@ import torch.nn.functional as F
 
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
-from tests.helpers.models import (
-    attention,
-    error,
-    gradients,
-    padded_pairs,
-    random_tokens,
-    small_pair,
-    training_draws,
-)
+from tests.helpers.comparing import error, gradients
+from tests.helpers.models import attention, padded_pairs, random_tokens, small_pair, training_draws
 from tests.helpers.peak_memory import PeakMemory
 
 S = 40

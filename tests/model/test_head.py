@@ -6,7 +6,8 @@ from megasparse.attention.heads import Padding
 from megasparse.model.build import build_model
 from megasparse.model.head import OutputHead
 from megasparse.ops.random import RngContext
-from tests.helpers.models import decoded_nats, random_tokens, randomise, small, training_draws
+from tests.helpers.comparing import decoded_nats
+from tests.helpers.models import random_tokens, randomise, small, training_draws
 from tests.helpers.peak_memory import PeakMemory
 
 CUTOFFS = [40, 90, 200]

@@ -9,16 +9,7 @@ from megasparse.errors import ConfigError
 from megasparse.model.block import Pass
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
-from tests.helpers.models import (
-    CASES,
-    PARTS,
-    all_names,
-    attention,
-    named,
-    random_tokens,
-    small,
-    training_draws,
-)
+from tests.helpers.models import BERT, CASES, PARTS, all_names, attention, named, random_tokens, small, training_draws
 
 SHARED = {name for name in all_names() if name.startswith("smart_bird")} - {"smart_bird heads"}
 SHARED.add("lha projected, normalized")
@@ -87,8 +78,8 @@ def test_a_group_may_have_a_part_of_the_heads_that_share_keys():
 
 
 def test_attention_dropout_post_norm_and_biases():
-    bert = {"style": "bert", "kind": "encoder", "norm": "layer", "vocabulary": 257}
-    config = small(attention=named("full", 0.2), heads=4, layers=2, dropout=0.1, **bert, **STORED)
+    settings = {**BERT, "tied_embeddings": False, "kind": "encoder", "vocabulary": 257}
+    config = small(attention=named("full", 0.2), heads=4, layers=2, dropout=0.1, **settings)
     assert_same(config, 4)
 
 

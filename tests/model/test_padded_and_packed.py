@@ -6,10 +6,9 @@ import torch
 from megasparse.model.build import build_model
 from megasparse.model.padding import padding_of
 from megasparse.ops.random import RngContext
-from tests.helpers.models import attention, random_tokens, small
+from tests.helpers.models import BERT, attention, random_tokens, small
 
 PAD, SEPARATOR, VOCABULARY = 257, 258, 260
-BERT = dict(style="bert", blocks="ordinary", activations="stored", tied_embeddings=True)
 PLAIN = {"lha": {"hash": "random"}}
 NONE, ROTARY, LEARNED = ({"kind": kind} for kind in ("none", "rotary", "learned"))
 DRAWS = RngContext.evaluation(0, 1)

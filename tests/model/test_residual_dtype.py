@@ -7,7 +7,8 @@ from megasparse.config.load import load_config
 from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
 from megasparse.ops.random import add_dropout, add_dropout_, derive, dropout
-from tests.helpers.models import PARTS, attention, error, gradients, random_tokens, small
+from tests.helpers.comparing import error, gradients
+from tests.helpers.models import PARTS, attention, random_tokens, small
 
 
 def gradient(tokens, **changes):

@@ -10,7 +10,8 @@ from megasparse.errors import ConfigError
 from megasparse.model import feed_forward
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext, relu_dropout
-from tests.helpers.models import PARTS, attention, error, gradients, random_tokens, small, training_draws
+from tests.helpers.comparing import error, gradients
+from tests.helpers.models import PARTS, attention, random_tokens, small, training_draws
 
 
 def reversible_and_stored(dtype=torch.float32, **changes):

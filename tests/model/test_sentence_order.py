@@ -9,10 +9,12 @@ import torch.nn.functional as F
 from megasparse.config.schema import MaskingConfig, SentenceOrderConfig
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
-from tests.helpers.models import assert_near, gradients, named, small, training_draws
-from tests.model.test_masking import BEGIN, MASK, PAD, SEPARATOR, VOCABULARY, pairs, text
+from tests.helpers import models
+from tests.helpers.comparing import assert_near, gradients
+from tests.helpers.models import named, small, training_draws
+from tests.model.test_encoder import BEGIN, MASK, PAD, SEPARATOR, VOCABULARY, pairs, text
 
-BERT = dict(style="bert", blocks="ordinary", activations="stored", token_types=2, tied_embeddings=True)
+BERT = {**models.BERT, "token_types": 2}
 
 
 def encoder(pattern=("full",), weight=1.0, **changes):
