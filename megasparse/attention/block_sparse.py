@@ -59,13 +59,23 @@ class BlockAttention:
         queries = _tokens(blocks[:, None], self.chunk, length)  # (W, C)
         if not inputs.causal:
             queries = queries.masked_fill(queries < self.first, -1)
-        further = None if self.further is None else self.further(blocks)
-        keys = _block_keys(length, self.chunk, self.first, further, inputs.causal, device)
-        out = _clusters(inputs, queries[None, None], keys)
+        out = _clusters(inputs, queries[None, None], self._keys(blocks, length, inputs.causal))
         if self.first and not inputs.causal:
             whole = torch.arange(length, device=device)[None, None, None]
             out = out + _clusters(inputs, whole[..., : self.first], whole)
         return out
+
+    def _keys(self, blocks: Tensor, length: int, causal: bool) -> Tensor:
+        """The keys of each block, (1, H or 1, W, M), −1 for an empty place."""
+        block, device = blocks[:, None], blocks.device  # (W, 1)
+        near = torch.arange(-1, 1 if causal else 2, device=device)
+        # Of the first tokens, those before the window: all others that a query may see by this list are in the window.
+        token = torch.arange(min(self.first, length), device=device)
+        lists = [_tokens(block + near, self.chunk, length), token.masked_fill(token >= (block - 1) * self.chunk, -1)]
+        if self.further is None:
+            return torch.cat(lists, dim=-1)[None, None]
+        further = _tokens(self.further(blocks), self.chunk, length)
+        return torch.cat([*(x.expand(len(further), -1, -1) for x in lists), further], dim=-1)[None]
 
 
 class BlockSparseAttention(FixedPatternAttention):
@@ -92,21 +102,6 @@ class BlockSparseAttention(FixedPatternAttention):
         blocks = further(torch.tensor([position // self.chunk], device=device))[:, 0]
         blocks = blocks[blocks >= 0].view(len(blocks), -1)
         return torch.cat([seen.expand(len(blocks), -1), _tokens(blocks, self.chunk, position)], dim=-1)
-
-
-def _block_keys(
-    length: int, chunk: int, first: int, further: Tensor | None, causal: bool, device: torch.device
-) -> Tensor:
-    """The keys of each block, (1, H or 1, W, M), −1 for an empty place. `BlockAttention` says which."""
-    block = torch.arange(-(-length // chunk), device=device)[:, None]  # (W, 1)
-    near = torch.arange(-1, 1 if causal else 2, device=device)
-    # Of the first tokens, those before the window: all others that a query may see by this list are in the window.
-    token = torch.arange(min(first, length), device=device)
-    lists = [_tokens(block + near, chunk, length), token.masked_fill(token >= (block - 1) * chunk, -1)]
-    if further is None:
-        return torch.cat(lists, dim=-1)[None, None]
-    heads = len(further)
-    return torch.cat([*(x.expand(heads, -1, -1) for x in lists), _tokens(further, chunk, length)], dim=-1)[None]
 
 
 def _tokens(blocks: Tensor, chunk: int, length: int) -> Tensor:
