@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.helpers.comparing import objective_of
+from tests.helpers.comparing import gradients_of
 from tests.helpers.models import EVERY, Single
 
 LENGTH = 37
@@ -16,16 +16,10 @@ def results(single, dtypes, autocast=None, backward_inside=False):
     """
     x, *heads = single.inputs(LENGTH, dtype=torch.bfloat16)
     inputs = [t.to(dtype).requires_grad_() for t, dtype in zip([x, *heads], [torch.float32, *dtypes], strict=True)]
-    weights = dict(single.mechanism.named_parameters())
-
-    def gradients(output):
-        return torch.autograd.grad(objective_of(output), [*inputs, *weights.values()], allow_unused=True)
-
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         output = single(*inputs, training=True)
-        found = gradients(output) if backward_inside else None
-    found = found or gradients(output)
-    return output, dict(zip(["x", "q", "k", "v", *weights], found, strict=True))
+        found = gradients_of(single, output, inputs) if backward_inside else None
+    return output, found or gradients_of(single, output, inputs)
 
 
 def check(single, dtypes, autocast, backward_inside):

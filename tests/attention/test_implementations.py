@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.helpers.comparing import objective_of
+from tests.helpers.comparing import gradients_of
 from tests.helpers.kernels import DEVICE
 from tests.helpers.models import CASE_NAMES, CASES, Single
 
@@ -20,9 +20,7 @@ def results(single, masks):
     """The results of a training pass, and the gradients of all its inputs and of the mechanism's own weights."""
     inputs = [x.to(DEVICE).requires_grad_() for x in single.inputs(LENGTH)]
     output = single(*inputs, training=True, **masks)
-    weights = dict(single.mechanism.named_parameters())
-    found = torch.autograd.grad(objective_of(output), [*inputs, *weights.values()], allow_unused=True)
-    return {"out": output.out.detach(), **dict(zip(["x", "q", "k", "v", *weights], found, strict=True))}
+    return {"out": output.out.detach(), **gradients_of(single, output, inputs)}
 
 
 @EVERY

@@ -30,8 +30,8 @@ def lha(causal, **settings):
     return single
 
 
-def heads_of(inputs, causal, key_mask=None, segments=None):
-    return AttentionInputs(*inputs[1:], key_mask, segments, causal)
+def heads_of(inputs, causal):
+    return AttentionInputs(*inputs[1:], None, None, causal)
 
 
 def scores_by_hand(mechanism, side, x):
@@ -287,7 +287,7 @@ def test_a_random_hash_is_one_projection_for_queries_and_keys_and_never_changes(
     for step in range(2):
         training = AttentionContext(0, RngContext(0, step, torch.arange(2), True), 0, RecomputeCache())
         assert torch.equal(codes, mechanism.assign(heads, training).query_codes)
-    second = AttentionInputs(q[:, 1:], q[:, 1:], v[:, 1:], None, None, False)
+    second = heads_of([x, q[:, 1:], q[:, 1:], v[:, 1:]], False)
     assert torch.equal(codes[:, 1:], mechanism.assign(second, evaluation(head_offset=1)).query_codes)
     opposite = mechanism.assign(heads._replace(q=-q), evaluation()).query_codes
     assert torch.equal((opposite + 8) % 16, codes)  # x[R; −R]

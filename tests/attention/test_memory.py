@@ -5,7 +5,7 @@ import torch
 
 import megasparse.attention.full as attention
 from megasparse.ops.blocks import smaller_blocks
-from tests.helpers.models import SMALL, VARIANTS, Single, all_names, causal_names, encoder_names, kind_of, randomise
+from tests.helpers.models import CASES, SMALL, VARIANTS, Single, kind_of, randomise
 from tests.helpers.peak_memory import PeakMemory
 
 LONG, PART = 2048, 1 / 8
@@ -14,10 +14,7 @@ QUADRATIC_TIME = ["smart_bird", "yoso expectation", "lha exact, visible"]
 """They compare all pairs, a tile at a time: longer ones are among the soak tests."""
 NOT_LINEAR = ["full", "full shared"]
 """The baseline: its memory is that of torch's kernel."""
-NAMES = [name for name in all_names() if name not in NOT_LINEAR and not name.startswith("smart_bird ")]
-CASES = [(name, True) for name in NAMES if name in causal_names()] + [
-    (name, False) for name in NAMES if name in encoder_names()
-]
+LINEAR = [case for case in CASES if case[0] not in NOT_LINEAR and not case[0].startswith("smart_bird ")]
 
 
 def peak(name: str, causal: bool, length: int, longest: int) -> PeakMemory:
@@ -44,13 +41,13 @@ def check(name: str, causal: bool, longest: int) -> None:
     assert whole.largest < longest**2, "as many bytes as a mask of all pairs"
 
 
-@pytest.mark.parametrize("name,causal", CASES)
+@pytest.mark.parametrize("name,causal", LINEAR)
 def test_peak_memory_is_linear(name, causal):
     check(name, causal, LONG)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name,causal", [case for case in CASES if case[0] in QUADRATIC_TIME])
+@pytest.mark.parametrize("name,causal", [case for case in LINEAR if case[0] in QUADRATIC_TIME])
 def test_peak_memory_is_linear_where_all_pairs_are_compared(name, causal):
     check(name, causal, 16 * LONG)
 

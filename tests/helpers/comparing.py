@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.helpers.models import training_draws
+from tests.helpers.models import Single, training_draws
 
 
 def gradients(
@@ -44,6 +44,13 @@ def objective_of(output: Any) -> Tensor:
     out = output.out.float()
     objective = (out * out.detach().cos()).sum()
     return objective if output.auxiliary_loss is None else objective + output.auxiliary_loss
+
+
+def gradients_of(single: Single, output: Any, inputs: Sequence[Tensor]) -> dict[str, Tensor | None]:
+    """The gradients of x, q, k and v, and of the mechanism's own weights, by name."""
+    weights = dict(single.mechanism.named_parameters())
+    found = torch.autograd.grad(objective_of(output), [*inputs, *weights.values()], allow_unused=True)
+    return dict(zip(["x", "q", "k", "v", *weights], found, strict=True))
 
 
 def softmax_over(score: Tensor, seen: Tensor, v: Tensor) -> Tensor:
