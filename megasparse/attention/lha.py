@@ -20,13 +20,7 @@ from megasparse.attention.contract import (
     MechanismSpec,
 )
 from megasparse.attention.costs import Passes, Work, product
-from megasparse.attention.documents import (
-    Document,
-    Lists,
-    attend_in_clusters,
-    clusters_by_document,
-    most_documents,
-)
+from megasparse.attention.documents import Document, Lists, attend_in_clusters, clusters_by_document, most_documents
 from megasparse.attention.far_attention import Near, best_far, collision_loss, drawn_positions
 from megasparse.attention.lha_hash import HashFunctions, Sides, Weights, bucket_codes, scores_of
 from megasparse.attention.lha_learning import Batch, Rule, divergences, members, sample_flops, sides_of
