@@ -112,12 +112,8 @@ class BERTFormat:
         for number, layer in enumerate(base.encoder.layer):
             watched[f"layer {number} attention"] = layer.attention.output.dense
             watched[f"layer {number} feed-forward"] = layer.output.dense
-
-        def logits() -> Tensor:
-            found: Tensor = model(attention_mask=torch.ones_like(tokens), **self.inputs(tokens)).logits
-            return found
-
-        return watched_outputs(watched, logits)
+        mask = torch.ones_like(tokens)
+        return watched_outputs(watched, lambda: model(attention_mask=mask, **self.inputs(tokens)).logits)
 
     # What another architecture has under other names.
 

@@ -1,12 +1,12 @@
 """Two models on the same tokens, layer by layer. B batch, L length, S of them a source's, E d_model, V vocabulary."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megasparse.attention.heads import Padding
 from megasparse.config.schema import ModelConfig
@@ -72,26 +72,14 @@ def our_outputs(model: Model, tokens: Tensor, seed: int) -> Outputs:
 
 
 @contextmanager
-def observed(model: Any) -> Iterator[list[tuple[str, Tensor]]]:
-    """A list that gets what `our_outputs` names, but the logits, as a model of ours (a bundled copy's, too) runs."""
+def watched(modules: dict[str, nn.Module]) -> Iterator[list[tuple[str, Tensor]]]:
+    """A list that gets the output of each module (of several, the first) in fp32, in the order of their calls."""
     outputs: list[tuple[str, Tensor]] = []
 
-    def keep(name: str) -> Any:
-        def hook(module: Any, inputs: Any, output: Any) -> None:
-            outputs.append((name, (output[0] if isinstance(output, tuple) else output).float()))
+    def keep(name: str, module: Any, inputs: Any, output: Any) -> None:
+        outputs.append((name, (output[0] if isinstance(output, tuple) else output).float()))
 
-        return hook
-
-    handles = []
-    encoder = getattr(model, "encoder", None)
-    for stack, prefix in ((encoder, "source "), (model, "")) if encoder is not None else ((model, ""),):
-        named = {"embedding": stack.embedding}
-        for number, block in enumerate(stack.layers):
-            parts = {"attention": block.attention, "cross-attention": block.cross_attention}
-            parts |= {"feed-forward": block.feed_forward}
-            named |= {f"layer {number} {part}": module for part, module in parts.items() if module is not None}
-        named |= {} if stack is model else {"norm": stack.norm}
-        handles += [part.register_forward_hook(keep(prefix + name)) for name, part in named.items()]
+    handles = [module.register_forward_hook(partial(keep, name)) for name, module in modules.items()]
     try:
         yield outputs
     finally:
@@ -99,20 +87,26 @@ def observed(model: Any) -> Iterator[list[tuple[str, Tensor]]]:
             handle.remove()
 
 
-def watched_outputs(modules: dict[str, torch.nn.Module], logits: Callable[[], Tensor]) -> Outputs:
-    """The output of each module as `logits` runs, in the order of their calls, and what that returns."""
-    found: list[tuple[str, Tensor]] = []
-
-    def keep(name: str, module: Any, inputs: Any, output: Tensor) -> None:
-        found.append((name, output))
-
-    hooks = [module.register_forward_hook(partial(keep, name)) for name, module in modules.items()]
-    try:
+def watched_outputs(modules: dict[str, nn.Module], logits: Callable[[], Tensor]) -> Outputs:
+    """What `watched` finds as `logits` runs, and what that returns."""
+    with watched(modules) as found:
         last = logits()
-    finally:
-        for hook in hooks:
-            hook.remove()
     return iter([*found, ("logits", last)])
+
+
+def observed(model: Any) -> AbstractContextManager[list[tuple[str, Tensor]]]:
+    """A list that gets what `our_outputs` names, but the logits, as a model of ours (a bundled copy's, too) runs."""
+    named: dict[str, nn.Module] = {}
+    encoder = getattr(model, "encoder", None)
+    for stack, prefix in ((encoder, "source "), (model, "")) if encoder is not None else ((model, ""),):
+        named[f"{prefix}embedding"] = stack.embedding
+        for number, block in enumerate(stack.layers):
+            parts = {"attention": block.attention, "cross-attention": block.cross_attention}
+            parts |= {"feed-forward": block.feed_forward}
+            named |= {f"{prefix}layer {number} {part}": module for part, module in parts.items() if module is not None}
+        if stack is encoder:
+            named[f"{prefix}norm"] = stack.norm
+    return watched(named)
 
 
 def first_difference(

@@ -14,7 +14,7 @@ from megasparse.config.load import build_config
 from megasparse.config.pattern import attends_fully, heads_of_layer, kinds
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import HubError
-from megasparse.hub.formats import Exported, Imported, check_parts
+from megasparse.hub.formats import Exported, Imported, check_parts, must_be
 from megasparse.hub.reformer_config import hf_config, model_section, other_files, read_config
 from megasparse.hub.reformer_outputs import outputs
 from megasparse.hub.tensor_file import TensorFile
@@ -170,8 +170,7 @@ def _check_expressible(model: ModelConfig) -> None:
         if attends_fully(model, "lsh"):
             wanted.append(("attention.full_below", model.attention.full_below, None))
     for key, value, only in wanted:
-        if value != only:
-            raise _inexpressible(key, value, f"{only!r}")
+        must_be("Reformer", key, value, only)
     for layer in range(model.layers):
         if len(split := heads_of_layer(model, layer)) > 1 or not split.keys() <= {"local", "lsh"}:
             kind = split if len(split) > 1 else next(iter(split))
@@ -179,8 +178,7 @@ def _check_expressible(model: ModelConfig) -> None:
     positions = model.positions
     if positions.kind not in ("axial", "learned", *CONSTANT_TABLES):
         raise _inexpressible("positions.kind", positions.kind, "'axial', 'learned', 'sinusoidal' or 'none'")
-    if positions.offset:
-        raise _inexpressible("positions.offset", positions.offset, "0")
+    must_be("Reformer", "positions.offset", positions.offset, 0)
     if positions.axial_shape and len(positions.axial_shape) != 2:
         raise _inexpressible("positions.axial_shape", positions.axial_shape, "two axes")
 

@@ -2,15 +2,15 @@
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from megasparse.hub.compare import watched
 from megasparse.hub.reformer_config import buckets
 from megasparse.ops.random import RngContext, rotations
 
@@ -30,27 +30,19 @@ def outputs(
     LSH layers only the precision is another. The LM head's bias is added where transformers leaves it out.
     """
     twin: Any = copy.deepcopy(model).double().eval()
-    found: list[tuple[str, Tensor]] = []
     length = tokens.shape[1]
-
-    def keep(name: str, pick: Callable[[Any], Tensor], module: nn.Module, inputs: Any, output: Any) -> None:
-        found.append((name, pick(output)[:, :length].float()))
-
-    def watch(module: nn.Module, name: str, pick: Callable[[Any], Tensor] = lambda output: output) -> None:
-        module.register_forward_hook(partial(keep, name, pick))
-
-    watch(twin.reformer.embeddings, "embedding")
+    parts = {"embedding": twin.reformer.embeddings}
     for number, layer in enumerate(twin.reformer.encoder.layers):
         if hasattr(layer.attention.self_attention, "query_key"):
             _hash_as_ours(layer.attention.self_attention, buckets(model.config), number, seed)
-        watch(layer.attention, f"layer {number} attention", lambda output: output.hidden_states)
-        watch(layer.feed_forward, f"layer {number} feed-forward")
+        parts |= {f"layer {number} attention": layer.attention, f"layer {number} feed-forward": layer.feed_forward}
     _let_padding_have_no_position(twin.reformer.embeddings, length)
     read = torch.cat([torch.full_like(tokens[:, :1], bos), tokens[:, :-1]], dim=1)
-    logits = twin(read, use_cache=False).logits
+    with watched(parts) as found:
+        logits = twin(read, use_cache=False).logits
     if twin.lm_head.decoder.bias is None:
         logits = logits + twin.lm_head.bias
-    yield from found
+    yield from ((name, output[:, :length]) for name, output in found)
     yield "logits", logits[..., :vocabulary].float()
 
 
