@@ -7,4 +7,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megasparse.cli.main import door
 
-main = door("bench kernels", __name__)
+main = door("bench kernels")
+
+if __name__ == "__main__":
+    main()

@@ -7,4 +7,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megasparse.cli.main import door
 
-main = door("train-tokenizer", __name__)
+main = door("train-tokenizer")
+
+if __name__ == "__main__":
+    main()

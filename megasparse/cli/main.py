@@ -98,16 +98,12 @@ def main(words: Sequence[str] | None = None) -> None:
         raise UserError(f"{package}: megasparse {name} needs this package, and it is not installed. {hint}") from None
 
 
-def door(command: str, module: str = "") -> Callable[..., None]:
-    """The entry point of a script that stands for one subcommand, which takes the words after the script's name. It is
-    called at once where `module`, the script's `__name__`, is that of a script that was started.
-    """
+def door(command: str) -> Callable[..., None]:
+    """The entry point of a script that stands for one subcommand, which takes the words after the script's name."""
 
     def run(words: Sequence[str] | None = None) -> None:
         main([*command.split(), *(sys.argv[1:] if words is None else words)])
 
-    if module == "__main__":
-        run()
     return run
 
 

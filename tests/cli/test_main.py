@@ -61,7 +61,7 @@ def test_every_door_leads_to_a_subcommand_and_is_short():
     for path in [*ROOT.glob("launch/*.py"), *ROOT.glob("tools/*.py")]:
         text = path.read_text(encoding="utf-8")
         assert len(text.splitlines()) <= 15, path
-        (doors[path.name],) = re.findall(r'door\("(.*)", __name__\)', text)
+        (doors[path.name],) = re.findall(r'door\("(.*)"\)', text)
         assert ast.get_docstring(ast.parse(text))
     without = {"attention-coverage", "completion", "compress", "configs", "convert teach", "decompress", "repetitions"}
     measurements = ("build", "decoder", "fits", "launches", "memory", "peers", "plot", "scaling")
