@@ -70,7 +70,7 @@ def pretrain(
         work = flops[1] * training.steps * training.global_batch * length
         warn_if_long(work, training.precision, ["fewer training.steps", "a shorter data.sequence_length"], ranks)
     recipe = Recipe(
-        RunIdentity(config, data.fingerprint, data.evaluation.tokenizer.model_dump()),
+        RunIdentity(config, data.fingerprint, data.evaluation.file.tokenizer.model_dump()),
         make_rng=partial(RngContext, config.run.seed, training=True),
         build_model=model,
         initial=partial(initial_weight, config.model, config.run.seed),

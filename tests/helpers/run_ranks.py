@@ -17,7 +17,7 @@ from unittest.mock import patch
 from megasparse.errors import leave
 
 ROOT = Path(__file__).resolve().parents[2]
-READY = ("pytest", "deepspeed", "tests.helpers.models", "tests.helpers.tiny", "megasparse.runs.pretraining", "torch._dynamo")
+READY = ("pytest", "torch._dynamo", "deepspeed", "tests.helpers.tiny", "megasparse.runs.pretraining")
 """What the server of new processes has imported: importing takes as long as most tests compute."""
 
 
