@@ -124,7 +124,7 @@ def denied(monkeypatch: pytest.MonkeyPatch, file: str) -> None:
     monkeypatch.setattr(os, "open", guarded)
 
 
-def edit(index: Index, change: Callable[[dict[str, Any]], None]) -> Path:
+def edit(index: Index, change: Callable[[dict[str, Any]], object]) -> Path:
     """Change index.json."""
     path = index.directory / INDEX_FILE
     content = json.loads(path.read_text())
@@ -133,11 +133,18 @@ def edit(index: Index, change: Callable[[dict[str, Any]], None]) -> Path:
     return path
 
 
+def edit_shards(index: Index, file: str = "", **changes: Any) -> None:
+    """Change what index.json says of each shard of the split `train`, or of one file."""
+
+    def change(content: dict[str, Any]) -> None:
+        for shard in content["splits"]["train"]["shards"]:
+            if not file or shard["file"] == file:
+                shard.update(changes)
+
+    edit(index, change)
+
+
 def without_crc32(index: Index) -> Index:
     """The index as earlier versions wrote it."""
-
-    def drop(content: dict[str, Any]) -> None:
-        for shard in content["splits"]["train"]["shards"]:
-            del shard["crc32"]
-
-    return Index.load(edit(index, drop).parent, tolerant=True)
+    edit(index, lambda content: [shard.pop("crc32") for shard in content["splits"]["train"]["shards"]])
+    return Index.load(index.directory, tolerant=True)

@@ -18,6 +18,7 @@ import torch
 from megasparse.data.batches import Step, TrainingBatches
 from megasparse.data.corpora.source import Kind, Source
 from megasparse.data.index import Index
+from megasparse.data.order import permutation
 from megasparse.data.prepare import prepare
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers.byte import ByteTokenizer
@@ -59,6 +60,11 @@ def write_folder(
     }
     (folder / "index.json").write_text(json.dumps(index))
     return folder
+
+
+def largest(folder: Path) -> int:
+    """Bytes of the largest shard."""
+    return max(path.stat().st_size for path in folder.glob("*.tar"))
 
 
 def read_folder(folder: Path) -> list[np.ndarray]:
@@ -123,6 +129,13 @@ def prepared(
 def files(folder: Path) -> dict[str, bytes]:
     """Content of every file but the lock."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+
+
+def counted_permutations(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[int]:
+    """The length of each permutation that a module draws from now on."""
+    sizes: list[int] = []
+    monkeypatch.setattr(module, "permutation", lambda n, *key: sizes.append(n) or permutation(n, *key))
+    return sizes
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from megasparse.data.index import Index
 from megasparse.data.members import NO_CHECKSUMS, Run
 from megasparse.data.reader import EvaluationStream, ShardReader
 from megasparse.errors import DataError
-from tests.data.damages import HARMS, HOSTILE, STRUCTURE, denied, do, edit, flip, without_crc32
+from tests.data.damages import HARMS, HOSTILE, STRUCTURE, denied, do, edit, edit_shards, flip, without_crc32
 
 THIRD = "train-000003.tar"
 
@@ -48,13 +48,7 @@ def read_all(reader: ShardReader, text: bytes | None, sample_bytes: int = 100) -
 def vouch(index: Index, file: str) -> None:
     """Let index.json state what the shard is by now, but for its samples' crc32."""
     tar = (index.directory / file).read_bytes()
-
-    def change(content: dict[str, Any]) -> None:
-        for shard in content["splits"]["train"]["shards"]:
-            if shard["file"] == file:
-                shard.update(bytes=max(1, len(tar)), sha256=hashlib.sha256(tar).hexdigest())
-
-    edit(index, change)
+    edit_shards(index, file, bytes=max(1, len(tar)), sha256=hashlib.sha256(tar).hexdigest())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from megasparse.data.index import Index
 from megasparse.data.tokenizers.byte import ByteTokenizer
 from megasparse.errors import ConfigError, DataError
-from tests.data.damages import edit, without_crc32
+from tests.data.damages import edit, edit_shards, without_crc32
 from tests.helpers.traced import traced_peak
 
 
@@ -97,9 +97,9 @@ def test_an_index_of_an_earlier_version_has_no_crc32(make_index, corpus):
 
 @pytest.mark.parametrize("crc32", ["0" * 79, "0" * 88, "g" * 80, ""])
 def test_crc32_of_another_length_or_alphabet_is_refused(index, crc32):
-    path = edit(index, lambda c: c["splits"]["train"]["shards"][0].update(crc32=crc32))
+    edit_shards(index, crc32=crc32)
     with pytest.raises(DataError, match=r"index\.json: .*crc32"):
-        Index.load(path.parent)
+        Index.load(index.directory)
 
 
 def test_a_tolerant_load_leaves_missing_and_resized_shards_to_the_reader(index, corpus):

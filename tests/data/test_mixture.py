@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megasparse.data import mixture as mixture_module
 from megasparse.data import reader
 from megasparse.data.index import Index
 from megasparse.data.mixture import BLOCK, Mixture
 from megasparse.data.order import SHARDS, permutation
 from megasparse.errors import ConfigError, DataError
 from tests.data.damages import do, flip
-from tests.data.folders import batches, ramp, read_folder, rows, take, write_folder
+from tests.data.folders import batches, counted_permutations, ramp, read_folder, rows, take, write_folder
 
 T = 30
 WEIGHTS = [[1.0], [0.7, 0.3], [2, 1], [1e-4, 1.0], [1.0, 1e-9, 3.0, 1e-4], [1 / 3] * 3, [5, 1, 1, 1, 1, 1, 1]]
@@ -87,16 +88,7 @@ def test_the_permutation_is_another_for_each_seed_and_block_and_the_orders_are_n
 
 
 def test_a_far_place_takes_one_permutation_of_a_block(monkeypatch):
-    from megasparse.data import mixture as module
-
-    sizes: list[int] = []
-    permutation = module.permutation
-
-    def counting(n: int, *key: int) -> np.ndarray:
-        sizes.append(n)
-        return permutation(n, *key)
-
-    monkeypatch.setattr(module, "permutation", counting)
+    sizes = counted_permutations(monkeypatch, mixture_module)
     for sample in (0, 10**6, 10**15):
         sizes.clear()
         corpus, number = Mixture([3, 1], 0).locate(sample)

@@ -6,6 +6,7 @@ import pytest
 
 from megasparse.data import order as order_module
 from megasparse.data.order import Order, permutation
+from tests.data.folders import counted_permutations
 
 GOLDEN = [7, 0, 3, 9, 4, 2, 1, 5, 8, 6]
 
@@ -68,13 +69,7 @@ def test_permutations_are_uniform():
 
 
 def test_a_late_sample_costs_no_more_than_an_early_one(monkeypatch):
-    sizes = []
-
-    def counting(n: int, *key: int) -> np.ndarray:
-        sizes.append(n)
-        return permutation(n, *key)
-
-    monkeypatch.setattr(order_module, "permutation", counting)
+    sizes = counted_permutations(monkeypatch, order_module)
     order = Order([1000] * 64, 10, 0, 4)
     for sample in (0, 6_399, 123_456_789_012):
         order.locate(sample)

@@ -17,7 +17,7 @@ from megasparse.data.index import Index
 from megasparse.data.reader import ShardReader
 from megasparse.data.shard_cache import ShardCache
 from megasparse.errors import DataError
-from tests.data.folders import ramp, wait_until, write_folder
+from tests.data.folders import largest, ramp, wait_until, write_folder
 
 READ_ALL = """
 import hashlib, os, sys
@@ -93,13 +93,13 @@ def test_processes_of_a_machine_fetch_each_shard_once(folder, server, tmp_path):
 
 def test_processes_share_a_cache_that_is_too_small_for_the_data(folder, server, tmp_path):
     """Each holds two shards open and fetches a third; nobody's is deleted while it is read."""
-    largest = max(path.stat().st_size for path in folder.glob("*.tar"))
-    with readers(2, server.url, tmp_path / "cache", limit=4 * largest) as processes:
+    limit = 4 * largest(folder)
+    with readers(2, server.url, tmp_path / "cache", limit) as processes:
         for process in processes:
             go(process)
         assert [result(process) for process in processes] == [want(folder)] * 2
     kept = sum(path.stat().st_size for path in (tmp_path / "cache").iterdir())
-    assert kept <= 4 * largest and server.count() >= SHARDS
+    assert kept <= limit and server.count() >= SHARDS
 
 
 @pytest.mark.parametrize("kills", [1, 3])
@@ -154,7 +154,7 @@ def test_S3_who_waits_for_a_stopped_process_gives_up(folder, server, tmp_path, m
 
 
 def test_a_partial_that_nobody_goes_on_with_makes_room(folder, server, tmp_path):
-    size = max(path.stat().st_size for path in folder.glob("*.tar"))
+    size = largest(folder)
     cache = ShardCache(tmp_path / "cache", 2 * size)
     cache.folder.mkdir()
     abandoned = cache.folder / f"{'0' * 64}.{size}.partial"

@@ -8,7 +8,6 @@ import torch
 
 from megasparse.data.index import Index
 from megasparse.data.reader import ShardReader
-from megasparse.data.shard_cache import ShardCache
 from megasparse.errors import DataError
 from tests.data.folders import everything, ramp, write_folder
 from tests.helpers.shard_server import serving
@@ -45,8 +44,8 @@ def server(folder, monkeypatch):
     [[], [500, 503], ["cut", "cut"], ["stall"], ["wrong"], ["refuse"], [500, "cut", "stall", "wrong", "refuse"]],
     ids=lambda faults: " ".join(map(str, faults)) or "none",
 )
-def test_D6_what_is_read_from_a_bucket_is_what_the_folder_has(folder, server, tmp_path, faults):
-    index = Index.load("s3://bucket/data", cache=ShardCache(tmp_path / "cache"))
+def test_D6_what_is_read_from_a_bucket_is_what_the_folder_has(folder, server, cache, faults):
+    index = Index.load("s3://bucket/data", cache=cache)
     assert index.fingerprint == Index.load(folder).fingerprint
     server.faults[SECOND].extend(faults)
     assert torch.equal(everything(index), everything(Index.load(folder)))
@@ -57,16 +56,16 @@ def test_D6_what_is_read_from_a_bucket_is_what_the_folder_has(folder, server, tm
 @pytest.mark.parametrize(
     ("faults", "problem"), [([500] * 8, "at attempt 8"), (["stall"] * 8, "at attempt 8"), (["wrong"] * 2, "its sha256")]
 )
-def test_D6_a_bucket_that_does_not_recover_is_named(server, tmp_path, faults, problem):
-    index = Index.load("s3://bucket/data", cache=ShardCache(tmp_path / "cache"))
+def test_D6_a_bucket_that_does_not_recover_is_named(server, cache, faults, problem):
+    index = Index.load("s3://bucket/data", cache=cache)
     server.faults[SECOND].extend(faults)
     with pytest.raises(DataError, match=problem) as caught:
         ShardReader(index, "train").read(1, 0, 10)
     assert caught.value.path == f"s3://bucket/data/{SECOND}" and str(caught.value).isprintable()
 
 
-def test_an_object_that_is_missing_is_not_asked_for_again(folder, server, tmp_path):
-    index = Index.load("s3://bucket/data", cache=ShardCache(tmp_path / "cache"))
+def test_an_object_that_is_missing_is_not_asked_for_again(folder, server, cache):
+    index = Index.load("s3://bucket/data", cache=cache)
     (folder / SECOND).unlink()
     with pytest.raises(DataError, match=rf"^s3://bucket/data/{SECOND}: .*S3 answers.*Check the URL"):
         ShardReader(index, "train").read(1, 0, 10)
@@ -86,7 +85,7 @@ def test_a_missing_library_is_one_error_with_its_command(monkeypatch):
 
 
 @pytest.mark.soak
-def test_buckets_of_an_independent_server_of_s3(folder, tmp_path, monkeypatch):
+def test_buckets_of_an_independent_server_of_s3(folder, cache, monkeypatch):
     """Needs `pip install 'moto[server]'`: S3 as others have written it, with its signatures, errors and listings."""
     from moto.server import ThreadedMotoServer  # not among what `dev` installs: it brings 45 packages
 
@@ -99,7 +98,7 @@ def test_buckets_of_an_independent_server_of_s3(folder, tmp_path, monkeypatch):
         bucket = s3fs.S3FileSystem()
         bucket.mkdir("shards")
         bucket.put(str(folder), "shards/a/data", recursive=True)
-        index = Index.load("s3://shards/a/data/", cache=ShardCache(tmp_path / "cache"))
+        index = Index.load("s3://shards/a/data/", cache=cache)
         assert torch.equal(everything(index), everything(Index.load(folder)))
         for url in ("s3://shards/none", "s3://no-bucket/data"):
             with pytest.raises(DataError, match=rf"^{url}/index.json: .*S3 answers"):

@@ -13,7 +13,7 @@ from megasparse.data.reader import ShardReader
 from megasparse.data.shard_cache import ShardCache
 from megasparse.errors import ConfigError, DataError
 from tests.data.damages import do, flip
-from tests.data.folders import batches, everything
+from tests.data.folders import batches, everything, largest
 
 pytestmark = pytest.mark.usefixtures("impatient")
 SHARDS = 6
@@ -58,8 +58,7 @@ def test_a_shard_that_is_larger_than_the_limit_is_an_error(server, tmp_path):
 def test_the_limit_holds_and_what_was_not_used_for_longest_goes_first(folder, server, tmp_path):
     size = (folder / FIRST).stat().st_size
     assert len({path.stat().st_size for path in folder.glob("*.tar")}) <= 2
-    largest = max(path.stat().st_size for path in folder.glob("*.tar"))
-    cache = ShardCache(tmp_path / "cache", 3 * largest + size // 2)
+    cache = ShardCache(tmp_path / "cache", 3 * largest(folder) + size // 2)
     remote = Index.load(server.url, cache=cache)
     shards = remote.split("train").shards
     reader = ShardReader(remote, "train", open_files=1)
@@ -89,8 +88,7 @@ def test_the_limit_holds_and_what_was_not_used_for_longest_goes_first(folder, se
 
 
 def test_an_epoch_under_a_small_limit_is_the_same(folder, server, tmp_path):
-    largest = max(path.stat().st_size for path in folder.glob("*.tar"))
-    cache = ShardCache(tmp_path / "cache", 2 * largest)
+    cache = ShardCache(tmp_path / "cache", 2 * largest(folder))
     local, remote = (batches([(index, 1.0)]) for index in (Index.load(folder), Index.load(server.url, cache=cache)))
     with local, remote:
         for _ in range(100):
@@ -100,8 +98,7 @@ def test_an_epoch_under_a_small_limit_is_the_same(folder, server, tmp_path):
 
 
 def test_what_is_fetched_ahead_costs_none_of_what_is_needed_before(folder, server, tmp_path):
-    largest = max(path.stat().st_size for path in folder.glob("*.tar"))
-    cache = ShardCache(tmp_path / "cache", 2 * largest)
+    cache = ShardCache(tmp_path / "cache", 2 * largest(folder))
     remote = Index.load(server.url, cache=cache)
     first, second, third, *_ = remote.split("train").shards
     assert remote.remote is not None

@@ -52,18 +52,9 @@ def write(given: argparse.Namespace, command: str) -> Path:
     if given.record is None and encoder.name == "pixels":
         raise ConfigError("--record", "the number of tokens of an image is not given", "Give it, 12288 for 64×64 RGB")
     names = _names(directory)
-    with (
-        tqdm(desc="checking shards", total=len(names), unit="shard", disable=None) as bar,
-        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,  # hashing leaves the interpreter to others
-    ):
-        try:
-            tasks = [pool.submit(_examine, directory / name, form) for name in names]
-            for task in tasks:
-                task.add_done_callback(lambda _: bar.update())
-            found = [task.result() for task in tasks]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # hashing leaves the interpreter to others
+        examined = pool.map(lambda name: _examine(directory / name, form), names)
+        found = list(tqdm(examined, "checking shards", len(names), unit="shard", disable=None))
     of_split = {name: [each.shard for each in found if each.shard.file.startswith(f"{name}-")] for name in NAMES}
     splits = {name: shards for name, shards in of_split.items() if shards}
     sizes = {each.sample_bytes for each in found}

@@ -79,7 +79,7 @@ def test_records_are_stated_and_checked(tmp_path):
     with pytest.raises(DataError, match=r"train-0\.tar: member 1 at byte 1024 has 12 tokens, no whole number of .* 24"):
         index(tmp_path, "--record", "24")
     found = index(tmp_path, "--tokenizer", "pixels", "--record", "12")
-    assert found.record == 12 and found.file.tokenizer.name == "pixels" and found.sample_bytes == 24
+    assert found.record == 12 and found.tokenizer.name == "pixels" and found.sample_bytes == 24
 
 
 def test_tokens_that_the_tokenizer_has_not_are_refused(tmp_path):

@@ -12,6 +12,7 @@ from megasparse.data.tokenizers import build_tokenizer
 from megasparse.data.tokenizers.contract import SpecialTokens, Tokenizer
 from megasparse.data.tokenizers.sentence_piece import LONGEST, segments
 from megasparse.errors import ConfigError
+from tests.helpers.refusals import refusal
 from tests.helpers.tokenizers import ODD_TEXTS, PROSE, random_texts, sentencepiece_model
 
 TYPES = ("unigram", "bpe")
@@ -121,17 +122,21 @@ def test_words_begin_at_white_space(model):
     assert [word.split()[0] for word in words if word.strip()] == PROSE.encode().split()
 
 
-def changed(**changes: Any) -> bytes:
+def parsed(model: bytes) -> Any:
     proto = ModelProto()
-    proto.ParseFromString(sentencepiece_model())
+    proto.ParseFromString(model)
+    return proto
+
+
+def changed(**changes: Any) -> bytes:
+    proto = parsed(sentencepiece_model())
     for key, value in changes.items():
         setattr(proto.normalizer_spec, key, value)
     return proto.SerializeToString()
 
 
 def without_bytes() -> bytes:
-    proto = ModelProto()
-    proto.ParseFromString(sentencepiece_model())
+    proto = parsed(sentencepiece_model())
     proto.trainer_spec.byte_fallback = False
     for piece in proto.pieces:
         if piece.type == ModelProto.SentencePiece.BYTE:
@@ -156,20 +161,17 @@ def without_bytes() -> bytes:
     ],
 )
 def test_a_model_that_changes_text_is_refused(tmp_path, data, problem):
-    with pytest.raises(ConfigError, match=problem) as error:
-        built(tmp_path, data())
-    assert "\n" not in str(error.value) and re.search(r"megasparse train-tokenizer|README", str(error.value))
+    said = refusal(lambda: built(tmp_path, data()), ConfigError, problem)
+    assert re.search(r"megasparse train-tokenizer|README", said)
 
 
 def charsmap() -> bytes:
-    proto = ModelProto()
-    proto.ParseFromString(SentencePieceNormalizer(rule_name="nmt_nfkc").serialized_model_proto())
-    return proto.normalizer_spec.precompiled_charsmap
+    model = SentencePieceNormalizer(rule_name="nmt_nfkc").serialized_model_proto()
+    return parsed(model).normalizer_spec.precompiled_charsmap
 
 
 def test_a_foreign_model_without_special_tokens_has_none(tmp_path):
-    proto = ModelProto()
-    proto.ParseFromString(sentencepiece_model())
+    proto = parsed(sentencepiece_model())
     proto.pieces[2].piece, proto.pieces[4].type = "</s>", ModelProto.SentencePiece.USER_DEFINED
     model = built(tmp_path, proto.SerializeToString())
     assert model.special is None and model.separator == 2

@@ -8,6 +8,7 @@ import torch
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.data.tokenizers.words import WordTokenizer, vocabulary_file
 from megasparse.errors import ConfigError
+from tests.helpers.refusals import refusal
 from tests.helpers.tokenizers import PROSE
 
 SAMPLE = " = Robert <unk> = \n \n He was a <unk> \u00a0 of the\u3000the @-@ stage .\n"
@@ -74,16 +75,13 @@ def test_words_that_do_not_fit_count_as_unknown():
 def test_a_wrong_file_is_one_line(tmp_path, content, problem):
     path = tmp_path / "words.txt"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=re.escape(f"{path}: {problem}")) as error:
-        build_tokenizer(str(path))
-    assert "\n" not in str(error.value)
+    refusal(lambda: build_tokenizer(str(path)), ConfigError, re.escape(f"{path}: {problem}"))
 
 
-def test_numbers_that_are_no_tokens_are_refused(tmp_path):
-    found = tokenizer(tmp_path, "<unk>", "<eos>")
-    for token in (-1, 2):
-        with pytest.raises(ValueError, match="is no token of 2 words"):
-            found.decode(torch.tensor([0, token]))
+@pytest.mark.parametrize("token", [-1, 2])
+def test_numbers_that_are_no_tokens_are_refused(tmp_path, token):
+    with pytest.raises(ValueError, match="is no token of 2 words"):
+        tokenizer(tmp_path, "<unk>", "<eos>").decode(torch.tensor([0, token]))
 
 
 def test_another_file_is_another_tokenizer(tmp_path):
