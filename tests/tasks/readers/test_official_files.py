@@ -110,6 +110,10 @@ def test_of_ten_examples_eight_train_and_splits_are_apart(name, files, row, tmp_
 AAN_TEXTS = ("b'Parsing \\xe2\\x80\\x93 a survey\\n1 Introduction'", 'b"It\'s \\"quoted"')
 """What Python shows of bytes: its escapes stay, and a quotation mark is no quotation."""
 NEWS = ["https://assets.msn.com/labs/mind/AAGH0ET.html", '[{"Label": "A", "OccurrenceOffsets": [48]}]', "[]"]
+REVIEW = {
+    "reviewerID": "A1", "asin": "0528881469", "reviewerName": "", "helpful": [0, 0], "overall": 4.0,
+    "reviewText": 'Good, "\u2028" & more.', "summary": "not to be read", "reviewTime": "06 2, 2013",
+}  # fmt: skip
 PAPER = {
     "article_id": "PMC3872579", "article_text": ["a recent study reports anxiety .", " it was done in 2009 . "],
     "abstract_text": ["<S> background : it is common . </S>", "<S> <S is no mark , p < 0.05 . </S>"],
@@ -131,6 +135,9 @@ NEW = {"article_text": ["one .", "two ."]}
          [(("Bears return (Reuters) Reuters - A dwindling\\band of sellers is back.",), 2, "0"),
           (('A "quoted" title It said \\"no" , twice.',), 3, "1"),
           (("Talks, again AP - It is the firm #39;s first.",), 0, "2"), (("Late\u2028goal ",), 1, "3")]),
+        ("amazon", "", [json.dumps({**REVIEW, "overall": stars}) for stars in (5.0, 1, 3.0, 4.0, 2.0)],
+         [(('Good, "\u2028" & more.',), label, str(n)) for n, label in enumerate((4, 0, 2, 3, 1))]),
+        ("amazon", "", [json.dumps({**REVIEW, "reviewText": ""})], [(("",), 3, "0")]),
         ("imdb", "", ["ur0012\t\ttt0111161\t\t10\t\ti loved it ! <sssss> really . <sssss> see it",
                       "ur7\t\ttt1\t\t1\t\tno\u2028good\tat all\t\tnone <sssss> "],
          [(("i loved it ! really . see it",), 9, "0"), (("no\u2028good\tat all\t\tnone ",), 0, "1")]),
@@ -176,11 +183,15 @@ def test_an_example_is_a_row_with_its_columns_label_and_id(tmp_path, name, heade
     assert [str(example.location) for example in found] == [f"{file}:{first + i}" for i in range(len(rows))]
 
 
+OF_ROWS = ("aan", "ag_news", "amazon", "imdb", "listops")
+
+
 def test_classes_are_the_official_ones_in_their_order():
-    classes = {name: build_task(TaskConfig(name=name)).classes for name in ("aan", "ag_news", "imdb", "listops")}
+    classes = {name: build_task(TaskConfig(name=name)).classes for name in OF_ROWS}
     assert classes == {
         "aan": ("0", "1"), "ag_news": ("World", "Sports", "Business", "Sci/Tech"),
-        "imdb": tuple(map(str, range(1, 11))), "listops": tuple("0123456789"),
+        "amazon": ("1.0", "2.0", "3.0", "4.0", "5.0"), "imdb": tuple(map(str, range(1, 11))),
+        "listops": tuple("0123456789"),
     }  # fmt: skip
     topics = build_task(TaskConfig(name="mind_topics")).classes or ()
     assert len(set(topics)) == 18 and list(topics) == sorted(topics) and (topics[7], topics[15]) == ("lifestyle", "tv")
@@ -230,6 +241,11 @@ def sts(*fields: str, score: str = "5.000") -> str:
         ("mind_topics", news_row("N1", "a")[:-1], news_row("N2", "a").replace("news", "sport")[:-1],
          '"sport" is no label of mind_topics. Did you mean "sports"?'),
         ("mind_topics", news_row("N1", "a")[:-1], "N1\tnews\ta title", "3 fields where there are 8 columns (id, cat"),
+        *[("amazon", json.dumps(REVIEW), json.dumps({**REVIEW, "overall": stars}),
+           f"overall is {json.dumps(stars)[:80]}, no number of stars. Write 1.0, 2.0")
+          for stars in (0.0, 6.0, 4.5, "5.0", None, True, [5], 10**400)],
+        ("amazon", json.dumps(REVIEW), json.dumps({**REVIEW, "reviewText": None}), "reviewText is no text"),
+        ("amazon", json.dumps(REVIEW), json.dumps({"overall": 1.0}), 'has no column "reviewText"'),
         *[("pubmed", json.dumps(PAPER), json.dumps(row), problem) for row, problem in (
             ({**PAPER, "article_text": "one text"}, '"article_text" is no list of sentences'),
             ({**PAPER, "article_text": ["x", None]}, '"article_text" is no list of sentences'),
