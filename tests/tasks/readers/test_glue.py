@@ -4,12 +4,7 @@ import pytest
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.tasks import build_task
-from megasparse.tasks.task import split_files
 from tests.helpers.refusals import refusal
-
-MNLI_BEFORE = ["index", "promptID", "pairID", "genre"] + [
-    f"sentence{number}_{parse}" for parse in ("binary_parse", "parse") for number in (1, 2)
-]
 
 
 def task(name):
@@ -30,47 +25,6 @@ def found(name, file):
 
 def problem(name, file):
     return refusal(lambda: task(name).read(file))
-
-
-def test_cola_has_four_columns_and_no_names_but_in_its_test_file(tmp_path):
-    train = write(
-        tmp_path,
-        "train.tsv",
-        ["gj04", "1", "", 'The cat "sat.'],
-        ["gj04", "0", "*", "Cat the\u2028sat."],
-    )
-    assert found("cola", train) == [(('The cat "sat.',), 1, "0"), (("Cat the\u2028sat.",), 0, "1")]
-    test = write(tmp_path, "test.tsv", ["index", "sentence"], ["0", "The dog ran."], ["17", "Ran dog."])
-    assert found("cola", test) == [(("The dog ran.",), None, "0"), (("Ran dog.",), None, "17")]
-
-
-def test_mnli_takes_the_gold_label_and_not_the_annotators(tmp_path):
-    before = ["0", "1", "1e", "fiction", "(a)", "(b)", "(A)", "(B)"]
-    columns = [*MNLI_BEFORE, "sentence1", "sentence2"]
-    train = write(
-        tmp_path,
-        "train.tsv",
-        [*columns, "label1", "gold_label"],
-        [*before, "A man.", "A person.", "neutral", "entailment"],
-        ["7", *before[1:], "A man.", "A cat.", "neutral", "contradiction"],
-    )
-    assert found("mnli", train) == [(("A man.", "A person."), 0, "0"), (("A man.", "A cat."), 2, "7")]
-    annotators = [f"label{number}" for number in range(1, 6)]
-    matched = write(
-        tmp_path,
-        "dev_matched.tsv",
-        [*columns, *annotators, "gold_label"],
-        [*before, "A man.", "A tall man.", "entailment", "neutral", "neutral", "entailment", "neutral", "neutral"],
-    )
-    assert found("mnli", matched) == [(("A man.", "A tall man."), 1, "0")]
-    test = write(tmp_path, "test_mismatched.tsv", columns, [*before, "A man.", "A person."])
-    assert found("mnli", test) == [(("A man.", "A person."), None, "0")]
-    unsure = write(tmp_path, "unsure.tsv", [*columns, "gold_label"], [*before, "A man.", "A cat.", "-"])
-    assert f'{unsure}:2: "-" is no label of mnli' in problem("mnli", unsure)
-    names = {split: files[0].name for split, files in task("mnli").files(tmp_path).items()}
-    assert names == {"train": "train.tsv", "validation": "dev_matched.tsv", "test_mismatched": "test_mismatched.tsv"}
-    write(tmp_path, "dev_mismatched.tsv", columns)
-    assert split_files(task("mnli"), tmp_path, "validation_mismatched") == [tmp_path / "dev_mismatched.tsv"]
 
 
 def test_mrpc_is_read_from_the_files_of_glue_or_of_microsoft(tmp_path):

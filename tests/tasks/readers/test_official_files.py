@@ -110,6 +110,9 @@ def test_of_ten_examples_eight_train_and_splits_are_apart(name, files, row, tmp_
 AAN_TEXTS = ("b'Parsing \\xe2\\x80\\x93 a survey\\n1 Introduction'", 'b"It\'s \\"quoted"')
 """What Python shows of bytes: its escapes stay, and a quotation mark is no quotation."""
 NEWS = ["https://assets.msn.com/labs/mind/AAGH0ET.html", '[{"Label": "A", "OccurrenceOffsets": [48]}]', "[]"]
+MNLI_COLUMNS = "\t".join(("index", "promptID", "pairID", "genre", "sentence1_binary_parse", "sentence2_binary_parse",
+                          "sentence1_parse", "sentence2_parse", "sentence1", "sentence2"))  # fmt: skip
+MNLI_ROW = "1\t1e\tfiction\t(a)\t(b)\t(A)\t(B)\tA man.\t"
 REVIEW = {
     "reviewerID": "A1", "asin": "0528881469", "reviewerName": "", "helpful": [0, 0], "overall": 4.0,
     "reviewText": 'Good, "\u2028" & more.', "summary": "not to be read", "reviewTime": "06 2, 2013",
@@ -138,6 +141,18 @@ NEW = {"article_text": ["one .", "two ."]}
         ("amazon", "", [json.dumps({**REVIEW, "overall": stars}) for stars in (5.0, 1, 3.0, 4.0, 2.0)],
          [(('Good, "\u2028" & more.',), label, str(n)) for n, label in enumerate((4, 0, 2, 3, 1))]),
         ("amazon", "", [json.dumps({**REVIEW, "reviewText": ""})], [(("",), 3, "0")]),
+        # training and validation files of CoLA have four columns without names
+        ("cola", "", ['gj04\t1\t\tThe cat "sat.', "gj04\t0\t*\tCat the\u2028sat."],
+         [(('The cat "sat.',), 1, "0"), (("Cat the\u2028sat.",), 0, "1")]),
+        ("cola", "index\tsentence", ["0\tThe dog ran.", "17\tRan dog."],
+         [(("The dog ran.",), None, "0"), (("Ran dog.",), None, "17")]),
+        ("mnli", f"{MNLI_COLUMNS}\tlabel1\tgold_label", [f"0\t{MNLI_ROW}A person.\tneutral\tentailment",
+                                                        f"7\t{MNLI_ROW}A cat.\tneutral\tcontradiction"],
+         [(("A man.", "A person."), 0, "0"), (("A man.", "A cat."), 2, "7")]),
+        ("mnli", f"{MNLI_COLUMNS}\tlabel1\tlabel2\tlabel3\tlabel4\tlabel5\tgold_label",
+         [f"0\t{MNLI_ROW}A tall man.\tentailment\tneutral\tneutral\tentailment\tneutral\tneutral"],
+         [(("A man.", "A tall man."), 1, "0")]),
+        ("mnli", MNLI_COLUMNS, [f"0\t{MNLI_ROW}A person."], [(("A man.", "A person."), None, "0")]),
         ("imdb", "", ["ur0012\t\ttt0111161\t\t10\t\ti loved it ! <sssss> really . <sssss> see it",
                       "ur7\t\ttt1\t\t1\t\tno\u2028good\tat all\t\tnone <sssss> "],
          [(("i loved it ! really . see it",), 9, "0"), (("no\u2028good\tat all\t\tnone ",), 0, "1")]),
@@ -261,6 +276,7 @@ def sts(*fields: str, score: str = "5.000") -> str:
         ("rte", f"{PAIR}label", "1\tA\tB\tentails", '"entails" is no label of rte. Did you mean "entailment"?'),
         ("rte", f"{PAIR}label", "0\tA\tB", "3 fields where there are 4 columns"),
         ("rte", "index\tsentence1\tsentence\tlabel", "0\tA\tB\tentailment", 'has no column "sentence2"'),
+        ("mnli", f"{MNLI_COLUMNS}\tgold_label", f"0\t{MNLI_ROW}A cat.\t-", '"-" is no label of mnli'),
         ("cola", "gj04\t1\t\tA", "gj04\t1\t\tA\tB", "5 fields where there are 4 columns"),
         *[("stsb", f"{PAIR}score", f"0\tA\tB\t{score}", f'"{score}" is no similarity from 0 to 5. Put it right')
           for score in ("5.1", "-0.1", "nan", "", "high")],
