@@ -249,7 +249,7 @@ def _transformer(config: FinetuneConfig, folder: Path, labels: int) -> tuple[Bac
         replace_attention(model, given, max_length=longest, seed=config.run.seed)
     elif model.config.model_type in ENCODERS and longest > positions(model):
         extend_positions(model, longest)
-    record = {"causal": not _is_encoder(model), "activations": config.start.activations or "stored"}
+    record: dict[str, Any] = {"causal": not _is_encoder(model), "activations": config.start.activations or "stored"}
     pooler = None if missing else _pooler(model)
     body = _huggingface_body(model, **record)
     body.pooler = pooler
