@@ -28,8 +28,6 @@ LOST_PEER = 6
 """Exit codes of the watchdog, and of a rank that lost another."""
 INTERRUPTED = 130
 """Exit code of a program that Ctrl-C ended in a shell. Training saves first, and ends with 0."""
-
-
 PIPE_CLOSED = 141
 """Exit code, as in a shell, of a program whose reader has ended, such as `head`: no error of either."""
 
@@ -48,20 +46,20 @@ class ConfigError(UserError):
         self.key, self.problem, self.hint = key, problem, hint
 
 
-class DataError(UserError):
+class FileError(UserError):
+    """Something wrong with a file, a folder or a URL."""
+
+    def __init__(self, path: str | os.PathLike[str], problem: str, hint: str):
+        super().__init__(f"{os.fspath(path)}: {problem}. {hint}")
+        self.path, self.problem, self.hint = os.fspath(path), problem, hint
+
+
+class DataError(FileError):
     """A shard, index or source file that is missing, damaged, or made for something else."""
 
-    def __init__(self, path: str | os.PathLike[str], problem: str, hint: str):
-        super().__init__(f"{os.fspath(path)}: {problem}. {hint}")
-        self.path, self.problem, self.hint = os.fspath(path), problem, hint
 
-
-class CheckpointError(UserError):
+class CheckpointError(FileError):
     """A checkpoint that is incomplete, damaged, or made by another configuration."""
-
-    def __init__(self, path: str | os.PathLike[str], problem: str, hint: str):
-        super().__init__(f"{os.fspath(path)}: {problem}. {hint}")
-        self.path, self.problem, self.hint = os.fspath(path), problem, hint
 
 
 class StorageError(CheckpointError):
@@ -88,12 +86,8 @@ class SilentCorruption(UserError):
     exit_code = 8
 
 
-class HubError(UserError):
+class HubError(FileError):
     """A HuggingFace model that is damaged, or that the other side cannot express."""
-
-    def __init__(self, path: str | os.PathLike[str], problem: str, hint: str):
-        super().__init__(f"{os.fspath(path)}: {problem}. {hint}")
-        self.path = os.fspath(path)
 
 
 class LostPeer(UserError):

@@ -98,9 +98,7 @@ class PartitionedAdafactor(torch.optim.Optimizer):
             state = self.state.get(vector, {})
             if FACTORS[0] not in state:
                 continue
-            rows = _cut(state["row_var"], [piece.factor_sizes[0] for piece in pieces])
-            columns = _cut(state["col_var"], [piece.factor_sizes[1] for piece in pieces])
-            for piece, row, column in zip(pieces, rows, columns, strict=True):
+            for piece, row, column in _factors(state, pieces):
                 yield "row_var", piece, (*piece.shape[:-1], 1), row
                 yield "col_var", piece, (*piece.shape[:-2], 1, piece.shape[-1]), column
 
@@ -141,14 +139,14 @@ class PartitionedAdafactor(torch.optim.Optimizer):
             return self._total(weights)
         sizes = [size for piece in pieces for size in piece.factor_sizes]
         sums = torch.zeros(len(pieces) + sum(sizes), dtype=torch.float32, device=gradient.device)
-        own, *parts = _cut(sums, [len(pieces), *sizes])
+        own, *parts = sums.split([len(pieces), *sizes])
         own.copy_(weights)
         for piece, row, column in zip(pieces, parts[::2], parts[1::2], strict=True):
             squares = piece.rows(gradient).float().square()
             for number, inside, among in piece.matrices():
                 row[among] = squares[inside].sum(1)
                 column.view(-1, piece.shape[-1])[number] += squares[inside].sum(0)
-        own, *parts = _cut(self._total(sums), [len(pieces), *sizes])
+        own, *parts = self._total(sums).split([len(pieces), *sizes])
         rows = torch.cat([part / piece.shape[-1] for piece, part in zip(pieces, parts[::2], strict=True)])
         columns = torch.cat([part / piece.shape[-2] for piece, part in zip(pieces, parts[1::2], strict=True)])
         state["row_var"].lerp_(rows, share)
@@ -162,9 +160,7 @@ class PartitionedAdafactor(torch.optim.Optimizer):
             for piece in pieces:
                 yield piece.of(gradient) * piece.of(state["variance"]).clamp(min=epsilon**2).rsqrt()
             return
-        rows = _cut(state["row_var"], [piece.factor_sizes[0] for piece in pieces])
-        columns = _cut(state["col_var"], [piece.factor_sizes[1] for piece in pieces])
-        for piece, row, column in zip(pieces, rows, columns, strict=True):
+        for piece, row, column in _factors(state, pieces):
             if not piece.numel:
                 yield piece.of(gradient)
                 continue
@@ -182,5 +178,8 @@ def _factored(pieces: Sequence[Piece]) -> bool:
     return any(len(piece.shape) > 1 for piece in pieces)
 
 
-def _cut(numbers: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    return numbers.split(list(sizes))
+def _factors(state: dict[str, Tensor], pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Tensor, Tensor]]:
+    """Each piece with the row and the column factor of its weight."""
+    sizes = zip(*(piece.factor_sizes for piece in pieces), strict=True)
+    rows, columns = (state[kind].split(list(each)) for kind, each in zip(FACTORS, sizes, strict=True))
+    return zip(pieces, rows, columns, strict=True)

@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from megasparse.data.batches import Damage
@@ -51,7 +50,9 @@ class StepReports:
         events = [*_events(here.step, result, spike), *slow]
         if consensus.skipped:
             found = _merge(self.run.ranks.gather(self.run.batches.damage()))
-            scalars |= {f"data/damaged_samples/{reason}": count for reason, count in _by_reason(found).items()}
+            for reason, count in (each for counts in found.values() for each in counts.items()):
+                name = f"data/damaged_samples/{reason}"
+                scalars[name] = scalars.get(name, 0) + count
             damaged = f"{consensus.skipped} sequences are damaged, others took their place; so far {found}"
             events.append(f"step {here.step}: {damaged}")
         self._table_due = bool(slow) or here.step % EVERY == 0 or here.step == self.last
@@ -100,10 +101,3 @@ def _merge(found: Iterable[Damage]) -> Damage:
             known = merged.setdefault(shard, {})
             known |= {reason: max(count, known.get(reason, 0)) for reason, count in counts.items()}
     return merged
-
-
-def _by_reason(found: Damage) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for counts in found.values():
-        total.update(counts)
-    return total

@@ -11,6 +11,7 @@ Nothing in it is pickled.
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -185,7 +186,7 @@ class Checkpoint:
     def tensor(self, kind: str, name: str) -> Tensor:
         """The whole tensor, fp32 on the CPU. `kind` is "weight" or an optimizer state. Raises CheckpointError."""
         shape = self.shape(kind, name)
-        return self.read(kind, name, 0, _numel(shape)).view(shape)
+        return self.read(kind, name, 0, math.prod(shape)).view(shape)
 
     def shape(self, kind: str, name: str) -> list[int]:
         """The shape of the whole tensor, as the manifest lists it. Raises CheckpointError where it lists none."""
@@ -326,7 +327,3 @@ def _digest(path: Path, progress: Callable[[], None]) -> str:
         return file_sha256(path, progress)
     except OSError as error:
         raise CheckpointError(path, f"cannot be read ({error.strerror})", RESTORE) from None
-
-
-def _numel(shape: list[int]) -> int:
-    return int(torch.Size(shape).numel())

@@ -94,7 +94,11 @@ def _take(directory: Path) -> RunLock:
         print(f"warning: {problem}: only heartbeats keep a second run out of this folder", file=sys.stderr)
     holder = _holder_elsewhere(directory, found, flock)
     if held and holder is None:
-        raise ConfigError("run.directory", f"{directory} is in use by another run ({_holder(path)})", HINT)
+        raise ConfigError(
+            "run.directory",
+            f"{directory} is in use by another run ({_said(path) or f'{path} does not say which'})",
+            HINT,
+        )
     if holder is not None:
         if lock is not None:
             lock.release()
@@ -171,7 +175,3 @@ def _said(path: Path) -> str:
         if text and text.isprintable():
             return text
     return ""
-
-
-def _holder(path: Path) -> str:
-    return _said(path) or f"{path} does not say which"

@@ -22,6 +22,7 @@ from megasparse.training.checkpoints.file_lock import FileLock
 PREFIX = "megasparse-swap-"
 LOCK = "lock"
 BLOCK = 4096
+MEND = "Make room on nvme_path's disk and start again: the run goes on from its newest checkpoint"
 
 
 class SwapFolder:
@@ -99,7 +100,7 @@ def verify(files: Mapping[str, int]) -> None:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise StorageError(path, f"cannot be read ({error.strerror})", _mend()) from None
+            raise StorageError(path, f"cannot be read ({error.strerror})", MEND) from None
         try:
             kept = os.lseek(descriptor, 0, os.SEEK_HOLE) if os.fstat(descriptor).st_size else 0  # where a hole begins
         finally:
@@ -107,11 +108,7 @@ def verify(files: Mapping[str, int]) -> None:
         if kept < size:
             free = shutil.disk_usage(Path(path).parent).free
             problem = f"the disk did not keep the {size:,} bytes written to it ({free:,} bytes free)"
-            raise StorageError(path, problem, _mend())
-
-
-def _mend() -> str:
-    return "Make room on nvme_path's disk and start again: the run goes on from its newest checkpoint"
+            raise StorageError(path, problem, MEND)
 
 
 def _write_directly(path: Path) -> None:

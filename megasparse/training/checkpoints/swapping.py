@@ -122,14 +122,11 @@ class Swap:
         for folder in self._folders.values():
             needed = sum(size for *where, size in everyone if where == [node, folder.device])
             if needed > (free := folder.free_bytes()):
-                problem = (
-                    str(folder.path.parent),
-                    f"no room for what is swapped: {needed:,} bytes needed, {free:,} bytes free",
-                )
+                text = f"no room for what is swapped: {needed:,} bytes needed, {free:,} bytes free"
+                problem = [str(folder.path.parent), text, "Make room, or give another nvme_path"]
         if reported := [problem for problem in ranks.gather(problem) if problem is not None]:
             self.close()
-            where, text = reported[0]
-            raise StorageError(where, text, "Make room, or give another nvme_path")
+            raise StorageError(*reported[0])
 
     def _files(self) -> Iterator[tuple[str, int]]:
         """Every file that has been written, and its bytes."""

@@ -65,14 +65,6 @@ class StepTotals(NamedTuple):
     """The other scalars by their names."""
 
 
-def _always(loss: float) -> bool:
-    return True
-
-
-def _nothing() -> None:
-    pass
-
-
 class Engine(ABC):
     """Owns the device, gradient accumulation, averaging over ranks, clipping, precision and the optimizer."""
 
@@ -103,9 +95,9 @@ class Engine(ABC):
         micro_batches: Sequence[Batch],
         step: int,
         learning_rate: float,
-        accept: Callable[[float], bool] = _always,
+        accept: Callable[[float], bool] = lambda loss: True,
         progress: Progress = silent,
-        verify: Callable[[], None] = _nothing,
+        verify: Callable[[], None] = lambda: None,
     ) -> StepResult:
         """One optimizer step on this rank's micro-batches, or its parts of those that it shares; all of them, on all
         ranks, have equally many tokens.
