@@ -4,8 +4,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +21,7 @@ from megasparse.training.stopping.hooks import RunHooks
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.run_ranks import ROOT
 from tests.helpers.tiny import identity_of, tiny_config, tiny_engine, train_steps
-from tests.training.checkpoints.test_saving import names, prepare
+from tests.training.checkpoints.test_saving import before_writing, names, prepare, save
 
 FILE = "rank-00000.safetensors"
 
@@ -31,13 +29,8 @@ FILE = "rank-00000.safetensors"
 @pytest.fixture
 def gate(monkeypatch):
     """No rank's file is written before this event."""
-    event, write = threading.Event(), RankFile.write
-
-    def waits(file: RankFile, path: Path, progress: Callable[[], None]) -> str:
-        assert event.wait(600)
-        return write(file, path, progress)
-
-    monkeypatch.setattr(RankFile, "write", waits)
+    event = threading.Event()
+    before_writing(monkeypatch, lambda path: event.wait(600))
     yield event
     event.set()
 
@@ -110,19 +103,13 @@ def test_C8_a_failure_is_raised_when_the_save_is_finished(tmp_path, monkeypatch)
         with pytest.raises(CheckpointError, match=r"Rank 0: MemoryError: no memory for the copy"):
             saver.finish()
     assert not saver.pending() and saver.finish() is None
-    saver.save(engine, 3, 24, {})
-    saver.finish()
+    save(saver, engine, 3)
     assert names(saver.directory) == ["00000003", "latest"]
 
 
 def test_C8_on_two_ranks_of_which_one_is_slower(tmp_path, monkeypatch):
-    slow, write = threading.Event(), RankFile.write
-
-    def waits(file: RankFile, path: Path, progress: Callable[[], None]) -> str:
-        assert path.name == FILE or slow.wait(600)
-        return write(file, path, progress)
-
-    monkeypatch.setattr(RankFile, "write", waits)
+    slow = threading.Event()
+    before_writing(monkeypatch, lambda path: path.name == FILE or slow.wait(600))
     config = tiny_config(tmp_path, checkpoint={"asynchronous": True})
 
     def work(ranks: Ranks) -> list[Any]:
@@ -144,10 +131,7 @@ DIES = """if True:
     from pathlib import Path
     from tests.training.checkpoints.test_saving import prepare
 
-    saver, engine = prepare(Path(sys.argv[1]), asynchronous=True)
-    for step in (1, 2):
-        saver.save(engine, step, step * 8, {})
-        saver.finish()
+    saver, engine = prepare(Path(sys.argv[1]), 1, 2, asynchronous=True)
     reached = threading.Event()
     os.fsync = lambda _: (reached.set(), time.sleep(100_000))
     saver.save(engine, 3, 24, {})
@@ -173,18 +157,16 @@ def test_C8_the_process_ends_while_its_thread_writes(tmp_path, how):
 SAVES = """if True:
     import sys
     from pathlib import Path
-    from tests.training.checkpoints.test_saving import prepare
+    from tests.training.checkpoints.test_saving import prepare, save
 
     from megasparse.training.checkpoints.resume import find_start
-    from megasparse.training.checkpoints.saving import Saver
     saver, engine = prepare(Path(sys.argv[1]), asynchronous=sys.argv[2] == "True", keep=2)
     start = find_start(saver.run, saver.ranks)
     step = start.step if start else 0
     print("ready", flush=True)
     while True:
         step += 1
-        saver.save(engine, step, step * 8, {})
-        saver.finish()
+        save(saver, engine, step)
     """
 
 

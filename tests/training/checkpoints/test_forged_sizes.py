@@ -25,6 +25,7 @@ from megasparse.training.checkpoints.manifest import MANIFEST, seal
 from tests.helpers.commands import refused
 from tests.helpers.finetuning import ENCODER, launch, reviews, settings
 from tests.helpers.trained import prepared, trained
+from tests.training.checkpoints.test_malicious_checkpoints import rewrite
 
 FILE = "rank-00000.safetensors"
 HUGE = 10**9
@@ -110,14 +111,13 @@ def test_X6_a_file_of_holes(run, nothing_made):
 def test_X6_a_tensor_of_holes(run, nothing_made):
     """Listed, and in the file's header: only the model has none such."""
     path, numel = find_checkpoint(run), 1 << 24
-    contents = (path / FILE).read_bytes()
-    length = int.from_bytes(contents[:8], "little")
-    header = json.loads(contents[8 : 8 + length])
-    end = len(contents) - 8 - length
-    header["more"] = {"dtype": "F32", "shape": [numel], "data_offsets": [end, end + 4 * numel]}
-    text = json.dumps(header).encode()
-    (path / FILE).write_bytes(len(text).to_bytes(8, "little") + text + contents[8 + length :])
-    size = 8 + len(text) + end + 4 * numel
+
+    def add(header: dict[str, Any]) -> None:
+        end = max(tensor["data_offsets"][1] for tensor in header.values())
+        header["more"] = {"dtype": "F32", "shape": [numel], "data_offsets": [end, end + 4 * numel]}
+
+    rewrite(path / FILE, add)
+    size = (path / FILE).stat().st_size + 4 * numel
     os.truncate(path / FILE, size)
 
     def edit(forged: dict[str, Any]) -> None:

@@ -6,8 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,35 +16,33 @@ from megasparse.training.checkpoints import rank_file
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.run_folder import list_checkpoints
 from megasparse.training.checkpoints.saving import Saver
+from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks
 from megasparse.training.stopping.hooks import RunHooks
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.run_ranks import ROOT
 from tests.helpers.tiny import identity_of, tiny_config, tiny_engine
-from tests.training.checkpoints.test_saving import names, prepare
+from tests.training.checkpoints.test_saving import fail_in_rank_1, names, prepare, save
 
 ROOM = r"\([\d,]+ bytes needed, [\d,]+ bytes free\)"
 
 
-def refused(saver: Saver, save: Callable[[], Any], match: str) -> None:
-    """`save` raises StorageError as `match`, and checkpoint 1 is the only one, untouched."""
+def refused(saver: Saver, engine: Engine, match: str) -> None:
+    """Saving step 2 raises StorageError as `match`, and checkpoint 1 is the only one, untouched."""
     with pytest.raises(StorageError, match=match) as caught:
-        save()
-        saver.finish()
+        save(saver, engine, 2)
     assert caught.value.exit_code == 3 and "Older checkpoints are untouched" in str(caught.value)
     assert names(saver.directory) == ["00000001", "latest"]
     assert Checkpoint.open(saver.directory / "00000001").step == 1
 
 
 def test_C5_too_little_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
-    saver, engine = prepare(tmp_path)
-    path = saver.save(engine, 1, 8, {})
-    assert path is not None
-    needed = (path / "rank-00000.safetensors").stat().st_size
+    saver, engine = prepare(tmp_path, 1)
+    needed = (saver.directory / "00000001" / "rank-00000.safetensors").stat().st_size
     monkeypatch.setattr(os, "mkdir", lambda *_: pytest.fail("something was written"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
     match = f"checkpoints: no room for the checkpoint of step 2: {needed:,} bytes needed, {needed - 1:,} bytes free"
-    refused(saver, lambda: saver.save(engine, 2, 16, {}), match)
+    refused(saver, engine, match)
     monkeypatch.undo()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed))
     assert saver.save(engine, 2, 16, {}) is not None
@@ -56,9 +52,7 @@ def test_C5_too_little_room_is_refused_before_anything_is_written(tmp_path, monk
 @pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EROFS", "EACCES", "EIO"])
 @pytest.mark.parametrize("call", ["mkdir", "open", "fsync"])
 def test_C5_whatever_fails_is_named_and_a_later_save_works(tmp_path, monkeypatch, call, code, asynchronous):
-    saver, engine = prepare(tmp_path, asynchronous=asynchronous)
-    saver.save(engine, 1, 8, {})
-    saver.finish()
+    saver, engine = prepare(tmp_path, 1, asynchronous=asynchronous)
     number, real = getattr(errno, code), getattr(os, call)
 
     def fail(path: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -67,18 +61,16 @@ def test_C5_whatever_fails_is_named_and_a_later_save_works(tmp_path, monkeypatch
         raise OSError(number, os.strerror(number), None if call == "fsync" else path)
 
     monkeypatch.setattr(os, call, fail)
-    refused(saver, lambda: saver.save(engine, 2, 16, {}), rf"00000002-\w+\S*: {os.strerror(number)} {ROOM}")
+    refused(saver, engine, rf"00000002-\w+\S*: {os.strerror(number)} {ROOM}")
     monkeypatch.undo()
-    saver.save(engine, 2, 16, {})
-    saver.finish()
+    save(saver, engine, 2)
     assert [Checkpoint.open(path).step for path in list_checkpoints(saver.directory)] == [1, 2]
 
 
 @pytest.mark.parametrize("call", range(5))
 def test_C5_a_disk_that_refuses_at_any_fsync_leaves_no_trace(tmp_path, monkeypatch, call):
     """Syncs of a rank's file, the manifest, the new directory, the directory above, and `latest`."""
-    saver, engine = prepare(tmp_path)
-    saver.save(engine, 1, 8, {})
+    saver, engine = prepare(tmp_path, 1)
     calls, fsync = 0, os.fsync
 
     def full(descriptor: int) -> None:
@@ -93,34 +85,32 @@ def test_C5_a_disk_that_refuses_at_any_fsync_leaves_no_trace(tmp_path, monkeypat
         assert saver.save(engine, 2, 16, {}) is not None
         assert names(saver.directory) == ["00000001", "00000002", "latest"]
         return
-    refused(saver, lambda: saver.save(engine, 2, 16, {}), rf"No space left on device {ROOM}")
+    refused(saver, engine, rf"No space left on device {ROOM}")
     assert saver.save(engine, 2, 16, {}) is not None
 
 
 def test_C5_a_write_that_is_cut_short_in_silence_is_noticed(tmp_path, monkeypatch):
-    saver, engine = prepare(tmp_path)
-    saver.save(engine, 1, 8, {})
+    saver, engine = prepare(tmp_path, 1)
 
     class Short(io.FileIO):
         def write(self, numbers: Any) -> int:
             return super().write(bytes(numbers)[:100])
 
     monkeypatch.setattr(rank_file.os, "fdopen", lambda descriptor, mode: Short(descriptor, mode))
-    refused(saver, lambda: saver.save(engine, 2, 16, {}), rf"[\d,]+ of [\d,]+ bytes were kept {ROOM}")
+    refused(saver, engine, rf"[\d,]+ of [\d,]+ bytes were kept {ROOM}")
     monkeypatch.undo()
     assert saver.save(engine, 2, 16, {}) is not None
 
 
 def test_C5_a_folder_that_vanishes_is_named(tmp_path):
-    saver, engine = prepare(tmp_path)
-    saver.save(engine, 1, 8, {})
+    saver, engine = prepare(tmp_path, 1)
 
     def vanish(doing: str) -> None:
         for path in saver.directory.glob(".tmp-*"):
             shutil.rmtree(path)
 
     saver.hooks = RunHooks(alive=vanish)
-    refused(saver, lambda: saver.save(engine, 2, 16, {}), rf"manifest.json: No such file or directory {ROOM}")
+    refused(saver, engine, rf"manifest.json: No such file or directory {ROOM}")
 
 
 def test_C5_a_limit_on_file_sizes_ends_with_exit_code_3(tmp_path):
@@ -129,14 +119,12 @@ def test_C5_a_limit_on_file_sizes_ends_with_exit_code_3(tmp_path):
         import resource, sys
         from pathlib import Path
         from megasparse.errors import report_user_errors
-        from tests.training.checkpoints.test_saving import prepare
+        from tests.training.checkpoints.test_saving import prepare, save
 
         def main():
-            saver, engine = prepare(Path(sys.argv[1]))
-            for step in (1, 2):
-                if step == 2:
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
-                saver.save(engine, step, step * 8, {})
+            saver, engine = prepare(Path(sys.argv[1]), 1)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
+            save(saver, engine, 2)
 
         report_user_errors(main)()
         """
@@ -156,23 +144,11 @@ def test_C5_training_goes_on_to_the_next_interval_if_configured_so(tmp_path, mon
     """On two ranks, of which the second cannot write: both go on without, and both have the next checkpoint."""
     checkpoint = {"on_failure": "continue", "asynchronous": asynchronous}
     config = tiny_config(tmp_path, checkpoint=checkpoint)
-    write = rank_file.RankFile.write
-
-    def fails_once(file: rank_file.RankFile, path: Path, progress: Callable[[], None]) -> str:
-        if path.name == "rank-00001.safetensors" and "00000002" in path.parent.name:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return write(file, path, progress)
-
-    monkeypatch.setattr(rank_file.RankFile, "write", fails_once)
+    fail_in_rank_1(monkeypatch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
     def work(ranks: Ranks) -> list[bool]:
-        engine = tiny_engine(config, ranks)
-        saver = Saver(identity_of(config), ranks)
-        saved = []
-        for step in (1, 2, 3):
-            path = saver.save(engine, step, step * 8, {})
-            saved.append((path or saver.finish()) is not None)
-        return saved
+        paths = save(Saver(identity_of(config), ranks), tiny_engine(config, ranks), 1, 2, 3)
+        return [path is not None for path in paths]
 
     assert run_in_threads(work) == [[True, False, True]] * 2
     assert names(tmp_path / "checkpoints") == ["00000001", "00000003", "latest"]

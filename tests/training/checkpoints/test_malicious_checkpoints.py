@@ -40,10 +40,7 @@ class Touch:
 
 @pytest.fixture
 def saved(tmp_path):
-    saver, engine = prepare(tmp_path / "run")
-    path = saver.save(engine, 2, 16, {})
-    assert path is not None
-    return path
+    return prepare(tmp_path / "run", 2)[0].directory / "00000002"
 
 
 def reseal(path: Path, edit: Callable[[dict[str, Any]], Any] = lambda manifest: None) -> None:

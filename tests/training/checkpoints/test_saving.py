@@ -40,9 +40,38 @@ class AtOnce(threading.Thread):
         return False
 
 
-def prepare(folder: Path, **checkpoint: Any) -> tuple[Saver, Engine]:
+def prepare(folder: Path, *saved: int, **checkpoint: Any) -> tuple[Saver, Engine]:
+    """The saver and the engine of a run that has saved these steps."""
     config = tiny_config(folder, checkpoint={"keep": 2, **checkpoint})
-    return Saver(identity_of(config), Ranks()), tiny_engine(config)
+    saver, engine = Saver(identity_of(config), Ranks()), tiny_engine(config)
+    save(saver, engine, *saved)
+    return saver, engine
+
+
+def save(saver: Saver, engine: Engine, *steps: int) -> list[Path | None]:
+    """Save these steps, each to its end. Returns their paths, None for those that are not saved."""
+    return [saver.save(engine, step, step * 8, {}) or saver.finish() for step in steps]
+
+
+def before_writing(monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], Any]) -> None:
+    """Call `act` with the path of each rank's file before it is written; False, as of a wait in vain, fails."""
+    write = rank_file.RankFile.write
+
+    def instead(file: rank_file.RankFile, path: Path, progress: Callable[[], None]) -> str:
+        assert act(path) is not False
+        return write(file, path, progress)
+
+    monkeypatch.setattr(rank_file.RankFile, "write", instead)
+
+
+def fail_in_rank_1(monkeypatch: pytest.MonkeyPatch, raised: Exception) -> None:
+    """Let rank 1 not write its part of step 2."""
+
+    def fail(path: Path) -> None:
+        if path.name == "rank-00001.safetensors" and "00000002" in path.parent.name:
+            raise raised
+
+    before_writing(monkeypatch, fail)
 
 
 def names(folder: Path) -> list[str]:
@@ -74,16 +103,12 @@ def die_at(monkeypatch: pytest.MonkeyPatch, saver: Saver, moment: int) -> Callab
 def test_C2_a_crash_at_any_moment_leaves_a_complete_checkpoint(tmp_path, asynchronous):
     moment, finished, outcomes = 0, False, []
     while not finished:
-        saver, engine = prepare(tmp_path / str(moment), asynchronous=asynchronous)
-        for step in (1, 2):
-            saver.save(engine, step, step * 8, {})
-            saver.finish()
+        saver, engine = prepare(tmp_path / str(moment), 1, 2, asynchronous=asynchronous)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(threading, "Thread", AtOnce)
             die_at(patch, saver, moment)
             try:
-                saver.save(engine, 3, 24, {})
-                saver.finish()
+                save(saver, engine, 3)
                 finished = True
             except Killed:
                 pass
@@ -99,8 +124,7 @@ def test_C2_a_crash_at_any_moment_leaves_a_complete_checkpoint(tmp_path, asynchr
 
 def test_the_newest_are_kept(tmp_path):
     saver, engine = prepare(tmp_path)
-    for step in range(1, 6):
-        assert saver.save(engine, step, step * 8, {}) == saver.directory / f"{step:08d}"
+    assert save(saver, engine, *range(1, 6)) == [saver.directory / f"{step:08d}" for step in range(1, 6)]
     assert names(saver.directory) == ["00000004", "00000005", "latest"]
     assert (saver.directory / "latest").read_text() == "00000005\n"
 
@@ -108,8 +132,7 @@ def test_the_newest_are_kept(tmp_path):
 def test_the_newest_is_kept_beside_a_stranger_of_a_later_step(tmp_path):
     saver, engine = prepare(tmp_path, keep=1)
     (saver.directory / "99999999").mkdir(parents=True)
-    for step in (1, 2):
-        saver.save(engine, step, step * 8, {})
+    save(saver, engine, 1, 2)
     assert names(saver.directory) == ["00000002", "99999999", "latest"]
 
 
@@ -145,14 +168,11 @@ def test_the_loops_state_comes_back_exactly(tmp_path):
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_N2_what_is_not_finite_is_not_saved(tmp_path, number, asynchronous):
-    saver, engine = prepare(tmp_path, asynchronous=asynchronous)
-    saver.save(engine, 1, 8, {})
-    saver.finish()
+    saver, engine = prepare(tmp_path, 1, asynchronous=asynchronous)
     with torch.no_grad():
         engine.module.get_parameter("hidden.bias")[2] = number
     with pytest.raises(TrainingError, match=r"weight of hidden.bias holds a number that is not finite") as caught:
-        saver.save(engine, 2, 16, {})
-        saver.finish()
+        save(saver, engine, 2)
     assert caught.value.exit_code == 4
     assert names(saver.directory) == ["00000001", "latest"]
     assert Checkpoint.open(find_newest(saver.directory) or "").step == 1

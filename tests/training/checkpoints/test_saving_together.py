@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megasparse.errors import CheckpointError, ConfigError, StorageError, TrainingError
-from megasparse.training.checkpoints import identity, rank_file, saving
+from megasparse.training.checkpoints import identity, saving
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.identity import RunIdentity
 from megasparse.training.checkpoints.resume import find_start
@@ -14,7 +14,7 @@ from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.ranks import Ranks
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.tiny import identity_of, tiny_config, tiny_engine
-from tests.training.checkpoints.test_saving import names
+from tests.training.checkpoints.test_saving import fail_in_rank_1, names
 
 SAME: dict[str, Any] = {"step": 2, "sequences": 16, "state": {"losses": [0.1, 0.2], "skipped": 0}}
 
@@ -72,14 +72,7 @@ class Bug(Exception):
     ],
 )
 def test_C4_one_ranks_failure_is_everybodys(tmp_path, monkeypatch, capsys, raised, expected, exit_code, asynchronous):
-    write = rank_file.RankFile.write
-
-    def fails(file: rank_file.RankFile, path: Path, progress: Any) -> str:
-        if path.name == "rank-00001.safetensors" and "00000002" in path.parent.name:
-            raise raised
-        return write(file, path, progress)
-
-    monkeypatch.setattr(rank_file.RankFile, "write", fails)
+    fail_in_rank_1(monkeypatch, raised)
     errors = save_twice(tmp_path, asynchronous=asynchronous)
     assert [type(error) for error in errors] == [expected] * 2 and str(errors[0]) == str(errors[1])
     assert errors[0].exit_code == exit_code
