@@ -4,24 +4,18 @@ import json
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from megasparse.errors import CheckpointError
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 
 METRICS = "metrics.jsonl"
 
 
-class Contradiction(NamedTuple):
-    """The arguments of a CheckpointError."""
-
-    path: str
-    problem: str
-    hint: str
-
-
-def contradiction(directory: Path, start: Checkpoint | None, resume: str) -> Contradiction | None:
-    """Find where `directory`/metrics.jsonl contradicts the checkpoint that its run goes on from: its loss is not that
-    of the step's line, or there is no checkpoint although one must have been saved. resume: see `find_start`.
+def check_records(directory: Path, start: Checkpoint | None, resume: str) -> None:
+    """Raise CheckpointError where `directory`/metrics.jsonl contradicts the checkpoint that its run goes on from: its
+    loss is not that of the step's line, or there is no checkpoint although one must have been saved. resume: see
+    `find_start`.
 
     Steps after the checkpoint are done again, and their lines cut. Where they are more than the end of a run can cost,
     and where steps before it have no line, that is reported.
@@ -31,17 +25,18 @@ def contradiction(directory: Path, start: Checkpoint | None, resume: str) -> Con
     saved = _saved_for_certain(directory, last) if resume == "auto" else 0
     gone = f"{path} has come to step {last}, and the checkpoint of step {saved} is not there"
     if start is None:
-        hint = "Put it back, or begin anew: --resume never, or another run.directory"
-        return Contradiction(str(directory / "checkpoints"), f"{gone}, nor any other", hint) if saved else None
+        if saved:
+            hint = "Put it back, or begin anew: --resume never, or another run.directory"
+            raise CheckpointError(directory / "checkpoints", f"{gone}, nor any other", hint)
+        return
     if saved > start.step:
         _report(f"{gone}: going on from step {start.step}")
     if last < start.step and path.exists():
         _report(f"{path} ends at step {last}, before the checkpoint: steps {last + 1} to {start.step} have no line")
     loss, found = _last_loss(start), line.get("train/loss")
-    if loss is None or found is None or loss == found:
-        return None
-    problem = f"the loss of step {start.step} is {loss} here and {found} in {path}: they are not of one run"
-    return Contradiction(str(start.path), problem, f"Move {path.name} away, or choose another run.directory")
+    if loss is not None and found is not None and loss != found:
+        problem = f"the loss of step {start.step} is {loss} here and {found} in {path}: they are not of one run"
+        raise CheckpointError(start.path, problem, f"Move {path.name} away, or choose another run.directory")
 
 
 def _last_loss(checkpoint: Checkpoint) -> float | None:

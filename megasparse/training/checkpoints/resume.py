@@ -15,10 +15,10 @@ from megasparse.errors import CheckpointError, ConfigError
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.identity import RunIdentity, differences, flatten, versions
 from megasparse.training.checkpoints.manifest import NO_DATA
-from megasparse.training.checkpoints.records import contradiction
+from megasparse.training.checkpoints.records import check_records
 from megasparse.training.checkpoints.run_folder import find_newest, list_checkpoints
 from megasparse.training.checkpoints.saving import remove_leftovers
-from megasparse.training.checkpoints.uploads import fetch_newest
+from megasparse.training.checkpoints.uploads import fetch_newest, on_first_rank
 from megasparse.training.ranks import Ranks
 from megasparse.training.stopping.hooks import RunHooks
 
@@ -82,7 +82,7 @@ def find_start(
         raise CheckpointError(newest, "a new run here would overwrite this one", hint)
     path = newest if resume in ("auto", "never") else Path(resume)
     if path is None:
-        _check_records(run, None, resume, ranks)
+        on_first_rank(ranks, lambda: check_records(directory.parent, None, resume))
         return None
     if newest is not None and path.resolve().parent != directory.resolve():
         problem = f"this run has checkpoints of its own, such as {newest}, and was asked to go on from {path}"
@@ -90,10 +90,8 @@ def find_start(
     checkpoint = _open(path, ranks, hooks, None if path != newest else directory)
     _check_data(checkpoint, run)
     _check_config(checkpoint, run.config, allow_changed_config, ranks)
-    _check_records(run, checkpoint, resume, ranks)
-    trouble = _set_aside_later(directory, checkpoint) if ranks.rank == 0 else None
-    if (trouble := ranks.gather(trouble)[0]) is not None:
-        raise CheckpointError(directory, trouble, "Let this run write there, or choose another run.directory")
+    on_first_rank(ranks, lambda: check_records(directory.parent, checkpoint, resume))
+    on_first_rank(ranks, lambda: _set_aside_later(directory, checkpoint))
     return checkpoint
 
 
@@ -144,12 +142,6 @@ def _newest_complete(paths: list[Path], progress: Progress) -> Path | None:
     return None
 
 
-def _check_records(run: RunIdentity, checkpoint: Checkpoint | None, resume: str, ranks: Ranks) -> None:
-    found = contradiction(Path(run.config.run.directory), checkpoint, resume) if ranks.rank == 0 else None
-    if (found := ranks.gather(found)[0]) is not None:
-        raise CheckpointError(*found)
-
-
 def _check_data(checkpoint: Checkpoint, run: RunIdentity) -> None:
     manifest = checkpoint.manifest
     then = flatten({"data": manifest["data_fingerprint"], "tokenizer": manifest["tokenizer"]})
@@ -197,8 +189,8 @@ def _listed(then: dict[str, Any], now: dict[str, Any], keys: list[str]) -> str:
     return "; ".join(f"{key}: {json.dumps(then.get(key))} -> {json.dumps(now.get(key))}" for key in keys)
 
 
-def _set_aside_later(directory: Path, checkpoint: Checkpoint) -> str | None:
-    """Rename checkpoints later than the one to go on from: they are not this run's newest. Returns what went wrong."""
+def _set_aside_later(directory: Path, checkpoint: Checkpoint) -> None:
+    """Rename checkpoints later than the one to go on from: they are not this run's newest. Raises CheckpointError."""
     for path in list_checkpoints(directory):
         if int(path.name) > checkpoint.step:
             aside = path.with_name(f"set-aside-{path.name}")
@@ -209,6 +201,7 @@ def _set_aside_later(directory: Path, checkpoint: Checkpoint) -> str | None:
             try:
                 path.rename(aside)
             except OSError as error:
-                return f"{path}, later than the checkpoint to go on from, cannot be renamed: {error.strerror}"
+                problem = f"{path}, later than the checkpoint to go on from, cannot be renamed: {error.strerror}"
+                hint = "Let this run write there, or choose another run.directory"
+                raise CheckpointError(directory, problem, hint) from None
             print(f"{path} is later than the checkpoint to go on from: renamed to {aside}", file=sys.stderr)
-    return None

@@ -31,7 +31,8 @@ class Uploads:
 
     def __init__(self, config: RunSettings, ranks: Ranks, hooks: RunHooks):
         self._settings, self._ranks, self._hooks = config.checkpoint, ranks, hooks
-        self._name = f"{socket.gethostname()}, pid {os.getpid()}, since {_now()}, {uuid.uuid4().hex[:8]}"
+        now = datetime.now().astimezone().isoformat(" ", "seconds")
+        self._name = f"{socket.gethostname()}, pid {os.getpid()}, since {now}, {uuid.uuid4().hex[:8]}"
         self._thread: threading.Thread | None = None
         self._problem: CheckpointError | None = None
         self._doing, self._pieces = "", 0
@@ -171,10 +172,6 @@ def _best(manifest: dict[str, Any]) -> int | None:
     selection = manifest.get("state", {}).get("selection")
     best = selection.get("step") if isinstance(selection, dict) else None
     return best if isinstance(best, int) else None
-
-
-def _now() -> str:
-    return datetime.now().astimezone().isoformat(" ", "seconds")
 
 
 def _bucket(url: str | None, progress: Progress = lambda doing: None) -> "Bucket":

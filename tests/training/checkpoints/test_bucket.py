@@ -28,6 +28,7 @@ from megasparse.training.selection import Selection
 from tests.helpers.faulty_store import OPERATIONS, FaultyStore
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.tiny import identity_of, metrics, tiny_config, tiny_engine, tiny_run
+from tests.training.checkpoints.test_saving import Killed
 
 URL = "memory://bucket/run"
 FILE = "rank-00000.safetensors"
@@ -48,11 +49,13 @@ def config_of(folder: Path, **checkpoint: Any) -> Config:
     return tiny_config(folder, checkpoint={"keep": 2, "bucket": URL, **checkpoint})
 
 
-def prepare(folder: Path, ranks: Ranks = Ranks(), **checkpoint: Any) -> tuple[Saver, Engine]:  # noqa: B008
+def prepare(folder: Path, *saved: int, ranks: Ranks = Ranks(), **checkpoint: Any) -> tuple[Saver, Engine]:  # noqa: B008
+    """The saver and the engine of a run that has saved, and uploaded, these steps."""
     config = config_of(folder, **checkpoint)
-    saver = Saver(identity_of(config), ranks)
+    saver, engine = Saver(identity_of(config), ranks), tiny_engine(config, ranks)
     saver.begin_uploads()
-    return saver, tiny_engine(config, ranks)
+    save(saver, engine, *saved)
+    return saver, engine
 
 
 def save(saver: Saver, engine: Engine, *steps: int) -> None:
@@ -87,8 +90,7 @@ def test_C14_the_newest_and_the_best_are_in_the_bucket_as_on_the_disk(store, tmp
 
 @pytest.mark.parametrize("keep", [1, 2, 5])
 def test_as_many_are_kept_as_on_the_disk(store, tmp_path, keep):
-    saver, engine = prepare(tmp_path, keep=keep)
-    save(saver, engine, 1, 2, 3, 4)
+    saver, _ = prepare(tmp_path, 1, 2, 3, 4, keep=keep)
     kept = [path.name for path in list_checkpoints(saver.directory)]
     assert len(kept) == min(keep, 4)
     assert in_bucket(store) == [*checkpoints(*map(int, kept)), "latest", "owner"]
@@ -112,15 +114,9 @@ def test_C14_training_waits_for_no_upload_but_the_one_before(store, tmp_path):
     assert in_bucket(store) == [*checkpoints(1, 2), "latest", "owner"]
 
 
-class Killed(BaseException):
-    """Acts like SIGKILL: nothing of ours may catch it and clean up."""
-
-
 def test_C14_whenever_a_run_dies_a_checkpoint_is_complete_or_absent(store, tmp_path, monkeypatch):
     """Before each operation of an upload and of the deletions after it, in turn."""
-    saver, engine = prepare(tmp_path / "run", bucket=None)
-    for step in (1, 2, 3):
-        saver.save(engine, step, step * 8, {})
+    saver, _ = prepare(tmp_path / "run", 1, 2, 3, bucket=None)
     paths = {int(path.name): path for path in list_checkpoints(saver.directory)}
     moment, ended, outcomes = 0, False, []
     while not ended:
@@ -158,8 +154,7 @@ def test_C14_whenever_a_run_dies_a_checkpoint_is_complete_or_absent(store, tmp_p
 def test_C14_what_fails_is_tried_again(store, tmp_path, operation, capsys):
     faults = ["cut", ConnectionError("refused"), TimeoutError("too slow")]
     store.faults = [(f"^{operation} ", fault) for fault in faults]
-    saver, engine = prepare(tmp_path / "run")
-    save(saver, engine, 1, 2, 3)
+    prepare(tmp_path / "run", 1, 2, 3)
     assert in_bucket(store) == [*checkpoints(2, 3), "latest", "owner"]
     found = start(tmp_path / "other machine")
     assert found.step == 3 and not store.faults
@@ -199,7 +194,7 @@ def test_what_the_store_refuses_is_not_tried_again(store, tmp_path):
 
 def test_every_rank_hears_of_a_failure(store, tmp_path):
     def work(ranks: Ranks) -> None:
-        saver, engine = prepare(tmp_path, ranks)
+        saver, engine = prepare(tmp_path, ranks=ranks)
         if ranks.rank == 0:
             store.faults = [("put_file", OSError("down"))] * 8
         saver.save(engine, 1, 8, {})
@@ -210,8 +205,7 @@ def test_every_rank_hears_of_a_failure(store, tmp_path):
 
 
 def test_C14_a_store_that_lists_late(store, tmp_path):
-    saver, engine = prepare(tmp_path / "run", keep=1)
-    save(saver, engine, 1)
+    saver, engine = prepare(tmp_path / "run", 1, keep=1)
     store.listings = {URL: store.ls(URL, detail=False)}
     save(saver, engine, 2)
     assert [name.rpartition("/")[2] for name in store.listings[URL]] == ["00000001", "latest", "owner"]
@@ -259,10 +253,8 @@ def test_the_best_checkpoint_comes_with_the_newest(store, tmp_path):
 
 
 def test_a_later_run_elsewhere_ends_the_earlier_one(store, tmp_path):
-    first, engine = prepare(tmp_path / "first")
-    save(first, engine, 1)
-    second, _ = prepare(tmp_path / "second")
-    save(second, engine, 2)
+    first, engine = prepare(tmp_path / "first", 1)
+    prepare(tmp_path / "second", 2)
     before = {path: store.cat_file(path) for path in store.files()}
     with pytest.raises(CheckpointError, match=r"another run writes there now \(.* since .*\)") as caught:
         first.save(engine, 2, 16, {"another": "story"})
@@ -271,8 +263,7 @@ def test_a_later_run_elsewhere_ends_the_earlier_one(store, tmp_path):
 
 
 def test_a_bucket_of_a_later_story_is_not_written_over(store, tmp_path):
-    saver, engine = prepare(tmp_path / "run")
-    save(saver, engine, 1, 2)
+    saver, _ = prepare(tmp_path / "run", 1, 2)
     with pytest.raises(CheckpointError, match=rf"{URL}/00000002: a new run would overwrite this one"):
         start(tmp_path / "new", "never")
     older = saver.directory / "00000001"
@@ -282,8 +273,7 @@ def test_a_bucket_of_a_later_story_is_not_written_over(store, tmp_path):
 
 
 def test_another_configuration_is_refused_from_a_bucket_too(store, tmp_path):
-    saver, engine = prepare(tmp_path / "run")
-    save(saver, engine, 1)
+    prepare(tmp_path / "run", 1)
     other = tiny_config(tmp_path / "other", run={"seed": 1}, checkpoint={"bucket": URL})
     with pytest.raises(CheckpointError, match=r"run.seed: 0 -> 1.*another run.directory and checkpoint.bucket"):
         find_start(identity_of(other), Ranks())
@@ -291,8 +281,7 @@ def test_another_configuration_is_refused_from_a_bucket_too(store, tmp_path):
 
 @pytest.mark.parametrize("name", [FILE, MANIFEST])
 def test_C14_what_has_changed_in_the_bucket_is_not_used(store, tmp_path, name):
-    saver, engine = prepare(tmp_path / "run")
-    save(saver, engine, 1)
+    prepare(tmp_path / "run", 1)
     path = f"{URL}/00000001/{name}"
     content = bytearray(store.cat_file(path))
     content[len(content) // 2] ^= 1
@@ -303,8 +292,7 @@ def test_C14_what_has_changed_in_the_bucket_is_not_used(store, tmp_path, name):
 
 
 def test_no_room_for_what_is_fetched(store, tmp_path, monkeypatch):
-    saver, engine = prepare(tmp_path / "run")
-    save(saver, engine, 1)
+    prepare(tmp_path / "run", 1)
     monkeypatch.setattr("megasparse.training.checkpoints.bucket.free_bytes", lambda folder: 5)
     with pytest.raises(StorageError, match=rf"no room for {URL}/00000001: [\d,]+ bytes needed, 5 bytes free"):
         start(tmp_path / "other machine")
@@ -312,8 +300,7 @@ def test_no_room_for_what_is_fetched(store, tmp_path, monkeypatch):
 
 def test_a_folder_in_place_of_a_bucket(tmp_path):
     bucket = (tmp_path / "mounted").as_uri()
-    saver, engine = prepare(tmp_path / "run", bucket=bucket)
-    save(saver, engine, 1, 2, 3)
+    prepare(tmp_path / "run", 1, 2, 3, bucket=bucket)
     left = sorted(str(path.relative_to(tmp_path / "mounted")) for path in (tmp_path / "mounted").rglob("*"))
     assert left == ["00000002", *checkpoints(2), "00000003", *checkpoints(3), "latest", "owner"]
     shutil.rmtree(tmp_path / "run")
