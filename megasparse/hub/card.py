@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megasparse import __version__
 from megasparse.config.parts import encoder_part
 from megasparse.config.pattern import kinds
@@ -14,8 +12,8 @@ from megasparse.data.index import Index
 from megasparse.data.tokenizers import NAMED, build_tokenizer
 from megasparse.errors import DataError, HubError
 from megasparse.hub.formats import TASKS, Exported, format_named
+from megasparse.hub.megasparse_format import unfilled
 from megasparse.hub.tokenizer_files import FILE, TRAINED
-from megasparse.model.build import empty_model
 from megasparse.model.decoder import Causal
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import NO_DATA
@@ -139,8 +137,7 @@ def _header(config: Config) -> list[str]:
 
 def _summary(checkpoint: Checkpoint, config: Config) -> list[str]:
     model = config.model
-    with torch.device("meta"):
-        built = empty_model(model)
+    built = unfilled(model)
     weights = sum(weight.numel() for weight in built.parameters())
     read, depth = f"{model.max_length:,} tokens", f"{model.layers}"
     if model.source is not None:

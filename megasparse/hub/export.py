@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megasparse.config.schema import Config, ModelConfig
-from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError
 from megasparse.hub.card import card
 from megasparse.hub.compare import TOLERANCE, compared_length, first_difference, our_outputs, padded
 from megasparse.hub.formats import Exported, Format, comparable, format_named
+from megasparse.hub.importing import identity
 from megasparse.hub.megasparse_format import exported_class
 from megasparse.hub.output_folder import appearing, refuse_existing
 from megasparse.hub.tensor_file import INDEX, WEIGHTS
@@ -72,8 +72,7 @@ def to_hf(
 
 def check_tokenizer(opened: Checkpoint) -> None:
     """Raise HubError where the file that `data.tokenizer` names is no longer the one of the training."""
-    tokenizer, trained = build_tokenizer(opened.config.data.tokenizer), opened.manifest["tokenizer"]
-    if (tokenizer.name, tokenizer.sha256) != (trained.get("name"), trained.get("sha256")):
+    if identity(opened.config.data.tokenizer) != opened.manifest["tokenizer"]:
         problem = f"{opened.config.data.tokenizer} is not the tokenizer that the model was trained with"
         raise HubError("data.tokenizer", problem, "Put its file back")
 

@@ -82,17 +82,11 @@ def with_start(values: dict[str, Any], token: int, name: str) -> dict[str, Any]:
     """The same tokenizer with the special token `name`, of id `token`, before every text; ids below it that none has
     get a name, since added tokens are numbered one after another.
     """
-    start, text = {"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
-    processor = {
-        "type": "TemplateProcessing",
-        "single": [start, text],
-        "pair": [start, text, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {name: {"id": name, "ids": [token], "tokens": [name]}},
-    }
     added = values["added_tokens"]
     known = max([len(values["model"]["vocab"]), *(other["id"] + 1 for other in added)])
     gap = [_added(unused, f"[unused{unused}]") for unused in range(known, token)]
-    return {**values, "added_tokens": [*added, *gap, _added(token, name)], "post_processor": processor}
+    added = [*added, *gap, _added(token, name)]
+    return {**values, "added_tokens": added, "post_processor": _template(token, name, "^A", "^AB")}
 
 
 def with_end(values: dict[str, Any], token: int) -> dict[str, Any]:
@@ -102,14 +96,19 @@ def with_end(values: dict[str, Any], token: int) -> dict[str, Any]:
     added = values["added_tokens"]
     if not any(other["id"] == token for other in added):
         added = [*added, _added(token, name)]
-    end, texts = {"SpecialToken": {"id": name, "type_id": 0}}, [{"Sequence": {"id": i, "type_id": 0}} for i in "AB"]
-    processor = {
+    return {**values, "added_tokens": added, "post_processor": _template(token, name, "A^", "A^B^")}
+
+
+def _template(token: int, name: str, single: str, pair: str) -> dict[str, Any]:
+    """Where the special token, ^, stands beside a text A, and beside two."""
+    special = {"SpecialToken": {"id": name, "type_id": 0}}
+    parts = {"^": special, **{text: {"Sequence": {"id": text, "type_id": 0}} for text in "AB"}}
+    return {
         "type": "TemplateProcessing",
-        "single": [texts[0], end],
-        "pair": [texts[0], end, texts[1], end],
+        "single": [parts[part] for part in single],
+        "pair": [parts[part] for part in pair],
         "special_tokens": {name: {"id": name, "ids": [token], "tokens": [name]}},
     }
-    return {**values, "added_tokens": added, "post_processor": processor}
 
 
 def name_of(values: dict[str, Any], token: int) -> str | None:

@@ -12,9 +12,9 @@ from torch import Tensor
 from megasparse.config.schema import Config
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError
+from megasparse.hub.megasparse_format import shapes
 from megasparse.hub.output_folder import appearing
-from megasparse.model.build import empty_model
-from megasparse.training.checkpoints.checkpoint import MEMORY, Fragment, persistent_buffers
+from megasparse.training.checkpoints.checkpoint import MEMORY, Fragment
 from megasparse.training.checkpoints.identity import versions
 from megasparse.training.checkpoints.manifest import FORMAT, MANIFEST, NO_DATA, seal
 from megasparse.training.checkpoints.rank_file import RankFile, durable, make_folder
@@ -46,7 +46,7 @@ def write_checkpoint(
     fragments = cast(list[Fragment], _fragments(config, tensors))
     manifest = {
         "config": json.loads(config.model_dump_json()),
-        "tokenizer": _identity(config.data.tokenizer if tokenizer is None else str(tokenizer)),
+        "tokenizer": identity(config.data.tokenizer if tokenizer is None else str(tokenizer)),
     }
     with appearing(output) as temporary:
         write_weights(temporary / FIRST, fragments, manifest)
@@ -118,9 +118,7 @@ class _Unread:
 
 def _fragments(config: Config, tensors: Mapping[str, Callable[[], Tensor]]) -> list[_Unread]:
     """A fragment for each parameter and persistent buffer of the model, in its order."""
-    with torch.device("meta"):
-        model = empty_model(config.model)
-    expected = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    expected = shapes(config.model)
     hint = "Give a model with its own config.json"
     for name in tensors:
         if name not in expected:
@@ -128,9 +126,10 @@ def _fragments(config: Config, tensors: Mapping[str, Callable[[], Tensor]]) -> l
     for name in expected:
         if name not in tensors:
             raise HubError(name, "a weight of the model, is missing", hint)
-    return [_Unread(name, tuple(weight.shape), tensors[name]) for name, weight in expected.items()]
+    return [_Unread(name, shape, tensors[name]) for name, shape in expected.items()]
 
 
-def _identity(name: str) -> dict[str, str]:
+def identity(name: str) -> dict[str, str]:
+    """What a checkpoint says of the tokenizer that `data.tokenizer` names."""
     tokenizer = build_tokenizer(name)
     return {"name": tokenizer.name, "sha256": tokenizer.sha256}

@@ -6,15 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megasparse.config import strict_json
 from megasparse.config.schema import Config
-from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, HubError, UserError
 from megasparse.hub import require_transformers
-from megasparse.hub.importing import FIRST, write_checkpoint
+from megasparse.hub.importing import FIRST, identity, write_checkpoint
+from megasparse.hub.megasparse_format import shapes, unfilled
 from megasparse.model.adapters import add_adapters
 from megasparse.model.build import deferred_model, empty_model, initial_weight
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, load_weights, persistent_buffers
@@ -100,17 +99,12 @@ def write_start(config: Config, source: Path, output: Path) -> list[str]:
     has another shape, or the tokens are another tokenizer's.
     """
     found, tokenizer = (_of_huggingface if _is_huggingface(source) else _of_checkpoint)(source)
-    own = build_tokenizer(config.data.tokenizer)
-    if tokenizer != {"name": own.name, "sha256": own.sha256}:
+    if tokenizer != identity(config.data.tokenizer):
         problem = f"its tokenizer ({tokenizer['name']}) is another than data.tokenizer = {config.data.tokenizer}"
         raise HubError(source, problem, "Prepare the data with the model's own tokenizer, and name it there")
-    with torch.device("meta"):
-        model: nn.Module = empty_model(config.model)
+    new = [name for name in shapes(config.model) if name not in found]
+    model = deferred_model(config.model, config.run.seed) if new else unfilled(config.model)
     weights = {**dict(model.named_parameters()), **persistent_buffers(model)}
-    new = [name for name in weights if name not in found]
-    if new:
-        model = deferred_model(config.model, config.run.seed)
-        weights = {**dict(model.named_parameters()), **persistent_buffers(model)}
     if "embedding.weight" not in found:
         raise HubError(source, "has no embedding of tokens", "Give a pretrained decoder or encoder")
     readers: Readers = {
@@ -151,8 +145,7 @@ def _of_huggingface(source: Path) -> tuple[Readers, dict[str, str]]:
     from megasparse.hub.hf_model import HFModel
 
     model = HFModel.open(source)
-    tokenizer = build_tokenizer(model.config.data.tokenizer)
-    return model.tensors, {"name": tokenizer.name, "sha256": tokenizer.sha256}
+    return model.tensors, identity(model.config.data.tokenizer)
 
 
 def _of_checkpoint(source: Path) -> tuple[Readers, dict[str, str]]:

@@ -166,7 +166,7 @@ def test_a_run_of_another_model_is_refused(sections, message, tmp_path, capsys):
 
 def test_a_run_of_another_tokenizer_is_refused(tmp_path, monkeypatch, capsys):
     config, weights = configured()
-    monkeypatch.setattr(importing, "_identity", lambda config: {"name": "words", "sha256": "0"})
+    monkeypatch.setattr(importing, "identity", lambda config: {"name": "words", "sha256": "0"})
     path = write_checkpoint(config, readers(weights), tmp_path / "imported")
     message = refused(capsys, lambda words: start(tmp_path, config, *words), "--resume", path)
     assert 'tokenizer.name: "words" -> "bytes"' in message and '"none"' not in message
