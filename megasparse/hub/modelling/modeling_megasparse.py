@@ -30,7 +30,6 @@ from transformers.utils import can_return_tuple
 from megasparse.attention.contract import Targets
 from megasparse.attention.cross import Source
 from megasparse.attention.heads import Padding
-from megasparse.hub.modelling.configuration_megasparse import MegasparseConfig
 from megasparse.hub.modelling.pretrained import MegasparseCache, MegasparsePreTrainedModel
 from megasparse.hub.modelling.rows import Rows
 from megasparse.ops.random import EVALUATION_STEP, RngContext
@@ -44,10 +43,6 @@ class MegasparseModel(MegasparsePreTrainedModel):
     before the output's norm.
     """
 
-    def __init__(self, config: MegasparseConfig):
-        super().__init__(config)
-        self.post_init()
-
     @can_return_tuple
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> BaseModelOutput:
         rows = Rows(input_ids, attention_mask)
@@ -56,16 +51,37 @@ class MegasparseModel(MegasparsePreTrainedModel):
         return BaseModelOutput(last_hidden_state=rows.restore(hidden))
 
 
-class MegasparseForCausalLM(MegasparsePreTrainedModel, GenerationMixin):
-    """A decoder: logits at position t predict token t + 1."""
+class MegasparseWriter(MegasparsePreTrainedModel, GenerationMixin):
+    """What generates."""
 
     _is_stateful = True  # a cache cannot be taken back by some tokens
+    read_as = "input_ids"
+    """The argument of forward that has the tokens so far."""
+    handed_on: tuple[str, ...] = ("attention_mask", "use_cache")
+    """Arguments of generate that each forward gets."""
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Return the arguments of the next call. input_ids: of the decoder."""
+        if past_key_values is not None:
+            input_ids = input_ids[:, past_key_values.get_seq_length() :]
+        given = {"attention_mask": attention_mask, **kwargs}
+        inputs = {self.read_as: input_ids, "past_key_values": past_key_values, "logits_to_keep": 1}
+        return {**inputs, **{name: given.get(name) for name in self.handed_on}}
+
+
+class MegasparseForCausalLM(MegasparseWriter):
+    """A decoder: logits at position t predict token t + 1."""
 
     kinds = ("decoder",)
-
-    def __init__(self, config: MegasparseConfig):
-        super().__init__(config)
-        self.post_init()
 
     @can_return_tuple
     def forward(
@@ -135,21 +151,6 @@ class MegasparseForCausalLM(MegasparsePreTrainedModel, GenerationMixin):
         cache: Any = MegasparseCache(groups, width)
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: Tensor,
-        next_sequence_length: int | None = None,
-        past_key_values: Any = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        is_first_iteration: bool | None = False,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        if past_key_values is not None:
-            input_ids = input_ids[:, past_key_values.get_seq_length() :]
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": past_key_values}
-        return {**inputs, "use_cache": kwargs.get("use_cache"), "logits_to_keep": 1}
-
 
 @dataclass
 class SourceOutput(BaseModelOutput):
@@ -170,7 +171,7 @@ class SourceReader(nn.Module):
         return self._read(input_ids, attention_mask)
 
 
-class MegasparseForSeq2SeqLM(MegasparsePreTrainedModel, GenerationMixin):
+class MegasparseForSeq2SeqLM(MegasparseWriter):
     """An encoder–decoder: logits at position t predict the target's token t. decoder_input_ids are the start token and
     the target's tokens before the last one.
 
@@ -179,12 +180,9 @@ class MegasparseForSeq2SeqLM(MegasparsePreTrainedModel, GenerationMixin):
     has ended; with length_penalty=0 and early_stopping=True the two find the same, if beams end in time.
     """
 
-    _is_stateful = True  # a cache cannot be taken back by some tokens
     kinds = ("encoder_decoder",)
-
-    def __init__(self, config: MegasparseConfig):
-        super().__init__(config)
-        self.post_init()
+    read_as = "decoder_input_ids"
+    handed_on = ("attention_mask", "encoder_outputs", "decoder_attention_mask", "use_cache")
 
     def get_encoder(self, modality: str | None = None) -> SourceReader:
         return SourceReader(self)
@@ -315,32 +313,11 @@ class MegasparseForSeq2SeqLM(MegasparsePreTrainedModel, GenerationMixin):
         numbers = torch.arange(len(read), device=read.device)
         return {"logits": logits, "past_key_values": MegasparseCache([(numbers, cache)], cache.position)}
 
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: Tensor,
-        next_sequence_length: int | None = None,
-        past_key_values: Any = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        is_first_iteration: bool | None = False,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """Return the arguments of the next call. input_ids: of the decoder."""
-        if past_key_values is not None:
-            input_ids = input_ids[:, past_key_values.get_seq_length() :]
-        inputs = {"decoder_input_ids": input_ids, "past_key_values": past_key_values, "attention_mask": attention_mask}
-        given = {name: kwargs.get(name) for name in ("encoder_outputs", "decoder_attention_mask", "use_cache")}
-        return {**inputs, **given, "logits_to_keep": 1}
-
 
 class MegasparseForMaskedLM(MegasparsePreTrainedModel):
     """An encoder: logits at position t predict the token that the mask hides there."""
 
     kinds = ("encoder",)
-
-    def __init__(self, config: MegasparseConfig):
-        super().__init__(config)
-        self.post_init()
 
     @can_return_tuple
     def forward(
@@ -365,11 +342,9 @@ class MegasparseForSequenceClassification(MegasparsePreTrainedModel):
     tokens, of a decoder those at its last real token.
     """
 
-    def __init__(self, config: MegasparseConfig):
-        super().__init__(config)
+    def add_head(self) -> None:
         streams = 2 if self.settings.blocks == "reversible" else 1
-        self.classifier = nn.Linear(streams * self.settings.d_model, config.num_labels or 2)
-        self.post_init()
+        self.classifier = nn.Linear(streams * self.settings.d_model, self.config.num_labels or 2)
 
     @can_return_tuple
     def forward(

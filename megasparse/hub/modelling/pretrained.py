@@ -72,6 +72,11 @@ class MegasparsePreTrainedModel(PreTrainedModel):
         self.model: Any = empty_model(self.settings)
         self.passes = 0
         """Forward passes in training so far: their draws depend on the number."""
+        self.add_head()
+        self.post_init()
+
+    def add_head(self) -> None:
+        """Make the layers of a task, where it has some."""
 
     def initialize_weights(self) -> None:
         """Gives what was not loaded its initial weights: a function of the run's seed, as in a run of ours."""
