@@ -1,12 +1,15 @@
 """Models for tests of what goes to HuggingFace."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megasparse.config.schema import Config, DataConfig, MaskingConfig, ModelConfig, RunConfig
+from megasparse.hub.formats import Format, Imported
 from megasparse.hub.importing import write_checkpoint
+from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.build import Model, build_model
 from megasparse.training.checkpoints.checkpoint import persistent_buffers
 from tests.helpers.models import named, small
@@ -37,5 +40,22 @@ def checkpoint(config: ModelConfig, run: Path) -> tuple[Model, Path]:
     model = made(config)
     source = 0 if config.source is None else config.source.length
     whole = Config(run=RunConfig(seed=SEED), model=config, data=DataConfig(sequence_length=source + 64))
+    return model, write_model(whole, model, run)
+
+
+def write_model(config: Config, model: Model, run: Path) -> Path:
+    """A checkpoint of a model in the run's folder `run`."""
     weights = {**dict(model.named_parameters()), **persistent_buffers(model)}
-    return model, write_checkpoint(whole, {name: weight.detach for name, weight in weights.items()}, run)
+    return write_checkpoint(config, {name: weight.detach for name, weight in weights.items()}, run)
+
+
+def load(form: Format, folder: Path) -> Imported:
+    """What a format makes of the model in a folder."""
+    return form.load(json.loads((folder / "config.json").read_text()), TensorFile.open(folder))
+
+
+def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name].view(torch.int32), value.view(torch.int32)), name

@@ -1,10 +1,16 @@
 """The inputs of an evaluation: a split of given tokens, and its protocol."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from megasparse.config.schema import Config
 from megasparse.evaluation.protocol import Protocol
+from megasparse.model.build import build_model
+from megasparse.ops.random import RngContext
+from tests.helpers.hub import write_model
 
 
 class Stream:
@@ -17,6 +23,20 @@ class Stream:
     def read(self, start: int, stop: int) -> torch.Tensor:
         assert 0 <= start <= stop <= self.tokens
         return self.values[start:stop]
+
+
+def likeliest(model: Any, tokens: Sequence[int], ids: Sequence[int] = range(256)) -> int:
+    """The likeliest of those next tokens, by a pass over the whole sequence with each."""
+    rows = torch.tensor([[*tokens, token] for token in ids])
+    return ids[int(model.token_scores(rows, RngContext.evaluation(0, len(rows))).nats[:, -1].argmin())]
+
+
+def write_uniform(config: Config, run: Path) -> None:
+    """A checkpoint of a model that predicts every token alike: its output weights are all 0."""
+    model = build_model(config.model, 0)
+    for name, weight in model.named_parameters():
+        weight.data *= not name.startswith("head.")
+    write_model(config, model, run)
 
 
 def protocol_with(tokenizer: str, **changed: object) -> Protocol:

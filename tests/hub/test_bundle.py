@@ -285,19 +285,24 @@ def test_only_imports_differ_from_our_source():
         )
 
 
-def test_sections_without_pydantic_hold_what_was_checked():
+def test_sections_without_pydantic_hold_what_was_checked_and_may_be_left_out():
     class Inner(Section):
+        separator: int
         size: int = 3
         names: list[str] = Field(default=["a"], min_length=1)
 
     class Outer(Section):
         inner: Inner = Inner()
+        other: Inner | None = None
         rate: float = 0.5
 
-    outer = Outer.model_validate({"inner": {"size": 4}})
+    outer = Outer.model_validate({"inner": {"size": 4}, "other": {"separator": 5}})
     assert (outer.inner.size, outer.inner.names, outer.rate, Inner().size) == (4, ["a"], 0.5, 3)
-    with pytest.raises(ValueError, match="no sise"):
-        Outer.model_validate({"inner": {"sise": 4}})
+    assert Outer.model_validate({"other": None}).other is None
+    assert outer.model_copy(update={"other": None}).other is None and outer.other.separator == 5
+    for key in ("inner", "other"):
+        with pytest.raises(ValueError, match="Inner has no sise"):
+            Outer.model_validate({key: {"sise": 4}})
 
 
 def test_the_tokenizer_is_the_bytes_of_utf8(tmp_path):
@@ -316,22 +321,6 @@ def test_the_tokenizer_is_the_bytes_of_utf8(tmp_path):
             padded = tokenizer(["a", "bcd"], padding=True)
             assert padded["attention_mask"][0] == ([0, 0, 1] if mask is None else [1, 0, 0])
             assert mask is None or tokenizer("a[MASK]")["input_ids"] == [97, 256]
-
-
-def test_the_stand_in_reads_sections_that_may_be_left_out():
-    class Inner(Section):
-        separator: int
-        weight: float = Field(default=1.0)
-
-    class Outer(Section):
-        inner: Inner | None = None
-
-    assert Outer.model_validate({"inner": {"separator": 3}}).inner.separator == 3
-    assert Outer.model_validate({"inner": None}).inner is None
-    outer = Outer.model_validate({"inner": {"separator": 3}})
-    assert outer.model_copy(update={"inner": None}).inner is None and outer.inner.separator == 3
-    with pytest.raises(ValueError, match="Inner has no other"):
-        Outer.model_validate({"inner": {"other": 3}})
 
 
 @pytest.mark.parametrize("name", _OPERATORS)

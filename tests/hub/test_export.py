@@ -17,7 +17,7 @@ from megasparse.model.build import build_model
 from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment, load_weights
 from megasparse.training.checkpoints.manifest import seal
 from megasparse.training.checkpoints.rank_file import RankFile
-from tests.helpers.hub import SEED, checkpoint, decoder, encoder
+from tests.helpers.hub import SEED, checkpoint, decoder, encoder, load
 from tests.helpers.models import PARTS, attention, causal_names, encoder_names, random_tokens, small_pair
 from tests.helpers.trained import prepared, trained
 
@@ -52,7 +52,7 @@ def test_every_mechanism_is_exported_with_all_its_weights(tmp_path, kind):
 def test_a_model_comes_back_bit_for_bit(tmp_path, config):
     model, path = checkpoint(config, tmp_path / "run")
     folder = to_hf(path, tmp_path / "out")
-    imported = FORMAT.load(json.loads((folder / "config.json").read_text()), TensorFile.open(folder))
+    imported = load(FORMAT, folder)
     whole = Checkpoint.open(path).config.model_copy(update={"model": config})
     again = Checkpoint.open(write_checkpoint(whole, imported.tensors, tmp_path / "again"))
     assert imported.config["model"] == json.loads(config.model_dump_json())
@@ -69,7 +69,8 @@ def in_two(path):
     manifest, shares = json.loads((path / "manifest.json").read_text()), ([], [])
     for name in manifest["tensors"]["weight"]:
         weight = opened.tensor("weight", name)
-        for share, start, part in zip(shares, (0, weight.numel() // 3), cut(weight.flatten()), strict=True):
+        third = weight.numel() // 3
+        for share, start, part in zip(shares, (0, third), weight.flatten().tensor_split([third]), strict=True):
             share.append(Fragment.of("weight", name, tuple(weight.shape), start, part))
         manifest["tensors"]["weight"][name]["pieces"] = []
     for rank, share in enumerate(shares):
@@ -80,10 +81,6 @@ def in_two(path):
         for _, part, _, piece in file.pieces:
             manifest["tensors"]["weight"][part]["pieces"].append({"file": name, **piece})
     (path / "manifest.json").write_text(seal({**manifest, "world_size": 2}))
-
-
-def cut(flat):
-    return flat[: len(flat) // 3], flat[len(flat) // 3 :]
 
 
 def test_weights_that_several_ranks_share_are_put_together(tmp_path):

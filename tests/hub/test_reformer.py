@@ -5,16 +5,19 @@ import math
 
 import pytest
 import torch
-from transformers import ReformerConfig, ReformerModelWithLMHead
+from safetensors.torch import save_file
+from transformers import AutoTokenizer, ReformerConfig, ReformerModelWithLMHead
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 from megasparse.config.load import build_config
 from megasparse.errors import HubError, UserError
+from megasparse.evaluation.generate import generate
 from megasparse.hub.compare import first_difference, our_outputs
 from megasparse.hub.reformer import FORMAT, NEVER
 from megasparse.hub.reformer_config import buckets
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.build import build_model
+from tests.helpers.hub import assert_same_bits, load
 from tests.helpers.models import random_tokens
 
 ENWIK8 = {
@@ -68,14 +71,10 @@ def theirs(seed=0, **settings):
     return model
 
 
-def load(folder):
-    return FORMAT.load(json.loads((folder / "config.json").read_text()), TensorFile.open(folder))
-
-
 def imported(model, folder):
     """Our configuration and model of HuggingFace's, through files."""
     model.save_pretrained(folder)
-    found = load(folder)
+    found = load(FORMAT, folder)
     config = build_config(found.config)
     return config, filled(config, {name: read() for name, read in found.tensors.items()})
 
@@ -109,18 +108,12 @@ def ours(seed=0, **changes):
     return config, build_model(config.model, seed).eval()
 
 
-def same_bits(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value.view(torch.int32), other[name].view(torch.int32)), name
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_what_is_imported_and_exported_again_is_the_same_bit_for_bit(name, tmp_path):
     model = theirs(**SHAPES[name])
     config, mine = imported(model, tmp_path / "there")
     hf_config, back = exported(config, mine, tmp_path / "back")
-    same_bits(model.state_dict(), back.state_dict())
+    assert_same_bits(model.state_dict(), back.state_dict())
     for key in ("attn_layers", "layer_norm_eps", "vocab_size", "max_position_embeddings", "attention_head_size"):
         assert getattr(back.config, key) == getattr(model.config, key), key
     if model.config.num_buckets is not None:
@@ -171,7 +164,7 @@ def test_what_is_exported_and_imported_again_is_the_same_bit_for_bit(changes, tm
     tokens = random_tokens(2, config.model.max_length, config.model.vocabulary)
     assert first_difference(our_outputs(mine, tokens, 5), FORMAT.outputs(model, tokens, 5), 2e-5) is None
     again, back = imported(model, tmp_path / "again")
-    same_bits(mine.state_dict(), back.state_dict())
+    assert_same_bits(mine.state_dict(), back.state_dict())
     assert again.model.positions == config.model.positions and again.model.vocabulary == config.model.vocabulary
     assert again.model.attention.local.chunk == 8 and again.model.attention.lsh == config.model.attention.lsh
     assert (again.model.norm_eps, again.model.dropout) == (config.model.norm_eps, config.model.dropout)
@@ -186,7 +179,7 @@ def test_the_published_configurations_go_both_ways(settings, tmp_path):
     tokens = random_tokens(1, 2 * settings["lsh_attn_chunk_length"], settings["vocab_size"])
     assert first_difference(our_outputs(mine, tokens, 0), FORMAT.outputs(model, tokens, 0)) is None
     hf_config, back = exported(config, mine, tmp_path / "back")
-    same_bits(model.state_dict(), back.state_dict())
+    assert_same_bits(model.state_dict(), back.state_dict())
     for key, value in settings.items():
         if key in hf_config and "attention_probs" not in key:
             assert hf_config[key] == value, key
@@ -228,16 +221,14 @@ def test_the_published_files_have_the_bias_twice_and_constants_beside_the_weight
         f"{layer}.self_mask_value_float16": torch.tensor(-1e3),
     }
     write(tmp_path, weights)
-    assert torch.equal(load(tmp_path).tensors["head.bias"](), model.lm_head.bias)
+    assert torch.equal(load(FORMAT, tmp_path).tensors["head.bias"](), model.lm_head.bias)
     weights["lm_head.bias"] = torch.ones(260)
     write(tmp_path, weights)
     with pytest.raises(HubError, match=r"lm_head\.bias and lm_head\.decoder\.bias differ"):
-        load(tmp_path)
+        load(FORMAT, tmp_path)
 
 
 def write(folder, weights):
-    from safetensors.torch import save_file
-
     save_file({name: weight.contiguous().clone() for name, weight in weights.items()}, folder / "model.safetensors")
 
 
@@ -253,10 +244,6 @@ def test_an_added_bos_is_recognised(tmp_path):
 
 def test_huggingface_generates_what_we_do(tmp_path):
     """Generation from a text by its own tokenizer, cached, with local layers."""
-    from transformers import AutoTokenizer
-
-    from megasparse.evaluation.generate import generate
-
     config, mine = ours(attention={"pattern": ["local"], "local": {"chunk": 8}})
     _, model = exported(config, mine, tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -345,7 +332,7 @@ def test_a_model_that_ours_cannot_express_or_that_is_not_whole_is_refused(change
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(UserError) as error:
-        load(tmp_path)
+        load(FORMAT, tmp_path)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -369,4 +356,4 @@ def test_the_comparison_leaves_the_model_and_torchs_generator_as_they_were():
         list(FORMAT.outputs(model, read, 0))
         assert torch.equal(torch.get_rng_state(), state)
         assert torch.equal(model(read).logits, first)
-    same_bits(before, model.state_dict())
+    assert_same_bits(before, model.state_dict())

@@ -18,11 +18,10 @@ from megasparse.errors import ConfigError, HubError
 from megasparse.hub.export import to_hf
 from megasparse.hub.fast_tokenizer import of_bytes, of_unigram
 from megasparse.hub.hf_model import HFModel
-from megasparse.hub.importing import write_checkpoint
 from megasparse.hub.starting import write_start
 from megasparse.hub.tokenizer_files import files_with_start, found_tokenizer, tokenizer_files
-from megasparse.training.checkpoints.checkpoint import Checkpoint, persistent_buffers
-from tests.helpers.hub import SEED, decoder, encoder, made
+from megasparse.training.checkpoints.checkpoint import Checkpoint
+from tests.helpers.hub import SEED, decoder, encoder, made, write_model
 from tests.helpers.models import small_pair
 from tests.helpers.tokenizers import ODD_TEXTS, PROSE, byte_level, random_texts, sentencepiece_model, wordpiece, written
 
@@ -44,12 +43,10 @@ def tokenizer_file(folder, kind):
 
 def trained(folder, model, tokenizer):
     """A checkpoint of a made model, whose tokenizer is a file."""
-    weights = made(model)
     source = 0 if model.source is None else model.source.length
     data = DataConfig(sequence_length=source + 64, tokenizer=str(tokenizer), path=str(folder))
     config = Config(run=RunConfig(seed=SEED), model=model, data=data)
-    values = {**dict(weights.named_parameters()), **persistent_buffers(weights)}
-    return write_checkpoint(config, {name: value.detach for name, value in values.items()}, folder / "run")
+    return write_model(config, made(model), folder / "run")
 
 
 def sized(kind, tokenizer):

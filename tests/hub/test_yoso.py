@@ -27,6 +27,7 @@ from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
+from tests.helpers.hub import assert_same_bits, load
 from tests.helpers.models import random_tokens
 from tests.helpers.trained import prepared, trained
 
@@ -69,10 +70,6 @@ def saved(model, folder):
     return folder
 
 
-def load(form, folder):
-    return form.load(json.loads((folder / "config.json").read_text()), TensorFile.open(folder))
-
-
 def ours(imported, form=None):
     """Our model of what was imported; with a format, as it is compared."""
     config = build_config(imported.config)
@@ -85,12 +82,6 @@ def ours(imported, form=None):
             assert parameters[name].shape == read().shape
             parameters[name].copy_(read())
     return model.eval()
-
-
-def assert_same_bits(found, expected):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
 @pytest.mark.parametrize("name", SHAPES)
