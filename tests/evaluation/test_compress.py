@@ -14,6 +14,7 @@ from PIL import Image
 
 from megasparse.errors import ConfigError
 from megasparse.evaluation.compress import bits_per_byte, gzip_size, png_bits_per_dim, png_size, xz_size
+from tests.helpers.scoring import Stream
 
 TEXT = b"".join(sorted(path.read_bytes() for path in Path(torch.__file__).parent.glob("nn/**/*.py")))[:1_500_000]
 
@@ -44,26 +45,10 @@ def test_xz_sees_far_back():
 
 
 def test_bits_per_byte_of_a_split_and_of_its_beginning():
-    class Stream:
-        tokens = 300_000
-
-        def read(self, start: int, stop: int) -> torch.Tensor:
-            return torch.frombuffer(bytearray(TEXT[start:stop]), dtype=torch.uint8).long()
-
-    found = bits_per_byte(Stream())
+    stream = Stream(np.frombuffer(TEXT[:300_000], dtype=np.uint8).copy())
+    found = bits_per_byte(stream)
     assert found == {"gzip": 8 * gzip_size([TEXT[:300_000]]) / 300_000, "xz": 8 * xz_size([TEXT[:300_000]]) / 300_000}
-    assert bits_per_byte(Stream(), limit=1000)["gzip"] == 8 * gzip_size([TEXT[:1000]]) / 1000
-
-
-class Pixels:
-    """A stream of given images."""
-
-    def __init__(self, images: np.ndarray):
-        self._flat = torch.from_numpy(images.reshape(-1).astype(np.int64))
-        self.tokens = self._flat.numel()
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        return self._flat[start:stop]
+    assert bits_per_byte(stream, limit=1000)["gzip"] == 8 * gzip_size([TEXT[:1000]]) / 1000
 
 
 def png_of_one_filter(pixels: np.ndarray) -> int:
@@ -80,7 +65,7 @@ def test_png_size_is_that_of_the_format(channels):
     """Images for which subtracting the row above leaves hardly anything: Pillow's choice of filters finds it too."""
     noise = np.random.default_rng(0).integers(0, 256, (1, 64, channels), dtype=np.uint8)
     smooth = (noise + np.arange(64, dtype=np.uint8)[:, None, None]).squeeze()
-    found = png_bits_per_dim(Pixels(smooth[None]), 64 * 64 * channels)
+    found = png_bits_per_dim(Stream(smooth[None]), 64 * 64 * channels)
     assert found * 64 * 64 * channels / 8 == pytest.approx(png_of_one_filter(smooth), rel=0.1)
 
 
@@ -89,10 +74,10 @@ def test_png_bits_are_those_of_all_images_or_of_the_first():
     images[0] = 7
     flat, noisy = (8 * png_size(images[i]) / 192 for i in (0, 1))
     assert flat < 3.5 and noisy > 8  # noise cannot be made smaller, and 8×8 pixels do not pay for the chunks
-    assert png_bits_per_dim(Pixels(images), 192, limit=1) == flat
-    assert png_bits_per_dim(Pixels(images), 192, limit=9) == png_bits_per_dim(Pixels(images), 192)
+    assert png_bits_per_dim(Stream(images), 192, limit=1) == flat
+    assert png_bits_per_dim(Stream(images), 192, limit=9) == png_bits_per_dim(Stream(images), 192)
     sizes = [len_of_file(image) for image in images]
-    assert png_bits_per_dim(Pixels(images), 192) == 8 * sum(sizes) / images.size
+    assert png_bits_per_dim(Stream(images), 192) == 8 * sum(sizes) / images.size
 
 
 def len_of_file(image: np.ndarray) -> int:
@@ -105,4 +90,4 @@ def len_of_file(image: np.ndarray) -> int:
 @pytest.mark.parametrize(("count", "length", "problem"), [(192, 100, "are no whole"), (192, 96, "no square image")])
 def test_png_wants_whole_square_images(count, length, problem):
     with pytest.raises(ConfigError, match=f"data.sequence_length: .*{problem}"):
-        png_bits_per_dim(Pixels(np.zeros(count, dtype=np.uint8)), length)
+        png_bits_per_dim(Stream(np.zeros(count, dtype=np.uint8)), length)

@@ -18,14 +18,7 @@ from megasparse.evaluation.compressed_file import model_digest, pack, unpack
 from megasparse.evaluation.entropy_coder import DEEPEST, SCALE, Code, decode, encode, weights
 from megasparse.model.build import build_model
 from tests.helpers.models import named, random_tokens, small, strict_names
-
-
-class Text:
-    def __init__(self, tokens):
-        self.all, self.tokens = tokens, len(tokens)
-
-    def read(self, start, stop):
-        return self.all[start:stop]
+from tests.helpers.scoring import Stream
 
 
 def coder_and_tokens(name, tokens=70, seed=0):
@@ -38,7 +31,7 @@ def test_every_causal_mechanism_gives_the_tokens_back_at_the_promised_length(nam
     model, tokens = coder_and_tokens(name)
     code = encode(model, tokens, 30, seed=7)  # two whole windows and a ragged one
     assert decode(model, code, len(tokens), 30, seed=7).equal(tokens)
-    promised = score(of_model(model), Text(tokens), 30, 7, batch=2).nats / math.log(2)
+    promised = score(of_model(model), Stream(tokens), 30, 7, batch=2).nats / math.log(2)
     assert promised - 1 < 32 * len(code.words) < promised * 1.0001 + 64
     if name == "lsh":  # other rotations, other predictions
         assert not decode(model, code, len(tokens), 30, seed=8).equal(tokens)

@@ -19,14 +19,12 @@ from megasparse.errors import ConfigError
 from megasparse.evaluation.code_length import evaluate, summary
 from megasparse.evaluation.compress import png_bits_per_dim
 from megasparse.evaluation.protocol import Protocol, protocol_of
-from megasparse.hub.importing import write_checkpoint
-from megasparse.model.build import build_model
 from megasparse.model.stack import TokenScores
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
 from megasparse.training.ranks import Ranks
 from tests.helpers import commands
 from tests.helpers.models import small
-from tests.helpers.scoring import Stream, protocol_with
+from tests.helpers.scoring import Stream, protocol_with, write_uniform
 from tests.helpers.trained import prepare_text
 
 TEXT = b"the cat saw the dog and the dog saw the cat . the end\n" * 3 + b"a bird\n"
@@ -178,10 +176,7 @@ def launched(folder: Path, tokenizer: str, *arguments: str, **model: Any) -> dic
         prepare_text(folder / "text", data, 64, 4096, split="100,0,0", tokenizer=tokenizer)
         config = {"data": {"path": str(data), "sequence_length": 16, "tokenizer": tokenizer}, "run": {"device": "cpu"}}
         whole = Config.model_validate({**config, "model": small(("local",), layers=1, **model).model_dump()})
-        weights = dict(build_model(whole.model, 0).named_parameters())
-        for name, weight in weights.items():
-            weight.data *= not name.startswith("head.")
-        write_checkpoint(whole, {name: weight.detach for name, weight in weights.items()}, run)
+        write_uniform(whole, run)
     commands.run(launcher, "--checkpoint", run, "--split", "train", "--json", out, *arguments)
     return json.loads(out.read_text())
 

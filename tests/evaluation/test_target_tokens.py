@@ -11,13 +11,12 @@ from megasparse.cli.main import door
 from megasparse.config.schema import Config
 from megasparse.evaluation.bits_per_dim import of_model
 from megasparse.evaluation.target_tokens import evaluate, summary
-from megasparse.hub.importing import write_checkpoint
 from megasparse.model.build import build_model
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.training.ranks import Ranks
 from tests.helpers.commands import run
 from tests.helpers.models import small
-from tests.helpers.scoring import Stream, protocol_with
+from tests.helpers.scoring import Stream, protocol_with, write_uniform
 
 prepare_data = door("prepare-data")
 
@@ -95,10 +94,7 @@ def test_from_translations_to_a_result(tmp_path, capsys):
     config = small(("full",), **sizes, source=source)
     data = {"path": str(tmp_path / "data"), "sequence_length": 14}
     whole = Config.model_validate({"model": config.model_dump(), "data": data, "run": {"device": "cpu"}})
-    weights = dict(build_model(config, 0).named_parameters())
-    for name, weight in weights.items():
-        weight.data *= not name.startswith("head.")
-    write_checkpoint(whole, {name: weight.detach for name, weight in weights.items()}, tmp_path / "run")
+    write_uniform(whole, tmp_path / "run")
     run(launcher, "--checkpoint", tmp_path / "run", "--split", "train", "--json", tmp_path / "out.json")
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["dims"] == len("eins zwei sechs") - 2 + 3  # each target's end is predicted too

@@ -1,6 +1,7 @@
 """A pretrained decoder's attention replaced: what it sees, cached and padded, packed, trained, saved, refused."""
 
 import copy
+from functools import partial
 
 import peft
 import pytest
@@ -15,6 +16,7 @@ from megasparse.errors import ConfigError, HubError
 from megasparse.hub.replace import mechanisms, replace_attention
 from megasparse.hub.replaced_folder import load_replaced, save_replaced
 from megasparse.hub.replaced_layer import ReplacedCacheLayer
+from tests.hub import test_replace
 
 SIZE = {"vocab_size": 60, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 1}
 WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -61,13 +63,7 @@ def build(kind="Llama", name="ForCausalLM", dtype=torch.float64, **changes):
     return model
 
 
-def inputs(batch=3, length=40, left=True):
-    tokens = torch.randint(5, 60, (batch, length), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(tokens)
-    for row in range(1, batch):
-        mask[row, : 9 * row] = 0
-    mask = mask if left else mask.flip(1)
-    return {"input_ids": torch.where(mask > 0, tokens, 1), "attention_mask": mask}
+inputs = partial(test_replace.inputs, left=True)
 
 
 @torch.no_grad()

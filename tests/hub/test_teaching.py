@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from megasparse.attention.observation import calls
+from megasparse.attention.observation import Call, calls
 from megasparse.errors import HubError
+from megasparse.evaluation.attention.weights import weights_of
 from megasparse.hub.hash_training import full_attention, train_hashes
 from megasparse.hub.replace import replace_attention
 from megasparse.hub.taught import Course
@@ -31,20 +32,11 @@ def captured(model, tokens):
         model(tokens, use_cache=False)
     with torch.no_grad(), calls(model) as found:
         model(tokens, use_cache=False)
-    mechanism, count = found[-1].mechanism, found[-1].inputs.q.shape[1]
-    inputs = found[-1].inputs._replace(q=full[-1].inputs.q[:, -count:], k=full[-1].inputs.k[:, -count:])
-    score = inputs.q @ inputs.k.transpose(-1, -2) * inputs.q.shape[3] ** -0.5
-    hidden = torch.ones(score.shape[-2:], dtype=torch.bool).triu(1)
-    weight = torch.softmax(score.masked_fill(hidden, -torch.inf), -1)
-    # Values that are the identity give what a query sees, weighted as its mechanism weighs it.
-    seen = torch.zeros_like(weight)
-    for first in range(0, weight.shape[-1], inputs.q.shape[3]):
-        v = torch.zeros_like(inputs.v)
-        width = min(v.shape[3], weight.shape[-1] - first)
-        v[:, :, torch.arange(first, first + width), torch.arange(width)] = 1.0
-        out = mechanism(full[-1].x, inputs._replace(v=v), found[-1].context).out
-        seen[..., first : first + width] = out[..., :width]
-    return float((weight * (seen > 0)).sum(-1).mean())
+    own, count = found[-1], found[-1].inputs.q.shape[1]
+    inputs = own.inputs._replace(q=full[-1].inputs.q[:, -count:], k=full[-1].inputs.k[:, -count:])
+    call = Call(own.mechanism, full[-1].x, inputs, own.context)
+    exact, sparse = (weights_of(call, mechanism) for mechanism in (call.exact(), call.mechanism))
+    return float((exact * (sparse > 0)).sum(-1).mean())
 
 
 @pytest.mark.parametrize("attention", [SKETCH, ONE, HASH, MIXED], ids=["heads", "layer", "hash", "mixed"])

@@ -11,15 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megasparse.ops.dtype import at_least_fp32
+
 
 def attention_weights(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
     """A = softmax(qkᵀ·scale) (LHA Eq. 1), (B, H, L, L) in fp32 at least, without a mask as in the paper.
 
     scale: D^-1/2 where None.
     """
-    dtype = torch.promote_types(q.dtype, torch.float32)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return torch.softmax(q.to(dtype) @ k.to(dtype).transpose(-1, -2) * scale, dim=-1)
+    return torch.softmax(at_least_fp32(q) @ at_least_fp32(k).transpose(-1, -2) * scale, dim=-1)
 
 
 def same_bucket(query_codes: Tensor, key_codes: Tensor) -> Tensor:

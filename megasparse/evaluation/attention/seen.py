@@ -13,6 +13,7 @@ from megasparse.attention.observation import Call
 from megasparse.attention.smart_bird import SmartBirdAttention
 from megasparse.errors import ConfigError
 from megasparse.evaluation.attention.coverage import Bands
+from megasparse.ops.dtype import at_least_fp32
 
 
 @torch.no_grad()
@@ -74,6 +75,6 @@ def best_pairs(weight: Tensor, queries: Tensor, count: int, window: int, sinks: 
 
 def weights(call: Call, queries: Tensor) -> Tensor:
     """Full attention of the call's own queries and keys, (H, S, L) fp32 at least."""
-    q, k = (x[0].to(torch.promote_types(x.dtype, torch.float32)) for x in call.inputs[:2])
+    q, k = (at_least_fp32(x[0]) for x in call.inputs[:2])
     later = torch.arange(k.shape[1], device=k.device) > queries[:, None]
     return torch.softmax((q[:, queries] @ k.transpose(-1, -2) * call.scale).masked_fill(later, -torch.inf), dim=-1)

@@ -17,6 +17,7 @@ from megasparse.evaluation.attention.metrics import (
     same_bucket,
     upper_bound,
 )
+from megasparse.evaluation.attention.quality import record_calls
 from megasparse.evaluation.attention.weights import attention_map, weights_of
 from megasparse.evaluation.pictures import BACKGROUND
 from megasparse.model.build import build_model
@@ -149,10 +150,7 @@ def test_hashes_find_more_than_chance():
 
 def observed(name: str, causal: bool, length: int = 40):
     config = small(attention=named(name), kind="decoder" if causal else "encoder", vocabulary=257, layers=1)
-    model = build_model(config, 0).eval()
-    with torch.no_grad(), calls(model) as found:
-        model(random_tokens(2, length), RngContext.evaluation(0, 2))
-    return found
+    return record_calls(build_model(config, 0), random_tokens(2, length), 0)
 
 
 @pytest.mark.parametrize("name,causal", [(n, True) for n in causal_names()] + [(n, False) for n in encoder_names()])
@@ -179,12 +177,9 @@ def test_calls_are_heard_only_inside_the_with():
 
 
 def test_more_rounds_come_nearer_to_full_attention():
-    config = small(("lsh",), layers=1)
-    model = build_model(config, 0).eval()
-    with torch.no_grad(), calls(model) as found:
-        model(random_tokens(2, 128), RngContext.evaluation(0, 2))
-    exact = found[0].run(found[0].exact())
-    errors = [float(relative_error(found[0].run(found[0].mechanism, rounds=n), exact).mean()) for n in (1, 4, 16)]
+    (call,) = record_calls(build_model(small(("lsh",), layers=1), 0), random_tokens(2, 128), 0)
+    exact = call.run(call.exact())
+    errors = [float(relative_error(call.run(call.mechanism, rounds=n), exact).mean()) for n in (1, 4, 16)]
     assert errors[0] > errors[1] > errors[2]
 
 
@@ -197,12 +192,8 @@ def test_maps_show_what_is_seen():
     assert faint[0, 1].tolist() == [191, 222, 255]
     half = attention_map(weights, torch.ones(2, 2, dtype=torch.bool), causal=True)
     assert half[0, 1].tolist() == list(BACKGROUND) and half[0, 0].tolist() == half[1, 1].tolist() == [0, 0, 0]
-    assert attention_map(torch.rand(3, 64, 64), torch.ones(3, 64, 64, dtype=torch.bool), size=16).shape == (
-        3,
-        16,
-        16,
-        3,
-    )
+    small_one = attention_map(torch.rand(3, 64, 64), torch.ones(3, 64, 64, dtype=torch.bool), size=16)
+    assert small_one.shape == (3, 16, 16, 3)
 
 
 @pytest.mark.parametrize("name", ["lsh", "lsh separate", "lha"])
