@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megasparse.ops.autocast import Function, without_autocast
 from megasparse.ops.bucketed_attention.chunks import LOWEST, Rows, SortedLayout, take_rows
-from megasparse.ops.bucketed_attention.range_tiles import RangeLayout, RangeRows
+from megasparse.ops.bucketed_attention.range_tiles import RangeLayout
 from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec
 from megasparse.ops.random import PairDropout
 
@@ -104,7 +104,7 @@ def _own_value(x: Tensor, alone: tuple[Tensor, ...], dropout: PairDropout | None
     return x * own.unsqueeze(-1)
 
 
-def _forward_rows(rows: Rows | RangeRows, out: Tensor, lse2: Tensor) -> None:
+def _forward_rows(rows: Rows, out: Tensor, lse2: Tensor) -> None:
     """Fills out (G, L, D) and lse2 (G, L): the log-sum-exp in base 2, near LOWEST where nothing is visible.
 
     Rounds are merged by log-sum-exp.
@@ -127,7 +127,7 @@ def _forward_rows(rows: Rows | RangeRows, out: Tensor, lse2: Tensor) -> None:
 
 
 def _backward_rows(
-    rows: Rows | RangeRows,
+    rows: Rows,
     grad_out: Tensor,
     out: Tensor,
     grad_lse: Tensor,

@@ -11,7 +11,7 @@ block, T queries a tile, S·T keys a tile, P places: sorted indices with S − 1
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,24 +85,41 @@ class Tiling:
 
 @dataclass
 class Rows:
-    """A group of G rows with their layout. `place`: which rows. q, k, v: (G, L, D). order, slot: (G, R, L). dropout: of
-    the probabilities, its queries those of the group, (G, L).
+    """A group of G rows with their layout. `place`: which rows. q, k, v: (G, L, D). layout: its tensors (G, R, L).
+    dropout: of the probabilities, its queries those of the group, (G, L).
     """
 
     place: slice
     q: Tensor
     k: Tensor
     v: Tensor
-    order: Tensor
-    slot: Tensor
+    layout: Any
     tiling: Tiling
     dtype: torch.dtype
     dropout: PairDropout | None = None
 
-    def blocks(self) -> Iterator["Block"]:
-        """All tiles that attend, of all rounds, round after round."""
-        for number in range(self.order.shape[1]):
-            yield from Round(self, number).blocks()
+    @classmethod
+    def groups(
+        cls, layout: Any, pairs: int, q: Tensor, k: Tensor, v: Tensor, spec: BucketedAttentionSpec,
+        dropout: PairDropout | None,
+    ) -> Iterator["Rows"]:  # fmt: skip
+        """Groups of whole rows that fit into a block, or single rows. layout: tensors (B, H, R, L), 1 for B or H where
+        all have the same. pairs: of a row's tiles.
+        """
+        batch, heads = q.shape[:2]
+        layouts = [x.expand(-1, heads, -1, -1) for x in layout]
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        step = max(1, at_most(SCORE_ELEMENTS) // pairs)
+        for start in range(0, batch * heads, step):
+            place = slice(start, min(start + step, batch * heads))
+            q_rows, k_rows, v_rows, *parts = (take_rows(x, place) for x in (q, k, v, *layouts))
+            own = None if dropout is None else replace(dropout, queries=take_rows(dropout.queries, place))
+            yield cls(place, q_rows, k_rows, v_rows, type(layout)(*parts), Tiling(spec), dtype, own)
+
+    def blocks(self) -> Iterator[Any]:
+        """All tiles that attend and see a key, of all rounds, round after round."""
+        for number in range(self.layout.order.shape[1]):
+            yield from self.layout.round(self, number).blocks()
 
 
 class Round:
@@ -110,17 +127,17 @@ class Round:
 
     def __init__(self, rows: Rows, number: int):
         self.rows, self.tiling, self.number = rows, rows.tiling, number
-        group, _, self.length = rows.order.shape
+        group, _, self.length = rows.layout.order.shape
         self.tiles = -(-self.length // self.tiling.tile)
-        lead, device = self.tiling.lead, rows.order.device
+        lead, device = self.tiling.lead, rows.layout.order.device
         # An empty place repeats a token of its own row, so that what is not finite stays in its row.
         place = torch.arange(-lead, self.tiling.tile * (self.tiles + self.tiling.ahead), device=device)
-        index = rows.order[:, number].index_select(1, place.clamp_(0, self.length - 1)).long()  # (G, P)
+        index = rows.layout.order[:, number].index_select(1, place.clamp_(0, self.length - 1)).long()  # (G, P)
         self.token = index + torch.arange(group, device=device)[:, None] * self.length
-        largest = max(int(rows.slot.amax()), self.length)
+        largest = max(int(rows.layout.slot.amax()), self.length)
         dtype = rows.dtype if largest < EXACT else torch.float64
         first = 0 if self.tiling.spec.count_rounds else number
-        slots = [rows.slot[:, r].gather(1, index).to(dtype) for r in range(first, number + 1)]  # (G, P)
+        slots = [rows.layout.slot[:, r].gather(1, index).to(dtype) for r in range(first, number + 1)]  # (G, P)
         self.earlier = [self._range(slot) for slot in slots[:-1]]
         self.own = self._range(slots[-1], with_empty=False)
         self.hides = self.tiling.hides(dtype, device)
@@ -157,7 +174,34 @@ class Round:
             yield Block(self, start, min(start + step, tiles.stop))
 
 
-class Block:
+class Gathered:
+    """Tiles of a round and the tokens that they gather, numbered over the rows of their group."""
+
+    round: Any
+    query_tokens: Tensor
+    key_tokens: Tensor
+
+    @property
+    def first_round(self) -> bool:
+        return bool(self.round.number == 0)
+
+    def put_queries(self, x: Tensor, part: Tensor) -> None:
+        """Sets the queries of x (G, L, ...) to part, a tile of them in each of its first dimension."""
+        x.flatten(0, 1).index_copy_(0, *self._real(part))
+
+    def add_to_queries(self, x: Tensor, part: Tensor) -> None:
+        x.flatten(0, 1).index_add_(0, *self._real(part))
+
+    def _take(self, x: Tensor, tokens: Tensor) -> Tensor:
+        taken = x.flatten(0, 1).index_select(0, tokens.flatten())
+        return taken.to(self.round.rows.dtype).view(*tokens.shape, *x.shape[2:])
+
+    def _real(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens (N) of the queries and their values (N, ...), each query once."""
+        raise NotImplementedError
+
+
+class Block(Gathered):
     """W tiles of a round, the same ones of all its rows."""
 
     def __init__(self, round_: Round, start: int, stop: int):
@@ -167,25 +211,14 @@ class Block:
         self.key_tokens = round_.token[:, start * tile : (stop + self.tiling.span - 1) * tile]  # (G, (W + S − 1)·T)
         self.real = min(stop * tile, round_.length) - start * tile  # the last tile's other places are empty
 
-    @property
-    def first_round(self) -> bool:
-        return self.round.number == 0
-
     def queries(self, x: Tensor) -> Tensor:
         """Each tile's queries of x (G, L, ...): (G·W, T, ...)."""
         return self._take(x, self.query_tokens).view(-1, self.tiling.tile, *x.shape[2:])
 
     def keys(self, x: Tensor) -> Tensor:
         """Each tile's keys of x (G, L, D): (G·W, S·T, D), overlapping views where there is a single row."""
-        taken = self._take(x, self.key_tokens).view(*self.key_tokens.shape, -1)
+        taken = self._take(x, self.key_tokens)
         return taken.unfold(1, self.tiling.span * self.tiling.tile, self.tiling.tile).transpose(2, 3).flatten(0, 1)
-
-    def put_queries(self, x: Tensor, part: Tensor) -> None:
-        """Sets the queries of x (G, L, ...) to part (G·W, T, ...)."""
-        x.flatten(0, 1).index_copy_(0, *self._real(part))
-
-    def add_to_queries(self, x: Tensor, part: Tensor) -> None:
-        x.flatten(0, 1).index_add_(0, *self._real(part))
 
     def add_to_keys(self, x: Tensor, weight: Tensor, values: Tensor) -> None:
         """Adds weightᵀ·values, of weight (G·W, T, S·T) and values (G·W, T, D), to the keys of x (G, L, D)."""
@@ -235,9 +268,6 @@ class Block:
     def _of(self, parts: tuple[Tensor, ...]) -> list[Tensor]:
         return [x[:, self.tiles] for x in parts]
 
-    def _take(self, x: Tensor, tokens: Tensor) -> Tensor:
-        return x.flatten(0, 1).index_select(0, tokens.flatten()).to(self.round.rows.dtype)
-
     def _real(self, part: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens (N) and their values (N, ...) without the empty places."""
         values = part.view(*self.query_tokens.shape, *part.shape[2:])
@@ -271,18 +301,13 @@ class SortedLayout(NamedTuple):
     def groups(
         self, q: Tensor, k: Tensor, v: Tensor, spec: BucketedAttentionSpec, dropout: PairDropout | None
     ) -> Iterator[Rows]:
-        """Groups of whole rows that fit into a block, or single rows."""
+        """Groups of whole rows, see `Rows.groups`."""
         tiling = Tiling(spec)
-        batch, heads, length, _ = q.shape
-        order, slot = (x.expand(-1, heads, -1, -1) for x in self)
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        tiles = len(tiling.tiles(length))
-        step = max(1, at_most(SCORE_ELEMENTS) // (max(1, tiles) * tiling.span * tiling.tile**2))
-        for start in range(0, batch * heads, step):
-            place = slice(start, min(start + step, batch * heads))
-            q_rows, k_rows, v_rows, order_rows, slot_rows = (take_rows(x, place) for x in (q, k, v, order, slot))
-            own = None if dropout is None else replace(dropout, queries=take_rows(dropout.queries, place))
-            yield Rows(place, q_rows, k_rows, v_rows, order_rows, slot_rows, tiling, dtype, own)
+        pairs = max(1, len(tiling.tiles(q.shape[2]))) * tiling.span * tiling.tile**2
+        return Rows.groups(self, pairs, q, k, v, spec, dropout)
+
+    def round(self, rows: Rows, number: int) -> Round:
+        return Round(rows, number)
 
 
 def take_rows(x: Tensor, place: slice) -> Tensor:

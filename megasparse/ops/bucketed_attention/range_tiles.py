@@ -10,14 +10,13 @@ S keys a tile.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megasparse.ops.blocks import at_most
-from megasparse.ops.bucketed_attention.chunks import EXACT, HIDDEN, SCORE_ELEMENTS, Tiling, take_rows
+from megasparse.ops.bucketed_attention.chunks import EXACT, HIDDEN, SCORE_ELEMENTS, Gathered, Rows, Tiling
 from megasparse.ops.bucketed_attention.ranges import key_range
 from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec
 from megasparse.ops.random import PairDropout
@@ -49,44 +48,19 @@ class RangeLayout(NamedTuple):
 
     def groups(
         self, q: Tensor, k: Tensor, v: Tensor, spec: BucketedAttentionSpec, dropout: PairDropout | None
-    ) -> Iterator["RangeRows"]:
-        """Groups of whole rows whose tiles fit into about a block, or single rows."""
-        tiling = Tiling(spec)
-        pairs = q.shape[2] * (tiling.tile + spec.window.chunk)
-        step = max(1, at_most(SCORE_ELEMENTS) // pairs)
-        rows = q.shape[0] * q.shape[1]
-        layouts = [x.expand(-1, q.shape[1], -1, -1) for x in self]
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        for start in range(0, rows, step):
-            place = slice(start, min(start + step, rows))
-            q_rows, k_rows, v_rows, *layout = (take_rows(x, place) for x in (q, k, v, *layouts))
-            own = None if dropout is None else replace(dropout, queries=take_rows(dropout.queries, place))
-            yield RangeRows(place, q_rows, k_rows, v_rows, RangeLayout(*layout), tiling, dtype, own)
+    ) -> Iterator[Rows]:
+        """Groups of whole rows, see `Rows.groups`."""
+        pairs = q.shape[2] * (Tiling(spec).tile + spec.window.chunk)
+        return Rows.groups(self, pairs, q, k, v, spec, dropout)
 
-
-@dataclass
-class RangeRows:
-    """A group of G rows with their ranges (G, R, L), as `chunks.Rows` has its sorted tokens."""
-
-    place: slice
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    layout: RangeLayout
-    tiling: Tiling
-    dtype: torch.dtype
-    dropout: PairDropout | None = None
-
-    def blocks(self) -> Iterator["RangeBlock"]:
-        """All tiles that see a key, of all rounds, round after round."""
-        for number in range(self.layout.order.shape[1]):
-            yield from RangeRound(self, number).blocks()
+    def round(self, rows: Rows, number: int) -> "RangeRound":
+        return RangeRound(rows, number)
 
 
 class RangeRound:
     """One round of a group of rows. Tokens are numbered over the rows of the group."""
 
-    def __init__(self, rows: RangeRows, number: int):
+    def __init__(self, rows: Rows, number: int):
         self.rows, self.tiling, self.number = rows, rows.tiling, number
         order, low, high = (x[:, number] for x in (rows.layout.order, rows.layout.low, rows.layout.high))
         group, self.length = order.shape
@@ -118,7 +92,7 @@ class RangeRound:
             start += step
 
 
-class RangeBlock:
+class RangeBlock(Gathered):
     """Some tiles of a round, `run` keys each. It has what `chunks.Block` has."""
 
     def __init__(self, round_: RangeRound, tiles: Tensor, run: int):
@@ -131,10 +105,6 @@ class RangeBlock:
         self.key_tokens = row + round_.order.flatten()[row + own]
         self.place = place.to(round_.dtype)
 
-    @property
-    def first_round(self) -> bool:
-        return self.round.number == 0
-
     def queries(self, x: Tensor) -> Tensor:
         """Each tile's queries of x (G, L, ...): (n, T, ...)."""
         return self._take(x, self.query_tokens)
@@ -142,13 +112,6 @@ class RangeBlock:
     def keys(self, x: Tensor) -> Tensor:
         """Each tile's keys of x (G, L, D): (n, S, D)."""
         return self._take(x, self.key_tokens)
-
-    def put_queries(self, x: Tensor, part: Tensor) -> None:
-        """Sets the queries of x (G, L, ...) to part (n, T, ...)."""
-        x.flatten(0, 1).index_copy_(0, *self._real(part))
-
-    def add_to_queries(self, x: Tensor, part: Tensor) -> None:
-        x.flatten(0, 1).index_add_(0, *self._real(part))
 
     def add_to_keys(self, x: Tensor, weight: Tensor, values: Tensor) -> None:
         """Adds weightᵀ·values, of weight (n, T, S) and values (n, T, D), to the keys of x (G, L, D)."""
@@ -187,10 +150,6 @@ class RangeBlock:
 
     def _bound(self, x: Tensor) -> Tensor:
         return x[self.query_tokens].unsqueeze(-1)
-
-    def _take(self, x: Tensor, tokens: Tensor) -> Tensor:
-        taken = x.flatten(0, 1).index_select(0, tokens.flatten())
-        return taken.to(self.round.rows.dtype).view(*tokens.shape, *x.shape[2:])
 
     def _real(self, part: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens (N) and their values (N, ...), each query once: a row's last tile repeats its last query."""
