@@ -141,55 +141,23 @@ class _RelativeLocalAttention(Function):
         dq, dk, dv = (_token_major(x) for x in (q, k, v))
         delta, every = torch.empty_like(lse2), shape.tiles * batch
         du = lse2.new_empty(shape.tiles, batch, heads, width)
-        grid, given = (shape.tiles, batch * heads), (keys_bias, r_bias, order, document, grad)
-        steps = strides(q, k, v, grad)
-        sizes = (heads, length, spec.chunk, shape.reach, shape.blocks)
+        grid, tensors = (shape.tiles, batch * heads), (q, k, v, r)
+        given = (keys_bias, r_bias, order, document, grad)
+        numbers = (*strides(q, k, v, grad), heads, length, spec.chunk, shape.reach, shape.blocks)
         settings = dict(CAUSAL=spec.causal, D=width, BD=block(width), T=shape.tile, PRECISION=precision())
         settings |= dict(num_warps=shape.warps, num_stages=_STAGES)
-        launch(
-            local_backward_queries,
-            grid,
-            q,
-            k,
-            v,
-            r,
-            *given,
-            out,
-            lse2,
-            delta,
-            dq,
-            *steps,
-            *sizes,
-            spec.scale,
-            **settings,
-        )
-        launch(
-            local_backward_keys,
-            grid,
-            q,
-            k,
-            v,
-            r,
-            u,
-            *given,
-            lse2,
-            delta,
-            dk,
-            dv,
-            du,
-            *steps,
-            *sizes,
-            spec.scale,
-            **settings,
-        )
+        arguments = (*tensors, *given, out, lse2, delta, dq, *numbers, spec.scale)
+        launch(local_backward_queries, grid, *arguments, **settings)
+        arguments = (*tensors, u, *given, lse2, delta, dk, dv, du, *numbers, spec.scale)
+        launch(local_backward_keys, grid, *arguments, **settings)
         differences = shape.blocks - 1
         each = -(-every // max(1, at_most(_PARTS) // (heads * differences)))
         groups = -(-every // each)
         dr = lse2.new_empty(groups, heads, differences, 2, shape.tile, width)
         dw = lse2.new_empty(groups, heads, differences, width)
         launch(
-            local_backward_distances, (differences, heads, groups), q, k, v, r, w, *given, lse2, delta, dr, dw,
-            *steps, *sizes, shape.tiles, every, each, spec.scale, **settings, maxnreg=_REGISTERS,
+            local_backward_distances, (differences, heads, groups), *tensors, w, *given, lse2, delta, dr, dw,
+            *numbers, shape.tiles, every, each, spec.scale, **settings, maxnreg=_REGISTERS,
         )  # fmt: skip
         relative = shape.join(dr.sum(0), count).to(of_r.dtype), du.sum((0, 1)).to(u.dtype), dw.sum((0, 2)).to(w.dtype)
         return dq, dk, dv, *relative, None, None, None
