@@ -79,16 +79,6 @@ def bucket_sums(x: Tensor, members: Tensor) -> Tensor:
     return x.gather(2, index).unflatten(2, members.shape[2:]).sum(3)
 
 
-def _membership(members: Tensor, tokens: Tensor, length: int) -> Tensor:
-    """Whether each of `tokens` (T,) is in each bucket: (B, H, T, N) bool."""
-    place = torch.full((length + 1,), len(tokens), dtype=torch.int64, device=members.device)
-    place[tokens] = torch.arange(len(tokens), device=members.device)
-    found = place[members.long()].transpose(-1, -2)  # (B, H, M, N), T for the tokens not asked for
-    shape = (*members.shape[:2], len(tokens) + 1, members.shape[2])
-    asked = torch.zeros(shape, dtype=torch.bool, device=members.device)
-    return asked.scatter_(2, found, True)[:, :, :-1]
-
-
 def tiles(x: Tensor, width: int, *, pairs: bool = False) -> Iterator[slice]:
     """Cuts x (B, H, L, ...) along L so that (B, H, T, width) numbers make a tile; pairs: (B, H, T, T) numbers too."""
     elements = at_most(_CPU_TILE_ELEMENTS if x.device.type == "cpu" else _GPU_TILE_ELEMENTS)
@@ -151,8 +141,12 @@ def _visible_pairs(q: Tensor, k: Features, level: Tensor, tokens: slice) -> Tens
 
 
 def _members_of(tokens: slice, members: Tensor, like: Tensor) -> Tensor:
-    rows = torch.arange(tokens.start, tokens.stop, device=members.device)
-    return _membership(members, rows, like.shape[2]).to(like.dtype)
+    """1 where a token of the tile is in a bucket, else 0: (B, H, T, N), in the dtype of `like`."""
+    count = tokens.stop - tokens.start
+    place = members.long() - tokens.start
+    place = place.masked_fill((place < 0) | (place >= count), count).transpose(-1, -2)  # T for all other tokens
+    shape = (*members.shape[:2], count + 1, members.shape[2])
+    return torch.zeros(shape, dtype=like.dtype, device=members.device).scatter_(2, place, 1.0)[:, :, :-1]
 
 
 @torch.no_grad()

@@ -5,26 +5,21 @@ B batch, H heads, L length, D head dim, τ code bits, G rows (a batch element's 
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megasparse.ops.autocast import Function, without_autocast
 from megasparse.ops.custom import custom
-from megasparse.ops.hash_table_attention.layout import groups, row_slices
+from megasparse.ops.hash_table_attention.layout import groups, row_slices, sums_like
 from megasparse.ops.hash_table_attention.specification import HashTableAttentionSpec
 
 _QUERIES = 64  # of a tile
 _TILE_ELEMENTS = 1 << 18  # weights in a tile: 1 MB of fp32
 
 
-def _like(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(v.dtype, torch.float32)
-    return v.new_empty(*q.shape[:3], v.shape[3], dtype=wide), v.new_empty(q.shape[:3], dtype=wide)
-
-
-@custom(_like)
+@custom(sums_like)
 @without_autocast
 def expected_attention(
     q: Tensor,
@@ -45,17 +40,12 @@ def expected_attention(
     return _ExpectedAttention.apply(q, k, v, groups(q, k, query_mask, key_mask, segments), spec)
 
 
-class _Tile(NamedTuple):
-    """Some rows' queries, the keys they may see, and the weights (G, T, Lk) between them."""
-
-    rows: slice
-    queries: slice
-    keys: slice
-    weight: Tensor
-
-
-def _tiles(q: Tensor, k: Tensor, group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec) -> Iterator[_Tile]:
-    """Yield the tiles of all pairs. q, k: (B·H, L, D)."""
+def _tiles(
+    q: Tensor, k: Tensor, group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec
+) -> Iterator[tuple[slice, slice, slice, Tensor]]:
+    """Yield the tiles of all pairs: some rows, their queries, the keys that these may see, and the weights (G, T, Lk)
+    between them. q, k: (B·H, L, D).
+    """
     height = min(_QUERIES, q.shape[1])
     for rows in row_slices(len(q), _TILE_ELEMENTS, height * k.shape[1]):
         for start in range(0, q.shape[1], height):
@@ -67,7 +57,7 @@ def _tiles(q: Tensor, k: Tensor, group: tuple[Tensor, Tensor] | None, spec: Hash
                 weight = weight.tril_(start)
             if group is not None:
                 weight = weight.mul_(group[0][rows, queries, None] == group[1][rows, None, keys])
-            yield _Tile(rows, queries, keys, weight)
+            yield rows, queries, keys, weight
 
 
 def _power(x: Tensor, n: int) -> Tensor:
@@ -91,9 +81,9 @@ class _ExpectedAttention(Function):
         flat_q, flat_k, flat_v = (x.flatten(0, 1).to(dtype) for x in (q, k, v))
         out = torch.empty(*flat_q.shape[:2], v.shape[3], dtype=dtype, device=v.device)
         total = torch.empty(flat_q.shape[:2], dtype=dtype, device=v.device)
-        for tile in _tiles(flat_q, flat_k, group, spec):
-            out[tile.rows, tile.queries] = torch.bmm(tile.weight, flat_v[tile.rows, tile.keys])
-            total[tile.rows, tile.queries] = tile.weight.sum(-1)
+        for rows, queries, keys, weight in _tiles(flat_q, flat_k, group, spec):
+            out[rows, queries] = torch.bmm(weight, flat_v[rows, keys])
+            total[rows, queries] = weight.sum(-1)
         out, total = out.view(*q.shape[:3], -1), total.view(q.shape[:3])
         ctx.mark_non_differentiable(total)
         return out, total

@@ -1,23 +1,16 @@
 """Attention by Bernoulli sampling over hash codes (YOSO), by the implementation that suits the device."""
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import implementation
 from megasparse.ops.custom import custom
 from megasparse.ops.hash_table_attention import blockwise, reference
+from megasparse.ops.hash_table_attention.layout import sums_like
 from megasparse.ops.hash_table_attention.specification import HashTableAttentionSpec
 
 
-def _like(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(v.dtype, torch.float32)
-    return v.new_empty(*q.shape[:3], v.shape[3], dtype=wide), v.new_empty(q.shape[:3], dtype=wide)
-
-
-@custom(_like)
+@custom(sums_like)
 @without_autocast
 def hash_table_attention(
     q: Tensor,
