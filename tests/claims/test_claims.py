@@ -80,6 +80,26 @@ GRADIENTS = {"shares": [1.0, 1.1, 0.9], "finite": True, "true_at_1": "inf", "bou
 KEPT = {"lengths": [512, 1024], "kept": {"YOSO": [10, 20], "softmax, whole matrix": [80, 300]}}
 
 
+def duplication(**accuracies):
+    """All at 100 %, but what is named, as LSH_4__LSH_8 for a model trained with 4 rounds and evaluated with 8."""
+    columns = ["full", *(f"LSH-{rounds}" for rounds in trained.ROUNDS)]
+    run = {f"{arm}; {column}": {"accuracy": 1.0} for arm in trained.TRAINED for column in columns}
+    run["full; LSH-1"] = {"accuracy": 0.9}
+    return run | {name.replace("__", "; ").replace("_", "-"): {"accuracy": x} for name, x in accuracies.items()}
+
+
+def of_three_seeds(step, losses):
+    """Losses of arms, whose three seeds are `step` apart."""
+    return [{arm: {"loss": loss + number * step} for arm, loss in losses.items()} for number in range(3)]
+
+
+BLOCKS = {"regular": 1.0, "shared QK": 1.19, "reversible": 1.0}
+TRAINED = {"full": 1.0, "LSH-8": 1.04, "LSH-4": 1.05, "LSH-2": 1.1, "LSH-1": 1.2}
+HALF = {"local": 1.0, "local and LSH": 1.1, "local and LHA": 1.019, "LHA": 1.3}
+LISTOPS_BEHIND = {"full": [0.34, 0.36], "lsh": [0.33, 0.34]}
+SAMPLED = [{"random": {"accuracy": 0.4}, "raw": {"accuracy": x}} for x in (0.39, 0.43)]
+
+
 @pytest.mark.parametrize(
     ("judge", "numbers", "verified"),
     [
@@ -104,62 +124,34 @@ KEPT = {"lengths": [512, 1024], "kept": {"YOSO": [10, 20], "softmax, whole matri
         (reversible.judge_gradients, dict.fromkeys(reversible.ARMS, 2e-5), False),
         (maps.judge, {"widths": [0.5, 0.62], "seeds": [0.7, 0.7], "heads": [0.1, 0.1]}, True),
         (maps.judge, {"widths": [0.5, 0.58], "seeds": [0.7, 0.7], "heads": [0.9, 0.9]}, False),
+        (trained.judge_duplication, duplication(), True),
+        (trained.judge_duplication, duplication(LSH_4__LSH_8=0.998), False),
+        (trained.judge_duplication, duplication(LSH_1__LSH_1=0.89), False),
+        (trained.judge_duplication, duplication(LSH_2__LSH_4=0.99), False),
+        (trained.judge_blocks, of_three_seeds(0.1, BLOCKS), True),
+        (trained.judge_blocks, of_three_seeds(0.1, {**BLOCKS, "shared QK": 1.21}), False),
+        (trained.judge_rounds, of_three_seeds(0.01, TRAINED), True),
+        (trained.judge_rounds, of_three_seeds(0.01, {**TRAINED, "LSH-8": 1.051}), False),
+        # Worse than 1 round by less than 2 deviations of .01, and by more.
+        (trained.judge_rounds, of_three_seeds(0.01, {**TRAINED, "LSH-2": 1.219}), True),
+        (trained.judge_rounds, of_three_seeds(0.01, {**TRAINED, "LSH-2": 1.221}), False),
+        (trained.judge_hybrid, of_three_seeds(0.01, HALF), True),  # behind by less than 2 deviations of .01
+        (trained.judge_hybrid, of_three_seeds(0.01, {**HALF, "local and LHA": 1.021}), False),
+        (trained.judge_hybrid, of_three_seeds(0.01, {**HALF, "local and LHA": 1.0, "local and LSH": 0.99}), False),
+        (learned.judge_listops, LISTOPS_BEHIND, True),
+        (learned.judge_listops, {**LISTOPS_BEHIND, "lsh": [0.33, 0.336]}, False),
+        (learned.judge_samplers, SAMPLED, True),
+        (learned.judge_samplers, SAMPLED[:1], False),
     ],
 )
 def test_judges_can_say_either(judge, numbers, verified):
-    assert judge([numbers]).verified == verified
+    """numbers: of one seed, or a list of all of them."""
+    assert judge(numbers if isinstance(numbers, list) else [numbers]).verified == verified
 
 
-def duplication(**accuracies):
-    """All at 100 %, but what is named, as LSH_4__LSH_8 for a model trained with 4 rounds and evaluated with 8."""
-    columns = ["full", *(f"LSH-{rounds}" for rounds in trained.ROUNDS)]
-    run = {f"{arm}; {column}": {"accuracy": 1.0} for arm in trained.TRAINED for column in columns}
-    run["full; LSH-1"] = {"accuracy": 0.9}
-    return run | {name.replace("__", "; ").replace("_", "-"): {"accuracy": x} for name, x in accuracies.items()}
-
-
-def test_the_rule_of_duplication():
-    assert trained.judge_duplication([duplication()]).verified
-    assert not trained.judge_duplication([duplication(LSH_4__LSH_8=0.998)]).verified
-    assert not trained.judge_duplication([duplication(LSH_1__LSH_1=0.89)]).verified
-    assert not trained.judge_duplication([duplication(LSH_2__LSH_4=0.99)]).verified
-
-
-def test_the_rule_of_shared_queries():
-    def runs(behind):
-        return [
-            {"regular": {"loss": x}, "shared QK": {"loss": x + behind}, "reversible": {"loss": x}}
-            for x in (1.0, 1.1, 1.2)
-        ]
-
-    assert trained.judge_blocks(runs(0.19)).verified and not trained.judge_blocks(runs(0.21)).verified
-
-
-def test_the_rule_of_trained_rounds():
-    def runs(**behind):
-        behind = {"LSH-8": 0.04, "LSH-4": 0.05, "LSH-2": 0.1, "LSH-1": 0.2, **behind}
-        return [
-            {"full": {"loss": x}, **{arm: {"loss": x + more} for arm, more in behind.items()}}
-            for x in (1.0, 1.01, 1.02)
-        ]
-
-    assert trained.judge_rounds(runs()).verified
-    assert not trained.judge_rounds(runs(**{"LSH-8": 0.051})).verified
-    assert trained.judge_rounds(
-        runs(**{"LSH-2": 0.219})
-    ).verified  # worse than 1 round by less than 2 deviations of .01
-    assert not trained.judge_rounds(runs(**{"LSH-2": 0.221})).verified
-    assert [list(curve.x) for curve in trained.draw_rounds(runs()).curves] == [[8, 4, 2, 1]] * 4
-
-
-def test_lha_in_half_of_the_heads_is_judged_against_the_window_and_against_lsh():
-    def runs(learned, random=1.1):
-        losses = {"local": 1.0, "local and LSH": random, "local and LHA": learned, "LHA": 1.3}
-        return [{arm: {"loss": loss + x} for arm, loss in losses.items()} for x in (0.0, 0.01, 0.02)]
-
-    assert trained.judge_hybrid(runs(1.019)).verified  # behind by less than 2 deviations of .01
-    assert not trained.judge_hybrid(runs(1.021)).verified
-    assert not trained.judge_hybrid(runs(1.0, random=0.99)).verified
+def test_each_number_of_rounds_is_in_the_curves():
+    curves = trained.draw_rounds(of_three_seeds(0.01, TRAINED)).curves
+    assert [list(curve.x) for curve in curves] == [[8, 4, 2, 1]] * 4
 
 
 def test_trials_of_trained_models_name_comparisons_whose_models_can_be_built():
@@ -207,13 +199,6 @@ def test_the_rule_of_utility(part, name, value):
     assert learned.judge_utility([FOUND, FOUND]).verified
     other = {**FOUND, part: {**FOUND[part], name: value}}
     assert not learned.judge_utility([FOUND, other]).verified
-
-
-def test_the_rules_of_listops_and_samplers():
-    assert learned.judge_listops([{"full": [0.34, 0.36], "lsh": [0.33, 0.34]}]).verified
-    assert not learned.judge_listops([{"full": [0.34, 0.36], "lsh": [0.33, 0.336]}]).verified
-    runs = [{"random": {"accuracy": 0.4}, "raw": {"accuracy": x}} for x in (0.39, 0.43)]
-    assert learned.judge_samplers(runs).verified and not learned.judge_samplers(runs[:1]).verified
 
 
 def test_correlations_are_pearsons():

@@ -46,11 +46,6 @@ def assert_equal_to_the_definition(heads, codes, window, **rule):
     assert_equal(ours, exact)
 
 
-def check_bars(heads, codes, window):
-    exact = gradients(defined, [x.double() for x in heads], codes, window, causal=True)
-    assert_within_bars(gradients(bucketed_attention, heads, codes, window, causal=True), exact, heads[0].dtype)
-
-
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("length", [1, 29])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
@@ -72,13 +67,24 @@ def test_N5_forward_and_gradients_are_those_of_the_definition(
     )  # fmt: skip
 
 
+SEPARATE = pytest.mark.parametrize("separate", [False, True], ids=["shared codes", "separate codes"])
+
+
+def own_codes(separate, length, rounds, **settings):
+    """The rule of keys that have codes of their own, or none."""
+    own = {"exclude_self": False, "key_codes": random_codes(length, rounds, seed=5, **settings)}
+    return own if separate else {}
+
+
+@SEPARATE
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("chunk", [31, 33, 64, 65, 130])
-def test_N5_bands_of_any_width_are_those_of_the_definition(chunk, causal, monkeypatch):
+def test_N5_bands_of_any_width_are_those_of_the_definition(chunk, causal, separate, monkeypatch):
     """Tiles are as wide as the band up to 32, then 32 and above 64 tokens 64 wide."""
     monkeypatch.setattr(chunks, "SCORE_ELEMENTS", 30000)
     heads, codes = random_heads(200, batch=1), random_codes(200, 2, batch=1)
-    assert_equal_to_the_definition(heads, codes, Window("band", chunk), causal=causal)
+    rule = own_codes(separate, 200, 2, batch=1)
+    assert_equal_to_the_definition(heads, codes, Window("band", chunk), causal=causal, **rule)
 
 
 def test_slots_beyond_what_fp32_counts_to_are_distinct():
@@ -92,19 +98,27 @@ def test_slots_beyond_what_fp32_counts_to_are_distinct():
     torch.testing.assert_close(lse[:, :, -last:], alone[1])
 
 
-def test_heads_that_are_views_give_the_same_bits():
+@SEPARATE
+def test_heads_that_are_views_give_the_same_bits(separate):
     heads, codes, window = random_heads(40, dtype=torch.float32), random_codes(40, 2), Window("band", 8)
-    assert_same_bits(*(gradients(blockwise, x, codes, window, causal=True) for x in (heads, as_views(heads))))
+    rule = {"causal": True, **own_codes(separate, 40, 2)}
+    assert_same_bits(*(gradients(blockwise, x, codes, window, **rule) for x in (heads, as_views(heads))))
 
 
-def test_N5_fp32_is_within_its_bar_of_the_definition_at_length():
-    heads = random_heads(500, dim=32, dtype=torch.float32)
-    check_bars(heads, random_codes(500, 4, buckets=20), Window("band", 32))
-
-
-def test_N5_bf16_is_within_its_bar_of_the_definition_on_the_same_inputs():
-    heads = random_heads(200, dim=32, dtype=torch.bfloat16)
-    check_bars(heads, random_codes(200, 2, buckets=10), Window("band", 32))
+@pytest.mark.parametrize(
+    ("dtype", "length", "rounds", "buckets", "separate"),
+    [
+        (torch.float32, 500, 4, 20, False),
+        (torch.bfloat16, 200, 2, 10, False),
+        (torch.float32, 500, 2, 20, True),
+        (torch.bfloat16, 500, 2, 20, True),
+    ],
+)
+def test_N5_each_dtype_is_within_its_bar_of_the_definition(dtype, length, rounds, buckets, separate):
+    heads, codes = random_heads(length, dim=32, dtype=dtype), random_codes(length, rounds, buckets)
+    rule = {"causal": True, **own_codes(separate, length, rounds, buckets=buckets)}
+    exact = gradients(defined, [x.double() for x in heads], codes, Window("band", 32), **rule)
+    assert_within_bars(gradients(bucketed_attention, heads, codes, Window("band", 32), **rule), exact, dtype)
 
 
 def test_one_bucket_and_a_full_window_is_full_attention():

@@ -39,8 +39,7 @@ def test_N5_forward_and_all_gradients_are_those_of_the_definition(length, chunk,
     for key_mask, segments in itertools.product([None, mask], [None, documents.sort(-1).values, documents]):
         rule = dict(causal=causal, scale=0.7, key_mask=key_mask, segments=segments)
         results = [gradients(attend, inputs, chunk, **rule) for attend in (relative_local_attention, defined)]
-        for ours, dense in zip(*results, strict=True):
-            torch.testing.assert_close(ours, dense, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
         if key_mask is not None:
             assert (results[0][0].transpose(1, 2)[~mask] == 0).all()
 

@@ -18,15 +18,15 @@ from tests.helpers.kernels import DEVICE
 ROWS = RngContext(3, 5, torch.tensor([7, 2**31 + 5]), True).rows
 
 
-def both_ways(shape, dtype, rate, key, monkeypatch):
-    """Output and gradient, in torch on the CPU and by the kernel."""
+def both_ways(function, shape, dtype, monkeypatch):
+    """Output and gradient of a function of x and its rows, in torch on the CPU and by the kernel."""
     made = []
     for name, device in (("blockwise", torch.device("cpu")), ("triton", DEVICE)):
         monkeypatch.setenv("MEGASPARSE_OPS", name)
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
-        out = dropout(x, rate, key, ROWS(shape[1], device))
-        out.backward(torch.randn(shape, generator=generator).to(device, dtype).mT.contiguous().mT)
+        out = function(x, ROWS(shape[1], device))
+        out.backward(torch.randn(shape, generator=generator).to(device, out.dtype).mT.contiguous().mT)
         made.append((out.detach().cpu(), x.grad.cpu()))
     return made
 
@@ -36,7 +36,7 @@ def both_ways(shape, dtype, rate, key, monkeypatch):
     "length,width,rate,key", [(5, 24, 0.1, 2**63 + 17), (3, 1500, 0.5, 5), (1, 1, 0.99, 2**32 - 1)]
 )
 def test_the_kernel_drops_what_torch_drops_to_the_bit(length, width, rate, key, dtype, monkeypatch):
-    blockwise, kernel = both_ways((2, length, width), dtype, rate, key, monkeypatch)
+    blockwise, kernel = both_ways(lambda x, rows: dropout(x, rate, key, rows), (2, length, width), dtype, monkeypatch)
     for a, b in zip(blockwise, kernel, strict=True):
         assert torch.equal(a == 0, b == 0) and torch.equal(a.signbit(), b.signbit())
         # The interpreter cuts bf16 off where torch and a GPU round.
@@ -47,14 +47,7 @@ def test_the_kernel_drops_what_torch_drops_to_the_bit(length, width, rate, key, 
 @pytest.mark.parametrize("function", [relu_dropout, lambda *given: dropout(*given, torch.float32)])
 def test_dropout_of_relu_and_into_another_dtype_are_those_of_torch(function, monkeypatch):
     """fp16: the interpreter rounds it as torch does."""
-    made = []
-    for name, device in (("blockwise", torch.device("cpu")), ("triton", DEVICE)):
-        monkeypatch.setenv("MEGASPARSE_OPS", name)
-        generator = torch.Generator().manual_seed(1)
-        x = torch.randn(2, 9, 48, generator=generator).to(device, torch.float16).requires_grad_()
-        out = function(x, 0.25, 2**63 + 17, ROWS(9, device))
-        out.backward(torch.randn(2, 9, 48, generator=generator).to(device, out.dtype))
-        made.append((out.detach().cpu(), x.grad.cpu()))
+    made = both_ways(lambda x, rows: function(x, 0.25, 2**63 + 17, rows), (2, 9, 48), torch.float16, monkeypatch)
     for blockwise, kernel in zip(*made, strict=True):
         assert torch.equal(blockwise, kernel) and blockwise.dtype == kernel.dtype
     assert 0.2 < (made[1][1] == 0).double().mean() < 0.7

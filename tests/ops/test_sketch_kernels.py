@@ -10,9 +10,7 @@ from megasparse.ops.sketch.reference import sketched_attention as exactly
 from megasparse.ops.sketch.reference import sketched_weights, uniform
 from tests.helpers.kernels import DEVICE
 from tests.ops import test_sketch as drawn_on_cpu
-from tests.ops.test_sketch import choose
-
-KINDS = ["inverse_log_squared", "inverse_log", "raw", "top_k", "random"]
+from tests.ops.test_sketch import KINDS, choose
 
 
 def random_sketch(length, **settings):

@@ -5,6 +5,7 @@ import torch
 
 import megasparse.ops.bucketed_attention.ranges as ranges
 from megasparse.ops.bucketed_attention import windows_by_key_rank
+from tests.helpers.operators import random_masks
 
 
 def random_codes(length, rounds, buckets, seed):
@@ -43,9 +44,8 @@ def as_sets(index, rounds):
 @pytest.mark.parametrize("buckets", [1, 4, 60])
 def test_each_query_sees_the_keys_of_the_definition(queries, keys, buckets, monkeypatch):
     monkeypatch.setattr(ranges, "_PIECE_ELEMENTS", 100)  # several pieces
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.rand(2, keys, generator=generator) > 0.3
-    documents = torch.randint(0, 3, (2, keys), generator=generator).sort(-1).values if queries == keys else None
+    mask, documents = random_masks(keys)
+    documents = documents if queries == keys else None
     for causal, rounds, chunk, key_mask, segments in itertools.product(
         [True, False], [1, 3], [1, 4], [None, mask], [None, documents]
     ):
