@@ -59,10 +59,7 @@ def test_commands_of_a_document_are_commands(path):
             pytest.fail(f"{path.name}: {shlex.join(words)}")
 
 
-OTHERS = [path for path in DOCUMENTS if path.name != "papers.md"]  # which has a test of its own
-
-
-@pytest.mark.parametrize("path", OTHERS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_pretrainings_of_a_document_dry_run_scaled_down(path):
     trained = [words for words in commands(path.read_text(encoding="utf-8")) if "--help" not in words]
     small = [reduced(run) for words in trained for run in runs(words) if isinstance(run, Config)]

@@ -69,12 +69,7 @@ class LSHAttentionConfig(MechanismSection):
     softmax. They stand in no bucket and no window, so each counts once."""
 
     replaceable_by_full = True
-
     rounds_key = "rounds"
-
-    @property
-    def rounds_in_evaluation(self) -> int:
-        return self.evaluation_rounds or self.rounds
 
     def check(self, key: str, model: "ModelConfig") -> None:
         if self.chunk > model.max_length:
@@ -209,10 +204,6 @@ class YOSOAttentionConfig(MechanismSection):
             )
         return values
 
-    @property
-    def rounds_in_evaluation(self) -> int:
-        return self.evaluation_hashes or self.hashes
-
     def check(self, key: str, model: "ModelConfig") -> None:
         if self.code_bits is not None and self.code_bits > 30:
             problem = f"{self.code_bits} bits do not fit a 32-bit code"
@@ -294,12 +285,7 @@ class SMYRFAttentionConfig(MechanismSection):
 
     bidirectional_only = "its balanced clusters depend on all tokens"
     replaceable_by_full = True
-
     rounds_key = "rounds"
-
-    @property
-    def rounds_in_evaluation(self) -> int:
-        return self.evaluation_rounds or self.rounds
 
 
 class RoutingAttentionConfig(MechanismSection):

@@ -1,7 +1,7 @@
 """What every mechanism's section of `model.attention` has: settings, and what the checks have to know of it."""
 
 import json
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from megasparse.config.section import Section
 from megasparse.errors import ConfigError
@@ -27,9 +27,11 @@ class MechanismSection(Section):
     are none."""
 
     @property
-    def rounds_in_evaluation(self) -> int | None:
-        """Hash rounds (YOSO: hashes) in evaluation and generation, or None where there are none."""
-        return None
+    def rounds_in_evaluation(self) -> Any:
+        """Hash rounds (YOSO: hashes) in evaluation and generation: what `rounds_key`, with evaluation_ before it, says
+        or, where that is null, as in training. None where there are none."""
+        key = self.rounds_key
+        return None if key is None else getattr(self, f"evaluation_{key}") or getattr(self, key)
 
     def check(self, key: str, model: "ModelConfig") -> None:
         """Raises ConfigError for the first rule that these settings break, beyond the types. key: where they stand."""

@@ -61,17 +61,17 @@ def dotted(location: Location, prefix: str = "") -> str:
     return key
 
 
-def known_keys(model: type[BaseModel]) -> list[str]:
-    """Keys that `model` accepts; a field with an alias is known by both names."""
-    return [name for key, field in model.model_fields.items() for name in (key, field.alias) if name]
+def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The field of each key that `model` accepts; one with an alias is known by both names."""
+    return {name: field for key, field in model.model_fields.items() for name in (key, field.alias) if name}
 
 
-def _real_location(location: Location, values: object) -> list[int | str]:
+def _real_location(location: Location, values: Any) -> list[int | str]:
     """Pydantic names the members of a union inside a location; only what can be followed in the values is kept."""
     real: list[int | str] = []
     for part in location:
         try:
-            values = values[part]  # type: ignore[index]
+            values = values[part]
         except (KeyError, IndexError, TypeError):
             continue
         real.append(part)
@@ -97,8 +97,7 @@ def _field_at(model: type[BaseModel], location: Location) -> FieldInfo | None:
     for part in location:
         if isinstance(part, int) or current is None:
             break
-        fields = {name: info for key, info in current.model_fields.items() for name in (key, info.alias) if name}
-        field = fields.get(part)
+        field = _fields(current).get(part)
         current = next(_models_in(field.annotation), None) if field else None
     return field
 
@@ -110,7 +109,7 @@ def _nearest(model: type[BaseModel], location: Location, prefix: str) -> str:
     elsewhere = [key for key in all_keys(model) if key.split(".")[-1] == unknown]
     if elsewhere and not prefix:
         return f'Did you mean "{elsewhere[0]}"?'
-    return did_you_mean(unknown, known_keys(parent))
+    return did_you_mean(unknown, list(_fields(parent)))
 
 
 def all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:

@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 
 from megasparse.planning.plan import Plan
-from megasparse.planning.states import States
 
 MTBF_GPU_HOURS = 16384 * 54 * 24 / 419
 """Published: 419 unexpected interruptions in 54 days on 16,384 H100s (The Llama 3 Herd of Models, section 3.3.4)."""
@@ -33,13 +32,9 @@ class Goodput:
 
 def goodput(plan: Plan) -> Goodput:
     ranks = plan.on.gpus if plan.zero.stage > 0 else 1
-    saved = _checkpoint(plan.passes.states) / ranks
+    states = plan.passes.states
+    saved = (4 * states.trained + states.moments) / ranks  # weights, in fp32, and moments
     save, failure = saved / SAVED, MTBF_GPU_HOURS * 3600 / plan.on.gpus
     interval = math.sqrt(2 * save * failure)
     recovery = plan.config.run.hang_timeout + START + saved / READ
     return Goodput(1 - save / interval - (interval / 2 + recovery) / failure, save, interval, failure, recovery)
-
-
-def _checkpoint(states: States) -> int:
-    """Bytes of the weights, in fp32, and of the optimizer's moments."""
-    return 4 * states.trained + states.moments

@@ -32,10 +32,13 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(x, torch.Tensor) and (identity := _identity(x)) not in self._known and identity not in given:
                 storage = x.untyped_storage()
                 self._known.add(identity)
-                self.live += storage.nbytes()
-                self.peak = max(self.peak, self.live)
+                self._made(storage.nbytes())
                 weakref.finalize(storage, self._release, identity, storage.nbytes())
         return result
+
+    def _made(self, size: int) -> None:
+        self.live += size
+        self.peak = max(self.peak, self.live)
 
     def _release(self, identity: int, size: int) -> None:
         self._known.discard(identity)

@@ -18,7 +18,7 @@ from megasparse.planning.flops import hardware_flops_per_token, mechanisms_of, m
 from megasparse.planning.hardware import Hardware
 from megasparse.planning.pass_memory import PassMemory, Path
 from megasparse.planning.states import Memory, Zero, building, memory
-from megasparse.planning.step_time import StepTime, Work, bytes_a_token, step_time
+from megasparse.planning.step_time import StepTime, bytes_a_token, step_time
 from megasparse.planning.traffic import Cluster, Communication, Offload, communication, offload
 
 RESERVE = 1 << 30
@@ -166,8 +166,8 @@ class Plan:
         """Seconds that a rank computes in a step, by part: counted work at the speed of its arithmetic or memory.
         Raises ConfigError for an encoder–decoder, and for a mechanism that does not count its FLOPs.
         """
-        work = Work(self.config, self.moved, self.passes.states, self.zero, self.cluster, self.micro_batches)
-        return step_time(work, self.on.gpu)
+        states, moved = self.passes.states, self.moved
+        return step_time(self.config, moved, states, self.zero, self.cluster, self.micro_batches, self.on.gpu)
 
     @cached_property
     def moved(self) -> dict[str, float]:

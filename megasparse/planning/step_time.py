@@ -52,30 +52,20 @@ class StepTime:
         return sum(getattr(self, part.name) for part in fields(self))
 
 
-@dataclass(frozen=True)
-class Work:
-    """A rank's work. moved: as `bytes_a_token` has it."""
-
-    config: Config
-    moved: Mapping[str, float]
-    states: States
-    zero: Zero
-    cluster: Cluster
-    micro_batches: int
-
-
-def step_time(work: Work, gpu: Hardware) -> StepTime:
-    """Raises ConfigError for a mechanism that does not count its FLOPs."""
-    config, moved, cluster, zero = work.config, work.moved, work.cluster, work.zero
+def step_time(
+    config: Config, moved: Mapping[str, float], states: States, zero: Zero, cluster: Cluster, micro_batches: int,
+    gpu: Hardware,
+) -> StepTime:  # fmt: skip
+    """moved: as `bytes_a_token` has it. Raises ConfigError for a mechanism that does not count its FLOPs."""
     length = config.data.sequence_length
-    tokens = work.micro_batches * config.training.micro_batch * length / config.parallel.sequence
+    tokens = micro_batches * config.training.micro_batch * length / config.parallel.sequence
     speed, bandwidth = gpu.peak * gpu.reach, gpu.bandwidth * STREAMED
     by_part = hardware_flops_by_part(config.model, length, config.parallel.sequence)
     seconds = {name: tokens * n / speed for name, n in by_part.items()}
-    own = work.states.trained / (cluster.gpus if zero.stage > 0 else 1)
+    own = states.trained / (cluster.gpus if zero.stage > 0 else 1)
     update = bandwidth if zero.optimizer == "none" else gpu.host * STREAMED / cluster.local
     return StepTime(
-        max(seconds["attention"], tokens * moved["attention"] * _repeated(config, work.states.size) / bandwidth),
+        max(seconds["attention"], tokens * moved["attention"] * _repeated(config, states.size) / bandwidth),
         seconds["hashing"] * gpu.peak / gpu.single,
         seconds["projections"],
         seconds["feed-forward"],

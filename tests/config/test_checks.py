@@ -123,6 +123,10 @@ def scaled(positions: str, kind: str, **settings: float) -> list[str]:
         (["model.vocabulary=255"], "model.vocabulary", ["255", "256"]),
         (["model.kind=encoder"], "model.vocabulary", ["256", "masking.token = 256", "to 257", "multiple of 8"]),
         ([*ENCODER, "model.masking.token=32"], "model.masking.token", ["32 is a byte", "256"]),
+        *(
+            ([*ENCODER, f"model.{key}=256"], f"model.{key}", ["256 is model.masking.token too"])
+            for key in ("padding_token", "document_separator")
+        ),
         ([*ENCODER, "model.masking.token=257"], "model.vocabulary", ["257", "to 258"]),
         ([*ENCODER, "model.score_from=3"], "model.score_from", ["3", "encoder", "0"]),
         ([*ENCODER, "evaluation.sample_tokens=9"], "evaluation.sample_tokens", ["9", "encoder", "0"]),
@@ -174,10 +178,3 @@ def test_rule(overrides, key, words):
 )
 def test_just_inside_the_rules(overrides):
     build_config(SMALL, overrides)
-
-
-@pytest.mark.parametrize("key", ["padding_token", "document_separator"])
-def test_the_mask_token_is_no_other(key):
-    model = {"kind": "encoder", "vocabulary": 300, "max_length": 64, "masking": {"token": 260}, key: 260}
-    with pytest.raises(ConfigError, match=rf"model\.{key}: 260 is model\.masking\.token too"):
-        build_config({"model": model, "data": {"sequence_length": 64}})

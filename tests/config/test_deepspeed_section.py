@@ -11,16 +11,14 @@ from megasparse.config import deepspeed_section
 from megasparse.config.deepspeed_section import overlaps_communication
 from megasparse.config.load import build_config
 from megasparse.errors import ConfigError
+from tests.helpers.refusals import refusal
 
 ROOT = Path(__file__).parents[2]
 NVME = {"device": "nvme", "nvme_path": "/nvme"}
 
 
 def refused(**section: object) -> str:
-    with pytest.raises(ConfigError) as caught:
-        build_config({"deepspeed": section})
-    message = str(caught.value)
-    assert "\n" not in message
+    message = refusal(lambda: build_config({"deepspeed": section}), ConfigError)
     assert "Input should" not in message
     return message
 

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,18 +46,21 @@ def mutate(values: dict, draw: random.Random) -> dict:
     return values
 
 
+def loads(load: Callable[..., object], *given: object) -> bool:
+    """Whether it loads; if not, it is refused in one line of our own."""
+    try:
+        load(*given)
+    except ConfigError as error:
+        assert "\n" not in str(error) and "Input should" not in str(error), given
+        return False
+    return True
+
+
 @pytest.mark.parametrize("name", ["quickstart.json", "reformer_64k.json", None])
 def test_a_mutated_configuration_loads_or_is_refused_in_one_line(name):
     base = Config().model_dump(mode="json") if name is None else read_values(ROOT / "configs" / name)
-    draw, loaded = random.Random(f"fuzz {name}"), 0
-    for _ in range(200):
-        values = mutate(base, draw)
-        try:
-            build_config(values)
-            loaded += 1
-        except ConfigError as error:
-            assert "\n" not in str(error), values
-            assert "Input should" not in str(error), values
+    draw = random.Random(f"fuzz {name}")
+    loaded = sum(loads(build_config, mutate(base, draw)) for _ in range(200))
     assert 5 < loaded < 195  # both ways are tried
 
 
@@ -67,10 +71,7 @@ def test_mutilated_text_loads_or_is_refused(tmp_path):
         at = draw.randrange(len(text))
         piece = draw.choice([*'{}[,:"-\\\0\u2028', "", "NaN", "1e999", "//", '"run": {},'])
         path.write_text(text[:at] + piece + text[at + draw.choice([0, 1, 5]) :], encoding="utf-8")
-        try:
-            load_config(path)
-        except ConfigError as error:
-            assert "\n" not in str(error)
+        loads(load_config, path)
 
 
 def test_any_override_is_taken_or_refused():
@@ -80,7 +81,4 @@ def test_any_override_is_taken_or_refused():
     texts += ["[" * 5000, "1" * 5000]
     for _ in range(200):
         key = draw.choice([*keys, "", ".", "x", "run", "run.seed.", " run.seed ", "\n"])
-        try:
-            build_config({}, [key + draw.choice(["=", "=", "=", ""]) + draw.choice(texts)])
-        except ConfigError as error:
-            assert "\n" not in str(error)
+        loads(build_config, {}, [key + draw.choice(["=", "=", "=", ""]) + draw.choice(texts)])

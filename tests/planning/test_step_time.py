@@ -15,7 +15,7 @@ from megasparse.planning.launches import count_step, total
 from megasparse.planning.plan import Assumptions, Plan
 from megasparse.planning.published import published
 from megasparse.planning.states import States, Zero
-from megasparse.planning.step_time import Work, bytes_a_token, step_time
+from megasparse.planning.step_time import bytes_a_token, step_time
 from megasparse.planning.traffic import Cluster
 from tests.helpers import commands
 
@@ -60,15 +60,16 @@ def test_parts_by_hand():
     of = of.model_copy(update={"parallel": of.parallel.model_copy(update={"sequence": 2})})
     gpu = replace(GPUS["A100"], peak=1e9, single=1e8, reach=0.5, bandwidth=1e12, host=2e3)
     states = States(1000, 0, 100, 8000, True)
-    work = Work(of, {"attention": 1.0, "elementwise": 8e8}, states, Zero(3), Cluster(2, 8, 2), 2)
-    flops, found = hardware_flops_by_part(of.model, 4096), step_time(work, gpu)
+    rest = {"states": states, "cluster": Cluster(2, 8, 2), "micro_batches": 2, "gpu": gpu}
+    found = step_time(of, {"attention": 1.0, "elementwise": 8e8}, zero=Zero(3), **rest)
+    flops = hardware_flops_by_part(of.model, 4096)
     assert found.feed_forward == pytest.approx(4096 * flops["feed-forward"] / 5e8)
     assert found.hashing == pytest.approx(4096 * flops["hashing"] / 5e7)
     assert found.attention == pytest.approx(4096 * flops["attention"] / 5e8)
     assert found.elementwise == pytest.approx(4096 * 8e8 / 0.8e12)
     assert found.optimizer == pytest.approx(30 * 500 / 0.8e12)
     assert found.total == pytest.approx(found.passes + found.optimizer)
-    slow = step_time(replace(work, moved={"attention": 1e12, "elementwise": 0.0}, zero=Zero(3, "cpu", "cpu")), gpu)
+    slow = step_time(of, {"attention": 1e12, "elementwise": 0.0}, zero=Zero(3, "cpu", "cpu"), **rest)
     assert slow.attention == pytest.approx(4096 * 1e12 / 0.8e12)  # bound by what it moves
     assert slow.optimizer == pytest.approx(30 * 500 / (0.8 * 2e3 / 2))  # two ranks share the CPUs' memory
 
