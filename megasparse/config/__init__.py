@@ -9,5 +9,4 @@ messages.py           pydantic's errors as one line: the key, the value, the hin
 checks.py             what must hold between keys
 buckets.py            LSH bucket counts
 deepspeed_section.py  every key of the `deepspeed` section, checked against DeepSpeed's own models
-command_line.py       the arguments that all launchers share
 """

@@ -35,18 +35,13 @@ def check_heads(model: ModelConfig) -> None:
             )
         for kind in split:
             settings = section(model, kind)
-            if model.kind == "decoder" and settings.bidirectional_only:
-                raise ConfigError(
-                    key,
-                    f'"{kind}" cannot be causal: {settings.bidirectional_only}',
-                    'Choose another mechanism, or set model.kind to "encoder"',
-                )
-            if model.kind == "encoder" and settings.causal_only:
-                raise ConfigError(
-                    key,
-                    f'"{kind}" cannot see both ways: {settings.causal_only}',
-                    'Choose another mechanism, or set model.kind to "decoder"',
-                )
+            for own, other, why, lacking in (
+                ("decoder", "encoder", settings.bidirectional_only, "be causal"),
+                ("encoder", "decoder", settings.causal_only, "see both ways"),
+            ):
+                if model.kind == own and why:
+                    hint = f'Choose another mechanism, or set model.kind to "{other}"'
+                    raise ConfigError(key, f'"{kind}" cannot {lacking}: {why}', hint)
 
 
 def check_head_groups(model: ModelConfig) -> None:

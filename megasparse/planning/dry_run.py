@@ -14,6 +14,7 @@ from megasparse.model.encoder import Encoder
 from megasparse.ops.random import RngContext
 from megasparse.planning.flops import model_flops_per_token
 from megasparse.planning.measure import peak, reset_peak
+from megasparse.planning.planner import with_changes
 from megasparse.training.engines.build import build_engine
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, start_ranks
@@ -73,12 +74,7 @@ def dry_run(config: Config) -> DryRun:
 def trial_engine(config: Config, ranks: Ranks) -> tuple[Engine, Batch]:
     """A model to train on plain torch, and a micro-batch of synthetic records for it."""
     micro = config.training.micro_batch
-    alone = config.model_copy(
-        update={
-            "run": config.run.model_copy(update={"engine": "torch"}),
-            "training": config.training.model_copy(update={"global_batch": micro}),
-        }
-    )
+    alone = with_changes(with_changes(config, "run", engine="torch"), "training", global_batch=micro)
     model = build_model(alone.model, alone.run.seed)
     if isinstance(model, Encoder) and alone.model.masking.whole_words:
         model.set_word_starts(torch.ones(alone.model.vocabulary, dtype=torch.bool))

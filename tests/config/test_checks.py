@@ -15,9 +15,13 @@ ATTENTION, ZERO = "model.attention", "deepspeed.zero_optimization"
 PARAM, OPTIMIZER = f"{ZERO}.offload_param", f"{ZERO}.offload_optimizer"
 
 
+def by(pattern: str) -> list[str]:
+    return [f"model.attention.pattern=[{pattern}]"]
+
+
 def using(kind: str, *settings: str) -> list[str]:
     """Overrides that give every layer this mechanism, with settings."""
-    return [f'model.attention.pattern=["{kind}"]', *(f"model.attention.{kind}.{setting}" for setting in settings)]
+    return [*by(f'"{kind}"'), *(f"model.attention.{kind}.{setting}" for setting in settings)]
 
 
 def axial(shape: str, dims: str) -> list[str]:
@@ -119,6 +123,15 @@ def scaled(positions: str, kind: str, **settings: float) -> list[str]:
         (["model.attention.lsh.chunk=65"], f"{ATTENTION}.lsh.chunk", ["65", "max_length = 64"]),
         (using("yoso", "code_bits=31"), f"{ATTENTION}.yoso.code_bits", ["31", "30"]),
         (using("yoso", "convolution=4"), f"{ATTENTION}.yoso.convolution", ["4 is even", "Write 5"]),
+        (by('{"local": 2, "lsh": 3}'), f"{ATTENTION}.pattern[0]", ["has 5 heads", "sum to 4"]),
+        (by('"local", {"lsh": 3}'), f"{ATTENTION}.pattern[1]", ["has 3 heads"]),
+        (using("smyrf"), f"{ATTENTION}.pattern[0]", ['"smyrf" cannot be causal', '"encoder"']),
+        (by('{"local": 2, "linformer": 2}'), f"{ATTENTION}.pattern[0]", ['"linformer" cannot be causal']),
+        ([*ENCODER, *using("ngram")], f"{ATTENTION}.pattern[0]", ['"ngram" cannot see both ways', '"decoder"']),
+        (by('"lhs"'), f"{ATTENTION}.pattern[0]", ['"lsh"']),
+        (by("{}"), f"{ATTENTION}.pattern[0]", []),
+        (by(""), f"{ATTENTION}.pattern", []),
+        (by('{"local": 0, "lsh": 4}'), f"{ATTENTION}.pattern[0].local", []),
         (["model.layers=3"], f"{ATTENTION}.pattern", ["4 layers", "model.layers = 3", "Shorten"]),
         (["model.vocabulary=255"], "model.vocabulary", ["255", "256"]),
         (["model.kind=encoder"], "model.vocabulary", ["256", "masking.token = 256", "to 257", "multiple of 8"]),

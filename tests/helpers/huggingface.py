@@ -13,19 +13,18 @@ WIDTH, HEADS = 32, 2
 
 
 def theirs_lsh(causal, chunk, rounds, buckets):
-    config = ReformerConfig(
-        is_decoder=causal, hidden_size=WIDTH, num_attention_heads=HEADS, attention_head_size=WIDTH // HEADS,
-        lsh_attn_chunk_length=chunk, num_hashes=rounds, num_buckets=buckets, lsh_num_chunks_after=0,
-    )  # fmt: skip
-    return LSHSelfAttention(config).eval()
+    own = {"lsh_attn_chunk_length": chunk, "num_hashes": rounds, "num_buckets": buckets, "lsh_num_chunks_after": 0}
+    return LSHSelfAttention(_configured(causal, own)).eval()
 
 
 def theirs_local(causal, chunk):
-    config = ReformerConfig(
-        is_decoder=causal, hidden_size=WIDTH, num_attention_heads=HEADS, attention_head_size=WIDTH // HEADS,
-        local_attn_chunk_length=chunk, local_num_chunks_after=0 if causal else 1,
-    )  # fmt: skip
-    return LocalSelfAttention(config).eval()
+    own = {"local_attn_chunk_length": chunk, "local_num_chunks_after": 0 if causal else 1}
+    return LocalSelfAttention(_configured(causal, own)).eval()
+
+
+def _configured(causal, own):
+    size = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "attention_head_size": WIDTH // HEADS}
+    return ReformerConfig(is_decoder=causal, **size, **own)
 
 
 def ours(kind, settings, causal, **weights):

@@ -1,11 +1,12 @@
 """An HTTP proxy before an S3 server, that fails on request: refused, slow, cut off in the middle, listing late."""
 
-import contextlib
 import http.client
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.helpers.shard_server import served
 
 HOP = ("connection", "transfer-encoding", "content-length", "keep-alive")
 
@@ -93,13 +94,5 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-@contextlib.contextmanager
-def proxied(host: str, port: int) -> Iterator[S3Proxy]:
-    proxy = S3Proxy(host, port)
-    thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        yield proxy
-    finally:
-        proxy.shutdown()
-        proxy.server_close()
+def proxied(host: str, port: int) -> AbstractContextManager[S3Proxy]:
+    return served(S3Proxy(host, port))

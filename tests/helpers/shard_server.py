@@ -9,8 +9,12 @@ import threading
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import TypeVar
+
+Server = TypeVar("Server", bound=ThreadingHTTPServer)
 
 
 class ShardServer(ThreadingHTTPServer):
@@ -35,6 +39,10 @@ class ShardServer(ThreadingHTTPServer):
         self.piece = 1 << 14
         """Seconds before each so many bytes of a right answer."""
         self.stopping = threading.Event()
+
+    def shutdown(self) -> None:
+        self.stopping.set()
+        super().shutdown()
 
     @property
     def url(self) -> str:
@@ -123,14 +131,17 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def serving(folder: Path, port: int = 0) -> AbstractContextManager[ShardServer]:
+    return served(ShardServer(folder, port))
+
+
 @contextlib.contextmanager
-def serving(folder: Path, port: int = 0) -> Iterator[ShardServer]:
-    server = ShardServer(folder, port)
+def served(server: Server) -> Iterator[Server]:
+    """Let any server answer in a thread of this process."""
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:
         yield server
     finally:
-        server.stopping.set()
         server.shutdown()
         server.server_close()

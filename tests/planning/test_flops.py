@@ -33,14 +33,6 @@ def rest(projections: int) -> int:
     return FEED_FORWARD + HEAD + 6 * projections * 32 * 32
 
 
-def test_full_attention_by_hand():
-    keys = sum(range(1, 65)) / 64
-    found = model_flops_per_token(model(attention=attention("full")), 64)
-    assert found == pytest.approx(rest(4) + 3 * (2 * 32 + 2 * 32) * keys)
-    shared = model_flops_per_token(model(attention=attention("full", full={"shared_qk": True})), 64)
-    assert found - shared == pytest.approx(6 * 32 * 32)
-
-
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64, 100])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 64])
 def test_local_attention_by_counting_pairs(chunk, length):
@@ -53,6 +45,7 @@ def test_local_attention_by_counting_pairs(chunk, length):
 
 
 BIRD = {"keys": 5, "sketch_dim": 4}
+LSH_CODES = 4 * 8 * 8 * 2
 HADAMARD = 3 * 3  # operations a sign bit of 8 numbers
 
 
@@ -66,6 +59,10 @@ def lha_sample(queries, keys, known):
     ("kind", "section", "flops"),
     [  # of 4 heads of 8 numbers at 64 tokens; beside the projections
         ("full", {}, 12 * 32 * 32.5),
+        ("full", {"shared_qk": True}, 12 * 32 * 32.5),
+        # Each round: a band of 8 keys, and in 4 heads of 8 coordinates products with 8 vectors, for 16 buckets.
+        ("lsh", {"chunk": 8, "rounds": 3}, 3 * (12 * 32 * 8 + LSH_CODES)),
+        ("lsh", {"chunk": 8, "window": "chunk", "rounds": 1}, 12 * 32 * (4.5 + 8 * 56 / 64) + LSH_CODES),
         ("local", {"chunk": 100, "relative": True}, 18 * 32 * 32.5),
         # Hash networks of 8·8 and 8·4 weights for queries and for keys; 16 features and their products with 4 buckets.
         (
@@ -98,13 +95,16 @@ def lha_sample(queries, keys, known):
 )
 def test_causal_mechanisms_by_hand(kind, section, flops):
     found = model_flops_per_token(model(attention=attention(kind, **{kind: section})), 64)
-    assert found == pytest.approx(rest(3 if kind == "routing" else 4) + flops)  # its decoders have no keys of their own
+    shared = section.get("shared_qk", kind in ("lsh", "routing"))  # routing's decoders have no keys of their own
+    assert found == pytest.approx(rest(3 if shared else 4) + flops)
 
 
 @pytest.mark.parametrize(
     ("kind", "section", "flops"),
     [
         ("full", {}, 12 * 32 * 64),
+        ("lsh", {"chunk": 8, "rounds": 3}, 3 * (12 * 32 * 15 + LSH_CODES)),
+        ("lsh", {"chunk": 8, "rounds": 3, "shared_qk": False}, 3 * (12 * 32 * 16 + 2 * LSH_CODES)),
         ("lha", {"chunk": 16, "hash": "random"}, 12 * 32 * 32 + 4 * 2 * 2 * 8 * 4),
         ("lha", {"chunk": 16, "hash": "random", "window": "top_k"}, 12 * 32 * 22 * 4 * 22 / 64 + 4 * 2 * 2 * 8 * 4),
         ("smart_bird", BIRD, 12 * 32 * 5 + 4 * (14 * 64 + 3 * 4 * 32 + 6 * 257)),
@@ -119,7 +119,8 @@ def test_causal_mechanisms_by_hand(kind, section, flops):
     ],
 )
 def test_bidirectional_mechanisms_by_hand(kind, section, flops):
-    assert encoder(kind, **{kind: section}) == pytest.approx(rest(4) + flops)
+    shared = section.get("shared_qk", kind == "lsh")
+    assert encoder(kind, **{kind: section}) == pytest.approx(rest(3 if shared else 4) + flops)
 
 
 def test_heads_of_a_layer_add_up():
@@ -127,21 +128,6 @@ def test_heads_of_a_layer_add_up():
     both = (model_flops_per_token(model(attention=attention(kind, **local)), 64) for kind in ("full", "local"))
     split = model(attention=attention({"full": 2, "local": 2}, **local))
     assert model_flops_per_token(split, 64) == pytest.approx(sum(both) / 2)
-
-
-def test_lsh_attention_by_hand():
-    # Each round: a band of 8 keys, and in 4 heads of 8 coordinates products with 8 vectors, for 16 buckets.
-    found = model_flops_per_token(model(attention=attention("lsh", lsh={"chunk": 8, "rounds": 3})), 64)
-    assert found == pytest.approx(rest(3) + 3 * (12 * 32 * 8 + 4 * 8 * 8 * 2))
-    chunked = model(attention=attention("lsh", lsh={"chunk": 8, "window": "chunk", "rounds": 1}))
-    pairs = sum(1 for q in range(64) for k in range(q + 1) if k // 8 >= q // 8 - 1)
-    assert model_flops_per_token(chunked, 64) == pytest.approx(rest(3) + 12 * 32 * pairs / 64 + 4 * 8 * 8 * 2)
-
-
-def test_lsh_attention_both_ways_and_with_keys_of_their_own():
-    assert encoder("lsh", lsh={"chunk": 8, "rounds": 3}) == pytest.approx(rest(3) + 3 * (12 * 32 * 15 + 4 * 8 * 8 * 2))
-    separate = encoder("lsh", lsh={"chunk": 8, "rounds": 3, "shared_qk": False})
-    assert separate == pytest.approx(rest(4) + 3 * (12 * 32 * 16 + 2 * 4 * 8 * 8 * 2))
 
 
 def test_layers_add_up_by_the_pattern():
