@@ -58,9 +58,7 @@ def findings(source: str) -> Iterator[str]:
         else:
             continue
         for name in imported:
-            if name.split(".")[0] in MODULES or "torch.hub" in name:
-                yield f"line {node.lineno}: imports {name}"
-            if name in CALLS:
+            if name.split(".")[0] in MODULES or "torch.hub" in name or name in CALLS:
                 yield f"line {node.lineno}: imports {name}"
     for node in ast.walk(tree):
         where = f"line {getattr(node, 'lineno', 0)}"

@@ -13,8 +13,9 @@ from megasparse.attention.heads import Padding, build_mechanism, head_dim, split
 from megasparse.config.attention import AttentionKind
 from megasparse.config.schema import ModelConfig
 from megasparse.ops.random import RngContext
+from megasparse.planning.hardware import Hardware
 from megasparse.planning.launches import META, Counts, count, total
-from megasparse.planning.roofline import PEAKS, Peaks
+from megasparse.planning.roofline import PEAKS
 
 LAUNCH_SECONDS = 5e-6
 """Assumed time of the host for one launch."""
@@ -47,11 +48,11 @@ def count_layer(kind: AttentionKind, model: ModelConfig, batch: int, dtype: torc
     return count(forward)
 
 
-def seconds(counts: Counts, peaks: Peaks) -> float:
+def seconds(counts: Counts, peaks: Hardware) -> float:
     """The time that follows for a GPU: bytes at its bandwidth and torch's products at its peak, one after the other, or
     the host's time to launch, if that is more. Nothing was measured.
     """
-    return max(counts.moved / peaks.bandwidth + counts.flops / peaks.half, counts.launches * LAUNCH_SECONDS)
+    return max(counts.moved / peaks.bandwidth + counts.flops / peaks.peak, counts.launches * LAUNCH_SECONDS)
 
 
 def least_bytes(kind: AttentionKind, model: ModelConfig, batch: int, dtype: torch.dtype) -> float | None:

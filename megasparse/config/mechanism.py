@@ -28,10 +28,10 @@ class MechanismSection(Section):
 
     @property
     def rounds_in_evaluation(self) -> Any:
-        """Hash rounds (YOSO: hashes) in evaluation and generation: what `rounds_key`, with evaluation_ before it, says
-        or, where that is null, as in training. None where there are none."""
+        """Hash rounds (YOSO: hashes) in evaluation and generation: those of the key `evaluation_`
+        and `rounds_key`, or, where it is null or missing, those of training. None where there are none."""
         key = self.rounds_key
-        return None if key is None else getattr(self, f"evaluation_{key}") or getattr(self, key)
+        return None if key is None else getattr(self, f"evaluation_{key}", None) or getattr(self, key)
 
     def check(self, key: str, model: "ModelConfig") -> None:
         """Raises ConfigError for the first rule that these settings break, beyond the types. key: where they stand."""

@@ -12,8 +12,8 @@ from megasparse.cli.main import main
 from megasparse.config.load import load_config
 from megasparse.errors import ConfigError
 from megasparse.ops.counting_sort import counting_sort
+from megasparse.planning.hardware import Hardware
 from megasparse.planning.launches import Counts, LaunchCounter, count_step, total
-from megasparse.planning.roofline import Peaks
 
 
 def test_operations_are_launches_and_views_are_not():
@@ -128,7 +128,7 @@ def test_a_step_has_no_work_of_the_host(kind, relative):
 
 
 def test_times_follow_from_bytes_and_products_or_from_launches():
-    peaks = Peaks(half=1e12, single=1e11, bandwidth=1e9)
+    peaks = Hardware("a GPU", peak=1e12, link=0, pcie=0, bandwidth=1e9)
     assert seconds(Counts(torch=10, kernels=20, moved=10**6, flops=10**9), peaks) == pytest.approx(2e-3)
     assert seconds(Counts(torch=1000, kernels=200, moved=10**6), peaks) == pytest.approx(6e-3)
 

@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,26 +14,18 @@ LIMIT = 600.0
 """Seconds that a rank waits for the others."""
 
 
-class Meeting:
-    def __init__(self, world_size: int):
-        self._barrier = threading.Barrier(world_size, timeout=LIMIT)
-        self._texts = [""] * world_size
-
-    def gather(self, rank: int, value: Any) -> list[Any]:
-        self._texts[rank] = json.dumps(value)
-        self._barrier.wait()
-        values = [json.loads(text) for text in self._texts]
-        self._barrier.wait()
-        return values
-
-
 @dataclass(frozen=True)
 class ThreadRanks(Ranks):
-    meeting: Meeting | None = None
+    barrier: threading.Barrier = field(kw_only=True)
+    texts: list[str] = field(kw_only=True)
+    """What each rank has said, which all share."""
 
     def gather(self, value: Any) -> list[Any]:
-        assert self.meeting is not None
-        return self.meeting.gather(self.rank, value)
+        self.texts[self.rank] = json.dumps(value)
+        self.barrier.wait()
+        values = [json.loads(text) for text in self.texts]
+        self.barrier.wait()
+        return values
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         of_each = [torch.tensor(value, dtype=values.dtype) for value in self.gather(values.tolist())]
@@ -42,11 +34,12 @@ class ThreadRanks(Ranks):
 
 def run_in_threads(work: Callable[[Ranks], Any], world_size: int = 2) -> list[Any]:
     """`work(ranks)` on every rank: what it returned, or the exception that it raised, in the order of the ranks."""
-    meeting, found = Meeting(world_size), [None] * world_size
+    barrier, texts = threading.Barrier(world_size, timeout=LIMIT), [""] * world_size
+    found: list[Any] = [None] * world_size
 
     def run(rank: int) -> None:
         try:
-            found[rank] = work(ThreadRanks(rank, world_size, meeting=meeting))
+            found[rank] = work(ThreadRanks(rank, world_size, barrier=barrier, texts=texts))
         except Exception as error:
             found[rank] = error
 

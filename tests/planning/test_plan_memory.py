@@ -245,22 +245,24 @@ def test_counting_allocates_what_torch_allocates(monkeypatch):
     assert counted.bytes(1, 256) == pytest.approx(real.bytes(1, 256), rel=0.02)
 
 
+def encoder(kind, section, **special):
+    attended = attention(kind, **{kind: section})
+    model = {**ENCODER, "max_length": 128, "layers": 1, "d_model": 32, "heads": 2, "attention": attended, **special}
+    return build_config({"model": {**model, "masking": {"token": 259}}, "data": {"sequence_length": 128}})
+
+
 @pytest.mark.parametrize("kind", ["lha", "performer", "linformer"])
 @pytest.mark.parametrize("special", [{"padding_token": 257}, {"document_separator": 258}])
 def test_passes_with_padding_and_packed_documents_are_counted(kind, special):
     """A pass over single documents needs no values, which the meta device lacks."""
     section = {"lha": {"chunk": 32}, "performer": {"features": 16}, "linformer": {"projected": 16}}
-    attended = attention(kind, **{kind: section[kind]})
-    model = {**ENCODER, "max_length": 128, "layers": 1, "d_model": 32, "heads": 2, "attention": attended, **special}
-    config = build_config({"model": {**model, "masking": {"token": 259}}, "data": {"sequence_length": 128}})
+    config = encoder(kind, section[kind], **special)
     assert Plan(config, Assumptions(GPUS["A100"], path="counted")).passes.curve.bytes(1, 128) > 0
 
 
 @pytest.mark.parametrize("kind", ["lsh", "smyrf"])
 def test_fewer_rounds_are_a_hint(kind):
-    attended = attention(kind, **{kind: {"chunk": 32, "rounds": 8}})
-    model = {**ENCODER, "max_length": 128, "layers": 1, "d_model": 32, "heads": 2, "attention": attended}
-    config = build_config({"model": {**model, "masking": {"token": 259}}, "data": {"sequence_length": 128}})
+    config = encoder(kind, {"chunk": 32, "rounds": 8})
     hints = pretraining_hints(Plan(config, Assumptions(GPUS["A100"])))
     assert f"model.attention.{kind}.rounds=4" in [hint.change for hint in hints]
 

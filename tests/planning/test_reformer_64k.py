@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[2]
 REDUCED = ["model.layers=4", "training.global_batch=1"]  # one period of the pattern: local, local, LSH, local
 
 
-def peak_bytes(*command: str, **environment: str) -> int:
+def peak_bytes(*command: str) -> int:
     """Largest resident memory of `python command`, which must succeed."""
-    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=os.environ | {"PYTHONPATH": "."} | environment)
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=os.environ | {"PYTHONPATH": "."})
     _, status, usage = os.wait4(process.pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     return usage.ru_maxrss * 1024

@@ -9,7 +9,8 @@ from megasparse.attention.heads import build_mechanism
 from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.schema import ModelConfig
-from megasparse.planning.roofline import PEAKS, Peaks, least_seconds, peaks_of
+from megasparse.planning.hardware import Hardware
+from megasparse.planning.roofline import PEAKS, least_seconds, peaks_of
 from tests.helpers.models import can_be_causal
 
 LENGTH, HEADS, DIM, SIZE = 64, 2, 8, 2
@@ -124,13 +125,13 @@ def test_the_least_time_is_the_slower_of_arithmetic_and_memory():
     tokens = 3 * LENGTH
 
     def least(dtype, **peaks):
-        return least_seconds(mechanism, LENGTH, 3, dtype, Peaks(**peaks))
+        return least_seconds(mechanism, LENGTH, 3, dtype, Hardware("a GPU", link=0, pcie=0, **peaks))
 
-    slow_memory = least(torch.float32, half=1.0, single=1e30, bandwidth=10.0)
+    slow_memory = least(torch.float32, peak=1.0, single=1e30, bandwidth=10.0)
     assert slow_memory.both == pytest.approx(tokens * work.moved.both / 10.0)
-    slow_arithmetic = least(torch.float32, half=1.0, single=5.0, bandwidth=1e30)
+    slow_arithmetic = least(torch.float32, peak=1.0, single=5.0, bandwidth=1e30)
     assert slow_arithmetic.forward == pytest.approx(tokens * work.flops.forward / 5.0)
-    half = least(torch.bfloat16, half=7.0, single=5.0, bandwidth=1e30)
+    half = least(torch.bfloat16, peak=7.0, single=5.0, bandwidth=1e30)
     assert half.backward == pytest.approx(tokens * work.flops.backward / 7.0)
 
 

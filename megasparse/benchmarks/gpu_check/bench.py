@@ -23,7 +23,7 @@ from megasparse.planning.hardware import GPUS
 from megasparse.planning.launches import Counts, count_step, total
 from megasparse.planning.measure import peak, reset_peak, time_passes
 from megasparse.planning.plan import RESERVE, Assumptions, Plan
-from megasparse.planning.roofline import Peaks, peaks_of
+from megasparse.planning.roofline import peaks_of
 from megasparse.training.ranks import start_ranks
 
 IMPLEMENTATIONS = ("sdpa", "lsh", "local", "yoso", "lha", "smart_bird")
@@ -120,7 +120,7 @@ def _training(what: str, config: Config, small: bool, steps: int = STEPS) -> Row
 def _beside(row: Row, counts: Counts, device: torch.device) -> None:
     """Add what was counted of a pass."""
     row.counted_launches = counts.launches
-    gpu: Peaks | None = None if device.type == "cpu" else peaks_of(torch.cuda.get_device_name(device))
+    gpu = None if device.type == "cpu" else peaks_of(torch.cuda.get_device_name(device))
     row.counted = None if gpu is None else seconds(counts, gpu)
 
 
