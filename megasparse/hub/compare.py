@@ -104,8 +104,8 @@ def observed(model: Any) -> AbstractContextManager[list[tuple[str, Tensor]]]:
             parts = {"attention": block.attention, "cross-attention": block.cross_attention}
             parts |= {"feed-forward": block.feed_forward}
             named |= {f"{prefix}layer {number} {part}": module for part, module in parts.items() if module is not None}
-        if stack is encoder:
-            named[f"{prefix}norm"] = stack.norm
+    if encoder is not None:
+        named["source norm"] = encoder.norm
     return watched(named)
 
 

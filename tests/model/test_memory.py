@@ -66,11 +66,10 @@ class Allocations(PeakMemory):
         super().__init__()
         self.sizes = []
 
-    def _count(self, storage, given):
-        before = len(self._known)
-        super()._count(storage, given)
-        if len(self._known) > before and storage.nbytes() > 2 * STREAM // HEADS:
-            self.sizes.append(storage.nbytes())
+    def _made(self, size):
+        super()._made(size)
+        if size > 2 * STREAM // HEADS:
+            self.sizes.append(size)
 
 
 def step(groups, **changes):

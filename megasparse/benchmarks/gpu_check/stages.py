@@ -52,7 +52,7 @@ def ceilings(report: Report, small: bool) -> None:
     a, b = (torch.randn(width, width, dtype=torch.bfloat16, device=device) for _ in range(2))
     seconds = _least(lambda: a @ b, device)
     rate = 2 * width**3 / seconds
-    share = None if peaks is None else rate / peaks.half
+    share = None if peaks is None else rate / peaks.peak
     report.add(Row("bf16 product", seconds=seconds, roofline=share, note=f"{rate / 1e12:,.1f} TFLOP/s"))
 
 
