@@ -56,6 +56,20 @@ class Corpus(Protocol):
     def encoder(self, settings: Mapping[str, Any]) -> Encoder: ...
 
 
-_TEXTS = (enwik8, text, jsonl, parquet, huggingface, bookcorpus, pg19, wikitext103)
-_OTHERS = (images, imagenet64, cifar10, pairs, parallel, duplication, recall)
-CORPORA = {module.__name__.rpartition(".")[2]: cast(Corpus, module) for module in (*_TEXTS, *_OTHERS)}
+CORPORA = {
+    "enwik8": cast(Corpus, enwik8),
+    "text": cast(Corpus, text),
+    "jsonl": cast(Corpus, jsonl),
+    "parquet": cast(Corpus, parquet),
+    "huggingface": cast(Corpus, huggingface),
+    "bookcorpus": cast(Corpus, bookcorpus),
+    "pg19": cast(Corpus, pg19),
+    "wikitext103": cast(Corpus, wikitext103),
+    "images": cast(Corpus, images),
+    "imagenet64": cast(Corpus, imagenet64),
+    "cifar10": cast(Corpus, cifar10),
+    "pairs": cast(Corpus, pairs),
+    "parallel": cast(Corpus, parallel),
+    "duplication": cast(Corpus, duplication),
+    "recall": cast(Corpus, recall),
+}
