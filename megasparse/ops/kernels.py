@@ -79,6 +79,14 @@ def strides(*xs: Tensor) -> list[int]:
     return [stride for x in xs for stride in x.stride()[:3]]
 
 
+def steps_of_lists(x: Tensor, row: int = 1) -> tuple[int, int]:
+    """The steps in lists x (B|1, H|1, ...), of `row` numbers each, from one sequence, and from one head, to the next; 0
+    where they share a list.
+    """
+    batch, heads = x.shape[:2]
+    return heads * row if batch > 1 else 0, row if heads > 1 else 0
+
+
 def precision() -> str:
     """The precision of products of fp32 factors: exactly, or in TF32 where torch allows it."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"

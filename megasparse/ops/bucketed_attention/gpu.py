@@ -46,7 +46,6 @@ def bucketed_attention(
         if spec.share is not None:
             intervals = intervals.of_queries(spec.places(q.shape[2]))
     separate = key_codes is not None
-    k, v = k.to(q.dtype), v.to(q.dtype)
     out, lse = _BucketedAttention.apply(q, k, v, spec, separate, *intervals.tensors())
     return out, lse
 

@@ -23,7 +23,7 @@ from megasparse.ops.autocast import Function
 from megasparse.ops.cluster_attention import kernels
 from megasparse.ops.cluster_attention.specification import ClusterAttentionSpec
 from megasparse.ops.counting_sort import counting_sort
-from megasparse.ops.kernels import block, launch, precision, strides, whole_vectors
+from megasparse.ops.kernels import block, launch, precision, steps_of_lists, strides, whole_vectors
 
 _TOKEN_NUMBERS = 1024  # numbers of the tokens that a warp adds up for
 
@@ -176,7 +176,7 @@ def _meetings(queries: _Lists, keys: _Lists) -> Tensor:
     out = torch.empty(batch, heads, clusters, places, 4 * tiles, dtype=torch.int32, device=held[0].device)
     blocks = -(-places // fixed["QUERIES"]) * tiles
     sizes = (heads, clusters, places, key_places, queries.length, keys.length, held[0].shape[2], 4 * tiles, blocks)
-    steps = (*_steps(queries.tokens), *_steps(keys.tokens))
+    steps = (*steps_of_lists(queries.tokens), *steps_of_lists(keys.tokens))
     arguments = (queries.tokens, keys.tokens, *held, out, *sizes, *steps)
     launch(kernels.meetings, (batch * heads * clusters * blocks,), *arguments, **fixed, num_warps=8)
     return out
@@ -206,21 +206,15 @@ def _by_token(x: Tensor, lists: _Lists) -> tuple[tuple[int], tuple[int, ...], di
     count = _TOKEN_NUMBERS // width
     blocks = -(-length // count)
     fixed = {"D": head_dim, "TOKENS": count, "WIDTH": width, "num_warps": 1}
-    return (batch * heads * blocks,), (heads, lists.entries, length, blocks, *_steps(lists.tokens)), fixed
+    return (batch * heads * blocks,), (heads, lists.entries, length, blocks, *steps_of_lists(lists.tokens)), fixed
 
 
 def _numbers(q: Tensor, queries: _Lists, keys: _Lists, met: Tensor | None, blocks: int) -> tuple[int, ...]:
     """The sizes that the kernels of clusters take, in their order."""
     clusters, places = queries.tokens.shape[2:]
     sizes = (q.shape[1], clusters, places, keys.tokens.shape[3], queries.length, keys.length)
-    words, steps = (0, (0, 0)) if met is None else (met.shape[4], _steps(met))
-    return *sizes, words, blocks, *_steps(queries.tokens), *_steps(keys.tokens), *steps
-
-
-def _steps(x: Tensor) -> tuple[int, int]:
-    """Rows of x (B|1, H|1, ...) from one sequence, and from one head, to the next; 0 where they share one."""
-    batch, heads = x.shape[:2]
-    return heads if batch > 1 else 0, 1 if heads > 1 else 0
+    words, steps = (0, (0, 0)) if met is None else (met.shape[4], steps_of_lists(met))
+    return *sizes, words, blocks, *steps_of_lists(queries.tokens), *steps_of_lists(keys.tokens), *steps
 
 
 def _fixed(q: Tensor, queries: int, keys: int, tiles: _Tiles, spec: ClusterAttentionSpec) -> dict[str, Any]:

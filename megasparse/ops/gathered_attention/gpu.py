@@ -21,7 +21,7 @@ from torch import Tensor
 from megasparse.ops.autocast import Function
 from megasparse.ops.counting_sort import counting_sort
 from megasparse.ops.gathered_attention import kernels
-from megasparse.ops.kernels import block, launch, precision, strides, whole_vectors
+from megasparse.ops.kernels import block, launch, precision, steps_of_lists, strides, whole_vectors
 
 _GATHERED = 1024  # numbers of k, and of v, that a warp gathers at a time: 32 a thread, which leaves room for others
 
@@ -57,7 +57,7 @@ class _GatheredAttention(Function):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         grid, numbers, fixed = _by_query(q, index)
-        steps = (*_steps(index, index.shape[2] * index.shape[3]), *strides(q, k, v))
+        steps = (*steps_of_lists(index, index.shape[2] * index.shape[3]), *strides(q, k, v))
         launch(kernels.attend, grid, q, k, v, index, out, lse, scale, *numbers, *steps, **fixed)
         ctx.set_materialize_grads(False)
         ctx.scale = scale
@@ -72,7 +72,7 @@ class _GatheredAttention(Function):
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         pairs = torch.empty(*q.shape[:3], index.shape[3], 2, dtype=q.dtype, device=q.device)
         grid, numbers, fixed = _by_query(q, index)
-        steps = (*_steps(index, index.shape[2] * index.shape[3]), *strides(q, k, v))
+        steps = (*steps_of_lists(index, index.shape[2] * index.shape[3]), *strides(q, k, v))
         arguments = (q, k, v, index, out, lse, grad, grad_lse, dq, pairs, ctx.scale, *numbers, *steps, *strides(grad))
         launch(kernels.query_gradients, grid, *arguments, **fixed)
         dk, dv = _key_gradients(q, k, index, grad, pairs, ctx.scale)
@@ -97,7 +97,7 @@ def _key_gradients(
     tiles = -(-entries // sizes.tile)
     keys = torch.where(index < 0, key_count, index).to(torch.int32).view(-1, entries)
     order = counting_sort(keys, key_count.bit_length())
-    steps = _steps(index, entries)
+    steps = steps_of_lists(index, entries)
     dk, dv = (torch.zeros(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     parts = torch.empty(2, batch * heads, tiles, 2, head_dim, dtype=torch.float32, device=q.device)
     fixed = {"D": head_dim, "TILE": sizes.tile, "WIDTH": block(head_dim)}
@@ -108,9 +108,3 @@ def _key_gradients(
     settings = {**fixed, "AT_ONCE": 8 if head_dim <= 128 else 4, "num_warps": 1}
     launch(kernels.join_tiles, (batch * heads * tiles,), *arguments, **settings)
     return dk, dv
-
-
-def _steps(index: Tensor, row: int) -> tuple[int, int]:
-    """Strides of lists of `row` numbers from one sequence, and from one head, to the next; 0 where they share one."""
-    batch, heads = index.shape[:2]
-    return heads * row if batch > 1 else 0, row if heads > 1 else 0
