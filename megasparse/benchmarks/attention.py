@@ -4,7 +4,7 @@ B batch, H heads, L length, D head dim, E = H·D, M window, R rounds.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megasparse.attention.contract import AttentionContext, Targets
+from megasparse.attention.contract import Attention, AttentionContext, Targets
 from megasparse.attention.costs import Passes
 from megasparse.attention.heads import Padding, build_mechanism, head_dim, split_heads_by_mechanism
 from megasparse.config.attention import AttentionConfig, AttentionKind
@@ -189,20 +189,31 @@ def _ours(case: Case, heads: Inputs) -> Pass:
     x, samples = heads.layer_input(case), torch.arange(case.batch, device=heads.q.device)
     wanted = torch.randint(model.vocabulary, (case.batch, model.max_length)).to(heads.q.device)
     leaves = _leaves(heads.q, heads.v) if mechanism.shared_qk else _leaves(heads.q, heads.v, heads.k)
-    causal = model.kind != "encoder"
 
     def attend() -> list[Tensor]:
-        q, v = leaves[:2]
-        k = q[:, :0] if mechanism.shared_qk else leaves[2]
         mechanism.zero_grad(set_to_none=True)
-        context = AttentionContext(0, RngContext(case.seed, 0, samples, True), targets=Targets(wanted, None))
-        [(_, own, context)] = split_heads_by_mechanism(
-            {kind: mechanism}, {kind: model.heads}, (q, k, v), Padding(), causal, context
-        )
-        out, auxiliary, *_ = mechanism(x, own, context)
-        return [out] if auxiliary is None else [out, auxiliary]
+        q, v, *k = leaves
+        return outputs_of(kind, mechanism, model, (q, *k, v), x, samples, wanted, case.seed)
 
     return _passes(attend, leaves, heads.g)
+
+
+def outputs_of(
+    kind: str, mechanism: Attention, model: ModelConfig, heads: Sequence[Tensor], x: Tensor, samples: Tensor,
+    wanted: Tensor, seed: int = 0,
+) -> list[Tensor]:  # fmt: skip
+    """The output of a mechanism over all heads of a layer in training, and the loss of what it learns itself, if any.
+    heads: q, k and v (B, H, L, D), without k where the queries are the keys.
+    """
+    q, v = heads[0], heads[-1]
+    keys = q[:, :0] if mechanism.shared_qk else heads[1]
+    context = AttentionContext(0, RngContext(seed, 0, samples, True), targets=Targets(wanted, None))
+    causal = model.kind != "encoder"
+    [(_, own, context)] = split_heads_by_mechanism(
+        {kind: mechanism}, {kind: model.heads}, (q, keys, v), Padding(), causal, context
+    )
+    out, auxiliary, *_ = mechanism(x, own, context)
+    return [out] if auxiliary is None else [out, auxiliary]
 
 
 def _leaves(*inputs: Tensor) -> list[Tensor]:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from megasparse.attention.contract import AttentionContext, Targets
-from megasparse.attention.heads import Padding, build_mechanism, head_dim, split_heads_by_mechanism
+from megasparse.attention.heads import build_mechanism, head_dim
+from megasparse.benchmarks.attention import outputs_of
 from megasparse.config.attention import AttentionKind
 from megasparse.config.schema import ModelConfig
-from megasparse.ops.random import RngContext
 from megasparse.planning.hardware import Hardware
 from megasparse.planning.launches import META, Counts, count, total
 from megasparse.planning.roofline import PEAKS
@@ -26,22 +25,15 @@ def count_layer(kind: AttentionKind, model: ModelConfig, batch: int, dtype: torc
     normalisation of keys, hashing, and what the mechanism learns itself.
     """
     mechanism = build_mechanism(kind, model, model.heads).to(META, dtype)
-    length, heads = model.max_length, model.heads
-    shape = (batch, heads, length, head_dim(model))
+    length = model.max_length
+    shape = (batch, model.heads, length, head_dim(model))
     q, k, v = (torch.empty(shape, device=META, dtype=dtype, requires_grad=True) for _ in range(3))
     x = torch.empty(batch, length, model.d_model, device=META, dtype=dtype)
     samples = torch.empty(batch, device=META, dtype=torch.int64)
     wanted = torch.empty(batch, length, device=META, dtype=torch.int64)
 
     def forward() -> Callable[[], None]:
-        keys = q[:, :0] if mechanism.shared_qk else k
-        context = AttentionContext(0, RngContext(0, 0, samples, True), targets=Targets(wanted, None))
-        causal = model.kind != "encoder"
-        [(_, own, context)] = split_heads_by_mechanism(
-            {kind: mechanism}, {kind: heads}, (q, keys, v), Padding(), causal, context
-        )
-        out, auxiliary, *_ = mechanism(x, own, context)
-        outs = [out] if auxiliary is None else [out, auxiliary]
+        outs = outputs_of(kind, mechanism, model, (q, k, v), x, samples, wanted)
         gradients = [torch.empty_like(each) for each in outs]
         return lambda: torch.autograd.backward(outs, gradients)
 
