@@ -5,7 +5,6 @@ disturbs them alike.
 """
 
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megasparse.benchmarks.training import step_seconds
 from megasparse.config.load import build_config
 from megasparse.config.schema import Config
 from megasparse.data.batches import Batch
@@ -46,7 +46,7 @@ def measure(config: Config, length: int, disk: Path, steps: int, ranks: Ranks) -
         engines = [stack.enter_context(closing(engine_of(config, length, offload, ranks))) for offload in offloads]
         tokens = dummy_records(config.model, 1, length, config.run.seed)
         batch = Batch(tokens, torch.arange(1), 1)
-        times = [[step_seconds(engine, batch, step) for engine in engines] for step in range(WARM_UP + steps)]
+        times = [[step_seconds(engine, batch, step, 1e-4) for engine in engines] for step in range(WARM_UP + steps)]
     return [list(column) for column in zip(*times[WARM_UP:], strict=True)]
 
 
@@ -60,14 +60,6 @@ def engine_of(config: Config, length: int, offload: dict[str, Any], ranks: Ranks
     return build_engine(
         build_model(changed.model, seed), changed, lambda step, samples: RngContext(seed, step, samples, True), ranks
     )
-
-
-def step_seconds(engine: Engine, batch: Batch, step: int) -> float:
-    begun = time.perf_counter()
-    engine.train_step([batch], step, 1e-4)
-    if engine.ranks.device.type == "cuda":
-        torch.cuda.synchronize(engine.ranks.device)
-    return time.perf_counter() - begun
 
 
 def row(length: int, none: list[float], cpu: list[float], nvme: list[float]) -> str:

@@ -14,10 +14,12 @@ from tqdm import tqdm
 
 from megasparse.config.load import build_config
 from megasparse.config.schema import Config
+from megasparse.data.batches import Batch
 from megasparse.errors import ConfigError
 from megasparse.evaluation.outputs import write_json
 from megasparse.planning.dry_run import trial_engine
 from megasparse.planning.measure import MeasurementError, alone, machine, peak, reset_peak
+from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import start_ranks
 
 DEPTHS = (2, 20)
@@ -92,11 +94,7 @@ def measure(values: dict[str, Any], steps: int) -> dict[str, Any]:
         if step == WARM_UP:  # the optimizer's state is there
             standing = reset_peak(device)
             engine.optimizer.register_step_pre_hook(lambda *_: before_update.append(peak(device)))
-        begun = time.perf_counter()
-        engine.train_step([batch], step, config.optimizer.learning_rate)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(step_seconds(engine, batch, step, config.optimizer.learning_rate))
     gradients = sum(p.numel() * p.element_size() for p in engine.module.parameters())
     tokens = config.training.micro_batch * config.data.sequence_length
     return {
@@ -106,6 +104,15 @@ def measure(values: dict[str, Any], steps: int) -> dict[str, Any]:
         "peak_bytes": peak(device) - start,
         "activation_bytes": before_update[0] - standing - gradients if before_update else None,
     }
+
+
+def step_seconds(engine: Engine, batch: Batch, step: int, learning_rate: float) -> float:
+    """Seconds of a training step of one micro-batch."""
+    begun = time.perf_counter()
+    engine.train_step([batch], step, learning_rate)
+    if engine.ranks.device.type == "cuda":
+        torch.cuda.synchronize(engine.ranks.device)
+    return time.perf_counter() - begun
 
 
 def report(found: dict[str, Any], config: Config) -> Iterator[str]:

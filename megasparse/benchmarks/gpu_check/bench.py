@@ -5,7 +5,6 @@ B batch, H heads, L length.
 
 import gc
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.autograd import DeviceType
 from megasparse.benchmarks.attention import DTYPES, MECHANISMS, Case, build, least, model_of
 from megasparse.benchmarks.gpu_check.report import Report, Row
 from megasparse.benchmarks.launches import count_layer, seconds
-from megasparse.benchmarks.training import models
+from megasparse.benchmarks.training import models, step_seconds
 from megasparse.config.load import build_config, load_config
 from megasparse.config.schema import Config
 from megasparse.planning.dry_run import trial_engine
@@ -93,18 +92,11 @@ def _training(what: str, config: Config, small: bool, steps: int = STEPS) -> Row
     ranks = start_ranks(config.run.model_copy(update={"engine": "torch", "device": "cpu" if small else "cuda"}))
     before = reset_peak(ranks.device)
     engine, batch = trial_engine(config, ranks)
-    times = []
 
-    def step(number: int = 0) -> None:
-        began = time.perf_counter()
-        engine.train_step([batch], number, config.optimizer.learning_rate)
-        if not small:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
+    def step(number: int = 0) -> float:
+        return step_seconds(engine, batch, number, config.optimizer.learning_rate)
 
-    for number in range(1 + steps):
-        step(number)
-    middle = statistics.median(times[1:])
+    middle = statistics.median([step(number) for number in range(1 + steps)][1:])
     tokens = config.training.micro_batch * config.data.sequence_length
     row = Row(what, seconds=middle, peak=peak(ranks.device) - before, note=f"{tokens / middle:,.0f} tokens/s")
     counts = total(count_step(config))
