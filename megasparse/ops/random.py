@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -26,9 +25,6 @@ from megasparse.ops.keys import DeviceStep, Halves, Key, LateKey, derive, halves
 
 _CPU_BLOCK_ELEMENTS = 1 << 20  # elements of dropout at a time: 4 MB of bits
 _GPU_BLOCK_ELEMENTS = 1 << 26
-
-_MIX = ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1))
-"""Shifts and factors of the mixer of 32-bit numbers (C. Wellons' lowbias32)."""
 
 EVALUATION_STEP = -1  # evaluation and generation draw as if at this step, whatever the training step is
 
@@ -377,19 +373,8 @@ def rows_by_head(heads: range, count: int, device: torch.device) -> Tensor:
 def _mix_(x: Tensor, spare: Tensor | None = None) -> Tensor:
     """A bijection of 32-bit integers, in place (C. Wellons' lowbias32), wrapping around. spare: space like x."""
     shifted = torch.empty_like(x) if spare is None else spare
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        _mix_on_cpu_(x.numpy().view(np.uint32), shifted.numpy().view(np.uint32))
-        return x
-    for shift, factor in _MIX:
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, 1)):
         torch.bitwise_right_shift(x, shift, out=shifted)
         x ^= shifted.bitwise_and_((1 << (32 - shift)) - 1)  # what a signed shift copies of the sign is cut off
-        x *= factor - (factor >> 31 << 32)
+        x *= factor
     return x
-
-
-def _mix_on_cpu_(x: "np.ndarray[Any, Any]", shifted: "np.ndarray[Any, Any]") -> None:
-    """The same of unsigned numbers, by NumPy: two to five times as fast as PyTorch's operators, which come in nines."""
-    for shift, factor in _MIX:
-        np.right_shift(x, np.uint32(shift), out=shifted)
-        x ^= shifted
-        x *= np.uint32(factor)
