@@ -1,6 +1,6 @@
 # make quickstart   from nothing to held-out bits/dim of a model trained on real text: 9 minutes on two quiet cores
-# make test         the tests (about 15 minutes on two cores)         make checks   ruff, mypy, the site's links
-# make test-fast    those that take no processes, kernels or long runs: some minutes on two cores
+# make test         the tests (15 to 30 minutes on two cores)         make checks   ruff, mypy, the site's links
+# make test-fast    those that take no processes, kernels or long runs: two minutes on two cores
 # make kernels      every GPU kernel in Triton's interpreter, and compiled for the A100 and the H100 (no GPU needed)
 # make soak         the tests that take minutes to hours        make clean    the virtual environment and caches
 # make docs         the documents as a site, in site/
