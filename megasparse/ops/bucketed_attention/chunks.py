@@ -9,6 +9,7 @@ B batch, H heads, R rounds, L length, D head dim, M the window's chunk, G rows a
 block, T queries a tile, S·T keys a tile, P places: sorted indices with S − 1 tiles of empty ones around them.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -174,7 +175,7 @@ class Round:
             yield Block(self, start, min(start + step, tiles.stop))
 
 
-class Gathered:
+class Gathered(ABC):
     """Tiles of a round and the tokens that they gather, numbered over the rows of their group."""
 
     round: Any
@@ -196,9 +197,9 @@ class Gathered:
         taken = x.flatten(0, 1).index_select(0, tokens.flatten())
         return taken.to(self.round.rows.dtype).view(*tokens.shape, *x.shape[2:])
 
+    @abstractmethod
     def _real(self, part: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens (N) of the queries and their values (N, ...), each query once."""
-        raise NotImplementedError
 
 
 class Block(Gathered):
