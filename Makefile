@@ -1,6 +1,6 @@
 # make quickstart   from nothing to held-out bits/dim of a model trained on real text: 9 minutes on two quiet cores
-# make test         the tests (15 to 30 minutes on two cores)         make checks   ruff, mypy, the site's links
-# make test-fast    those that take no processes, kernels or long runs: two minutes on two cores
+# make test         the tests: every promise once                        make checks   ruff, mypy, the site's links
+# make test-all     the grids and long cases that `make test` leaves out (marked slow)
 # make kernels      every GPU kernel in Triton's interpreter, and compiled for the A100 and the H100 (no GPU needed)
 # make soak         the tests that take minutes to hours        make clean    the virtual environment and caches
 # make docs         the documents as a site, in site/
@@ -18,14 +18,14 @@ BIN := .venv/bin
 export GOMP_SPINCOUNT ?= 2000
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: quickstart test test-fast checks docs kernels soak cluster clean install
+.PHONY: quickstart test test-all checks docs kernels soak cluster clean install
 
 quickstart: .venv/installed
 	@$(BIN)/python tools/quickstart.py
 
-test: TIERS := not soak and not kernels and not cluster
-test-fast: TIERS := not soak and not kernels and not cluster and not slow
-test test-fast: .venv/installed-dev
+test: TIERS := not slow and not soak and not kernels and not cluster
+test-all: TIERS := slow and not soak and not kernels and not cluster
+test test-all: .venv/installed-dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(TIERS)" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 checks: .venv/installed-dev
