@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SLOW
 from tests.helpers.rows import DOCUMENT, RECORD, ROWS, RowRecorder, table
 
 
@@ -24,12 +23,6 @@ def test_every_row_has_a_test():
     found = ids_in_names()
     missing = [f"{row} ({what})" for row, what in ROWS.items() if row not in found]
     assert not missing, f"no test is named test_ROW_... for {', '.join(missing)}"
-
-
-def test_every_pattern_of_slow_files_names_some():
-    tests = Path(__file__).parent
-    unused = [pattern for pattern in SLOW if not any(tests.glob(f"**/{pattern}"))]
-    assert not unused, f"tests/conftest.py: no file is named {', '.join(unused)}"
 
 
 def test_the_table_of_the_last_runs_is_that_of_the_record():
