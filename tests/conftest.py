@@ -2,31 +2,20 @@
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-
-from tests.helpers.rows import RowRecorder, added_up
 
 if not torch.cuda.is_available():  # before any kernel is defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 LONGEST = ("distributed", "reliability")
 """Folders whose tests start many processes."""
+LARGEST = ("seconds", "ratio", "slope")
+"""Endings of the names of figures whose maximum is printed; the others are added up."""
 FIGURES = pytest.StashKey[list[dict[str, float]]]()
 
 Report = Callable[..., None]
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rows", type=Path, metavar="FILE", help="add the last run of each row of docs/reliability.md")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    file = config.getoption("--rows")
-    if file is not None and not hasattr(config, "workerinput"):  # pytest-xdist's workers report to this process
-        config.pluginmanager.register(RowRecorder(file))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,8 +33,11 @@ def figures(request):
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    reported = added_up(config.stash.get(FIGURES, []))
-    if reported:
+    total: dict[str, float] = {}
+    for reported in config.stash.get(FIGURES, []):
+        for name, value in reported.items():
+            total[name] = max(total.get(name, value), value) if name.endswith(LARGEST) else total.get(name, 0) + value
+    if total:
         terminalreporter.section("figures")
-    for name, value in sorted(reported.items()):
+    for name, value in sorted(total.items()):
         terminalreporter.write_line(f"{name.replace('_', ' '):40} {value:,.6g}")

@@ -85,7 +85,7 @@ RUNS_A_PROGRAM = {"megasparse/runs/spare.py": ["runpy.run_module", "runpy.run_pa
 """File -> what it may call: a rank in reserve runs the program of its own command line, as Python itself does."""
 
 
-def test_X4_nothing_in_our_source_executes_what_it_reads():
+def test_nothing_in_our_source_executes_what_it_reads():
     found = [
         (str(path.relative_to(ROOT)), offence) for path in SOURCES for offence in findings(path.read_text("utf-8"))
     ]
@@ -116,11 +116,11 @@ def test_X4_nothing_in_our_source_executes_what_it_reads():
         *("import tempfile\ntempfile.mktemp()", "from tempfile import mktemp", "import runpy\nrunpy.run_path('x')"),
     ],
 )
-def test_X4_the_gate_sees_it(source):
+def test_the_gate_sees_it(source):
     assert list(findings(source))
 
 
-def test_X4_the_gate_lets_the_safe_forms_pass():
+def test_the_gate_lets_the_safe_forms_pass():
     safe = """
 import re, subprocess, numpy as np, torch
 torch.load("x", weights_only=True)
@@ -145,7 +145,7 @@ re.compile("x"); model.eval(); torch.compile(model); table.load("x")
         *("__import__('os').system('touch MARKER')", "; touch MARKER", "| touch MARKER", "pipe:touch MARKER"),
     ],
 )
-def test_X3_a_value_is_the_text_that_stands_there(tmp_path, monkeypatch, value):
+def test_a_value_is_the_text_that_stands_there(tmp_path, monkeypatch, value):
     monkeypatch.chdir(tmp_path)
     value = value.replace("MARKER", "marker")
     path = tmp_path / "run.json"
@@ -171,7 +171,7 @@ def test_X3_a_value_is_the_text_that_stands_there(tmp_path, monkeypatch, value):
         ("run.json", '@include "other.json"'),
     ],
 )
-def test_X3_a_configuration_that_is_no_json_is_refused_in_one_line_and_never_executed(tmp_path, name, text):
+def test_a_configuration_that_is_no_json_is_refused_in_one_line_and_never_executed(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     code = f"from megasparse.config.load import load_config; load_config({str(tmp_path / name)!r})"
     program = f"from megasparse.errors import report_user_errors\n@report_user_errors\ndef main():\n    {code}\nmain()"
@@ -184,7 +184,7 @@ def test_X3_a_configuration_that_is_no_json_is_refused_in_one_line_and_never_exe
 
 
 @pytest.mark.parametrize("key", ["include", "extends", "$ref", "__class__", "_target_", "defaults", "<<"])
-def test_X3_no_key_brings_in_other_files_or_classes(key):
+def test_no_key_brings_in_other_files_or_classes(key):
     for place in ({key: "os.system"}, {"run": {key: "os.system"}}, {"deepspeed": {key: "os.system"}}):
         with pytest.raises(ConfigError, match="unknown key"):
             build_config(place)

@@ -30,14 +30,14 @@ def moved_prefix(config, first_changed, seeds=5):
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_N7_no_later_token_moves_an_earlier_output(name):
+def test_no_later_token_moves_an_earlier_output(name):
     assert build_model(small(attention=PATTERNS[name]), seed=0).leaks == []
     assert moved_prefix(PATTERNS[name], 60) < 1e-5
     assert moved_prefix(PATTERNS[name], 119) < 1e-5
 
 
 @pytest.mark.parametrize("name", LEAKING)
-def test_N7_a_leaking_window_says_so_and_does(name):
+def test_a_leaking_window_says_so_and_does(name):
     leaks = build_model(small(attention=named(name)), seed=0).leaks
     assert len(leaks) == 3 and "window = band" in leaks[0]
     assert moved_prefix(named(name), 60) > 1e-2

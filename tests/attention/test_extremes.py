@@ -47,13 +47,13 @@ for scale in (1e4, 1e-8, 1e-40):  # the last one is a denormal number of fp32
 
 @EVERY
 @pytest.mark.parametrize("case", HARD)
-def test_N4_zero_equal_huge_and_tiny_vectors(name, causal, case):
+def test_zero_equal_huge_and_tiny_vectors(name, causal, case):
     single = Single(name, causal)
     check_finite(single, HARD[case](*single.inputs(40)))
 
 
 @EVERY
-def test_N4_inputs_as_large_as_fp16_knows(name, causal):
+def test_inputs_as_large_as_fp16_knows(name, causal):
     single = Single(name, causal)
     signs = [torch.sign(t) * 65504.0 for t in single.inputs(40)]
     check_finite(single, signs)
@@ -63,13 +63,13 @@ def test_N4_inputs_as_large_as_fp16_knows(name, causal):
 
 @EVERY
 @pytest.mark.parametrize("length", [7, 8, 9, 41])
-def test_N4_lengths_around_a_chunk(name, causal, length):
+def test_lengths_around_a_chunk(name, causal, length):
     single = Single(name, causal)
     assert check_finite(single, single.inputs(length)).shape == (2, 2, length, 16)
 
 
 @EVERY
-def test_N4_what_is_not_finite_stays_in_its_own_sequence(name, causal):
+def test_what_is_not_finite_stays_in_its_own_sequence(name, causal):
     """Outputs and gradients of the other sequence have the same bits, whatever one token of this one is."""
     single = Single(name, causal)
 
@@ -90,7 +90,7 @@ def test_N4_what_is_not_finite_stays_in_its_own_sequence(name, causal):
 
 
 @EVERY
-def test_N4_one_token_and_one_of_padding(name, causal):
+def test_one_token_and_one_of_padding(name, causal):
     single = Single(name, causal)
     out = check_finite(single, single.inputs(1))
     assert out.shape == (2, 2, 1, 16)
@@ -102,7 +102,7 @@ def test_N4_one_token_and_one_of_padding(name, causal):
 
 
 @EVERY
-def test_N4_bfloat16(name, causal):
+def test_bfloat16(name, causal):
     single = Single(name, causal)
     single.mechanism.to(torch.bfloat16)
     out = check_finite(single, single.inputs(40, dtype=torch.bfloat16))

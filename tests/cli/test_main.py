@@ -102,7 +102,7 @@ def test_a_mistake_is_exit_code_2_and_one_line(words, message, capsys):
 
 
 @pytest.mark.parametrize("override", ["model.layers=0", "deepspeed.zero_optimization.stage=4"])
-def test_F1_pretraining_reports_a_mistake_before_the_imports_that_take_seconds(override):
+def test_pretraining_reports_a_mistake_before_the_imports_that_take_seconds(override):
     code = """
 import runpy, sys
 try:

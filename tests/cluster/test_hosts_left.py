@@ -85,7 +85,7 @@ def undone(run: Run, rank: int, newest: int) -> None:
 
 
 @pytest.mark.parametrize("gone", [1, 0], ids=["second", "first"])
-def test_R7_one_host_vanishes_the_other_goes_on_and_both_when_it_is_back(supervised, clean, data, figures, gone):
+def test_one_host_vanishes_the_other_goes_on_and_both_when_it_is_back(supervised, clean, data, figures, gone):
     run, left = supervised.run, 1 - gone
     for number in (0, 1):
         supervised.start(number)

@@ -158,14 +158,14 @@ def try_all(name: str, count: int) -> tuple[int, int, list[str]]:
     return trained, refused, wrong
 
 
-def test_F1_a_random_configuration_trains_a_step_or_is_refused_by_key():
+def test_a_random_configuration_trains_a_step_or_is_refused_by_key():
     trained, refused, wrong = try_all("fuzz", 200)
     assert not wrong, wrong
     assert trained > 60 and refused > 40, "both ways are tried"
 
 
 @pytest.mark.soak
-def test_F1_two_thousand_random_configurations(figures):
+def test_two_thousand_random_configurations(figures):
     trained, _, wrong = try_all("soak", 2000)
     figures(configurations_tried=2000, configurations_trained=trained, tracebacks=len(wrong))
     assert not wrong, wrong

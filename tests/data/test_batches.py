@@ -31,7 +31,7 @@ def content(steps: list[Step]) -> list[tuple[int, list[tuple[int, list[int]]]]]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("micro_batch", [1, 3])
-def test_D8_ranks_share_the_global_batch(index, corpus, world_size, micro_batch):
+def test_ranks_share_the_global_batch(index, corpus, world_size, micro_batch):
     order = Order([shard.tokens for shard in index.split("train").shards], T, 3, 2)
     way = {"global_batch": 36, "micro_batch": micro_batch, "world_size": world_size}
     ranks = [take(batches(index, rank=rank, **way), 9) for rank in range(world_size)]
@@ -53,7 +53,7 @@ def test_D8_ranks_share_the_global_batch(index, corpus, world_size, micro_batch)
         assert sorted(seen) == list(range(s * 36, s * 36 + 36))
 
 
-def test_D8_an_epoch_has_each_sequence_once_and_the_next_follows_inside_a_step(index, corpus):
+def test_an_epoch_has_each_sequence_once_and_the_next_follows_inside_a_step(index, corpus):
     data = batches(index, global_batch=10)
     assert (data.sequences_per_epoch, data.unused_tokens) == (231, 7013 - 231 * T)
     found = [bytes(row) for row in rows(take(data, 47)).values()]
@@ -63,7 +63,7 @@ def test_D8_an_epoch_has_each_sequence_once_and_the_next_follows_inside_a_step(i
 
 
 @pytest.mark.parametrize("micro_batches", [(1, 1, 1), (1, 3, 7), (7, 2, 3)])
-def test_R3_from_two_ranks_to_one_and_back_inside_an_epoch(index, micro_batches):
+def test_from_two_ranks_to_one_and_back_inside_an_epoch(index, micro_batches):
     """231 sequences in 5.5 steps of 42: the epoch ends inside a step."""
     order = Order([1000] * 7 + [13], T, 3, 2)
     position, global_batches, consumed = 0, [], []
@@ -80,11 +80,11 @@ def test_R3_from_two_ranks_to_one_and_back_inside_an_epoch(index, micro_batches)
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 7])
-def test_R4_prefetch_changes_nothing(index, prefetch):
+def test_prefetch_changes_nothing(index, prefetch):
     assert content(take(batches(index, prefetch=prefetch), 30)) == content(take(batches(index), 30))
 
 
-def test_R4_prefetch_may_change_at_each_resume(index):
+def test_prefetch_may_change_at_each_resume(index):
     steps: list[Step] = []
     for prefetch in (0, 1, 2, 7, 0, 2):
         start = steps[-1].position if steps else 0
@@ -99,7 +99,7 @@ def test_steps_are_read_ahead_while_the_loop_computes(index):
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_D7_a_read_error_reaches_the_loop_each_time_it_asks(index, prefetch):
+def test_a_read_error_reaches_the_loop_each_time_it_asks(index, prefetch):
     do(flip(-1), index.directory / "train-000002.tar")
     with batches(index, prefetch=prefetch) as data:
         with pytest.raises(DataError, match=r"train-000002\.tar"):
@@ -144,7 +144,7 @@ def test_a_sequence_longer_than_every_shard_names_the_key(index):
     assert batches(index, sequence_length=1000).sequences_per_epoch == 7
 
 
-def test_D8_fewer_shards_than_ranks(make_index, corpus):
+def test_fewer_shards_than_ranks(make_index, corpus):
     """One shard of 7 sequences, 12 a step on 4 ranks: every rank has its share, each epoch every sequence once."""
     index = make_index(corpus[:215], sample_bytes=10)
     assert len(index.split("train").shards) == 1
@@ -159,7 +159,7 @@ def test_D8_fewer_shards_than_ranks(make_index, corpus):
         assert sorted(found[i] for i in range(epoch * 7, epoch * 7 + 7)) == sorted(windows)
 
 
-def test_D8_an_epoch_of_one_sequence(make_index, corpus):
+def test_an_epoch_of_one_sequence(make_index, corpus):
     data = batches(make_index(corpus[:T]), global_batch=4)
     assert list(rows(take(data, 3)).values()) == [list(corpus[:T])] * 12
 
@@ -181,7 +181,7 @@ def is_damaged(shard: int, sequence: int) -> bool:
     return shard == 1 or (shard == 4 and sequence * T + T > 500)
 
 
-def test_D7_damaged_sequences_are_replaced_and_the_ranks_keep_their_steps(make_index, corpus):
+def test_damaged_sequences_are_replaced_and_the_ranks_keep_their_steps(make_index, corpus):
     index, order = harm(make_index(corpus)), Order([1000] * 7 + [13], T, 3, 2)
     windows = {corpus[s * 1000 + i * T :][:T]: (s, i) for s in range(7) for i in range(33)}
     for world_size in (1, 2, 4):
@@ -205,7 +205,7 @@ def test_D7_damaged_sequences_are_replaced_and_the_ranks_keep_their_steps(make_i
             assert counts == found and rank.corpora[0].damage.samples == 16
 
 
-def test_D7_ranks_that_share_a_sequence_replace_it_together(make_index, corpus):
+def test_ranks_that_share_a_sequence_replace_it_together(make_index, corpus):
     """Each has damage of its own part to see, and takes the same other sequence as all; the first one counts it."""
     index = harm(make_index(corpus))
     whole, *parts = (take(batches(index, max_damaged=0.3, part=part), 40) for part in ((0, 1), (0, 3), (1, 3), (2, 3)))
@@ -216,7 +216,7 @@ def test_D7_ranks_that_share_a_sequence_replace_it_together(make_index, corpus):
             assert torch.equal(torch.cat([piece.tokens for piece in pieces], dim=1), batch.tokens)
 
 
-def test_R3_R4_substitutes_do_not_depend_on_ranks_prefetch_or_history(make_index, corpus):
+def test_substitutes_do_not_depend_on_ranks_prefetch_or_history(make_index, corpus):
     index = harm(make_index(corpus))
     want = rows(take(batches(index, max_damaged=1.0), 30))
     draw = random.Random(0)
@@ -228,7 +228,7 @@ def test_R3_R4_substitutes_do_not_depend_on_ranks_prefetch_or_history(make_index
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_D3_too_much_damage_ends_the_run_with_the_counts(make_index, corpus, prefetch):
+def test_too_much_damage_ends_the_run_with_the_counts(make_index, corpus, prefetch):
     index = harm(make_index(corpus))
     with batches(index, max_damaged=0.2, prefetch=prefetch) as data:
         for _ in range(2):
@@ -236,7 +236,7 @@ def test_D3_too_much_damage_ends_the_run_with_the_counts(make_index, corpus, pre
                 take(data, 40)
 
 
-def test_D7_nothing_left_is_an_error_not_a_hang(index):
+def test_nothing_left_is_an_error_not_a_hang(index):
     for shard in index.split("train").shards:
         index.path(shard).unlink()
     data = batches(Index.load(index.directory, tolerant=True), max_damaged=1.0, prefetch=1)
@@ -254,7 +254,7 @@ class Slow:
         monkeypatch.setattr(os, "preadv", lambda *arguments: self.go.wait(60) and preadv(*arguments))
 
 
-def test_D7_waiting_for_slow_data_can_be_stopped_and_nothing_is_lost(index, monkeypatch):
+def test_waiting_for_slow_data_can_be_stopped_and_nothing_is_lost(index, monkeypatch):
     want = content(take(batches(index), 5))
     slow, asked = Slow(monkeypatch), threading.Event()
     with batches(index, prefetch=1, stop_waiting=asked.is_set) as data:
@@ -270,7 +270,7 @@ def test_D7_waiting_for_slow_data_can_be_stopped_and_nothing_is_lost(index, monk
         assert content([next(data) for _ in range(4)]) == want[1:]
 
 
-def test_D7_close_does_not_wait_for_a_read_that_never_returns(index, monkeypatch):
+def test_close_does_not_wait_for_a_read_that_never_returns(index, monkeypatch):
     slow = Slow(monkeypatch)
     data = batches(index, prefetch=1, stop_waiting=lambda: True)
     with pytest.raises(WaitingStopped):
@@ -284,7 +284,7 @@ def test_D7_close_does_not_wait_for_a_read_that_never_returns(index, monkeypatch
 
 
 @pytest.mark.soak
-def test_R6_the_first_batch_comes_as_soon_late_in_an_epoch_as_early(monkeypatch, tmp_path, figures):
+def test_the_first_batch_comes_as_soon_late_in_an_epoch_as_early(monkeypatch, tmp_path, figures):
     """2,000 shards of 2,048 samples, 268 GB of text: the positions are computed, the reading itself is left out."""
     shard = Shard(file="x.tar", samples=2048, tokens=2048 * 65_536, bytes=1 << 28, sha256="0" * 64)
     shards = tuple(shard.model_copy(update={"file": f"x{i}.tar"}) for i in range(2000))

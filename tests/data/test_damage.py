@@ -56,7 +56,7 @@ def vouch(index: Index, file: str) -> None:
     [*((harm, False) for harm in HARMS), *((harm, True) for harm in STRUCTURE)],
     ids=lambda value: {True: "vouched for", False: ""}.get(value, value),
 )
-def test_D1_each_sample_is_used_or_counted(index, corpus, harm, vouched, figures):
+def test_each_sample_is_used_or_counted(index, corpus, harm, vouched, figures):
     """Also where the sha256 of the index is that of the damaged shard."""
     path = do(harm, index.directory / THIRD)
     if vouched and path.stat().st_size:
@@ -71,7 +71,7 @@ def test_D1_each_sample_is_used_or_counted(index, corpus, harm, vouched, figures
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_D1_without_crc32_a_damaged_shard_is_passed_over_whole(make_index, corpus, harm, capfd):
+def test_without_crc32_a_damaged_shard_is_passed_over_whole(make_index, corpus, harm, capfd):
     index = without_crc32(make_index(corpus))
     path = do(harm, index.directory / THIRD)
     reader = tolerant(index)
@@ -81,7 +81,7 @@ def test_D1_without_crc32_a_damaged_shard_is_passed_over_whole(make_index, corpu
     assert capfd.readouterr().err.splitlines() == [line]
 
 
-def test_D1_what_is_no_layout_of_ours_is_passed_over_whole(index, corpus):
+def test_what_is_no_layout_of_ours_is_passed_over_whole(index, corpus):
     (index.directory / THIRD).write_bytes(b"damaged")
     for sample_bytes in (None, "100", 99, 112, True, -1, 10**30, 1.5):
         edit(index, lambda content, size=sample_bytes: content["settings"].update(sample_bytes=size))
@@ -90,7 +90,7 @@ def test_D1_what_is_no_layout_of_ours_is_passed_over_whole(index, corpus):
         assert list(reader.damage.summary()) == [THIRD]
 
 
-def test_D1_damage_is_named_once_for_each_run_of_members(index, corpus, capfd):
+def test_damage_is_named_once_for_each_run_of_members(index, corpus, capfd):
     path = do(flip(*(member * 1024 + 600 for member in (1, 2, 7))), index.directory / THIRD)
     os.truncate(path, 9 * 1024 + 520)
     reader = tolerant(index)
@@ -106,7 +106,7 @@ def test_D1_damage_is_named_once_for_each_run_of_members(index, corpus, capfd):
     ]
 
 
-def test_D1_at_most_twenty_lines(make_index, corpus, capfd):
+def test_at_most_twenty_lines(make_index, corpus, capfd):
     index = make_index(corpus, shard_bytes=10_000)
     damage, shard = Damage(index, "train", 1.0), index.split("train").shards[0]
     damage.add(shard, [Run(i, i + 1, i, "x") for i in range(0, 30, 2)])
@@ -118,7 +118,7 @@ def test_D1_at_most_twenty_lines(make_index, corpus, capfd):
     assert capfd.readouterr().err == "" and damage.samples == 31
 
 
-def test_D1_each_sample_is_counted_once_by_many_threads(make_index, corpus):
+def test_each_sample_is_counted_once_by_many_threads(make_index, corpus):
     index = make_index(corpus, shard_bytes=10_000)
     damage, shard = Damage(index, "train", 1.0), index.split("train").shards[0]
     runs = [Run(i, i + 3, i, "x") for i in range(60)]
@@ -130,7 +130,7 @@ def test_D1_each_sample_is_counted_once_by_many_threads(make_index, corpus):
     assert damage.samples == 62 and damage.overlaps(shard, 61, 62) and not damage.overlaps(shard, 62, 71)
 
 
-def test_D1_evaluation_tolerates_nothing_even_after_training_did(index, corpus):
+def test_evaluation_tolerates_nothing_even_after_training_did(index, corpus):
     do("bit flipped in the text", index.directory / THIRD)
     read_all(tolerant(index), corpus)
     for _ in range(2):
@@ -139,7 +139,7 @@ def test_D1_evaluation_tolerates_nothing_even_after_training_did(index, corpus):
 
 
 @pytest.mark.parametrize(("limit", "harmed"), [(0.1, 7), (0.1, 8), (0.001, 1), (1.0, 71)])
-def test_D3_more_than_max_damaged_is_an_error_with_the_counts(index, corpus, limit, harmed):
+def test_more_than_max_damaged_is_an_error_with_the_counts(index, corpus, limit, harmed):
     """A tenth of 71 samples is 7.1."""
     for shard in range(8):
         members = range(min(10, max(0, harmed - 10 * shard)))
@@ -158,7 +158,7 @@ def test_D3_more_than_max_damaged_is_an_error_with_the_counts(index, corpus, lim
         read_all(reader, corpus)
 
 
-def test_D3_ten_thousand_bad_samples_are_looked_for_once(make_index, monkeypatch):
+def test_ten_thousand_bad_samples_are_looked_for_once(make_index, monkeypatch):
     text = random.Random(2).randbytes(1_000_100)
     index = make_index(text, shard_bytes=1_000_000)
     do(flip(*(member * 1024 + 512 for member in range(10_000))), index.directory / "train-000000.tar")
@@ -172,7 +172,7 @@ def test_D3_ten_thousand_bad_samples_are_looked_for_once(make_index, monkeypatch
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_D5_D6_hostile_members_are_passed_over_and_never_written(index, corpus, name):
+def test_hostile_members_are_passed_over_and_never_written(index, corpus, name):
     path = index.directory / THIRD
     tar, hostile = path.read_bytes(), HOSTILE[name]
     for member in (hostile[:1024], hostile):  # in the place of one sample, and moving those that follow
@@ -186,7 +186,7 @@ def test_D5_D6_hostile_members_are_passed_over_and_never_written(index, corpus, 
         assert sorted(str(p) for p in index.directory.parent.rglob("*")) == before
 
 
-def test_D7_a_shard_that_is_missing_or_unreadable_is_lost_whole(index, corpus, monkeypatch):
+def test_a_shard_that_is_missing_or_unreadable_is_lost_whole(index, corpus, monkeypatch):
     (index.directory / "train-000001.tar").unlink()
     (index.directory / "train-000002.tar").unlink()
     os.mkfifo(index.directory / "train-000002.tar")
@@ -205,7 +205,7 @@ def test_D7_a_shard_that_is_missing_or_unreadable_is_lost_whole(index, corpus, m
 
 
 @pytest.mark.parametrize("event", ["deleted", "cut", "overwritten", "replaced", "broken disk"])
-def test_D7_what_happens_to_a_shard_in_use_is_counted(index, corpus, monkeypatch, event):
+def test_what_happens_to_a_shard_in_use_is_counted(index, corpus, monkeypatch, event):
     reader = tolerant(index, open_files=1)
     path = reader.index.directory / THIRD
     assert bytes(reader.read(3, 0, 10).tolist()) == corpus[3000:3010]
@@ -240,7 +240,7 @@ def broken_from(byte: int, function: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(os, function, read)
 
 
-def test_D7_the_disk_breaks_while_a_shard_is_verified(index, corpus, monkeypatch):
+def test_the_disk_breaks_while_a_shard_is_verified(index, corpus, monkeypatch):
     do("bit flipped in the text", index.directory / THIRD)
     broken_from(8 * 1024, "pread", monkeypatch)
     reader = tolerant(index)
@@ -248,7 +248,7 @@ def test_D7_the_disk_breaks_while_a_shard_is_verified(index, corpus, monkeypatch
     assert reader.damage.summary() == {THIRD: {"its crc32 differs": 1, "cannot be read: Input/output error": 2}}
 
 
-def test_D7_a_sample_once_found_damaged_stays_out(index, corpus):
+def test_a_sample_once_found_damaged_stays_out(index, corpus):
     reader = tolerant(index)
     path = reader.index.directory / THIRD
     whole = path.read_bytes()
@@ -309,13 +309,13 @@ def mutations(index: Index, corpus: bytes, cases: int, monkeypatch: pytest.Monke
     return uncounted, good
 
 
-def test_D10_no_mutation_crashes_or_loses_a_sample(make_index, corpus, monkeypatch):
+def test_no_mutation_crashes_or_loses_a_sample(make_index, corpus, monkeypatch):
     uncounted, good = mutations(make_index(corpus[:1000]), corpus[:1000], 400, monkeypatch)
     assert uncounted == 0 and 400 < good < 3600
 
 
 @pytest.mark.soak
-def test_D10_ten_thousand_mutations(make_index, corpus, monkeypatch, figures):
+def test_ten_thousand_mutations(make_index, corpus, monkeypatch, figures):
     uncounted, good = mutations(make_index(corpus[:1000]), corpus[:1000], 10_000, monkeypatch)
     figures(shard_mutations=10_000, crashes=0, uncounted_samples=uncounted)
     assert uncounted == 0 and 10_000 < good < 90_000

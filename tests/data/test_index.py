@@ -122,7 +122,7 @@ def changed(old: str, new: str) -> bytes:
     return VALID.replace(old, new).encode()
 
 
-def test_D4_the_valid_index_that_the_next_test_corrupts(tmp_path):
+def test_the_valid_index_that_the_next_test_corrupts(tmp_path):
     (tmp_path / "index.json").write_text(VALID)
     assert Index.load(tmp_path, tolerant=True).split("train").tokens == 5
 
@@ -163,7 +163,7 @@ def test_D4_the_valid_index_that_the_next_test_corrupts(tmp_path):
     }.values(),
     ids=lambda value: None if isinstance(value, bytes) else value,
 )
-def test_D4_a_hostile_index_is_one_line_in_bounded_memory(tmp_path, content, problem):
+def test_a_hostile_index_is_one_line_in_bounded_memory(tmp_path, content, problem):
     path = tmp_path / "index.json"
     path.write_bytes(content)
     size = len(content)
@@ -179,7 +179,7 @@ def test_D4_a_hostile_index_is_one_line_in_bounded_memory(tmp_path, content, pro
 
 
 @pytest.mark.parametrize("kind", ["huge", "fifo", "folder", "device"])
-def test_D4_what_cannot_be_an_index_is_not_even_read(tmp_path, kind):
+def test_what_cannot_be_an_index_is_not_even_read(tmp_path, kind):
     path = tmp_path / "index.json"
     if kind == "huge":
         path.touch()
@@ -199,7 +199,7 @@ def test_D4_what_cannot_be_an_index_is_not_even_read(tmp_path, kind):
     assert traced_peak(load) < 5e6
 
 
-def test_D4_no_mutation_of_an_index_crashes(make_index, corpus):
+def test_no_mutation_of_an_index_crashes(make_index, corpus):
     path = make_index(corpus, shard_bytes=3000).directory / "index.json"
     valid = path.read_bytes()
     draw = random.Random(0)
@@ -219,7 +219,7 @@ def test_D4_no_mutation_of_an_index_crashes(make_index, corpus):
     assert refused > 500
 
 
-def test_D6_a_pipe_is_no_path(tmp_path, monkeypatch):
+def test_a_pipe_is_no_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="there is no data here"):
         Index.load("pipe:touch marker")

@@ -137,7 +137,7 @@ def test_each_corpus_goes_as_if_it_were_alone(folders):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_R3_any_position_and_number_of_ranks_give_what_one_rank_gives_straight_through(folders, world_size):
+def test_any_position_and_number_of_ranks_give_what_one_rank_gives_straight_through(folders, world_size):
     want = rows(take(batches(opened(folders)), 200))
     draw = random.Random(world_size)
     for position in [0, 1020, 1032, *(12 * draw.randrange(195) for _ in range(6))]:
@@ -148,7 +148,7 @@ def test_R3_any_position_and_number_of_ranks_give_what_one_rank_gives_straight_t
         assert got == {number: want[number] for number in range(position, position + 36)}
 
 
-def test_R6_the_first_batch_reads_as_much_late_as_early(tmp_path, monkeypatch):
+def test_the_first_batch_reads_as_much_late_as_early(tmp_path, monkeypatch):
     """Twice 40 shards, mixed two at a time: what is read is a step's tokens, after the shards that they are in."""
     folders = [
         write_folder(tmp_path / str(k), [ramp(300, 20_000 * k + 300 * i) for i in range(40)], width=2) for k in (0, 1)

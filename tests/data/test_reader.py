@@ -48,7 +48,7 @@ ELSEWHERE = ("at byte 5120", "at byte 5120")
 
 @pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("crc32", [True, False], ids=["crc32", "no crc32"])
-def test_D1_damage_is_an_error_that_names_shard_member_and_byte(make_index, corpus, harm, crc32, figures):
+def test_damage_is_an_error_that_names_shard_member_and_byte(make_index, corpus, harm, crc32, figures):
     index = make_index(corpus) if crc32 else without_crc32(make_index(corpus))
     path = do(harm, index.directory / "train-000003.tar")
     with pytest.raises(DataError) as caught:
@@ -63,20 +63,20 @@ def test_D1_damage_is_an_error_that_names_shard_member_and_byte(make_index, corp
 
 
 @pytest.mark.parametrize("harm", [name for name in STRUCTURE if name != "zero-byte file"])
-def test_D1_damage_that_the_index_vouches_for_names_the_byte(make_index, corpus, harm):
+def test_damage_that_the_index_vouches_for_names_the_byte(make_index, corpus, harm):
     tar = (make_index(corpus).directory / "train-000003.tar").read_bytes()
     path = Path(make_index(corpus).directory / "x.tar")
     with pytest.raises(DataError, match=r"x\.tar: .*at byte \d+"):
         ShardFile(path, shard_of(path, STRUCTURE[harm][0](tar)), None)
 
 
-def test_D1_a_shard_of_another_size_is_found_at_the_start(index):
+def test_a_shard_of_another_size_is_found_at_the_start(index):
     os.truncate(index.directory / "train-000003.tar", 5 * 1024)
     with pytest.raises(DataError, match=r"train-000003\.tar: this shard has 5120 bytes, index\.json says \d+"):
         Index.load(index.directory)
 
 
-def test_D7_a_missing_and_a_replaced_shard(index):
+def test_a_missing_and_a_replaced_shard(index):
     (index.directory / "train-000003.tar").write_bytes((index.directory / "train-000004.tar").read_bytes())
     with pytest.raises(DataError, match=r"train-000003\.tar: this shard is damaged: its sha256"):
         ShardReader(Index.load(index.directory), "train").read(3, 0, 10)
@@ -87,7 +87,7 @@ def test_D7_a_missing_and_a_replaced_shard(index):
         ShardReader(index, "train").read(3, 0, 10)
 
 
-def test_D7_damage_after_the_first_read_is_found(index):
+def test_damage_after_the_first_read_is_found(index):
     reader = ShardReader(index, "train")
     reader.read(0, 0, 10)
     with (index.directory / "train-000000.tar").open("r+b") as file:
@@ -113,7 +113,7 @@ def test_a_shard_is_hashed_once_in_a_process(index, monkeypatch):
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_D2_D5_D6_hostile_members_are_refused(tmp_path, name):
+def test_hostile_members_are_refused(tmp_path, name):
     path = tmp_path / "x.tar"
     with pytest.raises(DataError, match=r"x\.tar: member 0 .*at byte 0 "):
         ShardFile(path, shard_of(path, HOSTILE[name], samples=1, tokens=100), None)
@@ -121,7 +121,7 @@ def test_D2_D5_D6_hostile_members_are_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["8 GiB", "2**80"])
-def test_D2_a_claimed_size_is_never_allocated(tmp_path, name):
+def test_a_claimed_size_is_never_allocated(tmp_path, name):
     path = tmp_path / "x.tar"
     shard = shard_of(path, HOSTILE[name], samples=1, tokens=8 << 30, crc32="00000000")
 
@@ -133,7 +133,7 @@ def test_D2_a_claimed_size_is_never_allocated(tmp_path, name):
     assert traced_peak(read) < 5e6
 
 
-def test_D2_a_vast_sample_that_is_there_is_checked_a_piece_at_a_time(index):
+def test_a_vast_sample_that_is_there_is_checked_a_piece_at_a_time(index):
     """The index and the file agree on 256 MiB (a hole): its crc32 is computed in a bounded memory."""
     path = index.directory / "x.tar"
     shard = shard_of(path, bytes(512), samples=1, tokens=1 << 28, crc32="00000000")
@@ -149,7 +149,7 @@ def test_D2_a_vast_sample_that_is_there_is_checked_a_piece_at_a_time(index):
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder"])
-def test_D7_what_is_no_regular_file_is_refused_at_once(index, kind):
+def test_what_is_no_regular_file_is_refused_at_once(index, kind):
     path = index.directory / "train-000003.tar"
     path.unlink()
     os.mkfifo(path) if kind == "fifo" else path.mkdir()
@@ -159,7 +159,7 @@ def test_D7_what_is_no_regular_file_is_refused_at_once(index, kind):
         ShardReader(index, "train").read(3, 0, 10)
 
 
-def test_D7_a_read_that_fails_is_an_error_that_names_the_sample(index, monkeypatch):
+def test_a_read_that_fails_is_an_error_that_names_the_sample(index, monkeypatch):
     reader = ShardReader(index, "train")
     reader.read(3, 0, 10)
 
@@ -171,14 +171,14 @@ def test_D7_a_read_that_fails_is_an_error_that_names_the_sample(index, monkeypat
         reader.read(3, 250, 260)
 
 
-def test_D7_a_shard_that_may_not_be_read(index, monkeypatch):
+def test_a_shard_that_may_not_be_read(index, monkeypatch):
     reader = ShardReader(index, "train")
     denied(monkeypatch, "train-000003.tar")
     with pytest.raises(DataError, match=r"train-000003\.tar: this shard cannot be read: Permission denied"):
         reader.read(3, 0, 10)
 
 
-def test_D10_no_mutation_crashes_or_loses_tokens(index):
+def test_no_mutation_crashes_or_loses_tokens(index):
     tar = (index.directory / "train-000000.tar").read_bytes()
     draw = random.Random(0)
     refused = 0

@@ -20,7 +20,7 @@ SHARDS = 6
 FIRST = "train-000000.tar"
 
 
-def test_D6_what_is_read_from_a_url_is_what_the_folder_has(folder, server, cache):
+def test_what_is_read_from_a_url_is_what_the_folder_has(folder, server, cache):
     local, remote = Index.load(folder), Index.load(server.url + "/", cache=cache)
     assert remote.fingerprint == local.fingerprint
     assert torch.equal(everything(remote), everything(local))
@@ -63,7 +63,7 @@ FAULTS: dict[str, list[int | str]] = {
 
 
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
-def test_D6_a_server_that_recovers_costs_no_token(folder, server, remote, cache, faults, capsys):
+def test_a_server_that_recovers_costs_no_token(folder, server, remote, cache, faults, capsys):
     for shard in remote.split("train").shards[1::2]:
         server.faults[shard.file].extend(faults)
     assert torch.equal(everything(remote), everything(Index.load(folder)))
@@ -102,7 +102,7 @@ FINAL: dict[str, tuple[list[int | str], str, int]] = {
 
 @pytest.mark.parametrize(("faults", "problem", "asked"), FINAL.values(), ids=FINAL)
 @pytest.mark.parametrize("max_damaged", [0.0, 1.0])
-def test_D6_a_server_that_does_not_recover_is_named_and_the_next_start_goes_on(
+def test_a_server_that_does_not_recover_is_named_and_the_next_start_goes_on(
     folder, server, remote, faults, problem, asked, max_damaged
 ):
     server.faults[FIRST].extend(faults)
@@ -155,7 +155,7 @@ def test_a_server_that_is_gone_is_named(folder, server, remote, cache):
         (["wrong"], "it is not the JSON of an index"),
     ],
 )
-def test_D6_an_index_that_does_not_come_is_named(server, cache, faults, problem):
+def test_an_index_that_does_not_come_is_named(server, cache, faults, problem):
     server.faults["index.json"].extend(faults)
     with pytest.raises(DataError) as caught:
         Index.load(server.url, cache=cache)
@@ -163,7 +163,7 @@ def test_D6_an_index_that_does_not_come_is_named(server, cache, faults, problem)
     assert str(caught.value).isprintable() and not cache.folder.exists()
 
 
-def test_D6_a_redirect_is_followed_without_what_comes_with_it(server, cache, monkeypatch, capsys):
+def test_a_redirect_is_followed_without_what_comes_with_it(server, cache, monkeypatch, capsys):
     monkeypatch.setattr(urls, "STALL_SECONDS", 5.0)
     server.faults["index.json"].append("page")
     assert Index.load(server.url, cache=cache).split("train").shards
@@ -175,7 +175,7 @@ def test_an_index_that_comes_at_last_is_right(folder, server, cache):
     assert Index.load(server.url, cache=cache).fingerprint == Index.load(folder).fingerprint
 
 
-def test_D6_an_index_is_bounded_in_size(server, cache, monkeypatch):
+def test_an_index_is_bounded_in_size(server, cache, monkeypatch):
     monkeypatch.setattr("megasparse.data.remote.MOST_BYTES", 1000)
     for fault in ("longer", "longer unannounced"):
         server.faults["index.json"].append(fault)
@@ -196,7 +196,7 @@ def test_D6_an_index_is_bounded_in_size(server, cache, monkeypatch):
         ("http:///data", "this is not a URL"),
     ],
 )
-def test_D6_other_urls_are_refused(url, problem):
+def test_other_urls_are_refused(url, problem):
     with pytest.raises(DataError, match=problem) as caught:
         Index.load(url)
     assert "secret" not in str(caught.value) and str(caught.value).isprintable()
@@ -238,7 +238,7 @@ def test_waiting_for_a_slow_server_is_reported_by_the_thread_that_waits(server, 
 
 
 @pytest.mark.parametrize("fault", ["longer", "longer unannounced"])
-def test_D6_no_byte_more_is_taken_than_the_index_says(server, cache, monkeypatch, fault):
+def test_no_byte_more_is_taken_than_the_index_says(server, cache, monkeypatch, fault):
     index, write, ends = Index.load(server.url, cache=cache), os.pwrite, []
 
     def noting(descriptor: int, piece: bytes, offset: int) -> int:

@@ -135,7 +135,7 @@ def test_who_waits_takes_over_from_who_is_killed(folder, server, tmp_path):
     assert server.count() == SHARDS + 1
 
 
-def test_S3_who_waits_for_a_stopped_process_gives_up(folder, server, tmp_path, monkeypatch):
+def test_who_waits_for_a_stopped_process_gives_up(folder, server, tmp_path, monkeypatch):
     server.pause = 0.05
     cache = tmp_path / "cache"
     index = Index.load(server.url, cache=ShardCache(cache))

@@ -44,7 +44,7 @@ def server(folder, monkeypatch):
     [[], [500, 503], ["cut", "cut"], ["stall"], ["wrong"], ["refuse"], [500, "cut", "stall", "wrong", "refuse"]],
     ids=lambda faults: " ".join(map(str, faults)) or "none",
 )
-def test_D6_what_is_read_from_a_bucket_is_what_the_folder_has(folder, server, cache, faults):
+def test_what_is_read_from_a_bucket_is_what_the_folder_has(folder, server, cache, faults):
     index = Index.load("s3://bucket/data", cache=cache)
     assert index.fingerprint == Index.load(folder).fingerprint
     server.faults[SECOND].extend(faults)
@@ -56,7 +56,7 @@ def test_D6_what_is_read_from_a_bucket_is_what_the_folder_has(folder, server, ca
 @pytest.mark.parametrize(
     ("faults", "problem"), [([500] * 8, "at attempt 8"), (["stall"] * 8, "at attempt 8"), (["wrong"] * 2, "its sha256")]
 )
-def test_D6_a_bucket_that_does_not_recover_is_named(server, cache, faults, problem):
+def test_a_bucket_that_does_not_recover_is_named(server, cache, faults, problem):
     index = Index.load("s3://bucket/data", cache=cache)
     server.faults[SECOND].extend(faults)
     with pytest.raises(DataError, match=problem) as caught:

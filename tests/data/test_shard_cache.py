@@ -30,7 +30,7 @@ def test_a_copy_that_was_damaged_is_fetched_again(folder, server, cache):
     assert server.count() == SHARDS + 2
 
 
-def test_D6_a_cache_that_cannot_be_written_is_named(server, tmp_path):
+def test_a_cache_that_cannot_be_written_is_named(server, tmp_path):
     (tmp_path / "file").write_text("")
     index = Index.load(server.url, cache=ShardCache(tmp_path / "file" / "cache"))
     with pytest.raises(DataError, match=r"file/cache: the cache of shards cannot be used: .*Set data.cache"):

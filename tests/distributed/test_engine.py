@@ -318,14 +318,14 @@ def test_what_two_ranks_share_is_exported_whole(report, name, tmp_path):
         torch.testing.assert_close(file.read(f"model.{weight}"), alone.tensor("weight", weight), atol=1e-5, rtol=1e-5)
 
 
-def test_R3_resume_at_another_stage_or_number_of_ranks(report):
+def test_resume_at_another_stage_or_number_of_ranks(report):
     expected = report["fp32"]["torch"]["straight"][2 * HALF_WAY : 2 * HALF_WAY + 6]
     for name, losses in report["across"].items():
         assert difference(losses, expected) < 1e-6, name
 
 
 @pytest.mark.parametrize("name", [*ZERO, *(f"{name} bf16" for name in GROUPS["bf16"].zero)])
-def test_N1_what_is_not_finite_on_one_rank_is_skipped_on_all(report, name):
+def test_what_is_not_finite_on_one_rank_is_skipped_on_all(report, name):
     case = report["skips"][name]
     assert case["applied"] == [True, False, False, False, False, True, True]
     assert case["unchanged"] == [False, True, True, True, True, False, False]
@@ -338,7 +338,7 @@ def test_what_one_rank_knows_all_ranks_act_on(report):
     assert report["consensus"] == {"known": answers, "stopped": [False, True]}
 
 
-def test_C4_a_failing_rank_aborts_the_save_of_all(report):
+def test_a_failing_rank_aborts_the_save_of_all(report):
     case = report["abort"]
     assert "Rank 1" in case["message"] and "No space left on device" in case["message"]
     assert case["left"] == ["00000002", "latest"]

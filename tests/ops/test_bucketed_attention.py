@@ -52,7 +52,7 @@ def assert_equal_to_the_definition(heads, codes, window, **rule):
 @pytest.mark.parametrize("exclude_self", [True, False], ids=["without itself", "with itself"])
 @pytest.mark.parametrize(("rounds", "count_rounds"), [(1, True), (3, True), (3, False)])
 @pytest.mark.parametrize(("masked", "documents"), itertools.product([False, True], repeat=2))
-def test_N5_forward_and_gradients_are_those_of_the_definition(
+def test_forward_and_gradients_are_those_of_the_definition(
     window, length, causal, exclude_self, rounds, count_rounds, masked, documents, monkeypatch
 ):
     monkeypatch.setattr(chunks, "_LAYOUT_ELEMENTS", 3 * length)  # heads are laid out one at a time
@@ -79,7 +79,7 @@ def own_codes(separate, length, rounds, **settings):
 @SEPARATE
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("chunk", [31, 33, 64, 65, 130])
-def test_N5_bands_of_any_width_are_those_of_the_definition(chunk, causal, separate, monkeypatch):
+def test_bands_of_any_width_are_those_of_the_definition(chunk, causal, separate, monkeypatch):
     """Tiles are as wide as the band up to 32, then 32 and above 64 tokens 64 wide."""
     monkeypatch.setattr(chunks, "SCORE_ELEMENTS", 30000)
     heads, codes = random_heads(200, batch=1), random_codes(200, 2, batch=1)
@@ -114,7 +114,7 @@ def test_heads_that_are_views_give_the_same_bits(separate):
         (torch.bfloat16, 500, 2, 20, True),
     ],
 )
-def test_N5_each_dtype_is_within_its_bar_of_the_definition(dtype, length, rounds, buckets, separate):
+def test_each_dtype_is_within_its_bar_of_the_definition(dtype, length, rounds, buckets, separate):
     heads, codes = random_heads(length, dim=32, dtype=dtype), random_codes(length, rounds, buckets)
     rule = {"causal": True, **own_codes(separate, length, rounds, buckets=buckets)}
     exact = gradients(defined, [x.double() for x in heads], codes, Window("band", 32), **rule)

@@ -42,7 +42,7 @@ def assert_equal_to_the_definition(heads, lists, bar=1e-9, **rule):
 
 @pytest.mark.parametrize("elements", [1, 150, 1 << 18])
 @pytest.mark.parametrize("length", [1, 4, 23])
-def test_N5_forward_and_gradients_are_those_of_the_definition(length, elements, monkeypatch):
+def test_forward_and_gradients_are_those_of_the_definition(length, elements, monkeypatch):
     monkeypatch.setattr(blockwise, "_CPU_BLOCK_ELEMENTS", elements)
     heads = random_heads(length, length)
     mask, documents = random_masks(length)
@@ -123,7 +123,7 @@ def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_N5_narrow_types_are_within_their_bars(dtype):
+def test_narrow_types_are_within_their_bars(dtype):
     heads = random_heads(200, dim=32, dtype=dtype)
     lists = random_lists((2, 3, 9), 200, 40), random_lists((2, 3, 9), 200, 40, seed=5)
     rule = dict(causal=False, scale=0.2, count_clusters=True)

@@ -34,7 +34,7 @@ def assert_equal_to_the_definition(heads, lists, **rule):
         (17, (2, 1), True, True, False, True),
     ],
 )
-def test_N5_forward_and_gradients_are_those_of_the_definition(length, rows, masked, documents, causal, count):
+def test_forward_and_gradients_are_those_of_the_definition(length, rows, masked, documents, causal, count):
     mask, segments = operators.random_masks(length, device=DEVICE)
     rule = {
         "causal": causal,
@@ -102,7 +102,7 @@ def test_gradients_of_one_output_alone_and_broadcast():
 @pytest.mark.parametrize("dtype", BARS, ids=str)
 @pytest.mark.parametrize("dim", [16, 24, 32, 64, 128, 256])
 @pytest.mark.parametrize("length,places,rows", [(1, 3, (2, 2)), (17, 9, (1, 2)), (100, 70, (1, 1))])
-def test_N5_kernels_at_every_head_dim_and_length(length, places, rows, dim, dtype):
+def test_kernels_at_every_head_dim_and_length(length, places, rows, dim, dtype):
     lists = [random_lists((*rows, 2), length, places, seed) for seed in (1, 5)]
     heads = random_heads(length, length, dim, rows, dtype)
     assert_equal_to_the_definition(heads, lists, causal=dim % 32 == 0)

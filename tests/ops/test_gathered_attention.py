@@ -24,7 +24,7 @@ def gradients(attention, heads, index, scale=0.7):
 
 @pytest.mark.parametrize("queries,keys", [(1, 1), (1, 9), (17, 17), (13, 6), (5, 20)])
 @pytest.mark.parametrize("places", [1, 4, 30])
-def test_N5_forward_and_gradients_are_those_of_the_definition(queries, keys, places, monkeypatch):
+def test_forward_and_gradients_are_those_of_the_definition(queries, keys, places, monkeypatch):
     monkeypatch.setattr(blockwise, "_GATHERED_ELEMENTS", 7 * 5 * places)  # several blocks, some across heads
     heads = random_heads(queries, keys, (2, 3), 5)
     for rows in ((2, 3), (1, 3), (2, 1), (1, 1)):
@@ -53,7 +53,7 @@ def test_a_query_with_no_key_gets_zero_and_gives_no_gradient():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_N5_fp32_and_bf16_are_within_their_bars_of_the_definition_at_length(dtype):
+def test_fp32_and_bf16_are_within_their_bars_of_the_definition_at_length(dtype):
     index, heads = random_index(300, 300, 20), random_heads(300, rows=(2, 3), dim=32, dtype=dtype)
     exact = gradients(defined, [x.double() for x in heads], index, 32**-0.5)
     assert_within_bars(gradients(gathered_attention, heads, index, 32**-0.5), exact, dtype)

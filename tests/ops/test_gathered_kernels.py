@@ -27,7 +27,7 @@ def assert_equal_to_the_definition(heads, index):
     "queries,keys,places,rows",
     [(1, 1, 1, (2, 2)), (1, 9, 12, (1, 2)), (11, 11, 4, (2, 2)), (9, 6, 9, (2, 1)), (5, 20, 30, (1, 1))],
 )
-def test_N5_forward_and_gradients_are_those_of_the_definition(queries, keys, places, rows):
+def test_forward_and_gradients_are_those_of_the_definition(queries, keys, places, rows):
     index = random_index(queries, keys, places, rows)
     assert_equal_to_the_definition(random_heads(queries, keys), index.to(torch.int32))
 
@@ -60,6 +60,6 @@ def test_views_and_broadcast_gradients_are_read_right():
 @pytest.mark.parametrize("dtype", BARS, ids=str)
 @pytest.mark.parametrize("dim", [16, 24, 32, 64, 128, 256])
 @pytest.mark.parametrize("length,places,rows", [(1, 3, (2, 2)), (17, 5, (1, 2)), (100, 4, (1, 1))])
-def test_N5_kernels_at_every_head_dim_and_length(length, places, rows, dim, dtype):
+def test_kernels_at_every_head_dim_and_length(length, places, rows, dim, dtype):
     heads = random_heads(length, length + 3, dim, rows, dtype)
     assert_equal_to_the_definition(heads, random_index(length, length + 3, places, rows))

@@ -60,7 +60,7 @@ def small_blocks(monkeypatch):
 
 @PROCEDURES
 @pytest.mark.parametrize("length", [1, 5, 29])
-def test_N5_sampled_forward_and_gradients_are_those_of_the_definition(length, backward, monkeypatch):
+def test_sampled_forward_and_gradients_are_those_of_the_definition(length, backward, monkeypatch):
     small_blocks(monkeypatch)
     heads, (mask, documents) = random_heads(length), random_masks(length)
     flags = itertools.product([True, False], [None, mask], [None, documents], [1, 6], [1, 3])
@@ -71,7 +71,7 @@ def test_N5_sampled_forward_and_gradients_are_those_of_the_definition(length, ba
 
 
 @pytest.mark.parametrize("length", [1, 5, 29])
-def test_N5_expected_forward_and_gradients_are_those_of_the_definition(length, monkeypatch):
+def test_expected_forward_and_gradients_are_those_of_the_definition(length, monkeypatch):
     small_blocks(monkeypatch)
     heads, (mask, documents) = random_heads(length), random_masks(length)
     for causal, padding, segments in itertools.product([True, False], [None, mask], [None, documents]):
@@ -118,7 +118,7 @@ def test_the_bound_is_below_the_true_derivative_and_finite_where_that_is_not():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_N5_gradients_of_values_pass_gradcheck(causal):
+def test_gradients_of_values_pass_gradcheck(causal):
     q, k, v = random_heads(9, batch=1)
     codes = random_codes((q, k), 3, 2)
     v = v.requires_grad_()
@@ -153,7 +153,7 @@ def test_more_buckets_than_tokens_and_no_collision(backward):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_N5_fp32_and_bf16_are_within_their_bars_of_the_definition(causal):
+def test_fp32_and_bf16_are_within_their_bars_of_the_definition(causal):
     heads = random_heads(300, dim=16)
     codes = [sign_codes(x, 1, range(2), 8, 5, "gaussian") for x in heads[:2]]
     rule = dict(code_bits=5, causal=causal)

@@ -33,7 +33,7 @@ def gradients(attention, heads, *arguments, **masks):
 
 @pytest.mark.parametrize("length", [1, 7, 8, 29])
 @pytest.mark.parametrize("tile,chunk", [(1, 1), (5, 4), (5, 7), (64, 1), (64, 2), (64, 64)])
-def test_N5_forward_and_gradients_are_those_of_the_definition(length, tile, chunk, monkeypatch):
+def test_forward_and_gradients_are_those_of_the_definition(length, tile, chunk, monkeypatch):
     monkeypatch.setattr(blockwise, "_TILE", tile)
     mask = torch.rand(2, length, generator=torch.Generator().manual_seed(3)) > 0.3
     mask[1] = False
@@ -46,7 +46,7 @@ def test_N5_forward_and_gradients_are_those_of_the_definition(length, tile, chun
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype,bars", [(torch.float32, (1e-5, 1e-4)), (torch.bfloat16, (1e-2, 3e-2))])
-def test_N5_lower_precisions_are_within_their_bars(causal, dtype, bars):
+def test_lower_precisions_are_within_their_bars(causal, dtype, bars):
     heads = [x.to(dtype) for x in random_heads(100)]
     exact = gradients(dense, [x.double() for x in heads], causal)
     for i, (a, b) in enumerate(zip(gradients(ours, heads, causal), exact, strict=True)):

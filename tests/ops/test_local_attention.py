@@ -30,7 +30,7 @@ def gradients(attend, inputs, chunk, causal, scale, key_mask=None, segments=None
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("length,chunk", [(1, 4), (3, 1), (12, 4), (29, 4), (9, 16)])
-def test_N5_forward_and_all_gradients_are_those_of_the_definition(length, chunk, causal, monkeypatch):
+def test_forward_and_all_gradients_are_those_of_the_definition(length, chunk, causal, monkeypatch):
     monkeypatch.setattr(blockwise, "_SCORE_ELEMENTS", 300)  # several tiles
     generator = torch.Generator().manual_seed(3)
     mask = torch.rand(2, length, generator=generator) > 0.3
@@ -73,7 +73,7 @@ def test_finite_in_hard_cases():
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_N5_low_precision_is_within_its_bar(causal, dtype):
+def test_low_precision_is_within_its_bar(causal, dtype):
     inputs, rule = random_inputs(100, 16, causal, dtype=dtype), dict(causal=causal, scale=0.4)
     ours = gradients(relative_local_attention, inputs, 16, **rule)
     exact = gradients(defined, [x.double() for x in inputs], 16, **rule)

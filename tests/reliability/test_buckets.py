@@ -64,7 +64,7 @@ def failing(proxy: S3Proxy, rate: float, seed: int) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_C14_every_kind_of_fault_at_every_kind_of_request(proxy, tmp_path, late, figures):
+def test_every_kind_of_fault_at_every_kind_of_request(proxy, tmp_path, late, figures):
     """Uploads in parts too: a file of 120 MB has three. A checkpoint that is there opens, and the newest is found."""
     config = tiny_config(tmp_path / "run", checkpoint={"keep": 2, "bucket": "s3://runs/large"})
     saver, engine = Saver(identity_of(config), Ranks()), tiny_engine(config, model=TinyModel(width=3100))
@@ -91,7 +91,7 @@ def test_C14_every_kind_of_fault_at_every_kind_of_request(proxy, tmp_path, late,
     assert {"00000005", "00000006", "latest", "owner"} <= steps and len(steps) <= (5 if late else 4)
 
 
-def test_C14_runs_on_four_machines_each_killed_go_on_from_the_bucket(proxy, data, clean, tmp_path, figures):
+def test_runs_on_four_machines_each_killed_go_on_from_the_bucket(proxy, data, clean, tmp_path, figures):
     """Two ranks each; all processes killed at a random moment, and the folder of the run deleted."""
     run = Run(tmp_path, data, checkpoint={"every": 1, "keep": 2, "bucket": "s3://runs/killed"})
     draw, losses, firsts = random.Random(0), {}, []

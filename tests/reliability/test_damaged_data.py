@@ -28,7 +28,7 @@ def run(data: Path, folder: Path, steps: int, limit: float) -> list[dict[str, An
         return trained(data, folder, ["local"], steps, data=section, training=training, checkpoint={"every": steps})
 
 
-def test_D1_a_tolerant_run_counts_what_it_passes_over_and_a_strict_one_stops(damaged, tmp_path, capsys):
+def test_a_tolerant_run_counts_what_it_passes_over_and_a_strict_one_stops(damaged, tmp_path, capsys):
     lines = run(damaged, tmp_path / "tolerant", 40, 0.1)
     said = capsys.readouterr().err
     assert "train-000000.tar" in said and "member 0" in said and "crc32" in said

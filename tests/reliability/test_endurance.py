@@ -115,7 +115,7 @@ class Driver:
 
 
 @pytest.mark.soak
-def test_E1_a_run_under_random_faults_ends_as_one_without(data, tmp_path, figures):
+def test_a_run_under_random_faults_ends_as_one_without(data, tmp_path, figures):
     sections: dict[str, dict[str, Any]] = {
         "run": {"hang_timeout": 5.0},
         "training": {"steps": 1_000_000},

@@ -20,7 +20,7 @@ HANGS: dict[str, Fault] = {
 
 @pytest.mark.soak
 @pytest.mark.parametrize("how", HANGS)
-def test_S3_a_rank_that_hangs_is_named_in_time(data, tmp_path, how, figures):
+def test_a_rank_that_hangs_is_named_in_time(data, tmp_path, how, figures):
     run = Run(tmp_path / "run", data, run={"hang_timeout": TIMEOUT})
     with running(run):
         run.start(faults=[HANGS[how]])
@@ -47,7 +47,7 @@ def test_S3_a_rank_that_hangs_is_named_in_time(data, tmp_path, how, figures):
 
 
 @pytest.mark.soak
-def test_S3_a_save_that_is_slow_on_one_rank_is_no_hang(data, tmp_path):
+def test_a_save_that_is_slow_on_one_rank_is_no_hang(data, tmp_path):
     """Each block of it is progress, so that the ranks that wait do not fire; see also tests/training."""
     run = Run(tmp_path / "run", data, run={"hang_timeout": 2.0}, training={"steps": 6})
     with running(run):
@@ -57,7 +57,7 @@ def test_S3_a_save_that_is_slow_on_one_rank_is_no_hang(data, tmp_path):
 
 
 @pytest.mark.soak
-def test_S6_a_slow_rank_is_reported_within_20_steps(data, tmp_path, figures):
+def test_a_slow_rank_is_reported_within_20_steps(data, tmp_path, figures):
     """Half a second a step on one of two ranks, of which each has two micro-batches a step."""
     run = Run(tmp_path / "run", data, training={"steps": 40}, checkpoint={"every": 0})
     usual = fault("forward", "sleep 0.1", every=True)

@@ -17,7 +17,7 @@ CASES = 40
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_X7_mutants_are_read_or_refused_in_one_line(name, tmp_path):
+def test_mutants_are_read_or_refused_in_one_line(name, tmp_path):
     (tmp_path / "seeds").mkdir()
     FORMATS[name].make(tmp_path / "seeds")
     shutil.copytree(tmp_path / "seeds", tmp_path / "whole")
@@ -49,7 +49,7 @@ def failing(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "outcome"), [("e", "KeyError: 'uncaught'"), ("m", "took 1"), ("t", "took too long"), ("d", "died (11)")]
 )
-def test_X7_the_fuzzer_sees_what_must_not_be(tmp_path, monkeypatch, how, outcome):
+def test_the_fuzzer_sees_what_must_not_be(tmp_path, monkeypatch, how, outcome):
     monkeypatch.setattr(fuzzing, "mutate", lambda *_: None)
     monkeypatch.setattr(fuzzing, "MOST_SECONDS", 0.3 if how == "t" else 5)
     monkeypatch.setattr(fuzzing, "MOST_BYTES", 64 << 20)
@@ -61,7 +61,7 @@ def test_X7_the_fuzzer_sees_what_must_not_be(tmp_path, monkeypatch, how, outcome
 
 
 @pytest.mark.soak
-def test_X7_twenty_thousand_mutants(tmp_path):
+def test_twenty_thousand_mutants(tmp_path):
     command = [sys.executable, "-m", "tests.reliability.readers", "--cases", "20000", "--json", tmp_path / "x.json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert json.loads((tmp_path / "x.json").read_text())["failed"] == 0, done.stdout

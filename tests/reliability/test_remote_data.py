@@ -55,7 +55,7 @@ def impatient(monkeypatch):
 
 
 @pytest.mark.usefixtures("impatient")
-def test_R1_a_run_over_http_with_faults_is_the_run_on_the_folder(folder, server, tmp_path, capsys):
+def test_a_run_over_http_with_faults_is_the_run_on_the_folder(folder, server, tmp_path, capsys):
     want = run(folder, tmp_path, "local")
     faults: list[int | str] = ["refuse", 500, "stall", "cut", "wrong", "longer unannounced", "shorter", 503]
     for number, path in enumerate(sorted(folder.glob("*.tar"))):
@@ -69,7 +69,7 @@ def test_R1_a_run_over_http_with_faults_is_the_run_on_the_folder(folder, server,
 
 
 @pytest.mark.usefixtures("impatient")
-def test_R1_a_run_that_loses_its_server_goes_on_exactly(folder, server, tmp_path, capsys):
+def test_a_run_that_loses_its_server_goes_on_exactly(folder, server, tmp_path, capsys):
     want = run(folder, tmp_path, "local")
     lost, hidden = sorted(folder.glob("train-*.tar"))[4], tmp_path / "hidden"
     lost.rename(hidden)
@@ -86,7 +86,7 @@ def test_R1_a_run_that_loses_its_server_goes_on_exactly(folder, server, tmp_path
 
 
 @pytest.mark.soak
-def test_S3_a_slow_server_is_no_hang(tmp_path):
+def test_a_slow_server_is_no_hang(tmp_path):
     """Each shard takes four times as long as run.hang_timeout: bytes that come are progress."""
     (tmp_path / "long.txt").write_bytes(random.Random(1).randbytes(20_000))
     source, output = Source.open([str(tmp_path / "long.txt")], None, tmp_path / "download"), tmp_path / "long"

@@ -100,7 +100,7 @@ def story(tmp_path_factory, data):
         return Story(run, watcher, ended, run.leftovers(), run.new_shared_memory())
 
 
-def test_C2_a_crash_in_a_save_or_a_step_changes_nothing(story, clean):
+def test_a_crash_in_a_save_or_a_step_changes_nothing(story, clean):
     assert story.ended.code == 0, story.ended.said
     assert story.run.losses() == clean.losses()
     assert story.run.samples() == clean.samples()
@@ -110,22 +110,22 @@ def test_C2_a_crash_in_a_save_or_a_step_changes_nothing(story, clean):
     assert left == ["00000018", "00000020", "latest"]
 
 
-def test_C12_every_restart_locks_the_folder_again(story):
+def test_every_restart_locks_the_folder_again(story):
     assert f"pid {story.run.rank(0)}, since " in (story.run.directory / LOCK).read_text()
     assert "is in use" not in story.ended.said and "cannot be locked" not in story.ended.said
 
 
-def test_C3_a_rank_that_is_late_and_dies_leaves_the_older_checkpoint_the_newest(story):
+def test_a_rank_that_is_late_and_dies_leaves_the_older_checkpoint_the_newest(story):
     death = story.watcher.deaths[0]
     assert death["died"] - death["time"] > DELAY - 0.5
     assert death["newest"] == 2
 
 
-def test_C9_a_complete_checkpoint_is_there_at_every_moment(story):
+def test_a_complete_checkpoint_is_there_at_every_moment(story):
     assert story.watcher.polls > 200 and story.watcher.polls_without == 0
 
 
-def test_S2_the_others_of_a_killed_rank_end_at_once_and_nothing_is_left(story):
+def test_the_others_of_a_killed_rank_end_at_once_and_nothing_is_left(story):
     assert max(death["seconds"] for death in story.watcher.deaths.values()) < 5 * patience()
     assert story.leftovers == [] and story.shared_memory == set()
     for crash, _ in CRASHES:
@@ -134,7 +134,7 @@ def test_S2_the_others_of_a_killed_rank_end_at_once_and_nothing_is_left(story):
     assert "Traceback" not in story.ended.said
 
 
-def test_S2_torchrun_starts_a_job_again_after_a_crash_and_nothing_changes(clean, data, tmp_path):
+def test_torchrun_starts_a_job_again_after_a_crash_and_nothing_changes(clean, data, tmp_path):
     """Rank 0, which holds the lock on the folder, dies; torchrun's agent ends rank 1 and starts both again."""
     run = Run(tmp_path, data)
     with running(run):
@@ -146,7 +146,7 @@ def test_S2_torchrun_starts_a_job_again_after_a_crash_and_nothing_changes(clean,
         assert run.leftovers() == [] and run.new_shared_memory() == set()
 
 
-def test_N8_a_bit_that_flips_in_one_ranks_weight_is_named_and_ends_the_run_before_the_update(data, tmp_path):
+def test_a_bit_that_flips_in_one_ranks_weight_is_named_and_ends_the_run_before_the_update(data, tmp_path):
     run = Run(tmp_path, data, run={"corruption_check_every": 2})
     weight = "blocks.1.attention.attention.output.weight"
     with running(run):
@@ -163,7 +163,7 @@ def test_N8_a_bit_that_flips_in_one_ranks_weight_is_named_and_ends_the_run_befor
 
 @pytest.mark.soak
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_C1_C9_a_job_killed_at_any_moment_loses_no_more_than_an_interval(data, tmp_path, asynchronous, figures):
+def test_a_job_killed_at_any_moment_loses_no_more_than_an_interval(data, tmp_path, asynchronous, figures):
     """SIGKILL of launcher and ranks; a rank's writing takes 0 to 2 s more, and half of the kills fall between saves."""
     every, draw = 5, random.Random(int(asynchronous))
     sections = {"training": {"steps": 100_000}, "checkpoint": {"every": every, "asynchronous": asynchronous}}
@@ -222,7 +222,7 @@ def change(tmp_path_factory, data):
     return change
 
 
-def test_S1_a_signal_to_launcher_or_rank_saves_after_the_step_and_ends_well(change):
+def test_a_signal_to_launcher_or_rank_saves_after_the_step_and_ends_well(change):
     assert [end.code for end in change.ends] == [0, 0, 0], [end.said for end in change.ends]
     assert change.saved == [4, 7, 20]
     assert "SIGTERM: saving and stopping" in change.ends[0].said
@@ -241,7 +241,7 @@ def sequences_of(data: Path) -> list[bytes]:
     return sequences
 
 
-def test_R3_every_sequence_of_the_epoch_comes_once(change, clean, data):
+def test_every_sequence_of_the_epoch_comes_once(change, clean, data):
     assert change.run.samples() == clean.samples()
     sequences = sequences_of(data)
     assert 7 * 4 < len(sequences) < 20 * 4, "the epoch ends after the changes, and within the run"
@@ -250,7 +250,7 @@ def test_R3_every_sequence_of_the_epoch_comes_once(change, clean, data):
     assert Counter(trained[n] for n in range(len(sequences))) == Counter(map(zlib.crc32, sequences))
 
 
-def test_R3_losses_are_those_of_the_same_number_of_ranks_throughout(change, clean):
+def test_losses_are_those_of_the_same_number_of_ranks_throughout(change, clean):
     found = {step: float.fromhex(loss) for step, loss in change.run.losses().items()}
     expected = {step: float.fromhex(loss) for step, loss in clean.losses().items()}
     assert list(found) == list(range(1, 21))
@@ -268,7 +268,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_R7_a_run_goes_on_with_the_ranks_that_are_left_and_grows_again(data, clean, tmp_path):
+def test_a_run_goes_on_with_the_ranks_that_are_left_and_grows_again(data, clean, tmp_path):
     """Rank 1 of two dies in two starts; one rank goes on, until it has saved and both are tried again."""
     run = Run(tmp_path, data)
     twice = [fault("start", "kill", rank=1)] * 2
@@ -297,7 +297,7 @@ BATCH = 12
 
 
 @pytest.mark.soak
-def test_R3_two_four_three_one_two_ranks_of_the_same_global_batch(tmp_path, data):
+def test_two_four_three_one_two_ranks_of_the_same_global_batch(tmp_path, data):
     """Through nearly five epochs, with every number of ranks that was not there before: nothing lost or repeated."""
     batch = {"steps": 20, "global_batch": BATCH, "micro_batch": 1}
     clean, run = (Run(tmp_path / name, data, training=batch) for name in ("clean", "run"))

@@ -40,7 +40,7 @@ def stopped_well(run: Run, ended: Ended, step: int | None = None) -> None:
     assert run.leftovers() == []
 
 
-def test_S1_an_interrupt_during_a_stalled_read_does_not_wait_for_it(data, tmp_path):
+def test_an_interrupt_during_a_stalled_read_does_not_wait_for_it(data, tmp_path):
     run = alone(tmp_path, data)
     with running(run):
         run.start(ranks=None, faults=[fault(r"read 21 data", "sleep 10000")])
@@ -52,7 +52,7 @@ def test_S1_an_interrupt_during_a_stalled_read_does_not_wait_for_it(data, tmp_pa
     stopped_well(run, ended, step=5)
 
 
-def test_S1_a_second_signal_during_a_slow_save_ends_at_once(data, tmp_path):
+def test_a_second_signal_during_a_slow_save_ends_at_once(data, tmp_path):
     run = alone(tmp_path, data)
     with running(run):
         run.start(
@@ -69,7 +69,7 @@ def test_S1_a_second_signal_during_a_slow_save_ends_at_once(data, tmp_path):
     assert all(is_complete(path) for path in (run.directory / "checkpoints").glob("0*"))
 
 
-def test_S1_a_signal_during_an_evaluation_breaks_it_off(data, tmp_path):
+def test_a_signal_during_an_evaluation_breaks_it_off(data, tmp_path):
     run = alone(tmp_path, data, evaluation={"every": 3, "sequences": 5})
     with running(run):
         run.start(ranks=None, faults=[fault("evaluate", "sleep 1.5"), fault("evaluate", "sleep 1", every=True)])
@@ -81,7 +81,7 @@ def test_S1_a_signal_during_an_evaluation_breaks_it_off(data, tmp_path):
 
 
 @pytest.mark.parametrize("place", ["handled", "build"])
-def test_S1_a_signal_at_the_start_ends_before_the_first_step(data, tmp_path, place):
+def test_a_signal_at_the_start_ends_before_the_first_step(data, tmp_path, place):
     run = alone(tmp_path, data)
     with running(run):
         run.start(ranks=None, faults=[fault(place, "sleep 0.5")])
@@ -92,7 +92,7 @@ def test_S1_a_signal_at_the_start_ends_before_the_first_step(data, tmp_path, pla
     assert "SIGTERM" in ended.said
 
 
-def test_S4_an_error_of_the_thread_that_reads_ahead_ends_the_run(data, tmp_path):
+def test_an_error_of_the_thread_that_reads_ahead_ends_the_run(data, tmp_path):
     run = alone(tmp_path, data)
     with running(run):
         run.start(ranks=None, faults=[fault(r"read 21 data", "raise the disk is gone")])
@@ -103,7 +103,7 @@ def test_S4_an_error_of_the_thread_that_reads_ahead_ends_the_run(data, tmp_path)
     assert run.checkpoints() == [2, 4]
 
 
-def test_S5_the_traceback_of_the_rank_that_failed_comes_first_and_is_the_only_one(data, tmp_path):
+def test_the_traceback_of_the_rank_that_failed_comes_first_and_is_the_only_one(data, tmp_path):
     run = Run(tmp_path / "run", data)
     with running(run):
         run.start(faults=[fault("forward 3$", "raise this rank is on fire", rank=1)])
@@ -131,7 +131,7 @@ PLACES: dict[str, list[Fault]] = {
 @pytest.mark.parametrize("to", ["launcher", "rank 0", "rank 1", "all"])
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
 @pytest.mark.parametrize("place", PLACES)
-def test_S1_every_signal_everywhere(data, tmp_path, clean, place, name, to, figures):
+def test_every_signal_everywhere(data, tmp_path, clean, place, name, to, figures):
     """Then the run is started again, and is the one that nobody stopped."""
     run = Run(tmp_path / "run", data, evaluation={"every": 5})
     with running(run):
@@ -153,7 +153,7 @@ def test_S1_every_signal_everywhere(data, tmp_path, clean, place, name, to, figu
 
 
 @pytest.mark.soak
-def test_S1_ranks_save_when_their_launcher_is_killed(data, tmp_path):
+def test_ranks_save_when_their_launcher_is_killed(data, tmp_path):
     run = Run(tmp_path / "run", data)
     with running(run):
         run.start(faults=[fault("forward 5$", "sleep 1", rank=1)])

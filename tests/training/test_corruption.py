@@ -28,12 +28,12 @@ def by_definition(weight: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool])
-def test_N8_the_checksum_is_its_definition(dtype):
+def test_the_checksum_is_its_definition(dtype):
     weight = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).to(dtype).t()
     assert checksums([("w", weight)]) == {"w": by_definition(weight.reshape(-1))}
 
 
-def test_N8_the_checksum_does_not_depend_on_its_tiles(monkeypatch):
+def test_the_checksum_does_not_depend_on_its_tiles(monkeypatch):
     weight = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr("megasparse.training.corruption.TILE", 64)
     assert checksums([("w", weight)]) == {"w": by_definition(weight)}
@@ -41,7 +41,7 @@ def test_N8_the_checksum_does_not_depend_on_its_tiles(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_N8_every_bit_of_a_number_counts_and_so_do_places(dtype):
+def test_every_bit_of_a_number_counts_and_so_do_places(dtype):
     weight = torch.randn(300, generator=torch.Generator().manual_seed(2)).to(dtype)
     right, bits, draw = checksums([("w", weight)]), weight.element_size() * 8, random.Random(0)
     words = weight.view({2: torch.int16, 4: torch.int32}[weight.element_size()])
@@ -74,7 +74,7 @@ def step_of(ranks: Ranks, step: int, early: int | None = None, late: int | None 
     return check
 
 
-def test_N8_a_bit_that_flips_in_a_step_is_named_with_its_rank_on_all_ranks():
+def test_a_bit_that_flips_in_a_step_is_named_with_its_rank_on_all_ranks():
     errors = run_in_threads(lambda ranks: step_of(ranks, 4, late=1), 2)
     assert {type(error) for error in errors} == {SilentCorruption} and len({str(error) for error in errors}) == 1
     said = str(errors[0])
@@ -82,7 +82,7 @@ def test_N8_a_bit_that_flips_in_a_step_is_named_with_its_rank_on_all_ranks():
     assert "on rank 0 (" not in said and "Examine that machine" in said
 
 
-def test_N8_a_replica_that_had_changed_before_is_the_odd_one_out():
+def test_a_replica_that_had_changed_before_is_the_odd_one_out():
     errors = run_in_threads(lambda ranks: step_of(ranks, 4, early=2), 4)
     assert {type(error) for error in errors} == {SilentCorruption}
     weight = TinyModel().hidden.weight
@@ -91,14 +91,14 @@ def test_N8_a_replica_that_had_changed_before_is_the_odd_one_out():
     assert f"the replicas differ: hidden.weight: {right} on ranks 0, 1, 3, " in said and said.count("on rank 2") == 1
 
 
-def test_N8_nothing_is_said_where_nothing_is_wrong_and_nothing_done_where_no_check_is_due():
+def test_nothing_is_said_where_nothing_is_wrong_and_nothing_done_where_no_check_is_due():
     checks = run_in_threads(lambda ranks: step_of(ranks, 4), 3)
     assert all(check.seconds is not None and check.right == 3 for check in checks)
     checks = run_in_threads(lambda ranks: step_of(ranks, 3, late=1), 3)
     assert all(check.seconds is None and check.right == 0 for check in checks)
 
 
-def test_N8_a_loss_that_is_another_when_computed_again_is_named(monkeypatch):
+def test_a_loss_that_is_another_when_computed_again_is_named(monkeypatch):
     forward, calls = TinyModel.forward, []
 
     def erring(self, tokens, rng):
@@ -111,7 +111,7 @@ def test_N8_a_loss_that_is_another_when_computed_again_is_named(monkeypatch):
         step_of(Ranks(), 2)
 
 
-def test_N8_a_run_that_is_checked_is_the_same_run(tmp_path):
+def test_a_run_that_is_checked_is_the_same_run(tmp_path):
     """For every mechanism that draws, remembers or moves by what it saw in training; with dropout."""
     data, pattern = prepared(tmp_path), ["lsh", "routing", "lha", "yoso"]
     plain, checked = (
@@ -123,7 +123,7 @@ def test_N8_a_run_that_is_checked_is_the_same_run(tmp_path):
     assert not any("speed/corruption_check_seconds" in row for row in plain)
 
 
-def test_N8_a_run_ends_before_the_update_that_would_spread_it(tmp_path, monkeypatch):
+def test_a_run_ends_before_the_update_that_would_spread_it(tmp_path, monkeypatch):
     config, model = tiny_config(tmp_path / "run", **CHECKED), TinyModel()
     forward, flipped = TinyModel.forward, []
 
@@ -141,7 +141,7 @@ def test_N8_a_run_ends_before_the_update_that_would_spread_it(tmp_path, monkeypa
     assert [row["step"] for row in metrics(config)] == [1, 2, 3]
 
 
-def test_N8_a_gpu_needs_deterministic_kernels(monkeypatch):
+def test_a_gpu_needs_deterministic_kernels(monkeypatch):
     config = tiny_config("unused", **CHECKED)
     engine = tiny_engine(config)
     monkeypatch.setattr(engine, "ranks", Ranks(device=torch.device("cuda")))

@@ -124,7 +124,7 @@ def test_a_skipped_step_is_reported_and_counted(tmp_path, capsys):
     assert (tmp_path / "metrics.jsonl").read_text().count("null") == 2, "what is not finite is null: NaN is no JSON"
 
 
-def test_N1_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path):
+def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path):
     config, model = tiny_config(tmp_path, training={"max_skipped_steps": 3}), TinyModel()
     model.poisoned = {sample: math.nan for sample in (8, 16, *range(88, 200))}  # steps 2 and 3; from step 12 on all
     with pytest.raises(TrainingError, match=r"step 14: 3 steps in a row were not applied.*optimizer.learning_rate"):
@@ -138,7 +138,7 @@ def test_the_last_step_is_saved_even_without_an_interval(tmp_path):
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["00000007"]
 
 
-def test_S1_a_wanted_stop_saves_before_the_next_step_and_the_run_goes_on_exactly(tmp_path):
+def test_a_wanted_stop_saves_before_the_next_step_and_the_run_goes_on_exactly(tmp_path):
     straight, stopped = tiny_config(tmp_path / "straight"), tiny_config(tmp_path / "stopped")
     launch(straight)
     reported: list[str] = []
@@ -150,7 +150,7 @@ def test_S1_a_wanted_stop_saves_before_the_next_step_and_the_run_goes_on_exactly
     assert curves(stopped) == curves(straight)
 
 
-def test_S1_a_stop_breaks_an_evaluation_off(tmp_path):
+def test_a_stop_breaks_an_evaluation_off(tmp_path):
     config, wanted = tiny_config(tmp_path, evaluation={"every": 6}), []
 
     def evaluate(step: int) -> dict[str, float]:
@@ -174,7 +174,7 @@ def test_data_that_cannot_be_read_ends_the_run_with_its_own_error(tmp_path):
     assert len(metrics(config)) == 3
 
 
-def test_C8_an_asynchronous_run_is_the_same(tmp_path):
+def test_an_asynchronous_run_is_the_same(tmp_path):
     one, other = (
         tiny_config(tmp_path / str(a), checkpoint={"every": 3, "keep": 9, "asynchronous": a}) for a in (False, True)
     )
@@ -198,7 +198,7 @@ def strange(batches: Iterator[Step], step: int) -> Any:
 
 
 @pytest.mark.parametrize("skip", [False, True])
-def test_N3_a_loss_spike_is_reported_and_left_out_if_asked_for(tmp_path, skip):
+def test_a_loss_spike_is_reported_and_left_out_if_asked_for(tmp_path, skip):
     config = tiny_config(tmp_path, training={"steps": 160, "skip_loss_spikes": skip})
     with tiny_run(config) as run:
         run.batches = strange(run.batches, 150)
@@ -209,7 +209,7 @@ def test_N3_a_loss_spike_is_reported_and_left_out_if_asked_for(tmp_path, skip):
     assert event["step"] == 150 and ("SKIPPED" in event["message"]) == skip and "loss spike" in event["message"]
 
 
-def test_C5_a_run_whose_last_checkpoint_fails_does_not_end_well(tmp_path, monkeypatch):
+def test_a_run_whose_last_checkpoint_fails_does_not_end_well(tmp_path, monkeypatch):
     config = tiny_config(tmp_path, checkpoint={"every": 10, "on_failure": "continue"})
     monkeypatch.setattr("megasparse.training.checkpoints.saving.free_bytes", lambda folder: 5)
     with pytest.raises(StorageError, match="step 20, the last, is not saved"):

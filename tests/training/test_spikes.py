@@ -24,13 +24,13 @@ def curve(steps: int, seed: int) -> list[float]:
     return [loss * draw.lognormvariate(0.0, 0.08) for loss in floor]
 
 
-def test_N3_a_loss_of_ten_times_is_a_spike_at_any_time_after_the_first_steps():
+def test_a_loss_of_ten_times_is_a_spike_at_any_time_after_the_first_steps():
     losses = curve(2000, seed=0)
     for step in range(FEWEST, len(losses), 97):
         assert after(losses[:step]).is_spike(10 * losses[step])
 
 
-def test_N3_the_rule_is_the_definition():
+def test_the_rule_is_the_definition():
     losses = curve(300, seed=1)
     window = losses[-HISTORY:]
     edge = statistics.fmean(window) + DEVIATIONS * statistics.pstdev(window)
@@ -38,21 +38,21 @@ def test_N3_the_rule_is_the_definition():
     assert guard.is_spike(edge * (1 + 1e-9)) and not guard.is_spike(edge * (1 - 1e-9))
 
 
-def test_N3_no_step_of_a_noisy_falling_loss_is_taken_for_a_spike(figures):
+def test_no_step_of_a_noisy_falling_loss_is_taken_for_a_spike(figures):
     flagged = sum(after(curve(10_000, seed)).spikes for seed in range(5))
     figures(losses_compared=50_000, false_spikes=flagged)
     assert flagged == 0
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
-def test_N3_rounding_noise_on_a_loss_that_stands_still_is_no_spike(scale):
+def test_rounding_noise_on_a_loss_that_stands_still_is_no_spike(scale):
     guard = after([scale] * HISTORY)
     assert not guard.is_spike(scale) and not guard.is_spike(scale * (1 + 1e-6))
     assert guard.is_spike(scale * 1.01)
     assert not after([0.0] * HISTORY).is_spike(0.0)
 
 
-def test_N3_without_32_losses_or_of_what_is_not_finite_there_is_no_spike():
+def test_without_32_losses_or_of_what_is_not_finite_there_is_no_spike():
     assert not after([1.0] * (FEWEST - 1)).is_spike(1e38)
     guard = after([1.0] * FEWEST)
     assert guard.is_spike(1e38)
@@ -61,7 +61,7 @@ def test_N3_without_32_losses_or_of_what_is_not_finite_there_is_no_spike():
     assert not huge.is_spike(2e38) and huge.is_spike(1e39)
 
 
-def test_N3_a_spike_that_is_applied_enters_the_history_and_one_that_is_skipped_does_not():
+def test_a_spike_that_is_applied_enters_the_history_and_one_that_is_skipped_does_not():
     applied, skipped = after(curve(200, 2)), after(curve(200, 2))
     for step in range(6):
         assert skipped.is_spike(50.0)
@@ -72,7 +72,7 @@ def test_N3_a_spike_that_is_applied_enters_the_history_and_one_that_is_skipped_d
     assert applied.spikes == 4 and applied.skipped_in_a_row == 0, "√(124/4) < 6: four of 128 are no longer rare"
 
 
-def test_N1_steps_skipped_in_a_row_are_counted_until_one_is_applied():
+def test_steps_skipped_in_a_row_are_counted_until_one_is_applied():
     guard = LossGuard(skip=True)
     counts = []
     for loss, applied in [(1.0, True), (math.nan, False), (math.inf, False), (2.0, True), (math.nan, False)]:
@@ -82,7 +82,7 @@ def test_N1_steps_skipped_in_a_row_are_counted_until_one_is_applied():
     assert guard.state()["losses"] == [1.0, 2.0]
 
 
-def test_N3_R1_after_a_resume_every_decision_is_the_same():
+def test_after_a_resume_every_decision_is_the_same():
     losses = [10 * loss if step % 50 == 49 else loss for step, loss in enumerate(curve(600, 3))]
 
     def spikes_of(guard: LossGuard, part: list[float]) -> list[bool]:

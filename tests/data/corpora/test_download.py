@@ -79,13 +79,13 @@ def test_no_server(copies):
         download("http://127.0.0.1:9/x", copies)
 
 
-def test_D6_an_altered_copy_is_refused(url, copies):
+def test_an_altered_copy_is_refused(url, copies):
     download(url, copies).write_bytes(BODY[:-1])
     with pytest.raises(DataError, match="altered"):
         download(url, copies)
 
 
-def test_D6_more_than_the_disk_holds_is_refused_before_it_comes(url, copies, monkeypatch):
+def test_more_than_the_disk_holds_is_refused_before_it_comes(url, copies, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3_071_999))
     with pytest.raises(DataError, match=r"announces 3,072,000 bytes more, the disk has 3,071,999 free"):
         download(url, copies)
@@ -96,7 +96,7 @@ def test_D6_more_than_the_disk_holds_is_refused_before_it_comes(url, copies, mon
     ("fault", "seconds", "problem"),
     [("drip", 1.0, r"less than 60,000 bytes came in 1\.0 s .*goes on from there"), ("stall", 0.3, "timed out")],
 )
-def test_D6_a_server_that_hardly_sends_is_given_up_and_gone_on_with(
+def test_a_server_that_hardly_sends_is_given_up_and_gone_on_with(
     server, url, copies, monkeypatch, fault, seconds, problem
 ):
     monkeypatch.setattr(download_module, "TIMEOUT_SECONDS", seconds)
@@ -108,7 +108,7 @@ def test_D6_a_server_that_hardly_sends_is_given_up_and_gone_on_with(
     assert server.gets[1][1] is not None  # a Range: what had come was kept
 
 
-def test_D6_a_small_file_may_come_slowly(server, url, copies, folder, monkeypatch):
+def test_a_small_file_may_come_slowly(server, url, copies, folder, monkeypatch):
     monkeypatch.setattr(download_module, "TIMEOUT_SECONDS", 1.0)
     (folder / FILE).write_bytes(b"abc")
     server.piece, server.pause = 1, 0.35

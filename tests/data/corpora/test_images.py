@@ -98,13 +98,13 @@ def test_shards_hold_the_pixels_of_whole_images(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
-def test_D6_links_and_devices_are_refused(tmp_path, kind):
+def test_links_and_devices_are_refused(tmp_path, kind):
     files = {"a.png": FILES["00.png"], "b.png": special_member("b.png", kind)}
     with pytest.raises(DataError, match=r"x\.tar:b\.png: at byte 1024 this is neither a file nor a folder"):
         read_corpus("images", write_tar(tmp_path / "x.tar", files))
 
 
-def test_D6_names_in_an_archive_are_no_paths(tmp_path, monkeypatch):
+def test_names_in_an_archive_are_no_paths(tmp_path, monkeypatch):
     """Nothing is written, whatever a member is called."""
     monkeypatch.chdir(write_files(tmp_path / "here", {}) if (tmp_path / "here").mkdir() else tmp_path / "here")
     files = {"/tmp/absolute.png": FILES["00.png"], "train/../../up.png": FILES["01.png"]}

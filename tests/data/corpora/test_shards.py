@@ -105,7 +105,7 @@ def test_tokens_that_the_tokenizer_has_not_are_refused(tmp_path):
         ({}, "it has 0 samples"),
     ],
 )
-def test_D6_anything_else_in_a_shard_is_named(tmp_path, members, problem):
+def test_anything_else_in_a_shard_is_named(tmp_path, members, problem):
     write_tar(tmp_path / "train-0.tar", {"0.bin": b"fine"})
     write_tar(tmp_path / "train-1.tar", members)
     with pytest.raises(DataError, match=rf"train-1\.tar: {problem}"):

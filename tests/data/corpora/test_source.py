@@ -87,13 +87,13 @@ def test_a_zip_member_with_a_flipped_bit_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("url", ["ftp://x/y", "pipe://touch marker", "file:///etc/passwd", "data://x"])
-def test_D6_other_urls_are_refused(url):
+def test_other_urls_are_refused(url):
     with pytest.raises(ConfigError, match="--source"):
         Source.open([url], None, Path("/nowhere"))
 
 
 @pytest.mark.parametrize("path", ["no/such/file", "pipe:touch marker", "| touch marker"])
-def test_D6_a_missing_source_or_a_command_is_named(path, tmp_path, monkeypatch):
+def test_a_missing_source_or_a_command_is_named(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="there is no such file or folder"):
         Source.open([path], None, Path("/nowhere"))

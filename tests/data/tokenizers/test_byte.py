@@ -7,18 +7,18 @@ from megasparse.errors import ConfigError
 
 
 @pytest.mark.parametrize("raw", [b"", bytes(range(256)), b"a" * 1_000_000, b"\xff\xfe\x00"])
-def test_D9_bytes_come_back_unchanged(raw):
+def test_bytes_come_back_unchanged(raw):
     tokens = ByteTokenizer().encode(raw)
     assert tokens.dtype == torch.int64 and tokens.tolist() == list(raw)
     assert ByteTokenizer().decode(tokens) == raw
 
 
 @pytest.mark.parametrize("text", ["", "naïve 語", "\ud800 lone", "\U000e0fff unassigned"])
-def test_D9_text_is_utf8_lone_surrogates_included(text):
+def test_text_is_utf8_lone_surrogates_included(text):
     assert ByteTokenizer().decode(ByteTokenizer().encode(text)).decode("utf-8", "surrogatepass") == text
 
 
-def test_D9_every_code_point_comes_back():
+def test_every_code_point_comes_back():
     """Unassigned ones, surrogates and non-characters among them, on one line of 4 MB."""
     text = "".join(map(chr, range(0x110000))).replace("\n", "")
     assert ByteTokenizer().decode(ByteTokenizer().encode(text)).decode("utf-8", "surrogatepass") == text

@@ -35,7 +35,7 @@ def gate(monkeypatch):
     event.set()
 
 
-def test_C8_training_goes_on_and_the_checkpoint_is_that_of_a_synchronous_save(tmp_path, gate):
+def test_training_goes_on_and_the_checkpoint_is_that_of_a_synchronous_save(tmp_path, gate):
     files = {}
     for asynchronous in (True, False):
         saver, engine = prepare(tmp_path / "run", asynchronous=asynchronous)
@@ -61,7 +61,7 @@ def test_C8_training_goes_on_and_the_checkpoint_is_that_of_a_synchronous_save(tm
     assert files[True][0]["state"] == {"losses": [0.1]} and files[True][0]["optimizer_steps"] == 2
 
 
-def test_C8_one_save_at_a_time(tmp_path, gate):
+def test_one_save_at_a_time(tmp_path, gate):
     saver, engine = prepare(tmp_path, asynchronous=True)
     saver.save(engine, 1, 8, {})
     threading.Timer(0.2, gate.set).start()
@@ -75,7 +75,7 @@ def test_C8_one_save_at_a_time(tmp_path, gate):
     assert not torch.equal(first.tensor("weight", "out.bias"), second.tensor("weight", "out.bias"))
 
 
-def test_C8_waiting_for_a_save_says_that_it_gets_on_but_only_while_it_does(tmp_path, gate):
+def test_waiting_for_a_save_says_that_it_gets_on_but_only_while_it_does(tmp_path, gate):
     saver, engine = prepare(tmp_path, asynchronous=True)
     reported: list[str] = []
     saver.hooks = RunHooks(alive=reported.append)
@@ -86,7 +86,7 @@ def test_C8_waiting_for_a_save_says_that_it_gets_on_but_only_while_it_does(tmp_p
     assert set(reported) == {"saving step 1"} and len(reported) <= 3
 
 
-def test_C8_a_failure_is_raised_when_the_save_is_finished(tmp_path, monkeypatch):
+def test_a_failure_is_raised_when_the_save_is_finished(tmp_path, monkeypatch):
     saver, engine = prepare(tmp_path, asynchronous=True)
 
     def full(*_: Any) -> str:
@@ -107,7 +107,7 @@ def test_C8_a_failure_is_raised_when_the_save_is_finished(tmp_path, monkeypatch)
     assert names(saver.directory) == ["00000003", "latest"]
 
 
-def test_C8_on_two_ranks_of_which_one_is_slower(tmp_path, monkeypatch):
+def test_on_two_ranks_of_which_one_is_slower(tmp_path, monkeypatch):
     slow = threading.Event()
     before_writing(monkeypatch, lambda path: path.name == FILE or slow.wait(600))
     config = tiny_config(tmp_path, checkpoint={"asynchronous": True})
@@ -143,7 +143,7 @@ DIES = """if True:
 
 
 @pytest.mark.parametrize("how", ["_exit", "exit"])
-def test_C8_the_process_ends_while_its_thread_writes(tmp_path, how):
+def test_the_process_ends_while_its_thread_writes(tmp_path, how):
     ended = subprocess.run([sys.executable, "-c", DIES, str(tmp_path), how], cwd=ROOT, timeout=900)
     assert ended.returncode == 9, "a process that ends waits for no writer"
     saver, engine = prepare(tmp_path)
@@ -172,7 +172,7 @@ SAVES = """if True:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_C9_a_complete_checkpoint_is_there_at_all_times(tmp_path, asynchronous, figures):
+def test_a_complete_checkpoint_is_there_at_all_times(tmp_path, asynchronous, figures):
     """The process is killed while it saves and deletes with keep=2; a watcher opens the checkpoints every 10 ms."""
     directory = tmp_path / "checkpoints"
     kills, looks, missing, ended = 12, 0, [], threading.Event()

@@ -76,7 +76,7 @@ def checkpoints(*steps: int) -> list[str]:
     return [f"{step:08d}/{name}" for step in steps for name in (MANIFEST, FILE)]
 
 
-def test_C14_the_newest_and_the_best_are_in_the_bucket_as_on_the_disk(store, tmp_path):
+def test_the_newest_and_the_best_are_in_the_bucket_as_on_the_disk(store, tmp_path):
     saver, engine = prepare(tmp_path)
     saver.save(engine, 1, 8, {})
     saver.best = 1
@@ -96,7 +96,7 @@ def test_as_many_are_kept_as_on_the_disk(store, tmp_path, keep):
     assert in_bucket(store) == [*checkpoints(*map(int, kept)), "latest", "owner"]
 
 
-def test_C14_training_waits_for_no_upload_but_the_one_before(store, tmp_path):
+def test_training_waits_for_no_upload_but_the_one_before(store, tmp_path):
     saver, engine = prepare(tmp_path)
     gate = threading.Event()
     store.faults.append((f"put_file .*{FILE}", gate))
@@ -114,7 +114,7 @@ def test_C14_training_waits_for_no_upload_but_the_one_before(store, tmp_path):
     assert in_bucket(store) == [*checkpoints(1, 2), "latest", "owner"]
 
 
-def test_C14_whenever_a_run_dies_a_checkpoint_is_complete_or_absent(store, tmp_path, monkeypatch):
+def test_whenever_a_run_dies_a_checkpoint_is_complete_or_absent(store, tmp_path, monkeypatch):
     """Before each operation of an upload and of the deletions after it, in turn."""
     saver, _ = prepare(tmp_path / "run", 1, 2, 3, bucket=None)
     paths = {int(path.name): path for path in list_checkpoints(saver.directory)}
@@ -151,7 +151,7 @@ def test_C14_whenever_a_run_dies_a_checkpoint_is_complete_or_absent(store, tmp_p
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_C14_what_fails_is_tried_again(store, tmp_path, operation, capsys):
+def test_what_fails_is_tried_again(store, tmp_path, operation, capsys):
     faults = ["cut", ConnectionError("refused"), TimeoutError("too slow")]
     store.faults = [(f"^{operation} ", fault) for fault in faults]
     prepare(tmp_path / "run", 1, 2, 3)
@@ -161,7 +161,7 @@ def test_C14_what_fails_is_tried_again(store, tmp_path, operation, capsys):
     assert capsys.readouterr().err.count("again in") >= 2
 
 
-def test_C14_a_bucket_that_does_not_recover_ends_the_run_and_the_next_start_uploads_what_is_missing(store, tmp_path):
+def test_a_bucket_that_does_not_recover_ends_the_run_and_the_next_start_uploads_what_is_missing(store, tmp_path):
     saver, engine = prepare(tmp_path)
     store.faults = [("put_file", OSError("down"))] * 8
     with pytest.raises(StorageError, match=rf"^{URL}: uploading {URL}/00000001/{FILE}: down, at attempt 8") as caught:
@@ -204,7 +204,7 @@ def test_every_rank_hears_of_a_failure(store, tmp_path):
     assert [type(error) for error in errors] == [StorageError] * 2 and str(errors[0]) == str(errors[1])
 
 
-def test_C14_a_store_that_lists_late(store, tmp_path):
+def test_a_store_that_lists_late(store, tmp_path):
     saver, engine = prepare(tmp_path / "run", 1, keep=1)
     store.listings = {URL: store.ls(URL, detail=False)}
     save(saver, engine, 2)
@@ -216,7 +216,7 @@ def test_C14_a_store_that_lists_late(store, tmp_path):
     assert in_bucket(store) == [*checkpoints(4), "latest", "owner"], "what was listed late is deleted later"
 
 
-def test_C14_another_machine_goes_on_from_the_bucket_and_the_first_one_from_there(store, tmp_path):
+def test_another_machine_goes_on_from_the_bucket_and_the_first_one_from_there(store, tmp_path):
     buckets = {"straight": None, "first": URL, "second": URL}
     runs = {
         name: tiny_config(tmp_path / name, training={"steps": 12}, checkpoint={"every": 2, "keep": 1, "bucket": bucket})
@@ -280,7 +280,7 @@ def test_another_configuration_is_refused_from_a_bucket_too(store, tmp_path):
 
 
 @pytest.mark.parametrize("name", [FILE, MANIFEST])
-def test_C14_what_has_changed_in_the_bucket_is_not_used(store, tmp_path, name):
+def test_what_has_changed_in_the_bucket_is_not_used(store, tmp_path, name):
     prepare(tmp_path / "run", 1)
     path = f"{URL}/00000001/{name}"
     content = bytearray(store.cat_file(path))

@@ -51,7 +51,7 @@ def found(copy: Path, name: str) -> bool:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_C6_one_flipped_bit_is_found_wherever_it_is(copy, file, figures):
+def test_one_flipped_bit_is_found_wherever_it_is(copy, file, figures):
     whole = (copy / file).read_bytes()
     generator = torch.Generator().manual_seed(0)
     places = [0, 7, 8, len(whole) - 1, *torch.randint(len(whole), (60,), generator=generator).tolist()]
@@ -67,7 +67,7 @@ def test_C6_one_flipped_bit_is_found_wherever_it_is(copy, file, figures):
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_C6_a_file_that_is_cut_or_gone_is_found(copy, file, figures):
+def test_a_file_that_is_cut_or_gone_is_found(copy, file, figures):
     whole = (copy / file).read_bytes()
     detected, lengths = 0, (0, 1, 8, len(whole) // 2, len(whole) - 1)
     for length in lengths:
@@ -84,7 +84,7 @@ def test_C6_a_file_that_is_cut_or_gone_is_found(copy, file, figures):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_C6_two_files_that_changed_places_are_found(copy, world_size):
+def test_two_files_that_changed_places_are_found(copy, world_size):
     first, second = (copy / name for name in FILES[1:])
     first.rename(copy / "aside")
     second.rename(first)
@@ -94,7 +94,7 @@ def test_C6_two_files_that_changed_places_are_found(copy, world_size):
             Checkpoint.open(copy, rank, world_size)
 
 
-def test_C6_each_of_two_ranks_verifies_half_of_the_files(copy):
+def test_each_of_two_ranks_verifies_half_of_the_files(copy):
     for rank, name in enumerate(FILES[1:]):
         whole = (copy / name).read_bytes()
         (copy / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -105,13 +105,13 @@ def test_C6_each_of_two_ranks_verifies_half_of_the_files(copy):
 
 
 @pytest.mark.parametrize("name", ["rank-00002.safetensors", "model.pt", ".hidden", "folder"])
-def test_C6_a_file_too_many_is_found(copy, name):
+def test_a_file_too_many_is_found(copy, name):
     (copy / name).mkdir() if name == "folder" else (copy / name).write_bytes(b"")
     with pytest.raises(CheckpointError, match=f"{name}: not part of this checkpoint"):
         Checkpoint.open(copy)
 
 
-def test_C6_what_is_no_regular_file_is_not_read(copy):
+def test_what_is_no_regular_file_is_not_read(copy):
     for name in FILES:
         (copy / name).rename(copy.parent / name)
         (copy / name).symlink_to(copy.parent / name)
@@ -124,7 +124,7 @@ def test_C6_what_is_no_regular_file_is_not_read(copy):
     Checkpoint.open(copy)
 
 
-def test_C6_another_steps_checkpoint_under_this_name_is_found(copy):
+def test_another_steps_checkpoint_under_this_name_is_found(copy):
     copy.rename(copy.parent / "00000007")
     with pytest.raises(CheckpointError, match=r"00000007: is the checkpoint of step 2"):
         Checkpoint.open(copy.parent / "00000007")

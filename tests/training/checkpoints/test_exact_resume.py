@@ -114,7 +114,7 @@ def straight(data, tmp_path_factory):
     return outcome(run, launch(configuration(data, run, BOTH)))
 
 
-def test_R1_the_run_has_epochs_and_accumulates(straight):
+def test_the_run_has_epochs_and_accumulates(straight):
     read, lines, _ = straight
     assert [step for step, _, _ in read] == [step for step in range(1, STEPS + 1) for _ in range(2)]
     digests = [digest for _, _, digest in read]
@@ -124,21 +124,21 @@ def test_R1_the_run_has_epochs_and_accumulates(straight):
 
 
 @pytest.mark.parametrize("stop", [3, STEPS_AN_EPOCH], ids=["mid-epoch", "the end of an epoch"])
-def test_R1_stopped_after_a_step_everything_later_has_the_same_bits(data, tmp_path, straight, stop):
-    """After the first and the last: `test_R1_stopped_at_every_step`."""
+def test_stopped_after_a_step_everything_later_has_the_same_bits(data, tmp_path, straight, stop):
+    """After the first and the last: `test_stopped_at_every_step`."""
     config = configuration(data, tmp_path / "run", BOTH)
     read = launch(config, "--stop-at", str(stop))
     assert [line["step"] for line in reported(tmp_path / "run")] == list(range(1, stop + 1))
     assert outcome(tmp_path / "run", read + launch(config)) == straight
 
 
-def test_R1_stopped_at_every_step(data, tmp_path, straight):
+def test_stopped_at_every_step(data, tmp_path, straight):
     config = configuration(data, tmp_path / "run", BOTH)
     read = [batch for stop in range(1, STEPS + 1) for batch in launch(config, "--stop-at", str(stop))]
     assert outcome(tmp_path / "run", read) == straight
 
 
-def test_R1_killed_in_the_middle_of_an_accumulation(data, tmp_path, straight):
+def test_killed_in_the_middle_of_an_accumulation(data, tmp_path, straight):
     """The first of step 8's two micro-batches is done; the checkpoint is of step 6."""
     config = configuration(data, tmp_path / "run", BOTH, checkpoint={"every": 3})
     read = launch(config, fail_at=15)
@@ -156,7 +156,7 @@ def test_R1_killed_in_the_middle_of_an_accumulation(data, tmp_path, straight):
     ],
     ids=str,
 )
-def test_R1_whatever_the_precision_the_optimizer_and_the_blocks(data, tmp_path, sections):
+def test_whatever_the_precision_the_optimizer_and_the_blocks(data, tmp_path, sections):
     sections = {**sections, "training": {"steps": 6, **sections.get("training", {})}}
     goes_on_exactly(data, tmp_path, attention("local", "yoso").model_dump(mode="json"), 3, **sections)
 
@@ -175,7 +175,7 @@ def deterministic_kernels():
         pytest.param("cuda", 100, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")),
     ],
 )
-def test_N6_the_same_seed_twice_gives_the_same_bits(data, tmp_path, device, steps, deterministic_kernels, figures):
+def test_the_same_seed_twice_gives_the_same_bits(data, tmp_path, device, steps, deterministic_kernels, figures):
     """On a GPU with deterministic kernels, and what those cost."""
 
     def run_once(name: str, deterministic: bool) -> tuple[Any, float]:
@@ -204,7 +204,7 @@ def models() -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize(("kind", "layers"), models())
-def test_R2_every_mechanism_goes_on_with_the_same_bits(data, tmp_path, kind, layers):
+def test_every_mechanism_goes_on_with_the_same_bits(data, tmp_path, kind, layers):
     """Hash functions, rotations, samples, dropout, masks, centroids: all drawn, moved and read as if never stopped."""
     variants = [VARIANTS.get(name, (name, {})) for name in layers]
     settings = attention(*(own for own, _ in variants), **dict(variants)).model_dump(mode="json")

@@ -88,7 +88,7 @@ CLAIMS = {
 
 
 @pytest.mark.parametrize("what", CLAIMS)
-def test_X6_a_configuration_of_a_huge_model(run, what, nothing_made, monkeypatch):
+def test_a_configuration_of_a_huge_model(run, what, nothing_made, monkeypatch):
     edit, said = CLAIMS[what]
     path = forge(run, edit)
     if "layers" in said:
@@ -98,7 +98,7 @@ def test_X6_a_configuration_of_a_huge_model(run, what, nothing_made, monkeypatch
     assert caught.value.path == str(path)
 
 
-def test_X6_a_file_of_holes(run, nothing_made):
+def test_a_file_of_holes(run, nothing_made):
     path = find_checkpoint(run)
     os.truncate(path / FILE, 10**12)
     with pytest.raises(CheckpointError, match=rf"{FILE}: {10**12} bytes instead of"):
@@ -108,7 +108,7 @@ def test_X6_a_file_of_holes(run, nothing_made):
         Checkpoint.open(path)
 
 
-def test_X6_a_tensor_of_holes(run, nothing_made):
+def test_a_tensor_of_holes(run, nothing_made):
     """Listed, and in the file's header: only the model has none such."""
     path, numel = find_checkpoint(run), 1 << 24
 
@@ -130,7 +130,7 @@ def test_X6_a_tensor_of_holes(run, nothing_made):
         restore(run)
 
 
-def test_X6_a_manifest_of_more_than_its_files_have_pieces_for_is_not_read(run, monkeypatch):
+def test_a_manifest_of_more_than_its_files_have_pieces_for_is_not_read(run, monkeypatch):
     room = manifest._most_bytes(find_checkpoint(run))
     forge(run, lambda forged: forged.update(state={"x": "y" * room}))
     forbid(monkeypatch, (json, "loads"))
@@ -138,7 +138,7 @@ def test_X6_a_manifest_of_more_than_its_files_have_pieces_for_is_not_read(run, m
         Checkpoint.open(find_checkpoint(run))
 
 
-def test_X6_a_manifest_has_room_for_every_piece(run):
+def test_a_manifest_has_room_for_every_piece(run):
     path = find_checkpoint(run)
     headers = sum(int.from_bytes(file.open("rb").read(8), "little") for file in path.glob("rank-*"))
     pieces = json.dumps(json.loads((path / MANIFEST).read_text())["tensors"], indent=1)
@@ -146,7 +146,7 @@ def test_X6_a_manifest_has_room_for_every_piece(run):
     assert 2 * len(pieces) < manifest.ROOM_PER_HEADER * headers
 
 
-def test_X6_a_manifest_without_end(run, monkeypatch):
+def test_a_manifest_without_end(run, monkeypatch):
     path = find_checkpoint(run)
     os.truncate(path / MANIFEST, manifest.LARGEST_MANIFEST + 1)
     forbid(monkeypatch, (Path, "read_bytes"))
@@ -154,7 +154,7 @@ def test_X6_a_manifest_without_end(run, monkeypatch):
         Checkpoint.open(path)
 
 
-def test_X6_a_finetuned_models_record(tmp_path, monkeypatch):
+def test_a_finetuned_models_record(tmp_path, monkeypatch):
     place, folder = tmp_path / "place", tmp_path / "run"
     place.mkdir()
     launch(folder, reviews(place / "reviews.csv", 40), model=ENCODER, task={"max_length": 128})
@@ -180,7 +180,7 @@ def test_X6_a_finetuned_models_record(tmp_path, monkeypatch):
             restore_task(folder)
 
 
-def test_X6_one_line_of_every_command(whole, run, capsys, tmp_path, monkeypatch):
+def test_one_line_of_every_command(whole, run, capsys, tmp_path, monkeypatch):
     forge(run, claim(layers=HUGE))
     forbid(monkeypatch, (build, "initialise"), (build, "Decoder"))
     said = f"{HUGE} layers"

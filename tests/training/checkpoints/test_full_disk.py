@@ -36,7 +36,7 @@ def refused(saver: Saver, engine: Engine, match: str) -> None:
     assert Checkpoint.open(saver.directory / "00000001").step == 1
 
 
-def test_C5_too_little_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+def test_too_little_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     saver, engine = prepare(tmp_path, 1)
     needed = (saver.directory / "00000001" / "rank-00000.safetensors").stat().st_size
     monkeypatch.setattr(os, "mkdir", lambda *_: pytest.fail("something was written"))
@@ -51,7 +51,7 @@ def test_C5_too_little_room_is_refused_before_anything_is_written(tmp_path, monk
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EROFS", "EACCES", "EIO"])
 @pytest.mark.parametrize("call", ["mkdir", "open", "fsync"])
-def test_C5_whatever_fails_is_named_and_a_later_save_works(tmp_path, monkeypatch, call, code, asynchronous):
+def test_whatever_fails_is_named_and_a_later_save_works(tmp_path, monkeypatch, call, code, asynchronous):
     saver, engine = prepare(tmp_path, 1, asynchronous=asynchronous)
     number, real = getattr(errno, code), getattr(os, call)
 
@@ -68,7 +68,7 @@ def test_C5_whatever_fails_is_named_and_a_later_save_works(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("call", range(5))
-def test_C5_a_disk_that_refuses_at_any_fsync_leaves_no_trace(tmp_path, monkeypatch, call):
+def test_a_disk_that_refuses_at_any_fsync_leaves_no_trace(tmp_path, monkeypatch, call):
     """Syncs of a rank's file, the manifest, the new directory, the directory above, and `latest`."""
     saver, engine = prepare(tmp_path, 1)
     calls, fsync = 0, os.fsync
@@ -89,7 +89,7 @@ def test_C5_a_disk_that_refuses_at_any_fsync_leaves_no_trace(tmp_path, monkeypat
     assert saver.save(engine, 2, 16, {}) is not None
 
 
-def test_C5_a_write_that_is_cut_short_in_silence_is_noticed(tmp_path, monkeypatch):
+def test_a_write_that_is_cut_short_in_silence_is_noticed(tmp_path, monkeypatch):
     saver, engine = prepare(tmp_path, 1)
 
     class Short(io.FileIO):
@@ -102,7 +102,7 @@ def test_C5_a_write_that_is_cut_short_in_silence_is_noticed(tmp_path, monkeypatc
     assert saver.save(engine, 2, 16, {}) is not None
 
 
-def test_C5_a_folder_that_vanishes_is_named(tmp_path):
+def test_a_folder_that_vanishes_is_named(tmp_path):
     saver, engine = prepare(tmp_path, 1)
 
     def vanish(doing: str) -> None:
@@ -113,7 +113,7 @@ def test_C5_a_folder_that_vanishes_is_named(tmp_path):
     refused(saver, engine, rf"manifest.json: No such file or directory {ROOM}")
 
 
-def test_C5_a_limit_on_file_sizes_ends_with_exit_code_3(tmp_path):
+def test_a_limit_on_file_sizes_ends_with_exit_code_3(tmp_path):
     """In the middle of the second save, in a process of its own; without the limit it works."""
     script = """if True:
         import resource, sys
@@ -140,7 +140,7 @@ def test_C5_a_limit_on_file_sizes_ends_with_exit_code_3(tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_C5_training_goes_on_to_the_next_interval_if_configured_so(tmp_path, monkeypatch, capsys, asynchronous):
+def test_training_goes_on_to_the_next_interval_if_configured_so(tmp_path, monkeypatch, capsys, asynchronous):
     """On two ranks, of which the second cannot write: both go on without, and both have the next checkpoint."""
     checkpoint = {"on_failure": "continue", "asynchronous": asynchronous}
     config = tiny_config(tmp_path, checkpoint=checkpoint)

@@ -94,7 +94,7 @@ def refused(path: Path, marker: Path, match: str) -> None:
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
-def test_X1_the_payloads_are_live(tmp_path, payload):
+def test_the_payloads_are_live(tmp_path, payload):
     file = tmp_path / "payload"
     payload(Touch(tmp_path / "marker"), file)
     try:
@@ -105,21 +105,21 @@ def test_X1_the_payloads_are_live(tmp_path, payload):
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
-def test_X1_a_pickle_in_place_of_the_tensors(saved, tmp_path, payload):
+def test_a_pickle_in_place_of_the_tensors(saved, tmp_path, payload):
     payload(Touch(tmp_path / "marker"), saved / FILE)
     reseal(saved)
     refused(saved, tmp_path / "marker", rf"{FILE}: is no safetensors file")
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
-def test_X1_a_pickle_as_the_manifest(saved, tmp_path, payload):
+def test_a_pickle_as_the_manifest(saved, tmp_path, payload):
     payload(Touch(tmp_path / "marker"), saved / MANIFEST)
     refused(saved, tmp_path / "marker", rf"{MANIFEST}: cannot be read")
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pkl", "rng_state.pth", ".metadata", "data.pyd"])
 @pytest.mark.parametrize("payload", PAYLOADS)
-def test_X1_a_pickle_beside_the_files(saved, tmp_path, payload, name):
+def test_a_pickle_beside_the_files(saved, tmp_path, payload, name):
     payload(Touch(tmp_path / "marker"), saved / name)
     refused(saved, tmp_path / "marker", rf"{name}: not part of this checkpoint")
 
@@ -132,7 +132,7 @@ def test_X1_a_pickle_beside_the_files(saved, tmp_path, payload, name):
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
-def test_X1_a_pickle_named_as_another_ranks_file(saved, tmp_path, payload):
+def test_a_pickle_named_as_another_ranks_file(saved, tmp_path, payload):
     payload(Touch(tmp_path / "marker"), saved / "rank-00001.safetensors")
     reseal(saved, lambda manifest: manifest["files"].update({"rank-00001.safetensors": {"bytes": 0, "sha256": ""}}))
     reseal(saved)  # now with its digest
@@ -177,21 +177,21 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("change", HEADERS)
-def test_X1_a_header_that_says_something_else(saved, tmp_path, change):
+def test_a_header_that_says_something_else(saved, tmp_path, change):
     rewrite(saved / FILE, HEADERS[change])
     reseal(saved)
     refused(saved, tmp_path / "marker", rf"{FILE}: ")
 
 
 @pytest.mark.parametrize("length", [0, 1, 1 << 30, 1 << 60, (1 << 64) - 1])
-def test_X1_a_header_that_claims_another_length(saved, tmp_path, length):
+def test_a_header_that_claims_another_length(saved, tmp_path, length):
     contents = (saved / FILE).read_bytes()
     (saved / FILE).write_bytes(length.to_bytes(8, "little") + contents[8:])
     reseal(saved)
     refused(saved, tmp_path / "marker", rf"{FILE}: is no safetensors file")
 
 
-def test_X1_a_manifest_that_nests_too_deeply(saved, tmp_path):
+def test_a_manifest_that_nests_too_deeply(saved, tmp_path):
     (saved / MANIFEST).write_text("[" * 100_000)
     refused(saved, tmp_path / "marker", rf"{MANIFEST}: cannot be read")
 

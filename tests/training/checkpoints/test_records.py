@@ -42,7 +42,7 @@ def remove(folder: Path, *steps: int) -> None:
         shutil.rmtree(folder / "checkpoints" / f"{step:08d}")
 
 
-def test_C13_lines_beyond_the_checkpoint_are_cut_and_done_again(tmp_path, straight, capsys):
+def test_lines_beyond_the_checkpoint_are_cut_and_done_again(tmp_path, straight, capsys):
     config = config_of(tmp_path / "run")
     run(config, stop_at=4)
     remove(tmp_path / "run", 4)
@@ -52,7 +52,7 @@ def test_C13_lines_beyond_the_checkpoint_are_cut_and_done_again(tmp_path, straig
     assert "is not there" not in capsys.readouterr().err, "a run that is killed in step 4 loses as much"
 
 
-def test_C13_a_run_that_has_lost_newer_checkpoints_says_so_and_goes_on(tmp_path, straight, capsys):
+def test_a_run_that_has_lost_newer_checkpoints_says_so_and_goes_on(tmp_path, straight, capsys):
     config = config_of(tmp_path / "run")
     run(config)
     remove(tmp_path / "run", 4, 6)
@@ -63,9 +63,7 @@ def test_C13_a_run_that_has_lost_newer_checkpoints_says_so_and_goes_on(tmp_path,
 
 
 @pytest.mark.parametrize(("asynchronous", "stop", "refused"), [(False, 2, False), (False, 3, True), (True, 4, False)])
-def test_C13_a_run_whose_checkpoints_are_gone_never_starts_at_0_in_silence(
-    tmp_path, straight, asynchronous, stop, refused
-):
+def test_a_run_whose_checkpoints_are_gone_never_starts_at_0_in_silence(tmp_path, straight, asynchronous, stop, refused):
     """Where one must have been there: a line of step 3 is written after the save of step 2."""
     folder = tmp_path / "run"
     config = config_of(folder, asynchronous=asynchronous)
@@ -82,14 +80,14 @@ def test_C13_a_run_whose_checkpoints_are_gone_never_starts_at_0_in_silence(
 
 
 @pytest.mark.parametrize("changed", [{"every": 0}, {"on_failure": "continue"}])
-def test_C13_where_nothing_had_to_be_saved_nothing_is_missed(tmp_path, straight, changed):
+def test_where_nothing_had_to_be_saved_nothing_is_missed(tmp_path, straight, changed):
     config = config_of(tmp_path / "run", **changed)
     run(config, stop_at=5)
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     assert run(config) == straight
 
 
-def test_C13_a_checkpoint_and_metrics_of_different_runs_are_refused(tmp_path):
+def test_a_checkpoint_and_metrics_of_different_runs_are_refused(tmp_path):
     """The same configuration and data, but a checkpoint that another run has saved: here, with other losses."""
     config = config_of(tmp_path / "run")
     run(config, stop_at=4)
@@ -105,7 +103,7 @@ def test_C13_a_checkpoint_and_metrics_of_different_runs_are_refused(tmp_path):
     assert [row["step"] for row in metrics(config)] == [5, 6]
 
 
-def test_C13_lines_that_are_missing_before_the_checkpoint_are_reported(tmp_path, capsys):
+def test_lines_that_are_missing_before_the_checkpoint_are_reported(tmp_path, capsys):
     config = config_of(tmp_path / "run")
     run(config, stop_at=4)
     (tmp_path / "run" / "metrics.jsonl").write_bytes(b"".join(lines(tmp_path / "run")[:1]) + b'{"step": 2, "tra')
@@ -115,7 +113,7 @@ def test_C13_lines_that_are_missing_before_the_checkpoint_are_reported(tmp_path,
     assert [row["step"] for row in metrics(config)] == [1, 5, 6]
 
 
-def test_C13_all_ranks_are_refused_together(tmp_path):
+def test_all_ranks_are_refused_together(tmp_path):
     config = config_of(tmp_path / "run")
     run(config, stop_at=3)
     shutil.rmtree(tmp_path / "run" / "checkpoints")

@@ -53,7 +53,7 @@ TEXTS = (b"", b"00000001\n", b"00000099\n", b"../../etc\n", b"\0", b"7" * 10_000
 
 
 @pytest.mark.parametrize("hint", ["missing", "link", "folder", *TEXTS])
-def test_C7_the_hint_is_never_trusted(run, hint):
+def test_the_hint_is_never_trusted(run, hint):
     latest = checkpoints(run) / "latest"
     latest.unlink()
     if hint == "link":
@@ -66,7 +66,7 @@ def test_C7_the_hint_is_never_trusted(run, hint):
 
 
 @pytest.mark.parametrize("link", ["00000003", "nowhere", "file", "folder"])
-def test_C7_a_numbered_entry_that_is_no_checkpoint_is_refused_by_name(run, link):
+def test_a_numbered_entry_that_is_no_checkpoint_is_refused_by_name(run, link):
     entry = checkpoints(run) / "00000004"
     {"file": entry.touch, "folder": entry.mkdir}.get(link, lambda: entry.symlink_to(entry.with_name(link)))()
     with pytest.raises(CheckpointError, match=r"00000004.*damaged.*--resume \S*00000003") as caught:
@@ -84,7 +84,7 @@ def forget(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, forget])
-def test_C6_a_damaged_newest_is_refused_and_an_older_one_named(run, damage):
+def test_a_damaged_newest_is_refused_and_an_older_one_named(run, damage):
     damage(checkpoints(run) / "00000003")
     damage(checkpoints(run) / "00000002")
     with pytest.raises(CheckpointError, match=r"00000003.*damaged.*--resume \S*00000001") as caught:
@@ -97,7 +97,7 @@ def test_C6_a_damaged_newest_is_refused_and_an_older_one_named(run, damage):
 
 
 @pytest.mark.parametrize("damage", [truncate, forget])
-def test_C7_when_all_are_damaged_the_run_does_not_start_at_zero(run, damage):
+def test_when_all_are_damaged_the_run_does_not_start_at_zero(run, damage):
     for path in checkpoints(run).glob("0*"):
         damage(path)
     with pytest.raises(CheckpointError, match="no older complete checkpoint"):
@@ -114,7 +114,7 @@ def test_another_runs_checkpoint_starts_a_new_directory_only(run, tmp_path):
         start(own, newest)
 
 
-def test_C11_an_edited_configuration_is_refused_key_by_key(run, capsys):
+def test_an_edited_configuration_is_refused_key_by_key(run, capsys):
     changed = {"attention": {"pattern": ["full"]}, "layers": 3, "vocabulary": 300}
     edited = tiny_config(run.run.directory, optimizer={"learning_rate": 0.02}, model=changed)
     with pytest.raises(CheckpointError) as caught:
@@ -130,7 +130,7 @@ def test_C11_an_edited_configuration_is_refused_key_by_key(run, capsys):
     assert "as asked" in logged and "optimizer.learning_rate: 0.01 -> 0.02" in logged and "model.layers" in logged
 
 
-def test_C11_what_does_not_change_the_run_may_be_edited(run, capsys):
+def test_what_does_not_change_the_run_may_be_edited(run, capsys):
     edited = tiny_config(
         run.run.directory,
         "deepspeed",
@@ -147,14 +147,14 @@ def test_C11_what_does_not_change_the_run_may_be_edited(run, capsys):
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_C11_other_data_or_another_tokenizer_is_refused_even_where_the_configuration_may_change(run, allowed):
+def test_other_data_or_another_tokenizer_is_refused_even_where_the_configuration_may_change(run, allowed):
     with pytest.raises(CheckpointError, match=r'other data: data: "data" -> "other"\. Point data.path'):
         start(run, data="other", allow_changed_config=allowed)
     with pytest.raises(CheckpointError, match=r'other data: tokenizer.sha256: "b" -> "c"\. Point'):
         start(run, tokenizer={"name": "bytes", "sha256": "c"}, allow_changed_config=allowed)
 
 
-def test_C11_another_mixture_is_told_and_moved_folders_are_the_same(run):
+def test_another_mixture_is_told_and_moved_folders_are_the_same(run):
     mixed = tiny_config(run.run.directory, data={"mixture": {"a": 2.0, "b": 1.0}})
     reported = r'other data: data: "data" -> "other"; data\.mixture: \{\} -> '
     with pytest.raises(CheckpointError, match=reported + r"\{.a.: 2\.0, .b.: 1\.0\}\. Point data\.path or data\.mix"):

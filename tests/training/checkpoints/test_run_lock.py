@@ -66,7 +66,7 @@ def finetuning(folder: Path) -> Callable[[int], list[Any]]:
 
 
 @pytest.mark.parametrize("kind", [pretraining, finetuning])
-def test_C12_a_second_run_is_refused_in_one_line_before_it_writes(tmp_path, kind, capsys):
+def test_a_second_run_is_refused_in_one_line_before_it_writes(tmp_path, kind, capsys):
     run, start = tmp_path / "run", kind(tmp_path)
     start(2)
     with run_lock(run, Ranks()):
@@ -88,7 +88,7 @@ def test_C12_a_second_run_is_refused_in_one_line_before_it_writes(tmp_path, kind
     assert [row["step"] for row in start(3)] == [1, 2, 3]
 
 
-def test_C12_a_killed_run_keeps_nobody_out_though_its_children_live(tmp_path):
+def test_a_killed_run_keeps_nobody_out_though_its_children_live(tmp_path):
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     children: list[int] = []
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -110,7 +110,7 @@ def test_C12_a_killed_run_keeps_nobody_out_though_its_children_live(tmp_path):
             os.kill(child, signal.SIGKILL)
 
 
-def test_C12_all_ranks_of_a_job_hold_the_folder_and_all_are_refused_together(tmp_path):
+def test_all_ranks_of_a_job_hold_the_folder_and_all_are_refused_together(tmp_path):
     def work(ranks: Ranks) -> None:
         with run_lock(tmp_path, ranks):
             ranks.gather(None)  # all of them are inside
@@ -123,7 +123,7 @@ def test_C12_all_ranks_of_a_job_hold_the_folder_and_all_are_refused_together(tmp
 
 
 @pytest.mark.parametrize("problem", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_C12_a_file_system_without_locks_is_warned_of_and_the_run_goes_on(tmp_path, monkeypatch, capsys, problem):
+def test_a_file_system_without_locks_is_warned_of_and_the_run_goes_on(tmp_path, monkeypatch, capsys, problem):
     monkeypatch.setattr(fcntl, "flock", lambda descriptor, operation: no_locks(descriptor, operation, problem))
     with ExitStack() as both:
         for _ in range(2):
@@ -134,7 +134,7 @@ def test_C12_a_file_system_without_locks_is_warned_of_and_the_run_goes_on(tmp_pa
 
 
 @pytest.mark.parametrize("text", [b"", b"two\nlines", b"\x1b[2J", b"\xff\0"])
-def test_C12_what_the_lock_file_says_is_shown_only_where_it_is_one_line(tmp_path, text):
+def test_what_the_lock_file_says_is_shown_only_where_it_is_one_line(tmp_path, text):
     with run_lock(tmp_path, Ranks()):
         (tmp_path / LOCK).write_bytes(text)
         with pytest.raises(UserError) as refused, run_lock(tmp_path, Ranks()):
@@ -142,7 +142,7 @@ def test_C12_what_the_lock_file_says_is_shown_only_where_it_is_one_line(tmp_path
     assert f"({tmp_path / LOCK} does not say which)" in str(refused.value)
 
 
-def test_C12_a_folder_that_cannot_be_made_is_refused(tmp_path):
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with (
         pytest.raises(UserError, match=r"^run\.directory: .*file/run cannot be made \(Not a directory\)"),
@@ -180,7 +180,7 @@ class Elsewhere:
 
 
 @pytest.mark.parametrize("flock", ["kept by the file server", "not shared between machines", "not supported"])
-def test_C12_a_run_on_another_machine_is_watched_until_it_gives_a_sign_or_has_vanished(
+def test_a_run_on_another_machine_is_watched_until_it_gives_a_sign_or_has_vanished(
     tmp_path, monkeypatch, capsys, flock
 ):
     run = tmp_path / "run"
@@ -209,7 +209,7 @@ def test_C12_a_run_on_another_machine_is_watched_until_it_gives_a_sign_or_has_va
 
 
 @pytest.mark.parametrize("how", ["ended", "another's", "none", "torn"])
-def test_C12_nobody_is_waited_for_whose_heartbeat_does_not_say_that_it_may_live(tmp_path, monkeypatch, how):
+def test_nobody_is_waited_for_whose_heartbeat_does_not_say_that_it_may_live(tmp_path, monkeypatch, how):
     there = Elsewhere(tmp_path, monkeypatch)
     beat = tmp_path / "heartbeats" / "rank-00000.json"
     if how == "ended":
@@ -224,14 +224,14 @@ def test_C12_nobody_is_waited_for_whose_heartbeat_does_not_say_that_it_may_live(
         assert there.now == 0.0
 
 
-def test_C12_on_one_machine_the_kernel_decides_at_once(tmp_path, monkeypatch):
+def test_on_one_machine_the_kernel_decides_at_once(tmp_path, monkeypatch):
     there = Elsewhere(tmp_path, monkeypatch, boot=watchdog_module.boot_id())
     with run_lock(tmp_path, Ranks()), pytest.raises(UserError, match="in use"), run_lock(tmp_path, Ranks()):
         pass
     assert there.now == 0.0
 
 
-def test_C12_a_run_that_had_only_seemed_dead_ends_when_it_comes_back(tmp_path, monkeypatch, capfd):
+def test_a_run_that_had_only_seemed_dead_ends_when_it_comes_back(tmp_path, monkeypatch, capfd):
     """It was stopped for longer than half a minute, say, and its folder was taken over."""
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
@@ -253,12 +253,12 @@ def test_C12_a_run_that_had_only_seemed_dead_ends_when_it_comes_back(tmp_path, m
     assert f"another run has taken over {tmp_path}" in capfd.readouterr().err
 
 
-def test_C12_object_storage_is_refused_by_name():
+def test_object_storage_is_refused_by_name():
     with pytest.raises(ConfigError, match=r'^run\.directory: "s3://bucket/run" is a URL: object storage can neither'):
         build_config({"run": {"directory": "s3://bucket/run"}}, [])
 
 
-def test_C12_storage_that_takes_nothing_is_left_to_whoever_writes_there(tmp_path, monkeypatch, capsys):
+def test_storage_that_takes_nothing_is_left_to_whoever_writes_there(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fcntl, "flock", no_locks)
 
     def full(self: Path, *arguments: Any) -> None:

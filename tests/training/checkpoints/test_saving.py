@@ -100,7 +100,7 @@ def die_at(monkeypatch: pytest.MonkeyPatch, saver: Saver, moment: int) -> Callab
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_C2_a_crash_at_any_moment_leaves_a_complete_checkpoint(tmp_path, asynchronous):
+def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(tmp_path, asynchronous):
     moment, finished, outcomes = 0, False, []
     while not finished:
         saver, engine = prepare(tmp_path / str(moment), 1, 2, asynchronous=asynchronous)
@@ -167,7 +167,7 @@ def test_the_loops_state_comes_back_exactly(tmp_path):
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_N2_what_is_not_finite_is_not_saved(tmp_path, number, asynchronous):
+def test_what_is_not_finite_is_not_saved(tmp_path, number, asynchronous):
     saver, engine = prepare(tmp_path, 1, asynchronous=asynchronous)
     with torch.no_grad():
         engine.module.get_parameter("hidden.bias")[2] = number
@@ -215,7 +215,7 @@ def test_large_tensors_are_written_and_reported_in_blocks(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("umask", [0, 0o027, 0o077])
-def test_X5_nothing_is_writable_by_others_whatever_the_umask(tmp_path, umask):
+def test_nothing_is_writable_by_others_whatever_the_umask(tmp_path, umask):
     saver, engine = prepare(tmp_path / "run")
     before = os.umask(umask)
     try:
@@ -227,7 +227,7 @@ def test_X5_nothing_is_writable_by_others_whatever_the_umask(tmp_path, umask):
         assert mode == (0o755 if entry.is_dir() else 0o644) & ~umask, entry
 
 
-def test_X5_a_planted_link_is_not_written_through(tmp_path, monkeypatch):
+def test_a_planted_link_is_not_written_through(tmp_path, monkeypatch):
     saver, engine = prepare(tmp_path / "run")
     victim = tmp_path / "victim"
     victim.write_text("precious")

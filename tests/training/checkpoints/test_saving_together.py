@@ -44,14 +44,14 @@ def save_twice(folder: Path, world_size: int = 2, unlike: dict[int, dict[str, An
         ({1: {"state": {"losses": [0.1, 0.2 + 3e-17], "skipped": 0}}}, "state.losses: [0.1, 0.2] on ranks 0, 2, "),
     ],
 )
-def test_C10_ranks_that_are_not_saving_the_same_are_refused(tmp_path, unlike, message, asynchronous):
+def test_ranks_that_are_not_saving_the_same_are_refused(tmp_path, unlike, message, asynchronous):
     errors = save_twice(tmp_path, 3, unlike, asynchronous=asynchronous)
     assert {type(error) for error in errors} == {CheckpointError} and len({str(error) for error in errors}) == 1
     assert message in str(errors[0]) and "not saving the same" in str(errors[0])
     assert names(tmp_path / "checkpoints") == ["00000001", "latest"]
 
 
-def test_C10_the_same_on_all_is_saved_once(tmp_path):
+def test_the_same_on_all_is_saved_once(tmp_path):
     assert save_twice(tmp_path, 5) == [None] * 5
     opened = Checkpoint.open(tmp_path / "checkpoints" / "00000002")
     assert (opened.step, opened.sequences, opened.state) == tuple(SAME.values())
@@ -71,7 +71,7 @@ class Bug(Exception):
         (Bug("of ours"), CheckpointError, 2),
     ],
 )
-def test_C4_one_ranks_failure_is_everybodys(tmp_path, monkeypatch, capsys, raised, expected, exit_code, asynchronous):
+def test_one_ranks_failure_is_everybodys(tmp_path, monkeypatch, capsys, raised, expected, exit_code, asynchronous):
     fail_in_rank_1(monkeypatch, raised)
     errors = save_twice(tmp_path, asynchronous=asynchronous)
     assert [type(error) for error in errors] == [expected] * 2 and str(errors[0]) == str(errors[1])
@@ -82,7 +82,7 @@ def test_C4_one_ranks_failure_is_everybodys(tmp_path, monkeypatch, capsys, raise
     assert ("raise raised" in capsys.readouterr().err) == isinstance(raised, Bug), "a bug's traceback is shown"
 
 
-def test_C5_the_room_is_for_all_ranks_together(tmp_path, monkeypatch):
+def test_the_room_is_for_all_ranks_together(tmp_path, monkeypatch):
     assert save_twice(tmp_path / "first") == [None, None]
     files = (tmp_path / "first" / "checkpoints" / "00000002").glob("rank*")
     sizes = [file.stat().st_size for file in files]
@@ -116,13 +116,13 @@ def start(folder: Path, **unlike: Any) -> list[Any]:
         ({"resume": "never"}, 'command.resume: "auto" on ranks 0, 2, "never" on rank 1. Give'),
     ],
 )
-def test_F2_ranks_that_were_given_different_runs_do_not_start(tmp_path, unlike, message):
+def test_ranks_that_were_given_different_runs_do_not_start(tmp_path, unlike, message):
     found = start(tmp_path, **unlike)
     assert [type(one) for one in found] == [ConfigError if message else type(None)] * 3
     assert all(message in str(one) for one in found)
 
 
-def test_F2_ranks_that_run_different_code_do_not_start(tmp_path, monkeypatch):
+def test_ranks_that_run_different_code_do_not_start(tmp_path, monkeypatch):
     def other(ranks: Ranks, value: Any) -> list[Any]:
         values = [value, {**value, "code": {**value["code"], "torch": "1.0", "source": "0" * 64}}]
         return values if "code" in value else [value] * 2
@@ -136,7 +136,7 @@ def test_F2_ranks_that_run_different_code_do_not_start(tmp_path, monkeypatch):
     assert "code.python" not in str(caught.value)
 
 
-def test_F2_the_code_is_the_bytes_and_the_names_of_its_files(tmp_path):
+def test_the_code_is_the_bytes_and_the_names_of_its_files(tmp_path):
     digests = set()
     for files in ({"a.py": "1", "b/c.py": "2"}, {"a.py": "1", "b/c.py": "3"}, {"a.py": "1", "c.py": "2"}):
         folder = tmp_path / str(len(digests))

@@ -36,12 +36,12 @@ ON_CPU = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried t
         (ValueError("can't allocate memory"), False, 0),
     ],
 )
-def test_N9_what_counts_as_out_of_memory(error, is_one, requested):
+def test_what_counts_as_out_of_memory(error, is_one, requested):
     assert is_out_of_memory(error) is is_one
     assert requested_bytes(error) == requested
 
 
-def test_N9_torch_says_of_the_host_what_is_recognised():
+def test_torch_says_of_the_host_what_is_recognised():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 62, dtype=torch.uint8)
     assert is_out_of_memory(caught.value) and requested_bytes(caught.value) == 1 << 62
@@ -51,7 +51,7 @@ def invalid() -> int:
     raise ConfigError("key", "is wrong", "Correct it")
 
 
-def test_N9_the_first_three_changes_that_fit_are_named_with_what_the_plan_missed():
+def test_the_first_three_changes_that_fit_are_named_with_what_the_plan_missed():
     """100 bytes planned, 110 + 40 needed: 50 were missed, of 120 that there can be."""
     peaks = {"too little": 71, "fits": 70, "none": 100, "more": 150, "second": 10, "third": 60, "fourth": 1}
     changes = [("invalid", invalid), *((name, lambda peak=peak: peak) for name, peak in peaks.items())]
@@ -75,7 +75,7 @@ def fail_in_step(monkeypatch, step: int, error: Exception) -> None:
     monkeypatch.setattr(TorchEngine, "_forward", failing)
 
 
-def test_N9_a_pretraining_ends_with_a_table_and_three_settings_that_it_can_take(tmp_path, monkeypatch, capsys):
+def test_a_pretraining_ends_with_a_table_and_three_settings_that_it_can_take(tmp_path, monkeypatch, capsys):
     """The counts are those of the definition: fp32 weights, AdamW's two moments and its counters of steps."""
     data, run = prepared(tmp_path), tmp_path / "run"
     fail_in_step(monkeypatch, 3, torch.OutOfMemoryError(SAID))
@@ -105,7 +105,7 @@ def test_N9_a_pretraining_ends_with_a_table_and_three_settings_that_it_can_take(
         load_config(str(run / "config.json"), [change])
 
 
-def test_N9_where_nothing_is_free_no_change_is_promised(tmp_path, monkeypatch, capsys):
+def test_where_nothing_is_free_no_change_is_promised(tmp_path, monkeypatch, capsys):
     data = prepared(tmp_path)
     fail_in_step(monkeypatch, 1, MemoryError())
     monkeypatch.setattr(memory_shortage, "resident_bytes", lambda: 1000)
@@ -117,14 +117,14 @@ def test_N9_where_nothing_is_free_no_change_is_promised(tmp_path, monkeypatch, c
     assert "No single change is predicted to fit" in capsys.readouterr().err
 
 
-def test_N9_a_run_without_a_plan_reports_its_counts(tmp_path, monkeypatch, capsys):
+def test_a_run_without_a_plan_reports_its_counts(tmp_path, monkeypatch, capsys):
     fail_in_step(monkeypatch, 1, MemoryError("no more"))
     with pytest.raises(MemoryShortage, match="no more"), tiny_run(tiny_config(tmp_path / "run")) as run:
         run.engine.train_step(next(iter(run.batches)).micro_batches, 1, 0.1)
     assert "the plan failed: there is none for this kind of run" in capsys.readouterr().err
 
 
-def test_N9_other_errors_stay_as_they_are(tmp_path, monkeypatch):
+def test_other_errors_stay_as_they_are(tmp_path, monkeypatch):
     fail_in_step(monkeypatch, 1, RuntimeError("size mismatch"))
     with pytest.raises(RuntimeError, match="size mismatch"), tiny_run(tiny_config(tmp_path / "run")) as run:
         run.engine.train_step(next(iter(run.batches)).micro_batches, 1, 0.1)

@@ -9,7 +9,7 @@ from megasparse.training.reporting.stragglers import Stragglers
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_S6_a_rank_half_a_second_slower_is_named_within_20_steps_with_its_ratio(slow):
+def test_a_rank_half_a_second_slower_is_named_within_20_steps_with_its_ratio(slow):
     noise = np.random.default_rng(0)
     stragglers, lines = Stragglers(2), []
     for _ in range(20):
@@ -22,7 +22,7 @@ def test_S6_a_rank_half_a_second_slower_is_named_within_20_steps_with_its_ratio(
     assert stragglers.worst_ratio == pytest.approx(2.0, rel=0.1)
 
 
-def test_S6_the_ratio_is_that_of_the_medians_of_the_last_16_steps():
+def test_the_ratio_is_that_of_the_medians_of_the_last_16_steps():
     table = np.random.default_rng(1).uniform(0.1, 2.0, (40, 5))
     stragglers = Stragglers(5)
     for step, row in enumerate(table):
@@ -34,7 +34,7 @@ def test_S6_the_ratio_is_that_of_the_medians_of_the_last_16_steps():
             assert stragglers.worst_ratio == pytest.approx(max(medians) / median(medians), rel=1e-12)
 
 
-def test_S6_even_ranks_and_a_few_slow_steps_are_no_stragglers():
+def test_even_ranks_and_a_few_slow_steps_are_no_stragglers():
     stragglers = Stragglers(4)
     assert [stragglers.add([1.0, 1.0, 1.0, 1.4]) for _ in range(32)] == [[]] * 32
     assert stragglers.worst_ratio == pytest.approx(1.4)
@@ -44,7 +44,7 @@ def test_S6_even_ranks_and_a_few_slow_steps_are_no_stragglers():
     assert even.worst_ratio == 1.0
 
 
-def test_S6_a_straggler_is_told_again_only_after_it_ended():
+def test_a_straggler_is_told_again_only_after_it_ended():
     stragglers = Stragglers(3)
     reported = [bool(stragglers.add([1.0, 1.0, 3.0])) for _ in range(40)]
     assert reported.index(True) == 15 and sum(reported) == 1
@@ -52,7 +52,7 @@ def test_S6_a_straggler_is_told_again_only_after_it_ended():
     assert sum(bool(stragglers.add([1.0, 1.0, 3.0])) for _ in range(40)) == 1
 
 
-def test_S6_one_rank_alone_and_steps_of_no_time():
+def test_one_rank_alone_and_steps_of_no_time():
     alone, instant = Stragglers(1), Stragglers(2)
     for _ in range(20):
         assert alone.add([5.0]) == []

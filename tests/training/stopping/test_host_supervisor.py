@@ -89,7 +89,7 @@ def pair(tmp_path):
     assert left == [[], []], "left behind"
 
 
-def test_R7_the_host_that_is_left_goes_on_and_grows_when_the_other_is_back(pair):
+def test_the_host_that_is_left_goes_on_and_grows_when_the_other_is_back(pair):
     for host in (0, 1):
         pair.start(host, "--restarts", "1")
     pair.until(lambda: pair.ran(0) == ["0 of 2"] and pair.ran(1) == ["1 of 2"])
@@ -112,7 +112,7 @@ def test_R7_the_host_that_is_left_goes_on_and_grows_when_the_other_is_back(pair)
 
 
 @pytest.mark.parametrize("fault", [0, 1])
-def test_R7_a_host_that_is_at_fault_again_and_again_leaves(pair, fault):
+def test_a_host_that_is_at_fault_again_and_again_leaves(pair, fault):
     """The first one too: the other is rank 0 then."""
     for host in (0, 1):
         pair.start(host, "--restarts", "1")
@@ -126,7 +126,7 @@ def test_R7_a_host_that_is_at_fault_again_and_again_leaves(pair, fault):
     assert pair.ended(1 - fault) == [0]
 
 
-def test_R7_where_no_host_is_at_fault_all_end(pair):
+def test_where_no_host_is_at_fault_all_end(pair):
     for host in (0, 1):
         pair.start(host)
     pair.until(lambda: len(pair.ran(0)) == len(pair.ran(1)) == 1)
@@ -137,7 +137,7 @@ def test_R7_where_no_host_is_at_fault_all_end(pair):
     assert "stopped: node 0 has ended the run" in pair.toys[1].said()
 
 
-def test_R7_a_host_without_ranks_waits_for_the_end_and_a_signal_ends_one_that_waits(pair):
+def test_a_host_without_ranks_waits_for_the_end_and_a_signal_ends_one_that_waits(pair):
     for toy in pair.toys:
         toy.config.write_text(toy.config.read_text().replace('"global_batch": 24', '"global_batch": 2'))
     pair.start(1, ranks=2)

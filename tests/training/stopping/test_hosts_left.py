@@ -52,7 +52,7 @@ class Hosts:
         return {n: (one.node_rank, one.here, one.world_size, one.address) for n, one in self.layouts.items()}
 
 
-def test_R7_the_first_start_waits_until_every_host_has_been_heard_of(tmp_path):
+def test_the_first_start_waits_until_every_host_has_been_heard_of(tmp_path):
     hosts = Hosts(tmp_path)
     second = hosts.living.pop(1)
     hosts.pass_time(ABSENT - 2)
@@ -63,7 +63,7 @@ def test_R7_the_first_start_waits_until_every_host_has_been_heard_of(tmp_path):
     assert hosts.shown() == {0: (0, 2, 6, place), 1: (1, 2, 6, place), 2: (2, 2, 6, place)}
 
 
-def test_R7_a_host_that_never_comes_is_done_without_after_five_minutes(tmp_path):
+def test_a_host_that_never_comes_is_done_without_after_five_minutes(tmp_path):
     hosts = Hosts(tmp_path)
     hosts.go(1)
     hosts.pass_time(ABSENT - 2)
@@ -73,7 +73,7 @@ def test_R7_a_host_that_never_comes_is_done_without_after_five_minutes(tmp_path)
 
 
 @pytest.mark.parametrize("gone", [0, 1, 2])
-def test_R7_the_hosts_that_are_left_go_on_when_one_has_been_silent_for_half_a_minute(tmp_path, monkeypatch, gone):
+def test_the_hosts_that_are_left_go_on_when_one_has_been_silent_for_half_a_minute(tmp_path, monkeypatch, gone):
     """The first one too: then they meet at the second, where that reaches it."""
     names = iter(["zero", "one", "two"])
     monkeypatch.setattr(hosts_left, "own_address", lambda first: next(names))
@@ -89,7 +89,7 @@ def test_R7_the_hosts_that_are_left_go_on_when_one_has_been_silent_for_half_a_mi
     assert hosts.shown() == {node: (number, 2, 4, place) for number, node in enumerate(left)}
 
 
-def test_R7_no_start_is_decided_while_a_living_host_still_has_ranks(tmp_path):
+def test_no_start_is_decided_while_a_living_host_still_has_ranks(tmp_path):
     hosts = Hosts(tmp_path)
     hosts.pass_time()
     hosts.end_ranks(0, 1)
@@ -101,7 +101,7 @@ def test_R7_no_start_is_decided_while_a_living_host_still_has_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("back", [0, 2])
-def test_R7_a_host_that_comes_back_takes_part_again(tmp_path, back):
+def test_a_host_that_comes_back_takes_part_again(tmp_path, back):
     hosts = Hosts(tmp_path)
     hosts.pass_time()
     hosts.go(back)
@@ -125,7 +125,7 @@ def test_R7_a_host_that_comes_back_takes_part_again(tmp_path, back):
     assert not any(host.growing() for host in hosts.living.values())
 
 
-def test_R7_hosts_among_which_the_batch_does_not_divide_stay_in_reserve(tmp_path):
+def test_hosts_among_which_the_batch_does_not_divide_stay_in_reserve(tmp_path):
     hosts = Hosts(tmp_path, sizes=(4, 2, 1))
     hosts.pass_time()
     assert [hosts.shown()[node][:3] for node in sorted(hosts.layouts)] == [(0, 2, 4), (1, 2, 4)]
@@ -137,13 +137,13 @@ def test_R7_hosts_among_which_the_batch_does_not_divide_stay_in_reserve(tmp_path
     assert [hosts.shown()[node][:3] for node in (0, 2)] == [(0, 2, 4), (1, 2, 4)]
 
 
-def test_R7_the_last_host_may_have_work_for_some_of_its_ranks(tmp_path):
+def test_the_last_host_may_have_work_for_some_of_its_ranks(tmp_path):
     hosts = Hosts(tmp_path, sizes=(3, 1))
     hosts.pass_time()
     assert [hosts.shown()[node][:3] for node in sorted(hosts.layouts)] == [(0, 2, 3), (1, 1, 3)]
 
 
-def test_R7_too_few_hosts_wait_for_others_and_then_end(tmp_path):
+def test_too_few_hosts_wait_for_others_and_then_end(tmp_path):
     hosts = Hosts(tmp_path, sizes=(6, 4))
     hosts.pass_time()
     for node in (0, 2):
@@ -155,7 +155,7 @@ def test_R7_too_few_hosts_wait_for_others_and_then_end(tmp_path):
         hosts.pass_time(4)
 
 
-def test_R7_a_host_that_ends_for_the_others_ends_all(tmp_path):
+def test_a_host_that_ends_for_the_others_ends_all(tmp_path):
     hosts = Hosts(tmp_path)
     hosts.pass_time()
     hosts.end_ranks(0, 2)
@@ -166,7 +166,7 @@ def test_R7_a_host_that_ends_for_the_others_ends_all(tmp_path):
     assert over.value.code == 5
 
 
-def test_R7_where_restarts_are_used_up_one_host_leaves_or_all_end(tmp_path):
+def test_where_restarts_are_used_up_one_host_leaves_or_all_end(tmp_path):
     hosts = Hosts(tmp_path)
     hosts.pass_time()
     hosts.used_up = {0, 1, 2}
@@ -180,7 +180,7 @@ def test_R7_where_restarts_are_used_up_one_host_leaves_or_all_end(tmp_path):
         hosts.pass_time()
 
 
-def test_R7_what_an_earlier_run_has_left_is_not_believed(tmp_path):
+def test_what_an_earlier_run_has_left_is_not_believed(tmp_path):
     before = Hosts(tmp_path)
     before.pass_time()
     before.living[1].end(0, here=False)
@@ -192,7 +192,7 @@ def test_R7_what_an_earlier_run_has_left_is_not_believed(tmp_path):
     assert sorted(again.layouts) == [0, 2]
 
 
-def test_R7_a_start_that_is_over_before_a_host_has_heard_of_it_is_not_joined(tmp_path):
+def test_a_start_that_is_over_before_a_host_has_heard_of_it_is_not_joined(tmp_path):
     hosts = Hosts(tmp_path, nodes=2, sizes=(4, 2))
     hosts.pass_time(PERIOD)
     late = hosts.living.pop(1)
@@ -208,14 +208,14 @@ def test_R7_a_start_that_is_over_before_a_host_has_heard_of_it_is_not_joined(tmp
     assert {host._own.start for host in hosts.living.values()} == {2}
 
 
-def test_R7_a_host_that_cannot_write_takes_no_part(tmp_path, capsys):
+def test_a_host_that_cannot_write_takes_no_part(tmp_path, capsys):
     (tmp_path / "file").touch()
     host = HostsLeft(tmp_path / "file", NodeLayout(1, 2, 0, ("first", 1)), (2, 1), iter(range(10_000)).__next__)
     assert [host.agree(False) for _ in range(2 * int(ABSENT))] == [None] * 2 * int(ABSENT)
     assert capsys.readouterr().err.count("cannot be written to (") == 1
 
 
-def test_R7_a_file_that_is_no_heartbeat_is_no_host(tmp_path):
+def test_a_file_that_is_no_heartbeat_is_no_host(tmp_path):
     hosts = Hosts(tmp_path, nodes=2, sizes=(4, 2))
     hosts.go(1)
     for text in ("{", json.dumps({"crc32": 0, "heartbeat": {}}), "[" * 100_000):
@@ -224,6 +224,6 @@ def test_R7_a_file_that_is_no_heartbeat_is_no_host(tmp_path):
     assert not hosts.layouts
 
 
-def test_R7_the_address_of_a_host_is_the_one_that_reaches_the_first():
+def test_the_address_of_a_host_is_the_one_that_reaches_the_first():
     assert hosts_left.own_address(("127.0.0.1", 29500)) == "127.0.0.1"
     assert hosts_left.own_address(("no such host", 29500)) == hosts_left.socket.gethostname()

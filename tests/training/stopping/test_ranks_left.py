@@ -30,7 +30,7 @@ def config_of(global_batch: int, micro_batch: int = 1, sequence: int = 1):
 @pytest.mark.parametrize(
     ("batch", "possible"), [((8, 1, 1), [1, 2, 4, 8]), ((12, 2, 1), [1, 2, 3, 6]), ((4, 1, 2), [2, 4, 8])]
 )
-def test_R7_the_numbers_of_ranks_that_share_out_a_batch(batch, possible):
+def test_the_numbers_of_ranks_that_share_out_a_batch(batch, possible):
     config = config_of(*batch)
     assert possible_ranks(config) == possible
     for most in range(1, 10):
@@ -41,7 +41,7 @@ def test_R7_the_numbers_of_ranks_that_share_out_a_batch(batch, possible):
             assert ranks_to_go_on_with(config, most, None) == [most]
 
 
-def test_R7_what_cannot_be_divided_is_one_error_before_the_run(toy):
+def test_what_cannot_be_divided_is_one_error_before_the_run(toy):
     assert toy.run("ready()", "--ranks", "5") == 2
     problem = "5 ranks cannot share out training.global_batch: 24 sequences divide among 1, 2, 3, 4, 6, 8, 12, 24"
     hint = "Start one of these numbers, or give --min-ranks for the next below"
@@ -51,20 +51,20 @@ def test_R7_what_cannot_be_divided_is_one_error_before_the_run(toy):
     assert not toy.notes("started", 0)
 
 
-def test_R7_fewer_than_there_are_where_the_batch_does_not_divide(toy):
+def test_fewer_than_there_are_where_the_batch_does_not_divide(toy):
     assert toy.run("ready()", "--ranks", "5", "--min-ranks", "1") == 0
     assert [len(toy.notes("started", rank)) for rank in range(5)] == [1, 1, 1, 1, 0]
     assert "supervisor: numbers of ranks that this run may have: 4, 3, 2, 1" in toy.said()
 
 
-def test_R7_ranks_of_several_nodes_that_are_not_all_needed():
+def test_ranks_of_several_nodes_that_are_not_all_needed():
     nodes = [NodeLayout(ranks=2, nodes=3, node_rank=node, total=3) for node in range(3)]
     assert [node.here for node in nodes] == [2, 1, 0]
     last = nodes[1].environment(0, ("host", 1))
     assert [last[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == ["2", "3", "0", "1"]
 
 
-def test_R7_a_run_goes_on_without_the_device_that_fails_again_and_again(toy):
+def test_a_run_goes_on_without_the_device_that_fails_again_and_again(toy):
     lines = BROKEN + "while os.environ['WORLD_SIZE'] == '4': time.sleep(0.01)"
     toy.start(lines, "--ranks", "4", "--restarts", "1", "--min-ranks", "2", LAST_WORDS=0.0)
     assert toy.wait_as_time_passes() == 0
@@ -73,7 +73,7 @@ def test_R7_a_run_goes_on_without_the_device_that_fails_again_and_again(toy):
     assert "going on without its device, with 3 of 4 ranks" in toy.said()
 
 
-def test_R7_not_with_fewer_than_asked_for_and_not_unless_asked(toy):
+def test_not_with_fewer_than_asked_for_and_not_unless_asked(toy):
     for options in (["--min-ranks", "4"], []):
         for notes in toy.folder.glob("ran-*"):
             notes.unlink()
@@ -95,7 +95,7 @@ def ran(toy, start: int) -> None:
     toy.wait_until(lambda: len(toy.notes("ran", 0)) >= start)
 
 
-def test_R7_all_are_tried_again_after_an_hour_and_grow(toy):
+def test_all_are_tried_again_after_an_hour_and_grow(toy):
     toy.start(SAVES + ENDS, "--ranks", "4", "--restarts", "0", "--min-ranks", "2", LAST_WORDS=0.0)
     ran(toy, 1)
     ran(toy, 2)
@@ -112,7 +112,7 @@ def test_R7_all_are_tried_again_after_an_hour_and_grow(toy):
     assert "supervisor: trying all 4 ranks again" in toy.said()
 
 
-def test_R7_a_try_that_fails_costs_one_start_and_the_next_is_two_hours_away(toy):
+def test_a_try_that_fails_costs_one_start_and_the_next_is_two_hours_away(toy):
     toy.start(SAVES + ENDS, "--ranks", "4", "--restarts", "2", "--min-ranks", "2", LAST_WORDS=0.0)
     ran(toy, 4)
     toy.wait_for("ready3", ranks=3)

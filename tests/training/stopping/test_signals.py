@@ -95,7 +95,7 @@ def runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
-def test_S1_a_signal_is_noted_and_the_process_ends_by_itself(tmp_path, number):
+def test_a_signal_is_noted_and_the_process_ends_by_itself(tmp_path, number):
     rank = start(tmp_path, script(after="time.sleep(0.3)"))
     rank.send_signal(number)
     _, said = rank.communicate(timeout=LIMIT)
@@ -104,7 +104,7 @@ def test_S1_a_signal_is_noted_and_the_process_ends_by_itself(tmp_path, number):
     assert said.count("\n") == 1 and said.startswith(f"{number.name}: saving and stopping")
 
 
-def test_S1_the_note_is_there_at_once_for_the_thread_that_was_interrupted(tmp_path):
+def test_the_note_is_there_at_once_for_the_thread_that_was_interrupted(tmp_path):
     turn = "os.kill(os.getpid(), 15); (folder / 'seen').write_text(str(signals.wanted))"
     rank = start(tmp_path, script(turn=turn))
     assert rank.wait(timeout=LIMIT) == 0
@@ -112,7 +112,7 @@ def test_S1_the_note_is_there_at_once_for_the_thread_that_was_interrupted(tmp_pa
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
-def test_S1_two_signals_within_half_a_second_are_one_and_a_later_one_ends_at_once(tmp_path, second):
+def test_two_signals_within_half_a_second_are_one_and_a_later_one_ends_at_once(tmp_path, second):
     rank = start(tmp_path, script(after="wait_for('never')"))
     rank.send_signal(signal.SIGINT)
     assert wait_for(lambda: looks_at_clock(tmp_path) == 1)
@@ -126,7 +126,7 @@ def test_S1_two_signals_within_half_a_second_are_one_and_a_later_one_ends_at_onc
     assert said.count("saving and stopping") == 1
 
 
-def test_S1_sigusr1_is_never_the_second_signal_and_makes_none_the_second(tmp_path):
+def test_sigusr1_is_never_the_second_signal_and_makes_none_the_second(tmp_path):
     rank = start(tmp_path, script(after="wait_for('saved')"))
     rank.send_signal(signal.SIGUSR1)
     read_until(rank.stderr, "SIGUSR1: saving and stopping")
@@ -141,7 +141,7 @@ def test_S1_sigusr1_is_never_the_second_signal_and_makes_none_the_second(tmp_pat
     assert (tmp_path / "wanted").read_text() == "SIGUSR1"
 
 
-def test_S1_signals_are_heard_while_the_main_thread_is_deep_in_a_library(tmp_path):
+def test_signals_are_heard_while_the_main_thread_is_deep_in_a_library(tmp_path):
     locked = "import ctypes; c = ctypes.CDLL(None); m = ctypes.create_string_buffer(64); c.pthread_mutex_lock(m)"
     rank = start(tmp_path, script(before=locked, turn="c.pthread_mutex_lock(m)"))  # which never comes back
     rank.send_signal(signal.SIGTERM)
@@ -152,7 +152,7 @@ def test_S1_signals_are_heard_while_the_main_thread_is_deep_in_a_library(tmp_pat
     assert rank.wait(timeout=LIMIT) == 128 + signal.SIGTERM
 
 
-def test_S1_nobody_reading_stderr_is_no_reason_to_fail(tmp_path):
+def test_nobody_reading_stderr_is_no_reason_to_fail(tmp_path):
     rank = start(tmp_path, script())
     assert rank.stderr is not None
     rank.stderr.close()
@@ -161,7 +161,7 @@ def test_S1_nobody_reading_stderr_is_no_reason_to_fail(tmp_path):
     assert (tmp_path / "wanted").read_text() == "SIGTERM"
 
 
-def test_S1_sigusr2_prints_the_stacks_and_asks_for_nothing(tmp_path):
+def test_sigusr2_prints_the_stacks_and_asks_for_nothing(tmp_path):
     rank = start(tmp_path, "def waiting_for_data():\n    time.sleep(1)\n" + script(turn="waiting_for_data()"))
     rank.send_signal(signal.SIGUSR2)
     read_until(rank.stderr, "in waiting_for_data")
@@ -170,7 +170,7 @@ def test_S1_sigusr2_prints_the_stacks_and_asks_for_nothing(tmp_path):
     assert (tmp_path / "wanted").read_text() == "SIGTERM"
 
 
-def test_S1_a_forked_child_takes_signals_for_itself(tmp_path):
+def test_a_forked_child_takes_signals_for_itself(tmp_path):
     fork = "child = os.fork()\nif child == 0:\n    (folder / 'forked').touch()\n    time.sleep(20)\n"
     fork += "(folder / 'child').write_text(str(child))"
     turn = "time.sleep(0.5); (folder / 'status').write_text(str(os.waitpid(child, 0)[1])); break"
@@ -189,7 +189,7 @@ sys.exit(subprocess.call(sys.argv[1:], env=os.environ | {"RANK": "0"}))
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["while following", "before following"])
-def test_S1_the_launcher_is_killed(tmp_path, late):
+def test_the_launcher_is_killed(tmp_path, late):
     before = "(folder / 'ready').touch()\nwhile not (folder / 'killed').exists(): time.sleep(0.02)" if late else ""
     command = [sys.executable, "-c", LAUNCHER, sys.executable, "-c", script(before=before), str(tmp_path)]
     launcher = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE)
@@ -201,7 +201,7 @@ def test_S1_the_launcher_is_killed(tmp_path, late):
     assert (tmp_path / "wanted").read_text() == "the launcher ended"
 
 
-def test_S1_without_a_launcher_the_end_of_the_shell_is_survived(tmp_path):
+def test_without_a_launcher_the_end_of_the_shell_is_survived(tmp_path):
     shell = LAUNCHER.replace('os.environ | {"RANK": "0"}', "os.environ")
     command = [sys.executable, "-c", shell, sys.executable, "-c", script(), str(tmp_path)]
     parent = subprocess.Popen(command, env=environment())
@@ -216,7 +216,7 @@ def test_S1_without_a_launcher_the_end_of_the_shell_is_survived(tmp_path):
 
 
 @pytest.mark.parametrize("package", ["deepspeed", "another"])
-def test_S1_the_deepspeed_command_is_killed_and_its_launcher_lives_on(tmp_path, package):
+def test_the_deepspeed_command_is_killed_and_its_launcher_lives_on(tmp_path, package):
     folder = tmp_path / "packages" / package / "launcher"
     folder.mkdir(parents=True)
     for init in (folder / "__init__.py", folder.parent / "__init__.py"):

@@ -15,7 +15,7 @@ print(json.dumps([__name__, sys.argv[1:], dict(os.environ), sys.stdin.read(), so
 """
 
 
-def test_S2_a_rank_in_reserve_becomes_the_rank_of_its_environment(tmp_path, capfd):
+def test_a_rank_in_reserve_becomes_the_rank_of_its_environment(tmp_path, capfd):
     """Everything imported, and nothing left of its wait: as a process started with that environment."""
     (tmp_path / "script.py").write_text(SHOWS)
     spares = Spares([sys.executable, str(tmp_path / "script.py"), "--a", "b"])
@@ -34,7 +34,7 @@ def test_S2_a_rank_in_reserve_becomes_the_rank_of_its_environment(tmp_path, capf
     assert other.returncode == -9 and spares.take() is None
 
 
-def test_S2_a_rank_in_reserve_that_has_died_is_not_taken(monkeypatch):
+def test_a_rank_in_reserve_that_has_died_is_not_taken(monkeypatch):
     spares = Spares(["python", "-m", "megasparse", "pretrain"])
     monkeypatch.setattr(spares, "_command", [sys.executable, "-c", "pass"])
     spares.fill(1)
@@ -52,7 +52,7 @@ os._exit(9)
 """
 
 
-def test_S2_a_rank_in_reserve_ends_with_its_supervisor(tmp_path):
+def test_a_rank_in_reserve_ends_with_its_supervisor(tmp_path):
     (tmp_path / "script.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     command = [sys.executable, "-c", SUPERVISOR, str(tmp_path / "script.py")]
     ended = subprocess.run(command, stdout=subprocess.PIPE, timeout=300)

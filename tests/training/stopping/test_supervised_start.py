@@ -14,7 +14,7 @@ from tests.helpers.supervised import LIMIT, ROOT, TOY
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", ""])
-def test_S8_a_port_in_use_is_one_clear_line_and_no_rank_is_started(toy, host):
+def test_a_port_in_use_is_one_clear_line_and_no_rank_is_started(toy, host):
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind((host, 0))
@@ -28,7 +28,7 @@ def test_S8_a_port_in_use_is_one_clear_line_and_no_rank_is_started(toy, host):
         assert toy.run("ready()", "--nodes", "2", "--node-rank", "1", "--address", f"127.0.0.1:{port}") == 0
 
 
-def test_S8_each_start_has_a_port_of_its_own_that_only_rank_0_can_have(toy):
+def test_each_start_has_a_port_of_its_own_that_only_rank_0_can_have(toy):
     lines = """
 import socket
 port = int(os.environ["MASTER_PORT"])
@@ -50,7 +50,7 @@ sys.exit(77)
     assert len(set(toy.notes("port", 0))) == 3
 
 
-def test_S8_a_port_just_left_by_the_last_start_can_be_had_again(toy):
+def test_a_port_just_left_by_the_last_start_can_be_had_again(toy):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -74,7 +74,7 @@ NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "
 SHOW = f"import json; note('given', json.dumps([[os.environ.get(n) for n in {NAMES}], sys.argv[1:]]))"
 
 
-def test_S1_environment_and_arguments_of_the_ranks(toy):
+def test_environment_and_arguments_of_the_ranks(toy):
     assert toy.run(SHOW, "--ranks", "2") == 0
     ports = set()
     for rank in range(2):
@@ -85,7 +85,7 @@ def test_S1_environment_and_arguments_of_the_ranks(toy):
     assert len(ports) == 1
 
 
-def test_S1_ranks_of_the_second_of_two_nodes(toy):
+def test_ranks_of_the_second_of_two_nodes(toy):
     options = ["--ranks", "2", "--nodes", "2", "--node-rank", "1", "--address", "node0:29500"]
     assert toy.run(SHOW, *options) == 0
     for local in range(2):

@@ -25,7 +25,7 @@ def start_two(toy: Toy, lines: str, *options: str, **constants: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-def test_S1_a_signal_reaches_each_rank_once_and_a_save_may_take_longer_than_any_limit(toy, name):
+def test_a_signal_reaches_each_rank_once_and_a_save_may_take_longer_than_any_limit(toy, name):
     start_two(toy, "save_and_end(f'save-{RANK}'); ready(); sleep()")
     toy.signal(signal.Signals[name])
     toy.allow("save-0")
@@ -40,7 +40,7 @@ def test_S1_a_signal_reaches_each_rank_once_and_a_save_may_take_longer_than_any_
         assert toy.notes("saved", rank), "killed in its save"
 
 
-def test_S1_two_signals_at_once_are_one_request(toy):
+def test_two_signals_at_once_are_one_request(toy):
     start_two(toy, "save_and_end('save'); ready(); sleep()")
     toy.signal(signal.SIGINT)
     toy.wait_for("signals")
@@ -52,7 +52,7 @@ def test_S1_two_signals_at_once_are_one_request(toy):
     assert [toy.notes("signals", rank) for rank in range(2)] == [["SIGINT"]] * 2
 
 
-def test_S1_SIGTERM_after_SIGUSR1_still_lets_them_save(toy):
+def test_SIGTERM_after_SIGUSR1_still_lets_them_save(toy):
     lines = "on_signals(lambda n: None if n == signal.SIGUSR1 else (note('saved'), sys.exit(0)))"
     start_two(toy, f"{lines}\nready(); sleep()")
     toy.signal(signal.SIGUSR1)
@@ -64,7 +64,7 @@ def test_S1_SIGTERM_after_SIGUSR1_still_lets_them_save(toy):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_S1_a_second_signal_ends_all_at_once(toy, name):
+def test_a_second_signal_ends_all_at_once(toy, name):
     """Rank 0 ends by itself; rank 1 does not even hear it."""
     lines = """
 asked = []
@@ -85,7 +85,7 @@ ready(); sleep()
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-def test_S1_before_a_rank_can_handle_it_a_signal_is_no_failure(toy, name):
+def test_before_a_rank_can_handle_it_a_signal_is_no_failure(toy, name):
     start_two(toy, "ready(); sleep()", "--restarts", "3")
     toy.signal(signal.Signals[name])
     assert toy.wait() == 0
@@ -93,7 +93,7 @@ def test_S1_before_a_rank_can_handle_it_a_signal_is_no_failure(toy, name):
     assert f"supervisor: stopped by {name} before training had begun" in toy.said()
 
 
-def test_S1_a_rank_that_waits_for_one_ended_in_its_start_is_ended_too(toy):
+def test_a_rank_that_waits_for_one_ended_in_its_start_is_ended_too(toy):
     start_two(toy, "RANK and on_signals(lambda n: None)\nready(); sleep()")
     toy.signal(signal.SIGTERM)
     toy.wait_until(lambda: bool(toy.notes("signals", 1)))
@@ -101,7 +101,7 @@ def test_S1_a_rank_that_waits_for_one_ended_in_its_start_is_ended_too(toy):
     assert toy.notes("signals", 1) == ["SIGTERM"]
 
 
-def test_S1_a_save_that_fails_is_reported_and_not_tried_again(toy):
+def test_a_save_that_fails_is_reported_and_not_tried_again(toy):
     start_two(toy, "on_signals(lambda n: sys.exit(3))\nready(); sleep()", "--restarts", "3")
     toy.signal(signal.SIGTERM)
     assert toy.wait() == 3
@@ -109,7 +109,7 @@ def test_S1_a_save_that_fails_is_reported_and_not_tried_again(toy):
     assert "exit code 3 (a checkpoint could not be written)" in toy.cause()
 
 
-def test_S1_a_signal_before_a_restart_ends_the_supervisor(toy):
+def test_a_signal_before_a_restart_ends_the_supervisor(toy):
     toy.start("ready(); sys.exit(5)", "--restarts", "3", FIRST_WAIT=60.0)
     toy.wait_until(lambda: "starting again" in toy.said())
     toy.signal(signal.SIGTERM)
@@ -123,7 +123,7 @@ def test_S1_a_signal_before_a_restart_ends_the_supervisor(toy):
 WAITING = "on_signals(lambda n: None)\nready()\n"
 
 
-def test_S2_a_killed_rank_is_named_and_the_others_are_ended_stopped_ones_and_grandchildren_too(toy):
+def test_a_killed_rank_is_named_and_the_others_are_ended_stopped_ones_and_grandchildren_too(toy):
     lines = """
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 if RANK == 2:
@@ -139,16 +139,16 @@ if RANK == 2:
     assert toy.leftovers() == []
 
 
-def test_S2_all_is_over_within_5_seconds():
+def test_all_is_over_within_5_seconds():
     assert supervisor.LAST_WORDS + supervisor.POLL <= 4 and supervisor.AT_ONCE <= 5
 
 
-def test_S2_grandchildren_do_not_outlive_a_normal_end_either(toy):
+def test_grandchildren_do_not_outlive_a_normal_end_either(toy):
     assert toy.run("subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])", "--ranks", "2") == 0
     assert toy.leftovers() == []
 
 
-def test_S2_a_failed_start_leaves_no_rank_behind(toy, monkeypatch):
+def test_a_failed_start_leaves_no_rank_behind(toy, monkeypatch):
     started = []
     real = subprocess.Popen
 
@@ -166,18 +166,18 @@ def test_S2_a_failed_start_leaves_no_rank_behind(toy, monkeypatch):
     assert started[0].returncode == -signal.SIGKILL
 
 
-def test_S2_exit_codes_are_seen_where_SIGCHLD_is_ignored(toy):
+def test_exit_codes_are_seen_where_SIGCHLD_is_ignored(toy):
     toy.start("sys.exit(3 * RANK)", "--ranks", "2", ignore=signal.SIGCHLD)
     assert toy.wait() == 3
 
 
-def test_S2_a_rank_that_hangs_after_the_others_ended_well_is_named(toy):
+def test_a_rank_that_hangs_after_the_others_ended_well_is_named(toy):
     start_two(toy, f"{WAITING}\nif RANK == 1: sleep()")
     assert toy.wait_as_time_passes() == HANG
     assert f"rank 1 (pid {toy.notes('started', 1)[0]}) was still running 60 s after" in toy.cause()
 
 
-def test_S2_a_rank_may_end_a_little_later_than_another(toy):
+def test_a_rank_may_end_a_little_later_than_another(toy):
     toy.start("RANK and wait_for('end'); note('done')", "--ranks", "2")
     toy.wait_for("done", ranks=1)
     toy.turn()  # its end is seen
@@ -186,7 +186,7 @@ def test_S2_a_rank_may_end_a_little_later_than_another(toy):
     assert toy.wait() == 0 and toy.notes("done", 1)
 
 
-def test_S5_the_traceback_of_a_rank_is_followed_by_one_line_that_names_it(toy):
+def test_the_traceback_of_a_rank_is_followed_by_one_line_that_names_it(toy):
     toy.start(f"{WAITING}\nif RANK == 1: raise RuntimeError('of rank 1')\nsleep()", "--ranks", "2")
     toy.wait_until(lambda: "RuntimeError: of rank 1" in toy.said())
     assert toy.wait_as_time_passes() == 1
@@ -206,23 +206,23 @@ def test_S5_the_traceback_of_a_rank_is_followed_by_one_line_that_names_it(toy):
         (77, "exit code 77"),
     ],
 )
-def test_S5_exit_codes_are_explained(toy, code, words):
+def test_exit_codes_are_explained(toy, code, words):
     assert toy.run(f"sys.exit({code})") == code
     assert words in toy.cause()
 
 
 @pytest.mark.parametrize("end, code", [("sys.exit(1)", 1), ("os.kill(os.getpid(), signal.SIGSEGV)", 139)])
-def test_S5_a_rank_that_lost_another_is_not_the_cause(toy, end, code):
+def test_a_rank_that_lost_another_is_not_the_cause(toy, end, code):
     assert toy.run(f"RANK or sys.exit(6)\ntime.sleep(0.2)\n{end}", "--ranks", "2") == code
     assert "rank 1 " in toy.cause()
 
 
-def test_S5_a_lost_rank_of_another_node_is_the_cause_where_no_rank_here_has_another(toy):
+def test_a_lost_rank_of_another_node_is_the_cause_where_no_rank_here_has_another(toy):
     assert toy.run("sys.exit(6)", "--ranks", "2") == LOST_PEER
     assert "rank 0 " in toy.cause()
 
 
-def test_S5_the_others_have_time_for_their_last_words(toy):
+def test_the_others_have_time_for_their_last_words(toy):
     lines = "RANK or sys.exit(1)\ntime.sleep(0.4)\nprint('last words'); sys.exit(6)"
     assert toy.run(lines, "--ranks", "2") == 1
     assert "last words" in toy.said()
@@ -236,20 +236,20 @@ STAYS = {"sys.exit(2)": 2, "sys.exit(4)": 4}
 
 
 @pytest.mark.parametrize("end", [*MAY_GO, *STAYS])
-def test_S7_started_again_after_a_failure_that_this_may_fix_but_no_mistake_or_divergence(toy, end):
+def test_started_again_after_a_failure_that_this_may_fix_but_no_mistake_or_divergence(toy, end):
     once = f"ready()\nlen((HERE / 'started-0').read_text().split()) == 1 and {end}"
     assert toy.run(once, "--restarts", "3" if end in STAYS else "1") == STAYS.get(end, 0)
     assert len(toy.notes("started", 0)) == (1 if end in STAYS else 2)
 
 
-def test_S7_not_started_again_unless_asked_to(toy):
+def test_not_started_again_unless_asked_to(toy):
     lines = "(CHECKPOINTS / '00000001').mkdir(parents=True); ready(); sys.exit(1)"
     assert toy.run(lines) == 1
     assert len(toy.notes("started", 0)) == 1
     assert "stopped" not in toy.said()
 
 
-def test_S7_failing_at_the_same_checkpoint_ends_after_the_limit_with_a_clear_message(toy):
+def test_failing_at_the_same_checkpoint_ends_after_the_limit_with_a_clear_message(toy):
     (toy.folder / "run" / "checkpoints" / "00000010").mkdir(parents=True)
     assert toy.run("ready(); sys.exit(5)", "--restarts", "2") == 5
     pids = toy.notes("started", 0)
@@ -260,13 +260,13 @@ def test_S7_failing_at_the_same_checkpoint_ends_after_the_limit_with_a_clear_mes
     )
 
 
-def test_S7_failing_before_the_first_checkpoint_ends_after_the_limit(toy):
+def test_failing_before_the_first_checkpoint_ends_after_the_limit(toy):
     assert toy.run("ready(); sys.exit(1)", "--restarts", "2") == 1
     assert len(toy.notes("started", 0)) == 3
     assert "stopped: ended 3 times before the first checkpoint" in toy.cause()
 
 
-def test_S7_a_new_checkpoint_sets_the_limit_back(toy):
+def test_a_new_checkpoint_sets_the_limit_back(toy):
     lines = """
 ready()
 start = len((HERE / 'started-0').read_text().split())
@@ -288,11 +288,11 @@ def in_process(monkeypatch, restarts: int) -> list[float]:
     return waits
 
 
-def test_S7_the_wait_before_a_restart_doubles_up_to_half_a_minute(monkeypatch):
+def test_the_wait_before_a_restart_doubles_up_to_half_a_minute(monkeypatch):
     assert in_process(monkeypatch, 7) == [1, 2, 4, 8, 16, 30, 30]
 
 
-def test_S7_storage_that_cannot_be_read_is_no_progress_and_no_crash(monkeypatch):
+def test_storage_that_cannot_be_read_is_no_progress_and_no_crash(monkeypatch):
     def unreadable(directory):
         raise OSError(5, "Input/output error")
 
@@ -300,13 +300,13 @@ def test_S7_storage_that_cannot_be_read_is_no_progress_and_no_crash(monkeypatch)
     assert len(in_process(monkeypatch, 2)) == 2
 
 
-def test_S7_a_checkpoint_chosen_by_hand_is_refused_with_restarts(toy):
+def test_a_checkpoint_chosen_by_hand_is_refused_with_restarts(toy):
     with pytest.raises(ConfigError, match=r"--resume never: every one of 3 restarts.* Leave out --restarts"):
         supervised_config(["--config", str(toy.config), "--resume", "never"], restarts=3)
     supervised_config(["--config", str(toy.config), "--resume", "never"])
 
 
-def test_N9_a_kill_by_the_kernel_for_want_of_memory_is_told_from_others():
+def test_a_kill_by_the_kernel_for_want_of_memory_is_told_from_others():
     """By the count that /proc/vmstat has of them; the tests' machine may itself have any number."""
     counted = [
         int(line.split()[1]) for line in Path("/proc/vmstat").read_text().splitlines() if line[:9] == "oom_kill "

@@ -86,7 +86,7 @@ def started(ranks: Ranks) -> Ranks:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_S3_a_rank_behind_is_named_by_all_with_what_it_was_doing(tmp_path, timers, world_size):
+def test_a_rank_behind_is_named_by_all_with_what_it_was_doing(tmp_path, timers, world_size):
     ranks, culprit = started(Ranks(tmp_path, world_size)), world_size - 1
     for rank in range(culprit):
         ranks.do(rank, "step 3, update")
@@ -101,7 +101,7 @@ def test_S3_a_rank_behind_is_named_by_all_with_what_it_was_doing(tmp_path, timer
     assert set(timers) == {TIMEOUT + 3}  # a rank that holds the lock of Python is named by others first
 
 
-def test_S3_a_silent_rank_is_named_with_its_state(two, monkeypatch):
+def test_a_silent_rank_is_named_with_its_state(two, monkeypatch):
     stopped = subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 19)"])
     os.waitpid(stopped.pid, os.WUNTRACED)
     try:
@@ -118,7 +118,7 @@ def test_S3_a_silent_rank_is_named_with_its_state(two, monkeypatch):
         stopped.wait()
 
 
-def test_S3_ranks_that_all_wait_at_the_same_place_suspect_the_network(two):
+def test_ranks_that_all_wait_at_the_same_place_suspect_the_network(two):
     two.pass_time(TIMEOUT)
     named = two.culprits()
     assert "rank 0 on" in named and "rank 1 on" in named
@@ -126,7 +126,7 @@ def test_S3_ranks_that_all_wait_at_the_same_place_suspect_the_network(two):
 
 
 @pytest.mark.parametrize("ahead", [0, 50], ids=["the slow one behind", "the slow one ahead"])
-def test_S3_nobody_fires_while_one_rank_makes_progress(two, ahead):
+def test_nobody_fires_while_one_rank_makes_progress(two, ahead):
     two.do(0, *["saving"] * ahead)
     two.do(1, *["saved"] * 20)
     for part in range(14):
@@ -137,7 +137,7 @@ def test_S3_nobody_fires_while_one_rank_makes_progress(two, ahead):
     assert two.hang(0) and two.hang(1)
 
 
-def test_S3_a_rank_that_failed_is_named_and_one_that_ended_is_not(tmp_path, timers):
+def test_a_rank_that_failed_is_named_and_one_that_ended_is_not(tmp_path, timers):
     ranks = started(Ranks(tmp_path, 3))
     end(ranks.ranks[1])
     ranks.do(0, "step 3, update")
@@ -147,7 +147,7 @@ def test_S3_a_rank_that_failed_is_named_and_one_that_ended_is_not(tmp_path, time
     assert named.startswith("HANG: rank 2 on") and "rank 1" not in named and "(ended before: 1)" in named
 
 
-def test_S3_a_rank_that_waits_for_ended_ones_names_itself(tmp_path, timers):
+def test_a_rank_that_waits_for_ended_ones_names_itself(tmp_path, timers):
     """Rank 1 ended in its first step, whose limit is ten time-outs."""
     ranks = Ranks(tmp_path)
     ranks.do(1, "step 1")
@@ -159,7 +159,7 @@ def test_S3_a_rank_that_waits_for_ended_ones_names_itself(tmp_path, timers):
     assert named.startswith("HANG: rank 0 on") and "(ended before: 1)" in named
 
 
-def test_S3_slow_steps_raise_the_limit_to_four_of_them(tmp_path, timers):
+def test_slow_steps_raise_the_limit_to_four_of_them(tmp_path, timers):
     alone = started(Ranks(tmp_path, 1))
     alone.pass_time(4.0)
     alone.do(0, "step 4")
@@ -169,7 +169,7 @@ def test_S3_slow_steps_raise_the_limit_to_four_of_them(tmp_path, timers):
     assert alone.hang()
 
 
-def test_S3_the_start_and_the_first_step_may_take_ten_times_as_long_and_count_for_no_limit(tmp_path, timers):
+def test_the_start_and_the_first_step_may_take_ten_times_as_long_and_count_for_no_limit(tmp_path, timers):
     alone = Ranks(tmp_path, 1)
     for doing in ("step 1, micro-batch 1", "step 1, update", "step 2"):
         alone.pass_time(10 * TIMEOUT - 0.1)
@@ -185,7 +185,7 @@ def test_S3_the_start_and_the_first_step_may_take_ten_times_as_long_and_count_fo
     assert first.hang()
 
 
-def test_S3_files_of_an_earlier_launch_are_ignored_and_a_rank_never_heard_of_is_named(tmp_path, timers):
+def test_files_of_an_earlier_launch_are_ignored_and_a_rank_never_heard_of_is_named(tmp_path, timers):
     earlier = Ranks(tmp_path, 3, "earlier")
     earlier.stop_wanted = {1, 2}
     earlier.exchange()
@@ -198,7 +198,7 @@ def test_S3_files_of_an_earlier_launch_are_ignored_and_a_rank_never_heard_of_is_
 
 
 @pytest.mark.parametrize("short", [False, True], ids=["full", "cut short"])
-def test_S3_a_heartbeat_that_cannot_be_written_is_reported_once_and_ends_nobody(two, short, monkeypatch, capfd):
+def test_a_heartbeat_that_cannot_be_written_is_reported_once_and_ends_nobody(two, short, monkeypatch, capfd):
     pwrite = os.pwrite
 
     def fail(file: int, data: bytes, offset: int) -> int:
@@ -215,7 +215,7 @@ def test_S3_a_heartbeat_that_cannot_be_written_is_reported_once_and_ends_nobody(
     assert two.hang() is None
 
 
-def test_S3_the_folder_vanishes_during_the_run(two, tmp_path, capfd):
+def test_the_folder_vanishes_during_the_run(two, tmp_path, capfd):
     for path in (tmp_path / "heartbeats").iterdir():
         path.unlink()
     (tmp_path / "heartbeats").rmdir()
@@ -244,7 +244,7 @@ def test_the_heartbeat_file_is_rewritten_in_place(two, tmp_path):
     assert len(seen) == 1 and path.stat().st_mode & 0o022 == 0
 
 
-def test_S1_a_request_to_stop_is_heard_by_the_other_ranks_within_a_beat(two):
+def test_a_request_to_stop_is_heard_by_the_other_ranks_within_a_beat(two):
     assert not two.ranks[1].stop_elsewhere()
     two.stop_wanted.add(0)
     two.exchange()
@@ -315,7 +315,7 @@ def start(tmp_path):
         process.communicate()
 
 
-def test_S3_a_rank_that_hangs_ends_with_its_stacks_and_its_last_heartbeat(start, tmp_path):
+def test_a_rank_that_hangs_ends_with_its_stacks_and_its_last_heartbeat(start, tmp_path):
     rank = start("hang()")
     _, said = rank.communicate(timeout=LIMIT)
     assert rank.returncode == HANG
@@ -324,19 +324,19 @@ def test_S3_a_rank_that_hangs_ends_with_its_stacks_and_its_last_heartbeat(start,
     assert record["age"] >= record["limit"] == 0.5
 
 
-def test_S3_a_rank_that_holds_pythons_lock_prints_its_stacks(start):
+def test_a_rank_that_holds_pythons_lock_prints_its_stacks(start):
     before = "import re\ndef catastrophic():\n    re.match('(a+)+$', 'a' * 60 + 'b')"
     rank = start("catastrophic()", before=before)
     _, said = rank.communicate(timeout=LIMIT)
     assert rank.returncode == 1 and "in catastrophic" in said
 
 
-def test_S3_without_a_timeout_nobody_fires(start):
+def test_without_a_timeout_nobody_fires(start):
     rank = start("time.sleep(1.5); print(os.getpid(), file=sys.stderr)", timeout=0)
     assert rank.communicate(timeout=LIMIT) == (None, f"{rank.pid}\n") and rank.returncode == 0
 
 
-def test_S3_nobody_reading_stderr_does_not_keep_a_hung_rank(start):
+def test_nobody_reading_stderr_does_not_keep_a_hung_rank(start):
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     with pytest.raises(BlockingIOError):
@@ -349,14 +349,14 @@ def test_S3_nobody_reading_stderr_does_not_keep_a_hung_rank(start):
     os.close(writing)
 
 
-def test_S3_heartbeats_fail_from_the_start_and_a_hang_is_found_all_the_same(start, tmp_path):
+def test_heartbeats_fail_from_the_start_and_a_hang_is_found_all_the_same(start, tmp_path):
     (tmp_path / "heartbeats").write_text("a file where the folder should be")
     rank = start("hang()")
     _, said = rank.communicate(timeout=LIMIT)
     assert rank.returncode == HANG and said.count(str(tmp_path / "heartbeats")) == 1
 
 
-def test_S3_a_file_system_that_never_answers_ends_nobody_and_hides_no_hang(start):
+def test_a_file_system_that_never_answers_ends_nobody_and_hides_no_hang(start):
     stuck = "os.open = lambda *_: time.sleep(600)"
     assert start("pass", timeout=100, before=stuck).wait(timeout=LIMIT) == 0
     assert start("hang()", before=stuck).wait(timeout=LIMIT) == HANG
