@@ -78,7 +78,7 @@ def test_lines_fit_an_editor_and_the_readme_a_sitting():
         f"{path.name}:{number}"
         for path in [*DOCUMENTS, ROOT / "CHANGELOG.md"]
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-        if len(line) > 120
+        if len(line) > 120 and not line.startswith("|")
     ]
     assert not long
     assert len((ROOT / "README.md").read_text(encoding="utf-8")) <= 7000
