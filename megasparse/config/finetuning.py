@@ -7,7 +7,7 @@ from pydantic import Field
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.lora import LoRAConfig
 from megasparse.config.schema import ModelConfig, OptimizerConfig, RunSettings, TrainingConfig
-from megasparse.config.section import Count, Positive, Rate, Section
+from megasparse.config.section import JSON_LIST, Count, Positive, Rate, Section
 
 
 class StartConfig(Section):
@@ -143,7 +143,7 @@ class FinetuneTrainingConfig(TrainingConfig):
 
 class FinetuneOptimizerConfig(OptimizerConfig):
     learning_rate: Annotated[float, Field(gt=0.0)] = 2e-5
-    betas: tuple[Rate, Rate] = (0.9, 0.999)
+    betas: Annotated[tuple[Rate, Rate], JSON_LIST] = (0.9, 0.999)
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.01
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "linear"
     final_fraction: Rate = 0.0

@@ -89,8 +89,7 @@ def build_settings(values: dict[str, Any], overrides: Sequence[str], kind: type[
     for override in overrides:
         _set(values, override)
     try:
-        # Through JSON, because there a list is a tuple's notation; in Python mode a strict schema refuses it.
-        config = kind.model_validate_json(json.dumps(values))
+        config = kind.model_validate(values)
     except ValidationError as error:
         raise as_config_error(error, kind, values) from None
     check(config)

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.lora import LoRAConfig
-from megasparse.config.section import Count, Positive, Rate, Section
+from megasparse.config.section import JSON_LIST, Count, Positive, Rate, Section
 
 
 class RunConfig(Section):
@@ -238,7 +238,7 @@ class OptimizerConfig(Section):
     name: str = "adamw"
     """"adamw" or "adafactor"."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 5e-4
-    betas: tuple[Rate, Rate] = (0.9, 0.98)
+    betas: Annotated[tuple[Rate, Rate], JSON_LIST] = (0.9, 0.98)
     """AdamW only."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     """AdamW only."""
@@ -285,7 +285,7 @@ class LoggingConfig(Section):
     environment variables (WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI). null: nothing leaves this machine."""
     attention_quality_every: Count = 0
     """Steps between measurements of how near each attention comes to full attention, on a held-out window; 0 never."""
-    profile_steps: tuple[Positive, Positive] | None = None
+    profile_steps: Annotated[tuple[Positive, Positive], JSON_LIST] | None = None
     """First and last step, 10 at most, that every rank traces with torch's profiler, into traces/. null: none; SIGUSR2
     to a rank's process traces the next three."""
     peak_tflops: Annotated[float, Field(gt=0.0)] | None = None

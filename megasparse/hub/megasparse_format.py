@@ -62,7 +62,7 @@ class MegasparseFormat:
 
     def load(self, hf_config: dict[str, Any], tensors: TensorFile) -> Imported:
         try:
-            model = ModelConfig.model_validate_json(json.dumps(hf_config["model"]))
+            model = ModelConfig.model_validate(hf_config["model"])
             seed, tokenizer = int(hf_config["seed"]), str(hf_config["tokenizer"])
         except (ValidationError, LookupError, TypeError, ValueError) as error:
             problem = f"its config.json is none that this version of megasparse reads ({_short(error)})"

@@ -7,7 +7,6 @@ handed down by hooks as keyword arguments, so a checkpointed layer is recomputed
 
 import importlib
 import inspect
-import json
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -207,7 +206,7 @@ def _model_config(model: PreTrainedModel, attention: dict[str, Any] | AttentionC
         "attention": _sections(attention),
     }
     try:
-        config = ModelConfig.model_validate_json(json.dumps(values))
+        config = ModelConfig.model_validate(values)
     except ValidationError as error:
         raise as_config_error(error, ModelConfig, values, prefix="model") from None
     check_model(config)

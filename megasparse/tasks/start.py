@@ -92,7 +92,7 @@ def rebuild(run: Path, form: Form, checkpoint: Checkpoint) -> tuple[Backbone, To
     """
     with _record_of(run) as (record, tokenizer):
         if record["kind"] == "megasparse":
-            model = ModelConfig.model_validate_json(json.dumps(record["model"]))
+            model = ModelConfig.model_validate(record["model"])
 
             def body() -> Any:
                 made: Any = form.body(model)

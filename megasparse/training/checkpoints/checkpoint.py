@@ -10,7 +10,6 @@ Nothing in it is pickled.
 """
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -177,7 +176,7 @@ class Checkpoint:
         """The configuration of the run that wrote it. Raises CheckpointError where this version cannot read it."""
         kind = FinetuneConfig if "task" in self.manifest["config"] else Config
         try:
-            return kind.model_validate_json(json.dumps(self.manifest["config"]))
+            return kind.model_validate(self.manifest["config"])
         except ValidationError as error:
             first = error.errors()[0]
             problem = f"its configuration is of another version: {'.'.join(map(str, first['loc']))}: {first['msg']}"

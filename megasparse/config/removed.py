@@ -1,0 +1,44 @@
+"""Keys that earlier releases had. A checkpoint stores its whole configuration, so its old keys must still load.
+
+A row drops a key whose value asks for the behaviour that is left; any other value is an error with the row's hint.
+"""
+
+from typing import Any
+
+from pydantic_core import PydanticCustomError
+
+ANY = object()
+"""The key may have any value: it changed nothing that is left."""
+
+REMOVED: dict[str, tuple[Any, str]] = {}
+"""By "Section.key", the name of a class of the schema and its old key: the value that is accepted, a tuple of several,
+or ANY; and what to do about another one. The row of a whole section accepts ANY or null."""
+
+REMOVED_VALUES: dict[str, dict[Any, str]] = {}
+"""By "Section.key" of a key that is left: each value that it has lost, and what to do."""
+
+
+def without_removed(section: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Return `values` of a section of the schema without its removed keys.
+
+    Raises PydanticCustomError for a value whose feature was removed.
+    """
+    names = [base.__name__ for base in section.__mro__]
+    kept = dict(values)
+    for key, value in values.items():
+        for name in names:
+            accepted, hint = REMOVED.get(f"{name}.{key}", (None, ""))
+            if hint:
+                if accepted is not ANY and value not in (accepted if isinstance(accepted, tuple) else (accepted,)):
+                    raise removed_error(key, value, hint)
+                del kept[key]
+            lost = REMOVED_VALUES.get(f"{name}.{key}", {})
+            if isinstance(value, str | int | float) and value in lost:
+                raise removed_error(key, value, lost[value])
+    return kept
+
+
+def removed_error(key: str, value: Any, hint: str) -> PydanticCustomError:
+    """Return the error of a removed key or value, which messages.py turns into a ConfigError."""
+    message = "{key}: {value} was removed from megasparse. {hint}"
+    return PydanticCustomError("removed", message, {"key": key, "value": value, "hint": hint})
