@@ -21,7 +21,7 @@ TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 .PHONY: quickstart test test-all checks docs kernels soak cluster clean install
 
 quickstart: .venv/installed
-	@$(BIN)/python tools/quickstart.py
+	@$(BIN)/megasparse quickstart
 
 test: TIERS := not slow and not soak and not kernels and not cluster
 test-all: TIERS := slow and not soak and not kernels and not cluster

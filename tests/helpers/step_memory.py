@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from megasparse.benchmarks.memory import allocated_peak
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_settings
 from megasparse.ops.random import RngContext
@@ -13,6 +12,7 @@ from megasparse.tasks.run import open_run
 from megasparse.tasks.scoring import predict_examples
 from megasparse.training.engines.build import build_engine
 from megasparse.training.ranks import start_ranks
+from tests.helpers.allocated import allocated_peak
 
 
 def predicted_and_measured(values: dict[str, Any], steps: int = 2) -> tuple[int, int]:

@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 
-from megasparse.benchmarks.memory import predicted_and_allocated
 from megasparse.cli.main import door
 from megasparse.config.load import build_config
 from megasparse.errors import ConfigError
@@ -16,6 +15,7 @@ from megasparse.planning.plan import RESERVE, Assumptions, Plan
 from megasparse.planning.states import BUCKET, States, Zero, memory
 from megasparse.planning.traffic import Cluster, communication, offload
 from tests.helpers import commands
+from tests.helpers.allocated import predicted_and_allocated
 
 BASE = {
     "run": {"device": "cpu", "engine": "torch"},

@@ -1,11 +1,9 @@
 """Seconds of a step by part: against counts by hand, whole passes, and published steps."""
 
-import json
 from dataclasses import replace
 
 import pytest
 
-from megasparse.cli.main import door
 from megasparse.config.load import build_config
 from megasparse.errors import ConfigError
 from megasparse.planning.flops import hardware_flops_by_part
@@ -17,7 +15,6 @@ from megasparse.planning.published import published
 from megasparse.planning.states import States, Zero
 from megasparse.planning.step_time import bytes_a_token, step_time
 from megasparse.planning.traffic import Cluster
-from tests.helpers import commands
 
 MODEL = {
     "max_length": 4096, "layers": 5, "d_model": 64, "d_ff": 96, "heads": 4, "key_heads": 2, "norm": "rms",
@@ -95,19 +92,3 @@ def test_goodput_by_hand():
 def test_two_stacks_have_no_seconds_by_part():
     with pytest.raises(ConfigError, match=r'model\.kind: "encoder_decoder" has no seconds by part'):
         bytes_a_token(config(kind="encoder_decoder", source={"length": 64}))
-
-
-def test_the_command_writes_its_rows(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("megasparse.benchmarks.scaling.published", lambda: [])
-    file, out = tmp_path / "config.json", tmp_path / "scaling.json"
-    file.write_text(config(layers=1, attention={"pattern": ["local"]}).model_dump_json())
-    commands.run(door("bench scaling"), file, "--gpus", "2,16", "--price", "H100=2", "--json", out)
-    rows = json.loads(out.read_text())["rows"]
-    assert [(row["gpus"], row["sequence"]) for row in rows] == [(2, 2), (16, 4), (16, 8)]
-    reduced = 2 * 2 * rows[1]["parameters"] / 2  # gradients in bf16 all-reduced between two nodes
-    assert rows[1]["tokens"] == 4 * 4096 and rows[1]["traffic"]["node_to_network"] == reduced
-    hours = 16 * rows[1]["step_seconds"] / 3600 / rows[1]["goodput"]["share"]
-    assert rows[1]["cost_of_a_billion_tokens"] == pytest.approx(2 * hours * 1e9 / (4 * 4096))
-    assert f"| 16 H100 | 4 | {rows[1]['peak'] / 1e9:.2f} GB |" in capsys.readouterr().out
-    assert "is not one of A100" in commands.refused(capsys, door("bench scaling"), file, "--price", "B1=2")
-    assert "no number above 0" in commands.refused(capsys, door("bench scaling"), file, "--gpus", "8,x")

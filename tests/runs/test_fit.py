@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megasparse.benchmarks.fits import LLAMA, SHAPES, bench_fits
 from megasparse.config.load import load_config
 from megasparse.errors import UserError
 from megasparse.planning.hardware import GPUS
@@ -14,6 +13,11 @@ from megasparse.planning.plan import RESERVE, Assumptions, Plan
 from megasparse.runs import fit
 
 GB = 10**9
+LLAMA = {
+    "norm": "rms", "feed_forward": "swiglu", "feed_forward_biases": False, "attention_biases": "none",
+    "logit_scale": 1.0, "start_token": 1,
+}  # fmt: skip
+LLAMA_8B = {"vocabulary": 128256, "layers": 32, "d_model": 4096, "d_ff": 14336, "heads": 32, "key_heads": 8}
 SMALL = {"vocabulary": 512, "layers": 2, "d_model": 256, "d_ff": 1024, "heads": 4, "key_heads": 2}
 
 
@@ -54,8 +58,7 @@ def test_cpu_memory_for_block_inputs_is_asked_for_too(small):
 
 def test_a_start_that_does_not_fit_whole_is_none():
     """8 billion weights in fp32 are on the GPU before they are rounded; frozen ones are rounded before."""
-    sizes = SHAPES["8B (Llama 3.1)"]
-    adapters, whole = plan(None, **sizes), plan(None, lora=False, **sizes)
+    adapters, whole = plan(None, **LLAMA_8B), plan(None, lora=False, **LLAMA_8B)
     number = whole.passes.states.trained
     assert number == 8_030_261_248  # as published
     assert whole.starting == RESERVE + 4 * number
@@ -75,10 +78,3 @@ def test_a_run_asks_on_a_gpu_alone(monkeypatch, small):
         fit.require_fit(config, ranks)
     free["cuda"] = 80 * GB
     fit.require_fit(config, ranks)
-
-
-def test_the_table_has_a_row_for_each_size(monkeypatch, tmp_path):
-    monkeypatch.setattr("megasparse.benchmarks.fits.SHAPES", {"small": SMALL})
-    rows = list(bench_fits(load_config("decoder_64k"), [RESERVE // 2, 24 * GB], "command", tmp_path / "fits.json"))
-    assert len(rows) == 3 and rows[1].startswith("| small | adapters, ") and " | no | " in rows[1]
-    assert (tmp_path / "fits.json").exists()
