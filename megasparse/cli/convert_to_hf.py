@@ -6,9 +6,9 @@
     megasparse convert to-hf --checkpoint runs/local --to reformer --output export/reformer
     megasparse convert to-hf --checkpoint runs/smollm --to llama --output export/smollm
 
-`megasparse`, the default, takes any of our models: the folder holds the code, and AutoModelForCausalLM,
-AutoModelForMaskedLM or AutoModelForSeq2SeqLM load it with trust_remote_code=True where only torch and transformers are
-installed; so do AutoModelForSequenceClassification and pipeline(), except for an encoder-decoder. The others are
+`megasparse`, the default, takes any of our models: AutoModelForCausalLM, AutoModelForMaskedLM or AutoModelForSeq2SeqLM
+load the folder with trust_remote_code=True where megasparse is installed; so do AutoModelForSequenceClassification and
+pipeline(), except for an encoder-decoder. The others are
 transformers' own architectures, for the models that they can express. The tokenizer is included, of an imported decoder
 with its chat template.
 

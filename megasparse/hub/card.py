@@ -23,7 +23,7 @@ _DECODER = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)  # by the code in the folder
+model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)  # needs: pip install megasparse
 inputs = tokenizer("The ", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```
@@ -35,7 +35,7 @@ _ENCODER = """\
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
-model = AutoModelForMaskedLM.from_pretrained(FOLDER, trust_remote_code=True)  # by the code in the folder
+model = AutoModelForMaskedLM.from_pretrained(FOLDER, trust_remote_code=True)  # needs: pip install megasparse
 inputs = tokenizer(f"The {{tokenizer.mask_token}}", return_tensors="pt")
 print(tokenizer.decode(model(**inputs).logits[0].argmax(-1)))
 ```
@@ -46,7 +46,7 @@ _ENCODER_DECODER = """\
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
-model = AutoModelForSeq2SeqLM.from_pretrained(FOLDER, trust_remote_code=True)  # by the code in the folder
+model = AutoModelForSeq2SeqLM.from_pretrained(FOLDER, trust_remote_code=True)  # needs: pip install megasparse
 inputs = tokenizer(["A source.", "And another one."], padding=True, return_tensors="pt")
 print(tokenizer.batch_decode(model.generate(**inputs, num_beams=4), skip_special_tokens=True))
 ```
@@ -57,7 +57,7 @@ _BARE = """\
 ```python
 from transformers import {auto}
 
-model = {auto}.from_pretrained(FOLDER, trust_remote_code=True)  # by the code in the folder
+model = {auto}.from_pretrained(FOLDER, trust_remote_code=True)  # needs: pip install megasparse
 ```
 
 {tokens}"""

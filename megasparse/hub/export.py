@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +15,6 @@ from megasparse.hub.card import card
 from megasparse.hub.compare import TOLERANCE, compared_length, first_difference, our_outputs, padded
 from megasparse.hub.formats import Exported, Format, comparable, format_named
 from megasparse.hub.importing import identity
-from megasparse.hub.megasparse_format import exported_class
 from megasparse.hub.output_folder import appearing, refuse_existing
 from megasparse.hub.tensor_file import INDEX, WEIGHTS
 from megasparse.hub.tokenizer_files import Files
@@ -130,14 +128,14 @@ def check(opened: Checkpoint, config: Config, exported: Exported, format: Format
 
 def load_exported(exported: Exported, folder: Path) -> "PreTrainedModel":
     """The model that transformers loads from a folder, in fp32. Raises HubError unless each parameter has one value."""
-    import transformers
+    classes: Any
+    if exported.config["model_type"] == "megasparse":
+        from megasparse.hub import modelling as classes
+    else:
+        import transformers as classes
 
-    own, architecture = exported.config["model_type"] == "megasparse", exported.config["architectures"][0]
-    found: Any = exported_class(folder) if own else nullcontext(getattr(transformers, architecture))
-    with found as loader:
-        model, info = loader.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
-        )
+    loader = getattr(classes, exported.config["architectures"][0])
+    model, info = loader.from_pretrained(folder, dtype=torch.float32, local_files_only=True, output_loading_info=True)
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[problem]:
             named = f"transformers finds {problem} in it: {sorted(map(str, info[problem]))[0]}"

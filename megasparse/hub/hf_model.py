@@ -101,7 +101,7 @@ class HFModel:
         """HuggingFace's own model, in fp32."""
         classes: Any
         if self.format.name == "megasparse":
-            from megasparse.hub.modelling import modeling_megasparse as classes
+            from megasparse.hub import modelling as classes
 
             prefix = "Megasparse"
         else:

@@ -1,14 +1,8 @@
-"""Our own architecture for HuggingFace: our modules themselves, bundled for `trust_remote_code`."""
+"""Our own architecture for HuggingFace. The code in an exported folder imports this package."""
 
-import importlib
 import json
-import sys
-import types
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +13,6 @@ from megasparse.config.model_checks import check_model
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError
-from megasparse.hub.bundle import AUTO_MAP, bundle
 from megasparse.hub.compare import observed, sides
 from megasparse.hub.formats import TASKS, Exported, Imported
 from megasparse.hub.tensor_file import TensorFile
@@ -32,6 +25,29 @@ if TYPE_CHECKING:
 
 PREFIX = "model."
 """Prefix of our names of the parameters."""
+_IMPORT = """\
+\"\"\"The code of this model is in the package megasparse.\"\"\"
+
+try:
+    from megasparse.hub import modelling
+except ImportError as error:
+    raise ImportError("this model needs the package megasparse: pip install megasparse") from error
+"""
+_CONFIG = """
+
+class MegasparseConfig(modelling.MegasparseConfig):
+    def __init__(self, **settings):
+        super().__init__(**settings)
+"""
+_MODEL = "\n\nclass Megasparse{name}(modelling.Megasparse{name}):\n    pass\n"
+_MODELS = ("Model", "ForCausalLM", "ForMaskedLM", "ForSeq2SeqLM", "ForSequenceClassification")
+CODE = {
+    "configuration_megasparse.py": _IMPORT + _CONFIG,
+    "modeling_megasparse.py": _IMPORT + "".join(_MODEL.format(name=name) for name in _MODELS),
+}
+"""Content of the Python files of an exported folder, which `trust_remote_code=True` runs. Their classes are subclasses,
+so that `save_pretrained` writes these files again.
+"""
 
 
 class MegasparseFormat:
@@ -54,7 +70,7 @@ class MegasparseFormat:
             **special_tokens(config),
         }
         longest = model.max_length - (model.kind == "decoder") if model.source is None else model.source.length
-        files = {**bundle(), **chat_files(config, longest)}
+        files = {**CODE, **chat_files(config, longest)}
         if model.kind != "encoder":
             given = json.loads(files.get(GENERATION, "{}"))
             files[GENERATION] = json.dumps(given | generation(config), indent=2) + "\n"
@@ -97,11 +113,12 @@ class MegasparseFormat:
 
 
 def auto_map(kind: str) -> dict[str, str]:
-    """The classes that load a model of a kind, of AUTO_MAP."""
-    wanted = {"AutoConfig", f"AutoModel{TASKS[kind]}"}
+    """Return the class that each of transformers' auto classes loads for a kind of model."""
+    classes = [TASKS[kind]]
     if kind != "encoder_decoder":
-        wanted |= {"AutoModel", "AutoModelForSequenceClassification"}
-    return {auto: place for auto, place in AUTO_MAP.items() if auto in wanted}
+        classes += ["Model", "ForSequenceClassification"]
+    autos = {f"AutoModel{name.removeprefix('Model')}": f"modeling_megasparse.Megasparse{name}" for name in classes}
+    return {"AutoConfig": "configuration_megasparse.MegasparseConfig", **dict(sorted(autos.items()))}
 
 
 def special_tokens(config: Config) -> dict[str, int]:
@@ -134,23 +151,6 @@ def unfilled(config: ModelConfig) -> Any:
     """A model that takes no memory."""
     with torch.device("meta"):
         return empty_model(config)
-
-
-@contextmanager
-def exported_class(folder: Path) -> Iterator[Any]:
-    """The class of a folder that was just written here, by the code in it."""
-    hf_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    package = types.ModuleType(f"exported_{uuid.uuid4().hex}")
-    package.__path__ = [str(folder)]
-    sys.modules[package.__name__] = package
-    written, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    try:
-        module = importlib.import_module(f"{package.__name__}.modeling_megasparse")
-        yield getattr(module, hf_config["architectures"][0])
-    finally:
-        sys.dont_write_bytecode = written
-        for name in [name for name in sys.modules if name.partition(".")[0] == package.__name__]:
-            del sys.modules[name]
 
 
 def _short(error: Exception) -> str:

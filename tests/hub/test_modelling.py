@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from megasparse.attention.heads import Padding
 from megasparse.evaluation.beam import BeamSettings, search
 from megasparse.evaluation.generate import generate
-from megasparse.hub.modelling.configuration_megasparse import MegasparseConfig
-from megasparse.hub.modelling.modeling_megasparse import (
+from megasparse.hub.modelling import (
+    MegasparseConfig,
     MegasparseForCausalLM,
     MegasparseForMaskedLM,
     MegasparseForSequenceClassification,

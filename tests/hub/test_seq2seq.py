@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from megasparse.evaluation.beam import BeamSettings, search
 from megasparse.evaluation.generate import generate
 from megasparse.evaluation.texts import EncodedSource
-from megasparse.hub.modelling.modeling_megasparse import (
+from megasparse.hub.modelling import (
     MegasparseForCausalLM,
     MegasparseForSeq2SeqLM,
     MegasparseForSequenceClassification,

@@ -12,12 +12,12 @@ In evaluation random hashes depend on the run's seed alone; in training they are
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import (
     BaseModelOutput,
     CausalLMOutputWithPast,
@@ -30,12 +30,212 @@ from transformers.utils import can_return_tuple
 from megasparse.attention.contract import Targets
 from megasparse.attention.cross import Source
 from megasparse.attention.heads import Padding
-from megasparse.hub.modelling.pretrained import MegasparseCache, MegasparsePreTrainedModel
-from megasparse.hub.modelling.rows import Rows
+from megasparse.config.schema import ModelConfig
+from megasparse.model.build import empty_model, initialise
+from megasparse.model.decoder import DecodingCache
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 
 IGNORED = -100
 """A label that does not count, as everywhere in HuggingFace's."""
+AUTO = {
+    "decoder": "AutoModelForCausalLM",
+    "encoder": "AutoModelForMaskedLM",
+    "encoder_decoder": "AutoModelForSeq2SeqLM",
+}
+"""Map of transformers' class of each kind of model that predicts tokens."""
+
+
+class MegasparseConfig(PretrainedConfig):
+    """Configuration of an exported model. model: the whole `model` section of the run's configuration. seed: of the
+    run, on which its hashes depend.
+    tokenizer: what a token id means: `bytes` of UTF-8, `pixels`, or the tokenizer of a file in the folder.
+    """
+
+    model_type = "megasparse"
+
+    def __init__(
+        self, model: dict[str, Any] | None = None, seed: int = 0, tokenizer: str = "bytes", **kwargs: Any
+    ) -> None:
+        self.model, self.seed, self.tokenizer = model or {}, seed, tokenizer
+        source = self.model.get("source")
+        shared = source is not None and source.get("shared_embedding", True)
+        kwargs["tie_word_embeddings"] = shared or self.model.get("tied_embeddings", False)
+        kwargs["is_encoder_decoder"] = source is not None
+        if source is not None:
+            padding = self.model.get("padding_token")
+            kwargs = {"pad_token_id": padding, "decoder_start_token_id": padding or 0, **kwargs}
+        super().__init__(**kwargs)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model["vocabulary"])
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.model["d_model"])
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return int(self.model["layers"])
+
+    @property
+    def num_attention_heads(self) -> int:
+        return int(self.model["heads"])
+
+    @property
+    def is_decoder(self) -> bool:
+        return bool(self.model.get("kind", "decoder") == "decoder")
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Longest input; of an encoder–decoder what its decoder reads, the start token among it. In a decoder one place
+        is the start's, from which the first token is predicted.
+        """
+        return int(self.model["max_length"]) - self.is_decoder
+
+
+class Rows:
+    """A batch with each row's real tokens moved to its beginning, and the way back."""
+
+    def __init__(self, input_ids: Tensor, attention_mask: Tensor | None, padding: int = 0):
+        """Sort real tokens to the front. input_ids: (B, n). attention_mask: (B, n), 0 for padding, or None where
+        there is none. padding: the token that `tokens` has there. Raises ValueError for a row of padding alone.
+        """
+        self.padded = attention_mask is not None and not bool((attention_mask != 0).all())
+        if not self.padded or attention_mask is None:
+            self.tokens, self.real, self.lengths = input_ids, None, [input_ids.shape[1]] * len(input_ids)
+            return
+        real = attention_mask != 0
+        if not bool(real.any(1).all()):
+            raise ValueError("attention_mask: a sequence is padding alone")
+        self._order = (~real).to(torch.int8).argsort(dim=1, stable=True)
+        self.lengths = [int(length) for length in real.sum(1)]
+        self.real = real.gather(1, self._order)
+        self.tokens = input_ids.gather(1, self._order).masked_fill(~self.real, padding)
+
+    def align(self, values: Tensor) -> Tensor:
+        """(B, n) or (B, n, E) in the order of `tokens`."""
+        return values.gather(1, self._like(values, self._order)) if self.padded else values
+
+    def restore(self, values: Tensor) -> Tensor:
+        """(B, n, E) in the order of the input."""
+        return values.gather(1, self._like(values, self._order.argsort(dim=1))) if self.padded else values
+
+    def key_mask(self, start: bool) -> Tensor | None:
+        """The real positions, in a decoder behind the start: (B, n), or (B, n + 1)."""
+        return F.pad(self.real, (1, 0), value=True) if start and self.real is not None else self.real
+
+    @staticmethod
+    def _like(values: Tensor, order: Tensor) -> Tensor:
+        return order if values.dim() == 2 else order.unsqueeze(-1).expand(values.shape)
+
+
+class MegasparseCache:
+    """Cache of generation for a batch: one for the rows of each length, as a decoding cache has a single position."""
+
+    is_compileable = False
+
+    def __init__(self, groups: list[tuple[Tensor, DecodingCache]], length: int):
+        """Make a cache of several groups of rows. groups: rows' numbers, and their cache. length: columns taken in."""
+        self.groups, self.length = groups, length
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Becomes the cache of the rows `beam_idx`, (n,) int64 numbers of its own, repeats allowed."""
+        groups = []
+        for numbers, own in self.groups:
+            same = beam_idx.to(numbers.device).unsqueeze(1) == numbers
+            found = same.any(1).nonzero().squeeze(1)
+            if len(found):
+                own.select(same[found].to(torch.int8).argmax(1))
+                groups.append((found, own))
+        self.groups = groups
+
+
+class MegasparsePreTrainedModel(PreTrainedModel):
+    config_class = MegasparseConfig
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    input_modalities = "text"
+    supports_gradient_checkpointing = False
+    kinds: ClassVar[tuple[str, ...]] = ("decoder", "encoder")
+    """Kind of the models that a class is for."""
+
+    def __init__(self, config: MegasparseConfig):
+        super().__init__(config)
+        self.settings: Any = ModelConfig.model_validate(config.model)
+        kind, source = self.settings.kind, self.settings.source
+        if kind not in self.kinds:
+            raise ValueError(f"this model is of kind {kind}: load it with {AUTO[kind]}")
+        self._tied_weights_keys = {}
+        if self.settings.tied_embeddings:
+            self._tied_weights_keys["model.head.weight"] = "model.embedding.weight"
+        if source is not None and source.shared_embedding:
+            self._tied_weights_keys["model.encoder.embedding.weight"] = "model.embedding.weight"
+        self.model: Any = empty_model(self.settings)
+        self.passes = 0
+        """Forward passes in training so far: their draws depend on the number."""
+        self.add_head()
+        self.post_init()
+
+    def add_head(self) -> None:
+        """Make the layers of a task, where it has some."""
+
+    def initialize_weights(self) -> None:
+        """Gives what was not loaded its initial weights: a function of the run's seed, as in a run of ours."""
+        super().initialize_weights()
+        values = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        loaded = {name: x.detach().clone() for name, x in values.items() if getattr(x, "_is_hf_initialized", False)}
+        if len(loaded) < len(values):
+            initialise(self.model, self.settings, self.config.seed)
+            with torch.no_grad():
+                for name, x in loaded.items():
+                    values[name].copy_(x)
+
+    def run(self, rows: Rows, targets: Targets | None) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The final streams, (B, n, E) in the rows' order, in a decoder (B, n + 1, E); and the auxiliary losses."""
+        self.check_length(rows.tokens.shape[1])
+        rng = self.rng(len(rows.tokens))
+        padding = Padding(key_mask=rows.key_mask(start=self.config.is_decoder))
+        streams, auxiliary, _ = self.model.streams(rows.tokens, rng, padding, targets)
+        return streams, auxiliary
+
+    def rng(self, batch: int) -> RngContext:
+        if not self.training:
+            return RngContext.evaluation(self.config.seed, batch)
+        self.passes += 1
+        return RngContext(self.config.seed, self.passes - 1, torch.arange(batch), training=True)
+
+    def check_length(self, length: int) -> None:
+        longest = self.config.max_position_embeddings
+        if length > longest:
+            raise ValueError(f"{length} tokens are more than the {longest} that this model takes")
+
+    def objective(self, loss: Tensor, auxiliary: Tensor) -> Tensor:
+        """The loss that training minimises: in evaluation the task's alone."""
+        return self.model.task_weight * loss + auxiliary if self.training else loss
+
+    def refuse_leaks(self) -> None:
+        """Raise ValueError where a cache cannot give what whole sequences do."""
+        if leaks := self.model.leaks:
+            raise ValueError(f"not strictly causal, so it has no cache ({'; '.join(leaks)}): give use_cache=False")
+
+    def from_cache(self, input_ids: Tensor, cache: MegasparseCache) -> Tensor:
+        """Takes more tokens (B, n) into the cache. Returns the logits (B, n, V) of the token after each."""
+        taken = max(own.position for _, own in cache.groups) - self.config.is_decoder
+        self.check_length(taken + input_ids.shape[1])
+        logits = torch.empty(*input_ids.shape, self.config.vocab_size, device=input_ids.device)
+        for column in range(input_ids.shape[1]):
+            for numbers, own in cache.groups:
+                logits[numbers, column] = self.model.decode(input_ids[numbers, column], own)
+        cache.length += input_ids.shape[1]
+        return logits
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # the first forward pass makes the cache
 
 
 class MegasparseModel(MegasparsePreTrainedModel):
