@@ -9,8 +9,7 @@ from megasparse.attention.block_sparse import BlockSparseAttention
 from megasparse.attention.contract import AttentionContext, MechanismSpec
 from megasparse.attention.costs import Passes
 from megasparse.config.attention import BigBirdAttentionConfig
-from megasparse.ops.keys import derive
-from megasparse.ops.random import random_bits
+from megasparse.ops.random import derive, random_bits
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class AttentionContext:
     head_offset: int = 0
     recompute: RecomputeCache = field(default_factory=RecomputeCache)
     targets: Targets | None = None
-    part: SequencePart = field(default_factory=lambda: WHOLE)  # torch.compile traces no object as a default
+    part: SequencePart = field(default_factory=lambda: WHOLE)
     tokens: Tensor | None = None
 
 

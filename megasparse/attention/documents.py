@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megasparse.attention.contract import AttentionInputs
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
-from megasparse.ops.custom import custom
 
 Lists = tuple[Tensor, Tensor]
 """Queries and keys of every cluster: token numbers, (B, H, W, M) each, −1 at empty places."""
@@ -73,16 +72,8 @@ def attend_each(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Ten
     """Return attend(heads) -> (B, H, L, D), for each document by itself where there are several, or padding before
     them.
 
-    So what depends on positions counts them from the document's first real token. Padding gets 0. attend: a dataclass
-    of tensors and constants, so that torch.compile has one operator for all documents, however many there are.
+    So what depends on positions counts them from the document's first real token. Padding gets 0.
     """
-    if inputs.key_mask is None and inputs.segments is None:
-        return attend(inputs)
-    return _by_document(inputs, attend)
-
-
-@custom(lambda inputs, attend: inputs.q.new_empty(inputs.q.shape), copies=True)
-def _by_document(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Tensor]) -> Tensor:
     if begins_with_real_tokens(inputs.key_mask, inputs.segments):
         out = attend(inputs)
         return out if inputs.key_mask is None else out.masked_fill(~inputs.key_mask[:, None, :, None], 0.0)
@@ -111,24 +102,10 @@ def _join(parts: Sequence[Tensor], each: Sequence[Document], like: Tensor) -> Te
 
 
 def clusters_by_document(inputs: AttentionInputs, choose: Callable[[Document], Lists]) -> Lists:
-    """The clusters of all documents side by side, int32. choose: a document's own, as numbers of its tokens; a
-    dataclass of tensors and constants, so that torch.compile has one operator for all documents.
-    """
+    """The clusters of all documents side by side, int32. choose: a document's own, as numbers of its tokens."""
     if inputs.key_mask is None and inputs.segments is None:
         queries, keys = choose(Document(slice(None), None))
         return queries.to(torch.int32), keys.to(torch.int32)
-    return _clusters_by_document(inputs, choose)
-
-
-def _like(inputs: AttentionInputs, choose: Callable[[Document], Lists]) -> Lists:
-    """Lists of sizes that the documents decide, which a compiled graph does not know."""
-    size = torch.library.get_ctx().new_dynamic_size
-    queries, keys = (inputs.q.new_empty(*inputs.q.shape[:2], size(), size(), dtype=torch.int32) for _ in range(2))
-    return queries, keys
-
-
-@custom(_like, copies=True)
-def _clusters_by_document(inputs: AttentionInputs, choose: Callable[[Document], Lists]) -> Lists:
     batch, count = inputs.q.shape[:2]
     empty = torch.full((count, 1, 1), -1, dtype=torch.int64, device=inputs.q.device)
     rows: list[list[Lists]] = [[(empty, empty)] for _ in range(batch)]

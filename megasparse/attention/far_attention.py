@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megasparse.attention.contract import AttentionInputs
 from megasparse.attention.sinks import Places
-from megasparse.ops.keys import Halves, Key
 from megasparse.ops.random import random_bits
 
 SAMPLES = 256
@@ -26,7 +25,7 @@ Near = Callable[[Tensor, Tensor], Tensor]
 """Whether a window shows a key to a query: of their numbers, broadcast, the first those of queries."""
 
 
-def drawn_positions(key: Key | Halves, length: int, count: int, device: torch.device) -> Tensor:
+def drawn_positions(key: int, length: int, count: int, device: torch.device) -> Tensor:
     """`count` different positions, or all that there are, of every sequence alike: (S,) int64."""
     bits = random_bits(key, torch.arange(length, device=device), 1).squeeze(-1)
     return bits.argsort(stable=True)[:count]

@@ -16,8 +16,7 @@ from megasparse.attention.lha import LHAAttention
 from megasparse.attention.lha_hash import Weights, scores_of
 from megasparse.attention.observation import Call
 from megasparse.config.attention import LHAAttentionConfig
-from megasparse.ops.keys import derive
-from megasparse.ops.random import RngContext
+from megasparse.ops.random import RngContext, derive
 
 LEARNING_RATE = 3e-3
 Utility = Literal["exact", "sampled", "features"]

@@ -62,7 +62,7 @@ class Padding:
 
     key_mask: Tensor | None = None
     segments: Tensor | None = None
-    part: SequencePart = field(default_factory=lambda: WHOLE)  # torch.compile traces no object as a default
+    part: SequencePart = field(default_factory=lambda: WHOLE)
 
 
 class AttentionLayer(nn.Module):

@@ -27,7 +27,6 @@ from megasparse.attention.lha_learning import Batch, Rule, divergences, members,
 from megasparse.attention.sequence_part import SequencePart
 from megasparse.config.attention import LHAAttentionConfig
 from megasparse.ops.bucketed_attention import Window
-from megasparse.ops.keys import halves
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.random_features import orthogonal_projections
 
@@ -165,9 +164,7 @@ class LHAAttention(BandAttention):
 
     def _rule(self, inputs: AttentionInputs, context: AttentionContext) -> Rule:
         assert self.config.utility != "collisions"
-        of_tokens, of_draws = (
-            halves(context.rng.key(context.layer, purpose), inputs.q.device) for purpose in ("lha sample", "lha keys")
-        )
+        of_tokens, of_draws = (context.rng.key(context.layer, purpose) for purpose in ("lha sample", "lha keys"))
         visible, config = inputs.causal and self.config.visible_utility, self.config
         return Rule(
             self.config.utility, self._joint(inputs), visible, self.buckets, self.bucket_size,

@@ -17,11 +17,9 @@ from torch.autograd.function import once_differentiable
 from megasparse.attention.contract import AttentionContext, MechanismSpec
 from megasparse.ops.attention_utility import tiles
 from megasparse.ops.backend import implementation
-from megasparse.ops.custom import custom
 from megasparse.ops.hash_learning import divergence as bucket_divergence
 from megasparse.ops.hash_learning import ranks
-from megasparse.ops.keys import derive
-from megasparse.ops.random import rotations
+from megasparse.ops.random import derive, rotations
 
 T = TypeVar("T")
 Weights = tuple[Tensor, ...]
@@ -79,12 +77,6 @@ def _code_dtype(buckets: int) -> torch.dtype:
     return torch.int16 if buckets <= 1 << 15 else torch.int32
 
 
-def _codes_like(sides: Sides, buckets: int) -> Tensor:
-    x = sides.inputs[0]
-    return x.new_empty(x.shape[:3], dtype=_code_dtype(buckets))
-
-
-@custom(_codes_like)
 @torch.no_grad()
 def bucket_codes(sides: Sides, buckets: int) -> Tensor:
     """Return the argmax of the scores (Eq. 8 and 18): (B, H, L), int16 where that is enough. Kernels keep the scores to
@@ -98,12 +90,6 @@ def bucket_codes(sides: Sides, buckets: int) -> Tensor:
     return torch.cat(codes, dim=-1).to(_code_dtype(buckets))
 
 
-def _members_like(sides: Sides, buckets: int, size: int) -> Tensor:
-    x = sides.inputs[0]
-    return x.new_empty(*x.shape[:2], buckets, min(size, x.shape[2]), dtype=torch.int64)
-
-
-@custom(_members_like)
 @torch.no_grad()
 def bucket_members(sides: Sides, buckets: int, size: int) -> Tensor:
     """The `size` tokens with the highest scores in each bucket, softmax over a token's buckets (section 4.4), of equals

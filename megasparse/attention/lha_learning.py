@@ -34,8 +34,6 @@ from megasparse.ops.attention_utility import (
     sampled_queries,
 )
 from megasparse.ops.blocks import at_most
-from megasparse.ops.custom import custom
-from megasparse.ops.keys import Halves
 from megasparse.ops.random import random_bits
 from megasparse.ops.random_features import positive_features
 
@@ -60,7 +58,7 @@ class Rule:
     size: int
     queries: int
     sampled_keys: int
-    keys: tuple[Halves, Halves]
+    keys: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -174,12 +172,6 @@ class Batch:
     projection: Tensor | None
 
 
-def _like(batch: Batch, rule: Rule, query: Weights, key: Weights) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(query[0].dtype, torch.float32)
-    return query[0].new_empty(3, dtype=dtype), query[0].new_empty(3, dtype=dtype)
-
-
-@custom(_like)
 def divergences(batch: Batch, rule: Rule, query: Weights, key: Weights) -> tuple[Tensor, Tensor]:
     """`lha_hash.divergence` of what H_Q learns, and of what H_K learns: (3,) each. The first of each has a gradient, of
     the weights.

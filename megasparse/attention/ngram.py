@@ -26,8 +26,7 @@ from megasparse.config.attention import NGramAttentionConfig
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.hashing.sign import code_dtype
-from megasparse.ops.keys import derive
-from megasparse.ops.random import random_bits
+from megasparse.ops.random import derive, random_bits
 
 
 @dataclass

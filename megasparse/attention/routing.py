@@ -19,8 +19,7 @@ from megasparse.config.attention import RoutingAttentionConfig
 from megasparse.ops.blocks import at_most
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.dtype import at_least_fp32
-from megasparse.ops.keys import derive
-from megasparse.ops.random import normal
+from megasparse.ops.random import derive, normal
 
 _TILE_ELEMENTS = 1 << 22  # similarities at a time
 

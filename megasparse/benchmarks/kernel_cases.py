@@ -123,8 +123,8 @@ def dropout(dtype: torch.dtype, head_dim: int) -> None:
 
     for width in (head_dim, 1536):
         x, rows = torch.zeros(1, 64, width, dtype=dtype), torch.zeros(1, 64, dtype=torch.int64)
-        for relu, to in ((False, None), (True, None), (False, (x.float(), 1)), (False, (x.float(), -1))):
-            out = drop(x, dtype if to is None else torch.float32, 0.1, (1234, -99), 0, rows, relu, to)
+        for relu, stream, sign in ((False, None, 1), (True, None, 1), (False, x.float(), 1), (False, x.float(), -1)):
+            out = drop(x, dtype if stream is None else torch.float32, 0.1, 1234, rows, relu, stream, sign)
         relu_gradient(x, out.to(dtype), 1.1)
 
 
@@ -156,9 +156,9 @@ def random_numbers(dtype: torch.dtype, head_dim: int) -> None:
     """Bits and normal numbers."""
     from megasparse.ops.random_kernels import bits, bits_by_head, normals
 
-    bits((1234, -99), torch.zeros(8, dtype=torch.int64), 192)
-    bits_by_head((1234, -99), range(8), 11, 192, torch.device("cpu"))
-    normals((1, 2), (3, 4), range(8), 2, 64 * 64, torch.device("cpu"))
+    bits(1234, torch.zeros(8, dtype=torch.int64), 192)
+    bits_by_head(1234, range(8), 11, 192, torch.device("cpu"))
+    normals(1234, range(8), 2, 64 * 64, torch.device("cpu"))
 
 
 @case

@@ -14,8 +14,7 @@ from megasparse.config.attention import AttentionKind
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
 from megasparse.ops.bucketed_attention.reference import visible
 from megasparse.ops.hashing import angular_hash
-from megasparse.ops.keys import derive
-from megasparse.ops.random import rotations
+from megasparse.ops.random import derive, rotations
 from megasparse.planning.launches import total
 from megasparse.runs.comparison import spread
 

@@ -16,7 +16,7 @@ from megasparse.claims.claim import Claim, Curve, Judgement, Numbers, Picture, T
 from megasparse.evaluation.attention.metrics import largest_error
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import sign_codes
-from megasparse.ops.keys import derive
+from megasparse.ops.random import derive
 from megasparse.runs.comparison import spread
 
 PAPER = "YOSO"

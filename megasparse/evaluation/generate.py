@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megasparse.errors import ConfigError
-from megasparse.ops.keys import derive
+from megasparse.ops.random import derive
 from megasparse.training.ranks import Ranks
 
 

@@ -14,7 +14,7 @@ from megasparse.config.lora import LoRAConfig
 from megasparse.config.messages import show
 from megasparse.errors import ConfigError, UserError, did_you_mean
 from megasparse.model.embedding import Embedding
-from megasparse.ops.keys import derive
+from megasparse.ops.random import derive
 
 Kinds = tuple[type[nn.Module], ...]
 LINEAR: Kinds = (nn.Linear,)

@@ -13,7 +13,7 @@ from megasparse.config.schema import ModelConfig
 from megasparse.model.decoder import Decoder
 from megasparse.model.encoder import Encoder
 from megasparse.model.encoder_decoder import EncoderDecoder
-from megasparse.ops.keys import derive
+from megasparse.ops.random import derive
 
 Model = Decoder | Encoder | EncoderDecoder
 

@@ -28,10 +28,7 @@ def reversible(
 
 
 class _Reversible(Function):
-    """In torch.compile it stays outside of the graphs, of which the forward is one, and so is each branch again."""
-
     @staticmethod
-    @torch._disable_dynamo(recursive=False)  # torch.compiler.disable imports the compiler at once
     def forward(
         ctx: Any, x1: Tensor, x2: Tensor, source: Tensor | None, blocks: Sequence[Block], run: Pass, given_away: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,7 +38,6 @@ class _Reversible(Function):
         return first, second, total
 
     @staticmethod
-    @torch._disable_dynamo(recursive=False)  # torch.compiler.disable imports the compiler at once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d1, d2, d_auxiliary = grads
         y1, y2, source = ctx.saved_tensors

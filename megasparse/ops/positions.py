@@ -17,7 +17,7 @@ def sinusoids(first: int, count: int, width: int, device: torch.device | str = "
     small tables are kept.
     """
     device = torch.device(device)
-    keep = count > 1 and count * width <= _KEPT_NUMBERS and device.type != "meta" and not torch.compiler.is_compiling()
+    keep = count > 1 and count * width <= _KEPT_NUMBERS and device.type != "meta"
     return (kept_sinusoids if keep else _sinusoids)(first, count, width, device)
 
 

@@ -8,10 +8,9 @@ the draws must not.
 B batch, L length, H heads, R rounds, E width.
 """
 
+import hashlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ from torch.autograd.function import once_differentiable
 
 from megasparse.ops.backend import implementation
 from megasparse.ops.blocks import at_most
-from megasparse.ops.custom import custom
-from megasparse.ops.keys import DeviceStep, Halves, Key, LateKey, derive, halves
 
 _CPU_BLOCK_ELEMENTS = 1 << 20  # elements of dropout at a time: 4 MB of bits
 _GPU_BLOCK_ELEMENTS = 1 << 26
@@ -29,28 +26,34 @@ _GPU_BLOCK_ELEMENTS = 1 << 26
 EVALUATION_STEP = -1  # evaluation and generation draw as if at this step, whatever the training step is
 
 
+def derive(*parts: int | str) -> int:
+    """A 64-bit key from numbers and words: equal parts, equal key, on every machine."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def halves(key: int) -> tuple[int, int]:
+    """The low and the high 32 bits of a key, as signed numbers."""
+    low, high = (((bits & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 for bits in (key, key >> 32))
+    return low, high
+
+
 @dataclass(frozen=True)
 class RngContext:
     """Everything that the random draws of one forward pass depend on.
 
-    seed: of the run. step: optimizer step, a DeviceStep where a CUDA graph is captured, a tensor of one number in a
-    context made inside torch.compile. samples: (B,) int64, global
-    number of each sequence. training: dropout is on. rounds: hash rounds in place of the configured ones, or None.
-    first: position of the first token that is here, where ranks share sequences.
+    seed: of the run. step: optimizer step. samples: (B,) int64, global number of each sequence. training: dropout is
+    on. rounds: hash rounds in place of the configured ones, or None. first: position of the first token of this rank,
+    where ranks share sequences.
     """
 
     seed: int
-    step: int | DeviceStep | Tensor
+    step: int
     samples: Tensor
     training: bool
     rounds: int | None = None
     first: int = 0
     _rows: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _step: Tensor = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        own = self.step.number if isinstance(self.step, DeviceStep) else torch.as_tensor(self.step, device="cpu")
-        object.__setattr__(self, "_step", own)
 
     @staticmethod
     def evaluation(seed: int, batch_size: int, rounds: int | None = None) -> "RngContext":
@@ -59,23 +62,14 @@ class RngContext:
 
     def at(self, first: int) -> "RngContext":
         """The same draws, of tokens that begin at position `first`."""
-        return self if first == self.first else self._with(first=first)
+        return self if first == self.first else replace(self, first=first)
 
     def of(self, part: str) -> "RngContext":
         """The draws of a part of a model that numbers its layers from 0, such as an encoder–decoder's encoder."""
-        return self._with(seed=derive(self.seed, part))
+        return replace(self, seed=derive(self.seed, part))
 
-    def _with(self, **changes: Any) -> "RngContext":
-        """A copy with changes. In that of a compiled graph the step is a tensor, no constant of the graph."""
-        return replace(self, step=self._step if torch.compiler.is_compiling() else self.step, **changes)
-
-    def key(self, layer: int, purpose: str) -> Key:
-        """A key of this step. Inside torch.compile the step is a tensor, so that no step compiles anew."""
-        path = ((self.seed, layer, purpose),)
-        if torch.compiler.is_compiling():
-            return LateKey(self._step, path)
-        if not isinstance(self.step, int):
-            return LateKey(self.step, path)
+    def key(self, layer: int, purpose: str) -> int:
+        """A key of this step."""
         return derive(self.seed, self.step, layer, purpose)
 
     def rows(self, length: int, device: torch.device) -> Tensor:
@@ -88,16 +82,11 @@ class RngContext:
         return found
 
 
-def random_bits(key: Key | Halves, rows: Tensor, columns: int) -> Tensor:
+def random_bits(key: int, rows: Tensor, columns: int) -> Tensor:
     """(*rows.shape, columns) int32, uniform over all 2^32 values: a hash of (key, row number, column number).
 
     rows: int64, any shape. Built of an integer mixer whose every input bit reaches every output bit.
     """
-    return _random_bits(halves(key, rows.device), rows, columns)
-
-
-@custom(lambda key, rows, columns: rows.new_empty(*rows.shape, columns, dtype=torch.int32))
-def _random_bits(key: Halves, rows: Tensor, columns: int) -> Tensor:
     if implementation(rows, dtypes=(torch.int64,), largest_width=None) == "triton":
         from megasparse.ops.random_kernels import bits
 
@@ -106,140 +95,96 @@ def _random_bits(key: Halves, rows: Tensor, columns: int) -> Tensor:
     return _mix_(row.unsqueeze(-1) + column)
 
 
-def _seeds(key: Halves, rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def _seeds(key: int, rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Mixed numbers of the rows and of the columns, int32; mixing their sum gives the bits."""
-    low, high = key
+    low, high = halves(key)
     # Conversions keep the low 32 bits.
     row = _mix_(rows.to(torch.int32) + low) ^ _mix_((rows >> 32).to(torch.int32) + high)
     column = torch.arange(columns, dtype=torch.int32, device=rows.device) + high
     return _mix_(row), _mix_(column)
 
 
-def dropout(x: Tensor, rate: float, key: Key, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Zeroes elements of x (B, L, E) with probability `rate` and scales the rest by 1/(1 − rate).
+def dropout(x: Tensor, rate: float, key: int, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Zero elements of x (B, L, E) with probability `rate` and scale the rest by 1/(1 − rate).
 
     rows: (B, L), see `RngContext.rows`. The mask is a function of (key, row, element), so the backward draws it again
     and nothing is kept. dtype: of the result, by default that of x; computed in the wider of the two.
     """
     dtype = dtype or x.dtype
-    return x.to(dtype) if rate == 0.0 else _dropped(x, dtype, rate, halves(key, x.device), rows)
+    return x.to(dtype) if rate == 0.0 else _Dropout.apply(x, None, rate, key, rows, dtype, 1, False)
 
 
-@custom(lambda x, dtype, rate, key, rows: torch.empty_like(x, dtype=dtype))
-def _dropped(x: Tensor, dtype: torch.dtype, rate: float, key: Halves, rows: Tensor) -> Tensor:
-    found: Tensor = _Dropout.apply(x, dtype, partial(_drop, rate=rate, key=key, rows=rows))
-    return found
-
-
-def add_dropout(stream: Tensor, x: Tensor, rate: float, key: Key, rows: Tensor, sign: int = 1) -> Tensor:
+def add_dropout(stream: Tensor, x: Tensor, rate: float, key: int, rows: Tensor, sign: int = 1) -> Tensor:
     """Compute stream + sign·dropout(x), summed in fp32 at least, in the dtype of the stream (B, L, E); on a GPU in one
     pass. sign: 1 or −1."""
     if implementation(x, largest_width=None) != "triton":
-        dropped = dropout(x, rate, key, rows, _wide(stream))
+        dropped = dropout(x, rate, key, rows, torch.promote_types(stream.dtype, torch.float32))
         return (stream + dropped if sign == 1 else stream - dropped).to(stream.dtype)
-    return _add_dropped(stream, x, rate, halves(key, x.device), rows, sign)
+    return _Dropout.apply(x, stream, rate, key, rows, stream.dtype, sign, False)
 
 
-def add_dropout_(stream: Tensor, x: Tensor, rate: float, key: Key, rows: Tensor, sign: int = 1) -> None:
+def add_dropout_(stream: Tensor, x: Tensor, rate: float, key: int, rows: Tensor, sign: int = 1) -> None:
     """`add_dropout` in place, without gradients."""
-    kernel = implementation(x, largest_width=None) == "triton" and not torch.compiler.is_compiling()
-    if kernel and stream.is_contiguous():
-        _drop(x, stream.dtype, rate, halves(key, x.device), rows, to=(stream, sign), in_place=True)
+    if implementation(x, largest_width=None) == "triton" and stream.is_contiguous():
+        from megasparse.ops.random_kernels import drop
+
+        drop(x, stream.dtype, rate, key, rows, stream=stream, sign=sign, in_place=True)
     else:
-        stream.add_(dropout(x, rate, key, rows, _wide(stream)), alpha=sign)
+        wide = torch.promote_types(stream.dtype, torch.float32)
+        stream.add_(dropout(x, rate, key, rows, wide), alpha=sign)
 
 
-def _wide(stream: Tensor) -> torch.dtype:
-    """The dtype of sums with a stream, before they are rounded to its own."""
-    return torch.promote_types(stream.dtype, torch.float32)
-
-
-@custom(lambda stream, x, rate, key, rows, sign: torch.empty_like(stream))
-def _add_dropped(stream: Tensor, x: Tensor, rate: float, key: Halves, rows: Tensor, sign: int) -> Tensor:
-    found: Tensor = _AddDropout.apply(stream, x, sign, partial(_drop, rate=rate, key=key, rows=rows))
-    return found
-
-
-def relu_dropout(x: Tensor, rate: float, key: Key, rows: Tensor) -> Tensor:
+def relu_dropout(x: Tensor, rate: float, key: int, rows: Tensor) -> Tensor:
     """Compute dropout(relu(x)), on a GPU in one pass each way: where the result is 0, so is its gradient."""
     if rate == 0.0 or implementation(x, largest_width=None) != "triton":
         return dropout(torch.relu(x), rate, key, rows)
-    return _relu_dropped(x, rate, halves(key, x.device), rows)
-
-
-@custom(lambda x, rate, key, rows: torch.empty_like(x))
-def _relu_dropped(x: Tensor, rate: float, key: Halves, rows: Tensor) -> Tensor:
-    found: Tensor = _ReluDropout.apply(x, rate, partial(_drop, rate=rate, key=key, rows=rows, relu=True))
-    return found
+    return _Dropout.apply(x, None, rate, key, rows, x.dtype, 1, True)
 
 
 class _Dropout(torch.autograd.Function):
-    """Dropout, which does to the gradient of its output what it does to x."""
+    """Compute dropout(x); by kernels also stream + sign·dropout(x), and dropout(relu(x))."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, drop: Callable[[Tensor, torch.dtype], Tensor]) -> Tensor:
-        ctx.drop, ctx.dtype = drop, x.dtype
-        return drop(x, dtype)
+    def forward(
+        ctx: Any, x: Tensor, stream: Tensor | None, rate: float, key: int, rows: Tensor, dtype: torch.dtype, sign: int,
+        relu: bool,
+    ) -> Tensor:  # fmt: skip
+        ctx.rate, ctx.key, ctx.rows, ctx.dtype, ctx.sign, ctx.relu = rate, key, rows, x.dtype, sign, relu
+        ctx.added = stream is not None
+        if implementation(x, largest_width=None) != "triton":
+            return _dropped_in_blocks(x, rate, key, rows, dtype)
+        from megasparse.ops.random_kernels import drop
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.drop(grads[0], ctx.dtype), None, None
-
-
-class _AddDropout(torch.autograd.Function):
-    """A stream and the dropout of x, by kernels."""
-
-    @staticmethod
-    def forward(ctx: Any, stream: Tensor, x: Tensor, sign: int, drop: Callable[..., Tensor]) -> Tensor:
-        ctx.drop, ctx.dtype, ctx.sign = drop, x.dtype, sign
-        return drop(x, stream.dtype, to=(stream, sign))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        gradient = ctx.drop(grads[0], ctx.dtype)
-        return grads[0], gradient if ctx.sign == 1 else -gradient, None, None
-
-
-class _ReluDropout(torch.autograd.Function):
-    """Dropout of relu by kernels. The gradient goes where the result is above 0, which needs no draws."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rate: float, drop: Callable[[Tensor, torch.dtype], Tensor]) -> Tensor:
-        out = drop(x, x.dtype)
-        ctx.rate = rate
-        ctx.save_for_backward(out)
+        out = drop(x, dtype, rate, key, rows, relu, stream, sign)
+        if relu:
+            ctx.save_for_backward(out)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        from megasparse.ops.random_kernels import relu_gradient
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        if ctx.relu:  # the gradient goes where the result is above 0, which needs no draws
+            from megasparse.ops.random_kernels import relu_gradient
 
-        (out,) = ctx.saved_tensors
-        return relu_gradient(grads[0], out, 1.0 / (1.0 - ctx.rate)), None, None
+            (out,) = ctx.saved_tensors
+            dx = relu_gradient(grad, out, 1.0 / (1.0 - ctx.rate))
+        elif implementation(grad, largest_width=None) != "triton":
+            dx = _dropped_in_blocks(grad, ctx.rate, ctx.key, ctx.rows, ctx.dtype)
+        else:
+            from megasparse.ops.random_kernels import drop
+
+            dx = drop(grad, ctx.dtype, ctx.rate, ctx.key, ctx.rows)
+        return dx if ctx.sign == 1 else -dx, grad if ctx.added else None, None, None, None, None, None, None
 
 
-def _drop(
-    x: Tensor,
-    dtype: torch.dtype,
-    rate: float,
-    key: Halves,
-    rows: Tensor,
-    relu: bool = False,
-    to: tuple[Tensor, int] | None = None,
-    in_place: bool = False,
-) -> Tensor:
-    """Drops numbers in blocks that stay in a CPU's cache: drawn whole, bits cost more than a wide product. By kernels
-    alone: relu, dropout of relu(x); to, a tensor that it is added to, and the sign that it is added with, in_place or
-    not.
-    """
-    threshold = round(rate * 2**32) - 2**31
-    if implementation(x, largest_width=None) == "triton":
-        from megasparse.ops.random_kernels import drop
+def least_kept(rate: float) -> int:
+    """The smallest random bits, int32, of an element that dropout keeps."""
+    return round(rate * 2**32) - 2**31
 
-        return drop(x, dtype, rate, key, threshold, rows, relu, to, in_place)
+
+def _dropped_in_blocks(x: Tensor, rate: float, key: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dropout in blocks that stay in a CPU's cache: drawn whole, bits cost more than a wide product."""
     x = x.to(torch.promote_types(x.dtype, dtype))
     flat = x.flatten(0, 1)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
@@ -251,7 +196,7 @@ def _drop(
         bits, spare = space[:, : flat[block].shape[0]]
         _mix_(torch.add(row[block].unsqueeze(-1), column, out=bits), spare)
         torch.mul(flat[block], 1.0 / (1.0 - rate), out=out[block])
-        out[block] *= (bits >= threshold).to(x.dtype)
+        out[block] *= (bits >= least_kept(rate)).to(x.dtype)
     return out.view(x.shape).to(dtype)
 
 
@@ -264,24 +209,25 @@ class PairDropout:
     """
 
     rate: float
-    key: Halves
+    key: int
     queries: Tensor
     shift: int = 0
 
     @staticmethod
-    def of(rate: float, key: Key, rows: Tensor, heads: range) -> "PairDropout":
+    def of(rate: float, key: int, rows: Tensor, heads: range) -> "PairDropout":
         """Draw for the queries `rows` (B, L), see `RngContext.rows`, of the global head numbers `heads`."""
-        own = halves(key, rows.device)
-        return PairDropout(rate, own, _pair_queries(own, rows, heads))
+        low, _ = halves(key)
+        head = _mix_(torch.arange(heads.start, heads.stop, dtype=torch.int32, device=rows.device) + low)
+        return PairDropout(rate, key, _mix_(_seeds(key, rows, 0)[0].unsqueeze(1) + head.unsqueeze(1)))
 
     def keys(self, count: int) -> Tensor:
         """The mixed numbers of the keys, (Lk,) int32."""
         number = (torch.arange(count, device=self.queries.device) + self.shift) % count
-        return _mix_(number.to(torch.int32) + self.key[1])
+        return _mix_(number.to(torch.int32) + halves(self.key)[1])
 
     def factors(self, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
         """The factors of probabilities, 0 or 1/(1 − rate), of pairs of mixed numbers, which broadcast."""
-        kept = _mix_(queries + keys) >= round(self.rate * 2**32) - 2**31
+        kept = _mix_(queries + keys) >= least_kept(self.rate)
         return kept.to(dtype).mul_(1.0 / (1.0 - self.rate))
 
     def dense(self, count: int, dtype: torch.dtype) -> Tensor:
@@ -289,32 +235,17 @@ class PairDropout:
         return self.factors(self.queries.unsqueeze(-1), self.keys(count), dtype)
 
 
-@custom(lambda key, rows, heads: rows.new_empty(len(rows), len(heads), rows.shape[1], dtype=torch.int32))
-def _pair_queries(key: Halves, rows: Tensor, heads: range) -> Tensor:
-    head = torch.arange(heads.start, heads.stop, dtype=torch.int32, device=rows.device) + key[0]
-    return _mix_(_seeds(key, rows, 0)[0].unsqueeze(1) + _mix_(head).unsqueeze(1))
-
-
-def normal(key: Key, rows: Tensor, columns: int) -> Tensor:
+def normal(key: int, rows: Tensor, columns: int) -> Tensor:
     """(*rows.shape, columns) fp32 standard normal numbers, each a function of (key, row number, column number).
 
     Box–Muller in float64 from two 32-bit draws.
     """
-    return _normal(*_radius_and_angle(key, rows.device), rows, columns)
-
-
-def _radius_and_angle(key: Key, device: torch.device) -> tuple[Halves, Halves]:
-    """The keys of both draws of a normal number."""
-    return halves(derive(key, "radius"), device), halves(derive(key, "angle"), device)
-
-
-def _normal(of_radius: Halves, of_angle: Halves, rows: Tensor, columns: int) -> Tensor:
-    radius, angle = _random_bits(of_radius, rows, columns), _random_bits(of_angle, rows, columns)
+    radius, angle = (random_bits(derive(key, part), rows, columns) for part in ("radius", "angle"))
     uniform = (radius.double() + (2**31 + 0.5)) / 2**32  # in (0, 1)
     return (torch.sqrt(-2.0 * torch.log(uniform)) * torch.cos(angle.double() * (2 * math.pi / 2**32))).float()
 
 
-def rotations(key: Key, heads: range, rounds: int, head_dim: int, factors: list[int], device: torch.device) -> Tensor:
+def rotations(key: int, heads: range, rounds: int, head_dim: int, factors: list[int], device: torch.device) -> Tensor:
     """Gaussian projections of angular LSH, (H, R, D, Σ n_f/2), for the global head numbers `heads`.
 
     Each head and round has its own, whatever other heads and rounds are drawn: more rounds keep the first ones.
@@ -323,45 +254,29 @@ def rotations(key: Key, heads: range, rounds: int, head_dim: int, factors: list[
     return normal_by_head(key, heads, rounds, head_dim * width, device).view(len(heads), rounds, head_dim, width)
 
 
-def _by_head(dtype: torch.dtype) -> Callable[..., Tensor]:
-    def like(*arguments: Any) -> Tensor:
-        heads, count, columns, device = arguments[-4:]
-        return torch.empty(len(heads), count, columns, dtype=dtype, device=device)
-
-    return like
-
-
-def normal_by_head(key: Key, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
+def normal_by_head(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
     """`count` vectors of normal numbers for each global head number, (H, count, columns) fp32.
 
     A head's vectors are the same whatever other heads there are, and more vectors keep the first ones.
     """
-    return _normal_by_head(*_radius_and_angle(key, device), heads, count, columns, device)
-
-
-@custom(_by_head(torch.float32))
-def _normal_by_head(
-    radius: Halves, angle: Halves, heads: range, count: int, columns: int, device: torch.device
-) -> Tensor:
-    if implementation(torch.empty(0, device=device), (torch.get_default_dtype(),), largest_width=None) == "triton":
+    if _by_kernels(device):
         from megasparse.ops.random_kernels import normals
 
-        return normals(radius, angle, heads, count, columns, device)
-    return _normal(radius, angle, rows_by_head(heads, count, device), columns)
+        return normals(key, heads, count, columns, device)
+    return normal(key, rows_by_head(heads, count, device), columns)
 
 
-def bits_by_head(key: Key | Tensor, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
+def bits_by_head(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
     """(H, count, columns) int32: `random_bits` of the rows of `rows_by_head`."""
-    return _bits_by_head(halves(key, device), heads, count, columns, device)
-
-
-@custom(_by_head(torch.int32))
-def _bits_by_head(key: Halves, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
-    if implementation(torch.empty(0, device=device), (torch.get_default_dtype(),), largest_width=None) == "triton":
+    if _by_kernels(device):
         from megasparse.ops.random_kernels import bits_by_head as by_head
 
         return by_head(key, heads, count, columns, device)
-    return _random_bits(key, rows_by_head(heads, count, device), columns)
+    return random_bits(key, rows_by_head(heads, count, device), columns)
+
+
+def _by_kernels(device: torch.device) -> bool:
+    return implementation(torch.empty(0, dtype=torch.float32, device=device), largest_width=None) == "triton"
 
 
 def rows_by_head(heads: range, count: int, device: torch.device) -> Tensor:

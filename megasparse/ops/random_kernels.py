@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor, empty_like
 
 from megasparse.ops.kernels import launch, mix
-from megasparse.ops.keys import Halves
+from megasparse.ops.random import derive, halves, least_kept
 
 _NUMBERS = 4096  # of a program
 _LARGEST_COLUMNS = 1024
@@ -18,15 +18,8 @@ _TURN = tl.constexpr(2 * math.pi / 2**32)
 
 @triton.jit
 def _key(low, high):
-    """The halves of a key, uint32: two arguments, or where `high` is None two numbers at `low`."""
-    if high is None:
-        low, high = tl.load(low), tl.load(low + 1)
+    """The halves of a key, uint32."""
     return low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
-
-
-def _arguments(key: Halves) -> tuple[int | Tensor, int | None]:
-    """What a kernel gives to `_key`."""
-    return (key, None) if isinstance(key, Tensor) else key
 
 
 @triton.jit
@@ -69,27 +62,26 @@ def drop(
     x: Tensor,
     dtype: torch.dtype,
     rate: float,
-    key: Halves,
-    threshold: int,
+    key: int,
     rows: Tensor,
     relu: bool = False,
-    to: tuple[Tensor, int] | None = None,
+    stream: Tensor | None = None,
+    sign: int = 1,
     in_place: bool = False,
 ) -> Tensor:
-    """Return x (B, L, E), or relu(x), with the elements zeroed whose bits are below `threshold`, the rest scaled by
-    1/(1 − rate); the same to the bit as `ops.random` in torch. rows: (B, L) int64. to: what it is added to, and the
-    sign that it is added with. in_place: the sum overwrites what it is added to, which is contiguous.
+    """Return dropout(x) of x (B, L, E), or dropout(relu(x)), the same to the bit as `ops.random` in torch. rows: (B, L)
+    int64. stream: sign times the result is added to it. in_place: the sum overwrites the stream, which is contiguous.
 
     Cost: tensors are read and the result written once, and 8·B·L bytes of rows; about 12 integer operations an element.
     """
     x, rows = x.contiguous(), rows.contiguous()
-    stream, sign = (None, 1) if to is None else (to[0].contiguous(), to[1])
+    stream = None if stream is None else stream.contiguous()
     out = stream if in_place and stream is not None else empty_like(x, dtype=dtype)
     count, width = rows.numel(), x.shape[-1]
     columns = min(_LARGEST_COLUMNS, triton.next_power_of_2(width))
     tall = _NUMBERS // columns
     grid = (-(-count // tall), -(-width // columns))
-    arguments = (x, rows, stream, out, count, width, *_arguments(key), threshold, 1.0 / (1.0 - rate))
+    arguments = (x, rows, stream, out, count, width, *halves(key), least_kept(rate), 1.0 / (1.0 - rate))
     launch(_dropout, grid, *arguments, SIGN=sign, RELU=relu, ROWS=tall, COLUMNS=columns, num_warps=4)
     return out
 
@@ -122,22 +114,22 @@ def _bits(rows, out, columns, low, high, first, count, COLUMNS: tl.constexpr):
     tl.store(out + row * columns + column, _bits_of(seed, column, high), mask=column < columns)
 
 
-def bits(key: Halves, rows: Tensor, columns: int) -> Tensor:
+def bits(key: int, rows: Tensor, columns: int) -> Tensor:
     """Computes `ops.random.random_bits` in one launch, the same to the bit."""
     out = torch.empty(*rows.shape, columns, dtype=torch.int32, device=rows.device)
     return _draw_bits(out, rows.contiguous(), key, 0, 1)
 
 
-def bits_by_head(key: Halves, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
+def bits_by_head(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
     """Computes `ops.random.bits_by_head` in one launch, the same to the bit."""
     out = torch.empty(len(heads), count, columns, dtype=torch.int32, device=device)
     return _draw_bits(out, None, key, heads.start, count)
 
 
-def _draw_bits(out: Tensor, rows: Tensor | None, key: Halves, first: int, count: int) -> Tensor:
+def _draw_bits(out: Tensor, rows: Tensor | None, key: int, first: int, count: int) -> Tensor:
     columns = out.shape[-1]
     grid = (out.numel() // max(1, columns), -(-columns // _LARGEST_COLUMNS))
-    arguments = (rows, out, columns, *_arguments(key), first, count)
+    arguments = (rows, out, columns, *halves(key), first, count)
     launch(_bits, grid, *arguments, COLUMNS=min(_LARGEST_COLUMNS, triton.next_power_of_2(columns)), num_warps=4)
     return out
 
@@ -159,12 +151,12 @@ def _normals(out, first, count, columns, low, high, other_low, other_high, COLUM
     tl.store(out + place.to(tl.int64) * columns + column, number.to(tl.float32), mask=column < columns)
 
 
-def normals(radius: Halves, angle: Halves, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
+def normals(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
     """Computes `ops.random.normal_by_head` in one launch, equal to it up to the rounding of float64 logarithms and
-    cosines. radius, angle: the keys of both draws.
+    cosines.
     """
     out = torch.empty(len(heads), count, columns, dtype=torch.float32, device=device)
     grid = (len(heads) * count, -(-columns // _LARGEST_COLUMNS))
-    arguments = (out, heads.start, count, columns, *_arguments(radius), *_arguments(angle))
+    arguments = (out, heads.start, count, columns, *halves(derive(key, "radius")), *halves(derive(key, "angle")))
     launch(_normals, grid, *arguments, COLUMNS=_LARGEST_COLUMNS, num_warps=4)
     return out

@@ -1,12 +1,10 @@
 """Work on a sequence in tiles, one after another, in the backward too: the peak is one tile's, not the sequence's."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from megasparse.ops.autocast import Function
 
@@ -26,9 +24,6 @@ def tiled(
     tiles = min(tiles, inputs[0].shape[1])
     if tiles <= 1:
         return function(*inputs, *weights)
-    if torch.compiler.is_compiling():  # a graph sums each weight's gradients by itself
-        again = partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
-        return torch.cat([again(*tile, *weights) for tile in pieces(inputs, tiles)], dim=1)
     return _Tiled.apply(function, tiles, len(inputs), *inputs, *weights)
 
 

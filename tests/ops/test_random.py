@@ -1,7 +1,6 @@
 import torch
 
-from megasparse.ops.keys import derive
-from megasparse.ops.random import RngContext, dropout, normal, random_bits, rotations
+from megasparse.ops.random import RngContext, derive, dropout, normal, random_bits, rotations
 
 
 def test_keys_differ_by_every_part_and_by_type():

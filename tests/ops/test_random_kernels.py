@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from megasparse.ops.keys import DeviceStep
 from megasparse.ops.random import (
     RngContext,
     add_dropout,
@@ -114,25 +113,3 @@ def test_the_kernels_normal_numbers_are_those_of_torch(key, monkeypatch):
     found = normal_by_head(key, heads, count, columns, DEVICE).cpu()
     torch.testing.assert_close(found, expected, rtol=2**-23, atol=0)
     assert (found == expected).double().mean() > 0.999
-
-
-@pytest.mark.parametrize("implementation", ["blockwise", "triton"])
-def test_a_key_in_memory_draws_what_the_number_draws(implementation, monkeypatch):
-    monkeypatch.setenv("MEGASPARSE_OPS", implementation)
-    step = DeviceStep(0, DEVICE)
-    contexts = [RngContext(3, number, torch.tensor([7, 9]), True) for number in (step, 41)]
-    step.set(41)
-    x = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    rows = contexts[0].rows(5, DEVICE)
-    drawn = [
-        (
-            random_bits(context.key(1, "bits"), rows, 70),
-            bits_by_head(context.key(1, "by head"), range(3, 5), 2, 70, DEVICE),
-            normal_by_head(context.key(1, "normal"), range(3, 5), 2, 70, DEVICE),
-            dropout(x, 0.5, context.key(1, "dropout"), rows),
-            relu_dropout(x, 0.5, context.key(1, "relu"), rows),
-            add_dropout(x, x, 0.5, context.key(1, "added"), rows),
-        )
-        for context in contexts
-    ]
-    assert all(torch.equal(*pair) for pair in zip(*drawn, strict=True))

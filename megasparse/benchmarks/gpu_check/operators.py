@@ -109,7 +109,7 @@ def relative_local_attention(p: Problem) -> tuple[list[Tensor], Callable[..., Ou
 
     spec = LocalAttentionSpec(64, True, p.head_dim**-0.5)
     r, u, w = p.normal(2, len(distances(64, True)), p.head_dim), p.normal(2, p.head_dim), p.normal(2, p.head_dim)
-    return [*p.heads(), r, u, w], lambda *inputs: [relative_local_attention(*inputs, spec)]
+    return [*p.heads(), r, u, w], lambda q, k, v, r, u, w: [relative_local_attention(q, k, v, r, u, w, spec)]
 
 
 @smooth

@@ -113,7 +113,7 @@ def _beyond_32_bits(device: torch.device, small: bool) -> tuple[bool, float, str
     found = []
     for own in (slice(None), slice(heads - 1, None)):
         leaves = [x[:, own].detach().requires_grad_() for x in (q, k, v)]
-        out, _ = bucketed_attention(*leaves, None, spec)
+        out, _ = bucketed_attention(leaves[0], leaves[1], leaves[2], None, spec)
         found.append([x[:, -1:].clone() for x in (out.detach(), *torch.autograd.grad(out, leaves, g[:, own]))])
         del out, leaves
     right = all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megasparse.attention.smyrf import asymmetric
-from megasparse.ops.keys import derive
-from megasparse.ops.random import normal, random_bits, rotations
+from megasparse.ops.random import derive, normal, random_bits, rotations
 
 Codes = tuple[Tensor, Tensor]
 """Buckets of the queries and of the keys, (B, H, L) int64 each."""

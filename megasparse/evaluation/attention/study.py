@@ -34,7 +34,7 @@ from megasparse.evaluation.attention.metrics import (
 )
 from megasparse.evaluation.attention.weights import LEGEND, attention_map, weights_of
 from megasparse.evaluation.pictures import sheet
-from megasparse.ops.keys import derive
+from megasparse.ops.random import derive
 from megasparse.ops.sketch.reference import sketched_weights
 
 PAPER_IMBALANCE = {"ratio": 0.613, "size": 0.359}

@@ -6,11 +6,9 @@ from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import implementation
 from megasparse.ops.bucketed_attention import blockwise, reference
 from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec
-from megasparse.ops.custom import attention_like, custom
 from megasparse.ops.random import PairDropout
 
 
-@custom(attention_like)
 @without_autocast
 def bucketed_attention(
     q: Tensor,

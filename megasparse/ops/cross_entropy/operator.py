@@ -1,20 +1,12 @@
 """The scores of tokens, by the implementation that suits the device. N tokens, V vocabulary."""
 
-import torch
 from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import implementation
 from megasparse.ops.cross_entropy import blockwise, reference
-from megasparse.ops.custom import custom
 
 
-def _like(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    return logits.new_empty(len(logits), 3 if smoothing else 2, dtype=dtype)
-
-
-@custom(_like)
 @without_autocast
 def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """Scores of every token, a column each: −ln p of its target under softmax(logits); 1 where the target is the

@@ -4,12 +4,10 @@ from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import implementation
-from megasparse.ops.custom import attention_like, custom
 from megasparse.ops.gathered_attention import blockwise, reference
 from megasparse.ops.random import PairDropout
 
 
-@custom(attention_like)
 @without_autocast
 def gathered_attention(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float, dropout: PairDropout | None = None

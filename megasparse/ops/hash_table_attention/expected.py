@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.autocast import Function, without_autocast
-from megasparse.ops.custom import custom
-from megasparse.ops.hash_table_attention.layout import groups, row_slices, sums_like
+from megasparse.ops.hash_table_attention.layout import groups, row_slices
 from megasparse.ops.hash_table_attention.specification import HashTableAttentionSpec
 
 _QUERIES = 64  # of a tile
 _TILE_ELEMENTS = 1 << 18  # weights in a tile: 1 MB of fp32
 
 
-@custom(sums_like)
 @without_autocast
 def expected_attention(
     q: Tensor,

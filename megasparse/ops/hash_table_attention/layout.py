@@ -4,7 +4,7 @@ G rows at a time, L length, m hashes, τ code bits, T buckets.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,9 +66,3 @@ def buckets(q_codes: Tensor, k_codes: Tensor, group: tuple[Tensor, Tensor] | Non
         number[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(-1)
         dense[:, hash_].scatter_(-1, order, number.to(torch.int32))
     return Buckets(dense[..., :length], dense[..., length:], most)
-
-
-def sums_like(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
-    """Empty results of YOSO attention: weighted sums of values, and the weights' own."""
-    wide = torch.promote_types(v.dtype, torch.float32)
-    return v.new_empty(*q.shape[:3], v.shape[3], dtype=wide), v.new_empty(q.shape[:3], dtype=wide)

@@ -4,13 +4,10 @@ from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import implementation
-from megasparse.ops.custom import custom
 from megasparse.ops.hash_table_attention import blockwise, reference
-from megasparse.ops.hash_table_attention.layout import sums_like
 from megasparse.ops.hash_table_attention.specification import HashTableAttentionSpec
 
 
-@custom(sums_like)
 @without_autocast
 def hash_table_attention(
     q: Tensor,

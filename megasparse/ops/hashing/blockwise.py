@@ -8,7 +8,6 @@ from torch import Tensor
 from megasparse.ops.autocast import without_autocast
 from megasparse.ops.blocks import at_most
 from megasparse.ops.hashing.sign import Kind, code_dtype, drawn, drawn_codes
-from megasparse.ops.keys import Key
 
 _BLOCK_ELEMENTS = 1 << 21  # rotated numbers at a time: 8 MB of fp32
 
@@ -35,6 +34,6 @@ def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     return codes
 
 
-def sign_codes(x: Tensor, key: Key, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
+def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
     """Computes `operator.sign_codes` in blocks."""
     return drawn_codes(x, drawn(key, heads, hashes, code_bits, x.shape[3], kind, x.device), hashes, kind)

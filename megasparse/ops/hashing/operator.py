@@ -10,21 +10,9 @@ from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import implementation
-from megasparse.ops.custom import custom
 from megasparse.ops.hashing import blockwise, reference, sign
-from megasparse.ops.keys import Key
 
 
-def _angular_like(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
-    batch, heads, length, _ = x.shape
-    return x.new_empty(batch, heads, rotations.shape[1], length, dtype=sign.code_dtype(math.prod(factors)))
-
-
-def _signs_like(x: Tensor, drawn: Tensor, hashes: int, kind: sign.Kind) -> Tensor:
-    return x.new_empty(*x.shape[:2], hashes, x.shape[2], dtype=sign.code_dtype(1 << drawn.shape[2]))
-
-
-@custom(_angular_like)
 @without_autocast
 @torch.no_grad()
 def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
@@ -45,7 +33,7 @@ def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     return gpu.angular_hash(x, rotations, factors)
 
 
-def sign_codes(x: Tensor, key: Key, heads: range, hashes: int, code_bits: int, kind: sign.Kind) -> Tensor:
+def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: sign.Kind) -> Tensor:
     """Codes of x (B, H, L, D) in each hash: (B, H, m, L), int16 up to 15 bits, else int32; 0 <= code < 2^τ.
 
     gaussian: bit t is [r·x >= 0], r normal: two vectors at angle θ collide in a hash with probability (1 − θ/π)^τ.
@@ -67,7 +55,6 @@ def sign_codes(x: Tensor, key: Key, heads: range, hashes: int, code_bits: int, k
     return _sign_codes(x, sign.drawn(key, heads, hashes, code_bits, x.shape[3], kind, x.device), hashes, kind)
 
 
-@custom(_signs_like)
 @without_autocast
 @torch.no_grad()
 def _sign_codes(x: Tensor, drawn: Tensor, hashes: int, kind: sign.Kind) -> Tensor:

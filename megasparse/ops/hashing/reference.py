@@ -6,7 +6,6 @@ B batch, H heads, L length, D head dim, R rounds, m hashes, τ code bits.
 import torch
 from torch import Tensor
 
-from megasparse.ops.keys import Key
 from megasparse.ops.random import normal, random_bits
 
 
@@ -31,7 +30,7 @@ def hadamard_matrix(power: int) -> Tensor:
     return matrix
 
 
-def hyperplanes(key: Key, head: int, hash_: int, code_bits: int, width: int, kind: str) -> Tensor:
+def hyperplanes(key: int, head: int, hash_: int, code_bits: int, width: int, kind: str) -> Tensor:
     """The normals (τ, D) of one head's hash, float64."""
     if kind == "gaussian":
         return normal(key, torch.tensor(head * 65536 + hash_), code_bits * width).view(code_bits, width).double()
@@ -47,7 +46,7 @@ def hyperplanes(key: Key, head: int, hash_: int, code_bits: int, width: int, kin
     return torch.stack(normals)
 
 
-def sign_codes(x: Tensor, key: Key, heads: range, hashes: int, code_bits: int, kind: str) -> Tensor:
+def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: str) -> Tensor:
     """Σ_t 2^t·[r_t·x >= 0] for every head and hash: x (B, H, L, D); (B, H, m, L) int64."""
     codes = torch.empty(x.shape[0], x.shape[1], hashes, x.shape[2], dtype=torch.int64, device=x.device)
     for number, head in enumerate(heads):

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
 from megasparse.ops.blocks import at_most
-from megasparse.ops.keys import Key
 from megasparse.ops.random import bits_by_head, normal_by_head
 
 _BLOCK_ELEMENTS = 1 << 20  # projected numbers at a time: 4 MB of fp32
@@ -23,7 +22,7 @@ def code_dtype(count: int) -> torch.dtype:
     return torch.int16 if count <= 1 << 15 else torch.int32
 
 
-def drawn(key: Key, heads: range, hashes: int, code_bits: int, width: int, kind: Kind, device: torch.device) -> Tensor:
+def drawn(key: int, heads: range, hashes: int, code_bits: int, width: int, kind: Kind, device: torch.device) -> Tensor:
     """What hashes are drawn from: gaussian hyperplanes, (H, m, τ, D) fp32; or D₁, D₂, D₃ of every transform, (H, groups
     of P hashes, τ, 3, P) int32: −1 where negative, else 1.
     """

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from megasparse.ops.autocast import Function, without_autocast
 from megasparse.ops.blocks import at_most
@@ -55,7 +54,7 @@ def linear_attention(
     """
     absorb = partial(_absorb, projection=projection, scale=scale)
     empty = State.empty(q.shape[0], projection, q.dtype)
-    _, total, level = _scanned(absorb, at_most(_TILE), (k, v, _column(k, key_mask)), empty)
+    _, total, level = _Scan.apply(absorb, at_most(_TILE), 3, k, v, _column(k, key_mask), *empty)
     read = partial(_read, projection=projection, scale=scale)
     tiles = -(-q.shape[2] // at_most(_TILE))
     return tiled(read, [q.transpose(1, 2)], [total, level], tiles).transpose(1, 2)
@@ -81,27 +80,8 @@ def causal_linear_attention(
     state = State.empty(q.shape[0], projection, q.dtype) if state is None else state
     step = partial(_causal, projection=projection, scale=scale, chunk=chunk)
     tile = min(at_most(_TILE), at_most(_TILE_ELEMENTS) // (q.shape[0] * projection.shape[:2].numel()))
-    out, *after = _scanned(step, max(tile, chunk), (q, k, v, _column(k, key_mask)), state)
+    out, *after = _Scan.apply(step, max(tile, chunk), 4, q, k, v, _column(k, key_mask), *state)
     return out, State(*after)
-
-
-def _scanned(
-    step: Callable[..., tuple[State, Tensor]], tile: int, inputs: tuple[Tensor, ...], state: State
-) -> tuple[Tensor, ...]:
-    """Outputs side by side, and the last state, as `_Scan` gives them; torch.compile has checkpoints in its place."""
-    if not torch.compiler.is_compiling():
-        found: tuple[Tensor, ...] = _Scan.apply(step, tile, len(inputs), *inputs, *state)
-        return found
-
-    def one(total: Tensor, level: Tensor, *pieces: Tensor) -> tuple[Tensor, ...]:
-        after, out = step(State(total, level), *pieces)
-        return out, *after
-
-    outs, now = [], tuple(state)
-    for pieces in _pieces(inputs, tile):
-        out, *now = checkpoint(one, *now, *pieces, use_reentrant=False, preserve_rng_state=False)
-        outs.append(out)
-    return torch.cat(outs, dim=2), *now
 
 
 class _Scan(Function):

@@ -4,13 +4,11 @@ from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import MOST_PAIRS, implementation
-from megasparse.ops.custom import custom
 from megasparse.ops.local_attention import blockwise, reference
 from megasparse.ops.local_attention.specification import LocalAttentionSpec
 from megasparse.ops.random import PairDropout
 
 
-@custom(lambda q, *arguments, **named: q.new_empty(q.shape))
 @without_autocast
 def relative_local_attention(
     q: Tensor,

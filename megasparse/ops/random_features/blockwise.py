@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
-from megasparse.ops.keys import Key, derive
-from megasparse.ops.random import normal
+from megasparse.ops.random import derive, normal
 
 
 @without_autocast
@@ -38,7 +37,7 @@ def positive_features(
     return torch.exp(exponent - shift) / math.sqrt(projection.shape[1]), shift
 
 
-def orthogonal_projections(key: Key, heads: range, features: int, head_dim: int, device: torch.device) -> Tensor:
+def orthogonal_projections(key: int, heads: range, features: int, head_dim: int, device: torch.device) -> Tensor:
     """(H, F, D) fp32: rows ω, each a standard normal vector, in blocks of D that are orthogonal to each other.
 
     A function of (key, global head number, row): more features keep the first rows, other heads change nothing. Drawn

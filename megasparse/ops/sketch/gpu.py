@@ -98,7 +98,7 @@ def chosen_keys(
         lse.float().contiguous() if needs_lse and lse is not None else None,
         _documents(key_mask, segments),
         None if noise is None else noise.rows.contiguous(),
-        None if noise is None else noise.of_tiles(length).key,
+        None if noise is None else noise.tiles(length),
         out, queries, length, first_query,
         WIDTH=width, CAUSAL=spec.causal, HEADS=heads, COUNT=spec.count, SAMPLING=drawn, TILE=draws.KEYS,
         ROWS=_CHOOSING, COLUMNS=64, PLACES=max(_LANES, triton.next_power_of_2(spec.count)), num_warps=1,

@@ -4,15 +4,12 @@ B batch, H heads, L length, Lq queries, d width of the sketch, K keys a query ch
 """
 
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
 from megasparse.ops.backend import MOST_PAIRS, implementation
-from megasparse.ops.custom import attention_like, custom
-from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.sketch import blockwise, reference
 from megasparse.ops.sketch.draws import Noise
 from megasparse.ops.sketch.specification import KeyChoiceSpec
@@ -21,18 +18,6 @@ WIDEST = 16
 """The largest d that the kernels take: a thread keeps all coordinates of its rows in registers."""
 
 
-def _sketch_like(q: Tensor, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
-    return attention_like(at_least_fp32(q))
-
-
-def _choice_like(
-    q: Tensor, k: Tensor, spec: KeyChoiceSpec, noise: Noise | None, *arguments: Any, **named: Any
-) -> Tensor:
-    heads = 1 if noise is None else len(noise.heads)
-    return q.new_empty(q.shape[0], heads, q.shape[1], spec.count, dtype=torch.int32)
-
-
-@custom(_sketch_like)
 @without_autocast
 def sketched_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
@@ -46,6 +31,8 @@ def sketched_attention(
     return h, lse
 
 
+@without_autocast
+@torch.no_grad()
 def chosen_keys(
     q: Tensor,
     k: Tensor,
@@ -67,21 +54,12 @@ def chosen_keys(
     α = 1 is p = ∞: that key is chosen whatever u is, the limit of α → 1. Of equal scores the smaller position wins.
     Returns (B, H, Lq, K) int32, H = 1 without noise; −1 where fewer than K keys are visible.
     """
-    drawn = None if noise is None else noise.of_tiles(k.shape[1])
-    return _chosen_keys(q, k, spec, drawn, lse, key_mask, segments, first_query)
-
-
-@custom(_choice_like)
-@without_autocast
-@torch.no_grad()
-def _chosen_keys(q: Tensor, k: Tensor, spec: KeyChoiceSpec, noise: Noise | None, *rest: Any) -> Tensor:
     # The kernels take q and k in float64 too.
     module = _module(q.float(), 1 if noise is None else len(noise.heads))
-    index: Tensor = module.chosen_keys(q, k, spec, noise, *rest)
+    index: Tensor = module.chosen_keys(q, k, spec, noise, lse, key_mask, segments, first_query)
     return index
 
 
-@custom(lambda x, weight: x.new_empty(*x.shape[:2], len(weight), dtype=torch.float64))
 @without_autocast
 @torch.no_grad()
 def exact_projection(x: Tensor, weight: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.backend import implementation
-from megasparse.ops.custom import custom
 from megasparse.ops.unit_keys import blockwise, reference
 
 
@@ -13,8 +12,6 @@ def unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
 
     q: (B, H, L, D). Returns q and k: use this q from here on, so that the gradients of both are joined in one pass.
     """
-    if torch.compiler.is_compiling():
-        return q, _keys(q)
     chosen = implementation(q)
     if chosen == "reference":
         return reference.unit_keys(q)
@@ -25,17 +22,6 @@ def unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
     return gpu.unit_keys(q)
 
 
-@custom(lambda q: q.new_empty(q.shape))
-def _keys(q: Tensor) -> Tensor:
-    """Compute k alone: a custom operator gives none of its inputs back."""
-    return unit_keys(q)[1]
-
-
-def _unit_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return x.new_empty(x.shape, dtype=dtype or torch.promote_types(x.dtype, torch.float32))
-
-
-@custom(_unit_like)
 def unit_vectors(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Compute x/|x| of x (B, H, L, D), in fp32 at least; a zero vector stays zero, and gets no gradient. dtype: of the
     result, by default the one that it is computed in.

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.config.finetuning import HeadConfig
-from megasparse.ops.keys import derive
-from megasparse.ops.random import RngContext, dropout
+from megasparse.ops.random import RngContext, derive, dropout
 from megasparse.tasks.backbones import Backbone
 from megasparse.tasks.batches import Inputs, Padded
 

@@ -17,8 +17,7 @@ from megasparse.config.pattern import kinds
 from megasparse.config.schema import ModelConfig, PositionsConfig
 from megasparse.errors import ConfigError
 from megasparse.model.build import initialise
-from megasparse.ops.keys import derive
-from megasparse.ops.random import RngContext, dropout, random_bits
+from megasparse.ops.random import RngContext, derive, dropout, random_bits
 from megasparse.tasks.backbones import Backbone
 from megasparse.tasks.batches import Movable, Padded
 from megasparse.tasks.forms.label_model import draw_normal
