@@ -12,17 +12,16 @@ from megasparse.model.build import build_model
 from megasparse.model.decoder import Decoder
 from megasparse.ops.random import RngContext
 from tests.helpers.comparing import decoded_nats
-from tests.helpers.models import PARTS, attention, causal_names, named, random_tokens, small, strict_names
+from tests.helpers.models import PARTS, attention, by_path, causal_names, named, random_tokens, small, strict_names
 
 LEAKING = [name for name in causal_names() if name not in strict_names()]
 GROUPED = [name for name in strict_names() if name in MECHANISMS]
-CONFIGS = {name: small(attention=named(name)) for name in strict_names()} | {
+CONFIGS = {
     "mixed, ordinary, tied": small(blocks="ordinary", activations="stored", tied_embeddings=True),
     "split heads": small(attention=attention({"local": 1, "lsh": 1}, "full")),
     "rotary": small(positions={"kind": "rotary"}),
     "learned": small(positions={"kind": "learned"}, head_dim=12),
     "sinusoidal": small(positions={"kind": "sinusoidal"}, tied_embeddings=True),
-    **{f"{kind}, parts": small(attention=named(kind), start_token=3, **PARTS) for kind in GROUPED},
 }
 
 
@@ -34,12 +33,26 @@ def decoded(model: Decoder, tokens, prompt, **rounds):
     return decoded_nats(model, tokens, prompt, model.new_cache(len(tokens), seed=7, **rounds))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_cached_decoding_is_the_whole_sequence(name):
-    model, tokens = build_model(CONFIGS[name], seed=3), random_tokens(2, 70)
+def check_decoding(config):
+    model, tokens = build_model(config, seed=3), random_tokens(2, 70)
     whole = whole_nats(model, tokens)
     for prompt, end in ((0, 36), (1, 12), (50, 70)):
         assert (decoded(model, tokens[:, :end], prompt) - whole[:, prompt:end]).abs().max() < 1e-4, prompt
+
+
+@by_path("name", strict_names())
+def test_cached_decoding_is_the_whole_sequence(name):
+    check_decoding(small(attention=named(name)))
+
+
+@by_path("name", GROUPED)
+def test_cached_decoding_with_the_parts_of_todays_decoders(name):
+    check_decoding(small(attention=named(name), start_token=3, **PARTS))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_cached_decoding_in_positions_and_splits(name):
+    check_decoding(CONFIGS[name])
 
 
 @pytest.mark.parametrize("kind", ["lsh", "yoso"])
@@ -71,7 +84,7 @@ def test_a_leaking_window_refuses_to_decode(name):
         model.decode(torch.tensor([0]), cache)
 
 
-@pytest.mark.parametrize("name", strict_names())
+@by_path("name", strict_names())
 def test_selected_sequences_decode_as_if_alone_in_the_batch(name):
     model, rows = build_model(small(attention=named(name)), seed=3), torch.tensor([2, 0, 2, 1, 2])
     tokens, further = random_tokens(3, 60), random_tokens(5, 8, seed=1)

@@ -1,6 +1,5 @@
 """Every mechanism decides and draws the same in a recomputation, after resume, and on any number of ranks."""
 
-import pytest
 import torch
 
 from megasparse.attention.contract import RecomputeCache
@@ -13,6 +12,7 @@ from tests.helpers.models import (
     Single,
     all_names,
     attention,
+    by_path,
     in_stack,
     kind_of,
     named,
@@ -42,7 +42,7 @@ def test_a_sequence_does_not_depend_on_its_batch(name, causal):
     torch.testing.assert_close(alone[0], both[1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [n for n in all_names() if not {n, kind_of(n)} & WEIGHTS_BY_HEAD])
+@by_path("name", [n for n in all_names() if not {n, kind_of(n)} & WEIGHTS_BY_HEAD])
 def test_a_head_draws_by_its_global_number(name):
     """Ranks that share out the heads see the same draws."""
     single = Single(name, False, 0.2)
@@ -52,7 +52,7 @@ def test_a_head_draws_by_its_global_number(name):
     torch.testing.assert_close(alone[:, 0], both[:, 1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name,causal", [case for case in CASES if kind_of(case[0]) != "yoso"])
+@by_path("name,causal", [case for case in CASES if kind_of(case[0]) != "yoso"])
 def test_a_recomputation_decides_nothing_again(name, causal):
     """A reversible backward rebuilds x, q and k with other last bits. YOSO hashes again: see its flip rate."""
     single, recompute = Single(name, causal, 0.2), RecomputeCache()
@@ -65,9 +65,7 @@ def test_a_recomputation_decides_nothing_again(name, causal):
     assert (again - out).abs().max() < 0.05  # a key more or less would move it by a tenth of a value or more
 
 
-@pytest.mark.parametrize(
-    "name,causal,changes", [*((*case, {}) for case in CASES), ("lha top_k", True, {"visible_utility": True})]
-)
+@by_path("name,causal,changes", [*((*case, {}) for case in CASES), ("lha top_k", True, {"visible_utility": True})])
 def test_reversible_gradients_are_those_of_stored_activations(name, causal, changes):
     config = small(attention=named(name, 0.2, **changes), **in_stack(causal), vocabulary=260, dropout=0.1)
     models = (build_model(config.model_copy(update={"activations": kind}), 0) for kind in ("reversible", "stored"))

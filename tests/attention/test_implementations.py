@@ -5,13 +5,13 @@ import torch
 
 from tests.helpers.comparing import gradients_of
 from tests.helpers.kernels import DEVICE
-from tests.helpers.models import CASE_NAMES, CASES, Single
+from tests.helpers.models import CASES, Single
 
 QUICK = [("lsh 4 rounds, few buckets", True), ("lha", False), ("yoso", True), ("smart_bird", False)]
 EVERY = pytest.mark.parametrize(
     "name,causal",
     [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.kernels) for case in CASES],
-    ids=CASE_NAMES,
+    ids=lambda value: {True: "causal", False: "both"}.get(value, value),
 )
 LENGTH = 25
 

@@ -5,7 +5,7 @@ import torch
 
 import megasparse.attention.full as attention
 from megasparse.ops.blocks import smaller_blocks
-from tests.helpers.models import CASES, SMALL, VARIANTS, Single, kind_of, randomise
+from tests.helpers.models import CASES, SMALL, VARIANTS, Single, by_path, kind_of, randomise
 from tests.helpers.peak_memory import PeakMemory
 
 LONG, PART = 2048, 1 / 8
@@ -41,7 +41,7 @@ def check(name: str, causal: bool, longest: int) -> None:
     assert whole.largest < longest**2, "as many bytes as a mask of all pairs"
 
 
-@pytest.mark.parametrize("name,causal", LINEAR)
+@by_path("name,causal", LINEAR)
 def test_peak_memory_is_linear(name, causal):
     check(name, causal, LONG)
 

@@ -7,10 +7,10 @@ from megasparse.attention import full
 from megasparse.attention.heads import Padding
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
-from tests.helpers.models import EVERY, Single, known_tokens, named, random_tokens, small, strict_names
+from tests.helpers.models import EVERY, Single, by_path, known_tokens, named, random_tokens, small, strict_names
 
 
-@pytest.mark.parametrize("name", strict_names())
+@by_path("name", strict_names())
 def test_any_length_up_to_the_maximum_and_a_longer_batch_changes_nothing(name):
     model = build_model(small(attention=named(name)), seed=0)
     tokens = random_tokens(2, 128)

@@ -8,7 +8,7 @@ from megasparse.config.checks import check_model
 from megasparse.errors import ConfigError
 from megasparse.ops.random import PairDropout, RngContext
 from tests.helpers.comparing import assert_same_with_gradients
-from tests.helpers.models import CASE_NAMES, CASES, Single, kind_of, named, small
+from tests.helpers.models import CASES, Single, by_path, kind_of, named, small
 
 RATE, LENGTH = 0.3, 40
 DROPPING = [case for case in CASES if kind_of(case[0]) not in ("yoso", "performer", "linformer")]
@@ -44,7 +44,7 @@ def masks():
     return mask(key, [0, 1], range(3, 5), LENGTH, LENGTH)
 
 
-@pytest.mark.parametrize("name,causal", DROPPING, ids=[CASE_NAMES[CASES.index(case)] for case in DROPPING])
+@by_path("name,causal", DROPPING)
 def test_a_mechanism_drops_its_probabilities_by_pairs(name, causal, masks):
     dropping, whole = (Single(name, causal, rate) for rate in (RATE, 0.0))
     for single in (dropping, whole):

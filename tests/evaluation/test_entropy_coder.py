@@ -17,7 +17,7 @@ from megasparse.evaluation.bits_per_dim import of_model, score
 from megasparse.evaluation.compressed_file import model_digest, pack, unpack
 from megasparse.evaluation.entropy_coder import DEEPEST, SCALE, Code, decode, encode, weights
 from megasparse.model.build import build_model
-from tests.helpers.models import named, random_tokens, small, strict_names
+from tests.helpers.models import by_path, named, random_tokens, small, strict_names
 from tests.helpers.scoring import Stream
 
 
@@ -26,7 +26,7 @@ def coder_and_tokens(name, tokens=70, seed=0):
     return model, random_tokens(1, tokens, seed=seed)[0]
 
 
-@pytest.mark.parametrize("name", strict_names())
+@by_path("name", strict_names())
 def test_every_causal_mechanism_gives_the_tokens_back_at_the_promised_length(name):
     model, tokens = coder_and_tokens(name)
     code = encode(model, tokens, 30, seed=7)  # two whole windows and a ragged one

@@ -1,6 +1,6 @@
 """Small models for tests."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -120,9 +120,36 @@ def encoder_names() -> list[str]:
     return [name for name in all_names() if getattr(AttentionConfig(), kind_of(name)).causal_only is None]
 
 
+PATHS = {
+    "full": "torch's scaled_dot_product_attention, and its masks by blocks",
+    "local": "chunks of positions",
+    "local relative": "the operator with distances",
+    "lsh": "bucketed attention of shared codes, a token itself as last resort, rounds counted",
+    "lsh local, sinks": "a window as a round, and sinks, merged by log-sum-exp",
+    "lha": "bucketed attention of codes of queries and of keys, and hashes that learn",
+    "yoso": "hash tables",
+    "smart_bird": "a sketch that chooses keys, and gathered attention",
+    "smyrf": "clusters of a document",
+    "longformer": "blocks and global tokens",
+    "performer": "linear attention",
+    "linformer": "a projected sequence",
+    "ngram": "codes that all heads share, from tokens",
+}
+"""The mechanisms and variants that `make test` runs, each with the code path that it adds; the others are slow."""
+
+
+def by_path(arguments: str, values: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrise a test by names, or by tuples that begin with one; those not in PATHS are marked slow."""
+    cases = [value if isinstance(value, tuple) else (value,) for value in values]
+    stacks = {"True": "causal", "False": "both"}
+    ids = [", ".join(stacks.get(str(part), str(part)) for part in case) for case in cases]
+    marks = [() if case[0] in PATHS else pytest.mark.slow for case in cases]
+    parameters = [pytest.param(*case, marks=mark, id=name) for case, mark, name in zip(cases, marks, ids, strict=True)]
+    return pytest.mark.parametrize(arguments, parameters)
+
+
 CASES = [(name, True) for name in causal_names()] + [(name, False) for name in encoder_names()]
-CASE_NAMES = [f"{name}, {'causal' if causal else 'both'}" for name, causal in CASES]
-EVERY = pytest.mark.parametrize("name,causal", CASES, ids=CASE_NAMES)
+EVERY = by_path("name,causal", CASES)
 """Every mechanism and variant, in a decoder where it can be in one, and in an encoder."""
 
 

@@ -20,7 +20,7 @@ from megasparse.hub.modelling import (
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from tests.helpers.hub import SEED, decoder, encoder, made
-from tests.helpers.models import causal_names, encoder_names, random_tokens, strict_names
+from tests.helpers.models import by_path, causal_names, encoder_names, random_tokens, strict_names
 
 LENGTH = 40
 
@@ -31,7 +31,7 @@ def wrapped(kind, config, model=None, **settings):
     return hf
 
 
-@pytest.mark.parametrize("name", causal_names())
+@by_path("name", causal_names())
 def test_a_decoders_logits_predict_the_token_after_each_position(name):
     config = decoder(name)
     ours, hf = made(config), wrapped(MegasparseForCausalLM, config)
@@ -44,7 +44,7 @@ def test_a_decoders_logits_predict_the_token_after_each_position(name):
     torch.testing.assert_close(predicted[:, first:], nats[:, first:], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", encoder_names())
+@by_path("name", encoder_names())
 def test_an_encoders_logits_predict_the_token_at_each_position(name):
     config = encoder(name)
     ours, hf = made(config), wrapped(MegasparseForMaskedLM, config)
@@ -61,7 +61,7 @@ def test_an_encoders_logits_predict_the_token_at_each_position(name):
     torch.testing.assert_close(2 * shared, out.loss, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", strict_names())
+@by_path("name", strict_names())
 def test_cached_greedy_text_is_the_uncached_and_our_own(name):
     config = decoder(name)
     ours, hf = made(config), wrapped(MegasparseForCausalLM, config)
@@ -72,7 +72,7 @@ def test_cached_greedy_text_is_the_uncached_and_our_own(name):
     assert cached[0].tolist() == uncached[0].tolist() == prompt[0].tolist() + own
 
 
-@pytest.mark.parametrize("name", strict_names())
+@by_path("name", strict_names())
 def test_a_model_generates_under_autocast(name):
     hf, prompt = wrapped(MegasparseForCausalLM, decoder(name)), random_tokens(1, 21)
     with torch.autocast("cpu", torch.bfloat16):

@@ -17,7 +17,17 @@ from megasparse.model.feed_forward import FeedForward
 from megasparse.ops.random import RngContext
 from megasparse.planning.flops import model_flops_per_token
 from tests.helpers.comparing import assert_near, gradients
-from tests.helpers.models import BERT, attention, encoder_names, named, random_tokens, randomise, small, training_draws
+from tests.helpers.models import (
+    BERT,
+    attention,
+    by_path,
+    encoder_names,
+    named,
+    random_tokens,
+    randomise,
+    small,
+    training_draws,
+)
 
 STYLE = {**BERT, "kind": "encoder", "token_types": 2, "norm_eps": 1e-12, "vocabulary": 260}
 STYLE["positions"] = {"kind": "learned"}
@@ -80,7 +90,7 @@ def test_scores_and_gradients_are_those_of_huggingface(changes):
             assert error <= 1e-4 * parameter.grad.norm() + 1e-6, name
 
 
-@pytest.mark.parametrize("name", encoder_names())
+@by_path("name", encoder_names())
 def test_every_mechanism_trains_and_is_recomputed_as_it_was(name):
     tokens, found = random_tokens(2, 60), []
     for activations, tiles in (("stored", 1), ("checkpoint", 3)):

@@ -9,12 +9,23 @@ from megasparse.errors import ConfigError
 from megasparse.model.block import Pass
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
-from tests.helpers.models import BERT, CASES, PARTS, all_names, attention, named, random_tokens, small, training_draws
+from tests.helpers.models import (
+    BERT,
+    CASES,
+    PARTS,
+    all_names,
+    attention,
+    by_path,
+    named,
+    random_tokens,
+    small,
+    training_draws,
+)
 
 SHARED = {name for name in all_names() if name.startswith("smart_bird")} - {"smart_bird heads"}
 SHARED.add("lha projected, normalized")
 """Mechanisms whose heads are not independent."""
-EVERY = pytest.mark.parametrize("name,causal", [case for case in CASES if case[0] not in SHARED])
+EVERY = by_path("name,causal", [case for case in CASES if case[0] not in SHARED])
 REVERSIBLE = {"blocks": "reversible", "activations": "reversible"}
 STORED = {"blocks": "ordinary", "activations": "stored"}
 CHECKPOINT = {"blocks": "ordinary", "activations": "checkpoint"}

@@ -23,7 +23,7 @@ from megasparse.evaluation.pictures import BACKGROUND
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.ops.unit_keys import unit_vectors
-from tests.helpers.models import causal_names, encoder_names, named, random_tokens, small
+from tests.helpers.models import EVERY, named, random_tokens, small
 
 
 def heads(length: int, seed: int = 0, batch: int = 2, width: int = 8) -> list[torch.Tensor]:
@@ -153,7 +153,7 @@ def observed(name: str, causal: bool, length: int = 40):
     return record_calls(build_model(config, 0), random_tokens(2, length), 0)
 
 
-@pytest.mark.parametrize("name,causal", [(n, True) for n in causal_names()] + [(n, False) for n in encoder_names()])
+@EVERY
 def test_the_matrix_of_every_mechanism_gives_its_output(name, causal):
     (call,) = observed(name, causal)
     for mechanism in (call.mechanism.without_additions(), call.exact()):
