@@ -102,21 +102,6 @@ def hash_table_attention(dtype: torch.dtype, head_dim: int) -> None:
 
 
 @case
-def cluster_attention(dtype: torch.dtype, head_dim: int) -> None:
-    """LHA's top-k windows in a decoder, where pairs of several clusters count once; then fixed blocks in an encoder
-    with padding, in which all heads share the lists.
-    """
-    from megasparse.ops.cluster_attention import ClusterAttentionSpec
-    from megasparse.ops.cluster_attention.gpu import cluster_attention
-
-    for causal, heads in ((True, 2), (False, 1)):
-        q, k, v = (torch.zeros(1, 2, 256, head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
-        index = torch.zeros(1, heads, 4, 128, dtype=torch.int32)
-        mask = None if causal else torch.ones(1, 256, dtype=torch.bool)
-        cluster_attention(q, k, v, index, index, ClusterAttentionSpec(causal, 0.125, causal), mask)[0].sum().backward()
-
-
-@case
 def dropout(dtype: torch.dtype, head_dim: int) -> None:
     """Layers `head_dim` wide, and 1,536; and of relu, with its gradient."""
     from megasparse.ops.random_kernels import drop, relu_gradient

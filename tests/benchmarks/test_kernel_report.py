@@ -78,7 +78,6 @@ QUICK = ("bucketed_attention",)
 """Operators whose kernels `make test` compiles: the one of all hashed attention."""
 TENSOR_CORES = [
     *(f"bucketed_attention.{name}" for name in ("forward", "query_gradient", "key_gradient")),
-    *(f"cluster_attention.{name}" for name in ("attend", "query_gradients", "key_gradients")),
     *(f"hash_table_attention.{name}" for name in ("sum_runs", "sum_products", "weighted_sums")),
     *(f"local_attention.local_{name}" for name in ("forward", "backward_queries", "backward_keys")),
     "local_attention.local_backward_distances",
@@ -90,7 +89,6 @@ SPILLS = {
     "sign_codes.transformed_sides": 17,
     "bucketed_attention.forward": 2,
     "bucketed_attention.key_gradient": 6,
-    "cluster_attention.key_gradients": 6,
 }
 """Instructions that a kernel may spill in half precision up to D = 128, others none: a table of the float64 cosine, for
 large arguments; registers beyond 168, which ptxas gives up so that three programs fit a multiprocessor; and a few for

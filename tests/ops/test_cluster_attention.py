@@ -4,12 +4,37 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import megasparse.ops.cluster_attention.blockwise as blockwise
+import megasparse.ops.cluster_attention as module
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
-from megasparse.ops.cluster_attention.reference import cluster_attention as defined
 from tests.helpers import operators
 from tests.helpers.kernels import DEVICE
 from tests.helpers.operators import as_views, assert_equal, assert_same_bits, assert_within_bars, random_masks
+
+
+def members(index, length):
+    """True where a token (row) is in a cluster's list (column): (B, H, length, W). index: (B, H, W, M)."""
+    return (index[..., None, :, :] == torch.arange(length, device=index.device)[:, None, None]).any(-1)
+
+
+def defined(q, k, v, query_index, key_index, spec, key_mask=None, segments=None):
+    """Return dense out_i = Σ_j N_ij exp(scale·q_i·k_j − lse_i) v_j and lse, N_ij the number of clusters that hold query
+    i and key j, at most 1 with spec.count_clusters.
+    """
+    query, key = members(query_index, q.shape[2]), members(key_index, k.shape[2])
+    count = torch.einsum("bhiw,bhjw->bhij", query.to(q.dtype), key.to(q.dtype)).expand(*q.shape[:3], -1)
+    if spec.count_clusters:
+        count = count.clamp_max(1.0)
+    if spec.causal:
+        count = count.tril()
+    if key_mask is not None:
+        count = count * key_mask[:, None, None, :]
+    if segments is not None:
+        count = count * (segments[:, None, :, None] == segments[:, None, None, :])
+    score = spec.scale * q @ k.transpose(-1, -2) + count.log()
+    blind = (count == 0).all(-1)  # outside the softmax, whose gradient would be NaN
+    score = score.masked_fill(blind[..., None], 0.0)
+    out = (torch.softmax(score, dim=-1) @ v).masked_fill(blind[..., None], 0.0)
+    return out, torch.logsumexp(score, dim=-1).masked_fill(blind, -torch.inf)
 
 
 def random_heads(queries, keys=None, dim=5, dtype=torch.float64):
@@ -43,7 +68,7 @@ def assert_equal_to_the_definition(heads, lists, bar=1e-9, **rule):
 @pytest.mark.parametrize("elements", [1, 150, 1 << 18])
 @pytest.mark.parametrize("length", [1, 4, 23])
 def test_forward_and_gradients_are_those_of_the_definition(length, elements, monkeypatch):
-    monkeypatch.setattr(blockwise, "_CPU_BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr(module, "_CPU_BLOCK_ELEMENTS", elements)
     heads = random_heads(length, length)
     mask, documents = random_masks(length)
     flags = [[True, False], [True, False], [None, mask], [None, documents], [(2, 3), (1, 3), (2, 1), (1, 1)]]
@@ -67,7 +92,7 @@ def test_views_of_other_tensors_are_as_good():
 
 
 def test_one_cluster_of_all_is_full_attention_in_tiles_of_queries(monkeypatch):
-    monkeypatch.setattr(blockwise, "_CPU_BLOCK_ELEMENTS", 200)
+    monkeypatch.setattr(module, "_CPU_BLOCK_ELEMENTS", 200)
     q, k, v = random_heads(40)
     everyone = torch.arange(40).view(1, 1, 1, 40)
     for causal in (True, False):
@@ -78,7 +103,6 @@ def test_one_cluster_of_all_is_full_attention_in_tiles_of_queries(monkeypatch):
         torch.testing.assert_close(z, score.logsumexp(-1))
 
 
-@pytest.mark.usefixtures("implementation")
 def test_a_cluster_listed_twice_counts_once_or_twice():
     heads = few_heads(9)
     once = [random_lists((1, 1, 1), 9, 6, seed, DEVICE) for seed in (1, 5)]
@@ -99,7 +123,6 @@ def test_zero_vectors_and_huge_scores_are_right(scale):
     assert_equal_to_the_definition(heads, lists, bar=1e-4, causal=True, scale=1.0, count_clusters=True)
 
 
-@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("scale", [0.0, 1e4])
 def test_zero_vectors_and_huge_scores_stay_finite(scale):
     q, k, v = few_heads(9)
@@ -109,7 +132,6 @@ def test_zero_vectors_and_huge_scores_stay_finite(scale):
     assert all(x.isfinite().all() for x in (out, *grads))
 
 
-@pytest.mark.usefixtures("implementation")
 def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
     heads = few_heads(4)
     lists = torch.tensor([[[[0, 1, -1]]]], device=DEVICE), torch.tensor([[[[1, -1]]]], device=DEVICE)
@@ -131,8 +153,15 @@ def test_narrow_types_are_within_their_bars(dtype):
     assert_within_bars(gradients(cluster_attention, heads, *lists, **rule), exact, dtype)
 
 
-@pytest.mark.usefixtures("implementation")
 def test_two_runs_are_the_same_to_the_last_bit():
     heads, lists = few_heads(13), [random_lists((1, 1, 3), 13, 8, seed, DEVICE) for seed in (1, 5)]
     rule = dict(causal=True, scale=1.0, count_clusters=True)
     assert_same_bits(*(gradients(cluster_attention, heads, *lists, **rule) for _ in range(2)))
+
+
+def test_the_meta_device_has_shapes_alone():
+    heads = [x.to("meta").requires_grad_() for x in random_heads(9)]
+    lists = [torch.empty(2, 3, 2, 6, dtype=torch.int32, device="meta") for _ in range(2)]
+    out, lse = call(cluster_attention, heads, *lists, causal=True, scale=1.0, count_clusters=True)
+    out.sum().backward()
+    assert out.shape == heads[0].grad.shape and lse.shape == out.shape[:3]

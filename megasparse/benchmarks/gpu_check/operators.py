@@ -113,18 +113,6 @@ def relative_local_attention(p: Problem) -> tuple[list[Tensor], Callable[..., Ou
 
 
 @smooth
-def cluster_attention(p: Problem) -> tuple[list[Tensor], Callable[..., Outputs]]:
-    """Top-k windows in a decoder: lists that overlap, with empty places."""
-    from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
-
-    clusters, places = 8, p.length // 4
-    ranked = p.normal(2, 1, 2, clusters, p.length).argsort(-1)[..., :places].to(torch.int32)
-    ranked[..., -places // 8 :] = -1
-    spec = ClusterAttentionSpec(True, p.head_dim**-0.5, True)
-    return p.heads(), lambda q, k, v: cluster_attention(q, k, v, ranked[0], ranked[1], spec)
-
-
-@smooth
 def gathered_attention(p: Problem) -> tuple[list[Tensor], Callable[..., Outputs]]:
     from megasparse.ops.gathered_attention import gathered_attention
 

@@ -1,0 +1,214 @@
+"""Exact softmax attention inside clusters that are lists of queries and lists of keys, which may overlap.
+
+Plain torch on every device, in blocks of linear memory, forward and backward: a block gathers the queries and keys of
+some clusters, or some queries of one cluster and all its keys. Queries of several clusters merge their parts by
+log-sum-exp; the backward recomputes scores, as exp(score − log N − lse) is a pair's final weight in every cluster.
+
+B batch, H heads, L length, D head dim, W clusters of each of B·H rows, M places of a cluster, n clusters of a block, m
+queries of each.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megasparse.ops.autocast import Function, without_autocast
+from megasparse.ops.random import PairDropout
+
+_CPU_BLOCK_ELEMENTS = 1 << 18  # scores in a block: 1 MB of fp32, so that it stays in cache
+_GPU_BLOCK_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True)
+class ClusterAttentionSpec:
+    """Settings of cluster attention.
+
+    causal: only keys at or before the query are visible. scale: factor of q·k. count_clusters: a pair that N clusters
+    hold counts once, else N times.
+    """
+
+    causal: bool
+    scale: float
+    count_clusters: bool
+
+
+@without_autocast
+def cluster_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_index: Tensor,
+    key_index: Tensor,
+    spec: ClusterAttentionSpec,
+    key_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    dropout: PairDropout | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute out_i = Σ_w Σ_j exp(scale·q_i·k_j − log N_ij − lse_i) v_j over the clusters w that hold query i and their
+    keys j.
+
+    Args:
+        q: (B, H, Lq, D).
+        k, v: (B, H, Lk, D).
+        query_index, key_index: (B or 1, H or 1, W, Mq) and (B or 1, H or 1, W, Mk) token numbers, −1 for an empty
+            place; a list names a token at most once.
+        spec: N_ij is the number of clusters that hold query i and key j, 1 without spec.count_clusters.
+        key_mask: (B, Lk) bool, keys that may be visible; queries of padding attend to what their lists name.
+        segments: (B, L) with Lq = Lk; documents never attend to each other.
+        dropout: of the probabilities; lse is that of all pairs.
+
+    Returns:
+        out (B, H, Lq, D) in q's dtype and lse (B, H, Lq), the log of the sum, in fp32 at least; 0 and −∞ for a query
+        without any visible key. Scores, softmax statistics and gradients are computed in fp32 at least.
+    """
+    k, v = k.to(q.dtype), v.to(q.dtype)  # torch.autocast leaves some inputs in bf16 and some in fp32
+    out, lse = _ClusterAttention.apply(q, k, v, query_index, key_index, spec, key_mask, segments, dropout)
+    return out, lse
+
+
+class _ClusterAttention(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        out = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
+        for block in _blocks(q, k, v, *settings):
+            score = block.score
+            highest = score.amax(-1, keepdim=True).clamp_min_(torch.finfo(dtype).min)
+            weight = score.sub_(highest).exp_()
+            total = weight.sum(-1, keepdim=True)
+            if block.factors is not None:
+                weight *= block.factors
+            part = torch.bmm(weight, block.v).mul_(torch.where(total > 0, 1.0 / total, 0.0))
+            _merge(out.flatten(0, 2), lse.flatten(), block.query, part, (highest + total.log()).squeeze(-1))
+        out = out.to(q.dtype)
+        *lists, ctx.spec, key_mask, segments, ctx.dropout = settings
+        ctx.save_for_backward(q, k, v, out, lse, *lists, key_mask, segments)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, query_index, key_index, key_mask, segments = ctx.saved_tensors
+        blind = lse == -torch.inf
+        grad_out, grad_lse = grads[0].to(lse.dtype), torch.where(blind, 0.0, grads[1])
+        delta = ((grad_out * out).sum(-1) - grad_lse).flatten()
+        flat_lse = lse.masked_fill(blind, torch.inf).flatten()  # exp(score − ∞) = 0: no gradient of a blind query
+        grad_out = grad_out.flatten(0, 2)
+        sums = [torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in (q, k, v)]
+        dq, dk, dv = (x.flatten(0, 2) for x in sums)
+        for block in _blocks(q, k, v, query_index, key_index, ctx.spec, key_mask, segments, ctx.dropout):
+            weight = block.score.sub_(flat_lse[block.query].unsqueeze(-1)).exp_()
+            grad, queries, keys = grad_out[block.query], block.query.flatten(), block.key.flatten()
+            score_grad, dropped = torch.bmm(grad, block.v.transpose(1, 2)), weight
+            if block.factors is not None:
+                dropped = weight * block.factors
+                score_grad *= block.factors
+            dv.index_add_(0, keys, torch.bmm(dropped.transpose(1, 2), grad).flatten(0, 1))
+            score_grad.sub_(delta[block.query].unsqueeze(-1)).mul_(weight).mul_(ctx.spec.scale)
+            dq.index_add_(0, queries, torch.bmm(score_grad, block.k).flatten(0, 1))
+            dk.index_add_(0, keys, torch.bmm(score_grad.transpose(1, 2), block.q).flatten(0, 1))
+        return *(total.to(x.dtype) for total, x in zip(sums, (q, k, v), strict=True)), *[None] * 6
+
+
+class _Block(NamedTuple):
+    """Queries and keys of some clusters. q: (n, m, D). k, v: (n, Mk, D). query, key: (n, m) and (n, Mk), rows of the
+    flattened heads; an empty place names a row that nothing of it reaches. score: (n, m, Mk), scale·q·k − log N, −∞
+    where invisible. factors: of the probabilities, by dropout, (n, m, Mk), or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    query: Tensor
+    key: Tensor
+    score: Tensor
+    factors: Tensor | None
+
+
+def _blocks(
+    q: Tensor, k: Tensor, v: Tensor, query_index: Tensor, key_index: Tensor, spec: ClusterAttentionSpec,
+    key_mask: Tensor | None, segments: Tensor | None, dropout: PairDropout | None,
+) -> Iterator[_Block]:  # fmt: skip
+    (batch, heads, length, head_dim), key_length = q.shape, k.shape[2]
+    clusters, places, keys = *query_index.shape[2:], key_index.shape[3]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    query_index, key_index = (index.expand(batch, heads, -1, -1) for index in (query_index, key_index))
+    q_rows, k_rows, v_rows = (x.flatten(0, 2) for x in (q, k, v))
+    members, width = None, head_dim
+    if spec.count_clusters and clusters > 1 and not q.is_meta:  # whose lists have no values
+        members, width = (_Memberships(query_index, length), _Memberships(key_index, key_length)), head_dim + clusters
+    elements = _CPU_BLOCK_ELEMENTS if q.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
+    tile = min(places, max(1, elements // max(keys, width)))
+    step = max(1, elements // max(tile * keys, (tile + keys) * width // 2))
+    for start in range(0, batch * heads * clusters, step):
+        item = torch.arange(start, min(start + step, batch * heads * clusters), device=q.device)
+        row, cluster = item // clusters, item % clusters
+        b, h = row // heads, row % heads
+        key = key_index[b, h, cluster].long()  # (n, Mk)
+        token = key.clamp_min(0)
+        visible = (key >= 0) if key_mask is None else (key >= 0) & key_mask[b[:, None], token]
+        key_row = token + row[:, None] * key_length
+        k_block, v_block = (x[key_row].to(dtype) for x in (k_rows, v_rows))
+        key_members = members[1].of(key_row, dtype) if members else None
+        for query in query_index[b, h, cluster].long().split(tile, dim=1):  # (n, m)
+            seen = visible[:, None, :] & (query >= 0)[:, :, None]  # (n, m, Mk)
+            if spec.causal:
+                seen &= key[:, None, :] <= query[:, :, None]
+            query = query.clamp_min(0)
+            if segments is not None:
+                document = segments[b]
+                seen &= document.gather(1, query)[:, :, None] == document.gather(1, token)[:, None, :]
+            query_row = query + row[:, None] * length
+            q_block = q_rows[query_row].to(dtype)
+            score = torch.bmm(q_block, k_block.transpose(1, 2)).mul_(spec.scale)
+            if members is not None and key_members is not None:
+                count = torch.bmm(members[0].of(query_row, dtype), key_members.transpose(1, 2))
+                score -= count.clamp_min(1.0).log_()
+            score.masked_fill_(~seen, -torch.inf)
+            factors = None
+            if dropout is not None:
+                i, j = dropout.queries.flatten()[query_row].unsqueeze(2), dropout.keys(key_length)[token].unsqueeze(1)
+                factors = dropout.factors(i, j, dtype)
+            yield _Block(q_block, k_block, v_block, query_row, key_row, score, factors)
+
+
+class _Memberships:
+    """The clusters of each token: the lists, sorted by token. Nothing of L·W numbers is stored."""
+
+    def __init__(self, index: Tensor, length: int):
+        self.clusters = index.shape[2]
+        token = index.flatten(0, 1).flatten(1).long()  # (B·H, W·M)
+        real = token >= 0
+        token = (token + torch.arange(len(token), device=token.device)[:, None] * length)[real]  # of all rows
+        cluster = torch.arange(self.clusters, device=token.device).repeat_interleave(index.shape[3])
+        self.size = torch.bincount(token, minlength=len(real) * length)
+        self.first = self.size.cumsum(0) - self.size
+        self.cluster = cluster.expand(len(real), -1)[real][token.argsort(stable=True)]
+
+    def of(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return 1 where a token (…), numbered across all rows, is in a cluster, else 0: (…, W)."""
+        flat = tokens.flatten()
+        size = self.size[flat]
+        which = torch.arange(flat.numel(), device=flat.device).repeat_interleave(size)
+        number = torch.arange(which.numel(), device=flat.device) - (size.cumsum(0) - size)[which]
+        table = torch.zeros(flat.numel(), self.clusters, dtype=dtype, device=flat.device)
+        table[which, self.cluster[self.first[flat][which] + number]] = 1.0
+        return table.view(*tokens.shape, self.clusters)
+
+
+def _merge(out: Tensor, lse: Tensor, rows: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge a block's outputs (n, m, D) and log-sums (n, m) into out (rows, D) and lse (rows); rows may repeat."""
+    if out.is_meta:  # which rows repeat is data
+        return
+    rows, slot = rows.flatten().unique(return_inverse=True)
+    part, part_lse, old = part.flatten(0, 1), part_lse.flatten(), lse[rows]
+    highest = old.scatter_reduce(0, slot, part_lse, "amax").clamp_min_(torch.finfo(lse.dtype).min)
+    total = (old - highest).exp().index_add_(0, slot, (part_lse - highest[slot]).exp_())
+    merged = highest + total.log_()
+    finite = merged.masked_fill(merged == -torch.inf, 0.0)
+    sums = out[rows] * (old - finite).exp().unsqueeze(-1)
+    out[rows] = sums.index_add_(0, slot, part * (part_lse - finite[slot]).exp_().unsqueeze(-1))
+    lse[rows] = merged
