@@ -80,12 +80,6 @@ class MemoryShortage(UserError):
     exit_code = 7
 
 
-class SilentCorruption(UserError):
-    """Weights or losses that must agree to the bit do not, and nothing else has reported an error."""
-
-    exit_code = 8
-
-
 class HubError(FileError):
     """A HuggingFace model that is damaged, or that the other side cannot express."""
 

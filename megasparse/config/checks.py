@@ -183,13 +183,8 @@ def _check_profile(config: RunSettings) -> None:
 
 
 def _check_optimizer(config: RunSettings) -> None:
-    """The optimizer exists, and its state can be where the configuration has it."""
+    """The optimizer exists."""
     name = config.optimizer.name
     if name not in OPTIMIZERS:
         hint = f"It must be {' or '.join(map(show, OPTIMIZERS))}"
         raise ConfigError("optimizer.name", f"{show(name)} does not fit", hint)
-    offload = config.deepspeed.get("zero_optimization", {}).get("offload_optimizer") or {}
-    if not OPTIMIZERS[name].state_per_number and offload.get("device") == "nvme":
-        problem = f'"nvme", but the state of {show(name)} has other sizes than the weights, which DeepSpeed swaps'
-        hint = 'Set it to "cpu" (the state is small), or optimizer.name to adamw'
-        raise ConfigError("deepspeed.zero_optimization.offload_optimizer.device", problem, hint)

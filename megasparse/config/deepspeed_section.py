@@ -1,4 +1,4 @@
-"""The `deepspeed` section, checked before DeepSpeed sees it: ZeRO, and how a disk is read.
+"""The `deepspeed` section, checked before DeepSpeed sees it.
 
 DeepSpeed ignores an unknown key at the top level in silence, and most known ones would fight with megasparse's own
 settings, so no others are handed over. `check_keys` finds what can be found without DeepSpeed; `check_values` imports
@@ -8,12 +8,12 @@ it, which takes a second or two.
 import logging
 import sys
 import warnings
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
 from megasparse.config.messages import as_config_error, show
-from megasparse.config.section import Positive, Section
+from megasparse.config.section import Section
 from megasparse.errors import ConfigError
 
 HELD_BY_MEGASPARSE = {
@@ -31,27 +31,13 @@ HELD_BY_MEGASPARSE = {
 """DeepSpeed's keys whose value megasparse gives it, and the key of ours that decides it."""
 
 
-class Aio(Section):
-    """How DeepSpeed reads and writes what is swapped to a disk."""
-
-    block_size: Annotated[int, Field(ge=4096, multiple_of=4096)] = 1048576
-    """Bytes a request: whole pages, for direct reads and writes."""
-    queue_depth: Positive = 8
-    intra_op_parallelism: Positive = 1
-    single_submit: bool = False
-    overlap_events: bool = True
-    use_gds: Literal[False] = False
-
-
 class DeepSpeedSection(Section):
     """The top level; `zero_optimization` is DeepSpeed's own model."""
 
     zero_optimization: dict[str, Any] = Field(default_factory=dict)
-    aio: Aio = Aio()
 
 
-ADAM_BUFFERS = 4
-"""Vectors of a sub-group that the optimizer's step needs in memory: weights, gradients, two moments."""
+NO_DISKS = 'megasparse no longer offloads to disks: remove it, or offload to "cpu"'
 
 ZERO_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "offload_optimizer.ratio": (1.0,),
@@ -77,10 +63,11 @@ def check_keys(section: dict[str, Any]) -> None:
         if key in HELD_BY_MEGASPARSE:
             problem = f"{show(value)} is set here, but megasparse gives this to DeepSpeed itself"
             raise ConfigError(f"deepspeed.{key}", problem, f"Remove it and set {HELD_BY_MEGASPARSE[key]}")
+    if "aio" in section:
+        raise ConfigError("deepspeed.aio", "sets how a disk is read", NO_DISKS)
     _validate(DeepSpeedSection, section, "deepspeed")
     zero = section.get("zero_optimization", {})
     _check_stage(zero)
-    _check_nvme(zero)
 
 
 def check_values(section: dict[str, Any]) -> None:
@@ -147,42 +134,14 @@ def _check_stage(zero: dict[str, Any]) -> None:
     for key, least in (("offload_param", 3), ("offload_optimizer", 1)):
         offload = zero.get(key)
         device = offload.get("device") if isinstance(offload, dict) else None
-        if device == "nvme":  # below stage 3 DeepSpeed would take it for "cpu" and say nothing
-            least = 3
-        if device in ("cpu", "nvme") and stage < least:
+        if device == "nvme":
+            raise ConfigError(f"deepspeed.zero_optimization.{key}.device", '"nvme" is not supported', NO_DISKS)
+        if device == "cpu" and stage < least:
             raise ConfigError(
                 f"deepspeed.zero_optimization.{key}.device",
                 f"{show(device)} needs stage {least} or more, but stage = {stage}",
                 f"Set deepspeed.zero_optimization.stage to {least}{' or more' if least < 3 else ''}, or remove {key}",
             )
-
-
-def _check_nvme(zero: dict[str, Any]) -> None:
-    """Raise ConfigError where offloading to a disk lacks a setting. The folder itself is checked on every node where
-    the run starts."""
-    for key in ("offload_optimizer", "offload_param"):
-        offload, place = zero.get(key), f"deepspeed.zero_optimization.{key}"
-        if not isinstance(offload, dict) or offload.get("device") != "nvme":
-            continue
-        path = offload.get("nvme_path")
-        if not isinstance(path, str) or not path:
-            hint = "Give a folder on a local disk of every node"
-            raise ConfigError(f"{place}.nvme_path", f'{show(path)} does not fit device "nvme"', hint)
-        pipelines = sum(offload.get(pipeline) is True for pipeline in ("pipeline_read", "pipeline_write"))
-        least = ADAM_BUFFERS * (1 + pipelines)
-        count = offload.get("buffer_count", ADAM_BUFFERS)
-        if key == "offload_optimizer" and isinstance(count, int) and count < least:
-            problem = (
-                f"{show(count)} is too few for the weights, gradients and two moments of {1 + pipelines} sub-groups"
-            )
-            raise ConfigError(f"{place}.buffer_count", problem, f"Set it to {least} or more")
-
-    swapped = zero.get("offload_param")
-    prefetch = zero.get("stage3_prefetch_bucket_size", zero.get("prefetch_bucket_size"))
-    if isinstance(swapped, dict) and swapped.get("device") == "nvme" and prefetch != 0:
-        # __prefetch_nvme_param_partitions asks twice for a weight that is used twice in what lies ahead (0.19.8)
-        problem = f'{show(prefetch)} with offload_param.device "nvme" ends in an assertion of DeepSpeed'
-        raise ConfigError("deepspeed.zero_optimization.stage3_prefetch_bucket_size", problem, "Set it to 0")
 
 
 def _check_supported(zero: dict[str, Any]) -> None:

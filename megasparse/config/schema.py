@@ -23,8 +23,6 @@ class RunConfig(Section):
     until the first step is done, and never shorter than four times the longest step."""
     deterministic: bool = False
     """Use only deterministic GPU kernels, so that a resumed run is bit-identical there too. On the CPU it always is."""
-    corruption_check_every: Count = 0
-    """Steps between checks for silent corruption (docs/reliability.md); 0 never. A GPU needs `deterministic` for it."""
 
 
 class RotaryScalingConfig(Section):

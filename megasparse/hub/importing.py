@@ -14,7 +14,7 @@ from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError
 from megasparse.hub.megasparse_format import shapes
 from megasparse.hub.output_folder import appearing
-from megasparse.training.checkpoints.checkpoint import MEMORY, Fragment
+from megasparse.training.checkpoints.checkpoint import Fragment
 from megasparse.training.checkpoints.identity import versions
 from megasparse.training.checkpoints.manifest import FORMAT, MANIFEST, NO_DATA, seal
 from megasparse.training.checkpoints.rank_file import RankFile, durable, make_folder
@@ -100,7 +100,7 @@ def turned(tensors: Mapping[str, Callable[[], Tensor]], first: int) -> dict[str,
 class _Unread:
     """The part of a Fragment that `RankFile` needs, whose memory exists only while it is written."""
 
-    kind, start, home = "weight", 0, MEMORY
+    kind, start = "weight", 0
 
     def __init__(self, name: str, shape: tuple[int, ...], read: Callable[[], Tensor]):
         self.name, self.shape, self.numel, self._read = name, shape, math.prod(shape), read

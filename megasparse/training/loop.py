@@ -8,7 +8,6 @@ from torch import Tensor
 
 from megasparse.data.batches import Step, WaitingStopped
 from megasparse.errors import LostPeer, StorageError, TrainingError
-from megasparse.training.corruption import CorruptionCheck
 from megasparse.training.engines.contract import StepResult
 from megasparse.training.loop_state import LoopState
 from megasparse.training.reporting.monitor import Monitor
@@ -28,8 +27,7 @@ def train(run: TrainingRun) -> RunResult:
     With `checkpoint.bucket` it ends when its last checkpoint is uploaded.
 
     Raises TrainingError after `training.max_skipped_steps` steps in a row that were not applied; StorageError where a
-    checkpoint cannot be written; SilentCorruption where a check finds any; DataError where a rank cannot read its data,
-    and LostPeer on the other ranks.
+    checkpoint cannot be written; DataError where a rank cannot read its data, and LostPeer on the other ranks.
     """
     config, saver, steps = run.config, run.saver, run.config.training.steps
     here = LoopState(run.start, config.training.skip_loss_spikes, run.selection)
@@ -44,7 +42,6 @@ def train(run: TrainingRun) -> RunResult:
     if here.step:
         run.monitor.event(here.step, f"started again, after step {here.step}")
     source, reports = iter(run.batches), StepReports(run, last)
-    corruption = CorruptionCheck(run.engine, config, here.step)
     for step in Tracer(config, run.ranks, run.hooks.trace_wanted).steps(range(here.step + 1, last + 1)):
         began = time.perf_counter()
         data = _next_data(source, step, run)
@@ -55,13 +52,10 @@ def train(run: TrainingRun) -> RunResult:
             break
         assert isinstance(data, Step)
         rate = learning_rate(step, steps, config.optimizer)
-        verify = corruption.begin(step, data.micro_batches[0])
-        result = run.engine.train_step(data.micro_batches, step, rate, here.accepts, run.hooks.progress, verify)
+        result = run.engine.train_step(data.micro_batches, step, rate, here.accepts, run.hooks.progress)
         spike = here.advance(data, consensus.skipped, result)
 
         scalars, events = reports.describe(here, result, rate, spike, consensus, data.wait_seconds, began)
-        if corruption.seconds is not None:
-            scalars["speed/corruption_check_seconds"] = corruption.seconds
         if run.evaluate is not None:
             scalars |= _evaluate(run.evaluate, run.monitor, step)
         reports.write(step, scalars, events)

@@ -147,14 +147,12 @@ def monitored(run: RunConfig, ranks: Ranks, signals: StopSignals | None) -> Iter
     """
     directory = Path(run.directory)
     launch = ranks.gather(uuid.uuid4().hex)[0]
-    with run_lock(directory, ranks) as lock:
+    with run_lock(directory, ranks):
         if signals is None and ranks.world_size == 1:
             yield RunHooks()
             return
         signalled = (lambda: signals.wanted is not None) if signals else never
-        watchdog = Watchdog(
-            directory / HEARTBEATS, launch, ranks.rank, ranks.world_size, run.hang_timeout, signalled, lost=lock.lost
-        )
+        watchdog = Watchdog(directory / HEARTBEATS, launch, ranks.rank, ranks.world_size, run.hang_timeout, signalled)
         with watchdog:
             stop_wanted = lambda: signalled() or watchdog.stop_elsewhere()  # noqa: E731
             trace_wanted = signals.trace_wanted if signals else never

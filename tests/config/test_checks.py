@@ -145,10 +145,6 @@ def scaled(positions: str, kind: str, **settings: float) -> list[str]:
         ([*ENCODER, "evaluation.sample_tokens=9"], "evaluation.sample_tokens", ["9", "encoder", "0"]),
         (["model.masking.rate=0.3"], "model.masking", ["0.3", "decoder", '"encoder"']),
         (["training.global_batch=6", "training.micro_batch=4"], "training.global_batch", ["6", "micro_batch = 4"]),
-        (
-            ["optimizer.name=adafactor", f"{ZERO}.stage=3", f'{OPTIMIZER}={{"device": "nvme", "nvme_path": "/tmp"}}'],
-            *(f"{OPTIMIZER}.device", ["nvme", "adafactor", '"cpu"', "adamw"]),
-        ),
         ([f"{ZERO}.stage=2", f"{PARAM}.device=cpu"], f"{PARAM}.device", ['"cpu"', "stage 3", "stage = 2"]),
         ([f"{OPTIMIZER}.device=cpu"], f"{OPTIMIZER}.device", ['"cpu"', "stage 1 or more", "stage = 0"]),
     ],

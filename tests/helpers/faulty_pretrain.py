@@ -14,8 +14,8 @@ starts of the run together, and leave the note `fault-NUMBER.json`; those with `
     rename PATH PATH, remove NAME          before it happens
 
 Acts: kill, stop (SIGKILL and SIGSTOP to itself), sleep SECONDS [to SECONDS], raise MESSAGE, gil (sleep for ever and let
-no other thread run), set SECTION.KEY=JSON (of the configuration), flip NAME (a bit of that weight of the model). A file
-`ask-RANK` in the folder is an act for the next forward of that rank.
+no other thread run), set SECTION.KEY=JSON (of the configuration). A file `ask-RANK` in the
+folder is an act for the next forward of that rank.
 
 Each rank also appends the samples that it trains on to `samples-RANK.txt`: process id, step, sample number, crc32.
 """
@@ -50,7 +50,6 @@ class Injected(Exception):
 class Faults:
     def __init__(self, folder: Path, faults: list[dict[str, Any]], rank: int):
         self.folder, self.faults, self.rank = folder, faults, rank
-        self.model: Any = None
         (folder / f"rank-{rank}.pid").write_text(str(os.getpid()))
         for path in folder.glob("rank-*.pid"):  # of an earlier start, with more ranks
             if int(path.stem.split("-")[1]) >= int(os.environ.get("WORLD_SIZE", "1")):
@@ -101,9 +100,6 @@ class Faults:
             ctypes.PyDLL(None).sleep(10_000)  # unlike CDLL, PyDLL keeps the lock of the interpreter
         elif what == "set":
             sys.argv += ["--set", argument]
-        elif what == "flip":
-            bits = dict(self.model.named_parameters())[argument].data.view(-1)[3:4].numpy().view("uint32")
-            bits ^= 1 << 7  # of the mantissa: the loss moves by little
         else:
             raise AssertionError(act)
 
@@ -154,7 +150,7 @@ def watch_model(faults: Faults) -> None:
 
     def build_and_watch(*arguments: Any) -> Any:
         faults.happen("build")
-        model = faults.model = deferred_model(*arguments)
+        model = deferred_model(*arguments)
         model.register_forward_pre_hook(before)
         return model
 

@@ -71,7 +71,7 @@ def in_two(path):
         weight = opened.tensor("weight", name)
         third = weight.numel() // 3
         for share, start, part in zip(shares, (0, third), weight.flatten().tensor_split([third]), strict=True):
-            share.append(Fragment.of("weight", name, tuple(weight.shape), start, part))
+            share.append(Fragment("weight", name, tuple(weight.shape), start, part))
         manifest["tensors"]["weight"][name]["pieces"] = []
     for rank, share in enumerate(shares):
         name, file = f"rank-{rank:05}.safetensors", RankFile(share)

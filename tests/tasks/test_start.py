@@ -92,7 +92,7 @@ class Held:
 
     def fragments(self) -> list[Fragment]:
         all_of_it = {**dict(self.module.named_parameters()), **persistent_buffers(self.module)}
-        return [Fragment.of("weight", name, tuple(w.shape), 0, w.detach().reshape(-1)) for name, w in all_of_it.items()]
+        return [Fragment("weight", name, tuple(w.shape), 0, w.detach().reshape(-1)) for name, w in all_of_it.items()]
 
 
 def assert_built_again(start: Start, config: FinetuneConfig, origin: Path | None) -> None:

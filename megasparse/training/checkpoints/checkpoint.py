@@ -9,10 +9,8 @@ The format knows neither the number of ranks nor the ZeRO stage: a tensor is put
 Nothing in it is pickled.
 """
 
-import itertools
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,21 +33,9 @@ FORGED = "Do not trust it"
 """The hint where no checkpoint of ours is like this one."""
 
 
-class Storage:
-    """A place where numbers live: memory, unless a subclass says otherwise."""
-
-    @contextmanager
-    def loaded(self, changing: bool = False) -> Iterator[None]:
-        """Load the numbers into memory. changing: write them back afterwards."""
-        yield
-
-
-MEMORY = Storage()
-
-
 @dataclass(frozen=True)
 class Fragment:
-    """A flat piece of one tensor, where it lives."""
+    """A flat piece of one tensor, in the memory that holds it."""
 
     kind: str
     """`weight`, or the name of an optimizer state (`exp_avg`, ...)."""
@@ -59,42 +45,15 @@ class Fragment:
     """Shape of the whole tensor."""
     start: int
     """First element of the piece in the flattened tensor."""
-    numel: int
-    holder: Tensor
-    """What holds the piece: flat, fp32."""
-    offset: int = 0
-    """First element of the piece in `holder`."""
-    home: Storage = MEMORY
-    """Where `holder` lives; `holder` is empty while it is not in memory, see `loaded`."""
+    memory: Tensor
+    """The piece itself: flat, fp32."""
 
-    @staticmethod
-    def of(kind: str, name: str, shape: tuple[int, ...], start: int, memory: Tensor) -> "Fragment":
-        """The piece that `memory`, flat and fp32, holds."""
-        assert memory.dtype == torch.float32 and memory.ndim == 1
-        return Fragment(kind, name, shape, start, memory.numel(), memory)
+    def __post_init__(self) -> None:
+        assert self.memory.dtype == torch.float32 and self.memory.ndim == 1
 
     @property
-    def memory(self) -> Tensor:
-        """The piece itself, while it is in memory."""
-        return self.holder.detach().narrow(0, self.offset, self.numel)
-
-    def read(self) -> Tensor:
-        """The piece on the CPU; where it lives there already, no copy."""
-        return self.memory.cpu()
-
-    def write(self, numbers: Tensor) -> None:
-        """Fill the piece."""
-        self.memory.copy_(numbers)
-
-
-def loaded(fragments: Iterable[Fragment], changing: bool = False) -> Generator[Fragment, None, None]:
-    """Yield the fragments in turn, each while it is in memory; neighbours with the same home are loaded together.
-
-    changing: whether the caller writes them.
-    """
-    for home, together in itertools.groupby(fragments, key=lambda fragment: fragment.home):
-        with home.loaded(changing):
-            yield from together
+    def numel(self) -> int:
+        return self.memory.numel()
 
 
 class Checkpoint:

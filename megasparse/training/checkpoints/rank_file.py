@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megasparse.errors import TrainingError
-from megasparse.training.checkpoints.checkpoint import Fragment, loaded
+from megasparse.training.checkpoints.checkpoint import Fragment
 
 BLOCK = 1 << 24
 """Numbers (64 MB) that are read, hashed and written at a time."""
@@ -58,11 +58,10 @@ class RankFile:
         if memory.numel() != sum(sizes):
             memory = torch.empty(sum(sizes), dtype=torch.float32)
         copies = memory.split(sizes)
-        with closing(loaded(self._fragments)) as fragments:
-            for f, copy in zip(fragments, copies, strict=True):
-                copy.copy_(f.memory)
-        pairs = zip(self._fragments, copies, strict=True)
-        return RankFile([Fragment.of(f.kind, f.name, f.shape, f.start, copy) for f, copy in pairs]), memory
+        pairs = list(zip(self._fragments, copies, strict=True))
+        for f, copy in pairs:
+            copy.copy_(f.memory)
+        return RankFile([Fragment(f.kind, f.name, f.shape, f.start, copy) for f, copy in pairs]), memory
 
     def write(self, path: Path, progress: Callable[[], None]) -> str:
         """Write the file; `progress` is called after every block. Returns its SHA-256.
@@ -70,9 +69,9 @@ class RankFile:
         Raises OSError; TrainingError where a number is not finite.
         """
         digest, unsynced = hashlib.sha256(self._header), 0
-        with durable(path, self.bytes) as file, closing(loaded(self._fragments)) as fragments:
+        with durable(path, self.bytes) as file:
             file.write(self._header)
-            for f in fragments:
+            for f in self._fragments:
                 for block in f.memory.split(BLOCK):
                     if block.numel():
                         block = block.cpu()

@@ -28,7 +28,6 @@ FREE_TO_CHANGE = (
     "run.device",
     "run.hang_timeout",
     "run.deterministic",
-    "run.corruption_check_every",
     "data.path",  # of this and the next two the content counts: the fingerprint of the data, the tokenizer's sha256
     "data.mixture",
     "data.cache",

@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megasparse.callbacks import Progress, silent
 from megasparse.config.schema import RunSettings
 from megasparse.data.batches import Batch
-from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment, loaded, persistent_buffers
+from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment, persistent_buffers
 from megasparse.training.optimizer import create_state, set_steps_done, state_tensors, steps_done
 from megasparse.training.ranks import Ranks
 from megasparse.training.reporting.exposed import ExposedCommunication
@@ -70,8 +70,6 @@ class Engine(ABC):
 
     replicated = True
     """Every rank holds all of the state, so the ranks share out the parameters among them when they save."""
-    whole_weights = True
-    """Every rank holds the whole model, so that what it holds is the same on all of them."""
     totals_before_backward = True
     """Whether a step is to be applied is decided before its last backward, not after it together with the norm."""
 
@@ -97,7 +95,6 @@ class Engine(ABC):
         learning_rate: float,
         accept: Callable[[float], bool] = lambda loss: True,
         progress: Progress = silent,
-        verify: Callable[[], None] = lambda: None,
     ) -> StepResult:
         """One optimizer step on this rank's micro-batches, or its parts of those that it shares; all of them, on all
         ranks, have equally many tokens.
@@ -106,7 +103,7 @@ class Engine(ABC):
         equally many; with them, or where ranks share sequences, they are counted first.
 
         accept: whether to apply a step of this loss (nats a token, the same on all ranks). progress: called before each
-        of a micro-batch's two passes. verify: called between the last backward and the update, and may raise.
+        of a micro-batch's two passes.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -129,7 +126,6 @@ class Engine(ABC):
             poison_gradient = totals is not None and not totals.wanted
             self._backward(objective, len(micro_batches), last, poison_gradient)
         gradients = bytes_of(self.gradients(), self.ranks.device)
-        verify()
         if totals is None:
             totals = self._totals(sums | {"grad_norm": self._gradient_norm().double()}, accept)
         loss, wanted, total = totals
@@ -170,13 +166,9 @@ class Engine(ABC):
         """Yield what this rank holds of each parameter and buffer of the model between two steps, with its name."""
         yield from itertools.chain(self.module.named_parameters(), self.module.named_buffers())
 
-    def _masters_here(self) -> Iterable[Tensor]:
-        """The tensors that the optimizer updates, as they are: what lies on a disk is empty, and stays there."""
-        return self._state_owners()
-
     def held(self) -> dict[str, tuple[int, int]]:
         """Bytes of this rank's weights and optimizer state, on its device and elsewhere."""
-        weights, masters = [weight for _, weight in self.weights()], self._masters_here()
+        weights, masters = [weight for _, weight in self.weights()], self._state_owners()
         own = {weight.untyped_storage().data_ptr() for weight in weights}
         rounded = [master for master in masters if master.untyped_storage().data_ptr() not in own]
         moments = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
@@ -209,18 +201,6 @@ class Engine(ABC):
     def _given(self, divisor: float | None) -> dict[str, Any]:
         """Arguments of the model's forward beside a micro-batch and its rng."""
         return self._shared | ({} if divisor is None else {"divisor": divisor})
-
-    def recomputed(self, batch: Batch, step: int) -> tuple[float, float]:
-        """Compute the objective of a step's micro-batch twice, without gradients, dropout and what training remembers.
-        Every rank calls it equally often.
-        """
-        tokens, rng = self._moved(batch.tokens), self._make_rng(step, self._moved(batch.samples))
-        if is_dataclass(rng) and not isinstance(rng, type):
-            rng = replace(rng, training=False)
-        divisor = 1.0 if self._counting else None
-        with torch.no_grad():
-            first, second = (self._forward(tokens, rng, divisor)[0].item() for _ in range(2))
-        return first, second
 
     @abstractmethod
     def evaluate(self, tokens: Tensor, rng: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -256,11 +236,11 @@ class Engine(ABC):
 
     @abstractmethod
     def _state(self) -> Iterator[Fragment]:
-        """Yield the pieces of weights (fp32) and optimizer state that this rank holds, those with one home together."""
+        """Yield the pieces of weights (fp32) and optimizer state that this rank holds."""
 
     @abstractmethod
     def _state_owners(self) -> Iterator[Tensor]:
-        """Yield the tensors that the optimizer updates, each while it is in memory."""
+        """Yield the tensors that the optimizer updates."""
 
     def _replicated_state(self) -> Iterator[Fragment]:
         """Yield the optimizer state that every rank holds whole although the weights are cut."""
@@ -269,7 +249,7 @@ class Engine(ABC):
     def fragments(self) -> list[Fragment]:
         """List what this rank must save: over all ranks, every number exactly once."""
         buffers = [
-            Fragment.of("weight", name, tuple(buffer.shape), 0, buffer.view(-1))
+            Fragment("weight", name, tuple(buffer.shape), 0, buffer.view(-1))
             for name, buffer in persistent_buffers(self.module).items()
             if self.ranks.rank == 0  # whole and the same on every rank
         ]
@@ -289,8 +269,8 @@ class Engine(ABC):
             for weight in self._state_owners():
                 create_state(self.optimizer, self._optimizer_name, weight)
             set_steps_done(self.optimizer, checkpoint.optimizer_steps)
-        for fragment in loaded(itertools.chain(self._state(), self._replicated_state()), changing=True):
-            fragment.write(checkpoint.read(fragment.kind, fragment.name, fragment.start, fragment.numel))
+        for fragment in itertools.chain(self._state(), self._replicated_state()):
+            fragment.memory.copy_(checkpoint.read(fragment.kind, fragment.name, fragment.start, fragment.numel))
 
     def close(self) -> None:  # noqa: B027  (plain torch holds nothing)
         """Let go of what the engine holds outside the model."""
@@ -300,4 +280,4 @@ def whole_fragments(masters: dict[str, Tensor], optimizer: torch.optim.Optimizer
     """Yield the fragments of weights that are not cut; `masters` maps names to the fp32 weights that are updated."""
     for name, weight in masters.items():
         for kind, tensor in {"weight": weight, **state_tensors(optimizer.state.get(weight, {}))}.items():
-            yield Fragment.of(kind, name, tuple(tensor.shape), 0, tensor.detach().view(-1))
+            yield Fragment(kind, name, tuple(tensor.shape), 0, tensor.detach().view(-1))

@@ -4,7 +4,6 @@ import io
 import itertools
 import logging
 import math
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from pathlib import Path
@@ -16,10 +15,8 @@ from torch import Tensor, nn
 from megasparse.config.deepspeed_section import import_deepspeed, overlaps_communication
 from megasparse.config.schema import RunSettings
 from megasparse.data.batches import check_shares
-from megasparse.errors import ConfigError
 from megasparse.optimizers.partitioned_adafactor import FACTORS, PartitionedAdafactor, Piece
-from megasparse.training.checkpoints.checkpoint import MEMORY, Fragment, Storage
-from megasparse.training.checkpoints.swapping import SubGroup, Swap, swapped_sections
+from megasparse.training.checkpoints.checkpoint import Fragment
 from megasparse.training.engines.contract import Engine, MakeRng, whole_fragments
 from megasparse.training.engines.weights import Weights, move_buffers, put
 from megasparse.training.optimizer import build_optimizer, state_tensors
@@ -28,7 +25,7 @@ from megasparse.training.reporting.exposed import ExposedCommunication
 
 
 class DeepSpeedEngine(Engine):
-    """ZeRO stage 0 to 3 on any number of ranks, optimizer and weights on the device, in CPU memory or on a disk."""
+    """ZeRO stage 0 to 3 on any number of ranks, optimizer and weights on the device or in CPU memory."""
 
     def __init__(self, model: nn.Module, config: RunSettings, make_rng: MakeRng, ranks: Ranks, weights: Weights):
         super().__init__(model, config, make_rng, ranks)
@@ -36,12 +33,9 @@ class DeepSpeedEngine(Engine):
         self._stage = int(zero.get("stage", 0))
         self._rounded = config.training.precision == "bf16"
         deepspeed = _deepspeed_for(ranks)
-        self._check(config)
-        self.replicated, self.whole_weights = self._stage == 0, self._stage < 3
+        self.replicated = self._stage == 0
         self._names = {id(p): name for name, p in self._trained.items()}
-        self._swap = Swap(zero, model, ranks)
-        section = config.deepspeed | ({"zero_optimization": self._swap.section()} if zero else {})
-        settings = _deepspeed_config(config, section, self._stage, ranks)
+        settings = _deepspeed_config(config, config.deepspeed, self._stage, ranks)
         for module in model.modules():
             if getattr(module, "gathered_at_once", False):
                 deepspeed.utils.set_z3_leaf_module(module, True)
@@ -56,19 +50,9 @@ class DeepSpeedEngine(Engine):
             if ranks.world_size > 1:
                 self._exposed = ExposedCommunication(ranks.device, trained, self.optimizer)
             self._engine = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)[0]
-        self._swap.attach(self._engine.optimizer)
         self.optimizer.state.clear()  # ZeRO 0 in bf16 made one with a step of zeros, which would count as an update
         if isinstance(self.optimizer, PartitionedAdafactor):
             self.optimizer.attach(dict(self._contents(groups)), self._total_of_ranks)
-
-    def _check(self, config: RunSettings) -> None:
-        swapped = swapped_sections(config.deepspeed.get("zero_optimization", {}))
-        if "offload_param" in swapped and not self._rounded and self.ranks.device.type == "cpu":
-            # _set_dtype reads `dtype or float16 if fp16 is supported else bfloat16` (0.19.8): bf16, whatever the dtype
-            problem = '"fp32" with offload_param.device "nvme" on the CPU: DeepSpeed would swap bf16 there'
-            raise ConfigError("training.precision", problem, 'Use "bf16", or a GPU, or offload_param.device "cpu"')
-        if swapped:
-            _check_async_io(f"deepspeed.zero_optimization.{swapped[0]}.device")
 
     def _partition(self, weights: Weights, settings: dict[str, Any]) -> None:
         """Partition the model, one weight after another, as `deepspeed.initialize` would under ZeRO 3; it wants all of
@@ -116,9 +100,7 @@ class DeepSpeedEngine(Engine):
                 return whole, False
             self._engine.step()
             return whole, True
-        self._swap.verify()
         self._engine.step()
-        self._swap.verify()
         return float(self._engine.get_global_grad_norm()), bool(self._engine.was_step_applied())
 
     def gradients(self) -> Iterable[Tensor]:
@@ -130,9 +112,6 @@ class DeepSpeedEngine(Engine):
         for name, weight in super().weights():
             yield name, weight if self._stage < 3 else getattr(weight, "ds_tensor", weight)
 
-    def _masters_here(self) -> Iterable[Tensor]:
-        return super()._masters_here() if self._stage < 3 else self._engine.optimizer.fp32_partitioned_groups_flat
-
     def _state(self) -> Iterator[Fragment]:
         if self._stage == 0:
             return whole_fragments(self._masters(), self.optimizer)
@@ -142,14 +121,7 @@ class DeepSpeedEngine(Engine):
         if self._stage < 3:
             yield from (weight for group in self.optimizer.param_groups for weight in group["params"])
             return
-        for number, flat in enumerate(self._engine.optimizer.fp32_partitioned_groups_flat):
-            with self._home(number).loaded(changing=True):
-                yield flat
-
-    def _home(self, number: int) -> Storage:
-        """Where the vector of ZeRO 3's sub-group `number` lives."""
-        zero = self._engine.optimizer
-        return SubGroup(zero, number) if zero._swappable_optimizer_subgroup(number) else MEMORY
+        yield from self._engine.optimizer.fp32_partitioned_groups_flat
 
     def _masters(self) -> dict[str, Tensor]:
         """Map parameter names to fp32 weights under ZeRO 0."""
@@ -189,7 +161,7 @@ class DeepSpeedEngine(Engine):
     def _replicated_state(self) -> Iterator[Fragment]:
         if isinstance(self.optimizer, PartitionedAdafactor):
             for kind, piece, shape, numbers in self.optimizer.factors():
-                yield Fragment.of(kind, piece.name, shape, 0, numbers)
+                yield Fragment(kind, piece.name, shape, 0, numbers)
 
     def _cuts(self) -> Iterator[tuple[str, Tensor, int, int, int]]:
         """Yield the pieces under ZeRO 1 and 2: weight, vector, place in the weight, place in the vector, size."""
@@ -214,26 +186,23 @@ class DeepSpeedEngine(Engine):
         for name, flat, start, offset, numel in self._cuts():
             for kind, tensor in self._aligned_state(flat).items():
                 piece = tensor.detach().narrow(0, offset, numel)
-                yield Fragment.of(kind, name, self._shapes[name], start, piece)
+                yield Fragment(kind, name, self._shapes[name], start, piece)
 
     def _partitioned(self) -> Iterator[Fragment]:
         """Yield the pieces under ZeRO 3: each parameter is cut evenly among the ranks, the last piece padded, and the
         pieces of a sub-group are one vector."""
         zero = self._engine.optimizer
         for number, group in enumerate(zero.fp16_groups):
-            flat, home = zero.fp32_partitioned_groups_flat[number], self._home(number)
+            flat = zero.fp32_partitioned_groups_flat[number]
             for p in group:
                 name, (start, offset, numel) = self._names[id(p)], self._cut(p)
                 if not numel:
                     continue
                 for kind, tensor in self._aligned_state(flat).items():
-                    yield Fragment(kind, name, self._shapes[name], start, numel, tensor, offset, home)
+                    yield Fragment(kind, name, self._shapes[name], start, tensor.detach().narrow(0, offset, numel))
 
     def close(self) -> None:
-        try:
-            self._engine.destroy()
-        finally:
-            self._swap.close()
+        self._engine.destroy()
 
 
 @contextmanager
@@ -264,18 +233,6 @@ def _deepspeed_for(ranks: Ranks) -> Any:
     # A C++ all-reduce that only inference uses. It would take g++, minutes of compiling, and 69 MB of /dev/shm a rank.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
-
-
-def _check_async_io(key: str) -> None:
-    """Raise ConfigError where DeepSpeed could not compile its disk swapping, which it does at first use."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if shutil.which("c++") is None:
-        problem = '"nvme" compiles DeepSpeed\'s async_io, and there is no c++'
-        raise ConfigError(key, problem, "Install Debian's g++ on every node (apt-get install g++)")
-    if not AsyncIOBuilder().is_compatible(verbose=False):
-        problem = '"nvme" needs libaio, which the linker does not find'
-        raise ConfigError(key, problem, "Install Debian's libaio-dev on every node (apt-get install libaio-dev)")
 
 
 def _deepspeed_config(config: RunSettings, section: dict[str, Any], stage: int, ranks: Ranks) -> dict[str, Any]:

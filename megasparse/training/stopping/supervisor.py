@@ -24,7 +24,6 @@ from megasparse.errors import (
     LOST_PEER,
     ConfigError,
     MemoryShortage,
-    SilentCorruption,
     StorageError,
     TrainingError,
     UserError,
@@ -49,7 +48,7 @@ FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
 """Seconds before a restart; doubled with every restart that leads nowhere."""
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-USELESS_TO_RESTART = (UserError.exit_code, TrainingError.exit_code, SilentCorruption.exit_code)
+USELESS_TO_RESTART = (UserError.exit_code, TrainingError.exit_code)
 EXIT_CODES = {
     1: "an error of the program",
     UserError.exit_code: "a mistake to correct",
@@ -58,7 +57,6 @@ EXIT_CODES = {
     HANG: "the run hung",
     LOST_PEER: "it lost another rank",
     MemoryShortage.exit_code: "memory did not suffice",
-    SilentCorruption.exit_code: "a bit had changed in silence, and may be in the newest checkpoint",
 }
 SIGNAL_NAMES = {int(number): number.name for number in signal.Signals}
 

@@ -7,7 +7,6 @@ answering.
 """
 
 import faulthandler
-import functools
 import os
 import re
 import socket
@@ -20,8 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from megasparse.callbacks import never
-from megasparse.errors import HANG, UserError
+from megasparse.errors import HANG
 from megasparse.training.stopping.beats import read_beat, write_beat
 
 HEARTBEATS = "heartbeats"
@@ -56,8 +54,6 @@ class Heartbeat:
     limit: float
     """Seconds without progress after which the rank hangs."""
     ended: bool
-    boot: str = ""
-    """The kernel that it runs on, see `boot_id`."""
 
 
 class Watchdog:
@@ -70,8 +66,7 @@ class Watchdog:
     directory: folder of the heartbeats, the same for all ranks. launch: name of this launch of the run, the same on all
     ranks. timeout: seconds, 0 never fires; ten times as long until a second step begins, and never less than four
     times the longest time between two calls of `progress` since then. stop_wanted: whether this rank was asked to stop.
-    clock: seconds since any moment. lost: whether the run's folder belongs to another run by now, which ends this one
-    at once, with the exit code of a mistake.
+    clock: seconds since any moment.
 
     A rank whose main thread holds Python's lock runs no watchdog: a timer of faulthandler's then prints its stacks and
     ends it, with exit code 1, a second after the limit, or three where others are to name it first.
@@ -86,10 +81,8 @@ class Watchdog:
         timeout: float,
         stop_wanted: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
-        lost: Callable[[], bool] = never,
     ):
-        self._directory, self._lost = directory, lost
-        self._launch, self._rank, self._world_size = launch, rank, world_size
+        self._directory, self._launch, self._rank, self._world_size = directory, launch, rank, world_size
         self._timeout, self._stop_wanted, self._clock = timeout, stop_wanted, clock
         self._period = min(0.5, timeout / 20) if timeout else 0.5
         self._host, self._began = socket.gethostname(), self._clock()
@@ -156,7 +149,6 @@ class Watchdog:
             stop=self._stop_wanted(),
             limit=limit,
             ended=False,
-            boot=boot_id(),
         )
 
     def _exchange_all(self) -> None:
@@ -170,12 +162,7 @@ class Watchdog:
                 return
 
     def exchange(self) -> None:
-        """Write this rank's heartbeat and read those of the others, unless the folder belongs to another run."""
-        if self._lost():
-            _report(
-                f"rank {self._rank}: another run has taken over {self._directory.parent}, as this one had seemed dead"
-            )
-            os._exit(UserError.exit_code)
+        """Write this rank's heartbeat and read those of the others."""
         self._beats += 1
         self._write(self._own())
         for rank in range(self._world_size):
@@ -301,23 +288,6 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
         return None if fields is None else Heartbeat(**fields)
     except TypeError:
         return None
-
-
-def last_heartbeat(directory: Path) -> Heartbeat | None:
-    """The last heartbeat of rank 0 of the newest run in `directory`; None where there is none to be read."""
-    with suppress(OSError):
-        return read_heartbeat(directory / HEARTBEATS / "rank-00000.json")
-    return None
-
-
-@functools.cache
-def boot_id() -> str:
-    """Linux's random name of the running kernel, the same for all its containers and another after each boot; the name
-    of the host elsewhere.
-    """
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()
 
 
 def _state(process: int) -> str:

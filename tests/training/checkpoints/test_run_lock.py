@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,12 @@ import pytest
 
 from megasparse.config.load import build_config
 from megasparse.errors import ConfigError, UserError
-from megasparse.training.checkpoints import run_lock as run_lock_module
-from megasparse.training.checkpoints.file_lock import FileLock
 from megasparse.training.checkpoints.run_lock import LOCK, run_lock
 from megasparse.training.ranks import Ranks
-from megasparse.training.stopping import watchdog as watchdog_module
-from megasparse.training.stopping.watchdog import Watchdog, boot_id
 from tests.helpers.finetuning import ENCODER, launch, reviews
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.run_ranks import ROOT
 from tests.helpers.trained import prepared, trained
-
-
-def no_locks(descriptor: int, operation: int, problem: int = errno.ENOLCK) -> None:
-    raise OSError(problem, os.strerror(problem))
-
 
 HOLDER = """
 import os, subprocess, sys, time
@@ -124,11 +114,14 @@ def test_all_ranks_of_a_job_hold_the_folder_and_all_are_refused_together(tmp_pat
 
 @pytest.mark.parametrize("problem", [errno.ENOLCK, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_warned_of_and_the_run_goes_on(tmp_path, monkeypatch, capsys, problem):
-    monkeypatch.setattr(fcntl, "flock", lambda descriptor, operation: no_locks(descriptor, operation, problem))
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(problem, os.strerror(problem))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     with ExitStack() as both:
         for _ in range(2):
             both.enter_context(run_lock(tmp_path, Ranks()))
-            warning = f"warning: {tmp_path / LOCK} cannot be locked ({os.strerror(problem)}): only heartbeats keep"
+            warning = f"warning: {tmp_path / LOCK} cannot be locked ({os.strerror(problem)}): nothing keeps"
             (line,) = capsys.readouterr().err.splitlines()
             assert line.startswith(warning)
 
@@ -151,120 +144,6 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
         pass
 
 
-class Elsewhere:
-    """A run on another machine, as this one sees it through a file server: its lock file, its heartbeats, its flock.
-
-    Time stands still but for the sleeps of `run_lock`; after each of them the run does what `lives` says.
-    """
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, boot: str = "another kernel"):
-        self.folder, self.monkeypatch, self.now, self.boot = folder, monkeypatch, 0.0, boot
-        self.lives: Callable[[float], None] = lambda now: None
-        (folder / "heartbeats").mkdir(parents=True)
-        self.watchdog = Watchdog(folder / "heartbeats", "there", 0, 1, 0.0, lambda: False, lambda: self.now)
-        (folder / LOCK).write_text(f"host {socket.gethostname()}, pid {os.getpid()}, since yesterday")
-        self.beat()
-        monkeypatch.setattr(run_lock_module, "time", self)
-
-    def beat(self) -> None:
-        with self.monkeypatch.context() as patched:
-            patched.setattr(watchdog_module, "boot_id", lambda: self.boot)
-            self.watchdog.exchange()
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self.lives(self.now)
-
-
-@pytest.mark.parametrize("flock", ["kept by the file server", "not shared between machines", "not supported"])
-def test_a_run_on_another_machine_is_watched_until_it_gives_a_sign_or_has_vanished(
-    tmp_path, monkeypatch, capsys, flock
-):
-    run = tmp_path / "run"
-    there = Elsewhere(run, monkeypatch)
-    kept = FileLock(run / LOCK) if flock == "kept by the file server" else None
-    if flock == "not supported":
-        monkeypatch.setattr(fcntl, "flock", no_locks)
-    before = contents(run)
-    there.lives = lambda now: there.beat() if now == 5.0 else None
-    with pytest.raises(UserError, match=rf"in use by another run \(host .*, pid {os.getpid()}, since yesterday\)"):
-        run_lock(run, Ranks()).__enter__()
-    assert there.now == 5.0
-    assert contents(run).keys() == before.keys() and (run / LOCK).read_text().endswith("since yesterday")
-
-    there.lives = lambda now: None
-    with run_lock(run, Ranks()) as lock:
-        assert there.now == 5.0 + run_lock_module.VANISHED
-        assert "yesterday" not in (run / LOCK).read_text() and not lock.lost()
-        assert "that run has vanished" in capsys.readouterr().err
-        if flock != "not supported":
-            with pytest.raises(BlockingIOError):
-                FileLock(run / LOCK)
-    assert sorted(path.name for path in run.iterdir()) == [LOCK, "heartbeats"]
-    if kept is not None:
-        kept.release()
-
-
-@pytest.mark.parametrize("how", ["ended", "another's", "none", "torn"])
-def test_nobody_is_waited_for_whose_heartbeat_does_not_say_that_it_may_live(tmp_path, monkeypatch, how):
-    there = Elsewhere(tmp_path, monkeypatch)
-    beat = tmp_path / "heartbeats" / "rank-00000.json"
-    if how == "ended":
-        there.watchdog._write(replace(there.watchdog._own(), ended=True, boot="another kernel"))
-    elif how == "another's":
-        (tmp_path / LOCK).write_text("host elsewhere, pid 1, since yesterday")
-    elif how == "none":
-        beat.unlink()
-    else:
-        beat.write_bytes(beat.read_bytes()[:100])
-    with run_lock(tmp_path, Ranks()):
-        assert there.now == 0.0
-
-
-def test_on_one_machine_the_kernel_decides_at_once(tmp_path, monkeypatch):
-    there = Elsewhere(tmp_path, monkeypatch, boot=watchdog_module.boot_id())
-    with run_lock(tmp_path, Ranks()), pytest.raises(UserError, match="in use"), run_lock(tmp_path, Ranks()):
-        pass
-    assert there.now == 0.0
-
-
-def test_a_run_that_had_only_seemed_dead_ends_when_it_comes_back(tmp_path, monkeypatch, capfd):
-    """It was stopped for longer than half a minute, say, and its folder was taken over."""
-    ended: list[int] = []
-    monkeypatch.setattr(os, "_exit", ended.append)
-    (tmp_path / "heartbeats").mkdir()
-    with run_lock(tmp_path, Ranks()) as first:
-        watchdog = Watchdog(tmp_path / "heartbeats", "first", 0, 1, 0.0, lambda: False, lost=first.lost)
-        watchdog.exchange()
-        there = Elsewhere.__new__(Elsewhere)
-        assert not first.lost() and not ended
-        monkeypatch.setattr(watchdog_module, "boot_id", lambda: "another kernel")
-        watchdog.exchange()
-        monkeypatch.setattr(watchdog_module, "boot_id", boot_id)
-        there.now, there.lives = 0.0, lambda now: None
-        monkeypatch.setattr(run_lock_module, "time", there)
-        with run_lock(tmp_path, Ranks()) as second:
-            assert first.lost() and not second.lost()
-            watchdog.exchange()
-    assert ended == [2]
-    assert f"another run has taken over {tmp_path}" in capfd.readouterr().err
-
-
 def test_object_storage_is_refused_by_name():
     with pytest.raises(ConfigError, match=r'^run\.directory: "s3://bucket/run" is a URL: object storage can neither'):
         build_config({"run": {"directory": "s3://bucket/run"}}, [])
-
-
-def test_storage_that_takes_nothing_is_left_to_whoever_writes_there(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-
-    def full(self: Path, *arguments: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Path, "touch", full)
-    with run_lock(tmp_path, Ranks()) as lock:
-        assert not lock.lost()
-    assert "only heartbeats" in capsys.readouterr().err
