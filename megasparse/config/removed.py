@@ -11,7 +11,7 @@ ANY = object()
 """The key may have any value: it changed nothing that is left."""
 
 REMOVED: dict[str, tuple[Any, str]] = {
-    "run.corruption_check_every": (0, "There is no check for silent corruption any more: remove it"),
+    "RunConfig.corruption_check_every": (0, "There is no check for silent corruption any more: remove the key"),
 }
 """By "Section.key", the name of a class of the schema and its old key: the value that is accepted, a tuple of several,
 or ANY; and what to do about another one. The row of a whole section accepts ANY or null."""
