@@ -15,8 +15,8 @@ from megasparse.benchmarks.decoders import Arm, attending, measure
 from megasparse.benchmarks.passkey import Trial, retrieved
 from megasparse.errors import DataError
 from megasparse.evaluation.outputs import kept_rows, write_json
-from megasparse.hub.replaced_folder import replacement_of
-from megasparse.hub.text_windows import windows
+from megasparse.hub.replace import replacement_of
+from megasparse.hub.teaching import read_windows
 
 KEYS = ("arm", "attention", "seed", "text", "trial")
 """What rows differ by. trial: the number of a passkey trial, None in rows of texts."""
@@ -60,7 +60,7 @@ def measured(
 def _windows(tokenizer: Any, texts: list[Path], length: int) -> list[list[int]]:
     found = []
     for path in [file for text in texts for file in (sorted(text.rglob("*.txt")) if text.is_dir() else [text])]:
-        first = windows(tokenizer, [path], length)[0]
+        first = read_windows(tokenizer, [path], length)[0]
         if len(first) < length:
             raise DataError(path, f"has {len(first)} tokens, fewer than --length {length}", "Give longer texts")
         found.append(first)

@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from megasparse.attention.contract import Attention, AttentionOutput
 from megasparse.attention.observation import Call, each_call
 from megasparse.evaluation.attention.seen import best_pairs, seen_pairs, weights
-from megasparse.hub.replace import mechanisms, replace_attention
-from megasparse.hub.replaced_folder import load_plain, load_replaced, replacement_of
+from megasparse.hub.replace import load_plain, load_replaced, mechanisms, replace_attention, replacement_of
 
 QUERIES = 128
 """Queries of a text whose keys are counted, spread evenly."""

@@ -58,22 +58,6 @@ def add_texts(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_learning(parser: argparse.ArgumentParser, held_out: int) -> None:
-    """A model whose attention was replaced, texts that it learns from, and where it goes; `held_out`: a default."""
-    parser.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help="a folder that `megasparse replace-attention` wrote"
-    )
-    add_texts(parser)
-    parser.add_argument("--length", type=int, metavar="TOKENS", help="of a window; by default the model's longest")
-    parser.add_argument(
-        "--held-out", type=int, default=held_out, metavar="N", help="windows measured (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the windows' order and draws (default: %(default)s)"
-    )
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
-
-
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers and how they were measured there")
 

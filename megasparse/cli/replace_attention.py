@@ -9,7 +9,7 @@ any length, or of a decoder (Llama, SmolLM, Mistral, Qwen2, Qwen3, GPT-2).
 
 Queries, keys and values stay; an encoder's positions are extended by repeating them. The settings are those of
 model.attention (docs/attention.md): one kind with its settings, or a pattern of layers and heads. LHA's hash functions
-are untrained then: see `megasparse train-hash`. megasparse.hub.load_replaced loads the folder; transformers alone reads
+are untrained then: see `megasparse teach`. megasparse.hub.load_replaced loads the folder; transformers alone reads
 it as the same model with full attention.
 """
 
@@ -34,9 +34,7 @@ def run(args: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    from megasparse.hub.lengthen import positions
-    from megasparse.hub.replace import replace_attention
-    from megasparse.hub.replaced_folder import load_plain, save_replaced
+    from megasparse.hub.replace import load_plain, positions, replace_attention, save_replaced
 
     attention = parse(args.attention, "--attention")
     if not isinstance(attention, dict):

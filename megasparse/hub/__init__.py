@@ -2,7 +2,7 @@
 
 to_hf("runs/quickstart", "export/quickstart") writes a checkpoint of ours as a HuggingFace model;
 from_pretrained("google/reformer-enwik8") gives a HuggingFace model as one of ours;
-replace_attention(bert, {"kind": "lha"}) changes a model of HuggingFace's in place, train_hashes trains its hashes;
+replace_attention(bert, {"kind": "lha"}) changes a model of HuggingFace's in place, Teacher trains its hashes;
 save_replaced, load_replaced keep it.
 """
 
@@ -15,22 +15,22 @@ from megasparse.errors import HubError
 
 if TYPE_CHECKING:
     from megasparse.hub.export import to_hf as to_hf
-    from megasparse.hub.hash_training import train_hashes as train_hashes
-    from megasparse.hub.lengthen import extend_positions as extend_positions
     from megasparse.hub.replace import auxiliary_loss as auxiliary_loss
+    from megasparse.hub.replace import extend_positions as extend_positions
+    from megasparse.hub.replace import load_replaced as load_replaced
     from megasparse.hub.replace import replace_attention as replace_attention
-    from megasparse.hub.replaced_folder import load_replaced as load_replaced
-    from megasparse.hub.replaced_folder import save_replaced as save_replaced
+    from megasparse.hub.replace import save_replaced as save_replaced
+    from megasparse.hub.teaching import Teacher as Teacher
     from megasparse.model.build import Model
 
 _PLACES = {
     "to_hf": "export",
     "replace_attention": "replace",
     "auxiliary_loss": "replace",
-    "extend_positions": "lengthen",
-    "load_replaced": "replaced_folder",
-    "save_replaced": "replaced_folder",
-    "train_hashes": "hash_training",
+    "extend_positions": "replace",
+    "load_replaced": "replace",
+    "save_replaced": "replace",
+    "Teacher": "teaching",
 }
 """Name -> module."""
 

@@ -1,20 +1,22 @@
 """The self-attention of a pretrained model of HuggingFace's, computed by one of our mechanisms.
 
-The mechanisms are the submodule `megasparse` of every self-attention, see replaced_layer.py; transformers calls
-them by `attend` of replaced_attention.py. What else they need, the layer's input and what its draws depend on, is
+The mechanisms are the submodule `megasparse` of every self-attention; transformers calls them by `attend`, see
+replaced_layer.py. What else they need, the layer's input and what its draws depend on, is
 handed down by hooks as keyword arguments, so a checkpointed layer is recomputed from the very same.
 """
 
 import importlib
 import inspect
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+import transformers
 from pydantic import ValidationError
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from megasparse.attention.contract import Attention, Targets
 from megasparse.attention.mechanisms import MECHANISMS
@@ -24,9 +26,9 @@ from megasparse.config.model_checks import check_model
 from megasparse.config.pattern import kinds
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError, HubError, did_you_mean
-from megasparse.hub.lengthen import extend_positions, positions
-from megasparse.hub.replaced_attention import NAME, Pass
-from megasparse.hub.replaced_layer import Mechanisms, ReplacedCacheLayer
+from megasparse.hub.output_folder import appearing
+from megasparse.hub.replaced_layer import NAME, Mechanisms, Pass, ReplacedCacheLayer
+from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.build import initialise
 
 ENTRY = "megasparse_attention"
@@ -310,3 +312,132 @@ def _targets(model: PreTrainedModel, named: dict[str, Any]) -> Targets | None:
     if model.config.model_type in DECODERS and model.get_output_embeddings() is not None:
         labels = F.pad(labels[:, 1:], (0, 1), value=-100)
     return Targets(labels.clamp_min(0), labels >= 0) if labels.dim() == 2 else None
+
+
+# Folders of replaced models. Read by transformers alone such a model has full attention.
+
+
+def save_replaced(model: PreTrainedModel, directory: str | Path, tokenizer: Any = None) -> None:
+    """Write what `model.save_pretrained` does, whole or not at all. Raises HubError where the folder exists."""
+    with appearing(Path(directory)) as folder:
+        model.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+
+def load_replaced(
+    directory: str | Path, model_class: type[PreTrainedModel] | None = None, **settings: Any
+) -> PreTrainedModel:
+    """The model of a folder that `save_pretrained` of a replaced model wrote, with its attention replaced.
+
+    model_class: such as transformers.BertForSequenceClassification, to give it another head; the one that was saved
+    where left out. settings: of transformers' from_pretrained, such as num_labels.
+    Raises HubError for a folder without such a model, and for missing, unexpected and wrong-shaped tensors.
+    """
+    directory = Path(directory)
+    file = TensorFile.open(directory)
+    entry = replacement_of(directory)
+    own = model_class or _saved_class(directory)
+    model = _without_complaints(own).from_pretrained(directory, local_files_only=True, use_safetensors=True, **settings)
+    model.__class__ = own
+    replace_attention(model, entry["attention"], max_length=entry["max_length"], seed=entry["seed"])
+    _read_mechanisms(model, file)
+    return model
+
+
+def replacement_of(directory: str | Path) -> dict[str, Any]:
+    """The entry of config.json that says what replaced the attention. Raises HubError where there is none."""
+    entry = getattr(_config(Path(directory)), ENTRY, None)
+    if not isinstance(entry, dict) or entry.keys() != {"attention", "max_length", "seed"}:
+        hint = "Replace its attention: megasparse replace-attention"
+        raise HubError(directory, f"config.json has no entry {ENTRY} as replace_attention writes it", hint)
+    return entry
+
+
+def load_plain(directory: str | Path) -> PreTrainedModel:
+    """The model of a folder as transformers has it, of the class that was saved. Nothing is downloaded or unpickled."""
+    directory = Path(directory)
+    TensorFile.open(directory)
+    model: PreTrainedModel = _saved_class(directory).from_pretrained(
+        directory, local_files_only=True, use_safetensors=True
+    )
+    return model
+
+
+def _config(directory: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = " ".join(str(error).split())[:200]
+        raise HubError(directory, f"config.json cannot be read ({problem})", "Give the folder of a model") from None
+
+
+def _saved_class(directory: Path) -> type[PreTrainedModel]:
+    config = _config(directory)
+    name = (config.architectures or [""])[0]
+    found = getattr(transformers, name, None) if config.model_type in SELF_ATTENTION else None
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is type(config)):
+        problem = f'config.json names the architecture "{name}" of type "{config.model_type}"'
+        raise HubError(directory, problem, f"Attention can be replaced in these: {', '.join(SELF_ATTENTION)}")
+    return found
+
+
+def _without_complaints(own: type[PreTrainedModel]) -> Any:
+    """The same class, which does not report the mechanisms' tensors as unexpected."""
+    known = [*(own._keys_to_ignore_on_load_unexpected or []), rf"\.{NAME}\."]
+    return type(own.__name__, (own,), {"_keys_to_ignore_on_load_unexpected": known, "__module__": own.__module__})
+
+
+@torch.no_grad()
+def _read_mechanisms(model: PreTrainedModel, file: TensorFile) -> None:
+    prefix = f"{model.base_model_prefix}."
+    saved = {name.removeprefix(prefix): name for name in file.names() if f".{NAME}." in name}
+    for name, tensor in model.base_model.state_dict().items():
+        if f".{NAME}." in name:
+            tensor.copy_(file.read(saved.pop(name, name), tensor.shape))
+    if saved:
+        name = next(iter(saved.values()))
+        raise HubError(
+            file.path, f"has a tensor {name} that its {ENTRY} does not", "Give a model with its own config.json"
+        )
+
+
+# Longer inputs for a pretrained encoder: its table of positions, repeated (as LHA and YOSO do it)
+
+
+POSITIONS_OFFSET = {"roberta", "xlm-roberta"}
+"""Families whose first token has the position pad_token_id + 1."""
+
+
+def position_offset(model: PreTrainedModel) -> int:
+    """Rows of the table before that of the first token."""
+    return model.config.pad_token_id + 1 if model.config.model_type in POSITIONS_OFFSET else 0
+
+
+def positions(model: PreTrainedModel) -> int:
+    """Tokens of the longest input that the model has positions for."""
+    return int(model.config.max_position_embeddings) - position_offset(model)
+
+
+@torch.no_grad()
+def extend_positions(model: PreTrainedModel, length: int, tokenizer: Any = None) -> None:
+    """Let a pretrained encoder take `length` tokens, in place: position i gets the embedding of position i mod P.
+
+    The configuration, the buffers that hold positions, and the tokenizer where one is given, follow. Raises HubError
+    where the model has more positions already.
+    """
+    old, offset = positions(model), position_offset(model)
+    if length < old:
+        problem = f"has {old} positions, more than the {length} asked for"
+        raise HubError(type(model).__name__, problem, f"Ask for {old} or more")
+    embeddings: Any = model.base_model.embeddings
+    table: nn.Embedding = embeddings.position_embeddings
+    rows = torch.arange(length, device=table.weight.device) % old + offset
+    longer = torch.cat([table.weight[:offset], table.weight[rows]])
+    table.weight = nn.Parameter(longer, requires_grad=table.weight.requires_grad)
+    table.num_embeddings = model.config.max_position_embeddings = len(longer)
+    embeddings.position_ids = torch.arange(len(longer), device=longer.device).expand(1, -1)
+    if hasattr(embeddings, "token_type_ids"):
+        embeddings.token_type_ids = torch.zeros_like(embeddings.position_ids)
+    if tokenizer is not None:
+        tokenizer.model_max_length = length

@@ -1,18 +1,23 @@
-"""The choice of keys of a replaced decoder, taught by the attention that the model has, its own weights frozen.
+"""Train which keys the hashes and sketches of a replaced model choose, from the attention that the model has.
 
-Every layer attends fully while its mechanisms learn, one layer after another as the pass goes on, so that no more than
-one layer's queries and keys exist at a time. B batch, L length.
+Nothing else of the model moves. Every layer attends fully while its mechanisms learn, one layer after another as the
+pass goes on, so that only one layer's queries and keys exist at a time. B batch, L length.
 """
 
+import hashlib
+import json
+import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from megasparse.attention.contract import RecomputeCache
@@ -20,58 +25,96 @@ from megasparse.attention.heads import Padding
 from megasparse.attention.lha import LHAAttention
 from megasparse.attention.observation import Call, each_call
 from megasparse.attention.smart_bird import SmartBirdAttention
-from megasparse.errors import HubError
-from megasparse.hub.hash_training import full_attention
-from megasparse.hub.replace import mechanisms
-from megasparse.hub.replaced_layer import Mechanisms
+from megasparse.data.files import replacing
+from megasparse.errors import DataError, HubError
+from megasparse.hub.replace import ENTRY
+from megasparse.hub.replaced_layer import NAME, Mechanisms
 from megasparse.ops.random import RngContext
 
-HASH_RATE, SKETCH_RATE = 1e-2, 3e-3
-"""Learning rates of Adam."""
+COLLISION_RATE, DIVERGENCE_RATE = 1e-2, 3e-3
+"""Learning rates of Adam, for LHA's collisions and for losses that are a divergence of attention."""
 UPDATES = 8
 """Steps of Adam of each layer in one pass of the model, each on queries of its own."""
+RECORD = "course.json"
 _HELD_OUT = 1 << 30  # step of the draws of measurements
 
 
 class Teacher:
-    """Adam over the mechanisms of a replaced decoder that learn from its attention which keys to choose."""
+    """Adam over the mechanisms of a replaced model that learn from its attention which keys to choose.
+
+    What was learned can be kept in a folder after every pass, from which an interrupted course resumes bit for bit.
+    """
 
     def __init__(self, model: PreTrainedModel, seed: int = 0):
-        """Begin the teaching. seed: of the draws of queries. Raises HubError where nothing can be taught."""
+        """Make the optimizers. seed: of the draws of queries. Raises HubError where nothing can be taught."""
         self.model, self.seed, self.passes = model, seed, 0
         self.layers = [module for module in model.modules() if isinstance(module, Mechanisms)]
-        if not any(_teachable(mechanism) for mechanism in mechanisms(model)):
+        self.optimizers = {
+            (number, kind): torch.optim.Adam(mechanism.parameters(), lr=_rate(mechanism))
+            for number, layer in enumerate(self.layers)
+            for kind, mechanism in layer.items()
+            if _is_teachable(mechanism, layer.causal)
+        }
+        if not self.optimizers:
             hint = (
                 'Replace its attention by {"kind": "smart_bird", "sketch": "heads", "objective": "attention"} or '
                 '{"kind": "lha", "joint": false, "utility": "collisions"}'
             )
             raise HubError(type(model).__name__, "no part of its attention can be taught", hint)
-        self.optimizers = {
-            (number, kind): _adam(mechanism)
-            for number, layer in enumerate(self.layers)
-            for kind, mechanism in layer.items()
-            if _teachable(mechanism)
-        }
+
+    def teach(
+        self, windows: list[list[int]], held_out: list[list[int]], passes: int, folder: Path | None = None
+    ) -> tuple[float, float]:
+        """Learn from up to `passes` windows in all, each epoch in an order of its own.
+
+        Args:
+            windows, held_out: token ids to learn from and to measure, all of one length, without padding.
+            passes: passes of the model in all, those of an interrupted course included.
+            folder: keeps what was learned after every pass; where it is of the same course, that resumes.
+        Returns:
+            The mean loss on the held-out windows before and after.
+        Raises:
+            HubError: `folder` is of another course, or damaged.
+        """
+        identity = self._identity(windows, held_out)
+        record = None if folder is None else self._resume(folder, identity)
+        if record is None:
+            record = {"before": self._loss_on(held_out)}
+            self._keep(folder, record, identity)
+        progress = tqdm(total=passes, initial=self.passes, unit="pass", disable=None)
+        while self.passes < passes:
+            epoch, position = divmod(self.passes, len(windows))
+            order = random.Random(f"{self.seed}/{epoch}").sample(range(len(windows)), len(windows))
+            loss = self.learn(torch.tensor([windows[order[position]]]))
+            self._keep(folder, record, identity)
+            progress.update()
+            progress.set_postfix(loss=f"{loss:.4f}")
+        progress.close()
+        return record["before"], self._loss_on(held_out)
 
     def learn(self, tokens: Tensor) -> float:
         """Learn from texts (B, L) int64 without padding. Returns the mean loss of mechanisms, before each update."""
-        losses = self._run(tokens, self.passes * UPDATES, UPDATES)
+        loss = self._run(tokens, self.passes * UPDATES, UPDATES)
         self.passes += 1
-        return losses
+        return loss
 
     def measure(self, tokens: Tensor) -> float:
-        """The mean loss of mechanisms on texts (B, L), from which nothing is learned."""
+        """Return the mean loss of mechanisms on texts (B, L), from which nothing is learned."""
         return self._run(tokens, _HELD_OUT, 0)
+
+    def _loss_on(self, windows: list[list[int]]) -> float:
+        return sum(self.measure(torch.tensor([tokens])) for tokens in windows) / len(windows)
 
     def _run(self, tokens: Tensor, step: int, updates: int) -> float:
         losses: list[Tensor] = []
-        with torch.no_grad(), full_attention(self.model):
+        base: Any = self.model.base_model
+        options = {"use_cache": False} if self.layers[0].causal else {}
 
-            def listen(call: Call) -> None:
-                losses.extend(self._learn_layer(call, step, updates))
+        def listen(call: Call) -> None:
+            losses.extend(self._learn_layer(call, step, updates))
 
-            with each_call(self.model, listen):
-                cast(Any, self.model.base_model)(input_ids=tokens, use_cache=False)
+        with torch.no_grad(), full_attention(self.model), each_call(self.model, listen):
+            base(input_ids=tokens, **options)
         return float(torch.stack(losses).mean())
 
     @torch.enable_grad()
@@ -82,11 +125,11 @@ class Teacher:
         for kind, (mechanism, heads, context) in zip(layer.split, parts, strict=True):
             if (optimizer := self.optimizers.get((number, kind))) is None:
                 continue
-            own: Any = mechanism
+            learner: Any = mechanism
             for update in range(max(1, updates)):
                 rng = RngContext(self.seed, step + update, torch.arange(len(call.x)), training=True)
                 drawn = replace(context, rng=rng, recompute=RecomputeCache())
-                loss = own.learn(call.x, heads, drawn)[0] * (mechanism.spec.layers / own.config.weight)
+                loss = learner.learn(call.x, heads, drawn)[0] * (mechanism.spec.layers / learner.config.weight)
                 if updates:
                     optimizer.zero_grad()
                     loss.backward()
@@ -94,43 +137,109 @@ class Teacher:
                 losses.append(loss.detach())
         return losses
 
-    def save(self, path: Path) -> None:
-        """Write what is learned, and Adam's state, to a safetensors file."""
-        save_file({name: tensor.contiguous() for name, tensor in self._state()}, path)
+    def _identity(self, windows: list[list[int]], held_out: list[list[int]]) -> str:
+        settings = json.dumps([getattr(self.model.config, ENTRY), windows, held_out, self.seed], sort_keys=True)
+        digest = hashlib.sha256(settings.encode())
+        for name, weight in self.model.state_dict().items():  # some numbers of each weight tell models apart
+            digest.update(f"{name} {weight.flatten()[:8].tolist()}".encode())
+        return digest.hexdigest()
 
     @torch.no_grad()
-    def load(self, path: Path, passes: int) -> None:
-        """Go on from what `save` wrote after so many passes. Raises HubError for another file."""
-        own = dict(self._state())
+    def _resume(self, folder: Path, identity: str) -> dict[str, Any] | None:
+        """Load what `folder` keeps of an interrupted course; None if it keeps nothing."""
+        path = folder / RECORD
+        if not path.exists():
+            return None
         try:
-            found = load_file(path)
+            record = json.loads(path.read_bytes())
+            course, passes, state = record["identity"], int(record["passes"]), folder / Path(str(record["state"])).name
+            before = float(record["before"])
+        except (ValueError, LookupError, TypeError):
+            raise HubError(path, "is damaged", f"Remove {folder} to begin again") from None
+        if course != identity:
+            hint = f"Give the model, texts, length and seed that it began with, or remove {folder}"
+            raise HubError(path, "is of another course", hint)
+        try:
+            stored = load_file(state)
         except (SafetensorError, OSError) as error:
-            raise HubError(path, f"cannot be read ({error})", "Remove it to begin again") from None
-        if {name: x.shape for name, x in found.items()} != {name: x.shape for name, x in own.items()}:
-            raise HubError(path, "is not what this model's mechanisms learned", "Remove it to begin again")
-        for name, tensor in own.items():
-            tensor.copy_(found[name])
+            raise HubError(state, f"cannot be read ({error})", "Remove it to begin again") from None
+        tensors = dict(self._state())
+        if {name: x.shape for name, x in stored.items()} != {name: x.shape for name, x in tensors.items()}:
+            raise HubError(state, "is not what this model's mechanisms learned", "Remove it to begin again")
+        for name, tensor in tensors.items():
+            tensor.copy_(stored[name])
         self.passes = passes
+        return {"before": before}
+
+    def _keep(self, folder: Path | None, record: dict[str, Any], identity: str) -> None:
+        """Write the state, then the record that names it: killed in between, the one before it still counts."""
+        if folder is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        state = folder / f"state-{self.passes}.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in self._state()}, state)
+        written = {**record, "identity": identity, "passes": self.passes, "state": state.name}
+        with replacing(folder / RECORD) as file:
+            file.write(json.dumps(written, indent=2).encode())
+        for old in folder.glob("state-*.safetensors"):
+            if old != state:
+                old.unlink()
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
+        """What is learned, and Adam's state."""
         for (number, kind), optimizer in self.optimizers.items():
-            for place, weight in enumerate(optimizer.param_groups[0]["params"]):
+            for position, weight in enumerate(optimizer.param_groups[0]["params"]):
                 state = optimizer.state[weight]
                 if not state:  # as Adam itself begins
                     state["step"] = torch.zeros(())
                     state |= {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
-                name = f"{number}.{kind}.{place}"
+                name = f"{number}.{kind}.{position}"
                 yield f"{name}.weight", weight.detach()
                 yield from ((f"{name}.{key}", state[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
 
 
-def _teachable(mechanism: nn.Module) -> bool:
-    """Whether a mechanism learns its choice from attention beyond its window and sinks."""
+@contextmanager
+def full_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the `with`, every replaced attention is full attention again, and nothing is dropped."""
+    replaced = [(module, getattr(module, NAME)) for module in model.modules() if hasattr(module, NAME)]
+    was_training = model.training
+    model.eval()
+    try:
+        for module, mechanisms in replaced:
+            setattr(module, NAME, mechanisms.with_full_attention())
+        yield
+    finally:
+        for module, mechanisms in replaced:
+            setattr(module, NAME, mechanisms)
+        model.train(was_training)
+
+
+def read_windows(tokenizer: Any, paths: list[Path], length: int) -> list[list[int]]:
+    """Return the token ids of all windows of text files, and of those in folders, `length` tokens at most.
+
+    Raises DataError where a file cannot be read.
+    """
+    files = [file for path in paths for file in (sorted(path.rglob("*.txt")) if path.is_dir() else [path])]
+    windows: list[list[int]] = []
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(file, f"cannot be read as UTF-8 text ({error})", "Give text files") from None
+        cut = tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
+        windows += cut if cut and isinstance(cut[0], list) else [cut]
+    return windows
+
+
+def _is_teachable(mechanism: nn.Module, causal: bool) -> bool:
+    """True if a mechanism learns its choice of keys from attention; in a decoder without a look at later tokens."""
     if isinstance(mechanism, SmartBirdAttention):
         return mechanism.config.objective == "attention"
-    return isinstance(mechanism, LHAAttention) and mechanism.config.utility == "collisions"
+    if not isinstance(mechanism, LHAAttention) or mechanism.config.hash == "random":
+        return False
+    return not causal or mechanism.config.utility == "collisions"
 
 
-def _adam(mechanism: nn.Module) -> torch.optim.Adam:
-    rate = HASH_RATE if isinstance(mechanism, LHAAttention) else SKETCH_RATE
-    return torch.optim.Adam(mechanism.parameters(), lr=rate)
+def _rate(mechanism: nn.Module) -> float:
+    collisions = isinstance(mechanism, LHAAttention) and mechanism.config.utility == "collisions"
+    return COLLISION_RATE if collisions else DIVERGENCE_RATE

@@ -36,7 +36,7 @@ OURS = ("megasparse", "reformer", "yoso")
 TWO_SIDES = "is of an encoder-decoder, which has no one state a sequence", "Give a decoder's or an encoder's"
 ONE_SIDE = "is no encoder-decoder of ours, which the task needs", "Give such a checkpoint, or a model in place of start"
 """Problems and their hints."""
-LONGER = "Lower it, or lengthen the model first: megasparse extend-positions"
+LONGER = "Lower it, or give a model that was trained on longer inputs"
 
 
 @dataclass(frozen=True)
@@ -221,9 +221,7 @@ def _transformer(config: FinetuneConfig, folder: Path, labels: int) -> tuple[Bac
     """A model that stays a transformers model, with its attention replaced where the configuration asks for it."""
     from transformers import AutoModel
 
-    from megasparse.hub.lengthen import extend_positions, positions
-    from megasparse.hub.replace import ENCODERS, ENTRY, replace_attention
-    from megasparse.hub.replaced_folder import load_replaced
+    from megasparse.hub.replace import ENCODERS, ENTRY, extend_positions, load_replaced, positions, replace_attention
     from megasparse.hub.tensor_file import TensorFile
 
     TensorFile.open(folder)
@@ -265,7 +263,7 @@ def _pooler(model: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def _huggingface_body(model: Any, causal: bool, activations: str) -> HuggingFaceBody:
-    from megasparse.hub.lengthen import positions
+    from megasparse.hub.replace import positions
 
     if hasattr(model, "pooler"):
         model.pooler = None  # the head reads the states, and what gets no gradient has no place in a checkpoint

@@ -11,10 +11,17 @@ from megasparse.attention.contract import Attention
 from megasparse.attention.observation import calls
 from megasparse.config.attention import AttentionConfig
 from megasparse.errors import ConfigError, HubError
-from megasparse.hub.hash_training import full_attention, kept, train_hashes
-from megasparse.hub.lengthen import extend_positions, positions
-from megasparse.hub.replace import ENTRY, auxiliary_loss, mechanisms, replace_attention
-from megasparse.hub.replaced_folder import load_replaced, save_replaced
+from megasparse.hub.replace import (
+    ENTRY,
+    auxiliary_loss,
+    extend_positions,
+    load_replaced,
+    mechanisms,
+    positions,
+    replace_attention,
+    save_replaced,
+)
+from megasparse.hub.teaching import Teacher, full_attention
 
 SIZE = {"vocab_size": 60, "max_position_embeddings": 66, "num_labels": 3}
 WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -337,8 +344,8 @@ def test_what_cannot_be_replaced_or_asked_for_is_refused():
         model(inputs()["input_ids"], attention_mask=torch.ones(3, 1, 40, 40))
     with pytest.raises(HubError, match="its attention is not replaced"):
         transformers.BertModel(copy.deepcopy(model.config))(**inputs())
-    with pytest.raises(HubError, match="no part of its attention has hash functions"):
-        list(train_hashes(model, [inputs()]))
+    with pytest.raises(HubError, match="no part of its attention can be taught"):
+        Teacher(model)
 
 
 def test_yosos_convolution_begins_with_nothing():
@@ -380,11 +387,9 @@ def test_hashes_are_trained_on_full_attention_and_nothing_else_moves():
             layer.attention.self.query.weight.mul_(30.0)  # attention that has something to find
     replace_attention(model, {"pattern": [{"local": 2, "lha": 2}], "lha": {"chunk": 8}})
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    batches = [inputs(batch=2, length=64)]
-    first = kept(model, batches)
-    history = list(train_hashes(model, batches * 60))
+    tokens, teacher = inputs(batch=2, length=64)["input_ids"], Teacher(model)
+    history = [teacher.learn(tokens) for _ in range(10)]
     assert history[-1] < 0.7 * history[0]
-    assert kept(model, batches) > 1.3 * first
     assert model.training and all(isinstance(m, Attention) for m in mechanisms(model))
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]) != (".lha.hash." in name), name

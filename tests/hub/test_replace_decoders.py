@@ -13,8 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from megasparse.attention.observation import calls
 from megasparse.errors import ConfigError, HubError
-from megasparse.hub.replace import mechanisms, replace_attention
-from megasparse.hub.replaced_folder import load_replaced, save_replaced
+from megasparse.hub.replace import load_replaced, mechanisms, replace_attention, save_replaced
 from megasparse.hub.replaced_layer import ReplacedCacheLayer
 from tests.hub import test_replace
 

@@ -6,10 +6,8 @@ import torch
 from megasparse.attention.observation import Call, calls
 from megasparse.errors import HubError
 from megasparse.evaluation.attention.weights import weights_of
-from megasparse.hub.hash_training import full_attention, train_hashes
 from megasparse.hub.replace import replace_attention
-from megasparse.hub.taught import Course
-from megasparse.hub.teaching import Teacher
+from megasparse.hub.teaching import Teacher, full_attention
 from tests.hub.test_replace_decoders import build, inputs
 
 SEEN = {"chunk": 4, "local": True, "sinks": 1}
@@ -64,12 +62,12 @@ def windows(count, seed):
 
 
 def test_a_course_that_stopped_goes_on_to_the_bit(tmp_path, monkeypatch):
-    def course():
-        return Course(taught(MIXED), windows(3, 1), windows(1, 2), seed=3)
+    def course(passes, folder, seed=3):
+        teacher = Teacher(taught(MIXED), seed)
+        return teacher, teacher.teach(windows(3, 1), windows(1, 2), passes, folder)
 
-    whole = course()
-    expected = whole.run(5, tmp_path / "whole")
-    learn, stopped = Teacher.learn, course()
+    whole, expected = course(5, None)
+    learn = Teacher.learn
 
     def killed(self, tokens):
         if self.passes == 2:
@@ -78,27 +76,23 @@ def test_a_course_that_stopped_goes_on_to_the_bit(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Teacher, "learn", killed)
     with pytest.raises(KeyboardInterrupt):
-        stopped.run(5, tmp_path / "part")
+        course(5, tmp_path / "part")
     monkeypatch.undo()
-    again = course()
-    assert again.run(5, tmp_path / "part") == expected and again.teacher.passes == 5
-    one, other = (each.teacher.model.state_dict() for each in (whole, again))
+    again, found = course(5, tmp_path / "part")
+    assert found == expected and again.passes == 5
+    one, other = (teacher.model.state_dict() for teacher in (whole, again))
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert sorted(path.name for path in (tmp_path / "part").iterdir()) == ["course.json", "state-5.safetensors"]
     with pytest.raises(HubError, match="is of another course"):
-        Course(taught(MIXED), windows(3, 1), windows(1, 2), seed=4).run(5, tmp_path / "part")
+        course(5, tmp_path / "part", seed=4)
     (tmp_path / "part" / "state-5.safetensors").write_bytes(b"torn")
     with pytest.raises(HubError, match="cannot be read"):
-        course().run(6, tmp_path / "part")
+        course(6, tmp_path / "part")
     (tmp_path / "part" / "course.json").write_bytes(b"{")
     with pytest.raises(HubError, match="is damaged"):
-        course().run(6, tmp_path / "part")
-    again.remove()
-    assert not (tmp_path / "part").exists()
+        course(6, tmp_path / "part")
 
 
 def test_what_cannot_be_taught_is_refused():
     with pytest.raises(HubError, match="no part of its attention can be taught"):
         Teacher(taught({"kind": "lha", "chunk": 8}))
-    with pytest.raises(HubError, match="is a decoder"):
-        list(train_hashes(taught(HASH), []))

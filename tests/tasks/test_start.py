@@ -23,8 +23,7 @@ from megasparse.config.schema import SentenceOrderConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError
 from megasparse.hub.export import to_hf
-from megasparse.hub.replace import mechanisms, replace_attention
-from megasparse.hub.replaced_folder import save_replaced
+from megasparse.hub.replace import mechanisms, replace_attention, save_replaced
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks.backbones import Backbone, HuggingFaceBody, MegasparseBody
 from megasparse.tasks.batches import Inputs, Padded, collate

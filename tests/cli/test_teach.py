@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from megasparse.benchmarks.passkey import Trial, retrieved
 from megasparse.cli.main import door
-from megasparse.hub.replaced_folder import load_replaced
+from megasparse.hub.replace import load_replaced
 from tests.helpers import commands
 
 SKETCH = {"kind": "smart_bird", "keys": 6, "chunk": 8, "local": True, "sinks": 2, "sketch": "heads", "sketch_heads": 2}
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 def teach(folder, output, *arguments):
     names = ["--model", folder / "sketched", "--texts", folder / "texts", "--output", folder / output]
-    commands.run(door("convert teach"), *names, "--length", 64, *arguments)
+    commands.run(door("teach"), *names, "--length", 64, *arguments)
 
 
 def test_a_taught_folder_is_the_same_model_that_chooses_better(folder, capsys):
@@ -95,9 +95,9 @@ def test_nats_are_those_of_transformers(folder):
 @pytest.mark.parametrize(
     ("command", "arguments", "message"),
     [
-        ("convert teach", ["--passes", 0], "--passes: 0 is too few"),
-        ("convert teach", ["--length", 65], "--length: 65 is not in 8 … 64"),
-        ("convert teach", ["--held-out", 9], "no more than --held-out 9"),
+        ("teach", ["--passes", 0], "--passes: 0 is too few"),
+        ("teach", ["--length", 65], "--length: 65 is not in 8 … 64"),
+        ("teach", ["--held-out", 9], "no more than --held-out 9"),
         ("bench decoder", ["--arm", "full"], "--arm: full names no attention"),
         ("bench decoder", ["--arm", 'x={"best": 3}'], "is no attention"),
         ("bench decoder", ["--arm", 'x={"kind": "full"}', "--length", 200], "has 130 tokens, fewer than --length 200"),
