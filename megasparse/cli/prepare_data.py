@@ -20,9 +20,9 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
-from megasparse.data.corpora import CORPORA, mds, megatron, shards
+from megasparse.data.corpora import CORPORA
 from megasparse.data.corpora.records import RecordSource
 from megasparse.data.corpora.records_report import write_report
 from megasparse.data.corpora.source import Kind, Source, positive
@@ -31,20 +31,7 @@ from megasparse.data.prepare import prepare
 from megasparse.errors import ConfigError
 from megasparse.evaluation.lengths import draw_lengths
 
-
-class InPlace(Protocol):
-    """Files of tokens that exist already, of which only the index is written."""
-
-    HELP: str
-    EXAMPLE: str
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def write(self, given: argparse.Namespace, command: str) -> Path: ...
-
-
 COMMON = {"command", "corpus", "source", "member", "output", "sample_bytes", "shard_bytes", "workers"}
-IN_PLACE = {"shards": cast(InPlace, shards), "megatron": cast(InPlace, megatron), "mds": cast(InPlace, mds)}
 WORKER_BYTES = 8 << 20
 """Bytes of the source below which another worker takes longer to start than it saves."""
 
@@ -61,9 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         part.add_argument("--workers", type=positive, help="processes that make tokens (default: the cores)")
         corpus.add_arguments(part)
-    for name, files in IN_PLACE.items():
-        description = f"{inspect.getdoc(files)}\n\n    megasparse prepare-data {name} {files.EXAMPLE}"
-        files.add_arguments(corpora.add_parser(name, help=files.HELP, description=description, formatter_class=raw))
 
 
 def kind_of(corpus: object, documents: bool) -> Kind:
@@ -74,9 +58,6 @@ def kind_of(corpus: object, documents: bool) -> Kind:
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.corpus in IN_PLACE:
-        print(f"{IN_PLACE[args.corpus].write(args, args.command)}: indexed")
-        return
     options = {key: value for key, value in vars(args).items() if key not in COMMON}
     cores = len(os.sched_getaffinity(0))
     source = _open_source(args, options, args.workers or cores)

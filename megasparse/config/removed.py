@@ -11,6 +11,7 @@ ANY = object()
 """The key may have any value: it changed nothing that is left."""
 
 REMOVED: dict[str, tuple[Any, str]] = {
+    "DataConfig.max_damaged": (0, "A damaged shard is an error that names it: remove the key"),
     "RunConfig.corruption_check_every": (0, "There is no check for silent corruption any more: remove the key"),
 }
 """By "Section.key", the name of a class of the schema and its old key: the value that is accepted, a tuple of several,

@@ -208,8 +208,6 @@ class DataConfig(Section):
     """Sequences are shuffled over this many shards at a time, the shards themselves over all."""
     prefetch: Count = 2
     """Batches read ahead by a background thread; 0 reads in the loop."""
-    max_damaged: Rate = 0.0
-    """Part of a split's samples that may be damaged: they are skipped, counted and named. 0 stops at the first one."""
 
 
 class TrainingConfig(Section):

@@ -7,25 +7,21 @@ splits and documents begin and end, an encoder makes tokens of them (those of te
 must be one whole thing (an image, a pair of texts), the index states its tokens as `record`, and a run of another
 sequence length is refused, as is one of another tokenizer.
 
-A run then goes through five stages, each in one file:
+A run then goes through four stages, each in one file:
 
-    index.py      the shards of each split, with their counts, sizes, sha256 and the crc32 of each sample: read and
-                  checked once, at the start (`index_file.py` is what is on disk)
-    mixture.py    of several corpora with weights, which one the i-th sequence is from, and which of its sequences
-    order.py      where a corpus' i-th sequence is: a window of T tokens inside one shard. Both orders are pure
-                  functions of (seed, position): they are computed, never stored, and know nothing of ranks
-    sequences.py  its tokens, read by byte offset inside the tar file (`reader.py`; `members.py` knows its inside). A
-                  shard is verified against its sha256 before its first token is used, and again when the file changes
+    index.py      the shards of each split, with their counts, sizes and sha256: read and checked once, at the start
+                  (`index_file.py` is the format on disk)
+    order.py      of several corpora with weights, which one the i-th sequence is from; and where a corpus' i-th
+                  sequence is: a window of T tokens inside one shard. Both orders are pure functions of (seed,
+                  position): they are computed, never stored, and know nothing of ranks
+    reader.py     its tokens, read by byte offset inside the tar file. A shard is verified against its sha256 before its
+                  first token is used, and again when the file changes
     batches.py    for each optimizer step this rank's micro-batches, read ahead by a background thread
 
 Each corpus of a mixture has epochs of its own: a small one of a great weight begins its second while a large one is
 still in its first, and in none of them a sequence is lost or comes twice.
 
-Damage is never silent, and never makes an epoch shorter. With data.max_damaged = 0 it is an error that names the shard,
-and the member and byte offset where the index has a crc32. Above 0 only the samples whose own crc32 does not fit are
-lost, up to that part of each corpus' split: `damage.py` counts each of them by shard and reason and names it once, and
-a sequence that needs one is replaced by another of its corpus, chosen by the content alone. Evaluation tolerates no
-damage.
+A missing or damaged shard is an error that names it: sizes are checked at the start, content before it is used.
 
 A folder may be at a URL: `remote.py` fetches each shard whole into `shard_cache.py`, a folder of this machine, verifies
 it and reads it there, so that nothing of the above changes. `fetching.py` asks again where the server fails, `urls.py`

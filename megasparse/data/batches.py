@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megasparse.callbacks import Progress, never, silent
 from megasparse.data.index import Index
-from megasparse.data.mixture import Mixture
-from megasparse.data.sequences import Sequences
+from megasparse.data.order import Mixture, Order
+from megasparse.data.reader import ShardReader
+from megasparse.data.remote import FetchAhead
 from megasparse.errors import ConfigError
 
 MOST_OPEN_FILES = 256  # well under the usual limit of 1,024 descriptors a process
@@ -37,7 +38,7 @@ class Batch:
     tokens: Tensor
     """Tokens, int64 (micro_batch, T)."""
     samples: Tensor
-    """Global sample numbers, int64 (micro_batch,): also of those that were replaced for damage."""
+    """Global sample numbers, int64 (micro_batch,)."""
     position: int
     """First global sample number of the next step."""
 
@@ -51,8 +52,6 @@ class Step:
     """First global sample number of the next step: what a checkpoint stores."""
     wait_seconds: float
     """Time the training loop stood still for this step's data."""
-    skipped: int = 0
-    """Damaged sequences of this rank that were replaced; of ranks that share sequences, only the first counts them."""
 
 
 def check_shares(global_batch: int, micro_batch: int, ranks: int, sharing: int = 1) -> None:
@@ -73,16 +72,8 @@ def check_shares(global_batch: int, micro_batch: int, ranks: int, sharing: int =
     raise ConfigError("training.global_batch", problem, hint)
 
 
-Damage = dict[str, dict[str, int]]
-"""Damaged samples by shard and reason."""
-
-
 class Steps(Iterator[Step]):
     """What one rank trains on: an endless iterator of `Step`s, and a context manager that closes it."""
-
-    def damage(self) -> Damage:
-        """Damaged samples that this rank has found so far."""
-        return {}
 
     def close(self) -> None:
         """End background threads and close files. May be called twice."""
@@ -92,6 +83,60 @@ class Steps(Iterator[Step]):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+class Sequences:
+    """Sequences 0, 1, 2, ... of a split: epochs follow each other, in each every sequence comes exactly once.
+
+    Args:
+        open_files: shards kept open.
+        part: (p, S): of each sequence read the p-th of S equal parts.
+        progress: called while a shard of a remote folder must be waited for. The next ones are fetched ahead.
+
+    Raises:
+        ConfigError: no shard has a sequence; names data.sequence_length.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        split: str,
+        *,
+        sequence_length: int,
+        seed: int,
+        shuffle_shards: int,
+        open_files: int,
+        part: tuple[int, int] = (0, 1),
+        progress: Progress = silent,
+    ):
+        shard_tokens = [shard.tokens for shard in index.split(split).shards]
+        self.order = Order(shard_tokens, sequence_length, seed, shuffle_shards)
+        if self.order.sequences_per_epoch == 0:
+            longest = max(shard_tokens)
+            problem = f'{sequence_length} tokens, but the longest shard of "{split}" in {index.directory} has {longest}'
+            hint = f"Set it to at most {longest}, or prepare more text"
+            raise ConfigError("data.sequence_length", problem, hint)
+        self.index = index
+        self._length = sequence_length
+        number, parts = part
+        self._part = slice(number * sequence_length // parts, (number + 1) * sequence_length // parts)
+        self._reader = ShardReader(index, split, open_files, progress)
+        self._ahead = FetchAhead(index.remote) if index.remote else None
+        self._group: tuple[int, int] | None = None
+
+    def read(self, number: int) -> Tensor:
+        """Return the tokens of (the part of) a sequence: int64 (length,). Raises DataError."""
+        if self._ahead and self._group != (group := self.order.group_of(number)):
+            self._group = group
+            self._ahead.want([self._reader.shards[shard] for shard in self.order.shards_ahead(number)])
+        shard, sequence = self.order.locate(number)
+        begin = sequence * self._length
+        return self._reader.read(shard, begin + self._part.start, begin + self._part.stop)
+
+    def close(self) -> None:
+        if self._ahead:
+            self._ahead.close()
+        self._reader.close()
 
 
 class TrainingBatches(Steps):
@@ -105,7 +150,6 @@ class TrainingBatches(Steps):
     WaitingStopped when that returns True. `close` ends the thread; use it, or a `with` statement. `alive` is called
     with what happens, by the thread that calls `next`, while that waits for shards that come from a URL.
 
-    `max_damaged`: part of each folder's samples that may be damaged; with 0 the first one is an error.
     `part` (p, S): S ranks share each sequence, and this one reads the p-th of S parts. `rank` and `world_size` count
     those that read the same part.
 
@@ -126,7 +170,6 @@ class TrainingBatches(Steps):
         world_size: int,
         start: int = 0,
         prefetch: int = 2,
-        max_damaged: float = 0.0,
         stop_waiting: Callable[[], bool] = never,
         part: tuple[int, int] = (0, 1),
         alive: Progress = silent,
@@ -142,7 +185,6 @@ class TrainingBatches(Steps):
                 seed=seed,
                 shuffle_shards=shuffle_shards,
                 open_files=max(1, min(shuffle_shards, MOST_OPEN_FILES // len(folders))),
-                max_damaged=max_damaged,
                 part=part,
                 progress=self._fetching,
             )
@@ -152,7 +194,6 @@ class TrainingBatches(Steps):
         self.micro_batch = micro_batch
         self.rank = rank
         self.world_size = world_size
-        self._counts_damage = part[0] == 0
         self._stop_waiting = stop_waiting
         self._alive = alive
         self._signs = (0, "")  # of progress in what the background thread fetches; replaced as one
@@ -171,16 +212,6 @@ class TrainingBatches(Steps):
     def unused_tokens(self) -> int:
         """Tokens at the ends of the shards that no sequence has."""
         return sum(corpus.order.unused_tokens for corpus in self.corpora)
-
-    def damage(self) -> Damage:
-        """Damaged samples so far, by shard and reason; of several folders each shard is named with its folder."""
-        if len(self.corpora) == 1:
-            return self.corpora[0].damage.summary()
-        return {
-            str(corpus.index.directory / file): counts
-            for corpus in self.corpora
-            for file, counts in corpus.damage.summary().items()
-        }
 
     def __next__(self) -> Step:
         if self._failure is not None:
@@ -245,19 +276,11 @@ class TrainingBatches(Steps):
 
     def _read_step(self, firsts: list[int], position: int) -> Step:
         micro_batches = []
-        skipped = 0
         for first in firsts:
             samples = range(first, first + self.micro_batch)
-            rows = [self._read_sequence(sample) for sample in samples]
-            skipped += sum(replaced for _, replaced in rows)
-            tokens = torch.stack([row for row, _ in rows])
-            micro_batches.append(Batch(tokens, torch.tensor(samples), position))
-        return Step(micro_batches, position, 0.0, skipped if self._counts_damage else 0)
-
-    def _read_sequence(self, sample: int) -> tuple[Tensor, bool]:
-        """The tokens of a sample number, and whether they replace damaged ones."""
-        corpus, number = self.mixture.locate(sample)
-        return self.corpora[corpus].read(number)
+            rows = [self.corpora[corpus].read(number) for corpus, number in map(self.mixture.locate, samples)]
+            micro_batches.append(Batch(torch.stack(rows), torch.tensor(samples), position))
+        return Step(micro_batches, position, 0.0)
 
     def close(self) -> None:
         """End the background thread and close the shards. May be called twice.

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,17 +41,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def file_sha256(
-    file: Path | int, progress: Callable[[], None] = lambda: None, start: int = 0, size: int | None = None
-) -> str:
-    """Return the sha256 of a file, given by its path or an open descriptor, or of the `size` bytes from `start` on;
-    `progress` is called every MB.
-    """
-    digest, left = hashlib.sha256(), sys.maxsize if size is None else size
+def file_sha256(file: Path | int, progress: Callable[[], None] = lambda: None) -> str:
+    """Return the sha256 of a file, given by its path or an open descriptor; `progress` is called every MB."""
+    digest = hashlib.sha256()
     with open(file, "rb", closefd=not isinstance(file, int)) as stream:
-        stream.seek(start)
-        while piece := stream.read(min(1 << 20, left)):
+        stream.seek(0)
+        while piece := stream.read(1 << 20):
             digest.update(piece)
-            left -= len(piece)
             progress()
     return digest.hexdigest()

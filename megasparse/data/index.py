@@ -9,15 +9,12 @@ from functools import cached_property
 from pathlib import Path
 
 from megasparse.data.index_file import INDEX_FILE, IndexFile, Shard, Split, TokenizerEntry, parse, parse_content
-from megasparse.data.members import check_size, verify_shard
+from megasparse.data.reader import check_size, verify_shard
 from megasparse.data.remote import RemoteFolder
 from megasparse.data.shard_cache import ShardCache
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.data.urls import is_url
 from megasparse.errors import ConfigError, DataError, did_you_mean
-
-NAMED_AFTER = ("bookcorpus", "pg19", "wikitext103", "imagenet64", "cifar10", "pairs")
-"""Corpora that are recognised in a folder's name, for a message."""
 
 
 @dataclass(frozen=True)
@@ -28,31 +25,30 @@ class Index:
     file: IndexFile
 
     @classmethod
-    def load(cls, directory: str | Path, tolerant: bool = False, cache: ShardCache | None = None) -> "Index":
+    def load(cls, directory: str | Path, cache: ShardCache | None = None) -> "Index":
         """Read DIRECTORY/index.json and check it against the sizes of the shards on disk.
 
-        `directory` may be a URL: its shards are fetched into `cache` as they are needed, and checked there.
+        The content of the shards is checked as they are first read, or all at once by `verify`.
 
-        Raises DataError when there is no index (with the command that makes one), when it is not valid, and, unless
-        `tolerant`, when a shard is missing or has another size than the index says: who tolerates damage counts it as
-        it is read. The content of the shards is checked as they are first read, or all at once by `verify`.
-        Raises FetchError (a DataError) when a URL does not give its index.
+        Args:
+            directory: a path or a URL. The shards of a URL are fetched into `cache` and checked when they are read.
+
+        Raises:
+            DataError: there is no index (with the command that makes one), it is not valid, or a shard is missing or
+                has another size than the index says.
+            FetchError: a URL does not give its index; a DataError.
         """
         if is_url(str(directory)):
             remote = RemoteFolder(str(directory), cache or ShardCache())
-            file = parse_content(remote.read_index(), remote / INDEX_FILE, IndexFile)
-            if any(shard.kind != "tar" for split in file.splits.values() for shard in split.shards):
-                problem = "its shards are read in place, on the machine that they were indexed on"
-                raise DataError(remote / INDEX_FILE, problem, "Give the path of that folder")
-            return cls(remote, file)
+            return cls(remote, parse_content(remote.read_index(), remote / INDEX_FILE, IndexFile))
         directory = Path(directory)
         path = directory / INDEX_FILE
         if not path.exists():
             raise DataError(directory, f"there is no data here: {INDEX_FILE} is missing", _how_to_prepare(directory))
         index = cls(directory, parse(path, IndexFile))
         for split in index.file.splits.values():
-            for shard in () if tolerant else split.shards:
-                check_size(index.path(shard), shard, index.path(shard), index.sample_bytes)
+            for shard in split.shards:
+                check_size(index.path(shard), shard, index.path(shard))
         return index
 
     def split(self, name: str) -> Split:
@@ -71,10 +67,10 @@ class Index:
         return self.directory.path(shard) if isinstance(self.directory, RemoteFolder) else self.directory / shard.file
 
     @property
-    def sample_bytes(self) -> int | None:
-        """Size of every sample but the last of a split, where the index says it."""
-        size = self.file.settings.get("sample_bytes")
-        return size if type(size) is int and size > 0 else None
+    def sample_bytes(self) -> int:
+        """Size of every sample but the last of a split."""
+        size: int = self.file.settings["sample_bytes"]
+        return size
 
     @property
     def record(self) -> int | None:
@@ -146,11 +142,9 @@ class Index:
 
 
 def _how_to_prepare(directory: Path) -> str:
-    output = shlex.quote(str(directory))
-    if "enwik8" in str(directory):
-        source = "https://mattmahoney.net/dc/enwik8.zip"
-        return f"Prepare it: megasparse prepare-data enwik8 --source {source} --output {output}"
-    if "duplication" in str(directory):
-        return f"Prepare it: megasparse prepare-data duplication --output {output}"
-    corpus = next((name for name in NAMED_AFTER if name in str(directory)), "text")
-    return f"Prepare it: megasparse prepare-data {corpus} --source FILE_OR_FOLDER --output {output}"
+    """Return the command for the corpus that the folder's name contains, or for text."""
+    from megasparse.data.corpora import CORPORA  # corpora report on the index of their shards
+
+    name = next((corpus for corpus in CORPORA if corpus in directory.name), "text")
+    options = CORPORA[name].EXAMPLE.rpartition("--output")[0]
+    return f"Prepare it: megasparse prepare-data {name} {options}--output {shlex.quote(str(directory))}"

@@ -1,14 +1,14 @@
-"""The file index.json as it is on disk: its entries, and how it is read. It may come from anyone: nothing in it is
-believed."""
+"""The entries of index.json, and its parser, which validates everything: the file may come from anyone."""
 
 import json
 import os
 import stat
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from megasparse.data.files import replacing
 from megasparse.errors import DataError
@@ -20,8 +20,11 @@ MOST_BYTES = 1 << 30  # of index.json: 50 million samples take less
 MOST_SAMPLES = 1 << 21  # of a shard
 LONGEST_TEXT = 8 * MOST_SAMPLES  # a name or entry, in characters: what the crc32 of that many samples take
 
+TAR_HEADER = tarfile.BLOCKSIZE
+"""Bytes of the tar header before each sample."""
+
 Count = Annotated[int, Field(ge=1, le=1 << 50)]
-Width = Literal[1, 2, 4, 8]
+Width = Literal[1, 2, 4]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -32,34 +35,32 @@ class Entry(BaseModel):
 
 
 class Shard(Entry):
-    """One file of samples: a tar file, or by its suffix one that others wrote and that is read as it is.
-
-    A .bin file is an array of tokens (Megatron's), of which a shard may be a part; an .mds file is MosaicML's.
-    """
+    """One tar file of samples."""
 
     file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*\.(tar|bin|mds)$")]  # a plain name: never a path
     samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
     tokens: Count
     width: Width = 1
-    """Bytes a token: an unsigned number, little endian. Folders prepared by earlier versions state none."""
+    """Bytes per token: an unsigned number, little endian. Folders prepared by earlier versions state none."""
     bytes: Count
-    """Size of the file, or of the part that is meant."""
+    """Size of the file."""
     sha256: Sha256
-    """The sha256 of the file, or of that part."""
-    start: Annotated[int, Field(ge=0, le=1 << 50)] = 0
-    """First byte of the part, in a .bin file."""
+    start: Literal[0] = 0
+    """Part of the format; earlier versions read parts of other programs' files."""
     crc32: Annotated[str, Field(pattern=r"^[0-9a-f]+$")] | None = None
     """The zlib.crc32 of each sample, 8 digits each, in order. Folders prepared by earlier versions have none."""
+
+    @field_validator("file")
+    @classmethod
+    def _is_tar(cls, file: str) -> str:
+        if not file.endswith(".tar"):
+            raise ValueError("shards of Megatron (.bin) and MosaicML (.mds) are no longer read; prepare the text")
+        return file
 
     @property
     def data_bytes(self) -> int:
         """Bytes of all samples together."""
         return self.tokens * self.width
-
-    @property
-    def kind(self) -> str:
-        """The suffix of its file."""
-        return self.file.rpartition(".")[2]
 
 
 class Split(Entry):
@@ -103,6 +104,11 @@ class IndexFile(Entry):
 
 
 File = TypeVar("File", bound=IndexFile)
+
+
+def tar_stride(sample_bytes: int) -> int:
+    """Return the bytes that a sample of this size takes in a tar file: its header, and whole blocks of data."""
+    return TAR_HEADER + -(-sample_bytes // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
 
 
 def save(content: IndexFile, path: Path) -> None:
@@ -179,26 +185,35 @@ def one_line(text: str) -> str:
 
 
 def _check_counts(path: Path | str, file: IndexFile) -> None:
-    record = file.settings.get("record")
-    if record is not None and (type(record) is not int or record < 1):
-        raise DataError(path, f"settings.record is {one_line(repr(record))}, a number of tokens is expected", ANEW)
-    seen: set[str] = set()
-    for name, split in file.splits.items():
+    for key in ("sample_bytes", "record"):
+        number = file.settings.get(key)
+        if (number is not None or key == "sample_bytes") and (type(number) is not int or number < 1):
+            raise DataError(path, f"settings.{key} is {one_line(repr(number))}, a number above 0 is expected", ANEW)
+    names: set[str] = set()
+    for split_name, split in file.splits.items():
         for shard in split.shards:
-            if shard.file in seen:
-                raise DataError(path, f"{shard.file} is listed more than once", ANEW)
-            seen.add(shard.file)
-            if shard.start and shard.kind != "bin":
-                raise DataError(path, f"{shard.file} starts at byte {shard.start}, as only a .bin file may", ANEW)
-            if shard.crc32 is not None and len(shard.crc32) != 8 * shard.samples:
-                problem = f"crc32 of {shard.file} has {len(shard.crc32)} digits for {shard.samples} samples"
-                raise DataError(path, f"{problem}, 8 each are expected", ANEW)
-            if record is not None and shard.tokens % record:
-                problem = (
-                    f"{shard.file} has {shard.tokens} tokens, no whole number of records of {one_line(str(record))}"
-                )
-                raise DataError(path, problem, ANEW)
-        for what in ("tokens", "samples"):
-            total, stated = sum(getattr(shard, what) for shard in split.shards), getattr(split, what)
+            problem = "is listed more than once" if shard.file in names else _shard_problem(shard, file.settings)
+            if problem:
+                raise DataError(path, f"{shard.file} {problem}", ANEW)
+            names.add(shard.file)
+        for count in ("tokens", "samples"):
+            total, stated = sum(getattr(shard, count) for shard in split.shards), getattr(split, count)
             if total != stated:
-                raise DataError(path, f"splits.{one_line(name)}.{what} is {stated}, but its shards have {total}", ANEW)
+                problem = f"splits.{one_line(split_name)}.{count} is {stated}, but its shards have {total}"
+                raise DataError(path, problem, ANEW)
+
+
+def _shard_problem(shard: Shard, settings: dict[str, Any]) -> str | None:
+    """Return what in a shard's entry contradicts itself or the settings. All samples but the last have one size."""
+    size, record = settings["sample_bytes"], settings.get("record")
+    before_last = (shard.samples - 1) * size
+    if not before_last < shard.data_bytes <= before_last + size or min(size, shard.data_bytes) % shard.width:
+        tokens = f"{shard.tokens} tokens of width {shard.width}"
+        return f"has {shard.samples} samples for {tokens}, which are not samples of settings.sample_bytes = {size}"
+    if (shard.samples - 1) * tar_stride(size) + TAR_HEADER + shard.data_bytes - before_last > shard.bytes:
+        return f"has {shard.bytes} bytes, too few for its {shard.samples} samples"
+    if shard.crc32 is not None and len(shard.crc32) != 8 * shard.samples:
+        return f"has {len(shard.crc32)} digits of crc32 for {shard.samples} samples, 8 each are expected"
+    if record is not None and shard.tokens % record:
+        return f"has {shard.tokens} tokens, which is not a whole number of records of {record}"
+    return None

@@ -5,8 +5,8 @@ trained on (`unused_tokens`). In each epoch the shards are permuted, taken in gr
 permuted among themselves: a run keeps few shards open, and holds one group's permutation in memory.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 
@@ -64,20 +64,6 @@ class Order:
         """The shards of a group."""
         return self._shards(epoch)[0][group * self.group : (group + 1) * self.group]
 
-    def substitutes(self, sample: int, skip: Callable[[int], bool]) -> Iterator[tuple[int, int]]:
-        """(shard, sequence) to take instead of sample number `sample`, in turn until one is undamaged.
-
-        The others of its shard, then those of the shards after it, each once; whole shards that `skip` names are left
-        out. Big steps: what neighbours are replaced with is not the same.
-        """
-        shard, sequence = self.locate(sample)
-        for distance in range(len(self.sequences)):
-            other = (shard + distance) % len(self.sequences)
-            count = int(self.sequences[other])
-            step = _big_step(count)
-            for k in range(0 if distance else 1, 0 if skip(other) else count):
-                yield other, (sequence + k * step) % count
-
     def _shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The epoch's permutation of the shards, and the first place of each group of them."""
         if self._epoch is None or self._epoch[0] != epoch:
@@ -100,9 +86,48 @@ def _starts(counts: np.ndarray) -> np.ndarray:
     return np.cumsum(counts) - counts
 
 
-def _big_step(count: int) -> int:
-    """About 0.618 of `count`, and prime to it: steps of it around a circle of `count` places reach each of them."""
-    step = max(1, round(0.618 * count))
-    while math.gcd(step, count) > 1:
-        step += 1
-    return step
+MIXTURE_BLOCK = 1024
+"""Global sample numbers that are dealt out to the corpora together."""
+
+
+class Mixture:
+    """Deals the global sample numbers 0, 1, 2, ... out to corpora, in proportion to their weights.
+
+    Each corpus gets numbers 0, 1, 2, ... of its own, each once and in order.
+    """
+
+    def __init__(self, weights: Sequence[float], seed: int):
+        exact = [Fraction(weight) for weight in weights]
+        self._shares = [weight / sum(exact[i:]) for i, weight in enumerate(exact)]  # of what those before leave over
+        self._seed = seed
+        self._block: tuple[int, np.ndarray, np.ndarray] | None = None
+
+    def counts(self, blocks: int) -> list[int]:
+        """How many sequences of each corpus the first `blocks` blocks have.
+
+        Each in turn takes its share, rounded, of what is left over. So, unlike with parts of the whole that are rounded
+        each by itself, the sum is exact, and no count ever falls.
+        """
+        left, counts = blocks * MIXTURE_BLOCK, []
+        for share in self._shares:
+            counts.append(int(share * left + Fraction(1, 2)))
+            left -= counts[-1]
+        return counts
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """(corpus, sample number in that corpus) of global sample number `sample`."""
+        block, place = divmod(sample, MIXTURE_BLOCK)
+        if self._block is None or self._block[0] != block:
+            self._block = (block, *self._deal(block))
+        _, corpora, numbers = self._block
+        return int(corpora[place]), int(numbers[place])
+
+    def _deal(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """The corpus of each place of a block, and its number there: int64 (MIXTURE_BLOCK,) each."""
+        before, after = self.counts(block), self.counts(block + 1)
+        quotas = np.subtract(after, before)
+        corpora = np.repeat(np.arange(len(quotas)), quotas)[permutation(MIXTURE_BLOCK, self._seed, block, MIXTURE)]
+        numbers = np.empty(MIXTURE_BLOCK, dtype=np.int64)
+        for corpus, first in enumerate(before):
+            numbers[corpora == corpus] = first + np.arange(quotas[corpus])
+        return corpora, numbers

@@ -1,72 +1,95 @@
-"""Tokens out of the shards by position, without unpacking: each sample's place in the tar file is listed once.
+"""Tokens of shards by position, without unpacking: the place of each sample in its tar file follows from the index.
 
-Damage is never silent. A shard is verified against its sha256 before its first token is used, and again when the file
-changed since. Damage is an error; or, where a `Damage` is given to count it, `DamagedSample` for the tokens it has.
+A shard is verified against its size and sha256 before its first token is used, and again when the file changes. A
+missing or damaged shard is an error that names it.
 """
 
 import os
+import stat
+import zlib
 from collections import OrderedDict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megasparse.callbacks import Progress, silent
-from megasparse.data.damage import Damage, DamagedSample
-from megasparse.data.index import Index
-from megasparse.data.index_file import AGAIN, Shard
-from megasparse.data.members import (
-    BadMember,
-    Places,
-    Run,
-    expected_places,
-    find_damage,
-    header_bytes,
-    list_members,
-    open_shard,
-    unreadable,
-    verify_shard,
-)
+from megasparse.data.files import file_sha256
+from megasparse.data.index_file import AGAIN, INDEX_FILE, TAR_HEADER, Shard, tar_stride
 from megasparse.errors import DataError
+
+if TYPE_CHECKING:
+    from megasparse.data.index import Index
 
 Signature = tuple[int, ...]
 
-_examined: dict[tuple[str, str], tuple[Signature, list[Run] | None]] = {}
-"""(path, sha256) of each shard examined by this process -> its signature then, so that it is hashed once, and what of
-it is damaged: None where it is intact."""
+_verified: dict[tuple[str, str], Signature] = {}
+"""(path, sha256) of each shard that this process has verified -> the file's signature then: it is hashed once."""
 
 
-def _signature(status: os.stat_result) -> Signature:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+def check_size(path: Path, shard: Shard, file: Path | int) -> None:
+    """Raise DataError unless `file` (the shard at `path`, or its descriptor) has the size that the index states."""
+    try:
+        size = os.stat(file).st_size
+    except OSError as error:
+        raise unreadable(path, error) from None
+    if size != shard.bytes:
+        raise DataError(path, f"this shard has {size} bytes, {INDEX_FILE} says {shard.bytes}", AGAIN)
+
+
+def verify_shard(path: Path, shard: Shard, file: Path | int, sample_bytes: int) -> None:
+    """Raise DataError unless the file has the size and sha256 of the index.
+
+    The message names the first damaged sample where the index has crc32 of the samples.
+    """
+    check_size(path, shard, file)
+    try:
+        digest = file_sha256(file)
+        if digest != shard.sha256:
+            problem = f"this shard is damaged: its sha256 is {digest[:12]}…, {INDEX_FILE} says {shard.sha256[:12]}…"
+            raise DataError(path, problem + _first_damage(shard, file, sample_bytes), AGAIN)
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def _first_damage(shard: Shard, file: Path | int, sample_bytes: int) -> str:
+    """Return the end of a message that names the first sample with another crc32; empty if there is none."""
+    with open(file, "rb", closefd=not isinstance(file, int)) as stream:
+        for number in range(len(shard.crc32 or "") // 8):
+            start = number * tar_stride(sample_bytes)
+            stream.seek(start + TAR_HEADER)
+            left, crc32 = min(sample_bytes, shard.data_bytes - number * sample_bytes), 0
+            while left and (piece := stream.read(min(left, 1 << 20))):
+                crc32, left = zlib.crc32(piece, crc32), left - len(piece)
+            if f"{crc32:08x}" != (shard.crc32 or "")[8 * number : 8 * number + 8]:
+                return f"; the first damaged sample is number {number}, at byte {start}"
+    return ""
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(path, f"this shard cannot be read: {error.strerror}", AGAIN)
 
 
 class ShardFile:
-    """One open, verified shard. `read` gives any range of its tokens.
+    """One open, verified shard.
 
-    Damage raises DataError. With `damage` it is counted there, and DamagedSample raised for what it concerns.
-    `descriptor`: of the file, where it is open already.
+    Args:
+        path: its path on this machine.
+        shard: its entry in the index.
+        sample_bytes: size of every sample but the last.
+        descriptor: of the file, if it is open already.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        shard: Shard,
-        sample_bytes: int | None,
-        damage: Damage | None = None,
-        descriptor: int | None = None,
-    ):
-        self.path = path
-        self.shard = shard
-        self._sample_bytes = sample_bytes
-        self._damage = damage
-        self._seen: Signature | None = None
+    def __init__(self, path: Path, shard: Shard, sample_bytes: int, descriptor: int | None = None):
+        self.path, self.shard, self._sample_bytes = path, shard, sample_bytes
         try:
-            self.descriptor = open_shard(path) if descriptor is None else descriptor
+            self.descriptor = _open(path) if descriptor is None else descriptor
         except OSError as error:
-            raise self._unreadable(error) from None
+            raise unreadable(path, error) from None
         try:
-            self._examine_if_changed()
+            self._verify_if_changed()
         except BaseException:
             self.close()
             raise
@@ -74,140 +97,80 @@ class ShardFile:
     def close(self) -> None:
         os.close(self.descriptor)
 
-    def _examine_if_changed(self) -> None:
-        try:
-            signature = _signature(os.fstat(self.descriptor))
-            if signature == self._seen:
-                return
-            places, runs = self._examine(signature)
-        except OSError as error:
-            raise self._unreadable(error) from None
-        self._offsets, sizes = places
-        self._starts = np.cumsum(sizes) - sizes  # of each sample, in bytes of data from the start of the shard
-        if self._damage is not None:
-            self._damage.add(self.shard, runs)
-        self._seen = signature
-
-    def _examine(self, signature: Signature) -> tuple[Places, list[Run]]:
-        """Places of the samples, and runs of damaged ones. Raises DataError in place of the latter without `damage`."""
+    def _verify_if_changed(self) -> None:
         key = (str(self.path), self.shard.sha256)
-        seen, runs = _examined.get(key, (None, None))
-        if seen != signature or (runs is not None and self._damage is None):
-            runs = self._verify()
-        if runs is None:
-            try:
-                places = list_members(self.descriptor, self.shard, self._sample_bytes)
-                _examined[key] = (signature, None)
-                return places, []
-            except BadMember as error:
-                runs = self._salvage(DataError(self.path, str(error), AGAIN))
-        _examined[key] = (signature, runs)
-        nowhere = np.empty(0, dtype=np.int64)
-        return expected_places(self.shard, self._sample_bytes) or Places(nowhere, nowhere), runs
-
-    def _verify(self) -> list[Run] | None:
         try:
-            verify_shard(self.path, self.shard, self.descriptor, self._sample_bytes if self._damage is None else None)
-            return None
-        except DataError as error:
-            return self._salvage(error)
-
-    def _salvage(self, error: DataError) -> list[Run]:
-        if self._damage is None:
-            raise error
-        return find_damage(self.descriptor, self.shard, self._sample_bytes)
+            status = os.fstat(self.descriptor)
+        except OSError as error:
+            raise unreadable(self.path, error) from None
+        signature = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        if _verified.get(key) != signature:
+            verify_shard(self.path, self.shard, self.descriptor, self._sample_bytes)
+            _verified[key] = signature
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Tokens start..stop of the shard: int64 (stop - start,). 0 <= start < stop <= its tokens.
+        """Return tokens start..stop of the shard: int64 (stop - start,). 0 <= start < stop <= its tokens.
 
-        Raises DataError, or DamagedSample, also when the file was damaged meanwhile.
+        Raises:
+            DataError: the file was damaged since it was opened, or cannot be read.
         """
         assert 0 <= start < stop <= self.shard.tokens, (start, stop, self.shard.tokens)
-        self._examine_if_changed()
+        self._verify_if_changed()
         width = self.shard.width
-        raw = self._read_bytes(start * width, stop * width)
+        raw = bytearray((stop - start) * width)
+        view = memoryview(raw)
+        position = start * width  # in the data of all samples, one after another
+        while view:
+            sample, inside = divmod(position, self._sample_bytes)
+            part = view[: self._sample_bytes - inside]
+            offset = sample * tar_stride(self._sample_bytes) + TAR_HEADER + inside
+            try:
+                count = os.preadv(self.descriptor, [part], offset)
+            except OSError as error:
+                raise unreadable(self.path, error) from None
+            if count < len(part):
+                problem = f"this shard is damaged: sample {sample} is cut off at byte {offset + count}"
+                raise DataError(self.path, problem, AGAIN)
+            view, position = view[count:], position + count
         return torch.from_numpy(np.frombuffer(raw, dtype=f"<u{width}").astype(np.int64))
 
-    def _read_bytes(self, start: int, stop: int) -> bytearray:
-        member = int(np.searchsorted(self._starts, start, side="right")) - 1
-        after = int(np.searchsorted(self._starts, stop, side="left"))
-        damage = self._damage
-        if damage is not None and (damage.is_lost(self.shard) or damage.overlaps(self.shard, member, after)):
-            raise DamagedSample
-        raw = bytearray(stop - start)
-        view = memoryview(raw)
-        done = 0
-        while done < len(raw):
-            inside = start + done - int(self._starts[member])
-            end = int(self._starts[member + 1]) if member + 1 < len(self._starts) else self.shard.data_bytes
-            take = min(end - int(self._starts[member]) - inside, len(raw) - done)
-            self._read_into(view[done : done + take], member, inside)
-            done += take
-            member += 1
-        return raw
 
-    def _read_into(self, view: memoryview, member: int, inside: int) -> None:
-        begin = int(self._offsets[member])
-        try:
-            count = os.preadv(self.descriptor, [view], begin + inside)
-            reason = "cut off" if count < len(view) else None
-        except OSError as error:
-            reason = f"cannot be read: {error.strerror}"
-        if reason:
-            raise self._failure(Run(member, member + 1, begin - header_bytes(self.shard), reason))
-
-    def _unreadable(self, error: OSError) -> DataError | DamagedSample:
-        if self._damage is None:
-            return unreadable(self.path, error)
-        return self._failure(Run(0, self.shard.samples, 0, f"cannot be read: {error.strerror}"))
-
-    def _failure(self, run: Run) -> DataError | DamagedSample:
-        if self._damage is None:
-            return DataError(self.path, f"this shard is damaged: {run}", AGAIN)
-        self._damage.add(self.shard, [run])
-        return DamagedSample()
+def _open(path: Path) -> int:
+    """Return a descriptor of the file. Raises OSError also for a fifo, which would never end, and for a folder."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(None, "this is not a regular file")
+    return descriptor
 
 
 class ShardReader:
-    """Any range of tokens of any shard of a split; keeps the `open_files` shards last used open.
+    """Reads any range of tokens of any shard of a split; keeps the `open_files` shards last used open.
 
     `progress` is called while a shard is fetched from a URL.
     """
 
-    def __init__(
-        self, index: Index, split: str, open_files: int = 16, damage: Damage | None = None, progress: Progress = silent
-    ):
+    def __init__(self, index: "Index", split: str, open_files: int = 16, progress: Progress = silent):
         self.index = index
-        self._progress = progress
         self.shards = index.split(split).shards
         self.open_files = open_files
-        self.damage = damage
+        self._progress = progress
         self._open: OrderedDict[int, ShardFile] = OrderedDict()
 
     def read(self, shard: int, start: int, stop: int) -> Tensor:
-        """Tokens start..stop of a shard by its number: int64 (stop - start,).
+        """Return tokens start..stop of a shard by its number: int64 (stop - start,).
 
-        Raises DataError naming what is damaged; with `damage` DamagedSample, and DataError when that is too much, or
-        when a shard cannot be fetched.
+        Raises:
+            DataError: a shard is missing, damaged, or cannot be fetched.
         """
-        if self.is_lost(shard):
-            raise DamagedSample
-        return self._file(shard).read(start, stop)
-
-    def is_lost(self, shard: int) -> bool:
-        """Whether every sample of a shard is known to be damaged."""
-        return self.damage is not None and self.damage.is_lost(self.shards[shard])
-
-    def _file(self, shard: int) -> ShardFile:
         if shard not in self._open:
             while len(self._open) >= self.open_files:
                 self._open.popitem(last=False)[1].close()
-            entry = self.shards[shard]
-            remote, path = self.index.remote, self.index.path(entry)
+            entry, remote = self.shards[shard], self.index.remote
             descriptor = remote.open(entry, self._progress) if remote else None
-            self._open[shard] = ShardFile(path, entry, self.index.sample_bytes, self.damage, descriptor)
+            self._open[shard] = ShardFile(self.index.path(entry), entry, self.index.sample_bytes, descriptor)
         self._open.move_to_end(shard)
-        return self._open[shard]
+        return self._open[shard].read(start, stop)
 
     def close(self) -> None:
         while self._open:
@@ -215,12 +178,12 @@ class ShardReader:
 
 
 class EvaluationStream:
-    """A split as one stream of tokens, contiguous across its shards, for evaluation: any damage is an error.
+    """A split as one stream of tokens, contiguous across its shards, for evaluation.
 
     `tokens`: its length. `progress` is called while a shard is fetched from a URL.
     """
 
-    def __init__(self, index: Index, split: str, progress: Progress = silent):
+    def __init__(self, index: "Index", split: str, progress: Progress = silent):
         self.tokens = index.split(split).tokens
         self._reader = ShardReader(index, split, open_files=2, progress=progress)
         counts = np.asarray([shard.tokens for shard in self._reader.shards], dtype=np.int64)
@@ -228,9 +191,10 @@ class EvaluationStream:
         self._starts = self._stops - counts
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Tokens start..stop of the split: int64 (stop - start,). Raises DataError naming a damaged shard.
+        """Return tokens start..stop of the split: int64 (stop - start,). 0 <= start <= stop <= tokens.
 
-        0 <= start <= stop <= tokens.
+        Raises:
+            DataError: a shard is missing or damaged.
         """
         assert 0 <= start <= stop <= self.tokens, (start, stop, self.tokens)
         if start == stop:

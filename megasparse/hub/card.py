@@ -202,7 +202,7 @@ def _training(checkpoint: Checkpoint, config: Config) -> list[str]:
         f"- data: index {fingerprint}, tokenizer {checkpoint.manifest['tokenizer'].get('name')}",
     ]
     try:
-        index = Index.load(config.data.path, tolerant=True)
+        index = Index.load(config.data.path)
     except DataError:
         return lines
     if index.fingerprint == fingerprint:

@@ -43,22 +43,21 @@ def open_data(config: Config) -> RunData:
     paths nor on the order they are written in.
     """
     tokenizer = build_tokenizer(config.data.tokenizer)
-    tolerant = config.data.max_damaged > 0
-    evaluation = open_folder(config.data.path, config, tokenizer, tolerant)
+    evaluation = open_folder(config.data.path, config, tokenizer)
     folders = config.data.mixture.items()
-    mixture = [(open_folder(path, config, tokenizer, tolerant), weight) for path, weight in folders]
+    mixture = [(open_folder(path, config, tokenizer), weight) for path, weight in folders]
     mixture.sort(key=lambda part: (part[0].fingerprint, part[1]))
     return RunData(tokenizer, evaluation, mixture or [(evaluation, 1.0)])
 
 
-def open_folder(path: str | Path, config: Config, tokenizer: Tokenizer, tolerant: bool = False) -> Index:
+def open_folder(path: str | Path, config: Config, tokenizer: Tokenizer) -> Index:
     """Open the index of a folder of shards, for the model and sequence length of a configuration.
 
     Raises DataError as `Index.load` does; ConfigError naming data.tokenizer, data.sequence_length, model.source.length,
     model.vocabulary, model.padding_token, model.masking.token or model.sentence_order where they do not fit the folder.
     """
     cache = ShardCache(config.data.cache, int(config.data.cache_gb * GIGABYTE))
-    index = Index.load(path, tolerant, cache)
+    index = Index.load(path, cache)
     index.require_tokenizer(tokenizer)
     index.require_length(config.data.sequence_length, config.model.source.length if config.model.source else None)
     index.require_room(tokenizer, config.model.vocabulary, config.model.padding_token)
@@ -101,7 +100,6 @@ def training_batches(
         part=(ranks.place, ranks.sequence_size),
         start=position,
         prefetch=data.prefetch,
-        max_damaged=data.max_damaged,
         stop_waiting=hooks.stop_wanted,
         alive=hooks.alive,
     )

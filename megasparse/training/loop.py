@@ -53,7 +53,7 @@ def train(run: TrainingRun) -> RunResult:
         assert isinstance(data, Step)
         rate = learning_rate(step, steps, config.optimizer)
         result = run.engine.train_step(data.micro_batches, step, rate, here.accepts, run.hooks.progress)
-        spike = here.advance(data, consensus.skipped, result)
+        spike = here.advance(data, result)
 
         scalars, events = reports.describe(here, result, rate, spike, consensus, data.wait_seconds, began)
         if run.evaluate is not None:
@@ -116,7 +116,6 @@ def _agree(run: TrainingRun, data: Step | Exception, spent: StepTimes) -> StepCo
         stop=stopped or run.hooks.stop_wanted(),
         failed=failed,
         writing=run.saver.pending(),
-        skipped=data.skipped if isinstance(data, Step) else 0,
         spent=spent,
     )
     if consensus.failed:

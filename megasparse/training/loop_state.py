@@ -19,7 +19,6 @@ class LoopState:
         self.step = start.step if start else 0
         self.sequences = start.sequences if start else 0
         """Position in the data."""
-        self.skipped_sequences = int(state.get("skipped_sequences", 0))
         self.saved = self.step
         """Step of the newest checkpoint."""
         self.guard = LossGuard(skip_loss_spikes)
@@ -32,11 +31,10 @@ class LoopState:
         """Whether a step of this loss is to be applied, if it is finite."""
         return not (self.guard.skip and self.guard.is_spike(loss))
 
-    def advance(self, data: Step, skipped_sequences: int, result: StepResult) -> bool:
-        """Count a step with so many damaged sequences over all ranks. Returns whether its loss is a spike."""
+    def advance(self, data: Step, result: StepResult) -> bool:
+        """Count a step. Return True if its loss is a spike."""
         self.step += 1
         self.sequences = data.position
-        self.skipped_sequences += skipped_sequences
         return self.guard.note(result.loss, result.applied)
 
     @property
@@ -53,7 +51,7 @@ class LoopState:
         """Save this step, unless it is saved or being saved."""
         self.finish(saver)
         if self.saved != self.step:
-            state = {"skipped_sequences": self.skipped_sequences, "loss_guard": self.guard.state()}
+            state: dict[str, Any] = {"loss_guard": self.guard.state()}
             if self.selection is not None:
                 state["selection"] = self.selection.state()
             self._note(saver.save(engine, self.step, self.sequences, state))

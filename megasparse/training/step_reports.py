@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 
-from megasparse.data.batches import Damage
 from megasparse.training.engines.contract import StepResult
 from megasparse.training.loop_state import LoopState
 from megasparse.training.reporting.memory import memory_scalars
@@ -48,13 +47,6 @@ class StepReports:
         scalars |= self.run.monitor.speed(result.tokens, time.perf_counter() - began, self.spent)
         slow = self._stragglers.add([each.own for each in consensus.spent])
         events = [*_events(here.step, result, spike), *slow]
-        if consensus.skipped:
-            found = _merge(self.run.ranks.gather(self.run.batches.damage()))
-            for reason, count in (each for counts in found.values() for each in counts.items()):
-                name = f"data/damaged_samples/{reason}"
-                scalars[name] = scalars.get(name, 0) + count
-            damaged = f"{consensus.skipped} sequences are damaged, others took their place; so far {found}"
-            events.append(f"step {here.step}: {damaged}")
         self._table_due = bool(slow) or here.step % EVERY == 0 or here.step == self.last
         return scalars, events
 
@@ -73,7 +65,6 @@ class StepReports:
             "train/loss": result.loss,
             "train/skipped_steps": here.step - engine.steps_done(),
             "train/loss_spikes": here.guard.spikes,
-            "data/skipped_sequences": here.skipped_sequences,
             "optimizer/learning_rate": rate,
             "optimizer/gradient_norm": result.grad_norm,
             **{f"model/{name}": x for name, x in result.statistics.items() if layers or "/layer_" not in name},
@@ -91,13 +82,3 @@ def _events(step: int, result: StepResult, spike: bool) -> Iterator[str]:
         yield f"STEP {step} SKIPPED on all ranks ({why}): loss {result.loss}, gradient norm {result.grad_norm}"
     elif spike:
         yield f"step {step}: loss spike, {result.loss} (applied; training.skip_loss_spikes would leave it out)"
-
-
-def _merge(found: Iterable[Damage]) -> Damage:
-    """What the ranks have found; where several read the same shard, they found the same in it, or less so far."""
-    merged: Damage = {}
-    for rank in found:
-        for shard, counts in rank.items():
-            known = merged.setdefault(shard, {})
-            known |= {reason: max(count, known.get(reason, 0)) for reason, count in counts.items()}
-    return merged

@@ -97,14 +97,14 @@ def test_images_are_counted_beside_the_samples_that_hold_several(tmp_path, capsy
     assert "train: 18 records, 3,456 tokens in 9 samples" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("corpus", [*CORPORA, *prepare_data.IN_PLACE])
+@pytest.mark.parametrize("corpus", CORPORA)
 def test_the_help_of_each_corpus_has_an_example_that_works(corpus, capsys):
     with pytest.raises(SystemExit, match="0"):
         main([corpus, "--help"])
-    example = f"megasparse prepare-data {corpus} {(CORPORA | prepare_data.IN_PLACE)[corpus].EXAMPLE}"
+    example = f"megasparse prepare-data {corpus} {CORPORA[corpus].EXAMPLE}"
     assert example in capsys.readouterr().out
     given = parser_of("prepare-data", prepare_data).parse_args(shlex.split(example)[2:])
-    assert given.corpus == corpus and (corpus in prepare_data.IN_PLACE or given.output.parent == Path("data"))
+    assert given.corpus == corpus and given.output.parent == Path("data")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
-"""Folders of shards made, and read, with nothing but tarfile, numpy and json: what the reader is compared with."""
+"""Folders of shards made and read with only tarfile, numpy and json, to compare with; and damage to do to them."""
 
 import hashlib
 import io
 import json
+import os
 import tarfile
 import time
 import zlib
@@ -158,3 +159,59 @@ def wait_until(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def flip(*offsets: int) -> Callable[[bytes], bytes]:
+    """Return a function that flips a bit of each of these bytes."""
+
+    def flipped(tar: bytes) -> bytes:
+        content = bytearray(tar)
+        for offset in offsets:
+            content[offset] ^= 1
+        return bytes(content)
+
+    return flipped
+
+
+def do(harm: Callable[[bytes], bytes], path: Path) -> Path:
+    """Change the content of a file."""
+    path.write_bytes(harm(path.read_bytes()))
+    return path
+
+
+def denied(monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    """Make nobody able to open the files of this name."""
+    opened = os.open
+
+    def guarded(path: str, *arguments: int, **named: int) -> int:
+        if str(path).endswith(file):
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "open", guarded)
+
+
+def edit(index: Index, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Change index.json."""
+    path = index.directory / "index.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    return path
+
+
+def edit_shards(index: Index, file: str = "", **changes: Any) -> None:
+    """Change what index.json says of each shard of the split `train`, or of one file."""
+
+    def change(content: dict[str, Any]) -> None:
+        for shard in content["splits"]["train"]["shards"]:
+            if not file or shard["file"] == file:
+                shard.update(changes)
+
+    edit(index, change)
+
+
+def without_crc32(index: Index) -> Index:
+    """The index as earlier versions wrote it."""
+    edit(index, lambda content: [shard.pop("crc32") for shard in content["splits"]["train"]["shards"]])
+    return Index.load(index.directory)

@@ -1,5 +1,4 @@
 import os
-import random
 import statistics
 import threading
 import time
@@ -14,9 +13,8 @@ from megasparse.data.index_file import IndexFile, Shard, Split, TokenizerEntry
 from megasparse.data.order import Order
 from megasparse.data.reader import ShardReader
 from megasparse.errors import ConfigError, DataError
-from tests.data.damages import do, flip
 from tests.data.folders import batches as mixed
-from tests.data.folders import rows, take, wait_until
+from tests.data.folders import do, flip, rows, take, wait_until
 
 T = 30  # 33 sequences in each of seven shards of 1,000 tokens, none in the last of 13: 231 an epoch
 
@@ -164,86 +162,6 @@ def test_an_epoch_of_one_sequence(make_index, corpus):
     assert list(rows(take(data, 3)).values()) == [list(corpus[:T])] * 12
 
 
-# Damage
-def harm(index: Index) -> Index:
-    """A shard is missing, one cut at its middle, one flipped, one with nothing but broken headers."""
-    (index.directory / "train-000001.tar").unlink()
-    os.truncate(index.directory / "train-000004.tar", 5 * 1024)
-    for shard, harm in ((2, "bit flipped in the text"), (5, "bit flipped in a header")):
-        do(harm, index.directory / f"train-{shard:06d}.tar")
-    return Index.load(index.directory, tolerant=True)
-
-
-def is_damaged(shard: int, sequence: int) -> bool:
-    """Whether the window has a byte of a sample that `harm` damaged."""
-    if shard == 2:
-        return sequence * T < 600 and sequence * T + T > 500
-    return shard == 1 or (shard == 4 and sequence * T + T > 500)
-
-
-def test_damaged_sequences_are_replaced_and_the_ranks_keep_their_steps(make_index, corpus):
-    index, order = harm(make_index(corpus)), Order([1000] * 7 + [13], T, 3, 2)
-    windows = {corpus[s * 1000 + i * T :][:T]: (s, i) for s in range(7) for i in range(33)}
-    for world_size in (1, 2, 4):
-        ranks = [batches(index, rank=r, world_size=world_size, max_damaged=0.3, prefetch=r) for r in range(world_size)]
-        taken = [take(rank, 40) for rank in ranks]
-        replaced = 0
-        for steps in taken:
-            for step in steps:
-                assert len(step.micro_batches) == 12 // world_size
-                damaged = [is_damaged(*order.locate(int(batch.samples))) for batch in step.micro_batches]
-                assert step.skipped == sum(damaged)
-                replaced += step.skipped
-                for batch, instead in zip(step.micro_batches, damaged, strict=True):
-                    place = windows[bytes(batch.tokens[0].tolist())]
-                    assert not is_damaged(*place)
-                    assert instead or place == order.locate(int(batch.samples))
-        assert replaced == sum(is_damaged(*order.locate(i)) for i in range(480))
-        found = {"train-000001.tar": 10, "train-000004.tar": 5, "train-000002.tar": 1}
-        for rank in ranks:
-            counts = {file: sum(reasons.values()) for file, reasons in rank.damage().items()}
-            assert counts == found and rank.corpora[0].damage.samples == 16
-
-
-def test_ranks_that_share_a_sequence_replace_it_together(make_index, corpus):
-    """Each has damage of its own part to see, and takes the same other sequence as all; the first one counts it."""
-    index = harm(make_index(corpus))
-    whole, *parts = (take(batches(index, max_damaged=0.3, part=part), 40) for part in ((0, 1), (0, 3), (1, 3), (2, 3)))
-    assert sum(step.skipped for step in whole) > 0
-    for step, *shared in zip(whole, *parts, strict=True):
-        assert [other.skipped for other in shared] == [step.skipped, 0, 0]
-        for batch, *pieces in zip(step.micro_batches, *(other.micro_batches for other in shared), strict=True):
-            assert torch.equal(torch.cat([piece.tokens for piece in pieces], dim=1), batch.tokens)
-
-
-def test_substitutes_do_not_depend_on_ranks_prefetch_or_history(make_index, corpus):
-    index = harm(make_index(corpus))
-    want = rows(take(batches(index, max_damaged=1.0), 30))
-    draw = random.Random(0)
-    for _ in range(40):
-        world_size = draw.choice([1, 2, 3, 4])
-        options = {"start": 12 * draw.randrange(27), "prefetch": draw.choice([0, 1, 2, 7]), "world_size": world_size}
-        got = rows(take(batches(index, max_damaged=1.0, rank=draw.randrange(world_size), **options), 3))
-        assert got == {i: want[i] for i in got}
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_too_much_damage_ends_the_run_with_the_counts(make_index, corpus, prefetch):
-    index = harm(make_index(corpus))
-    with batches(index, max_damaged=0.2, prefetch=prefetch) as data:
-        for _ in range(2):
-            with pytest.raises(DataError, match=r"1[56] of the 71 samples of .train. are damaged .*max_damaged = 0\.2"):
-                take(data, 40)
-
-
-def test_nothing_left_is_an_error_not_a_hang(index):
-    for shard in index.split("train").shards:
-        index.path(shard).unlink()
-    data = batches(Index.load(index.directory, tolerant=True), max_damaged=1.0, prefetch=1)
-    with data, pytest.raises(DataError, match='no sequence of "train" is undamaged'):
-        next(data)
-
-
 # Reads that take their time
 class Slow:
     """Holds up every read of a shard until `go` is set."""
@@ -290,7 +208,14 @@ def test_the_first_batch_comes_as_soon_late_in_an_epoch_as_early(monkeypatch, tm
     shards = tuple(shard.model_copy(update={"file": f"x{i}.tar"}) for i in range(2000))
     split = Split(tokens=2000 * shard.tokens, samples=2000 * shard.samples, shards=shards)
     tokenizer = TokenizerEntry(name="bytes", sha256="0" * 64)
-    file = IndexFile(tokenizer=tokenizer, corpus="", command="", source={}, settings={}, splits={"train": split})
+    file = IndexFile(
+        tokenizer=tokenizer,
+        corpus="",
+        command="",
+        source={},
+        settings={"sample_bytes": 65_536},
+        splits={"train": split},
+    )
     monkeypatch.setattr(ShardReader, "read", lambda reader, shard, start, stop: torch.zeros(stop - start).long())
 
     def first_batch(part: float) -> float:

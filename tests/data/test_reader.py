@@ -1,104 +1,201 @@
+"""Tokens of 1, 2 and 4 bytes, compared with a reading with tarfile and numpy; and damage, which is always an error."""
+
+import hashlib
+import json
 import os
 import random
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 
 from megasparse.data.index import Index
-from megasparse.data.members import find_damage
-from megasparse.data.reader import EvaluationStream, ShardFile, ShardReader
+from megasparse.data.reader import EvaluationStream, ShardReader
 from megasparse.errors import DataError
-from tests.data.damages import HARMS, HOSTILE, STRUCTURE, denied, do, shard_of, without_crc32
-from tests.data.test_damage import mutate
-from tests.helpers.traced import traced_peak
+from tests.data.folders import (
+    batches,
+    denied,
+    do,
+    edit,
+    edit_shards,
+    flip,
+    read_folder,
+    without_crc32,
+    write_folder,
+)
+from tests.helpers.refusals import refusal
+
+SIZES = (1000, 1000, 730)
+THIRD = "train-000003.tar"
 
 
-def test_files_are_closed(index):
-    before = len(os.listdir("/proc/self/fd"))
-    reader = ShardReader(index, "train", open_files=3)
-    for shard in range(8):
-        reader.read(shard, 0, 1)
-    assert len(os.listdir("/proc/self/fd")) == before + 3
-    os.truncate(reader.index.directory / "train-000003.tar", 5 * 1024)
-    with pytest.raises(DataError):
-        reader.read(3, 0, 1)
+def tokens_of(width: int) -> list[np.ndarray]:
+    """Three shards, the smallest and largest numbers of the width among them."""
+    draw = np.random.Generator(np.random.PCG64(width))
+    shards = [draw.integers(0, 256**width, size, dtype=np.int64) for size in SIZES]
+    shards[0][:3] = shards[2][-3:] = [0, 256**width - 1, 256**width // 2]
+    return shards
+
+
+@pytest.fixture(params=[1, 2, 4])
+def folder(request, tmp_path):
+    return write_folder(tmp_path / "data", tokens_of(request.param), width=request.param)
+
+
+def test_any_range_is_what_numpy_reads(folder):
+    index, shards = Index.load(folder), read_folder(folder)
+    index.verify()
+    reader = ShardReader(index, "train")
+    draw = random.Random(0)
+    for _ in range(200):
+        number = draw.randrange(3)
+        start, stop = sorted(draw.sample(range(SIZES[number] + 1), 2))
+        assert reader.read(number, start, stop).tolist() == shards[number][start:stop].tolist()
     reader.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    stream = EvaluationStream(index, "train")
+    whole = np.concatenate(shards)
+    assert stream.tokens == sum(SIZES)
+    for start, stop in [(0, 2730), (999, 1001), (990, 2010), (2729, 2730), (5, 5)]:
+        assert stream.read(start, stop).tolist() == whole[start:stop].tolist()
+    stream.close()
 
 
-# Damage is an error here; tests/data/test_damage.py is on runs that tolerate some.
-FIRST = {  # what is named of each: with the index's crc32, and without
-    "bit flipped in the text": ("member 5 at byte 5120: its crc32 differs", None),
-    "garbage in place of the text": ("member 5 at byte 5120: its crc32 differs", None),
-    "members swapped": ("members 0 to 1 at byte 0: its crc32 differs", None),
-    "nothing but the padding": (None, None),
-    "cut inside padding": ("members 6 to 9 at byte 6144: cut off", "member 6 at byte 6144 "),
-    "cut inside data": ("members 5 to 9 at byte 5120: cut off", "member 6 at byte 6144 "),
-    "cut between header and data": ("members 5 to 9 at byte 5120: cut off", "member 6 at byte 6144 "),
-    "zero-byte file": ("members 0 to 9 at byte 0: cut off", "member 0 at byte 0 "),
-    "garbage": ("at byte 0: its crc32 differs", "member 0 at byte 0 "),
-    "lone zero block": ("members 0 to 9 at byte 0: cut off", "it ends at byte 0 after 0 samples"),
-    "end mark too early": ("member 5 at byte 5120: its crc32 differs", "it ends at byte 5120 after 5 samples"),
-    "member missing": ("members 1 to 9 at byte 1024: its crc32 differs", "it ends at byte 9216 after 9 samples"),
-    "member twice": ("members 1 to 9 at byte 1024: its crc32 differs", "it ends at byte 11264 after 11 samples"),
-    "same key twice, not adjacent": ("member 8 at byte 8192: its crc32 differs", None),
+def test_training_sequences_are_windows_of_what_numpy_reads(folder):
+    with batches([(Index.load(folder), 1.0)], global_batch=6, micro_batch=3) as data:
+        assert (data.sequences_per_epoch, data.unused_tokens) == (33 + 33 + 24, 10 + 10 + 10)
+        steps = [next(data) for _ in range(15)]
+    rows = sorted(tuple(row) for step in steps for batch in step.micro_batches for row in batch.tokens.tolist())
+    shards = read_folder(folder)
+    assert rows == sorted(tuple(shard[i : i + 30].tolist()) for shard in shards for i in range(0, len(shard) - 29, 30))
+
+
+def test_a_fingerprint_of_one_byte_is_that_of_earlier_versions_and_of_more_has_the_width(tmp_path):
+    """The formula of the first release, written out."""
+    fingerprints = {}
+    for width in (1, 2):
+        folder = write_folder(tmp_path / str(width), tokens_of(width), width=width)
+        raw = json.loads((folder / "index.json").read_text())
+        splits = {n: [[s["sha256"], s["tokens"], s["samples"]] for s in p["shards"]] for n, p in raw["splits"].items()}
+        identity = {"format": 1, "tokenizer": raw["tokenizer"], "splits": splits}
+        earlier = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        fingerprints[width] = (Index.load(folder).fingerprint, earlier)
+    assert fingerprints[1][0] == fingerprints[1][1]
+    assert fingerprints[2][0] != fingerprints[2][1]
+
+
+@pytest.mark.parametrize(
+    ("shard", "settings", "problem"),
+    [
+        *(({"width": width}, {}, r"splits\.train\.shards\.0\.width") for width in (0, 3, 8, -1, "2", 2.5, None)),
+        *(({"width": width}, {}, "which are not samples of settings.sample_bytes = 200") for width in (1, 4)),
+        ({}, {"record": 100}, r"train-000002\.tar has 730 tokens, which is not a whole number of records of 100"),
+        *(({}, {"record": record}, r"settings\.record is ") for record in (0, "10", True, 10.0, {"a": "\n"})),
+        *(({}, {"sample_bytes": size}, r"settings\.sample_bytes is ") for size in (None, "100", True, -1, 1.5)),
+        *(({}, {"sample_bytes": size}, "not samples of settings.sample_bytes") for size in (99, 112, 10**30)),
+        ({"bytes": 9 * 1024}, {}, "has 9216 bytes, too few for its 10 samples"),
+        ({"file": "train-000000.bin", "start": 0}, {}, r"shards of Megatron \(\.bin\) .* are no longer read"),
+        ({"start": 512}, {}, r"shards\.0\.start"),
+        *(({"crc32": crc32}, {}, "crc32") for crc32 in ("0" * 79, "0" * 88, "g" * 80, "")),
+    ],
+)
+def test_an_index_that_contradicts_itself_is_refused(tmp_path, shard, settings, problem):
+    index = Index.load(write_folder(tmp_path / "data", tokens_of(2), width=2))
+    edit(index, lambda content: content["settings"].update(settings))
+    edit(index, lambda content: content["splits"]["train"]["shards"][0].update(shard))
+    refusal(lambda: Index.load(index.directory), match=problem)
+
+
+def test_the_record_is_that_of_the_settings(tmp_path):
+    assert Index.load(write_folder(tmp_path / "a", tokens_of(2), width=2, record=10)).record == 10
+    assert Index.load(write_folder(tmp_path / "b", tokens_of(2), width=2)).record is None
+
+
+Harm = Callable[[bytes], bytes]
+CONTENT: dict[str, tuple[Harm, str]] = {
+    "a bit of the text": (flip(5 * 1024 + 520), "; the first damaged sample is number 5, at byte 5120"),
+    "samples swapped": (lambda tar: tar[1024:2048] + tar[:1024] + tar[2048:], "sample is number 0, at byte 0"),
+    "garbage": (lambda tar: random.Random(0).randbytes(len(tar)), "sample is number 0, at byte 0"),
+    "a bit of a header": (flip(5 * 1024 + 3), ""),
+    "a bit of the padding": (flip(5 * 1024 + 700), ""),
 }
-ELSEWHERE = ("at byte 5120", "at byte 5120")
+SIZE: dict[str, Harm] = {
+    "cut": lambda tar: tar[: 5 * 1024 + 100],
+    "empty": lambda tar: b"",
+    "sample missing": lambda tar: tar[:1024] + tar[2048:],
+    "sample twice": lambda tar: tar[:1024] + tar,
+}
 
 
-@pytest.mark.parametrize("harm", HARMS)
-@pytest.mark.parametrize("crc32", [True, False], ids=["crc32", "no crc32"])
-def test_damage_is_an_error_that_names_shard_member_and_byte(make_index, corpus, harm, crc32, figures):
-    index = make_index(corpus) if crc32 else without_crc32(make_index(corpus))
-    path = do(harm, index.directory / "train-000003.tar")
-    with pytest.raises(DataError) as caught:
-        EvaluationStream(Index.load(index.directory), "train").read(0, 7013)
-    assert caught.value.path == str(path)
-    named = FIRST.get(harm, ELSEWHERE)[0 if crc32 else 1]
-    assert named in str(caught.value) if named else "at byte" not in str(caught.value)
-    with pytest.raises(DataError) as verified:
-        index.verify()
-    assert str(verified.value) == str(caught.value)
+@pytest.mark.parametrize("harm", [*CONTENT, *SIZE])
+def test_damage_is_one_error_that_names_the_shard(index, harm, figures):
+    """Also when the file is damaged after its first read."""
+    reader = ShardReader(index, "train")
+    reader.read(3, 0, 10)
+    path = do(CONTENT[harm][0] if harm in CONTENT else SIZE[harm], index.directory / THIRD)
+    stated = "this shard is damaged: its sha256 is" if harm in CONTENT else "index.json says"
+    checks: list[Callable[[], Any]] = [
+        index.verify,
+        lambda: reader.read(3, 0, 10),
+        lambda: EvaluationStream(index, "train").read(3000, 3010),
+    ]
+    if harm in SIZE:
+        checks.append(lambda: Index.load(index.directory))
+    for check in checks:
+        with pytest.raises(DataError) as caught:
+            check()
+        assert caught.value.path == str(path) and stated in str(caught.value) and "\n" not in str(caught.value)
+        assert CONTENT.get(harm, (None, ""))[1] in str(caught.value)
     figures(damages_done=1, damages_detected=1)
 
 
-@pytest.mark.parametrize("harm", [name for name in STRUCTURE if name != "zero-byte file"])
-def test_damage_that_the_index_vouches_for_names_the_byte(make_index, corpus, harm):
-    tar = (make_index(corpus).directory / "train-000003.tar").read_bytes()
-    path = Path(make_index(corpus).directory / "x.tar")
-    with pytest.raises(DataError, match=r"x\.tar: .*at byte \d+"):
-        ShardFile(path, shard_of(path, STRUCTURE[harm][0](tar)), None)
-
-
-def test_a_shard_of_another_size_is_found_at_the_start(index):
-    os.truncate(index.directory / "train-000003.tar", 5 * 1024)
-    with pytest.raises(DataError, match=r"train-000003\.tar: this shard has 5120 bytes, index\.json says \d+"):
-        Index.load(index.directory)
+def test_damage_without_crc32_names_the_shard_alone(index):
+    do(flip(5 * 1024 + 520), index.directory / THIRD)
+    with pytest.raises(DataError, match=r"train-000003\.tar: this shard is damaged: its sha256 is \S+ \S+ says [^;]*$"):
+        without_crc32(index).verify()
 
 
 def test_a_missing_and_a_replaced_shard(index):
-    (index.directory / "train-000003.tar").write_bytes((index.directory / "train-000004.tar").read_bytes())
+    (index.directory / THIRD).write_bytes((index.directory / "train-000004.tar").read_bytes())
     with pytest.raises(DataError, match=r"train-000003\.tar: this shard is damaged: its sha256"):
         ShardReader(Index.load(index.directory), "train").read(3, 0, 10)
-    (index.directory / "train-000003.tar").unlink()
-    with pytest.raises(DataError, match=r"train-000003\.tar: this shard cannot be read: No such file"):
+    (index.directory / THIRD).unlink()
+    for read in (lambda: Index.load(index.directory), lambda: ShardReader(index, "train").read(3, 0, 10)):
+        with pytest.raises(DataError, match=r"train-000003\.tar: this shard cannot be read: No such file"):
+            read()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder"])
+def test_what_is_no_regular_file_is_refused_at_once(index, kind):
+    path = index.directory / THIRD
+    path.unlink()
+    os.mkfifo(path) if kind == "fifo" else path.mkdir()
+    with pytest.raises(DataError, match=r"train-000003\.tar: this shard"):
         Index.load(index.directory)
-    with pytest.raises(DataError, match=r"train-000003\.tar: this shard cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"train-000003\.tar: this shard cannot be read: this is not a regular file"):
         ShardReader(index, "train").read(3, 0, 10)
 
 
-def test_damage_after_the_first_read_is_found(index):
+def test_a_read_that_fails_or_is_cut_off(index, monkeypatch):
     reader = ShardReader(index, "train")
-    reader.read(0, 0, 10)
-    with (index.directory / "train-000000.tar").open("r+b") as file:
-        file.seek(600)
-        file.write(b"?")
-    with pytest.raises(DataError, match=r"train-000000\.tar"):
-        reader.read(0, 0, 10)
-    reader.read(1, 0, 10)
-    os.truncate(index.directory / "train-000001.tar", 2048)
-    with pytest.raises(DataError, match=r"train-000001\.tar"):
-        reader.read(1, 500, 510)
+    reader.read(3, 0, 10)
+    monkeypatch.setattr(os, "preadv", lambda *arguments: 5)  # of 10 bytes
+    with pytest.raises(DataError, match=r"train-000003\.tar: this shard is damaged: sample 2 is cut off at byte 2615"):
+        reader.read(3, 250, 260)
+
+    def fail(*arguments: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(DataError, match=r"train-000003\.tar: this shard cannot be read: Input/output error"):
+        reader.read(3, 250, 260)
+
+
+def test_a_shard_that_may_not_be_read(index, monkeypatch):
+    reader = ShardReader(index, "train")
+    denied(monkeypatch, THIRD)
+    with pytest.raises(DataError, match=r"train-000003\.tar: this shard cannot be read: Permission denied"):
+        reader.read(3, 0, 10)
 
 
 def test_a_shard_is_hashed_once_in_a_process(index, monkeypatch):
@@ -112,82 +209,27 @@ def test_a_shard_is_hashed_once_in_a_process(index, monkeypatch):
     assert hashed == ["train-000000.tar", "train-000001.tar"]
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_members_are_refused(tmp_path, name):
-    path = tmp_path / "x.tar"
-    with pytest.raises(DataError, match=r"x\.tar: member 0 .*at byte 0 "):
-        ShardFile(path, shard_of(path, HOSTILE[name], samples=1, tokens=100), None)
-    assert os.listdir(tmp_path) == ["x.tar"]
+def test_files_are_closed(index):
+    before = len(os.listdir("/proc/self/fd"))
+    reader = ShardReader(index, "train", open_files=3)
+    for shard in range(8):
+        reader.read(shard, 0, 1)
+    assert len(os.listdir("/proc/self/fd")) == before + 3
+    os.truncate(reader.index.directory / THIRD, 5 * 1024)
+    with pytest.raises(DataError):
+        reader.read(3, 0, 1)
+    reader.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("name", ["8 GiB", "2**80"])
-def test_a_claimed_size_is_never_allocated(tmp_path, name):
-    path = tmp_path / "x.tar"
-    shard = shard_of(path, HOSTILE[name], samples=1, tokens=8 << 30, crc32="00000000")
-
-    def read():
-        for sample_bytes in (None, 65_536, 8 << 30):
-            with pytest.raises(DataError, match=r"x\.tar: .*member 0 .*at byte 0 "):
-                ShardFile(path, shard, sample_bytes)
-
-    assert traced_peak(read) < 5e6
-
-
-def test_a_vast_sample_that_is_there_is_checked_a_piece_at_a_time(index):
-    """The index and the file agree on 256 MiB (a hole): its crc32 is computed in a bounded memory."""
-    path = index.directory / "x.tar"
-    shard = shard_of(path, bytes(512), samples=1, tokens=1 << 28, crc32="00000000")
-    os.truncate(path, 1 << 29)
-    shard = shard.model_copy(update={"bytes": 1 << 29})
-    descriptor = os.open(path, os.O_RDONLY)
-
-    def check():
-        assert [run.reason for run in find_damage(descriptor, shard, 1 << 28)] == ["its crc32 differs"]
-
-    assert traced_peak(check) < 5e6
-    os.close(descriptor)
-
-
-@pytest.mark.parametrize("kind", ["fifo", "folder"])
-def test_what_is_no_regular_file_is_refused_at_once(index, kind):
-    path = index.directory / "train-000003.tar"
-    path.unlink()
-    os.mkfifo(path) if kind == "fifo" else path.mkdir()
-    with pytest.raises(DataError, match=r"train-000003\.tar: this shard"):
-        Index.load(index.directory)
-    with pytest.raises(DataError, match=r"train-000003\.tar: this shard cannot be read: this is not a regular file"):
-        ShardReader(index, "train").read(3, 0, 10)
-
-
-def test_a_read_that_fails_is_an_error_that_names_the_sample(index, monkeypatch):
-    reader = ShardReader(index, "train")
-    reader.read(3, 0, 10)
-
-    def fail(*arguments: object) -> int:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(DataError, match=r"train-000003\.tar: .*member 2 at byte 2048: cannot be read: Input/output"):
-        reader.read(3, 250, 260)
-
-
-def test_a_shard_that_may_not_be_read(index, monkeypatch):
-    reader = ShardReader(index, "train")
-    denied(monkeypatch, "train-000003.tar")
-    with pytest.raises(DataError, match=r"train-000003\.tar: this shard cannot be read: Permission denied"):
-        reader.read(3, 0, 10)
-
-
-def test_no_mutation_crashes_or_loses_tokens(index):
-    tar = (index.directory / "train-000000.tar").read_bytes()
-    draw = random.Random(0)
-    refused = 0
-    for _ in range(400):
-        path = index.directory / "x.tar"
-        try:
-            file = ShardFile(path, shard_of(path, mutate(tar, draw)), None)
-            assert len(file.read(0, 1000)) == 1000
-            file.close()
-        except DataError:
-            refused += 1
-    assert refused > 200
+def test_no_mutation_of_a_shard_that_the_index_vouches_for_crashes(index):
+    """The structure of the tar file is not read: only positions that follow from the index are."""
+    path = index.directory / "train-000000.tar"
+    tar, draw = path.read_bytes(), random.Random(0)
+    for _ in range(100):
+        content = bytearray(tar)
+        for _ in range(draw.randrange(1, 4)):
+            content[draw.randrange(len(content))] = draw.randrange(256)
+        path.write_bytes(content)
+        edit_shards(index, path.name, sha256=hashlib.sha256(content).hexdigest())
+        assert len(ShardReader(Index.load(index.directory), "train").read(0, 0, 1000)) == 1000

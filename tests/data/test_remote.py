@@ -101,13 +101,12 @@ FINAL: dict[str, tuple[list[int | str], str, int]] = {
 
 
 @pytest.mark.parametrize(("faults", "problem", "asked"), FINAL.values(), ids=FINAL)
-@pytest.mark.parametrize("max_damaged", [0.0, 1.0])
 def test_a_server_that_does_not_recover_is_named_and_the_next_start_goes_on(
-    folder, server, remote, faults, problem, asked, max_damaged
+    folder, server, remote, faults, problem, asked
 ):
     server.faults[FIRST].extend(faults)
     with (
-        batches([(remote, 1.0)], max_damaged=max_damaged, prefetch=1, shuffle_shards=1) as data,
+        batches([(remote, 1.0)], prefetch=1, shuffle_shards=1) as data,
         pytest.raises(DataError) as caught,
     ):
         data.corpora[0]._ahead = None  # it would take the faults from those that are counted here

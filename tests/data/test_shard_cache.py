@@ -12,8 +12,7 @@ from megasparse.data.index import Index
 from megasparse.data.reader import ShardReader
 from megasparse.data.shard_cache import ShardCache
 from megasparse.errors import ConfigError, DataError
-from tests.data.damages import do, flip
-from tests.data.folders import batches, everything, largest
+from tests.data.folders import batches, do, everything, flip, largest
 
 pytestmark = pytest.mark.usefixtures("impatient")
 SHARDS = 6

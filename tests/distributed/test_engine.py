@@ -202,11 +202,9 @@ def fails_to_save(folder: Path, ranks: Ranks) -> dict[str, Any]:
 
 
 def consensus(ranks: Ranks) -> dict[str, Any]:
-    """Rank 1 has no data, is asked to stop, and needs longer; rank 0 still writes and skipped three sequences."""
+    """Rank 1 has no data, is asked to stop, and needs longer; rank 0 still writes."""
     here = ranks.rank == 1
-    known = sync_step(
-        ranks, stop=here, failed=here, writing=not here, skipped=0 if here else 3, spent=StepTimes(0.5 + ranks.rank)
-    )
+    known = sync_step(ranks, stop=here, failed=here, writing=not here, spent=StepTimes(0.5 + ranks.rank))
     stopped = []
     for wanted in (False, here):
         try:
@@ -330,7 +328,7 @@ def test_what_is_not_finite_on_one_rank_is_skipped_on_all(report, name):
 
 
 def test_what_one_rank_knows_all_ranks_act_on(report):
-    answers = {"stop": True, "failed": True, "writing": True, "skipped": 3}
+    answers = {"stop": True, "failed": True, "writing": True}
     answers |= {"spent": [[0.5, 0.0, 0.0], [1.5, 0.0, 0.0]], "waited": True}
     assert report["consensus"] == {"known": answers, "stopped": [False, True]}
 

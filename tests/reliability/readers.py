@@ -24,20 +24,18 @@ import pyarrow.parquet as pq
 import torch
 from safetensors import safe_open
 
-from megasparse.cli.prepare_data import IN_PLACE
+from megasparse.data.batches import Sequences
 from megasparse.data.corpora import CORPORA, huggingface, jsonl, parquet
 from megasparse.data.corpora.number_files import batches, rows
 from megasparse.data.corpora.records import RecordSource
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
-from megasparse.data.sequences import Sequences
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.evaluation.restore import restore
 from megasparse.hub.export import to_hf
 from megasparse.hub.gguf_header import check_gguf
 from megasparse.hub.hf_model import HFModel
 from megasparse.training.checkpoints.manifest import MANIFEST, seal
-from tests.data.corpora.test_in_place import put_mds, put_megatron, texts
 from tests.data.folders import ramp, write_folder
 from tests.helpers.fuzzing import MOST_BYTES, MOST_SECONDS, Case, Format, fuzz
 from tests.helpers.tokenizers import sentencepiece_model, wordpiece
@@ -104,12 +102,9 @@ def vouch(folder: Path) -> None:
 
 
 def read_shards(folder: Path) -> None:
-    read_index(Index.load(folder / "data", tolerant=True))
-
-
-def read_index(index: Index) -> None:
-    """All of the split `train`, twice: as evaluation does, and in windows with tolerance of damage."""
-    order: dict[str, Any] = {"sequence_length": 50, "seed": 0, "shuffle_shards": 1, "open_files": 2, "max_damaged": 0.9}
+    """Read all of the split `train` twice: in windows as training does, and as one stream."""
+    index = Index.load(folder / "data")
+    order: dict[str, Any] = {"sequence_length": 50, "seed": 0, "shuffle_shards": 1, "open_files": 2}
     with closing(Sequences(index, "train", **order)) as windows:
         for number in range(10):
             windows.read(number)
@@ -161,20 +156,6 @@ def dataset(folder: Path) -> None:
     (folder / "dataset_info.json").write_text(described.getvalue())
 
 
-def megatron(folder: Path) -> None:
-    put_megatron(folder / "a", [[text] for text in texts(30)])
-
-
-def mosaic(folder: Path) -> None:
-    put_mds(folder / "in", [texts(12), texts(9, 1)], "ndarray", extra=True)
-
-
-def in_place(corpus: str, folder: Path, source: Any) -> None:
-    output = folder / "out"
-    given = {"source": source, "output": output, "tokenizer": "bytes", "split": "100,0,0", "width": 8}
-    read_index(Index.load(IN_PLACE[corpus].write(argparse.Namespace(**given), "fuzz")))
-
-
 FORMATS = {
     "checkpoint": Format(checkpoint, lambda folder: restore(folder / "00000001"), reseal),
     "export": Format(export, read_export),
@@ -195,11 +176,9 @@ FORMATS = {
     "jsonl": Format(lines, lambda folder: read_records(jsonl, folder)),
     "parquet": Format(tables, lambda folder: read_records(parquet, folder)),
     "arrow": Format(dataset, lambda folder: read_records(huggingface, folder)),
-    "megatron": Format(megatron, lambda folder: in_place("megatron", folder, [str(folder / "a")])),
     "gguf": Format(
         lambda folder: (folder / "a.gguf").write_bytes(gguf()), lambda folder: check_gguf(folder / "a.gguf")
     ),
-    "mds": Format(mosaic, lambda folder: in_place("mds", folder, folder / "in")),
 }
 
 

@@ -15,8 +15,7 @@ from megasparse.errors import ConfigError, DataError
 from megasparse.runs.data import open_data, open_folder, training_batches
 from megasparse.training.ranks import Ranks
 from megasparse.training.stopping.hooks import RunHooks
-from tests.data.damages import edit
-from tests.data.folders import ramp, write_folder
+from tests.data.folders import edit, ramp, write_folder
 from tests.helpers.refusals import refusal
 from tests.helpers.tiny import tiny_config
 
@@ -96,11 +95,6 @@ def test_each_folder_is_checked(folders, where):
     refused(DataError, r"c/train-000000\.tar: this shard cannot be read")
     (folders["c"] / "index.json").unlink()
     refused(DataError, r"/c: there is no data here")
-
-
-def test_a_tolerant_run_leaves_missing_shards_to_its_reader(folders):
-    (folders["b"] / "train-000000.tar").unlink()
-    open_data(config_of(folders["a"], mixture=mixture(folders, a=1, b=1), max_damaged=0.5))
 
 
 PADDED = {"width": 2, "record": 30}

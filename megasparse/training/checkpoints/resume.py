@@ -34,7 +34,6 @@ FREE_TO_CHANGE = (
     "data.cache_gb",
     "data.tokenizer",
     "data.prefetch",
-    "data.max_damaged",
     "start.checkpoint",  # its sha256 counts, as that of the next one
     "start.huggingface",
     "start.activations",

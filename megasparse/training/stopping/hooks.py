@@ -49,23 +49,19 @@ class StepConsensus:
     """Some rank has no data for the step."""
     writing: bool
     """Some rank is still writing its part of a checkpoint."""
-    skipped: int
-    """Sequences of the step that were skipped as damaged, over all ranks."""
     spent: list[StepTimes]
     """What each rank spent of the step before."""
     waited: float
     """Seconds that this rank waited here."""
 
 
-def sync_step(
-    ranks: Ranks, *, stop: bool, failed: bool, writing: bool, skipped: int, spent: StepTimes
-) -> StepConsensus:
+def sync_step(ranks: Ranks, *, stop: bool, failed: bool, writing: bool, spent: StepTimes) -> StepConsensus:
     """Every rank's own answers, shared in one small all-reduce, so that all of them do the same next."""
     began, width = time.perf_counter(), len(StepTimes._fields)
-    answers = torch.zeros(4 + width * ranks.world_size, dtype=torch.float64)
-    answers[:4] = torch.tensor([stop, failed, writing, skipped], dtype=torch.float64)
-    answers[4 + width * ranks.rank :][:width] = torch.tensor(spent, dtype=torch.float64)
+    answers = torch.zeros(3 + width * ranks.world_size, dtype=torch.float64)
+    answers[:3] = torch.tensor([stop, failed, writing], dtype=torch.float64)
+    answers[3 + width * ranks.rank :][:width] = torch.tensor(spent, dtype=torch.float64)
     shared = ranks.sum(answers.to(ranks.device)).cpu()
-    stopping, failing, busy, missing = shared[:4].tolist()
-    each = [StepTimes(*row) for row in shared[4:].view(-1, width).tolist()]
-    return StepConsensus(stopping > 0, failing > 0, busy > 0, int(missing), each, time.perf_counter() - began)
+    stopping, failing, busy = shared[:3].tolist()
+    each = [StepTimes(*row) for row in shared[3:].view(-1, width).tolist()]
+    return StepConsensus(stopping > 0, failing > 0, busy > 0, each, time.perf_counter() - began)

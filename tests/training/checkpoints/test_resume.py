@@ -136,7 +136,7 @@ def test_what_does_not_change_the_run_may_be_edited(run, capsys):
         "deepspeed",
         run={"hang_timeout": 5.0, "deterministic": True},
         training={"steps": 40, "micro_batch": 4, "skip_loss_spikes": True, "max_skipped_steps": 3},
-        data={"path": "elsewhere", "prefetch": 0, "max_damaged": 0.5},
+        data={"path": "elsewhere", "prefetch": 0},
         checkpoint={"keep": 9},
         evaluation={"every": 3},
         logging={"every": 3},
