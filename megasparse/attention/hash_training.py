@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from megasparse.attention.contract import AttentionInputs, RecomputeCache
-from megasparse.attention.lha import LHAAttention, LHAAttentionConfig
+from megasparse.attention.lha import LHAAttention
 from megasparse.attention.lha_hash import Weights, scores_of
 from megasparse.attention.observation import Call
+from megasparse.config.attention import LHAAttentionConfig
 from megasparse.ops.random import RngContext, derive
 
 LEARNING_RATE = 3e-3

@@ -16,8 +16,9 @@ from megasparse.attention.contract import (
     MechanismSpec,
     RecomputeCache,
 )
-from megasparse.attention.full import FullAttention, FullAttentionConfig
-from megasparse.config.attention import MECHANISMS
+from megasparse.attention.full import FullAttention
+from megasparse.attention.mechanisms import MECHANISMS
+from megasparse.config.attention import FullAttentionConfig
 
 
 @dataclass(frozen=True)

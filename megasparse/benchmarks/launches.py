@@ -10,6 +10,7 @@ import torch
 
 from megasparse.attention.heads import build_mechanism, head_dim
 from megasparse.benchmarks.attention import outputs_of
+from megasparse.config.attention import AttentionKind
 from megasparse.config.schema import ModelConfig
 from megasparse.planning.hardware import Hardware
 from megasparse.planning.launches import META, Counts, count, total
@@ -19,7 +20,7 @@ LAUNCH_SECONDS = 5e-6
 """Assumed time of the host for one launch."""
 
 
-def count_layer(kind: str, model: ModelConfig, batch: int, dtype: torch.dtype) -> dict[str, Counts]:
+def count_layer(kind: AttentionKind, model: ModelConfig, batch: int, dtype: torch.dtype) -> dict[str, Counts]:
     """Count a mechanism over all heads of a layer in training, from queries, keys and values (B, H, L, D) on, with the
     normalisation of keys, hashing, and what the mechanism learns itself.
     """
@@ -46,7 +47,7 @@ def seconds(counts: Counts, peaks: Hardware) -> float:
     return max(counts.moved / peaks.bandwidth + counts.flops / peaks.peak, counts.launches * LAUNCH_SECONDS)
 
 
-def least_bytes(kind: str, model: ModelConfig, batch: int, dtype: torch.dtype) -> float | None:
+def least_bytes(kind: AttentionKind, model: ModelConfig, batch: int, dtype: torch.dtype) -> float | None:
     """Bytes that the mechanism cannot do without, both passes, as its roofline has them; None where it has none."""
     with META:
         operators = build_mechanism(kind, model, model.heads).operators(model.max_length, dtype.itemsize)

@@ -11,10 +11,11 @@ operations between the host and the GPU, "host" are those on the host alone; bot
 
 import argparse
 from dataclasses import asdict
+from typing import get_args
 
 from megasparse.benchmarks.attention import DTYPES, model_of
 from megasparse.cli.arguments import add_config, add_json, config_from, positive
-from megasparse.config.attention import MECHANISMS
+from megasparse.config.attention import AttentionKind
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError, did_you_mean
 from megasparse.evaluation.outputs import write_json
@@ -40,8 +41,8 @@ def run(args: argparse.Namespace) -> None:
 
     kinds = [] if args.mechanisms is None else args.mechanisms.split(",")
     for kind in kinds:
-        if kind not in MECHANISMS:
-            raise ConfigError("--mechanisms", f'there is no "{kind}"', did_you_mean(kind, MECHANISMS))
+        if kind not in get_args(AttentionKind):
+            raise ConfigError("--mechanisms", f'there is no "{kind}"', did_you_mean(kind, get_args(AttentionKind)))
     found: dict[str, dict[str, Counts]] = {}
     least: dict[str, float | None] = {}
     for kind in kinds:

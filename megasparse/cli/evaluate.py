@@ -87,8 +87,7 @@ def _evaluate_split(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 def _evaluate_task(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """The result and its summary. Writes the predictions where these are asked for."""
-    from megasparse.tasks.evaluate import evaluate_checkpoints, summary
-    from megasparse.tasks.predictions import write_predictions
+    from megasparse.tasks.evaluate import evaluate_checkpoints, summary, write_predictions
 
     overrides = args.set + ([f"evaluation.batch={args.batch}"] if args.batch else [])
     log = lambda line: print(line, file=sys.stderr)  # noqa: E731

@@ -31,8 +31,8 @@ def log(line: str) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from megasparse.evaluation.outputs import require_writable
-    from megasparse.tasks.predictions import predict, predict_texts, require_form, write_predictions
-    from megasparse.tasks.restore import restore_task
+    from megasparse.tasks.evaluate import predict, predict_texts, require_form, write_predictions
+    from megasparse.tasks.run import restore_task
 
     if args.output is not None:
         require_form(args.output)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from megasparse.config.attention import evaluation_rounds
+from megasparse.config.pattern import evaluation_rounds
 from megasparse.config.schema import Config
 from megasparse.data.index import Index
 from megasparse.data.tokenizers import Tokenizer

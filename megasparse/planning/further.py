@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megasparse.config.attention import kinds, section
 from megasparse.config.model_checks import check_model
+from megasparse.config.pattern import kinds, section
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import ConfigError
 from megasparse.planning.plan import Plan

@@ -19,8 +19,8 @@ from megasparse.model.build import Model
 from megasparse.planning.hardware import hardware, parse_bytes
 from megasparse.planning.plan import Assumptions, Plan
 from megasparse.runs.evaluation import evaluate_split
-from megasparse.tasks.predictions import predict_texts
-from megasparse.tasks.restore import restore_task
+from megasparse.tasks.evaluate import predict_texts
+from megasparse.tasks.run import restore_task
 
 
 class LoadedCheckpoint(NamedTuple):

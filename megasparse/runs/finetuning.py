@@ -12,9 +12,9 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.ops.random import RngContext
 from megasparse.planning.duration import warn_if_long
 from megasparse.planning.held import by_kind
+from megasparse.tasks.evaluate import selection_of, validation
 from megasparse.tasks.memory_check import predict, require_fit
 from megasparse.tasks.run import TaskRun, open_run
-from megasparse.tasks.scoring import selection_of, validation
 from megasparse.training.checkpoints.identity import RunIdentity
 from megasparse.training.loop import train
 from megasparse.training.ranks import Ranks, start_ranks

@@ -10,29 +10,20 @@ from megasparse.errors import ConfigError, did_you_mean
 from megasparse.tasks.task import Task
 
 TASK_MODULES = {
-    **dict.fromkeys(("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb"), "glue"),
-    "sts_benchmark": "sts_benchmark",
-    "rte_challenge": "rte_challenge",
-    "sentence_polarity": "sentence_polarity",
-    "movie_reviews": "movie_reviews",
-    "listops": "listops",
-    "byte_imdb": "byte_imdb",
-    "aan": "aan",
-    "grey_cifar10": "grey_cifar10",
-    "pathfinder": "pathfinder",
-    "ag_news": "ag_news",
-    **dict.fromkeys(("amazon", "amazon_50k"), "amazon"),
-    "imdb": "imdb",
-    "mind_topics": "mind_topics",
+    **dict.fromkeys(
+        ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "sts_benchmark", "rte_challenge"),
+        "sentence_pairs",
+    ),
+    **dict.fromkeys(
+        ("imdb", "movie_reviews", "sentence_polarity", "amazon", "amazon_50k", "ag_news", "mind_topics"),
+        "reviews_and_news",
+    ),
+    **dict.fromkeys(("listops", "byte_imdb", "aan", "grey_cifar10", "pathfinder"), "long_range_arena"),
+    **dict.fromkeys(("parallel_text", "wmt14", "cnn_dm", "pubmed", "headlines"), "texts"),
+    **dict.fromkeys(("table", "text_table"), "table"),
+    **dict.fromkeys(("series", "etth1", "ettm1"), "series"),
     "mind": "mind",
     "wikihop": "wikihop",
-    "table": "table",
-    **dict.fromkeys(("parallel_text", "wmt14"), "parallel_text"),
-    "cnn_dm": "cnn_dm",
-    "pubmed": "pubmed",
-    "headlines": "headlines",
-    "text_table": "text_table",
-    **dict.fromkeys(("series", "etth1", "ettm1"), "series"),
 }
 """Name of each task -> the module of readers/ that has a subclass of this `name`."""
 

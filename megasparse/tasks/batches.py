@@ -1,9 +1,12 @@
-"""Encoded examples to micro-batches. B batch, L length."""
+"""Examples to token ids, and token ids to micro-batches. B batch, L length.
+
+Nothing is dropped: inputs that are cut or empty are counted, or raise an error.
+"""
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,8 +14,191 @@ from torch import Tensor
 
 from megasparse.data.batches import Batch, Step, Steps
 from megasparse.data.order import permutation
-from megasparse.tasks.encoding import Encoded
+from megasparse.data.tokenizers import Tokenizer
+from megasparse.errors import ConfigError, DataError
+from megasparse.tasks.task import Example, Input, SourceLocation, Task
 from megasparse.training.ranks import Ranks
+
+DOUBLED = ("roberta", "xlm-roberta")
+"""Families of transformers' models with two separators between segments."""
+LINE_END = 10
+"""Byte between two segments where a model has no separator."""
+
+
+class Segments(NamedTuple):
+    """One sequence of the model, of one or two segments."""
+
+    tokens: np.ndarray
+    """Tokens, int64 (L,)."""
+    types: np.ndarray
+    """Segments, int64 (L,): 1 in the second segment, 0 elsewhere."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An example as the model reads it."""
+
+    sequences: tuple[Segments, ...]
+    """One sequence, or two where the task has towers."""
+    label: Any
+    """The example's label."""
+    location: SourceLocation
+    name: str
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the longest sequence."""
+        return max(len(each.tokens) for each in self.sequences)
+
+    def content(self) -> Iterator[bytes]:
+        """The bytes of all that is learned from the example."""
+        yield f"{self.label!r} {[len(each.tokens) for each in self.sequences]}\n".encode()
+        for each in self.sequences:
+            yield each.tokens.tobytes()
+
+
+@dataclass
+class Counts:
+    """Counts of a split's examples and of the inputs that were cut or empty."""
+
+    examples: int = 0
+    cut: int = 0
+    """Number of inputs that were longer than the model takes, of which only the beginning is left."""
+    empty: int = 0
+    longest: int = 0
+    """Number of tokens of the longest input before it was cut."""
+    first_cut: SourceLocation | None = None
+    first_empty: SourceLocation | None = None
+    labels: dict[str, int] = field(default_factory=dict)
+    """Number of examples of each class."""
+
+    def lines(self, split: str, limit: int) -> list[str]:
+        """The lines that a run prints about a split."""
+        found = [f"{split}: {self.examples:,} examples, the longest of {self.longest:,} tokens"]
+        if self.labels:
+            found[0] += "; " + ", ".join(f"{name} {count:,}" for name, count in sorted(self.labels.items()))
+        return found + self.notes(f"{split}: {{:,}} inputs", limit, "task.max_length to read")
+
+    def notes(self, which: str, limit: int, hint: str) -> list[str]:
+        """The lines about what was cut or empty. which: begins them, with a place for their number."""
+        found = []
+        if self.cut:
+            cut = f"{which.format(self.cut)} of more than {limit:,} tokens keep only their beginning"
+            found.append(f"{cut}, the first in {self.first_cut}. Raise {hint} more of them")
+        if self.empty:
+            found.append(f"{which.format(self.empty)} are empty, the first in {self.first_empty}")
+        return found
+
+
+class Encoder:
+    """Encoder of a task's inputs in the form that pretrained models know: [begin] A [separator], or [begin] A
+    [separator] B [separator], where its tokenizer has these; else A, or A, a line end and B.
+    """
+
+    def __init__(self, task: Task, tokenizer: Tokenizer | None, vocabulary: int, separators: int = 1):
+        """Prepare the encoding of a task. tokenizer: None where the task's inputs are ids. vocabulary: of the model;
+        special tokens that it has no room for are left out. separators: between two segments (RoBERTa has 2).
+        """
+        self.task, self.tokenizer, self.config = task, tokenizer, task.config
+        special = tokenizer.special if tokenizer is not None else None
+        self.special = special if special is not None and max(special.begin, special.separator) < vocabulary else None
+        self.separators = separators
+        self.counts = Counts()
+
+    def encode(self, examples: Iterable[Example]) -> Iterator[Encoded]:
+        """Encode each example, and count in `counts`. Raises DataError naming the location of an input that is empty
+        or too long, where the configuration refuses these; ConfigError where task.max_length has no room for any text.
+        """
+        self.counts = Counts()
+        for example in examples:
+            self.counts.examples += 1
+            if self.task.classes is not None and example.label is not None:
+                name = self.task.classes[int(example.label)]
+                self.counts.labels[name] = self.counts.labels.get(name, 0) + 1
+            groups = [(each,) for each in example.inputs] if self.task.towers else [example.inputs]
+            sequences = tuple(self._join(group, example.location) for group in groups)
+            yield Encoded(sequences, example.label, example.location, example.name)
+
+    def _join(self, inputs: tuple[Input, ...], location: SourceLocation) -> Segments:
+        parts = [self._ids(each, location) for each in inputs]
+        frame = self._frame(len(parts))
+        whole = sum(map(len, parts)) + sum(map(len, frame))
+        self.counts.longest = max(self.counts.longest, whole)
+        if whole > self.config.max_length:
+            self._refuse_or_count_cut(whole, location)
+            special = sum(map(len, frame))
+            room = self.config.max_length - special
+            if room < len(parts):
+                problem = f"{self.config.max_length} leaves no room for a text beside {special} special tokens"
+                raise ConfigError("task.max_length", problem, "Raise it")
+            parts = cut(parts, room)
+        pieces = [frame[0]]
+        for part, end in zip(parts, frame[1:], strict=True):
+            pieces += [part, end]
+        first = len(frame[0]) + len(parts[0]) + len(frame[1])
+        tokens = np.concatenate(pieces)
+        return Segments(tokens, (np.arange(len(tokens)) >= first).astype(np.int64))
+
+    def _frame(self, segments: int) -> list[np.ndarray]:
+        """The special tokens before, between and after the segments."""
+        if self.special is None:
+            between = [LINE_END] if self.tokenizer is not None and self.tokenizer.name == "bytes" else []
+            ids: list[list[int]] = [[], *[between] * (segments - 1), []]
+        else:
+            separator = [self.special.separator]
+            ids = [[self.special.begin], *[separator * self.separators] * (segments - 1), separator]
+        return [np.array(each, dtype=np.int64) for each in ids]
+
+    def _ids(self, value: Input, location: SourceLocation) -> np.ndarray:
+        if isinstance(value, str):
+            assert self.tokenizer is not None, "a task of texts has a tokenizer"
+            tokens = self.tokenizer.encode(value).numpy()
+        else:
+            tokens = value
+        if not len(tokens):
+            if self.config.empty == "refuse":
+                problem = "is empty: the model has nothing to read"
+                hint = 'Remove it, or keep such examples, which are counted: --set task.empty="keep"'
+                raise DataError(str(location), problem, hint)
+            self.counts.empty += 1
+            self.counts.first_empty = self.counts.first_empty or location
+        return tokens
+
+    def _refuse_or_count_cut(self, whole: int, location: SourceLocation) -> None:
+        limit = self.config.max_length
+        if self.config.too_long == "refuse":
+            hint = 'Raise task.max_length, or keep the beginning of such examples: --set task.too_long="cut"'
+            raise DataError(str(location), f"{whole:,} tokens are more than task.max_length = {limit:,}", hint)
+        self.counts.cut += 1
+        self.counts.first_cut = self.counts.first_cut or location
+
+
+def cut(parts: list[np.ndarray], room: int) -> list[np.ndarray]:
+    """The beginnings of the parts, `room` tokens together, as HuggingFace's tokenizers cut them (longest first): of two
+    the longer one alone, but not below half; of equal ones the second is the longer.
+    """
+    lengths = [len(part) for part in parts]
+    if len(parts) == 1:
+        lengths = [min(lengths[0], room)]
+    elif sum(lengths) > room:
+        short, long = (1, 0) if lengths[0] > lengths[1] else (0, 1)
+        lengths[short] = min(lengths[short], room // 2)
+        lengths[long] = room - lengths[short]
+    return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+
+
+def require_vocabulary(body: Any, needed: int, task: str | None = None) -> None:
+    """Raise ConfigError where a body has no embedding for some ids: of a task's own, or of its tokenizer's."""
+    if needed > body.vocabulary:
+        problem = f"{body.vocabulary} ids, and {task or 'its tokenizer'} has {needed}"
+        raise ConfigError("model.vocabulary", problem, f"Set it to {needed} or more")
+
+
+def separators_of(body: Any) -> int:
+    """Number of separators between two segments."""
+    model = getattr(body, "model", None)
+    return 2 if model is not None and model.config.model_type in DOUBLED else 1
+
 
 Collate = Callable[[Sequence[Encoded]], Any]
 """Function from examples to the batch that the task's model takes."""

@@ -12,7 +12,7 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError
 from megasparse.tasks.backbones import Backbone, MegasparseBody
-from megasparse.tasks.encoding import Encoded, Encoder
+from megasparse.tasks.batches import Encoded, Encoder
 from megasparse.tasks.metrics import METRICS
 from megasparse.tasks.task import Example, Task
 

@@ -17,9 +17,7 @@ from megasparse.errors import ConfigError, UserError
 from megasparse.optimizers import OPTIMIZERS
 from megasparse.planning.planner import Hint, hints, longest_multiple, training_changes, with_changes, zero_change
 from megasparse.planning.states import States, Zero, memory
-from megasparse.tasks.activations import count_layers
-from megasparse.tasks.adapters import adapter_size
-from megasparse.tasks.backbones import HuggingFaceBody
+from megasparse.tasks.backbones import HuggingFaceBody, adapter_size, count_layers
 from megasparse.tasks.batches import MULTIPLE
 from megasparse.tasks.pass_memory import TaskPassMemory
 from megasparse.tasks.run import TaskRun

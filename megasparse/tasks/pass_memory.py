@@ -10,8 +10,7 @@ from megasparse.attention.contract import Attention
 from megasparse.errors import UserError
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.planning.memory_curves import Curve, Phases, continued, of_one_length, phases
-from megasparse.tasks.activations import set_activations
-from megasparse.tasks.backbones import HuggingFaceBody
+from megasparse.tasks.backbones import HuggingFaceBody, set_activations
 from megasparse.tasks.run import TaskRun
 from megasparse.training.ranks import Ranks
 

@@ -1,17 +1,92 @@
-"""Downstream tasks: official files -> examples -> head -> loss -> metric."""
+"""Downstream tasks: official files to examples, and malformed rows that may be skipped.
 
+Official files without splits are split by position, so that figures can be repeated: of every ten examples of a file,
+in its order, the first belongs to the test split, the second to validation, the other eight to training. FILE#train,
+FILE#validation and FILE#test name these parts, on command lines too; FILE is all of it.
+"""
+
+import hashlib
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
 
 from megasparse.config.finetuning import TaskConfig
-from megasparse.errors import DataError, did_you_mean
-from megasparse.tasks.skipping import Skipping
+from megasparse.config.shipped import find_file
+from megasparse.data.files import file_sha256
+from megasparse.errors import ConfigError, DataError, did_you_mean
+
+MOST_LINES = 20
+KEY = "task.max_skipped"
+
+
+PARTS = ("train", "validation", "test")
+
+
+def parts_of(files: Sequence[Path]) -> dict[str, list[Path]]:
+    """The parts of each of the files, by split; none where a file is missing."""
+    if not all(file.exists() for file in files):
+        return {}
+    return {part: [file.with_name(f"{file.name}#{part}") for file in files] for part in PARTS}
+
+
+def split_name(file: Path) -> tuple[Path, str | None]:
+    """A file and the part of it that FILE#part names; None for all of it."""
+    name, _, part = file.name.rpartition("#")
+    return (file.with_name(name), part) if name and part in PARTS else (file, None)
+
+
+def is_in(part: str | None, number: int) -> bool:
+    """Whether an example, counted from 0, is in a part."""
+    return part is None or part == {0: "test", 1: "validation"}.get(number % 10, "train")
+
+
+class Skipping:
+    """The malformed rows of one file. As a context it skips the row whose DataError is raised in it.
+
+    rows: number of rows read, which who reads them counts. limit: the part of them that may be malformed.
+    """
+
+    def __init__(self, limit: float):
+        self.limit, self.rows = limit, 0
+        self.errors: list[DataError] = []
+
+    def __enter__(self) -> "Skipping":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        if not isinstance(error, DataError):
+            return False
+        self.add(error)
+        return True
+
+    def add(self, error: DataError) -> None:
+        """Count a malformed row. Raises the error itself where none may be skipped."""
+        if self.limit == 0.0:
+            raise error
+        self.errors.append(error)
+
+    def finish(self, file: Path) -> None:
+        """Name the skipped rows on stderr. Raises the first DataError where there were more than the limit."""
+        count = len(self.errors)
+        if count > self.limit * self.rows:
+            first = self.errors[0]
+            if count == 1:
+                raise first
+            problem = f"{count:,} of {self.rows:,} rows are malformed, the first one: {first}"
+            raise DataError(file, problem, f"That is more than {KEY} = {self.limit} allows") from first
+        shown = [f"skipped: {error}" for error in self.errors[:MOST_LINES]]
+        if count > MOST_LINES:
+            shown.append(f"{count - MOST_LINES:,} more")
+        if count:
+            print(*shown, f"{file}: skipped {count:,} of {self.rows:,} rows", sep="\n", file=sys.stderr)
+
 
 Input = str | np.ndarray
 """A text, or int64 token ids (L,) of the task's own vocabulary."""
@@ -127,3 +202,40 @@ def existing(folder: Path, names: Mapping[str, str | Sequence[str]], inner: str 
         split: [folder / name for name in ([own] if isinstance(own, str) else own)] for split, own in names.items()
     }
     return {split: files for split, files in paths.items() if all(file.exists() for file in files)}
+
+
+def chosen_files(task: Task, sources: Sequence[str], split: str | None) -> tuple[str | None, list[Path]]:
+    """The split and its files.
+
+    sources: the folder of the task's official files, or one or more files of their form, which have no split. split:
+    None takes "test" where it has labels, else "validation". Raises DataError where there are no such files, and
+    ConfigError for a split of files.
+    """
+    paths = [find_file(source) for source in sources]
+    folder = next((path for path in paths if path.is_dir()), None)
+    if folder is None:
+        if split is not None:
+            raise ConfigError("--split", f'"{split}", but files are given', "Give the folder of the official files")
+        return None, paths
+    if task.source_is_file or len(paths) > 1:
+        problem = "is a folder, where files are wanted" if task.source_is_file else "is a folder, and one of several"
+        hint = "" if task.source_is_file else ", or the one folder of its official files"
+        raise DataError(folder, problem, f"Give files that {task.name} can read{hint}")
+    split = split or ("test" if _labelled(task, task.files(folder).get("test", [])) else "validation")
+    return split, split_files(task, folder, split)
+
+
+def _labelled(task: Task, files: list[Path]) -> bool:
+    """Whether official files have labels, which all their examples have or none."""
+    first = next(iter(task.read(files[0])), None) if files else None
+    return first is not None and first.label is not None
+
+
+def sha256_of(file: Path) -> str:
+    """The digest of a file, whole where the task reads a part; of a folder that of its files' names and digests."""
+    path, _ = split_name(file)
+    if not path.is_dir():
+        return file_sha256(path)
+    inside = sorted(each for each in path.rglob("*") if each.is_file())
+    text = "".join(f"{each.relative_to(path)} {file_sha256(each)}\n" for each in inside)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -12,7 +12,7 @@ import pytest
 from megasparse.cli.main import door
 from megasparse.config.finetuning import TaskConfig
 from megasparse.tasks import build_task
-from megasparse.tasks.listops_data import Sizes, distinct, evaluate, tree
+from megasparse.tasks.readers.long_range_arena import Sizes, distinct, evaluate, tree
 from tests.helpers.commands import refused
 
 main = door("listops")

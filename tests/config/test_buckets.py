@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from megasparse.attention.lsh import LSHAttentionConfig, lsh_buckets
+from megasparse.config.attention import LSHAttentionConfig
+from megasparse.config.buckets import lsh_buckets
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megasparse.ops.random import RngContext
+from megasparse.tasks.evaluate import predict_examples, validation
 from megasparse.tasks.run import open_run
-from megasparse.tasks.scoring import predict_examples, validation
 from megasparse.training.engines.build import build_engine
 from megasparse.training.ranks import Ranks, start_ranks
 from megasparse.training.schedule import learning_rate

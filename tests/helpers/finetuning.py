@@ -17,7 +17,7 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_settings
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import initialise
-from megasparse.tasks import build_task, intervals
+from megasparse.tasks import build_task, metrics
 from megasparse.tasks import start as starts
 from megasparse.tasks.backbones import MegasparseBody
 from megasparse.tasks.form import Form, form_of
@@ -147,7 +147,7 @@ def typed(launcher: Any, *arguments: Any) -> None:
     """Run a command of launch/, with few resamples: scikit-learn's metrics take a millisecond each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["launcher", *map(str, arguments)])
-        patch.setattr(intervals, "RESAMPLES", 20)
+        patch.setattr(metrics, "RESAMPLES", 20)
         launcher.main()
 
 

@@ -7,9 +7,9 @@ import torch
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_settings
 from megasparse.ops.random import RngContext
+from megasparse.tasks.evaluate import predict_examples
 from megasparse.tasks.memory_check import predict
 from megasparse.tasks.run import open_run
-from megasparse.tasks.scoring import predict_examples
 from megasparse.training.engines.build import build_engine
 from megasparse.training.ranks import start_ranks
 from tests.helpers.allocated import allocated_peak

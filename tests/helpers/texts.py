@@ -12,9 +12,8 @@ from megasparse.attention.cross import Source
 from megasparse.attention.heads import Padding
 from megasparse.config.schema import ModelConfig
 from megasparse.ops.random import RngContext
-from megasparse.tasks.encoding import Segments
-from megasparse.tasks.forms.sequence_to_sequence import SequenceToSequenceBody, TextModel
-from megasparse.tasks.forms.texts import EncodedText
+from megasparse.tasks.batches import Segments
+from megasparse.tasks.forms.texts import EncodedText, SequenceToSequenceBody, TextModel
 from megasparse.tasks.task import SourceLocation
 from tests.helpers.hub import made
 

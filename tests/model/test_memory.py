@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megasparse.attention.local import LocalAttentionConfig
-from megasparse.attention.lsh import LSHAttentionConfig
+from megasparse.config.attention import LocalAttentionConfig, LSHAttentionConfig
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import build_model
 from megasparse.ops.blocks import smaller_blocks

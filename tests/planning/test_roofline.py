@@ -6,7 +6,8 @@ import torch
 from megasparse.attention.contract import Attention
 from megasparse.attention.costs import Passes
 from megasparse.attention.heads import build_mechanism
-from megasparse.config.attention import MECHANISMS, AttentionConfig
+from megasparse.attention.mechanisms import MECHANISMS
+from megasparse.config.attention import AttentionConfig
 from megasparse.config.schema import ModelConfig
 from megasparse.planning.hardware import Hardware
 from megasparse.planning.roofline import PEAKS, least_seconds, peaks_of

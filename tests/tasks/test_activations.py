@@ -11,10 +11,9 @@ from megasparse.config.finetuning import HeadConfig
 from megasparse.errors import ConfigError
 from megasparse.hub.replace import replace_attention
 from megasparse.ops.random import RngContext
-from megasparse.tasks.activations import checkpoint_layers, store_layers
-from megasparse.tasks.backbones import HuggingFaceBody
+from megasparse.tasks.backbones import HuggingFaceBody, checkpoint_layers, store_layers
 from megasparse.tasks.batches import Inputs, Padded
-from megasparse.tasks.forms.label_model import TaskModel
+from megasparse.tasks.forms.labels import TaskModel
 from tests.helpers.peak_memory import PeakMemory
 
 BERT = BertConfig(

@@ -14,12 +14,11 @@ from megasparse.errors import CheckpointError, ConfigError, UserError
 from megasparse.hub.replace import replace_attention
 from megasparse.model.build import initialise
 from megasparse.ops.random import RngContext
-from megasparse.tasks.adapters import add_adapters
-from megasparse.tasks.backbones import HuggingFaceBody, MegasparseBody
+from megasparse.tasks.backbones import HuggingFaceBody, MegasparseBody, add_adapters
 from megasparse.tasks.batches import Inputs, Padded
-from megasparse.tasks.forms.label_model import TaskModel
-from megasparse.tasks.restore import restore_task
-from megasparse.tasks.scoring import answers, predict_examples
+from megasparse.tasks.evaluate import answers, predict_examples
+from megasparse.tasks.forms.labels import TaskModel
+from megasparse.tasks.run import restore_task
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
 from tests.helpers import finetuning
 

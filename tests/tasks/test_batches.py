@@ -9,9 +9,8 @@ import torch
 from megasparse.config.finetuning import HeadConfig
 from megasparse.data.batches import Batch
 from megasparse.ops.random import RngContext
-from megasparse.tasks.batches import ExampleBatches, Inputs, collate, fingerprint
-from megasparse.tasks.encoding import Encoded, Segments
-from megasparse.tasks.forms.label_model import TaskModel
+from megasparse.tasks.batches import Encoded, ExampleBatches, Inputs, Segments, collate, fingerprint
+from megasparse.tasks.forms.labels import TaskModel
 from megasparse.tasks.task import SourceLocation
 from megasparse.training.ranks import Ranks
 from tests.helpers.finetuning import our_body

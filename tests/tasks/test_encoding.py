@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from megasparse.config.finetuning import TaskConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, DataError
-from megasparse.tasks.encoding import Encoded, Encoder, Segments, cut
+from megasparse.tasks.batches import Encoded, Encoder, Segments, cut
 from megasparse.tasks.task import Example, SourceLocation, Task
 from tests.helpers.finetuning import WORDS, bert_tokenizer, write_tokenizer
 from tests.helpers.tokenizers import byte_level, written

@@ -9,7 +9,7 @@ import pytest
 
 from megasparse.errors import ConfigError
 from megasparse.tasks import build_task
-from megasparse.tasks.encoding import Encoded, Segments
+from megasparse.tasks.batches import Encoded, Segments
 from megasparse.tasks.form import FORM_CLASSES, Form, column, form_of
 from megasparse.tasks.forms.labels import LabelForm
 from megasparse.tasks.task import Example, SourceLocation

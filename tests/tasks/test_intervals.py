@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from megasparse.tasks.intervals import RESAMPLES, bootstrap_interval, t_interval
-from megasparse.tasks.metrics import METRICS
+from megasparse.tasks.metrics import METRICS, RESAMPLES, bootstrap_interval, t_interval
 
 
 def drawn(number=200, seed=0):

@@ -13,10 +13,9 @@ from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError, DataError, UserError
 from megasparse.evaluation.outputs import require_writable, whole_file
 from megasparse.tasks import TASK_MODULES, build_task
-from megasparse.tasks.encoding import Encoded, Segments
+from megasparse.tasks.batches import Encoded, Segments
+from megasparse.tasks.evaluate import FORMS, Prediction, predictions, write_predictions
 from megasparse.tasks.form import Form
-from megasparse.tasks.predictions import FORMS, predictions, write_predictions
-from megasparse.tasks.scoring import Prediction
 from megasparse.tasks.task import SourceLocation, Task
 from tests.helpers.finetuning import ENCODER, configured, form_for
 

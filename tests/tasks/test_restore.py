@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from megasparse.errors import CheckpointError, ConfigError
-from megasparse.tasks.predictions import predicted, read
-from megasparse.tasks.readers.sentence_polarity import SentencePolarity
-from megasparse.tasks.restore import restore_task
-from megasparse.tasks.scoring import answers
+from megasparse.tasks.evaluate import answers, predicted, read
+from megasparse.tasks.readers.reviews_and_news import SentencePolarity
+from megasparse.tasks.run import restore_task
 from tests.helpers.finetuning import ENCODER, bert, launch, reviews
 from tests.helpers.hub import checkpoint, encoder
 

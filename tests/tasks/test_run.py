@@ -10,10 +10,9 @@ import torch
 from transformers import BertModel
 
 from megasparse.errors import ConfigError, DataError
-from megasparse.tasks.encoding import Encoded
+from megasparse.tasks.batches import Encoded
 from megasparse.tasks.metrics import METRICS
-from megasparse.tasks.restore import restore_task
-from megasparse.tasks.run import open_run
+from megasparse.tasks.run import open_run, restore_task
 from megasparse.training.checkpoints.run_folder import list_checkpoints
 from megasparse.training.ranks import Ranks
 from tests.helpers.finetuning import (

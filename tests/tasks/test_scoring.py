@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.tasks.batches import Inputs
-from megasparse.tasks.encoding import Encoded, Segments
+from megasparse.tasks.batches import Encoded, Inputs, Segments
+from megasparse.tasks.evaluate import Prediction, answers, predict_examples, validation
 from megasparse.tasks.form import Form
-from megasparse.tasks.scoring import Prediction, answers, predict_examples, validation
 from megasparse.tasks.task import SourceLocation
 from megasparse.training.ranks import Ranks
 from megasparse.training.stopping.hooks import RunHooks, StopWanted

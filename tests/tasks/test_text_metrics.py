@@ -9,9 +9,7 @@ import sacrebleu
 from rouge_score.rouge_scorer import RougeScorer
 
 from megasparse.tasks.form import column
-from megasparse.tasks.intervals import bootstrap_interval
-from megasparse.tasks.metrics import METRICS
-from megasparse.tasks.text_metrics import signature
+from megasparse.tasks.metrics import METRICS, bootstrap_interval, signature
 
 LABELS = [
     "Ein Mann mit einem orangefarbenen Hut, der etwas anstarrt.",

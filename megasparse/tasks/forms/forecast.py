@@ -1,22 +1,166 @@
-"""Tasks that forecast the rows of a table. L rows read, H rows predicted, T columns predicted, C columns read."""
+"""Tasks that forecast the rows of a table, all at once (Informer's generative decoder, Zhou et al. 2020).
+
+B batch, L rows read, O of them seen by the decoder too, H rows predicted, C columns read, T columns predicted,
+F time features, E d_model.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megasparse.attention.contract import Targets
+from megasparse.attention.cross import Source
+from megasparse.attention.heads import Padding, projection
+from megasparse.attention.norm import Norm
 from megasparse.config.finetuning import FinetuneConfig
+from megasparse.config.parts import encoder_part
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError
-from megasparse.tasks.backbones import Backbone
-from megasparse.tasks.encoding import Counts, Encoded, Encoder
+from megasparse.model.block import mean_stream
+from megasparse.model.embedding import Positions
+from megasparse.model.encoder_decoder import SourceEncoder
+from megasparse.model.stack import Stack
+from megasparse.ops.random import RngContext
+from megasparse.tasks.backbones import Backbone, attention_settings
+from megasparse.tasks.batches import Counts, Encoded, Encoder, Movable
 from megasparse.tasks.form import Form
-from megasparse.tasks.forms.forecaster import ForecastBody, Forecaster, Windows
+from megasparse.tasks.forms.labels import DEVIATION, draw_normal
 from megasparse.tasks.readers.series import Series
 from megasparse.tasks.task import Example, Task
+
+
+@dataclass(frozen=True)
+class Windows(Movable):
+    """A micro-batch, scaled, fp32."""
+
+    values: Tensor
+    """The rows read, (B, L, C)."""
+    marks: Tensor
+    """Time features of the rows read and of those to predict, (B, L + H, F)."""
+    labels: Tensor | None
+    """The rows to predict, (B, H, T)."""
+
+    def numel(self) -> int:
+        """Number of rows read."""
+        return self.values.shape[0] * self.values.shape[1]
+
+
+class VectorEmbedding(nn.Module):
+    """The input at position t: a linear map of row t and of its time features, plus position t."""
+
+    def __init__(self, config: ModelConfig, width: int, shared: nn.Linear | None = None):
+        """Make an embedding of rows. width: C + F. shared: the linear map of another embedding."""
+        super().__init__()
+        self.linear = projection(width, config.d_model, biased=False) if shared is None else shared
+        self.positions = Positions(config)
+
+    def initialise(self, seed: int, name: str) -> None:
+        """Draw from a normal distribution of deviation 1/√(C + F): no larger than the positions."""
+        weight = self.linear.weight
+        draw_normal(weight, weight.shape[1] ** -0.5, seed, "initial weights", f"{name}.linear.weight")
+
+    def forward(self, rows: Tensor, first: int) -> Tensor:
+        """Embed rows. rows: (B, n, C + F), from position `first` on. Returns (B, n, E) fp32."""
+        x = self.linear(rows.to(self.linear.weight.dtype)).float()
+        positions = self.positions(first, x.shape[1], x.device)
+        return x if positions is None else x + positions.to(x.device, torch.float32)
+
+
+class VectorStacks(Stack):
+    """The decoder, and the encoder that it attends to."""
+
+    def __init__(self, config: ModelConfig, width: int):
+        embedding = VectorEmbedding(config, width)
+        super().__init__(config, embedding)
+        assert config.source is not None
+        source, shared = encoder_part(config), embedding.linear if config.source.shared_embedding else None
+        self.encoder = SourceEncoder(source, VectorEmbedding(source, width, shared))
+        self.norm = Norm(config)
+
+    def forward(self, read: Tensor, seen: Tensor, rng: RngContext, targets: Targets | None) -> tuple[Tensor, Tensor]:
+        """Run both stacks. read: (B, L, C + F), by the encoder. seen: (B, O + H, C + F), by the decoder. Returns the
+        mean of its streams, normalised, (B, O + H, E) fp32, and the sum of auxiliary losses.
+        """
+        memory, of_encoder, _ = self.encoder(read, rng, None, targets)
+        streams, own, _ = self.streams(seen, rng, Padding(), targets, source=Source(memory, None))
+        return self.norm(mean_stream(streams)), of_encoder + own
+
+
+class ForecastBody(Backbone):
+    """Body that reads windows. The decoder sees the last O rows, then H rows of zeros, of which the time features alone
+    are known, in one pass; its self-attention is causal.
+    """
+
+    causal, vocabulary = True, 1
+
+    def __init__(self, config: ModelConfig, width: int, overlap: int):
+        """Make the model. width: C + F. overlap: O."""
+        super().__init__()
+        assert config.source is not None
+        self.stack, self.overlap = VectorStacks(config, width), overlap
+        self.width, self.longest = config.d_model, config.source.length
+        mechanisms = [*self.stack.mechanisms(), *self.stack.encoder.mechanisms()]
+        self.task_weight = min(mechanism.task_weight for _, mechanism in mechanisms)
+        sides = (config.attention, config.source.attention)
+        self.pooled_sketch = any(each.smart_bird.objective == "pooled" for each in sides)
+
+    def forward(self, read: Any, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Run the model on windows. read: Windows. The states are those of the rows to predict, (B, H, E) fp32."""
+        length = read.values.shape[1]
+        first, horizon = max(0, length - self.overlap), read.marks.shape[1] - length
+        known = torch.cat([read.values, read.marks[:, :length]], dim=-1)
+        rows = F.pad(read.values[:, first:], (0, 0, 0, horizon))
+        seen = torch.cat([rows, read.marks[:, first:]], dim=-1)
+        targets = Targets(classes, None) if classes is not None and self.pooled_sketch else None
+        states, auxiliary = self.stack(known, seen, rng, targets)
+        return states[:, -horizon:], auxiliary
+
+    def attention(self) -> dict[str, Any]:
+        config = self.stack.config
+        return {"encoder": attention_settings(encoder_part(config)), "decoder": attention_settings(config)}
+
+
+class Forecaster(nn.Module):
+    """Model that predicts the targets of every row of the forecast by a linear layer; with `anchors` as
+    x̂ = level + f(x − level), where the level is the last row read (Zeng et al. 2023).
+    """
+
+    varying_token_counts = False
+
+    def __init__(self, body: ForecastBody, targets: int, seed: int, anchors: list[int] | None = None):
+        """Make the model and its output layer. anchors: each target's column; None predicts values as they are."""
+        super().__init__()
+        self.anchors = anchors
+        self.body, self.output = body, projection(body.width, targets, biased=True)
+        draw_normal(self.output.weight, DEVIATION, seed, "initial head", "output")
+
+    def forward(self, windows: Windows, rng: RngContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """The objective, mean squared error of a predicted number plus auxiliary losses; and the statistics of
+        tasks/form.py, an example weighing H·T. `predicted` is (B, H, T) fp32. Without labels the loss is 0.
+
+        Smart Bird's sketches learn whether an example's targets are above their training mean.
+        """
+        labels, classes = windows.labels, None
+        if labels is not None and rng.training:
+            classes = (labels.mean((1, 2)) > 0).long()
+        read, level = windows, windows.values[:, -1:]
+        if self.anchors is not None:
+            read = replace(windows, values=windows.values - level)
+        states, auxiliary = self.body(read, rng, classes)
+        predicted = self.output(states.to(self.output.weight.dtype)).float()
+        if self.anchors is not None:
+            predicted = predicted + level[..., self.anchors]
+        weights = torch.full((len(predicted),), float(predicted[0].numel()), device=predicted.device)
+        costs = torch.zeros_like(weights) if labels is None else (predicted - labels).square().sum((1, 2))
+        found = {"nats": costs.detach().sum(), "tokens": weights.sum()}
+        if not rng.training:
+            found |= {"predicted": predicted} | ({} if labels is None else {"costs": costs, "weights": weights})
+        return self.body.task_weight * costs.sum() / weights.sum() + auxiliary, found
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,237 @@
-"""Tasks that rank the items shown to a user by those chosen before: see news_recommendation.py. B impressions."""
+"""Tasks that rank the items shown to a user by those chosen before: NRMS (Wu et al. 2019).
+
+News are read by a pretrained body, users by attention over the news they clicked. B impressions, N distinct news of a
+batch, L length, H clicked news, C candidates, K negatives, M clicks, E width.
+"""
 
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from megasparse.attention.contract import AttentionContext
+from megasparse.attention.heads import AttentionLayer, Padding
+from megasparse.config.finetuning import HeadConfig, RecommendationConfig
+from megasparse.config.model_checks import check_model
+from megasparse.config.pattern import kinds
+from megasparse.config.schema import ModelConfig, PositionsConfig
 from megasparse.errors import ConfigError
+from megasparse.model.build import initialise
+from megasparse.ops.random import RngContext, derive, dropout, random_bits
 from megasparse.tasks.backbones import Backbone
-from megasparse.tasks.batches import MULTIPLE, collate, dummy_tokens
-from megasparse.tasks.encoding import Counts, Encoded, Encoder, Segments, require_vocabulary, separators_of
+from megasparse.tasks.batches import (
+    MULTIPLE,
+    Counts,
+    Encoded,
+    Encoder,
+    Movable,
+    Padded,
+    Segments,
+    collate,
+    dummy_tokens,
+    require_vocabulary,
+    separators_of,
+)
 from megasparse.tasks.form import Form
-from megasparse.tasks.forms.news_recommendation import Impressions, NewsRecommender
-from megasparse.tasks.ranking_metrics import ranking
+from megasparse.tasks.forms.labels import draw_normal
+from megasparse.tasks.metrics import ranking
 from megasparse.tasks.task import Example, SourceLocation
+
+HISTORY_LAYER = -2
+"""Layer number in the draws of the attention over clicked news, which is no layer of the body."""
+
+
+@dataclass(frozen=True)
+class Impressions(Movable):
+    """A micro-batch: each distinct news once, and the rows of it that each impression shows or has clicked."""
+
+    news: Padded
+    """Tokens of the news, (N, L)."""
+    numbers: Tensor
+    """(N,) int64 below 2^31: a function of each news' tokens, on which its dropout depends rather than on its row."""
+    history: Tensor
+    """(B, H) int64 rows of `news`, 0 behind the last one."""
+    clicks: Tensor
+    """(B,) int64: number of news in each history, may be 0."""
+    candidates: Tensor
+    """(B, C) int64 rows of `news`, 0 behind the last one."""
+    shown: Tensor
+    """(B,) int64: number of candidates of each impression."""
+    clicked: Tensor | None
+    """(B, C) bool; None where the files have no labels."""
+
+    def numel(self) -> int:
+        """Number of tokens of the news; training skips candidates that are neither clicked nor drawn as negatives."""
+        return int(self.news.lengths.sum())
+
+
+class AdditivePooling(nn.Module):
+    """Σ α_i·x_i, α = softmax_i(q·tanh(V·x_i + v)): the additive attention of both of NRMS' encoders (section 2)."""
+
+    def __init__(self, width: int, hidden: int, seed: int, name: str):
+        super().__init__()
+        self.dense, self.query = nn.Linear(width, hidden), nn.Linear(hidden, 1, bias=False)
+        nn.init.zeros_(self.dense.bias)
+        for part, layer in (("dense", self.dense), ("query", self.query)):
+            draw_normal(layer.weight, layer.weight.shape[1] ** -0.5, seed, "initial pooling", name, part)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Pool x (B, L, E) by additive attention over mask (B, L), true for one token at least. Returns (B, E) fp32."""
+        scores = self.query(torch.tanh(self.dense(x.to(self.dense.weight.dtype)))).squeeze(-1).float()
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        return (weights.unsqueeze(-1) * torch.where(mask.unsqueeze(-1), x.float(), 0.0)).sum(1)
+
+
+class NewsRecommender(nn.Module):
+    """Model that scores each candidate by the product u·r of the user's vector and the news' own.
+
+    r: additive pooling of the body's states of a title. u: multi-head self-attention over the vectors r of the clicked
+    news, then additive pooling; a user who clicked nothing has a learned vector, which begins as 0. Dropout before
+    both poolings. The width of the additive attentions is `head.hidden`.
+    """
+
+    varying_token_counts = True
+
+    def __init__(self, body: Backbone, config: RecommendationConfig, head: HeadConfig, seed: int):
+        """Raise ConfigError where the attention over clicked news does not fit."""
+        super().__init__()
+        self.body, self.negatives, self.rate = body, config.negatives, head.dropout
+        hidden, model = head.hidden or body.width, history_model(body.width, config)
+        self.news_pooling = AdditivePooling(body.width, hidden, seed, "news")
+        self.user_pooling = AdditivePooling(body.width, hidden, seed, "user")
+        self.attention = AttentionLayer(model, 0)
+        initialise(self.attention, model, derive(seed, "attention over clicked news"))
+        self.unknown_user = nn.Parameter(torch.zeros(body.width))
+        own = (self.attention.mechanism(kind).task_weight for kind in self.attention.split)
+        self.task_weight = min(body.task_weight, *own)
+
+    def forward(
+        self, batch: Impressions, rng: RngContext, divisor: float | None = None
+    ) -> tuple[Tensor, dict[str, Tensor | list[Tensor]]]:
+        """The objective, auxiliary losses included, and the statistics of tasks/form.py.
+
+        In training every click is an example of weight 1: its cost is −ln softmax of its score among those of itself
+        and K news of its impression that were not clicked. divisor: of the sum of costs, in place of M. Otherwise all
+        candidates are scored, `predicted` has a tensor (its candidates,) of scores for each impression, and an
+        impression costs the sum over its clicks of −ln softmax among the click and all its news that were not clicked.
+        """
+        if rng.training:
+            assert batch.clicked is not None
+            rows, chosen = drawn_negatives(batch, rng, self.negatives)
+            vectors, users, auxiliary = self._read(batch, chosen, rng)
+            scores = (users[rows].unsqueeze(1) * vectors[chosen]).sum(-1)
+            costs = -scores.log_softmax(-1)[:, 0]
+            count = torch.tensor(len(costs), device=costs.device)
+            loss = costs.sum() / (len(costs) if divisor is None else divisor)
+            found: dict[str, Tensor | list[Tensor]] = {"nats": costs.sum().detach(), "tokens": count}
+            return self.task_weight * loss + auxiliary, found
+        real = _first(batch.shown, batch.candidates.shape[1])
+        vectors, users, auxiliary = self._read(batch, batch.candidates[real], rng)
+        scores = (users.unsqueeze(1) * vectors[batch.candidates]).sum(-1)
+        found = {"predicted": [row[:count] for row, count in zip(scores, batch.shown.tolist(), strict=True)]}
+        loss, count = scores.new_zeros(()), scores.new_tensor(float(len(scores)))
+        if batch.clicked is not None:
+            others = scores.masked_fill(~real | batch.clicked, -torch.inf).logsumexp(-1, keepdim=True)
+            costs = torch.where(batch.clicked, F.softplus(others - scores), 0.0).sum(-1)
+            weights = batch.clicked.sum(-1).float()
+            loss, count = costs.sum() / weights.sum(), weights.sum()
+            found |= {"costs": costs, "weights": weights}
+        return self.task_weight * loss + auxiliary, found | {"nats": loss.detach() * count, "tokens": count}
+
+    def count_scored(self, batch: Impressions) -> Tensor:
+        """Number of clicks to predict."""
+        assert batch.clicked is not None
+        return batch.clicked.sum()
+
+    def _read(self, batch: Impressions, wanted: Tensor, rng: RngContext) -> tuple[Tensor, Tensor, Tensor]:
+        """The vectors of clicked and wanted news (N, E), 0 for others; those of users (B, E); auxiliary losses."""
+        mask = _first(batch.clicks, batch.history.shape[1])
+        needed = torch.cat([batch.history[mask], wanted.flatten()]).unique()
+        news = batch.news
+        read = Padded(news.tokens[needed], news.types[needed], news.lengths[needed])
+        own = replace(rng, samples=batch.numbers[needed])
+        states, auxiliary = self.body(read, own, self._popular(batch, needed) if rng.training else None)
+        real = _first(read.lengths, read.tokens.shape[1])
+        pooled = self.news_pooling(self._dropped(states, own, "news dropout"), real)
+        vectors = pooled.new_zeros(len(news.tokens), self.body.width).index_copy(0, needed, pooled)
+        users, further = self._users(vectors[batch.history], mask, rng)
+        return vectors, users, auxiliary + further
+
+    def _users(self, clicked: Tensor, mask: Tensor, rng: RngContext) -> tuple[Tensor, Tensor]:
+        """The users' vectors (B, E) fp32, and the auxiliary loss. clicked: (B, H, E). mask: (B, H)."""
+        known = mask.any(-1, keepdim=True)
+        seen = mask.clone()
+        seen[:, 0] = True  # else a user without clicks has a softmax over nothing, and NaN spreads
+        given = torch.where(mask.unsqueeze(-1), clicked, 0.0).to(self.attention.query.weight.dtype)
+        context = AttentionContext(HISTORY_LAYER, rng)
+        out, auxiliary, *_ = self.attention(given, context, Padding(None if bool(seen.all()) else seen))
+        users = self.user_pooling(self._dropped(out.float(), rng, "user dropout"), seen)
+        users = torch.where(known, users, self.unknown_user.float())
+        return users, users.new_zeros(()) if auxiliary is None else auxiliary
+
+    def _popular(self, batch: Impressions, needed: Tensor) -> Tensor:
+        """(needed,) int64: 1 for news that some user of the batch clicked, now or before; a sketch learns it."""
+        assert batch.clicked is not None
+        popular = batch.numbers.new_zeros(len(batch.numbers))
+        popular[batch.history[_first(batch.clicks, batch.history.shape[1])]] = 1
+        popular[batch.candidates[batch.clicked]] = 1
+        return popular[needed]
+
+    def _dropped(self, x: Tensor, rng: RngContext, purpose: str) -> Tensor:
+        if not rng.training:
+            return x
+        return dropout(x, self.rate, rng.key(-1, purpose), rng.rows(x.shape[1], x.device))
+
+
+def history_model(width: int, config: RecommendationConfig) -> ModelConfig:
+    """The one-layer encoder whose attention reads clicked news. Raises ConfigError naming task.recommendation."""
+    section = "task.recommendation"
+    if width % config.heads:
+        problem = f"{config.heads} heads do not divide the width of the news' vectors, {width}"
+        raise ConfigError(f"{section}.heads", problem, "Set it to a divisor")
+    model = ModelConfig(
+        kind="encoder", vocabulary=257, max_length=config.history, layers=1, d_model=width, heads=config.heads,
+        blocks="ordinary", activations="stored", positions=PositionsConfig(kind="none"), attention=config.attention,
+    )  # fmt: skip
+    if "smart_bird" in kinds(model):
+        problem = '"smart_bird" learns its choice from a label of each sequence, and a history has none'
+        raise ConfigError(f"{section}.attention.pattern", problem, "Choose another mechanism")
+    try:
+        check_model(model)
+    except ConfigError as error:
+        own = [text.replace("model.max_length", f"{section}.history") for text in (error.problem, error.hint)]
+        raise ConfigError(error.key.replace("model", section, 1), *own) from None
+    return model
+
+
+def drawn_negatives(batch: Impressions, rng: RngContext, count: int) -> tuple[Tensor, Tensor]:
+    """The impression of each click (M,), and the news that it is learned among: (M, 1 + count), the click first.
+
+    The others are drawn without replacement from those that its impression shows and that were not clicked; where
+    there are fewer, all of them in a drawn order, again and again. A draw depends on seed, step, the impression's
+    sample number and the click's column in it, and on nothing else.
+    """
+    assert batch.clicked is not None
+    width = batch.candidates.shape[1]
+    rows, column = batch.clicked.nonzero(as_tuple=True)
+    bits = random_bits(rng.key(-1, "negatives"), rng.rows(width, rows.device)[rows, column], width)
+    free = (_first(batch.shown, width) & ~batch.clicked)[rows]
+    order = bits.to(torch.int64).masked_fill(~free, 2**31).argsort(dim=-1, stable=True)
+    turns = torch.arange(count, device=rows.device) % free.sum(-1, keepdim=True)
+    chosen = torch.cat([column.unsqueeze(1), order.gather(1, turns)], dim=1)
+    return rows, batch.candidates[rows].gather(1, chosen)
+
+
+def _first(counts: Tensor, width: int) -> Tensor:
+    """A mask (…, width) of the first `counts` entries."""
+    return torch.arange(width, device=counts.device) < counts.unsqueeze(-1)
+
 
 CANDIDATES = 40
 """Number of candidates of a synthetic impression: about the mean of MIND."""

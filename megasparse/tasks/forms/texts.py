@@ -1,7 +1,10 @@
-"""Tasks whose answers are texts: translation, summaries, headlines. A source is its tokens and an end; so is its
-target, which the decoder predicts from a learned start vector on.
+"""Tasks whose answers are texts: translation, summaries, headlines. B batch, S source length, E width, N examples.
+
+A source is its tokens and an end; so is its target, which the decoder predicts from a learned start vector on.
+Micro-batches have about equally many tokens, of like length (Vaswani et al. 2017, section 5.1).
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,18 +12,134 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
+from megasparse.attention.contract import Targets
+from megasparse.attention.cross import Source
 from megasparse.config.finetuning import FinetuneConfig
+from megasparse.config.parts import encoder_part
 from megasparse.config.schema import ModelConfig
+from megasparse.data.batches import Batch, Step, Steps
+from megasparse.data.order import permutation
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError, DataError
-from megasparse.evaluation.beam import BeamSettings
-from megasparse.tasks.backbones import Backbone
-from megasparse.tasks.batches import dummy_tokens
-from megasparse.tasks.encoding import Counts, Encoded, Encoder, require_vocabulary
+from megasparse.evaluation.beam import BeamSettings, search_with
+from megasparse.model.encoder_decoder import EncoderDecoder
+from megasparse.model.stack import mean_cost
+from megasparse.ops.random import RngContext
+from megasparse.tasks.backbones import Backbone, attention_settings
+from megasparse.tasks.batches import (
+    Collate,
+    Counts,
+    Encoded,
+    Encoder,
+    Movable,
+    Padded,
+    dummy_tokens,
+    require_vocabulary,
+)
 from megasparse.tasks.form import Form
-from megasparse.tasks.forms.sequence_to_sequence import SequenceToSequenceBody, TextModel, Texts, side_by_side
 from megasparse.tasks.task import Example, SourceLocation, Task
+from megasparse.training.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Texts(Movable):
+    """A micro-batch of sources and targets."""
+
+    source: Padded
+    target: Padded | None
+    """Targets; None where some example has none."""
+    rule: BeamSettings
+    """Settings of the search for answers."""
+
+    def numel(self) -> int:
+        """Number of tokens read and predicted, without padding."""
+        target = 0 if self.target is None else int(self.target.lengths.sum())
+        return int(self.source.lengths.sum()) + target
+
+
+def side_by_side(sequences: Sequence[np.ndarray]) -> Padded:
+    """Sequences of token ids, at least 1 each, padded to the longest."""
+    tokens = pad_sequence([torch.from_numpy(each) for each in sequences], batch_first=True)
+    return Padded(tokens, torch.zeros_like(tokens), torch.tensor([len(each) for each in sequences]))
+
+
+class SequenceToSequenceBody(Backbone):
+    """One of our encoder–decoders, whole: all weights of a checkpoint of its pretraining."""
+
+    causal = False
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        assert config.source is not None
+        self.stack = EncoderDecoder(config)
+        self.width, self.vocabulary, self.longest = config.d_model, config.vocabulary, config.source.length
+        self.task_weight = self.stack.task_weight
+
+    def forward(
+        self, read: Padded, rng: RngContext, classes: Tensor | None, answer: Targets | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The encoder's states (B, S, E) fp32 of the sources, and the sum of its mechanisms' losses. answer: the
+        targets' tokens, from which the encoder's sketch learns.
+        """
+        states, auxiliary, _ = self.stack.encoder(read.tokens, rng, read.mask, answer)
+        return states, auxiliary
+
+    def attention(self) -> dict[str, Any]:
+        """The settings of both sides; the decoder's attention to the source is `source`'s `cross_attention`."""
+        config = self.stack.config
+        assert config.source is not None
+        own = {**attention_settings(encoder_part(config)), "cross_attention": config.source.cross_attention}
+        return {**attention_settings(config), "source": own}
+
+
+class TextModel(nn.Module):
+    """−ln p(target | source), summed over the target's tokens, its end among them (Vaswani et al. 2017)."""
+
+    varying_token_counts = True
+
+    def __init__(self, body: SequenceToSequenceBody):
+        super().__init__()
+        self.body = body
+
+    def count_scored(self, batch: Texts) -> Tensor:
+        """Number of tokens of the targets."""
+        assert batch.target is not None
+        return batch.target.lengths.sum()
+
+    def forward(self, batch: Texts, rng: RngContext, divisor: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """The objective, mean nats of a target token (in training with label smoothing) plus auxiliary losses; and the
+        statistics of tasks/form.py, a token weighing 1, and `accuracy`. Without targets the loss is 0.
+
+        Out of training `predicted` has the token ids (n,) of each example's best hypothesis, without its end; a single
+        NaN where the model's probabilities are not finite.
+        """
+        stack = self.body.stack
+        answer = None if batch.target is None else Targets(batch.target.tokens, batch.target.mask, answer=True)
+        states, auxiliary = self.body(batch.source, rng, None, answer)
+        memory = Source(states, batch.source.mask)
+        loss = torch.zeros((), device=states.device)
+        found: dict[str, Any] = {"nats": loss, "tokens": loss}
+        if batch.target is not None:
+            target = batch.target
+            scores, cost, own, statistics = stack.score_targets(target.tokens, rng, target.mask, memory)
+            loss, predicted = mean_cost(scores, cost, divisor)
+            auxiliary, found = auxiliary + own, statistics | predicted
+            if not rng.training:
+                found["costs"] = torch.where(scores.scored, scores.nats, 0.0).sum(1)
+                found["weights"] = target.lengths.float()
+        if not rng.training:
+            found["predicted"] = self._best(memory, rng, batch.rule)
+        return self.body.task_weight * loss + auxiliary, found
+
+    def _best(self, memory: Source, rng: RngContext, rule: BeamSettings) -> list[Tensor]:
+        stack = self.body.stack
+        nothing = torch.zeros(len(memory.states), 0, dtype=torch.int64, device=memory.states.device)
+        best = search_with(stack, nothing, stack.cache_beside(memory, rng), rule)
+        return [torch.tensor(each[0].tokens if each else [math.nan], dtype=torch.float64) for each in best]
+
 
 DUMMY_ANSWER = 4
 """Number of tokens of the answers that memory is measured with."""
@@ -165,3 +284,96 @@ class TextForm(Form):
             problem = f'{len(texts)} given, and an example of "{self.task.name}" has 1'
             raise ConfigError("--text", problem, "Give it once")
         return Example(tuple(texts), None, SourceLocation(Path("--text")), "0")
+
+
+POOL = 8192
+"""Number of examples that are sorted by length together."""
+PACKS = 1
+"""Key of the permutation of an epoch's packs, beside that of its examples."""
+
+
+def sizes_of(examples: Sequence[EncodedText], most: int) -> np.ndarray:
+    """Tokens of each source and target (N, 2). Raises DataError for an example that fits into no pack of `most`."""
+    sizes = np.array([(len(x.source), 0 if x.target is None else len(x.target)) for x in examples], dtype=np.int64)
+    if (too_long := np.flatnonzero(sizes.sum(1) > most)).size:
+        example, tokens = examples[too_long[0]], sizes[too_long[0]].sum()
+        problem = f"{tokens:,} tokens with its answer's are more than training.micro_batch = {most:,}"
+        hint = f"Raise it to {sizes.sum(1).max()} or more, or lower task.max_length"
+        raise DataError(str(example.location), problem, hint)
+    return sizes
+
+
+def packed(sizes: np.ndarray, most: int, seed: int, epoch: int) -> list[np.ndarray]:
+    """The numbers of the examples of each pack of an epoch: a pure function of the arguments, every example once.
+
+    Examples in random order are sorted in pools, by their source's length, of equal ones by their target's; a pack
+    takes the next ones as long as its padded sources and targets together are at most `most` tokens. Packs are then put
+    in random order.
+    """
+    order = permutation(len(sizes), seed, epoch)
+    packs: list[np.ndarray] = []
+    for first in range(0, len(order), POOL):
+        pool = order[first : first + POOL]
+        pool = pool[np.lexsort((sizes[pool, 1], sizes[pool, 0]))]
+        begin = longest_source = longest_target = 0
+        for index, (source, target) in enumerate(sizes[pool].tolist()):
+            longest_source, longest_target = max(longest_source, source), max(longest_target, target)
+            if (index + 1 - begin) * (longest_source + longest_target) > most:
+                packs.append(pool[begin:index])
+                begin, longest_source, longest_target = index, source, target
+        packs.append(pool[begin:])
+    return [packs[i] for i in permutation(len(packs), seed, epoch, PACKS)]
+
+
+class TokenBatches(Steps):
+    """Endless iterator of `Step`s over examples in memory: the packs of one epoch follow those of another.
+
+    A step takes the next global_batch/micro_batch packs whatever the number of ranks, of which rank r has every
+    world_size-th from the r-th on. Its position counts examples, and each keeps the global sample number that its draws
+    depend on.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[EncodedText],
+        *,
+        seed: int,
+        global_batch: int,
+        micro_batch: int,
+        ranks: Ranks,
+        collate: Collate,
+        start: int = 0,
+    ):
+        """Prepare the batches of a run. global_batch, micro_batch: in tokens, the first a multiple of the second times
+        the ranks. start: a checkpoint's position.
+
+        Raises DataError as `sizes_of` does, and ConfigError where other packs led to `start`.
+        """
+        assert global_batch % (micro_batch * ranks.world_size) == 0
+        self.examples, self.seed, self.most = examples, seed, micro_batch
+        self.packs_a_step, self.ranks, self.collate = global_batch // micro_batch, ranks, collate
+        self.sizes, self.position = sizes_of(examples, micro_batch), start
+        epoch, passed = divmod(start, len(examples))
+        self._packs = self._from(epoch)
+        while passed > 0:
+            passed -= len(next(self._packs))
+        if passed:
+            problem = f"{micro_batch}, and the checkpoint's position ({start}) is the end of no batch of such a size"
+            raise ConfigError("training.micro_batch", problem, "Put back the one that the run began with")
+
+    def __next__(self) -> Step:
+        found: list[tuple[np.ndarray, torch.Tensor]] = []
+        for _ in range(self.packs_a_step):
+            pack = next(self._packs)
+            found.append((pack, torch.arange(self.position, self.position + len(pack))))
+            self.position += len(pack)
+        batches = [
+            Batch(self.collate([self.examples[i] for i in pack]), samples, self.position)
+            for pack, samples in found[self.ranks.rank :: self.ranks.world_size]
+        ]
+        return Step(batches, self.position, 0.0)
+
+    def _from(self, epoch: int) -> Iterator[np.ndarray]:
+        while True:
+            yield from packed(self.sizes, self.most, self.seed, epoch)
+            epoch += 1

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megasparse.errors import DataError
-from megasparse.tasks.readers.mind_topics import COLUMNS as NEWS_COLUMNS
+from megasparse.tasks.readers.reviews_and_news import COLUMNS as NEWS_COLUMNS
 from megasparse.tasks.readers.rows import tab_separated
 from megasparse.tasks.task import Example, SourceLocation, Task, existing
 

@@ -1,5 +1,4 @@
-"""Files of rows, one example a row: tab-separated, CSV, JSON lines; every error names file and line, and says what to
-do.
+"""Files of rows, one example a row: tab-separated, CSV, JSON lines; every error names file and line, and what to do.
 
 A file whose name ends in .gz is decompressed as it is read, and so is the one file of an archive that ends in .zip.
 """
@@ -16,8 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megasparse.errors import DataError, did_you_mean
-from megasparse.tasks.skipping import Skipping
-from megasparse.tasks.task import Example, SourceLocation, Task
+from megasparse.tasks.task import Example, Skipping, SourceLocation, Task
 
 LONGEST_FIELD = 1 << 30
 UNREADABLE = (OSError, EOFError, zlib.error, zipfile.BadZipFile, RuntimeError)

@@ -1,8 +1,4 @@
-"""Tables of numbers by date: windows of rows are read, and the rows after them predicted (Zhou et al. 2020).
-
-N rows, C columns, L rows read, H rows predicted. Numbers are scaled by the mean and the standard deviation that their
-column has in the training rows.
-"""
+"""Forecasts of time series: ETT, Electricity and others, and the features of their dates."""
 
 import json
 import math
@@ -15,10 +11,61 @@ import numpy as np
 
 from megasparse.config.finetuning import ForecastConfig, TaskConfig
 from megasparse.errors import ConfigError, DataError
-from megasparse.tasks.readers import calendar
-from megasparse.tasks.readers.parts import parts_of, split_name
 from megasparse.tasks.readers.rows import comma_separated, field
-from megasparse.tasks.task import Example, SourceLocation, Task
+from megasparse.tasks.task import Example, SourceLocation, Task, parts_of, split_name
+
+HOUR, DAY = 3600.0, 86400.0
+"""Seconds."""
+HINT = "Put the rows in order of time, one each step, and fill the gaps"
+
+
+def parse_date(text: str, location: SourceLocation) -> datetime:
+    """Parse a date and time. Raises DataError for anything else, and for a time zone, whose days vary in length."""
+    try:
+        found = datetime.fromisoformat(text.strip())
+    except ValueError:
+        problem = f'"{text[:80]}" is no date and time'
+        raise DataError(str(location), problem, "Write it as 2016-07-01 13:00:00") from None
+    if found.tzinfo is not None:
+        raise DataError(
+            str(location), f'"{text[:80]}" names a time zone', "Give all times in one zone, without its name"
+        )
+    return found
+
+
+def require_step(earlier: datetime, later: datetime, step: timedelta | None, location: SourceLocation) -> timedelta:
+    """The step from a row to the next. Raises DataError where it is not `step`, unless that is None (not yet known)."""
+    own = later - earlier
+    if own <= timedelta(0):
+        raise DataError(str(location), f"{later} comes after {earlier}, which is no earlier", HINT)
+    if step is not None and own != step:
+        raise DataError(str(location), f"{later} is {own} after the row before it, where a step is {step}", HINT)
+    return own
+
+
+def time_features(dates: np.ndarray, step: float) -> np.ndarray:
+    """Informer's time features (Zhou et al. 2020), float64 (N, 4), each from −1/2 to 1/2: hour of the day/23, day of
+    the week/6 (from Monday), day of the month/30 and day of the year/365 (both counted from 0), less 1/2 each. Where
+    the step is no whole number of hours, the minute of the hour/59 comes first, (N, 5).
+
+    dates: (N,) datetime64. step: in seconds.
+    """
+    days = dates.astype("datetime64[D]")
+    minutes = (dates - days) // np.timedelta64(1, "m")
+    parts = [
+        (minutes // 60, 23),
+        ((days.astype(np.int64) + 3) % 7, 6),  # 1970-01-01 was a Thursday
+        ((days - days.astype("datetime64[M]")).astype(np.int64), 30),
+        ((days - days.astype("datetime64[Y]")).astype(np.int64), 365),
+    ]
+    if step % HOUR:
+        parts.insert(0, (minutes % 60, 59))
+    return np.stack([values / largest - 0.5 for values, largest in parts], axis=1)
+
+
+def season(step: float) -> int | None:
+    """Number of rows a day; None where a day is not two or more whole steps."""
+    return round(DAY / step) if step <= DAY / 2 and DAY % step == 0 else None
 
 
 class Rows(NamedTuple):
@@ -72,7 +119,7 @@ class Series(Task):
     @property
     def time_features(self) -> int:
         """Number of time features of a row."""
-        return calendar.features(np.array(["2000-01-01"], dtype="datetime64[us]"), self.step).shape[1]
+        return time_features(np.array(["2000-01-01"], dtype="datetime64[us]"), self.step).shape[1]
 
     @property
     def target_places(self) -> list[int]:
@@ -104,7 +151,7 @@ class Series(Task):
         last = np.datetime64(rows.dates[-1])
         further = last + np.timedelta64(timedelta(seconds=self.step)) * np.arange(1, horizon + 1)
         dates = np.concatenate([np.array(rows.dates, dtype="datetime64[us]"), further])
-        marks = calendar.features(dates, self.step)
+        marks = time_features(dates, self.step)
         for first in begins:
             now = first + length
             label = None if part is None else targets[now : now + horizon]
@@ -187,11 +234,11 @@ def _rows(file: Path, date: str, columns: list[str] | None, step: timedelta | No
     dates: list[datetime] = []
     values: list[list[float]] = []
     for location, row in comma_separated(file):
-        when = calendar.date(field(row, date, location), location)
+        when = parse_date(field(row, date, location), location)
         if columns is None:
             columns = [name for name in row if name != date]
         if dates:
-            step = calendar.require_step(dates[-1], when, step, location)
+            step = require_step(dates[-1], when, step, location)
         lines.append(location.line or 0)
         dates.append(when)
         values.append([_number(field(row, column, location), column, location) for column in columns])

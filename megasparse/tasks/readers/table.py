@@ -1,4 +1,4 @@
-"""One's own data: a table with a column of texts, or two columns of pairs, and a column of labels."""
+"""Your own tables: texts with a label, or with a text that answers them."""
 
 import json
 import math
@@ -11,6 +11,7 @@ from megasparse.config.finetuning import TaskConfig
 from megasparse.config.shipped import find_file
 from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.readers.rows import comma_separated, field, json_lines, tab_separated
+from megasparse.tasks.readers.texts import ROUGE, TextTask, names_of
 from megasparse.tasks.task import Example, SourceLocation, Task
 
 READERS: dict[str, Callable[[Path], Iterator[tuple[SourceLocation, dict[str, Any]]]]] = {
@@ -126,3 +127,25 @@ def _label_text(value: Any, column: str, location: SourceLocation) -> str:
 def _number(label: str) -> float | None:
     number = float(label) if NUMBER.fullmatch(label) else math.inf
     return number if math.isfinite(number) else None
+
+
+class TextTable(TextTask):
+    """A CSV, TSV or JSONL file as `table` reads it. `task.text` names the column of the texts, `task.label` that of
+    their answers. The file to train on is the task's source; a row without the column of answers has no label.
+    """
+
+    name = "text_table"
+    source_is_file: ClassVar[bool] = True
+    metrics = (*ROUGE, "bleu", "chrf")
+
+    def __init__(self, config: TaskConfig):
+        super().__init__(config)
+        self.source, self.answer = names_of(config)
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        return {"train": [folder]}
+
+    def read(self, file: Path) -> Iterator[Example]:
+        for number, (location, row) in enumerate(table_rows(file)):
+            label = text_of(row, self.answer, location).strip() if self.answer in row else None
+            yield Example((text_of(row, self.source, location),), label, location, str(number))

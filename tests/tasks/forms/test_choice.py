@@ -14,10 +14,8 @@ from megasparse.errors import ConfigError, DataError
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks import build_task
 from megasparse.tasks.backbones import Backbone, HuggingFaceBody
-from megasparse.tasks.batches import Padded, fingerprint
-from megasparse.tasks.encoding import Segments
-from megasparse.tasks.forms.choice import Choice, ChoiceEncoder, ChoiceForm
-from megasparse.tasks.forms.choice_model import ChoiceBatch, ChoiceModel, EncodedChoice
+from megasparse.tasks.batches import Padded, Segments, fingerprint
+from megasparse.tasks.forms.choice import Choice, ChoiceBatch, ChoiceEncoder, ChoiceForm, ChoiceModel, EncodedChoice
 from megasparse.tasks.task import SourceLocation
 from tests.helpers.finetuning import WORDS, bert, bert_tokenizer, configured, our_body
 from tests.helpers.tokenizers import written

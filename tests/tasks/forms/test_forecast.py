@@ -12,17 +12,15 @@ import torch
 from sklearn.metrics import mean_absolute_error, mean_squared_error
 
 from launch import evaluate, predict
-from megasparse.config.attention import MECHANISMS
+from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_settings, load_settings
 from megasparse.errors import ConfigError
 from megasparse.ops.random import RngContext
-from megasparse.tasks.activations import count_layers, set_activations
-from megasparse.tasks.forms.forecast import ForecastForm
-from megasparse.tasks.forms.forecaster import Windows
+from megasparse.tasks.backbones import count_layers, set_activations
+from megasparse.tasks.forms.forecast import ForecastForm, Windows
 from megasparse.tasks.memory_check import predict as predicted_memory
-from megasparse.tasks.restore import restore_task
-from megasparse.tasks.run import TaskRun, read_split
+from megasparse.tasks.run import TaskRun, read_split, restore_task
 from megasparse.training.ranks import Ranks
 from tests.helpers import finetuning
 from tests.helpers.models import SMALL, can_be_causal, encoder_names

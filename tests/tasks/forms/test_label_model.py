@@ -16,9 +16,8 @@ from megasparse.config.finetuning import HeadConfig
 from megasparse.hub.replace import mechanisms, replace_attention
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks.backbones import Backbone, HuggingFaceBody
-from megasparse.tasks.batches import Inputs, Padded, collate
-from megasparse.tasks.encoding import Encoded, Segments
-from megasparse.tasks.forms.label_model import Head, TaskModel
+from megasparse.tasks.batches import Encoded, Inputs, Padded, Segments, collate
+from megasparse.tasks.forms.labels import Head, TaskModel
 from megasparse.tasks.task import SourceLocation
 from tests.helpers.finetuning import bert, our_body
 

@@ -14,14 +14,12 @@ from megasparse.config.attention import AttentionConfig
 from megasparse.config.finetuning import HeadConfig, RecommendationConfig
 from megasparse.errors import ConfigError
 from megasparse.ops.random import EVALUATION_STEP, RngContext
-from megasparse.tasks.batches import Padded
-from megasparse.tasks.encoding import Encoded
-from megasparse.tasks.forms.news_recommendation import Impressions, NewsRecommender, drawn_negatives
-from megasparse.tasks.forms.ranking import Impression
+from megasparse.tasks.batches import Encoded, Padded
+from megasparse.tasks.evaluate import predict_examples
+from megasparse.tasks.forms.ranking import Impression, Impressions, NewsRecommender, drawn_negatives
 from megasparse.tasks.memory_check import predict
 from megasparse.tasks.metrics import METRICS
 from megasparse.tasks.run import TaskRun
-from megasparse.tasks.scoring import predict_examples
 from megasparse.training.ranks import Ranks
 from tests.helpers.finetuning import ENCODER, assert_resumes, launch, opened, our_body, plain
 from tests.helpers.mind import mind

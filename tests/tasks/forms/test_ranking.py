@@ -15,13 +15,11 @@ from megasparse.config.finetuning import RecommendationConfig, TaskConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.tasks import build_task
-from megasparse.tasks.batches import fingerprint
-from megasparse.tasks.encoding import Encoded
+from megasparse.tasks.batches import Encoded, fingerprint
+from megasparse.tasks.evaluate import write_predictions
 from megasparse.tasks.form import column
 from megasparse.tasks.forms.ranking import Impression, RankingEncoder, RankingForm
-from megasparse.tasks.metrics import LOWER_IS_BETTER, METRICS
-from megasparse.tasks.predictions import write_predictions
-from megasparse.tasks.ranking_metrics import ranking
+from megasparse.tasks.metrics import LOWER_IS_BETTER, METRICS, ranking
 from megasparse.tasks.task import Example, SourceLocation
 from tests.helpers.finetuning import ENCODER, configured, our_body
 

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from megasparse.config.schema import ModelConfig
 from megasparse.evaluation.beam import BeamSettings, length_penalty
 from megasparse.ops.random import EVALUATION_STEP, RngContext
-from megasparse.tasks.forms.sequence_to_sequence import SequenceToSequenceBody, TextModel, Texts, side_by_side
-from megasparse.tasks.forms.texts import EncodedText
+from megasparse.tasks.forms.texts import EncodedText, SequenceToSequenceBody, TextModel, Texts, side_by_side
 from tests.helpers.models import attention, named, small_pair
 from tests.helpers.texts import example, logits, text_model
 

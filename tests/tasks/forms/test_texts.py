@@ -12,13 +12,11 @@ from megasparse.errors import ConfigError, DataError
 from megasparse.ops import positions
 from megasparse.ops.random import RngContext
 from megasparse.tasks.batches import MULTIPLE, fingerprint
+from megasparse.tasks.evaluate import answers, predict_examples, predict_texts
 from megasparse.tasks.form import Form
-from megasparse.tasks.forms.sequence_to_sequence import TextModel
+from megasparse.tasks.forms.texts import TextModel
 from megasparse.tasks.memory_check import predict
-from megasparse.tasks.predictions import predict_texts
-from megasparse.tasks.restore import restore_task
-from megasparse.tasks.run import TaskRun
-from megasparse.tasks.scoring import answers, predict_examples
+from megasparse.tasks.run import TaskRun, restore_task
 from megasparse.tasks.task import Example, SourceLocation
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.ranks import Ranks

@@ -11,9 +11,8 @@ import torch
 from megasparse.data.batches import Step
 from megasparse.errors import ConfigError, DataError
 from megasparse.evaluation.beam import BeamSettings
-from megasparse.tasks.forms import token_batches
-from megasparse.tasks.forms.sequence_to_sequence import Texts, side_by_side
-from megasparse.tasks.forms.token_batches import TokenBatches, packed, sizes_of
+from megasparse.tasks.forms import texts
+from megasparse.tasks.forms.texts import Texts, TokenBatches, packed, side_by_side, sizes_of
 from megasparse.training.ranks import Ranks
 from tests.helpers.texts import example
 
@@ -69,9 +68,9 @@ def test_a_pack_takes_what_fits_and_no_less():
 
 def test_pools_are_sorted_each_for_itself(monkeypatch):
     whole = packed(SIZES, MOST, 3, 0)
-    monkeypatch.setattr(token_batches, "POOL", 16)
+    monkeypatch.setattr(texts, "POOL", 16)
     packs = packed(SIZES, MOST, 3, 0)
-    order = token_batches.permutation(len(SIZES), 3, 0).tolist()
+    order = texts.permutation(len(SIZES), 3, 0).tolist()
     pools = [{order.index(i) // 16 for i in pack} for pack in packs]
     assert all(len(pool) == 1 for pool in pools) and {min(pool) for pool in pools} == {0, 1, 2, 3}
     assert sorted(np.concatenate(packs)) == list(range(len(SIZES))) and len(packs) > len(whole)

@@ -2,7 +2,7 @@ import pytest
 
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import DataError
-from megasparse.tasks.encoding import Encoder
+from megasparse.tasks.batches import Encoder
 from megasparse.tasks.task import split_files
 
 REVIEWS = {

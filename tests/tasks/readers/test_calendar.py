@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megasparse.errors import DataError
-from megasparse.tasks.readers.calendar import date, features, require_step, season
+from megasparse.tasks.readers.series import parse_date, require_step, season, time_features
 from megasparse.tasks.task import SourceLocation
 
 PLACE = SourceLocation(Path("a.csv"), 7)
@@ -18,7 +18,7 @@ def test_features_are_those_of_datetime(minutes):
     """Over leap years, ends of years, and before 1970."""
     for start in (datetime(2016, 2, 27, 21, 30), datetime(1968, 12, 30, 3), datetime(2023, 12, 31, 23, 45)):
         dates = [start + i * timedelta(minutes=minutes) for i in range(400)]
-        found = features(np.array(dates, dtype="datetime64[us]"), minutes * 60.0)
+        found = time_features(np.array(dates, dtype="datetime64[us]"), minutes * 60.0)
         wanted = [
             [one.hour / 23, one.weekday() / 6, (one.day - 1) / 30, (one.timetuple().tm_yday - 1) / 365] for one in dates
         ]
@@ -30,26 +30,26 @@ def test_features_are_those_of_datetime(minutes):
 
 def test_features_by_hand():
     """Friday, 1 July 2016, 13:00: the 183rd day of a leap year."""
-    found = features(np.array(["2016-07-01T13:00"], dtype="datetime64[us]"), 3600.0)
+    found = time_features(np.array(["2016-07-01T13:00"], dtype="datetime64[us]"), 3600.0)
     assert found.tolist() == [[13 / 23 - 0.5, 4 / 6 - 0.5, -0.5, 182 / 365 - 0.5]]
-    monday = features(np.array(["2024-12-30T00:59"], dtype="datetime64[us]"), 60.0)
+    monday = time_features(np.array(["2024-12-30T00:59"], dtype="datetime64[us]"), 60.0)
     assert monday.tolist() == [[0.5, -0.5, -0.5, 29 / 30 - 0.5, 364 / 365 - 0.5]]
 
 
 def test_dates_are_read():
-    assert date("2016-07-01 13:00:00", PLACE) == datetime(2016, 7, 1, 13)
-    assert date(" 2016-07-01", PLACE) == datetime(2016, 7, 1)
+    assert parse_date("2016-07-01 13:00:00", PLACE) == datetime(2016, 7, 1, 13)
+    assert parse_date(" 2016-07-01", PLACE) == datetime(2016, 7, 1)
 
 
 @pytest.mark.parametrize("text", ["", "yesterday", "2016-02-30 00:00:00", "1/7/2016 13:00", "nan"])
 def test_what_is_no_date_is_refused(text):
     with pytest.raises(DataError, match=rf'a\.csv:7: "{text}" is no date and time. Write it as 2016-07-01 13:00:00'):
-        date(text, PLACE)
+        parse_date(text, PLACE)
 
 
 def test_a_time_zone_is_refused():
     with pytest.raises(DataError, match=r"a\.csv:7: .* names a time zone. Give all times in one zone"):
-        date("2016-07-01 13:00:00+02:00", PLACE)
+        parse_date("2016-07-01 13:00:00+02:00", PLACE)
 
 
 def test_steps_are_equal_and_forward():

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from megasparse.errors import DataError
-from megasparse.tasks.readers.grey_cifar10 import grey
+from megasparse.tasks.readers.long_range_arena import grey
 from megasparse.tasks.task import split_files
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

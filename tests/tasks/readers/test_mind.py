@@ -9,11 +9,10 @@ import pytest
 from megasparse.config.finetuning import FinetuneConfig, RecommendationConfig, TaskConfig
 from megasparse.errors import DataError
 from megasparse.tasks import build_task
-from megasparse.tasks.encoding import Segments
+from megasparse.tasks.batches import Segments
 from megasparse.tasks.forms.ranking import Impression, ImpressionTable
 from megasparse.tasks.run import read_examples
-from megasparse.tasks.sources import chosen_files
-from megasparse.tasks.task import Example, SourceLocation, Task, split_files
+from megasparse.tasks.task import Example, SourceLocation, Task, chosen_files, split_files
 from tests.helpers.mind import behaviors_row, mind, news_row, split_folder
 
 NEWS = [

@@ -12,8 +12,7 @@ from sklearn.preprocessing import StandardScaler
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError, DataError
 from megasparse.tasks import build_task
-from megasparse.tasks.readers.calendar import features
-from megasparse.tasks.readers.series import ETTh1, Series
+from megasparse.tasks.readers.series import ETTh1, Series, time_features
 from megasparse.tasks.task import Example, split_files
 from tests.helpers.series import COLUMNS, HOUR, START, numbers, series, write
 
@@ -54,7 +53,7 @@ def test_windows_of_a_split(file, split, predicted):
         read, marks = example.inputs
         np.testing.assert_allclose(read, scaled[now - L : now], rtol=1e-12)
         np.testing.assert_allclose(example.label, scaled[now : now + H], rtol=1e-12)
-        wanted = features(np.array(dates[now - L : now + H], dtype="datetime64[us]"), 3600.0)
+        wanted = time_features(np.array(dates[now - L : now + H], dtype="datetime64[us]"), 3600.0)
         np.testing.assert_array_equal(marks, wanted)
         assert example.name == str(dates[now])
         assert str(example.location) == f"{file}:{now + 1}"  # of the last row read, under the line of names
@@ -111,7 +110,7 @@ def test_a_resolved_task_needs_no_training_file(file, tmp_path):
     wanted = next(each for each in before if each.name == str(START + 96 * HOUR)).inputs
     np.testing.assert_array_equal(found.inputs[0][:-1], wanted[0][1:])  # one row later
     np.testing.assert_array_equal(found.inputs[1][:-1], wanted[1][1:])
-    later = features(np.array([START + (97 + H - 1) * HOUR], dtype="datetime64[us]"), 3600.0)
+    later = time_features(np.array([START + (97 + H - 1) * HOUR], dtype="datetime64[us]"), 3600.0)
     np.testing.assert_array_equal(found.inputs[1][-1:], later)
 
 

@@ -18,7 +18,7 @@ from megasparse.errors import CheckpointError
 from megasparse.evaluation.restore import restore
 from megasparse.hub.export import to_hf
 from megasparse.model import build, stack
-from megasparse.tasks.restore import restore_task
+from megasparse.tasks.run import restore_task
 from megasparse.training.checkpoints import checkpoint, manifest
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
 from megasparse.training.checkpoints.manifest import MANIFEST, seal

@@ -1,0 +1,385 @@
+"""The tasks of the Long Range Arena (Tay et al. 2021): ListOps, bytes of reviews and papers, pixels.
+
+ListOps' generator is LRA's: trees of MIN, MAX, MED and SM over digits.
+"""
+
+import hashlib
+import os
+import random
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from megasparse.data.corpora.cifar10 import BATCHES, PICKLED, RECORD, RECORDS, SIDE
+from megasparse.data.corpora.number_files import natural
+from megasparse.data.corpora.pixels import MOST_BYTES, SUFFIXES, decode
+from megasparse.errors import ConfigError, DataError
+from megasparse.hub.output_folder import appearing
+from megasparse.tasks.readers.rows import RowTask, field, lines, whole_text
+from megasparse.tasks.task import Example, Skipping, SourceLocation, Task, existing
+
+
+def image(file: Path, side: int) -> np.ndarray:
+    """The pixels of an image file, uint8 (S, S, 3): red, green and blue.
+
+    Raises DataError naming a file that cannot be read, is damaged, of another size, or not of 8 bits a colour.
+    """
+    try:
+        with open(file, "rb") as stream:
+            content = stream.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise DataError(file, f"cannot be read ({error.strerror})", "Get it again, or leave it out") from None
+    return np.frombuffer(decode(str(file), content, side), dtype=np.uint8).reshape(side, side, 3)
+
+
+DIGITS = tuple("0123456789")
+OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
+END = "]"
+TOKENS = (*DIGITS, *OPERATORS, END)
+"""Tokens by id."""
+IDS = {token: number for number, token in enumerate(TOKENS)}
+PARENTHESES = ("(", ")")
+
+
+class ListOps(RowTask):
+    """ListOps of Long Range Arena (Nangia & Bowman 2018; Tay et al. 2021): the value of a nested operation on digits.
+
+    Official files: basic_train.tsv, basic_val.tsv and basic_test.tsv, which megasparse listops makes, with the columns
+    Source, such as `( ( ( [MAX 2 ) 9 ) ] )`, and Target. The parentheses, which only repeat what the brackets say, are
+    left out: what remains is 0–9, [MIN, [MAX, [MED, [SM and ], at most 1,999 tokens, as Tay et al. describe the task.
+    Their published input pipeline also lost every bracket; its authors called that an error (the value depends on
+    them).
+    """
+
+    name = "listops"
+    metrics = ("accuracy",)
+    vocabulary = len(TOKENS)
+    classes = DIGITS
+    official: ClassVar = {"train": "basic_train.tsv", "validation": "basic_val.tsv", "test": "basic_test.tsv"}
+
+    def example(self, row: dict[str, str], location: SourceLocation, number: str) -> Example:
+        source, target = field(row, "Source", location), field(row, "Target", location)
+        return Example((_ids(source, location),), self.class_of(target, location), location, number)
+
+
+def _ids(source: str, location: SourceLocation) -> np.ndarray:
+    tokens = [token for token in source.split() if token not in PARENTHESES]
+    try:
+        return np.array([IDS[token] for token in tokens], dtype=np.int64)
+    except KeyError as error:
+        problem = f'Source has "{error.args[0][:80]}", which is no token of ListOps'
+        raise DataError(str(location), problem, f"Its tokens are: ( ) {' '.join(TOKENS)}") from None
+
+
+OPERATOR_PROBABILITY = 0.25
+MOST_TRIES = 100_000
+"""Trees drawn in a row without a new one of the right length. With the default sizes, one of 15 is."""
+
+
+class Sizes(NamedTuple):
+    """Which trees are examples."""
+
+    min_length: int
+    max_length: int
+    """Tokens between these two, which are excluded."""
+    max_depth: int
+    """Nodes from the root to a digit, both included, at most."""
+    max_args: int
+
+
+class Open(NamedTuple):
+    """An operator of which not all arguments are drawn yet."""
+
+    operator: str
+    arguments: int
+    values: list[int]
+
+
+def write_listops(output: Path, numbers: dict[str, int], sizes: Sizes, seed: int) -> None:
+    """Write a folder with a file for each of `numbers` (name -> examples), which no two files share.
+
+    Raises ConfigError where there are too few different trees, HubError where `output` exists or cannot be written.
+    """
+    examples = distinct(random.Random(seed), sizes)
+    with appearing(output) as folder, tqdm(total=sum(numbers.values()), unit="tree", disable=None) as progress:
+        for name, wanted in numbers.items():
+            with open(folder / name, "w", encoding="utf-8", newline="\n") as stream:
+                stream.write("Source\tTarget\n")
+                for _ in range(wanted):
+                    source, target = next(examples)
+                    stream.write(f"{source}\t{target}\n")
+                    progress.update()
+
+
+def distinct(draw: random.Random, sizes: Sizes) -> Iterator[tuple[str, int]]:
+    """Source and target of one example after another, none twice. Raises ConfigError where no more are found."""
+    seen = set()
+    tries = 0
+    while tries < MOST_TRIES:
+        tries += 1
+        if (example := tree(draw, sizes)) is None:
+            continue
+        digest = hashlib.blake2b(example[0].encode(), digest_size=16).digest()
+        if digest not in seen:
+            seen.add(digest)
+            tries = 0
+            yield example
+    problem = f"{sizes.max_length}, with the other options, leaves too few trees: {len(seen):,} were found"
+    raise ConfigError("--max-length", problem, "Allow more lengths, more depth or more arguments, or ask for fewer")
+
+
+def tree(draw: random.Random, sizes: Sizes) -> tuple[str, int] | None:
+    """One tree, as text, and its value; None where it does not have the wanted length, which ends the drawing early."""
+    parts: list[str] = []
+    length = 0
+    unfinished: list[Open] = []
+    while length < sizes.max_length:
+        if len(unfinished) + 1 < sizes.max_depth and draw.random() < OPERATOR_PROBABILITY:
+            arguments = 2 + _below(draw, sizes.max_args - 1)
+            operator = OPERATORS[_below(draw, len(OPERATORS))]
+            parts += ["("] * (arguments + 1) + [operator]
+            unfinished.append(Open(operator, arguments, []))
+            length += 2  # its end too
+            continue
+        value = _below(draw, len(DIGITS))
+        parts.append(DIGITS[value])
+        length += 1
+        while unfinished:
+            last = unfinished[-1]
+            parts.append(")")
+            last.values.append(value)
+            if len(last.values) < last.arguments:
+                break
+            parts += [END, ")"]
+            value = evaluate(last.operator, last.values)
+            unfinished.pop()
+        if not unfinished:
+            return (" ".join(parts), value) if sizes.min_length < length < sizes.max_length else None
+    return None
+
+
+def evaluate(operator: str, values: Sequence[int]) -> int:
+    """The value of an operator of OPERATORS on digits, itself a digit."""
+    if operator == "[MIN":
+        return min(values)
+    if operator == "[MAX":
+        return max(values)
+    if operator == "[MED":
+        return int(statistics.median(values))
+    return sum(values) % 10
+
+
+def _below(draw: random.Random, number: int) -> int:
+    """A number of 0 … number − 1. Only `random.random` is promised to stay the same in later Pythons."""
+    return int(draw.random() * number)
+
+
+class ByteIMDb(Task):
+    """Byte-level text classification of Long Range Arena (Tay et al. 2021): film reviews of IMDb (Maas et al. 2011).
+
+    Official files: aclImdb/{train,test}/{neg,pos}/*.txt, 12,500 each, one review a file. A review is read as it stands,
+    and seen as bytes where the model's tokenizer is `bytes`. Tay et al. validate on the test set, as IMDb has no other;
+    that would choose the checkpoint by the test set, so there is no split `validation` here and a part of `train` is
+    held out.
+    """
+
+    name = "byte_imdb"
+    metrics = ("accuracy",)
+    classes = ("neg", "pos")
+    official: ClassVar = {"train": "train", "test": "test"}
+
+    def read(self, file: Path) -> Iterator[Example]:
+        """The reviews of a folder with neg and pos: first neg's, each class by the numbers in the files' names."""
+        with self.skipping(file) as skipping:
+            for label, name in enumerate(self.classes):
+                reviews = sorted((file / name).glob("*.txt"), key=lambda path: natural(path.name))
+                if not reviews:
+                    raise DataError(file / name, "holds no *.txt", "Give a folder with neg/*.txt and pos/*.txt")
+                skipping.rows += len(reviews)
+                for review in reviews:
+                    with skipping:
+                        yield Example((whole_text(review),), label, SourceLocation(review), f"{name}/{review.stem}")
+
+
+NUMBERS = {"0.0": "0", "1.0": "1"}
+
+
+class AAN(RowTask):
+    """Document retrieval of Long Range Arena (Tay et al. 2021): does one paper of the ACL Anthology Network cite the
+    other?
+
+    Official files: new_aan_pairs.train.tsv, new_aan_pairs.eval.tsv and new_aan_pairs.test.tsv of lra_release/tsv_data:
+    a label (0 or 1, also written 0.0 or 1.0), two ids and two texts between tabs, without a header. The texts there are
+    as Python shows bytes, b'...', with escapes such as \n and \xe2. They are read as they stand, which is what Tay et
+    al.'s input pipeline does, so these quotation marks and escapes are part of what the model reads.
+    """
+
+    name = "aan"
+    metrics = ("accuracy",)
+    segments = 2
+    towers = True
+    classes = ("0", "1")
+    official: ClassVar = {
+        "train": "new_aan_pairs.train.tsv",
+        "validation": "new_aan_pairs.eval.tsv",
+        "test": "new_aan_pairs.test.tsv",
+    }
+    columns = ("label", "id1", "id2", "text1", "text2")
+
+    def example(self, row: dict[str, str], location: SourceLocation, number: str) -> Example:
+        label = self.class_of(NUMBERS.get(row["label"], row["label"]), location)
+        return Example((row["text1"], row["text2"]), label, location, f"{row['id1']} {row['id2']}")
+
+
+OFFICIAL_FOLDER, PICKLED_FOLDER = "cifar-10-batches-bin", "cifar-10-batches-py"
+WEIGHTS = (2989, 5870, 1140)
+"""Weights of red, green and blue, in ten-thousandths."""
+
+
+class GreyCIFAR10(Task):
+    """Image classification of Long Range Arena (Tay et al. 2021): CIFAR-10 (Krizhevsky 2009) as 1,024 grey pixels.
+
+    Official files: the binary version, data_batch_1.bin … data_batch_5.bin and test_batch.bin, in the folder given or
+    in its cifar-10-batches-bin. Images of one's own, or unpacked ones, lie in {train,test}/CLASS/*.png or *.jpg. Pixels
+    are read in rows from the top, each from the left.
+
+    Tay et al. hold out the last tenth of the training images, in an order that is shuffled before. So there is no split
+    `validation` here: `task.validation_fraction`, 0.1, holds out as many, 5,000, at random.
+    """
+
+    name = "grey_cifar10"
+    metrics = ("accuracy",)
+    vocabulary = 256
+    classes = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        """The official batches, else folders of images. Raises DataError for the pickled version, which is not read."""
+        for found in (*folder.glob("*_batch*"), *folder.glob(f"{PICKLED_FOLDER}/*_batch*")):
+            if PICKLED.match(found.name):
+                problem = "this batch is a pickle, which could run anything when it is read"
+                raise DataError(found, problem, "Give the binary version, cifar-10-binary.tar.gz")
+        *train, test = BATCHES
+        official = existing(folder, {"train": train, "test": test}, OFFICIAL_FOLDER)
+        return official or existing(folder, {"train": "train", "test": "test"})
+
+    def read(self, file: Path) -> Iterator[Example]:
+        """The images of a batch in its order; of a folder class by class, by the numbers in their names."""
+        return self._images(file) if file.is_dir() else self._records(file)
+
+    def _records(self, file: Path) -> Iterator[Example]:
+        try:
+            with open(file, "rb") as stream:
+                size = os.fstat(stream.fileno()).st_size
+                if size % RECORD or (file.name in BATCHES and size != RECORDS * RECORD):
+                    whole = f"{RECORDS * RECORD:,}" if file.name in BATCHES else f"a multiple of {RECORD:,}"
+                    hint = "Get it again: it is damaged, or of another data set"
+                    raise DataError(file, f"this batch has {size:,} bytes, {whole} are expected", hint)
+                for number in range(size // RECORD):
+                    record = np.frombuffer(stream.read(RECORD), dtype=np.uint8)
+                    location, label = SourceLocation(file, number + 1), int(record[0])
+                    if label >= len(self.classes):
+                        problem = f"the label {label} is none of 0 … {len(self.classes) - 1}"
+                        raise DataError(str(location), problem, "Get the file again: it is damaged")
+                    planes = record[1:].reshape(3, SIDE * SIDE)
+                    yield Example((grey(planes.T),), label, location, str(number))
+        except OSError as error:
+            raise DataError(file, f"cannot be read ({error.strerror})", "Give a batch of CIFAR-10") from None
+
+    def _images(self, folder: Path) -> Iterator[Example]:
+        for name in sorted(each.name for each in folder.iterdir() if each.is_dir()):
+            self.class_of(name, SourceLocation(folder / name))
+        for label, name in enumerate(self.classes):
+            found = [path for path in (folder / name).glob("*") if path.name.lower().endswith(SUFFIXES)]
+            if not found:
+                hint = f"Give a folder with one folder of images for each class: {', '.join(self.classes)}"
+                raise DataError(folder / name, "holds no images", hint)
+            for path in sorted(found, key=lambda path: natural(path.name)):
+                yield Example((grey(image(path, SIDE)),), label, SourceLocation(path), f"{name}/{path.stem}")
+
+
+def grey(colours: np.ndarray) -> np.ndarray:
+    """Turn uint8 (..., 3), red, green and blue, into the grey values, int64 in 0 … 255, of all pixels in one row.
+
+    ⌊(0.2989·R + 0.5870·G + 0.1140·B)·255.5/255⌋, as TensorFlow's rgb_to_grayscale rounds it for Tay et al., here
+    without floating point (float32 is 1 off for 237 of the 256³ colours): grey pixels keep their value.
+    """
+    weighted = colours.astype(np.int64) @ np.array(WEIGHTS)
+    return (weighted * 511 // (510 * 10_000)).reshape(-1)
+
+
+LEVELS = ("curv_baseline", "curv_contour_length_9", "curv_contour_length_14")
+PATHFINDER_SIDE = 32
+NUMPY = b"\x93NUMPY"
+FOLDER, FILE = re.compile(r"imgs/[0-9]+"), re.compile(r"sample_[0-9]+\.png")
+
+
+class Pathfinder(RowTask):
+    """Pathfinder of Long Range Arena (Linsley et al. 2018; Tay et al. 2021): are two dots joined by a dashed path?
+
+    Official files: of lra_release/pathfinder32 one level's folder, such as curv_contour_length_14, which Tay et al.
+    report ("hard"): metadata/N.npy and imgs/N/sample_M.png, 32×32 grey pixels, read in rows from the top. Metadata are
+    text in spite of their names, a line an image: `imgs/N sample_M.png M LABEL` and the drawing's settings, spaces
+    between.
+
+    Tay et al. train on the first 80 % of a level's images, validate on the next 10 % and test on the last, in the
+    shuffled order of their conversion. Here it is so of the metadata files in the order of their numbers (of 200 with
+    1,000 images each 160, 20 and 20); the labels in them were drawn image by image. They pass over images whose file is
+    empty, as one of curv_baseline is; so does `task.max_skipped` here.
+    """
+
+    name = "pathfinder"
+    metrics = ("accuracy",)
+    vocabulary = 256
+    classes = ("0", "1")
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        """The metadata files by split. Raises DataError for the folder of all levels: a run reads one of them."""
+        levels = [level for level in LEVELS if (folder / level).is_dir()]
+        if levels:
+            hint = f"Give one of them: {folder / levels[-1]}"
+            raise DataError(folder, f"has {len(levels)} levels, of which a run reads one", hint)
+        found = sorted((folder / "metadata").glob("*.npy"), key=lambda path: natural(path.name))
+        first, second = len(found) * 8 // 10, len(found) * 9 // 10
+        splits = {"train": found[:first], "validation": found[first:second], "test": found[second:]}
+        return {split: files for split, files in splits.items() if files}
+
+    def rows(self, file: Path, skipping: Skipping) -> Iterator[tuple[SourceLocation, str]]:
+        _refuse_arrays(file)
+        return lines(file, skipping)
+
+    def example(self, row: str, location: SourceLocation, number: str) -> Example:
+        fields = row.split(" ")
+        if len(fields) < 4 or not FOLDER.fullmatch(fields[0]) or not FILE.fullmatch(fields[1]):
+            hint = "Write: imgs/0 sample_7.png 7 1"
+            raise DataError(str(location), f'"{row[:80]}" is no line of metadata', hint)
+        folder, name, _, label = fields[:4]
+        pixels = _pixels(location.file.parent.parent / folder / name, location)
+        return Example((pixels,), self.class_of(label, location), location, f"{folder}/{name}")
+
+
+def _refuse_arrays(file: Path) -> None:
+    try:
+        with open(file, "rb") as stream:
+            begin = stream.read(len(NUMPY))
+    except OSError as error:
+        raise DataError(file, f"cannot be read ({error.strerror})", "Give a file of metadata") from None
+    if begin == NUMPY:
+        problem = "this is a numpy array, which can hold pickles, and those could run anything when they are read"
+        raise DataError(file, problem, "Give lra_release's, which is text, or write text: imgs/0 sample_7.png 7 1")
+
+
+def _pixels(path: Path, location: SourceLocation) -> np.ndarray:
+    """The grey values of an image, int64 (1024,)."""
+    if not path.is_file():
+        raise DataError(str(location), f"{path} is not there", "Unpack lra_release again, or delete this line")
+    if not path.stat().st_size:
+        raise DataError(str(location), f"{path} is empty", "Delete this line: Long Range Arena leaves such images out")
+    colours = image(path, PATHFINDER_SIDE)
+    if (colours != colours[..., :1]).any():
+        raise DataError(path, "this image has colours, grey is expected", "Convert it to grey")
+    return colours[..., 0].astype(np.int64).reshape(-1)

@@ -1,0 +1,252 @@
+"""Tasks whose examples are a text and the text that answers it: translation, summaries, headlines."""
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, ClassVar
+
+from megasparse.config.finetuning import TaskConfig
+from megasparse.errors import ConfigError, DataError
+from megasparse.tasks.readers.rows import RowTask, comma_separated, field, json_lines, lines
+from megasparse.tasks.task import Example, SourceLocation, Task, existing, is_in, parts_of, split_name
+
+ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+"""Metrics of summaries, whose sentences stand on lines of their own."""
+
+
+class TextTask(Task):
+    """Examples have one input, a text; labels are texts, stripped of white space. The form refuses empty labels as it
+    does empty inputs.
+    """
+
+    form: ClassVar[str] = "texts"
+
+
+def names_of(config: TaskConfig) -> tuple[str, str]:
+    """The names that `task.text` and `task.label` give to the two sides. Raises ConfigError unless it is one each."""
+    if len(config.text) != 1:
+        problem = f'{len(config.text)} names, and "{config.name}" reads one text'
+        raise ConfigError("task.text", problem, 'Give one: task.text=["NAME"]')
+    source, answer = config.text[0], config.label
+    if source == answer:
+        raise ConfigError("task.label", f'"{answer}" is task.text too', "Give each side its own name")
+    return source, answer
+
+
+class ParallelText(TextTask):
+    """A folder of train.SOURCE and train.TARGET, validation files called val, valid or dev, and test files whose names
+    begin with test, each as it is or as .gz. `task.text` names the source's suffix, `task.label` the target's:
+    ["en"] and "de" translate English.
+
+    A single test file is the split "test"; of several each is the split of its name without suffixes. `read` takes the
+    source's file, and finds the target's beside it; where there is none, or the file has another suffix, examples have
+    no labels.
+    """
+
+    name = "parallel_text"
+    metrics: tuple[str, ...] = ("bleu", "chrf")
+    stems: ClassVar[dict[str, str]] = {
+        "train": "train", "val": "validation", "valid": "validation", "dev": "validation",
+    }  # fmt: skip
+    """Names without suffixes -> their splits."""
+
+    def __init__(self, config: TaskConfig):
+        super().__init__(config)
+        self.source, self.target = self.sides()
+
+    def sides(self) -> tuple[str, str]:
+        """Suffixes of the source's files and of the target's."""
+        return names_of(self.config)
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        if found := self.found(folder):
+            return found
+        names = " or ".join(f"{stem}.{self.source}" for stem in self.stems)
+        hint = 'Name the suffixes of source and target: --set task.text=["en"] --set task.label=de'
+        raise DataError(folder, f"has no file {names} (nor .gz)", hint)
+
+    def found(self, folder: Path) -> dict[str, list[Path]]:
+        """The files by split, or nothing where there are none. Raises DataError where two files are the same split, or
+        training or validation texts have no translations.
+        """
+        found: dict[str, list[Path]] = {}
+        for file in sorted(folder.iterdir()):
+            stem = file.name.removesuffix(".gz").removesuffix(f".{self.source}")
+            split = self.stems.get(stem, stem if stem.startswith("test") else None)
+            if split is None or file.name.removesuffix(".gz") != f"{stem}.{self.source}":
+                continue
+            if split in found:
+                problem = f"{found[split][0].name} and {file.name} are both its {split} split"
+                raise DataError(folder, problem, "Keep one of them there")
+            if split in ("train", "validation") and self.translation(file) is None:
+                raise DataError(file, f"has no {stem}.{self.target} beside it", "Put it there, or set task.label")
+            found[split] = [file]
+        tests = [split for split in found if split.startswith("test")]
+        if len(tests) == 1:
+            found["test"] = found.pop(tests[0])
+        return found
+
+    def read(self, file: Path) -> Iterator[Example]:
+        other = self.translation(file)
+        if other is not None:
+            yield from aligned(file, other)
+            return
+        for number, (location, text) in enumerate(lines(file)):
+            yield Example((text.strip(),), None, location, str(number))
+
+    def translation(self, file: Path) -> Path | None:
+        """The target file of a source file. Raises DataError where the file itself is the target's."""
+        name = file.name.removesuffix(".gz")
+        if name.endswith(f".{self.target}"):
+            problem = f'has the suffix of the target, task.label = "{self.target}"'
+            raise DataError(file, problem, f"Give the source's file, *.{self.source}")
+        if not name.endswith(f".{self.source}"):
+            return None
+        other = f"{name.removesuffix(self.source)}{self.target}"
+        return next((path for path in (file.with_name(other), file.with_name(f"{other}.gz")) if path.exists()), None)
+
+
+class WMT14(ParallelText):
+    """WMT 2014 as translation models are evaluated on it: train, newstest2013 to validate, newstest2014 to test."""
+
+    name = "wmt14"
+    metrics = ("bleu", "bleu_intl", "bleu_intl_uncased", "chrf")
+    stems: ClassVar[dict[str, str]] = {"train": "train", "newstest2013": "validation", "newstest2014": "test"}
+
+
+def aligned(source: Path, target: Path) -> Iterator[Example]:
+    """An example a line, located in the source file. Raises DataError where one file has more lines than the other."""
+    sides = lines(source), lines(target)
+    for number, (text, answer) in enumerate(zip_longest(*sides)):
+        if text is None or answer is None:
+            counts = [number + (each is not None) + sum(1 for _ in side)
+                      for each, side in zip((text, answer), sides, strict=True)]  # fmt: skip
+            problem = f"{counts[0]:,} lines, and {target} has {counts[1]:,}"
+            raise DataError(source, problem, "Give files whose lines are translations of each other")
+        location, line = text
+        yield Example((line.strip(),), answer[1].strip(), location, str(number))
+
+
+LISTS = {"train": "all_train.txt", "validation": "all_val.txt", "test": "all_test.txt"}
+STORIES = ("cnn/stories", "dailymail/stories", "cnn_stories_tokenized", "dm_stories_tokenized")
+HIGHLIGHT = "@highlight"
+
+
+class CNNDailyMail(ParallelText):
+    """The stories as they are downloaded (cnn/stories/*.story, dailymail/stories/*.story) or tokenised
+    (cnn_stories_tokenized/, dm_stories_tokenized/), and beside them, or in url_lists/, the splits of See et al.:
+    all_train.txt, all_val.txt, all_test.txt, a URL a line, whose sha1 is the name of its story.
+
+    A story is the lines before the first @highlight, with a space between them; its summary the highlights, each on
+    a line of its own. Case is kept, and no full stop is added to a highlight, where See et al. write lower case and
+    add one: ROUGE sees neither.
+    The other form has a line a story: train.source and train.target, val, test. There a summary is one line, so that
+    rougeLsum is rougeL.
+
+    A .story file is an example too, without a label where it has no highlights.
+    """
+
+    name = "cnn_dm"
+    metrics = ROUGE
+
+    def sides(self) -> tuple[str, str]:
+        return "source", "target"
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        return existing(folder, LISTS) or existing(folder / "url_lists", LISTS) or self.found(folder)
+
+    def read(self, file: Path) -> Iterator[Example]:
+        if file.suffix == ".story":
+            yield story(file)
+        elif file.name in LISTS.values():
+            with self.skipping(file) as skipping:
+                for location, url in lines(file, skipping):
+                    with skipping:
+                        yield story(_story_file(url, location))
+        else:
+            yield from super().read(file)
+
+
+def story(file: Path) -> Example:
+    """The example of one .story file. Raises DataError where it cannot be read."""
+    found = [line.strip() for _, line in lines(file)]
+    end = found.index(HIGHLIGHT) if HIGHLIGHT in found else len(found)
+    highlights = [line for line in found[end:] if line and line != HIGHLIGHT]
+    text = " ".join(line for line in found[:end] if line)
+    return Example((text,), "\n".join(highlights) or None, SourceLocation(file), file.stem)
+
+
+def _story_file(url: str, location: SourceLocation) -> Path:
+    """The file of the story that a list names by its URL."""
+    name = hashlib.sha1(url.encode(), usedforsecurity=False).hexdigest() + ".story"
+    above = location.file.parent
+    folders = [root / inner for root in (above, above.parent) for inner in STORIES]
+    for folder in folders:
+        if (folder / name).exists():
+            return folder / name
+    hint = f"Put all stories into {', '.join(STORIES[:2])} beside the lists"
+    raise DataError(str(location), f"there is no {name} of {url[:80]}", hint)
+
+
+BEGIN, END = "<S>", "</S>"
+"""Marks around each sentence of an abstract."""
+
+
+class PubMed(RowTask, TextTask):
+    """Papers of PubMed: train.txt, val.txt and test.txt of JSON objects, one a line, in the folder or its
+    pubmed-dataset/: `article_id`, `article_text` and `abstract_text`, lists of sentences. A paper's sentences are
+    joined by spaces, those of its abstract stand on lines of their own, without their <S> and </S>. A paper without
+    `abstract_text` has no label.
+    """
+
+    name = "pubmed"
+    metrics = ROUGE
+    official: ClassVar = {"train": "train.txt", "validation": "val.txt", "test": "test.txt"}
+    inner = "pubmed-dataset"
+    rows = staticmethod(json_lines)
+
+    def example(self, row: dict[str, Any], location: SourceLocation, number: str) -> Example:
+        text, label = " ".join(_sentences(row, "article_text", location)), None
+        if "abstract_text" in row:
+            abstract = _sentences(row, "abstract_text", location)
+            label = "\n".join(each.removeprefix(BEGIN).removesuffix(END).strip() for each in abstract)
+        return Example((text,), label, location, str(row.get("article_id", number)))
+
+
+def _sentences(row: dict[str, Any], column: str, location: SourceLocation) -> list[str]:
+    found = field(row, column, location)
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise DataError(str(location), f'"{column}" is no list of sentences', "Put it right, or take the official file")
+    return [each.strip() for each in found]
+
+
+class Headlines(TextTask):
+    """The `title` of a `text`. The file is read where it is, in NewsArticles.zip or beside it; the splits are made of
+    it, see tasks/task.py.
+
+    95 of its rows have no title or no text. The splits leave them out, and print their number and lines on stderr; the
+    whole file, as one predicts on it, keeps them, without a label.
+    """
+
+    name = "headlines"
+    metrics = ROUGE
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        return parts_of([folder / "NewsArticles.csv"]) or parts_of([folder / "NewsArticles.zip"])
+
+    def read(self, file: Path) -> Iterator[Example]:
+        file, part = split_name(file)
+        lacking: list[int | None] = []
+        with self.skipping(file) as skipping:
+            for number, (location, row) in enumerate(comma_separated(file, skipping=skipping)):
+                with skipping:
+                    text, title = field(row, "text", location).strip(), row.get("title", "").strip()
+                    if part is not None and not (text and title):
+                        lacking += [location.line] if is_in(part, number) else []
+                    elif is_in(part, number):
+                        yield Example((text,), title or None, location, row.get("article_id", str(number)))
+        if lacking:
+            left_out = f"{file}#{part}: left out {len(lacking)} articles without a title or a text"
+            print(f"{left_out}: lines {', '.join(map(str, lacking))}", file=sys.stderr)
