@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from megasparse.config.load import build_config
-from megasparse.evaluation.attention.quality import record_calls
-from megasparse.evaluation.attention.weights import weights_of
+from megasparse.evaluation.attention_quality import record_calls, weights_of
 from megasparse.evaluation.figure import COLOURS, GREY
 from megasparse.model.build import build_model
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from megasparse.attention.contract import Attention, AttentionOutput
 from megasparse.attention.observation import Call, each_call
-from megasparse.evaluation.attention.seen import best_pairs, seen_pairs, weights
+from megasparse.benchmarks.visible_keys import best_pairs, seen_pairs, weights
 from megasparse.hub.replace import load_plain, load_replaced, mechanisms, replace_attention, replacement_of
 
 QUERIES = 128

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from megasparse.claims.claim import Claim, Judgement, Numbers, Settings, Trial
+from megasparse.claims.interval import Interval
 from megasparse.claims.trained import check as check_comparison
 from megasparse.claims.trained import fetch_corpus, train
 from megasparse.claims.trained import measure as measure_comparison
 from megasparse.config.load import load_config
 from megasparse.config.shipped import find_config
-from megasparse.evaluation.attention.study import Interval
 from megasparse.runs.comparison import call, spread
 from megasparse.runs.sweep import combine, load_grid, read
 

@@ -12,10 +12,8 @@ from megasparse.claims.trained import fetch_corpus, train
 from megasparse.config.load import load_config
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import build_tokenizer
-from megasparse.evaluation.attention.quality import record_calls
-from megasparse.evaluation.attention.weights import weights_of
+from megasparse.evaluation.attention_quality import record_calls, weights_of
 from megasparse.evaluation.restore import restore
-from megasparse.runs.attention_quality import window
 from megasparse.runs.comparison import spread
 from megasparse.runs.data import open_folder
 
@@ -63,7 +61,9 @@ def attention_maps(run: Path, windows: int, length: int) -> list[Tensor]:
     stream = EvaluationStream(index, SPLIT)
     found = []
     for number in range(windows):
-        tokens = window(stream, number, windows, length, index.record or 1).to(device)
+        record = index.record or 1
+        start = number * (stream.tokens - length) // max(1, windows - 1) // record * record
+        tokens = stream.read(start, start + length).unsqueeze(0).to(device)
         calls = record_calls(model, tokens, config.run.seed)
         found.append(torch.stack([weights_of(call, call.exact())[0].mean(0) for call in calls]))
     stream.close()

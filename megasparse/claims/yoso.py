@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megasparse.benchmarks.attention import Case, Pass, build, kept_bytes, model_of
 from megasparse.claims.claim import Claim, Curve, Judgement, Numbers, Picture, Trial, mean_of
-from megasparse.evaluation.attention.metrics import largest_error
+from megasparse.evaluation.attention_quality import largest_error
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import sign_codes
 from megasparse.ops.random import derive

@@ -13,7 +13,7 @@ from megasparse.config.schema import Config
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import build_tokenizer
-from megasparse.evaluation.attention.quality import attention_quality
+from megasparse.evaluation.attention_quality import attention_quality
 from megasparse.evaluation.bits_per_dim import Score, Scorer, of_engine, score
 from megasparse.evaluation.generate import SharedDecoder, generate
 from megasparse.evaluation.masked_tokens import order_sums

@@ -21,7 +21,7 @@ from megasparse.cli.main import door
 from megasparse.config.load import build_config
 from megasparse.data.index import Index
 from megasparse.errors import ConfigError
-from megasparse.evaluation.attention.quality import attention_quality
+from megasparse.evaluation.attention_quality import attention_quality
 from megasparse.evaluation.generate import shared_decoder
 from megasparse.evaluation.restore import restore_on_ranks
 from megasparse.hub.importing import write_checkpoint

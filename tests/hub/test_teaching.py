@@ -5,7 +5,7 @@ import torch
 
 from megasparse.attention.observation import Call, calls
 from megasparse.errors import HubError
-from megasparse.evaluation.attention.weights import weights_of
+from megasparse.evaluation.attention_quality import weights_of
 from megasparse.hub.replace import replace_attention
 from megasparse.hub.teaching import Teacher, full_attention
 from tests.hub.test_replace_decoders import build, inputs

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megasparse.attention.observation import calls
-from megasparse.evaluation.attention.seen import best_pairs, seen_pairs, weights
-from tests.helpers.models import Single, named
+from megasparse.benchmarks.visible_keys import best_pairs, seen_pairs, weights
+from tests.helpers.models import Single
 
 LENGTH = 48
 NAMES = [
@@ -42,7 +42,3 @@ def test_an_oracle_sees_the_largest_weights():
             others = sorted(set(range(row + 1)) - beside, key=lambda key: -float(weight[head, at, key]))
             assert {*seen[head, at].nonzero().flatten().tolist()} == beside | {*others[:3]}
     assert torch.allclose(weight.sum(-1), torch.ones(()))
-
-
-def test_the_names_are_known():
-    assert all(named(name) for name in NAMES)

@@ -1,9 +1,10 @@
-"""Which keys mechanisms of a decoder show to some queries, found densely from what they hash or choose.
+"""Keys that the mechanisms of a decoder show to some queries, found densely from what they hash or choose.
 
-B batch, H heads, S queries, L length.
+B batch, H heads, R rounds, S queries, L length, M chunk.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.attention.band import BandAttention
@@ -12,8 +13,29 @@ from megasparse.attention.local import LocalAttention
 from megasparse.attention.observation import Call
 from megasparse.attention.smart_bird import SmartBirdAttention
 from megasparse.errors import ConfigError
-from megasparse.evaluation.attention.coverage import Bands
 from megasparse.ops.dtype import at_least_fp32
+
+
+class Bands:
+    """The last M keys of a query's bucket, at or before it, in each round."""
+
+    def __init__(self, queries: Tensor, keys: Tensor, width: int):
+        """Rank the keys inside their buckets. queries, keys: buckets, (H, R, L) int64. width: M."""
+        self.queries, self.keys, self.width = queries, keys, width
+        ordered, order = keys.sort(dim=-1, stable=True)
+        rank = torch.arange(keys.shape[-1], device=keys.device) - torch.searchsorted(ordered, ordered)
+        self.rank = torch.empty_like(keys).scatter_(-1, order, rank)
+
+    def shown(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Which keys up to the last of the queries `rows` each round shows, (H, R, T, keys) bool, and how many keys the
+        bucket has at or before the query, (H, R, T).
+        """
+        stop = int(rows[-1]) + 1
+        place = torch.arange(stop, device=rows.device)
+        same = self.queries[..., rows, None] == self.keys[..., None, :stop]
+        same &= place <= rows[:, None]
+        size = same.sum(-1)
+        return same & (self.rank[..., None, :stop] >= size.unsqueeze(-1) - self.width), size
 
 
 @torch.no_grad()
@@ -38,7 +60,7 @@ def seen_pairs(call: Call, queries: Tensor) -> Tensor:
         shown = torch.zeros(1, *causal.shape, dtype=torch.bool, device=place.device)
         for heads, own in zip(of_queries[0].long().split(1), keys[0].split(1), strict=True):
             found = Bands(heads, own, width).shown(queries)[0].any(1)
-            shown = torch.cat([shown, torch.nn.functional.pad(found, (0, len(place) - found.shape[-1]))])
+            shown = torch.cat([shown, F.pad(found, (0, len(place) - found.shape[-1]))])
         near = (queries[:, None] - place < width) & mechanism.local
         seen = causal & (shown[1:] | near | (place < mechanism.sinks))
         if not mechanism.rule["exclude_self"]:

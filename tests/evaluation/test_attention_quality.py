@@ -1,29 +1,40 @@
-"""Measures of attention against their definitions, and the attention matrices that the measures read."""
+"""Measures of attention against their definitions, the matrices that they read, and a run that reports them."""
 
 import itertools
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megasparse.attention.observation import calls
-from megasparse.evaluation.attention.assignment import balanced, cut, lsh_scores, random_codes, smyrf_values
-from megasparse.evaluation.attention.metrics import (
+from megasparse.attention.observation import Call, calls
+from megasparse.evaluation.attention_quality import (
+    attention_map,
     attention_utility,
-    attention_weights,
     imbalance,
     largest_error,
+    measure,
     recall_of_top,
+    record_calls,
     relative_error,
-    same_bucket,
     upper_bound,
+    weights_of,
 )
-from megasparse.evaluation.attention.quality import record_calls
-from megasparse.evaluation.attention.weights import attention_map, weights_of
 from megasparse.evaluation.pictures import BACKGROUND
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.ops.unit_keys import unit_vectors
 from tests.helpers.models import EVERY, named, random_tokens, small
+from tests.helpers.trained import prepared, trained
+
+NAMES = {"output_error", "recall_top", "utility", "utility_bound", "utility_floor"}
+
+
+def attention_weights(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(q @ k.transpose(-1, -2) / 8**0.5, -1)
+
+
+def same_bucket(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    return queries[:, None] == keys
 
 
 def heads(length: int, seed: int = 0, batch: int = 2, width: int = 8) -> list[torch.Tensor]:
@@ -31,14 +42,9 @@ def heads(length: int, seed: int = 0, batch: int = 2, width: int = 8) -> list[to
     return [torch.randn(batch, 3, length, width, generator=generator) for _ in range(3)]
 
 
-def sizes(codes: torch.Tensor, buckets: int) -> torch.Tensor:
-    return torch.nn.functional.one_hot(codes, buckets).sum(-2)
-
-
 def test_utility_is_the_attention_inside_the_buckets():
     q, k, _ = heads(6)
     weights = attention_weights(q, k)
-    torch.testing.assert_close(weights, torch.softmax(q @ k.transpose(-1, -2) / 8**0.5, -1))
     query_codes, key_codes = torch.tensor([0, 1, 1, 0, 2, 2]), torch.tensor([2, 1, 0, 1, 0, 2])
     found = attention_utility(weights, same_bucket(query_codes, key_codes))
     for b, h in itertools.product(range(2), range(3)):
@@ -89,63 +95,6 @@ def test_imbalance_of_buckets():
     assert found.size.tolist() == [[0.25] * 2] and found.largest.tolist() == [[0.5] * 2]
     alone = imbalance(torch.zeros(1, 1, 8, dtype=torch.long), torch.ones(1, 1, 8, dtype=torch.long), 4)
     assert alone.ratio == 1.0 and alone.size == 0.5
-
-
-@pytest.mark.parametrize("length,buckets", [(64, 4), (37, 4), (5, 4), (4, 4), (63, 2)])
-@pytest.mark.parametrize("scale", [0.0, 1.0, 1e4])
-def test_balanced_buckets_are_equal(length, buckets, scale):
-    scores = torch.randn(2, 3, length, buckets, generator=torch.Generator().manual_seed(0)) + torch.arange(buckets)
-    count = sizes(balanced(scale * scores), buckets)
-    assert count.min() >= length // buckets and count.max() <= -(-length // buckets)
-
-
-def test_boundaries_move_and_order_stays():
-    """Between two buckets the balanced assignment is the order by the difference of the scores, cut in the middle."""
-    scores = torch.randn(2, 3, 64, 2, generator=torch.Generator().manual_seed(0)) + torch.tensor([3.0, 0.0])
-    torch.testing.assert_close(balanced(scores), cut(scores[..., 1] - scores[..., 0], 2))
-
-
-def test_moved_boundaries_lose_less_than_refusing_whom_there_is_no_room_for():
-    scores = torch.randn(2, 3, 64, 4, generator=torch.Generator().manual_seed(0)) + torch.tensor([3.0, 1.0, 0.0, 0.0])
-    moved, refused = (
-        scores.log_softmax(-1).gather(-1, codes.unsqueeze(-1)).sum((-1, -2))
-        for codes in (balanced(scores), balanced(scores, sweeps=0))
-    )
-    assert (moved > refused).all()
-
-
-def test_codes_that_are_equal_already_stay():
-    codes = torch.arange(64) % 4
-    scores = 9.0 * torch.nn.functional.one_hot(codes, 4)
-    torch.testing.assert_close(balanced(scores), codes)
-
-
-def test_random_buckets_are_equal_and_worth_one_share():
-    q, k, _ = heads(256, batch=8)
-    codes = random_codes(q, 4, key=5)
-    assert all((sizes(x, 4) == 64).all() for x in codes) and not codes[0].equal(codes[1])
-    utility = attention_utility(attention_weights(q, k), same_bucket(*codes)).flatten()
-    assert abs(float(utility.mean()) - 0.25) < 3 * float(utility.std()) / len(utility) ** 0.5
-
-
-def test_every_window_has_hashes_of_its_own_however_many_are_measured_at_once():
-    q, k, _ = heads(16)
-    torch.testing.assert_close(lsh_scores(q, 4, 7)[1:], lsh_scores(q[1:], 4, 7, first=1))
-    for whole, single in zip(smyrf_values(q, k, 7), smyrf_values(q[1:], k[1:], 7, first=1), strict=True):
-        torch.testing.assert_close(whole[1:], single)
-    assert not lsh_scores(q[:1], 4, 7).allclose(lsh_scores(q[:1], 4, 7, first=1))
-
-
-def test_hashes_find_more_than_chance():
-    """Queries near the keys that they attend to: LSH and SMYRF keep more of the attention than random buckets."""
-    generator = torch.Generator().manual_seed(0)
-    centre = torch.randn(1, 3, 8, 8, generator=generator).repeat_interleave(16, dim=2)
-    q, k = (3 * (centre + 0.2 * torch.randn(1, 3, 128, 8, generator=generator)) for _ in range(2))
-    weights = attention_weights(q, k)
-    lsh = [balanced(lsh_scores(x, 4, 7)) for x in (q, k)]
-    smyrf = [cut(x, 4) for x in smyrf_values(q, k, 7)]
-    for codes in (lsh, smyrf):
-        assert attention_utility(weights, same_bucket(*codes)).mean() > 0.45
 
 
 def observed(name: str, causal: bool, length: int = 40):
@@ -211,3 +160,50 @@ def test_buckets_of_mechanisms_that_have_them(name, causal):
 def test_a_mechanism_that_does_not_hash_has_no_buckets():
     call = observed("local", True)[0]
     assert call.mechanism.buckets_of(call.inputs, call.context) is None
+
+
+def test_a_run_measures_its_attention_when_asked(tmp_path):
+    data, pattern = prepared(tmp_path), ["local", {"lsh": 2, "local": 2}, "full"]
+    evaluation = {"every": 3, "sequences": 2}
+    asked, plain = (
+        trained(
+            data, tmp_path / str(every), pattern, 5, evaluation=evaluation, logging={"attention_quality_every": every}
+        )
+        for every in (2, 0)
+    )
+    found = [{name for name in line if name.startswith("quality/")} for line in asked]
+    expected = {f"quality/{kind}/{name}" for kind in ("local", "lsh") for name in NAMES}
+    expected |= {f"quality/lsh/bucket_{name}" for name in ("ratio", "size", "largest")}
+    assert found == [set(), expected, set(), expected, set()]
+    assert ["evaluation/loss" in line for line in asked] == [False, False, True, False, False]
+    for mine, other in zip(asked, plain, strict=True):
+        assert not any(name.startswith("quality/") for name in other)
+        assert mine["train/loss"] == other["train/loss"]  # nothing else of the run has changed
+    for line in (asked[1], asked[3]):
+        for kind in ("local", "lsh"):
+            assert line[f"quality/{kind}/utility"] <= line[f"quality/{kind}/utility_bound"] + 1e-6
+            assert 0 < line[f"quality/{kind}/utility_floor"] < 1 and 0 <= line[f"quality/{kind}/recall_top"] <= 1
+    board = EventAccumulator(str(tmp_path / "2" / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("quality/lsh/utility")] == [2, 4]
+    assert [event.step for event in board.Images("quality/lsh/maps")] == [2, 4]
+
+
+def local_call() -> Call:
+    model = build_model(small(("local",), layers=1), 0).train()
+    (call,) = record_calls(model, random_tokens(1, 64), 0)
+    assert model.training
+    return call
+
+
+def test_measures_of_local_attention_are_those_of_its_band():
+    call = local_call()
+    exact, own = (weights_of(call, mechanism) for mechanism in (call.exact(), call.mechanism))
+    row = torch.arange(64)
+    band = (row <= row[:, None]) & (row // 8 >= row[:, None] // 8 - 1)
+    found = measure(call, exact, own)
+    assert found["utility"] == pytest.approx(float((exact * band).sum(-1).mean()), rel=1e-5)
+    assert found["utility_floor"] == pytest.approx(float((band.sum(-1) / (row + 1)).mean()), rel=1e-5)
+    assert 0 < found["output_error"] < 2
+    itself = measure(call.replaced(call.exact()), exact, exact)
+    assert itself == {name: pytest.approx(float(name != "output_error")) for name in NAMES}

@@ -1,1 +1,0 @@
-"""How well hashed attention approximates full attention, measured on trained models."""

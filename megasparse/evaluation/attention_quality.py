@@ -1,0 +1,250 @@
+"""Distance of each attention of a model from full attention, measured inside training and by tools/study_attention.py:
+attention utility (LHA section 3.3), imbalance of buckets (section 3.2), recall of the largest weights, output error.
+
+Everything here holds L² weights a head: for windows of a few thousand tokens, not for training lengths.
+B windows, H heads, L length, D head dim, N buckets.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megasparse.attention.contract import Attention
+from megasparse.attention.observation import Call, calls
+from megasparse.config.schema import Config
+from megasparse.data.index import Index
+from megasparse.data.reader import EvaluationStream
+from megasparse.evaluation.pictures import BACKGROUND, sheet
+from megasparse.model.padding import cut
+from megasparse.ops.random import RngContext
+from megasparse.training.engines.contract import Engine
+
+WINDOW = 1024
+"""Tokens at most: the L² weights of each head are held."""
+TOP = 16
+"""Largest exact weights of a query that its recall counts."""
+HEADS_SHOWN = 2
+LEGEND = "a query a row, a key a column; white: not seen; blue: seen; darker: more of its query's attention"
+"""What `attention_map` draws, for the foot of a sheet."""
+
+
+def attention_quality(engine: Engine, index: Index, config: Config) -> Callable[[], dict[str, float | str | Tensor]]:
+    """Build a function that measures the attention on the first tokens of `evaluation.split`, an encoder–decoder's
+    first sequence, whose encoder and decoder are taken together; every rank calls it and has the same result.
+
+    For each kind of attention but full, mean over its layers and heads: quality/KIND/output_error, .../recall_top,
+    .../utility, .../utility_bound and .../utility_floor, of LSH and LHA also .../bucket_ratio, .../bucket_size and
+    .../bucket_largest (see `measure`), and of its first layer .../maps, a picture. Ranks that share sequences measure
+    each its own heads, where their number divides the window; the whole of it otherwise.
+    """
+    stream = EvaluationStream(index, config.evaluation.split)
+    longest = WINDOW if config.model.source is None else config.data.sequence_length
+    length = min(longest, config.data.sequence_length, stream.tokens)
+    ranks = engine.ranks
+    tokens = stream.read(0, length).unsqueeze(0).to(ranks.device)
+    sequence = ranks.sequence if length % ranks.sequence_size == 0 else None
+
+    @torch.no_grad()
+    def quality() -> dict[str, float | str | Tensor]:
+        found: dict[str, list[float]] = defaultdict(list)
+        pictures: dict[str, float | str | Tensor] = {}
+        for call in record_calls(engine.module, tokens, config.run.seed, sequence):
+            if call.kind == "full":
+                continue
+            exact, own = weights_of(call, call.exact()), weights_of(call, call.mechanism.without_additions())
+            for name, value in measure(call, exact, own).items():
+                found[f"quality/{call.kind}/{name}"].append(value)
+            if (name := f"quality/{call.kind}/maps") not in pictures:
+                pictures[name] = _picture(call, exact, own)
+        means = torch.tensor([sum(values) / len(values) for values in found.values()], dtype=torch.float64)
+        if sequence is not None:  # each rank has equally many heads
+            means = ranks.sum(means.to(ranks.device)) / ranks.world_size
+        return pictures | dict(zip(found, means.tolist(), strict=True))
+
+    return quality
+
+
+@torch.no_grad()
+def record_calls(model: Any, tokens: Tensor, seed: int, sequence: ProcessGroup | None = None) -> list[Call]:
+    """The call of each of a model's mechanisms on tokens (B, L), in evaluation mode. sequence: ranks that share the
+    tokens, each of which has the calls of its heads.
+    """
+    training = model.training
+    own, padding = cut(tokens, model.config, sequence)
+    model.eval()
+    with calls(model) as found:
+        model(own, RngContext.evaluation(seed, len(tokens)), padding)
+    model.train(training)
+    return found
+
+
+def measure(call: Call, exact: Tensor, own: Tensor) -> dict[str, float]:
+    """One layer's attention against full attention of the same queries and keys; means over heads and queries.
+
+    exact, own: the two attention matrices (B, H, L, L).
+    output_error: ‖output − exact output‖ / ‖exact output‖. recall_top: share of the TOP largest exact weights that are
+    among the TOP largest of its own. utility: exact attention on the pairs that it sees (LHA Eq. 5); utility_bound: the
+    most that so many keys a query can have; utility_floor: what so many keys taken at random have. Where tokens have
+    buckets also bucket_ratio, bucket_size and bucket_largest, see `Imbalance`.
+    """
+    visible = own != 0
+    keys = visible.sum(-1)
+    seen, allowed = keys.double(), (exact != 0).sum(-1).clamp_min(1)
+    values = {
+        "output_error": relative_error(call.run(call.mechanism.without_additions()), call.run(call.exact())),
+        "recall_top": recall_of_top(exact, own, TOP),
+        "utility": attention_utility(exact, visible),
+        "utility_bound": upper_bound(exact, keys),
+        "utility_floor": (seen / allowed).clamp_max(1.0),
+    }
+    if (buckets := call.mechanism.buckets_of(call.inputs, call.context)) is not None:
+        values |= {f"bucket_{name}": value for name, value in imbalance(*buckets)._asdict().items()}
+    return {name: float(value.double().mean()) for name, value in values.items()}
+
+
+def _picture(call: Call, exact: Tensor, own: Tensor) -> Tensor:
+    """The exact map beside its own, of the first heads of the first sequence, one below the other: (S, S', 3) uint8."""
+    part, here = call.context.part, exact.shape[1]
+    exact, own = (part.gather_heads(w[:1, :HEADS_SHOWN])[0, :HEADS_SHOWN] for w in (exact, own))
+    rows = [
+        [attention_map(w, w != 0, causal=call.inputs.causal).cpu().numpy() for w in pair]
+        for pair in zip(exact, own, strict=True)
+    ]
+    first = call.context.head_offset - part.way * here
+    labels = [f"head {first + head}" for head in range(len(rows))]
+    return torch.tensor(
+        sheet(rows, ["full attention", call.kind], labels, [f"layer {call.context.layer}", *LEGEND.split("; ")])
+    )
+
+
+def attention_utility(weights: Tensor, visible: Tensor) -> Tensor:
+    """The attention that a pattern keeps, Σ_{visible j} A_ij, mean over the queries (Eq. 5 divided by their number).
+
+    weights: (B, H, L, L). visible: bool, broadcast to it. Returns (B, H).
+    """
+    return weights.masked_fill(~visible, 0.0).sum(-1).mean(-1)
+
+
+def upper_bound(weights: Tensor, keys: int | Tensor) -> Tensor:
+    """The highest utility of any pattern with so many keys a query: each query's `keys` largest weights, mean over the
+    queries.
+
+    keys: a number, or one a query, (B, H, L). Returns (B, H).
+    """
+    total = weights.sort(dim=-1, descending=True).values.cumsum(-1)
+    count = torch.as_tensor(keys, device=weights.device).expand(weights.shape[:-1])
+    kept = total.gather(-1, (count.long() - 1).clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(count > 0, kept, 0.0).mean(-1)
+
+
+def recall_of_top(exact: Tensor, sparse: Tensor, top: int) -> Tensor:
+    """Share of each query's `top` largest exact weights that are also among the `top` largest of the sparse ones, mean
+    over the queries: (B, H).
+
+    A weight of 0 is no key: a query with fewer than `top` keys of either kind has only those.
+    """
+    wanted, found = _largest(exact, top), _largest(sparse, top)
+    count = wanted.sum(-1)
+    return torch.where(count > 0, (wanted & found).sum(-1) / count.clamp_min(1), 1.0).mean(-1)
+
+
+def _largest(weights: Tensor, top: int) -> Tensor:
+    """Where the `top` largest weights above 0 of each row are: bool, the shape of `weights`."""
+    values, index = weights.topk(min(top, weights.shape[-1]), dim=-1)
+    return torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, index, values > 0)
+
+
+def relative_error(out: Tensor, exact: Tensor) -> Tensor:
+    """‖out − exact‖ / ‖exact‖ over the tokens of each head: (B, H) from (B, H, L, D)."""
+    difference = (out.double() - exact.double()).norm(dim=(-1, -2))
+    return difference / exact.double().norm(dim=(-1, -2)).clamp_min(torch.finfo(torch.float64).tiny)
+
+
+def largest_error(out: Tensor, exact: Tensor) -> Tensor:
+    """‖out − exact‖∞ / ‖exact‖∞, the largest difference of a number over the largest number, over the tokens of each
+    head (YOSO's Figure 5): (B, H) from (B, H, L, D).
+    """
+    difference, size = ((x.double()).abs().amax((-1, -2)) for x in (out - exact, exact))
+    return difference / size.clamp_min(torch.finfo(torch.float64).tiny)
+
+
+class Imbalance(NamedTuple):
+    """Shares of the buckets, (B, H) each.
+
+    ratio: those with a query:key ratio outside 1:2 … 2:1, among the buckets that are not empty. size: those with more
+    than twice, or less than half, the queries and keys of an even bucket, among all. largest: what of all queries and
+    keys is in the largest bucket (1 if the hash has collapsed).
+    """
+
+    ratio: Tensor
+    size: Tensor
+    largest: Tensor
+
+
+def imbalance(query_codes: Tensor, key_codes: Tensor, buckets: int) -> Imbalance:
+    """The imbalance of an assignment as hashes give it, (B, H, L) each, before any balancing (LHA section 3.2)."""
+    queries, keys = (_sizes(codes, buckets) for codes in (query_codes, key_codes))  # (B, H, N)
+    filled = queries + keys > 0
+    off = filled & ((queries > 2 * keys) | (keys > 2 * queries))
+    size, total = queries + keys, query_codes.shape[-1] + key_codes.shape[-1]
+    off_size = (size > 2 * total / buckets) | (2 * size < total / buckets)
+    return Imbalance(off.sum(-1) / filled.sum(-1), off_size.float().mean(-1), size.amax(-1) / total)
+
+
+def _sizes(codes: Tensor, buckets: int) -> Tensor:
+    sizes = torch.zeros(*codes.shape[:-1], buckets, dtype=torch.int64, device=codes.device)
+    return sizes.scatter_add_(-1, codes.long(), torch.ones_like(codes, dtype=torch.int64))
+
+
+@torch.no_grad()
+def weights_of(call: Call, mechanism: Attention) -> Tensor:
+    """The attention matrix (B, H, L, L) of a mechanism on a call's input, in the dtype of its output.
+
+    These are its outputs of one-hot values, some columns at a time, so it holds for whatever is linear in the values.
+    A mechanism that scales each output to length 1 gets one column more with the value 1 of every key, by which the
+    others are divided: its rows, too, sum to 1.
+    """
+    length, width = call.inputs.v.shape[2:]
+    normalises = mechanism.normalises
+    step = width - normalises
+    one_hot = torch.eye(length, dtype=call.inputs.v.dtype, device=call.inputs.v.device)
+    columns = []
+    for start in range(0, length, step):
+        piece = one_hot[:, start : start + step]
+        v = torch.zeros_like(call.inputs.v)
+        v[..., : piece.shape[1]] = piece
+        if normalises:
+            v[..., -1] = 1.0
+        out = call.run(mechanism, v)
+        total = out[..., -1:]
+        columns.append(torch.where(total > 0, out / total, 0.0) if normalises else out)
+        columns[-1] = columns[-1][..., : piece.shape[1]]
+    return torch.cat(columns, dim=-1)
+
+
+def attention_map(weights: Tensor, visible: Tensor, size: int = 256, causal: bool = False) -> Tensor:
+    """A picture of attention matrices (..., L, L): uint8 (..., S, S, 3), S = min(L, size).
+
+    Queries downwards, keys to the right. White is not visible, blue visible; darker has more of its query's weight. Of
+    the pairs that share a pixel the strongest shows. causal: keys behind their query are ground, not part of the map.
+    """
+    if causal:
+        weights, visible = weights.tril(), visible.tril()
+    strength = (weights / weights.amax(-1, keepdim=True).clamp_min(1e-30)).sqrt() * visible
+    side = min(weights.shape[-1], size)
+    shape = (*weights.shape[:-2], side, side)
+    dark, seen = (
+        torch.nn.functional.adaptive_max_pool2d(x.float().reshape(-1, *x.shape[-2:]), side).reshape(shape)
+        for x in (strength, visible)
+    )
+    blue = torch.tensor([0.75, 0.87, 1.0], device=weights.device)
+    paper = 1.0 - seen.unsqueeze(-1) * (1.0 - blue)
+    picture = (255 * paper * (1.0 - dark.unsqueeze(-1))).round().to(torch.uint8)
+    if causal:
+        later = torch.ones(side, side, dtype=torch.bool, device=weights.device).triu(1)
+        picture[..., later, :] = torch.tensor(BACKGROUND, dtype=torch.uint8, device=weights.device)
+    return picture

@@ -1,0 +1,424 @@
+"""Study the attention of trained models on held-out text: what hashes, windows and n-grams find of it.
+
+    python tools/study_attention.py hashes --checkpoint runs/full --data data/enwik8 --json hashes.json
+    python tools/study_attention.py coverage --checkpoint runs/full_by_turns --data data/pays/client
+    python tools/study_attention.py repetitions --data data/pays/client --length 8192
+
+hashes: assign the queries and keys of every layer to --buckets equal buckets at random, by position, by LSH, by SMYRF
+and by LHA's hash functions, which are trained here while the model stays as it is. Report the attention utility of each
+(LHA Eq. 5) with its upper bound and floor, recall of the largest weights, imbalance of the plain hashes' buckets, and
+the error of the output by hash rounds.
+coverage: of a decoder, the share of full attention's mass that windows, the best keys, LSH and n-grams hold, by
+distance.
+repetitions: of a corpus, how many tokens have their last n tokens earlier in the sequence, by distance.
+
+B windows, H heads, R rounds, L length, D head dim, N buckets, T queries of a tile.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from megasparse.attention.contract import Attention, RecomputeCache
+from megasparse.attention.lha import LHAAttention
+from megasparse.attention.lha_hash import scores_of
+from megasparse.attention.lsh import LSHAttention
+from megasparse.attention.ngram import ngram_codes
+from megasparse.attention.observation import Call
+from megasparse.attention.smyrf import asymmetric
+from megasparse.attention.yoso import YOSOAttention
+from megasparse.benchmarks.visible_keys import Bands
+from megasparse.config.attention import AttentionConfig, LHAAttentionConfig
+from megasparse.data.index import Index
+from megasparse.data.reader import EvaluationStream
+from megasparse.data.tokenizers import build_tokenizer
+from megasparse.errors import ConfigError, report_user_errors
+from megasparse.evaluation.attention_quality import (
+    attention_utility,
+    imbalance,
+    largest_error,
+    recall_of_top,
+    record_calls,
+    relative_error,
+    upper_bound,
+)
+from megasparse.evaluation.outputs import write_json
+from megasparse.evaluation.restore import restore
+from megasparse.model.decoder import Decoder
+from megasparse.ops.dtype import at_least_fp32
+from megasparse.ops.random import RngContext, derive, normal, random_bits, rotations
+from megasparse.runs.data import open_folder
+
+METHODS = ("chunks", "random", "smyrf", "lsh", "lha")
+ROUNDS: dict[str, Sequence[int | None]] = {"lsh": (1, 2, 4, 8, 16), "smyrf": (1, 2, 4, 8, 16), "yoso": (8, 32, 128)}
+"""Hash rounds, or YOSO's hashes, at which the error of the output is measured."""
+WINDOWS, BEST, LSH_ROUNDS, NGRAM = (64, 128, 256), (64, 128), (1, 2, 4, 8), 4
+"""Patterns of `coverage`: the tokens before; the keys of largest weight beyond the first window, an oracle; LSH; what
+followed earlier occurrences of the last tokens."""
+TILE = 64
+
+# Balanced assignments of queries and keys, (B, H, L) codes
+
+
+def cut(values: Tensor, buckets: int) -> Tensor:
+    """Sort by a number and cut into equal pieces: codes of values (..., L)."""
+    return values.argsort(dim=-1, stable=True).argsort(dim=-1, stable=True) * buckets // values.shape[-1]
+
+
+def balanced(scores: Tensor, sweeps: int = 60) -> Tensor:
+    """Codes of scores (..., L, N): the best-scored bucket after Sinkhorn's sweeps moved the boundaries between buckets
+    until all are equally large ("adaptively set hash boundaries", LHA section 3.3). A full bucket keeps the tokens that
+    score highest; the others ask their next best.
+    """
+    scores = scores.double().log_softmax(-1)
+    offset = torch.zeros_like(scores[..., :1, :])
+    for _ in range(sweeps):
+        share = (scores + offset).log_softmax(-1).logsumexp(-2, keepdim=True)
+        offset = offset - share + share.mean(-1, keepdim=True)
+    scores = (scores + offset).softmax(-1)
+    length, buckets = scores.shape[-2:]
+    capacity = ((torch.arange(buckets, device=scores.device) + 1) * length // buckets).diff(
+        prepend=torch.zeros(1, dtype=torch.long, device=scores.device)
+    )
+    refused = torch.zeros_like(scores, dtype=torch.bool)
+    while True:
+        codes = scores.masked_fill(refused, -1.0).argmax(-1, keepdim=True)
+        asked = torch.zeros_like(refused).scatter_(-1, codes, True)
+        rank = torch.where(asked, scores, -1.0).argsort(dim=-2, descending=True, stable=True).argsort(dim=-2)
+        over = asked & (rank >= capacity)
+        if not over.any():
+            return codes.squeeze(-1)
+        refused |= over
+
+
+def assignments(call: Call, lha: LHAAttention, buckets: int, key: int, window: int) -> dict[str, dict[str, Any]]:
+    """Each method's "balanced" codes of queries and keys, and of a hash with buckets of its own the "plain" ones.
+    Hashes are drawn again for every window.
+    """
+    q, k = call.inputs.q, call.inputs.k
+    (_, heads, length, width), device = q.shape, q.device
+    rows, drawn = torch.arange(heads, device=device), derive(key, window)
+    bits = [random_bits(derive(drawn, side), rows, length).expand(q.shape[:3]) for side in ("queries", "keys")]
+    matrices = rotations(key, range(heads), window + 1, width, [buckets], device)[:, window:]
+    rotated = [torch.einsum("bhld,hbdn->bhln", x.float(), matrices) for x in (q, k)]
+    lsh = [torch.cat([x, -x], dim=-1) for x in rotated]  # argmax [xR; -xR], Eq. 9
+    line = normal(key, (window * (1 << 16) + rows)[None], width + 2).unsqueeze(-1)
+    learned = hash_scores(lha, call)
+    positions = torch.arange(length, device=device).expand(q.shape[:3])
+    return {
+        "chunks": {"balanced": [cut(positions, buckets)] * 2},
+        "random": {"balanced": [cut(x, buckets) for x in bits]},
+        "smyrf": {"balanced": [cut((x @ line).squeeze(-1), buckets) for x in asymmetric(q.float(), k.float())]},
+        "lsh": {"balanced": [balanced(x) for x in lsh], "plain": [x.argmax(-1) for x in lsh]},
+        "lha": {"balanced": [balanced(x) for x in learned], "plain": [x.argmax(-1) for x in learned]},
+    }
+
+
+# LHA's hash functions, trained alone on the queries and keys of a model (LHA section 4.2)
+
+
+def unmasked(call: Call) -> Any:
+    """Inputs without a causal mask, as the paper measures, whose q·k/√D are the call's own logits."""
+    q = call.inputs.q * (call.scale * call.inputs.q.shape[-1] ** 0.5)
+    return call.inputs._replace(q=q, causal=False)
+
+
+def hash_scores(lha: LHAAttention, call: Call) -> tuple[Tensor, Tensor]:
+    """H_Q(q) and H_K(k): (B, H, L, N) each."""
+    q, k = (unmasked(call)[i] for i in range(2))
+    return lha.hash(lambda query, key: (scores_of((q,), (query,)), scores_of((k,), (key,))), q, call.context)
+
+
+def train_hashes(steps: Iterator[list[Call]], buckets: int, seed: int) -> tuple[list[LHAAttention], list[float]]:
+    """Train LHA's hash functions for N buckets in place of every attention, a step of Adam for each of `steps`. Return
+    them in the order of the calls, and the divergence KL_Q + KL_K of each step.
+    """
+    first = next(steps)
+    mechanisms = []
+    for number, call in enumerate(first):
+        chunk = -(-call.inputs.q.shape[2] // buckets)
+        spec = dataclasses.replace(call.spec, causal=False, max_length=chunk * buckets)
+        mechanism = LHAAttention(LHAAttentionConfig(chunk=chunk), spec)
+        generator = torch.Generator().manual_seed(derive(seed, "hash functions", number) >> 1)
+        with torch.no_grad():
+            for weight in mechanism.parameters():
+                if weight.dim() > 1:
+                    weight.copy_(torch.randn(weight.shape, generator=generator) * weight.shape[1] ** -0.5)
+        mechanisms.append(mechanism.to(call.inputs.q.device))
+    optimizer = torch.optim.Adam([weight for each in mechanisms for weight in each.parameters()], lr=3e-3)
+    history = []
+    for step, calls in enumerate(itertools.chain([first], steps)):
+        losses = []
+        for call, mechanism in zip(calls, mechanisms, strict=True):
+            rng = RngContext(seed, step, torch.arange(len(call.x)), training=True)
+            context = dataclasses.replace(call.context, rng=rng, recompute=RecomputeCache())
+            loss = mechanism.learn(call.x, unmasked(call), context)[0]
+            losses.append(loss * (mechanism.spec.layers / mechanism.config.weight))
+        optimizer.zero_grad()
+        torch.stack(losses).sum().backward()
+        optimizer.step()
+        history.append(float(torch.stack(losses).detach().mean()))
+    return mechanisms, history
+
+
+@torch.no_grad()
+def measure_hashes(
+    call: Call, lha: LHAAttention, attention: AttentionConfig, args: argparse.Namespace, key: int, window: int
+) -> dict[str, float]:
+    """Means over heads by name: utility, recall and imbalance of each method, errors of the output by rounds."""
+    weights, codes = full_weights(call), assignments(call, lha, args.buckets, key, window)
+    values = {"utility/bound": upper_bound(weights, -(-weights.shape[-1] // args.buckets))}
+    values["utility/floor"] = torch.tensor(1 / args.buckets)
+    for method, sides in codes.items():
+        visible = same_bucket(*sides["balanced"])
+        values[f"utility/{method}"] = attention_utility(weights, visible)
+        values[f"recall/{method}"] = recall_of_top(weights, weights * visible, args.top)
+        if "plain" in sides:
+            shares = imbalance(*sides["plain"], args.buckets)._asdict()
+            values |= {f"imbalance/{method}/{share}": value for share, value in shares.items()}
+    lsh = attention.lsh.model_copy(update={"shared_qk": call.mechanism.shared_qk, "buckets": None})
+    yoso = attention.yoso.model_copy(update={"convolution": None})
+    kinds: dict[str, Attention] = {"lsh": LSHAttention(lsh, call.spec), "yoso": YOSOAttention(yoso, call.spec)}
+    if call.kind != "full":
+        kinds[call.kind] = call.mechanism.without_additions()
+    for kind, mechanism in kinds.items():
+        other = call.replaced(mechanism)
+        exact = other.run(other.exact())
+        for rounds in ROUNDS.get(kind, (None,)):
+            out, name = other.run(mechanism, rounds=rounds), f"{kind}/{rounds or 'as configured'}"
+            values[f"output_error/{name}"] = relative_error(out, exact)
+            values[f"largest_error/{name}"] = largest_error(out, exact)
+    return {name: float(value.double().mean()) for name, value in values.items()}
+
+
+def full_weights(call: Call) -> Tensor:
+    """Full attention (B, H, L, L) without a mask, as in the paper."""
+    q, k = (at_least_fp32(x) for x in call.inputs[:2])
+    return torch.softmax(q @ k.transpose(-1, -2) * call.scale, dim=-1)
+
+
+def same_bucket(queries: Tensor, keys: Tensor) -> Tensor:
+    return queries.unsqueeze(-1) == keys.unsqueeze(-2)
+
+
+def study_hashes(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure every layer; every number is {"mean", "half" of the 95 % interval over windows, "windows"}."""
+    model, config, checkpoint, device = restore(args.checkpoint, args.set)
+    index = open_folder(args.data or config.data.path, config, build_tokenizer(config.data.tokenizer))
+    length, seed = args.length or min(1024, config.data.sequence_length), config.run.seed
+    if args.buckets < 2 or args.buckets % 2 or args.buckets > length:
+        raise ConfigError("--buckets", f"{args.buckets} is not an even number up to --length", "LSH wants it even")
+
+    def calls(split: str, number: int, windows: int) -> list[Call]:
+        tokens = window(EvaluationStream(index, split), number, windows, length, index.record or 1)
+        return record_calls(model, tokens.to(device), seed + number)
+
+    order = torch.randperm(args.hash_steps, generator=torch.Generator().manual_seed(seed)).tolist()
+    steps = (calls(config.data.split, n, args.hash_steps) for n in tqdm(order, desc="hashes", disable=None))
+    hashes, divergence = train_hashes(steps, args.buckets, seed)
+    values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for number in tqdm(range(args.windows), desc="windows", disable=None):
+        for call, lha in zip(calls(args.split, number, args.windows), hashes, strict=True):
+            key = derive(seed, "attention study", call.context.layer, call.context.head_offset)
+            for name, value in measure_hashes(call, lha, config.model.attention, args, key, number).items():
+                values[f"layer {call.context.layer} {call.kind}"][name].append(value)
+    everywhere: dict[str, list[list[float]]] = defaultdict(list)
+    for layer in values.values():
+        for name, numbers in layer.items():
+            everywhere[name].append(numbers)
+    values["all layers"] = {
+        name: [sum(x) / len(x) for x in zip(*rows, strict=True)] for name, rows in everywhere.items()
+    }
+    layers = [{"name": name, **nested(numbers)} for name, numbers in values.items()]
+    protocol = {**vars(args), "step": checkpoint.step, "data": index.fingerprint, "length": length, "seed": seed}
+    for row in layers:
+        shares = ", ".join(f"{m} {x['mean']:.3f} ± {x['half']:.3f}" for m, x in row["utility"].items())
+        print(f"{row['name']}: utility {shares}")
+    return {"layers": layers[:-1], "all": layers[-1], "hash_divergence": divergence, "protocol": protocol}
+
+
+def nested(values: dict[str, list[float]]) -> dict[str, Any]:
+    """Names with slashes as nested dictionaries; of each list the mean and half its 95 % interval, Student's t."""
+    from scipy import stats
+
+    report: dict[str, Any] = {}
+    for name, numbers in values.items():
+        *path, last = name.split("/")
+        section = report
+        for part in path:
+            section = section.setdefault(part, {})
+        count, mean = len(numbers), sum(numbers) / len(numbers)
+        deviation = math.sqrt(sum((x - mean) ** 2 for x in numbers) / max(1, count - 1) / count)
+        half = float(stats.t.ppf(0.975, count - 1)) * deviation if count > 1 else math.inf
+        section[last] = {"mean": mean, "half": half, "windows": numbers}
+    return report
+
+
+def window(stream: EvaluationStream, number: int, windows: int, length: int, record: int) -> Tensor:
+    """One of `windows` windows, spread evenly over a split, each the beginning of a record: (1, length)."""
+    if stream.tokens < length:
+        raise ConfigError("--length", f"{length} is more than the split's {stream.tokens} tokens", "Ask for fewer")
+    start = number * (stream.tokens - length) // max(1, windows - 1) // record * record
+    return stream.read(start, start + length).unsqueeze(0)
+
+
+# Coverage of full attention by patterns
+
+
+@torch.no_grad()
+def coverage_sums(
+    call: Call, tokens: Tensor, attention: AttentionConfig, bounds: list[int], queries: int
+) -> dict[str, Tensor]:
+    """Sums over heads and `queries` positions, spread evenly, of what full attention over the strictly earlier keys and
+    each pattern hold. bounds: distances; a key at distance d belongs to the first bound >= d.
+    """
+    (q, k), length = (at_least_fp32(x[0]) for x in call.inputs[:2]), tokens.shape[1]
+    known = F.pad(tokens[:, :-1], (1, 0), value=-1)
+    lsh = LSHAttention(attention.lsh.model_copy(update={"shared_qk": call.mechanism.shared_qk}), call.spec)
+    rng = dataclasses.replace(call.context.rng, rounds=max(LSH_ROUNDS))
+    lsh_context = dataclasses.replace(call.context, rng=rng, recompute=RecomputeCache())
+    of_queries, of_keys = lsh.assign(call.inputs, lsh_context)[:2]
+    of_queries, of_keys = of_queries[0].long(), (of_queries if of_keys is None else of_keys)[0].long()
+    grams = ngram_codes(known, NGRAM, 1 << max(1, length - 1).bit_length()).long()[None]
+    bands = {
+        "lsh": Bands(of_queries, of_keys, attention.lsh.chunk),
+        f"n-gram {NGRAM}": Bands(grams, F.pad(grams[..., :-1], (1, 0), value=-1), attention.ngram.chunk - 1),
+    }
+    edges = torch.tensor(bounds, device=tokens.device)
+    sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
+    count = min(queries, length - 1)
+    for rows in (1 + torch.arange(count, device=tokens.device) * (length - 1) // count).split(TILE):
+        keys = torch.arange(int(rows[-1]) + 1, device=rows.device)
+        back = rows[:, None] - keys
+        past = (q[:, rows] @ k[:, : len(keys)].transpose(-1, -2) * call.scale).masked_fill(back <= 0, -torch.inf)
+        weights = past.softmax(-1)
+        band = F.one_hot(torch.bucketize(back.clamp_min(1), edges), len(bounds)).to(weights.dtype)
+        patterns = {f"window {width}": (back > 0) & (back <= width) for width in WINDOWS}
+        far = past.masked_fill(back <= WINDOWS[0], -torch.inf)
+        for best in BEST:
+            value, place = far.topk(min(best, len(keys)), dim=-1)
+            patterns[f"best {best}"] = torch.zeros_like(far, dtype=torch.bool).scatter_(-1, place, value > -torch.inf)
+        for name, hashed in bands.items():
+            shown = hashed.shown(rows)[0] & (back > 0)
+            each = {f"{name}, {r} rounds": shown[:, :r].any(1) for r in LSH_ROUNDS} if name == "lsh" else {}
+            patterns |= each or {name: shown.any(1)}
+        totals = {"queries": torch.tensor(len(rows) * len(q)), "mass": torch.einsum("htl,tlb->b", weights, band)}
+        for name, visible in patterns.items():
+            visible = visible.expand_as(weights)
+            totals[f"keys/{name}"] = visible.sum()
+            totals[f"held/{name}"] = torch.einsum("htl,tlb->b", weights * visible, band)
+        for name, total in totals.items():
+            sums[name] = sums[name] + total.double().cpu()
+    return dict(sums)
+
+
+def study_coverage(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure every layer of a decoder: means over heads and queries, by distance."""
+    model, config, checkpoint, device = restore(args.checkpoint, args.set)
+    if not isinstance(model, Decoder):
+        raise ConfigError("--checkpoint", f"{args.checkpoint} is no decoder", "Give a causal language model")
+    index = open_folder(args.data or config.data.path, config, build_tokenizer(config.data.tokenizer))
+    length, layers = args.length or config.model.max_length, dict[str, dict[str, Any]]()
+    bounds = [*(bound for bound in (64, 512, 2048) if bound < length), length]
+    stream = EvaluationStream(index, args.split)
+    for number in tqdm(range(args.windows), desc="windows", disable=None):
+        tokens = window(stream, number, args.windows, length, index.record or 1).to(device)
+        for call in record_calls(model, tokens, config.run.seed):
+            layer = layers.setdefault(f"layer {call.context.layer} {call.kind}", defaultdict(int))
+            own = coverage_sums(call, tokens, config.model.attention, bounds, args.queries)
+            for name, value in own.items():
+                layer[name] += value
+    report = {}
+    for layer_name, total in layers.items():
+        means = {name: (value / total["queries"]).tolist() for name, value in total.items()}
+        report[layer_name] = means
+        print(f"{layer_name}, up to {bounds} tokens back: mass {[round(x, 3) for x in means['mass']]}")
+        for name in (name.removeprefix("keys/") for name in means if name.startswith("keys/")):
+            held = [round(x, 3) for x in means[f"held/{name}"]]
+            print(f"  {name}: {means[f'keys/{name}']:.0f} keys, holds {held}")
+    protocol = {**vars(args), "step": checkpoint.step, "data": index.fingerprint, "length": length, "bounds": bounds}
+    return {"layers": report, "protocol": protocol}
+
+
+# How far back texts repeat themselves
+
+
+def repetitions(sequence: Tensor, n: int, bounds: list[int]) -> Tensor:
+    """Counts (bounds − 1, 2) of tokens by the distance to the latest earlier place with the same n tokens before it,
+    low < distance <= high: all of them, and those that stood there too. sequence: (L,) int64.
+    """
+    counts = torch.zeros(len(bounds) - 1, 2, dtype=torch.long)
+    if len(sequence) <= n:
+        return counts
+    _, codes = sequence.unfold(0, n, 1)[:-1].unique(dim=0, return_inverse=True)
+    order = codes.argsort(stable=True)
+    same = codes[order[1:]] == codes[order[:-1]]
+    current, before = order[1:][same], order[:-1][same]
+    right = sequence[current + n] == sequence[before + n]
+    place = torch.bucketize(current - before, torch.tensor(bounds[1:]))
+    for kept, column in ((torch.ones_like(right), 0), (right, 1)):
+        counts[:, column] += torch.bincount(place[kept & (place < len(counts))], minlength=len(counts))
+    return counts
+
+
+def study_repetitions(args: argparse.Namespace) -> dict[str, Any]:
+    """Count over the first --windows sequences of a split, beyond --near tokens in steps of a factor of 4."""
+    stream = EvaluationStream(Index.load(args.data), args.split)
+    length = args.length or 8192
+    bounds = [0, args.near]
+    while bounds[-1] * 4 < length:
+        bounds.append(bounds[-1] * 4)
+    bounds.append(length)
+    starts = range(0, min(args.windows, max(1, stream.tokens // length)) * length, length)
+    tokens = min(len(starts) * length, stream.tokens)
+    tables = {}
+    for n in args.ngrams:
+        counts = sum(repetitions(stream.read(s, min(s + length, stream.tokens)), n, bounds) for s in starts)
+        rows = zip(itertools.pairwise(bounds), torch.as_tensor(counts).tolist(), strict=True)
+        tables[n] = [(low, high, all_of / tokens, same / max(1, all_of)) for (low, high), (all_of, same) in rows]
+        for low, high, share, right in tables[n]:
+            print(
+                f"last {n} tokens stood {low:,} to {high:,} back: {share:.1%} of all; followed by the same {right:.0%}"
+            )
+    return {"repetitions": tables, "protocol": vars(args)}
+
+
+@report_user_errors
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    studies = {"hashes": study_hashes, "coverage": study_coverage, "repetitions": study_repetitions}
+    parser.add_argument("study", choices=studies)
+    parser.add_argument("--checkpoint", help="a checkpoint's folder, or a run's (its newest)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the configuration")
+    parser.add_argument("--data", help="folder of shards; by default the one trained on")
+    parser.add_argument("--split", default="validation")
+    parser.add_argument("--windows", type=int, default=10, help="windows of text, spread over the split")
+    parser.add_argument("--length", type=int, help="tokens of a window")
+    parser.add_argument("--buckets", type=int, default=4, help="hashes: an even number")
+    parser.add_argument("--top", type=int, default=16, help="hashes: weights per query that recall counts")
+    parser.add_argument("--hash-steps", type=int, default=300, help="hashes: steps of training LHA's")
+    parser.add_argument("--queries", type=int, default=256, help="coverage: positions of a window")
+    parser.add_argument("--ngrams", type=int, nargs="+", default=[4, 12], help="repetitions: n of each table")
+    parser.add_argument("--near", type=int, default=128, help="repetitions: tokens that any window sees")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers and how they were measured there")
+    args = parser.parse_args(words)
+    if args.study != "repetitions" and args.checkpoint is None:
+        raise ConfigError("--checkpoint", "is missing", "Give a run's folder")
+    result = studies[args.study](args)
+    if args.json:
+        write_json(args.json, json.loads(json.dumps(result, default=str)))
+
+
+if __name__ == "__main__":
+    main()
