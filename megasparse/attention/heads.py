@@ -24,7 +24,7 @@ from megasparse.attention.sinks import merge
 from megasparse.config.attention import FullAttentionConfig
 from megasparse.config.pattern import attends_fully, heads_of_layer, layers_with
 from megasparse.config.schema import ModelConfig
-from megasparse.ops.unit_keys import unit_keys
+from megasparse.ops.normalize import unit_keys
 
 
 def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:

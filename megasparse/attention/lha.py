@@ -27,8 +27,8 @@ from megasparse.attention.lha_learning import Batch, Rule, divergences, members,
 from megasparse.attention.sequence_part import SequencePart
 from megasparse.config.attention import LHAAttentionConfig
 from megasparse.ops.bucketed_attention import Window
+from megasparse.ops.linear_attention import orthogonal_projections
 from megasparse.ops.positions import sinusoids
-from megasparse.ops.random_features import orthogonal_projections
 
 
 class Assignment(NamedTuple):

@@ -34,8 +34,8 @@ from megasparse.ops.attention_utility import (
     sampled_queries,
 )
 from megasparse.ops.blocks import at_most
+from megasparse.ops.linear_attention import positive_features
 from megasparse.ops.random import random_bits
-from megasparse.ops.random_features import positive_features
 
 _TOKENS_A_BUCKET = 4
 """U, in buckets, where that is more than C."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megasparse.config.schema import ModelConfig
-from megasparse.ops.layer_norm import layer_norm
+from megasparse.ops.normalize import layer_norm
 
 
 class Norm(nn.Module):

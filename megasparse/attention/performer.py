@@ -9,8 +9,7 @@ from megasparse.attention.costs import Passes, product
 from megasparse.attention.documents import attend_each
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import PerformerAttentionConfig
-from megasparse.ops.linear_attention import State, causal_linear_attention, linear_attention
-from megasparse.ops.random_features import orthogonal_projections
+from megasparse.ops.linear_attention import State, causal_linear_attention, linear_attention, orthogonal_projections
 
 
 @dataclass

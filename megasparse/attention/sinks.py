@@ -13,7 +13,7 @@ from torch import Tensor
 from megasparse.attention.contract import AttentionInputs
 from megasparse.attention.sequence_part import SequencePart
 from megasparse.ops.gathered_attention import gathered_attention
-from megasparse.ops.local_attention.layout import PADDING, by_document
+from megasparse.ops.local_attention import PADDING, by_document
 
 
 class Places(NamedTuple):

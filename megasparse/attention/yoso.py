@@ -17,8 +17,8 @@ from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import YOSOAttentionConfig
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import sign_codes
+from megasparse.ops.normalize import unit_vectors
 from megasparse.ops.random import RngContext
-from megasparse.ops.unit_keys import unit_vectors
 
 
 @dataclass

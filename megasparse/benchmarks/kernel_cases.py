@@ -24,7 +24,7 @@ def case(function: Case) -> Case:
 @case
 def counting_sort(dtype: torch.dtype, head_dim: int) -> None:
     """2,048 buckets, and 16,384, which take two passes; in order and in reverse."""
-    from megasparse.ops.counting_sort.gpu import counting_sort
+    from megasparse.ops.counting_sort_kernels import counting_sort
 
     for bits in (11, 14):
         counting_sort(torch.zeros(2, 2048, dtype=torch.int16), bits, None, bits == 11)
@@ -34,7 +34,7 @@ def counting_sort(dtype: torch.dtype, head_dim: int) -> None:
 def local_attention(dtype: torch.dtype, head_dim: int) -> None:
     """Relative positions: a causal decoder's, and an encoder's with padding."""
     from megasparse.ops.local_attention import LocalAttentionSpec, distances
-    from megasparse.ops.local_attention.gpu import relative_local_attention
+    from megasparse.ops.local_attention_kernels import relative_local_attention
 
     for causal in (True, False):
         q, k, v = (torch.zeros(1, 2, 512, head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
@@ -47,7 +47,7 @@ def local_attention(dtype: torch.dtype, head_dim: int) -> None:
 @case
 def gathered_attention(dtype: torch.dtype, head_dim: int) -> None:
     """Smart Bird: in training every head has keys of its own, in evaluation all heads share them."""
-    from megasparse.ops.gathered_attention.gpu import gathered_attention
+    from megasparse.ops.gathered_attention_kernels import gathered_attention
 
     for heads in (2, 1):
         q, k, v = (torch.zeros(1, 2, 32, head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
@@ -91,7 +91,7 @@ def learned_codes(dtype: torch.dtype, head_dim: int) -> None:
 def hash_table_attention(dtype: torch.dtype, head_dim: int) -> None:
     """YOSO: a causal decoder, and an encoder with padding, whose buckets are 64-bit numbers."""
     from megasparse.ops.hash_table_attention import HashTableAttentionSpec
-    from megasparse.ops.hash_table_attention.gpu import hash_table_attention
+    from megasparse.ops.hash_table_attention_kernels import hash_table_attention
 
     for causal in (True, False):
         q, k, v = (torch.zeros(1, 2, 2048, head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
@@ -116,7 +116,7 @@ def dropout(dtype: torch.dtype, head_dim: int) -> None:
 @case
 def layer_norm(dtype: torch.dtype, head_dim: int) -> None:
     """Streams, read in the dtype of the weights, centred with a bias and in the RMS form."""
-    from megasparse.ops.layer_norm.gpu import layer_norm as normalised
+    from megasparse.ops.normalize_kernels import layer_norm as normalised
 
     for width in (768, 4096):
         x = torch.zeros(1, 64, width, requires_grad=True)
@@ -128,8 +128,8 @@ def layer_norm(dtype: torch.dtype, head_dim: int) -> None:
 @case
 def unit_keys(dtype: torch.dtype, head_dim: int) -> None:
     """Heads that are views of a layer's tokens."""
-    from megasparse.ops.unit_keys.gpu import unit_keys as keys_of
-    from megasparse.ops.unit_keys.gpu import unit_vectors
+    from megasparse.ops.normalize_kernels import unit_keys as keys_of
+    from megasparse.ops.normalize_kernels import unit_vectors
 
     q = torch.zeros(1, 64, 2, head_dim, dtype=dtype, requires_grad=True)
     own, keys = keys_of(q.transpose(1, 2))
@@ -166,9 +166,8 @@ def bucketed_attention(dtype: torch.dtype, head_dim: int) -> None:
 @case
 def sketch(dtype: torch.dtype, head_dim: int) -> None:
     """Width 4 and the largest one: a decoder, then an encoder with padding, each with draws and without."""
-    from megasparse.ops.sketch import KeyChoiceSpec, Noise
-    from megasparse.ops.sketch.gpu import chosen_keys, exact_projection, sketched_attention
-    from megasparse.ops.sketch.operator import WIDEST
+    from megasparse.ops.sketch import WIDEST, KeyChoiceSpec, Noise
+    from megasparse.ops.sketch_kernels import chosen_keys, exact_projection, sketched_attention
 
     for width in (4, WIDEST):
         exact_projection(torch.zeros(1, 64, 512, dtype=dtype), torch.zeros(width, 512))
@@ -185,7 +184,7 @@ def sketch(dtype: torch.dtype, head_dim: int) -> None:
 @case
 def cross_entropy(dtype: torch.dtype, head_dim: int) -> None:
     """Bytes, BERT's word pieces with label smoothing, and a vocabulary of 256K."""
-    from megasparse.ops.cross_entropy.gpu import token_scores
+    from megasparse.ops.cross_entropy_kernels import token_scores
 
     for vocabulary, smoothing in ((258, 0.0), (30522, 0.1), (262144, 0.0)):
         logits = torch.zeros(2, vocabulary, dtype=dtype, requires_grad=True)

@@ -11,10 +11,10 @@ from megasparse.attention.observation import calls
 from megasparse.config.schema import PositionsConfig
 from megasparse.model.build import build_model
 from megasparse.ops.attention_utility.reference import utilities
+from megasparse.ops.linear_attention import orthogonal_projections
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import RngContext
-from megasparse.ops.random_features import orthogonal_projections
-from megasparse.ops.random_features.reference import positive_features
+from tests.helpers.definitions import positive_features
 from tests.helpers.models import Single, attention, random_tokens, randomise, small, training_draws
 
 MASK = torch.ones(2, 40, dtype=torch.bool)

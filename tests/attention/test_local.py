@@ -4,7 +4,7 @@ import torch
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.bucketed_attention.reference import visible
 from megasparse.ops.local_attention import LocalAttentionSpec
-from megasparse.ops.local_attention.reference import relative_local_attention as defined_relative
+from megasparse.ops.local_attention import reference as defined_relative
 from megasparse.ops.positions import sinusoids
 from tests.helpers.comparing import assert_same_with_gradients, softmax_over
 from tests.helpers.huggingface import WIDTH, ours, run, theirs_local, without_wrap

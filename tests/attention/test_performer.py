@@ -3,9 +3,9 @@
 import torch
 
 from megasparse.attention.contract import AttentionContext
-from megasparse.ops.linear_attention.reference import linear_attention as defined
 from megasparse.ops.random import RngContext
 from tests.helpers.comparing import assert_same_with_gradients
+from tests.helpers.definitions import linear_attention as defined
 from tests.helpers.models import Single
 
 

@@ -8,11 +8,11 @@ import megasparse.attention.sketch_objectives as sketch_objectives
 from megasparse.attention.contract import AttentionContext, AttentionInputs, RecomputeCache, Targets
 from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
-from megasparse.ops.gathered_attention.reference import gathered_attention as gathered
+from megasparse.ops.gathered_attention import reference as gathered
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import EVALUATION_STEP, RngContext
-from megasparse.ops.sketch.reference import best_keys as defined
-from megasparse.ops.sketch.reference import sketched_weights
+from megasparse.ops.sketch import best_keys as defined
+from megasparse.ops.sketch import sketched_weights
 from tests.helpers.comparing import assert_same_with_gradients, decoded_nats, softmax_over
 from tests.helpers.models import Single, named, random_tokens, randomise, small, training_draws
 

@@ -10,8 +10,8 @@ from megasparse.attention.yoso import YOSOAttention
 from megasparse.config.attention import YOSOAttentionConfig
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import sign_codes
+from megasparse.ops.normalize import unit_vectors
 from megasparse.ops.random import RngContext
-from megasparse.ops.unit_keys import unit_vectors
 from tests.helpers.comparing import assert_same_with_gradients
 
 

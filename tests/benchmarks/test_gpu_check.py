@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import megasparse.ops.unit_keys.gpu as unit_keys_gpu
+from megasparse.ops import normalize_kernels
 from megasparse.benchmarks.gpu_check.operators import EXACT, SMOOTH, Problem, check_exact, check_smooth
 from megasparse.benchmarks.gpu_check.report import Report, Row, Skipped, table
 from megasparse.benchmarks.gpu_check.runner import check
@@ -92,13 +92,13 @@ def test_a_stage_is_ended_at_its_limit_with_what_it_started_and_keeps_what_it_fo
 
 def test_an_operator_is_right_and_a_wrong_or_unsteady_one_is_seen(monkeypatch):
     assert check_smooth("unit_keys", TINY, torch.float32)[0] and check_exact("random_bits", TINY) == (True, 0.0, "")
-    launch = unit_keys_gpu.launch
+    launch = normalize_kernels.launch
 
     def without_gradients(kernel, *arguments, **settings):
         if kernel.__name__ != "unit_gradient":
             launch(kernel, *arguments, **settings)
 
-    monkeypatch.setattr(unit_keys_gpu, "launch", without_gradients)
+    monkeypatch.setattr(normalize_kernels, "launch", without_gradients)
     found = check_smooth("unit_keys", TINY, torch.float32)
     assert not found[0] and found[2] == "two runs differ"  # NaN is not equal to itself
     make, least = EXACT["random_bits"]
@@ -108,8 +108,16 @@ def test_an_operator_is_right_and_a_wrong_or_unsteady_one_is_seen(monkeypatch):
 
 
 def test_every_operator_with_kernels_is_checked():
-    operators = {path.parent.name for path in Path(unit_keys_gpu.__file__).parents[1].glob("*/gpu.py")}
-    known = {"hashing": "angular_hash", "sketch": "sketched_attention", "local_attention": "relative_local_attention"}
+    ops = Path(normalize_kernels.__file__).parent
+    operators = {path.parent.name for path in ops.glob("*/gpu.py")}
+    operators |= {path.stem.removesuffix("_kernels") for path in ops.glob("*_kernels.py")}
+    known = {
+        "hashing": "angular_hash",
+        "normalize": "unit_keys",
+        "random": "random_bits",
+        "sketch": "sketched_attention",
+        "local_attention": "relative_local_attention",
+    }
     assert {known.get(name, name) for name in operators} <= SMOOTH.keys() | EXACT.keys()
 
 

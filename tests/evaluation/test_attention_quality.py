@@ -21,8 +21,8 @@ from megasparse.evaluation.attention_quality import (
 )
 from megasparse.evaluation.pictures import BACKGROUND
 from megasparse.model.build import build_model
+from megasparse.ops.normalize import unit_vectors
 from megasparse.ops.random import RngContext
-from megasparse.ops.unit_keys import unit_vectors
 from tests.helpers.models import EVERY, named, random_tokens, small
 from tests.helpers.trained import prepared, trained
 

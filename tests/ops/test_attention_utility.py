@@ -11,7 +11,7 @@ from megasparse.ops.attention_utility import (
     feature_queries,
 )
 from megasparse.ops.attention_utility.reference import utilities
-from megasparse.ops.random_features import orthogonal_projections, positive_features
+from megasparse.ops.linear_attention import orthogonal_projections, positive_features
 
 BUCKETS = 5
 

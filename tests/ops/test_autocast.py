@@ -10,9 +10,8 @@ from megasparse.ops.cross_entropy import token_scores
 from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import angular_hash, sign_codes
-from megasparse.ops.linear_attention import causal_linear_attention, linear_attention
+from megasparse.ops.linear_attention import causal_linear_attention, exponents, linear_attention, positive_features
 from megasparse.ops.local_attention import LocalAttentionSpec, distances, relative_local_attention
-from megasparse.ops.random_features import exponents, positive_features
 from megasparse.ops.sketch import KeyChoiceSpec, chosen_keys, sketched_attention
 from megasparse.ops.tiled import tiled
 from tests.helpers.kernels import DEVICE

@@ -105,9 +105,6 @@ def test_a_second_derivative_is_refused(case, forced, monkeypatch):
     [
         ("bucketed", "bucketed_attention.bucketed_attention"),
         ("bucketed, own codes", "bucketed_attention.bucketed_attention"),
-        ("gathered", "gathered_attention.gathered_attention"),
-        ("hash tables", "hash_table_attention.hash_table_attention"),
-        ("relative local", "local_attention.relative_local_attention"),
     ],
 )
 def test_an_operator_runs_the_implementation_that_is_forced(case, operator, forced, monkeypatch):

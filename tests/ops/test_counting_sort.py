@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from megasparse.ops.counting_sort import counting_sort
-from megasparse.ops.counting_sort.reference import counting_sort as defined
+from tests.helpers.definitions import counting_sort as defined
 from tests.helpers.kernels import DEVICE
 
 

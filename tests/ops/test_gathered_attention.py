@@ -2,9 +2,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import megasparse.ops.gathered_attention.blockwise as blockwise
+import megasparse.ops.gathered_attention as module
 from megasparse.ops.gathered_attention import gathered_attention
-from megasparse.ops.gathered_attention.reference import gathered_attention as defined
+from megasparse.ops.gathered_attention import reference as defined
 from tests.helpers import operators
 from tests.helpers.kernels import DEVICE
 from tests.helpers.operators import assert_equal, assert_same_bits, assert_within_bars, random_heads
@@ -25,7 +25,7 @@ def gradients(attention, heads, index, scale=0.7):
 @pytest.mark.parametrize("queries,keys", [(1, 1), (1, 9), (17, 17), (13, 6), (5, 20)])
 @pytest.mark.parametrize("places", [1, 4, 30])
 def test_forward_and_gradients_are_those_of_the_definition(queries, keys, places, monkeypatch):
-    monkeypatch.setattr(blockwise, "_GATHERED_ELEMENTS", 7 * 5 * places)  # several blocks, some across heads
+    monkeypatch.setattr(module, "_GATHERED_ELEMENTS", 7 * 5 * places)  # several blocks, some across heads
     heads = random_heads(queries, keys, (2, 3), 5)
     for rows in ((2, 3), (1, 3), (2, 1), (1, 1)):
         index = random_index(queries, keys, places, rows)

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from megasparse.ops.gathered_attention import gpu as kernels
-from megasparse.ops.gathered_attention.reference import gathered_attention as defined
+from megasparse.ops import gathered_attention_kernels as kernels
+from megasparse.ops.gathered_attention import reference as defined
 from tests.helpers.kernels import DEVICE
 from tests.helpers.operators import BARS, as_views, assert_gradients_of_one_output_alone, assert_within_bars
 from tests.helpers.operators import random_heads as heads_on

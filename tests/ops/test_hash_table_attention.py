@@ -5,17 +5,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import megasparse.ops.hash_table_attention as operator
-import megasparse.ops.hash_table_attention.blockwise as blockwise
-import megasparse.ops.hash_table_attention.expected as expected
-import megasparse.ops.hash_table_attention.pairs as pairs
-from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
-from megasparse.ops.hash_table_attention import reference as defined
+import megasparse.ops.hash_table_attention as module
+from megasparse.ops.hash_table_attention import (
+    HashTableAttentionSpec,
+    expected_attention,
+    hash_table_attention,
+    reference,
+)
 from megasparse.ops.hashing import sign_codes
-from tests.helpers import operators
+from tests.helpers import definitions, operators
 from tests.helpers.kernels import DEVICE
 from tests.helpers.operators import random_masks
 
+DEFINED = {hash_table_attention: reference, expected_attention: definitions.expected_attention}
 PROCEDURES = pytest.mark.parametrize("backward", ["tables", "pairs"])
 
 
@@ -43,19 +45,18 @@ def gradients(attention, heads, *codes, **rule):
 
 
 def assert_equal_to_the_definition(attention, heads, codes, backward="auto", chunk=128, **rule):
-    """Compare an operator with the definition. attention: the name of an operator."""
-    ours = gradients(getattr(operator, attention), heads, *codes, **rule, chunk=chunk, backward=backward)
-    exact = gradients(getattr(defined, attention), heads, *codes, **rule)
+    ours = gradients(attention, heads, *codes, **rule, chunk=chunk, backward=backward)
+    exact = gradients(DEFINED[attention], heads, *codes, **rule)
     torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-10)
     return ours
 
 
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(blockwise, "_ROW_ELEMENTS", 250)  # several groups of rows
-    monkeypatch.setattr(blockwise, "_TABLE_ELEMENTS", 300)  # one hash at a time, or several
-    monkeypatch.setattr(pairs, "_BLOCK_PAIRS", 7)
-    monkeypatch.setattr(expected, "_QUERIES", 4)
-    monkeypatch.setattr(expected, "_TILE_ELEMENTS", 40)
+    monkeypatch.setattr(module, "_ROW_ELEMENTS", 250)  # several groups of rows
+    monkeypatch.setattr(module, "_TABLE_ELEMENTS", 300)  # one hash at a time, or several
+    monkeypatch.setattr(module, "_BLOCK_PAIRS", 7)
+    monkeypatch.setattr(module, "_QUERIES", 4)
+    monkeypatch.setattr(module, "_TILE_ELEMENTS", 40)
 
 
 @PROCEDURES
@@ -67,7 +68,7 @@ def test_sampled_forward_and_gradients_are_those_of_the_definition(length, backw
     for causal, padding, segments, code_bits, hashes in flags:
         codes = random_codes(heads, hashes, code_bits)
         rule = dict(code_bits=code_bits, causal=causal, query_mask=padding, key_mask=padding, segments=segments)
-        assert_equal_to_the_definition("hash_table_attention", heads, codes, backward, 4, **rule)
+        assert_equal_to_the_definition(hash_table_attention, heads, codes, backward, 4, **rule)
 
 
 @pytest.mark.parametrize("length", [1, 5, 29])
@@ -76,7 +77,7 @@ def test_expected_forward_and_gradients_are_those_of_the_definition(length, monk
     heads, (mask, documents) = random_heads(length), random_masks(length)
     for causal, padding, segments in itertools.product([True, False], [None, mask], [None, documents]):
         rule = dict(code_bits=6, causal=causal, query_mask=padding, key_mask=padding, segments=segments)
-        assert_equal_to_the_definition("expected_attention", heads, [], **rule)
+        assert_equal_to_the_definition(expected_attention, heads, [], **rule)
 
 
 @PROCEDURES
@@ -84,8 +85,8 @@ def test_other_lengths_of_keys_and_their_padding(backward):
     heads = random_heads(7, keys=19)
     codes, mask = random_codes(heads, 3, 2), random_masks(19)[0]
     rule = dict(code_bits=2, causal=False, key_mask=mask)
-    assert_equal_to_the_definition("hash_table_attention", heads, codes, backward, **rule)
-    assert_equal_to_the_definition("expected_attention", heads, [], **rule)
+    assert_equal_to_the_definition(hash_table_attention, heads, codes, backward, **rule)
+    assert_equal_to_the_definition(expected_attention, heads, [], **rule)
 
 
 @PROCEDURES
@@ -138,7 +139,7 @@ def test_all_tokens_in_one_bucket_is_the_sum_of_all_values(causal, backward, mon
     heads = random_heads(13)
     codes = [torch.zeros_like(c) for c in random_codes(heads, 5, 4)]
     rule = dict(code_bits=4, causal=causal)
-    ours = assert_equal_to_the_definition("hash_table_attention", heads, codes, backward, 4, **rule)
+    ours = assert_equal_to_the_definition(hash_table_attention, heads, codes, backward, 4, **rule)
     expected_sum = heads[2].cumsum(2) if causal else heads[2].sum(2, keepdim=True).expand_as(heads[2])
     torch.testing.assert_close(ours[0], expected_sum)
 
@@ -159,12 +160,9 @@ def test_fp32_and_bf16_are_within_their_bars_of_the_definition(causal):
     rule = dict(code_bits=5, causal=causal)
     for dtype, forward, backward in ((torch.float32, 1e-5, 1e-4), (torch.bfloat16, 1e-2, 3e-2)):
         rounded = [x.to(dtype) for x in heads]
-        for mine, dense, hashed in (
-            (hash_table_attention, defined.hash_table_attention, codes),
-            (expected_attention, defined.expected_attention, []),
-        ):
+        for mine, hashed in ((hash_table_attention, codes), (expected_attention, [])):
             ours = gradients(mine, rounded, *hashed, **rule)
-            exact = gradients(dense, [x.double() for x in rounded], *hashed, **rule)
+            exact = gradients(DEFINED[mine], [x.double() for x in rounded], *hashed, **rule)
             for place, (x, y) in enumerate(zip(ours, exact, strict=True)):
                 error = (x.double() - y).norm() / y.norm()
                 assert error < (forward if place < 2 else backward), (dtype, mine.__name__, place, error)
@@ -185,14 +183,14 @@ def test_both_procedures_and_auto_agree_in_fp32():
 @pytest.mark.parametrize("code_bits,chosen", [(1, "tables"), (12, "pairs")])
 def test_auto_takes_the_procedure_with_less_to_do(code_bits, chosen, monkeypatch):
     used = []
-    for name in ("pair_gradients", "_table_gradients"):
-        procedure = getattr(blockwise, name)
+    for name in ("_pair_gradients", "_table_gradients"):
+        procedure = getattr(module, name)
 
         def spy(*args, procedure=procedure, name=name, **rest):
-            used.append("pairs" if name == "pair_gradients" else "tables")
+            used.append("pairs" if name == "_pair_gradients" else "tables")
             return procedure(*args, **rest)
 
-        monkeypatch.setattr(blockwise, name, spy)
+        monkeypatch.setattr(module, name, spy)
     heads = random_heads(400, dim=4)
     codes = random_codes(heads, 4, code_bits)
     gradients(hash_table_attention, heads, *codes, code_bits=code_bits, causal=False)

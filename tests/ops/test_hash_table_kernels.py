@@ -12,7 +12,7 @@ from tests.helpers.operators import BARS, as_views, random_masks
 from tests.ops.test_hash_table_attention import call, gradients, random_codes
 from tests.ops.test_hash_table_attention import random_heads as heads_on
 
-kernels = pytest.importorskip("megasparse.ops.hash_table_attention.gpu")
+kernels = pytest.importorskip("megasparse.ops.hash_table_attention_kernels")
 
 
 def random_heads(length, keys=None, dim=5, dtype=torch.float32, batch=2):
@@ -20,7 +20,7 @@ def random_heads(length, keys=None, dim=5, dtype=torch.float32, batch=2):
 
 
 def defined(heads, codes, **rule):
-    return gradients(reference.hash_table_attention, [x.double() for x in heads], *codes, **rule)
+    return gradients(reference, [x.double() for x in heads], *codes, **rule)
 
 
 def check(heads, codes, **rule):

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-import megasparse.ops.hashing.blockwise as blockwise
+import megasparse.ops.hashing as blockwise
 from megasparse.ops.hashing import angular_hash
 from megasparse.ops.hashing.reference import angular_hash as defined
 from megasparse.ops.random import rotations

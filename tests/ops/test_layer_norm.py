@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from megasparse.ops.layer_norm import layer_norm
-from megasparse.ops.layer_norm.reference import layer_norm as defined
+from megasparse.ops.normalize import layer_norm
+from tests.helpers.definitions import layer_norm as defined
 from tests.helpers.kernels import DEVICE
 
 

@@ -1,11 +1,10 @@
 import pytest
 import torch
 
-import megasparse.ops.linear_attention.blockwise as blockwise
-from megasparse.ops.linear_attention import causal_linear_attention, linear_attention
-from megasparse.ops.linear_attention.reference import linear_attention as defined
-from megasparse.ops.random_features import orthogonal_projections
+import megasparse.ops.linear_attention as module
+from megasparse.ops.linear_attention import causal_linear_attention, linear_attention, orthogonal_projections
 from tests.helpers import operators
+from tests.helpers.definitions import linear_attention as defined
 
 PROJECTION = orthogonal_projections(1, range(2), 12, 6, torch.device("cpu"))
 
@@ -34,7 +33,7 @@ def gradients(attention, heads, *arguments, **masks):
 @pytest.mark.parametrize("length", [1, 7, 8, 29])
 @pytest.mark.parametrize("tile,chunk", [(1, 1), (5, 4), (5, 7), (64, 1), (64, 2), (64, 64)])
 def test_forward_and_gradients_are_those_of_the_definition(length, tile, chunk, monkeypatch):
-    monkeypatch.setattr(blockwise, "_TILE", tile)
+    monkeypatch.setattr(module, "_TILE", tile)
     mask = torch.rand(2, length, generator=torch.Generator().manual_seed(3)) > 0.3
     mask[1] = False
     for causal in (True, False):
@@ -77,7 +76,7 @@ def test_hard_inputs_give_what_the_definition_gives(causal, change):
 
 def test_a_later_token_moves_no_earlier_output_however_much_larger_its_exponents(monkeypatch):
     """Long keys have exponents of −|k|²/2: beside a key of 0, all their features vanish."""
-    monkeypatch.setattr(blockwise, "_TILE", 16)
+    monkeypatch.setattr(module, "_TILE", 16)
     q, k, v = (x.float() for x in random_heads(24))
     k = k * 30
     before = ours(q, k, v, causal=True, chunk=4)

@@ -3,9 +3,9 @@ import itertools
 import pytest
 import torch
 
-import megasparse.ops.local_attention.blockwise as blockwise
+import megasparse.ops.local_attention as module
 from megasparse.ops.local_attention import LocalAttentionSpec, distances, relative_local_attention
-from megasparse.ops.local_attention.reference import relative_local_attention as defined
+from megasparse.ops.local_attention import reference as defined
 from tests.helpers.kernels import DEVICE
 from tests.helpers.operators import BARS
 
@@ -31,7 +31,7 @@ def gradients(attend, inputs, chunk, causal, scale, key_mask=None, segments=None
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("length,chunk", [(1, 4), (3, 1), (12, 4), (29, 4), (9, 16)])
 def test_forward_and_all_gradients_are_those_of_the_definition(length, chunk, causal, monkeypatch):
-    monkeypatch.setattr(blockwise, "_SCORE_ELEMENTS", 300)  # several tiles
+    monkeypatch.setattr(module, "_SCORE_ELEMENTS", 300)  # several tiles
     generator = torch.Generator().manual_seed(3)
     mask = torch.rand(2, length, generator=generator) > 0.3
     documents = torch.randint(0, 3, (2, length), generator=generator)

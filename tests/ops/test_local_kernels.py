@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from megasparse.ops import local_attention_kernels
+from megasparse.ops.local_attention import reference as defined
 from megasparse.ops.local_attention import relative_local_attention
-from megasparse.ops.local_attention.reference import relative_local_attention as defined
 from tests.helpers.kernels import DEVICE
 from tests.helpers.operators import BARS
 from tests.ops.test_local_attention import gradients
@@ -65,10 +66,8 @@ def test_bf16_with_several_heads():
 
 
 def test_parts_of_the_gradient_of_r_add_up_over_any_number_of_programs(monkeypatch):
-    from megasparse.ops.local_attention import gpu
-
     for length, batch, parts in ((40, 2, 1), (130, 1, 5)):  # one program for two sequences; three tiles, then two
-        monkeypatch.setattr(gpu, "_PARTS", parts)
+        monkeypatch.setattr(local_attention_kernels, "_PARTS", parts)
         check(random_inputs(length, 8, True, batch=batch), 8, causal=True, scale=0.3)
 
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from megasparse.ops.random_features import orthogonal_projections, positive_features
-from megasparse.ops.random_features.reference import positive_features as defined
+from megasparse.ops.linear_attention import orthogonal_projections, positive_features
+from tests.helpers.definitions import positive_features as defined
 
 CPU = torch.device("cpu")
 

@@ -4,10 +4,17 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import megasparse.ops.sketch.blockwise as blockwise
-from megasparse.ops.sketch import KeyChoiceSpec, Noise, chosen_keys, draws, exact_projection, sketched_attention
-from megasparse.ops.sketch.reference import best_keys as defined
-from megasparse.ops.sketch.reference import sketched_weights, uniform
+import megasparse.ops.sketch as module
+from megasparse.ops.sketch import (
+    KeyChoiceSpec,
+    Noise,
+    chosen_keys,
+    exact_projection,
+    sketched_attention,
+    sketched_weights,
+    uniform,
+)
+from megasparse.ops.sketch import best_keys as defined
 from tests.helpers.kernels import DEVICE
 from tests.helpers.operators import random_masks
 
@@ -34,8 +41,8 @@ def masks(length):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(blockwise, "_SCORE_ELEMENTS", 2 * 3 * 7 * 5)
-    monkeypatch.setattr(draws, "KEYS", 7)
+    monkeypatch.setattr(module, "_SCORE_ELEMENTS", 2 * 3 * 7 * 5)
+    monkeypatch.setattr(module, "KEYS", 7)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -63,12 +70,12 @@ def test_the_attention_and_its_gradients_are_those_of_the_definition(length, cau
 
 
 def test_a_decoder_scores_half_of_the_pairs(monkeypatch):
-    monkeypatch.setattr(blockwise, "_SCORE_ELEMENTS", 8 * 256)
+    monkeypatch.setattr(module, "_SCORE_ELEMENTS", 8 * 256)
 
     def flops(causal):
         q, k, v = (x.requires_grad_() for x in random_sketch(256))
         with FlopCounterMode(display=False) as counter:
-            blockwise.sketched_attention(q, k, v, causal=causal)[0].sum().backward()
+            sketched_attention(q, k, v, causal=causal)[0].sum().backward()
         return counter.get_total_flops()
 
     assert flops(causal=True) < 0.52 * flops(causal=False)
@@ -102,9 +109,9 @@ def test_tiles_and_the_number_of_queries_at_a_time_change_nothing(monkeypatch):
         here = slice(i, i + 1)
         one = choose(q[:, here], k, 6, noise=row, lse=lse[:, here], first_query=i, **rule)
         assert torch.equal(one, whole[:, :, here])
-    monkeypatch.setattr(blockwise, "_SCORE_ELEMENTS", 77)
+    monkeypatch.setattr(module, "_SCORE_ELEMENTS", 77)
     assert torch.equal(choose(q, k, 6, noise=noise, lse=lse, **rule), whole)
-    monkeypatch.setattr(draws, "KEYS", 11)
+    monkeypatch.setattr(module, "KEYS", 11)
     assert torch.equal(choose(q, k, 6, noise=None, **rule), shared)
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from megasparse.errors import ConfigError
-from megasparse.ops.sketch import draws, sketched_attention
-from megasparse.ops.sketch.reference import chosen_keys as defined
-from megasparse.ops.sketch.reference import sketched_attention as exactly
-from megasparse.ops.sketch.reference import sketched_weights, uniform
+from megasparse.ops import sketch, sketch_kernels
+from megasparse.ops.sketch import reference_attention as exactly
+from megasparse.ops.sketch import reference_choice as defined
+from megasparse.ops.sketch import sketched_attention, sketched_weights, uniform
 from tests.helpers.kernels import DEVICE
 from tests.ops import test_sketch as drawn_on_cpu
 from tests.ops.test_sketch import KINDS, choose
@@ -30,7 +30,8 @@ def masks(length):
 def kernels(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("MEGASPARSE_OPS", "triton")
-    monkeypatch.setattr(draws, "KEYS", 24)  # tiles that the columns of a program do not divide
+    for module in (sketch, sketch_kernels):
+        monkeypatch.setattr(module, "KEYS", 24)  # tiles that the columns of a program do not divide
 
 
 def distance(ours, exact):

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from megasparse.ops.unit_keys import unit_keys, unit_vectors
-from megasparse.ops.unit_keys.reference import unit_keys as defined
+from megasparse.ops.normalize import unit_keys, unit_vectors
+from tests.helpers.definitions import unit_keys as defined
 from tests.helpers.kernels import DEVICE
 
 BARS = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}

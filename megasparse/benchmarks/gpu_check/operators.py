@@ -151,7 +151,7 @@ def cross_entropy(p: Problem) -> tuple[list[Tensor], Callable[..., Outputs]]:
 
 @smooth
 def layer_norm(p: Problem) -> tuple[list[Tensor], Callable[..., Outputs]]:
-    from megasparse.ops.layer_norm import layer_norm
+    from megasparse.ops.normalize import layer_norm
 
     return [p.normal(1, p.length, 1024), p.normal(1024), p.normal(1024)], lambda x, weight, bias: [
         layer_norm(x, weight, bias, 1e-5)
@@ -160,7 +160,7 @@ def layer_norm(p: Problem) -> tuple[list[Tensor], Callable[..., Outputs]]:
 
 @smooth
 def unit_keys(p: Problem) -> tuple[list[Tensor], Callable[..., Outputs]]:
-    from megasparse.ops.unit_keys import unit_keys
+    from megasparse.ops.normalize import unit_keys
 
     return p.heads(1), lambda q: unit_keys(q)
 

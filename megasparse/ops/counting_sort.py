@@ -1,0 +1,33 @@
+"""Stable sorting of small whole numbers, such as bucket codes."""
+
+import torch
+from torch import Tensor
+
+from megasparse.ops.backend import implementation
+
+_DTYPES = (torch.int16, torch.int32)
+
+
+@torch.no_grad()
+def counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None, reverse: bool = False) -> Tensor:
+    """Sort small integers stably.
+
+    Args:
+        keys: (rows, L) int16 or int32, 0 <= key < 2^bits, which is not checked.
+        ordered: contiguous like keys; receives the sorted keys.
+        reverse: write both results from the last one to the first.
+
+    Returns:
+        (rows, L) int32: [r, i] is the position of row r's i-th smallest key, equal keys in order of position.
+    """
+    assert keys.dim() == 2 and keys.dtype in _DTYPES and 1 <= bits <= 31
+    if implementation(keys, dtypes=_DTYPES, largest_width=None) == "triton":
+        from megasparse.ops import counting_sort_kernels
+
+        return counting_sort_kernels.counting_sort(keys, bits, ordered, reverse)
+    values, order = torch.sort(keys, dim=-1, stable=True)
+    if reverse:
+        values, order = values.flip(-1), order.flip(-1)
+    if ordered is not None:
+        ordered.copy_(values)
+    return order.to(torch.int32)

@@ -1,0 +1,128 @@
+"""The stable order by counting, as Triton kernels: passes over digits of up to 11 bits, the least significant first.
+
+A pass counts the digits of each tile, adds up, and places every token. L length, N digits (a power of two), T tiles of
+a row. counts (rows, T, N) holds how often each digit occurs in a tile, then how many tokens of the row with that digit
+are in earlier tiles; totals (rows, N) how often it occurs in the row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megasparse.ops.kernels import launch
+
+
+@triton.jit
+def _digits(keys, order, places, valid, shift, DIGITS: tl.constexpr):
+    """The positions of the tokens at `places` of the order so far (None: as they come), their digits and keys."""
+    tokens = places
+    if order is not None:
+        tokens = tl.load(order + places, mask=valid, other=0)
+    key = tl.load(keys + tokens, mask=valid, other=0)
+    return tokens, (key.to(tl.int32) >> shift) & (DIGITS - 1), key
+
+
+@triton.jit
+def count(keys, order, counts, length, tiles, shift, DIGITS: tl.constexpr, TILE: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    row, tile = program // tiles, program % tiles
+    if order is not None:
+        order += row * length
+    places = (tile * TILE).to(tl.int32) + tl.arange(0, TILE)
+    valid = places < length
+    _, digits, _ = _digits(keys + row * length, order, places, valid, shift, DIGITS)
+    tl.store(counts + program * DIGITS + tl.arange(0, DIGITS), tl.histogram(digits, DIGITS, valid))
+
+
+@triton.jit
+def add_up(counts, totals, tiles, DIGITS: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr):
+    """Sums the counts of WIDE digits of a row over its earlier tiles, in place, TILES tiles at a time."""
+    row = tl.program_id(0).to(tl.int64)
+    digits = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    counts += row * tiles * DIGITS
+    before = tl.zeros([WIDE], tl.int32)
+    first = 0
+    while first < tiles:
+        tile = first + tl.arange(0, TILES)
+        places = counts + tile[:, None] * DIGITS + digits[None, :]
+        valid = (tile < tiles)[:, None]
+        found = tl.load(places, mask=valid, other=0)
+        tl.store(places, before[None, :] + tl.cumsum(found, 0) - found, mask=valid)
+        before += tl.sum(found, 0)
+        first += TILES
+    tl.store(totals + row * DIGITS + digits, before)
+
+
+@triton.jit
+def place(
+    keys, order, counts, totals, out, ordered, length, tiles, shift, DIGITS: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, REVERSED: tl.constexpr,
+):  # fmt: skip
+    """A token's place: all smaller digits of the row, its own digit in earlier tiles, in earlier blocks of BLOCK tokens
+    of this tile, and before it in its block. ordered: takes the keys in order, or None. REVERSED: places are
+    counted from the last one.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    row, tile = program // tiles, (program % tiles).to(tl.int32)
+    keys, out = keys + row * length, out + row * length
+    if order is not None:
+        order += row * length
+    every, inside = tl.arange(0, DIGITS), tl.arange(0, BLOCK)
+    total = tl.load(totals + row * DIGITS + every)
+    next_place = tl.cumsum(total, 0) - total + tl.load(counts + program * DIGITS + every)
+    earlier = inside[None, :] < inside[:, None]
+    first = tile * TILE
+    last = min(first + TILE, length)
+    while first < last:
+        valid = first + inside < length
+        tokens, digits, key = _digits(keys, order, first + inside, valid, shift, DIGITS)
+        rank = tl.sum(((digits[:, None] == digits[None, :]) & earlier).to(tl.int32), 1)
+        at = tl.gather(next_place, digits, 0) + rank
+        if REVERSED:
+            at = length - 1 - at
+        tl.store(out + at, tokens, mask=valid)
+        if ordered is not None:
+            tl.store(ordered + row * length + at, key, mask=valid)
+        next_place += tl.histogram(digits, DIGITS, valid)
+        first += BLOCK
+
+
+_DIGIT_BITS = 11  # the buckets of 64K tokens in one pass
+_TILE = 1024  # tokens that share a row of counts: at most 4 KB for 4 KB of places; of 11 bits four times as many
+_BLOCK = 64  # tokens that are ranked against each other
+_TILES_AT_ONCE = 128
+_WIDE = 8  # digits of one program: 32 B, the least that a GPU reads
+
+
+def counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None, reverse: bool = False) -> Tensor:
+    """Compute `counting_sort.counting_sort`. Strided keys are copied once.
+
+    Cost: ⌈bits/11⌉ passes. A pass moves rows·L·(2·key bytes + 4), and 8 more a token where it is not the first, besides
+    16·rows·T·N of counts; its 64·rows·L comparisons are less than that on any GPU. No floating-point products.
+    """
+    keys = keys.contiguous()
+    rows, length = keys.shape
+    passes = -(-bits // _DIGIT_BITS)
+    digit_bits = -(-bits // passes)
+    digits = max(_WIDE, 1 << digit_bits)
+    tile = _TILE if digits <= _TILE else 4 * _TILE
+    tiles = -(-length // tile)
+    counts = torch.empty(rows, tiles, digits, dtype=torch.int32, device=keys.device)
+    totals = torch.empty(rows, digits, dtype=torch.int32, device=keys.device)
+    order: Tensor | None = None
+    for shift in range(0, bits, digit_bits):
+        out = torch.empty(rows, length, dtype=torch.int32, device=keys.device)
+        sizes = {"DIGITS": digits, "TILE": tile}
+        launch(count, (rows * tiles,), keys, order, counts, length, tiles, shift, **sizes, num_warps=4)
+        grid = (rows, digits // _WIDE)
+        fixed = {"DIGITS": digits, "WIDE": _WIDE, "TILES": _TILES_AT_ONCE, "num_warps": 4}
+        launch(add_up, grid, counts, totals, tiles, **fixed)
+        last = shift + digit_bits >= bits
+        sorted_keys = ordered if last else None
+        arguments = (keys, order, counts, totals, out, sorted_keys, length, tiles, shift)
+        own = {"BLOCK": _BLOCK, "REVERSED": reverse and last, "num_warps": 2}
+        launch(place, (rows * tiles,), *arguments, **sizes, **own)
+        order = out
+    assert order is not None
+    return order

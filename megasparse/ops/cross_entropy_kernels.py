@@ -1,0 +1,109 @@
+"""The scores of tokens as Triton kernels: one program reads a token's logits once, BLOCK at a time.
+
+N tokens, V vocabulary. Cost, b bytes a logit: forward N·V·b bytes, backward 2·N·V·b, and some 10 FLOPs a logit. torch's
+own operators move about 18·N·V bytes more forward, and 20·N·V more backward: they hold fp32 logits and their
+log-softmax.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megasparse.ops.autocast import Function
+from megasparse.ops.kernels import launch, whole_vectors
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1.0e38)  # a running maximum that is finite, so that differences of two are no NaN
+
+
+@triton.jit
+def scores_forward(
+    logits, targets, lse, scores, stride, width, smoothing, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Compute scores (N, COLUMNS), and lse (N,), the logarithm of the sum of exponentials."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    highest, total, sums = tl.full((), LOWEST, tl.float32), tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
+    likeliest = tl.full((), 0, tl.int32)
+    for start in range(0, width, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + ids, mask=ids < width, other=-float("inf")).to(tl.float32)
+        top = tl.max(x, 0)
+        likeliest = tl.where(top > highest, tl.min(tl.where(x == top, ids, width), 0), likeliest)
+        higher = tl.maximum(highest, top)
+        total = total * tl.exp2((highest - higher) * LOG2E) + tl.sum(tl.exp2((x - higher) * LOG2E), 0)
+        if COLUMNS == 3:
+            sums += tl.sum(tl.where(ids < width, x, 0.0), 0)
+        highest = higher
+    target = tl.load(targets + row)
+    chosen = tl.load(logits + target, mask=target >= 0, other=0.0).to(tl.float32)
+    rest = tl.log(total)
+    nats = tl.where(target >= 0, (highest - chosen) + rest, 0.0)
+    scores += row * COLUMNS
+    tl.store(lse + row, highest + rest)
+    tl.store(scores, nats)
+    tl.store(scores + 1, tl.where(target == likeliest, 1.0, 0.0))
+    if COLUMNS == 3:
+        tl.store(scores + 2, tl.where(target >= 0, nats + smoothing * (chosen - sums / width), 0.0))
+
+
+@triton.jit
+def scores_backward(
+    logits, targets, lse, grad, slopes, stride, width, smoothing, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Compute slopes (N, V), the logits' gradient. grad: (N, COLUMNS). Program 1 has a block of the vocabulary."""
+    row, ids = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * stride + ids, mask=ids < width, other=0.0).to(tl.float32)
+    total = tl.load(grad + row * COLUMNS)
+    of_target, of_all = total, 0.0
+    if COLUMNS == 3:
+        smooth = tl.load(grad + row * COLUMNS + 2)
+        total += smooth
+        of_target += smooth * (1.0 - smoothing)
+        of_all = smooth * smoothing / width
+    target = tl.load(targets + row)
+    slope = total * tl.exp2((x - tl.load(lse + row)) * LOG2E) - tl.where(ids == target, of_target, 0.0) - of_all
+    slope = tl.where(target >= 0, slope, 0.0)
+    tl.store(slopes + row * width + ids, slope.to(slopes.dtype.element_ty), mask=ids < width)
+
+
+_BLOCK = 4096  # logits that a program holds at a time
+_PER_WARP = 512
+
+
+def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Compute `cross_entropy.token_scores` for logits in fp32, bf16 or fp16."""
+    return _TokenScores.apply(logits, targets, smoothing)
+
+
+def _settings(width: int, smoothing: float) -> dict[str, int]:
+    size = min(_BLOCK, triton.next_power_of_2(width))
+    return dict(COLUMNS=3 if smoothing else 2, BLOCK=size, num_warps=max(1, size // _PER_WARP))
+
+
+class _TokenScores(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        logits, targets = whole_vectors(logits), targets.contiguous()
+        count, width = logits.shape
+        settings = _settings(width, smoothing)
+        lse = logits.new_empty(count, dtype=torch.float32)
+        scores = lse.new_empty(count, settings["COLUMNS"])
+        launch(scores_forward, (count,), logits, targets, lse, scores, logits.stride(0), width, smoothing, **settings)
+        ctx.save_for_backward(logits, targets, lse)
+        ctx.smoothing = smoothing
+        return scores
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, targets, lse = ctx.saved_tensors
+        count, width = logits.shape
+        settings, slopes = _settings(width, ctx.smoothing), logits.new_empty(count, width)
+        launch(
+            scores_backward, (count, triton.cdiv(width, settings["BLOCK"])), logits, targets, lse, grad.contiguous(),
+            slopes, logits.stride(0), width, ctx.smoothing, **settings,
+        )  # fmt: skip
+        return slopes, None, None

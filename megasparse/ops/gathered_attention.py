@@ -1,0 +1,156 @@
+"""Exact softmax attention of every query to the few keys that an index names for it (Smart Bird).
+
+The blocked form has linear memory, forward and backward, and is deterministic on a CPU: all queries of all heads are in
+one line, and a block of them gathers its keys and values. The backward gathers them again: exp(score − lse) is a pair's
+weight.
+
+B batch, H heads, Lq queries, Lk keys, D head dim, K index places, n queries in a block.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megasparse.ops.autocast import Function, without_autocast
+from megasparse.ops.backend import implementation
+from megasparse.ops.random import PairDropout
+
+_GATHERED_ELEMENTS = 1 << 18  # numbers in a block's gathered keys: 1 MB of fp32, so that it stays in cache
+
+
+@without_autocast
+def gathered_attention(
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float, dropout: PairDropout | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute out_i = Σ_j exp(scale·q_i·k_j − lse_i) v_j over the keys j that row i of the index names.
+
+    Args:
+        q: (B, H, Lq, D).
+        k, v: (B, H, Lk, D).
+        index: (B|1, H|1, Lq, K) int32 or int64 key numbers, −1 for an empty place; a key named twice counts twice.
+        scale: factor of q·k.
+        dropout: of the probabilities; lse is that of all pairs.
+
+    Returns:
+        out (B, H, Lq, D) in q's dtype and lse (B, H, Lq), the log of the sum, in fp32 at least; 0 and −∞ for a query
+        whose places are all empty. Scores, softmax statistics and gradients are computed in fp32 at least.
+    """
+    k, v = k.to(q.dtype), v.to(q.dtype)  # torch.autocast leaves some inputs in bf16 and some in fp32
+    chosen = implementation(q, dropout=dropout)
+    if chosen == "reference":
+        return reference(q, k, v, index, scale, dropout)
+    if chosen == "triton":
+        from megasparse.ops import gathered_attention_kernels
+
+        return gathered_attention_kernels.gathered_attention(q, k, v, index, scale)
+    out, lse = _GatheredAttention.apply(q, k, v, index, scale, dropout)
+    return out, lse
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float, dropout: PairDropout | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute `gathered_attention` densely, n_ij being the number of times that row i of the index names key j."""
+    keys = torch.arange(k.shape[2], device=k.device)
+    count = (index[..., None] == keys).sum(3).to(q.dtype)  # (B|1, H|1, Lq, Lk)
+    logits = scale * (q @ k.transpose(-1, -2)) + count.log()
+    blind = (logits == -torch.inf).all(-1)  # kept out of the softmax, whose gradient would be NaN
+    logits = logits.masked_fill(blind[..., None], 0.0)
+    probability = torch.softmax(logits, dim=-1)
+    if dropout is not None:
+        probability = probability * dropout.dense(k.shape[2], q.dtype)
+    out = probability @ v
+    return out.masked_fill(blind[..., None], 0.0), torch.logsumexp(logits, dim=-1).masked_fill(blind, -torch.inf)
+
+
+class _GatheredAttention(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float, dropout: PairDropout | None
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
+        outs, flat_lse = out.flatten(0, 2), lse.flatten()
+        for block in _blocks(q, k, v, index, dtype, dropout):
+            score = block.scores(scale)
+            highest = score.amax(-1, keepdim=True).clamp_min_(torch.finfo(dtype).min)
+            weight = score.sub_(highest).exp_()
+            total = weight.sum(-1, keepdim=True)
+            weight *= torch.where(total > 0, 1.0 / total, 0.0)
+            if block.factors is not None:
+                weight *= block.factors
+            outs[block.rows] = torch.bmm(weight[:, None], block.v).squeeze(1).to(q.dtype)
+            flat_lse[block.rows] = (highest + total.log()).squeeze(-1)
+        ctx.scale, ctx.dropout = scale, dropout
+        ctx.save_for_backward(q, k, v, index, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_out, grad_lse = grads
+        q, k, v, index, out, lse = ctx.saved_tensors
+        dtype = lse.dtype
+        blind = lse == -torch.inf
+        delta = ((grad_out.to(dtype) * out).sum(-1) - grad_lse.masked_fill(blind, 0.0)).flatten()
+        flat_lse = lse.masked_fill(blind, torch.inf).flatten()  # exp(score − ∞) = 0: no gradient from these queries
+        grad_out = grad_out.flatten(0, 2)
+        dq, dk, dv = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
+        to_q, to_k, to_v = (x.flatten(0, 2) for x in (dq, dk, dv))
+        for block in _blocks(q, k, v, index, dtype, ctx.dropout):
+            weight = block.scores(ctx.scale).sub_(flat_lse[block.rows, None]).exp_()
+            grad = grad_out[block.rows, None].to(dtype)  # (n, 1, D)
+            score_grad, dropped = torch.bmm(grad, block.v.transpose(1, 2)).squeeze(1), weight
+            if block.factors is not None:
+                dropped = weight * block.factors
+                score_grad *= block.factors
+            to_v.index_add_(0, block.keys, (dropped[..., None] * grad).flatten(0, 1))
+            score_grad.sub_(delta[block.rows, None]).mul_(weight).mul_(ctx.scale)
+            to_q[block.rows] = torch.bmm(score_grad[:, None], block.k).squeeze(1)
+            to_k.index_add_(0, block.keys, (score_grad[..., None] * block.q).flatten(0, 1))
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+class _Block(NamedTuple):
+    """Queries `rows` of all B·H·Lq with what they attend to. q: (n, 1, D). k, v: (n, K, D). empty: (n, K).
+
+    keys: (n·K), which of all B·H·Lk each one is; an empty place stands for some key of its own head.
+    """
+
+    rows: slice
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    keys: Tensor
+    empty: Tensor
+    factors: Tensor | None
+
+    def scores(self, scale: float) -> Tensor:
+        """Return scale·q·k, −∞ at empty places: (n, K)."""
+        score = torch.bmm(self.q, self.k.transpose(1, 2)).squeeze(1)
+        return score.mul_(scale).masked_fill_(self.empty, -torch.inf)
+
+
+def _blocks(
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, dtype: torch.dtype, dropout: PairDropout | None
+) -> Iterator[_Block]:
+    (_, heads, queries, head_dim), keys, places = q.shape, k.shape[2], index.shape[3]
+    flat_q, flat_k, flat_v, flat_index = (x.flatten(0, 2) for x in (q, k, v, index))
+    # Steps of the index from one sequence, and from one head, to the next
+    by_head = queries if index.shape[1] > 1 else 0
+    by_batch = index.shape[1] * queries if index.shape[0] > 1 else 0
+    step = max(1, _GATHERED_ELEMENTS // (places * head_dim))
+    for start in range(0, len(flat_q), step):
+        number = torch.arange(start, min(start + step, len(flat_q)), device=q.device)
+        row, query = number // queries, number % queries  # row: sequence · H + head
+        key = flat_index[row // heads * by_batch + row % heads * by_head + query].long()  # (n, K)
+        empty = key < 0
+        flat = (key.clamp_min_(0) + row[:, None] * keys).flatten()
+        rows = slice(start, start + len(number))
+        block_k, block_v = (x.index_select(0, flat).view(-1, places, head_dim).to(dtype) for x in (flat_k, flat_v))
+        factors = None
+        if dropout is not None:
+            factors = dropout.factors(dropout.queries.flatten()[rows, None], dropout.keys(keys)[key], dtype)
+        yield _Block(rows, flat_q[rows, None].to(dtype), block_k, block_v, flat, empty, factors)

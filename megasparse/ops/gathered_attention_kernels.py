@@ -1,0 +1,308 @@
+"""Gathered attention as Triton kernels: queries gather their keys, forward and backward; keys collect their gradients
+over a sorted list.
+
+A row is one head of one sequence. An entry is one place of a row's index, number query·K + place; `keys` holds each
+entry's key, Lk where it is empty, and `order` the entries by (key, number). That list is cut in tiles of T entries, and
+what a key gets from several tiles is added up in their order: no program's work grows with the queries that chose one
+key, and two runs are bit-identical.
+
+B batch, H heads, Lq queries, Lk keys, D head dim, K index places, T entries in a tile, n = B·H·Lq·K.
+
+Cost, with e bytes a number of q and i of the index. Forward: 4D·n FLOPs; n·2D·e bytes gathered, B·H·Lq·(2D·e + 4) and
+the index (n·i, or Lq·K·i where heads and sequences share it). Backward: 6D·n FLOPs and the forward's bytes again for
+dq, besides B·H·Lq·2D·e, with n·2e bytes written; then for dk and dv 4D·T·n FLOPs (the products with T×T matrices; 4D·n
+of them are of use), n·(2D·e gathered + 2e + 8) bytes and n/T·16D of parts, a counting sort of n keys (of Lq·K where the
+index is shared), and 4·B·H·Lk·D·e bytes of dk and dv. Gathers mostly hit the L2 cache: a row's k and v take 2·Lk·D·e.
+Memory, besides inputs and outputs, in the backward: 2e·n of pairs, 8 bytes an entry of the index, 16D·n/T of parts.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megasparse.ops.autocast import Function
+from megasparse.ops.counting_sort import counting_sort
+from megasparse.ops.kernels import block, dot, launch, load_rows, precision, steps_of_lists, strides, whole_vectors
+
+
+@triton.jit
+def _gathered(x, row, valid, stride, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows (n, m) of x in fp32, 0 where not valid: (n, m, WIDTH)."""
+    d = tl.arange(0, WIDTH)[None, None, :]
+    places = x + row.to(tl.int64)[:, :, None] * stride + d
+    return tl.load(places, mask=valid[:, :, None] & (d < D), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def attend(
+    q, k, v, index, out, lse, scale, heads, queries, places, blocks, index_batch, index_head,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
+    D: tl.constexpr, QUERIES: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """A block of a row's queries, PLACES places at a time. Sums over places are made once, at the end: within the loop
+    each thread adds up what it has.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    row, block = program // blocks, (program % blocks).to(tl.int32)
+    batch, head = row // heads, row % heads
+    k += batch * k_batch + head * k_head
+    v += batch * v_batch + head * v_head
+    query = block * QUERIES + tl.arange(0, QUERIES)
+    real = query < queries
+    index += batch * index_batch + head * index_head + query.to(tl.int64)[:, None] * places
+    own = load_rows(q + batch * q_batch + head * q_head, query, real, q_token, D, WIDTH).to(tl.float32)
+    highest = tl.full([QUERIES], -1e38, tl.float32)  # −∞ less −∞ would be NaN
+    total = tl.zeros([QUERIES], tl.float32)
+    sums = tl.zeros([QUERIES, PLACES, WIDTH], tl.float32)
+    for first in range(0, places, PLACES):
+        place = first + tl.arange(0, PLACES)[None, :]
+        key = tl.load(index + place, mask=real[:, None] & (place < places), other=-1)
+        seen = key >= 0
+        key_rows = _gathered(k, key, seen, k_token, D, WIDTH)
+        value_rows = _gathered(v, key, seen, v_token, D, WIDTH)
+        score = tl.where(seen, tl.sum(key_rows * own[:, None, :], 2) * scale, float("-inf"))
+        higher = tl.maximum(highest, tl.max(score, 1))
+        shrink = tl.exp(highest - higher)
+        weight = tl.exp(score - higher[:, None])
+        total = total * shrink + tl.sum(weight, 1)
+        sums = sums * shrink[:, None, None] + weight[:, :, None] * value_rows
+        highest = higher
+    divisor = tl.where(total > 0, total, 1.0)
+    mean = tl.sum(sums, 1) / divisor[:, None]
+    own_lse = tl.where(total > 0, highest + tl.log(divisor), float("-inf"))
+    number = row * queries + query
+    d = tl.arange(0, WIDTH)[None, :]
+    tl.store(out + number[:, None] * D + d, mean.to(out.dtype.element_ty), mask=real[:, None] & (d < D))
+    tl.store(lse + number, own_lse, mask=real)
+
+
+@triton.jit
+def query_gradients(
+    q, k, v, index, out, lse, grad, grad_lse, dq, pairs, scale, heads, queries, places, blocks, index_batch, index_head,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, grad_batch, grad_head, grad_token,
+    D: tl.constexpr, QUERIES: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Compute dq of a block of a row's queries; and of each of its entries the weight and the gradient of the scaled
+    score: pairs (B·H, Lq·K, 2).
+    """
+    program = tl.program_id(0).to(tl.int64)
+    row, block = program // blocks, (program % blocks).to(tl.int32)
+    batch, head = row // heads, row % heads
+    k += batch * k_batch + head * k_head
+    v += batch * v_batch + head * v_head
+    query = block * QUERIES + tl.arange(0, QUERIES)
+    real = query < queries
+    number = row * queries + query
+    index += batch * index_batch + head * index_head + query.to(tl.int64)[:, None] * places
+    own = load_rows(q + batch * q_batch + head * q_head, query, real, q_token, D, WIDTH).to(tl.float32)
+    own_grad = load_rows(grad + batch * grad_batch + head * grad_head, query, real, grad_token, D, WIDTH).to(tl.float32)
+    delta = tl.sum(own_grad * load_rows(out, number, real, D, D, WIDTH).to(tl.float32), 1)
+    if grad_lse is not None:
+        delta -= tl.load(grad_lse + number, mask=real, other=0.0)
+    own_lse = tl.load(lse + number, mask=real, other=0.0)
+    sums = tl.zeros([QUERIES, PLACES, WIDTH], tl.float32)
+    for first in range(0, places, PLACES):
+        place = first + tl.arange(0, PLACES)[None, :]
+        inside = real[:, None] & (place < places)
+        key = tl.load(index + place, mask=inside, other=-1)
+        seen = key >= 0
+        key_rows = _gathered(k, key, seen, k_token, D, WIDTH)
+        value_rows = _gathered(v, key, seen, v_token, D, WIDTH)
+        score = tl.sum(key_rows * own[:, None, :], 2) * scale
+        # No score is above the log-sum, but a huge one may be by rounding, and exp of that would be ∞.
+        weight = tl.exp(tl.where(seen, tl.minimum(score - own_lse[:, None], 0.0), float("-inf")))
+        # A query that sees nothing may have any gradient: its delta reaches no entry.
+        score_grad = tl.where(seen, weight * (tl.sum(value_rows * own_grad[:, None, :], 2) - delta[:, None]), 0.0)
+        sums += score_grad[:, :, None] * key_rows
+        pair = pairs + (number[:, None] * places + place) * 2
+        tl.store(pair, weight.to(pairs.dtype.element_ty), mask=inside)
+        tl.store(pair + 1, score_grad.to(pairs.dtype.element_ty), mask=inside)
+    d = tl.arange(0, WIDTH)[None, :]
+    found = tl.sum(sums, 1) * scale
+    tl.store(dq + number[:, None] * D + d, found.to(dq.dtype.element_ty), mask=real[:, None] & (d < D))
+
+
+@triton.jit
+def _key(keys, order, at, inside):
+    """The key of the entry at each place of the order, −1 outside of it."""
+    return tl.load(keys + tl.load(order + at, mask=inside, other=0), mask=inside, other=-1)
+
+
+@triton.jit
+def _keep(sums, x, parts, key, slot, whole, cut, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Sums (T, WIDTH): whole ones are a key's gradient in x, cut ones wait in parts."""
+    d = tl.arange(0, WIDTH)[None, :]
+    places = key.to(tl.int64)[:, None] * D + d
+    tl.store(x + places, sums.to(x.dtype.element_ty), mask=whole[:, None] & (d < D))
+    tl.store(parts + slot[:, None] * D + d, sums, mask=cut[:, None] & (d < D))
+
+
+@triton.jit
+def tile_gradients(
+    order, keys, pairs, q, grad, dk, dv, key_parts, value_parts, scale, heads, entries, places, key_count, tiles,
+    order_batch, order_head, q_batch, q_head, q_token, grad_batch, grad_head, grad_token,
+    D: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dk and dv of the keys that have all their entries in this tile. At most two do not, the first and the
+    last: what the tile adds to theirs goes to key_parts and value_parts (B·H, tiles, 2, D), place 0 for the first key,
+    else 1.
+
+    Entries of one key are added up by a product with the matrix that says which entries are of one key.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    row, tile = program // tiles, (program % tiles).to(tl.int32)
+    batch, head = row // heads, row % heads
+    order += batch * order_batch + head * order_head
+    keys += batch * order_batch + head * order_head
+    start = tile * TILE
+    first = _key(keys, order, start, True)
+    if first < key_count:
+        item = tl.arange(0, TILE)
+        entry = tl.load(order + start + item, mask=start + item < entries, other=0)
+        key = tl.load(keys + entry, mask=start + item < entries, other=key_count)
+        real = key < key_count
+        before = _key(keys, order, start - 1, start > 0)
+        after = _key(keys, order, start + item + 1, start + item + 1 < entries)
+        ends = (key != after) | (item == TILE - 1)
+        whole = real & (key != after) & (key != before)
+        cut = real & ends & ~whole
+        slot = program * 2 + tl.where(key == first, 0, 1)
+        together = (key[:, None] == key[None, :]) & real[None, :]
+        pair = pairs + (row * entries + entry) * 2
+        query = entry // places
+        weight = tl.load(pair, mask=real, other=0.0)
+        grads = load_rows(grad + batch * grad_batch + head * grad_head, query, real, grad_token, D, WIDTH)
+        sums = dot(tl.where(together, weight[None, :], 0.0).to(grads.dtype), grads, PRECISION)
+        _keep(sums, dv + row * key_count * D, value_parts, key, slot, whole, cut, D, WIDTH)
+        score_grad = tl.load(pair + 1, mask=real, other=0.0)
+        query_rows = load_rows(q + batch * q_batch + head * q_head, query, real, q_token, D, WIDTH)
+        sums = dot(tl.where(together, score_grad[None, :], 0.0).to(query_rows.dtype), query_rows, PRECISION) * scale
+        _keep(sums, dk + row * key_count * D, key_parts, key, slot, whole, cut, D, WIDTH)
+
+
+@triton.jit
+def join_tiles(
+    order, keys, dk, dv, key_parts, value_parts, heads, entries, key_count, tiles, order_batch, order_head,
+    D: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Compute dk and dv of the key whose entries begin in this tile and go on beyond it, if there is one: the parts of
+    its tiles, in their order.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    row, tile = program // tiles, (program % tiles).to(tl.int32)
+    order += row // heads * order_batch + row % heads * order_head
+    keys += row // heads * order_batch + row % heads * order_head
+    start = tile * TILE
+    end = start + TILE
+    key = _key(keys, order, end - 1, end < entries)
+    following = _key(keys, order, end, end < entries)
+    before = _key(keys, order, start - 1, start > 0)
+    if (key == following) & (key >= 0) & (key < key_count) & (key != before):
+        d = tl.arange(0, WIDTH)
+        slot = program * 2 + tl.where(key == _key(keys, order, start, True), 0, 1)
+        key_sum = tl.load(key_parts + slot * D + d, mask=d < D, other=0.0)
+        value_sum = tl.load(value_parts + slot * D + d, mask=d < D, other=0.0)
+        next_tile = tile + 1
+        found = AT_ONCE
+        while found == AT_ONCE:
+            tiles_here = next_tile + tl.arange(0, AT_ONCE)
+            inside = tiles_here < tiles
+            own = inside & (_key(keys, order, tiles_here * TILE, inside) == key)
+            slots = (row * tiles + tiles_here) * 2
+            key_sum += tl.sum(load_rows(key_parts, slots, own, D, D, WIDTH), 0)
+            value_sum += tl.sum(load_rows(value_parts, slots, own, D, D, WIDTH), 0)
+            found = tl.sum(own.to(tl.int32), 0)
+            next_tile += AT_ONCE
+        place = (row * key_count + key) * D + d
+        tl.store(dk + place, key_sum.to(dk.dtype.element_ty), mask=d < D)
+        tl.store(dv + place, value_sum.to(dv.dtype.element_ty), mask=d < D)
+
+
+_GATHERED = 1024  # numbers of k, and of v, that a warp gathers at a time: 32 a thread, which leaves room for others
+
+
+def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Compute `operator.gathered_attention` by  Tensors are copied only where the head dim is strided."""
+    out, lse = _GatheredAttention.apply(q, k, v, index, scale)
+    return out, lse
+
+
+class _Sizes(NamedTuple):
+    """QUERIES and PLACES: of a query-centred program. TILE: entries of a key-centred one, of that many warps."""
+
+    queries: int
+    places: int
+    tile: int
+    warps: int
+
+
+def _sizes(head_dim: int, dtype: torch.dtype) -> _Sizes:
+    width = block(head_dim)
+    places = min(8, _GATHERED // width)
+    if dtype == torch.float32:  # products without tensor cores keep whole rows in registers
+        return _Sizes(_GATHERED // width // places, places, 32 if width < 128 else 16, 4)
+    return _Sizes(_GATHERED // width // places, places, 64 if width < 256 else 32, 4 if width < 128 else 8)
+
+
+class _GatheredAttention(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v = (whole_vectors(x) for x in (q, k, v))
+        index = index.contiguous()
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        grid, numbers, fixed = _by_query(q, index)
+        steps = (*steps_of_lists(index, index.shape[2] * index.shape[3]), *strides(q, k, v))
+        launch(attend, grid, q, k, v, index, out, lse, scale, *numbers, *steps, **fixed)
+        ctx.set_materialize_grads(False)
+        ctx.scale = scale
+        ctx.save_for_backward(q, k, v, index, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, index, out, lse = ctx.saved_tensors
+        grad = torch.zeros_like(q) if grads[0] is None else whole_vectors(grads[0])
+        grad_lse = None if grads[1] is None else grads[1].contiguous()
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        pairs = torch.empty(*q.shape[:3], index.shape[3], 2, dtype=q.dtype, device=q.device)
+        grid, numbers, fixed = _by_query(q, index)
+        steps = (*steps_of_lists(index, index.shape[2] * index.shape[3]), *strides(q, k, v))
+        arguments = (q, k, v, index, out, lse, grad, grad_lse, dq, pairs, ctx.scale, *numbers, *steps, *strides(grad))
+        launch(query_gradients, grid, *arguments, **fixed)
+        dk, dv = _key_gradients(q, k, index, grad, pairs, ctx.scale)
+        return dq, dk, dv, None, None
+
+
+def _by_query(q: Tensor, index: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:
+    """Grid, sizes and settings of the kernels that a block of queries is a program of."""
+    batch, heads, queries, head_dim = q.shape
+    sizes = _sizes(head_dim, q.dtype)
+    blocks = -(-queries // sizes.queries)
+    fixed = {"D": head_dim, "QUERIES": sizes.queries, "PLACES": sizes.places, "WIDTH": block(head_dim), "num_warps": 1}
+    return (batch * heads * blocks,), (heads, queries, index.shape[3], blocks), fixed
+
+
+def _key_gradients(
+    q: Tensor, k: Tensor, index: Tensor, grad: Tensor, pairs: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    (batch, heads, queries, head_dim), key_count, places = q.shape, k.shape[2], index.shape[3]
+    entries = queries * places
+    sizes = _sizes(head_dim, q.dtype)
+    tiles = -(-entries // sizes.tile)
+    keys = torch.where(index < 0, key_count, index).to(torch.int32).view(-1, entries)
+    order = counting_sort(keys, key_count.bit_length())
+    steps = steps_of_lists(index, entries)
+    dk, dv = (torch.zeros(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
+    parts = torch.empty(2, batch * heads, tiles, 2, head_dim, dtype=torch.float32, device=q.device)
+    fixed = {"D": head_dim, "TILE": sizes.tile, "WIDTH": block(head_dim)}
+    arguments = (order, keys, pairs, q, grad, dk, dv, *parts, scale, heads, entries, places, key_count, tiles, *steps)
+    settings = {**fixed, "PRECISION": precision(), "num_warps": sizes.warps}
+    launch(tile_gradients, (batch * heads * tiles,), *arguments, *strides(q, grad), **settings)
+    arguments = (order, keys, dk, dv, *parts, heads, entries, key_count, tiles, *steps)
+    settings = {**fixed, "AT_ONCE": 8 if head_dim <= 128 else 4, "num_warps": 1}
+    launch(join_tiles, (batch * heads * tiles,), *arguments, **settings)
+    return dk, dv

@@ -1,0 +1,482 @@
+"""Attention by Bernoulli sampling (YOSO): values are added up in hash tables and read by the queries' codes.
+
+The blocked form has linear memory, forward and backward, and is deterministic on a CPU. One hash at a time, each key
+adds its value to the table's row of its code, each query reads the row of its own code: Σ_j [same code] v_j without a
+pair in sight. Causal attention goes chunk by chunk: a chunk's queries read the tables of all earlier chunks, then its
+keys are added; inside the chunk collisions are counted pair by pair.
+
+The backward (Eq. 10 and 12) is the same sum with other values. With B for the collision matrix and g for the
+gradient of the output,
+    ∇v = Bᵀg,   ∇q_i = τ/2 Σ_j B_ij (g_i·v_j) k_j = τ/2 Σ_l g_il Σ_j B_ij v_jl k_j,   ∇k likewise:
+B applied to v_l·k for every column l of v (`tables`, cost L·m·D²), or summed over the pairs that collide (`pairs`, Eq.
+22, cost nnz·(m + D)). It uses the very codes of its forward.
+
+B batch, H heads, L length, D head dim, m hashes, τ code bits, G rows (a batch element's head) at a time, T buckets,
+C chunk, X columns.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megasparse.ops.autocast import Function, without_autocast
+from megasparse.ops.backend import implementation
+
+_ROW_ELEMENTS = 1 << 22  # numbers of a row group
+_TABLE_ELEMENTS = 1 << 18  # numbers in the tables of several hashes: 1 MB of fp32; more only where one hash has more
+_PAIR_COST = 2  # of a colliding pair, per number, over that of a number that goes through the tables: measured on a CPU
+_BLOCK_PAIRS = 1 << 15  # collisions at a time, more only where one query has more
+_QUERIES = 64  # of a tile of expected weights
+_TILE_ELEMENTS = 1 << 18  # weights in such a tile: 1 MB of fp32
+
+
+@dataclass(frozen=True)
+class HashTableAttentionSpec:
+    """Settings of YOSO attention.
+
+    code_bits: τ, codes are below 2^τ. causal: only keys at or before the query are visible. chunk: positions of a
+    causal sequence whose collisions are found pair by pair. backward: the procedure for ∇q and ∇k; `auto` takes the one
+    with less to do. Neither of the last two changes the result: they steer the blockwise implementation alone.
+    """
+
+    code_bits: int
+    causal: bool
+    chunk: int = 128
+    backward: Literal["auto", "tables", "pairs"] = "auto"
+
+    @property
+    def causal_chunk(self) -> int | None:
+        """The chunk of causal attention; None where attention is bidirectional."""
+        return self.chunk if self.causal else None
+
+
+@without_autocast
+def hash_table_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_codes: Tensor,
+    k_codes: Tensor,
+    spec: HashTableAttentionSpec,
+    query_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute out_i = Σ_j B_ij v_j, B_ij = 1/m Σ_h [code_h(q_i) = code_h(k_j)] over the keys visible to i (YOSO Eq. 5
+    and 9).
+
+    Args:
+        q, k: (B, H, Lq, D) and (B, H, Lk, D), of length 1, only for the gradient: that of B_ij by q_i·k_j is τ/2·B_ij,
+            the lower bound of the paper.
+        v: (B, H, Lk, D).
+        q_codes, k_codes: (B, H, m, Lq) and (B, H, m, Lk), integers below 2^code_bits.
+        spec: code bits and causality.
+        query_mask, key_mask: (B, Lq), (B, Lk) bool, true for real tokens: padding attends to nothing (output 0), and
+            nothing attends to it.
+        segments: (B, L) document numbers >= 0; documents never attend to each other.
+
+    Returns:
+        out (B, H, Lq, D) and B's row sums (B, H, Lq), the keys that a query meets in one hash on average (not
+        differentiable); both in fp32 at least.
+    """
+    masks = query_mask, key_mask, segments
+    chosen = implementation(v)
+    if chosen == "reference":
+        return reference(q, k, v, q_codes, k_codes, spec, *masks)
+    if chosen == "triton":
+        from megasparse.ops import hash_table_attention_kernels
+
+        return hash_table_attention_kernels.hash_table_attention(q, k, v, q_codes, k_codes, spec, *masks)
+    return _HashTableAttention.apply(q, k, v, q_codes, k_codes, groups(q, k, *masks), spec)
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, q_codes: Tensor, k_codes: Tensor, spec: HashTableAttentionSpec,
+    query_mask: Tensor | None = None, key_mask: Tensor | None = None, segments: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute `hash_table_attention` densely."""
+    q, k, v = (x.to(torch.promote_types(v.dtype, torch.float32)) for x in (q, k, v))
+    weight = (q_codes[..., :, None] == k_codes[..., None, :]).to(q.dtype).mean(2)
+    seen = visible_pairs((q.shape[2], k.shape[2]), spec.causal, query_mask, key_mask, segments, q.device)
+    return weighted_sum(q, k, v, weight * seen, spec.code_bits)
+
+
+def visible_pairs(
+    lengths: tuple[int, int],
+    causal: bool,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    segments: Tensor | None,
+    device: torch.device,
+) -> Tensor:
+    """Return visible pairs, (B or 1, 1, Lq, Lk) bool."""
+    seen = torch.ones(1, 1, *lengths, dtype=torch.bool, device=device)
+    if causal:
+        seen = seen.tril()
+    if query_mask is not None:
+        seen = seen & query_mask[:, None, :, None]
+    if key_mask is not None:
+        seen = seen & key_mask[:, None, None, :]
+    if segments is not None:
+        seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
+    return seen
+
+
+def weighted_sum(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, code_bits: int) -> tuple[Tensor, Tensor]:
+    """Return Wv and W1, where ∂W_ij/∂(q_i·k_j) is DEFINED as τ/2·W_ij (YOSO Eq. 12 and 19, with the τ of Eq. 11)."""
+    weight, score = weight.detach(), q @ k.transpose(-1, -2)
+    with_gradient = weight * (1 + code_bits / 2 * (score - score.detach()))
+    return with_gradient @ v, weight.sum(-1)
+
+
+def groups(
+    q: Tensor, k: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, segments: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """Numbers (B·H, Lq) and (B·H, Lk) such that a query and a key may meet iff theirs are equal; None if all may.
+
+    A document's number is its own (>= 0); masked queries have −1 and masked keys −2, which meet nobody.
+    """
+    if query_mask is None and key_mask is None and segments is None:
+        return None
+    numbers = []
+    for x, mask, masked in ((q, query_mask, -1), (k, key_mask, -2)):
+        number = torch.zeros(x.shape[0], x.shape[2], dtype=torch.int64, device=x.device)
+        if segments is not None:
+            number = segments.to(torch.int64)
+        if mask is not None:
+            number = number.masked_fill(~mask, masked)
+        numbers.append(number[:, None].expand(-1, x.shape[1], -1).flatten(0, 1))
+    return numbers[0], numbers[1]
+
+
+def row_slices(rows: int, elements: int, each: int) -> Iterator[slice]:
+    """Slices of all rows, as many at a time as keep `each` elements a row within `elements`."""
+    step = max(1, elements // max(1, each))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+class Buckets(NamedTuple):
+    """Hash codes. queries: (G, m, Lq). keys: (G, m, Lk). Integers in [0, tables): a query meets a key in a hash iff
+    equal.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    tables: int
+
+
+def buckets(q_codes: Tensor, k_codes: Tensor, group: tuple[Tensor, Tensor] | None, code_bits: int) -> Buckets:
+    """The codes themselves where 2^τ tables are small enough and all tokens may meet; else (group, code) numbered
+    densely, row by row, so that there are never more buckets than tokens, however many documents there are.
+    """
+    length = q_codes.shape[2]
+    most = length + k_codes.shape[2]
+    if group is None and 1 << code_bits <= most:
+        return Buckets(q_codes, k_codes, 1 << code_bits)
+    dense = torch.empty(*q_codes.shape[:2], most, dtype=torch.int32, device=q_codes.device)
+    first = None if group is None else torch.cat(group, dim=-1) << code_bits
+    for hash_ in range(q_codes.shape[1]):
+        both = torch.cat([q_codes[:, hash_], k_codes[:, hash_]], dim=-1).to(torch.int64)  # (G, Lq + Lk)
+        ordered, order = torch.sort(both if first is None else both + first, dim=-1)
+        number = torch.zeros_like(ordered)
+        number[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(-1)
+        dense[:, hash_].scatter_(-1, order, number.to(torch.int32))
+    return Buckets(dense[..., :length], dense[..., length:], most)
+
+
+class _HashTableAttention(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, q_codes: Tensor, k_codes: Tensor,
+        group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        out = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
+        total = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
+        for part in _parts(q, k, q_codes, spec):
+            meet = _part_buckets(q_codes, k_codes, group, part, spec)
+            values = v.flatten(0, 1)[part].to(dtype)
+            # One more column, of ones, counts the collisions.
+            values = torch.cat([values, torch.ones_like(values[..., :1])], dim=-1)
+            both = _through_tables(meet.keys, meet.queries, meet.tables, values, spec.causal_chunk)
+            for piece, count in _chunks(meet, spec.causal_chunk, dtype):
+                both[:, piece] += count @ values[:, piece]
+            both /= q_codes.shape[2]
+            out.flatten(0, 1)[part], total.flatten(0, 1)[part] = both[..., :-1], both[..., -1]
+        ctx.spec, ctx.group = spec, group
+        ctx.save_for_backward(q, k, v, q_codes, k_codes, total)
+        ctx.mark_non_differentiable(total)
+        return out, total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, q_codes, k_codes, total = ctx.saved_tensors
+        spec: HashTableAttentionSpec = ctx.spec
+        dtype, hashes = total.dtype, q_codes.shape[2]
+        dq, dk, dv = (torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
+        for part in _parts(q, k, q_codes, spec):
+            meet = _part_buckets(q_codes, k_codes, ctx.group, part, spec)
+            rows_q, rows_k, rows_v, g = (x.flatten(0, 1)[part].to(dtype) for x in (q, k, v, grads[0]))
+            into_v = _through_tables(meet.queries, meet.keys, meet.tables, g, spec.causal_chunk, reverse=True)
+            for piece, count in _chunks(meet, spec.causal_chunk, dtype):
+                into_v[:, piece] += count.transpose(1, 2) @ g[:, piece]
+            collisions = total.flatten(0, 1)[part].sum() * hashes
+            if _prefers_pairs(spec, collisions, meet, q.shape[3]):
+                into_q, into_k = _pair_gradients(rows_q, rows_k, rows_v, g, meet, causal=spec.causal)
+            else:
+                into_q, into_k = _table_gradients(rows_q, rows_k, rows_v, g, meet, spec.causal_chunk)
+            factor = spec.code_bits / (2 * hashes)
+            dq.flatten(0, 1)[part], dk.flatten(0, 1)[part] = into_q.mul_(factor), into_k.mul_(factor)
+            dv.flatten(0, 1)[part] = into_v.div_(hashes)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+
+
+def _parts(q: Tensor, k: Tensor, codes: Tensor, spec: HashTableAttentionSpec) -> Iterator[slice]:
+    each = (q.shape[2] + k.shape[2]) * (q.shape[3] + codes.shape[2]) + (spec.causal_chunk or 0) ** 2
+    return row_slices(q.shape[0] * q.shape[1], _ROW_ELEMENTS, each)
+
+
+def _part_buckets(
+    q_codes: Tensor, k_codes: Tensor, group: tuple[Tensor, Tensor] | None, part: slice, spec: HashTableAttentionSpec
+) -> Buckets:
+    mine = None if group is None else (group[0][part], group[1][part])
+    return buckets(q_codes.flatten(0, 1)[part], k_codes.flatten(0, 1)[part], mine, spec.code_bits)
+
+
+def _prefers_pairs(spec: HashTableAttentionSpec, collisions: Tensor, meet: Buckets, head_dim: int) -> bool:
+    """The paper's min(L·m·D², nnz·(m + D)), with every collision for one of the nnz pairs."""
+    if spec.backward != "auto":
+        return spec.backward == "pairs"
+    rows, hashes, length = meet.queries.shape
+    over_tables = rows * hashes * (length + meet.keys.shape[2]) * head_dim**2
+    return collisions.item() * _PAIR_COST * (hashes + head_dim) < over_tables
+
+
+def _through_tables(
+    source: Tensor, target: Tensor, tables: int, values: Tensor, chunk: int | None, reverse: bool = False
+) -> Tensor:
+    """Σ_h Σ_j [same bucket in hash h] values_j over all sources j, or over those in earlier (later) chunks.
+
+    source: (G, m, Ls), target: (G, m, Lt) buckets < tables. values: (G, Ls, X). Returns (G, Lt, X).
+    """
+    rows, hashes, length = target.shape
+    width = values.shape[2]
+    out = values.new_zeros(rows, length, width)
+    whole = slice(0, None)
+    pieces = [whole] if chunk is None else [slice(i, min(i + chunk, length)) for i in range(0, length, chunk)]
+    for some in row_slices(hashes, _TABLE_ELEMENTS, rows * width * max(tables, length, source.shape[2])):
+        into, out_of = source[:, some], target[:, some]  # (G, m', L)
+        first = torch.arange(rows * into.shape[1], device=values.device).view(rows, -1, 1) * tables
+        into, out_of = into + first, out_of + first
+        table = values.new_zeros(first.numel() * tables, width)
+        if chunk is None:
+            _add(table, into, values)
+        for piece in reversed(pieces) if reverse else pieces:
+            out[:, piece] += table[out_of[..., piece]].sum(1)
+            if chunk is not None:
+                _add(table, into[..., piece], values[:, piece])
+    return out
+
+
+def _add(table: Tensor, into: Tensor, values: Tensor) -> None:
+    """Add values (G, L, X) into rows `into` (G, m', L) of the table."""
+    every = values[:, None].expand(-1, into.shape[1], -1, -1)  # (G, m', L, X)
+    table.index_add_(0, into.flatten(), every.flatten(0, 2))
+
+
+def _chunks(meet: Buckets, chunk: int | None, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Every chunk with its collision counts (G, C, C), zero where the key is later than the query."""
+    if chunk is None:
+        return
+    rows, hashes, length = meet.queries.shape
+    for start in range(0, length, chunk):
+        piece = slice(start, min(start + chunk, length))
+        size = piece.stop - start
+        count = torch.zeros(rows, size, size, dtype=dtype, device=meet.keys.device)
+        for some in row_slices(hashes, _TABLE_ELEMENTS, count.numel()):
+            count += (meet.queries[:, some, piece, None] == meet.keys[:, some, None, piece]).sum(1)
+        yield piece, count.tril_()
+
+
+def _table_gradients(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, meet: Buckets, chunk: int | None
+) -> tuple[Tensor, Tensor]:
+    """Σ_j c_ij (g_i·v_j) k_j for each query and Σ_i c_ij (g_i·v_j) q_i for each key, c_ij: hashes they collide in."""
+    into_q, into_k = torch.zeros_like(q), torch.zeros_like(k)
+    tallest = max(meet.tables, q.shape[1], k.shape[1])
+    slab = max(1, _ROW_ELEMENTS // (2 * len(q) * tallest * q.shape[2]))
+    for start in range(0, v.shape[2], slab):
+        columns = slice(start, start + slab)
+        outer = (v[..., columns, None] * k[..., None, :]).flatten(2)  # (G, Lk, slab·D)
+        read = _through_tables(meet.keys, meet.queries, meet.tables, outer, chunk)
+        into_q += (g[..., columns, None] * read.unflatten(-1, (-1, k.shape[2]))).sum(2)
+        outer = (g[..., columns, None] * q[..., None, :]).flatten(2)  # (G, Lq, slab·D)
+        read = _through_tables(meet.queries, meet.keys, meet.tables, outer, chunk, reverse=True)
+        into_k += (v[..., columns, None] * read.unflatten(-1, (-1, q.shape[2]))).sum(2)
+    for piece, count in _chunks(meet, chunk, q.dtype):
+        weight = count * (g[:, piece] @ v[:, piece].transpose(1, 2))
+        into_q[:, piece] += weight @ k[:, piece]
+        into_k[:, piece] += weight.transpose(1, 2) @ q[:, piece]
+    return into_q, into_k
+
+
+class _Runs(NamedTuple):
+    """Each query's keys in each hash, a run of the keys in bucket order: order[start : start + size].
+
+    order: (G, m, Lk) key numbers. start, size: (G·Lq, m).
+    """
+
+    order: Tensor
+    start: Tensor
+    size: Tensor
+
+
+def _pair_gradients(q: Tensor, k: Tensor, v: Tensor, g: Tensor, meet: Buckets, causal: bool) -> tuple[Tensor, Tensor]:
+    """Σ_j c_ij (g_i·v_j) k_j for each query and Σ_i c_ij (g_i·v_j) q_i for each key, c_ij the hashes they collide in.
+
+    q, g: (G, Lq, D). k, v: (G, Lk, D). causal: only j <= i.
+    """
+    runs = _key_runs(meet, causal)
+    into_q, into_k = torch.zeros_like(q), torch.zeros_like(k)
+    sources, targets = [x.flatten(0, 1) for x in (q, k, v, g)], [x.flatten(0, 1) for x in (into_q, into_k)]
+    for first, last in _query_ranges(runs.size):
+        query, key, count = _colliding(runs, first, last, q.shape[1])
+        # No more than a block's pairs at a time, where one query alone has more
+        for i, j, c in zip(*(x.split(_BLOCK_PAIRS) for x in (query, key, count)), strict=True):
+            weight = ((sources[3][i] * sources[2][j]).sum(-1) * c)[:, None]
+            targets[0].index_add_(0, i, sources[1][j] * weight)
+            targets[1].index_add_(0, j, sources[0][i] * weight)
+    return into_q, into_k
+
+
+def _key_runs(meet: Buckets, causal: bool) -> _Runs:
+    rows, hashes, length = meet.queries.shape
+    keys = meet.keys.shape[2]
+    position = torch.arange(keys, device=meet.keys.device)
+    latest = torch.arange(length, device=position.device) if causal else keys - 1
+    order = torch.empty(rows, hashes, keys, dtype=torch.int32, device=position.device)
+    start = torch.empty(rows, length, hashes, dtype=torch.int32, device=position.device)
+    size = torch.empty_like(start)
+    for hash_ in range(hashes):
+        # In order of (bucket, position): a bucket's keys up to a position are a run.
+        ordered, order[:, hash_] = torch.sort(meet.keys[:, hash_].to(torch.int64) * keys + position, dim=-1)
+        lowest = meet.queries[:, hash_].to(torch.int64) * keys
+        begin = torch.searchsorted(ordered, lowest)
+        start[..., hash_] = begin
+        size[..., hash_] = torch.searchsorted(ordered, lowest + latest, right=True) - begin
+    return _Runs(order, start.flatten(0, 1), size.flatten(0, 1))
+
+
+def _query_ranges(size: Tensor) -> Iterator[tuple[int, int]]:
+    """Ranges of queries with about a block's collisions each."""
+    through = size.sum(1, dtype=torch.int64).cumsum(0)  # collisions of queries up to here
+    first = done = 0
+    while first < len(size):
+        last = int(torch.searchsorted(through, done + _BLOCK_PAIRS, right=True))
+        last = max(last, first + 1)
+        done = int(through[last - 1])
+        yield first, last
+        first = last
+
+
+def _colliding(runs: _Runs, first: int, last: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The pairs of queries first..last − 1 of G·Lq, each once: query, key of G·Lk, and hashes it collides in."""
+    hashes, keys = runs.order.shape[1:]
+    size, start = (x[first:last].flatten().to(torch.int64) for x in (runs.size, runs.start))
+    run = torch.repeat_interleave(torch.arange(len(size), device=size.device), size)  # of each collision
+    within = torch.arange(len(run), device=size.device) - (size.cumsum(0) - size)[run]
+    query = run // hashes  # counted from `first`
+    row = (query + first) // length
+    key = runs.order.flatten()[(row * hashes + run % hashes) * keys + start[run] + within]
+    pair, count = torch.unique(query * keys + key, return_counts=True)
+    query = pair // keys + first
+    return query, pair % keys + query // length * keys, count
+
+
+@without_autocast
+def expected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: HashTableAttentionSpec,
+    query_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute out_i = Σ_j W_ij v_j, W_ij = (1 − acos(q_i·k_j)/π)^τ over the keys visible to i (YOSO Eq. 4).
+
+    As `hash_table_attention` with infinitely many hashes, masks alike. The cosine is clamped to [−1, 1] (rounding
+    makes that of equal vectors more than 1); ∂W_ij/∂(q_i·k_j) is the paper's lower bound τ/2·W_ij (Eq. 19), finite
+    where the true derivative is not. Returns out (B, H, Lq, D) and W's row sums (B, H, Lq), in fp32 at least.
+    """
+    assert not spec.causal or q.shape[2] == k.shape[2]
+    return _ExpectedAttention.apply(q, k, v, groups(q, k, query_mask, key_mask, segments), spec)
+
+
+def _tiles(
+    q: Tensor, k: Tensor, group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec
+) -> Iterator[tuple[slice, slice, slice, Tensor]]:
+    """Yield the tiles of all pairs: some rows, their queries, the keys that these may see, and the weights (G, T, Lk)
+    between them. q, k: (B·H, L, D).
+    """
+    height = min(_QUERIES, q.shape[1])
+    for rows in row_slices(len(q), _TILE_ELEMENTS, height * k.shape[1]):
+        for start in range(0, q.shape[1], height):
+            queries = slice(start, min(start + height, q.shape[1]))
+            keys = slice(0, queries.stop if spec.causal else k.shape[1])
+            weight = torch.bmm(q[rows, queries], k[rows, keys].transpose(1, 2)).clamp_(-1.0, 1.0)
+            weight = _power(weight.acos_().mul_(-1 / math.pi).add_(1.0).clamp_min_(0.0), spec.code_bits)
+            if spec.causal:
+                weight = weight.tril_(start)
+            if group is not None:
+                weight = weight.mul_(group[0][rows, queries, None] == group[1][rows, None, keys])
+            yield rows, queries, keys, weight
+
+
+def _power(x: Tensor, n: int) -> Tensor:
+    """Return x^n, n >= 1, by products: on a CPU ten times as fast as torch's power. Overwrites x."""
+    result = x if n & (n - 1) == 0 else x.clone()
+    for bit in bin(n)[3:]:
+        result.square_()
+        if bit == "1":
+            result *= x
+    return result
+
+
+class _ExpectedAttention(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.group, ctx.spec = group, spec
+        ctx.save_for_backward(q, k, v)
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        flat_q, flat_k, flat_v = (x.flatten(0, 1).to(dtype) for x in (q, k, v))
+        out = torch.empty(*flat_q.shape[:2], v.shape[3], dtype=dtype, device=v.device)
+        total = torch.empty(flat_q.shape[:2], dtype=dtype, device=v.device)
+        for rows, queries, keys, weight in _tiles(flat_q, flat_k, group, spec):
+            out[rows, queries] = torch.bmm(weight, flat_v[rows, keys])
+            total[rows, queries] = weight.sum(-1)
+        out, total = out.view(*q.shape[:3], -1), total.view(q.shape[:3])
+        ctx.mark_non_differentiable(total)
+        return out, total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        dtype = grads[0].dtype
+        q, k, v, g = (x.flatten(0, 1).to(dtype) for x in (*saved, grads[0]))
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        for rows, queries, keys, weight in _tiles(q, k, ctx.group, ctx.spec):
+            dv[rows, keys] += torch.bmm(weight.transpose(1, 2), g[rows, queries])
+            weight *= torch.bmm(g[rows, queries], v[rows, keys].transpose(1, 2))
+            torch.bmm(weight, k[rows, keys], out=dq[rows, queries])
+            dk[rows, keys] += torch.bmm(weight.transpose(1, 2), q[rows, queries])
+        dq.mul_(ctx.spec.code_bits / 2)
+        dk.mul_(ctx.spec.code_bits / 2)
+        return *(x.view_as(y).to(y.dtype) for x, y in zip((dq, dk, dv), saved, strict=True)), None, None

@@ -1,0 +1,542 @@
+"""YOSO attention as Triton kernels: no hash table and no long run's pairs are ever written down, and no step waits for
+data.
+
+In each hash the sources lie sorted by (bucket, position). What a target may see of its bucket is then a window of
+sorted places [first, end), causal or not, so the sum over it is a running sum read at the window's last place: the
+array of running sums takes the place of a hash table, and needs no chunks. Each run is summed from its own beginning,
+never as the difference of two sums. ∇v is the same with queries for sources, from the latest on if causal.
+
+For ∇q_i = τ/2 Σ_j B_ij (g_i·v_j) k_j the window is cut at its last boundary between spans of 4·D places. What lies
+before it is g_i times a running sum of the matrices v_j k_jᵀ, written at boundaries only; the rest goes pair by pair.
+So a token costs its pairs in a small bucket, and less than 4·D pairs and one matrix in a bucket of any size: nothing is
+to be chosen by the number of collisions. ∇k likewise.
+
+A hash's results are added to a target's by one program, in order of the hashes: they are deterministic. There are no
+atomics: to add rows to tables moves 8·D bytes a row, and 4·D to clear them, where running sums move 2·p·D.
+
+Cost, for n = B·H·m·L (token, hash) pairs, L = Lq = Lk, e bytes a number of v, p bytes one of a hash's own results (2 in
+bf16, else 4), c of a code (2 or 4, 8 with masks or documents), T = 64 places in a product (32 in fp32), S the tokens of
+a run, as a token meets them:
+- forward: n codes sorted; n·(2c + 20 + 2·p·D) bytes; 2·D·T·n FLOPs; values gathered, D·e·n bytes, mostly of the L2
+  cache.
+- backward: 2n codes sorted, n·(c + 16) bytes more; the forward's for ∇v; and for ∇q and ∇k each n·(24 + 2.5·p·D) bytes
+  besides D·e·n·(3 to 5) gathered, mostly of the L2 cache, and n·(4·D·max(T, min(S, 2·D)) + 4·D²) FLOPs.
+Memory, besides inputs and outputs: that of one hash, p·D + 24 bytes a token, or of as many hashes as fit 2 GiB; a
+quarter more in the backward. Launches: 7 a slab of such hashes, and in the backward 19.
+
+
+The sources (the tokens that are summed) of a (row, hash) lie sorted by (bucket, position), so a bucket is a run and
+what a target (the token that gets the sum) may see of it is a window [first, end) of sorted places. No program works
+on a long run alone: a run is cut at the boundaries between spans, each span is summed by its own program, and the
+sums of whole spans are joined by `join_spans`.
+
+B batch, H heads, L length, D head dim, m hashes, τ code bits, G = B·H rows, S spans. Arrays
+of a (row, hash) come one after another: buckets and order (G, m, length), first and end (G, m, targets' length).
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megasparse.ops.autocast import Function
+from megasparse.ops.counting_sort_kernels import counting_sort
+from megasparse.ops.hash_table_attention import HashTableAttentionSpec, groups
+from megasparse.ops.kernels import block, dot, launch, precision
+
+
+@triton.jit
+def _rows(x, row, valid, columns, D: tl.constexpr):
+    """Rows (n) of x (..., D), 0 where not valid."""
+    return tl.load(x + row[:, None] * D + columns[None, :], mask=valid[:, None] & (columns < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_rows(x, row, valid, columns, value, ADD: tl.constexpr, D: tl.constexpr):
+    """Rows (n) of x (..., D) = value, or what they are and value."""
+    places, mask = x + row[:, None] * D + columns[None, :], valid[:, None] & (columns < D)[None, :]
+    if ADD:
+        value += tl.load(places, mask=mask, other=0.0)
+    tl.store(places, value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sum_runs(
+    values, order, buckets, sums, tails, hashes, length, spans,
+    D: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute sums (G, m, length, D): for each sorted place, Σ values of its run from the later of the run's beginning
+    and the span's up to and including it. tails (G, m, S, D): those of each span's last place.
+    """
+    program = tl.program_id(0)
+    span, which = program % spans, (program // spans).to(tl.int64)
+    row, base = which // hashes, which * length
+    step, columns = tl.arange(0, TILE), tl.arange(0, WIDTH)
+    carried = tl.zeros([WIDTH], tl.float32)
+    stop = tl.minimum((span + 1) * SPAN, length)
+    for begin in range(span * SPAN, stop, TILE):
+        place = begin + step
+        bucket = tl.load(buckets + base + place, mask=place < stop, other=0)
+        before = tl.load(buckets + base + tl.maximum(place - 1, 0), mask=place < stop, other=0)
+        run = tl.cumsum((bucket != before).to(tl.int32), axis=0)  # 0: the last one of the tile before
+        token = row * length + tl.load(order + base + place, mask=place < stop, other=0)
+        value = _rows(values, token, place < stop, columns, D)
+        earlier = (run[:, None] == run[None, :]) & (step[:, None] >= step[None, :])
+        total = dot(tl.where(earlier, 1.0, 0.0).to(value.dtype), value, PRECISION)
+        total += tl.where((run == 0)[:, None], carried[None, :], 0.0)
+        here = (place < stop)[:, None] & (columns < D)[None, :]
+        places = sums + (base + place)[:, None] * D + columns[None, :]
+        tl.store(places, total.to(sums.dtype.element_ty), mask=here)
+        last = tl.minimum(begin + TILE, stop) - 1
+        carried = tl.sum(tl.where((place == last)[:, None], total, 0.0), axis=0)
+    tl.store(tails + (which * spans + span) * D + columns, carried, mask=columns < D)
+
+
+@triton.jit
+def join_spans(
+    tails, buckets, length, spans, segments, parts, wide,
+    SPAN: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Join tails (G, m, S, wide), in place: to each span's tail those of the spans before that end in the same run.
+
+    A program adds along the runs that end their first span in its segment of spans, to their very end.
+    """
+    program = tl.program_id(0)
+    part, segment, which = program % parts, program // parts % segments, (program // parts // segments).to(tl.int64)
+    columns = part * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < wide
+    base = which * length
+    span = segment * SEGMENT
+    stop = tl.minimum(span + SEGMENT, spans)
+    before = tl.load(buckets + base + tl.maximum(span * SPAN - 1, 0))
+    mine = stop < 0  # no run yet
+    running = tl.zeros([BLOCK], tl.float32)
+    while span < spans:
+        bucket = tl.load(buckets + base + tl.minimum((span + 1) * SPAN, length) - 1)
+        joins = (span > 0) & (bucket == before)
+        mine = (mine & joins) | ((joins == 0) & (span < stop))
+        tail = tails + (which * spans + span) * wide + columns
+        running = tl.where(joins, running, 0.0) + tl.load(tail, mask=inside & mine, other=0.0)
+        tl.store(tail, running.to(tails.dtype.element_ty), mask=inside & mine & joins)
+        before = bucket
+        span = tl.where(mine | (span + 1 < stop), span + 1, spans)
+
+
+@triton.jit
+def find_windows(
+    wanted, buckets, order, first, end, targets, length, blocks, steps,
+    CAUSAL: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Find first, end (G, m, targets): where the sources of a target's bucket begin, and where those that it may see
+    end.
+
+    wanted: (G, m, targets) buckets, in order of position. CAUSAL: only sources at or before it. REVERSED: sources lie
+    in reverse, and causal are those at or after it. steps: halvings, for length + 1 outcomes.
+    """
+    program = tl.program_id(0)
+    which = (program // blocks).to(tl.int64)
+    base = which * length
+    target = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    here = target < targets
+    bucket = tl.load(wanted + which * targets + target, mask=here, other=0)
+    low, high = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + tl.where(here, length, 0)
+    for _ in range(steps):
+        middle, searching = (low + high) // 2, low < high
+        found = tl.load(buckets + base + middle, mask=searching, other=0)
+        below = searching & ((found > bucket) if REVERSED else (found < bucket))
+        low, high = tl.where(below, middle + 1, low), tl.where(searching & (below == 0), middle, high)
+    tl.store(first + which * targets + target, low, mask=here)
+    high = tl.where(here, length, low)
+    for _ in range(steps):
+        middle, searching = (low + high) // 2, low < high
+        seen = searching & (tl.load(buckets + base + middle, mask=searching, other=0) == bucket)
+        if CAUSAL:
+            position = tl.load(order + base + middle, mask=searching, other=0)
+            seen = seen & ((position >= target) if REVERSED else (position <= target))
+        low, high = tl.where(seen, middle + 1, low), tl.where(searching & (seen == 0), middle, high)
+    tl.store(end + which * targets + target, low, mask=here)
+
+
+@triton.jit
+def read_sums(
+    sums, tails, first, end, out, met, scale, met_scale, hashes, targets, length, spans, blocks,
+    D: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store (ADD: add) in out (G, targets, D) scale·Σ_h of the target's window: its last place's sum, and the tail of
+    the span before where the run began there; in met (G, targets), or None, met_scale·Σ_h of the window's length.
+    """
+    program = tl.program_id(0)
+    row = (program // blocks).to(tl.int64)
+    target, columns = program % blocks * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
+    here = target < targets
+    total, many = tl.zeros([BLOCK, WIDTH], tl.float32), tl.zeros([BLOCK], tl.int32)
+    for number in range(hashes):
+        which = row * hashes + number
+        begin = tl.load(first + which * targets + target, mask=here, other=0)
+        last = tl.load(end + which * targets + target, mask=here, other=0) - 1
+        span = last // SPAN
+        many += last + 1 - begin
+        total += _rows(sums, which * length + last, last >= begin, columns, D).to(tl.float32)
+        total += _rows(tails, which * spans + span - 1, (last >= begin) & (begin < span * SPAN), columns, D)
+    _store_rows(out, row * targets + target, here, columns, scale * total, ADD, D)
+    if met is not None:
+        count = met_scale * many.to(tl.float32)
+        if ADD:
+            count += tl.load(met + row * targets + target, mask=here, other=0.0)
+        tl.store(met + row * targets + target, count, mask=here)
+
+
+@triton.jit
+def sum_products(
+    left, right, order, buckets, products, hashes, length, spans, parts,
+    D: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute products (G, m, S, D, D): Σ left_j·right_jᵀ over a span's sources in its last one's bucket."""
+    program = tl.program_id(0)
+    part, span, which = program % parts, program // parts % spans, (program // parts // spans).to(tl.int64)
+    row, base = which // hashes, which * length
+    step, rows = tl.arange(0, TILE), tl.arange(0, WIDTH)
+    columns = part * COLUMNS + tl.arange(0, COLUMNS)
+    stop = tl.minimum((span + 1) * SPAN, length)
+    mine = tl.load(buckets + base + stop - 1)
+    total = tl.zeros([WIDTH, COLUMNS], tl.float32)
+    for begin in range(span * SPAN, stop, TILE):
+        if tl.load(buckets + base + tl.minimum(begin + TILE, stop) - 1) == mine:
+            place = begin + step
+            here = (place < stop) & (tl.load(buckets + base + place, mask=place < stop, other=0) == mine)
+            token = row * length + tl.load(order + base + place, mask=here, other=0)
+            a, b = _rows(left, token, here, rows, D), _rows(right, token, here, columns, D)
+            total += dot(tl.trans(a), b, PRECISION)
+    place = (which * spans + span) * D * D + rows[:, None] * D + columns[None, :]
+    valid = (rows < D)[:, None] & (columns < D)[None, :]
+    tl.store(products + place, total.to(products.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def weighted_sums(
+    target_left, target_order, first, end, left, right, order, products, out,
+    hashes, targets, length, spans, blocks, parts,
+    D: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute out (G, m, targets, D): Σ_j (target_left_i·left_j)·right_j over the target's window in each hash.
+
+    A program has a block of targets in order of their own buckets, so their windows lie together. What of a window
+    lies before its last boundary between spans is in `products`; the rest, less than a span, goes pair by pair.
+    """
+    program = tl.program_id(0)
+    part, block, which = program % parts, program // parts % blocks, (program // parts // blocks).to(tl.int64)
+    row = which // hashes
+    base, columns = which * length, part * COLUMNS + tl.arange(0, COLUMNS)
+    place = block * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(target_order + which * targets + place, mask=place < targets, other=0)
+    begin = tl.load(first + which * targets + target, mask=place < targets, other=0)
+    close = tl.load(end + which * targets + target, mask=place < targets, other=0)
+    total = tl.zeros([BLOCK, COLUMNS], tl.float32)
+
+    span = close // SPAN
+    whole = (begin < span * SPAN) & (begin < close)
+    begin = tl.where(whole, span * SPAN, begin)
+    at = tl.min(tl.where(begin < close, begin, length), axis=0)
+    while at < length:
+        source = at + tl.arange(0, TILE)
+        token = row * length + tl.load(order + base + source, mask=source < length, other=0)
+        weight = tl.zeros([BLOCK, TILE], tl.float32)
+        for start in range(0, WIDTH, DEPTH):
+            some = start + tl.arange(0, DEPTH)
+            a = _rows(target_left, row * targets + target, place < targets, some, D)
+            weight += dot(a, tl.trans(_rows(left, token, source < length, some, D)), PRECISION)
+        seen = (source[None, :] >= begin[:, None]) & (source[None, :] < close[:, None])
+        b = _rows(right, token, source < length, columns, D)
+        total += dot(tl.where(seen, weight, 0.0).to(b.dtype), b, PRECISION)
+        at += TILE
+        # Past the sources that nobody of this block sees
+        at = tl.min(tl.where(at < close, tl.maximum(begin, at), length), axis=0)
+
+    boundary = tl.min(tl.where(whole, span, spans + 1), axis=0)
+    while boundary <= spans:
+        for start in range(0, WIDTH, DEPTH):
+            some = start + tl.arange(0, DEPTH)
+            a = _rows(target_left, row * targets + target, whole & (span == boundary), some, D)
+            b = _rows(products, (which * spans + boundary - 1) * D + some, some < D, columns, D)
+            if a.dtype != tl.float32:  # sums of a long run may leave the range of fp16
+                a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
+            total += dot(a, b, PRECISION)
+        boundary = tl.min(tl.where(whole & (span > boundary), span, spans + 1), axis=0)
+
+    _store_rows(out, which * targets + target, place < targets, columns, total, False, D)
+
+
+@triton.jit
+def add_hashes(
+    own, out, scale, hashes, targets, blocks,
+    D: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store (ADD: add) in out (G, targets, D) scale·Σ_h own (G, m, targets, D)."""
+    program = tl.program_id(0)
+    row, columns = (program // blocks).to(tl.int64), tl.arange(0, WIDTH)
+    target = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK, WIDTH], tl.float32)
+    for number in range(hashes):
+        total += _rows(own, (row * hashes + number) * targets + target, target < targets, columns, D).to(tl.float32)
+    _store_rows(out, row * targets + target, target < targets, columns, scale * total, ADD, D)
+
+
+_BYTES = 1 << 31  # what several hashes write for themselves at a time; more only where one hash has more
+_SEGMENT = 16  # spans whose runs one program joins
+_SEARCHES = 256  # targets of a program that finds windows
+
+
+class _Sizes(NamedTuple):
+    """Sizes of the kernels' tiles. width: the head dim's power of two. span: sources whose sum is one program's. reads:
+    targets of a program that reads sums. tile: sources in a product that sums runs or products; block and pairs:
+    targets and sources in one that weights. columns: of the matrices and gradients that one program has. warps: of all
+    these but reads.
+    """
+
+    width: int
+    span: int
+    reads: int
+    tile: int
+    block: int
+    pairs: int
+    columns: int
+    warps: int
+
+
+def _sizes(head_dim: int, dtype: torch.dtype) -> _Sizes:
+    width = block(head_dim)
+    span, reads = max(128, 4 * width), max(16, 2048 // width)
+    if dtype == torch.float32:
+        return _Sizes(width, span, reads, 32, 32, 32, min(width, 32), 8 if width > 32 else 4)
+    return _Sizes(width, span, reads, 64, 64, 32, min(width, 64), 8 if width > 128 else 4)
+
+
+class _Sorted(NamedTuple):
+    """Tokens of each (row, hash) by (bucket, position), from the last of that order if reversed. (G, m, L) each.
+
+    order: int32 token numbers. buckets: theirs.
+    """
+
+    buckets: Tensor
+    order: Tensor
+    reversed: bool
+
+
+class _Windows(NamedTuple):
+    """Ranges [first, end) of sorted sources that each target may see, (G, m, targets) int32."""
+
+    first: Tensor
+    end: Tensor
+
+
+def hash_table_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_codes: Tensor,
+    k_codes: Tensor,
+    spec: HashTableAttentionSpec,
+    query_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute `operator.hash_table_attention` by  Products are computed in v's dtype, their sums in
+    fp32. Strided tensors are copied once.
+    """
+    group = groups(q[:, :1], k[:, :1], query_mask, key_mask, segments)
+    if v.shape[3] > q.shape[3]:  # values with a 1 beside them: products of values and keys are square
+        q, k = (F.pad(x, (0, v.shape[3] - x.shape[3])) for x in (q, k))
+    return _HashTableAttention.apply(q, k, v, q_codes, k_codes, group, spec)
+
+
+class _HashTableAttention(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, q_codes: Tensor, k_codes: Tensor,
+        group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        hashes, slabs = q_codes.shape[2], _slabs(q_codes, k_codes, v)
+        several = len(slabs) > 1
+        out = _total((*q.shape[:3], v.shape[3]), torch.float32, q.device, several)
+        met = _total(q.shape[:3], torch.float32, q.device, several)
+        [values] = _row_copies(v.dtype, v)
+        for slab in slabs:
+            queries, keys = _buckets(q_codes, k_codes, group, spec, slab)
+            sources = _sorted(keys, spec.code_bits)
+            _add_sums(out, values, sources, _windows(queries, sources, spec), hashes, several, met)
+        ctx.spec, ctx.group = spec, group
+        ctx.save_for_backward(q, k, v, q_codes, k_codes)
+        total = met / hashes if several else met
+        ctx.mark_non_differentiable(total)
+        ctx.set_materialize_grads(False)  # of the total
+        return out, total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, q_codes, k_codes = ctx.saved_tensors
+        spec: HashTableAttentionSpec = ctx.spec
+        hashes, slabs = q_codes.shape[2], _slabs(q_codes, k_codes, v)
+        several = len(slabs) > 1
+        dq, dk, dv = (_total(x.shape, x.dtype, x.device, several) for x in (q, k, v))
+        rows_q, rows_k, rows_v, g = _row_copies(v.dtype, q, k, v, grads[0])
+        factor = spec.code_bits / (2 * hashes)
+        for slab in slabs:
+            queries, keys = _buckets(q_codes, k_codes, ctx.group, spec, slab)
+            by_query, by_key = _sorted(queries, spec.code_bits, reverse=spec.causal), _sorted(keys, spec.code_bits)
+            seen, seeing = _windows(queries, by_key, spec), _windows(keys, by_query, spec)
+            _add_sums(dv, g, by_query, seeing, hashes, several)
+            _add_weighted(dq, (g, by_query), seen, (rows_v, rows_k, by_key), factor, several)
+            _add_weighted(dk, (rows_v, by_key), seeing, (g, rows_q, by_query), factor, several)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+
+
+def _total(shape: Sequence[int], dtype: torch.dtype, device: torch.device, several: bool) -> Tensor:
+    """What slabs are summed in: of several ones in fp32, from 0 on; one writes it in its own dtype."""
+    if several:
+        return torch.zeros(shape, dtype=torch.float32, device=device)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _row_copies(dtype: torch.dtype, *xs: Tensor) -> list[Tensor]:
+    """Each x (B, H, L, D) as (G, L, D), contiguous in the dtype; those that are not yet are copied in one launch."""
+    rows = [
+        x if x.dtype == dtype and x.is_contiguous() else torch.empty(x.shape, dtype=dtype, device=x.device) for x in xs
+    ]
+    copied = [(row, x) for row, x in zip(rows, xs, strict=True) if row is not x]
+    if copied:
+        torch._foreach_copy_([row for row, _ in copied], [x for _, x in copied])
+    return [row.flatten(0, 1) for row in rows]
+
+
+def _own_dtype(values: Tensor) -> torch.dtype:
+    """The dtype of a hash's own results: a long run's sum may leave the range of fp16."""
+    return torch.bfloat16 if values.dtype == torch.bfloat16 else torch.float32
+
+
+def _slabs(q_codes: Tensor, k_codes: Tensor, v: Tensor) -> list[slice]:
+    """Hashes at a time."""
+    batch, heads, hashes, count = q_codes.shape
+    each = batch * heads * max(count, v.shape[2]) * v.shape[3] * _own_dtype(v).itemsize
+    step = max(1, _BYTES // max(1, each))
+    return [slice(start, start + step) for start in range(0, hashes, step)]
+
+
+def _buckets(
+    q_codes: Tensor, k_codes: Tensor, group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec, slab: slice
+) -> tuple[Tensor, Tensor]:
+    """Buckets of queries (G, m', Lq) and keys (G, m', Lk) of a slab's hashes: the codes, or (group, code)."""
+    both = [codes[:, :, slab] for codes in (q_codes, k_codes)]
+    if group is not None:
+        first = [(number << spec.code_bits)[:, None, None] for number in group]  # (B, 1, 1, L)
+        both = [codes.to(torch.int64) + number for codes, number in zip(both, first, strict=True)]
+    return both[0].flatten(0, 1).contiguous(), both[1].flatten(0, 1).contiguous()
+
+
+def _sorted(buckets: Tensor, code_bits: int, reverse: bool = False) -> _Sorted:
+    if buckets.dtype == torch.int64:
+        ordered, order = torch.sort(buckets, dim=-1, stable=True)
+        if reverse:
+            ordered, order = ordered.flip(-1), order.flip(-1)
+        return _Sorted(ordered, order.to(torch.int32), reverse)
+    ordered = torch.empty_like(buckets)
+    order = counting_sort(buckets.flatten(0, 1), code_bits, ordered.flatten(0, 1), reverse)
+    return _Sorted(ordered, order.view(buckets.shape), reverse)
+
+
+def _windows(targets: Tensor, sources: _Sorted, spec: HashTableAttentionSpec) -> _Windows:
+    rows, hashes, count = targets.shape
+    length = sources.order.shape[2]
+    windows = _Windows(*(torch.empty(targets.shape, dtype=torch.int32, device=targets.device) for _ in range(2)))
+    blocks = -(-count // _SEARCHES)
+    arguments = (targets, *sources[:2], *windows, count, length, blocks, length.bit_length())
+    fixed = {"CAUSAL": spec.causal, "REVERSED": sources.reversed, "BLOCK": _SEARCHES}
+    launch(find_windows, (rows * hashes * blocks,), *arguments, **fixed, num_warps=4)
+    return windows
+
+
+def _add_sums(
+    out: Tensor,
+    values: Tensor,
+    sources: _Sorted,
+    windows: _Windows,
+    all_hashes: int,
+    several: bool,
+    met: Tensor | None = None,
+) -> None:
+    """Add to out (B, H, targets, D) Σ of the values (G, length, D) in the windows, over the hashes, /all_hashes; to met
+    (B, H, targets) their number, also /all_hashes where out is not of several slabs.
+    """
+    rows, hashes, count = windows.first.shape
+    length, head_dim = values.shape[1:]
+    sizes = _sizes(head_dim, values.dtype)
+    spans = -(-length // sizes.span)
+    sums = torch.empty(rows, hashes, length, head_dim, dtype=_own_dtype(values), device=out.device)
+    tails = torch.empty(rows, hashes, spans, head_dim, dtype=torch.float32, device=out.device)
+    fixed = {"D": head_dim, "WIDTH": sizes.width, "SPAN": sizes.span}
+    arguments = (values, sources.order, sources.buckets, sums, tails, hashes, length, spans)
+    own = {"TILE": sizes.tile, "PRECISION": precision(), "num_warps": sizes.warps}
+    launch(sum_runs, (rows * hashes * spans,), *arguments, **fixed, **own)
+    _join_spans(tails, sources, sizes)
+    blocks = -(-count // sizes.reads)
+    scales = 1 / all_hashes, 1.0 if several else 1 / all_hashes
+    targets = (*windows, out, met, *scales, hashes, count, length, spans, blocks)
+    own = {"ADD": several, "BLOCK": sizes.reads, "num_warps": 4}
+    launch(read_sums, (rows * blocks,), sums, tails, *targets, **fixed, **own)
+
+
+def _join_spans(tails: Tensor, sources: _Sorted, sizes: _Sizes) -> None:
+    """Join tails (G, m, S, ...), in place."""
+    spans = tails.shape[2]
+    if spans == 1:
+        return
+    wide = tails[0, 0, 0].numel()
+    columns = min(1024, block(wide))
+    segments, parts = -(-spans // _SEGMENT), -(-wide // columns)
+    arguments = (tails, sources.buckets, sources.order.shape[2], spans, segments, parts, wide)
+    grid = (tails.shape[0] * tails.shape[1] * segments * parts,)
+    fixed = {"SPAN": sizes.span, "SEGMENT": _SEGMENT, "BLOCK": columns}
+    launch(join_spans, grid, *arguments, **fixed, num_warps=1 if columns < 256 else 4)
+
+
+def _add_weighted(
+    out: Tensor,
+    targets: tuple[Tensor, _Sorted],
+    windows: _Windows,
+    sources: tuple[Tensor, Tensor, _Sorted],
+    scale: float,
+    several: bool,
+) -> None:
+    """Add to out_i scale·Σ_j (left_i·left_j) right_j over i's windows in all hashes. targets: left (G, targets, D)
+    and their own order. sources: left and right (G, length, D) and their order. several: out is of several slabs.
+    """
+    (target_left, target_order), (left, right, order) = targets, sources
+    rows, hashes, count = windows.first.shape
+    length, head_dim = left.shape[1:]
+    sizes = _sizes(head_dim, left.dtype)
+    spans = -(-length // sizes.span)
+    parts = -(-head_dim // sizes.columns)
+    fixed = {"D": head_dim, "WIDTH": sizes.width, "COLUMNS": sizes.columns, "SPAN": sizes.span}
+    fixed |= {"num_warps": sizes.warps}
+    own_dtype = _own_dtype(left)
+    products = torch.empty(rows, hashes, spans, head_dim, head_dim, dtype=own_dtype, device=out.device)
+    arguments = (left, right, order.order, order.buckets, products, hashes, length, spans, parts)
+    grid = (rows * hashes * spans * parts,)
+    launch(sum_products, grid, *arguments, **fixed, TILE=sizes.tile, PRECISION=precision())
+    _join_spans(products, order, sizes)
+    blocks = -(-count // sizes.block)
+    # Neighbours in one hash are strangers in the next: each hash writes its own, in any order of its targets.
+    own = torch.empty(rows, hashes, count, head_dim, dtype=own_dtype, device=out.device)
+    tensors = (target_left, target_order.order, *windows, left, right, order.order, products, own)
+    numbers = (hashes, count, length, spans, blocks, parts)
+    tiles = {"BLOCK": sizes.block, "TILE": sizes.pairs, "DEPTH": min(32, sizes.width), "PRECISION": precision()}
+    grid = (rows * hashes * blocks * parts,)
+    launch(weighted_sums, grid, *tensors, *numbers, **fixed, **tiles, num_stages=2)
+    blocks = -(-count // sizes.reads)
+    settings = {"D": head_dim, "WIDTH": sizes.width, "ADD": several, "BLOCK": sizes.reads, "num_warps": 4}
+    launch(add_hashes, (rows * blocks,), own, out, scale, hashes, count, blocks, **settings)

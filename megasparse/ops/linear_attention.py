@@ -1,0 +1,259 @@
+"""Linear attention, whose weights are products of positive random features (Performer), and these features.
+
+Running sums, a tile of the sequence at a time, in the backward too.
+
+out_i = Σ_f φ_f(q_i) S_f / Σ_f φ_f(q_i) n_f with S_f = Σ_j φ_f(k_j) v_j and n_f = Σ_j φ_f(k_j) over the visible keys.
+Features are exponentials whose range no float holds, so each feature f keeps its sums relative to its own largest
+exponent c_f so far, and a query divides by its own largest exponent over f, c_f included. The largest term of every
+denominator is then 1: nothing overflows, no denominator vanishes. Causal maxima run over earlier tokens only. Factors
+common to numerator and denominator (1/√F, exp(−|q|²/2)) are left out.
+
+B batch, H heads, L length, D head dim, F features, T tokens in a tile.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megasparse.ops.autocast import Function, without_autocast
+from megasparse.ops.dtype import at_least_fp32
+from megasparse.ops.random import derive, normal
+from megasparse.ops.tiled import tiled
+
+_TILE = 1024  # T at most
+_TILE_ELEMENTS = 1 << 22  # exponents of a tile
+
+
+@without_autocast
+def exponents(x: Tensor, projection: Tensor) -> Tensor:
+    """Return φ's exponents ωx − |x|²/2: x (B, H, L, D), projection (H, F, D) -> (B, H, L, F), fp32 at least."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    x = x.to(dtype)
+    return x @ projection.to(dtype).transpose(1, 2) - (x * x).sum(-1, keepdim=True) / 2
+
+
+@without_autocast
+def positive_features(
+    x: Tensor, projection: Tensor, *, per_row: bool, key_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute φ(x) = exp(−|x|²/2)/√F · exp(ωx) (Choromanski et al. 2020, Lemma 1) as features·exp(shift).
+
+    x: (B, H, L, D), already scaled by D^(−1/4) where it is a query or key of softmax(qkᵀ/√D). projection: (H, F, D),
+    rows ω. key_mask: (B, L) bool, true for real tokens; padding gets features 0 and counts in no maximum.
+    Returns features (B, H, L, F) in [0, 1/√F], fp32 at least, and shift: (B, H, L, 1), each row's largest exponent,
+    if per_row, else (B, H, 1, 1), that of all real tokens (future ones too: not for causal sums). The shift has no
+    gradient: with it held constant, features·exp(shift) has that of φ.
+    """
+    exponent = exponents(x, projection)
+    if key_mask is not None:
+        exponent = exponent.masked_fill(~key_mask[:, None, :, None], -torch.inf)
+    shift = exponent.detach().amax(-1 if per_row else (-2, -1), keepdim=True)
+    shift = shift.masked_fill(shift == -torch.inf, 0.0)  # nothing but padding
+    return torch.exp(exponent - shift) / math.sqrt(projection.shape[1]), shift
+
+
+def orthogonal_projections(key: int, heads: range, features: int, head_dim: int, device: torch.device) -> Tensor:
+    """(H, F, D) fp32: rows ω, each a standard normal vector, in blocks of D that are orthogonal to each other.
+
+    A function of (key, global head number, row): more features keep the first rows, other heads change nothing. Drawn
+    on the CPU, so that every device has the same.
+    """
+    blocks = -(-features // head_dim)
+    head = torch.arange(heads.start, heads.stop).unsqueeze(1) * (1 << 16)
+    rows = head + torch.arange(blocks)  # (H, blocks)
+    shape = (len(heads), blocks, head_dim, head_dim)
+    directions, lengths = (normal(derive(key, part), rows, head_dim**2).view(shape) for part in ("rows", "lengths"))
+    orthogonal, upper = torch.linalg.qr(directions.double())
+    # A factor with a positive diagonal is unique, and makes the directions uniformly distributed.
+    orthogonal = orthogonal * upper.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+    projection = orthogonal.transpose(-1, -2) * lengths.double().norm(dim=-1, keepdim=True)
+    return projection.flatten(1, 2)[:, :features].float().to(device)
+
+
+class State(NamedTuple):
+    """Sums over the keys so far. total: (B, H, F, D + 1), Σ_j exp(e_jf − c_f)·[v_j, 1]. level: (B, H, 1, F), c_f."""
+
+    total: Tensor
+    level: Tensor
+
+    @staticmethod
+    def empty(batch: int, projection: Tensor, dtype: torch.dtype) -> "State":
+        """The state before any key. projection: (H, F, D)."""
+        heads, features, head_dim = projection.shape
+        like = torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=projection.device)
+        level = like.new_full((batch, heads, 1, features), torch.finfo(like.dtype).min)
+        return State(like.new_zeros(batch, heads, features, head_dim + 1), level)
+
+
+@without_autocast
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, projection: Tensor, *, scale: float, key_mask: Tensor | None = None
+) -> Tensor:
+    """Compute out_i = Σ_j A_ij v_j / Σ_j A_ij over all real keys, A_ij = φ(√scale·q_i)·φ(√scale·k_j) (Performer,
+    Eq. 4–5).
+
+    q: (B, H, Lq, D). k, v: (B, H, Lk, D). projection: (H, F, D), rows ω of positive random features. key_mask: (B, Lk)
+    bool, true for real tokens. Returns (B, H, Lq, D) in q's dtype; 0 where no key is real. Sums in fp32 at least.
+    """
+    absorb = partial(_absorb, projection=projection, scale=scale)
+    empty = State.empty(q.shape[0], projection, q.dtype)
+    _, total, level = _Scan.apply(absorb, _TILE, 3, k, v, _column(k, key_mask), *empty)
+    read = partial(_read, projection=projection, scale=scale)
+    tiles = -(-q.shape[2] // _TILE)
+    return tiled(read, [q.transpose(1, 2)], [total, level], tiles).transpose(1, 2)
+
+
+@without_autocast
+def causal_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    projection: Tensor,
+    *,
+    scale: float,
+    chunk: int,
+    key_mask: Tensor | None = None,
+    state: State | None = None,
+) -> tuple[Tensor, State]:
+    """The same over the keys at or before i; q, k, v: (B, H, L, D).
+
+    state: of the tokens before these, or None. chunk: pairs this near are scored one by one, farther ones meet in sums;
+    a matter of speed. Returns out and the state after these tokens.
+    """
+    state = State.empty(q.shape[0], projection, q.dtype) if state is None else state
+    step = partial(_causal, projection=projection, scale=scale, chunk=chunk)
+    tile = min(_TILE, _TILE_ELEMENTS // (q.shape[0] * projection.shape[:2].numel()))
+    out, *after = _Scan.apply(step, max(tile, chunk), 4, q, k, v, _column(k, key_mask), *state)
+    return out, State(*after)
+
+
+class _Scan(Function):
+    """Runs (state, out) = step(state, *pieces) over pieces of the inputs; the backward recomputes piece by piece."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Callable[..., tuple[State, Tensor]], tile: int, count: int, *tensors: Tensor) -> Any:
+        inputs, state = tensors[:count], State(*tensors[count:])
+        starts: list[Tensor] = []
+        outs = []
+        for pieces in _pieces(inputs, tile):
+            starts += state
+            state, out = step(state, *pieces)
+            outs.append(out)
+        ctx.step, ctx.tile, ctx.count = step, tile, count
+        ctx.save_for_backward(*inputs, *starts)
+        ctx.mark_non_differentiable(state.level)
+        return torch.cat(outs, dim=2), *state
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_out, grad_total, _ = grads
+        inputs, starts = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        grad_inputs = [torch.empty_like(x) if x.is_floating_point() else None for x in inputs]
+        targets = [_split(x, ctx.tile) for x in grad_inputs if x is not None]
+        outputs = _split(grad_out, ctx.tile)
+        for i, pieces in reversed(list(enumerate(_pieces(inputs, ctx.tile)))):
+            with torch.enable_grad():
+                leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in pieces]
+                total = starts[2 * i].detach().requires_grad_()
+                state, out = ctx.step(State(total, starts[2 * i + 1]), *leaves)
+            wanted = [total, *(x for x in leaves if x.requires_grad)]
+            grad_total, *found = torch.autograd.grad([state.total, out], wanted, [grad_total, outputs[i]])
+            for target, grad in zip(targets, found, strict=True):
+                target[i].copy_(grad)
+        return None, None, None, *grad_inputs, grad_total, None
+
+
+def _split(x: Tensor, tile: int) -> tuple[Tensor, ...]:
+    return x.split(tile, dim=2)
+
+
+def _pieces(inputs: tuple[Tensor, ...], tile: int) -> list[tuple[Tensor, ...]]:
+    return list(zip(*(_split(x, tile) for x in inputs), strict=True))
+
+
+def _column(k: Tensor, key_mask: Tensor | None) -> Tensor:
+    """The mask as (B, 1, L, 1), all true if there is none."""
+    mask = torch.ones(1, k.shape[2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
+    return mask[:, None, :, None]
+
+
+def _absorb(
+    state: State, k: Tensor, v: Tensor, real: Tensor, *, projection: Tensor, scale: float
+) -> tuple[State, Tensor]:
+    """Takes keys into the state; there is no output."""
+    e = _key_exponents(k, real, projection, scale)
+    level = torch.maximum(e.detach().amax(2, keepdim=True), state.level)
+    return _add(state, e, _with_one(v, e.dtype), level), v[..., :0]
+
+
+def _read(q: Tensor, total: Tensor, level: Tensor, *, projection: Tensor, scale: float) -> Tensor:
+    """Return the output of each query over the keys of a state, (B, L, H, D)."""
+    e = _query_exponents(q.transpose(1, 2), projection, scale) + level
+    out = torch.exp(e - e.detach().amax(-1, keepdim=True)) @ total
+    return _divided(out).to(q.dtype).transpose(1, 2)
+
+
+def _causal(
+    state: State, q: Tensor, k: Tensor, v: Tensor, real: Tensor, *, projection: Tensor, scale: float, chunk: int
+) -> tuple[State, Tensor]:
+    """One tile: what the state holds, and the pairs inside the tile."""
+    length = q.shape[2]
+    missing = (1 << (length - 1).bit_length()) - length  # up to a power of two
+    q, k, v, real = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, v, real))
+    query, key = _query_exponents(q, projection, scale), _key_exponents(k, real, projection, scale)
+    with torch.no_grad():
+        levels = torch.maximum(key.cummax(dim=2).values, state.level)  # (B, H, T, F), c at each token
+        top = (query + levels).amax(-1, keepdim=True)  # (B, H, T, 1)
+    values = _with_one(v, key.dtype)
+    out = torch.exp(query + state.level - top) @ state.total + _within(query, key, values, top, chunk)
+    out = _divided(out)[:, :, :length].to(q.dtype)
+    return _add(state, key, values, levels[:, :, -1:]), out
+
+
+def _within(query: Tensor, key: Tensor, values: Tensor, top: Tensor, chunk: int) -> Tensor:
+    """Σ_{j <= i} Σ_f exp(query_if + key_jf − top_i)·values_j inside a tile of a power of two tokens.
+
+    The triangle is cut into its diagonal and squares, the later half of every block of 2, 4, 8, … tokens seeing the
+    earlier half: the largest exponent of a square's keys is then before all of its queries.
+    """
+    out = torch.exp(query + key - top).sum(-1, keepdim=True) * values
+    half = 1
+    while half < query.shape[2]:
+        blocks = [x.unflatten(2, (-1, 2, half)) for x in (query, top, key, values, out)]  # (B, H, n, 2, half, …)
+        (later, tops), (earlier, seen) = [x[:, :, :, 1] for x in blocks[:2]], [x[:, :, :, 0] for x in blocks[2:4]]
+        level = earlier.detach().amax(-2, keepdim=True).clamp_min(torch.finfo(key.dtype).min)
+        left, right = torch.exp(later + level - tops), torch.exp(earlier - level).transpose(-1, -2)
+        blocks[4][:, :, :, 1] += (left @ right) @ seen if half < chunk else left @ (right @ seen)
+        half *= 2
+    return out
+
+
+def _add(state: State, key: Tensor, values: Tensor, level: Tensor) -> State:
+    """The state with more keys, relative to `level`, the new maximum."""
+    kept = torch.exp(state.level - level).transpose(-1, -2) * state.total
+    return State(kept + torch.exp(key - level).transpose(-1, -2) @ values, level)
+
+
+def _query_exponents(q: Tensor, projection: Tensor, scale: float) -> Tensor:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return (q.to(dtype) * scale**0.5) @ projection.to(dtype).transpose(1, 2)  # (B, H, L, F)
+
+
+def _key_exponents(k: Tensor, real: Tensor, projection: Tensor, scale: float) -> Tensor:
+    wide = at_least_fp32(k)
+    return exponents(wide * scale**0.5, projection).masked_fill(~real, -torch.inf)  # (B, H, L, F)
+
+
+def _with_one(v: Tensor, dtype: torch.dtype) -> Tensor:
+    return F.pad(v.to(dtype), (0, 1), value=1.0)  # (B, H, L, D + 1)
+
+
+def _divided(sums: Tensor) -> Tensor:
+    """Numerators by the denominator beside them, 0 where no key was seen."""
+    total = sums[..., -1:]
+    return sums[..., :-1] / torch.where(total > 0, total, 1.0)

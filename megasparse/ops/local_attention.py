@@ -1,0 +1,209 @@
+"""Attention in chunks with relative positions (Transformer-XL); `bucketed_attention` has it without them.
+
+The blocked form takes a few chunks at a time, recomputed in the backward: linear memory.
+
+B batch, H heads, L length, D head dim, C chunk, W chunks a sequence, S chunks of keys that a chunk of queries meets: 2,
+or 3 if attention is not causal, E = (S + 1)·C − 1 distances.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megasparse.ops.autocast import without_autocast
+from megasparse.ops.backend import MOST_PAIRS, implementation
+from megasparse.ops.random import PairDropout
+from megasparse.ops.tiled import tiled
+
+PADDING = -1
+"""The document of padding and of empty places."""
+_LAST = torch.iinfo(torch.int32).max  # the document of padding while documents are sorted
+_SCORE_ELEMENTS = 1 << 20  # scores in a tile: 4 MB of fp32
+
+
+@dataclass(frozen=True)
+class LocalAttentionSpec:
+    """Settings of local attention with relative positions.
+
+    chunk: C, in tokens. causal: only keys at or before the query are visible. scale: factor of the scores.
+    """
+
+    chunk: int
+    causal: bool
+    scale: float
+
+
+def distances(chunk: int, causal: bool) -> range:
+    """The distances i − j of a chunk's queries and keys, in the order of `relative_local_attention`'s vectors."""
+    return range(2 * chunk - 1, -chunk if causal else -2 * chunk, -1)
+
+
+@without_autocast
+def relative_local_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    u: Tensor,
+    w: Tensor,
+    spec: LocalAttentionSpec,
+    key_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    dropout: PairDropout | None = None,
+) -> Tensor:
+    """Compute softmax_j(((q_i + u)·k_j + (q_i + w)·r_{i−j})·scale) v_j over the keys j of i's chunk and the one before
+    it, and if not causal the one after it (Dai et al. 2019, Transformer-XL, section 3.3).
+
+    Chunks and distances count real tokens in the order of (document, position), so that padding moves nothing.
+
+    Args:
+        q, k, v: (B, H, L, D).
+        r: (H, E, D), a vector for each of `distances`.
+        u, w: (H, D).
+        spec: chunk, causality and scale.
+        key_mask: (B, L) bool, true for real tokens.
+        segments: (B, L) document numbers >= 0; documents never attend to each other.
+        dropout: of the probabilities.
+
+    Returns:
+        (B, H, L, D) in q's dtype; padding gets 0. Softmax in fp32 at least.
+    """
+    k, v = k.to(q.dtype), v.to(q.dtype)  # torch.autocast leaves some inputs in bf16 and some in fp32
+    chosen = implementation(q, most_rows=MOST_PAIRS, dropout=dropout)
+    if chosen == "triton":
+        from megasparse.ops import local_attention_kernels
+
+        return local_attention_kernels.relative_local_attention(q, k, v, r, u, w, spec, key_mask, segments)
+    compute = reference if chosen == "reference" else _blockwise
+    return compute(q, k, v, r, u, w, spec, key_mask, segments, dropout)
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor, spec: LocalAttentionSpec,
+    key_mask: Tensor | None = None, segments: Tensor | None = None, dropout: PairDropout | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute `relative_local_attention` densely."""
+    asked, dtype = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    q, k, v, r, u, w = (x.to(dtype) for x in (q, k, v, r, u, w))
+    batch, heads, length, _ = q.shape
+    real = torch.ones(batch, length, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
+    document = torch.zeros_like(real, dtype=torch.int64) if segments is None else segments
+    position = torch.arange(length, device=q.device)
+    # How many real tokens come before each one, in the order of (document, position): its number.
+    first, second = document[:, None, :], document[:, :, None]
+    before = (first < second) | ((first == second) & (position < position[:, None]))
+    number = (before & real[:, None]).sum(-1)
+    distance = number[:, :, None] - number[:, None, :]  # (B, L, L)
+    chunks_back = number[:, :, None] // spec.chunk - number[:, None, :] // spec.chunk
+    seen = (chunks_back <= 1) & (chunks_back >= (0 if spec.causal else -1))
+    seen = seen & (first == second) & real[:, :, None] & real[:, None, :]
+    if spec.causal:
+        seen = seen & (position <= position[:, None])
+    row = (2 * spec.chunk - 1 - distance).clamp(0, r.shape[1] - 1)  # of r
+    of_distance = torch.einsum("bhid,hed->bhie", q + w[:, None], r)
+    relative = of_distance.gather(3, row[:, None].expand(-1, heads, -1, -1))
+    score = ((q + u[:, None]) @ k.transpose(-1, -2) + relative) * spec.scale
+    blind = ~real[:, None, :, None]
+    score = score.masked_fill(~seen[:, None], -torch.inf).masked_fill(blind, 0.0)
+    probability = torch.softmax(score, dim=-1)
+    if dropout is not None:
+        probability = probability * dropout.dense(length, dtype)
+    return (probability @ v).masked_fill(blind, 0.0).to(asked)
+
+
+def by_document(q: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Tokens of q (B, H, L, D) in the order of (document, position), padding last, (B, L) int64, and the sorted
+    documents, (B, L) int32; None and None where there is one document without padding.
+    """
+    if key_mask is None and segments is None:
+        return None, None
+    document = torch.zeros(q.shape[0], q.shape[2], dtype=torch.int32, device=q.device)
+    if segments is not None:
+        document = segments.to(torch.int32)
+    if key_mask is not None:
+        document = document.masked_fill(~key_mask, _LAST)
+    document, order = torch.sort(document, dim=-1, stable=True)
+    return order, document.masked_fill(document == _LAST, PADDING)
+
+
+def _blockwise(
+    q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor, spec: LocalAttentionSpec, key_mask: Tensor | None,
+    segments: Tensor | None, dropout: PairDropout | None,
+) -> Tensor:  # fmt: skip
+    """Compute `relative_local_attention` in tiles of chunks, in fp32 at least."""
+    batch, heads, length, _ = q.shape
+    order, document = by_document(q, key_mask, segments)
+    if order is not None:
+        q, k, v = (_take(x, order) for x in (q, k, v))
+    if document is None:
+        document = torch.zeros(batch, length, dtype=torch.int32, device=q.device)
+    chunk, span = spec.chunk, 2 if spec.causal else 3
+    chunks = -(-length // chunk)
+    whole = chunks * chunk - length
+    around = (chunk, whole + (span - 2) * chunk)
+    queries = F.pad(q, (0, 0, 0, whole)).unflatten(2, (chunks, chunk)).transpose(1, 2)  # (B, W, H, C, D)
+    # (B, W, H, D, S·C): overlapping views
+    keys, values = (F.pad(x, (0, 0, *around)).unfold(2, span * chunk, chunk).transpose(1, 2) for x in (k, v))
+    of_query = F.pad(document, (0, whole), value=PADDING).unflatten(1, (chunks, chunk))  # (B, W, C)
+    of_key = F.pad(document, around, value=PADDING).unfold(1, span * chunk, chunk)  # (B, W, S·C)
+    inputs = [queries, keys, values, of_query, of_key]
+    if dropout is not None:  # mixed numbers of queries (B, W, H, C) and keys (B, W, S·C)
+        mixed, numbers = dropout.queries, dropout.keys(length).expand(batch, -1)
+        if order is not None:
+            mixed, numbers = mixed.gather(2, order[:, None].expand_as(mixed)), numbers.gather(1, order)
+        inputs += [
+            F.pad(mixed, (0, whole)).unflatten(2, (chunks, chunk)).transpose(1, 2),
+            F.pad(numbers, around).unfold(1, span * chunk, chunk),
+        ]
+    attend = partial(_attend, spec=spec, dropout=dropout)
+    tiles = -(-batch * heads * chunks * chunk * r.shape[1] // _SCORE_ELEMENTS)
+    out = tiled(attend, inputs, [r, u, w], tiles)  # (B, W, H, C, D)
+    out = out.transpose(1, 2).flatten(2, 3)[:, :, :length]
+    return out if order is None else _take(out, order.argsort(dim=-1))
+
+
+def _take(x: Tensor, order: Tensor) -> Tensor:
+    """Tokens of x (B, H, L, D) in the given order (B, L)."""
+    return x.gather(2, order[:, None, :, None].expand_as(x))
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    of_query: Tensor,
+    of_key: Tensor,
+    *others: Tensor,
+    spec: LocalAttentionSpec,
+    dropout: PairDropout | None,
+) -> Tensor:
+    """Some chunks of queries. q: (B, W, H, C, D). k, v: (B, W, H, D, S·C). of_query: (B, W, C), of_key: (B, W, S·C).
+    others: with dropout the mixed numbers of queries and keys; r, u and w.
+    """
+    *numbers, r, u, w = others
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    wide, bias, chunk = q.to(dtype), [x.to(dtype)[:, None] for x in (u, w)], q.shape[3]
+    score = (wide + bias[0]) @ k.to(dtype)
+    score = spec.scale * (score + _skew((wide + bias[1]) @ r.to(dtype).transpose(1, 2), score.shape[-1]))
+    seen = (of_query[..., :, None] == of_key[..., None, :]) & (of_key != PADDING)[..., None, :]  # (B, W, C, S·C)
+    if spec.causal:
+        place = torch.arange(score.shape[-1], device=q.device)
+        seen = seen & (place <= place[:chunk, None] + chunk)
+    score = score.masked_fill(~seen[:, :, None], -torch.inf)
+    highest = score.detach().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
+    weight = torch.exp(score - highest)
+    total = weight.sum(dim=-1, keepdim=True)
+    weight = weight / total.masked_fill(total == 0, 1.0)  # padding sees nothing
+    if dropout is not None:
+        weight = weight * dropout.factors(numbers[0].unsqueeze(-1), numbers[1][:, :, None, None], dtype)
+    return (weight @ v.to(dtype).transpose(-1, -2)).to(q.dtype)
+
+
+def _skew(x: Tensor, keys: int) -> Tensor:
+    """Turn x (..., C, E) by distance into (..., C, S·C) by key: [a, b] of the result is x[a, b − a + C − 1]."""
+    chunk, count = x.shape[-2:]
+    rows = x.flatten(-2)[..., chunk - 1 : chunk - 1 + chunk * (count - 1)]
+    return rows.unflatten(-1, (chunk, count - 1))[..., :keys] if chunk > 1 else x

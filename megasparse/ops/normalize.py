@@ -1,0 +1,74 @@
+"""Normalisation: layer and RMS norms, and vectors of length 1, among them the keys of shared queries and keys."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megasparse.ops.backend import implementation
+from megasparse.ops.dtype import at_least_fp32
+from megasparse.ops.tiled import tiled
+
+SHORTEST = 1e-12
+"""Queries shorter than this are divided by it: a zero vector stays zero."""
+_WIDEST = 16384  # numbers of a row that one program holds
+_ELEMENTS = 1 << 24  # numbers normalised at a time: 64 MB of fp32
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    """Normalise x over its last dimension (Ba et al. 2016), in the dtype of x, fp32 at least in kernels.
+
+    Args:
+        x: (..., E).
+        weight, bias: (E,), of any dtype; without a bias it is RMS normalisation (Zhang and Sennrich 2019), which does
+            not centre.
+        eps: added to the variance.
+        dtype: of the result, by default that of x.
+
+    Returns:
+        (..., E).
+    """
+    dtype = dtype or x.dtype
+    if implementation(x, largest_width=_WIDEST) == "triton":
+        from megasparse.ops import normalize_kernels
+
+        return normalize_kernels.layer_norm(x, weight, bias, eps, dtype)
+    if bias is None:
+        return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps).to(dtype)
+    return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype), eps).to(dtype)
+
+
+def unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute k = q/|q| (Reformer section 2), in fp32 at least, cast back; a zero vector stays zero.
+
+    Args:
+        q: (B, H, L, D).
+
+    Returns:
+        q and k, (B, H, L, D) each. Use this q from there on, so that the gradients of both are joined in one pass.
+    """
+    if implementation(q) == "triton":
+        from megasparse.ops import normalize_kernels
+
+        return normalize_kernels.unit_keys(q)
+    # Some heads at a time where q is large: the backward takes several copies.
+    return q, tiled(_unit, [q], [], -(-q.numel() // _ELEMENTS))
+
+
+def _unit(x: Tensor) -> Tensor:
+    return F.normalize(at_least_fp32(x), dim=-1, eps=SHORTEST).to(x.dtype)
+
+
+def unit_vectors(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Compute x/|x| of x (B, H, L, D), in fp32 at least; a zero vector stays zero, and gets no gradient.
+
+    Args:
+        x: (B, H, L, D).
+        dtype: of the result, by default the one that it is computed in.
+    """
+    if implementation(x) == "triton":
+        from megasparse.ops import normalize_kernels
+
+        return normalize_kernels.unit_vectors(x, dtype)
+    x = at_least_fp32(x)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (x * torch.where(norm > 0, 1.0 / norm.masked_fill(norm == 0, 1.0), 0.0)).to(dtype or x.dtype)

@@ -1,0 +1,228 @@
+"""Layer and RMS normalisation, and vectors of length 1, as Triton kernels: one launch forward; one backward, and a sum
+over the partial gradients of a norm's weights.
+
+A program of a norm holds whole rows of E = `width` numbers, in fp32; RMS normalisation is neither centred nor has a
+bias. The backward of unit keys joins the gradients of queries and keys. B batch, H heads, L length, D head dim.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megasparse.ops.autocast import Function
+from megasparse.ops.kernels import block, empty_alike, launch, load_rows, store_rows, strides, whole_vectors
+from megasparse.ops.normalize import SHORTEST
+
+
+@triton.jit
+def _normalised(x, inside, width, eps, CENTRED: tl.constexpr):
+    """(x − mean)/√(variance + eps) of a row, 0 outside, and 1/√(variance + eps)."""
+    centred = tl.where(inside, x - tl.sum(x, 0) / width, 0.0) if CENTRED else x
+    scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / width + eps)
+    return centred * scale, scale
+
+
+@triton.jit(do_not_specialize=["eps"])
+def norm(x, weight, bias, out, width, eps, CENTRED: tl.constexpr, WIDTH: tl.constexpr):
+    columns = tl.arange(0, WIDTH)
+    inside = columns < width
+    here = tl.program_id(0).to(tl.int64) * width + columns
+    row, _ = _normalised(tl.load(x + here, mask=inside, other=0).to(tl.float32), inside, width, eps, CENTRED)
+    gain = tl.load(weight + columns, mask=inside, other=0).to(tl.float32)
+    result = row * gain
+    if CENTRED:
+        result += tl.load(bias + columns, mask=inside, other=0).to(tl.float32)
+    tl.store(out + here, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["eps", "programs"])
+def norm_gradient(x, weight, grad, dx, sums, rows, width, programs, eps, CENTRED: tl.constexpr, WIDTH: tl.constexpr):
+    """Compute dx (rows, E), and each program's sums over its rows of the weights' gradients, (programs, 1 or 2, E)."""
+    columns = tl.arange(0, WIDTH)
+    inside = columns < width
+    gain = tl.load(weight + columns, mask=inside, other=0).to(tl.float32)
+    to_weight, to_bias = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
+    row = tl.program_id(0)
+    while row < rows:
+        here = row.to(tl.int64) * width + columns
+        unit, scale = _normalised(tl.load(x + here, mask=inside, other=0).to(tl.float32), inside, width, eps, CENTRED)
+        slope = tl.load(grad + here, mask=inside, other=0).to(tl.float32)
+        to_weight += slope * unit
+        to_bias += slope
+        slope *= gain
+        along = tl.sum(slope * unit, 0) / width
+        mean = tl.sum(slope, 0) / width if CENTRED else 0.0
+        change = scale * (slope - mean - unit * along)
+        tl.store(dx + here, change.to(dx.dtype.element_ty), mask=inside)
+        row += programs
+    place = sums + tl.program_id(0).to(tl.int64) * (1 + CENTRED) * width + columns
+    tl.store(place, to_weight, mask=inside)
+    if CENTRED:
+        tl.store(place + width, to_bias, mask=inside)
+
+
+_PROGRAMS = 512  # that add up the weights' gradients, whatever the number of rows: sums are the same on every GPU
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
+    """Compute `normalize.layer_norm`.
+
+    Cost: forward reads x and writes the result; backward reads x and the gradient and writes x's, and 8·512·E bytes of
+    the weights' sums. Means and variances are computed again: that costs no reading.
+    """
+    return _LayerNorm.apply(x, weight, bias, eps, dtype)
+
+
+class _LayerNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x, dtype=dtype)
+        ctx.eps, ctx.centred = eps, bias is not None
+        launch(norm, (_rows(x),), x, weight, bias, out, x.shape[-1], eps, CENTRED=ctx.centred, **_norm_settings(x))
+        ctx.save_for_backward(x, weight)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows, width = _rows(x), x.shape[-1]
+        programs = min(_PROGRAMS, rows)
+        dx = torch.empty_like(x)
+        sums = torch.empty(programs, 1 + ctx.centred, width, dtype=torch.float32, device=x.device)
+        arguments = (x, weight, grads[0].contiguous(), dx, sums, rows, width, programs, ctx.eps)
+        launch(norm_gradient, (programs,), *arguments, CENTRED=ctx.centred, **_norm_settings(x))
+        d_weight, *d_bias = sums.sum(0).to(weight.dtype)
+        return dx, d_weight, d_bias[0] if d_bias else None, None, None
+
+
+def _rows(x: Tensor) -> int:
+    return x.numel() // x.shape[-1]
+
+
+def _norm_settings(x: Tensor) -> dict[str, int]:
+    wide = triton.next_power_of_2(x.shape[-1])
+    return {"WIDTH": wide, "num_warps": min(16, max(1, wide // 256))}
+
+
+@triton.jit
+def _tokens(heads, length, blocks, TOKENS: tl.constexpr):
+    """A program's batch element, head and tokens, and which of these there are."""
+    row = tl.program_id(0) // blocks
+    token = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
+    return (row // heads).to(tl.int64), (row % heads).to(tl.int64), token, token < length
+
+
+@triton.jit
+def _lengths(x, shortest):
+    """|x| of each row (n, 1), and the divisor max(|x|, shortest)."""
+    length = tl.sqrt(tl.sum(x * x, 1))[:, None]
+    return length, tl.maximum(length, shortest)
+
+
+@triton.jit
+def _over(x, divisor):
+    """x / divisor, 0 where that is 0."""
+    return tl.where(divisor > 0, x / tl.where(divisor > 0, divisor, 1.0), 0.0)
+
+
+@triton.jit
+def unit(
+    q, k, q_batch, q_head, q_stride, k_batch, k_head, k_stride, heads, length, blocks, shortest, D: tl.constexpr,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Compute k = q / max(|q|, shortest), of a zero vector 0."""
+    batch, head, token, inside = _tokens(heads, length, blocks, TOKENS)
+    x = load_rows(q + batch * q_batch + head * q_head, token, inside, q_stride, D, WIDTH).to(tl.float32)
+    _, divisor = _lengths(x, shortest)
+    store_rows(k + batch * k_batch + head * k_head, token, _over(x, divisor), inside, k_stride, D, WIDTH)
+
+
+@triton.jit
+def unit_gradient(
+    q, grad_q, grad_k, dq, q_batch, q_head, q_stride, gq_batch, gq_head, gq_stride, gk_batch, gk_head, gk_stride,
+    dq_batch, dq_head, dq_stride, heads, length, blocks, shortest, D: tl.constexpr, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Compute dq = grad_q + (grad_k − u·(u·grad_k)) / |q| with u = q/|q|; grad_k/shortest for shorter queries, and 0 of
+    a zero vector where shortest is 0. grad_q: None for 0.
+    """
+    batch, head, token, inside = _tokens(heads, length, blocks, TOKENS)
+    x = load_rows(q + batch * q_batch + head * q_head, token, inside, q_stride, D, WIDTH).to(tl.float32)
+    grad = load_rows(grad_k + batch * gk_batch + head * gk_head, token, inside, gk_stride, D, WIDTH).to(tl.float32)
+    found, divisor = _lengths(x, shortest)
+    u = _over(x, divisor)
+    along = tl.where(found >= shortest, tl.sum(u * grad, 1)[:, None], 0.0)
+    total = _over(grad - u * along, divisor)
+    if grad_q is not None:
+        total += load_rows(grad_q + batch * gq_batch + head * gq_head, token, inside, gq_stride, D, WIDTH).to(
+            tl.float32
+        )
+    store_rows(dq + batch * dq_batch + head * dq_head, token, total, inside, dq_stride, D, WIDTH)
+
+
+_NUMBERS = 4096  # of a program
+
+
+def unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `normalize.unit_keys`.
+
+    Cost: forward reads q and writes k, 2·B·H·L·D·bytes; backward reads q and both gradients and writes one, twice that.
+    """
+    q, k = _UnitKeys.apply(q)
+    return q, k
+
+
+class _UnitKeys(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor) -> tuple[Tensor, Tensor]:
+        rows = whole_vectors(q)
+        k = empty_alike(rows)
+        _launch_unit(unit, SHORTEST, rows, k)
+        ctx.save_for_backward(rows)
+        return q, k
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (q,) = ctx.saved_tensors
+        grad_q, grad_k = (whole_vectors(grad) for grad in grads)
+        dq = empty_alike(q)
+        _launch_unit(unit_gradient, SHORTEST, q, grad_q, grad_k, dq)
+        return dq
+
+
+def unit_vectors(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Compute `normalize.unit_vectors` by kernels that each read and write everything once."""
+    return _UnitVectors.apply(x, dtype or torch.float32)
+
+
+class _UnitVectors(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        rows = whole_vectors(x)
+        out = empty_alike(rows, dtype)
+        _launch_unit(unit, 0.0, rows, out)
+        ctx.save_for_backward(rows)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        dx = empty_alike(x)
+        _launch_unit(unit_gradient, 0.0, x, None, whole_vectors(grads[0]), dx)
+        return dx, None
+
+
+def _launch_unit(kernel: Any, shortest: float, q: Tensor, *others: Tensor | None) -> None:
+    _, heads, length, width = q.shape
+    wide = block(width)
+    tokens = max(1, _NUMBERS // wide)
+    blocks = -(-length // tokens)
+    sizes = (heads, length, blocks, shortest)
+    steps = strides(*(q if x is None else x for x in (q, *others)))
+    fixed = {"D": width, "WIDTH": wide, "TOKENS": tokens, "num_warps": 4}
+    grid = (blocks * q.shape[0] * heads,)
+    launch(kernel, grid, q, *others, *steps, *sizes, **fixed)

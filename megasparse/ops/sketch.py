@@ -1,0 +1,370 @@
+"""Smart Bird's sketch: a narrow single-head attention, and the keys that every head samples from its weights.
+
+The blocked form goes tile by tile: memory O(L·K), never O(L²).
+
+B batch, H heads, L length, Lq queries, d width of the sketch, K keys a query chooses, T queries and C keys in a tile:
+`KEYS`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megasparse.ops.autocast import Function, without_autocast
+from megasparse.ops.backend import MOST_PAIRS, implementation
+from megasparse.ops.random import derive, halves, random_bits
+
+KEYS = 1 << 11
+"""Keys of a tile. A part of what the draws are: those of every tile have a key of their own."""
+WIDEST = 16
+"""The largest d that the kernels take: a thread keeps all coordinates of its rows in registers."""
+_SCORE_ELEMENTS = 1 << 20  # scores in a tile
+_PROJECTED = 1 << 12  # tokens projected at a time in float64
+_STEPS = 256  # without noise, products are rounded to multiples of 1/256
+_NOTHING = torch.iinfo(torch.int64).min  # ranks below every key
+_LOW = (1 << 32) - 1
+
+
+@dataclass(frozen=True)
+class KeyChoiceSpec:
+    """Settings of the choice of keys.
+
+    count: K, keys that a query chooses. causal: only keys at or before the query are visible. sampling: how a key's
+    weight α becomes its rank p: "inverse_log_squared" (1/log α)², "inverse_log" −1/log α, "raw" and "top_k" α,
+    "random" 1.
+    """
+
+    count: int
+    causal: bool
+    sampling: Literal["inverse_log_squared", "inverse_log", "raw", "top_k", "random"]
+
+
+class Noise(NamedTuple):
+    """Inputs of u_ij. key: the layer's. heads: their global numbers. rows: (B, Lq), see `RngContext.rows`."""
+
+    key: int
+    heads: range
+    rows: Tensor
+
+    def tile(self, number: int, tile: int) -> int:
+        """The key of a tile of head `number` of those here."""
+        return derive(self.key, self.heads[number], tile)
+
+    def tiles(self, length: int) -> Tensor:
+        """The halves of the keys of every head's tiles for `length` keys, (H, tiles, 2) int32 on the device."""
+        device = self.rows.device
+        seeds = [
+            [halves(self.tile(number, tile)) for tile in range(-(-length // KEYS))] for number in range(len(self.heads))
+        ]
+        pinned = device.type == "cuda"  # copied without a wait
+        return torch.tensor(seeds, dtype=torch.int32, pin_memory=pinned).to(device, non_blocking=True)
+
+
+@without_autocast
+def sketched_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute h_i = Σ_j α_ij v_j with α_ij = exp(q_i·k_j/√d − lse_i), one head (Smart Bird Eq. 1).
+
+    Args:
+        q, k, v: (B, L, d).
+        causal: only keys at or before the query are visible.
+        key_mask: (B, L) bool, true for real tokens.
+        segments: (B, L) document numbers; documents never attend to each other.
+
+    Returns:
+        h (B, L, d) and lse (B, L), the log of the sum, in fp32 at least; padding gets 0 and −∞.
+    """
+    chosen = implementation(q, largest_width=WIDEST, most_rows=MOST_PAIRS)
+    if chosen == "triton":
+        from megasparse.ops import sketch_kernels
+
+        return sketch_kernels.sketched_attention(q, k, v, causal, key_mask, segments)
+    q, k, v = (x.to(torch.promote_types(q.dtype, torch.float32)) for x in (q, k, v))
+    if chosen == "reference":
+        return reference_attention(q, k, v, causal, key_mask, segments)
+    h, lse = _SketchedAttention.apply(q, k, v, _Sight(causal, key_mask, segments))
+    return h, lse
+
+
+@without_autocast
+@torch.no_grad()
+def chosen_keys(
+    q: Tensor,
+    k: Tensor,
+    spec: KeyChoiceSpec,
+    noise: Noise | None,
+    lse: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    first_query: int = 0,
+) -> Tensor:
+    """Choose the K visible keys of the highest score s_ij = u_ij·p_ij in each row (Smart Bird Eq. 2 and 3), best first.
+
+    α = 1 is p = ∞: that key is chosen whatever u is, the limit of α → 1. Of equal scores the smaller position wins.
+
+    Args:
+        q: (B, Lq, d), the queries from position `first_query` on.
+        k: (B, Lk, d).
+        spec: K, causality, and how p_ij is computed from α_ij.
+        noise: u is uniform in (0, 1), a function of (key, global head, global sample, i, j). None is u = 1 for all
+            heads: p increases with α whatever its kind, so the products q·k/√d rank the keys by themselves. They are
+            first rounded to multiples of 1/256: weights within 0.4 % of each other tie, so that keys that differ by
+            rounding (the same token in the same company) go by position however q and k were computed, in decoding as
+            in the whole pass.
+        lse: that of `sketched_attention`, which only the inverse logarithms need.
+        key_mask, segments: as in `sketched_attention`.
+        first_query: position of the first query.
+
+    Returns:
+        (B, H, Lq, K) int32, H = 1 without noise; −1 where fewer than K keys are visible.
+    """
+    rows = MOST_PAIRS // (1 if noise is None else len(noise.heads))
+    # The kernels take q and k in float64 too.
+    chosen = implementation(q.float(), largest_width=WIDEST, most_rows=rows)
+    if chosen == "triton":
+        from megasparse.ops import sketch_kernels
+
+        return sketch_kernels.chosen_keys(q, k, spec, noise, lse, key_mask, segments, first_query)
+    compute = reference_choice if chosen == "reference" else _chosen_keys
+    return compute(q, k, spec, noise, lse, key_mask, segments, first_query)
+
+
+@without_autocast
+@torch.no_grad()
+def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute x·Wᵀ of x (B, L, E) and weight (d, E) in float64, (B, L, d): every row by itself, so that equal tokens
+    tie, and go by their position, however many are projected at a time. Decoding would otherwise choose others of them
+    than the whole pass.
+    """
+    floats = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    if len(weight) <= WIDEST and implementation(x, floats, largest_width=None) == "triton":
+        from megasparse.ops import sketch_kernels
+
+        return sketch_kernels.exact_projection(x, weight)
+    return torch.cat([F.linear(part.double(), weight.double()) for part in x.split(_PROJECTED, dim=1)], dim=1)
+
+
+class _Sight(NamedTuple):
+    """Visibility of keys to queries, see `sketched_attention`."""
+
+    causal: bool
+    key_mask: Tensor | None
+    segments: Tensor | None
+
+    def hides_nothing(self, first_query: int, last_key: int) -> bool:
+        """True if queries from the position `first_query` on see all keys up to `last_key`."""
+        unmasked = self.key_mask is None and self.segments is None
+        return unmasked and (not self.causal or last_key <= first_query)
+
+    def pairs(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Positions (T) and (C) -> (B|1, T, C) bool."""
+        seen = torch.ones(1, len(queries), len(keys), dtype=torch.bool, device=queries.device)
+        if self.causal:
+            seen = seen & (keys <= queries[:, None])
+        if self.key_mask is not None:
+            seen = seen & self.key_mask[:, queries, None] & self.key_mask[:, None, keys]
+        if self.segments is not None:
+            seen = seen & (self.segments[:, queries, None] == self.segments[:, None, keys])
+        return seen
+
+
+class _SketchedAttention(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sight: _Sight) -> tuple[Tensor, Tensor]:
+        h, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
+        for rows, last in _tiles(q, sight):
+            score = _scores(q, k, sight, rows, last)
+            highest = score.amax(-1, keepdim=True).clamp_min_(torch.finfo(q.dtype).min)
+            weight = score.sub_(highest).exp_()
+            total = weight.sum(-1, keepdim=True)
+            h[:, rows] = (weight @ v[:, :last]).div_(total.clamp_min(torch.finfo(q.dtype).tiny))
+            lse[:, rows] = (highest + total.log_()).squeeze(-1)  # −∞ where nothing is visible
+        ctx.sight = sight
+        ctx.save_for_backward(q, k, v, h, lse)
+        return h, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad, grad_lse = grads
+        q, k, v, h, lse = ctx.saved_tensors
+        blind = lse == -torch.inf
+        delta = ((grad * h).sum(-1) - grad_lse.masked_fill(blind, 0.0)).unsqueeze(-1)
+        lse = lse.masked_fill(blind, torch.inf).unsqueeze(-1)  # exp(score − ∞) = 0: no gradient from these queries
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for rows, last in _tiles(q, ctx.sight):
+            weight = _scores(q, k, ctx.sight, rows, last).sub_(lse[:, rows]).exp_()
+            dv[:, :last] += weight.transpose(-1, -2) @ grad[:, rows]
+            score_grad = (grad[:, rows] @ v[:, :last].transpose(-1, -2)).sub_(delta[:, rows]).mul_(weight)
+            score_grad *= q.shape[2] ** -0.5
+            dq[:, rows] = score_grad @ k[:, :last]
+            dk[:, :last] += score_grad.transpose(-1, -2) @ q[:, rows]
+        return dq, dk, dv, None
+
+
+def _tiles(q: Tensor, sight: _Sight) -> Iterator[tuple[slice, int]]:
+    """Queries of a tile, and the number of keys that it may see."""
+    batch, length, _ = q.shape
+    step = max(1, _SCORE_ELEMENTS // (batch * length))
+    for start in range(0, length, step):
+        stop = min(start + step, length)
+        yield slice(start, stop), stop if sight.causal else length
+
+
+def _scores(q: Tensor, k: Tensor, sight: _Sight, rows: slice, last: int) -> Tensor:
+    """Return q·k/√d of a tile, −∞ where not visible: (B, T, `last`)."""
+    score = (q[:, rows] @ k[:, :last].transpose(-1, -2)).mul_(q.shape[2] ** -0.5)
+    first = rows.start if sight.hides_nothing(rows.start, rows.start) else 0  # of the keys that may be hidden
+    if not sight.hides_nothing(rows.start, last - 1):
+        queries, keys = (torch.arange(start, last, device=q.device) for start in (rows.start, first))
+        score[..., first:].masked_fill_(~sight.pairs(queries[: rows.stop - rows.start], keys), -torch.inf)
+    return score
+
+
+def _chosen_keys(
+    q: Tensor, k: Tensor, spec: KeyChoiceSpec, noise: Noise | None, lse: Tensor | None, key_mask: Tensor | None,
+    segments: Tensor | None, first_query: int,
+) -> Tensor:  # fmt: skip
+    """Compute `chosen_keys` in tiles: s in float64 but for the logarithms, ranked in fp32."""
+    sight, count = _Sight(spec.causal, key_mask, segments), spec.count
+    batch, queries, _ = q.shape
+    heads = 1 if noise is None else len(noise.heads)
+    index = torch.empty(batch, heads, queries, count, dtype=torch.int32, device=q.device)
+    tile = KEYS
+    step = max(1, _SCORE_ELEMENTS // (batch * heads * min(tile, k.shape[1])))
+    for start in range(0, queries, step):
+        rows = slice(start, min(start + step, queries))
+        positions = torch.arange(rows.start, rows.stop, device=q.device) + first_query
+        last = first_query + rows.stop if spec.causal else k.shape[1]
+        best = torch.full((batch, heads, len(positions), count), _NOTHING, device=q.device)
+        for first_key in range(0, min(last, k.shape[1]), tile):
+            keys = torch.arange(first_key, min(first_key + tile, last, k.shape[1]), device=q.device)
+            # In float64: the same keys have the same score in every tile.
+            score = q[:, rows].double() @ k[:, keys].double().transpose(-1, -2) * q.shape[2] ** -0.5
+            if noise is not None:
+                log_p = _log_p(score, spec.sampling, None if lse is None else lse[:, rows, None])
+                log_s = _log_uniform(noise, rows, first_key // tile, len(keys)).add_(log_p.float()[:, None])
+            else:
+                log_s = score.mul_(_STEPS).round_().div_(_STEPS).float()[:, None]
+            ranks = torch.empty(*best.shape[:3], count + len(keys), dtype=torch.int64, device=q.device)
+            ranks[..., :count] = best
+            _put_ranks(ranks[..., count:], log_s, keys)
+            if not sight.hides_nothing(first_query + rows.start, first_key + len(keys) - 1):
+                ranks[..., count:].masked_fill_(~sight.pairs(positions, keys)[:, None], _NOTHING)
+            best = ranks.topk(count, dim=-1).values  # (B, H, T, K)
+        index[:, :, rows] = torch.where(best == _NOTHING, -1, _LOW - (best & _LOW)).to(torch.int32)
+    return index
+
+
+def _log_p(score: Tensor, sampling: str, lse: Tensor | None) -> Tensor:
+    """Return log p up to a constant of the row. score: q·k/√d. lse: (B, T, 1)."""
+    if sampling == "random":
+        return torch.zeros_like(score)
+    if sampling in ("raw", "top_k"):
+        return score
+    assert lse is not None
+    minus_log_alpha = (lse - score).clamp_min_(0.0)  # below 0 only by rounding
+    return minus_log_alpha.log_().mul_(-2.0 if sampling == "inverse_log_squared" else -1.0)
+
+
+def _log_uniform(noise: Noise, rows: slice, tile: int, keys: int) -> Tensor:
+    """Return log u, (B, H, T, C) fp32, of the first `keys` keys of a tile; u one of the 2^23 numbers (n + ½)/2^23."""
+    own = noise.rows[:, rows]
+    u = torch.empty(len(own), len(noise.heads), own.shape[1], keys, device=own.device)
+    for head in range(len(noise.heads)):
+        u[:, head] = random_bits(noise.tile(head, tile), own, keys).bitwise_right_shift_(9)  # −2^22 … 2^22 − 1
+    return u.add_((1 << 22) + 0.5).mul_(2.0**-23).log_()
+
+
+def _put_ranks(ranks: Tensor, score: Tensor, keys: Tensor) -> None:
+    """Fills ranks with int64 numbers in the order of the fp32 scores, and among equal ones of falling position."""
+    bits = score.add_(0.0).view(torch.int32)  # −0 becomes 0
+    bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
+    ranks.copy_(bits).bitwise_left_shift_(32).add_(_LOW - keys)
+
+
+def reference_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute `sketched_attention` densely."""
+    alpha, seen = sketched_weights(q, k, causal, key_mask, segments)
+    score = (q @ k.transpose(-1, -2)) / q.shape[2] ** 0.5
+    lse = score.masked_fill(~seen, -1e300 if q.dtype == torch.float64 else -1e38).logsumexp(-1)
+    return alpha @ v, lse.masked_fill(~seen.any(-1), -torch.inf)
+
+
+def reference_choice(
+    q: Tensor, k: Tensor, spec: KeyChoiceSpec, noise: Noise | None, lse: Tensor | None = None,
+    key_mask: Tensor | None = None, segments: Tensor | None = None, first_query: int = 0,
+) -> Tensor:  # fmt: skip
+    """Compute `chosen_keys` densely. lse is unused: α is computed from q and k."""
+    who = key_mask, segments
+    alpha, seen = sketched_weights(q.double(), k.double(), spec.causal, *who, noise is None, first_query)
+    drawn = None if noise is None else uniform(noise, k.shape[1])
+    sampling = "top_k" if noise is None else spec.sampling
+    return best_keys(alpha, seen, spec.count, sampling=sampling, uniform=drawn).to(torch.int32)
+
+
+def uniform(noise: Noise, keys: int) -> Tensor:
+    """Return u of every pair, (B, H, Lq, keys) float64: the 2^23 numbers (n + ½)/2^23."""
+    tiles = range(0, keys, KEYS)
+    heads = [
+        torch.cat([random_bits(noise.tile(h, t // KEYS), noise.rows, KEYS) for t in tiles], -1)
+        for h in range(len(noise.heads))
+    ]
+    return ((torch.stack(heads, 1)[..., :keys] >> 9) + 2**22 + 0.5).double() / 2**23
+
+
+def sketched_weights(
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    key_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    rounded: bool = False,
+    first_query: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Return α_ij = softmax_j(q_i·k_j/√d), 0 where j is invisible to i, and who is visible: (B, Lq, L) each.
+
+    rounded: with q_i·k_j/√d to the nearest multiple of 1/256, as where nothing is drawn. The queries (B, Lq, d) are
+    those from position `first_query` on.
+    """
+    batch, queries, width = q.shape
+    seen = torch.ones(batch, queries, k.shape[1], dtype=torch.bool, device=q.device)
+    here = slice(first_query, first_query + queries)
+    if causal:
+        seen = seen.tril(first_query)
+    if key_mask is not None:
+        seen = seen & key_mask[:, here, None] & key_mask[:, None, :]
+    if segments is not None:
+        seen = seen & (segments[:, here, None] == segments[:, None, :])
+    score = (q @ k.transpose(-1, -2)) / width**0.5
+    score = (torch.round(score * 256) / 256 if rounded else score).masked_fill(~seen, -torch.inf)
+    largest = score.amax(-1, keepdim=True).detach().clamp_min(torch.finfo(score.dtype).min)
+    weight = torch.exp(score - largest)
+    return weight / weight.sum(-1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny), seen
+
+
+def best_keys(alpha: Tensor, seen: Tensor, count: int, *, sampling: str, uniform: Tensor | None) -> Tensor:
+    """The K visible keys of the highest s_ij = u_ij·p_ij in each row (Smart Bird Eq. 2 and 3), (B, H, L, K); −1 where
+    there are fewer. Of equal ones the first.
+
+    uniform: u, (B, H, L, L); None is u = 1 for one head.
+    """
+    p = {
+        "inverse_log_squared": (1 / alpha.log()) ** 2,
+        "inverse_log": (1 / alpha.log()).abs(),
+        "raw": alpha,
+        "top_k": alpha,
+        "random": torch.ones_like(alpha),
+    }[sampling]
+    score = p[:, None] if uniform is None else uniform * p[:, None]
+    score = score.masked_fill(~seen[:, None], -1.0)
+    order = torch.sort(score, dim=-1, descending=True, stable=True)
+    index = order.indices.masked_fill(order.values < 0, -1)
+    empty = index.new_full((*index.shape[:-1], count), -1)
+    return torch.cat([index, empty], dim=-1)[..., :count]

@@ -1,0 +1,460 @@
+"""The sketch as Triton kernels, in fp32 whatever the dtype. Memory O(L·(d + H·K)).
+
+A program owns a few rows, its lanes own columns: every sum over columns stays in its lane until the end, so the loops
+hold neither a reduction nor shared memory. A sketch is too narrow for matrix instructions: its products are sums of d
+multiplications, of coordinates kept apart. Vectors come as (B, d, L) fp32, queries times d^-½.
+
+A program of the choice is one warp with a few rows of one head. It keeps their best keys and passes over the others in
+order of position: a later key has to beat the worst kept, which after the first tiles few do.
+
+Cost, of n visible pairs (B·L², half of it if causal). All of it is arithmetic of ordinary cores: the vectors of a head
+(16·B·L·d bytes) stay in the L2 cache. Operations are multiplications or additions; exponentials and roots come apart.
+sketched_attention: forward 6·d·n (scores twice, sums), n exponentials; bytes 16·B·L·d + 4·B·L.
+its backward: 14·d·n (scores and ∂α twice, three sums), 2n exponentials; bytes 40·B·L·d + 16·B·L.
+chosen_keys, of each of H heads: 2·d·n and about 10·n; n roots; where a tile is not passed over, 16·n integer operations
+for its draws; about K·ln(L/K) insertions a row, of some 40 instructions of a warp. Bytes 8·B·L·d + 4·B·H·L·K.
+
+B batch, H heads, L length, Lq queries, d width of the sketch, K keys a query chooses.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megasparse.ops.autocast import Function
+from megasparse.ops.kernels import launch, mix
+from megasparse.ops.sketch import KEYS, KeyChoiceSpec, Noise
+
+PADDING = tl.constexpr(-(1 << 31))
+"""The document number of padding, which nothing sees and which sees nothing."""
+
+
+@triton.jit
+def vectors(x, places, length, WIDTH: tl.constexpr):
+    """The coordinates of x (d, L) at `places`, a tuple of d; 0 beyond the length."""
+    found = ()
+    for i in tl.static_range(WIDTH):
+        found += (tl.load(x + i * length + places, mask=(places >= 0) & (places < length), other=0.0),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def product(rows, columns, WIDTH: tl.constexpr):
+    """Σ_i rows_i·columns_i, always in this order: equal vectors have the same product wherever they stand."""
+    total = rows[0][:, None] * columns[0][None, :]
+    for i in tl.static_range(1, WIDTH):
+        total += rows[i][:, None] * columns[i][None, :]
+    return total
+
+
+@triton.jit
+def document_of(places, documents, length):
+    if documents is None:
+        found = tl.zeros_like(places)
+    else:
+        found = tl.load(documents + places, mask=places < length, other=PADDING)
+    return found
+
+
+@triton.jit
+def sight(places, documents, length, CAUSAL: tl.constexpr):
+    """The last key that each query may see, −1 where there is none, and the query's document."""
+    last = tl.where(places < length, places if CAUSAL else length - 1, -1)
+    document = document_of(places, documents, length)
+    return tl.where(document == PADDING, -1, last), document
+
+
+@triton.jit
+def nothing(WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    sums = ()
+    for _ in tl.static_range(WIDTH):
+        sums += (tl.zeros((ROWS, COLUMNS), tl.float32),)  # type: ignore[assignment]
+    return sums
+
+
+@triton.jit
+def add(sums, weight, columns, WIDTH: tl.constexpr):
+    """Return sums_i + weight·columns_i."""
+    after = ()
+    for i in tl.static_range(WIDTH):
+        after += (sums[i] + weight * columns[i][None, :],)  # type: ignore[assignment]
+    return after
+
+
+@triton.jit
+def store(x, places, length, sums, factor, WIDTH: tl.constexpr):
+    """Writes the lanes' sums times `factor` to rows `places` of x (L, d)."""
+    for i in tl.static_range(WIDTH):
+        tl.store(x + places * WIDTH + i, tl.sum(sums[i], 1) * factor, mask=places < length)
+
+
+@triton.jit
+def attend(
+    q, k, v, documents, h, lse, length,
+    WIDTH: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute h (B, L, d) and lse (B, L) of a program's queries, in two passes: the largest score, then the sums. (A
+    running largest would cost a second exponential a pair, more than computing the scores again.)"""
+    batch = tl.program_id(1).to(tl.int64)
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # causal rows that see most start first
+    queries, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    q, k, v = q + batch * WIDTH * length, k + batch * WIDTH * length, v + batch * WIDTH * length
+    if documents is not None:
+        documents += batch * length
+    query = vectors(q, queries, length, WIDTH)
+    last, document = sight(queries, documents, length, CAUSAL)
+    end = tl.minimum(first + ROWS, length) if CAUSAL else length
+    highest = tl.full((ROWS, COLUMNS), -float("inf"), tl.float32)
+    for start in range(0, end, COLUMNS):
+        keys = start + columns
+        score = product(query, vectors(k, keys, length, WIDTH), WIDTH)
+        seen = keys[None, :] <= last[:, None]
+        seen &= document[:, None] == document_of(keys, documents, length)[None, :]
+        highest = tl.maximum(highest, tl.where(seen, score, -float("inf")))
+    top = tl.max(highest, 1)
+    top = tl.where(top == -float("inf"), 0.0, top)
+    total, sums = tl.zeros((ROWS, COLUMNS), tl.float32), nothing(WIDTH, ROWS, COLUMNS)
+    for start in range(0, end, COLUMNS):
+        keys = start + columns
+        score = product(query, vectors(k, keys, length, WIDTH), WIDTH)
+        seen = keys[None, :] <= last[:, None]
+        seen &= document[:, None] == document_of(keys, documents, length)[None, :]
+        weight = tl.where(seen, tl.exp(score - top[:, None]), 0.0)
+        total += weight
+        sums = add(sums, weight, vectors(v, keys, length, WIDTH), WIDTH)
+    norm = tl.sum(total, 1)  # 0 where nothing is seen, else at least 1
+    store(h + batch * length * WIDTH, queries, length, sums, 1.0 / tl.maximum(norm, 1.0), WIDTH)
+    own_lse = tl.where(norm > 0.0, top + tl.log(tl.maximum(norm, 1.0)), -float("inf"))
+    tl.store(lse + batch * length + queries, own_lse, mask=queries < length)
+
+
+@triton.jit
+def slopes(score, seen, lse, grad_weight, shift):
+    """Return α and the gradient of the score, α(∂α − shift), of a tile."""
+    weight = tl.where(seen, tl.exp(score - lse), 0.0)
+    return weight, weight * (grad_weight - shift)
+
+
+@triton.jit
+def grad_queries(
+    q, k, v, documents, lse, grad_h, shift, grad_q, scale, length,
+    WIDTH: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """∂q (B, L, d) of a program's queries. grad_h: (B, d, L). shift: h·∂h − ∂lse, (B, L)."""
+    batch = tl.program_id(1).to(tl.int64)
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    queries, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    k, v = k + batch * WIDTH * length, v + batch * WIDTH * length
+    if documents is not None:
+        documents += batch * length
+    query = vectors(q + batch * WIDTH * length, queries, length, WIDTH)
+    grad = vectors(grad_h + batch * WIDTH * length, queries, length, WIDTH)
+    own_lse = tl.load(lse + batch * length + queries, mask=queries < length, other=0.0)
+    offset = tl.load(shift + batch * length + queries, mask=queries < length, other=0.0)
+    last, document = sight(queries, documents, length, CAUSAL)
+    end = tl.minimum(first + ROWS, length) if CAUSAL else length
+    sums = nothing(WIDTH, ROWS, COLUMNS)
+    for start in range(0, end, COLUMNS):
+        keys = start + columns
+        key = vectors(k, keys, length, WIDTH)
+        seen = keys[None, :] <= last[:, None]
+        seen &= document[:, None] == document_of(keys, documents, length)[None, :]
+        grad_weight = product(grad, vectors(v, keys, length, WIDTH), WIDTH)
+        _, slope = slopes(product(query, key, WIDTH), seen, own_lse[:, None], grad_weight, offset[:, None])
+        sums = add(sums, slope, key, WIDTH)
+    store(grad_q + batch * length * WIDTH, queries, length, sums, scale, WIDTH)
+
+
+@triton.jit
+def grad_keys(
+    q, k, v, documents, lse, grad_h, shift, grad_k, grad_v, length,
+    WIDTH: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """∂k and ∂v (B, L, d) of a program's keys; see `grad_queries`."""
+    batch = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * ROWS
+    keys, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    q, grad_h = q + batch * WIDTH * length, grad_h + batch * WIDTH * length
+    if documents is not None:
+        documents += batch * length
+    key = vectors(k + batch * WIDTH * length, keys, length, WIDTH)
+    value = vectors(v + batch * WIDTH * length, keys, length, WIDTH)
+    key_document = document_of(keys, documents, length)
+    key_sums, value_sums = nothing(WIDTH, ROWS, COLUMNS), nothing(WIDTH, ROWS, COLUMNS)
+    for start in range(first if CAUSAL else 0, length, COLUMNS):
+        queries = start + columns
+        query, grad = vectors(q, queries, length, WIDTH), vectors(grad_h, queries, length, WIDTH)
+        own_lse = tl.load(lse + batch * length + queries, mask=queries < length, other=0.0)
+        offset = tl.load(shift + batch * length + queries, mask=queries < length, other=0.0)
+        last, document = sight(queries, documents, length, CAUSAL)
+        seen = (keys[:, None] <= last[None, :]) & (key_document[:, None] == document[None, :])
+        grad_weight = product(value, grad, WIDTH)
+        weight, slope = slopes(product(key, query, WIDTH), seen, own_lse[None, :], grad_weight, offset[None, :])
+        key_sums, value_sums = add(key_sums, slope, query, WIDTH), add(value_sums, weight, grad, WIDTH)
+    store(grad_k + batch * length * WIDTH, keys, length, key_sums, 1.0, WIDTH)
+    store(grad_v + batch * length * WIDTH, keys, length, value_sums, 1.0, WIDTH)
+
+
+@triton.jit
+def project(x, weight, out, count, width_in, width, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Compute out (N, d) = x (N, E)·weightᵀ, weight (d, E), in float64. Every row is summed alike."""
+    row, output = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.arange(0, WIDTH)
+    total = tl.zeros([ROWS, WIDTH], tl.float64)
+    for first in range(0, width_in, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        valid = (row < count)[:, None] & (column < width_in)[None, :]
+        a = tl.load(x + row[:, None] * width_in + column[None, :], mask=valid, other=0).to(tl.float64)
+        valid = (output < width)[:, None] & (column < width_in)[None, :]
+        b = tl.load(weight + output[:, None] * width_in + column[None, :], mask=valid, other=0).to(tl.float64)
+        total += tl.sum(a[:, None, :] * b[None, :, :], 2)
+    valid = (row < count)[:, None] & (output < width)[None, :]
+    tl.store(out + row[:, None] * width + output[None, :], total, mask=valid)
+
+
+_STEPS = tl.constexpr(256.0)
+_HALVES = tl.constexpr(12582912.0)  # 1.5·2^23: adding it leaves no place for a fraction
+_LAST = tl.constexpr((1 << 31) - 1)
+_TAKEN = tl.constexpr(-(1 << 31))  # below every rank
+
+
+@triton.jit
+def rounded(score):
+    """The nearest multiple of 1/256, halves to even ones; from 2^14 on fp32 is as coarse by itself."""
+    steps = score * _STEPS
+    return tl.where(tl.abs(steps) < 4194304.0, (steps + _HALVES) - _HALVES, steps)
+
+
+@triton.jit
+def likelihood(score, lse, SAMPLING: tl.constexpr):
+    """Return p, or of "raw" its logarithm, which has a greater range."""
+    if SAMPLING == "raw":
+        p = score
+    elif SAMPLING == "random":
+        p = tl.full(score.shape, 1.0, tl.float32)
+    else:
+        root = tl.rsqrt(tl.maximum(lse - score, 0.0))  # below 0 only by rounding; by roots for want of a fast 1/x
+        p = root * root
+        if SAMPLING == "inverse_log_squared":
+            p = p * p
+    return p
+
+
+@triton.jit
+def ranked(score, SIGNED: tl.constexpr):
+    """Return int32 numbers in the order of the scores: a warp finds the largest of them in one instruction. Not SIGNED,
+    no score is below 0 but −∞."""
+    if SIGNED:
+        bits = (score + 0.0).to(tl.int32, bitcast=True)  # −0 becomes 0
+        rank = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    else:
+        rank = score.to(tl.int32, bitcast=True)
+    return rank
+
+
+@triton.jit
+def row_seeds(seeds, number):
+    """`ops.random._seeds` of rows, and what columns are shifted by. seeds: the two halves of the key."""
+    key_low, key_high = tl.load(seeds).to(tl.uint32, bitcast=True), tl.load(seeds + 1).to(tl.uint32, bitcast=True)
+    low, high = number.to(tl.uint32) + key_low, (number >> 32).to(tl.uint32) + key_high
+    return mix(mix(low) ^ mix(high)), key_high
+
+
+@triton.jit
+def uniform(row, column):
+    """`ops.random.random_bits` as one of the 2^23 numbers (n + ½)/2^23, exactly."""
+    bits = mix(row[:, None] + column[None, :])
+    above_one = ((bits >> 9) ^ 0x400000) | 0x3F800000  # 1 + n/2^23; random_bits is signed: its top bit is the other
+    return above_one.to(tl.float32, bitcast=True) - 0.99999994039535522
+
+
+@triton.jit
+def insert(rank, keys, best, index, worst):
+    """Puts each row's highest rank (ROWS, COLUMNS), where it beats the worst kept, into that one's place and takes it
+    out of `rank`. Of equal ranks the first is put in, and of equal worst ones the last is put out.
+    """
+    highest = tl.max(rank, 1)
+    beats = highest > worst
+    key = tl.min(tl.where(rank == highest[:, None], keys[None, :], _LAST), 1)
+    out = tl.max(tl.where(best == worst[:, None], index, -_LAST), 1)
+    place = (index == out[:, None]) & beats[:, None]
+    best, index = tl.where(place, highest[:, None], best), tl.where(place, key[:, None], index)
+    rank = tl.where((keys[None, :] == key[:, None]) & beats[:, None], _TAKEN, rank)
+    return rank, best, index, tl.min(best, 1)
+
+
+@triton.jit
+def write(out, rows, queries, best, index, COUNT: tl.constexpr):
+    """Rows of `out` (Lq, K), best first, of equal ranks the smaller key; −1 where nothing was found."""
+    for place in range(COUNT):
+        highest = tl.max(best, 1)
+        key = tl.min(tl.where(best == highest[:, None], index, _LAST), 1)
+        tl.store(out + rows.to(tl.int64) * COUNT + place, tl.maximum(key, -1), mask=rows < queries)
+        taken = index == key[:, None]
+        best, index = tl.where(taken, _TAKEN, best), tl.where(taken, _LAST, index)
+
+
+@triton.jit(do_not_specialize=["queries", "first_query"])  # decoding changes them at every token
+def choose(
+    q, k, lse, documents, numbers, seeds, out, queries, length, first_query,
+    WIDTH: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, COUNT: tl.constexpr, SAMPLING: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """Compute out (B, H, Lq, K) int32 of a program's rows. numbers: (B, Lq) int64, of the rows. seeds: (H, tiles, 2)
+    int32, the halves of the keys of every head and tile of TILE keys; None for nothing drawn. PLACES: K, up to a power
+    of two.
+    """
+    batch, head = (tl.program_id(1) // HEADS).to(tl.int64), tl.program_id(1) % HEADS
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # causal rows that see most start first
+    rows, columns, places = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, PLACES)
+    inside = rows < queries
+    if documents is not None:
+        documents += batch * length
+    k += batch * WIDTH * length
+    query = vectors(q + batch * WIDTH * queries, rows, queries, WIDTH)
+    last, document = sight(rows + first_query, documents, length, CAUSAL)
+    last = tl.where(inside, last, -1)
+    if lse is not None:
+        own_lse = tl.load(lse + batch * queries + rows, mask=inside, other=0.0)
+    else:
+        own_lse = tl.zeros((ROWS,), tl.float32)
+    SIGNED: tl.constexpr = seeds is None or SAMPLING == "raw"
+    worst = ranked(tl.full((ROWS,), -float("inf"), tl.float32), SIGNED)
+    # Empty places count down from −1, so that each is another; those beyond K are never the worst.
+    index = tl.zeros((ROWS, 1), tl.int32) - 1 - places[None, :]
+    best = tl.where(index >= -COUNT, worst[:, None], _LAST)
+    end = tl.max(last, 0) + 1
+    for first_key in range(0, end, TILE):
+        if seeds is not None:
+            number = tl.load(numbers + batch * queries + rows, mask=inside, other=0)
+            row, shift = row_seeds(seeds + (head * ((length + TILE - 1) // TILE) + first_key // TILE) * 2, number)
+        for start in range(first_key, tl.minimum(end, first_key + TILE), COLUMNS):
+            keys = start + columns
+            score = product(query, vectors(k, keys, length, WIDTH), WIDTH)
+            score = rounded(score) if seeds is None else likelihood(score, own_lse[:, None], SAMPLING)
+            seen = (keys[None, :] <= last[:, None]) & (keys < first_key + TILE)[None, :]
+            seen &= document[:, None] == document_of(keys, documents, length)[None, :]
+            score = tl.where(seen, score, -float("inf"))
+            rank = ranked(score, SIGNED)
+            promising = tl.max((rank > worst[:, None]).to(tl.int32))
+            if promising > 0:  # u < 1: else nothing drawn could beat what is kept
+                if seeds is not None:
+                    u = uniform(row, mix((keys - first_key).to(tl.uint32) + shift))
+                    rank = ranked(score + tl.log(u) if SAMPLING == "raw" else score * u, SIGNED)
+                    promising = tl.max((rank > worst[:, None]).to(tl.int32))
+                while promising > 0:
+                    rank, best, index, worst = insert(rank, keys, best, index, worst)
+                    promising = tl.max((rank > worst[:, None]).to(tl.int32))
+    best = tl.where(places[None, :] < COUNT, best, _TAKEN)
+    index = tl.where(places[None, :] < COUNT, index, _LAST)
+    write(out + tl.program_id(1).to(tl.int64) * queries * COUNT, rows, queries, best, index, COUNT)
+
+
+_LANES = 32  # of a warp: a column each
+_WARPS = 4
+_CHOOSING = 4  # rows of a program that chooses
+
+
+def sketched_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute `sketch.sketched_attention`. Any strides."""
+    return _Attention.apply(q, k, v, causal, _documents(key_mask, segments))
+
+
+class _Attention(Function):
+    """Keeps q, k, v, h and lse; the backward computes α again, ∂q by queries, ∂k and ∂v by keys: no sum is shared."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        batch, length, width = q.shape
+        ctx.dtypes, ctx.causal = [x.dtype for x in (q, k, v)], causal
+        q, k, v = _coordinates(q, width**-0.5), _coordinates(k), _coordinates(v)
+        h, lse = q.new_empty(batch, length, width), q.new_empty(batch, length)
+        _launch(attend, 8, q, k, v, documents, h, lse, CAUSAL=causal)
+        ctx.save_for_backward(q, k, v, documents, h, lse)
+        return h, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, documents, h, lse = ctx.saved_tensors
+        grad_h, grad_lse = grads
+        shift = (h * grad_h).sum(-1) - grad_lse
+        shared = (q, k, v, documents, lse, _coordinates(grad_h), shift)
+        grad_q, grad_k, grad_v = (torch.empty_like(h) for _ in range(3))
+        _launch(grad_queries, 4, *shared, grad_q, q.shape[1] ** -0.5, CAUSAL=ctx.causal)
+        _launch(grad_keys, 4, *shared, grad_k, grad_v, CAUSAL=ctx.causal)
+        return *(x.to(d) for x, d in zip((grad_q, grad_k, grad_v), ctx.dtypes, strict=True)), None, None
+
+
+def _launch(kernel: Any, most: int, q: Tensor, *arguments: Any, CAUSAL: bool) -> None:
+    """Launch a kernel. most: rows of a thread at d <= 4; wider ones leave registers for fewer."""
+    batch, width, length = q.shape
+    rows = _WARPS * max(1, min(most, 1 << (4 * most // width).bit_length() - 1))
+    launch(
+        kernel, (-(-length // rows), batch), q, *arguments, length,
+        WIDTH=width, CAUSAL=CAUSAL, ROWS=rows, COLUMNS=_LANES, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def chosen_keys(
+    q: Tensor,
+    k: Tensor,
+    spec: KeyChoiceSpec,
+    noise: Noise | None,
+    lse: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    first_query: int = 0,
+) -> Tensor:
+    """Compute `sketch.chosen_keys`. Any strides.
+
+    s is computed in fp32, for each pair by the same operations in the same order, so that equal keys tie in whatever
+    tile they stand, and a row by itself chooses what it does among others.
+    """
+    batch, queries, width = q.shape
+    length, heads = k.shape[1], 1 if noise is None else len(noise.heads)
+    out = torch.empty(batch, heads, queries, spec.count, dtype=torch.int32, device=q.device)
+    drawn = spec.sampling if noise is None or spec.sampling != "top_k" else "raw"
+    needs_lse = noise is not None and spec.sampling.startswith("inverse_log")
+    launch(
+        choose, (-(-queries // _CHOOSING), batch * heads),
+        _coordinates(q, width**-0.5), _coordinates(k),
+        lse.float().contiguous() if needs_lse and lse is not None else None,
+        _documents(key_mask, segments),
+        None if noise is None else noise.rows.contiguous(),
+        None if noise is None else noise.tiles(length),
+        out, queries, length, first_query,
+        WIDTH=width, CAUSAL=spec.causal, HEADS=heads, COUNT=spec.count, SAMPLING=drawn, TILE=KEYS,
+        ROWS=_CHOOSING, COLUMNS=64, PLACES=max(_LANES, triton.next_power_of_2(spec.count)), num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def _coordinates(x: Tensor, scale: float = 1.0) -> Tensor:
+    """(B, L, d) -> (B, d, L) fp32, times `scale`: each coordinate by itself, so that a warp reads it in one piece."""
+    return x.float().mul(scale).transpose(1, 2).contiguous()
+
+
+def _documents(key_mask: Tensor | None, segments: Tensor | None) -> Tensor | None:
+    """(B, L) int32: the document of every token, `PADDING` for padding; None where there is but one."""
+    if key_mask is None:
+        return None if segments is None else segments.to(torch.int32).contiguous()
+    inside = torch.zeros_like(key_mask, dtype=torch.int32) if segments is None else segments.to(torch.int32)
+    return torch.where(key_mask, inside, PADDING.value).contiguous()
+
+
+def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute `sketch.exact_projection` in one launch: it reads x once and does 2·d·E float64 operations a row."""
+    rows, width = x.reshape(-1, x.shape[2]), len(weight)
+    out = torch.empty(len(rows), width, dtype=torch.float64, device=x.device)
+    wide = triton.next_power_of_2(width)
+    settings = {"WIDTH": wide, "ROWS": 64 // wide, "COLUMNS": 64, "num_warps": _WARPS}
+    arguments = (rows, weight.contiguous(), out, len(rows), rows.shape[1], width)
+    launch(project, (-(-len(rows) * wide // 64),), *arguments, **settings)
+    return out.view(*x.shape[:2], width)
