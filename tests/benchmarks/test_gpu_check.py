@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasparse.ops import normalize_kernels
 from megasparse.benchmarks.gpu_check.operators import EXACT, SMOOTH, Problem, check_exact, check_smooth
 from megasparse.benchmarks.gpu_check.report import Report, Row, Skipped, table
 from megasparse.benchmarks.gpu_check.runner import check
 from megasparse.benchmarks.gpu_check.stages import STAGES
 from megasparse.cli.main import main
 from megasparse.errors import ConfigError
+from megasparse.ops import normalize_kernels
 
 TINY = Problem(7, 16, torch.device("cpu"))
 
