@@ -20,8 +20,7 @@ from megasparse.evaluation.masked_tokens import order_sums
 from megasparse.evaluation.pictures import image_shape, picture_of
 from megasparse.model.padding import cut
 from megasparse.training.engines.contract import Engine
-from megasparse.training.ranks import Ranks
-from megasparse.training.stopping.hooks import RunHooks, check_stop
+from megasparse.training.ranks import Ranks, RunHooks, check_stop
 
 Found = dict[str, float | str | Tensor]
 """Scalars, texts and pictures by their names."""

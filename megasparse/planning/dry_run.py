@@ -15,7 +15,7 @@ from megasparse.ops.random import RngContext
 from megasparse.planning.flops import model_flops_per_token
 from megasparse.planning.measure import peak, reset_peak
 from megasparse.planning.planner import with_changes
-from megasparse.training.engines.build import build_engine
+from megasparse.training.engines import build_engine
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, start_ranks
 

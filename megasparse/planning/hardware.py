@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from megasparse.config.messages import show
 from megasparse.errors import ConfigError
-from megasparse.training.reporting.monitor import PEAK_TFLOPS
+from megasparse.training.reporting.tracker import PEAK_TFLOPS
 
 REACH = 0.4
 """Share of the peak that products and attention of an H100 are assumed to reach. With it, and the A100's .55, the

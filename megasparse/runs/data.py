@@ -11,8 +11,7 @@ from megasparse.data.index import Index
 from megasparse.data.shard_cache import GIGABYTE, ShardCache
 from megasparse.data.tokenizers import Tokenizer, build_tokenizer
 from megasparse.errors import ConfigError
-from megasparse.training.ranks import Ranks
-from megasparse.training.stopping.hooks import RunHooks
+from megasparse.training.ranks import Ranks, RunHooks
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,9 @@ from megasparse.tasks.metrics import (
 from megasparse.tasks.run import Finetuned, TaskRun, chosen_checkpoint, encode_all, labelled, read_files, restore_task
 from megasparse.tasks.task import Example, SourceLocation, chosen_files, sha256_of
 from megasparse.training.engines.contract import Engine
-from megasparse.training.ranks import Ranks
+from megasparse.training.loop_state import Selection
+from megasparse.training.ranks import Ranks, RunHooks, check_stop
 from megasparse.training.run import Evaluate
-from megasparse.training.selection import Selection
-from megasparse.training.stopping.hooks import RunHooks, check_stop
 
 Score = Callable[[Any, RngContext], tuple[Any, dict[str, Any]]]
 """A model of a task's form in evaluation, or an engine around one: (batch, rng) -> (objective, statistics)."""

@@ -1,5 +1,6 @@
 """The training loop: agree, step, log, evaluate, save, stop."""
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +11,11 @@ from megasparse.data.batches import Step, WaitingStopped
 from megasparse.errors import LostPeer, StorageError, TrainingError
 from megasparse.training.engines.contract import StepResult
 from megasparse.training.loop_state import LoopState
-from megasparse.training.reporting.monitor import Monitor
-from megasparse.training.reporting.rank_table import StepTimes
+from megasparse.training.optimizer import learning_rate
+from megasparse.training.ranks import StopWanted
+from megasparse.training.reporting.memory import memory_scalars
 from megasparse.training.reporting.tracing import Tracer
-from megasparse.training.run import Evaluate, RunResult, TrainingRun
-from megasparse.training.schedule import learning_rate
-from megasparse.training.step_reports import StepReports
-from megasparse.training.stopping.hooks import StepConsensus, StopWanted, sync_step
+from megasparse.training.run import RunResult, TrainingRun
 
 
 def train(run: TrainingRun) -> RunResult:
@@ -29,75 +28,90 @@ def train(run: TrainingRun) -> RunResult:
     Raises TrainingError after `training.max_skipped_steps` steps in a row that were not applied; StorageError where a
     checkpoint cannot be written; DataError where a rank cannot read its data, and LostPeer on the other ranks.
     """
-    config, saver, steps = run.config, run.saver, run.config.training.steps
-    here = LoopState(run.start, config.training.skip_loss_spikes, run.selection)
+    config, saver, tracker, steps = run.config, run.saver, run.tracker, run.config.training.steps
+    state = LoopState(run.start, config.training.skip_loss_spikes, run.selection)
     last = min(steps, run.stop_at or steps)
     if run.selection is not None:
         saver.best = run.selection.step
     saver.begin_uploads()
-    if here.step >= last or here.ended_early:
-        run.monitor.say(_why_not_begun(here, steps, last))
+    if state.step >= last or state.ended_early:
+        tracker.say(_nothing_to_do(state, steps, last))
         saver.finish_uploads()
-        return _result(run, here)
-    if here.step:
-        run.monitor.event(here.step, f"started again, after step {here.step}")
-    source, reports = iter(run.batches), StepReports(run, last)
-    for step in Tracer(config, run.ranks, run.hooks.trace_wanted).steps(range(here.step + 1, last + 1)):
+        return _result(run, state)
+    if state.step:
+        tracker.event(state.step, f"started again, after step {state.step}")
+    source, stall_seconds = iter(run.batches), 0.0
+    for step in Tracer(config, run.ranks, run.hooks.trace_wanted).steps(range(state.step + 1, last + 1)):
         began = time.perf_counter()
-        data = _next_data(source, step, run)
-        consensus = _agree(run, data, reports.spent)
-        if not consensus.writing:
-            here.finish(saver)
-        if consensus.stop:
+        data = _next_data(run, source, step)
+        stop, writing = _agree(run, data)
+        if not writing:
+            state.finish(saver)
+        if stop:
             break
         assert isinstance(data, Step)
         rate = learning_rate(step, steps, config.optimizer)
-        result = run.engine.train_step(data.micro_batches, step, rate, here.accepts, run.hooks.progress)
-        spike = here.advance(data, result)
+        result = run.engine.train_step(data.micro_batches, step, rate, state.accepts, run.hooks.progress)
+        spike = state.advance(data, result)
 
-        scalars, events = reports.describe(here, result, rate, spike, consensus, data.wait_seconds, began)
-        if run.evaluate is not None:
-            scalars |= _evaluate(run.evaluate, run.monitor, step)
-        reports.write(step, scalars, events)
-        _stop_if_diverged(run, here, result)
+        scalars = _scalars(run, state, result) | {
+            "optimizer/learning_rate": rate,
+            "checkpoint/stall_seconds": stall_seconds,
+            **tracker.speed(result.tokens, time.perf_counter() - began, data.wait_seconds),
+            **_evaluate(run, step),
+        }
+        tracker.log(step, scalars)
+        _report_trouble(run, step, result, spike)
+        if state.guard.skipped_in_a_row >= config.training.max_skipped_steps:
+            raise TrainingError(
+                f"step {step}: {state.guard.skipped_in_a_row} steps in a row were not applied "
+                f"(training.max_skipped_steps), the last with loss {result.loss} and gradient norm {result.grad_norm}. "
+                "Lower optimizer.learning_rate, or warm up for longer"
+            )
 
-        reports.stall_seconds = _save_if_due(run, here, scalars)
-        if here.ended_early:
+        began = time.perf_counter()
+        better = run.selection is not None and run.selection.note(step, scalars)
+        if better:
+            saver.best = step
+        if better or (config.checkpoint.every > 0 and step % config.checkpoint.every == 0):
+            state.save(run.engine, saver)
+        stall_seconds = time.perf_counter() - began
+        if state.ended_early:
             break
-    here.save(run.engine, saver)
-    here.finish(saver)
-    if here.saved != here.step:
-        problem = f"step {here.step}, the last, is not saved"
+    state.save(run.engine, saver)
+    state.finish(saver)
+    if state.saved != state.step:
+        problem = f"step {state.step}, the last, is not saved"
         raise StorageError(saver.directory, problem, "Repair the storage and start again")
     saver.finish_uploads()
-    run.monitor.say(_last_word(here, steps))
-    return _result(run, here)
+    tracker.say(_last_words(state, steps))
+    return _result(run, state)
 
 
-def _result(run: TrainingRun, here: LoopState) -> RunResult:
-    complete = here.step >= run.config.training.steps or here.ended_early
-    return RunResult(Path(run.config.run.directory), here.step, complete)
+def _result(run: TrainingRun, state: LoopState) -> RunResult:
+    complete = state.step >= run.config.training.steps or state.ended_early
+    return RunResult(Path(run.config.run.directory), state.step, complete)
 
 
-def _why_not_begun(here: LoopState, steps: int, last: int) -> str:
-    if here.ended_early:
-        return f"nothing left to do: {here.verdict}"
-    if here.step < steps:
-        where = "is" if last == here.step else "lies behind"
-        return f"--stop-at {last}: step {last} {where} the run's step {here.step} of {steps}. Give a later one"
+def _nothing_to_do(state: LoopState, steps: int, last: int) -> str:
+    if state.ended_early:
+        return f"nothing left to do: {state.verdict}"
+    if state.step < steps:
+        where = "is" if last == state.step else "lies behind"
+        return f"--stop-at {last}: step {last} {where} the run's step {state.step} of {steps}. Give a later one"
     return f"nothing left to do: all {steps} steps are done (training.steps)"
 
 
-def _last_word(here: LoopState, steps: int) -> str:
-    if here.step == steps:
+def _last_words(state: LoopState, steps: int) -> str:
+    if state.step == steps:
         return f"done: {steps} steps"
-    if here.ended_early:
-        return f"done early, after step {here.step} of {steps}: {here.verdict}"
-    return f"stopped after step {here.step} of {steps}, as asked; started again, the run goes on from there"
+    if state.ended_early:
+        return f"done early, after step {state.step} of {steps}: {state.verdict}"
+    return f"stopped after step {state.step} of {steps}, as asked; started again, the run goes on from there"
 
 
-def _next_data(source: Iterator[Step], step: int, run: TrainingRun) -> Step | Exception:
-    """The data of a step, or why this rank has none."""
+def _next_data(run: TrainingRun, source: Iterator[Step], step: int) -> Step | Exception:
+    """Return the data of a step, or the error for which this rank has none."""
     run.hooks.progress(f"step {step}: reading data")
     try:
         return next(source)
@@ -107,58 +121,62 @@ def _next_data(source: Iterator[Step], step: int, run: TrainingRun) -> Step | Ex
         run.hooks.progress(f"step {step}: meeting the other ranks")
 
 
-def _agree(run: TrainingRun, data: Step | Exception, spent: StepTimes) -> StepConsensus:
-    """What all ranks do next: train, stop, or fail together."""
+def _agree(run: TrainingRun, data: Step | Exception) -> tuple[bool, bool]:
+    """Share in one small all-reduce whether any rank should stop, and whether any is still writing a checkpoint.
+
+    Raises on all ranks together where some rank has no data.
+    """
     stopped = isinstance(data, WaitingStopped)
     failed = isinstance(data, Exception) and not stopped
-    consensus = sync_step(
-        run.ranks,
-        stop=stopped or run.hooks.stop_wanted(),
-        failed=failed,
-        writing=run.saver.pending(),
-        spent=spent,
-    )
-    if consensus.failed:
-        failures = run.ranks.gather(type(data).__name__ if failed else None)
+    stop, writing, failure = run.ranks.any_of(stopped or run.hooks.stop_wanted(), run.saver.pending(), failed)
+    if failure:
+        names = run.ranks.gather(type(data).__name__ if failed else None)
         if isinstance(data, Exception) and failed:
             raise data
-        failing = ", ".join(f"rank {rank} ({name})" for rank, name in enumerate(failures) if name)
+        failing = ", ".join(f"rank {rank} ({name})" for rank, name in enumerate(names) if name)
         raise LostPeer(f"{failing} cannot read its data; its own message says why")
-    return consensus
+    return stop, writing
 
 
-def _evaluate(evaluate: Evaluate, monitor: Monitor, step: int) -> dict[str, float]:
-    """The scalars of what is due, unless a stop interrupts it; texts and pictures go to the monitor."""
+def _scalars(run: TrainingRun, state: LoopState, result: StepResult) -> dict[str, float]:
+    by_layer = state.step % run.config.logging.every == 0 or state.step == run.config.training.steps
+    scalars = {
+        "train/loss": result.loss,
+        "train/skipped_steps": state.step - run.engine.steps_done(),
+        "train/loss_spikes": state.guard.spikes,
+        "optimizer/gradient_norm": result.grad_norm,
+        **{f"model/{name}": x for name, x in result.statistics.items() if by_layer or "/layer_" not in name},
+        **memory_scalars(run.ranks.device, result.held),
+    }
+    if getattr(run.engine.module, "is_autoregressive", False):
+        scalars["train/bits_per_dim"] = result.loss / math.log(2)
+    return scalars
+
+
+def _evaluate(run: TrainingRun, step: int) -> dict[str, float]:
+    """Return the scalars that are due, unless a stop interrupts them; texts and pictures go to the tracker."""
     scalars: dict[str, float] = {}
+    if run.evaluate is None:
+        return scalars
     try:
-        found = evaluate(step)
+        results = run.evaluate(step)
     except StopWanted:
         return scalars
-    for name, value in found.items():
+    for name, value in results.items():
         if isinstance(value, str):
-            monitor.text(step, name, value)
+            run.tracker.text(step, name, value)
         elif isinstance(value, Tensor):
-            monitor.image(step, name, value)
+            run.tracker.image(step, name, value)
         else:
             scalars[name] = value
     return scalars
 
 
-def _stop_if_diverged(run: TrainingRun, here: LoopState, result: StepResult) -> None:
-    if here.guard.skipped_in_a_row >= run.config.training.max_skipped_steps:
-        raise TrainingError(
-            f"step {here.step}: {here.guard.skipped_in_a_row} steps in a row were not applied "
-            f"(training.max_skipped_steps), the last with loss {result.loss} and gradient norm {result.grad_norm}. "
-            "Lower optimizer.learning_rate, or warm up for longer"
-        )
-
-
-def _save_if_due(run: TrainingRun, here: LoopState, scalars: dict[str, float]) -> float:
-    """Save where the interval or the selection asks for it. Returns the seconds that training stood still for it."""
-    began, every = time.perf_counter(), run.config.checkpoint.every
-    better = run.selection is not None and run.selection.note(here.step, scalars)
-    if better:
-        run.saver.best = here.step
-    if better or (every > 0 and here.step % every == 0):
-        here.save(run.engine, run.saver)
-    return time.perf_counter() - began
+def _report_trouble(run: TrainingRun, step: int, result: StepResult, spike: bool) -> None:
+    if not result.applied:
+        why = "a loss spike" if spike else "not finite"
+        problem = f"({why}): loss {result.loss}, gradient norm {result.grad_norm}"
+        run.tracker.event(step, f"STEP {step} SKIPPED on all ranks {problem}")
+    elif spike:
+        advice = "(applied; training.skip_loss_spikes would leave it out)"
+        run.tracker.event(step, f"step {step}: loss spike, {result.loss} {advice}")

@@ -1,5 +1,6 @@
-"""Build the optimizer of a run, and read and write its state as checkpoints keep it."""
+"""The optimizer of a run, its learning rate, and its state as checkpoints keep it."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -33,6 +34,27 @@ def build_optimizer(
     spec = OPTIMIZERS[config.name]
     build = spec.build_partitioned if partitioned else spec.build
     return build([group for group in groups if group["params"]], config)
+
+
+def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
+    """Return the learning rate of optimizer step `step` (1 is the first) of a run of `steps` steps, a pure function.
+
+    Linear from 0 at step 0 to the peak at `warmup_steps`; after that
+    constant:      peak
+    cosine:        peak·(f + (1 − f)·(1 + cos(π·t))/2), f = `final_fraction`, t from 0 after the warm-up to 1 at the end
+    linear:        peak·(1 − (1 − f)·t), with the same f and t
+    inverse_sqrt:  peak·√(warm-up/step), a warm-up of 0 counting as 1.
+    """
+    peak, warmup = config.learning_rate, config.warmup_steps
+    if step < warmup:
+        return peak * step / warmup
+    if config.schedule == "constant":
+        return peak
+    if config.schedule == "inverse_sqrt":
+        return peak * math.sqrt(max(1, warmup) / max(1, step))
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    left = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return peak * (config.final_fraction + (1 - config.final_fraction) * left)
 
 
 def state_tensors(state: dict[str, Any]) -> dict[str, Tensor]:

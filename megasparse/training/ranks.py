@@ -1,4 +1,4 @@
-"""The processes of a run: which one this is, on which device, and how they agree with each other.
+"""The processes of a run: which one this is, on which device, how they agree, and what stops and watches them.
 
 Messages between ranks are JSON, never pickle.
 """
@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from megasparse.callbacks import Progress, never, silent
 from megasparse.config.schema import RunConfig
 from megasparse.errors import HANG, ConfigError, leave
 from megasparse.training.stopping.watchdog import START
@@ -77,14 +78,47 @@ class Ranks:
             torch.distributed.all_reduce(values)
         return values
 
-    def any(self, here: bool) -> bool:
-        """Whether it is true on some rank. Waits for all of them."""
-        return bool(self.sum(torch.tensor(float(here), device=self.device)))
+    def any(self, answer: bool) -> bool:
+        """True if it is true on some rank. Waits for all of them."""
+        return self.any_of(answer)[0]
+
+    def any_of(self, *answers: bool) -> list[bool]:
+        """For each answer, True if it is true on some rank. Waits for all of them, once."""
+        counts = self.sum(torch.tensor(answers, dtype=torch.float32, device=self.device))
+        return [count > 0 for count in counts.tolist()]
 
     def stop(self) -> None:
         """Leave the process group."""
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class RunHooks:
+    """Callbacks of a run. With the defaults nobody stops or watches it."""
+
+    stop_wanted: Callable[[], bool] = never
+    """True if this rank knows that the run should save and end. Ranks may learn of it at different steps."""
+    progress: Progress = silent
+    """Called with what is done next, equally often on all ranks: a rank that hangs has called it less often."""
+    alive: Progress = silent
+    """Called with what is being done in work of which ranks may have different parts, such as files."""
+    trace_wanted: Callable[[], bool] = never
+    """True if this rank was asked, since the last call, for a trace of its next steps."""
+
+
+class StopWanted(Exception):
+    """Raised on all ranks together, out of long work that may be left unfinished."""
+
+
+def check_stop(hooks: RunHooks, ranks: Ranks, doing: str) -> None:
+    """Between pieces of work that can be left out, such as evaluation. All ranks call it equally often.
+
+    Raises StopWanted on every rank if any of them should stop.
+    """
+    hooks.progress(doing)
+    if ranks.any(hooks.stop_wanted()):
+        raise StopWanted
 
 
 def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:

@@ -1,7 +1,7 @@
 """A training run, wired once for pretraining and fine-tuning alike.
 
 `open_training` locks the run's folder, watches its ranks, finds the checkpoint to start from, and opens model, data,
-engine, evaluation and monitor, in this order; when it ends, it closes them in reverse. `loop.train` does the rest.
+engine, evaluation and tracker, in this order; when it ends, it closes them in reverse. `loop.train` does the rest.
 """
 
 import uuid
@@ -20,14 +20,12 @@ from megasparse.training.checkpoints.identity import RunIdentity
 from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.run_lock import run_lock
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engines.build import build_engine
-from megasparse.training.engines.contract import Engine, MakeRng
-from megasparse.training.engines.weights import Initial
-from megasparse.training.ranks import Ranks
+from megasparse.training.engines import build_engine
+from megasparse.training.engines.contract import Engine, Initial, MakeRng
+from megasparse.training.loop_state import Selection
+from megasparse.training.ranks import Ranks, RunHooks
 from megasparse.training.reporting.memory_shortage import Plan, PlannedMemory, is_out_of_memory, shortage
-from megasparse.training.reporting.monitor import Monitor
-from megasparse.training.selection import Selection
-from megasparse.training.stopping.hooks import RunHooks
+from megasparse.training.reporting.tracker import Tracker
 from megasparse.training.stopping.signals import StopSignals
 from megasparse.training.stopping.watchdog import HEARTBEATS, Watchdog
 
@@ -70,7 +68,7 @@ class TrainingRun:
     engine: Engine
     batches: Steps
     saver: Saver
-    monitor: Monitor
+    tracker: Tracker
     start: Checkpoint | None = None
     """The checkpoint to go on from; None begins at step 0."""
     evaluate: Evaluate | None = None
@@ -127,9 +125,9 @@ def open_training(
                 closing(build_engine(model, config, recipe.make_rng, ranks, start, recipe.initial))
             )
             evaluate = recipe.build_evaluation(engine, hooks)
-            monitor = opened.enter_context(Monitor(config, ranks, step, *recipe.flops_per_token))
+            tracker = opened.enter_context(Tracker(config, ranks, step, recipe.flops_per_token))
             saver = Saver(recipe.identity, ranks, hooks)
-            yield TrainingRun(engine, batches, saver, monitor, start, evaluate, recipe.selection, stop_at, hooks)
+            yield TrainingRun(engine, batches, saver, tracker, start, evaluate, recipe.selection, stop_at, hooks)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

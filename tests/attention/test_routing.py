@@ -12,7 +12,7 @@ from megasparse.attention.contract import RecomputeCache
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import persistent_buffers
-from megasparse.training.engines.build import build_engine
+from megasparse.training.engines import build_engine
 from megasparse.training.ranks import Ranks
 from tests.helpers.comparing import assert_same_with_gradients, gradients, softmax_over
 from tests.helpers.models import Single, padded_and_packed, random_tokens, small

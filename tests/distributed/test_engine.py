@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from megasparse.training.reporting.rank_table import StepTimes
 
 from megasparse.config.schema import Config
 from megasparse.data.tokenizers.byte import ByteTokenizer
@@ -27,12 +28,10 @@ from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.run_folder import find_newest
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engines.build import build_engine
+from megasparse.training.engines import build_engine
 from megasparse.training.engines.contract import Engine
-from megasparse.training.ranks import Ranks, start_ranks
-from megasparse.training.reporting.rank_table import StepTimes
-from megasparse.training.schedule import learning_rate
-from megasparse.training.stopping.hooks import RunHooks, StopWanted, check_stop, sync_step
+from megasparse.training.optimizer import learning_rate
+from megasparse.training.ranks import Ranks, RunHooks, StopWanted, check_stop, start_ranks, sync_step
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import DummyBatches, TinyModel, identity_of, make_rng, tiny_config
 

@@ -13,10 +13,9 @@ import torch
 from megasparse.ops.random import RngContext
 from megasparse.tasks.evaluate import predict_examples, validation
 from megasparse.tasks.run import open_run
-from megasparse.training.engines.build import build_engine
-from megasparse.training.ranks import Ranks, start_ranks
-from megasparse.training.schedule import learning_rate
-from megasparse.training.stopping.hooks import RunHooks
+from megasparse.training.engines import build_engine
+from megasparse.training.optimizer import learning_rate
+from megasparse.training.ranks import Ranks, RunHooks, start_ranks
 from tests.helpers.finetuning import ENCODER, bert, configured, reviews
 from tests.helpers.run_ranks import run_ranks
 

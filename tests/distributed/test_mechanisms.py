@@ -20,7 +20,7 @@ from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights, persistent_buffers
 from megasparse.training.checkpoints.run_folder import find_newest
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engines.build import build_engine
+from megasparse.training.engines import build_engine
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers.models import SMALL

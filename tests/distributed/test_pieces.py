@@ -18,7 +18,7 @@ from megasparse.planning.hardware import GPUS
 from megasparse.planning.live_bytes import LiveBytes
 from megasparse.planning.plan import Assumptions, Plan
 from megasparse.training.checkpoints.checkpoint import Checkpoint, persistent_buffers
-from megasparse.training.engines.build import build_engine
+from megasparse.training.engines import build_engine
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers.run_ranks import run_ranks

@@ -25,8 +25,7 @@ from megasparse.evaluation.pictures import (
     read_picture,
     sheet,
 )
-from megasparse.training.ranks import Ranks
-from megasparse.training.stopping.hooks import StopWanted
+from megasparse.training.ranks import Ranks, StopWanted
 
 RGB = Shape(4, 3)
 ODD = Shape(3, 1)

@@ -10,8 +10,7 @@ from megasparse.config.schema import Config, DataConfig
 from megasparse.evaluation import masked_tokens
 from megasparse.evaluation.held_out import HeldOut
 from megasparse.ops.random import RngContext
-from megasparse.training.ranks import Ranks
-from megasparse.training.stopping.hooks import RunHooks
+from megasparse.training.ranks import Ranks, RunHooks
 from tests.helpers.scoring import Stream, protocol_with
 from tests.model.test_encoder import pairs
 from tests.model.test_sentence_order import BERT, encoder

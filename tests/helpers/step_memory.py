@@ -10,7 +10,7 @@ from megasparse.ops.random import RngContext
 from megasparse.tasks.evaluate import predict_examples
 from megasparse.tasks.memory_check import predict
 from megasparse.tasks.run import open_run
-from megasparse.training.engines.build import build_engine
+from megasparse.training.engines import build_engine
 from megasparse.training.ranks import start_ranks
 from tests.helpers.allocated import allocated_peak
 

@@ -16,11 +16,10 @@ from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.identity import RunIdentity
-from megasparse.training.engines.build import build_engine
+from megasparse.training.engines import build_engine
 from megasparse.training.engines.contract import Engine, MakeRng, StepResult
-from megasparse.training.ranks import Ranks
+from megasparse.training.ranks import Ranks, RunHooks
 from megasparse.training.run import Evaluate, Recipe, TrainingRun, open_training
-from megasparse.training.stopping.hooks import RunHooks
 
 
 class TinyModel(nn.Module):

@@ -7,7 +7,7 @@ from megasparse.config.schema import ModelConfig
 from megasparse.model import build
 from megasparse.model.build import build_model, deferred_model, initial_weight
 from megasparse.training.checkpoints.checkpoint import persistent_buffers
-from megasparse.training.engines.weights import Weights
+from megasparse.training.engines.contract import Weights
 from tests.helpers.models import EVERY, PARTS, named, small, small_pair
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from megasparse.ops.random import RngContext
 from megasparse.planning.dry_run import dummy_records
 from megasparse.planning.hardware import GPUS
 from megasparse.planning.plan import Assumptions, Plan
-from megasparse.training.engines.build import build_engine
+from megasparse.training.engines import build_engine
 from megasparse.training.ranks import start_ranks
 from tests.helpers.run_ranks import run_ranks
 

@@ -13,8 +13,7 @@ from megasparse.data.index import Index
 from megasparse.data.tokenizers.byte import ByteTokenizer, PixelTokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.runs.data import open_data, open_folder, training_batches
-from megasparse.training.ranks import Ranks
-from megasparse.training.stopping.hooks import RunHooks
+from megasparse.training.ranks import Ranks, RunHooks
 from tests.data.folders import edit, ramp, write_folder
 from tests.helpers.refusals import refusal
 from tests.helpers.tiny import tiny_config

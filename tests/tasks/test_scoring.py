@@ -16,8 +16,7 @@ from megasparse.tasks.batches import Encoded, Inputs, Segments
 from megasparse.tasks.evaluate import Prediction, answers, predict_examples, validation
 from megasparse.tasks.form import Form
 from megasparse.tasks.task import SourceLocation
-from megasparse.training.ranks import Ranks
-from megasparse.training.stopping.hooks import RunHooks, StopWanted
+from megasparse.training.ranks import Ranks, RunHooks, StopWanted
 from tests.helpers.finetuning import ENCODER, configured, form_for, opened, our_body, reviews, table
 from tests.helpers.ranks_in_threads import run_in_threads
 

@@ -15,8 +15,8 @@ from megasparse.data.batches import Step
 from megasparse.errors import DataError, StorageError, TrainingError
 from megasparse.training.checkpoints.run_folder import list_checkpoints
 from megasparse.training.loop import train
-from megasparse.training.schedule import learning_rate
-from megasparse.training.stopping.hooks import RunHooks, StopWanted
+from megasparse.training.optimizer import learning_rate
+from megasparse.training.ranks import RunHooks, StopWanted
 from tests.helpers.tiny import TinyModel, metrics, read_metrics, tiny_config, tiny_run
 
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from megasparse.training.selection import Selection
+from megasparse.training.loop_state import Selection
 
 METRIC = "evaluation/f1"
 

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from megasparse.training.spikes import DEVIATIONS, FEWEST, HISTORY, LossGuard
+from megasparse.training.loop_state import DEVIATIONS, FEWEST, HISTORY, LossGuard
 
 
 def after(losses: list[float]) -> LossGuard:

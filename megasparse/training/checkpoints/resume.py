@@ -19,8 +19,7 @@ from megasparse.training.checkpoints.records import check_records
 from megasparse.training.checkpoints.run_folder import find_newest, list_checkpoints
 from megasparse.training.checkpoints.saving import remove_leftovers
 from megasparse.training.checkpoints.uploads import fetch_newest, on_first_rank
-from megasparse.training.ranks import Ranks
-from megasparse.training.stopping.hooks import RunHooks
+from megasparse.training.ranks import Ranks, RunHooks
 
 FREE_TO_CHANGE = (
     "run.directory",

@@ -32,8 +32,7 @@ from megasparse.training.checkpoints.manifest import FORMAT, MANIFEST, gap, seal
 from megasparse.training.checkpoints.rank_file import RankFile, durable, free_bytes, make_folder
 from megasparse.training.checkpoints.run_folder import TEMPORARY, find_newest, list_checkpoints
 from megasparse.training.checkpoints.uploads import Uploads
-from megasparse.training.ranks import Ranks
-from megasparse.training.stopping.hooks import RunHooks
+from megasparse.training.ranks import Ranks, RunHooks
 
 UNTOUCHED = "Older checkpoints are untouched"
 

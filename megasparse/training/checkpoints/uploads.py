@@ -17,8 +17,7 @@ from megasparse.callbacks import Progress
 from megasparse.config.schema import RunSettings
 from megasparse.errors import CheckpointError, StorageError
 from megasparse.training.checkpoints.run_folder import find_newest, list_checkpoints
-from megasparse.training.ranks import Ranks
-from megasparse.training.stopping.hooks import RunHooks
+from megasparse.training.ranks import Ranks, RunHooks
 
 if TYPE_CHECKING:
     from megasparse.training.checkpoints.bucket import Bucket

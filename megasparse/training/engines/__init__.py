@@ -1,0 +1,38 @@
+"""The engine that a configuration asks for. Both kinds are imported here and only here, when they are needed."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from megasparse.config.schema import RunSettings
+from megasparse.training.checkpoints.checkpoint import Checkpoint, load_buffers
+from megasparse.training.engines.contract import Engine, Initial, MakeRng, Weights
+from megasparse.training.ranks import Ranks
+
+
+def build_engine(
+    model: nn.Module, config: RunSettings, make_rng: MakeRng, ranks: Ranks, checkpoint: Checkpoint | None = None,
+    initial: Initial | None = None,
+) -> Engine:  # fmt: skip
+    """Build the engine that `config.run.engine` names, with `model`'s weights or with those of `checkpoint`.
+
+    initial: the values of what `model` has on the meta device.
+    Raises ConfigError where the settings do not go together, CheckpointError where the checkpoint is of another model.
+    """
+    if checkpoint is not None:
+        load_buffers(model, checkpoint)
+    weights = Weights(model, initial, checkpoint)
+    engine = _engine_class(config)(model, config, make_rng, ranks, weights)
+    if checkpoint is not None:
+        engine.load(checkpoint)
+    return engine
+
+
+def _engine_class(config: RunSettings) -> Callable[[nn.Module, RunSettings, MakeRng, Ranks, Weights], Engine]:
+    if config.run.engine == "torch":
+        from megasparse.training.engines.plain import TorchEngine
+
+        return TorchEngine
+    from megasparse.training.engines.deepspeed import DeepSpeedEngine  # takes seconds to import
+
+    return DeepSpeedEngine

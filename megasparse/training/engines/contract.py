@@ -1,14 +1,13 @@
 """The contract of an engine: forward and backward passes, the optimizer step, and the state that a checkpoint keeps.
 
 deepspeed.py trains with DeepSpeed's ZeRO on any number of ranks, plain.py with plain PyTorch in one process. Both give
-the same losses. build.py chooses.
+the same losses.
 """
 
 import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,9 +20,7 @@ from megasparse.data.batches import Batch
 from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment, persistent_buffers
 from megasparse.training.optimizer import create_state, set_steps_done, state_tensors, steps_done
 from megasparse.training.ranks import Ranks
-from megasparse.training.reporting.exposed import ExposedCommunication
 from megasparse.training.reporting.memory import bytes_of
-from megasparse.training.reporting.stopwatch import Stopwatch
 
 MakeRng = Callable[[int, Tensor], Any]
 """Maps (optimizer step, global sample numbers (B,)) to what the model's random draws depend on."""
@@ -45,11 +42,6 @@ class StepResult:
     applied: bool
     """False where the loss or the gradient of any rank was not finite, or the loss not accepted: then no weight of any
     rank has changed."""
-    forward_seconds: float
-    """This rank's own time in the model's forward passes, which wait for no other rank (but under ZeRO 3, and for those
-    that share its sequences)."""
-    communication_seconds: float
-    """This rank's time on, or waiting for, the others that no computation hides, see ExposedCommunication."""
     held: dict[str, tuple[int, int]]
     """Bytes of this rank's weights, gradients and optimizer state, on its device and elsewhere."""
 
@@ -75,8 +67,6 @@ class Engine(ABC):
 
     def __init__(self, model: nn.Module, config: RunSettings, make_rng: MakeRng, ranks: Ranks):
         self.module, self.ranks, self._make_rng = model, ranks, make_rng
-        self._forward_time = Stopwatch(ranks.device)
-        self._exposed: ExposedCommunication | None = None
         self._optimizer_name = config.optimizer.name
         self._clipping = config.training.gradient_clipping
         self._shared: dict[str, Any] = {} if ranks.sequence is None else {"sequence": ranks.sequence}
@@ -109,15 +99,13 @@ class Engine(ABC):
             group["lr"] = learning_rate
         sums: dict[str, Tensor] = {}
         given = [(self._moved(batch.tokens), self._moved(batch.samples)) for batch in micro_batches]
-        with self._meeting():
-            divisor = self._mean_scored(micro_batches) if self._counting else None
+        divisor = self._mean_scored(micro_batches) if self._counting else None
         totals: StepTotals | None = None
         for number, (tokens, samples) in enumerate(given, start=1):
             progress(f"step {step}, micro-batch {number}")
             last = number == len(micro_batches)
             rng = self._make_rng(step, samples)
-            with self._forward_time.running():
-                objective, statistics = self._forward(tokens, rng, divisor)
+            objective, statistics = self._forward(tokens, rng, divisor)
             progress(f"step {step}, micro-batch {number}, backward")  # which waits for the others
             for name, value in {**statistics, "objective": objective}.items():
                 sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double()
@@ -130,7 +118,6 @@ class Engine(ABC):
             totals = self._totals(sums | {"grad_norm": self._gradient_norm().double()}, accept)
         loss, wanted, total = totals
         grad_norm, applied = self._update(wanted, total.pop("grad_norm", None))
-        waited = self._exposed.seconds() if self._exposed else 0.0
         for module in self.module.modules():  # what moves once a step, and by no gradient
             if (after_step := getattr(module, "after_step", None)) is not None:
                 after_step(applied, self.ranks.sum)
@@ -138,7 +125,7 @@ class Engine(ABC):
         means = {name: value / share for name, value in total.items()}
         read = sum(batch.tokens.numel() for batch in micro_batches) * self.ranks.world_size
         held = {"gradients": gradients, **self.held()}
-        return StepResult(loss, means, read, grad_norm, applied, self._forward_time.seconds(), waited, held)
+        return StepResult(loss, means, read, grad_norm, applied, held)
 
     def _moved(self, x: Any) -> Any:
         """Inputs of the host on the device: tensors from pinned memory, so that a GPU copies while the host goes on."""
@@ -149,14 +136,9 @@ class Engine(ABC):
 
     def _totals(self, sums: dict[str, Tensor], accept: Callable[[float], bool]) -> StepTotals:
         """Read the step's sums: the one time in a step that the host waits for the device."""
-        with self._meeting():
-            total = self._total(sums)
+        total = self._total(sums)
         loss = total.pop("nats") / total.pop("tokens")
         return StepTotals(loss, math.isfinite(total["objective"]) and accept(loss), total)
-
-    def _meeting(self) -> AbstractContextManager[None]:
-        """Time what waits for all ranks."""
-        return self._exposed.meeting.running() if self._exposed else nullcontext()
 
     def gradients(self) -> Iterable[Tensor]:
         """The gradients that the update reads."""
@@ -281,3 +263,44 @@ def whole_fragments(masters: dict[str, Tensor], optimizer: torch.optim.Optimizer
     for name, weight in masters.items():
         for kind, tensor in {"weight": weight, **state_tensors(optimizer.state.get(weight, {}))}.items():
             yield Fragment(kind, name, tuple(tensor.shape), 0, tensor.detach().view(-1))
+
+
+Initial = Callable[[str, Sequence[int], int, int], Tensor]
+"""Maps (name, shape, start, numel) to elements [start, start + numel) of a flattened initial weight, fp32."""
+
+
+class Weights:
+    """Where a model's weights come from: trained ones from a checkpoint, if there is one; else those on the meta device
+    from `initial`, and all others from the model itself.
+    """
+
+    def __init__(self, model: nn.Module, initial: Initial | None = None, checkpoint: Checkpoint | None = None):
+        self.model, self._initial, self._checkpoint = model, initial, checkpoint
+
+    def read(self, name: str, weight: Tensor, start: int, numel: int) -> Tensor:
+        """Elements [start, start + numel) of a flattened weight of the model."""
+        if self._checkpoint is not None and weight.requires_grad:
+            return self._checkpoint.read("weight", name, start, numel)
+        if not weight.is_meta:
+            return weight.detach().reshape(-1)[start : start + numel]
+        assert self._initial is not None, f"{name} has no memory, and no initial value"
+        return self._initial(name, weight.shape, start, numel)
+
+    def fill(self, device: torch.device) -> None:
+        """Give the model all of every weight, one after another, on `device`, and move its buffers there."""
+        for name, weight in self.model.named_parameters():
+            put(weight, self.read(name, weight, 0, weight.numel()).view(weight.shape).to(device, weight.dtype))
+        move_buffers(self.model, device)
+
+
+def put(weight: Tensor, values: Tensor) -> None:
+    """Let a weight, which may be on the meta device, have these values, without a copy. It stays the same object."""
+    if weight.is_meta:
+        torch.utils.swap_tensors(weight, nn.Parameter(values, requires_grad=weight.requires_grad))
+    else:
+        weight.data = values
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)

@@ -17,11 +17,9 @@ from megasparse.config.schema import RunSettings
 from megasparse.data.batches import check_shares
 from megasparse.optimizers.partitioned_adafactor import FACTORS, PartitionedAdafactor, Piece
 from megasparse.training.checkpoints.checkpoint import Fragment
-from megasparse.training.engines.contract import Engine, MakeRng, whole_fragments
-from megasparse.training.engines.weights import Weights, move_buffers, put
+from megasparse.training.engines.contract import Engine, MakeRng, Weights, move_buffers, put, whole_fragments
 from megasparse.training.optimizer import build_optimizer, state_tensors
 from megasparse.training.ranks import Ranks
-from megasparse.training.reporting.exposed import ExposedCommunication
 
 
 class DeepSpeedEngine(Engine):
@@ -47,8 +45,6 @@ class DeepSpeedEngine(Engine):
             trained, shapes = self._trained.values(), self._shapes.values()
             self.optimizer = build_optimizer(trained, config.optimizer, self._stage > 0, shapes)
             groups = [list(group["params"]) for group in self.optimizer.param_groups]
-            if ranks.world_size > 1:
-                self._exposed = ExposedCommunication(ranks.device, trained, self.optimizer)
             self._engine = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)[0]
         self.optimizer.state.clear()  # ZeRO 0 in bf16 made one with a step of zeros, which would count as an update
         if isinstance(self.optimizer, PartitionedAdafactor):

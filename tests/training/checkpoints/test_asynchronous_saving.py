@@ -16,8 +16,7 @@ from megasparse.training.checkpoints.rank_file import RankFile
 from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.run_folder import list_checkpoints
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.ranks import Ranks
-from megasparse.training.stopping.hooks import RunHooks
+from megasparse.training.ranks import Ranks, RunHooks
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.run_ranks import ROOT
 from tests.helpers.tiny import identity_of, tiny_config, tiny_engine, train_steps

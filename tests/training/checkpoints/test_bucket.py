@@ -23,8 +23,8 @@ from megasparse.training.checkpoints.run_folder import list_checkpoints
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines.contract import Engine
 from megasparse.training.loop import train
+from megasparse.training.loop_state import Selection
 from megasparse.training.ranks import Ranks
-from megasparse.training.selection import Selection
 from tests.helpers.faulty_store import OPERATIONS, FaultyStore
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.tiny import identity_of, metrics, tiny_config, tiny_engine, tiny_run

@@ -11,8 +11,7 @@ from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.run_folder import find_newest
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.ranks import Ranks
-from megasparse.training.stopping.hooks import RunHooks
+from megasparse.training.ranks import Ranks, RunHooks
 from tests.helpers.tiny import identity_of, tiny_config, tiny_engine
 
 BYTES = {"name": "bytes", "sha256": "b"}

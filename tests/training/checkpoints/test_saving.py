@@ -21,8 +21,7 @@ from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.run_folder import find_newest, list_checkpoints
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines.contract import Engine
-from megasparse.training.ranks import Ranks
-from megasparse.training.stopping.hooks import RunHooks
+from megasparse.training.ranks import Ranks, RunHooks
 from tests.helpers.tiny import identity_of, tiny_config, tiny_engine
 
 

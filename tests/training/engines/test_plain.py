@@ -12,7 +12,7 @@ from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.engines.build import build_engine
+from megasparse.training.engines import build_engine
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers.models import small
 from tests.helpers.tiny import DummyBatches, TinyModel, identity_of, make_rng, tiny_config, tiny_engine, train_steps

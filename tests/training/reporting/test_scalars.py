@@ -1,6 +1,5 @@
 """Every scalar that a run writes stands in the one table of docs/monitoring.md; and what the newer ones say is so."""
 
-import json
 import re
 from functools import partial
 from pathlib import Path
@@ -16,9 +15,7 @@ from megasparse.model.stack import average_over_layers
 from megasparse.ops.random import RngContext
 from megasparse.training.loop import train
 from megasparse.training.ranks import Ranks, start_ranks
-from megasparse.training.reporting.exposed import ExposedCommunication
 from megasparse.training.reporting.memory import bytes_of, memory_scalars
-from megasparse.training.reporting.rank_table import RankTable, StepTimes
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import TinyModel, make_rng, metrics, tiny_config, tiny_run
 from tests.helpers.trained import prepared, trained
@@ -132,59 +129,13 @@ def test_what_two_ranks_spend_and_hold(tmp_path):
     for stage, lines in zip((1, 3), runs, strict=True):
         assert missing(lines) == {"model/width"}, "of the tiny model alone"
         last = lines[-1]
-        assert 0 < last["speed/exposed_communication_seconds"] < last["speed/step_seconds"]
+        assert 0 <= last["speed/data_wait_seconds"] < last["speed/step_seconds"]
         per_device = last["speed/tokens_per_second"] / 2
         assert last["speed/tokens_per_second_per_device"] == pytest.approx(per_device)
         part = whole / 2  # and what pads the last piece
         assert last["memory/weights_bytes"] == pytest.approx(part if stage == 3 else whole, rel=0.1)
         assert 0.9 * part <= last["memory/gradients_bytes"] <= 1.1 * whole, "ZeRO 1 accumulates all"
         assert last["memory/optimizer_bytes"] == pytest.approx(3 * part, rel=0.1)
-        table = json.loads((tmp_path / str(stage) / "ranks.json").read_text())
-        assert table["step"] == 4 and [row["rank"] for row in table["ranks"]] == [0, 1]
-        assert all(row["forward"] > 0 and row["communication"] > 0 for row in table["ranks"])
-
-
-class Clock:
-    """A time that goes on only when a test turns it."""
-
-    def __init__(self, patch: pytest.MonkeyPatch):
-        self.now = 0.0
-        patch.setattr("megasparse.training.reporting.stopwatch.time.perf_counter", lambda: self.now)
-
-    def passes(self, seconds: float) -> None:
-        self.now += seconds
-
-
-def test_exposed_is_what_follows_the_last_gradient_but_for_the_optimizer(monkeypatch):
-    clock = Clock(monkeypatch)
-    weight = torch.nn.Parameter(torch.ones(3))
-
-    class SlowOptimizer(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            clock.passes(100.0)
-
-    optimizer = SlowOptimizer([weight], lr=0.1)
-    exposed = ExposedCommunication(torch.device("cpu"), [weight], optimizer)
-
-    class Slow(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            clock.passes(10.0)
-            return grad
-
-    for _ in range(2):  # two steps alike
-        for _ in range(2):  # of two micro-batches
-            with exposed.meeting.running():
-                clock.passes(1.0)
-            Slow.apply(weight).sum().backward()
-        clock.passes(5.0)  # reducing gradients
-        optimizer.step()
-        clock.passes(2.0)  # gathering weights
-        assert exposed.seconds() == pytest.approx(2 * 1.0 + 5.0 + 2.0)
 
 
 def test_memory_counts_what_holds_the_tensors_once():
@@ -214,30 +165,3 @@ def test_layers_are_vectors_with_nan_for_those_without():
     assert found.keys() == {"a", "b", "a/layers"}
     assert torch.equal(found["a/layers"].isnan(), torch.tensor([False, True, True, False]))
     assert found["a/layers"][[0, 3]].tolist() == [1.0, 3.0]
-
-
-def test_the_table_of_ranks_has_medians_and_the_slowest_first(tmp_path):
-    table = RankTable(3)
-    for step in range(20):
-        table.add(
-            [
-                StepTimes(0.0, 1.0, 0.5),
-                StepTimes(0.1 * step, 2.0, 0.25),
-                StepTimes(9.0 if step == 19 else 0.0, 1.0, 0.5),
-            ]
-        )
-    data = [0.1 * step for step in range(4, 20)]
-    middle = (data[7] + data[8]) / 2
-    assert table.medians()[1] == pytest.approx((middle, 2.0, 0.25)) and table.medians()[2] == (0.0, 1.0, 0.5)
-    lines = table.text().splitlines()
-    assert [line.split("|")[1].strip() for line in lines[2:]] == ["1", "0", "2"]
-    assert lines[2].split("|")[-2].strip() == f"{middle + 2:.2f}"
-    table.write(tmp_path / "ranks.json", 20)
-    written = json.loads((tmp_path / "ranks.json").read_text())
-    assert written["ranks"][0] == {"rank": 0, "data": 0.0, "forward": 1.0, "communication": 0.5}
-
-
-def test_the_loop_keeps_the_table_of_one_rank_to_itself(tmp_path):
-    lines = run(TinyModel(), tiny_config(tmp_path, training={"steps": 2}), Ranks())
-    assert not (tmp_path / "ranks.json").exists()
-    assert not any("exposed" in name for name in lines[-1])

@@ -17,8 +17,8 @@ from megasparse.config.load import build_config
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
 from megasparse.training.loop import train
+from megasparse.training.ranks import RunHooks
 from megasparse.training.reporting.tracing import STEPS
-from megasparse.training.stopping.hooks import RunHooks
 from tests.helpers.tiny import metrics, tiny_config, tiny_run
 
 ROOT = Path(__file__).parents[3]

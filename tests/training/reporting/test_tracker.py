@@ -1,5 +1,6 @@
 """What a run reports outlives trouble with its storage: no line lost or torn once it works again, nothing raised."""
 
+import builtins
 import errno
 import io
 import json
@@ -11,15 +12,17 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 
+import mlflow
 import pytest
 import torch
+import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto.wandb_internal_pb2 import Record
 
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
 from megasparse.training.ranks import Ranks
-from megasparse.training.reporting.json_lines import JsonLines, cut_lines
-from megasparse.training.reporting.monitor import Monitor
+from megasparse.training.reporting.tracker import JsonLines, Tracker, cut_lines
 from tests.helpers.tiny import tiny_config
 
 SCALARS = {"train/loss": 1.25, "optimizer/learning_rate": 1e-3, "speed/tokens_per_second": 10.0}
@@ -91,8 +94,7 @@ def test_whatever_fails_no_line_is_lost(tmp_path, reported, monkeypatch, code, c
             file.append(expected[-1])
     file.close()
     assert lines(path) == expected
-    failures = 0 if calls == ["open"] else 4  # an open file needs no opening
-    assert len(reported) == 2 * failures
+    assert len(reported) == 8, "each of four failures, and its end"
 
 
 def test_storage_that_fails_from_the_start_and_for_good(tmp_path, reported):
@@ -137,12 +139,12 @@ def test_a_file_that_cannot_be_rewritten_whole_stays_as_it_was(tmp_path):
 
 def test_events_are_reported_written_and_kept_over_restarts(tmp_path, capsys):
     config = tiny_config(tmp_path)
-    with Monitor(config, Ranks(), 0) as monitor:
-        monitor.event(9, "LOSS SPIKE at step 9")
+    with Tracker(config, Ranks(), 0) as tracker:
+        tracker.event(9, "LOSS SPIKE at step 9")
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"step": 10, "ti')  # a crash
-    with Monitor(config, Ranks(), 5) as monitor:
-        monitor.event(7, "rank 1 is slow")
+    with Tracker(config, Ranks(), 5) as tracker:
+        tracker.event(7, "rank 1 is slow")
     events = lines(tmp_path / "events.jsonl")
     assert [(event["step"], event["message"]) for event in events] == [
         (9, "LOSS SPIKE at step 9"),
@@ -158,16 +160,16 @@ def test_events_are_reported_written_and_kept_over_restarts(tmp_path, capsys):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
 def test_a_run_goes_on_while_nothing_can_be_written(tmp_path, capsys):
     config = tiny_config(tmp_path, training={"steps": 100})
-    monitor = Monitor(config, Ranks(), 0)
+    tracker = Tracker(config, Ranks(), 0)
     with no_file_longer_than(1500):
         for step in range(1, 61):
-            monitor.write(step, SCALARS)
-            monitor.text(step, "evaluation/sample", "text " * 100)
-            monitor.image(step, "quality/map", torch.zeros(20, 20, 3, dtype=torch.uint8))
-        monitor.event(60, "a failed save")
+            tracker.log(step, SCALARS)
+            tracker.text(step, "evaluation/sample", "text " * 100)
+            tracker.image(step, "quality/map", torch.zeros(20, 20, 3, dtype=torch.uint8))
+        tracker.event(60, "a failed save")
     for step in range(61, 101):
-        monitor.write(step, SCALARS)
-    monitor.__exit__(None, None, None)
+        tracker.log(step, SCALARS)
+    tracker.__exit__(None, None, None)
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == list(range(1, 101))
     assert [event["message"] for event in lines(tmp_path / "events.jsonl")] == ["a failed save"]
     said = capsys.readouterr().err
@@ -179,19 +181,19 @@ def test_a_run_goes_on_while_nothing_can_be_written(tmp_path, capsys):
 def test_a_run_can_start_and_end_on_a_full_disk(tmp_path, capsys):
     config = tiny_config(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with no_file_longer_than(0), Monitor(config, Ranks(), 0) as monitor:
-        monitor.write(1, SCALARS)
+    with no_file_longer_than(0), Tracker(config, Ranks(), 0) as tracker:
+        tracker.log(1, SCALARS)
     assert (tmp_path / "config.json").read_text() == "{}", "the old one or the whole new one"
     said = capsys.readouterr().err
     assert "config.json cannot be written" in said and "1 lines could not be written and are lost" in said
-    with Monitor(config, Ranks(), 0):
+    with Tracker(config, Ranks(), 0):
         assert Config.model_validate_json((tmp_path / "config.json").read_text()) == config
 
 
 def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run.directory: .*file/run cannot be made \(Not a directory\)"):
-        Monitor(tiny_config(tmp_path / "file" / "run"), Ranks(), 0)
+        Tracker(tiny_config(tmp_path / "file" / "run"), Ranks(), 0)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -207,25 +209,121 @@ def test_a_terminal_that_is_gone_ends_nothing(tmp_path, monkeypatch, terminal):
 
     gone = False
     monkeypatch.setattr(sys, "stderr", Gone())
-    with Monitor(tiny_config(tmp_path), Ranks(), 0) as monitor:
+    with Tracker(tiny_config(tmp_path), Ranks(), 0) as tracker:
         gone = True
         for step in range(1, 21):
-            monitor.write(step, SCALARS)
-        monitor.say("hello")
-        monitor.event(3, "a spike")
+            tracker.log(step, SCALARS)
+        tracker.say("hello")
+        tracker.event(3, "a spike")
     assert len(lines(tmp_path / "metrics.jsonl")) == 20 and len(lines(tmp_path / "events.jsonl")) == 1
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    with Monitor(tiny_config(tmp_path / "run"), Ranks(rank=1, world_size=2), 0) as monitor:
-        monitor.write(1, SCALARS)
-        monitor.text(1, "evaluation/sample", "text")
-        monitor.event(1, "nothing")
-        monitor.say("hello")
+    with Tracker(tiny_config(tmp_path / "run"), Ranks(rank=1, world_size=2), 0) as tracker:
+        tracker.log(1, SCALARS)
+        tracker.text(1, "evaluation/sample", "text")
+        tracker.event(1, "nothing")
+        tracker.say("hello")
     assert not (tmp_path / "run").exists()
 
 
 def test_without_a_terminal_a_line_has_every_held_out_metric(tmp_path, capsys):
-    with Monitor(tiny_config(tmp_path), Ranks(), 0) as monitor:
-        monitor.write(1, SCALARS | {"evaluation/loss": 0.25, "evaluation/accuracy": 0.5, "quality/lsh/utility": 1.0})
+    with Tracker(tiny_config(tmp_path), Ranks(), 0) as tracker:
+        tracker.log(1, SCALARS | {"evaluation/loss": 0.25, "evaluation/accuracy": 0.5, "quality/lsh/utility": 1.0})
     assert "tokens/s, held-out loss 0.2500, accuracy 0.5000, " in capsys.readouterr().err
+
+
+PICTURE = torch.zeros(4, 4, 3, dtype=torch.uint8)
+
+
+def write(config, steps):
+    with Tracker(config, Ranks(), steps[0] - 1) as tracker:
+        for step in steps:
+            tracker.log(step, {**SCALARS, "train/loss": float(step)})
+        tracker.text(steps[-1], "evaluation/sample", "a sample")
+        tracker.image(steps[-1], "quality/map", PICTURE)
+
+
+def test_mlflow_has_every_step_once_and_a_restart_goes_on_with_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/tracking")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    config = tiny_config(tmp_path / "run", logging={"sink": "mlflow"})
+    write(config, [1, 2])
+    write(config, [3])
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("megasparse").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert run.info.status == "FINISHED" and run.info.run_name == "run"
+    found = {file.path for file in client.list_artifacts(run.info.run_id)}
+    assert {"config.json", "evaluation", "quality"} <= found
+
+
+def records(data):
+    """The records of LevelDB's log format: blocks of 32 KiB, behind wandb's header of 7 bytes, whose records, begun by
+    checksum, size and type, are whole (type 1) or parts of one (2 first, 3, 4 last).
+    """
+    place, whole = 7, b""
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768
+        if left < 7:  # the end of a block is left empty
+            place += left
+            continue
+        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        whole += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):
+            yield whole
+            whole = b""
+
+
+def history(folder):
+    """The history of wandb's offline files, as (step, loss)."""
+    found = []
+    for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        for data in records(file.read_bytes()):
+            record = Record()
+            record.ParseFromString(data)
+            items = {"/".join([item.key, *item.nested_key]): item.value_json for item in record.history.item}
+            if "/train/loss" in items or "train/loss" in items:
+                found.append((items.get("step") or items["/step"], items.get("train/loss") or items["/train/loss"]))
+    return found
+
+
+def test_wandb_has_every_step_offline_under_one_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = tiny_config(tmp_path / "run", logging={"sink": "wandb"})
+    write(config, [1, 2, 3])
+    wandb.teardown()  # waits for wandb's own process, which writes the file, as the end of a program does
+    files = {file.name for file in (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")}
+    assert len(files) == 1 and (tmp_path / "run" / "wandb_id").read_text().strip() in files.pop()
+    assert sorted((int(step), float(loss)) for step, loss in history(tmp_path / "run")) == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 3.0),
+    ]
+
+
+def test_nothing_of_them_is_imported_unless_asked_for(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def watch(name, *rest):
+        assert name.partition(".")[0] not in ("wandb", "mlflow")
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", watch)
+    write(tiny_config(tmp_path / "run"), [1])
+
+
+def test_trouble_switches_a_backend_off_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://nowhere")
+    write(tiny_config(tmp_path / "run", logging={"sink": "mlflow"}), [1, 2])
+    assert capsys.readouterr().err.count("mlflow is switched off") == 1
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_missing_package_is_named_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"logging.sink: \"mlflow\" is not installed"):
+        Tracker(tiny_config(tmp_path / "run", logging={"sink": "mlflow"}), Ranks(), 0)
