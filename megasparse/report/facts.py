@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from html import escape
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ import numpy as np
 from megasparse.report.chart import number_text
 from megasparse.report.run import Run, kind_of
 from megasparse.report.series import HUGE
-from megasparse.training.reporting.stragglers import usual
 
 Tile = tuple[str, str, str]
 """Label, value, and a note."""
@@ -115,8 +115,8 @@ def ranks(run: Run) -> str:
     rows = spent or [{"rank": rank} for rank in beats]
     numbers = ("data", "forward", "communication")
     own = [sum(row[key] for key in numbers[:2]) if _numeric(row, numbers) else 0.0 for row in rows]
-    cells = []
-    for row, seconds, other in sorted(zip(rows, own, usual(own), strict=True), key=lambda one: -one[1])[:MOST_ROWS]:
+    cells, other = [], median(own) if own else 1.0
+    for row, seconds in sorted(zip(rows, own, strict=True), key=lambda one: -one[1])[:MOST_ROWS]:
         beat = beats[row["rank"]] if _numeric(row, ("rank",)) and row["rank"] in beats else {}
         seconds_of = [f"{row[key]:.3g}" if _numeric(row, (key,)) else "" for key in numbers]
         ratio = f"{seconds / other:.2f}" if seconds else ""

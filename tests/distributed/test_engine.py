@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from megasparse.training.reporting.rank_table import StepTimes
 
 from megasparse.config.schema import Config
 from megasparse.data.tokenizers.byte import ByteTokenizer
@@ -31,7 +30,7 @@ from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines import build_engine
 from megasparse.training.engines.contract import Engine
 from megasparse.training.optimizer import learning_rate
-from megasparse.training.ranks import Ranks, RunHooks, StopWanted, check_stop, start_ranks, sync_step
+from megasparse.training.ranks import Ranks, RunHooks, StopWanted, check_stop, start_ranks
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import DummyBatches, TinyModel, identity_of, make_rng, tiny_config
 
@@ -201,9 +200,9 @@ def fails_to_save(folder: Path, ranks: Ranks) -> dict[str, Any]:
 
 
 def consensus(ranks: Ranks) -> dict[str, Any]:
-    """Rank 1 has no data, is asked to stop, and needs longer; rank 0 still writes."""
+    """Rank 1 has no data and is asked to stop; rank 0 still writes a checkpoint; nobody has the fourth."""
     here = ranks.rank == 1
-    known = sync_step(ranks, stop=here, failed=here, writing=not here, spent=StepTimes(0.5 + ranks.rank))
+    known = ranks.any_of(here, here, not here, False)
     stopped = []
     for wanted in (False, here):
         try:
@@ -211,7 +210,7 @@ def consensus(ranks: Ranks) -> dict[str, Any]:
             stopped.append(False)
         except StopWanted:
             stopped.append(True)
-    return {"known": {**dataclasses.asdict(known), "waited": known.waited >= 0}, "stopped": stopped}
+    return {"known": known, "stopped": stopped}
 
 
 def across(folder: Path, ranks: Ranks, checkpoints: dict[str, str]) -> dict[str, Any]:
@@ -327,9 +326,7 @@ def test_what_is_not_finite_on_one_rank_is_skipped_on_all(report, name):
 
 
 def test_what_one_rank_knows_all_ranks_act_on(report):
-    answers = {"stop": True, "failed": True, "writing": True}
-    answers |= {"spent": [[0.5, 0.0, 0.0], [1.5, 0.0, 0.0]], "waited": True}
-    assert report["consensus"] == {"known": answers, "stopped": [False, True]}
+    assert report["consensus"] == {"known": [True, True, True, False], "stopped": [False, True]}
 
 
 def test_a_failing_rank_aborts_the_save_of_all(report):

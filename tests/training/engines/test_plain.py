@@ -83,7 +83,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(tmp_path, poison, precision):
     model = TinyModel()
     model.poisoned = {3: poison}
     engine = tiny_engine(config, model=model)
-    before = [fragment.read().clone() for fragment in engine.fragments()]
+    before = [fragment.memory.clone() for fragment in engine.fragments()]
     result = engine.train_step(next(DummyBatches(config, Ranks())).micro_batches, 1, 0.01)
     assert not result.applied and engine.steps_done() == 0
     assert all(torch.equal(a, b.read()) for a, b in zip(before, engine.fragments(), strict=True))
@@ -93,7 +93,7 @@ def test_bf16_keeps_fp32_weights(tmp_path):
     config = tiny_config(tmp_path, training={"precision": "bf16"})
     engine = tiny_engine(config)
     losses = train_steps(engine, config, 1, 20)
-    masters = {fragment.name: fragment.read() for fragment in engine.fragments() if fragment.kind == "weight"}
+    masters = {fragment.name: fragment.memory for fragment in engine.fragments() if fragment.kind == "weight"}
     for name, parameter in engine.module.named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter.detach().view(-1), masters[name].bfloat16())
