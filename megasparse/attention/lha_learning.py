@@ -33,7 +33,6 @@ from megasparse.ops.attention_utility import (
     sampled_normalizer,
     sampled_queries,
 )
-from megasparse.ops.blocks import at_most
 from megasparse.ops.linear_attention import positive_features
 from megasparse.ops.random import random_bits
 
@@ -89,8 +88,8 @@ class Sample:
         sequence, but for the draws.
         """
         # A sample is a block to planning: a pass over a part of the length has that part of its keys.
-        length, count, visible = q.shape[2], at_most(rule.sampled_keys), rule.visible
-        most = max(count, rule.queries, at_most(_TOKENS_A_BUCKET * rule.buckets))
+        length, count, visible = q.shape[2], rule.sampled_keys, rule.visible
+        most = max(count, rule.queries, _TOKENS_A_BUCKET * rule.buckets)
         tokens = drawn_positions(rule.keys[0], length, most, q.device)
         some_q, some_k = q.index_select(2, tokens), k.index_select(2, tokens)
         queries = Queries(some_q[:, :, : rule.queries], tokens[: rule.queries])

@@ -16,7 +16,6 @@ from megasparse.attention.costs import Passes
 from megasparse.attention.documents import Document, Lists, attend_in_clusters, clusters_by_document
 from megasparse.attention.lha_hash import Sides, bucket_codes
 from megasparse.config.attention import RoutingAttentionConfig
-from megasparse.ops.blocks import at_most
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.random import derive, normal
@@ -40,7 +39,7 @@ class NearestTokens:
     def _nearest(self, side: Sides, document: Document) -> Tensor:
         """Some centroids at a time, so that no tensor holds all tokens with all centroids."""
         x, centroids = document.take(side.inputs[0]).transpose(-1, -2), side.weights[0][0].transpose(1, 2)
-        step = max(1, at_most(_TILE_ELEMENTS) // (x[..., 0, :].numel()))
+        step = max(1, _TILE_ELEMENTS // (x[..., 0, :].numel()))
         size = min(self.chunk, x.shape[-1])
         tiles = centroids.to(x.dtype).split(step, dim=1)
         return torch.cat([(tile @ x).topk(size, dim=-1, sorted=False).indices for tile in tiles], dim=2)

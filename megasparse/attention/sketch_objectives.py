@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.attention.contract import Targets
-from megasparse.ops.blocks import at_most
 from megasparse.ops.tiled import tiled
 
 _LOGIT_ELEMENTS = 1 << 22  # logits of the token objective that exist at a time
@@ -36,7 +35,7 @@ class TokenObjective(nn.Module):
             logits = F.linear(h, weight.to(h.dtype), bias.to(h.dtype))  # (B, T, V)
             return F.cross_entropy(logits.transpose(1, 2), wanted, reduction="none")
 
-        tiles = -(-counted.numel() * len(self.weight) // at_most(_LOGIT_ELEMENTS))
+        tiles = -(-counted.numel() * len(self.weight) // _LOGIT_ELEMENTS)
         nats = tiled(score, (wanted, h), (self.weight, self.bias), tiles)  # (B, L)
         return torch.where(counted, nats, 0.0).sum() / counted.sum().clamp_min(1)
 

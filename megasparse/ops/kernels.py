@@ -99,15 +99,12 @@ def block(width: int) -> int:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, its grid, its positional arguments, and its settings: compile-time constants, num_warps, num_stages.
-    untouched: arguments that this launch neither reads nor writes.
-    """
+    """A kernel, its grid, its positional arguments, and its settings: compile-time constants, num_warps, num_stages."""
 
     kernel: Any
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     settings: dict[str, Any]
-    untouched: tuple[Tensor, ...] = ()
 
     def start(self) -> None:
         """Start it on the device of its first tensor; a grid without programs, or tensors without memory, nothing."""
@@ -120,9 +117,9 @@ class Launch:
 _observer: Callable[[Launch], None] = Launch.start
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, untouched: Any = (), **settings: Any) -> None:
-    """Starts `kernel`, see `Launch.start`. untouched: see `Launch`."""
-    _observer(Launch(kernel, grid, arguments, settings, tuple(untouched)))
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **settings: Any) -> None:
+    """Start `kernel`, see `Launch.start`."""
+    _observer(Launch(kernel, grid, arguments, settings))
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megasparse.ops.backend import implementation
-from megasparse.ops.blocks import at_most
 
 _CPU_BLOCK_ELEMENTS = 1 << 20  # elements of dropout at a time: 4 MB of bits
 _GPU_BLOCK_ELEMENTS = 1 << 26
@@ -189,7 +188,7 @@ def _dropped_in_blocks(x: Tensor, rate: float, key: int, rows: Tensor, dtype: to
     flat = x.flatten(0, 1)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
     row, column = _seeds(key, rows.flatten(), x.shape[2])
-    step = max(1, at_most(_CPU_BLOCK_ELEMENTS if x.device.type == "cpu" else _GPU_BLOCK_ELEMENTS) // x.shape[2])
+    step = max(1, (_CPU_BLOCK_ELEMENTS if x.device.type == "cpu" else _GPU_BLOCK_ELEMENTS) // x.shape[2])
     space = torch.empty(2, min(step, flat.shape[0]), x.shape[2], dtype=torch.int32, device=x.device)
     for start in range(0, flat.shape[0], step):
         block = slice(start, start + step)

@@ -82,7 +82,7 @@ class LaunchCounter(TorchDispatchMode):
         self._kernels.__exit__(*error)
 
     def _see(self, launch: Launch) -> None:
-        moved = sum(_sizes(launch.arguments)) - sum(_sizes(launch.untouched))
+        moved = sum(_sizes(launch.arguments))
         self.counts.kernels += 1
         elementwise = _NO_ATTENTION & {*launch.kernel.fn.__module__.split(".")}
         self.counts.add(f"kernel {launch.kernel.__name__}", moved, "elementwise" if elementwise else "attention")

@@ -26,7 +26,6 @@ from megasparse.model.adapters import add_adapters
 from megasparse.model.build import build_model, empty_model
 from megasparse.model.encoder import Encoder
 from megasparse.model.head_groups import few_groups
-from megasparse.ops.blocks import smaller_blocks
 from megasparse.ops.random import RngContext
 from megasparse.optimizers import OPTIMIZERS
 from megasparse.planning.depth import deeper, shallow
@@ -125,7 +124,7 @@ class PassMemory:
         tokens = dummy_records(config, batch, length, 0).to(self._device)
         rng = RngContext(0, 0, torch.arange(batch, device=self._device), training=True)
         place = as_on_a_gpu() if self.path == "counted" else nullcontext()
-        with torch.random.fork_rng([]), self._device, place, few_groups(), smaller_blocks(length / self.length):
+        with torch.random.fork_rng([]), self._device, place, few_groups():
             return phases(model, lambda: model(tokens, rng)[0], self._device, learns=True)
 
 

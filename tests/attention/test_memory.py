@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import megasparse.attention.full as attention
-from megasparse.ops.blocks import smaller_blocks
+from tests.helpers.blocks import smaller_blocks
 from tests.helpers.models import CASES, SMALL, VARIANTS, Single, by_path, kind_of, randomise
 from tests.helpers.peak_memory import PeakMemory
 

@@ -6,7 +6,7 @@ import torch
 from megasparse.config.attention import LocalAttentionConfig, LSHAttentionConfig
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import build_model
-from megasparse.ops.blocks import smaller_blocks
+from tests.helpers.blocks import smaller_blocks
 from tests.helpers.models import attention, random_tokens, training_draws
 from tests.helpers.peak_memory import PeakMemory
 

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megasparse.ops.blocks import at_most
 from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.hash_learning import unit_sum
 
@@ -81,7 +80,7 @@ def bucket_sums(x: Tensor, members: Tensor) -> Tensor:
 
 def tiles(x: Tensor, width: int, *, pairs: bool = False) -> Iterator[slice]:
     """Cuts x (B, H, L, ...) along L so that (B, H, T, width) numbers make a tile; pairs: (B, H, T, T) numbers too."""
-    elements = at_most(_CPU_TILE_ELEMENTS if x.device.type == "cpu" else _GPU_TILE_ELEMENTS)
+    elements = _CPU_TILE_ELEMENTS if x.device.type == "cpu" else _GPU_TILE_ELEMENTS
     each = elements // max(1, x.shape[0] * x.shape[1])
     step = max(1, min(each // width, math.isqrt(each)) if pairs else each // width)
     for start in range(0, x.shape[2], step):

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megasparse.ops.blocks import at_most
 from megasparse.ops.bucketed_attention.layout import lay_out
 from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec, Window
 from megasparse.ops.random import PairDropout
@@ -110,7 +109,7 @@ class Rows:
         batch, heads = q.shape[:2]
         layouts = [x.expand(-1, heads, -1, -1) for x in layout]
         dtype = torch.promote_types(q.dtype, torch.float32)
-        step = max(1, at_most(SCORE_ELEMENTS) // pairs)
+        step = max(1, SCORE_ELEMENTS // pairs)
         for start in range(0, batch * heads, step):
             place = slice(start, min(start + step, batch * heads))
             q_rows, k_rows, v_rows, *parts = (take_rows(x, place) for x in (q, k, v, *layouts))
@@ -169,7 +168,7 @@ class Round:
         return x.unfold(1, self.tiling.span * tile, tile).unsqueeze(2), queries.unsqueeze(3)
 
     def blocks(self) -> Iterator["Block"]:
-        step = max(1, at_most(SCORE_ELEMENTS) // (self.token.shape[0] * self.tiling.span * self.tiling.tile**2))
+        step = max(1, SCORE_ELEMENTS // (self.token.shape[0] * self.tiling.span * self.tiling.tile**2))
         tiles = self.tiling.tiles(self.length)
         for start in tiles[::step]:
             yield Block(self, start, min(start + step, tiles.stop))
@@ -289,8 +288,8 @@ class SortedLayout(NamedTuple):
             codes = q.new_zeros((q.shape[0], 1, 1, q.shape[2]), dtype=torch.int16)
         heads, rounds, length = codes.shape[1:]
         order, slot = (torch.empty(codes.shape, dtype=torch.int32, device=q.device) for _ in range(2))
-        step = max(1, at_most(_LAYOUT_ELEMENTS) // (heads * rounds * length))
-        head_step = max(1, at_most(_LAYOUT_ELEMENTS) // (rounds * length))
+        step = max(1, _LAYOUT_ELEMENTS // (heads * rounds * length))
+        head_step = max(1, _LAYOUT_ELEMENTS // (rounds * length))
         for start in range(0, len(codes), step):
             rows = slice(start, start + step)
             masks = [None if x is None else x[rows] for x in (key_mask, segments)]

@@ -116,7 +116,6 @@ class _BucketedAttention(Function):
             launch(
                 kernels.forward, call.grid(tile.queries), q, k, v, partial, out, lse2, lse, *call.layout(round_),
                 *steps, *call.sizes, round_, spec.scale, **call.settings, **tile.settings(),
-                untouched=call.until_last(round_, out, lse),
             )  # fmt: skip
         ctx.spec, ctx.separate = spec, separate
         ctx.save_for_backward(q, k, v, out, lse2, *layout)
@@ -145,12 +144,12 @@ class _BucketedAttention(Function):
             launch(
                 gradient_kernels.query_gradient, call.grid(around_queries.queries), q, k, v, grad, grad_lse, lse2,
                 delta, *to_sort, partial_q, dq, *order, *strides(q, k, v, grad, dq), *call.sizes, round_, spec.scale,
-                **call.settings, **around_queries.settings(), untouched=call.until_last(round_, dq),
+                **call.settings, **around_queries.settings(),
             )  # fmt: skip
             launch(
                 gradient_kernels.key_gradient, call.grid(around_keys.keys), q, k, v, grad, grad_lse, lse2, *sorted_,
                 partial_k, partial_v, dk, dv, *order, *meeting, *strides(q, k, v, grad, dk), *call.sizes, round_,
-                spec.scale, **call.settings, **around_keys.settings(), untouched=call.until_last(round_, dk, dv),
+                spec.scale, **call.settings, **around_keys.settings(),
             )  # fmt: skip
         return dq, dk, dv, None, None, *[None] * len(layout)
 
@@ -186,10 +185,6 @@ class _Call:
         if self.rounds == 1:
             return None
         return x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
-
-    def until_last(self, round_: int, *results: Tensor) -> tuple[Tensor, ...]:
-        """Return results that the last round alone writes, in the rounds before it."""
-        return results if round_ < self.rounds - 1 else ()
 
     def layout(self, round_: int) -> tuple[Tensor | None, ...]:
         """Orders and bounds of all rounds, and the bounds and places of all others in this round's order."""

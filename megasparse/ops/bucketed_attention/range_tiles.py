@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megasparse.ops.blocks import at_most
 from megasparse.ops.bucketed_attention.chunks import EXACT, HIDDEN, SCORE_ELEMENTS, Gathered, Rows, Tiling
 from megasparse.ops.bucketed_attention.ranges import key_range
 from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec
@@ -87,7 +86,7 @@ class RangeRound:
         runs, tiles = (self.end - self.first).sort(descending=True, stable=True)
         lengths, start = runs.tolist(), 0
         while start < len(lengths) and lengths[start] > 0:
-            step = max(1, at_most(SCORE_ELEMENTS) // (self.tiling.tile * lengths[start]))
+            step = max(1, SCORE_ELEMENTS // (self.tiling.tile * lengths[start]))
             yield RangeBlock(self, tiles[start : start + step], lengths[start])
             start += step
 

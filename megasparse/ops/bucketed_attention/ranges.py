@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megasparse.ops.blocks import at_most
-
 _PIECE_ELEMENTS = 1 << 20  # key numbers found at a time: 8 MB of int64
 
 
@@ -42,7 +40,7 @@ def windows_by_key_rank(
     ]
     index = torch.empty(batch, heads, queries, rounds, width, dtype=torch.int32, device=query_codes.device)
     column = torch.arange(width, device=index.device)
-    step = max(1, at_most(_PIECE_ELEMENTS) // (batch * heads * width))
+    step = max(1, _PIECE_ELEMENTS // (batch * heads * width))
     for start in range(0, queries, step):
         piece = slice(start, start + step)
         for r, range_ in enumerate(ranges):

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
-from megasparse.ops.blocks import at_most
 from megasparse.ops.hashing.sign import Kind, code_dtype, drawn, drawn_codes
 
 _BLOCK_ELEMENTS = 1 << 21  # rotated numbers at a time: 8 MB of fp32
@@ -21,7 +20,7 @@ def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     matrix = rotations.to(dtype).permute(0, 2, 1, 3).reshape(heads, head_dim, rounds * width)
     codes = torch.empty(batch, heads, rounds, length, dtype=code_dtype(math.prod(factors)), device=x.device)
-    step = max(1, at_most(_BLOCK_ELEMENTS) // (batch * heads * rounds * width))
+    step = max(1, _BLOCK_ELEMENTS // (batch * heads * rounds * width))
     for start in range(0, length, step):
         rotated = x[:, :, start : start + step].to(dtype) @ matrix  # (B, H, l, R·S)
         rotated = rotated.unflatten(-1, (rounds, width))

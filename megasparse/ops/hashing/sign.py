@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.autocast import without_autocast
-from megasparse.ops.blocks import at_most
 from megasparse.ops.random import bits_by_head, normal_by_head
 
 _BLOCK_ELEMENTS = 1 << 20  # projected numbers at a time: 4 MB of fp32
@@ -45,7 +44,7 @@ def drawn_codes(x: Tensor, drawn: Tensor, hashes: int, kind: Kind) -> Tensor:
     drawn = drawn.to(dtype) if kind == "gaussian" else torch.where(drawn < 0, -1.0, 1.0).to(dtype)
     numbers = drawn.shape[1] * (1 if kind == "gaussian" else drawn.shape[3])
     codes = torch.empty(batch, heads, hashes, length, dtype=code_dtype(1 << code_bits), device=x.device)
-    step = max(1, at_most(_BLOCK_ELEMENTS) // (batch * heads * numbers))
+    step = max(1, _BLOCK_ELEMENTS // (batch * heads * numbers))
     for start in range(0, length, step):
         block = x[:, :, start : start + step].to(dtype)
         if kind == "gaussian":
