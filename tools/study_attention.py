@@ -185,7 +185,8 @@ def measure_hashes(
         values[f"utility/{method}"] = attention_utility(weights, visible)
         values[f"recall/{method}"] = recall_of_top(weights, weights * visible, args.top)
         if "plain" in sides:
-            shares = imbalance(*sides["plain"], args.buckets)._asdict()
+            queries, keys = sides["plain"]
+            shares = imbalance(queries, keys, args.buckets)._asdict()
             values |= {f"imbalance/{method}/{share}": value for share, value in shares.items()}
     lsh = attention.lsh.model_copy(update={"shared_qk": call.mechanism.shared_qk, "buckets": None})
     yoso = attention.yoso.model_copy(update={"convolution": None})
