@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from megasparse.runs.compression import compress
+    from megasparse.evaluation.compression import compress
 
     output = args.output or args.file.with_name(args.file.name + SUFFIX)
     before, after, seconds = compress(args.checkpoint, args.file, output)

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from megasparse.runs.compression import decompress
+    from megasparse.evaluation.compression import decompress
 
     if args.output is None and args.file.suffix != SUFFIX:
         raise ConfigError("--output", f"is not given, and {args.file} does not end in {SUFFIX}", "Name a file to write")

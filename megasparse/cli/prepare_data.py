@@ -29,7 +29,7 @@ from megasparse.data.corpora.source import Kind, Source, positive
 from megasparse.data.index import Index
 from megasparse.data.prepare import prepare
 from megasparse.errors import ConfigError
-from megasparse.evaluation.lengths import draw_lengths
+from megasparse.evaluation.figure import draw_lengths
 
 COMMON = {"command", "corpus", "source", "member", "output", "sample_bytes", "shard_bytes", "workers"}
 WORKER_BYTES = 8 << 20

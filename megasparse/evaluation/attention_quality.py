@@ -18,7 +18,7 @@ from megasparse.attention.observation import Call, calls
 from megasparse.config.schema import Config
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
-from megasparse.evaluation.pictures import BACKGROUND, sheet
+from megasparse.evaluation.images import BACKGROUND, sheet
 from megasparse.model.padding import cut
 from megasparse.ops.random import RngContext
 from megasparse.training.engines.contract import Engine

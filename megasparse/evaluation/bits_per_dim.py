@@ -21,10 +21,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megasparse.errors import ConfigError, UserError
-from megasparse.evaluation.protocol import Protocol
 from megasparse.model.padding import cut
 from megasparse.ops.random import RngContext
-from megasparse.training.ranks import Ranks
 
 Scorer = Callable[[Tensor, RngContext, int], tuple[Tensor, Tensor, Tensor]]
 """(tokens (B, T) int64, random draws, n) -> sum of the nats, number of right predictions, and number of what was
@@ -183,37 +181,6 @@ def _batches(cut: list[Window], batch: int) -> Iterator[list[Window]]:
         group.append(window)
     if group:
         yield group
-
-
-def score_seeds(
-    model: Any,
-    stream: Stream,
-    protocol: Protocol,
-    batch: int,
-    limit: int | None,
-    ranks: Ranks,
-    scorer: Scorer | None = None,
-) -> list[Score]:
-    """Score a split by a protocol, once for each of its seeds: the model's tokens, or what `scorer` scores. Every rank
-    calls it, and has the same scores.
-    """
-    return [
-        score(
-            scorer or of_model(model, ranks.sequence),
-            stream,
-            protocol.sequence_length,
-            seed,
-            stride=protocol.stride,
-            score_from=protocol.score_from,
-            rounds=protocol.rounds,
-            batch=batch,
-            limit=limit,
-            device=ranks.device,
-            progress=ranks.rank == 0,
-            ranks_a_window=ranks.sequence_size,
-        )
-        for seed in protocol.seeds
-    ]
 
 
 def refuse_leaks(leaks: list[str]) -> None:

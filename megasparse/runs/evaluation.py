@@ -5,15 +5,19 @@ from pathlib import Path
 from typing import Any
 
 from megasparse.data.reader import EvaluationStream
-from megasparse.evaluation import code_length, masked_tokens, target_tokens
+from megasparse.evaluation import results
 from megasparse.evaluation.bits_per_dim import refuse_leaks
-from megasparse.evaluation.protocol import protocol_of
 from megasparse.evaluation.restore import restore_on_ranks, trained_tokenizer
 from megasparse.model.decoder import Causal
 from megasparse.model.encoder import Encoder
 from megasparse.runs.data import open_folder
 
-MEASURES: dict[str, Any] = {"decoder": code_length, "encoder": masked_tokens, "encoder_decoder": target_tokens}
+MEASURES: dict[str, Any] = {
+    "decoder": (results.evaluate_decoder, results.decoder_summary),
+    "encoder": (results.evaluate_encoder, results.encoder_summary),
+    "encoder_decoder": (results.evaluate_encoder_decoder, results.encoder_decoder_summary),
+}
+"""Kind of a model -> the functions that score a split and that print the numbers."""
 
 
 def evaluate_split(
@@ -50,7 +54,7 @@ def evaluate_split(
     index = open_folder(data or config.data.path, config, tokenizer)
     if isinstance(model, Encoder) and config.model.masking.whole_words:
         model.set_word_starts(tokenizer.word_starts())
-    protocol = protocol_of(config, checkpoint, index, tokenizer, split, stride, rounds, hash_seeds)
-    measure = MEASURES[config.model.kind]
-    result = measure.evaluate(model, EvaluationStream(index, split), protocol, batch, limit, ranks)
-    return result, measure.summary(result)
+    protocol = results.protocol_of(config, checkpoint, index, tokenizer, split, stride, rounds, hash_seeds)
+    evaluate, summary = MEASURES[config.model.kind]
+    result = evaluate(model, EvaluationStream(index, split), protocol, batch, limit, ranks)
+    return result, summary(result)

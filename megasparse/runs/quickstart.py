@@ -15,7 +15,7 @@ from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.wheels import fetch_wheel
 from megasparse.errors import UserError
-from megasparse.evaluation.compress import bits_per_byte
+from megasparse.evaluation.compression import bits_per_byte
 from megasparse.training.checkpoints.run_folder import find_newest
 
 SHARDS = Path("data/quickstart")

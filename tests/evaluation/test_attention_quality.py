@@ -19,7 +19,7 @@ from megasparse.evaluation.attention_quality import (
     upper_bound,
     weights_of,
 )
-from megasparse.evaluation.pictures import BACKGROUND
+from megasparse.evaluation.images import BACKGROUND
 from megasparse.model.build import build_model
 from megasparse.ops.normalize import unit_vectors
 from megasparse.ops.random import RngContext

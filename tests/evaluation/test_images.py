@@ -1,6 +1,8 @@
 """Images drawn and completed by a synthetic model, their files and sheets, and mistakes."""
 
+import io
 import sys
+import zlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,19 +15,25 @@ from megasparse.errors import ConfigError, DataError
 from megasparse.evaluation import held_out, images
 from megasparse.evaluation.generate import Sampling
 from megasparse.evaluation.held_out import sampler
-from megasparse.evaluation.images import complete_images, draw_images, open_output, shape_of
-from megasparse.evaluation.pictures import (
+from megasparse.evaluation.images import (
     BACKGROUND,
     GAP,
     HEADING,
     LABEL,
     Shape,
+    complete_images,
+    draw_images,
     image_shape,
+    open_output,
     picture_of,
+    png_bits_per_dim,
+    png_size,
     read_picture,
+    shape_of,
     sheet,
 )
 from megasparse.training.ranks import Ranks, StopWanted
+from tests.helpers.scoring import Stream
 
 RGB = Shape(4, 3)
 ODD = Shape(3, 1)
@@ -220,3 +228,45 @@ def test_a_sample_is_a_picture_and_what_was_not_drawn_is_black(tokens, drawn):
     assert found.shape == (4, 4, 3) and found.dtype == torch.uint8
     wanted = (torch.arange(48) * 5 % 256).masked_fill(torch.arange(48) >= drawn, 0)
     assert (found.flatten() == wanted).all()  # odds of e^50 to 1
+
+
+def png_of_one_filter(pixels: np.ndarray) -> int:
+    """Bytes of a PNG file whose rows all have filter 2 (each byte less the one above), zlib at level 9: a header of 8
+    bytes and three chunks, of 12 bytes each beside their content."""
+    rows = pixels.reshape(len(pixels), -1)
+    above = np.vstack([np.zeros_like(rows[:1]), rows[:-1]])
+    filtered = np.hstack([np.full((len(rows), 1), 2, dtype=np.uint8), rows - above])
+    return 8 + 3 * 12 + 13 + len(zlib.compress(filtered.tobytes(), 9))
+
+
+@pytest.mark.parametrize("channels", [3, 1])
+def test_png_size_is_that_of_the_format(channels):
+    """Images for which subtracting the row above leaves hardly anything: Pillow's choice of filters finds it too."""
+    noise = np.random.default_rng(0).integers(0, 256, (1, 64, channels), dtype=np.uint8)
+    smooth = (noise + np.arange(64, dtype=np.uint8)[:, None, None]).squeeze()
+    found = png_bits_per_dim(Stream(smooth[None]), 64 * 64 * channels)
+    assert found * 64 * 64 * channels / 8 == pytest.approx(png_of_one_filter(smooth), rel=0.1)
+
+
+def test_png_bits_are_those_of_all_images_or_of_the_first():
+    images = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 3), dtype=np.uint8)
+    images[0] = 7
+    flat, noisy = (8 * png_size(images[i]) / 192 for i in (0, 1))
+    assert flat < 3.5 and noisy > 8  # noise cannot be made smaller, and 8×8 pixels do not pay for the chunks
+    assert png_bits_per_dim(Stream(images), 192, limit=1) == flat
+    assert png_bits_per_dim(Stream(images), 192, limit=9) == png_bits_per_dim(Stream(images), 192)
+    sizes = [len_of_file(image) for image in images]
+    assert png_bits_per_dim(Stream(images), 192) == 8 * sum(sizes) / images.size
+
+
+def len_of_file(image: np.ndarray) -> int:
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, format="png", optimize=True)
+    Image.open(io.BytesIO(file.getvalue())).verify()
+    return len(file.getvalue())
+
+
+@pytest.mark.parametrize(("count", "length", "problem"), [(192, 100, "are no whole"), (192, 96, "no square image")])
+def test_png_wants_whole_square_images(count, length, problem):
+    with pytest.raises(ConfigError, match=f"data.sequence_length: .*{problem}"):
+        png_bits_per_dim(Stream(np.zeros(count, dtype=np.uint8)), length)

@@ -16,9 +16,10 @@ from megasparse.data.index import Index
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.data.tokenizers.words import vocabulary_file
 from megasparse.errors import ConfigError
-from megasparse.evaluation.code_length import evaluate, summary
-from megasparse.evaluation.compress import png_bits_per_dim
-from megasparse.evaluation.protocol import Protocol, protocol_of
+from megasparse.evaluation.images import png_bits_per_dim
+from megasparse.evaluation.results import Protocol, protocol_of
+from megasparse.evaluation.results import decoder_summary as summary
+from megasparse.evaluation.results import evaluate_decoder as evaluate
 from megasparse.model.stack import TokenScores
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
 from megasparse.training.ranks import Ranks

@@ -10,7 +10,8 @@ from launch import evaluate as launcher
 from megasparse.cli.main import door
 from megasparse.config.schema import Config
 from megasparse.evaluation.bits_per_dim import of_model
-from megasparse.evaluation.target_tokens import evaluate, summary
+from megasparse.evaluation.results import encoder_decoder_summary as summary
+from megasparse.evaluation.results import evaluate_encoder_decoder as evaluate
 from megasparse.model.build import build_model
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.training.ranks import Ranks

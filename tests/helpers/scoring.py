@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megasparse.config.schema import Config
-from megasparse.evaluation.protocol import Protocol
+from megasparse.evaluation.results import Protocol
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from tests.helpers.hub import write_model

@@ -1,9 +1,11 @@
-"""Tokens to bytes and back, by every strictly causal mechanism; no longer than evaluation promises; nothing damaged
-passes for text.
+"""Tokens to bytes and back, by every strictly causal mechanism, at the promised length; the commands; and the
+sizes of gzip and xz against the tools.
 """
 
 import dataclasses
 import math
+import shutil
+import subprocess
 import zlib
 from pathlib import Path
 
@@ -11,14 +13,28 @@ import numpy as np
 import pytest
 import torch
 
-from megasparse.errors import DataError
-from megasparse.evaluation import entropy_coder
+from megasparse.cli.main import main
+from megasparse.errors import DataError, UserError
+from megasparse.evaluation import compression
 from megasparse.evaluation.bits_per_dim import of_model, score
-from megasparse.evaluation.compressed_file import model_digest, pack, unpack
-from megasparse.evaluation.entropy_coder import DEEPEST, SCALE, Code, decode, encode, weights
+from megasparse.evaluation.compression import (
+    DEEPEST,
+    SCALE,
+    Code,
+    bits_per_byte,
+    decode,
+    encode,
+    gzip_size,
+    model_digest,
+    pack,
+    unpack,
+    weights,
+    xz_size,
+)
 from megasparse.model.build import build_model
 from tests.helpers.models import by_path, named, random_tokens, small, strict_names
 from tests.helpers.scoring import Stream
+from tests.helpers.trained import prepared, trained
 
 
 def coder_and_tokens(name, tokens=70, seed=0):
@@ -79,7 +95,7 @@ def test_weights_are_exponentials():
 
 def test_groups_of_windows_change_nothing_but_the_order(monkeypatch):
     model, tokens = coder_and_tokens("lsh")
-    monkeypatch.setattr(entropy_coder, "AT_ONCE", 1)
+    monkeypatch.setattr(compression, "AT_ONCE", 1)
     code = encode(model, tokens, 20, seed=7)
     assert decode(model, code, len(tokens), 20, seed=7).equal(tokens)
 
@@ -103,3 +119,64 @@ def test_files_of_another_model_and_damaged_ones_are_refused():
     for wrong in (raw[:8], raw[:10], huge, pack(code, 1 << 40, text, digest)):
         with pytest.raises(DataError, match="damaged"):
             unpack(path, wrong, digest, 256)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("coder")
+    trained(prepared(folder), folder / "run", ["lsh", "local"], 2)
+    return folder / "run"
+
+
+def test_a_file_comes_back_byte_for_byte(run, tmp_path, capsys):
+    (tmp_path / "a.bin").write_bytes(bytes(reversed(range(256))) + b"\0ends here")
+    main(["compress", str(tmp_path / "a.bin"), "--checkpoint", str(run)])
+    assert "266 bytes became" in capsys.readouterr().out
+    main(["decompress", str(tmp_path / "a.bin.msz"), "--checkpoint", str(run), "--output", str(tmp_path / "b.bin")])
+    assert (tmp_path / "b.bin").read_bytes() == (tmp_path / "a.bin").read_bytes()
+
+
+def test_what_is_refused_leaves_nothing(run, tmp_path):
+    source, packed, out = tmp_path / "a.txt", tmp_path / "a.txt.msz", tmp_path / "out"
+    source.write_bytes(b"some text of no great length")
+    compression.compress(run, source, packed)
+    damaged = tmp_path / "damaged.msz"
+    damaged.write_bytes(packed.read_bytes()[:-1] + bytes([packed.read_bytes()[-1] ^ 1]))
+    for path, message in ((damaged, "it is damaged"), (source, "not made by"), (tmp_path / "none", "cannot be read")):
+        with pytest.raises(UserError, match=message):
+            compression.decompress(run, path, out)
+    with pytest.raises(UserError, match="a file already"):
+        compression.compress(run, source, packed)
+    (tmp_path / "empty").touch()
+    with pytest.raises(UserError, match="the file is empty"):
+        compression.compress(run, tmp_path / "empty", out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "a.txt.msz", "damaged.msz", "empty"]
+
+
+TEXT = b"".join(sorted(path.read_bytes() for path in Path(torch.__file__).parent.glob("nn/**/*.py")))[:1_500_000]
+
+
+def by_tool(*command: str) -> int:
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    return len(subprocess.run(command, input=TEXT, capture_output=True, check=True).stdout)
+
+
+def pieces(size: int) -> list[bytes]:
+    return [TEXT[i : i + size] for i in range(0, len(TEXT), size)]
+
+
+@pytest.mark.skipif("ng" in zlib.ZLIB_RUNTIME_VERSION, reason="zlib-ng searches for matches in its own way")
+def test_gzip_is_the_tool_to_a_ten_thousandth():
+    assert gzip_size(pieces(777_777)) == pytest.approx(by_tool("gzip", "-9", "-n", "-c"), rel=1e-4)
+
+
+def test_xz_is_the_tool():
+    assert xz_size(pieces(777_777)) == pytest.approx(by_tool("xz", "-9", "-T1", "-c"), abs=16)
+
+
+def test_bits_per_byte_of_a_split_and_of_its_beginning():
+    stream = Stream(np.frombuffer(TEXT[:300_000], dtype=np.uint8).copy())
+    found = bits_per_byte(stream)
+    assert found == {"gzip": 8 * gzip_size([TEXT[:300_000]]) / 300_000, "xz": 8 * xz_size([TEXT[:300_000]]) / 300_000}
+    assert bits_per_byte(stream, limit=1000)["gzip"] == 8 * gzip_size([TEXT[:1000]]) / 1000

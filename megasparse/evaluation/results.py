@@ -1,0 +1,387 @@
+"""Results of evaluating a split, by kind of model, with the protocol that they were measured by.
+
+A decoder has a code length, in the units that papers compare:
+
+    bits a token (bits/dim) = nats / (ln 2 · tokens)        token perplexity = exp(nats / tokens)
+    bits/byte = nats / (ln 2 · bytes of the text)           word perplexity = exp(nats / reference words of the text)
+
+Tokens are the model's own, bytes and words the text's: only the lower two compare models of different tokenizers. A
+word perplexity is 2^(bits/byte · bytes a word), whatever the tokens. An encoder predicts masked tokens; each window's
+masks are a function of (seed, the window's start), the same at every evaluation. It is no code length: each token is
+predicted from both its sides. An encoder–decoder predicts its targets.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megasparse.config.pattern import evaluation_rounds
+from megasparse.config.schema import Config
+from megasparse.data.index import Index
+from megasparse.data.tokenizers import Tokenizer
+from megasparse.errors import ConfigError
+from megasparse.evaluation.bits_per_dim import Score, Scorer, Stream, of_model, score
+from megasparse.evaluation.images import image_shape, png_bits_per_dim
+from megasparse.ops.random import RngContext
+from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.training.ranks import Ranks
+
+OF_SOURCE = ("downsampling", "verified")
+"""Facts about the data's source in its index that a score depends on; where the source lay is none."""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Everything that a score depends on."""
+
+    split: str
+    sequence_length: int
+    stride: int
+    score_from: int
+    """Tokens at the start of each window that are not scored; 0 for text."""
+    rounds: int | None
+    """Hash rounds (YOSO: hashes) asked for in place of the configured ones."""
+    configured_rounds: dict[str, int]
+    """Hash rounds that the configuration has for evaluation, by mechanism."""
+    seeds: list[int]
+    """Seeds of the random draws, such as hash rotations: one pass over the split each."""
+    precision: str
+    checkpoint: str
+    checkpoint_step: int
+    data_fingerprint: str
+    trained_on_fingerprint: str
+    tokenizer: dict[str, str]
+    """The tokenizer's name and sha256."""
+    lossless: bool
+    """Whether the text comes back from its tokens. Where not (unknown words), the numbers are no code length of it."""
+    record: int | None
+    """Tokens of a record of the data, such as an image; None for running text."""
+    split_bytes: int | None
+    """Bytes of the text that the split's tokens were made of; None where the index does not have it."""
+    split_words: int | None
+    """Reference words of that text; None where the index does not have it."""
+    data_settings: dict[str, Any]
+    """What the shards were made with, such as the down-sampling of images."""
+
+
+def protocol_of(
+    config: Config,
+    checkpoint: Checkpoint,
+    index: Index,
+    tokenizer: Tokenizer,
+    split: str,
+    stride: int | None = None,
+    rounds: int | None = None,
+    hash_seeds: int = 1,
+) -> Protocol:
+    """The protocol of scoring a checkpoint on a split. stride: None takes the windows' whole length.
+
+    index, tokenizer: those of the configuration, as runs.data.open_folder and restore.trained_tokenizer have
+    checked. Raises ConfigError where windows would begin inside records; DataError where there is no such split.
+    """
+    length, chosen = config.data.sequence_length, index.split(split)
+    if index.record is not None and stride not in (None, length):
+        problem = f"{stride} tokens would begin a window inside one of the data's records of {index.record}"
+        raise ConfigError("--stride", problem, "Leave it out")
+    source = index.file.source
+    return Protocol(
+        split=split,
+        sequence_length=length,
+        stride=stride or length,
+        score_from=config.model.score_from,
+        rounds=rounds,
+        configured_rounds=evaluation_rounds(config.model),
+        seeds=[config.run.seed + i for i in range(hash_seeds)],
+        precision=config.training.precision,
+        checkpoint=str(checkpoint.path),
+        checkpoint_step=checkpoint.step,
+        data_fingerprint=index.fingerprint,
+        trained_on_fingerprint=checkpoint.manifest["data_fingerprint"],
+        tokenizer={"name": tokenizer.name, "sha256": tokenizer.sha256},
+        lossless=tokenizer.lossless,
+        record=index.record,
+        split_bytes=chosen.raw_bytes,
+        split_words=chosen.words,
+        data_settings={**index.file.settings, **{key: source[key] for key in OF_SOURCE if key in source}},
+    )
+
+
+def score_seeds(
+    model: Any,
+    stream: Stream,
+    protocol: Protocol,
+    batch: int,
+    limit: int | None,
+    ranks: Ranks,
+    scorer: Scorer | None = None,
+) -> list[Score]:
+    """Score a split by a protocol, once for each of its seeds: the model's tokens, or what `scorer` scores. Every rank
+    calls it, and has the same scores.
+    """
+    return [
+        score(
+            scorer or of_model(model, ranks.sequence),
+            stream,
+            protocol.sequence_length,
+            seed,
+            stride=protocol.stride,
+            score_from=protocol.score_from,
+            rounds=protocol.rounds,
+            batch=batch,
+            limit=limit,
+            device=ranks.device,
+            progress=ranks.rank == 0,
+            ranks_a_window=ranks.sequence_size,
+        )
+        for seed in protocol.seeds
+    ]
+
+
+# Decoders: code length
+
+BYTES, PIXELS = "bytes", "pixels"
+"""Tokenizers whose tokens are what bits/dim is counted in."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a sum of nats is a sum over: scored tokens, and the bytes and reference words that they stand for."""
+
+    tokens: int
+    raw_bytes: int | None
+    words: int | None
+    missing: str = "nothing"
+    """Why a count is None."""
+
+
+def counts_of(protocol: Protocol, scored: int, tokens: int) -> Counts:
+    """The counts of `scored` of a split's `tokens`. Bytes and words of a part are known only where tokens are bytes."""
+    if scored == tokens:
+        own = tokens if protocol.tokenizer["name"] == BYTES else None
+        raw_bytes = own if protocol.split_bytes is None else protocol.split_bytes
+        return Counts(scored, raw_bytes or None, protocol.split_words or None, "the index of the data does not have it")
+    part = f"known only of the whole split, of which {scored:,} of {tokens:,} tokens were scored"
+    return Counts(scored, scored if protocol.tokenizer["name"] == BYTES else None, None, part)
+
+
+def measures(nats: float, counts: Counts, tokenizer: str) -> dict[str, float | None]:
+    """The measures usual for a text's tokens, the primary one first; None for those whose count is not known."""
+    of_token, of_byte = bits(nats, counts.tokens), bits(nats, counts.raw_bytes)
+    of_word = perplexity(nats, counts.words)
+    if tokenizer == PIXELS:
+        return {"bits_per_dim": of_token}
+    if tokenizer == BYTES:
+        return {"bits_per_dim": of_token, "bits_per_byte": of_byte, "word_perplexity": of_word}
+    return {
+        "bits_per_token": of_token,
+        "bits_per_byte": of_byte,
+        "token_perplexity": perplexity(nats, counts.tokens),
+        "word_perplexity": of_word,
+    }
+
+
+def bits(nats: float, count: int | None) -> float | None:
+    return None if count is None else nats / (math.log(2.0) * count)
+
+
+LARGEST = 700.0  # exp of more is no float64
+
+
+def perplexity(nats: float, count: int | None) -> float | None:
+    """None also where it is beyond the numbers: text of almost no words."""
+    return None if count is None or nats > LARGEST * count else math.exp(nats / count)
+
+
+def evaluate_decoder(
+    decoder: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, ranks: Ranks
+) -> dict[str, Any]:
+    """Score a split by a protocol: the measures of `measures` for its tokenizer, "accuracy", "nats", "dims",
+    "bytes", "words", "standard_deviation", "standard_deviations", "protocol"; of pixels also "png_bits_per_dim".
+
+    dims: tokens that were scored. accuracy: share of them that the model held to be the likeliest. Over several hash
+    seeds it is a mean, and nats are the mean code length (averaged probabilities would be an ensemble's), of which all
+    measures are; the deviations are the sample standard deviations of each measure, and of the primary one, the first.
+    The protocol also says whether the numbers are code lengths of the text, why a measure is null, and which layers
+    are not strictly causal. Raises ConfigError for pixels that make no square image.
+    """
+    kind = protocol.tokenizer["name"]
+    shape = image_shape(protocol.sequence_length) if kind == PIXELS else None
+    scores = score_seeds(decoder, stream, protocol, batch, limit, ranks)
+    dims = scores[0].dims
+    counts = counts_of(protocol, dims, stream.tokens)
+    nats, correct = (math.fsum(sums) / len(scores) for sums in zip(*((s.nats, s.correct) for s in scores), strict=True))
+    found = measures(nats, counts, kind)
+    each = [measures(score.nats, counts, kind) for score in scores]
+    deviations = {name: _deviation([one[name] for one in each]) for name in found}
+    own: dict[str, Any] = {
+        "symbols": f"tokens of {kind}",
+        "leaks": decoder.leaks,
+        "code_length": protocol.lossless and not decoder.leaks,
+        "context_start": "learned start vector",
+        "split_dims": stream.tokens,
+        "coverage": dims / stream.tokens,
+        "left_out": {name: _reason(name, counts) for name, value in found.items() if value is None},
+    }
+    result: dict[str, Any] = found | {
+        "accuracy": correct / dims,
+        "nats": nats,
+        "dims": dims,
+        "bytes": counts.raw_bytes,
+        "words": counts.words,
+        "standard_deviation": next(iter(deviations.values())),
+        "standard_deviations": deviations,
+    }
+    if shape is not None:
+        own["symbols"] = f"sub-pixels of images of {shape.side}×{shape.side}, {shape.tokens} each"
+        own["order"] = "rows from the top, pixels from the left, channels in turn"
+        result["png_bits_per_dim"] = png_bits_per_dim(stream, shape.tokens, limit)
+    return {**result, "protocol": {**asdict(protocol), **own}}
+
+
+UNITS = {
+    "bits_per_dim": "bits/dim",
+    "bits_per_token": "bits/token",
+    "bits_per_byte": "bits/byte",
+    "token_perplexity": "token perplexity",
+    "word_perplexity": "word perplexity",
+    "png_bits_per_dim": "PNG files' bits/dim",
+}
+
+
+def decoder_summary(result: Mapping[str, Any]) -> str:
+    """The line that megasparse evaluate prints."""
+    protocol, found = result["protocol"], {name: result[name] for name in UNITS if result.get(name) is not None}
+    if not protocol["lossless"]:  # cheap where words are predicted as unknown ones: not to be compared with compressors
+        found.pop("bits_per_byte", None)
+    if protocol["tokenizer"]["name"] == BYTES:  # a number of millions, which no model of words would have
+        found.pop("word_perplexity", None)
+    primary, *others = found
+    parts = [f"{found[primary]:.4f} {UNITS[primary]}", f"accuracy {100 * result['accuracy']:.2f} %"]
+    parts += [f"{UNITS[name]} {found[name]:.4f}" for name in others if found[name] != found[primary]]
+    covered = f"{result['dims']:,} of {protocol['split_dims']:,} symbols of {protocol['split']}"
+    windows = f"windows of {protocol['sequence_length']}, stride {protocol['stride']}"
+    return f"{', '.join(parts)} ({covered}; {windows}; step {protocol['checkpoint_step']})"
+
+
+def _reason(name: str, counts: Counts) -> str:
+    count = {"bits_per_byte": counts.raw_bytes, "word_perplexity": counts.words}.get(name, counts.tokens)
+    return counts.missing if count is None else "beyond the largest number"
+
+
+def _deviation(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.stdev(known) if len(values) == len(known) > 1 else None
+
+
+# Encoders: masked tokens
+
+
+def evaluate_encoder(
+    encoder: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, ranks: Ranks
+) -> dict[str, Any]:
+    """Score a split by a protocol: {"loss", "perplexity", "accuracy", "nats", "dims", "standard_deviation",
+    "protocol"}.
+
+    dims: masked tokens that were scored. loss: mean nats of one; perplexity: exp(loss). Each seed hashes, and masks,
+    anew: sums are over all of them, and the deviation is the sample standard deviation of their losses.
+    With model.sentence_order also "sentence_order": {"loss", "accuracy", "pairs"}, the mean nats of a pair, half of
+    which are swapped by the same draws, in a second pass.
+    """
+    scores = score_seeds(encoder, stream, protocol, batch, limit, ranks)
+    nats, masked = math.fsum(s.nats for s in scores), sum(s.dims for s in scores)
+    losses = [s.nats / s.dims for s in scores]
+    own = {"masking": encoder.config.masking.model_dump(), "split_tokens": stream.tokens}
+    order = {}
+    if encoder.config.sentence_order is not None:
+        order = {"sentence_order": _sentence_order(encoder, stream, protocol, batch, limit, ranks)}
+    return {
+        "loss": nats / masked,
+        "perplexity": math.exp(nats / masked),
+        "accuracy": sum(s.correct for s in scores) / masked,
+        "nats": nats,
+        "dims": masked,
+        "standard_deviation": statistics.stdev(losses) if len(losses) > 1 else None,
+        **order,
+        "protocol": {**asdict(protocol), **own},
+    }
+
+
+def _sentence_order(
+    encoder: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, ranks: Ranks
+) -> dict[str, Any]:
+    scores = score_seeds(
+        encoder, stream, protocol, batch, limit, ranks, lambda tokens, rng, skip: order_sums(encoder, tokens, rng)
+    )
+    pairs = sum(s.dims for s in scores)
+    return {
+        "loss": math.fsum(s.nats for s in scores) / max(1, pairs),
+        "accuracy": sum(s.correct for s in scores) / max(1, pairs),
+        "pairs": pairs,
+    }
+
+
+def order_sums(encoder: Any, tokens: Tensor, rng: RngContext) -> tuple[Tensor, Tensor, Tensor]:
+    """Nats, number of right predictions, and number of the pairs among sequences (B, L), whose order is predicted."""
+    nats, correct, scored = encoder.sentence_order_scores(tokens, rng)
+    return nats[scored].double().sum(), correct[scored].sum(), scored.sum()
+
+
+def encoder_summary(result: dict[str, Any]) -> str:
+    """What megasparse evaluate prints."""
+    protocol = result["protocol"]
+    found = f"{result['loss']:.4f} nats a masked token, perplexity {result['perplexity']:.3f}"
+    covered = f"{result['dims']:,} masked tokens of {protocol['split']}"
+    windows = f"windows of {protocol['sequence_length']}, stride {protocol['stride']}"
+    line = (
+        f"{found}, accuracy {100 * result['accuracy']:.2f} % ({covered}; {windows}; step {protocol['checkpoint_step']})"
+    )
+    if order := result.get("sentence_order"):
+        line += f"\nsentence order: {order['loss']:.4f} nats a pair, accuracy {100 * order['accuracy']:.2f} % "
+        line += f"({order['pairs']:,} pairs)"
+    return line
+
+
+# Encoder–decoders: target tokens
+
+
+def evaluate_encoder_decoder(
+    model: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, ranks: Ranks
+) -> dict[str, Any]:
+    """Score a split by a protocol: {"loss", "perplexity", "accuracy", "nats", "dims", "standard_deviation",
+    "protocol"}.
+
+    dims: target tokens, those that end the targets among them, padding not. loss: mean nats of one, without label
+    smoothing; perplexity: exp(loss). Over several hash seeds all are of the mean code length; the deviation is the
+    sample standard deviation of the losses.
+    """
+    scores = score_seeds(model, stream, protocol, batch, limit, ranks)
+    dims = scores[0].dims
+    losses = [each.nats / dims for each in scores]
+    own = {
+        "leaks": model.leaks,
+        "context_start": "learned start vector",
+        "source_length": model.config.source.length,
+        "split_tokens": stream.tokens,
+    }
+    loss = math.fsum(losses) / len(losses)
+    return {
+        "loss": loss,
+        "perplexity": math.exp(loss),
+        "accuracy": math.fsum(each.correct for each in scores) / (dims * len(scores)),
+        "nats": loss * dims,
+        "dims": dims,
+        "standard_deviation": statistics.stdev(losses) if len(losses) > 1 else None,
+        "protocol": {**asdict(protocol), **own},
+    }
+
+
+def encoder_decoder_summary(result: Mapping[str, Any]) -> str:
+    """The line that megasparse evaluate prints."""
+    protocol = result["protocol"]
+    found = f"{result['loss']:.4f} nats a target token, perplexity {result['perplexity']:.3f}"
+    covered = f"{result['dims']:,} target tokens of {protocol['split']}, step {protocol['checkpoint_step']}"
+    return f"{found}, accuracy {100 * result['accuracy']:.2f} % ({covered})"
