@@ -57,7 +57,7 @@ class BigBirdAttention(BlockSparseAttention):
 
     def flops(self, length: int) -> Passes:
         """Longformer's count, in global blocks, and random blocks."""
-        work = self.workload(length)
+        work = self.spec.workload(length)
         blocks = self.config.random + self.config.globals * (1 if work.causal else 2)
         return work.pairs(work.chunks(self.chunk) + blocks * self.chunk)
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from megasparse.attention.costs import Passes, Traffic, Work, Workload
+from megasparse.attention.costs import Passes, Workload
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.errors import ConfigError
 from megasparse.ops.autocast import without_autocast
@@ -142,6 +142,10 @@ class MechanismSpec:
         """That of the heads which are on this rank."""
         return replace(self, heads=self.heads // part.shares)
 
+    def workload(self, length: int) -> Workload:
+        """These heads at a sequence length, as FLOPs are counted of them."""
+        return Workload(self.heads, self.head_dim, self.causal, length)
+
 
 class Attention(nn.Module, ABC):
     """One mechanism over some heads of a layer, built from its section of the configuration and its spec.
@@ -246,28 +250,6 @@ class Attention(nn.Module, ABC):
     def flops(self, length: int) -> Passes:
         """FLOPs by formula, with every window full. Raises ConfigError for a mechanism whose FLOPs are not known."""
         raise self._lacks("has no count of its FLOPs", "flops")
-
-    def kept_flops(self, length: int) -> Passes:
-        """The part of `flops` that finds codes, which reversible layers keep for the backward."""
-        return Passes()
-
-    def shared_flops(self, length: int) -> Passes:
-        """The part of `flops` that ranks with the same heads share out; the rest each of them repeats."""
-        return self.flops(length) - self.kept_flops(length) if self.shares_pairs else Passes()
-
-    def operators(self, length: int, size: int) -> dict[str, Work] | None:
-        """FLOPs and bytes moved by each kernel, or None for a mechanism without kernels. size: bytes of a number."""
-        return None
-
-    def one_kernel(self, length: int, size: int) -> dict[str, Work]:
-        """`operators` of a mechanism that one kernel computes, in the order that the tokens have."""
-        return {"attention": Work(self.flops(length), self.traffic(size).softmax(1, ordered=False))}
-
-    def workload(self, length: int) -> Workload:
-        return Workload(self.spec.heads, self.spec.head_dim, self.spec.causal, length)
-
-    def traffic(self, size: int) -> Traffic:
-        return Traffic(self.spec.heads, self.spec.head_dim, size)
 
     # What evaluation compares
 

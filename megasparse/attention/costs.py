@@ -1,6 +1,6 @@
-"""Types in which a mechanism states its costs: FLOPs, bytes moved, and the pairs of queries and keys behind them.
+"""Types in which a mechanism states its FLOPs: those of passes, and the pairs of queries and keys behind them.
 
-H heads, L length, D head dim, M window, s bytes of a number in the model's dtype.
+H heads, L length, D head dim, M window.
 """
 
 from dataclasses import dataclass
@@ -30,14 +30,6 @@ class Passes:
 def product(operations: float) -> Passes:
     """FLOPs of a matrix product that takes so many operations forward; its two gradients take as many each."""
     return Passes(operations, 2 * operations)
-
-
-@dataclass(frozen=True)
-class Work:
-    """FLOPs and bytes moved by one operator, a token."""
-
-    flops: Passes
-    moved: Passes
 
 
 @dataclass(frozen=True)
@@ -79,52 +71,3 @@ class Workload:
         """Mean number of keys a query sees in `count` clusters of `size` queries and keys each."""
         size = min(size, self.length)
         return count * size * ((size + 1) / 2 if self.causal else size) / self.length
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes a token that the operators of some heads move; size: s.
-
-    Each input is read once in every round that gathers it, each output is written once, and everything else stays on
-    the chip. A kernel that recomputes, pads or reads again is slower than this by what these cost it.
-    """
-
-    heads: int
-    head_dim: int
-    size: int
-
-    @property
-    def row(self) -> float:
-        """A vector of every head."""
-        return float(self.heads * self.head_dim * self.size)
-
-    @property
-    def number(self) -> float:
-        """A position or a softmax statistic of every head."""
-        return 4.0 * self.heads
-
-    @property
-    def code(self) -> float:
-        """A bucket of every head."""
-        return 2.0 * self.heads
-
-    def softmax(self, rounds: int, ordered: bool) -> Passes:
-        """Forward: q, k, v and, if ordered, their order in each round; out and log-sum-exp once. Backward: dout too in
-        each round; log-sum-exp, and out for out·dout, once; dq, dk, dv.
-        """
-        order = self.number if ordered else 0.0
-        once = self.row + self.number
-        return Passes(rounds * (3 * self.row + order) + once, rounds * (4 * self.row + order) + once + 3 * self.row)
-
-    def merged(self, sources: int) -> Passes:
-        """Outputs of so many softmaxes, written and read once more where they become one."""
-        return Passes(sources * 2 * self.row, sources * 3 * self.row)
-
-    def sinks(self, count: int) -> Passes:
-        """A softmax over `count` tokens, whose numbers all heads share, merged with another one; 0 without sinks."""
-        index = 4.0 * count
-        return self.softmax(1, ordered=False) + Passes(index, index) + self.merged(2) if count else Passes()
-
-    def sort(self, orders: int) -> Work:
-        """Sorting of tokens by their codes."""
-        return Work(Passes(), Passes(orders * (self.code + self.number)))

@@ -97,12 +97,9 @@ class CrossAttention(nn.Module):
         projections = product(4.0 * self.query.weight.shape[1] * width * (source + target))
         if not self.hashed:
             return projections + product(4.0 * width * source * target)
+        codes = float(self.lsh.rounds * width * sum(self.factors) * (source + target))
         pairs = product(4.0 * min(2 * self.chunk, source) * target * self.lsh.rounds * width)
-        return projections + pairs + self.kept_flops(source, target)
-
-    def kept_flops(self, source: int, target: int) -> Passes:
-        """The part of `flops` that finds codes, which reversible layers keep for the backward."""
-        return Passes(float(self.lsh.rounds * self.heads * self.head_dim * sum(self.factors) * (source + target)))
+        return projections + pairs + Passes(codes)
 
     def _dropout(self, q: Tensor, context: AttentionContext) -> PairDropout | None:
         rng = context.rng

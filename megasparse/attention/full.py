@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
-from megasparse.attention.costs import Passes, Work
+from megasparse.attention.costs import Passes
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import FullAttentionConfig
 from megasparse.ops.backend import implementation
@@ -97,11 +97,8 @@ class FullAttention(KeyValueAttention):
         return _masked(inputs, 1.0, exclude_self=True)
 
     def flops(self, length: int) -> Passes:
-        work = self.workload(length)
+        work = self.spec.workload(length)
         return work.pairs(work.visible)
-
-    def operators(self, length: int, size: int) -> dict[str, Work]:
-        return self.one_kernel(length, size)
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: KeyValueCache, position: int, context: AttentionContext

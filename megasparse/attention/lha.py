@@ -19,7 +19,7 @@ from megasparse.attention.contract import (
     Buckets,
     MechanismSpec,
 )
-from megasparse.attention.costs import Passes, Work, product
+from megasparse.attention.costs import Passes, product
 from megasparse.attention.documents import Document, Lists, attend_in_clusters, clusters_by_document, most_documents
 from megasparse.attention.far_attention import Near, best_far, collision_loss, drawn_positions
 from megasparse.attention.lha_hash import HashFunctions, Sides, Weights, bucket_codes, scores_of
@@ -192,11 +192,8 @@ class LHAAttention(BandAttention):
     def flops(self, length: int) -> Passes:
         return self._pairs(length) + self._hashing_flops(length)
 
-    def shared_flops(self, length: int) -> Passes:
-        return self._pairs(length) if self.shares_pairs else Passes()
-
     def _pairs(self, length: int) -> Passes:
-        work = self.workload(length)
+        work = self.spec.workload(length)
         return work.pairs(self._window_keys(length)) * (1 + self.local) + work.pairs(self.sinks)
 
     def _hashing_flops(self, length: int) -> Passes:
@@ -204,7 +201,7 @@ class LHAAttention(BandAttention):
         sample; or the scores of all pairs twice; or random features of q and k and their products with the buckets'
         sums.
         """
-        work, dim, buckets = self.workload(length), self.spec.head_dim, self.buckets
+        work, dim, buckets = self.spec.workload(length), self.spec.head_dim, self.buckets
         if self.config.hash == "random":
             return Passes(work.heads * 2 * 2.0 * dim * buckets)
         weights = dim * buckets + (dim * dim if self.config.hash == "mlp" else 0)
@@ -220,32 +217,9 @@ class LHAAttention(BandAttention):
         }[self.config.utility]
         return (product(2 * 2.0 * weights) + Passes(utility)) * work.heads
 
-    def kept_flops(self, length: int) -> Passes:
-        """Both hash functions of each token, once; where they learn from all tokens these need them again."""
-        if self.config.hash != "random" and self.config.utility != "sampled":
-            return Passes()
-        dim = self.spec.head_dim
-        weights = dim * self.buckets + (dim * dim if self.config.hash == "mlp" else 0)
-        return Passes(self.spec.heads * 2 * 2.0 * weights)
-
-    def operators(self, length: int, size: int) -> dict[str, Work]:
-        """LSH's operators in one round. The hash functions read q and k, and what they learn reads both again."""
-        work, traffic = self.workload(length), self.traffic(size)
-        learned = 1 if self.config.hash == "random" else 2
-        hashed = 1 if work.causal and self.config.joint else 2
-        bucket = max(1.0, work.visible * self.config.chunk / self.spec.max_length)
-        window = self._window_keys(length)
-        pairs = work.pairs(min(window, bucket)) + work.pairs(window) * self.local + work.pairs(self.sinks)
-        hashing = Passes(learned * 2 * traffic.row + hashed * traffic.code)
-        return {
-            "hashing": Work(self._hashing_flops(length), hashing),
-            "sort": traffic.sort(hashed),
-            "attention": Work(pairs, traffic.softmax(1 + self.local, ordered=True) + traffic.sinks(self.sinks)),
-        }
-
     def _window_keys(self, length: int) -> float:
         """Keys of a query, where its bucket has as many."""
-        work = self.workload(length)
+        work = self.spec.workload(length)
         if self.config.window == "band":
             return work.band(self.config.chunk, shared_codes=False)
         return work.clusters(self.buckets, self.bucket_size)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
-from megasparse.attention.costs import Passes, Work
+from megasparse.attention.costs import Passes
 from megasparse.attention.full import Cache, KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import merge, sink_attention
@@ -82,13 +82,9 @@ class LocalAttention(Attention):
 
     def flops(self, length: int) -> Passes:
         """Relative positions have scores of their own: 6·D more a key."""
-        work = self.workload(length)
+        work = self.spec.workload(length)
         keys = work.chunks(self.chunk) + work.beyond(self.chunk, self.sinks)
         return work.pairs(keys) * (1.5 if self.relative else 1.0)
-
-    def operators(self, length: int, size: int) -> dict[str, Work]:
-        traffic = self.traffic(size)
-        return {"attention": Work(self.flops(length), traffic.softmax(1, ordered=False) + traffic.sinks(self.sinks))}
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> LocalCache:
         # The chunk at hand and the one before it share two places by turns.

@@ -19,5 +19,5 @@ class LongformerAttention(BlockSparseAttention):
 
     def flops(self, length: int) -> Passes:
         """Neighbouring blocks and G global tokens; both ways G queries see all keys, G more a query on average."""
-        work = self.workload(length)
+        work = self.spec.workload(length)
         return work.pairs(work.chunks(self.chunk) + self.first * (1 if work.causal else 2))

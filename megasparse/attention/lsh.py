@@ -15,7 +15,7 @@ from megasparse.attention.contract import (
     Buckets,
     MechanismSpec,
 )
-from megasparse.attention.costs import Passes, Work
+from megasparse.attention.costs import Passes
 from megasparse.config.attention import LSHAttentionConfig
 from megasparse.config.buckets import lsh_buckets
 from megasparse.ops.bucketed_attention import Window
@@ -70,32 +70,17 @@ class LSHAttention(BandAttention):
         return AttentionOutput(out, None, {}, lse)
 
     def flops(self, length: int) -> Passes:
-        work, keys = self.workload(length), self._window_keys(length)
-        return work.pairs(keys) * (self.config.rounds + self.local) + work.pairs(self.sinks) + self.kept_flops(length)
-
-    def kept_flops(self, length: int) -> Passes:
-        """Forward only: in each round 2·D for each of half as many rotation vectors as there are buckets (the sum of
-        the factors), for each of queries and keys that has codes of its own.
+        """Pairs in windows. Codes, forward only: in each round 2·D for each of half as many rotation vectors as there
+        are buckets (the sum of the factors), for each of queries and keys that has codes of its own.
         """
-        hashed, buckets = 1 if self.shared_qk else 2, sum(self.factors)
-        return Passes(float(self.config.rounds * hashed * self.spec.heads * self.spec.head_dim * buckets))
-
-    def operators(self, length: int, size: int) -> dict[str, Work]:
-        """A query sees the keys of its window that are in its bucket, of buckets that are filled equally."""
-        work, traffic, rounds = self.workload(length), self.traffic(size), self.config.rounds
-        hashed = 1 if self.shared_qk else 2
-        window = self._window_keys(length)
-        pairs = work.pairs(min(window, max(1.0, work.visible / self.buckets))) * rounds
-        pairs += work.pairs(window) * self.local + work.pairs(self.sinks)
-        return {
-            "hashing": Work(self.kept_flops(length), Passes(hashed * (traffic.row + rounds * traffic.code))),
-            "sort": traffic.sort(hashed * rounds),
-            "attention": Work(pairs, traffic.softmax(rounds + self.local, ordered=True) + traffic.sinks(self.sinks)),
-        }
+        hashed, width = 1 if self.shared_qk else 2, self.spec.heads * self.spec.head_dim
+        codes = float(self.config.rounds * hashed * width * sum(self.factors))
+        work, keys = self.spec.workload(length), self._window_keys(length)
+        return work.pairs(keys) * (self.config.rounds + self.local) + work.pairs(self.sinks) + Passes(codes)
 
     def _window_keys(self, length: int) -> float:
         """Keys of a query in a round, where its bucket has as many."""
-        work, chunk = self.workload(length), self.config.chunk
+        work, chunk = self.spec.workload(length), self.config.chunk
         return work.band(chunk, self.shared_qk) if self.config.window == "band" else work.chunks(chunk)
 
     def cached_rounds(self, rounds: int | None) -> int:

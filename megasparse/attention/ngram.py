@@ -18,7 +18,7 @@ from megasparse.attention.contract import (
     Buckets,
     MechanismSpec,
 )
-from megasparse.attention.costs import Passes, Work
+from megasparse.attention.costs import Passes
 from megasparse.attention.full import Cache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import merge, sink_attention
@@ -163,22 +163,10 @@ class NGramAttention(Attention):
         cache.newest = codes[:, None, :, -1:].long()
 
     def flops(self, length: int) -> Passes:
-        work, rounds = self.workload(length), len(self.config.lengths)
+        work, rounds = self.spec.workload(length), len(self.config.lengths)
         chunk = self.near.window.chunk
         near = work.chunks(chunk) + work.beyond(chunk, self.config.sinks)
         return work.pairs(near) + work.pairs(self.config.chunk - 1) * rounds
-
-    def operators(self, length: int, size: int) -> dict[str, Work]:
-        """Codes and their order are those of all heads. A query may see any number of keys up to M − 1 in a round,
-        which is counted. The sources' outputs are written and read once more.
-        """
-        traffic, rounds = self.traffic(size), len(self.config.lengths)
-        moved = traffic.softmax(1, ordered=False) + traffic.softmax(1, ordered=True) * rounds
-        moved += traffic.merged(1 + rounds) + traffic.sinks(self.config.sinks)
-        return {
-            "sort": Work(Passes(), traffic.sort(rounds).moved * (1 / self.spec.heads)),
-            "attention": Work(self.flops(length), moved),
-        }
 
 
 @torch.no_grad()

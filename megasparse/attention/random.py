@@ -48,5 +48,5 @@ class RandomAttention(BandAttention):
         return AttentionOutput(out, None, {}, lse)
 
     def flops(self, length: int) -> Passes:
-        work = self.workload(length)
+        work = self.spec.workload(length)
         return work.pairs(work.band(self.window.chunk, shared_codes=True))

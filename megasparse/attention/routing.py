@@ -146,12 +146,9 @@ class RoutingAttention(BandAttention):
         self.centroids.copy_(torch.where((count > 0) & (length > 0), moved / length, old))
 
     def flops(self, length: int) -> Passes:
-        work, chunk = self.workload(length), self.config.chunk
+        """Pairs in windows, and forward only the products of q, and of a k of its own, with N centroids."""
+        codes = self.spec.heads * (1 if self.spec.causal else 2) * 2.0 * self.spec.head_dim * self.buckets
+        work, chunk = self.spec.workload(length), self.config.chunk
         band = self.config.window == "band"
         keys = work.band(chunk, shared_codes=False) if band else work.clusters(self.buckets, chunk)
-        return work.pairs(keys) * (1 + self.local) + work.pairs(self.sinks) + self.kept_flops(length)
-
-    def kept_flops(self, length: int) -> Passes:
-        """Products of q, and of a k of its own, with N centroids, forward only."""
-        sides = 1 if self.spec.causal else 2
-        return Passes(self.spec.heads * sides * 2.0 * self.spec.head_dim * self.buckets)
+        return work.pairs(keys) * (1 + self.local) + work.pairs(self.sinks) + Passes(codes)

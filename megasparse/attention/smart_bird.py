@@ -18,7 +18,7 @@ from megasparse.attention.contract import (
     MechanismSpec,
     Targets,
 )
-from megasparse.attention.costs import Passes, Work, product
+from megasparse.attention.costs import Passes, product
 from megasparse.attention.far_attention import SAMPLES, drawn_positions, far_attention, far_pairs, sketch_divergence
 from megasparse.attention.full import Cache, KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
@@ -186,17 +186,17 @@ class SmartBirdAttention(Attention):
         return self._gathered_flops(length) + self._window_flops(length) + self._sketch_flops(length)
 
     def _gathered_flops(self, length: int) -> Passes:
-        return self.workload(length).pairs(self.config.keys + self.config.sinks)
+        return self.spec.workload(length).pairs(self.config.keys + self.config.sinks)
 
     def _window_flops(self, length: int) -> Passes:
-        work = self.workload(length)
+        work = self.spec.workload(length)
         return work.pairs(work.chunks(self.near.window.chunk)) * self.config.local
 
     def _sketch_flops(self, length: int) -> Passes:
         """The sketch, one of all heads: 12·d a key, 2·d more to choose by, its projections of an input without gradient
         (4 a weight), the rest of its layer, and its objective's output over the vocabulary.
         """
-        visible, weights = self.workload(length).visible, 3 * self.width
+        visible, weights = self.spec.workload(length).visible, 3 * self.width
         if self.config.objective == "attention":
             return self._learning_flops(length, visible)
         outputs = self.spec.vocabulary if self.config.objective == "token" else 0
@@ -215,28 +215,6 @@ class SmartBirdAttention(Attention):
         projected = Passes(4.0 * width, 4.0 * width) * self.config.sketch_dim
         scores = (Passes(2.0 * visible) + product(2.0 * visible * sampled)) * (self.config.sketch_dim * self.groups)
         return projected + scores + Passes(2.0 * dim * heads * visible * sampled)
-
-    def operators(self, length: int, size: int) -> dict[str, Work]:
-        """The sketch reads the layer's input, in the backward again, and writes K numbers a query and head. K keys and
-        values are gathered, q read and out written; in the backward also q and dout of as many queries a key. Sinks are
-        keys more; a window is a softmax of its own, merged with theirs.
-        """
-        traffic = self.traffic(size)
-        row, number = traffic.row, traffic.number
-        keys = min(self.config.keys + self.config.sinks, self.workload(length).visible)
-        index, width = keys * number, self.spec.d_model
-        read = (width + 6.0 * self.config.sketch_dim) * size
-        if self.config.sketch == "heads":
-            read = 2 * row + 6.0 * self.config.sketch_dim * self.groups * size
-        gather = Passes(2 * keys * row + 2 * row + index + number, 4 * keys * row + 6 * row + 2 * index + number)
-        work = {
-            "sketch": Work(self._sketch_flops(length), Passes(read + index, read)),
-            "gather": Work(self._gathered_flops(length), gather),
-        }
-        if self.config.local:
-            moved = traffic.softmax(1, ordered=False) + traffic.merged(2)
-            work["window"] = Work(self._window_flops(length), moved)
-        return work
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> SketchCache:
         capacity, groups = self.spec.max_length, self.groups if self.groups == 1 else self.groups // part.shares

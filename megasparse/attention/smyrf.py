@@ -66,12 +66,9 @@ class SMYRFAttention(Attention):
         return AttentionOutput(out, None, {}, None if share is None else lse)
 
     def flops(self, length: int) -> Passes:
-        """In each round one cluster, and the codes."""
-        return self.workload(length).pairs(self.config.chunk) * self.config.rounds + self.kept_flops(length)
-
-    def kept_flops(self, length: int) -> Passes:
-        """In each round a projection of q and of k, two numbers longer, to a line."""
-        return Passes(self.spec.heads * 2 * 2.0 * (self.spec.head_dim + 2)) * self.config.rounds
+        """In each round one cluster, and a projection of q and of k, two numbers longer, to a line."""
+        codes = Passes(self.spec.heads * 2 * 2.0 * (self.spec.head_dim + 2))
+        return (self.spec.workload(length).pairs(self.config.chunk) + codes) * self.config.rounds
 
 
 def asymmetric(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

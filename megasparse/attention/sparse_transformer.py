@@ -68,7 +68,7 @@ class SparseTransformerAttention(FixedPatternAttention):
 
     def flops(self, length: int) -> Passes:
         """The last S positions (both ways S on either side) and every S-th one."""
-        work = self.workload(length)
+        work = self.spec.workload(length)
         return work.pairs(self.stride * (1 if work.causal else 2) + work.visible / self.stride)
 
     def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:

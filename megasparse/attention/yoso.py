@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
-from megasparse.attention.costs import Passes, Work, product
+from megasparse.attention.costs import Passes, product
 from megasparse.attention.full import Cache, KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import YOSOAttentionConfig
@@ -113,7 +113,7 @@ class YOSOAttention(Attention):
         and k by tables, 4·D² each, or by the 1/2^τ of pairs that collide at random, 6·D each: the cheaper, or the one
         configured.
         """
-        yoso, work, dim = self.config, self.workload(length), self.spec.head_dim
+        yoso, work, dim = self.config, self.spec.workload(length), self.spec.head_dim
         if yoso.expectation:
             return work.pairs(work.visible)
         bit = 3.0 * math.log2(max(2, dim)) if yoso.projection == "hadamard" else 2.0 * dim
@@ -121,19 +121,6 @@ class YOSOAttention(Attention):
         gradient = gradients.get(yoso.backward, min(gradients.values()))
         hashing = Passes(2 * self.code_bits * bit + 2.0 * dim, 2.0 * dim + gradient)
         return (hashing * yoso.hashes + product(2.0 * dim * (yoso.convolution or 0))) * work.heads
-
-    def operators(self, length: int, size: int) -> dict[str, Work]:
-        """Codes of q and k, m of each. Then for each hash v, and in the backward q, k, v and dout, with both codes;
-        tables of 2^τ·D sums written once; out, and in the backward out, dq, dk and dv.
-        """
-        if self.config.expectation:
-            return self.one_kernel(length, size)
-        traffic, hashes = self.traffic(size), self.config.hashes
-        row, code = traffic.row, traffic.code
-        table = 2.0**self.code_bits * self.spec.head_dim * traffic.number / length
-        each = Passes(row + 2 * code + table, 4 * row + 2 * code + table) * hashes
-        codes = Passes(2 * row + 2 * hashes * code)
-        return {"attention": Work(self.flops(length), each + codes + Passes(row, 4 * row))}
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> YOSOCache:
         spec, width = self.spec.here(part), self.spec.head_dim

@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megasparse.attention.contract import Attention, AttentionContext, Targets
-from megasparse.attention.costs import Passes
 from megasparse.attention.heads import Padding, build_mechanism, head_dim, split_heads_by_mechanism
 from megasparse.config.attention import AttentionConfig, AttentionKind
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import initialise
 from megasparse.ops.random import RngContext
 from megasparse.planning.measure import peak, reset_peak, time_passes
-from megasparse.planning.roofline import least_seconds, peaks_of
 
 Pass = Callable[[], Callable[[], None]]
 """A forward pass, which gives back its backward pass."""
@@ -61,8 +59,8 @@ class Case:
 @dataclass(frozen=True)
 class Measurement:
     """Seconds of each repeat. extra_bytes: peak of memory beyond inputs and the outputs' gradient. testing_bytes: that
-    of a forward pass without gradients. kept_bytes: what a forward pass keeps for the backward, inputs included. least:
-    seconds by the roofline of this GPU, or None. note: what else was chosen here.
+    of a forward pass without gradients. kept_bytes: what a forward pass keeps for the backward, inputs included. note:
+    what else was chosen here.
     """
 
     forward: list[float]
@@ -70,7 +68,6 @@ class Measurement:
     extra_bytes: int
     testing_bytes: int
     kept_bytes: int
-    least: Passes | None
     note: str
 
 
@@ -112,7 +109,7 @@ def measure(case: Case) -> Measurement:
         run()
     testing = peak(device) - before
     times = [s[0] for s in seconds], [s[1] for s in seconds]
-    return Measurement(*times, extra, testing, kept_bytes(run), least(case, device), note)
+    return Measurement(*times, extra, testing, kept_bytes(run), note)
 
 
 def kept_bytes(run: Pass) -> int:
@@ -127,16 +124,6 @@ def kept_bytes(run: Pass) -> int:
         backward = run()
     del backward
     return sum(x.untyped_storage().nbytes() for x in kept.values())
-
-
-def least(case: Case, device: torch.device) -> Passes | None:
-    peaks = peaks_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    kind = MECHANISMS.get(case.implementation, "full" if case.implementation == "sdpa" else None)
-    if peaks is None or kind is None:
-        return None
-    with torch.device("meta"):
-        mechanism = build_mechanism(kind, case.model, case.model.heads)
-    return least_seconds(mechanism, case.model.max_length, case.batch, DTYPES[case.dtype], peaks)
 
 
 def build(case: Case, device: torch.device) -> tuple[Pass, str]:

@@ -82,7 +82,6 @@ def figures(case: Case) -> dict[str, Any]:
         found = alone(measure, case)
     except MeasurementError as error:
         return {"error": error.problem}
-    both = statistics.median(found.both)
     fewer = f"{len(found.both)} runs" if len(found.both) < case.repeats else ""
     return {
         "forward": spread(found.forward),
@@ -90,7 +89,6 @@ def figures(case: Case) -> dict[str, Any]:
         "extra_bytes": found.extra_bytes,
         "testing_bytes": found.testing_bytes,
         "kept_bytes": found.kept_bytes,
-        "of_roofline": None if found.least is None else found.least.both / both,
         "note": ", ".join(filter(None, [found.note, fewer])),
     }
 
@@ -152,7 +150,6 @@ def report(found: dict[str, Any], settings: Settings) -> Iterator[str]:
 
 
 def table(rows: list[dict[str, Any]], settings: Settings) -> Iterator[str]:
-    roofline = any(row.get("of_roofline") for row in rows)
     heading = [
         "attention",
         "tokens",
@@ -164,7 +161,6 @@ def table(rows: list[dict[str, Any]], settings: Settings) -> Iterator[str]:
         "kept, GB",
     ]
     heading += [f"faster than {peer} × / its memory ×" for peer in settings.compare]
-    heading += ["of its roofline, %"] * roofline
     yield f"| {' | '.join(heading)} |"
     yield "|" + "---|" * len(heading)
     for row in rows:
@@ -177,7 +173,6 @@ def table(rows: list[dict[str, Any]], settings: Settings) -> Iterator[str]:
             cells += [f"{both / row['length'] * 1e9:,.0f}"]
             cells += [f"{row[f'{name}_bytes'] / 1e9:.3f}" for name in ("extra", "testing", "kept")]
             cells += [beside(row["beside"].get(peer)) for peer in settings.compare]
-            cells += [f"{100 * row['of_roofline']:.0f}" if row["of_roofline"] else ""] * roofline
         yield f"| {' | '.join(cells)} |"
 
 

@@ -10,11 +10,10 @@ import torch
 
 from megasparse.attention.heads import build_mechanism, head_dim
 from megasparse.benchmarks.attention import outputs_of
+from megasparse.benchmarks.launch_counts import META, Counts, count, total
 from megasparse.config.attention import AttentionKind
 from megasparse.config.schema import ModelConfig
-from megasparse.planning.hardware import Hardware
-from megasparse.planning.launches import META, Counts, count, total
-from megasparse.planning.roofline import PEAKS
+from megasparse.planning.plan import GPUS, Hardware
 
 LAUNCH_SECONDS = 5e-6
 """Assumed time of the host for one launch."""
@@ -47,15 +46,6 @@ def seconds(counts: Counts, peaks: Hardware) -> float:
     return max(counts.moved / peaks.bandwidth + counts.flops / peaks.peak, counts.launches * LAUNCH_SECONDS)
 
 
-def least_bytes(kind: AttentionKind, model: ModelConfig, batch: int, dtype: torch.dtype) -> float | None:
-    """Bytes that the mechanism cannot do without, both passes, as its roofline has them; None where it has none."""
-    with META:
-        operators = build_mechanism(kind, model, model.heads).operators(model.max_length, dtype.itemsize)
-    if operators is None:
-        return None
-    return batch * model.max_length * sum(part.moved.forward + part.moved.backward for part in operators.values())
-
-
 def report(passes: dict[str, Counts], most: int = 12) -> Iterator[str]:
     """The counts as Markdown lines, then the operations that move most."""
     yield "| pass | torch launches | kernel launches | GB moved | TFLOP of torch's products | transfers | host |"
@@ -66,7 +56,7 @@ def report(passes: dict[str, Counts], most: int = 12) -> Iterator[str]:
         yield f"| {name} | {c.torch} | {c.kernels} | {c.moved / 1e9:.2f} | {flops} | {c.transfers} | {c.host} |"
     yield ""
     times = ", ".join(
-        f"{name.split('-')[0].split()[0]} {1e3 * seconds(total(passes), gpu):.3g} ms" for name, gpu in PEAKS.items()
+        f"{name.split('-')[0].split()[0]} {1e3 * seconds(total(passes), gpu):.3g} ms" for name, gpu in GPUS.items()
     )
     yield f"counted, not measured: {times}"
     yield ""

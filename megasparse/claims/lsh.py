@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megasparse.attention.heads import build_mechanism
 from megasparse.benchmarks.attention import model_of
+from megasparse.benchmarks.launch_counts import total
 from megasparse.benchmarks.launches import count_layer
 from megasparse.claims.claim import Claim, Curve, Judgement, Numbers, Picture, Trial, mean_of
 from megasparse.config.attention import AttentionKind
@@ -15,7 +16,6 @@ from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, buc
 from megasparse.ops.bucketed_attention.reference import visible
 from megasparse.ops.hashing import angular_hash
 from megasparse.ops.random import derive, rotations
-from megasparse.planning.launches import total
 from megasparse.runs.comparison import spread
 
 PAPER = "Reformer"

@@ -10,7 +10,7 @@ from megasparse.config.load import load_config
 from megasparse.config.schema import Config
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
-from megasparse.planning.pass_memory import PassMemory
+from megasparse.planning.passes import ConfiguredPass
 
 PAPER = "Reformer, section 3"
 BLOCKS = {"reversible": ("reversible", "reversible"), "ordinary": ("ordinary", "stored")}
@@ -33,7 +33,7 @@ def measure_memory(trial: Trial) -> Numbers:
         for layers in depths:
             trial.progress(f"{name}, {layers} layers")
             config = config_of(length, layers=layers, blocks=blocks, activations=activations)
-            found[name].append(PassMemory(config, "counted").curve.bytes(1, length, gradients=0))
+            found[name].append(ConfiguredPass(config).count(length).peak(0))
     return {"layers": depths, **found}
 
 

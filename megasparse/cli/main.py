@@ -35,7 +35,6 @@ COMMANDS = {
     "sweep": "fine-tune with every combination of some settings",
     "bench attention": "time and memory of attention, beside torch's and published Reformers'",
     "bench training": "tokens per second and memory of training steps",
-    "bench launches": "count a layer's or a step's launches and bytes on a GPU, without one",
     "bench decoder": "compare attentions inside a pretrained decoder",
     "bench kernels": "registers, spills and shared memory of every GPU kernel",
     "gpu-check": "check a GPU in ten minutes: kernels right, times, ratios, counted beside measured",

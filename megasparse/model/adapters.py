@@ -95,9 +95,3 @@ def _targets(model: nn.Module, wanted: list[str], kinds: Kinds) -> list[str]:
             raise ConfigError("lora.targets", f"no linear layer is named {show(target)}", did_you_mean(target, known))
         found += matching
     return sorted(set(found))
-
-
-def adapter_size(model: nn.Module, config: LoRAConfig, kinds: Kinds = LINEAR) -> int:
-    """Number of weights that `add_adapters` would add. Raises ConfigError as it does."""
-    shapes = [dict(model.named_parameters())[f"{name}.weight"].shape for name in _targets(model, config.targets, kinds)]
-    return config.rank * sum(sum(shape) for shape in shapes)

@@ -10,7 +10,6 @@ B batch, L length, E d_model, D head dim, n heads of a group.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,22 +32,6 @@ READING = ("norm", "query", "key", "value", "query_norm", "key_norm")
 Weights = dict[str, Tensor]
 Write = Callable[[int, Tensor], None]
 """Takes the output of a group, (B, T, E), on the tile of a number."""
-
-
-_most = 1 << 31
-
-
-@contextmanager
-def few_groups() -> Iterator[None]:
-    """Inside the context two groups of each mechanism stand for all. Memory is that of all, since they repeat; results
-    are not.
-    """
-    global _most
-    before, _most = _most, 2
-    try:
-        yield
-    finally:
-        _most = before
 
 
 class HeadGroup(NamedTuple):
@@ -144,7 +127,7 @@ class HeadGroups:
         first = first_key = 0
         for kind, heads in self.layer.split.items():
             own = heads // self.layer.groups
-            for number in range(min(self.layer.groups, _most)):
+            for number in range(self.layer.groups):
                 yield HeadGroup(kind, number, first + number * own, first_key + number * own, own)
             first += heads
             first_key += 0 if self.layer.mechanism(kind).shared_qk else heads

@@ -1,12 +1,12 @@
 """One trial step of a configuration on synthetic tokens, in one process."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from megasparse.config.schema import Config, ModelConfig
+from megasparse.config.schema import Config
 from megasparse.data.batches import Batch
 from megasparse.model.adapters import add_adapters
 from megasparse.model.build import build_model
@@ -14,7 +14,8 @@ from megasparse.model.encoder import Encoder
 from megasparse.ops.random import RngContext
 from megasparse.planning.flops import model_flops_per_token
 from megasparse.planning.measure import peak, reset_peak
-from megasparse.planning.planner import with_changes
+from megasparse.planning.passes import dummy_records
+from megasparse.planning.plan import GPUS, Plan
 from megasparse.training.engines import build_engine
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, start_ranks
@@ -51,6 +52,14 @@ class DryRun:
         )
 
 
+def dry_run_report(config: Config) -> Iterator[str]:
+    """Yield the plan for as few A100s as the configuration takes, then the trial step, which may take minutes."""
+    ranks = config.parallel.sequence
+    yield "\n".join(["planned, see megasparse plan:", *Plan(config, GPUS["A100"], ranks, max(8, ranks)).lines(), ""])
+    yield "one step of synthetic data, on this machine:"
+    yield dry_run(config).lines(config)
+
+
 def dry_run(config: Config) -> DryRun:
     """Build everything and take one optimizer step on one micro-batch of synthetic records, in this process on plain
     torch.
@@ -74,30 +83,13 @@ def dry_run(config: Config) -> DryRun:
 def trial_engine(config: Config, ranks: Ranks) -> tuple[Engine, Batch]:
     """A model to train on plain torch, and a micro-batch of synthetic records for it."""
     micro = config.training.micro_batch
-    alone = with_changes(with_changes(config, "run", engine="torch"), "training", global_batch=micro)
-    model = build_model(alone.model, alone.run.seed)
-    if isinstance(model, Encoder) and alone.model.masking.whole_words:
-        model.set_word_starts(torch.ones(alone.model.vocabulary, dtype=torch.bool))
-    if alone.lora is not None:
-        add_adapters(model, alone.lora, alone.run.seed)
-    engine = build_engine(model, alone, lambda step, samples: RngContext(alone.run.seed, step, samples, True), ranks)
-    tokens = dummy_records(alone.model, micro, config.data.sequence_length, config.run.seed)
+    run, training = config.run.model_copy(update={"engine": "torch"}), config.training
+    config = config.model_copy(update={"run": run, "training": training.model_copy(update={"global_batch": micro})})
+    model = build_model(config.model, run.seed)
+    if isinstance(model, Encoder) and config.model.masking.whole_words:
+        model.set_word_starts(torch.ones(config.model.vocabulary, dtype=torch.bool))
+    if config.lora is not None:
+        add_adapters(model, config.lora, run.seed)
+    engine = build_engine(model, config, lambda step, samples: RngContext(run.seed, step, samples, True), ranks)
+    tokens = dummy_records(config.model, micro, config.data.sequence_length, run.seed)
     return engine, Batch(tokens, torch.arange(micro), micro)
-
-
-def dummy_records(model: ModelConfig, batch: int, length: int, seed: int) -> Tensor:
-    """(batch, length) random ids of the vocabulary, in the form of the model's records: with `sentence_order` two
-    segments, each ended by the separator; with `padding_token` the last eighth is padding, as is that of the source.
-    """
-    separator = model.sentence_order.separator if model.sentence_order else None
-    special = {model.padding_token, model.document_separator, separator}
-    ids = torch.tensor([token for token in range(model.vocabulary) if token not in special])
-    tokens = ids[torch.randint(len(ids), (batch, length), generator=torch.Generator().manual_seed(seed))]
-    sides = [tokens] if model.source is None else tokens.split([model.source.length, length - model.source.length], 1)
-    for side in sides:
-        real = side.shape[1] if model.padding_token is None else side.shape[1] - side.shape[1] // 8
-        if separator is not None:
-            side[:, [real // 2, real - 1]] = separator
-        if model.padding_token is not None:
-            side[:, real:] = model.padding_token
-    return tokens

@@ -1,10 +1,11 @@
-"""Floating point operations of training, by formula: the sum of what the mechanisms and the products of weights take.
+"""Floating point operations of training by formula: what the mechanisms and the products with weights take.
 
 A sequence of an encoder–decoder is a source and a target.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -12,53 +13,46 @@ from megasparse.attention.contract import Attention
 from megasparse.attention.costs import Passes, product
 from megasparse.attention.cross import CrossAttention
 from megasparse.attention.heads import build_mechanism, ranks_with_the_same_heads
-from megasparse.config.parts import decoder_part, encoder_part
+from megasparse.config.parts import encoder_part
 from megasparse.config.pattern import heads_of_layer
 from megasparse.config.schema import GATED, ModelConfig
 from megasparse.errors import ConfigError
+from megasparse.training.ranks import Ranks
 
-
-@dataclass(frozen=True)
-class Parts:
-    """What the parts of a model take: attention without its projections."""
-
-    head: Passes
-    feed_forward: Passes
-    projections: Passes
-    attention: Passes
-
-    def __mul__(self, times: float) -> "Parts":
-        return Parts(*(getattr(self, part.name) * times for part in fields(self)))
-
-    def __add__(self, other: "Parts") -> "Parts":
-        return Parts(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
+SIDE = 768
+"""Rows and columns of the matrices that `product_speed` multiplies."""
+SHARE = 0.3
+"""Share of that speed which training on a CPU is assumed to reach."""
+LONG = 7200.0
+"""Seconds from which on a run is worth a warning."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
-    """FLOPs a token of one forward and backward pass, for the model FLOPs utilisation.
+    """Return the FLOPs per token of one forward and backward pass, for the model FLOPs utilisation.
 
-    A product of matrices counts 2 operations a weight and token forward and 4 backward: 6·(weights in products).
-    Attention adds 12·D in each head for each key a query sees on average (scores and values). What is recomputed in the
-    backward, masked inside a block, or done elementwise (sorting, sampling) is not counted. An encoder–decoder's is the
-    mean over the tokens of source and target. Raises ConfigError for a mechanism that does not count its FLOPs.
+    A product of matrices counts 2 operations per weight and token forward and 4 backward: 6·(weights in products).
+    Attention adds 12·D in each head for each key that a query attends to on average (scores and values). What is
+    recomputed in the backward, masked inside a block, or done elementwise (sorting, sampling) is not counted. For an
+    encoder–decoder the mean over the tokens of source and target.
+
+    Raises:
+        ConfigError: a mechanism does not count its FLOPs.
     """
-    parts = _parts(model, sequence_length)
-    return (parts.head + parts.feed_forward + parts.projections + parts.attention).both
+    return sum(passes.both for passes in flops_by_part(model, sequence_length).values())
 
 
 def hardware_flops_per_token(model: ModelConfig, sequence_length: int, ranks: int = 1) -> float:
-    """`model_flops_per_token` and what the backward computes once more, for the hardware FLOPs utilisation.
+    """Return `model_flops_per_token` and what the backward computes again, for the hardware FLOPs utilisation.
 
-    Reversible and checkpointed layers run forward again, but for the codes that reversible ones keep; what is cut into
-    tiles (`feed_forward_tiles`, `loss_tiles`) runs forward again tile by tile, in checkpointed layers a third time.
-    Scores that a kernel computes again inside its own backward are not counted. ranks: those that share a sequence;
-    where several have the same heads, what each of them repeats counts as often.
+    Args:
+        ranks: ranks that share a sequence; what several of them compute for the same heads counts as often.
     """
     return sum(hardware_flops_by_part(model, sequence_length, ranks).values())
 
 
 def known_flops_per_token(model: ModelConfig, sequence_length: int) -> tuple[float, float] | tuple[()]:
-    """Of the model and of the hardware, as above; empty where a mechanism does not count its FLOPs."""
+    """Return the FLOPs per token of the model and of the hardware; nothing if a mechanism does not count them."""
     try:
         return model_flops_per_token(model, sequence_length), hardware_flops_per_token(model, sequence_length)
     except ConfigError:
@@ -66,104 +60,103 @@ def known_flops_per_token(model: ModelConfig, sequence_length: int) -> tuple[flo
 
 
 def hardware_flops_by_part(model: ModelConfig, sequence_length: int, ranks: int = 1) -> dict[str, float]:
-    """`hardware_flops_per_token` of attention, of the codes that it hashes by, projections, feed-forward and head."""
-    parts, activations = _parts(model, sequence_length, ranks), model.activations
+    """Return `hardware_flops_per_token` of attention, projections, feed-forward and head.
+
+    Reversible and checkpointed layers run forward again; tiles (`feed_forward_tiles`, `loss_tiles`) run forward again
+    one by one, in checkpointed layers a third time. Scores that a kernel computes again inside its own backward are not
+    counted.
+    """
+    parts, activations = flops_by_part(model, sequence_length, ranks), model.activations
     again = 0.0 if activations == "stored" else 1.0
-    # Groups of heads attend again in any backward, and read their queries, keys and values twice there.
+    # Groups of heads attend, and project their queries, keys and values, again in any backward.
     attend = again + (model.attention.head_groups > 1 and activations != "reversible")
-    codes = _codes(model, sequence_length, ranks)
-    hashed = codes * (1.0 if activations == "reversible" else 1.0 + again)
-    projected = parts.projections.both + attend * parts.projections.forward + _grouped_projections(model, attend)
     # A reversible backward knows the gradient of what it recomputes, so each tile is computed once more, not twice.
     tiled = 1.0 if model.feed_forward_tiles > 1 and activations != "reversible" else 0.0
-    return {
-        "attention": parts.attention.both + attend * parts.attention.forward - codes * (1.0 + attend),
-        "hashing": hashed,
-        "projections": projected,
-        "feed-forward": parts.feed_forward.both + (again + tiled) * parts.feed_forward.forward,
-        "head": parts.head.both + (parts.head.forward if model.loss_tiles > 1 else 0.0),
-    }
+    times = {"attention": attend, "projections": attend, "feed-forward": again + tiled, "head": model.loss_tiles > 1}
+    return {part: passes.both + times[part] * passes.forward for part, passes in parts.items()}
 
 
-def _parts(model: ModelConfig, sequence_length: int, ranks: int = 1) -> Parts:
-    """FLOPs a token."""
+def flops_by_part(model: ModelConfig, sequence_length: int, ranks: int = 1) -> dict[str, Passes]:
+    """Return the FLOPs per token of attention without its projections, of projections, feed-forward and head."""
     if model.source is None:
-        return Parts(_head(model), _feed_forward(model), *_attention(model, sequence_length, ranks))
-    source, nothing = model.source.length, Passes()
-    target, encoder = sequence_length - source, encoder_part(model)
-    crossing = _cross_attention(model).flops(source, target) * model.layers
-    read = Parts(nothing, _feed_forward(encoder), *_attention(encoder, source, ranks)) * source
-    written = Parts(_head(model), _feed_forward(model), *_attention(model, target, ranks)) * target
-    return (read + written + Parts(nothing, nothing, nothing, crossing)) * (1 / sequence_length)
-
-
-def _codes(model: ModelConfig, sequence_length: int, ranks: int) -> float:
-    """FLOPs a token of the codes in a forward pass, which reversible layers do not compute again."""
-    if model.source is None:
-        return sum(
-            mechanism.kept_flops(sequence_length).forward * ranks_with_the_same_heads(mechanism, model, ranks)
-            for mechanism in mechanisms_of(model)
-        )
+        return {**_layers(model, sequence_length, ranks), "head": _head(model)}
     source = model.source.length
     target = sequence_length - source
-    crossing = model.layers * _cross_attention(model).kept_flops(source, target).forward
-    stacks = ((source, encoder_part(model)), (target, decoder_part(model)))
-    whole = sum(length * _codes(stack, length, ranks) for length, stack in stacks) + crossing
-    return whole / sequence_length
+    read, written = _layers(encoder_part(model), source, ranks), _layers(model, target, ranks)
+    with torch.device("meta"):
+        written["projections"] += CrossAttention(model).flops(source, target) * (model.layers / target)
+    sums = {part: read[part] * source + written[part] * target for part in read} | {"head": _head(model) * target}
+    return {part: passes * (1 / sequence_length) for part, passes in sums.items()}
+
+
+def _layers(model: ModelConfig, length: int, ranks: int) -> dict[str, Passes]:
+    """FLOPs per token of all layers of one stack."""
+    projections, attention = Passes(), Passes()
+    for mechanism in mechanisms_of(model):
+        grouped = 1 if mechanism.shared_qk else 2  # values, and keys, which shared QK has not
+        number = 2 + grouped * (model.key_heads or model.heads) / model.heads  # and queries, and output
+        projections += product(2.0 * number * model.d_model * mechanism.spec.heads * mechanism.spec.head_dim)
+        repeated = 1 if mechanism.shares_pairs else ranks_with_the_same_heads(mechanism, model, ranks)
+        attention += mechanism.flops(length) * repeated
+    products = 3 if model.feed_forward in GATED else 2
+    feed_forward = product(2.0 * products * model.layers * model.d_model * model.d_ff)
+    return {"attention": attention, "projections": projections, "feed-forward": feed_forward}
 
 
 def _head(model: ModelConfig) -> Passes:
     streams = 2 if model.blocks == "reversible" and not model.tied_embeddings else 1  # side by side in the output head
     dense = model.d_model**2 if model.style == "bert" else 0  # before the output projection
-    # An adaptive softmax counts its head alone: how many tokens need a cluster too depends on the data.
+    # An adaptive softmax counts its head only: how many tokens need a cluster too depends on the data.
     outputs = model.adaptive_cutoffs[0] + len(model.adaptive_cutoffs) if model.adaptive_cutoffs else model.vocabulary
     return product(2.0 * (streams * model.d_model * outputs + dense))
 
 
-def _feed_forward(model: ModelConfig) -> Passes:
-    products = 3 if model.feed_forward in GATED else 2
-    return product(2.0 * products * model.layers * model.d_model * model.d_ff)
-
-
-def _attention(model: ModelConfig, sequence_length: int, ranks: int) -> tuple[Passes, Passes]:
-    """The projections of all layers, and attention between them, but without cross-attention."""
-    projections, attention = Passes(), Passes()
-    for mechanism in mechanisms_of(model):
-        grouped = 1 if mechanism.shared_qk else 2  # values, and keys, which shared QK has not
-        number = 2 + grouped * (model.key_heads or model.heads) / model.heads  # and queries, and output
-        width = mechanism.spec.heads * mechanism.spec.head_dim
-        projections += product(2.0 * number * model.d_model * width)
-        attention += mechanism.flops(sequence_length)
-        if (copies := ranks_with_the_same_heads(mechanism, model, ranks)) > 1:
-            attention += (mechanism.flops(sequence_length) - mechanism.shared_flops(sequence_length)) * (copies - 1)
-    return projections, attention
-
-
-def _grouped_projections(model: ModelConfig, attend: float) -> float:
-    """FLOPs a token that groups of heads project beside what all heads at once do: queries, keys and values once more
-    in the backward, and keys and values of heads that several groups share in each of these. attend: forward passes
-    in the backward.
-    """
-    groups, found = model.attention.head_groups, 0.0
-    if groups == 1 or model.source is not None:
-        return 0.0
-    for mechanism in mechanisms_of(model):
-        heads, each = mechanism.spec.heads, 2.0 * model.d_model * mechanism.spec.head_dim
-        shared = model.heads // (model.key_heads or model.heads)
-        keyed = (1 if mechanism.shared_qk else 2) * heads / shared
-        repeated = keyed * (max(1, shared * groups // heads) - 1)
-        found += each * (heads + keyed + repeated + (3.0 + attend) * repeated)
-    return found
-
-
 def mechanisms_of(model: ModelConfig) -> Iterator[Attention]:
-    """Each mechanism of each layer, without memory."""
+    """Yield each mechanism of each layer, without memory."""
     with torch.device("meta"):
         for layer in range(model.layers):
             for kind, heads in heads_of_layer(model, layer).items():
                 yield build_mechanism(kind, model, heads)
 
 
-def _cross_attention(model: ModelConfig) -> CrossAttention:
-    with torch.device("meta"):
-        return CrossAttention(model)
+def product_speed(precision: str) -> float:
+    """Return the FLOPs per second of this process in a product of matrices, the best of three."""
+    matrix = torch.ones(SIDE, SIDE, dtype=DTYPES[precision])
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        matrix @ matrix
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * SIDE**3 / best
+
+
+def warn_if_long(flops: float, precision: str, changes: Sequence[str], ranks: Ranks) -> None:
+    """Print the warning of `long_run`, on rank 0 of a run on CPUs. flops: of all ranks."""
+    if ranks.rank == 0 and ranks.device.type == "cpu":
+        warning = long_run(flops / ranks.world_size, precision, changes)
+        if warning is not None:
+            print(warning, file=sys.stderr, flush=True)
+
+
+def long_run(
+    flops: float, precision: str, changes: Sequence[str], speed: Callable[[str], float] = product_speed
+) -> str | None:
+    """Return a warning for a run that will take hours on this CPU, None for a shorter one.
+
+    Args:
+        flops: of one rank, for all steps.
+        changes: changes that make a run of this kind shorter.
+        speed: FLOPs per second at a precision.
+    """
+    flops_per_second = speed(precision)
+    seconds = flops / (SHARE * flops_per_second)
+    if seconds < LONG:
+        return None
+    quicker = [*changes, "a GPU"]
+    if precision == "bf16" and (gain := speed("fp32") / flops_per_second) > 1.2:
+        quicker.insert(0, f'training.precision="fp32", {gain:.1f} times as fast here')
+    return (
+        f"this run takes about {seconds / 3600:,.0f} hours on this machine: {flops:.1g} FLOPs a rank, at {SHARE:.0%} "
+        f"of the {flops_per_second / 1e9:,.0f} GFLOP/s of its matrix products in {precision}. "
+        f"Quicker: {'; '.join(quicker)}"
+    )

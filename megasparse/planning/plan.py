@@ -1,126 +1,175 @@
-"""Plan of a pretraining run on a number of GPUs before it runs: memory, traffic, FLOPs, time and cost.
+"""Plan of a pretraining run on a number of GPUs before it runs: memory, FLOPs, seconds by part, longest sequence.
 
-Assumed, and printed with every plan: the model FLOPs utilisation of computing alone; bandwidths (planning/hardware.py);
-that ZeRO's communication and the swap to the CPU go on while the device computes, and that all-to-alls do not. The
-optimizer's arithmetic on the CPU is not in the time. Beside that time stands another one, of counted work
-(`Plan.time`), which assumes no utilisation of the whole.
+States are counted by ZeRO's table (states.py), activations in one pass without a device (passes.py). The seconds of a
+step are a roofline of counted work, without communication and swap:
+
+    attention                           the longer of its FLOPs and of the bytes that its kernels move
+    projections, feed-forward, head     their FLOPs, with what the backward computes again (flops.py)
+    elementwise                         the bytes of all other operations: norms, sums, rotations, codes, losses
+    optimizer                           30 bytes per weight of AdamW: gradient, fp32 weight and moments read, weights
+                                        and moments written
 """
 
+import re
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
-from megasparse.attention.heads import head_dim, ranks_with_the_same_heads
+import torch
+
+from megasparse.attention.heads import head_dim
 from megasparse.config.messages import show
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
-from megasparse.planning.flops import hardware_flops_per_token, mechanisms_of, model_flops_per_token
-from megasparse.planning.hardware import Hardware
-from megasparse.planning.pass_memory import PassMemory, Path
-from megasparse.planning.states import Memory, Zero, building, memory
-from megasparse.planning.step_time import StepTime, bytes_a_token, step_time
-from megasparse.planning.traffic import Cluster, Communication, Offload, communication, offload
+from megasparse.planning.flops import hardware_flops_by_part, model_flops_per_token
+from megasparse.planning.passes import ConfiguredPass
+from megasparse.planning.states import Memory, MemoryPool, Zero, building, gigabytes, local_ranks, memory
+from megasparse.training.ranks import Ranks
+from megasparse.training.reporting.memory import available_bytes
+from megasparse.training.reporting.tracker import PEAK_TFLOPS
 
 RESERVE = 1 << 30
 """Bytes of a GPU assumed for the CUDA context, cuBLAS and NCCL."""
-MFU = 0.3
-"""Model FLOPs utilisation of computing alone, where none is given: an assumption, not a measurement."""
+STREAMED = 0.8
+"""Share of a memory's bandwidth that operations which stream through it are assumed to reach."""
+OPTIMIZER_BYTES = 30
+REACH = 0.4
+"""Share of the peak that products and attention of an H100 are assumed to reach, and .55 of an A100's: with these,
+published steps come out within 20 %."""
+STEPS = 64
+"""Lengths are searched in multiples of the configured one divided by this."""
+LARGEST = 1 << 14
+"""The search ends at this many times the configured length."""
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)
+}
 
 
 @dataclass(frozen=True)
-class Assumptions:
-    """Assumptions of a plan. available: bytes of a GPU, or None where nothing has to fit. price: of a GPU and hour, or
-    None. path: how memory is found, see `PassMemory`.
+class Hardware:
+    """One GPU: dense bf16 `peak` in FLOP/s, bytes of `memory`, their `bandwidth` in bytes/s, and the share of the peak
+    that its products `reach`. host: bytes/s of a node's CPU memory, shared by its GPUs.
     """
 
-    gpu: Hardware
-    gpus: int = 1
-    per_node: int = 8
-    available: int | None = None
-    mfu: float = MFU
-    price: float | None = None
-    path: Path = "counted"
+    name: str
+    peak: float
+    memory: int = 80 * 10**9
+    bandwidth: float = 2.04e12
+    reach: float = 0.55
+    host: float = 410e9
+
+
+GPUS = {
+    "A100": Hardware("A100", PEAK_TFLOPS["A100"] * 1e12),
+    "H100": Hardware("H100", PEAK_TFLOPS["H100"] * 1e12, bandwidth=3.35e12, reach=REACH, host=614e9),
+    "H200": Hardware("H200", PEAK_TFLOPS["H200"] * 1e12, 141 * 10**9, 4.8e12, REACH, 614e9),
+}
+"""NVIDIA's data sheets of the SXM modules, the A100's of 80 GB; 16 channels of DDR4-3200 or DDR5-4800 per node."""
+
+
+def hardware(name: str, peak_tflops: float | None) -> Hardware:
+    """Return the hardware of a name. Raises ConfigError for an unknown GPU without a peak."""
+    gpu = next((gpu for key, gpu in GPUS.items() if key in name.upper()), None)
+    if gpu is None and peak_tflops is None:
+        problem = f"{show(name)} is not one of {', '.join(GPUS)}"
+        raise ConfigError("--gpu", problem, "Give --peak-tflops too; its memory is taken to be that of an A100")
+    gpu = gpu or replace(GPUS["A100"], name=name)
+    return gpu if peak_tflops is None else replace(gpu, peak=peak_tflops * 1e12)
+
+
+def peaks_of(device_name: str) -> Hardware | None:
+    """Return the hardware of a name that torch.cuda.get_device_name returns; None if it is unknown."""
+    return next((gpu for key, gpu in GPUS.items() if key in device_name), None)
+
+
+def parse_bytes(option: str, text: str) -> int:
+    """Return the bytes of "80GiB" or "0.5TB". Raises ConfigError for a size without a known unit, or not above 0."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", text)
+    units = {unit.lower(): size for unit, size in UNITS.items()}
+    number = float(match[1]) if match else 0.0
+    if match is None or match[2].lower() not in units or number <= 0:
+        problem = f"{show(text)} is no size with a unit" if match is None or match[2] else f"{show(text)} has no unit"
+        raise ConfigError(option, problem, "Write a number above 0 and a unit, such as 80GiB or 85.9GB")
+    return int(number * units[match[2].lower()])
 
 
 class Plan:
-    """The plan of a configuration. Raises ConfigError where GPUs divide not the batch, the sequence or the nodes."""
+    """The plan of a configuration on `gpus` GPUs, `per_node` in a node, of which `available` bytes are free each."""
 
-    def __init__(self, config: Config, on: Assumptions, passes: PassMemory | None = None):
-        """Plan a configuration on assumed hardware. passes: of the same model, precision and length, if at hand."""
-        self.config, self.on = config, on
-        self.micro_batches = _micro_batches(config, on)
-        self.zero = Zero.of(config.run.engine, config.deepspeed, on.gpus > 1 and on.path == "counted")
-        self.cluster = Cluster(on.gpus, on.per_node, config.parallel.sequence)
-        self.passes = passes or PassMemory(config, on.path)
+    def __init__(
+        self, config: Config, gpu: Hardware, gpus: int = 1, per_node: int = 8, available: int | None = None
+    ) -> None:
+        """Raises ConfigError if the number of GPUs does not divide the batch, the sequence or the nodes."""
+        self.config, self.gpu, self.gpus, self.per_node = config, gpu, gpus, per_node
+        self.available = gpu.memory if available is None else available
+        self.micro_batches = _micro_batches(config, gpus, per_node)
+        self.zero = Zero.of(config.run.engine, config.deepspeed, gpus > 1)
+        self.passes = ConfiguredPass(config)
+        self.states = self.passes.states
 
     @cached_property
     def memory(self) -> Memory:
         """Memory of a rank at the peak of a step."""
-        return self._memory(self.config.data.sequence_length)
+        part = self.config.data.sequence_length // self.config.parallel.sequence
+        counted = self.passes.count(part)
+        return self._memory(counted.peak(), counted.peak(0), part)
 
-    def at_length(self, length: int) -> int:
-        """The peak with sequences of another length, all else the same, or what the start takes if that is more."""
-        return max(self._sum(self._memory(length)), self.starting)
-
-    def _memory(self, length: int) -> Memory:
-        model, training, sequence = self.config.model, self.config.training, self.config.parallel.sequence
-        curve, part = self.passes.curve.shared_among(sequence, self.copies), length / sequence
-        states, on_gpu = self.passes.states, self.on.path == "counted"
-        found = memory(
-            states,
-            self.zero,
-            self.on.gpus,
-            passing=curve.bytes(training.micro_batch, part),
-            again=curve.bytes(training.micro_batch, part, gradients=0),
-            accumulated=self.micro_batches > 1,
-            on_gpu=on_gpu,
+    def _memory(self, passing: int, again: int, part: int) -> Memory:
+        """Memory with passes of so many bytes, with and without gradients, over this rank's part of the sequence."""
+        model, training = self.config.model, self.config.training
+        rank = memory(
+            self.states, self.zero, self.gpus, passing=passing, again=again, accumulated=self.micro_batches > 1
         )
         tokens = training.micro_batch * part
-        if sequence > 1:  # q, k, v and out, once more as they are sent
-            found.device["all-to-all"] = int(4 * tokens * model.heads * head_dim(model) * states.size * self.copies)
-        if on_gpu:
-            found.device["CUDA context, libraries (assumed)"] = RESERVE
-            if model.activations == "checkpoint_cpu":
-                found.host["offloaded activations"] = int(tokens * model.layers * model.d_model * 4)
-        return found
-
-    @cached_property
-    def copies(self) -> int:
-        """The most ranks that have the same heads, of all mechanisms."""
-        model, ranks = self.config.model, self.config.parallel.sequence
-        return max(ranks_with_the_same_heads(each, model, ranks) for each in mechanisms_of(model))
-
-    def _sum(self, found: Memory) -> int:
-        return sum((found.device | ({} if self.on.path == "counted" else found.host)).values())
+        if self.config.parallel.sequence > 1:  # q, k, v and out, once more as they are sent
+            rank.device["all-to-all"] = int(4 * tokens * model.heads * head_dim(model) * self.states.size)
+        rank.device["CUDA context, libraries (assumed)"] = RESERVE
+        if model.activations == "checkpoint_cpu":
+            rank.host["offloaded activations"] = int(tokens * model.layers * model.d_model * 4)
+        return rank
 
     @property
     def peak(self) -> int:
-        """Bytes of a GPU; of a measured path all bytes of the process, what is offloaded included."""
-        return self._sum(self.memory)
+        """Bytes of a GPU at the peak of a step."""
+        return sum(self.memory.device.values())
 
     @property
-    def starting(self) -> int:
-        """Bytes of a GPU at the most before the first step. 0 of a measured path."""
-        return RESERVE + self.building()[0] if self.on.path == "counted" else 0
+    def building(self) -> tuple[int, int]:
+        """Bytes of a GPU and of a rank's CPU memory before the first step."""
+        device, host = building(self.states, self.zero, self.gpus)
+        return RESERVE + device, host
 
-    def building(self, on_gpu: bool = True) -> tuple[int, int]:
-        """Bytes of a GPU, without the reserve, and of a rank's CPU memory while its model is built. Frozen weights are
-        read whole before they are rounded.
-        """
-        device, host = building(self.passes.states, self.zero, self.on.gpus, on_gpu)
-        return device, max(host, 4 * self.passes.states.frozen)
+    @property
+    def pools(self) -> list[MemoryPool]:
+        """Memory of the GPU, at the peak of a step or of the start."""
+        device, _ = self.building
+        parts = self.memory.device if self.peak >= device else {"while the model is built": device}
+        return [MemoryPool("GPU memory", parts, self.available)]
 
     @property
     def fits(self) -> bool:
-        return self.on.available is None or max(self.peak, self.starting) <= self.on.available
+        return all(pool.peak <= pool.available for pool in self.pools)
 
     @cached_property
-    def activations(self) -> dict[str, int]:
-        """The most bytes of a pass, beside gradients, while each part of the model is at work."""
-        sequence = self.config.parallel.sequence
-        curve = self.passes.curve.shared_among(sequence, self.copies)
-        length = self.config.data.sequence_length / sequence
-        return curve.by_part(self.config.training.micro_batch, length, _part)
+    def longest(self) -> int | None:
+        """The longest sequence that fits, by a line through passes of half and of all of the configured length; None
+        if not even a 64th of it does.
+        """
+        ranks, length = self.config.parallel.sequence, self.config.data.sequence_length
+        part, unit = length // ranks, max(1, length // STEPS)
+        half, whole = self.passes.count(part // 2), self.passes.count(part)
+
+        def fits(length: int) -> bool:
+            times = (length / ranks - part) / (part - part // 2)
+            passing = whole.peak() + (whole.peak() - half.peak()) * times
+            again = whole.peak(0) + (whole.peak(0) - half.peak(0)) * times
+            peak = sum(self._memory(max(0, int(passing)), max(0, int(again)), length // ranks).device.values())
+            return max(peak, self.building[0]) <= self.available
+
+        count = bisect_left(range(1, STEPS * LARGEST + 1), True, key=lambda number: not fits(number * unit))
+        return count * unit or None
 
     @property
     def tokens(self) -> int:
@@ -134,106 +183,117 @@ class Plan:
 
     @cached_property
     def hardware_flops(self) -> float:
-        length, ranks = self.config.data.sequence_length, self.config.parallel.sequence
-        return self.tokens * hardware_flops_per_token(self.config.model, length, ranks)
-
-    @property
-    def compute_seconds(self) -> float:
-        """Seconds to compute a step at the assumed utilisation, waiting for nothing. What ranks with the same heads
-        repeat takes its time, and is no use.
-        """
-        seconds = self.model_flops / (self.on.mfu * self.on.gpu.peak * self.on.gpus)
-        if self.copies == 1:
-            return seconds
-        alone = self.tokens * hardware_flops_per_token(self.config.model, self.config.data.sequence_length)
-        return seconds * self.hardware_flops / alone
+        """FLOPs of a step with what is computed again, over all ranks."""
+        return self.tokens * sum(self._flops.values())
 
     @cached_property
-    def communication(self) -> Communication:
-        return communication(self.config, self.passes.states, self.zero, self.cluster, self.micro_batches, self.on.gpu)
+    def _flops(self) -> dict[str, float]:
+        config = self.config
+        return hardware_flops_by_part(config.model, config.data.sequence_length, config.parallel.sequence)
 
     @cached_property
-    def offload(self) -> Offload:
-        return offload(self.passes.states, self.zero, self.cluster, self.micro_batches, self.on.gpu)
+    def seconds(self) -> dict[str, float]:
+        """Seconds that a rank computes in a step, by part. Raises ConfigError if a mechanism does not count FLOPs."""
+        training, gpu, ranks = self.config.training, self.gpu, self.config.parallel.sequence
+        tokens = self.micro_batches * training.micro_batch * self.config.data.sequence_length / ranks
+        seconds = {part: tokens * flops / (gpu.peak * gpu.reach) for part, flops in self._flops.items()}
+        counted, bandwidth = self.passes.count(self.config.data.sequence_length // ranks), gpu.bandwidth * STREAMED
+        seconds["attention"] = max(seconds["attention"], self.micro_batches * counted.by_attention / bandwidth)
+        seconds["elementwise"] = self.micro_batches * counted.moved / bandwidth
+        weights = self.states.trained / (self.gpus if self.zero.stage > 0 else 1)
+        host = gpu.host * STREAMED / min(self.gpus, self.per_node)
+        seconds["optimizer"] = OPTIMIZER_BYTES * weights / (host if self.zero.optimizer_offload else bandwidth)
+        return seconds
 
     @property
     def step_seconds(self) -> float:
-        found = self.communication
-        return max(self.compute_seconds, found.zero_seconds, self.offload.seconds) + found.sequence_seconds
+        """Seconds of computing in a step."""
+        return sum(self.seconds.values())
 
-    @cached_property
-    def time(self) -> StepTime:
-        """Seconds that a rank computes in a step, by part: counted work at the speed of its arithmetic or memory.
-        Raises ConfigError for an encoder–decoder, and for a mechanism that does not count its FLOPs.
-        """
-        states, moved = self.passes.states, self.moved
-        return step_time(self.config, moved, states, self.zero, self.cluster, self.micro_batches, self.on.gpu)
+    def as_json(self) -> dict[str, Any]:
+        """Return the plan: sizes in bytes, times in seconds, speeds in FLOP/s and bytes/s."""
+        return {
+            "gpus": self.gpus,
+            "parameters": self.states.trained,
+            "frozen": self.states.frozen,
+            "memory": vars(self.memory),
+            "building": dict(zip(("device", "host"), self.building, strict=True)),
+            "peak": self.peak,
+            "available": self.available,
+            "fits": self.fits,
+            "longest": self.longest,
+            "micro_batches": self.micro_batches,
+            "tokens_per_step": self.tokens,
+            "model_flops_per_step": self.model_flops,
+            "hardware_flops_per_step": self.hardware_flops,
+            "seconds": self.seconds,
+            "step_seconds": self.step_seconds,
+            "assumptions": {"gpus_per_node": self.per_node, "streamed": STREAMED, **vars(self.gpu)},
+        }
 
-    @cached_property
-    def moved(self) -> dict[str, float]:
-        """Bytes that each token moves, see `bytes_a_token`."""
-        return bytes_a_token(self.config)
-
-    @property
-    def counted_seconds(self) -> float:
-        """Seconds of a step by these parts, in place of an assumed utilisation; the optimizer hides nothing."""
-        found = self.communication
-        passes = max(self.time.passes, found.zero_seconds, self.offload.seconds)
-        return passes + found.sequence_seconds + self.time.optimizer
-
-    @property
-    def exposed(self) -> float:
-        """The share of `counted_seconds` in which a rank waits for communication or swap."""
-        return 1 - self.time.total / self.counted_seconds
-
-    @property
-    def run_seconds(self) -> float:
-        return self.step_seconds * self.config.training.steps
-
-    @property
-    def cost(self) -> float | None:
-        return None if self.on.price is None else self.on.price * self.on.gpus * self.run_seconds / 3600
-
-    def hides_from(self, seconds: float) -> int | None:
-        """The shortest sequence that takes a step so many seconds of computing; None where no possible one does."""
-        model = self.config.model
-        before = model.source.length if model.source else 0
-        scale = self.config.training.global_batch / (self.on.mfu * self.on.gpu.peak * self.on.gpus)
-
-        def takes(length: int) -> float:
-            return scale * length * model_flops_per_token(model, length)
-
-        lengths = range(before + 1, before + model.max_length + 1)
-        shortest = bisect_left(lengths, True, key=lambda length: takes(length) >= seconds)
-        return lengths[shortest] if shortest < len(lengths) else None
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the report: one rank's memory, then a step."""
+        config, states, gpu = self.config, self.states, self.gpu
+        training, length = config.training, config.data.sequence_length
+        yield (
+            f"{self.gpus} × {gpu.name}, ZeRO {self.zero.stage}, parallel.sequence {config.parallel.sequence}, "
+            f"{self.micro_batches} micro-batches of {training.micro_batch} × {length:,} tokens in {training.precision}"
+        )
+        rows = [("parameters", f"{states.trained:,}{f' trained, {states.frozen:,} frozen' if states.frozen else ''}")]
+        rows += [(name, gigabytes(size)) for name, size in self.memory.device.items() if size]
+        rows += [(f"CPU: {name}", gigabytes(size)) for name, size in self.memory.host.items() if size]
+        device, host = self.building
+        if device > self.peak:
+            rows.append(("while the model is built", gigabytes(device)))
+        rows.append(("CPU: while the model is built", gigabytes(host)))
+        verdict = "fits" if self.fits else "DOES NOT FIT"
+        rows.append(("peak of a GPU", f"{gigabytes(self.peak)} of {gigabytes(self.available)}: {verdict}"))
+        longest = "none" if self.longest is None else f"{self.longest:,} tokens"
+        rows.append(("longest sequence that fits", longest))
+        try:
+            utilisation = self.model_flops / (self.step_seconds * gpu.peak * self.gpus)
+            rows.append(("model FLOPs per step", f"{self.model_flops:.3g}"))
+            rows.append(("hardware FLOPs, with recomputation", f"{self.hardware_flops:.3g}"))
+            rows.append(("computing a step", f"{_seconds(self.step_seconds)}, {utilisation:.0%} MFU"))
+            rows += [(f"  {part}", _seconds(seconds)) for part, seconds in self.seconds.items()]
+            hours = self.step_seconds * training.steps / 3600
+            rows.append((f"{training.steps:,} steps", f"{hours:,.1f} h"))
+        except ConfigError as problem:
+            rows.append(("seconds and FLOPs", str(problem)))
+        yield from (f"{name:36} {value}" for name, value in rows)
+        yield (
+            f"assumed: arithmetic at {gpu.reach:.0%} of {gpu.peak / 1e12:g} TFLOP/s, memory at {STREAMED:.0%} of "
+            f"{gpu.bandwidth / 1e12:g} TB/s; communication and swap are not in the seconds. Memory is counted from the "
+            "GPU kernels' allocations without a device, not measured"
+        )
 
 
-def _part(weight: str) -> str:
-    """The part of the model that a weight belongs to, by its name."""
-    for word, part in (
-        ("attention", "attention"),
-        ("feed_forward", "feed-forward"),
-        ("head.", "forward, output, loss"),
-    ):
-        if word in weight:
-            return part
-    return "embedding"
+def pretraining_pools(config: Config, ranks: Ranks) -> list[MemoryPool]:
+    """Return the memory that a step of a rank takes of its GPU and of its share of CPU memory."""
+    local = local_ranks(ranks.world_size)
+    plan = Plan(config, GPUS["A100"], ranks.world_size, local, available_bytes(ranks.device))
+    host = plan.memory.host if sum(plan.memory.host.values()) >= plan.building[1] else {"start": plan.building[1]}
+    return [*plan.pools, MemoryPool("CPU memory", host, available_bytes(torch.device("cpu")) // local)]
 
 
-def _micro_batches(config: Config, on: Assumptions) -> int:
+def _micro_batches(config: Config, gpus: int, per_node: int) -> int:
     """Number of micro-batches of a rank in a step."""
     training, sequence = config.training, config.parallel.sequence
-    if on.gpus > on.per_node and on.gpus % on.per_node:
+    if gpus > per_node and gpus % per_node:
         hint = "Give a multiple of it, or another --gpus-per-node"
-        raise ConfigError("--gpus", f"{on.gpus} is no multiple of --gpus-per-node = {on.per_node}", hint)
-    if on.gpus % sequence:
-        problem = f"{on.gpus} is no multiple of parallel.sequence = {sequence}"
+        raise ConfigError("--gpus", f"{gpus} is no multiple of --gpus-per-node = {per_node}", hint)
+    if gpus % sequence:
+        problem = f"{gpus} is no multiple of parallel.sequence = {sequence}"
         raise ConfigError("--gpus", problem, "Give a multiple of it, or change parallel.sequence")
-    share = training.micro_batch * (on.gpus // sequence)
+    share = training.micro_batch * (gpus // sequence)
     if training.global_batch % share:
-        problem = f"{show(on.gpus)} GPUs take {share} sequences at once, and training.global_batch = "
+        problem = f"{show(gpus)} GPUs take {share} sequences at once, and training.global_batch = "
         problem += f"{training.global_batch} is no multiple of that"
         most = training.global_batch // training.micro_batch * sequence
         hint = f"At most {most} GPUs have work in a step; raise training.global_batch or parallel.sequence for more"
         raise ConfigError("--gpus", problem, hint)
     return training.global_batch // share
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"

@@ -1,4 +1,5 @@
-"""Locations and sizes of weights, gradients and optimizer state under ZeRO (Rajbhandari et al. 2019).
+"""Sizes and locations of weights, gradients and optimizer state under ZeRO (Rajbhandari et al. 2019), and the check
+that a run fits.
 
 N trained weights, n ranks that share the states, s bytes of a weight (2 in bf16, else 4).
 
@@ -9,24 +10,30 @@ N trained weights, n ranks that share the states, s bytes of a weight (2 in bf16
     3       s·N/n     (4 + 8)·N/n             4·N/n, and weights gathered for the layers at work
 """
 
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megasparse.config.deepspeed_section import overlaps_communication
+from megasparse.errors import UserError
+from megasparse.training.ranks import Ranks
 
 LIVE_PARAMETERS = 10**9
 """DeepSpeed's default of zero_optimization.stage3_max_live_parameters."""
 BUCKET = 5 * 10**8
 """DeepSpeed's default of zero_optimization.reduce_bucket_size, which is a buffer of its own."""
+ERROR = 0.15
+"""Share by which a prediction may be too high: a run is refused only if it does not fit even then."""
 
 
 @dataclass(frozen=True)
 class Zero:
-    """The ZeRO settings of a configuration; stage 0 on plain torch. Offload targets are "none", "cpu" or "nvme"."""
+    """The ZeRO settings of a configuration; stage 0 on plain torch."""
 
     stage: int = 0
-    optimizer: str = "none"
-    weights: str = "none"
+    optimizer_offload: bool = False
+    weight_offload: bool = False
     bucket: int = BUCKET
     overlap: bool = False
     live: int = LIVE_PARAMETERS
@@ -35,13 +42,12 @@ class Zero:
     def of(engine: str, section: dict[str, Any], several_gpus: bool) -> "Zero":
         """Read the ZeRO settings. engine: `run.engine`. section: its `deepspeed`."""
         zero = section.get("zero_optimization", {}) if engine == "deepspeed" else {}
-        weights = (zero.get("offload_param") or {}).get("device", "none")
-        optimizer = (zero.get("offload_optimizer") or {}).get("device", "none")
-        if weights != "none" and optimizer == "none":
-            optimizer = "cpu"
+        weights, optimizer = (
+            (zero.get(f"offload_{kind}") or {}).get("device", "none") != "none" for kind in ("param", "optimizer")
+        )
         return Zero(
             int(zero.get("stage", 0)),
-            optimizer,
+            optimizer or weights,
             weights,
             int(zero.get("reduce_bucket_size", BUCKET)),
             overlaps_communication(zero, several_gpus),
@@ -59,10 +65,10 @@ class States:
     """Number of elements of the largest trained weight."""
     moments: int
     rounded: bool
-    """Whether weights are bf16 and the optimizer's fp32."""
+    """True if weights are bf16 and the optimizer's fp32."""
     scratch: int = 0
     divided: bool = True
-    """Whether ZeRO divides `moments` among ranks."""
+    """True if ZeRO divides `moments` among ranks."""
 
     @property
     def size(self) -> int:
@@ -71,57 +77,60 @@ class States:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank by what they are: on its device, in its share of CPU memory, on its share of NVMe."""
+    """Bytes of a rank by kind: on its device, and in its share of CPU memory."""
 
     device: dict[str, int]
     host: dict[str, int] = field(default_factory=dict)
-    nvme: dict[str, int] = field(default_factory=dict)
 
 
 def building(states: States, zero: Zero, ranks: int, on_gpu: bool = True) -> tuple[int, int]:
-    """The most bytes of a rank's device and of its share of CPU memory while its model and its engine are built.
+    """Return the most bytes of a rank's device and of its share of CPU memory while its model and engine are built.
 
-    Below ZeRO 3 the device gets each weight whole in fp32, read or drawn one at a time. Under it it gets this rank's
-    piece of it, and has one whole weight at a time, also where DeepSpeed gathers each once to put a hook on it. Then
-    DeepSpeed makes fp32 weights and gradients, but no moments; where it offloads them, gradients twice.
+    Below ZeRO 3 the device gets each weight whole in fp32, read or drawn one at a time; frozen weights are read whole
+    before they are rounded. Under ZeRO 3 it gets this rank's piece, and one whole weight at a time, also when DeepSpeed
+    gathers each once to put a hook on it. Then DeepSpeed makes fp32 weights and gradients, but no moments; where it
+    offloads them, gradients twice.
     """
+    read = 4 * max(states.largest, states.frozen)
     if zero.stage < 3:
-        return 4 * states.trained + states.size * states.frozen, 4 * states.largest
+        return 4 * states.trained + states.size * states.frozen, read
     pieces = (states.trained + states.frozen) * states.size // ranks
     masters = gradients = 4 * states.trained // ranks
     device = states.size * (states.largest + zero.bucket)
-    host, read = 0, 4 * states.largest // ranks
-    if zero.weights == "none":
+    host = 0
+    if not zero.weight_offload:
         device += pieces
         host = pieces if on_gpu else 0  # they are moved into one vector by way of the CPU
-    if zero.optimizer == "none":
+    if not zero.optimizer_offload:
         device += masters + gradients
-    kept = (pieces if zero.weights == "cpu" else 0) + (masters + 2 * gradients if zero.optimizer == "cpu" else 0)
-    return device, max(kept, host + read)
+    offloaded = (pieces if zero.weight_offload else 0) + (masters + 2 * gradients if zero.optimizer_offload else 0)
+    return device, max(offloaded, host + 4 * states.largest // ranks, 4 * states.frozen)
 
 
 def memory(
     states: States, zero: Zero, ranks: int, *, passing: int, again: int, accumulated: bool, other: int = 0,
     on_gpu: bool = True,
 ) -> Memory:  # fmt: skip
-    """The memory at the peak of a step on each of `ranks` ranks.
+    """Return the memory at the peak of a step on each of `ranks` ranks.
 
-    passing: bytes of a micro-batch's pass with its gradients, and `again` without. accumulated: several micro-batches a
-    step. other: bytes of what else runs, such as a pass without gradients. on_gpu: ZeRO's buffers are whole; on the CPU
-    they are never larger than what goes through them.
+    Args:
+        passing: bytes of a micro-batch's pass with its gradients.
+        again: the same without its gradients.
+        accumulated: True if a step has several micro-batches.
+        other: bytes of what else runs, such as a pass without gradients.
+        on_gpu: ZeRO's buffers are whole; on the CPU they are never larger than what goes through them.
     """
     number, shared = states.trained, ranks if zero.stage > 0 else 1
-    own_copy = states.rounded or zero.stage > 0
-    offloads = zero.optimizer != "none"
-    # The optimizer's own: fp32 weights where the model's are rounded, or flat pieces of them, and moments.
-    masters, moments = (4 * number // shared if own_copy else 0), states.moments // (shared if states.divided else 1)
-    # In bf16 under stage 1 each rank has the fp32 gradients of all weights, not of its part alone.
+    has_masters, offloads = states.rounded or zero.stage > 0, zero.optimizer_offload
+    # fp32 weights if the model's are rounded, or flat pieces of them, and moments.
+    masters, moments = (4 * number // shared if has_masters else 0), states.moments // (shared if states.divided else 1)
+    # In bf16 under stage 1 each rank has the fp32 gradients of all weights, not only of its part.
     every_gradient = states.rounded and zero.stage == 1 and not offloads
     full, whole = (4 * number if every_gradient else 4 * number // shared), number * states.size
     if zero.stage >= 2:  # a gradient goes into the bucket as soon as it exists, from there to the rank that owns it
         whole = states.largest * states.size
         passing = min(passing, again + whole)
-    if own_copy:
+    if has_masters:
         # Low-precision gradients become fp32 ones after each micro-batch, weight by weight. Where they are vectors that
         # last from step to step, they are there in every pass.
         lasting = every_gradient or zero.stage == 3
@@ -130,28 +139,65 @@ def memory(
         step = max(held + passing, 0 if offloads else max(update, full + states.scratch))
     else:
         step = max(passing, whole + again if accumulated else 0, whole + states.scratch)
-    gradients = min(step, max(whole, full if own_copy and not offloads else 0))
+    gradients = min(step, max(whole, full if has_masters and not offloads else 0))
     buffers = 0
     if zero.stage > 0:
         buffers = zero.bucket * states.size * (2 if zero.overlap and zero.stage < 3 else 1)
         buffers = buffers if on_gpu else min(buffers, number * states.size)
-    weights = (number + states.frozen) * states.size
-    kept = weights // (shared if zero.stage == 3 else 1)
-    gathered = min(number + states.frozen, zero.live) * states.size if zero.stage == 3 else 0
-    optimizer = {"fp32 weights": masters, "optimizer": moments}
+    weights = (number + states.frozen) * states.size // (shared if zero.stage == 3 else 1)
     device = {
-        "weights": kept if zero.weights == "none" else 0,
-        "gathered weights": gathered,
-        **({} if offloads else optimizer),
+        "weights": 0 if zero.weight_offload else weights,
+        "gathered weights": min(number + states.frozen, zero.live) * states.size if zero.stage == 3 else 0,
+        **({} if offloads else {"fp32 weights": masters, "optimizer": moments}),
         "gradients": gradients,
         "activations": max(step, other) - gradients,
         "ZeRO's buffers": buffers,
     }
-    host: dict[str, int] = {}
-    nvme: dict[str, int] = {}
-    if zero.weights != "none":
-        (host if zero.weights == "cpu" else nvme)["offloaded weights"] = kept
+    host = {"offloaded weights": weights} if zero.weight_offload else {}
     if offloads:
-        (host if zero.optimizer == "cpu" else nvme)["offloaded optimizer"] = masters + moments
-        (host if zero.optimizer == "cpu" else nvme)["offloaded gradients"] = full
-    return Memory(device, host, nvme)
+        host |= {"offloaded optimizer": masters + moments, "offloaded gradients": full}
+    return Memory(device, host)
+
+
+@dataclass(frozen=True)
+class MemoryPool:
+    """One kind of memory: what a run holds there at its peak, in bytes by kind, and what is available."""
+
+    name: str
+    parts: dict[str, int]
+    available: int
+
+    @property
+    def peak(self) -> int:
+        return sum(self.parts.values())
+
+
+def require_fit(pools: Sequence[MemoryPool], ranks: Ranks, hint: str, say: Callable[[str], None]) -> None:
+    """Check that a step fits on every rank.
+
+    Args:
+        hint: what to change if it does not.
+        say: prints a warning if the prediction is too near to the limit to be sure.
+
+    Raises:
+        UserError: on all ranks, if some rank cannot take its first step.
+    """
+    pool = max(pools, key=lambda pool: pool.peak / max(1, pool.available))
+    refused = ranks.any(pool.peak * (1 - ERROR) > pool.available)
+    if pool.peak <= pool.available:
+        if refused:
+            raise UserError("this run cannot fit on another rank, whose own message says why")
+        return
+    problem = f"a step takes about {gigabytes(pool.peak)} of {pool.name}, {gigabytes(pool.available)} are available"
+    if refused:
+        raise UserError(f"this run cannot fit: {problem}. {hint}")
+    say(f"this run may not fit: {problem}. {hint}")
+
+
+def local_ranks(world: int) -> int:
+    """Return the number of ranks on this machine, which share its memory."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world)))
+
+
+def gigabytes(size: float) -> str:
+    return f"{size / 1e9:,.2f} GB" if size >= 1e7 else f"{size / 1e6:,.3f} MB"

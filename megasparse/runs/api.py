@@ -16,8 +16,7 @@ from megasparse.evaluation.generate import Sampling
 from megasparse.evaluation.restore import restore, trained_tokenizer
 from megasparse.evaluation.texts import Request, texts
 from megasparse.model.build import Model
-from megasparse.planning.hardware import hardware, parse_bytes
-from megasparse.planning.plan import Assumptions, Plan
+from megasparse.planning.plan import Plan, hardware, parse_bytes
 from megasparse.runs.evaluation import evaluate_split
 from megasparse.tasks.evaluate import predict_texts
 from megasparse.tasks.run import restore_task
@@ -117,7 +116,7 @@ def predict(directory: str | Path, *inputs: str) -> dict[str, Any]:
 
 
 def plan(config: Config, gpus: int = 1, gpu_memory: str = "80GiB", gpu: str = "A100", gpus_per_node: int = 8) -> Plan:
-    """Predict what a pretraining run will take on so many GPUs: memory, traffic and time.
+    """Predict what a pretraining run will take on so many GPUs: memory, FLOPs and time.
 
     gpu: A100, H100 or H200. Raises ConfigError for another one, and for a size without a unit.
 
@@ -125,4 +124,4 @@ def plan(config: Config, gpus: int = 1, gpu_memory: str = "80GiB", gpu: str = "A
     >>> plan.fits, plan.peak < 80 * 2**30, plan.step_seconds > 0
     (True, True, True)
     """
-    return Plan(config, Assumptions(hardware(gpu, None), gpus, gpus_per_node, parse_bytes("gpu_memory", gpu_memory)))
+    return Plan(config, hardware(gpu, None), gpus, gpus_per_node, parse_bytes("gpu_memory", gpu_memory))

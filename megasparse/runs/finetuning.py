@@ -10,15 +10,14 @@ import torch
 
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.ops.random import RngContext
-from megasparse.planning.duration import warn_if_long
-from megasparse.planning.held import by_kind
+from megasparse.planning.flops import warn_if_long
+from megasparse.planning.states import require_fit
 from megasparse.tasks.evaluate import selection_of, validation
-from megasparse.tasks.memory_check import predict, require_fit
+from megasparse.tasks.memory_check import HINT, predict
 from megasparse.tasks.run import TaskRun, open_run
 from megasparse.training.checkpoints.identity import RunIdentity
 from megasparse.training.loop import train
 from megasparse.training.ranks import Ranks, start_ranks
-from megasparse.training.reporting.memory_shortage import PlannedMemory
 from megasparse.training.run import Recipe, RunResult, open_training
 from megasparse.training.stopping.signals import StopSignals
 
@@ -43,7 +42,7 @@ def finetune(
     ranks = start_ranks(config.run)
     say = _reporter(ranks)
     task = open_run(config, say)
-    predicted = require_fit(task, ranks, say)
+    require_fit(predict(task, ranks).pools, ranks, HINT, say)
     changes = ["fewer training.epochs", "a smaller task.max_length", "a smaller task.limit"]
     warn_if_long(least_flops(task), task.config.training.precision, changes, ranks)
     config = task.config  # with the numbers that depend on the data filled in
@@ -56,7 +55,6 @@ def finetune(
         build_model=lambda: task.model,
         open_data=lambda position, hooks: task.batches(ranks, position),
         build_evaluation=lambda engine, hooks: validation(task, engine, hooks),
-        plan=lambda: PlannedMemory(by_kind(predicted.pools[0].parts, predicted.pools[0].peak)),
         selection=selection,
     )
     with open_training(recipe, ranks, resume, allow_changed_config, stop_at, signals) as run:

@@ -1,5 +1,6 @@
 """A pretraining run, top to bottom: shards, model, engine, evaluation, loop."""
 
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -9,16 +10,12 @@ from megasparse.evaluation.held_out import held_out
 from megasparse.hub.starting import adapted, require_base, resumed_from
 from megasparse.model.build import deferred_model, initial_weight
 from megasparse.ops.random import RngContext
-from megasparse.planning.duration import warn_if_long
-from megasparse.planning.flops import known_flops_per_token
-from megasparse.planning.held import planned_memory
-from megasparse.planning.report import dry_run_report
+from megasparse.planning.flops import known_flops_per_token, warn_if_long
 from megasparse.runs.data import open_data, training_batches
-from megasparse.runs.fit import require_fit
 from megasparse.runs.own_texts import with_texts
 from megasparse.training.checkpoints.identity import RunIdentity
 from megasparse.training.loop import train
-from megasparse.training.ranks import start_ranks
+from megasparse.training.ranks import Ranks, start_ranks
 from megasparse.training.run import Recipe, RunResult, open_training
 from megasparse.training.stopping.signals import StopSignals
 
@@ -56,7 +53,7 @@ def pretrain(
         config = with_texts(config, texts, ranks)
     data = data or open_data(config)
     if start is not None:
-        require_fit(config, ranks)
+        require_room(config, ranks)
         resume = resumed_from(config, start, ranks)
 
     def model() -> Any:
@@ -76,7 +73,6 @@ def pretrain(
         initial=partial(initial_weight, config.model, config.run.seed),
         open_data=lambda position, hooks: training_batches(config, data, ranks, position, hooks),
         build_evaluation=lambda engine, hooks: held_out(engine, data.evaluation, config, hooks),
-        plan=lambda: planned_memory(config, ranks),
         flops_per_token=flops,
     )
     with open_training(recipe, ranks, resume, allow_changed_config, stop_at, signals) as run:
@@ -89,4 +85,22 @@ def pretrain_dry_run(config: Config) -> Iterator[str]:
     """Plan a run and take one step on dummy data in this process, which writes nothing. Yields each part when it is
     known.
     """
+    from megasparse.planning.dry_run import dry_run_report
+
     return dry_run_report(config)
+
+
+def require_room(config: Config, ranks: Ranks) -> None:
+    """Check the memory of a step on each GPU before any weight is made; nothing on a CPU.
+
+    Raises:
+        UserError: on all ranks, if some rank cannot take its first step.
+    """
+    if ranks.device.type != "cuda":
+        return
+    from megasparse.planning.plan import pretraining_pools
+    from megasparse.planning.states import require_fit
+
+    hint = 'Use shorter sequences, adapters (lora), model.activations="checkpoint" or a higher ZeRO stage'
+    say = lambda line: print(line, file=sys.stderr) if ranks.rank == 0 else None  # noqa: E731
+    require_fit(pretraining_pools(config, ranks), ranks, hint, say)

@@ -44,12 +44,6 @@ def checkpoint_layers(model: nn.Module, offload_to_cpu: bool) -> None:
         layer.forward = _Layer(layer, offload_to_cpu).run
 
 
-def store_layers(model: nn.Module) -> None:
-    """Undo `checkpoint_layers`."""
-    for layer in _layers(model):
-        vars(layer).pop("forward", None)
-
-
 def _layers(model: nn.Module) -> Iterator[Any]:
     """The outermost layers that transformers itself would checkpoint."""
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -102,19 +96,6 @@ def _uncached(value: Any) -> Any:
     from transformers import Cache
 
     return None if isinstance(value, Cache) else value
-
-
-def set_activations(body: nn.Module, kind: str) -> None:
-    """Let a body store or checkpoint its layers' activations, as `activations` says. A reversible one stays so."""
-    for block in _own_blocks(body):
-        vars(block).pop("forward", None)
-        if kind in ("checkpoint", "checkpoint_cpu"):
-            checkpoint_wrapper(block, offload_to_cpu=kind == "checkpoint_cpu")
-    if not isinstance(body, HuggingFaceBody):
-        return
-    store_layers(body)
-    if kind != "stored":
-        checkpoint_layers(body, offload_to_cpu=kind == "checkpoint_cpu")
 
 
 def count_layers(body: nn.Module) -> int:
@@ -255,11 +236,6 @@ def add_adapters(body: Backbone, config: LoRAConfig, seed: int) -> None:
     adapters.add_adapters(
         body, config, seed, kinds=_kinds(body), new=new, draws=isinstance(body, HuggingFaceBody)
     )  # fmt: skip
-
-
-def adapter_size(body: Backbone, config: LoRAConfig) -> int:
-    """Number of weights that `add_adapters` would add. Raises ConfigError as it does."""
-    return adapters.adapter_size(body, config, _kinds(body))
 
 
 def _kinds(body: Backbone) -> adapters.Kinds:

@@ -24,7 +24,7 @@ from megasparse.training.engines import build_engine
 from megasparse.training.engines.contract import Engine, Initial, MakeRng
 from megasparse.training.loop_state import Selection
 from megasparse.training.ranks import Ranks, RunHooks
-from megasparse.training.reporting.memory_shortage import Plan, PlannedMemory, is_out_of_memory, shortage
+from megasparse.training.reporting.memory_shortage import is_out_of_memory, shortage
 from megasparse.training.reporting.tracker import Tracker
 from megasparse.training.stopping.signals import StopSignals
 from megasparse.training.stopping.watchdog import HEARTBEATS, Watchdog
@@ -36,10 +36,6 @@ Called after every step on every rank, where it may raise StopWanted, on all of 
 
 def no_evaluation(engine: Engine, hooks: RunHooks) -> Evaluate | None:
     return None
-
-
-def no_plan() -> PlannedMemory:
-    raise NotImplementedError("there is none for this kind of run")
 
 
 @dataclass(frozen=True)
@@ -54,8 +50,6 @@ class Recipe:
     open_data: Callable[[int, RunHooks], Steps]
     """Opens this rank's steps from a global sample number on."""
     build_evaluation: Callable[[Engine, RunHooks], Evaluate | None] = no_evaluation
-    plan: Plan = no_plan
-    """Predicts this rank's memory, for the report where it does not suffice."""
     flops_per_token: tuple[float, float] | tuple[()] = ()
     """FLOPs that the model needs for a token, and those that its devices do; empty where they are not known."""
     selection: Selection | None = None
@@ -131,7 +125,7 @@ def open_training(
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            raise shortage(error, engine, ranks, Path(config.run.directory), recipe.plan, hooks.alive) from None
+            raise shortage(error, engine, ranks, Path(config.run.directory)) from None
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from pydantic import Field
 
 from megasparse.attention.contract import Attention, AttentionOutput
 from megasparse.attention.costs import Passes
-from megasparse.attention.heads import build_mechanism
 from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.load import build_settings
@@ -15,7 +14,6 @@ from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
 from megasparse.planning.flops import hardware_flops_per_token, known_flops_per_token, model_flops_per_token
-from megasparse.planning.roofline import PEAKS, least_seconds
 from tests.helpers.models import random_tokens, training_draws
 
 
@@ -92,7 +90,6 @@ def test_planning_counts_it(monkeypatch):
     head = 2 * 64 * 256
     assert model_flops_per_token(model, 64) == pytest.approx(3 * (layers + head) + 2 * 2 * 32)
     assert hardware_flops_per_token(model, 64) == pytest.approx(4 * layers + 3 * head + 3 * 2 * 32)
-    assert least_seconds(build_mechanism("mean", model, 4), 64, 1, torch.float32, PEAKS["H200"]) is None
 
 
 def test_a_lack_is_refused_by_name(monkeypatch):

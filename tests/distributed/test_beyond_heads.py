@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from megasparse.attention import sequence_part
+from megasparse.attention.heads import ranks_with_the_same_heads
 from megasparse.config.schema import RunConfig
 from megasparse.model.build import build_model
 from megasparse.ops.bucketed_attention import specification
-from megasparse.planning.traffic import all_to_all
+from megasparse.planning.flops import mechanisms_of
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.distributed.test_sequence_parallel import ORDINARY, PADDED, batch_of, by_turns, compare, gradients
 from tests.helpers.models import AXIAL, VARIANTS, attention, causal_names, encoder_names, named, small
@@ -66,7 +67,7 @@ COUNTED = [("decoder", "split"), ("encoder", "stored, rotary"), ("decoder", "hea
 
 def sent(ranks: Ranks, kind: str, name: str) -> list[float]:
     """Bytes of queries, keys, values, outputs and log-sum-exps that this rank sends to others in a forward and a
-    backward pass, and those of the plan.
+    backward pass, and those by formula.
     """
     model, tokens, each = model_of(kind, name, False), batch_of(False), []
 
@@ -80,6 +81,22 @@ def sent(ranks: Ranks, kind: str, name: str) -> list[float]:
     with patch.object(sequence_part, "_exchanged", counted):
         gradients(model, tokens.chunk(ranks.sequence_size, dim=1)[ranks.place], 1.0, sequence=ranks.sequence)
     return [sum(each), all_to_all(model.config, tokens.numel(), ranks.sequence_size, 4)]
+
+
+def all_to_all(model: Any, tokens: int, ranks: int, size: int) -> float:
+    """Bytes that a rank sends in a forward and backward pass of so many tokens: queries, keys and values there, outputs
+    back, with their log-sum-exps if ranks with the same heads share out their pairs. size: bytes of a number.
+    """
+    sent = 0.0
+    for mechanism in mechanisms_of(model):
+        copies, vector = ranks_with_the_same_heads(mechanism, model, ranks), mechanism.spec.head_dim * size
+        ways = ranks // copies
+        there = (2 if mechanism.shared_qk else 3) * vector * (ranks - 1)
+        parts = mechanism.shares_pairs and copies > 1
+        back = (vector + 4) * (ranks - 1) if parts else vector * (ways - 1)
+        sent += (there + back) * mechanism.spec.heads / ways
+    passes = 2 if model.activations == "stored" and model.attention.head_groups == 1 else 3
+    return sent * passes * tokens / ranks
 
 
 def on_ranks(world: int) -> dict[str, Any]:
@@ -107,6 +124,6 @@ def test_ranks_are_one(world, case):
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("kind", "name"), COUNTED)
-def test_ranks_send_what_the_plan_says(world, kind, name):
+def test_ranks_send_the_bytes_of_the_formula(world, kind, name):
     found, planned = on(world)[f"sent {kind} {name}"]
     assert found == planned > 0

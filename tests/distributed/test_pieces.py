@@ -14,9 +14,8 @@ from megasparse.config.schema import Config
 from megasparse.hub.importing import write_checkpoint
 from megasparse.model.build import build_model, deferred_model, initial_weight
 from megasparse.ops.random import RngContext
-from megasparse.planning.hardware import GPUS
-from megasparse.planning.live_bytes import LiveBytes
-from megasparse.planning.plan import Assumptions, Plan
+from megasparse.planning.passes import ConfiguredPass, LiveBytes
+from megasparse.planning.states import Zero, building
 from megasparse.training.checkpoints.checkpoint import Checkpoint, persistent_buffers
 from megasparse.training.engines import build_engine
 from megasparse.training.engines.contract import Engine
@@ -141,5 +140,6 @@ def test_no_rank_holds_more_than_its_share_and_one_weight(results, zero, precisi
         measured = found["peaks"][f"{zero} {precision}"]
         assert share <= measured["filling"] <= share + largest + small
         assert measured["held"] >= share and measured["all"] <= measured["held"] + layer + small
-        planned = sum(Plan(config, Assumptions(GPUS["A100"], gpus=2)).building(on_gpu=False))
+        states = ConfiguredPass(config).states
+        planned = sum(building(states, Zero.of("deepspeed", config.deepspeed, True), 2, on_gpu=False))
         assert measured["all"] == pytest.approx(planned, rel=0.05)

@@ -12,7 +12,7 @@ from megasparse.tasks.memory_check import predict
 from megasparse.tasks.run import open_run
 from megasparse.training.engines import build_engine
 from megasparse.training.ranks import start_ranks
-from tests.helpers.allocated import allocated_peak
+from tests.helpers.peak_memory import allocated_peak
 
 
 def predicted_and_measured(values: dict[str, Any], steps: int = 2) -> tuple[int, int]:

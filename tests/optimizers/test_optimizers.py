@@ -13,7 +13,7 @@ from megasparse.errors import ConfigError
 from megasparse.optimizers import OPTIMIZERS
 from megasparse.optimizers.spec import OptimizerSpec, Settings
 from megasparse.planning.dry_run import trial_engine
-from megasparse.planning.pass_memory import PassMemory
+from megasparse.planning.passes import ConfiguredPass
 from megasparse.training.optimizer import build_optimizer, create_state, set_steps_done, state_tensors, steps_done
 from megasparse.training.ranks import Ranks
 
@@ -119,7 +119,7 @@ def test_an_added_optimizer_trains_a_step_and_is_planned():
         torch.testing.assert_close(moved.abs(), torch.where(moved == 0, 0.0, 0.25).to(moved), rtol=0, atol=1e-6)
         assert moved.any(), name
     assert {fragment.kind for fragment in engine.fragments()} == {"weight", "momentum"}
-    states = PassMemory(config, "measured").states
+    states = ConfiguredPass(config).states
     assert (states.moments, states.scratch) == (4 * states.trained, 0)
 
 

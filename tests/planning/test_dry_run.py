@@ -12,8 +12,9 @@ import pytest
 
 from megasparse.config.load import build_config
 from megasparse.model.build import build_model
-from megasparse.planning.dry_run import dry_run, dummy_records
+from megasparse.planning.dry_run import dry_run
 from megasparse.planning.flops import model_flops_per_token
+from megasparse.planning.passes import dummy_records
 
 ROOT = Path(__file__).parents[2]
 VALUES = {

@@ -1,12 +1,25 @@
 """FLOPs against counts made by hand, and against brute force over every query and key."""
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from megasparse.config.load import build_config
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import build_model
-from megasparse.planning.flops import hardware_flops_by_part, hardware_flops_per_token, model_flops_per_token
-from megasparse.planning.launches import count_step, total
+from megasparse.ops.kernels import recorded
+from megasparse.ops.random import RngContext
+from megasparse.planning import flops
+from megasparse.planning.flops import (
+    hardware_flops_by_part,
+    hardware_flops_per_token,
+    long_run,
+    model_flops_per_token,
+    product_speed,
+    warn_if_long,
+)
+from megasparse.planning.passes import META, ConfiguredPass, as_on_a_gpu, dummy_records
+from megasparse.training.ranks import Ranks
 
 BASE = {"max_length": 64, "layers": 1, "d_model": 32, "d_ff": 48, "heads": 4, "vocabulary": 256}
 
@@ -207,33 +220,18 @@ def test_hardware_flops_by_hand(changed, again):
     assert found == pytest.approx(whole + sum(forward[part] * times for part, times in again.items()))
 
 
-def test_codes_that_reversible_layers_keep_are_not_computed_again():
-    for kind, section, projections, keys, codes in (
-        ("lsh", {"chunk": 8, "rounds": 3}, 3, 3 * 8, 3 * 4 * 8 * 8 * 2),
-        ("routing", {"chunk": 16}, 3, 16, 4 * 2 * 8 * 4),
-        ("lha", {"chunk": 16, "hash": "random"}, 4, 16, 4 * 2 * 2 * 8 * 4),
-    ):
-        forward = FEED_FORWARD / 3 + 2 * projections * 32 * 32 + 4 * 32 * keys
-        kept = model(attention=attention(kind, **{kind: section}))
-        more = hardware_flops_per_token(kept, 64) - model_flops_per_token(kept, 64)
-        assert more == pytest.approx(forward)
-        ordinary = {"blocks": "ordinary", "activations": "checkpoint"}
-        again = model(attention=attention(kind, **{kind: section}), **ordinary)
-        more = hardware_flops_per_token(again, 64) - model_flops_per_token(again, 64)
-        assert more == pytest.approx(forward + codes)
-
-
 @pytest.mark.parametrize("cross", ["full", "lsh"])
 def test_both_stacks_of_an_encoder_decoder_run_again(cross):
-    """And cross-attention, whose codes are kept."""
+    """And cross-attention, codes included."""
     made = {"kind": "encoder_decoder", "layers": 3, "attention": attention("lsh", lsh={"chunk": 8, "buckets": 16})}
     source = {"length": 40, "layers": 2, "attention": attention("full"), "cross_attention": cross}
     config = build_config({"model": {**BASE, **made, "source": source}, "data": {"sequence_length": 64}}).model
     rounds = config.attention.lsh.rounds
     pairs = 3 * (4 * 32 * 24 * 40 if cross == "full" else rounds * 4 * 32 * 16 * 24)
     encoder = 2 * 40 * (FEED_FORWARD / 3 + 2 * 4 * 32 * 32 + 4 * 32 * 40)
-    decoder = 3 * 24 * (FEED_FORWARD / 3 + 2 * 3 * 32 * 32 + rounds * 4 * 32 * 8)
-    crossing = 3 * 4 * 32 * 32 * 64 + pairs
+    codes = rounds * 4 * 8 * 16
+    decoder = 3 * 24 * (FEED_FORWARD / 3 + 2 * 3 * 32 * 32 + rounds * 4 * 32 * 8 + codes)
+    crossing = 3 * 4 * 32 * 32 * 64 + pairs + (cross == "lsh") * 3 * 64 * codes
     again = 64 * (hardware_flops_per_token(config, 64) - model_flops_per_token(config, 64))
     assert again == pytest.approx(encoder + decoder + crossing)
 
@@ -242,25 +240,47 @@ def test_both_stacks_of_an_encoder_decoder_run_again(cross):
     "changed",
     [{}, {"blocks": "ordinary", "activations": "checkpoint"}, {"blocks": "ordinary", "activations": "stored"}],
 )
-@pytest.mark.parametrize(("tiles", "groups"), [(1, 1), (4, 1), (4, 2), (1, 4)])
-def test_hardware_flops_are_those_of_the_products_that_run(changed, tiles, groups):
-    """All that torch multiplies in a step, counted operation by operation, and local attention's kernels by formula."""
+@pytest.mark.parametrize("tiles", [1, 4])
+def test_hardware_flops_are_those_of_the_products_that_run(changed, tiles):
+    """All that torch multiplies in a step, counted operation by operation, but for local attention's kernels."""
     tiled = {"feed_forward_tiles": tiles, "loss_tiles": tiles, "feed_forward": "swiglu", "key_heads": 2}
-    grouped = {**attention("local"), "head_groups": groups}
-    sections = {"model": {**BASE, **changed, **tiled, "attention": grouped}, "data": {"sequence_length": 64}}
+    sections = {"model": {**BASE, **changed, **tiled, "attention": attention("local")}, "data": {"sequence_length": 64}}
     config = build_config(sections)
-    found = hardware_flops_by_part(config.model, 64)
-    assert total(count_step(config)).flops == 64 * (
-        sum(found.values()) - found["attention"]
-    )  # local attention has no codes
+    built, tokens = ConfiguredPass(config).model, dummy_records(config.model, 1, 64, 0).to(META)
+    with recorded(), as_on_a_gpu(), FlopCounterMode(display=False) as counter:
+        built(tokens, RngContext(0, 0, torch.arange(1, device=META), training=True))[0].backward()
+    parts = hardware_flops_by_part(config.model, 64)
+    assert counter.get_total_flops() == 64 * (sum(parts.values()) - parts["attention"])
 
 
 def test_ranks_beyond_the_heads_share_out_the_pairs_or_repeat_the_heads():
-    """Of 4 heads on 8 ranks: LSH's pairs are shared out, its codes repeated; Performer is repeated."""
-    lsh, performer = (model(attention=attention(kind, lsh={"chunk": 8})) for kind in ("lsh", "performer"))
-    for config, repeated in ((lsh, {"hashing"}), (performer, {"attention"})):
+    """Of 4 heads on 8 ranks: LSH's pairs are shared out; Performer is repeated."""
+    for kind, repeated in (("lsh", 1), ("performer", 2)):
+        config = model(attention=attention(kind, lsh={"chunk": 8}))
         few, many = (hardware_flops_by_part(config, 64, ranks) for ranks in (4, 8))
         assert few == hardware_flops_by_part(config, 64)
-        assert many == pytest.approx({part: flops * (1 + (part in repeated)) for part, flops in few.items()})
-    both = model(attention={"pattern": [{"lsh": 2, "performer": 2}], "lsh": {"chunk": 8}, "head_groups": 2})
-    assert hardware_flops_by_part(both, 64, 2)["hashing"] == 2 * hardware_flops_by_part(both, 64, 1)["hashing"] > 0
+        assert many == pytest.approx(few | {"attention": few["attention"] * repeated})
+
+
+HOUR = 3600.0
+
+
+def speed(precision):
+    return {"fp32": 100e9, "bf16": 40e9}[precision]
+
+
+@pytest.mark.parametrize(("precision", "gflops"), [("fp32", 100), ("bf16", 40)])
+def test_hours_are_flops_by_a_share_of_the_speed_of_products(precision, gflops):
+    warning = long_run(5 * HOUR * 0.3 * gflops * 1e9, precision, ["fewer training.steps"], speed)
+    assert "about 5 hours on this machine" in warning and f"of the {gflops} GFLOP/s" in warning
+    assert warning.endswith("fewer training.steps; a GPU")
+    assert ('Quicker: training.precision="fp32", 2.5 times as fast here; ' in warning) == (precision == "bf16")
+    assert long_run(1.9 * HOUR * 0.3 * 100e9, "fp32", [], speed) is None
+    assert 1e6 < product_speed("fp32") < 1e15
+
+
+@pytest.mark.parametrize(("rank", "device", "lines"), [(0, "cpu", 1), (1, "cpu", 0), (0, "meta", 0)])
+def test_only_the_first_rank_on_cpus_warns_of_a_long_run(rank, device, lines, monkeypatch, capsys):
+    monkeypatch.setattr(flops, "long_run", lambda flops, precision, changes: f"{flops:g} in {precision}")
+    warn_if_long(6e15, "fp32", [], Ranks(rank=rank, world_size=2, device=torch.device(device)))
+    assert capsys.readouterr().err == "3e+15 in fp32\n" * lines

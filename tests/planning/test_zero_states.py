@@ -13,9 +13,8 @@ from megasparse.config.schema import Config
 from megasparse.data.batches import Batch
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
-from megasparse.planning.dry_run import dummy_records
-from megasparse.planning.hardware import GPUS
-from megasparse.planning.plan import Assumptions, Plan
+from megasparse.planning.passes import dummy_records
+from megasparse.planning.plan import GPUS, Plan
 from megasparse.training.engines import build_engine
 from megasparse.training.ranks import start_ranks
 from tests.helpers.run_ranks import run_ranks
@@ -67,7 +66,7 @@ def held() -> dict[str, dict[str, int]]:
 
 
 def predicted(case: str) -> dict[str, int]:
-    plan = Plan(config_of(case), Assumptions(GPUS["A100"], gpus=RANKS, path="measured"))
+    plan = Plan(config_of(case), GPUS["A100"], RANKS)
     every = plan.memory.device | plan.memory.host
     names = {"weights": ["weights"], "optimizer": ["fp32 weights", "optimizer"]}
     return {

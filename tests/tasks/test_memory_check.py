@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megasparse.errors import UserError
-from megasparse.planning.memory_curves import Curve
-from megasparse.tasks import memory_check, pass_memory
-from megasparse.tasks.memory_check import predict, require_fit
+from megasparse.planning.states import require_fit
+from megasparse.tasks import memory_check
+from megasparse.tasks.memory_check import HINT, Curve, predict
 from megasparse.training.ranks import Ranks
 from tests.helpers import finetuning
 from tests.helpers.step_memory import predicted_and_measured
@@ -52,7 +52,7 @@ SOAK = [pytest.param(case, marks=pytest.mark.soak) for case in CASES if case not
 def test_peaks_are_within_15_percent_of_what_is_allocated(case, tmp_path, monkeypatch):
     """`pytest -s` prints them. The short ones are predicted from passes as much shorter."""
     if case in QUICK:
-        monkeypatch.setattr(pass_memory, "LONGEST_TRIAL", 128)
+        monkeypatch.setattr(memory_check, "LONGEST_TRIAL", 128)
     predicted, allocated = predicted_and_measured(values(tmp_path / "case", case))
     print(f"{case:28} predicted {predicted / 1e6:7.1f} MB, allocated {allocated / 1e6:7.1f}")
     assert abs(predicted / allocated - 1) < 0.15
@@ -67,25 +67,22 @@ def tiny(folder, **sections):
 def test_a_run_that_cannot_fit_is_refused_with_what_to_change(tmp_path, monkeypatch):
     run = tiny(tmp_path)
     found = predict(run, Ranks())
-    assert found.fits and not found.hints and "fits" in found.lines().splitlines()
+    assert found.fits and "fits" in found.lines().splitlines()
     assert found.trained == sum(weight.numel() for weight in run.model.parameters()) and found.frozen == 0
     weights = 4 * found.trained
     parts = found.pools[0].parts
     assert (parts["weights"], parts["optimizer"], parts["gradients"]) == (weights, 2 * weights, weights)
 
     monkeypatch.setattr(memory_check, "available_bytes", lambda device: -weights + found.pools[0].peak // 2)
-    with pytest.raises(UserError, match=r"cannot fit: a step takes about .*What helps, with the peak after it: .*GB"):
-        require_fit(run, Ranks(), lambda line: None)
     prediction = predict(run, Ranks())
+    with pytest.raises(UserError, match=r"cannot fit: a step takes about .* of memory, .*Lower training\.micro_batch"):
+        require_fit(prediction.pools, Ranks(), HINT, print)
     assert "DOES NOT FIT" in prediction.lines()
-    hints = {hint.change: hint.peak for hint in prediction.hints}
-    assert {"training.micro_batch=1", 'start.activations="checkpoint"', 'lora={"rank": 8}'} <= hints.keys()
-    assert list(hints.values()) == sorted(hints.values()) and max(hints.values()) < found.pools[0].peak
 
     monkeypatch.setattr(memory_check, "available_bytes", lambda device: -weights + int(found.pools[0].peak * 0.95))
-    said = []
-    require_fit(run, Ranks(), said.append)
-    assert len(said) == 1 and said[0].startswith("this run may not fit")
+    warnings: list[str] = []
+    require_fit(predict(run, Ranks()).pools, Ranks(), HINT, warnings.append)
+    assert len(warnings) == 1 and warnings[0].startswith("this run may not fit")
 
 
 def test_predicting_leaves_model_and_generators_as_they_were(tmp_path):
@@ -99,8 +96,6 @@ def test_predicting_leaves_model_and_generators_as_they_were(tmp_path):
 
 
 def test_a_curve_is_the_largest_of_its_phases():
-    curve = Curve(["weight", ""], *(np.array(values, dtype=float) for values in ([0, 100], [50, 10], [3, 1], [0, 2])))
-    assert curve.bytes(2, 10) == max(0 + 50 + 2 * 30, 100 + 10 + 2 * (10 + 200))
-    assert curve.bytes(2, 10, gradients=7, hashed=True) == max(7 + 50 + 60, 7 + 10 + 20)
-    parts = curve.by_part(2, 10, part=lambda name: name or "the end")
-    assert parts == {"weight": 50 + 2 * 30, "the end": 10 + 2 * (10 + 200)}
+    curve = Curve(*(np.array(values, dtype=float) for values in ([0, 100], [50, 10], [3, 1], [0, 2])))
+    assert curve.peak(2, 10) == max(0 + 50 + 2 * 30, 100 + 10 + 2 * (10 + 200))
+    assert curve.peak(2, 10, gradients=7) == 7 + 10 + 2 * (10 + 200)

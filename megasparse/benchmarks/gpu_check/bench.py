@@ -11,18 +11,16 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-from megasparse.benchmarks.attention import DTYPES, MECHANISMS, Case, build, least, model_of
+from megasparse.benchmarks.attention import DTYPES, MECHANISMS, Case, build, model_of
 from megasparse.benchmarks.gpu_check.report import Report, Row
+from megasparse.benchmarks.launch_counts import Counts, count_step, total
 from megasparse.benchmarks.launches import count_layer, seconds
 from megasparse.benchmarks.training import models, step_seconds
 from megasparse.config.load import build_config, load_config
 from megasparse.config.schema import Config
 from megasparse.planning.dry_run import trial_engine
-from megasparse.planning.hardware import GPUS
-from megasparse.planning.launches import Counts, count_step, total
 from megasparse.planning.measure import peak, reset_peak, time_passes
-from megasparse.planning.plan import RESERVE, Assumptions, Plan
-from megasparse.planning.roofline import peaks_of
+from megasparse.planning.plan import GPUS, RESERVE, Plan, peaks_of
 from megasparse.training.ranks import start_ranks
 
 IMPLEMENTATIONS = ("sdpa", "lsh", "local", "yoso", "lha", "smart_bird")
@@ -65,8 +63,6 @@ def _attention(what: str, case: Case, flash: list[float]) -> Row:
         flash.append(both)
     if flash:
         row.flash = flash[0] / both
-    limits = least(case, device)
-    row.roofline = None if limits is None else limits.both / both
     if case.implementation in MECHANISMS:
         counts = total(count_layer(MECHANISMS[case.implementation], case.model, case.batch, DTYPES[case.dtype]))
         _beside(row, counts, device)
@@ -102,7 +98,7 @@ def _training(what: str, config: Config, small: bool, steps: int = STEPS) -> Row
     counts = total(count_step(config))
     _beside(row, counts, ranks.device)
     alone = config.model_copy(update={"run": config.run.model_copy(update={"engine": "torch"})})
-    row.counted_peak = Plan(alone, Assumptions(GPUS["H200"])).peak - RESERVE
+    row.counted_peak = Plan(alone, GPUS["H200"]).peak - RESERVE
     if not small:
         row.launches, row.kernels = profiled(step)
     engine.close()

@@ -23,7 +23,7 @@ from megasparse.benchmarks.gpu_check.operators import EXACT, SMOOTH, Problem, ch
 from megasparse.benchmarks.gpu_check.report import Report, Row, Skipped
 from megasparse.benchmarks.kernel_cases import CASES, ONE, ONE_WIDTH
 from megasparse.planning.measure import machine, time_passes
-from megasparse.planning.roofline import peaks_of
+from megasparse.planning.plan import peaks_of
 
 ROOT = Path(__file__).parents[3]
 GIGABYTE = 1e9

@@ -17,7 +17,7 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_settings, load_settings
 from megasparse.errors import ConfigError
 from megasparse.ops.random import RngContext
-from megasparse.tasks.backbones import count_layers, set_activations
+from megasparse.tasks.backbones import count_layers
 from megasparse.tasks.forms.forecast import ForecastForm, Windows
 from megasparse.tasks.memory_check import predict as predicted_memory
 from megasparse.tasks.run import TaskRun, read_split, restore_task
@@ -164,7 +164,6 @@ def test_activations_of_both_sides_are_checkpointed(tmp_path, file):
     for kind in ("stored", "checkpoint"):
         run = opened(tmp_path, file, activations=kind)
         assert count_layers(run.model.body) == 3
-        set_activations(run.model.body, kind)
         objective, _ = run.model.train()(batch(run), RngContext(0, 1, torch.arange(3), training=True))
         objective.backward()
         gradients.append([weight.grad for weight in run.model.parameters()])

@@ -18,9 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from megasparse.config.schema import Config
 from megasparse.ops.kernels import Launch, observed
 from megasparse.ops.random import RngContext
-from megasparse.planning.dry_run import dummy_records
-from megasparse.planning.memory_curves import run_backward
-from megasparse.planning.pass_memory import PassMemory, as_on_a_gpu
+from megasparse.planning.passes import ConfiguredPass, as_on_a_gpu, dummy_records
 
 META = torch.device("meta")
 _NO_LAUNCH = {
@@ -128,13 +126,13 @@ def count(forward: Callable[[], Callable[[], None]]) -> dict[str, Counts]:
 
 def count_step(config: Config) -> dict[str, Counts]:
     """Count the passes of one micro-batch of a pretraining run. The optimizer's step is left out."""
-    model, batch = PassMemory(config, "counted").model, config.training.micro_batch
+    model, batch = ConfiguredPass(config).model, config.training.micro_batch
     tokens = dummy_records(config.model, batch, config.data.sequence_length, 0).to(META)
     rng = RngContext(0, 0, torch.empty(batch, device=META, dtype=torch.int64), training=True)
 
     def forward() -> Callable[[], None]:
         objective = model(tokens, rng)[0]
-        return lambda: run_backward(objective)
+        return lambda: objective.backward()
 
     return count(forward)
 

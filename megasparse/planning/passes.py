@@ -1,0 +1,297 @@
+"""Memory of a forward and backward pass, counted by the bytes of every tensor that exists.
+
+A pass of a pretraining configuration runs on torch's meta device, where tensors have shapes and no memory: the host
+code of the Triton kernels allocates what it allocates on a GPU, and starts nothing. It takes seconds whatever the
+model's size. What a kernel takes inside itself (shared memory, registers) is not GPU memory; cuBLAS' workspace is not
+counted. Fine-tuning counts short passes of its own model on its own device by the same counter.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from megasparse.config.schema import Config, ModelConfig
+from megasparse.model.adapters import add_adapters
+from megasparse.model.build import empty_model
+from megasparse.model.encoder import Encoder
+from megasparse.ops.kernels import Launch, observed
+from megasparse.ops.random import RngContext
+from megasparse.optimizers import OPTIMIZERS
+from megasparse.planning.states import States
+
+META = torch.device("meta")
+PERIODS = 4, 8
+"""Periods of the pattern in the two shallow models from which the pass of a deeper one is continued by a line."""
+VIEWS = {
+    *("alias", "as_strided", "detach", "diagonal", "expand", "is_same_size", "lift_fresh", "narrow", "permute"),
+    *("promote_types", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind"),
+    *("unfold", "unsqueeze", "view", "_reshape_alias", "_unsafe_view", "empty", "empty_like", "empty_permuted"),
+    *("empty_strided", "new_empty", "new_empty_strided"),
+}
+"""Operations that make a view or take memory, and move no bytes."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counter of the bytes of the storages made inside the `with`: `live` now, and `peak`, the most since `mark`.
+
+    `moved`: bytes that operations other than matrix products read and write. Memory that a kernel takes and releases
+    inside itself is not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = self.moved = 0
+        self._storages: set[int] = set()
+
+    def mark(self) -> int:
+        """Return the peak since the last mark, and start the next one."""
+        peak, self.peak = self.peak, self.live
+        return peak
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        existing = {_identity(x) for x in inputs}
+        for x in outputs:
+            if (identity := _identity(x)) not in self._storages and identity not in existing:
+                storage = x.untyped_storage()
+                self._storages.add(identity)
+                self._made(storage.nbytes())
+                weakref.finalize(storage, self._release, identity, storage.nbytes())
+        if function.overloadpacket.__name__.rstrip("_") not in VIEWS and function.overloadpacket not in flop_registry:
+            self.moved += sum(_bytes(x) for x in (*inputs, *outputs))
+        return result
+
+    def _made(self, size: int) -> None:
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _release(self, identity: int, size: int) -> None:
+        self._storages.discard(identity)
+        self.live -= size
+
+
+def _identity(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _bytes(x: Tensor) -> int:
+    """Bytes of a tensor; of one that repeats its numbers, those of its memory."""
+    return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+
+
+@dataclass(frozen=True)
+class PassBytes:
+    """Bytes of one pass. A phase of it ends when a weight's gradient is complete, the last one with the pass."""
+
+    gradients: np.ndarray
+    """Bytes of weights' gradients that exist at the start of each phase."""
+    beside: np.ndarray
+    """Most live bytes of each phase without these."""
+    moved: float = 0.0
+    """Bytes moved by torch's operations other than matrix products, and by kernels outside of attention."""
+    by_attention: float = field(default=0.0)
+    """Bytes moved by attention's kernels."""
+
+    def peak(self, gradients: int | None = None) -> int:
+        """Return the peak; gradients: bytes of gradients that exist from the start, None for those of this pass."""
+        return int(((self.gradients if gradients is None else gradients) + self.beside).max())
+
+
+def count_pass(model: nn.Module, forward: Callable[[], Tensor], learns: bool = True) -> PassBytes:
+    """Count one pass of `forward`, which returns the objective, and its backward if `learns`.
+
+    The model is left without gradients.
+    """
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    made, peaks, ends, moved = [0], [], set(), {True: 0, False: 0}
+    counter = LiveBytes()
+
+    def end_phase(weight: Tensor) -> None:
+        if names[id(weight)] not in ends:
+            ends.add(names[id(weight)])
+            peaks.append(counter.mark())
+            made.append(weight.numel() * weight.element_size())
+
+    def skip(launch: Launch) -> None:
+        tensors = [x for x in launch.arguments if isinstance(x, Tensor)]
+        moved["attention" in launch.kernel.fn.__module__] += sum(map(_bytes, tensors))
+        launch.start()
+
+    trained = [weight for weight in model.parameters() if learns and weight.requires_grad]
+    hooks = [weight.register_post_accumulate_grad_hook(end_phase) for weight in trained]
+    try:
+        with observed(skip), counter, torch.set_grad_enabled(learns):
+            objective = forward()
+            if learns:
+                # Tensor.backward inside the function modes that are on: torch's own leaves them.
+                ones = (torch.ones_like(objective),)
+                _engine_run_backward((objective,), ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
+            peaks.append(counter.mark())
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for weight in model.parameters():
+            weight.grad = None
+    gradients = np.array(list(accumulate(made)), dtype=np.float64)
+    beside = np.maximum(0.0, np.array(peaks) - gradients)
+    return PassBytes(gradients, beside, float(counter.moved + moved[False]), float(moved[True]))
+
+
+class ConfiguredPass:
+    """The model of a configuration without memory, its states, and its counted passes."""
+
+    def __init__(self, config: Config):
+        # Dropout of attention probabilities has no kernels to count; its blocks are no larger than what it replaces.
+        self.config = _without_attention_dropout(config)
+        self.count = cache(self._count)
+
+    @cached_property
+    def model(self) -> Any:
+        config = self.config.model
+        with META:
+            model: Any = empty_model(config)
+            if isinstance(model, Encoder) and config.masking.whole_words:
+                model.word_starts = torch.ones(config.vocabulary, dtype=torch.bool)
+            if self.config.lora is not None:
+                add_adapters(model, self.config.lora, 0)
+        if self.config.training.precision == "bf16":
+            for weight in model.parameters():
+                weight.data = weight.data.bfloat16()
+        return model.train()
+
+    @cached_property
+    def states(self) -> States:
+        weights = list(self.model.parameters())
+        trained = [weight for weight in weights if weight.requires_grad]
+        number, largest = sum(w.numel() for w in trained), max(w.numel() for w in trained)
+        optimizer = OPTIMIZERS[self.config.optimizer.name]
+        moments = sum(optimizer.state_bytes(weight.shape) for weight in trained)
+        scratch = max(optimizer.scratch_bytes(weight.shape) for weight in trained)
+        frozen = sum(weight.numel() for weight in weights) - number
+        rounded = self.config.training.precision == "bf16"
+        return States(number, frozen, largest, moments, rounded, scratch, optimizer.state_per_number)
+
+    def _count(self, length: int) -> PassBytes:
+        """Count a pass of the configured micro-batch with sequences of this length on a rank."""
+        model, period = self.config.model, len(self.config.model.attention.pattern)
+        rest = model.layers % period
+        if model.source is not None or model.layers <= max(PERIODS) * period + rest:
+            return self._count_whole(length)
+        depths = [periods * period + rest for periods in PERIODS]
+        shallow = [self.config.model_copy(update={"model": model.model_copy(update={"layers": n})}) for n in depths]
+        few, many = (ConfiguredPass(config)._count_whole(length) for config in shallow)
+        share = (model.layers - depths[1]) / (depths[1] - depths[0])
+
+        def line(low: float, high: float) -> float:
+            return high + (high - low) * share
+
+        # The gradients that exist at the end and those that exist when activations are largest, both with depth
+        first = line(few.peak(0), many.peak(0))
+        last = line(few.peak(int(few.gradients[-1])), many.peak(int(many.gradients[-1])))
+        peak = min(last, max(first, line(few.peak(), many.peak())))
+        moved, by_attention = line(few.moved, many.moved), line(few.by_attention, many.by_attention)
+        return PassBytes(np.array([peak - first]), np.array([first]), moved, by_attention)
+
+    def _count_whole(self, length: int) -> PassBytes:
+        model, config, batch = self.model, self.config.model, self.config.training.micro_batch
+        if config.source is not None:  # each side keeps its share of the length
+            part = max(1, round(length * config.source.length / self.config.data.sequence_length))
+            model.source_length = part
+            config = config.model_copy(update={"source": config.source.model_copy(update={"length": part})})
+        tokens = dummy_records(config, batch, length, 0).to(META)
+        rng = RngContext(0, 0, torch.arange(batch, device=META), training=True)
+        with torch.random.fork_rng([]), META, as_on_a_gpu():
+            return count_pass(model, lambda: model(tokens, rng)[0])
+
+
+def dummy_records(model: ModelConfig, batch: int, length: int, seed: int) -> Tensor:
+    """Return (batch, length) random token ids in the form of the model's records.
+
+    With `sentence_order` two segments, each ended by the separator; with `padding_token` the last eighth is padding, as
+    is that of the source.
+    """
+    separator = model.sentence_order.separator if model.sentence_order else None
+    special = {model.padding_token, model.document_separator, separator}
+    ids = torch.tensor([token for token in range(model.vocabulary) if token not in special])
+    tokens = ids[torch.randint(len(ids), (batch, length), generator=torch.Generator().manual_seed(seed))]
+    sides = [tokens] if model.source is None else tokens.split([model.source.length, length - model.source.length], 1)
+    for side in sides:
+        real = side.shape[1] if model.padding_token is None else side.shape[1] - side.shape[1] // 8
+        if separator is not None:
+            side[:, [real // 2, real - 1]] = separator
+        if model.padding_token is not None:
+            side[:, real:] = model.padding_token
+    return tokens
+
+
+def _without_attention_dropout(config: Config) -> Config:
+    model, source = config.model, config.model.source
+    changes: dict[str, Any] = {"attention": model.attention.model_copy(update={"dropout": 0.0})}
+    if source is not None and source.attention is not None:
+        attention = source.attention.model_copy(update={"dropout": 0.0})
+        changes["source"] = source.model_copy(update={"attention": attention})
+    return config.model_copy(update={"model": model.model_copy(update=changes)})
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Run tensors of the meta device as those of a GPU: fused attention, past `nonzero`, to the CPU and back."""
+    experimental = torch.fx.experimental._config
+    before = experimental.meta_nonzero_assume_all_nonzero  # where rows are chosen, the most there can be
+    experimental.meta_nonzero_assume_all_nonzero = True
+    try:
+        with _OnGPU():
+            yield
+    finally:
+        experimental.meta_nonzero_assume_all_nonzero = before
+
+
+class _OnGPU(TorchFunctionMode):
+    """Full attention by torch's fused kernels, which the meta device would not choose, and copies to CPU memory, which
+    it would refuse: there a tensor takes nothing of the device.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention and args[0].is_meta:
+            return _fused_attention(*args, **kwargs)
+        if function is Tensor.to and args[0].is_meta and len(args) == 2 and isinstance(args[1], str | torch.device):
+            return _moved(args[0], torch.device(args[1]))
+        return function(*args, **kwargs)
+
+
+def _moved(x: Tensor, device: torch.device) -> Tensor:
+    """Return x in CPU memory, a tensor of its shape over one number, or such a tensor back on the device."""
+    if device.type == "cpu":
+        return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device) if not any(x.stride()) else x
+
+
+def _fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Run the kernel that torch chooses on a GPU: flash attention, or the memory-efficient one in fp32 or masked."""
+    aten = torch.ops.aten
+    if attn_mask is None and q.dtype != torch.float32:
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+    bias = None
+    if attn_mask is not None:  # it becomes numbers, a row for every query and head
+        bias = torch.zeros_like(attn_mask, dtype=q.dtype).expand(*q.shape[:3], k.shape[2])
+    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]

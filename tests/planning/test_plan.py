@@ -1,0 +1,263 @@
+"""Predicted memory against what steps allocate; the plan's other figures against counts by hand."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megasparse.cli.main import door
+from megasparse.config.load import build_config, load_config
+from megasparse.errors import ConfigError, UserError
+from megasparse.model.build import build_model
+from megasparse.ops.positions import kept_sinusoids
+from megasparse.ops.random import RngContext
+from megasparse.planning.dry_run import trial_engine
+from megasparse.planning.flops import hardware_flops_by_part
+from megasparse.planning.passes import PERIODS, ConfiguredPass, count_pass, dummy_records
+from megasparse.planning.plan import GPUS, RESERVE, Plan, hardware, parse_bytes
+from megasparse.planning.states import BUCKET, MemoryPool, States, Zero, building, memory, require_fit
+from megasparse.training.ranks import Ranks, start_ranks
+from tests.helpers import commands
+from tests.helpers.peak_memory import allocated_peak
+
+A100 = GPUS["A100"]
+ORDINARY = {"blocks": "ordinary", "activations": "stored"}
+BF16 = {"training": {"precision": "bf16"}}
+DECODER = {
+    "blocks": "ordinary", "layers": 4, "d_model": 96, "d_ff": 256, "heads": 4, "key_heads": 2, "norm": "rms",
+    "feed_forward": "swiglu", "feed_forward_biases": False, "activations": "checkpoint", "vocabulary": 4000,
+    "feed_forward_tiles": 4, "loss_tiles": 8, "tied_embeddings": True, "positions": {"kind": "rotary"},
+    "attention": {"pattern": ["full"]},
+}  # fmt: skip
+LOCAL = {"pattern": ["local"], "local": {"chunk": 32}}
+
+
+def config_of(length=256, model=None, **sections):
+    small = {"layers": 2, "d_model": 32, "d_ff": 64, "heads": 4, "attention": LOCAL, **(model or {})}
+    run = {"device": "cpu", "engine": "torch"}
+    return build_config(
+        {"run": run, "model": {"max_length": length, **small}, "data": {"sequence_length": length}, **sections}
+    )
+
+
+ALLOCATED = {
+    "stored": (256, ORDINARY, {}),
+    "reversible, bf16": (256, {}, BF16),
+    "adafactor, accumulated": (
+        256,
+        {"d_model": 64, "d_ff": 512, "feed_forward_tiles": 4, "loss_tiles": 4},
+        {"optimizer": {"name": "adafactor"}, "training": {"global_batch": 2}},
+    ),
+    "tiles, adapters": (512, DECODER, {**BF16, "lora": {"targets": ["query", "value", "output"]}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALLOCATED)
+def test_peaks_are_within_10_percent_of_what_is_allocated(name, monkeypatch):
+    """Of two steps on plain torch, as torch's profiler counts them, where the same operators run."""
+    monkeypatch.setenv("MEGASPARSE_OPS", "reference")
+    length, model, sections = ALLOCATED[name]
+    sections = {"training": {"global_batch": 1}, **sections}
+    sections["training"] = {"global_batch": 1, **sections["training"]}
+    config = config_of(length, model, **sections)
+    kept_sinusoids.cache_clear()
+    predicted = Plan(config, A100).peak - RESERVE
+    kept_sinusoids.cache_clear()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        engine, batch = trial_engine(config, start_ranks(config.run))
+        for step in range(2):
+            engine.train_step([batch] * config.training.global_batch, step, 1e-3)
+    engine.close()
+    assert predicted == pytest.approx(allocated_peak(profiled), rel=0.1)
+
+
+def test_counting_without_memory_is_counting_with_it(monkeypatch):
+    monkeypatch.setenv("MEGASPARSE_OPS", "reference")
+    config = config_of(model=ORDINARY)
+    model, tokens = build_model(config.model, 0).train(), dummy_records(config.model, 1, 256, 0)
+    real = count_pass(model, lambda: model(tokens, RngContext(0, 0, torch.arange(1), training=True))[0])
+    counted = ConfiguredPass(config).count(256)
+    assert np.array_equal(counted.gradients, real.gradients)
+    assert counted.peak() == pytest.approx(real.peak(), rel=0.02)
+    assert counted.peak(0) == pytest.approx(real.peak(0), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"layers": 11, "attention": {"pattern": ["lsh"]}},
+        {**DECODER, "layers": 12, "attention": {"pattern": ["lha"]}},
+        {**ORDINARY, "layers": 19, "attention": {"pattern": ["local", "full"]}},
+    ],
+)
+def test_a_deep_model_is_continued_from_shallow_ones(model):
+    deep = ConfiguredPass(config_of(512, model))
+    assert model["layers"] > max(PERIODS) * len(model["attention"]["pattern"])
+    line, whole = deep.count(512), deep._count_whole(512)
+    for part in (line.peak() / whole.peak(), line.peak(0) / whole.peak(0), line.moved / whole.moved):
+        assert part == pytest.approx(1, rel=0.03)
+
+
+STATES = States(trained=1000, frozen=0, largest=100, moments=8000, rounded=True)
+
+
+@pytest.mark.parametrize(("stage", "each"), [(0, 2 + 12), (1, 2 + 12 / 4), (2, 2 + 12 / 4), (3, (2 + 12) / 4)])
+def test_states_are_those_of_the_zero_paper(stage, each):
+    """Rajbhandari et al. 2019, figure 1: 2Ψ + 12Ψ of bf16 weights and Adam's fp32 numbers, shared by 4 ranks."""
+    device = memory(STATES, Zero(stage), 4, passing=0, again=0, accumulated=False).device
+    assert device["weights"] + device["fp32 weights"] + device["optimizer"] == 1000 * each
+    assert device["ZeRO's buffers"] == (2 * BUCKET if stage else 0)
+
+
+def test_what_is_offloaded_is_not_on_the_device():
+    rank = memory(STATES, Zero(3, True, True), 4, passing=0, again=0, accumulated=False)
+    assert rank.device["weights"] == 0 and "optimizer" not in rank.device
+    assert rank.host == {"offloaded weights": 500, "offloaded optimizer": 3000, "offloaded gradients": 1000}
+
+
+def test_a_start_that_does_not_fit_whole_is_counted():
+    """Weights in fp32 are on the GPU before they are rounded; frozen ones are rounded before."""
+    assert building(STATES, Zero(), 1) == (4000, 400)
+    frozen = replace(STATES, trained=100, frozen=900)
+    assert building(frozen, Zero(), 1) == (4 * 100 + 2 * 900, 4 * 900)
+
+
+def test_a_plan_counts_without_weights_and_finds_the_longest_length():
+    config = config_of(2048, {"attention": {"pattern": ["lsh"]}}, training={"precision": "bf16", "global_batch": 4})
+    plan = Plan(config, A100, 2, available=RESERVE + 3 * 10**8)
+    assert all(weight.is_meta for weight in plan.passes.model.parameters())
+    longest, unit = plan.longest, 2048 // 64
+    assert longest > 2048 and longest % unit == 0
+    for length, fits in ((longest, True), (longest + 2 * unit, False)):
+        counted = plan.passes.count(length)
+        peak = sum(plan._memory(counted.peak(), counted.peak(0), length).device.values())
+        assert peak <= plan.available * 1.01 if fits else peak > plan.available * 0.99
+
+
+@pytest.mark.parametrize("activations", ["checkpoint", "checkpoint_cpu"])
+def test_full_attention_that_is_recomputed_has_no_scores_on_a_gpu(activations):
+    """Nor is a score of 4,096 × 4,096 pairs and 4 heads counted; inputs of layers are where the configuration says."""
+    counted = {}
+    for layers in (2, 6):
+        config = config_of(4096, {**DECODER, "layers": layers, "activations": activations}, **BF16)
+        counted[layers] = Plan(config, A100).memory
+    assert counted[6].device["activations"] < 4 * 4096**2 * 2
+    inputs = 4096 * 96 * 4
+    growth = counted[6].device["activations"] - counted[2].device["activations"]
+    on_host = [rank.host.get("offloaded activations", 0) for rank in counted.values()]
+    if activations == "checkpoint":
+        assert abs(growth - 4 * inputs) < inputs and on_host == [0, 0]
+    else:
+        assert growth < inputs and on_host == [2 * inputs, 6 * inputs]
+
+
+@pytest.mark.parametrize("kind", ["lha", "performer", "linformer"])
+@pytest.mark.parametrize("special", [{"padding_token": 257}, {"document_separator": 258}])
+def test_passes_with_padding_and_packed_documents_are_counted(kind, special):
+    """A pass over single documents needs no values, which the meta device lacks."""
+    section = {"lha": {"chunk": 32}, "performer": {"features": 16}, "linformer": {"projected": 16}}[kind]
+    attention = {"pattern": [kind], kind: section}
+    encoder = {"kind": "encoder", "vocabulary": 300, "layers": 1, "heads": 2, "masking": {"token": 259}}
+    assert Plan(config_of(128, {**encoder, "attention": attention, **special}), A100).peak > RESERVE
+
+
+def test_seconds_by_hand():
+    """2 micro-batches of 4,096 tokens on one of 2 ranks that share a sequence."""
+    config = config_of(4096, {"attention": {"pattern": ["lsh"]}}, training={"global_batch": 2})
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"sequence": 2})})
+    plan = Plan(config, replace(A100, peak=1e9, reach=0.5, bandwidth=1e12), 2)
+    counted, flops = plan.passes.count(2048), hardware_flops_by_part(config.model, 4096)
+    assert plan.seconds["feed-forward"] == pytest.approx(4096 * flops["feed-forward"] / 5e8)
+    assert plan.seconds["attention"] == pytest.approx(4096 * flops["attention"] / 5e8)
+    assert plan.seconds["elementwise"] == pytest.approx(2 * counted.moved / 0.8e12)
+    assert plan.seconds["optimizer"] == pytest.approx(30 * plan.states.trained / 0.8e12)
+    slow = Plan(config, replace(A100, bandwidth=1e6), 2)
+    assert slow.seconds["attention"] == pytest.approx(2 * counted.by_attention / 0.8e6)  # bound by the bytes it moves
+    assert slow.step_seconds == sum(slow.seconds.values())
+
+
+def test_a_published_step_is_predicted_within_20_percent():
+    """torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, Table 1: Llama 3.1 8B on 8 H100s of 2.4 TB/s, FSDP with
+    selective activation checkpointing, without torch.compile: 5,762 tokens/s per GPU.
+    """
+    llama = {
+        "vocabulary": 128256, "layers": 32, "d_model": 4096, "d_ff": 14336, "heads": 32, "key_heads": 8, "norm": "rms",
+        "feed_forward": "swiglu", "feed_forward_biases": False, **ORDINARY, "positions": {"kind": "rotary"},
+        "attention": {"pattern": ["full"]},
+    }  # fmt: skip
+    zero = {"zero_optimization": {"stage": 3}}
+    training = {"precision": "bf16", "global_batch": 16, "micro_batch": 2}
+    config = config_of(8192, llama, training=training, deepspeed=zero)
+    plan = Plan(config, replace(GPUS["H100"], bandwidth=2.4e12), 8)
+    assert plan.step_seconds == pytest.approx(2 * 8192 / 5762, rel=0.2)
+
+
+@pytest.mark.parametrize("text", ["80", "80 gigs", "GiB", "-1GiB", "0GB"])
+def test_sizes_need_a_number_and_a_unit(text):
+    with pytest.raises(ConfigError, match=r"--gpu-memory: .*Write a number above 0 and a unit, such as 80GiB"):
+        parse_bytes("--gpu-memory", text)
+    assert parse_bytes("--gpu-memory", "1.5gib") == 3 * 2**29
+
+
+def test_gpus_must_be_known_and_divide_the_batch():
+    with pytest.raises(ConfigError, match=r'--gpu: "V9" is not one of A100, H100, H200\. Give --peak-tflops'):
+        hardware("V9", None)
+    assert hardware("V9", 100).peak == 1e14
+    config = config_of(training={"global_batch": 4})
+    with pytest.raises(ConfigError, match=r"--gpus: 3 GPUs take 3 sequences at once.*At most 4 GPUs have work"):
+        Plan(config, A100, 3)
+    with pytest.raises(ConfigError, match="--gpus: 12 is no multiple of --gpus-per-node = 8"):
+        Plan(config, A100, 12)
+
+
+def test_the_command_prints_json(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(config_of(training={"global_batch": 4}).model_dump_json())
+    words = ["--config", tmp_path / "config.json", "--gpus", 2, "--gpu-memory"]
+    commands.run(door("plan"), *words, "2GiB", "--json")
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["peak"] == sum(plan["memory"]["device"].values()) and plan["fits"] is True
+    assert plan["step_seconds"] == pytest.approx(sum(plan["seconds"].values()))
+    commands.run(door("plan"), *words, "2GiB")
+    assert "longest sequence that fits" in capsys.readouterr().out
+    assert "no unit" in commands.refused(capsys, door("plan"), *words, "80")
+
+
+def test_a_run_that_cannot_fit_is_refused_on_every_rank():
+    warnings, pools = (
+        [],
+        [MemoryPool("GPU memory", {"weights": 90}, 100), MemoryPool("CPU memory", {"inputs": 110}, 100)],
+    )
+    require_fit(pools[:1], Ranks(), "Change x", warnings.append)
+    assert warnings == []
+    require_fit(pools, Ranks(), "Change x", warnings.append)
+    assert len(warnings) == 1 and "may not fit: a step takes about 0.000 MB of CPU memory" in warnings[0]
+    with pytest.raises(UserError, match=r"this run cannot fit: .* of CPU memory, .* are available\. Change x"):
+        require_fit([pools[0], replace(pools[1], available=90)], Ranks(), "Change x", warnings.append)
+    other = SimpleNamespace(any=lambda refused: True)
+    with pytest.raises(UserError, match="cannot fit on another rank"):
+        require_fit(pools[:1], other, "Change x", warnings.append)
+
+
+def test_a_pretrained_start_is_checked_on_a_gpu_only(monkeypatch):
+    from megasparse.planning import plan
+    from megasparse.runs.pretraining import require_room
+
+    config = load_config("decoder_64k")
+    model = config.model.model_copy(update={"vocabulary": 512, "layers": 2, "d_model": 256, "heads": 4, "key_heads": 2})
+    config = config.model_copy(update={"model": model})
+    ranks = SimpleNamespace(device=torch.device("cpu"), rank=0, world_size=1, any=bool)
+    require_room(config, ranks)
+    ranks.device = torch.device("cuda")
+    free = {"cuda": RESERVE // 2, "cpu": 64 * 10**9}
+    monkeypatch.setattr(plan, "available_bytes", lambda device: free[device.type])
+    with pytest.raises(UserError, match=r"this run cannot fit: .* of GPU memory"):
+        require_room(config, ranks)
+    free["cuda"] = 80 * 10**9
+    require_room(config, ranks)
+    free["cpu"] = 65536 * 256 * 4  # half of the inputs of two layers
+    with pytest.raises(UserError, match=r"this run cannot fit: .* of CPU memory"):
+        require_room(config, ranks)
