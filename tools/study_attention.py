@@ -31,7 +31,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megasparse.attention.contract import Attention, RecomputeCache
-from megasparse.attention.lha import LHAAttention
+from megasparse.attention.lha import LHAAttention, LHAAttentionConfig
 from megasparse.attention.lha_hash import scores_of
 from megasparse.attention.lsh import LSHAttention
 from megasparse.attention.ngram import ngram_codes
@@ -39,7 +39,7 @@ from megasparse.attention.observation import Call
 from megasparse.attention.smyrf import asymmetric
 from megasparse.attention.yoso import YOSOAttention
 from megasparse.benchmarks.visible_keys import Bands
-from megasparse.config.attention import AttentionConfig, LHAAttentionConfig
+from megasparse.config.attention import AttentionConfig
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import build_tokenizer

@@ -3,6 +3,7 @@
 B batch, H heads, R rounds, L length, D head dim, N buckets, M chunk.
 """
 
+import json
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -255,3 +256,11 @@ def _gather(x: Tensor, tokens: Tensor) -> Tensor:
     """Rows of x (B, H, L, D) at tokens (B, H, R, M): (B, H, R·M, D)."""
     index = tokens.flatten(2).unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])
     return x.gather(2, index)
+
+
+def check_band(key: str, window: str, local: bool, sinks: int) -> None:
+    """Raise ConfigError for a window or sinks beside what is no band. key: that of the mechanism's section."""
+    for name, value, none in (("local", local, False), ("sinks", sinks, 0)):
+        if value and window != "band":
+            problem = f'{json.dumps(value)} stands beside a band, but window = "{window}"'
+            raise ConfigError(f"{key}.{name}", problem, f'Set it to {json.dumps(none)}, or window to "band"')

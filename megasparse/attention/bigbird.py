@@ -8,7 +8,8 @@ from torch import Tensor
 from megasparse.attention.block_sparse import BlockSparseAttention
 from megasparse.attention.contract import AttentionContext, MechanismSpec
 from megasparse.attention.costs import Passes
-from megasparse.config.attention import BigBirdAttentionConfig
+from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.section import Count, Positive
 from megasparse.ops.random import derive, random_bits
 
 
@@ -43,6 +44,16 @@ class RandomBlocks:
         return block.masked_fill(chosen < 0, -1)
 
 
+class BigBirdAttentionConfig(MechanismSection):
+    chunk: Positive = 64
+    """Block size: a token sees its own block and its neighbours."""
+    globals: Count = 1
+    """First blocks that every block sees, and that see every block."""
+    random: Count = 3
+    """Blocks more that each block sees, drawn at random."""
+
+
+@mechanism("bigbird", BigBirdAttentionConfig)
 class BigBirdAttention(BlockSparseAttention):
     """A window of blocks, global blocks at the start, and random blocks (a decoder's: earlier ones).
 

@@ -13,7 +13,7 @@ from megasparse.attention.contract import AttentionContext
 from megasparse.attention.costs import Passes, product
 from megasparse.attention.full import Cache, attend_to_all
 from megasparse.attention.heads import head_dim, merge_heads, projection, split_heads
-from megasparse.config.buckets import lsh_buckets
+from megasparse.attention.lsh import lsh_buckets
 from megasparse.config.schema import ModelConfig
 from megasparse.ops.bucketed_attention import windows_by_key_rank
 from megasparse.ops.gathered_attention import gathered_attention

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes
 from megasparse.attention.sequence_part import WHOLE, SequencePart
-from megasparse.config.attention import FullAttentionConfig
+from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.ops.backend import implementation
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
@@ -60,6 +60,14 @@ class KeyValueAttention(Attention):
         cache.put(inputs.k, inputs.v)
 
 
+class FullAttentionConfig(MechanismSection):
+    shared_qk: bool = False
+    """Queries are the keys too (Reformer section 2): logits q·q/|q|, a token sees itself only as last resort."""
+    sinusoidal_positions: bool = False
+    """Sinusoidal positions added to the queries and keys of every such layer, as in the model of LHA's appendix A.1."""
+
+
+@mechanism("full", FullAttentionConfig)
 class FullAttention(KeyValueAttention):
     """Full attention, softmax(qkᵀ/√D)v; with shared QK softmax(q·k̂ᵀ)v, k̂ = q/|q|, a token seeing itself only when it
     sees nothing else.

@@ -15,14 +15,12 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
-from megasparse.attention.full import FullAttention
-from megasparse.attention.mechanisms import MECHANISMS
+from megasparse.attention.full import FullAttention, FullAttentionConfig
 from megasparse.attention.norm import Norm
 from megasparse.attention.rotary import Rotary
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import merge
-from megasparse.config.attention import FullAttentionConfig
-from megasparse.config.pattern import attends_fully, heads_of_layer, layers_with
+from megasparse.config.attention import MECHANISMS, attends_fully, heads_of_layer, layers_with
 from megasparse.config.schema import ModelConfig
 from megasparse.ops.normalize import unit_keys
 

@@ -5,13 +5,14 @@ B batch, H heads, L length, D head dim, N buckets, M chunk, W clusters.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from megasparse.attention.band import BandAttention, Codes
+from megasparse.attention.band import BandAttention, Codes, check_band
 from megasparse.attention.contract import (
     AttentionContext,
     AttentionInputs,
@@ -25,10 +26,15 @@ from megasparse.attention.far_attention import Near, best_far, collision_loss, d
 from megasparse.attention.lha_hash import HashFunctions, Sides, Weights, bucket_codes, scores_of
 from megasparse.attention.lha_learning import Batch, Rule, divergences, members, sample_flops, sides_of
 from megasparse.attention.sequence_part import SequencePart
-from megasparse.config.attention import LHAAttentionConfig
+from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.section import Count, Positive
+from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.linear_attention import orthogonal_projections
 from megasparse.ops.positions import sinusoids
+
+if TYPE_CHECKING:
+    from megasparse.config.schema import ModelConfig
 
 
 class Assignment(NamedTuple):
@@ -55,6 +61,66 @@ class BestMembers:
         return best, best if self.keys is None else members(self.keys, document, self.buckets, self.size)
 
 
+class LHAAttentionConfig(MechanismSection):
+    hash: Literal["mlp", "linear", "random"] = "mlp"
+    """H_Q and H_K: two-layer MLPs (the paper's best), linear, or a random projection that nothing trains."""
+    chunk: Positive = 64
+    """N/B, tokens a bucket; max_length/chunk buckets, rounded up. The band's width, and top_k's size before √2."""
+    window: Literal["band", "top_k"] = "band"
+    """`band`: the last N/B tokens of one's own (argmax) bucket, strictly causal; in an encoder N/B on either side.
+    `top_k`: the paper's ⌊√2·N/B⌋ best queries and keys of every bucket; later tokens decide who is among them: not
+    strictly causal."""
+    joint: bool = True
+    """Decoders: a token's query and key have one bucket, by H_Q(q) + H_K(k) (the paper's Eq. 18). false: each its own,
+    as in encoders, so that a query finds keys of another kind; for the queries and keys of a pretrained model."""
+    local: bool = False
+    """With band only: a window beside the buckets. Each head also sees the last `chunk` tokens (in an encoder on either
+    side), in the same softmax, a key that is in both once."""
+    sinks: Count = 0
+    """With band only: first tokens of each document that every later one sees (in an encoder every one), in the same
+    softmax. They stand in no bucket and no window, so each counts once."""
+    count_buckets: bool = True
+    """With top_k only: whether a pair that shares N buckets counts once. false: N times, as the paper's Algorithm 1
+    does it."""
+    utility: Literal["sampled", "features", "exact", "collisions"] = "sampled"
+    """Target of the hash, ψ and ψ′. `sampled`: from some queries and keys a step. `features`: by positive random
+    features (Eq. 16 and 17), the paper's; long queries and keys drown in their noise. `exact`: in O(L²) time.
+    `collisions`, not the paper's: softmax(H_Q) and softmax(H_K) of some queries and their best keys beyond the window
+    and the sinks are to draw the same bucket, all buckets alike; in decoders with joint = false."""
+    samples: Positive = 256
+    """With sampled and collisions: the queries (sampled: of each document) that the hash learns from in a step."""
+    sampled_keys: Positive = 1024
+    """With sampled only: keys of each document that learn, and draws that queries learn by; all of a shorter one."""
+    features: Positive = 64
+    """With features only: number of positive random features."""
+    visible_utility: bool = False
+    """Whether ψ sums over the keys that a causal query may see, in place of all (the paper). Encoders see all."""
+    weight: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
+    """Weight λ of Eq. 19: the loss is (1 − λ)·task + λ·mean(KL_Q + KL_K)."""
+    sinusoidal_positions: bool = False
+    """Sinusoidal positions added to the queries and keys of every such layer, as the paper does for WikiText-103."""
+    project_positions: bool = False
+    """With sinusoidal_positions: they are d_model wide, and each layer projects them to its heads, once for queries and
+    once for keys, as in the released code. false: they are a head wide, and added as they are."""
+    normalize: bool = False
+    """Queries and keys of each head are layer-normalised, without gain and bias, as in the released code: none is
+    longer than the square root of the head dim, so random features approximate their products well."""
+
+    def check(self, key: str, model: "ModelConfig") -> None:
+        check_band(key, self.window, self.local, self.sinks)
+        if self.utility == "collisions" and self.joint and model.kind != "encoder":
+            problem = '"collisions" are those of queries and keys with hashes of their own, but joint = true adds them'
+            raise ConfigError(f"{key}.utility", problem, 'Set joint to false, or utility to "sampled"')
+        if self.project_positions and not self.sinusoidal_positions:
+            problem = "true projects positions, but sinusoidal_positions = false adds none"
+            raise ConfigError(f"{key}.project_positions", problem, "Set it to false, or sinusoidal_positions to true")
+
+    @property
+    def joined(self) -> str | None:
+        return "project_positions projects to all of them" if self.project_positions else None
+
+
+@mechanism("lha", LHAAttentionConfig)
 class LHAAttention(BandAttention):
     """Learned-hashing attention, softmax(qkᵀ/√D)v inside buckets h_Q(q) = h_K(k) (LHA Eq. 7); causal: the joint hash of
     Eq. 18 for both.

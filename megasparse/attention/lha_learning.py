@@ -9,7 +9,7 @@ B batch, H heads, L length, D head dim, N buckets, F random features, S sampled 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from megasparse.attention.costs import Passes, Workload, product
 from megasparse.attention.documents import Document, documents
 from megasparse.attention.far_attention import drawn_positions
 from megasparse.attention.lha_hash import Example, Sides, Weights, bucket_members, divergence, in_buckets, thresholds
-from megasparse.config.attention import LHAAttentionConfig
 from megasparse.ops.attention_utility import (
     Draws,
     Features,
@@ -35,6 +34,9 @@ from megasparse.ops.attention_utility import (
 )
 from megasparse.ops.linear_attention import positive_features
 from megasparse.ops.random import random_bits
+
+if TYPE_CHECKING:
+    from megasparse.attention.lha import LHAAttentionConfig
 
 _TOKENS_A_BUCKET = 4
 """U, in buckets, where that is more than C."""
@@ -140,7 +142,7 @@ class Sample:
         return Example(inputs, utility, codes.index_select(2, self.tokens[part]), self.length / count)
 
 
-def sample_flops(work: Workload, config: LHAAttentionConfig, buckets: int, weights: int, joint: bool) -> Passes:
+def sample_flops(work: Workload, config: "LHAAttentionConfig", buckets: int, weights: int, joint: bool) -> Passes:
     """FLOPs of a head's sample, by token of the document. weights: those of one hash function.
 
     Hash functions (both for each token of a `joint` hash) of S queries and C keys, with gradients, and of those

@@ -9,7 +9,8 @@ from megasparse.attention.contract import Attention, AttentionContext, Attention
 from megasparse.attention.costs import Passes, product
 from megasparse.attention.documents import attend_each
 from megasparse.attention.full import attend_to_all
-from megasparse.config.attention import LinformerAttentionConfig
+from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.section import Positive
 
 
 class SequenceProjection(nn.Module):
@@ -39,6 +40,14 @@ class ProjectedAttention:
         return attend_to_all(inputs.q, *projected, None, inputs.dropout)
 
 
+class LinformerAttentionConfig(MechanismSection):
+    projected: Positive = 256
+    """Length k: keys and values are projected from max_length to this many."""
+
+    bidirectional_only = "it projects the whole sequence"
+
+
+@mechanism("linformer", LinformerAttentionConfig)
 class LinformerAttention(Attention):
     """Linformer, softmax(q(E k)ᵀ/√D) F v, with keys and values projected over the sequence to P by E and F, shared by
     the heads.

@@ -3,6 +3,7 @@ chunk after. B batch, H heads, L length, D head dim, C chunk, E distances (see o
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,15 @@ from megasparse.attention.costs import Passes
 from megasparse.attention.full import Cache, KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import merge, sink_attention
-from megasparse.config.attention import LocalAttentionConfig
+from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.section import Count, Positive
+from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.local_attention import LocalAttentionSpec, distances, relative_local_attention
 from megasparse.ops.positions import sinusoids
+
+if TYPE_CHECKING:
+    from megasparse.config.schema import ModelConfig
 
 
 class RelativePositions(nn.Module):
@@ -49,6 +55,29 @@ class LocalCache(Cache):
     relative: tuple[Tensor, Tensor, Tensor] | None
 
 
+class LocalAttentionConfig(MechanismSection):
+    chunk: Positive = 128
+    """A token sees its own chunk of this many positions and the chunk before; an encoder's also the chunk after."""
+    relative: bool = False
+    """Relative positions as in Transformer-XL, in place of what `model.positions` gives."""
+    sinks: Count = 0
+    """First tokens of each document that every later one sees (in an encoder every one), in the same softmax, each
+    once."""
+
+    def check(self, key: str, model: "ModelConfig") -> None:
+        if self.relative and model.positions.kind == "rotary":
+            raise ConfigError(
+                f"{key}.relative",
+                'true adds distances in a layer whose queries and keys model.positions.kind = "rotary" has rotated by '
+                "them",
+                "Set it to false, or model.positions.kind to another",
+            )
+        if self.relative and self.sinks:
+            problem = f"{self.sinks} may be farther away than relative = true knows distances"
+            raise ConfigError(f"{key}.sinks", problem, "Set it to 0, or relative to false")
+
+
+@mechanism("local", LocalAttentionConfig)
 class LocalAttention(Attention):
     """Local attention, softmax(qkᵀ/√D)v inside ⌊i/C⌋ − 1 <= ⌊j/C⌋ <= ⌊i/C⌋, as in the published enwik8-64K
     configuration of Reformer; in an encoder up to ⌊i/C⌋ + 1.

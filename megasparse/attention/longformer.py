@@ -3,9 +3,18 @@
 from megasparse.attention.block_sparse import BlockSparseAttention
 from megasparse.attention.contract import MechanismSpec
 from megasparse.attention.costs import Passes
-from megasparse.config.attention import LongformerAttentionConfig
+from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.section import Count, Positive
 
 
+class LongformerAttentionConfig(MechanismSection):
+    chunk: Positive = 64
+    """Block size: a token sees its own block and its neighbours."""
+    globals: Count = 1
+    """First tokens that every token sees, and that see every token."""
+
+
+@mechanism("longformer", LongformerAttentionConfig)
 class LongformerAttention(BlockSparseAttention):
     """A window of blocks, and global tokens that see everyone and are seen by everyone (a decoder's: what is before).
 

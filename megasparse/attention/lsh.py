@@ -4,10 +4,11 @@ B batch, H heads, R rounds, L length, D head dim.
 """
 
 import math
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from megasparse.attention.band import BandAttention, Codes
+from megasparse.attention.band import BandAttention, Codes, check_band
 from megasparse.attention.contract import (
     AttentionContext,
     AttentionInputs,
@@ -16,13 +17,121 @@ from megasparse.attention.contract import (
     MechanismSpec,
 )
 from megasparse.attention.costs import Passes
-from megasparse.config.attention import LSHAttentionConfig
-from megasparse.config.buckets import lsh_buckets
+from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.section import Count, Positive
+from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.hashing import angular_hash
 from megasparse.ops.random import rotations
 
+if TYPE_CHECKING:
+    from megasparse.config.schema import ModelConfig
 
+
+class LSHAttentionConfig(MechanismSection):
+    shared_qk: bool = True
+    """The paper: keys are q/|q|. false: queries and keys of their own, hashed alike (the LSH baseline of LHA)."""
+    rounds: Positive = 2
+    """Hash rounds while training."""
+    evaluation_rounds: Positive | None = None
+    """Hash rounds in evaluation and generation; null takes `rounds`."""
+    chunk: Positive = 64
+    """M: the window, in tokens of the sorted order."""
+    buckets: Positive | list[Positive] | None = None
+    """Buckets per round: an even number, or two even factors whose product it is (each hashed by its own rotation).
+    null takes the paper's 2·max_length/chunk, in two factors above 128."""
+    window: Literal["band", "chunk"] = "band"
+    """`band`: the last M tokens of one's own bucket, strictly causal; in an encoder M on either side. `chunk`: the
+    paper's own chunk and the one before it, whose borders future tokens move: not strictly causal."""
+    same_bucket: bool = True
+    """Only tokens of the same bucket see each other (the paper). false: all of the window, as HuggingFace does it."""
+    count_rounds: bool = True
+    """A pair seen in N rounds counts once (log N of appendix A). false: N times, as HuggingFace does it."""
+    local: bool = False
+    """A window beside the buckets: each head also sees the last `chunk` tokens (in an encoder on either side), in the
+    same softmax, a key that is in both once."""
+    sinks: Count = 0
+    """With band only: first tokens of each document that every later one sees (in an encoder every one), in the same
+    softmax. They stand in no bucket and no window, so each counts once."""
+
+    replaceable_by_full = True
+    rounds_key = "rounds"
+
+    def check(self, key: str, model: "ModelConfig") -> None:
+        if self.chunk > model.max_length:
+            raise ConfigError(
+                f"{key}.chunk",
+                f"{self.chunk} is longer than model.max_length = {model.max_length}",
+                f"Set it to {model.max_length} or less",
+            )
+        if self.window == "band" and not self.same_bucket:
+            raise ConfigError(
+                f"{key}.same_bucket",
+                'false with window = "band" is not causal: later tokens move the borders of what is seen',
+                'Set same_bucket to true, or window to "chunk"',
+            )
+        if self.window == "chunk" and not self.shared_qk:
+            raise ConfigError(
+                f"{key}.window",
+                '"chunk" is a window on tokens in one order, but with shared_qk = false queries and keys have buckets '
+                "of their own",
+                'Set window to "band", or shared_qk to true',
+            )
+        check_band(key, self.window, False, self.sinks)  # a window may stand beside chunks too
+        self._check_buckets(f"{key}.buckets", model.max_length)
+
+    def _check_buckets(self, key: str, max_length: int) -> None:
+        factors = self.buckets if isinstance(self.buckets, list) else [self.buckets] if self.buckets else []
+        if isinstance(self.buckets, list) and len(factors) not in (1, 2):
+            raise ConfigError(key, f"{factors} has {len(factors)} factors", "Give a number, or two factors")
+        odd = [factor for factor in factors if factor % 2]
+        if odd:
+            raise ConfigError(
+                key,
+                f"{odd[0]} is odd, but a rotation R gives the buckets [xR; -xR], an even number",
+                f"Write {odd[0] + 1} instead",
+            )
+        try:
+            lsh_buckets(self, max_length)
+        except ValueError as error:
+            problem = f"{error}, and as one rotation it would cost too much"
+            raise ConfigError(key, problem, "Take a multiple of 4") from None
+
+
+LARGEST_SINGLE = 128
+"""Hashing into n buckets costs n/2 products a token: above this, two rotations of n1·n2 = n cost far less."""
+
+
+def lsh_buckets(lsh: LSHAttentionConfig, max_length: int) -> list[int]:
+    """Buckets per round as one or two even factors, each hashed by a rotation of its own.
+
+    null gives the paper's 2·max_length/chunk, rounded up to what has such factors. It depends on the longest length
+    alone, so that a shorter batch is hashed the same way. ValueError where a number given has no two even factors.
+    """
+    if isinstance(lsh.buckets, list):
+        return list(lsh.buckets)
+    if isinstance(lsh.buckets, int):
+        factors = _factors(lsh.buckets)
+        if factors is None:
+            raise ValueError(f"{lsh.buckets} is no product of two even numbers")
+        return factors
+    count = 2 * math.ceil(max_length / lsh.chunk)
+    while (factors := _factors(count)) is None or factors[-1] > 2 * factors[0]:
+        count += 2
+    return factors
+
+
+def _factors(count: int) -> list[int] | None:
+    """[count], or above LARGEST_SINGLE its two even factors nearest to each other; None where it has none."""
+    if count <= LARGEST_SINGLE:
+        return [count]
+    if count % 4:
+        return None
+    smaller = next(f for f in range(math.isqrt(count), 1, -1) if f % 2 == 0 and count % f == 0 and count // f % 2 == 0)
+    return [smaller, count // smaller]
+
+
+@mechanism("lsh", LSHAttentionConfig)
 class LSHAttention(BandAttention):
     """Attention inside hash buckets, rounds merged by log-sum-exp, a pair seen in N rounds counted once.
 

@@ -4,9 +4,11 @@ B batch, H heads, R rounds, L length, D head dim, N buckets, M chunk.
 """
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from megasparse.attention.band import BandCache
@@ -22,7 +24,8 @@ from megasparse.attention.costs import Passes
 from megasparse.attention.full import Cache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import merge, sink_attention
-from megasparse.config.attention import NGramAttentionConfig
+from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.hashing.sign import code_dtype
@@ -52,6 +55,20 @@ class SourceBias(nn.Module):
         return part.own(self.bias, 0).view(-1, self.rounds)
 
 
+class NGramAttentionConfig(MechanismSection):
+    lengths: list[Positive] = Field(default=[4], min_length=1)
+    """n of each round: a token sees what followed earlier occurrences of its last n tokens."""
+    chunk: Annotated[int, Field(ge=2)] = 64
+    """M: of each round the last M − 1 of these."""
+    window: Positive = 64
+    """Beside them a token sees its own chunk of this many positions and the chunk before, as in `local`."""
+    sinks: Count = 0
+    """First tokens of each document that every later one sees beside its window, in the same softmax."""
+
+    causal_only = "it sees what followed earlier tokens"
+
+
+@mechanism("ngram", NGramAttentionConfig)
 class NGramAttention(Attention):
     """Softmax attention to a window and to what induction heads look for (Olsson et al. 2022), found by a hash of
     tokens in place of learned queries and keys.

@@ -16,9 +16,8 @@ from megasparse.attention.contract import (
     MechanismSpec,
     RecomputeCache,
 )
-from megasparse.attention.full import FullAttention
-from megasparse.attention.mechanisms import MECHANISMS
-from megasparse.config.attention import FullAttentionConfig
+from megasparse.attention.full import FullAttention, FullAttentionConfig
+from megasparse.config.attention import MECHANISMS
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from megasparse.attention.contract import Attention, AttentionContext, Attention
 from megasparse.attention.costs import Passes, product
 from megasparse.attention.documents import attend_each
 from megasparse.attention.sequence_part import WHOLE, SequencePart
-from megasparse.config.attention import PerformerAttentionConfig
+from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.section import Positive
 from megasparse.ops.linear_attention import State, causal_linear_attention, linear_attention, orthogonal_projections
 
 
@@ -54,6 +55,16 @@ class PositiveFeatures:
         )
 
 
+class PerformerAttentionConfig(MechanismSection):
+    features: Positive = 256
+    """Number of positive random features."""
+    chunk: Positive = 128
+    """Decoders only: pairs of tokens this near are scored one by one, farther ones meet in running sums."""
+
+    no_probabilities = True
+
+
+@mechanism("performer", PerformerAttentionConfig)
 class PerformerAttention(Attention):
     """Softmax attention whose exp(q·k/√D) is the product of positive random features of q and k: time linear in length.
 

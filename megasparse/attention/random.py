@@ -9,11 +9,18 @@ from torch import Tensor
 from megasparse.attention.band import BandAttention
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes
-from megasparse.config.attention import RandomAttentionConfig
+from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.section import Positive
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.random import random_bits
 
 
+class RandomAttentionConfig(MechanismSection):
+    chunk: Positive = 64
+    """Tokens a bucket; max_length/chunk buckets, rounded up, drawn at random whatever the tokens are."""
+
+
+@mechanism("random", RandomAttentionConfig)
 class RandomAttention(BandAttention):
     """Random attention, softmax(qkᵀ/√D)v inside a band of one's own bucket, max_length/chunk buckets that queries and
     keys share.

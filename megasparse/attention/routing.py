@@ -5,20 +5,25 @@ B batch, H heads, L length, n tokens of a document, D head dim, N centroids, W c
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.band import BandAttention
+from megasparse.attention.band import BandAttention, check_band
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes
 from megasparse.attention.documents import Document, Lists, attend_in_clusters, clusters_by_document
 from megasparse.attention.lha_hash import Sides, bucket_codes
-from megasparse.config.attention import RoutingAttentionConfig
+from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.section import Count, Positive, Rate
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.random import derive, normal
+
+if TYPE_CHECKING:
+    from megasparse.config.schema import ModelConfig
 
 _TILE_ELEMENTS = 1 << 22  # similarities at a time
 
@@ -45,6 +50,26 @@ class NearestTokens:
         return torch.cat([(tile @ x).topk(size, dim=-1, sorted=False).indices for tile in tiles], dim=2)
 
 
+class RoutingAttentionConfig(MechanismSection):
+    chunk: Positive = 64
+    """Tokens a cluster; max_length/chunk centroids, rounded up."""
+    window: Literal["band", "top_k"] = "band"
+    """`band`: the last `chunk` tokens of one's own cluster, strictly causal. `top_k`: the paper's nearest tokens of
+    each centroid; later tokens decide who is among them: not strictly causal."""
+    local: bool = False
+    """With band only: a window beside the clusters. Each head also sees the last `chunk` tokens (in an encoder on
+    either side), in the same softmax, a key that is in both once."""
+    sinks: Count = 0
+    """With band only: first tokens of each document that every later one sees (in an encoder every one), in the same
+    softmax. They stand in no cluster and no window, so each counts once."""
+    decay: Rate = 0.999
+    """Decay of the centroids' moving average, a step."""
+
+    def check(self, key: str, model: "ModelConfig") -> None:
+        check_band(key, self.window, self.local, self.sinks)
+
+
+@mechanism("routing", RoutingAttentionConfig)
 class RoutingAttention(BandAttention):
     """Routing attention, softmax(qkᵀ/√D)v inside clusters of spherical k-means: μ·q/|q| and μ·k/|k| decide, for unit
     centroids μ.

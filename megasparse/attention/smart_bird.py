@@ -4,10 +4,11 @@ B batch, H heads, L length, D head dim, E width of the layer's input, d width of
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from megasparse.attention.contract import (
@@ -24,13 +25,17 @@ from megasparse.attention.full import Cache, KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import Places, merge, sink_index, without_seen
 from megasparse.attention.sketch_objectives import PooledObjective, TokenObjective
-from megasparse.config.attention import SmartBirdAttentionConfig
+from megasparse.config.attention import MechanismSection, heads_of_layer, mechanism
+from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.sketch import KeyChoiceSpec, Noise, chosen_keys, exact_projection, sketched_attention
+
+if TYPE_CHECKING:
+    from megasparse.config.schema import ModelConfig
 
 ASKED = {"token": "a token a position", "pooled": "a label a sequence", "answer": "the tokens of an answer"}
 """What a sketch predicts, by its objective."""
@@ -44,6 +49,78 @@ class SketchCache(Cache):
     sketch: Tensor
 
 
+class SmartBirdAttentionConfig(MechanismSection):
+    keys: Positive = 20
+    """K, keys a query attends to."""
+    sketch_dim: Positive = 4
+    """Width d of the single-head sketch."""
+    sketch: Literal["attention", "transformer", "heads"] = "attention"
+    """`attention`: one narrow attention on the layer's input. `transformer`: a Transformer layer of `sketch_dim` on
+    embeddings of tokens of its own, with sinusoidal positions (Eq. 1). `heads`: one for every `sketch_heads` heads, on
+    their own queries and keys, as they are after the rotation."""
+    sketch_heads: Positive = 1
+    """With heads only: neighbouring heads that share a sketch, and the keys that it picks."""
+    evaluation: Literal["top_k", "draws"] = "top_k"
+    """Evaluation takes the K largest weights, the same keys for all heads, or draws by head as training does."""
+    sampling: Literal["inverse_log_squared", "inverse_log", "raw", "top_k", "random"] = "inverse_log_squared"
+    """How a sketched weight becomes a sampling score (the paper's Figure 4)."""
+    objective: Literal["token", "pooled", "answer", "attention"] = "token"
+    """Objective of the sketch itself: `token`, each position's target (language modelling, masked tokens); `pooled`,
+    the sequence's label, from an attention-pooled vector (the paper); `answer`, in the encoder of an encoder–decoder,
+    which tokens the target has, from the same vector; `attention`, the full attention of its heads to what is beyond
+    the window and the sinks, from 256 queries a step.
+    """
+    labels: Positive | None = None
+    """With pooled only: number of labels."""
+    weight: Annotated[float, Field(gt=0.0)] = 1.0
+    """Weight of the sketch's objective. Nothing else trains the sketch, and it trains nothing else."""
+    local: bool = False
+    """A window beside the chosen keys, in the same softmax, a key in both once: a token's own chunk of positions and
+    the chunk before, in an encoder also the chunk after."""
+    chunk: Positive = 64
+    """With local only: positions a chunk."""
+    sinks: Count = 0
+    """First tokens of each document that every later one sees (in an encoder every one), in the same softmax, each
+    once."""
+
+    def check(self, key: str, model: "ModelConfig") -> None:
+        if (self.objective == "pooled") != (self.labels is not None):
+            labels = "null" if self.labels is None else self.labels
+            problem = f'{labels} does not fit objective = "{self.objective}"'
+            raise ConfigError(f"{key}.labels", problem, 'Give the number of labels with "pooled", null with others')
+        if self.sketch == "heads" and self.objective != "attention":
+            problem = f'"{self.objective}" is predicted from values, but sketch = "heads" has queries and keys alone'
+            raise ConfigError(f"{key}.objective", problem, 'Set it to "attention"')
+        if self.sketch == "transformer" and self.objective == "attention":
+            problem = '"transformer" is trained by what it predicts, not by attention'
+            raise ConfigError(f"{key}.sketch", problem, 'Set it to "heads" or "attention", or change objective')
+        if self.sketch_heads > 1 and self.sketch != "heads":
+            problem = f'{self.sketch_heads} heads share a sketch, but with sketch = "{self.sketch}" all of a layer do'
+            raise ConfigError(f"{key}.sketch_heads", problem, 'Set it to 1, or sketch to "heads"')
+        for layer in range(len(model.attention.pattern)):
+            if (heads := heads_of_layer(model, layer).get("smart_bird", 0)) % self.sketch_heads:
+                problem = f"{self.sketch_heads} does not divide the {heads} heads of a layer"
+                raise ConfigError(f"{key}.sketch_heads", problem, "Set it to a divisor")
+
+    @property
+    def joined(self) -> str | None:
+        return None if self.sketch == "heads" else 'all have one sketch, unless sketch = "heads"'
+
+    @property
+    def heads_together(self) -> int:
+        return self.sketch_heads
+
+    @property
+    def predicts(self) -> Literal["token", "pooled", "answer"] | None:
+        return None if self.objective == "attention" else self.objective
+
+    def with_labels(self, labels: int) -> "SmartBirdAttentionConfig":
+        if self.predicts is None:
+            return self
+        return self.model_copy(update={"objective": "pooled", "labels": labels})
+
+
+@mechanism("smart_bird", SmartBirdAttentionConfig)
 class SmartBirdAttention(Attention):
     """Each head attends to K keys a query: in training those of the highest s_ij ~ U(0, p_ij), p_ij = (1/log α_ij)²,
     drawn by every head for itself (Eq. 2 and 3); α = softmax of the sketch. The sketch is one attention on the layer's

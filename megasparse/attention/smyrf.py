@@ -12,7 +12,8 @@ from torch import Tensor
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes
 from megasparse.attention.documents import Document, Lists, clusters_by_document
-from megasparse.config.attention import SMYRFAttentionConfig
+from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.section import Positive
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.random import normal
@@ -33,6 +34,19 @@ class EqualClusters:
         return queries, keys
 
 
+class SMYRFAttentionConfig(MechanismSection):
+    rounds: Positive = 2
+    evaluation_rounds: Positive | None = None
+    """Hash rounds in evaluation; null takes `rounds`."""
+    chunk: Positive = 64
+    """Queries, and keys, of a cluster."""
+
+    bidirectional_only = "its balanced clusters depend on all tokens"
+    replaceable_by_full = True
+    rounds_key = "rounds"
+
+
+@mechanism("smyrf", SMYRFAttentionConfig)
 class SMYRFAttention(Attention):
     """SMYRF, softmax(qkᵀ/√D)v inside the clusters of each round; rounds are merged by log-sum-exp, and a pair that
     meets in several counts in each, as in the paper.

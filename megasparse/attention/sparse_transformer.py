@@ -8,7 +8,8 @@ from torch import Tensor
 from megasparse.attention.block_sparse import FixedPatternAttention
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes
-from megasparse.config.attention import SparseTransformerAttentionConfig
+from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.section import Positive
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 
@@ -46,6 +47,12 @@ class StridedAttention:
         return cluster_attention(inputs.q, inputs.k, inputs.v, token, token, spec, dropout=inputs.dropout)
 
 
+class SparseTransformerAttentionConfig(MechanismSection):
+    stride: Positive | None = None
+    """A token sees the tokens of the last `stride` positions and every stride-th one; null takes √max_length."""
+
+
+@mechanism("sparse_transformer", SparseTransformerAttentionConfig)
 class SparseTransformerAttention(FixedPatternAttention):
     """One softmax over the last S positions, i − S < j <= i, and every S-th one, (i − j) mod S = 0.
 

@@ -5,20 +5,27 @@ B batch, H heads, L length, D head dim, m hashes, τ code bits, S kernel size.
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes, product
 from megasparse.attention.full import Cache, KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
-from megasparse.config.attention import YOSOAttentionConfig
+from megasparse.config.attention import MechanismSection, mechanism
+from megasparse.config.section import Positive
+from megasparse.errors import ConfigError
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import sign_codes
 from megasparse.ops.normalize import unit_vectors
 from megasparse.ops.random import RngContext
+
+if TYPE_CHECKING:
+    from megasparse.config.schema import ModelConfig
 
 
 @dataclass
@@ -32,6 +39,56 @@ class YOSOCache(Cache):
     recent: Tensor
 
 
+class YOSOAttentionConfig(MechanismSection):
+    hashes: Positive = 32
+    """Number m of hashes while training."""
+    evaluation_hashes: Positive | None = None
+    """Hashes in evaluation and generation; null takes `hashes`."""
+    expectation: bool = False
+    """The weight is (1 − acos(q·k)/π)^τ itself, in O(L²) time, in place of m samples of it (YOSO-E)."""
+    code_bits: Positive | None = None
+    """Number τ of sign bits of a code. null takes log2(max_length), in a decoder no more than keeps its hash tables
+    below a key-value cache of max_length tokens, where one bit does."""
+    projection: Literal["hadamard", "gaussian"] = "hadamard"
+    """`hadamard`: fast, slightly biased. `gaussian`: dense projections, unbiased."""
+    backward: Literal["auto", "tables", "pairs"] = "auto"
+    """Gradients of q and k on a CPU: over the hash tables (cost L·m·D²), or over colliding pairs; `auto` takes the
+    cheaper. On a GPU there is one way, whose cost is linear in L however the tokens collide."""
+    normalization: Literal["length", "sum"] = "length"
+    """`length`: each output is scaled to length 1, as in the paper's experiments. `sum`: it is divided by B·1, the sum
+    of its weights."""
+    convolution: Positive | None = None
+    """Kernel size (odd) of a depth-wise convolution of the values that is added to the output; null for none."""
+    chunk: Positive = 128
+    """Decoders on a CPU only: tables grow chunk by chunk; inside a chunk collisions are found pair by pair."""
+
+    rounds_key = "hashes"
+    no_probabilities = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_softmax(cls, values: Any) -> Any:
+        asked = [key for key in ("local", "sinks") if isinstance(values, dict) and key in values]
+        if asked:
+            raise ValueError(
+                f"{asked[0]} joins a softmax, but YOSO has no softmax, and weighs every token already. A window beside "
+                'it is convolution, or other heads, {"local": 2, "yoso": 2}'
+            )
+        return values
+
+    def check(self, key: str, model: "ModelConfig") -> None:
+        if self.code_bits is not None and self.code_bits > 30:
+            problem = f"{self.code_bits} bits do not fit a 32-bit code"
+            raise ConfigError(f"{key}.code_bits", problem, "Set it to 30 or less, or to null")
+        if self.convolution is not None and self.convolution % 2 == 0:
+            raise ConfigError(
+                f"{key}.convolution",
+                f"{self.convolution} is even, so the kernel has no middle",
+                f"Write {self.convolution + 1} instead",
+            )
+
+
+@mechanism("yoso", YOSOAttentionConfig)
 class YOSOAttention(Attention):
     """N-YOSO: out = y/|y|, y_i = Σ_j B_ij v_j, B_ij the share of m hashes in which q_i and k_j have the same τ sign
     bits (Eq. 5 and 6), E[B_ij] = (1 − acos(q_i·k_j)/π)^τ for q and k scaled to length 1. With `normalization` sum

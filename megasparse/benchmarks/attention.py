@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megasparse.attention.contract import Attention, AttentionContext, Targets
 from megasparse.attention.heads import Padding, build_mechanism, head_dim, split_heads_by_mechanism
-from megasparse.config.attention import AttentionConfig, AttentionKind
+from megasparse.config.attention import AttentionConfig
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import initialise
 from megasparse.ops.random import RngContext
@@ -25,7 +25,7 @@ Pass = Callable[[], Callable[[], None]]
 """A forward pass, which gives back its backward pass."""
 CLUSTERED = "yoso-clustered"
 """YOSO on queries and keys that lie together, as trained ones do and random ones do not: its cost depends on them."""
-MECHANISMS: dict[str, AttentionKind] = {
+MECHANISMS: dict[str, str] = {
     "lsh": "lsh",
     "lha": "lha",
     "yoso": "yoso",

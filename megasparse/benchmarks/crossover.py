@@ -8,10 +8,9 @@ from tqdm import tqdm
 
 from megasparse.benchmarks.attention import Case, crossover
 from megasparse.benchmarks.attention_table import SEED, Settings, figures
-from megasparse.config.attention import AttentionConfig
+from megasparse.config.attention import AttentionConfig, kinds, replaceable_kinds
 from megasparse.config.load import load_config
 from megasparse.config.parts import decoder_part
-from megasparse.config.pattern import kinds, replaceable_kinds
 from megasparse.config.rewrite import with_value
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import ConfigError

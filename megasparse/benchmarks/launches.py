@@ -11,7 +11,6 @@ import torch
 from megasparse.attention.heads import build_mechanism, head_dim
 from megasparse.benchmarks.attention import outputs_of
 from megasparse.benchmarks.launch_counts import META, Counts, count, total
-from megasparse.config.attention import AttentionKind
 from megasparse.config.schema import ModelConfig
 from megasparse.planning.plan import GPUS, Hardware
 
@@ -19,7 +18,7 @@ LAUNCH_SECONDS = 5e-6
 """Assumed time of the host for one launch."""
 
 
-def count_layer(kind: AttentionKind, model: ModelConfig, batch: int, dtype: torch.dtype) -> dict[str, Counts]:
+def count_layer(kind: str, model: ModelConfig, batch: int, dtype: torch.dtype) -> dict[str, Counts]:
     """Count a mechanism over all heads of a layer in training, from queries, keys and values (B, H, L, D) on, with the
     normalisation of keys, hashing, and what the mechanism learns itself.
     """

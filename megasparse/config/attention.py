@@ -1,386 +1,267 @@
-"""The schema of `model.attention`: a section for each mechanism, and which layer has which."""
+"""The schema of `model.attention`: which layer has which mechanism, and a section for each mechanism.
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+A mechanism registers itself and its section by `@mechanism`, from inside the package or from outside; its section is
+then a key of `model.attention` like any other. The rules that mechanisms keep together are here, those of a single one
+in its section's `check`.
+"""
 
-from pydantic import Field, model_validator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
-from megasparse.config.buckets import lsh_buckets
-from megasparse.config.mechanism import MechanismSection, check_band, check_sketch
-from megasparse.config.section import Count, Positive, Rate, Section
+from pydantic import BaseModel, Field
+from pydantic.fields import FieldInfo
+
+from megasparse.config.messages import show
+from megasparse.config.section import Positive, Rate, Section
 from megasparse.errors import ConfigError
 
 if TYPE_CHECKING:
     from megasparse.config.schema import ModelConfig
 
-
-class FullAttentionConfig(MechanismSection):
-    shared_qk: bool = False
-    """Queries are the keys too (Reformer section 2): logits q·q/|q|, a token sees itself only as last resort."""
-    sinusoidal_positions: bool = False
-    """Sinusoidal positions added to the queries and keys of every such layer, as in the model of LHA's appendix A.1."""
+Mechanism = TypeVar("Mechanism", bound=type)
 
 
-class LocalAttentionConfig(MechanismSection):
-    chunk: Positive = 128
-    """A token sees its own chunk of this many positions and the chunk before; an encoder's also the chunk after."""
-    relative: bool = False
-    """Relative positions as in Transformer-XL, in place of what `model.positions` gives."""
-    sinks: Count = 0
-    """First tokens of each document that every later one sees (in an encoder every one), in the same softmax, each
-    once."""
+class MechanismSection(Section):
+    """Settings of one mechanism, and what the checks of a configuration have to know of it."""
 
-    def check(self, key: str, model: "ModelConfig") -> None:
-        if self.relative and model.positions.kind == "rotary":
-            raise ConfigError(
-                f"{key}.relative",
-                'true adds distances in a layer whose queries and keys model.positions.kind = "rotary" has rotated by '
-                "them",
-                "Set it to false, or model.positions.kind to another",
-            )
-        if self.relative and self.sinks:
-            problem = f"{self.sinks} may be farther away than relative = true knows distances"
-            raise ConfigError(f"{key}.sinks", problem, "Set it to 0, or relative to false")
+    bidirectional_only: ClassVar[str | None] = None
+    """Why decoders cannot have it, or None where they can."""
+    causal_only: ClassVar[str | None] = None
+    """Why encoders cannot have it, or None where they can."""
+    replaceable_by_full: ClassVar[bool] = False
+    """True if `full_below` applies: softmax attention inside what hashing alone finds, so that full attention has the
+    very same weights. Of a mechanism that trains hashes or a sketch, full attention would leave those untrained."""
+    no_probabilities: ClassVar[bool] = False
+    """True if it forms no softmax over keys, so that there are no probabilities to drop."""
+    rounds_key: ClassVar[str | None] = None
+    """The key that holds the hash rounds (YOSO: hashes) of training, fewer of which take less memory; None where there
+    are none."""
 
+    @property
+    def rounds_in_evaluation(self) -> Any:
+        """Hash rounds (YOSO: hashes) in evaluation and generation: those of the key `evaluation_`
+        and `rounds_key`, or, where it is null or missing, those of training. None where there are none."""
+        key = self.rounds_key
+        return None if key is None else getattr(self, f"evaluation_{key}", None) or getattr(self, key)
 
-class LSHAttentionConfig(MechanismSection):
-    shared_qk: bool = True
-    """The paper: keys are q/|q|. false: queries and keys of their own, hashed alike (the LSH baseline of LHA)."""
-    rounds: Positive = 2
-    """Hash rounds while training."""
-    evaluation_rounds: Positive | None = None
-    """Hash rounds in evaluation and generation; null takes `rounds`."""
-    chunk: Positive = 64
-    """M: the window, in tokens of the sorted order."""
-    buckets: Positive | list[Positive] | None = None
-    """Buckets per round: an even number, or two even factors whose product it is (each hashed by its own rotation).
-    null takes the paper's 2·max_length/chunk, in two factors above 128."""
-    window: Literal["band", "chunk"] = "band"
-    """`band`: the last M tokens of one's own bucket, strictly causal; in an encoder M on either side. `chunk`: the
-    paper's own chunk and the one before it, whose borders future tokens move: not strictly causal."""
-    same_bucket: bool = True
-    """Only tokens of the same bucket see each other (the paper). false: all of the window, as HuggingFace does it."""
-    count_rounds: bool = True
-    """A pair seen in N rounds counts once (log N of appendix A). false: N times, as HuggingFace does it."""
-    local: bool = False
-    """A window beside the buckets: each head also sees the last `chunk` tokens (in an encoder on either side), in the
-    same softmax, a key that is in both once."""
-    sinks: Count = 0
-    """With band only: first tokens of each document that every later one sees (in an encoder every one), in the same
-    softmax. They stand in no bucket and no window, so each counts once."""
+    @property
+    def joined(self) -> str | None:
+        """Why groups of a layer's heads cannot attend one after another, or None where they can."""
+        return None
 
-    replaceable_by_full = True
-    rounds_key = "rounds"
+    @property
+    def heads_together(self) -> int:
+        """Number of neighbouring heads that choose their keys together, so that no group may part them."""
+        return 1
+
+    @property
+    def predicts(self) -> Literal["token", "pooled", "answer"] | None:
+        """What an objective of the mechanism's own predicts: a token at each position, a label of each sequence, or
+        the tokens of an answer; None without such an objective."""
+        return None
+
+    def with_labels(self, labels: int) -> "MechanismSection":
+        """Return the section for fine-tuning on sequences of so many classes."""
+        return self
 
     def check(self, key: str, model: "ModelConfig") -> None:
-        if self.chunk > model.max_length:
-            raise ConfigError(
-                f"{key}.chunk",
-                f"{self.chunk} is longer than model.max_length = {model.max_length}",
-                f"Set it to {model.max_length} or less",
-            )
-        if self.window == "band" and not self.same_bucket:
-            raise ConfigError(
-                f"{key}.same_bucket",
-                'false with window = "band" is not causal: later tokens move the borders of what is seen',
-                'Set same_bucket to true, or window to "chunk"',
-            )
-        if self.window == "chunk" and not self.shared_qk:
-            raise ConfigError(
-                f"{key}.window",
-                '"chunk" is a window on tokens in one order, but with shared_qk = false queries and keys have buckets '
-                "of their own",
-                'Set window to "band", or shared_qk to true',
-            )
-        check_band(key, self.window, False, self.sinks)  # a window may stand beside chunks too
-        self._check_buckets(f"{key}.buckets", model.max_length)
-
-    def _check_buckets(self, key: str, max_length: int) -> None:
-        factors = self.buckets if isinstance(self.buckets, list) else [self.buckets] if self.buckets else []
-        if isinstance(self.buckets, list) and len(factors) not in (1, 2):
-            raise ConfigError(key, f"{factors} has {len(factors)} factors", "Give a number, or two factors")
-        odd = [factor for factor in factors if factor % 2]
-        if odd:
-            raise ConfigError(
-                key,
-                f"{odd[0]} is odd, but a rotation R gives the buckets [xR; -xR], an even number",
-                f"Write {odd[0] + 1} instead",
-            )
-        try:
-            lsh_buckets(self, max_length)
-        except ValueError as error:
-            problem = f"{error}, and as one rotation it would cost too much"
-            raise ConfigError(key, problem, "Take a multiple of 4") from None
+        """Raise ConfigError for the first rule that the settings break, beyond the types. key: of the section."""
 
 
-class LHAAttentionConfig(MechanismSection):
-    hash: Literal["mlp", "linear", "random"] = "mlp"
-    """H_Q and H_K: two-layer MLPs (the paper's best), linear, or a random projection that nothing trains."""
-    chunk: Positive = 64
-    """N/B, tokens a bucket; max_length/chunk buckets, rounded up. The band's width, and top_k's size before √2."""
-    window: Literal["band", "top_k"] = "band"
-    """`band`: the last N/B tokens of one's own (argmax) bucket, strictly causal; in an encoder N/B on either side.
-    `top_k`: the paper's ⌊√2·N/B⌋ best queries and keys of every bucket; later tokens decide who is among them: not
-    strictly causal."""
-    joint: bool = True
-    """Decoders: a token's query and key have one bucket, by H_Q(q) + H_K(k) (the paper's Eq. 18). false: each its own,
-    as in encoders, so that a query finds keys of another kind; for the queries and keys of a pretrained model."""
-    local: bool = False
-    """With band only: a window beside the buckets. Each head also sees the last `chunk` tokens (in an encoder on either
-    side), in the same softmax, a key that is in both once."""
-    sinks: Count = 0
-    """With band only: first tokens of each document that every later one sees (in an encoder every one), in the same
-    softmax. They stand in no bucket and no window, so each counts once."""
-    count_buckets: bool = True
-    """With top_k only: whether a pair that shares N buckets counts once. false: N times, as the paper's Algorithm 1
-    does it."""
-    utility: Literal["sampled", "features", "exact", "collisions"] = "sampled"
-    """Target of the hash, ψ and ψ′. `sampled`: from some queries and keys a step. `features`: by positive random
-    features (Eq. 16 and 17), the paper's; long queries and keys drown in their noise. `exact`: in O(L²) time.
-    `collisions`, not the paper's: softmax(H_Q) and softmax(H_K) of some queries and their best keys beyond the window
-    and the sinks are to draw the same bucket, all buckets alike; in decoders with joint = false."""
-    samples: Positive = 256
-    """With sampled and collisions: the queries (sampled: of each document) that the hash learns from in a step."""
-    sampled_keys: Positive = 1024
-    """With sampled only: keys of each document that learn, and draws that queries learn by; all of a shorter one."""
-    features: Positive = 64
-    """With features only: number of positive random features."""
-    visible_utility: bool = False
-    """Whether ψ sums over the keys that a causal query may see, in place of all (the paper). Encoders see all."""
-    weight: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
-    """Weight λ of Eq. 19: the loss is (1 − λ)·task + λ·mean(KL_Q + KL_K)."""
-    sinusoidal_positions: bool = False
-    """Sinusoidal positions added to the queries and keys of every such layer, as the paper does for WikiText-103."""
-    project_positions: bool = False
-    """With sinusoidal_positions: they are d_model wide, and each layer projects them to its heads, once for queries and
-    once for keys, as in the released code. false: they are a head wide, and added as they are."""
-    normalize: bool = False
-    """Queries and keys of each head are layer-normalised, without gain and bias, as in the released code: none is
-    longer than the square root of the head dim, so random features approximate their products well."""
-
-    def check(self, key: str, model: "ModelConfig") -> None:
-        check_band(key, self.window, self.local, self.sinks)
-        if self.utility == "collisions" and self.joint and model.kind != "encoder":
-            problem = '"collisions" are those of queries and keys with hashes of their own, but joint = true adds them'
-            raise ConfigError(f"{key}.utility", problem, 'Set joint to false, or utility to "sampled"')
-        if self.project_positions and not self.sinusoidal_positions:
-            problem = "true projects positions, but sinusoidal_positions = false adds none"
-            raise ConfigError(f"{key}.project_positions", problem, "Set it to false, or sinusoidal_positions to true")
+MECHANISMS: dict[str, Any] = {}
+"""Every mechanism's class (attention/contract.py) by the name that a configuration gives it."""
 
 
-class YOSOAttentionConfig(MechanismSection):
-    hashes: Positive = 32
-    """Number m of hashes while training."""
-    evaluation_hashes: Positive | None = None
-    """Hashes in evaluation and generation; null takes `hashes`."""
-    expectation: bool = False
-    """The weight is (1 − acos(q·k)/π)^τ itself, in O(L²) time, in place of m samples of it (YOSO-E)."""
-    code_bits: Positive | None = None
-    """Number τ of sign bits of a code. null takes log2(max_length), in a decoder no more than keeps its hash tables
-    below a key-value cache of max_length tokens, where one bit does."""
-    projection: Literal["hadamard", "gaussian"] = "hadamard"
-    """`hadamard`: fast, slightly biased. `gaussian`: dense projections, unbiased."""
-    backward: Literal["auto", "tables", "pairs"] = "auto"
-    """Gradients of q and k on a CPU: over the hash tables (cost L·m·D²), or over colliding pairs; `auto` takes the
-    cheaper. On a GPU there is one way, whose cost is linear in L however the tokens collide."""
-    normalization: Literal["length", "sum"] = "length"
-    """`length`: each output is scaled to length 1, as in the paper's experiments. `sum`: it is divided by B·1, the sum
-    of its weights."""
-    convolution: Positive | None = None
-    """Kernel size (odd) of a depth-wise convolution of the values that is added to the output; null for none."""
-    chunk: Positive = 128
-    """Decoders on a CPU only: tables grow chunk by chunk; inside a chunk collisions are found pair by pair."""
+def mechanism(kind: str, section: type[MechanismSection]) -> Callable[[Mechanism], Mechanism]:
+    """Register a class of attention mechanisms, built as `cls(section, spec)`, with the section of its settings.
 
-    rounds_key = "hashes"
-    no_probabilities = True
+    Args:
+        kind: Name in `model.attention.pattern`, and key of the section in `model.attention`.
+        section: Class of the settings; all of its keys have defaults.
 
-    @model_validator(mode="before")
-    @classmethod
-    def _no_softmax(cls, values: Any) -> Any:
-        asked = [key for key in ("local", "sinks") if isinstance(values, dict) and key in values]
-        if asked:
-            raise ValueError(
-                f"{asked[0]} joins a softmax, but YOSO has no softmax, and weighs every token already. A window beside "
-                'it is convolution, or other heads, {"local": 2, "yoso": 2}'
-            )
-        return values
+    Raises:
+        ValueError: The name belongs to another mechanism or key.
 
-    def check(self, key: str, model: "ModelConfig") -> None:
-        if self.code_bits is not None and self.code_bits > 30:
-            problem = f"{self.code_bits} bits do not fit a 32-bit code"
-            raise ConfigError(f"{key}.code_bits", problem, "Set it to 30 or less, or to null")
-        if self.convolution is not None and self.convolution % 2 == 0:
-            raise ConfigError(
-                f"{key}.convolution",
-                f"{self.convolution} is even, so the kernel has no middle",
-                f"Write {self.convolution + 1} instead",
-            )
-
-
-class SmartBirdAttentionConfig(MechanismSection):
-    keys: Positive = 20
-    """K, keys a query attends to."""
-    sketch_dim: Positive = 4
-    """Width d of the single-head sketch."""
-    sketch: Literal["attention", "transformer", "heads"] = "attention"
-    """`attention`: one narrow attention on the layer's input. `transformer`: a Transformer layer of `sketch_dim` on
-    embeddings of tokens of its own, with sinusoidal positions (Eq. 1). `heads`: one for every `sketch_heads` heads, on
-    their own queries and keys, as they are after the rotation."""
-    sketch_heads: Positive = 1
-    """With heads only: neighbouring heads that share a sketch, and the keys that it picks."""
-    evaluation: Literal["top_k", "draws"] = "top_k"
-    """Evaluation takes the K largest weights, the same keys for all heads, or draws by head as training does."""
-    sampling: Literal["inverse_log_squared", "inverse_log", "raw", "top_k", "random"] = "inverse_log_squared"
-    """How a sketched weight becomes a sampling score (the paper's Figure 4)."""
-    objective: Literal["token", "pooled", "answer", "attention"] = "token"
-    """Objective of the sketch itself: `token`, each position's target (language modelling, masked tokens); `pooled`,
-    the sequence's label, from an attention-pooled vector (the paper); `answer`, in the encoder of an encoder–decoder,
-    which tokens the target has, from the same vector; `attention`, the full attention of its heads to what is beyond
-    the window and the sinks, from 256 queries a step.
+    Example:
+        >>> @mechanism("mean", MeanSection)
+        ... class MeanAttention(Attention): ...
     """
-    labels: Positive | None = None
-    """With pooled only: number of labels."""
-    weight: Annotated[float, Field(gt=0.0)] = 1.0
-    """Weight of the sketch's objective. Nothing else trains the sketch, and it trains nothing else."""
-    local: bool = False
-    """A window beside the chosen keys, in the same softmax, a key in both once: a token's own chunk of positions and
-    the chunk before, in an encoder also the chunk after."""
-    chunk: Positive = 64
-    """With local only: positions a chunk."""
-    sinks: Count = 0
-    """First tokens of each document that every later one sees (in an encoder every one), in the same softmax, each
-    once."""
+    if kind in AttentionConfig.model_fields:
+        raise ValueError(f'model.attention has a key "{kind}" already: choose another name for the mechanism')
 
-    def check(self, key: str, model: "ModelConfig") -> None:
-        if (self.objective == "pooled") != (self.labels is not None):
-            labels = "null" if self.labels is None else self.labels
-            problem = f'{labels} does not fit objective = "{self.objective}"'
-            raise ConfigError(f"{key}.labels", problem, 'Give the number of labels with "pooled", null with others')
-        check_sketch(key, self.sketch, self.sketch_heads, self.objective, model)
+    def register(cls: Mechanism) -> Mechanism:
+        MECHANISMS[kind] = cls
+        AttentionConfig.__pydantic_fields__[kind] = FieldInfo(annotation=section, default=section())
+        _rebuild_schemas()
+        return cls
 
-    def check_pretraining(self, key: str, predicted: Literal["token", "answer"]) -> None:
-        if self.objective not in (predicted, "attention"):
-            problem = f'"{self.objective}" is not what pretraining predicts here'
-            raise ConfigError(f"{key}.objective", problem, f'Set it to "{predicted}"')
+    return register
 
 
-class NGramAttentionConfig(MechanismSection):
-    lengths: list[Positive] = Field(default=[4], min_length=1)
-    """n of each round: a token sees what followed earlier occurrences of its last n tokens."""
-    chunk: Annotated[int, Field(ge=2)] = 64
-    """M: of each round the last M − 1 of these."""
-    window: Positive = 64
-    """Beside them a token sees its own chunk of this many positions and the chunk before, as in `local`."""
-    sinks: Count = 0
-    """First tokens of each document that every later one sees beside its window, in the same softmax."""
-
-    causal_only = "it sees what followed earlier tokens"
+def forget_mechanism(kind: str) -> None:
+    """Undo `mechanism`, so that another class can have the name."""
+    del MECHANISMS[kind], AttentionConfig.__pydantic_fields__[kind]
+    _rebuild_schemas()
 
 
-class SMYRFAttentionConfig(MechanismSection):
-    rounds: Positive = 2
-    evaluation_rounds: Positive | None = None
-    """Hash rounds in evaluation; null takes `rounds`."""
-    chunk: Positive = 64
-    """Queries, and keys, of a cluster."""
-
-    bidirectional_only = "its balanced clusters depend on all tokens"
-    replaceable_by_full = True
-    rounds_key = "rounds"
+def _rebuild_schemas() -> None:
+    """Rebuild `AttentionConfig`, whose fields have changed, and all schemas that contain it."""
+    kinds: Any = Literal[tuple(MECHANISMS)]
+    split: Any = Annotated[dict[kinds, Positive], Field(min_length=1)]
+    AttentionConfig.__pydantic_fields__["pattern"].annotation = list[kinds | split]  # type: ignore[assignment]
+    rebuilt: dict[type[BaseModel], bool] = {}
+    for schema in _subclasses(Section):
+        _rebuild(schema, rebuilt)
 
 
-class RoutingAttentionConfig(MechanismSection):
-    chunk: Positive = 64
-    """Tokens a cluster; max_length/chunk centroids, rounded up."""
-    window: Literal["band", "top_k"] = "band"
-    """`band`: the last `chunk` tokens of one's own cluster, strictly causal. `top_k`: the paper's nearest tokens of
-    each centroid; later tokens decide who is among them: not strictly causal."""
-    local: bool = False
-    """With band only: a window beside the clusters. Each head also sees the last `chunk` tokens (in an encoder on
-    either side), in the same softmax, a key that is in both once."""
-    sinks: Count = 0
-    """With band only: first tokens of each document that every later one sees (in an encoder every one), in the same
-    softmax. They stand in no cluster and no window, so each counts once."""
-    decay: Rate = 0.999
-    """Decay of the centroids' moving average, a step."""
-
-    def check(self, key: str, model: "ModelConfig") -> None:
-        check_band(key, self.window, self.local, self.sinks)
+def _rebuild(schema: type[BaseModel], rebuilt: dict[type[BaseModel], bool]) -> bool:
+    """Rebuild a schema, those inside it first. Return True if it contains `model.attention`."""
+    if schema not in rebuilt:
+        annotations = [field.annotation for field in schema.model_fields.values()]
+        inside = [part for annotation in annotations for part in (annotation, *get_args(annotation))]
+        sections = [part for part in inside if isinstance(part, type) and issubclass(part, Section)]
+        rebuilt[schema] = any([_rebuild(part, rebuilt) for part in sections]) or schema is AttentionConfig
+        if rebuilt[schema]:
+            schema.model_rebuild(force=True)
+    return rebuilt[schema]
 
 
-class RandomAttentionConfig(MechanismSection):
-    chunk: Positive = 64
-    """Tokens a bucket; max_length/chunk buckets, rounded up, drawn at random whatever the tokens are."""
-
-
-class SparseTransformerAttentionConfig(MechanismSection):
-    stride: Positive | None = None
-    """A token sees the tokens of the last `stride` positions and every stride-th one; null takes √max_length."""
-
-
-class LongformerAttentionConfig(MechanismSection):
-    chunk: Positive = 64
-    """Block size: a token sees its own block and its neighbours."""
-    globals: Count = 1
-    """First tokens that every token sees, and that see every token."""
-
-
-class BigBirdAttentionConfig(MechanismSection):
-    chunk: Positive = 64
-    """Block size: a token sees its own block and its neighbours."""
-    globals: Count = 1
-    """First blocks that every block sees, and that see every block."""
-    random: Count = 3
-    """Blocks more that each block sees, drawn at random."""
-
-
-class PerformerAttentionConfig(MechanismSection):
-    features: Positive = 256
-    """Number of positive random features."""
-    chunk: Positive = 128
-    """Decoders only: pairs of tokens this near are scored one by one, farther ones meet in running sums."""
-
-    no_probabilities = True
-
-
-class LinformerAttentionConfig(MechanismSection):
-    projected: Positive = 256
-    """Length k: keys and values are projected from max_length to this many."""
-
-    bidirectional_only = "it projects the whole sequence"
-
-
-AttentionKind = Literal[
-    "full", "local", "lsh", "lha", "yoso", "smart_bird", "smyrf", "routing", "random", "sparse_transformer",
-    "longformer", "bigbird", "performer", "linformer", "ngram",
-]  # fmt: skip
-HeadSplit = Annotated[dict[AttentionKind, Positive], Field(min_length=1)]
+def _subclasses(section: type[Section]) -> Iterator[type[Section]]:
+    for child in section.__subclasses__():
+        yield child
+        yield from _subclasses(child)
 
 
 class AttentionConfig(Section):
-    pattern: list[AttentionKind | HeadSplit] = Field(default=["local", "local", "lsh", "local"], min_length=1)
+    """`model.attention`. It has a field more for each registered mechanism, by its name."""
+
+    pattern: list[str | dict[str, int]] = Field(default=["local", "local", "lsh", "local"], min_length=1)
     """Attention of each layer, repeated over the depth; as long as the depth, it is an explicit list. An entry is a
     kind, or the number of heads of each of several kinds, such as {"local": 4, "lha": 4}, in whatever order."""
     full_below: Positive | None = None
     """In a model whose max_length is below this, full attention takes the place of `lsh` and `smyrf`, on the same
-    weights. null never. bench attention --write-crossover writes the length from which on hashing is faster."""
+    weights. null never."""
     dropout: Rate = 0.0
     """Dropout of attention probabilities, after the softmax. It is computed by blocks: slower than a GPU's kernels."""
     output_dropout: Rate | None = None
     """Dropout of the output of attention, before it is added to the residual stream; null takes `model.dropout`."""
     head_groups: Positive = 1
     """Groups of each mechanism's heads, which attend one after another, backward included; the same losses."""
-    full: FullAttentionConfig = FullAttentionConfig()
-    local: LocalAttentionConfig = LocalAttentionConfig()
-    lsh: LSHAttentionConfig = LSHAttentionConfig()
-    lha: LHAAttentionConfig = LHAAttentionConfig()
-    yoso: YOSOAttentionConfig = YOSOAttentionConfig()
-    smart_bird: SmartBirdAttentionConfig = SmartBirdAttentionConfig()
-    smyrf: SMYRFAttentionConfig = SMYRFAttentionConfig()
-    routing: RoutingAttentionConfig = RoutingAttentionConfig()
-    random: RandomAttentionConfig = RandomAttentionConfig()
-    sparse_transformer: SparseTransformerAttentionConfig = SparseTransformerAttentionConfig()
-    longformer: LongformerAttentionConfig = LongformerAttentionConfig()
-    bigbird: BigBirdAttentionConfig = BigBirdAttentionConfig()
-    performer: PerformerAttentionConfig = PerformerAttentionConfig()
-    linformer: LinformerAttentionConfig = LinformerAttentionConfig()
-    ngram: NGramAttentionConfig = NGramAttentionConfig()
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, kind: str) -> Any: ...
+
+
+def heads_of_layer(model: "ModelConfig", layer: int) -> dict[str, int]:
+    """The mechanisms of a layer and how many heads each has, the first heads first.
+
+    In the order in which they are registered: keys of a JSON object have none, and checkpoints sort them.
+    """
+    entry = model.attention.pattern[layer % len(model.attention.pattern)]
+    if isinstance(entry, str):
+        return {entry: model.heads}
+    return {kind: entry[kind] for kind in MECHANISMS if kind in entry}
+
+
+def section(model: "ModelConfig", kind: str) -> MechanismSection:
+    """The settings of a mechanism."""
+    settings: MechanismSection = getattr(model.attention, kind)
+    return settings
+
+
+def layers_with(model: "ModelConfig", kind: str) -> int:
+    """Number of layers that have heads of this kind."""
+    return sum(kind in heads_of_layer(model, layer) for layer in range(model.layers))
+
+
+def kinds(model: "ModelConfig") -> list[str]:
+    """The mechanisms of a model, each once, in the order of their first layers."""
+    layers = range(min(model.layers, len(model.attention.pattern)))
+    return list(dict.fromkeys(kind for layer in layers for kind in heads_of_layer(model, layer)))
+
+
+def replaceable_kinds(model: "ModelConfig") -> list[str]:
+    """The mechanisms whose place full attention can take, whether the model has them or not."""
+    return [kind for kind in MECHANISMS if section(model, kind).replaceable_by_full]
+
+
+def attends_fully(model: "ModelConfig", kind: str) -> bool:
+    """Return True if full attention takes the place of this kind, by `model.attention.full_below`."""
+    full_below = model.attention.full_below
+    return section(model, kind).replaceable_by_full and full_below is not None and model.max_length < full_below
+
+
+def evaluation_rounds(model: "ModelConfig") -> dict[str, int]:
+    """Hash rounds (YOSO: hashes) in evaluation of each of a model's mechanisms that has any."""
+    rounds = {kind: section(model, kind).rounds_in_evaluation for kind in kinds(model)}
+    return {kind: number for kind, number in rounds.items() if number is not None}
+
+
+def predicts(model: "ModelConfig", target: str) -> bool:
+    """Return True if a mechanism of the model learns to predict this target, see `MechanismSection.predicts`."""
+    return any(section(model, kind).predicts == target for kind in kinds(model))
+
+
+def check_attention(model: "ModelConfig") -> None:
+    """Raise ConfigError for the first rule that the attention of one stack breaks."""
+    for kind in kinds(model):
+        section(model, kind).check(f"model.attention.{kind}", model)
+        if model.attention.dropout > 0.0 and section(model, kind).no_probabilities:
+            problem = f'{model.attention.dropout} is given, but "{kind}" forms no probabilities that could be dropped'
+            raise ConfigError("model.attention.dropout", problem, "Set it to 0")
+    replaceable = replaceable_kinds(model)
+    if model.attention.full_below is not None and not set(replaceable) & set(kinds(model)):
+        problem = f"{model.attention.full_below} is given, but no layer has {' or '.join(map(show, replaceable))}"
+        raise ConfigError("model.attention.full_below", problem, "Set it to null")
+
+
+def check_heads(model: "ModelConfig") -> None:
+    """Raise ConfigError for the first entry of the pattern that does not fit the heads or the kind of the stack."""
+    for layer in range(len(model.attention.pattern)):
+        split = heads_of_layer(model, layer)
+        key = f"model.attention.pattern[{layer}]"
+        if (total := sum(split.values())) != model.heads:
+            problem = f"{split} has {total} heads, but model.heads = {model.heads}"
+            raise ConfigError(key, problem, f"Make the numbers sum to {model.heads}")
+        for kind in split:
+            settings = section(model, kind)
+            for stack, other, why, lacking in (
+                ("decoder", "encoder", settings.bidirectional_only, "be causal"),
+                ("encoder", "decoder", settings.causal_only, "see both ways"),
+            ):
+                if model.kind == stack and why:
+                    hint = f'Choose another mechanism, or set model.kind to "{other}"'
+                    raise ConfigError(key, f'"{kind}" cannot {lacking}: {why}', hint)
+
+
+def check_head_groups(model: "ModelConfig") -> None:
+    """Raise ConfigError if `attention.head_groups` does not divide the heads of a mechanism, or what they share."""
+    groups, shared = model.attention.head_groups, model.heads // (model.key_heads or model.heads)
+    if groups == 1:
+        return
+    key = "model.attention.head_groups"
+    for layer in range(len(model.attention.pattern)):
+        for kind, heads in heads_of_layer(model, layer).items():
+            settings, size = section(model, kind), heads // groups
+            if settings.joined is not None:
+                problem = f"{groups} groups, but the heads of {show(kind)} are not independent: {settings.joined}"
+                raise ConfigError(key, problem, "Set it to 1, or choose another mechanism")
+            if heads // settings.heads_together % groups:
+                problem = f"{groups} groups cannot share out the {heads} heads of {show(kind)} in layer {layer}"
+                raise ConfigError(key, problem, "Set it to a divisor of the heads (or sketches) of every mechanism")
+            if size % shared and shared % size:
+                problem = f"groups of {size} heads divide the {shared} heads that share keys by model.key_heads"
+                raise ConfigError(key, problem, f"Make them a divisor or a multiple of {shared}")
+
+
+def check_targets(model: "ModelConfig", prefix: str, *targets: str) -> None:
+    """Raise ConfigError for the first mechanism whose own objective predicts none of the targets.
+
+    prefix: key of the model's attention in the configuration.
+    """
+    for kind in kinds(model):
+        objective = section(model, kind).predicts
+        if objective is not None and objective not in targets:
+            problem = f'"{objective}" is not what this stack learns to predict'
+            raise ConfigError(f"{prefix}.{kind}.objective", problem, f'Set it to "{(*targets, "attention")[0]}"')

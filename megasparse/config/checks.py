@@ -1,11 +1,12 @@
 """Rules between the keys of a run. Each raises a ConfigError that names the key, its value and a hint."""
 
 from megasparse.config import deepspeed_section
-from megasparse.config.attention_checks import check_pretraining
+from megasparse.config.attention import check_targets
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
 from megasparse.config.model_checks import check_model, check_sizes
 from megasparse.config.parallel import check_parallel
+from megasparse.config.parts import encoder_part
 from megasparse.config.schema import Config, MaskingConfig, RunSettings
 from megasparse.errors import ConfigError
 from megasparse.optimizers import OPTIMIZERS
@@ -24,7 +25,9 @@ def check(config: RunSettings) -> None:
         _check_tokenizer(config)
         _check_lengths(config)
         _check_masking(config)
-        check_pretraining(config.model)
+        check_targets(config.model, "model.attention", "token")
+        if config.model.source is not None:
+            check_targets(encoder_part(config.model), "model.source.attention", "answer")
         check_parallel(config)
     elif isinstance(config, FinetuneConfig):
         _check_start(config)

@@ -50,7 +50,7 @@ class RecommendationConfig(Section):
     """Clicked news that a user is known by, the latest ones."""
     negatives: Positive = 4
     """News of the same impression that were not clicked, against which a clicked one is learned."""
-    attention: AttentionConfig = AttentionConfig(pattern=["full"])
+    attention: AttentionConfig = Field(default_factory=lambda: AttentionConfig(pattern=["full"]))
     """Attention over a user's clicked news."""
     heads: Positive = 8
 
@@ -114,7 +114,7 @@ class TaskConfig(Section):
     """The tokenizer of a `model` that is trained from its initial weights, as `data.tokenizer`. Others have their
     own."""
     generation: GenerationConfig = GenerationConfig()
-    recommendation: RecommendationConfig = RecommendationConfig()
+    recommendation: RecommendationConfig = Field(default_factory=RecommendationConfig)
     forecast: ForecastConfig = ForecastConfig()
 
 
@@ -166,7 +166,7 @@ class FinetuneConfig(RunSettings):
     start: StartConfig = StartConfig()
     model: ModelConfig | None = None
     """A model to train from its initial weights; null where `start` names one."""
-    task: TaskConfig = TaskConfig()
+    task: TaskConfig = Field(default_factory=TaskConfig)
     head: HeadConfig = HeadConfig()
     lora: LoRAConfig | None = None
     """Low-rank adapters (LoRA); null trains all weights."""

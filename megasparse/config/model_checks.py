@@ -5,10 +5,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from megasparse.config.attention_checks import check_attention, check_head_groups, check_heads
+from megasparse.config.attention import check_attention, check_head_groups, check_heads, check_targets, heads_of_layer
 from megasparse.config.messages import show
 from megasparse.config.parts import decoder_part, encoder_part
-from megasparse.config.pattern import heads_of_layer, kinds
 from megasparse.config.schema import ModelConfig, PositionsConfig, RotaryScalingConfig
 from megasparse.errors import ConfigError
 
@@ -217,13 +216,7 @@ def _check_source(model: ModelConfig) -> None:
         for key, value in (("score_from", model.score_from), ("document_separator", model.document_separator)):
             if value:
                 raise ConfigError(f"model.{key}", f'{value} does not go with kind "encoder_decoder"', "Leave it out")
-        objective = model.source.attention.smart_bird.objective
-        if "smart_bird" in kinds(encoder_part(model)) and objective == "token":
-            raise ConfigError(
-                "model.source.attention.smart_bird.objective",
-                '"token" learns the choice of keys from a token to predict at each position, and the encoder has none',
-                'Set it to "answer"',
-            )
+        check_targets(encoder_part(model), "model.source.attention", "answer", "pooled")
 
 
 def _check_positions(positions: PositionsConfig, model: ModelConfig) -> None:

@@ -1,5 +1,6 @@
 """The typed schema of a run's JSON file. Every default of the project lives here and nowhere else."""
 
+import importlib
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -7,6 +8,8 @@ from pydantic import Field
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.lora import LoRAConfig
 from megasparse.config.section import JSON_LIST, Count, Positive, Rate, Section
+
+importlib.import_module("megasparse.attention")  # registers the mechanisms of the package; their files import `config`
 
 
 class RunConfig(Section):
@@ -86,7 +89,7 @@ class SourceConfig(Section):
     layers: Positive | None = None
     """Layers of the decoder; null takes `model.layers`."""
     positions: PositionsConfig = PositionsConfig()
-    attention: AttentionConfig = AttentionConfig()
+    attention: AttentionConfig = Field(default_factory=AttentionConfig)
     """The encoder's attention; the decoder's is `model.attention`."""
     cross_attention: Literal["full", "lsh"] = "full"
     """The source's tokens that the decoder's see: all of them, or by `model.attention.lsh` those in the same bucket."""
@@ -180,7 +183,7 @@ class ModelConfig(Section):
     """`style` bert, or with `sentence_order`: number of token types with an embedding (BERT has 2). Every token is of
     the first, with `sentence_order` those behind the first separator of the second."""
     positions: PositionsConfig = PositionsConfig()
-    attention: AttentionConfig = AttentionConfig()
+    attention: AttentionConfig = Field(default_factory=AttentionConfig)
     masking: MaskingConfig = MaskingConfig()
     """Encoders only."""
     sentence_order: SentenceOrderConfig | None = None
@@ -310,7 +313,7 @@ class RunSettings(Section):
 class Config(RunSettings):
     """The configuration of a pretraining run."""
 
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig = DataConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     parallel: ParallelConfig = ParallelConfig()

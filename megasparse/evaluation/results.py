@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megasparse.config.pattern import evaluation_rounds
+from megasparse.config.attention import evaluation_rounds
 from megasparse.config.schema import Config
 from megasparse.data.index import Index
 from megasparse.data.tokenizers import Tokenizer

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor
 
+from megasparse.config.attention import heads_of_layer
 from megasparse.config.model_checks import check_model
-from megasparse.config.pattern import heads_of_layer
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import HubError
 from megasparse.hub.compare import watched_outputs

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from megasparse import __version__
+from megasparse.config.attention import kinds
 from megasparse.config.parts import encoder_part
-from megasparse.config.pattern import kinds
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.index import Index
 from megasparse.data.tokenizers import NAMED, build_tokenizer

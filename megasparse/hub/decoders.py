@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.config.pattern import heads_of_layer
+from megasparse.config.attention import heads_of_layer
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import HubError
 from megasparse.hub.bert import check_tied, model_of, not_ours, read_configuration

@@ -30,6 +30,7 @@ from transformers.utils import can_return_tuple
 from megasparse.attention.contract import Targets
 from megasparse.attention.cross import Source
 from megasparse.attention.heads import Padding
+from megasparse.config.attention import predicts
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import empty_model, initialise
 from megasparse.model.decoder import DecodingCache
@@ -553,7 +554,7 @@ class MegasparseForSequenceClassification(MegasparsePreTrainedModel):
         """Predict classes or numbers. labels: (B,) classes, or numbers to regress to where config.num_labels is 1."""
         rows = Rows(input_ids, attention_mask)
         targets = None
-        if labels is not None and self.settings.attention.smart_bird.objective == "pooled":
+        if labels is not None and predicts(self.settings, "pooled"):
             targets = Targets(labels, None)
         streams, auxiliary = self.run(rows, targets)
         hidden = torch.cat(streams, dim=-1)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megasparse.config.attention import attends_fully, heads_of_layer, kinds
 from megasparse.config.load import build_config
-from megasparse.config.pattern import attends_fully, heads_of_layer, kinds
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import HubError
 from megasparse.hub.formats import Exported, Imported, check_parts, must_be

@@ -5,8 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megasparse.config.buckets import lsh_buckets
-from megasparse.config.pattern import evaluation_rounds, heads_of_layer, kinds
+from megasparse.attention.lsh import lsh_buckets
+from megasparse.config.attention import evaluation_rounds, heads_of_layer, kinds
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError

@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from megasparse.attention.contract import Attention, Targets
-from megasparse.attention.mechanisms import MECHANISMS
-from megasparse.config.attention import AttentionConfig
+from megasparse.config.attention import MECHANISMS, AttentionConfig, kinds
 from megasparse.config.messages import as_config_error, show
 from megasparse.config.model_checks import check_model
-from megasparse.config.pattern import kinds
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError, HubError, did_you_mean
 from megasparse.hub.output_folder import appearing

@@ -20,8 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, Targets
 from megasparse.attention.full import FullAttention
 from megasparse.attention.heads import Padding, build_mechanism, split_heads_by_mechanism
-from megasparse.config.attention import AttentionConfig
-from megasparse.config.pattern import heads_of_layer
+from megasparse.config.attention import AttentionConfig, heads_of_layer
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import HubError
 from megasparse.ops.random import EVALUATION_STEP, RngContext

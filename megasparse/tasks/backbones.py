@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import Targets
 from megasparse.attention.heads import Padding
+from megasparse.config.attention import evaluation_rounds, kinds, predicts
 from megasparse.config.lora import LoRAConfig
-from megasparse.config.pattern import evaluation_rounds, kinds
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError
 from megasparse.model import adapters
@@ -147,7 +147,7 @@ class MegasparseBody(Backbone):
         self.width = config.d_model * (2 if config.blocks == "reversible" else 1)
         self.norm: nn.LayerNorm | None = nn.LayerNorm(self.width, eps=config.norm_eps)
         self.task_weight = min(mechanism.task_weight for _, mechanism in self.stack.mechanisms())
-        self.pooled_sketch = config.attention.smart_bird.objective == "pooled"
+        self.pooled_sketch = predicts(config, "pooled")
 
     def forward(self, read: Padded, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
         mask = read.mask

@@ -147,14 +147,15 @@ def body_of_run(run: Path, config: FinetuneConfig, form: Form, checkpoint: Check
 
 
 def _sketch_labels(record: dict[str, Any]) -> int:
-    """Number of classes that Smart Bird's sketches learn to predict, where a body has any."""
+    """Number of classes that mechanisms of a body learn to predict by themselves, if any do."""
     if record["kind"] == "megasparse":
         entry = record["model"]
     else:
         from megasparse.hub.replace import ENTRY
 
         entry = record["config"].get(ENTRY) or {}
-    return entry.get("attention", {}).get("smart_bird", {}).get("labels") or 2
+    sections = [section for section in entry.get("attention", {}).values() if isinstance(section, dict)]
+    return next((section["labels"] for section in sections if section.get("labels")), 2)
 
 
 def _initial(config: FinetuneConfig, model: ModelConfig, form: Form, labels: int) -> Start:
@@ -329,10 +330,10 @@ def _for_task(model: ModelConfig, form: Form, labels: int, start: StartConfig) -
 
 
 def _with_sketch_labels(attention: AttentionConfig, labels: int) -> AttentionConfig:
-    if not any("smart_bird" in entry for entry in attention.pattern) or attention.smart_bird.objective == "attention":
-        return attention
-    own = attention.smart_bird.model_copy(update={"objective": "pooled", "labels": labels})
-    return attention.model_copy(update={"smart_bird": own})
+    used = {kind for entry in attention.pattern for kind in ([entry] if isinstance(entry, str) else entry)}
+    sections = {kind: getattr(attention, kind) for kind in used}
+    changed = {kind: new for kind, old in sections.items() if (new := old.with_labels(labels)) is not old}
+    return attention.model_copy(update=changed) if changed else attention
 
 
 def _fill(body: Any, read: Any, path: Path) -> None:

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 
 from megasparse.attention.band import BandCache
 from megasparse.attention.contract import AttentionInputs, MechanismSpec
-from megasparse.attention.lsh import LSHAttention
-from megasparse.config.attention import LSHAttentionConfig
+from megasparse.attention.lsh import LSHAttention, LSHAttentionConfig
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from tests.helpers.comparing import assert_same_with_gradients
 

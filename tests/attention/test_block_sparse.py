@@ -5,8 +5,7 @@ import torch
 
 from megasparse.attention.bigbird import RandomBlocks
 from megasparse.attention.contract import AttentionContext, MechanismSpec
-from megasparse.attention.mechanisms import MECHANISMS
-from megasparse.config.attention import AttentionConfig
+from megasparse.config.attention import MECHANISMS, AttentionConfig
 from megasparse.ops.random import RngContext, derive
 from tests.helpers.comparing import assert_same_with_gradients, softmax_over
 from tests.helpers.models import Single

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from megasparse.attention.mechanisms import MECHANISMS
+from megasparse.config.attention import MECHANISMS
 from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
 from megasparse.model.decoder import Decoder

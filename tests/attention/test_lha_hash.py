@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec, RecomputeCache
-from megasparse.attention.lha import LHAAttention
+from megasparse.attention.lha import LHAAttention, LHAAttentionConfig
 from megasparse.attention.lha_hash import Example, divergence
-from megasparse.config.attention import LHAAttentionConfig
 from megasparse.ops.random import RngContext
 
 EVALUATION = AttentionContext(0, RngContext.evaluation(0, 1))

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec
-from megasparse.attention.ngram import NGramAttention, ngram_codes
-from megasparse.config.attention import NGramAttentionConfig
+from megasparse.attention.ngram import NGramAttention, NGramAttentionConfig, ngram_codes
 from megasparse.config.load import load_config
 from megasparse.errors import ConfigError
 from megasparse.ops.random import RngContext

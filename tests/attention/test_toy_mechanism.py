@@ -1,26 +1,27 @@
 """A mechanism that exists in this file alone, added as CONTRIBUTING.md describes: everything else finds it."""
 
+import json
+
 import pytest
 import torch
-from pydantic import Field
 
+import megasparse
 from megasparse.attention.contract import Attention, AttentionOutput
 from megasparse.attention.costs import Passes
-from megasparse.attention.mechanisms import MECHANISMS
-from megasparse.config.attention import AttentionConfig
-from megasparse.config.load import build_settings
-from megasparse.config.mechanism import MechanismSection
-from megasparse.config.schema import Config, ModelConfig
+from megasparse.config.attention import AttentionConfig, MechanismSection, forget_mechanism, mechanism
+from megasparse.config.load import build_config
 from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
 from megasparse.planning.flops import hardware_flops_per_token, known_flops_per_token, model_flops_per_token
 from tests.helpers.models import random_tokens, training_draws
+from tests.helpers.refusals import refusal
 
 
-class MeanSection(MechanismSection):
+class MeanConfig(MechanismSection):
     scale: float = 1.0
+    """Factor of the output."""
 
-    def check(self, key: str, model: ModelConfig) -> None:
+    def check(self, key, model):
         if self.scale == 0.0:
             raise ConfigError(f"{key}.scale", "0 hides the values", "Set it to 1")
 
@@ -44,29 +45,25 @@ class UncountedAttention(MeanAttention):
     flops = Attention.flops
 
 
-class WithMean(AttentionConfig):
-    pattern: list[str | dict[str, int]] = Field(default=["mean"])
-    mean: MeanSection = MeanSection()
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    """Both mechanisms, for this file only. A mechanism of a user's stays for the whole program."""
+    mechanism("toy_mean", MeanConfig)(MeanAttention)
+    mechanism("toy_uncounted", MeanConfig)(UncountedAttention)
+    yield
+    forget_mechanism("toy_mean")
+    forget_mechanism("toy_uncounted")
 
 
-class ModelWithMean(ModelConfig):
-    attention: WithMean = WithMean()
-
-
-class ConfigWithMean(Config):
-    model: ModelWithMean = ModelWithMean()
-
-
-def config(monkeypatch, pattern="mean", mechanism=MeanAttention, **section):
-    monkeypatch.setitem(MECHANISMS, "mean", mechanism)
-    attention = {"pattern": [pattern], "mean": section, "local": {"chunk": 16}}
+def config(pattern="toy_mean", **section):
+    attention = {"pattern": [pattern], "toy_mean": section, "local": {"chunk": 16}}
     model = {"max_length": 64, "layers": 2, "d_model": 32, "d_ff": 48, "heads": 4, "attention": attention}
-    return build_settings({"model": model, "data": {"sequence_length": 64}}, [], ConfigWithMean).model
+    return build_config({"model": model, "data": {"sequence_length": 64}})
 
 
-@pytest.mark.parametrize("pattern", ["mean", {"mean": 3, "local": 1}])
-def test_it_trains(monkeypatch, pattern):
-    model = build_model(config(monkeypatch, pattern), seed=0)
+@pytest.mark.parametrize("pattern", ["toy_mean", {"toy_mean": 3, "local": 1}])
+def test_it_trains(pattern):
+    model = build_model(config(pattern).model, seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(3):
@@ -78,26 +75,43 @@ def test_it_trains(monkeypatch, pattern):
     assert losses[2] < losses[1] < losses[0]
 
 
-def test_its_settings_are_checked(monkeypatch):
-    with pytest.raises(ConfigError, match=r"model\.attention\.mean\.scale: 0 hides the values"):
-        config(monkeypatch, scale=0.0)
+def test_its_settings_are_checked():
+    message = refusal(lambda: config(scale=0.0), ConfigError)
+    assert message == "model.attention.toy_mean.scale: 0 hides the values. Set it to 1"
+    assert refusal(lambda: config(scael=1.0), ConfigError).startswith("model.attention.toy_mean.scael: unknown key")
+    assert 'Did you mean "toy_mean"' in refusal(lambda: config("toy_maen"), ConfigError)
 
 
-def test_planning_counts_it(monkeypatch):
+def test_its_key_is_one_of_the_schema():
+    """Other sections and defaults stay as they are, and a checkpoint's configuration loads again."""
+    assert AttentionConfig().toy_mean == MeanConfig()
+    assert megasparse.load_config("quickstart").model.attention.toy_mean.scale == 1.0
+    written = json.loads(config(scale=2.0).model_dump_json())
+    assert written["model"]["attention"]["toy_mean"] == {"scale": 2.0}
+    assert build_config(written) == config(scale=2.0)
+
+
+def test_a_name_is_given_once():
+    for name in ("toy_mean", "lsh", "pattern"):
+        with pytest.raises(ValueError, match=f'has a key "{name}" already'):
+            mechanism(name, MeanConfig)
+
+
+def test_planning_counts_it():
     """Beside the layers' products, 32 additions a layer forward and backward, and again where layers run again."""
-    model = config(monkeypatch)
+    model = config().model
     layers = 2 * (2 * 2 * 32 * 48 + 2 * 4 * 32 * 32)
     head = 2 * 64 * 256
     assert model_flops_per_token(model, 64) == pytest.approx(3 * (layers + head) + 2 * 2 * 32)
     assert hardware_flops_per_token(model, 64) == pytest.approx(4 * layers + 3 * head + 3 * 2 * 32)
 
 
-def test_a_lack_is_refused_by_name(monkeypatch):
-    model = build_model(config(monkeypatch), seed=0)
+def test_a_lack_is_refused_by_name():
+    model = build_model(config().model, seed=0)
     with pytest.raises(ConfigError, match=r"MeanAttention cannot decode token by token.*implement MeanAttention\.new_"):
         model.new_cache(1, seed=0)
-    assert len(known_flops_per_token(config(monkeypatch), 64)) == 2
-    uncounted = config(monkeypatch, mechanism=UncountedAttention)
+    assert len(known_flops_per_token(config().model, 64)) == 2
+    uncounted = config("toy_uncounted").model
     with pytest.raises(ConfigError, match="UncountedAttention has no count of its FLOPs"):
         model_flops_per_token(uncounted, 64)
     assert known_flops_per_token(uncounted, 64) == ()  # so a run trains without

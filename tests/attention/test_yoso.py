@@ -6,8 +6,7 @@ from transformers.models.yoso.configuration_yoso import YosoConfig
 from transformers.models.yoso.modeling_yoso import YosoSelfAttention
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec
-from megasparse.attention.yoso import YOSOAttention
-from megasparse.config.attention import YOSOAttentionConfig
+from megasparse.attention.yoso import YOSOAttention, YOSOAttentionConfig
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import sign_codes
 from megasparse.ops.normalize import unit_vectors

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from megasparse.config.attention import LSHAttentionConfig
-from megasparse.config.buckets import lsh_buckets
+from megasparse.attention.lsh import LSHAttentionConfig, lsh_buckets
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from megasparse.config.attention import AttentionKind
+from megasparse.config.attention import MECHANISMS
 from megasparse.config.load import build_config
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError, UserError
@@ -20,7 +20,7 @@ from megasparse.ops.random import RngContext
 from megasparse.planning.dry_run import dry_run
 from tests.helpers.models import SMALL
 
-KINDS = get_args(AttentionKind)
+KINDS = list(MECHANISMS)
 ODD = [None, True, -1, 0, 10**9, 10**30, 0.5, 1e308, "", "x", "\n", [], [1], [[]], {}, {"x": 1}]
 WHOLE = [1, 1, 2, 2, 3, 4, 5, 7, 8, 16, 31, 32, 33, 40, 64]
 LARGEST_TO_BUILD = 600

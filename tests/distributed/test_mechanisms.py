@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megasparse.attention.mechanisms import MECHANISMS
+from megasparse.config.attention import MECHANISMS
 from megasparse.config.schema import Config
 from megasparse.data.batches import Step
 from megasparse.model.build import build_model

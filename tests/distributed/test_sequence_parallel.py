@@ -17,8 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs
 from megasparse.attention.heads import build_mechanism
-from megasparse.attention.mechanisms import MECHANISMS
 from megasparse.attention.sequence_part import SequencePart
+from megasparse.config.attention import MECHANISMS
 from megasparse.config.schema import Config, RunConfig
 from megasparse.model.build import build_model
 from megasparse.model.padding import cut

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megasparse.attention.full import KeyValueCache
-from megasparse.attention.mechanisms import MECHANISMS
+from megasparse.config.attention import MECHANISMS
 from megasparse.config.schema import Config, RunConfig
 from megasparse.evaluation.held_out import sampler
 from megasparse.model.build import build_model

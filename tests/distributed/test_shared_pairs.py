@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasparse.attention.mechanisms import MECHANISMS
+from megasparse.config.attention import MECHANISMS
 from megasparse.config.schema import RunConfig
 from megasparse.model.build import build_model
 from megasparse.model.padding import cut

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs, RecomputeCache, Targets
 from megasparse.attention.heads import AttentionLayer, build_mechanism
-from megasparse.attention.mechanisms import MECHANISMS
-from megasparse.config.attention import AttentionConfig
+from megasparse.config.attention import MECHANISMS, AttentionConfig
 from megasparse.config.schema import ModelConfig, PositionsConfig
 from megasparse.ops.random import RngContext
 

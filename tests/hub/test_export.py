@@ -5,7 +5,7 @@ import torch
 from transformers import ReformerModelWithLMHead, YosoForMaskedLM
 
 from megasparse import hub
-from megasparse.attention.mechanisms import MECHANISMS
+from megasparse.config.attention import MECHANISMS
 from megasparse.errors import CheckpointError, ConfigError, HubError
 from megasparse.hub import export
 from megasparse.hub.compare import first_difference, our_outputs

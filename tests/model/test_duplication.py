@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megasparse.config.attention import AttentionConfig, LSHAttentionConfig
+from megasparse.attention.lsh import LSHAttentionConfig
+from megasparse.config.attention import AttentionConfig
 from megasparse.config.schema import ModelConfig, PositionsConfig
 from megasparse.data.corpora import duplication
 from megasparse.data.corpora.source import Source

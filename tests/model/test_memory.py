@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megasparse.config.attention import LocalAttentionConfig, LSHAttentionConfig
+from megasparse.attention.local import LocalAttentionConfig
+from megasparse.attention.lsh import LSHAttentionConfig
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import build_model
 from tests.helpers.blocks import smaller_blocks

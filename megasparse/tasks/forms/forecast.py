@@ -17,6 +17,7 @@ from megasparse.attention.contract import Targets
 from megasparse.attention.cross import Source
 from megasparse.attention.heads import Padding, projection
 from megasparse.attention.norm import Norm
+from megasparse.config.attention import predicts
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.parts import encoder_part
 from megasparse.config.schema import ModelConfig
@@ -106,8 +107,7 @@ class ForecastBody(Backbone):
         self.width, self.longest = config.d_model, config.source.length
         mechanisms = [*self.stack.mechanisms(), *self.stack.encoder.mechanisms()]
         self.task_weight = min(mechanism.task_weight for _, mechanism in mechanisms)
-        sides = (config.attention, config.source.attention)
-        self.pooled_sketch = any(each.smart_bird.objective == "pooled" for each in sides)
+        self.pooled_sketch = any(predicts(side, "pooled") for side in (config, encoder_part(config)))
 
     def forward(self, read: Any, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
         """Run the model on windows. read: Windows. The states are those of the rows to predict, (B, H, E) fp32."""

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext
 from megasparse.attention.heads import AttentionLayer, Padding
+from megasparse.config.attention import check_targets
 from megasparse.config.finetuning import HeadConfig, RecommendationConfig
 from megasparse.config.model_checks import check_model
-from megasparse.config.pattern import kinds
 from megasparse.config.schema import ModelConfig, PositionsConfig
 from megasparse.errors import ConfigError
 from megasparse.model.build import initialise
@@ -199,11 +199,9 @@ def history_model(width: int, config: RecommendationConfig) -> ModelConfig:
         kind="encoder", vocabulary=257, max_length=config.history, layers=1, d_model=width, heads=config.heads,
         blocks="ordinary", activations="stored", positions=PositionsConfig(kind="none"), attention=config.attention,
     )  # fmt: skip
-    if "smart_bird" in kinds(model):
-        problem = '"smart_bird" learns its choice from a label of each sequence, and a history has none'
-        raise ConfigError(f"{section}.attention.pattern", problem, "Choose another mechanism")
     try:
         check_model(model)
+        check_targets(model, f"{section}.attention")  # a history has neither labels nor tokens
     except ConfigError as error:
         own = [text.replace("model.max_length", f"{section}.history") for text in (error.problem, error.hint)]
         raise ConfigError(error.key.replace("model", section, 1), *own) from None

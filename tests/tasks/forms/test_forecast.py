@@ -12,7 +12,7 @@ import torch
 from sklearn.metrics import mean_absolute_error, mean_squared_error
 
 from launch import evaluate, predict
-from megasparse.attention.mechanisms import MECHANISMS
+from megasparse.config.attention import MECHANISMS
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_settings, load_settings
 from megasparse.errors import ConfigError

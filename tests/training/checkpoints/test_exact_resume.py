@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from launch import pretrain
-from megasparse.attention.mechanisms import MECHANISMS
+from megasparse.config.attention import MECHANISMS
 from megasparse.model.decoder import Decoder
 from megasparse.model.encoder import Encoder
 from megasparse.training.checkpoints.run_folder import find_newest

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megasparse.attention.mechanisms import MECHANISMS
+from megasparse.config.attention import MECHANISMS
 from megasparse.config.schema import Config
 from megasparse.model.build import build_model
 from megasparse.model.stack import average_over_layers
