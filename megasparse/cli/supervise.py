@@ -66,10 +66,9 @@ def host_and_port(text: str) -> tuple[str, int]:
 
 
 def run(args: argparse.Namespace) -> None:
-    from megasparse.training.stopping.host_supervisor import HostSupervisor
-    from megasparse.training.stopping.ranks_left import NodeLayout, ranks_to_go_on_with
-    from megasparse.training.stopping.supervisor import Supervisor, report, supervised_config
+    from megasparse.training.hosts import HostSupervisor
     from megasparse.training.stopping.watchdog import HEARTBEATS
+    from megasparse.training.supervisor import NodeLayout, Supervisor, ranks_to_go_on_with, report, supervised_config
 
     program, trains = [args.script], True
     if not Path(args.script).is_file():

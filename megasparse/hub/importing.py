@@ -15,8 +15,7 @@ from megasparse.errors import HubError
 from megasparse.hub.megasparse_format import shapes
 from megasparse.hub.output_folder import appearing
 from megasparse.training.checkpoints.checkpoint import Fragment
-from megasparse.training.checkpoints.identity import versions
-from megasparse.training.checkpoints.manifest import FORMAT, MANIFEST, NO_DATA, seal
+from megasparse.training.checkpoints.manifest import FORMAT, MANIFEST, NO_DATA, seal, versions
 from megasparse.training.checkpoints.rank_file import RankFile, durable, make_folder
 
 VOCABULARY = ("embedding.weight", "head.weight", "head.bias")

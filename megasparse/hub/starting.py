@@ -16,9 +16,9 @@ from megasparse.hub.importing import FIRST, identity, write_checkpoint
 from megasparse.hub.megasparse_format import shapes, unfilled
 from megasparse.model.adapters import add_adapters
 from megasparse.model.build import deferred_model, empty_model, initial_weight
+from megasparse.training.checkpoints.bucket import newest_anywhere
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, load_weights, persistent_buffers
 from megasparse.training.checkpoints.manifest import read_manifest
-from megasparse.training.checkpoints.uploads import newest_anywhere
 from megasparse.training.ranks import Ranks
 
 Readers = dict[str, Callable[[], Tensor]]

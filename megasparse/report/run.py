@@ -14,8 +14,7 @@ from megasparse.errors import DataError
 from megasparse.report.chart import Mark
 from megasparse.report.pictures import Shown, read_board
 from megasparse.report.series import Series, read_lines, read_series
-from megasparse.training.checkpoints.identity import flatten
-from megasparse.training.checkpoints.run_folder import list_checkpoints
+from megasparse.training.checkpoints.manifest import flatten, list_checkpoints
 
 FRESH = 60.0
 """Seconds after its last heartbeat for which a run counts as alive."""

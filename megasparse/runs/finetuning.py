@@ -15,7 +15,7 @@ from megasparse.planning.states import require_fit
 from megasparse.tasks.evaluate import selection_of, validation
 from megasparse.tasks.memory_check import HINT, predict
 from megasparse.tasks.run import TaskRun, open_run
-from megasparse.training.checkpoints.identity import RunIdentity
+from megasparse.training.checkpoints.manifest import RunIdentity
 from megasparse.training.loop import train
 from megasparse.training.ranks import Ranks, start_ranks
 from megasparse.training.run import Recipe, RunResult, open_training

@@ -13,7 +13,7 @@ from megasparse.ops.random import RngContext
 from megasparse.planning.flops import known_flops_per_token, warn_if_long
 from megasparse.runs.data import open_data, training_batches
 from megasparse.runs.own_texts import with_texts
-from megasparse.training.checkpoints.identity import RunIdentity
+from megasparse.training.checkpoints.manifest import RunIdentity
 from megasparse.training.loop import train
 from megasparse.training.ranks import Ranks, start_ranks
 from megasparse.training.run import Recipe, RunResult, open_training

@@ -16,7 +16,7 @@ from megasparse.data.reader import EvaluationStream
 from megasparse.data.wheels import fetch_wheel
 from megasparse.errors import UserError
 from megasparse.evaluation.compression import bits_per_byte
-from megasparse.training.checkpoints.run_folder import find_newest
+from megasparse.training.checkpoints.manifest import find_newest
 
 SHARDS = Path("data/quickstart")
 SMALL = ("training.steps=250", "evaluation.every=125", "checkpoint.every=125", "run.directory=runs/quickstart_small")

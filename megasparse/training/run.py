@@ -16,7 +16,7 @@ from megasparse.callbacks import never
 from megasparse.config.schema import RunConfig, RunSettings
 from megasparse.data.batches import Steps
 from megasparse.training.checkpoints.checkpoint import Checkpoint
-from megasparse.training.checkpoints.identity import RunIdentity
+from megasparse.training.checkpoints.manifest import RunIdentity
 from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.run_lock import run_lock
 from megasparse.training.checkpoints.saving import Saver

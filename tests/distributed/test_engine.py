@@ -25,7 +25,7 @@ from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
-from megasparse.training.checkpoints.run_folder import find_newest
+from megasparse.training.checkpoints.manifest import find_newest
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines import build_engine
 from megasparse.training.engines.contract import Engine

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasparse.training.checkpoints.run_folder import list_checkpoints
+from megasparse.training.checkpoints.manifest import list_checkpoints
 
 SUPERVISE = Path(__file__).resolve().parents[2] / "launch" / "supervise.py"
 SCRIPT = Path(__file__).with_name("faulty_pretrain.py")

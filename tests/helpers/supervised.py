@@ -16,7 +16,7 @@ LIMIT = 300.0
 
 WITH_CONSTANTS = """
 import json, pathlib, runpy, sys
-from megasparse.training.stopping import supervisor
+from megasparse.training import supervisor
 file = pathlib.Path(sys.argv[2])
 def clock():
     with open(f"{file}.looks", "a") as looks:

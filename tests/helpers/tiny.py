@@ -15,7 +15,7 @@ from megasparse.data.batches import Batch, Step, Steps
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
-from megasparse.training.checkpoints.identity import RunIdentity
+from megasparse.training.checkpoints.manifest import RunIdentity
 from megasparse.training.engines import build_engine
 from megasparse.training.engines.contract import Engine, MakeRng, StepResult
 from megasparse.training.ranks import Ranks, RunHooks

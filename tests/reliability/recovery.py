@@ -41,7 +41,7 @@ SAVE_EVERY = 50
 """Steps between two checkpoints where goodput is measured."""
 COLD = """
 import runpy, sys
-from megasparse.training.stopping import supervisor
+from megasparse.training import supervisor
 supervisor.Supervisor._prepare_spares = lambda self: None
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

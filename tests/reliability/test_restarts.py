@@ -18,7 +18,7 @@ import pytest
 
 from megasparse.data.index import Index
 from megasparse.data.reader import ShardReader
-from megasparse.training.checkpoints.run_folder import list_checkpoints
+from megasparse.training.checkpoints.manifest import list_checkpoints
 from megasparse.training.checkpoints.run_lock import LOCK
 from tests.helpers.faults import SCRIPT, SUPERVISE, Ended, Run, fault, is_alive, is_complete, patience, running
 
@@ -245,8 +245,8 @@ def test_losses_are_those_of_the_same_number_of_ranks_throughout(change, clean):
 
 EARLIER = """
 import runpy, sys
-from megasparse.training.stopping import ranks_left
-ranks_left.TRY_AGAIN = float(sys.argv[1])
+from megasparse.training import supervisor
+supervisor.TRY_AGAIN = float(sys.argv[1])
 sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

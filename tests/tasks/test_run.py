@@ -13,7 +13,7 @@ from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.batches import Encoded
 from megasparse.tasks.metrics import METRICS
 from megasparse.tasks.run import open_run, restore_task
-from megasparse.training.checkpoints.run_folder import list_checkpoints
+from megasparse.training.checkpoints.manifest import list_checkpoints
 from megasparse.training.ranks import Ranks
 from tests.helpers.finetuning import (
     ENCODER,

@@ -29,7 +29,7 @@ from megasparse.tasks.backbones import Backbone, HuggingFaceBody, MegasparseBody
 from megasparse.tasks.batches import Inputs, Padded, collate
 from megasparse.tasks.start import Start, rebuild
 from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment, load_weights, persistent_buffers
-from megasparse.training.checkpoints.identity import RunIdentity
+from megasparse.training.checkpoints.manifest import RunIdentity
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.ranks import Ranks
 from tests.helpers.finetuning import (

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megasparse.config.schema import Config
 from megasparse.data.batches import Step
 from megasparse.errors import DataError, StorageError, TrainingError
-from megasparse.training.checkpoints.run_folder import list_checkpoints
+from megasparse.training.checkpoints.manifest import list_checkpoints
 from megasparse.training.loop import train
 from megasparse.training.optimizer import learning_rate
 from megasparse.training.ranks import RunHooks, StopWanted

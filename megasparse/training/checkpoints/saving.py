@@ -26,12 +26,21 @@ from torch import Tensor
 
 from megasparse.data.files import sync_folder
 from megasparse.errors import CheckpointError, StorageError, TrainingError, UserError
+from megasparse.training.checkpoints.bucket import Uploads
 from megasparse.training.checkpoints.checkpoint import Fragment
-from megasparse.training.checkpoints.identity import RunIdentity, differences, versions
-from megasparse.training.checkpoints.manifest import FORMAT, MANIFEST, gap, seal
+from megasparse.training.checkpoints.manifest import (
+    FORMAT,
+    MANIFEST,
+    TEMPORARY,
+    RunIdentity,
+    differences,
+    find_newest,
+    gap,
+    list_checkpoints,
+    seal,
+    versions,
+)
 from megasparse.training.checkpoints.rank_file import RankFile, durable, free_bytes, make_folder
-from megasparse.training.checkpoints.run_folder import TEMPORARY, find_newest, list_checkpoints
-from megasparse.training.checkpoints.uploads import Uploads
 from megasparse.training.ranks import Ranks, RunHooks
 
 UNTOUCHED = "Older checkpoints are untouched"

@@ -11,10 +11,9 @@ import torch
 
 from megasparse.errors import CheckpointError, StorageError
 from megasparse.training.checkpoints.checkpoint import Checkpoint
-from megasparse.training.checkpoints.manifest import MANIFEST
+from megasparse.training.checkpoints.manifest import MANIFEST, list_checkpoints
 from megasparse.training.checkpoints.rank_file import RankFile
 from megasparse.training.checkpoints.resume import find_start
-from megasparse.training.checkpoints.run_folder import list_checkpoints
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.ranks import Ranks, RunHooks
 from tests.helpers.ranks_in_threads import run_in_threads

@@ -17,9 +17,8 @@ from megasparse.data import retrying, urls
 from megasparse.errors import CheckpointError, ConfigError, StorageError
 from megasparse.training.checkpoints.bucket import Bucket
 from megasparse.training.checkpoints.checkpoint import Checkpoint
-from megasparse.training.checkpoints.manifest import MANIFEST
+from megasparse.training.checkpoints.manifest import MANIFEST, list_checkpoints
 from megasparse.training.checkpoints.resume import find_start
-from megasparse.training.checkpoints.run_folder import list_checkpoints
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines.contract import Engine
 from megasparse.training.loop import train

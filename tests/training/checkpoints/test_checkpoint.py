@@ -10,8 +10,7 @@ import torch
 
 from megasparse.errors import CheckpointError
 from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights
-from megasparse.training.checkpoints.manifest import MANIFEST, seal
-from megasparse.training.checkpoints.run_folder import find_newest
+from megasparse.training.checkpoints.manifest import MANIFEST, find_newest, seal
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.ranks import Ranks
 from tests.helpers.ranks_in_threads import run_in_threads

@@ -14,7 +14,7 @@ from launch import pretrain
 from megasparse.config.attention import MECHANISMS
 from megasparse.model.decoder import Decoder
 from megasparse.model.encoder import Encoder
-from megasparse.training.checkpoints.run_folder import find_newest
+from megasparse.training.checkpoints.manifest import find_newest
 from tests.helpers import commands
 from tests.helpers.models import VARIANTS, attention, can_be_causal, causal_names, kind_of
 from tests.helpers.tiny import read_metrics

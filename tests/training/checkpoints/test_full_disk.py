@@ -14,7 +14,7 @@ import pytest
 from megasparse.errors import StorageError
 from megasparse.training.checkpoints import rank_file
 from megasparse.training.checkpoints.checkpoint import Checkpoint
-from megasparse.training.checkpoints.run_folder import list_checkpoints
+from megasparse.training.checkpoints.manifest import list_checkpoints
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, RunHooks

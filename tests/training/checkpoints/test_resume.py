@@ -8,8 +8,8 @@ import pytest
 from megasparse.config.schema import Config
 from megasparse.errors import CheckpointError
 from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.training.checkpoints.manifest import find_newest
 from megasparse.training.checkpoints.resume import find_start
-from megasparse.training.checkpoints.run_folder import find_newest
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.ranks import Ranks, RunHooks
 from tests.helpers.tiny import identity_of, tiny_config, tiny_engine

@@ -16,9 +16,8 @@ from safetensors.torch import load_file
 from megasparse.errors import CheckpointError, TrainingError
 from megasparse.training.checkpoints import rank_file, saving
 from megasparse.training.checkpoints.checkpoint import Checkpoint
-from megasparse.training.checkpoints.manifest import MANIFEST, seal
+from megasparse.training.checkpoints.manifest import MANIFEST, find_newest, list_checkpoints, seal
 from megasparse.training.checkpoints.resume import find_start
-from megasparse.training.checkpoints.run_folder import find_newest, list_checkpoints
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, RunHooks

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from megasparse.errors import CheckpointError, ConfigError, StorageError, TrainingError
-from megasparse.training.checkpoints import identity, saving
+from megasparse.training.checkpoints import manifest, saving
 from megasparse.training.checkpoints.checkpoint import Checkpoint
-from megasparse.training.checkpoints.identity import RunIdentity
+from megasparse.training.checkpoints.manifest import RunIdentity
 from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.ranks import Ranks
@@ -130,7 +130,7 @@ def test_ranks_that_run_different_code_do_not_start(tmp_path, monkeypatch):
     monkeypatch.setattr(Ranks, "gather", other)
     with pytest.raises(ConfigError) as caught:
         find_start(identity_of(tiny_config(tmp_path)), Ranks())
-    versions = identity.versions()
+    versions = manifest.versions()
     assert f'code.torch: "{versions["torch"]}" on rank 0, "1.0" on rank 1' in str(caught.value)
     assert f'code.source: "{versions["source"]}" on rank 0, "{"0" * 64}" on rank 1' in str(caught.value)
     assert "code.python" not in str(caught.value)
@@ -143,11 +143,11 @@ def test_the_code_is_the_bytes_and_the_names_of_its_files(tmp_path):
         for name, text in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
-        digests.add(identity._source_digest(folder))
+        digests.add(manifest._source_digest(folder))
         (folder / "notes.txt").write_text("no code")
-        digests.add(identity._source_digest(folder))
+        digests.add(manifest._source_digest(folder))
     assert len(digests) == 3
-    assert {"python", "torch", "source"} <= identity.versions().keys()
+    assert {"python", "torch", "source"} <= manifest.versions().keys()
 
 
 def test_ranks_that_see_different_folders_do_not_start(tmp_path, monkeypatch):

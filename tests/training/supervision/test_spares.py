@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from megasparse.training.stopping.spares import Spares, send
+from megasparse.training.supervisor import Spares, send
 
 SHOWS = """
 import json, os, sys
@@ -44,7 +44,7 @@ def test_a_rank_in_reserve_that_has_died_is_not_taken(monkeypatch):
 
 SUPERVISOR = """
 import os, sys
-from megasparse.training.stopping.spares import Spares
+from megasparse.training.supervisor import Spares
 spares = Spares([sys.executable, sys.argv[1]])
 spares.fill(1)
 print(spares._waiting[0].pid, flush=True)

@@ -6,8 +6,8 @@ import pytest
 
 from megasparse.config.load import build_config
 from megasparse.errors import ConfigError
-from megasparse.training.stopping import ranks_left
-from megasparse.training.stopping.ranks_left import NodeLayout, possible_ranks, ranks_to_go_on_with
+from megasparse.training import supervisor
+from megasparse.training.supervisor import NodeLayout, possible_ranks, ranks_to_go_on_with
 
 BROKEN = """
 DEVICE = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")[int(os.environ["LOCAL_RANK"])]
@@ -101,7 +101,7 @@ def test_all_are_tried_again_after_an_hour_and_grow(toy):
     ran(toy, 2)
     toy.wait_for("ready3", ranks=3)
     toy.allow("repaired")
-    toy.turn(ranks_left.TRY_AGAIN - 60)
+    toy.turn(supervisor.TRY_AGAIN - 60)
     assert toy.notes("signals", 0) == []
     toy.turn(60)
     ran(toy, 3)
@@ -116,10 +116,10 @@ def test_a_try_that_fails_costs_one_start_and_the_next_is_two_hours_away(toy):
     toy.start(SAVES + ENDS, "--ranks", "4", "--restarts", "2", "--min-ranks", "2", LAST_WORDS=0.0)
     ran(toy, 4)
     toy.wait_for("ready3", ranks=3)
-    toy.turn(ranks_left.TRY_AGAIN)
+    toy.turn(supervisor.TRY_AGAIN)
     ran(toy, 6)
     toy.wait_until(lambda: all(len(toy.notes("ready3", rank)) == 2 for rank in range(3)))
-    toy.turn(1.5 * ranks_left.TRY_AGAIN)
+    toy.turn(1.5 * supervisor.TRY_AGAIN)
     assert len(toy.notes("ran", 0)) == 6
     toy.signal(signal.SIGTERM)
     toy.allow("ended")

@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from megasparse.training.stopping import hosts_left
-from megasparse.training.stopping.hosts_left import ABSENT, PERIOD, VANISHED, HostsLeft
-from megasparse.training.stopping.ranks_left import NodeLayout
-from megasparse.training.stopping.supervisor import RunOver
+from megasparse.training import hosts as hosts_module
+from megasparse.training.hosts import ABSENT, PERIOD, VANISHED, HostsLeft
+from megasparse.training.supervisor import NodeLayout, RunOver
 
 
 class Hosts:
@@ -76,7 +75,7 @@ def test_a_host_that_never_comes_is_done_without_after_five_minutes(tmp_path):
 def test_the_hosts_that_are_left_go_on_when_one_has_been_silent_for_half_a_minute(tmp_path, monkeypatch, gone):
     """The first one too: then they meet at the second, where that reaches it."""
     names = iter(["zero", "one", "two"])
-    monkeypatch.setattr(hosts_left, "own_address", lambda first: next(names))
+    monkeypatch.setattr(hosts_module, "own_address", lambda first: next(names))
     hosts = Hosts(tmp_path)
     hosts.pass_time()
     hosts.go(gone)
@@ -225,5 +224,5 @@ def test_a_file_that_is_no_heartbeat_is_no_host(tmp_path):
 
 
 def test_the_address_of_a_host_is_the_one_that_reaches_the_first():
-    assert hosts_left.own_address(("127.0.0.1", 29500)) == "127.0.0.1"
-    assert hosts_left.own_address(("no such host", 29500)) == hosts_left.socket.gethostname()
+    assert hosts_module.own_address(("127.0.0.1", 29500)) == "127.0.0.1"
+    assert hosts_module.own_address(("no such host", 29500)) == hosts_module.socket.gethostname()

@@ -6,6 +6,7 @@ this process must start in no time, and must never be what breaks.
 """
 
 import argparse
+import json
 import math
 import os
 import signal
@@ -14,7 +15,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megasparse.config.load import load_config
@@ -28,10 +30,186 @@ from megasparse.errors import (
     TrainingError,
     UserError,
 )
-from megasparse.training.checkpoints.run_folder import find_newest
-from megasparse.training.stopping.memory_kills import killed_for_memory, oom_kills
-from megasparse.training.stopping.ranks_left import NodeLayout, RanksLeft
-from megasparse.training.stopping.spares import Spares, send
+from megasparse.training.checkpoints.manifest import find_newest
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+TRY_AGAIN = 3600.0
+"""Seconds after which a run that goes on with fewer ranks stops for a try with all; doubled after each that fails."""
+
+
+@dataclass(frozen=True)
+class NodeLayout:
+    """The ranks of this node among all, and where they meet. address: (host, port) of rank 0; None on a single node."""
+
+    ranks: int = 1
+    """Ranks of every node before the last one that has any."""
+    nodes: int = 1
+    node_rank: int = 0
+    address: tuple[str, int] | None = None
+    total: int | None = None
+    """Ranks of all nodes; None is nodes × ranks."""
+    devices: tuple[str, ...] = ()
+    """The devices that the ranks of this node see, each its own; empty: what the environment says."""
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks if self.total is None else self.total
+
+    @property
+    def here(self) -> int:
+        """Ranks of this node."""
+        return max(0, min(self.ranks, self.world_size - self.node_rank * self.ranks))
+
+    def environment(self, local_rank: int, address: tuple[str, int]) -> dict[str, str]:
+        """The environment of a rank, of those that meet at an address."""
+        values: dict[str, object] = {
+            "RANK": self.node_rank * self.ranks + local_rank,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_WORLD_SIZE": self.here,
+            "LOCAL_SIZE": self.here,  # DeepSpeed's name for it
+            "MASTER_ADDR": address[0],
+            "MASTER_PORT": address[1],
+        }
+        if self.devices:
+            values[VISIBLE] = ",".join(self.devices)
+        return {**os.environ, **{key: str(value) for key, value in values.items()}}
+
+
+def possible_ranks(config: Config) -> list[int]:
+    """Numbers of ranks among which the global batch can be shared out, ascending."""
+    batches, sharing = config.training.global_batch // config.training.micro_batch, config.parallel.sequence
+    return [number * sharing for number in range(1, batches + 1) if batches % number == 0]
+
+
+def ranks_to_go_on_with(config: Config, most: int, least: int | None) -> list[int]:
+    """The numbers of ranks that a run started on `most` may have, the largest first: that one alone where `least` is
+    None. Raises ConfigError, which names those among which the global batch divides, where there is none.
+    """
+    possible = possible_ranks(config)
+    listed = f"{config.training.global_batch} sequences divide among {', '.join(map(str, possible))}"
+    if least is None and most not in possible:
+        problem = f"{most} ranks cannot share out training.global_batch: {listed}"
+        raise ConfigError("--ranks", problem, "Start one of these numbers, or give --min-ranks for the next below")
+    found = [number for number in reversed(possible) if (least or most) <= number <= most]
+    if not found:
+        problem = f"no number of ranks from {least} to {most} can share out training.global_batch: {listed}"
+        raise ConfigError("--min-ranks", problem, "Give one of these, or change training.global_batch")
+    return found
+
+
+@dataclass
+class RanksLeft:
+    """The layout of a node whose devices may be lost for a while. Only on a single node: elsewhere it never changes."""
+
+    whole: NodeLayout
+    sizes: list[int]
+    """Numbers of ranks of the whole run that are possible, the largest first."""
+    clock: Callable[[], float]
+    _lost: set[str] = field(default_factory=set)
+    _pause: float = 0.0
+    _try_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        named = os.environ.get(VISIBLE, "")
+        self._devices = named.split(",") if named else list(map(str, range(self.whole.ranks)))
+
+    def layout(self) -> NodeLayout:
+        """The layout of the next start."""
+        left = tuple(device for device in self._devices if device not in self._lost)
+        if not self._lost:
+            return replace(self.whole, total=self.sizes[0])
+        return replace(self.whole, total=self._largest(len(left)), devices=left)
+
+    def lose(self, local_rank: int) -> bool:
+        """Go on without the device of a rank of the last layout. False where too few would be left."""
+        device = (self.layout().devices or self._devices)[local_rank]
+        if self.whole.nodes > 1 or self._largest(len(self._devices) - len(self._lost) - 1) is None:
+            return False
+        self._lost.add(device)
+        self._pause = 2 * self._pause or TRY_AGAIN
+        self._try_at = self.clock() + self._pause
+        return True
+
+    def due(self) -> bool:
+        """Whether it is time for a try with all devices."""
+        return bool(self._lost) and self.clock() >= self._try_at
+
+    def restore(self) -> None:
+        """Take all devices in the next layout."""
+        self._lost.clear()
+
+    def proven(self) -> None:
+        """Note a new checkpoint: where all devices made it, the next loss is the first one."""
+        if not self._lost:
+            self._pause = 0.0
+
+    def _largest(self, devices: int) -> int | None:
+        return next((size for size in self.sizes if size <= devices), None)
+
+
+def oom_kills() -> int | None:
+    """Processes that the kernel has killed for want of memory since it started; None where it does not say."""
+    try:
+        words = Path("/proc/vmstat").read_text().split()
+        return int(words[words.index("oom_kill") + 1])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def killed_for_memory(before: int | None, after: int | None) -> str:
+    """What a SIGKILL was sent for, by the kernel's count before and after; to be written behind it."""
+    if before is None or after is None:
+        return "; was the machine out of memory?"
+    if after == before:
+        return "; not by the kernel for want of memory, which it counts"
+    return (
+        "; the machine was out of memory, and the kernel killed for it. The last line of metrics.jsonl has what rank 0 "
+        "held (memory/...), megasparse plan what a rank takes and what would take less"
+    )
+
+
+class Spares:
+    """The ranks in reserve for a command, which begins with the name of Python."""
+
+    def __init__(self, command: list[str]):
+        self._command = [sys.executable, "-m", "megasparse.runs.spare", *command[1:]]
+        self._waiting: list[subprocess.Popen[bytes]] = []
+        self._wanted = 0
+
+    def full(self) -> bool:
+        """Whether as many were started as `fill` was asked for, since the last was taken."""
+        return 0 < self._wanted <= len(self._waiting)
+
+    def fill(self, number: int) -> None:
+        """Start what lacks to that number."""
+        self._wanted = number
+        while len(self._waiting) < number:
+            started = subprocess.Popen(self._command, stdin=subprocess.PIPE, start_new_session=True)
+            self._waiting.append(started)
+
+    def take(self) -> "subprocess.Popen[bytes] | None":
+        """One that lives, if there is any."""
+        while self._waiting:
+            spare = self._waiting.pop()
+            if spare.poll() is None:
+                return spare
+        return None
+
+    def end(self) -> None:
+        """End those that wait."""
+        while (spare := self.take()) is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(spare.pid, signal.SIGKILL)
+            spare.wait()
+
+
+def send(spare: "subprocess.Popen[bytes]", environment: dict[str, str]) -> None:
+    """Let a process in reserve become the rank of that environment."""
+    assert spare.stdin is not None
+    with suppress(BrokenPipeError), spare.stdin:  # it has died: its end is seen as that of any rank
+        spare.stdin.write(json.dumps(environment).encode() + b"\n")
+
 
 POLL = 0.05
 LAST_WORDS = 3.0

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megasparse.training.stopping.supervisor import supervised_config
+from megasparse.training.supervisor import supervised_config
 from tests.helpers.supervised import LIMIT, ROOT, TOY
 
 # Where the ranks meet

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from megasparse.errors import HANG, LOST_PEER, ConfigError
-from megasparse.training.stopping import memory_kills, supervisor
-from megasparse.training.stopping.ranks_left import NodeLayout
-from megasparse.training.stopping.supervisor import Supervisor, supervised_config
+from megasparse.training import supervisor
+from megasparse.training.supervisor import NodeLayout, Supervisor, supervised_config
 from tests.helpers.supervised import Toy
 
 
@@ -311,7 +310,7 @@ def test_a_kill_by_the_kernel_for_want_of_memory_is_told_from_others():
     counted = [
         int(line.split()[1]) for line in Path("/proc/vmstat").read_text().splitlines() if line[:9] == "oom_kill "
     ]
-    assert [memory_kills.oom_kills()] == (counted or [None])
-    assert "machine was out of memory, and the kernel killed" in memory_kills.killed_for_memory(2, 3)
-    assert memory_kills.killed_for_memory(3, 3).startswith("; not by the kernel")
-    assert memory_kills.killed_for_memory(None, 3) == "; was the machine out of memory?"
+    assert [supervisor.oom_kills()] == (counted or [None])
+    assert "machine was out of memory, and the kernel killed" in supervisor.killed_for_memory(2, 3)
+    assert supervisor.killed_for_memory(3, 3).startswith("; not by the kernel")
+    assert supervisor.killed_for_memory(None, 3) == "; was the machine out of memory?"

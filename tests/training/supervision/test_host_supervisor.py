@@ -8,7 +8,7 @@ import time
 import pytest
 
 from megasparse.errors import LOST_PEER
-from megasparse.training.stopping.hosts_left import PERIOD
+from megasparse.training.hosts import PERIOD
 from tests.helpers.supervised import LIMIT, Toy
 
 RANKS = """
