@@ -137,7 +137,8 @@ def unmasked(call: Call) -> Any:
 def hash_scores(lha: LHAAttention, call: Call) -> tuple[Tensor, Tensor]:
     """H_Q(q) and H_K(k): (B, H, L, N) each."""
     q, k = (unmasked(call)[i] for i in range(2))
-    return lha.hash(lambda query, key: (scores_of((q,), (query,)), scores_of((k,), (key,))), q, call.context)
+    query, key = lha.hash(q, call.context)
+    return scores_of((q,), (query,)), scores_of((k,), (key,))
 
 
 def train_hashes(steps: Iterator[list[Call]], buckets: int, seed: int) -> tuple[list[LHAAttention], list[float]]:

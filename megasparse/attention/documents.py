@@ -14,7 +14,7 @@ from torch import Tensor
 from megasparse.attention.contract import AttentionInputs
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 
-Lists = tuple[Tensor, Tensor]
+ClusterIndices = tuple[Tensor, Tensor]
 """Queries and keys of every cluster: token numbers, (B, H, W, M) each, −1 at empty places."""
 
 
@@ -101,14 +101,14 @@ def _join(parts: Sequence[Tensor], each: Sequence[Document], like: Tensor) -> Te
     return out.view(batch, length, heads, head_dim).transpose(1, 2)
 
 
-def clusters_by_document(inputs: AttentionInputs, choose: Callable[[Document], Lists]) -> Lists:
+def clusters_by_document(inputs: AttentionInputs, choose: Callable[[Document], ClusterIndices]) -> ClusterIndices:
     """The clusters of all documents side by side, int32. choose: a document's own, as numbers of its tokens."""
     if inputs.key_mask is None and inputs.segments is None:
         queries, keys = choose(Document(slice(None), None))
         return queries.to(torch.int32), keys.to(torch.int32)
     batch, count = inputs.q.shape[:2]
     empty = torch.full((count, 1, 1), -1, dtype=torch.int64, device=inputs.q.device)
-    rows: list[list[Lists]] = [[(empty, empty)] for _ in range(batch)]
+    rows: list[list[ClusterIndices]] = [[(empty, empty)] for _ in range(batch)]
     for document in documents(inputs.key_mask, inputs.segments):
         assert document.tokens is not None
         queries, keys = choose(document)
@@ -118,7 +118,7 @@ def clusters_by_document(inputs: AttentionInputs, choose: Callable[[Document], L
 
 
 def _side_by_side(rows: list[list[Tensor]]) -> Tensor:
-    """Lists (H, W, M) of each row's documents, as one (B, H, ΣW, M) with empty places at the ends."""
+    """ClusterIndices (H, W, M) of each row's documents, as one (B, H, ΣW, M) with empty places at the ends."""
     size = max(part.shape[-1] for row in rows for part in row)
     joined = [torch.cat([F.pad(part, (0, size - part.shape[-1]), value=-1) for part in row], dim=1) for row in rows]
     clusters = max(row.shape[1] for row in joined)
@@ -127,7 +127,7 @@ def _side_by_side(rows: list[list[Tensor]]) -> Tensor:
 
 
 def attend_in_clusters(
-    inputs: AttentionInputs, lists: Lists, scale: float, count_clusters: bool
+    inputs: AttentionInputs, lists: ClusterIndices, scale: float, count_clusters: bool
 ) -> tuple[Tensor, Tensor]:
     """Attention (B, H, L, D) inside clusters that may leave tokens out, and the share of real queries in none."""
     spec = ClusterAttentionSpec(inputs.causal, scale, count_clusters)

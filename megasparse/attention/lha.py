@@ -4,7 +4,6 @@ B batch, H heads, L length, D head dim, N buckets, M chunk, W clusters.
 """
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import torch
@@ -21,16 +20,28 @@ from megasparse.attention.contract import (
     MechanismSpec,
 )
 from megasparse.attention.costs import Passes, product
-from megasparse.attention.documents import Document, Lists, attend_in_clusters, clusters_by_document, most_documents
+from megasparse.attention.documents import (
+    ClusterIndices,
+    Document,
+    attend_in_clusters,
+    clusters_by_document,
+    most_documents,
+)
 from megasparse.attention.far_attention import Near, best_far, collision_loss, drawn_positions
-from megasparse.attention.lha_hash import HashFunctions, Sides, Weights, bucket_codes, scores_of
-from megasparse.attention.lha_learning import Batch, Rule, divergences, members, sample_flops, sides_of
+from megasparse.attention.lha_hash import (
+    HashFunctions,
+    HashInputs,
+    bucket_codes,
+    bucket_members,
+    hash_inputs,
+    scores_of,
+)
+from megasparse.attention.lha_learning import HashLossConfig, sample_flops, sampled_divergences
 from megasparse.attention.sequence_part import SequencePart
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import Window
-from megasparse.ops.linear_attention import orthogonal_projections
 from megasparse.ops.positions import sinusoids
 
 if TYPE_CHECKING:
@@ -44,21 +55,7 @@ class Assignment(NamedTuple):
 
     query_codes: Tensor
     key_codes: Tensor
-    members: Lists | None = None
-
-
-@dataclass(frozen=True)
-class BestMembers:
-    """A document's tokens of the highest scores in each bucket. keys: None where queries and keys are the same."""
-
-    queries: Sides
-    keys: Sides | None
-    buckets: int
-    size: int
-
-    def __call__(self, document: Document) -> Lists:
-        best = members(self.queries, document, self.buckets, self.size)
-        return best, best if self.keys is None else members(self.keys, document, self.buckets, self.size)
+    members: ClusterIndices | None = None
 
 
 class LHAAttentionConfig(MechanismSection):
@@ -82,19 +79,15 @@ class LHAAttentionConfig(MechanismSection):
     count_buckets: bool = True
     """With top_k only: whether a pair that shares N buckets counts once. false: N times, as the paper's Algorithm 1
     does it."""
-    utility: Literal["sampled", "features", "exact", "collisions"] = "sampled"
-    """Target of the hash, ψ and ψ′. `sampled`: from some queries and keys a step. `features`: by positive random
-    features (Eq. 16 and 17), the paper's; long queries and keys drown in their noise. `exact`: in O(L²) time.
-    `collisions`, not the paper's: softmax(H_Q) and softmax(H_K) of some queries and their best keys beyond the window
-    and the sinks are to draw the same bucket, all buckets alike; in decoders with joint = false."""
+    utility: Literal["sampled", "collisions"] = "sampled"
+    """Target of the hash. `sampled`: the utilities ψ and ψ′ of some queries and keys a step (the paper finds them by
+    positive random features, in whose noise long queries and keys drown). `collisions`, not the paper's: softmax(H_Q)
+    and softmax(H_K) of some queries and their best keys beyond the window and the sinks are to draw the same bucket,
+    all buckets alike; in decoders with joint = false."""
     samples: Positive = 256
     """With sampled and collisions: the queries (sampled: of each document) that the hash learns from in a step."""
     sampled_keys: Positive = 1024
     """With sampled only: keys of each document that learn, and draws that queries learn by; all of a shorter one."""
-    features: Positive = 64
-    """With features only: number of positive random features."""
-    visible_utility: bool = False
-    """Whether ψ sums over the keys that a causal query may see, in place of all (the paper). Encoders see all."""
     weight: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
     """Weight λ of Eq. 19: the loss is (1 − λ)·task + λ·mean(KL_Q + KL_K)."""
     sinusoidal_positions: bool = False
@@ -103,8 +96,7 @@ class LHAAttentionConfig(MechanismSection):
     """With sinusoidal_positions: they are d_model wide, and each layer projects them to its heads, once for queries and
     once for keys, as in the released code. false: they are a head wide, and added as they are."""
     normalize: bool = False
-    """Queries and keys of each head are layer-normalised, without gain and bias, as in the released code: none is
-    longer than the square root of the head dim, so random features approximate their products well."""
+    """Queries and keys of each head are layer-normalised, without gain and bias, as in the released code."""
 
     def check(self, key: str, model: "ModelConfig") -> None:
         check_band(key, self.window, self.local, self.sinks)
@@ -168,18 +160,23 @@ class LHAAttention(BandAttention):
 
     @torch.no_grad()
     def assign(self, inputs: AttentionInputs, context: AttentionContext) -> Assignment:
-        joint = self._joint(inputs)
+        joint, weights = self._joint(inputs), self.hash(inputs.q, context)
+        queries, keys = hash_inputs(inputs.q.detach(), inputs.k.detach(), joint, weights)
+        query_codes = bucket_codes(queries, self.buckets)
+        key_codes = query_codes if joint else bucket_codes(keys, self.buckets)
+        if self.config.window == "band":
+            return Assignment(query_codes, key_codes)
 
-        def job(query: Weights, key: Weights) -> Assignment:
-            queries, keys = sides_of(inputs.q.detach(), inputs.k.detach(), joint, query, key)
-            query_codes = bucket_codes(queries, self.buckets)
-            key_codes = query_codes if joint else bucket_codes(keys, self.buckets)
-            if self.config.window == "band":
-                return Assignment(query_codes, key_codes)
-            best = BestMembers(queries, None if joint else keys, self.buckets, self.bucket_size)
-            return Assignment(query_codes, key_codes, clusters_by_document(inputs, best))
+        def best_members(document: Document) -> ClusterIndices:
+            best = self._members(queries, document)
+            return best, best if joint else self._members(keys, document)
 
-        return self.hash(job, inputs.q, context)
+        return Assignment(query_codes, key_codes, clusters_by_document(inputs, best_members))
+
+    def _members(self, hashed: HashInputs, document: Document) -> Tensor:
+        """A document's tokens of the highest scores in each bucket."""
+        inputs = tuple(document.take(x) for x in hashed.inputs)
+        return bucket_members(HashInputs(inputs, hashed.weights), self.buckets, self.bucket_size)
 
     def _joint(self, inputs: AttentionInputs) -> bool:
         return inputs.causal and self.config.joint
@@ -206,36 +203,25 @@ class LHAAttention(BandAttention):
         if self.config.utility == "collisions":
             return self._collisions(inputs, context)
         assigned = assigned or self.assign(inputs, context)
-        batch, rule = self._batch(inputs, assigned, context), self._rule(inputs, context)
-        found = self.hash(lambda query, key: divergences(batch, rule, query, key), inputs.q, context)
-        (queries, kept, negative_q), (keys, _, negative_k) = ((x / _real(inputs)).unbind() for x in found)
+        token_key, draw_key = (context.rng.key(context.layer, purpose) for purpose in ("lha sample", "lha keys"))
+        config = HashLossConfig(
+            self._joint(inputs), self.buckets, self.bucket_size, self.config.samples, self.config.sampled_keys,
+            token_key, draw_key,
+        )  # fmt: skip
+        sums = sampled_divergences(
+            inputs.q.detach(), inputs.k.detach(), (assigned.query_codes, assigned.key_codes),
+            (inputs.key_mask, inputs.segments), self.hash(inputs.q, context), config,
+        )  # fmt: skip
+        (queries, attended, negative_q), (keys, _, negative_k) = ((x / _real(inputs)).unbind() for x in sums)
         statistics = {
             "kl_queries": queries,
             "kl_keys": keys,
-            "attention_utility": kept,
+            "attention_utility": attended,
             "negative_entropy_queries": negative_q,
             "negative_entropy_keys": negative_k,
         }
         loss = self.config.weight / self.spec.layers * (queries + keys)
         return loss, {name: value.detach() for name, value in statistics.items()}
-
-    def _batch(self, inputs: AttentionInputs, assigned: Assignment, context: AttentionContext) -> Batch:
-        projection, (heads, _, width) = None, inputs.q.shape[1:]
-        if self.config.utility == "features":
-            numbers = range(context.head_offset, context.head_offset + heads)
-            key = context.rng.key(context.layer, "lha features")
-            projection = orthogonal_projections(key, numbers, self.config.features, width, inputs.q.device)
-        q, k = inputs.q.detach(), inputs.k.detach()
-        return Batch(q, k, assigned.query_codes, assigned.key_codes, inputs.key_mask, inputs.segments, projection)
-
-    def _rule(self, inputs: AttentionInputs, context: AttentionContext) -> Rule:
-        assert self.config.utility != "collisions"
-        of_tokens, of_draws = (context.rng.key(context.layer, purpose) for purpose in ("lha sample", "lha keys"))
-        visible, config = inputs.causal and self.config.visible_utility, self.config
-        return Rule(
-            self.config.utility, self._joint(inputs), visible, self.buckets, self.bucket_size,
-            config.samples, config.sampled_keys, (of_tokens, of_draws),
-        )  # fmt: skip
 
     def _collisions(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
         """`collision_loss` of a sample of queries and their best keys beyond the window and the sinks, weighted."""
@@ -244,15 +230,11 @@ class LHAAttention(BandAttention):
         near: Near | None = (lambda q, k: (q - k).abs() < width) if self.local else None
         share, best = best_far(inputs, queries, self.sinks, near, self.rule["scale"])
         q, k = inputs.q.detach(), inputs.k.detach()
-        keys = k.gather(2, best.flatten(2).unsqueeze(-1).expand(-1, -1, -1, k.shape[3]))
-
-        def job(query: Weights, key: Weights) -> Tensor:
-            of_best = scores_of((keys,), (key,)).unflatten(2, best.shape[2:])
-            return collision_loss(
-                scores_of((q[:, :, queries],), (query,)), scores_of((k[:, :, queries],), (key,)), share, of_best
-            )
-
-        loss = self.hash(job, inputs.q, context)
+        best_keys = k.gather(2, best.flatten(2).unsqueeze(-1).expand(-1, -1, -1, k.shape[3]))
+        of_q, of_k = self.hash(inputs.q, context)
+        of_best = scores_of((best_keys,), (of_k,)).unflatten(2, best.shape[2:])
+        query_scores, key_scores = scores_of((q[:, :, queries],), (of_q,)), scores_of((k[:, :, queries],), (of_k,))
+        loss = collision_loss(query_scores, key_scores, share, of_best)
         return loss * (self.config.weight / self.spec.layers), {"collision_loss": loss.detach()}
 
     def flops(self, length: int) -> Passes:
@@ -263,25 +245,15 @@ class LHAAttention(BandAttention):
         return work.pairs(self._window_keys(length)) * (1 + self.local) + work.pairs(self.sinks)
 
     def _hashing_flops(self, length: int) -> Passes:
-        """Both hash functions (random ones forward only), and the utilities that they learn, forward only: those of a
-        sample; or the scores of all pairs twice; or random features of q and k and their products with the buckets'
-        sums.
-        """
+        """Both hash functions (random ones forward only), and what they learn from a sample, forward only."""
         work, dim, buckets = self.spec.workload(length), self.spec.head_dim, self.buckets
         if self.config.hash == "random":
             return Passes(work.heads * 2 * 2.0 * dim * buckets)
         weights = dim * buckets + (dim * dim if self.config.hash == "mlp" else 0)
+        samples, keys, joint = self.config.samples, self.config.sampled_keys, work.causal and self.config.joint
         if self.config.utility == "sampled":
-            codes = Passes(2 * 2.0 * weights)
-            return (
-                codes + sample_flops(work, self.config, buckets, weights, work.causal and self.config.joint)
-            ) * work.heads
-        utility = {
-            "exact": 4.0 * dim * work.visible,
-            "features": 4.0 * self.config.features * (dim + buckets),
-            "collisions": min(self.config.samples, length) * 2.0 * dim,
-        }[self.config.utility]
-        return (product(2 * 2.0 * weights) + Passes(utility)) * work.heads
+            return (Passes(2 * 2.0 * weights) + sample_flops(work, samples, keys, buckets, weights, joint)) * work.heads
+        return (product(2 * 2.0 * weights) + Passes(min(samples, length) * 2.0 * dim)) * work.heads
 
     def _window_keys(self, length: int) -> float:
         """Keys of a query, where its bucket has as many."""

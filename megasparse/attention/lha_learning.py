@@ -1,65 +1,78 @@
-"""What LHA's hash functions learn: the attention utility of every bucket, whole, by random features, or of a sample.
+"""The loss of LHA's hash functions: the divergence of their buckets from the attention utility of a sample (Eq. 13).
 
-A sample (`attention.lha.utility` = sampled) takes O(S·L + U·N) time and memory. A bucket's best members, which only the
-scores of all tokens would show, are then the tokens whose score is above a threshold, which U tokens give.
+It takes O(S·L + U·N) time and memory. A bucket's best members, which only the scores of all tokens would show, are the
+tokens whose score is above a threshold, which U tokens give.
 
-B batch, H heads, L length, D head dim, N buckets, F random features, S sampled queries, C sampled keys, U tokens.
+B batch, H heads, L length, D head dim, N buckets, S sampled queries, C sampled keys, U tokens.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megasparse.attention.costs import Passes, Workload, product
-from megasparse.attention.documents import Document, documents
+from megasparse.attention.documents import documents
 from megasparse.attention.far_attention import drawn_positions
-from megasparse.attention.lha_hash import Example, Sides, Weights, bucket_members, divergence, in_buckets, thresholds
-from megasparse.ops.attention_utility import (
-    Draws,
-    Features,
-    Queries,
-    at_tokens,
-    draw_keys,
-    exact_keys,
-    exact_queries,
-    feature_keys,
-    feature_queries,
-    sampled_keys,
-    sampled_normalizer,
-    sampled_queries,
-)
-from megasparse.ops.linear_attention import positive_features
+from megasparse.attention.lha_hash import HashInputs, Weights, hash_inputs, in_buckets, scores_of, thresholds
+from megasparse.ops import hash_learning
+from megasparse.ops.hash_learning import Draws
 from megasparse.ops.random import random_bits
-
-if TYPE_CHECKING:
-    from megasparse.attention.lha import LHAAttentionConfig
 
 _TOKENS_A_BUCKET = 4
 """U, in buckets, where that is more than C."""
-Hashes = Callable[[Tensor, Tensor], tuple[Sides, Sides]]
-"""What hashes queries, and what hashes keys, of q and k (B, H, ..., D); one and the same of the joint hash."""
-Examples = tuple[Iterator[Example], Iterator[Example]]
 
 
 @dataclass(frozen=True)
-class Rule:
-    """How hash functions learn. joint: one hash, H_Q(q) + H_K(k), for both. visible: whether the utility counts visible
-    keys alone. buckets, size: how many buckets there are, and how many members each has. queries, sampled_keys: S and C
-    of a document, and keys those of the two draws, of tokens and of keys, for the utility "sampled".
+class HashLossConfig:
+    """Numbers of the loss. joint: one hash, H_Q(q) + H_K(k), for both sides. buckets, size: how many buckets there are,
+    and how many members each has. queries, keys: S and C of a document. token_key, draw_key: those of the draws of
+    tokens and of keys.
     """
 
-    utility: Literal["sampled", "features", "exact"]
     joint: bool
-    visible: bool
     buckets: int
     size: int
     queries: int
-    sampled_keys: int
-    keys: tuple[int, int]
+    keys: int
+    token_key: int
+    draw_key: int
+
+
+class Example(NamedTuple):
+    """A tile of tokens, as in `HashInputs.inputs`, the utilities (B, H, T, N) that their hash has to predict, their
+    buckets (B, H, T), and how many tokens each of them stands for.
+    """
+
+    inputs: tuple[Tensor, ...]
+    utility: Tensor
+    codes: Tensor
+    weight: float = 1.0
+
+
+def sampled_divergences(
+    q: Tensor, k: Tensor, codes: tuple[Tensor, Tensor], masks: tuple[Tensor | None, Tensor | None],
+    weights: tuple[Weights, Weights], config: HashLossConfig,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return `divergence` of what H_Q learns and of what H_K learns, from a sample of each document: (3,) each.
+
+    q, k: (B, H, L, D), without gradient. codes: their buckets (B, H, L). masks: key_mask and segments, as in
+    AttentionInputs.
+    """
+    of_queries, of_keys = [], []
+    for document in documents(*masks):
+        sample = Sample.draw(document.take(q), document.take(k), weights, config)
+        of_queries.append(sample.of_queries(document.take(codes[0])))
+        of_keys.append(sample.of_keys(document.take(codes[1])))
+    sides = hash_inputs(q, k, config.joint, weights)
+    return (
+        divergence(chain.from_iterable(of_queries), sides[0].weights),
+        divergence(chain.from_iterable(of_keys), sides[1].weights),
+    )
 
 
 @dataclass(frozen=True)
@@ -72,184 +85,124 @@ class Sample:
     """
 
     length: int
-    visible: bool
     tokens: Tensor
     q: Tensor
     k: Tensor
-    queries: Queries
+    queries: int
     keys: int
     draws: Draws
     drawn_q: Tensor
     normalizer: Tensor
     bars: tuple[Tensor, Tensor]
+    weights: tuple[Weights, Weights]
+    joint: bool
 
     @staticmethod
     @torch.no_grad()
-    def draw(q: Tensor, k: Tensor, hashes: Hashes, rule: Rule) -> "Sample":
+    def draw(q: Tensor, k: Tensor, weights: tuple[Weights, Weights], config: HashLossConfig) -> "Sample":
         """Draw the sample of a document's queries and keys (B, H, L, D), the same token numbers in every head and
         sequence, but for the draws.
         """
-        # A sample is a block to planning: a pass over a part of the length has that part of its keys.
-        length, count, visible = q.shape[2], rule.sampled_keys, rule.visible
-        most = max(count, rule.queries, _TOKENS_A_BUCKET * rule.buckets)
-        tokens = drawn_positions(rule.keys[0], length, most, q.device)
+        length, count, scale = q.shape[2], config.keys, q.shape[-1] ** -0.5
+        most = max(count, config.queries, _TOKENS_A_BUCKET * config.buckets)
+        tokens = drawn_positions(config.token_key, length, most, q.device)
         some_q, some_k = q.index_select(2, tokens), k.index_select(2, tokens)
-        queries = Queries(some_q[:, :, : rule.queries], tokens[: rule.queries])
-        scoring = {"scale": q.shape[-1] ** -0.5, "visible": visible}
+        queries = some_q[:, :, : config.queries]
         if length <= count:
-            every = torch.zeros(length, device=q.device)
-            draws, drawn_q = Draws(some_k, tokens, every), some_q
+            draws, drawn_q = Draws(some_k, tokens, torch.zeros(length, device=q.device)), some_q
         else:
-            places = torch.arange(count, device=q.device)
-            bits = random_bits(rule.keys[1], places, 1).squeeze(-1)
-            draws = draw_keys(queries, k, (bits.double() + 2.0**31) / 2.0**32, **scoring)
-            drawn_q = at_tokens(q, draws.tokens)
-        normalizer = sampled_normalizer(queries, draws, **scoring)
-        size = max(1, round(rule.size * len(tokens) / length))
-        sides = hashes(some_q, some_k)
-        of_queries = thresholds(sides[0], rule.buckets, size)
-        bars = of_queries, of_queries if sides[1] is sides[0] else thresholds(sides[1], rule.buckets, size)
+            bits = random_bits(config.draw_key, torch.arange(count, device=q.device), 1).squeeze(-1)
+            draws = hash_learning.draw_keys(queries, k, (bits.double() + 2.0**31) / 2.0**32, scale=scale)
+            drawn_q = hash_learning.at_tokens(q, draws.tokens)
+        normalizer = hash_learning.sampled_normalizer(queries, draws, scale=scale)
+        size = max(1, round(config.size * len(tokens) / length))
+        sides = hash_inputs(some_q, some_k, config.joint, weights)
+        of_queries = thresholds(sides[0], config.buckets, size)
+        bars = of_queries, of_queries if config.joint else thresholds(sides[1], config.buckets, size)
         return Sample(
-            length, visible, tokens, some_q, some_k, queries, min(count, length), draws, drawn_q, normalizer, bars
-        )
+            length, tokens, some_q, some_k, queries.shape[2], min(count, length), draws, drawn_q, normalizer, bars,
+            weights, config.joint,
+        )  # fmt: skip
 
-    def of_queries(self, hashes: Hashes, codes: Tensor) -> Iterator[Example]:
+    def of_queries(self, codes: Tensor) -> Iterator[Example]:
         """Yield what queries learn. codes: (B, H, L), the buckets of the document's queries."""
-        inside = in_buckets(hashes(self.drawn_q, self.draws.k)[1], self.bars[1])
-        found = sampled_queries(self.queries, self.draws, inside, scale=self.scale, visible=self.visible)
-        own = hashes(self.q, self.k)[0]
-        for part, utility in found:
-            yield self._example(part, utility, own, codes, len(self.queries.tokens))
+        drawn = hash_inputs(self.drawn_q, self.draws.k, self.joint, self.weights)[1]
+        inside, queries = in_buckets(drawn, self.bars[1]), self.q[:, :, : self.queries]
+        utility = hash_learning.sampled_queries(queries, self.draws, inside, scale=self.scale)
+        hashed = hash_inputs(self.q, self.k, self.joint, self.weights)[0]
+        yield self._example(slice(0, self.queries), utility, hashed, codes, self.queries)
 
-    def of_keys(self, hashes: Hashes, codes: Tensor) -> Iterator[Example]:
+    def of_keys(self, codes: Tensor) -> Iterator[Example]:
         """Yield what keys learn. codes: those of the keys."""
-        count = len(self.queries.tokens)
-        inside = in_buckets(hashes(self.q[:, :, :count], self.k[:, :, :count])[0], self.bars[0])
-        keys, tokens = self.k[:, :, : self.keys], self.tokens[: self.keys]
-        found = sampled_keys(
-            self.queries, keys, tokens, self.normalizer, inside, scale=self.scale, visible=self.visible
-        )
-        own = hashes(self.q, self.k)[1]
-        for part, utility in found:
-            yield self._example(part, utility, own, codes, self.keys)
+        queries, keys = self.q[:, :, : self.queries], self.k[:, :, : self.keys]
+        sampled = hash_inputs(queries, self.k[:, :, : self.queries], self.joint, self.weights)[0]
+        inside = in_buckets(sampled, self.bars[0])
+        hashed = hash_inputs(self.q, self.k, self.joint, self.weights)[1]
+        for part, utility in hash_learning.sampled_keys(queries, keys, self.normalizer, inside, scale=self.scale):
+            yield self._example(part, utility, hashed, codes, self.keys)
 
     @property
     def scale(self) -> float:
         return float(self.q.shape[-1] ** -0.5)
 
-    def _example(self, part: slice, utility: Tensor, own: Sides, codes: Tensor, count: int) -> Example:
-        inputs = tuple(x[:, :, part] for x in own.inputs)
+    def _example(self, part: slice, utility: Tensor, hashed: HashInputs, codes: Tensor, count: int) -> Example:
+        inputs = tuple(x[:, :, part] for x in hashed.inputs)
         return Example(inputs, utility, codes.index_select(2, self.tokens[part]), self.length / count)
 
 
-def sample_flops(work: Workload, config: "LHAAttentionConfig", buckets: int, weights: int, joint: bool) -> Passes:
-    """FLOPs of a head's sample, by token of the document. weights: those of one hash function.
+def divergence(examples: Iterable[Example], weights: tuple[Weights, ...]) -> Tensor:
+    """Return Σ KL(ψ ‖ softmax(H)) over all examples' tokens and heads (Eq. 13); Σ ψ[bucket], the utility of their
+    buckets; and Σ ψ·ln ψ, the negative entropy of their utilities (Figure 4): (3,).
+
+    A token whose ψ is 0 adds nothing. Only the first has a gradient, that of the weights.
+    """
+    flat = [w for side in weights for w in side]
+    learn = torch.is_grad_enabled() and any(w.requires_grad for w in flat)
+    sums: Tensor = _Divergence.apply(examples, len(weights), learn, *flat)
+    return sums
+
+
+class _Divergence(torch.autograd.Function):
+    """The gradient is made with the loss, tile by tile: neither scores nor targets are kept, or made twice."""
+
+    @staticmethod
+    def forward(ctx: Any, examples: Iterable[Example], sides: int, learn: bool, *weights: Tensor) -> Tensor:
+        wide = [w.detach().to(torch.promote_types(w.dtype, torch.float32)).requires_grad_(learn) for w in weights]
+        count = len(wide) // sides
+        grouped = [tuple(wide[i * count : (i + 1) * count]) for i in range(sides)]
+        sums = torch.zeros(3, dtype=torch.float64, device=weights[0].device)
+        grads = [torch.zeros_like(w, requires_grad=False) for w in wide]
+        for inputs, utility, codes, weight in examples:
+            with torch.set_grad_enabled(learn):
+                scores = scores_of(inputs, grouped)
+            *parts, error = hash_learning.divergence(scores.detach(), utility, codes, weight, learn)
+            for number, part in enumerate(parts):
+                sums[number] += part
+            if error is not None:
+                for total, grad in zip(grads, torch.autograd.grad(scores, wide, error.to(scores.dtype)), strict=True):
+                    total += grad
+        ctx.save_for_backward(*grads)
+        ctx.dtypes = [w.dtype for w in weights]
+        return sums.to(wide[0].dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grads = [(grad_outputs[0][0] * g).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+        return None, None, None, *grads
+
+
+def sample_flops(work: Workload, queries: int, keys: int, buckets: int, weights: int, joint: bool) -> Passes:
+    """Return the FLOPs of a head's sample, by token of the document. weights: those of one hash function.
 
     Hash functions (both for each token of a `joint` hash) of S queries and C keys, with gradients, and of those
     that the other side learns by; both of the U tokens of the thresholds. Scores of S queries and all keys; of S
     queries and C keys, three times; their attention's sums over N buckets for both sides.
     """
-    queries, keys = min(config.samples, work.length), min(config.sampled_keys, work.length)
+    queries, keys = min(queries, work.length), min(keys, work.length)
     known = min(work.length, max(keys, queries, _TOKENS_A_BUCKET * buckets))
     hashed = 2.0 * weights * (1 + joint) * (queries + keys)
     pairs = queries * keys * (3 * 2.0 * work.head_dim + 2 * 2.0 * buckets)
     received = queries * work.length * 2.0 * work.head_dim if keys < work.length else 0.0
     forward = Passes(hashed + 2.0 * weights * 2 * known + pairs + received)
     return (product(hashed) + forward) * (1 / work.length)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Queries and keys (B, H, L, D), without gradient, and their buckets (B, H, L) each. key_mask, segments: as in
-    AttentionInputs. projection: (H, F, D) of the random features, where the utility is "features".
-    """
-
-    q: Tensor
-    k: Tensor
-    query_codes: Tensor
-    key_codes: Tensor
-    key_mask: Tensor | None
-    segments: Tensor | None
-    projection: Tensor | None
-
-
-def divergences(batch: Batch, rule: Rule, query: Weights, key: Weights) -> tuple[Tensor, Tensor]:
-    """`lha_hash.divergence` of what H_Q learns, and of what H_K learns: (3,) each. The first of each has a gradient, of
-    the weights.
-    """
-
-    def hashes(q: Tensor, k: Tensor) -> tuple[Sides, Sides]:
-        return sides_of(q, k, rule.joint, query, key)
-
-    of_queries, of_keys = (_sampled if rule.utility == "sampled" else _whole)(hashes, batch, rule)
-    weights = hashes(batch.q, batch.k)
-    return divergence(of_queries, weights[0].weights), divergence(of_keys, weights[1].weights)
-
-
-def sides_of(q: Tensor, k: Tensor, joint: bool, query: Weights, key: Weights) -> tuple[Sides, Sides]:
-    """Inputs that assign queries, and those that assign keys; both by the joint hash H_Q(q_i) + H_K(k_i) if asked."""
-    if joint:
-        both = Sides((q, k), (query, key))
-        return both, both
-    return Sides((q,), (query,)), Sides((k,), (key,))
-
-
-def members(sides: Sides, document: Document, buckets: int, size: int) -> Tensor:
-    """`bucket_members` of a document."""
-    inputs = tuple(document.take(x) for x in sides.inputs)
-    return bucket_members(Sides(inputs, sides.weights), buckets, size)
-
-
-def _sampled(hashes: Hashes, batch: Batch, rule: Rule) -> Examples:
-    """Return what queries and what keys learn from, of a sample of each document's."""
-    drawn = []
-    for document in documents(batch.key_mask, batch.segments):
-        q, k = document.take(batch.q), document.take(batch.k)
-        drawn.append((document, Sample.draw(q, k, hashes, rule)))
-    queries = (sample.of_queries(hashes, document.take(batch.query_codes)) for document, sample in drawn)
-    keys = (sample.of_keys(hashes, document.take(batch.key_codes)) for document, sample in drawn)
-    return chain.from_iterable(queries), chain.from_iterable(keys)
-
-
-def _whole(hashes: Hashes, batch: Batch, rule: Rule) -> Examples:
-    """Return the same of all queries and keys."""
-    sides = hashes(batch.q, batch.k)
-    one_document = batch.key_mask is None and batch.segments is None
-    # The joint hash has the same members for both.
-    known = None
-    if one_document and rule.joint:
-        known = members(sides[0], Document(slice(None), None), rule.buckets, rule.size)
-    return _examples(sides, False, batch, rule, known), _examples(sides[::-1], True, batch, rule, known)
-
-
-def _examples(
-    sides: tuple[Sides, Sides], of_keys: bool, batch: Batch, rule: Rule, known: Tensor | None
-) -> Iterator[Example]:
-    """Yield what the hash functions learn from. sides: what is to learn, and the other one, whose utility it learns.
-    known: the other one's members, where all tokens are one document and they are known already.
-
-    A bucket's members here are its best, the same number of every bucket, whatever the window (section 4.4). By the
-    buckets of the plain argmax one bucket that holds all tokens would be a perfect solution, and training soon finds
-    it.
-    """
-    for document in documents(batch.key_mask, batch.segments):
-        q, k = document.take(batch.q), document.take(batch.k)
-        hashed = [document.take(x) for x in sides[0].inputs]
-        own = document.take(batch.key_codes if of_keys else batch.query_codes)
-        other = members(sides[1], document, rule.buckets, rule.size) if known is None else known
-        found: Any
-        if batch.projection is not None:
-            features = feature_keys if of_keys else feature_queries
-            found = features(*_features(q, k, batch.projection), other, visible=rule.visible)
-        else:
-            exact = exact_keys if of_keys else exact_queries
-            found = exact(q, k, other, scale=q.shape[-1] ** -0.5, visible=rule.visible)
-        for tokens, utility in found:
-            yield Example(tuple(x[:, :, tokens] for x in hashed), utility, own[:, :, tokens])
-
-
-def _features(q: Tensor, k: Tensor, projection: Tensor) -> tuple[Features, Features]:
-    """Random features of exp(q·k/√D). Each row has a shift of its own, so no other token makes it underflow."""
-    scaled = (x * x.shape[-1] ** -0.25 for x in (q, k))
-    of_queries, of_keys = (Features(*positive_features(x, projection, per_row=True)) for x in scaled)
-    return of_queries, of_keys

@@ -14,8 +14,8 @@ from torch import Tensor
 from megasparse.attention.band import BandAttention, check_band
 from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes
-from megasparse.attention.documents import Document, Lists, attend_in_clusters, clusters_by_document
-from megasparse.attention.lha_hash import Sides, bucket_codes
+from megasparse.attention.documents import ClusterIndices, Document, attend_in_clusters, clusters_by_document
+from megasparse.attention.lha_hash import HashInputs, bucket_codes
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Count, Positive, Rate
 from megasparse.ops.bucketed_attention import Window
@@ -34,14 +34,14 @@ class NearestTokens:
     queries and for x the keys.
     """
 
-    queries: Sides
-    keys: Sides
+    queries: HashInputs
+    keys: HashInputs
     chunk: int
 
-    def __call__(self, document: Document) -> Lists:
+    def __call__(self, document: Document) -> ClusterIndices:
         return self._nearest(self.queries, document), self._nearest(self.keys, document)
 
-    def _nearest(self, side: Sides, document: Document) -> Tensor:
+    def _nearest(self, side: HashInputs, document: Document) -> Tensor:
         """Some centroids at a time, so that no tensor holds all tokens with all centroids."""
         x, centroids = document.take(side.inputs[0]).transpose(-1, -2), side.weights[0][0].transpose(1, 2)
         step = max(1, _TILE_ELEMENTS // (x[..., 0, :].numel()))
@@ -117,7 +117,7 @@ class RoutingAttention(BandAttention):
         return AttentionOutput(out, None, {}, lse)
 
     @torch.no_grad()
-    def _decide(self, inputs: AttentionInputs, context: AttentionContext) -> Lists:
+    def _decide(self, inputs: AttentionInputs, context: AttentionContext) -> ClusterIndices:
         """Band: nearest centroids (B, H, L) of queries and of keys, in a decoder the same. top_k: lists of clusters.
 
         In the first pass only. Checkpointed layers come twice: sums and counts double alike, no mean moves."""
@@ -128,20 +128,22 @@ class RoutingAttention(BandAttention):
             return self._codes(queries, keys)
         return clusters_by_document(inputs, NearestTokens(queries, keys, self.config.chunk))
 
-    def _sides(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Sides, Sides]:
+    def _sides(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[HashInputs, HashInputs]:
         """Vectors that are compared with the centroids: unit queries and unit keys, in a decoder one and the same."""
         q, k = (F.normalize(at_least_fp32(x), dim=-1) for x in (inputs.q, inputs.k))
         weights = (context.part.own(self.centroids, 0).transpose(1, 2),)  # (H, D, N)
         if inputs.causal:
-            both = Sides((q,), (weights,))
+            both = HashInputs((q,), (weights,))
             return both, both
-        return Sides((q,), (weights,)), Sides((k,), (weights,))
+        return HashInputs((q,), (weights,)), HashInputs((k,), (weights,))
 
-    def _codes(self, queries: Sides, keys: Sides) -> tuple[Tensor, Tensor]:
+    def _codes(self, queries: HashInputs, keys: HashInputs) -> tuple[Tensor, Tensor]:
         codes = bucket_codes(queries, self.buckets)
         return codes, codes if keys is queries else bucket_codes(keys, self.buckets)
 
-    def _remember(self, inputs: AttentionInputs, queries: Sides, keys: Sides, context: AttentionContext) -> None:
+    def _remember(
+        self, inputs: AttentionInputs, queries: HashInputs, keys: HashInputs, context: AttentionContext
+    ) -> None:
         """Adds unit queries and unit keys to the sums of their nearest centroids. Padding is no member."""
         if self._sums is None:
             shape = (*self.centroids.shape[:2], self.centroids.shape[2] + 1)

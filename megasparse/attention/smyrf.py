@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.costs import Passes
-from megasparse.attention.documents import Document, Lists, clusters_by_document
+from megasparse.attention.documents import ClusterIndices, Document, clusters_by_document
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Positive
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
@@ -28,7 +28,7 @@ class EqualClusters:
     lines: Tensor
     chunk: int
 
-    def __call__(self, document: Document) -> Lists:
+    def __call__(self, document: Document) -> ClusterIndices:
         turned = asymmetric(document.take(self.q), document.take(self.k))
         queries, keys = (equal_clusters(self.lines.to(x.dtype) @ x.transpose(-1, -2), self.chunk) for x in turned)
         return queries, keys
@@ -61,7 +61,7 @@ class SMYRFAttention(Attention):
         self.config = config
 
     @torch.no_grad()
-    def assign(self, inputs: AttentionInputs, context: AttentionContext) -> Lists:
+    def assign(self, inputs: AttentionInputs, context: AttentionContext) -> ClusterIndices:
         rng, device = context.rng, inputs.q.device
         rounds = self.config.rounds if rng.training else self.config.rounds_in_evaluation
         head = torch.arange(context.head_offset, context.head_offset + inputs.q.shape[1], device=device)

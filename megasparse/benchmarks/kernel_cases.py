@@ -194,7 +194,7 @@ def cross_entropy(dtype: torch.dtype, head_dim: int) -> None:
 @case
 def hash_learning(dtype: torch.dtype, head_dim: int) -> None:
     """LHA's 512 buckets at 64K tokens."""
-    from megasparse.ops.hash_learning.gpu import divergence, ranks, unit_sum
+    from megasparse.ops.hash_learning_kernels import divergence, ranks, unit_sum
 
     rows = torch.zeros(1, 2, 64, 512)
     for learn in (True, False):

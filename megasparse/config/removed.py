@@ -11,13 +11,17 @@ ANY = object()
 """The key may have any value: it changed nothing that is left."""
 
 REMOVED: dict[str, tuple[Any, str]] = {
+    "LHAAttentionConfig.features": (ANY, "Remove the key"),
+    "LHAAttentionConfig.visible_utility": (False, "The utility counts all keys, as in the paper: remove the key"),
     "DataConfig.max_damaged": (0, "A damaged shard is an error that names it: remove the key"),
     "RunConfig.corruption_check_every": (0, "There is no check for silent corruption any more: remove the key"),
 }
 """By "Section.key", the name of a class of the schema and its old key: the value that is accepted, a tuple of several,
 or ANY; and what to do about another one. The row of a whole section accepts ANY or null."""
 
-REMOVED_VALUES: dict[str, dict[Any, str]] = {}
+REMOVED_VALUES: dict[str, dict[Any, str]] = {
+    "LHAAttentionConfig.utility": dict.fromkeys(("features", "exact"), 'Set it to "sampled"'),
+}
 """By "Section.key" of a key that is left: each value that it has lost, and what to do."""
 
 

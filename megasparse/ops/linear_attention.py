@@ -11,7 +11,6 @@ common to numerator and denominator (1/√F, exp(−|q|²/2)) are left out.
 B batch, H heads, L length, D head dim, F features, T tokens in a tile.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,26 +34,6 @@ def exponents(x: Tensor, projection: Tensor) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     x = x.to(dtype)
     return x @ projection.to(dtype).transpose(1, 2) - (x * x).sum(-1, keepdim=True) / 2
-
-
-@without_autocast
-def positive_features(
-    x: Tensor, projection: Tensor, *, per_row: bool, key_mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Compute φ(x) = exp(−|x|²/2)/√F · exp(ωx) (Choromanski et al. 2020, Lemma 1) as features·exp(shift).
-
-    x: (B, H, L, D), already scaled by D^(−1/4) where it is a query or key of softmax(qkᵀ/√D). projection: (H, F, D),
-    rows ω. key_mask: (B, L) bool, true for real tokens; padding gets features 0 and counts in no maximum.
-    Returns features (B, H, L, F) in [0, 1/√F], fp32 at least, and shift: (B, H, L, 1), each row's largest exponent,
-    if per_row, else (B, H, 1, 1), that of all real tokens (future ones too: not for causal sums). The shift has no
-    gradient: with it held constant, features·exp(shift) has that of φ.
-    """
-    exponent = exponents(x, projection)
-    if key_mask is not None:
-        exponent = exponent.masked_fill(~key_mask[:, None, :, None], -torch.inf)
-    shift = exponent.detach().amax(-1 if per_row else (-2, -1), keepdim=True)
-    shift = shift.masked_fill(shift == -torch.inf, 0.0)  # nothing but padding
-    return torch.exp(exponent - shift) / math.sqrt(projection.shape[1]), shift
 
 
 def orthogonal_projections(key: int, heads: range, features: int, head_dim: int, device: torch.device) -> Tensor:

@@ -4,17 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import megasparse.ops.attention_utility.blockwise as utility_eager
+import megasparse.ops.hash_learning as hash_learning
 from megasparse.attention.contract import AttentionContext, AttentionInputs, RecomputeCache
 from megasparse.attention.heads import Padding
 from megasparse.attention.observation import calls
 from megasparse.config.schema import PositionsConfig
 from megasparse.model.build import build_model
-from megasparse.ops.attention_utility.reference import utilities
-from megasparse.ops.linear_attention import orthogonal_projections
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import RngContext
-from tests.helpers.definitions import positive_features
+from tests.helpers.attention_utility import utilities
 from tests.helpers.models import Single, attention, random_tokens, randomise, small, training_draws
 
 MASK = torch.ones(2, 40, dtype=torch.bool)
@@ -84,30 +82,22 @@ def in_best(scores, size):
 
 @pytest.mark.parametrize("masks", [{}, {"key_mask": MASK}, {"segments": SEGMENTS, "key_mask": MASK}], ids=len)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("utility", ["exact", "features", "sampled"])
-@pytest.mark.parametrize("visible", [False, True])
-def test_the_loss_is_that_of_equation_19(masks, causal, utility, visible, monkeypatch):
+def test_the_loss_is_that_of_equation_19(masks, causal, monkeypatch):
     """A sample as large as the document is all of it."""
-    monkeypatch.setattr(utility_eager, "_CPU_TILE_ELEMENTS", 1000)
-    single = lha(causal, utility=utility, visible_utility=visible, weight=0.2)
+    monkeypatch.setattr(hash_learning, "_CPU_TILE_ELEMENTS", 1000)
+    single = lha(causal, weight=0.2)
     mechanism, inputs = single.mechanism, single.inputs(40, dtype=torch.float64)
     result = single(*inputs, training=True, step=5, **masks)
     _, q, k, _ = inputs
     query_scores, key_scores = (scores.detach() for scores in both_scores(mechanism, q, k, causal))
-    projection = orthogonal_projections(
-        RngContext(0, 5, torch.arange(2), True).key(0, "lha features"), range(2), 16, 16, q.device
-    )
     kl, information = torch.zeros(2, 2, dtype=torch.float64)
     kept, count = 0.0, 0
     for row, tokens in groups(masks.get("key_mask"), masks.get("segments")):
         own = [x[row : row + 1][:, :, tokens] for x in (q, k, query_scores, key_scores)]
         codes = own[2].argmax(-1)
-        if utility != "features":
-            kernel = torch.exp(own[0] @ own[1].transpose(-1, -2) / 4)
-        else:
-            kernel = positive_features(own[0] / 2, projection) @ positive_features(own[1] / 2, projection).mT
+        kernel = torch.exp(own[0] @ own[1].transpose(-1, -2) / 4)
         best = (in_best(scores, mechanism.bucket_size) for scores in own[2:])
-        psi = utilities(kernel, *best, visible and causal)
+        psi = utilities(kernel, *best)
         for side in range(2):
             predicted = torch.log_softmax(own[2 + side], -1)
             information[side] += torch.xlogy(psi[side], psi[side]).sum()
@@ -156,7 +146,7 @@ def test_positions_and_normalisation_of_queries_and_keys(kind, settings):
 
 def test_a_sample_of_queries_stands_for_all():
     """Their mean divergence is the query's part of the loss; the draw changes with the step."""
-    exact, sampled = lha(False, utility="exact"), lha(False, utility="sampled", samples=10)
+    exact, sampled = lha(False), lha(False, samples=10)
     inputs = exact.inputs(40)
     whole = exact(*inputs, training=True).statistics["kl_queries"].item()
     found = [sampled(*inputs, training=True, step=step).statistics["kl_queries"].item() for step in range(400)]
@@ -168,8 +158,8 @@ def test_a_sample_of_queries_stands_for_all():
 @pytest.mark.parametrize("kind", ["mlp", "linear"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_of_the_loss_are_those_of_the_definition(kind, causal, monkeypatch):
-    monkeypatch.setattr(utility_eager, "_CPU_TILE_ELEMENTS", 1000)
-    single = lha(causal, hash=kind, utility="exact")
+    monkeypatch.setattr(hash_learning, "_CPU_TILE_ELEMENTS", 1000)
+    single = lha(causal, hash=kind)
     mechanism, inputs = single.mechanism, single.inputs(40, dtype=torch.float64)
     names, parameters = zip(*mechanism.named_parameters(), strict=True)
     assert len(names) == {"mlp": 8, "linear": 2}[kind]
@@ -177,7 +167,7 @@ def test_gradients_of_the_loss_are_those_of_the_definition(kind, causal, monkeyp
     _, q, k, _ = inputs
     scores = both_scores(mechanism, q, k, causal)
     best = (in_best(s.detach(), mechanism.bucket_size) for s in scores)
-    psi = utilities(torch.exp(q @ k.mT / 4), *best, False)
+    psi = utilities(torch.exp(q @ k.mT / 4), *best)
     loss = sum(F.kl_div(torch.log_softmax(s, -1), p, reduction="sum") for s, p in zip(scores, psi, strict=True))
     expected = torch.autograd.grad(0.05 * loss / (2 * 2 * 40), parameters)
     for name, a, b in zip(names, ours, expected, strict=True):
@@ -190,7 +180,7 @@ def test_gradients_of_the_loss_are_those_of_the_definition(kind, causal, monkeyp
 @pytest.mark.parametrize("count_buckets", [False, True])
 def test_top_k_is_the_papers_algorithm(masks, causal, count_buckets, monkeypatch):
     """Buckets of the ⌊√2·N/B⌋ best queries and keys; queries in several merge by the sums of their exponentials."""
-    monkeypatch.setattr(utility_eager, "_CPU_TILE_ELEMENTS", 700)
+    monkeypatch.setattr(hash_learning, "_CPU_TILE_ELEMENTS", 700)
     single = lha(causal, window="top_k", count_buckets=count_buckets)
     mechanism, inputs = single.mechanism, single.inputs(40, dtype=torch.float64)
     assert (mechanism.buckets, mechanism.bucket_size) == (16, math.floor(math.sqrt(2) * 8)) == (16, 11)
@@ -315,7 +305,7 @@ def test_the_objective_is_a_convex_combination_of_the_tasks_and_its_own():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["lha", "lha top_k", "lha exact, visible"])
+@pytest.mark.parametrize("name", ["lha", "lha top_k"])
 def test_lower_precision_is_within_its_bar(name, dtype):
     """The reference has the same inputs and weights in float64, and gives the buckets."""
     for causal in (True, False):
@@ -351,7 +341,7 @@ def test_length_one_and_a_single_bucket():
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_buckets_stay_in_use(causal):
     """All tokens in one bucket would have the utility 1, and no use: no bucket has more than its share of members."""
-    single = lha(causal, utility="exact")
+    single = lha(causal)
     inputs = single.inputs(120)
     optimizer = torch.optim.Adam(single.mechanism.parameters(), lr=0.01)
     for step in range(100):

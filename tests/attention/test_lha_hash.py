@@ -5,7 +5,7 @@ import torch
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec, RecomputeCache
 from megasparse.attention.lha import LHAAttention, LHAAttentionConfig
-from megasparse.attention.lha_hash import Example, divergence
+from megasparse.attention.lha_learning import Example, divergence
 from megasparse.ops.random import RngContext
 
 EVALUATION = AttentionContext(0, RngContext.evaluation(0, 1))
@@ -28,7 +28,7 @@ def test_learned_buckets_hold_more_attention_than_random_ones(hash_):
         return (torch.softmax(q @ k.mT / 8**0.5, -1) * together).sum(-1).mean().item()
 
     random = LHAAttention(LHAAttentionConfig(hash="random", chunk=8), spec)
-    learned = LHAAttention(LHAAttentionConfig(hash=hash_, chunk=8, features=128), spec)
+    learned = LHAAttention(LHAAttentionConfig(hash=hash_, chunk=8), spec)
     with torch.no_grad():
         for parameter in learned.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * (parameter.dim() > 1) * 8**-0.5)

@@ -10,7 +10,7 @@ from tests.helpers.peak_memory import PeakMemory
 
 LONG, PART = 2048, 1 / 8
 """Tokens, and the part of their usual size that blocks have, so that these many tokens fill several."""
-QUADRATIC_TIME = ["smart_bird", "yoso expectation", "lha exact, visible"]
+QUADRATIC_TIME = ["smart_bird", "yoso expectation"]
 """They compare all pairs, a tile at a time: longer ones are among the soak tests."""
 NOT_LINEAR = ["full", "full shared"]
 """The baseline: its memory is that of torch's kernel."""

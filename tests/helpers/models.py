@@ -18,7 +18,7 @@ AXIAL = PositionsConfig(kind="axial", axial_shape=[8, 16], axial_dims=[12, 20])
 SMALL: dict[str, dict[str, Any]] = {
     "local": {"chunk": 8},
     "lsh": {"chunk": 8, "rounds": 2},
-    "lha": {"chunk": 8, "features": 16},
+    "lha": {"chunk": 8},
     "yoso": {"hashes": 8, "code_bits": 4, "chunk": 16},
     "smart_bird": {"keys": 6},
     "smyrf": {"chunk": 8},
@@ -54,11 +54,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lha linear, sinusoidal": ("lha", {"hash": "linear", "sinusoidal_positions": True}),
     "lha projected, normalized": (
         "lha",
-        {"sinusoidal_positions": True, "project_positions": True, "normalize": True, "utility": "features"},
+        {"sinusoidal_positions": True, "project_positions": True, "normalize": True},
     ),
     "lha random": ("lha", {"hash": "random"}),
     "lha top_k": ("lha", {"window": "top_k"}),
-    "lha exact, visible": ("lha", {"utility": "exact", "visible_utility": True}),
     "yoso expectation": ("yoso", {"expectation": True}),
     "yoso sum": ("yoso", {"normalization": "sum"}),
     "yoso gaussian, convolution": ("yoso", {"projection": "gaussian", "convolution": 5}),

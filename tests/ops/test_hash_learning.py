@@ -1,10 +1,23 @@
-"""Rows of scores of all buckets against their definitions in float64."""
+"""Rows of scores of all buckets, and attention utility from a sample, against their definitions in float64."""
 
 import pytest
 import torch
 
-from megasparse.ops.hash_learning import divergence, ranks, unit_sum
+import megasparse.ops.hash_learning as hash_learning
+from megasparse.ops.hash_learning import (
+    Draws,
+    divergence,
+    draw_keys,
+    ranks,
+    sampled_keys,
+    sampled_normalizer,
+    sampled_queries,
+    unit_sum,
+)
+from tests.helpers.attention_utility import utilities
 from tests.helpers.kernels import DEVICE
+
+LENGTH, BUCKETS, SCALE = 60, 5, 0.7
 
 
 def random_rows(shape=(2, 3, 21, 40), seed=0):
@@ -56,3 +69,84 @@ def test_the_divergence_and_its_gradient_are_the_definitions(learn):
     assert (error is not None) == learn
     if error is not None:
         close(error, wanted)
+
+
+def problem(seed=0):
+    """q, k (2, 2, L, 6), and in which buckets each of them is, (2, 2, L, N)."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k = torch.randn(2, 2, 2, LENGTH, 6, generator=generator, dtype=torch.float64)
+    return q, k, *torch.randint(0, 2, (2, 2, 2, LENGTH, BUCKETS), generator=generator).double()
+
+
+def attention_of(q, k):
+    kernel = torch.exp(SCALE * q @ k.mT)
+    return kernel / kernel.sum(-1, keepdim=True)
+
+
+def sample_of(q, count=13):
+    tokens = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(1))[:count]
+    return q[:, :, tokens], tokens
+
+
+def uniform(count, seed):
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_of_all_keys_the_utilities_are_the_definition(monkeypatch):
+    """Queries: their own. Keys: what they get from the sampled queries."""
+    monkeypatch.setattr(hash_learning, "_CPU_TILE_ELEMENTS", 400)
+    q, k, in_query, in_key = problem()
+    queries, tokens = sample_of(q)
+    order = torch.arange(LENGTH).flip(0)
+    every = Draws(k[:, :, order], order, torch.zeros(LENGTH))
+    expected, _ = utilities(torch.exp(SCALE * q @ k.mT), in_query, in_key)
+    utility = sampled_queries(queries, every, in_key[:, :, order], scale=SCALE)
+    torch.testing.assert_close(utility, expected[:, :, tokens], rtol=1e-6, atol=1e-9)
+    part = attention_of(q, k)[:, :, tokens].mT @ in_query[:, :, tokens]
+    total = part.sum(-1, keepdim=True)
+    normalizer = sampled_normalizer(queries, every, scale=SCALE)
+    tiles = list(sampled_keys(queries, k, normalizer, in_query[:, :, tokens], scale=SCALE))
+    assert len(tiles) > 1
+    found = torch.cat([utility for _, utility in tiles], dim=2)
+    torch.testing.assert_close(found, torch.where(total > 0, part / total, 0.0), rtol=1e-6, atol=1e-9)
+
+
+def test_sums_over_the_draws_are_unbiased():
+    """Σ_draws f(j)/c_j has the expectation Σ_j f(j): here f(j) = A_ij, of each bucket and of all keys."""
+    q, k, _, in_key = problem()
+    queries, tokens = sample_of(q)
+    attention = attention_of(q, k)[:, :, tokens]
+    exact, found = attention @ in_key, []
+    for seed in range(300):
+        draws = draw_keys(queries, k, uniform(12, seed), scale=SCALE)
+        index = draws.tokens.unsqueeze(-2).expand(-1, -1, attention.shape[2], -1)
+        inside = in_key.gather(2, draws.tokens.unsqueeze(-1).expand(-1, -1, -1, BUCKETS))
+        found.append((attention.gather(-1, index) / draws.ln_count.double().exp().unsqueeze(-2)) @ inside)
+    estimates = torch.stack(found)
+    error = estimates.std(0) / len(found) ** 0.5
+    assert ((estimates.mean(0) - exact).abs() <= 5 * error + 1e-6).all()
+    assert error.max() < 0.2 * exact.max()
+
+
+def test_a_key_that_gets_much_attention_is_drawn_as_often_as_expected():
+    q, k, *_ = problem()
+    q[..., 0], k[..., 0], k[:, :, 17, 0] = 9.0, 0.0, 4.0  # all queries attend to key 17
+    queries, _ = sample_of(q)
+    draws = draw_keys(queries, k, uniform(40, 0), scale=1.0)
+    seventeen = draws.tokens == 17
+    assert ((seventeen.sum(-1) - 20).abs() <= 2).all()
+    torch.testing.assert_close(draws.ln_count[seventeen].exp(), torch.full((), 20 + 20 / 60).expand(seventeen.sum()))
+    torch.testing.assert_close(draws.k, k.gather(2, draws.tokens.unsqueeze(-1).expand(-1, -1, -1, 6)))
+    assert torch.equal(draws.tokens, draw_keys(queries, k, uniform(40, 0), scale=1.0).tokens)
+
+
+def test_more_draws_come_nearer_to_the_exact_utilities():
+    q, k, in_query, in_key = problem()
+    (queries, tokens), errors = sample_of(q), []
+    exact, _ = utilities(torch.exp(SCALE * q @ k.mT), in_query, in_key)
+    for count in (8, 128, 2048):
+        draws = draw_keys(queries, k, uniform(count, 0), scale=SCALE)
+        inside = in_key.gather(2, draws.tokens.unsqueeze(-1).expand(-1, -1, -1, BUCKETS))
+        utility = sampled_queries(queries, draws, inside, scale=SCALE)
+        errors.append((utility - exact[:, :, tokens]).abs().mean())
+    assert errors[0] > 3 * errors[1] > 9 * errors[2]

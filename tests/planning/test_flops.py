@@ -77,11 +77,11 @@ def lha_sample(queries, keys, known):
         ("lsh", {"chunk": 8, "rounds": 3}, 3 * (12 * 32 * 8 + LSH_CODES)),
         ("lsh", {"chunk": 8, "window": "chunk", "rounds": 1}, 12 * 32 * (4.5 + 8 * 56 / 64) + LSH_CODES),
         ("local", {"chunk": 100, "relative": True}, 18 * 32 * 32.5),
-        # Hash networks of 8·8 and 8·4 weights for queries and for keys; 16 features and their products with 4 buckets.
+        # Hash networks of 8·8 and 8·4 weights for each side, and the scores of 20 queries.
         (
             "lha",
-            {"chunk": 16, "features": 16, "utility": "features"},
-            12 * 32 * 16 + 4 * (2 * 6 * 96 + 4 * 16 * (8 + 4)),
+            {"chunk": 16, "samples": 20, "joint": False, "utility": "collisions"},
+            12 * 32 * 16 + 4 * (2 * 6 * 96 + 20 * 2 * 8),
         ),
         # All of 64 keys, whose 20 queries and 64 keys learn; then 24 keys, drawn by what they get from all others.
         ("lha", {"chunk": 16, "samples": 20}, 12 * 32 * 16 + 4 * lha_sample(20, 64, 64)),

@@ -1,7 +1,54 @@
-"""Rows of N scores or utilities on the device; a program holds whole rows."""
+"""Kernels of `hash_learning`: rows of scores of all buckets, a launch for each function. Scores and utilities are read
+once, results written once; a program holds whole rows.
 
+B batch, H heads, T tokens, N buckets.
+"""
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from megasparse.ops.kernels import launch
+
+_NUMBERS = 8192  # of a program
+
+
+def unit_sum(utility: Tensor) -> Tensor:
+    """Compute `hash_learning.unit_sum` in place."""
+    utility = utility.contiguous()
+    tile, count, buckets = _tile(utility), utility[..., 0].numel(), utility.shape[-1]
+    launch(unit_sum_kernel, (-(-count // tile["ROWS"]),), utility, count, buckets, **tile)
+    return utility
+
+
+def ranks(scores: Tensor, first: int) -> Tensor:
+    """Compute `hash_learning.ranks`."""
+    scores = scores.contiguous()
+    batch, heads, tokens, buckets = scores.shape
+    out = torch.empty(batch, heads, buckets, tokens, dtype=torch.int64, device=scores.device)
+    tile = _tile(scores)
+    blocks = -(-tokens // tile["ROWS"])
+    launch(ranks_kernel, (batch * heads * blocks,), scores, out, first, tokens, buckets, blocks, **tile)
+    return out
+
+
+def divergence(
+    scores: Tensor, utility: Tensor, codes: Tensor, weight: float, learn: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Compute `hash_learning.divergence`; the gradient takes the place of the scores."""
+    scores, utility, codes = scores.contiguous(), utility.contiguous(), codes.contiguous()
+    tile, count, buckets = _tile(scores), codes.numel(), scores.shape[-1]
+    sums = torch.empty(count, 3, dtype=torch.float32, device=scores.device)
+    grid = (-(-count // tile["ROWS"]),)
+    launch(divergence_kernel, grid, scores, utility, codes, sums, weight, count, buckets, LEARN=learn, **tile)
+    total, kept, information = sums.sum(0, dtype=torch.float64) * weight
+    return total, kept, information, scores if learn else None
+
+
+def _tile(x: Tensor) -> dict[str, int]:
+    wide = triton.next_power_of_2(x.shape[-1])
+    return {"ROWS": max(1, min(16, _NUMBERS // wide)), "WIDTH": wide, "num_warps": 8}
 
 
 @triton.jit
@@ -23,7 +70,7 @@ def _log_softmax(scores, places, valid):
 
 
 @triton.jit
-def unit_sum(utility, count, buckets, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def unit_sum_kernel(utility, count, buckets, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     _, places, valid = _places(count, buckets, ROWS, WIDTH)
     value = tl.load(utility + places, mask=valid, other=0.0)
     total = tl.sum(value, 1)[:, None]
@@ -31,7 +78,7 @@ def unit_sum(utility, count, buckets, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["first"])
-def ranks(scores, out, first, tokens, buckets, blocks, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def ranks_kernel(scores, out, first, tokens, buckets, blocks, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """out (B·H, N, T): the bits of −ln softmax(scores), and the token's number below them."""
     head = (tl.program_id(0) // blocks).to(tl.int64)
     token, bucket = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -43,7 +90,7 @@ def ranks(scores, out, first, tokens, buckets, blocks, ROWS: tl.constexpr, WIDTH
 
 
 @triton.jit(do_not_specialize=["weight"])
-def divergence(
+def divergence_kernel(
     scores, utility, codes, sums, weight, count, buckets, LEARN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
     """sums (rows, 3): KL(ψ ‖ softmax(scores)), ψ[code] and Σ ψ·ln ψ. LEARN: the gradient of weight·KL takes the place
