@@ -56,7 +56,7 @@ from megasparse.evaluation.attention_quality import (
 from megasparse.evaluation.outputs import write_json
 from megasparse.evaluation.restore import restore
 from megasparse.model.decoder import Decoder
-from megasparse.ops.dtype import at_least_fp32
+from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import RngContext, derive, normal, random_bits, rotations
 from megasparse.runs.data import open_folder
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from megasparse.attention.costs import Passes, Workload
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.errors import ConfigError
-from megasparse.ops.autocast import without_autocast
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, bucketed_attention
+from megasparse.ops.operator import without_autocast
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import PairDropout, RngContext
 

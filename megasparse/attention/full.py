@@ -11,9 +11,9 @@ from megasparse.attention.contract import Attention, AttentionContext, Attention
 from megasparse.attention.costs import Passes
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import MechanismSection, mechanism
-from megasparse.ops.backend import implementation
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
+from megasparse.ops.operator import implementation
 from megasparse.ops.random import PairDropout
 
 _MASK = 1 << 24

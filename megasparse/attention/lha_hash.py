@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext, MechanismSpec
-from megasparse.ops.backend import implementation
 from megasparse.ops.hash_learning import ranks, tiles
+from megasparse.ops.operator import implementation
 from megasparse.ops.random import derive, rotations
 
 Weights = tuple[Tensor, ...]
@@ -100,7 +100,7 @@ def bucket_codes(hashed: HashInputs, buckets: int) -> Tensor:
     themselves, and differ only where the two largest are equal up to rounding.
     """
     if implementation(hashed.inputs[0]) == "triton":
-        from megasparse.ops.hashing.gpu import learned_codes
+        from megasparse.ops.hashing_kernels import learned_codes
 
         return learned_codes(hashed.inputs, hashed.weights)
     codes = torch.cat([scores.argmax(-1) for _, scores in hashed.tiles(buckets)], dim=-1)

@@ -28,7 +28,7 @@ from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
-from megasparse.ops.hashing.sign import code_dtype
+from megasparse.ops.hashing import code_dtype
 from megasparse.ops.random import derive, random_bits
 
 

@@ -19,7 +19,7 @@ from megasparse.attention.lha_hash import HashInputs, bucket_codes
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Count, Positive, Rate
 from megasparse.ops.bucketed_attention import Window
-from megasparse.ops.dtype import at_least_fp32
+from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import derive, normal
 
 if TYPE_CHECKING:

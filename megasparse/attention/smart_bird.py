@@ -29,8 +29,8 @@ from megasparse.config.attention import MechanismSection, heads_of_layer, mechan
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
-from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.gathered_attention import gathered_attention
+from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.sketch import KeyChoiceSpec, Noise, chosen_keys, exact_projection, sketched_attention
 

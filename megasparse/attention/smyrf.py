@@ -15,7 +15,7 @@ from megasparse.attention.documents import ClusterIndices, Document, clusters_by
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Positive
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
-from megasparse.ops.dtype import at_least_fp32
+from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import normal
 
 

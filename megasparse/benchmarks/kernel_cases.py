@@ -58,7 +58,7 @@ def gathered_attention(dtype: torch.dtype, head_dim: int) -> None:
 @case
 def angular_hash(dtype: torch.dtype, head_dim: int) -> None:
     """1,024 buckets in two factors, and 64 in one."""
-    from megasparse.ops.hashing.gpu import angular_hash as hashed
+    from megasparse.ops.hashing_kernels import angular_hash as hashed
 
     x = torch.zeros(1, 2, 256, head_dim, dtype=dtype)
     hashed(x, torch.zeros(2, 2, head_dim, 32), [32, 32])
@@ -68,19 +68,19 @@ def angular_hash(dtype: torch.dtype, head_dim: int) -> None:
 @case
 def sign_codes(dtype: torch.dtype, head_dim: int) -> None:
     """32 hashes of 9 bits; and as many as need several programs for the same tokens."""
-    from megasparse.ops.hashing.gpu import sign_codes as coded
-    from megasparse.ops.hashing.sign import Kind, drawn
+    from megasparse.ops.hashing import Kind
+    from megasparse.ops.hashing_kernels import sign_codes as coded
 
     x = torch.zeros(1, 2, 256, head_dim, dtype=dtype)
     many: tuple[tuple[int, Kind], ...] = ((32, "hadamard"), (4 * head_dim, "hadamard"), (32, "gaussian"))
     for hashes, kind in many:
-        coded(x, drawn(1, range(2), hashes, 9, head_dim, kind, x.device), hashes, kind)
+        coded(x, 1, range(2), hashes, 9, kind)
 
 
 @case
 def learned_codes(dtype: torch.dtype, head_dim: int) -> None:
     """LHA's joint hash, a sum of two networks, for 512 buckets."""
-    from megasparse.ops.hashing.gpu import learned_codes as coded
+    from megasparse.ops.hashing_kernels import learned_codes as coded
 
     x = torch.zeros(1, 2, 256, head_dim, dtype=dtype)
     shapes = (2, head_dim, head_dim), (2 * head_dim,), (2, head_dim, 512), (2 * 512,)

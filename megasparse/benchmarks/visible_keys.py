@@ -13,7 +13,7 @@ from megasparse.attention.local import LocalAttention
 from megasparse.attention.observation import Call
 from megasparse.attention.smart_bird import SmartBirdAttention
 from megasparse.errors import ConfigError
-from megasparse.ops.dtype import at_least_fp32
+from megasparse.ops.operator import at_least_fp32
 
 
 class Bands:

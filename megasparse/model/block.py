@@ -21,8 +21,8 @@ from megasparse.config.schema import ModelConfig
 from megasparse.model.feed_forward import FeedForward
 from megasparse.model.head_groups import attend_in_groups, rewrite_in_groups
 from megasparse.model.in_place import Place, handed_over, in_tiles, inside, recomputed
-from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.fixed_point import to_fixed_point
+from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import RngContext, add_dropout, add_dropout_, dropout
 
 Streams = tuple[Tensor, ...]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megasparse.attention.norm import Norm
 from megasparse.config.schema import ModelConfig
-from megasparse.ops.dtype import at_least_fp32
+from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.positions import sinusoids
 
 

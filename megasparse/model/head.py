@@ -10,8 +10,8 @@ from megasparse.config.schema import ModelConfig
 from megasparse.model.block import Streams, mean_stream
 from megasparse.ops.adaptive_softmax import adaptive_log_probabilities, adaptive_scores
 from megasparse.ops.cross_entropy import token_scores
-from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.normalize import layer_norm
+from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.tiled import tiled
 
 

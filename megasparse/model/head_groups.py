@@ -20,8 +20,7 @@ from torch import Tensor
 from megasparse.attention.contract import AttentionContext
 from megasparse.attention.heads import AttentionLayer, merge_heads, split_heads, split_heads_by_mechanism, to_tokens
 from megasparse.model.in_place import Place, Tiles, cut, inside
-from megasparse.ops.autocast import Function
-from megasparse.ops.dtype import at_least_fp32
+from megasparse.ops.operator import Function, at_least_fp32, remember_autocast
 from megasparse.ops.tiled import GradientSums
 
 if TYPE_CHECKING:
@@ -230,6 +229,7 @@ def attend_in_groups(branch: "AttentionBranch", x: Tensor, run: "Pass") -> tuple
 class _InGroups(Function):
     @staticmethod
     def forward(ctx: Any, branch: "AttentionBranch", run: "Pass", x: Tensor, *weights: Tensor) -> Any:
+        remember_autocast(ctx, x)
         ctx.branch, ctx.run = branch, run.anew()
         ctx.save_for_backward(x)
         out = at_least_fp32(torch.zeros_like(x))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megasparse.model.block import Block, Pass, Streams
 from megasparse.model.in_place import Place, owned
-from megasparse.ops.autocast import Function
+from megasparse.ops.operator import Function, remember_autocast
 
 
 def reversible(
@@ -32,6 +32,7 @@ class _Reversible(Function):
     def forward(
         ctx: Any, x1: Tensor, x2: Tensor, source: Tensor | None, blocks: Sequence[Block], run: Pass, given_away: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
+        remember_autocast(ctx, x1)
         first, second, total = _forward(blocks, run, source, x1, x2)
         ctx.blocks, ctx.run, ctx.given_away, ctx.one = blocks, run, given_away, x1 is x2
         ctx.save_for_backward(first, second, source)

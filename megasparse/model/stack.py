@@ -22,8 +22,8 @@ from megasparse.model.embedding import Embedding
 from megasparse.model.head import OutputHead
 from megasparse.model.padding import padding_of
 from megasparse.model.reversible import reversible
-from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.fixed_point import to_fixed_point
+from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import RngContext, dropout
 
 

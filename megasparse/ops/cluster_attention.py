@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megasparse.ops.autocast import Function, without_autocast
+from megasparse.ops.operator import Function, without_autocast
 from megasparse.ops.random import PairDropout
 
 _CPU_BLOCK_ELEMENTS = 1 << 18  # scores in a block: 1 MB of fp32, so that it stays in cache

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megasparse.ops.backend import implementation
+from megasparse.ops.operator import implementation
 
 _DTYPES = (torch.int16, torch.int32)
 

@@ -4,9 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.autocast import without_autocast
-from megasparse.ops.backend import implementation
-from megasparse.ops.dtype import at_least_fp32
+from megasparse.ops.operator import at_least_fp32, implementation, without_autocast
 
 
 @without_autocast

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megasparse.ops.autocast import Function
 from megasparse.ops.kernels import launch, whole_vectors
+from megasparse.ops.operator import Function
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e38)  # a running maximum that is finite, so that differences of two are no NaN

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megasparse.ops.autocast import Function, without_autocast
-from megasparse.ops.backend import implementation
+from megasparse.ops.operator import Function, implementation, without_autocast
 from megasparse.ops.random import PairDropout
 
 _GATHERED_ELEMENTS = 1 << 18  # numbers in a block's gathered keys: 1 MB of fp32, so that it stays in cache

@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megasparse.ops.autocast import Function
 from megasparse.ops.counting_sort import counting_sort
 from megasparse.ops.kernels import block, dot, launch, load_rows, precision, steps_of_lists, strides, whole_vectors
+from megasparse.ops.operator import Function
 
 
 @triton.jit

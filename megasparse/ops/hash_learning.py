@@ -19,8 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megasparse.ops.backend import implementation
-from megasparse.ops.dtype import at_least_fp32
+from megasparse.ops.operator import at_least_fp32, implementation
 
 _WIDEST = 8192
 """Buckets whose scores one program of a GPU holds."""

@@ -23,8 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megasparse.ops.autocast import Function, without_autocast
-from megasparse.ops.backend import implementation
+from megasparse.ops.operator import Function, implementation, without_autocast
 
 _ROW_ELEMENTS = 1 << 22  # numbers of a row group
 _TABLE_ELEMENTS = 1 << 18  # numbers in the tables of several hashes: 1 MB of fp32; more only where one hash has more

@@ -43,10 +43,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megasparse.ops.autocast import Function
 from megasparse.ops.counting_sort_kernels import counting_sort
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, groups
 from megasparse.ops.kernels import block, dot, launch, precision
+from megasparse.ops.operator import Function
 
 
 @triton.jit

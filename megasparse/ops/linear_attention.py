@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.autocast import Function, without_autocast
-from megasparse.ops.dtype import at_least_fp32
+from megasparse.ops.operator import Function, at_least_fp32, without_autocast
 from megasparse.ops.random import derive, normal
 from megasparse.ops.tiled import tiled
 

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.autocast import without_autocast
-from megasparse.ops.backend import MOST_PAIRS, implementation
+from megasparse.ops.operator import MOST_PAIRS, implementation, without_autocast
 from megasparse.ops.random import PairDropout
 from megasparse.ops.tiled import tiled
 

@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.backend import implementation
-from megasparse.ops.dtype import at_least_fp32
+from megasparse.ops.operator import at_least_fp32, implementation
 from megasparse.ops.tiled import tiled
 
 SHORTEST = 1e-12

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megasparse.ops.autocast import Function
 from megasparse.ops.kernels import block, empty_alike, launch, load_rows, store_rows, strides, whole_vectors
 from megasparse.ops.normalize import SHORTEST
+from megasparse.ops.operator import Function
 
 
 @triton.jit

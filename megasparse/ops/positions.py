@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megasparse.ops.dtype import at_least_fp32
+from megasparse.ops.operator import at_least_fp32
 
 _KEPT_NUMBERS = 1 << 24  # of a table that is kept: 64 MB
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megasparse.ops.backend import implementation
+from megasparse.ops.operator import implementation
 
 _CPU_BLOCK_ELEMENTS = 1 << 20  # elements of dropout at a time: 4 MB of bits
 _GPU_BLOCK_ELEMENTS = 1 << 26

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.autocast import Function, without_autocast
-from megasparse.ops.backend import MOST_PAIRS, implementation
+from megasparse.ops.operator import MOST_PAIRS, Function, implementation, without_autocast
 from megasparse.ops.random import derive, halves, random_bits
 
 KEYS = 1 << 11

@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megasparse.ops.autocast import Function
 from megasparse.ops.kernels import launch, mix
+from megasparse.ops.operator import Function
 from megasparse.ops.sketch import KEYS, KeyChoiceSpec, Noise
 
 PADDING = tl.constexpr(-(1 << 31))

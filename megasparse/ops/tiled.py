@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasparse.ops.autocast import Function
+from megasparse.ops.operator import Function, remember_autocast
 
 
 def tiled(
@@ -30,6 +30,7 @@ def tiled(
 class _Tiled(Function):
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], tiles: int, count: int, *tensors: Tensor) -> Tensor:
+        remember_autocast(ctx, *tensors)
         ctx.function, ctx.tiles, ctx.count = function, tiles, count
         ctx.save_for_backward(*tensors)
         weights = tensors[count:]

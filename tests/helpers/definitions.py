@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from megasparse.ops.dtype import at_least_fp32
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, visible_pairs, weighted_sum
 from megasparse.ops.normalize import SHORTEST
+from megasparse.ops.operator import at_least_fp32
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:

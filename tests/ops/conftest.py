@@ -1,6 +1,6 @@
 import pytest
 
-from megasparse.ops.backend import VARIABLE
+from megasparse.ops.operator import VARIABLE
 
 
 @pytest.fixture(params=["blockwise", "triton"])

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megasparse.errors import ConfigError
-from megasparse.ops import backend
-from megasparse.ops.backend import VARIABLE, implementation
+from megasparse.ops import operator as backend
+from megasparse.ops.operator import VARIABLE, implementation
 from megasparse.ops.random import dropout
 from tests.helpers.kernels import DEVICE
 from tests.ops.test_autocast import HEADS, made

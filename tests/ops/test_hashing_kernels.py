@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from megasparse.ops.hashing import angular_hash, sign_codes
-from megasparse.ops.hashing.gpu import learned_codes
-from megasparse.ops.hashing.reference import angular_hash as defined
-from megasparse.ops.hashing.reference import hyperplanes
+from megasparse.ops.hashing import angular_hash, hyperplanes, sign_codes
+from megasparse.ops.hashing import reference_angular_hash as defined
+from megasparse.ops.hashing_kernels import learned_codes
 from megasparse.ops.random import rotations
 from tests.helpers.kernels import DEVICE
 

@@ -5,9 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from megasparse.ops.autocast import Function
-from megasparse.ops.backend import VARIABLE, implementation
 from megasparse.ops.kernels import launch, recorded
+from megasparse.ops.operator import VARIABLE, Function, implementation
 from tests.helpers.kernels import DEVICE
 
 BLOCK = 16

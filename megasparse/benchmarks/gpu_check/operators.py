@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasparse.ops.backend import VARIABLE, Implementation
+from megasparse.ops.operator import VARIABLE, Implementation
 
 Outputs = Sequence[Tensor]
 BARS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 3e-2), torch.float16: (1e-2, 3e-2)}

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasparse.ops.autocast import Function, without_autocast
 from megasparse.ops.bucketed_attention.chunks import LOWEST, Rows, SortedLayout, take_rows
 from megasparse.ops.bucketed_attention.range_tiles import RangeLayout
 from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec
+from megasparse.ops.operator import Function, without_autocast
 from megasparse.ops.random import PairDropout
 
 _LOG2_E = math.log2(math.e)

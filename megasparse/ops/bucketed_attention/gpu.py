@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megasparse.ops.autocast import Function
 from megasparse.ops.bucketed_attention import gradient_kernels, kernels
 from megasparse.ops.bucketed_attention.intervals import Intervals, separate_intervals, shared_intervals
 from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec
 from megasparse.ops.kernels import block, empty_alike, launch, precision, strides, whole_vectors
+from megasparse.ops.operator import Function
 
 
 def bucketed_attention(

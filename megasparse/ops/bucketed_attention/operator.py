@@ -2,10 +2,9 @@
 
 from torch import Tensor
 
-from megasparse.ops.autocast import without_autocast
-from megasparse.ops.backend import implementation
 from megasparse.ops.bucketed_attention import blockwise, reference
 from megasparse.ops.bucketed_attention.specification import BucketedAttentionSpec
+from megasparse.ops.operator import implementation, without_autocast
 from megasparse.ops.random import PairDropout
 
 

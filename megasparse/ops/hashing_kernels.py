@@ -1,13 +1,27 @@
-"""Bucket codes and sign codes on the device: projections stay in registers, codes alone are written.
+"""Kernels of `hashing`, which write nothing but the codes: projections stay in registers.
 
 x (B, H, L, D) of any strides but 1 along D; codes (B, H, rounds or hashes, L). All products are fp32 and exact (IEEE):
 a bucket must not depend on whether TF32 is allowed.
+
+B batch, H heads, L length, D head dim, R rounds, S columns of a round's rotations, P the next power of two, m hashes,
+τ code bits.
 """
 
+import math
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from megasparse.ops.kernels import dot
+from megasparse.ops.hashing import Kind, code_dtype, hash_planes
+from megasparse.ops.kernels import dot, launch, whole_vectors
+
+_WARPS = 4
+_DEPTH = 16  # of D at a time: a thread keeps this much of whole rows of both factors
+_COORDINATES = 64 * 32 * _WARPS  # of the tokens of one program: 64 a thread; up to P = 64 threads exchange nothing
+_HASHES = 64  # whose codes one program keeps
 
 
 @triton.jit
@@ -57,12 +71,12 @@ def angular(
             column = first + tl.arange(0, COLUMNS)
             score = _projected(x, token, length, stride, matrix, column, half, columns, D, DEPTH)
             inside = (column < half)[None, :]
-            found, at = tl.max(tl.where(inside, score, float("-inf")), 1, return_indices=True)
-            high_at = tl.where(found > high, first + at, high_at)
-            high = tl.maximum(high, found)
-            found, at = tl.min(tl.where(inside, score, float("inf")), 1, return_indices=True)
-            low_at = tl.where(found < low, first + at, low_at)
-            low = tl.minimum(low, found)
+            best, at = tl.max(tl.where(inside, score, float("-inf")), 1, return_indices=True)
+            high_at = tl.where(best > high, first + at, high_at)
+            high = tl.maximum(high, best)
+            best, at = tl.min(tl.where(inside, score, float("inf")), 1, return_indices=True)
+            low_at = tl.where(best < low, first + at, low_at)
+            low = tl.minimum(low, best)
         code = code * FACTORS[f] + tl.where(high >= -low, high_at, low_at + half)
         matrix += half
     place = codes + (row * rounds + round_) * length + token
@@ -109,9 +123,9 @@ def best_bucket(
         bucket = first + tl.arange(0, COLUMNS)
         score = _projected(x, token, length, D, weight, bucket, buckets, buckets, D, DEPTH)
         score += tl.load(bias + bucket, mask=bucket < buckets, other=float("-inf"))[None, :]
-        found, at = tl.max(score, 1, return_indices=True)
-        code = tl.where(found > high, first + at, code)
-        high = tl.maximum(high, found)
+        best, at = tl.max(score, 1, return_indices=True)
+        code = tl.where(best > high, first + at, code)
+        high = tl.maximum(high, best)
     tl.store(codes + row * length + token, code.to(codes.dtype.element_ty), mask=token < length)
 
 
@@ -143,7 +157,7 @@ def sides(
 def _hadamard(x, LEVELS: tl.constexpr):
     """H along the first of two dimensions, of size 2^LEVELS. Each level takes sums and differences of neighbours and
     moves their bit of the index to the front: after all of them it is in its place again. It adds the same pairs in the
-    same order as `sign.hadamard`. Where a thread has all of a token it happens in registers.
+    same order as `hashing.hadamard`. Where a thread has all of a token it happens in registers.
     """
     P: tl.constexpr = x.shape[0]
     TOKENS: tl.constexpr = x.shape[1]
@@ -170,9 +184,8 @@ def transformed_sides(
     LEVELS: tl.constexpr, PARTS_LEVELS: tl.constexpr, FIRST: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Codes of TOKENS tokens of a row in one part of a group's P = 2^LEVELS hashes: bit t is the sign of a coordinate
-    of HD₃HD₂HD₁x, diagonals (H, groups, τ, 3, P): −1 where
-    negative, else 1. `again` is 0: x's address then depends on the bit, so that x is
-    read again (from the cache) for each instead of taking D registers all along.
+    of HD₃HD₂HD₁x, diagonals (H, groups, τ, 3, P): −1 where negative, else 1. `again` is 0: x's address then depends on
+    the bit, so that x is read again (from the cache) for each instead of taking D registers all along.
     """
     P: tl.constexpr = 1 << LEVELS
     PARTS: tl.constexpr = 1 << PARTS_LEVELS
@@ -202,3 +215,85 @@ def transformed_sides(
     place = codes + (row * hashes + hash_)[:, None] * length + token[None, :]
     valid = (hash_ < hashes)[:, None] & (token < length)[None, :]
     tl.store(place, code.to(codes.dtype.element_ty), mask=valid)
+
+
+def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
+    """Compute `hashing.angular_hash` in one launch for all rows, rounds and factors.
+
+    Cost: 2·B·H·R·L·D·S operations in fp32, outside the tensor cores. Moves x once (the rounds and factors read it again
+    from the cache), the rotations, and 2 or 4 bytes a code: B·H·L·(D·bytes + 2·R).
+    """
+    x = whole_vectors(x)
+    batch, heads, length, width = x.shape
+    rounds, columns = rotations.shape[1], rotations.shape[3]
+    codes = torch.empty(batch, heads, rounds, length, dtype=code_dtype(math.prod(factors)), device=x.device)
+    sizes = _tile(max(factors) // 2)
+    grid = (-(-length // sizes["TOKENS"]) * batch * heads * rounds,)
+    arguments = (x, rotations.float().contiguous(), codes, length, heads, rounds, *x.stride()[:3], columns)
+    launch(angular, grid, *arguments, FACTORS=tuple(factors), D=width, **sizes)
+    return codes
+
+
+def learned_codes(inputs: Sequence[Tensor], weights: Sequence[tuple[Tensor, ...]]) -> Tensor:
+    """Return the first of the largest of Σ_f W2_f·relu(W1_f·x_f + b1_f) + b2_f, one of N buckets: (B, H, L).
+
+    inputs: x_f (B, H, L, D). weights: of each function (H, D, D), (H·D), (H, D, N), (H·N), or of a linear one (H, D, N)
+    alone. Cost: 2·B·H·L·D·(D + N) operations in fp32 for each input, outside the tensor cores. Moves the inputs once,
+    the hidden units twice, and 2 or 4 bytes a token.
+    """
+    batch, heads, length, width = inputs[0].shape
+    wide = [tuple(w.float() for w in layer) for layer in weights]
+    if len(weights[0]) == 1:
+        hidden, second = torch.cat([x.float() for x in inputs], -1), torch.cat([w[0] for w in wide], 1)
+        bias = torch.zeros(heads, second.shape[2], dtype=torch.float32, device=second.device)
+    else:
+        total = width * len(inputs)
+        hidden = torch.empty(batch, heads, length, total, dtype=torch.float32, device=inputs[0].device)
+        sizes = _tile(width)
+        grid = (-(-length // sizes["TOKENS"]) * batch * heads * -(-width // sizes["COLUMNS"]),)
+        for number, (x, w) in enumerate(zip(map(whole_vectors, inputs), wide, strict=True)):
+            arguments = (x, w[0].contiguous(), w[1].contiguous(), hidden, length, heads, *x.stride()[:3])
+            launch(hidden_units, grid, *arguments, total, number * width, D=width, **sizes)
+        second, bias = torch.cat([w[2] for w in wide], 1), torch.stack([w[3] for w in wide]).sum(0)
+    codes = torch.empty(batch, heads, length, dtype=code_dtype(second.shape[2]), device=hidden.device)
+    sizes = _tile(second.shape[2])
+    grid = (-(-length // sizes["TOKENS"]) * batch * heads,)
+    arguments = (hidden, second, bias, codes, length, heads, second.shape[2])
+    launch(best_bucket, grid, *arguments, D=hidden.shape[3], **sizes)
+    return codes
+
+
+def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
+    """Compute `hashing.sign_codes` in one launch.
+
+    Cost: gaussian 2·B·H·L·D·m·τ operations in fp32; hadamard 3·B·H·L·τ·P·(1 + log₂ P) for each P hashes. Moves x once
+    and 2 or 4 bytes a code: B·H·L·(D·bytes + 2·m).
+    """
+    x = whole_vectors(x)
+    batch, count, length, width = x.shape
+    assert len(heads) == count
+    planes = hash_planes(key, heads, hashes, code_bits, width, kind, x.device)
+    codes = torch.empty(batch, len(heads), hashes, length, dtype=code_dtype(1 << code_bits), device=x.device)
+    if kind == "gaussian":
+        planes = planes.permute(0, 2, 3, 1).contiguous()  # (H, τ, D, m)
+        sizes = _tile(hashes)
+        grid = (-(-length // sizes["TOKENS"]) * batch * len(heads) * -(-hashes // sizes["COLUMNS"]),)
+        arguments = (x, planes, codes, length, len(heads), hashes, code_bits, *x.stride()[:3])
+        launch(sides, grid, *arguments, D=width, **sizes)
+        return codes
+    power = 1 << (width - 1).bit_length()
+    tokens = min(32 * _WARPS, _COORDINATES // power)
+    together = min(power, 1 << (hashes - 1).bit_length(), _HASHES)
+    parts = -(-hashes // together)
+    grid = (-(-length // tokens) * batch * len(heads) * parts,)
+    arguments = (x, planes, codes, length, len(heads), hashes, code_bits, *x.stride()[:3])
+    levels = power.bit_length() - 1
+    split = {"LEVELS": levels, "PARTS_LEVELS": levels - (together.bit_length() - 1), "FIRST": parts == 1}
+    launch(transformed_sides, grid, *arguments, 0, D=width, **split, TOKENS=tokens, num_warps=_WARPS)
+    return codes
+
+
+def _tile(columns: int) -> dict[str, int]:
+    """Return tiles of products with `columns` columns: 16 numbers a thread, whose factors fit its registers."""
+    tokens, block_columns = (128, 16) if columns <= 16 else (64, 32)
+    return {"TOKENS": tokens, "COLUMNS": block_columns, "DEPTH": _DEPTH, "num_warps": _WARPS}

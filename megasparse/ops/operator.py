@@ -1,0 +1,224 @@
+"""How operators run: the choice of an implementation (torch in blocks, or Triton kernels), autocast, precision."""
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, update_wrapper, wraps
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast, get_args
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megasparse.errors import ConfigError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Implementation = Literal["reference", "blockwise", "triton"]
+VARIABLE = "MEGASPARSE_OPS"
+LARGEST_HEAD_DIM = 256
+"""Above it a tile of keys and values leaves no room in a GPU's shared memory."""
+LARGEST_IN_99_KB = 128
+"""The same where a program has 99 KB of it, as on consumer GPUs of the Ampere and Ada generations."""
+MOST_PAIRS = 65535
+"""The largest second number of a grid."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+class Operator(Generic[P, R]):
+    """A pure function of tensors that has several implementations with one signature, and runs without autocast.
+
+    Example:
+        >>> angular_hash = Operator(angular_hash_in_blocks, kernels="megasparse.ops.hashing_kernels:angular_hash")
+
+    Args:
+        blocks: plain torch in blocks of bounded memory. Its docstring is the operator's.
+        kernels: "module:function" of Triton kernels, imported when they first run.
+        reference: the definition, dense and slow, where it is not `blocks` itself.
+        dtypes, largest_width, most_rows: of the deciding argument where kernels can run, see `implementation`.
+        decides: position of the argument whose device, dtype and shape choose the implementation.
+        cast: number of arguments after the first that are cast to its dtype (torch.autocast leaves some inputs in bf16
+            and some in fp32).
+        differentiable: False runs it without recording gradients.
+
+    A keyword argument `dropout`, of attention probabilities, excludes kernels unless it is None: they have none.
+    """
+
+    def __init__(
+        self,
+        blocks: Callable[P, R],
+        *,
+        kernels: str,
+        reference: Callable[P, R] | None = None,
+        dtypes: tuple[torch.dtype, ...] = _DTYPES,
+        largest_width: int | None = LARGEST_HEAD_DIM,
+        most_rows: int | None = None,
+        decides: int = 0,
+        cast: int = 0,
+        differentiable: bool = True,
+    ):
+        self.blocks, self.kernels, self.reference = blocks, kernels, reference or blocks
+        self.limits = (dtypes, largest_width, most_rows)
+        self.decides, self.cast, self.differentiable = decides, cast, differentiable
+        update_wrapper(self, blocks)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        x: Any = args[self.decides]
+        chosen = implementation(x, *self.limits, dropout=kwargs.get("dropout"))
+        function: Callable[..., R] = self.reference if chosen == "reference" else self.blocks
+        if chosen == "triton":
+            module, name = self.kernels.split(":")
+            function = getattr(importlib.import_module(module), name)
+            kwargs.pop("dropout", None)
+        first, *rest = args
+        dtype = getattr(first, "dtype", None)
+        rest[: self.cast] = [tensor.to(dtype) for tensor in rest[: self.cast]]  # type: ignore[attr-defined]
+        with autocast_off(x), torch.set_grad_enabled(self.differentiable and torch.is_grad_enabled()):
+            return function(first, *rest, **kwargs)
+
+
+def implementation(
+    x: Tensor,
+    dtypes: tuple[torch.dtype, ...] = _DTYPES,
+    largest_width: int | None = LARGEST_HEAD_DIM,
+    most_rows: int | None = None,
+    *,
+    dropout: object = None,
+) -> Implementation:
+    """Return the implementation for vectors x (..., L, D).
+
+    Kernels run on a GPU for `dtypes`, up to a width D of `largest_width` (None: any) and `most_rows` rows of L, else
+    torch in blocks. Tensors of the meta device get what a GPU would run, so that its memory can be counted without one.
+    A GPU that the kernels are not for (ROCm, compute capability below 8.0, or too little shared memory for D) runs
+    torch in blocks too, and a line on stderr says so once.
+
+    The environment variable MEGASPARSE_OPS=reference|blockwise|triton forces one; kernels then run on a CPU too, in
+    Triton's interpreter.
+
+    Args:
+        dropout: of attention probabilities, which no kernel has, or None.
+
+    Raises:
+        ConfigError: another value of MEGASPARSE_OPS, or kernels forced that cannot take x.
+    """
+    forced = os.environ.get(VARIABLE)
+    fits = x.dtype in dtypes and (largest_width is None or x.shape[-1] <= largest_width)
+    fits = fits and (most_rows is None or x.shape[:-2].numel() <= most_rows)
+    if forced == "triton" and dropout is not None:
+        raise ConfigError(VARIABLE, "the kernels have no dropout of attention probabilities", "Unset it")
+    if forced is None:
+        if not fits or dropout is not None or not _HAS_TRITON or not (x.is_cuda or x.is_meta):
+            return "blockwise"
+        return "triton" if x.is_meta or _suits(x.device, x.shape[-1], largest_width) else "blockwise"
+    if forced not in get_args(Implementation):
+        raise ConfigError(
+            VARIABLE, f"{forced!r} is no implementation", "Set reference, blockwise or triton, or unset it"
+        )
+    if forced == "triton":
+        _require_kernels(x, fits, dtypes, largest_width)
+    return cast(Implementation, forced)
+
+
+def _require_kernels(x: Tensor, fits: bool, dtypes: tuple[torch.dtype, ...], largest_width: int | None) -> None:
+    if not _HAS_TRITON:
+        raise ConfigError(VARIABLE, "triton is not installed", "pip install triton, or set blockwise")
+    if not fits:
+        taken = ", ".join(_name(dtype) for dtype in dtypes)
+        widths = "" if largest_width is None else f" up to a head dim of {largest_width}"
+        problem = f"the kernels take {taken}{widths}, not {_name(x.dtype)} of {x.shape[-1]}"
+        raise ConfigError(VARIABLE, problem, "Unset it")
+    if not (x.is_cuda or x.is_meta) and os.environ.get("TRITON_INTERPRET") != "1":
+        hint = "Run on a GPU, or set TRITON_INTERPRET=1, which is slow"
+        raise ConfigError(VARIABLE, "triton kernels run on a CPU in its interpreter only", hint)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _suits(device: torch.device, width: int, largest_width: int | None) -> bool:
+    """True if the kernels are for this GPU; prints the reason once where they are not."""
+    lack, shared = _facts(device)
+    if lack is None and largest_width == LARGEST_HEAD_DIM and width > LARGEST_IN_99_KB and shared < 160 << 10:
+        lack = f"a head dim of {width} needs more shared memory than the {shared >> 10} KB of this GPU"
+    if lack is not None:
+        _say(f"megasparse: {lack}. Blockwise torch runs in place of kernels: the same results, more slowly")
+    return lack is None
+
+
+@cache
+def _facts(device: torch.device) -> tuple[str | None, int]:
+    """Return why a GPU cannot run the kernels, and the bytes of shared memory that a program may have."""
+    if torch.version.hip is not None:
+        return "the kernels are for NVIDIA GPUs, not for ROCm", 0
+    gpu = torch.cuda.get_device_properties(device)
+    shared: int = getattr(gpu, "shared_memory_per_block_optin")  # noqa: B009  (which torch's stubs do not have)
+    lack = f"the kernels need compute capability 8.0, {gpu.name} has {gpu.major}.{gpu.minor}"
+    return lack if gpu.major < 8 else None, shared
+
+
+@cache
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """Return x in fp32, or in its own dtype where that is wider (fp64)."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function of tensors: inside it autocast is off on their device. Its inputs keep their dtypes."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with autocast_off(*args, *kwargs.values()):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def autocast_off(*arguments: Any) -> AbstractContextManager[Any]:
+    """Return a context without autocast on the device of the first tensor among the arguments."""
+    device = _autocast_device(arguments)
+    if device is None or not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+class Function(torch.autograd.Function):
+    """An autograd function whose backward runs without autocast, as operators' forwards do, or where the forward calls
+    `remember_autocast` under the autocast of the forward. Its second derivative is an error.
+    """
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        backward = cls.backward
+
+        @once_differentiable
+        @wraps(backward)
+        def under_autocast_of_forward(ctx: Any, *grads: Any) -> Any:
+            state = getattr(ctx, "autocast", None)
+            with autocast_off(*grads) if state is None else torch.autocast(**state):
+                return backward(ctx, *grads)
+
+        cls.backward = staticmethod(under_autocast_of_forward)  # type: ignore[method-assign,assignment]
+
+
+def remember_autocast(ctx: Any, *arguments: Any) -> None:
+    """Let the backward of a `Function` run under the autocast of this forward: it recomputes a part of the forward."""
+    device = _autocast_device(arguments)
+    if device is not None and torch.is_autocast_enabled(device):
+        ctx.autocast = {"device_type": device, "dtype": torch.get_autocast_dtype(device)}
+
+
+def _autocast_device(arguments: tuple[Any, ...]) -> str | None:
+    """Return the type of the first tensor's device; None if there is no tensor, or no autocast of that type."""
+    for x in arguments:
+        if isinstance(x, Tensor):
+            return x.device.type if torch.amp.is_autocast_available(x.device.type) else None
+    return None
