@@ -23,8 +23,8 @@ TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 quickstart: .venv/installed
 	@$(BIN)/megasparse quickstart
 
-test: TIERS := not slow and not soak and not kernels and not cluster
-test-all: TIERS := slow and not soak and not kernels and not cluster
+test: TIERS := not slow and not soak and not kernels and not cluster and not claims
+test-all: TIERS := slow and not soak and not kernels and not cluster and not claims
 test test-all: .venv/installed-dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(TIERS)" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 

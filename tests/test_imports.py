@@ -21,11 +21,9 @@ MAY_IMPORT = {
 ALL_BELOW = {"errors", "callbacks", "ops", "optimizers", "config", "data", "attention", "training", "model"}
 for floor in ("evaluation", "planning", "hub"):
     MAY_IMPORT[floor] = ALL_BELOW
-MAY_IMPORT["benchmarks"] = ALL_BELOW | {"planning", "evaluation", "hub"}
 MAY_IMPORT["tasks"] = ALL_BELOW | {"evaluation", "planning", "hub"}  # it starts from their models, and plans them
 MAY_IMPORT["runs"] = ALL_BELOW | {"evaluation", "planning", "hub", "tasks"}
-MAY_IMPORT["claims"] = {*MAY_IMPORT["runs"], "benchmarks", "runs"}
-MAY_IMPORT["cli"] = {*MAY_IMPORT["claims"], "report", "claims"}
+MAY_IMPORT["cli"] = {*MAY_IMPORT["runs"], "runs", "report"}
 MAY_IMPORT["__main__"] = {"cli"}
 
 

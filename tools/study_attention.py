@@ -20,10 +20,13 @@ import dataclasses
 import itertools
 import json
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +41,6 @@ from megasparse.attention.ngram import ngram_codes
 from megasparse.attention.observation import Call
 from megasparse.attention.smyrf import asymmetric
 from megasparse.attention.yoso import YOSOAttention
-from megasparse.benchmarks.visible_keys import Bands
 from megasparse.config.attention import AttentionConfig
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
@@ -59,6 +61,7 @@ from megasparse.model.decoder import Decoder
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import RngContext, derive, normal, random_bits, rotations
 from megasparse.runs.data import open_folder
+from tools.bench.visible_keys import Bands
 
 METHODS = ("chunks", "random", "smyrf", "lsh", "lha")
 ROUNDS: dict[str, Sequence[int | None]] = {"lsh": (1, 2, 4, 8, 16), "smyrf": (1, 2, 4, 8, 16), "yoso": (8, 32, 128)}

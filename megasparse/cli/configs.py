@@ -25,8 +25,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def runnable(names: Iterable[str]) -> list[str]:
-    """The configurations of runs, without grids and comparisons."""
-    return [name for name in names if not name.startswith(("finetune/grids/", "comparisons/"))]
+    """Return the configurations of runs, without comparisons."""
+    return [name for name in names if not name.startswith("comparisons/")]
 
 
 def purpose(values: dict[str, Any]) -> str:

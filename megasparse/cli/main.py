@@ -30,21 +30,13 @@ COMMANDS = {
     "convert from-hf": "turn a HuggingFace model into a checkpoint",
     "replace-attention": "replace the attention of a HuggingFace encoder or decoder",
     "teach": "teach a replaced model's hashes or sketches its own attention",
-    "reproduce": "try the papers' claims: verified, refuted or not attempted",
     "compare": "train and evaluate several attention mechanisms alike",
-    "sweep": "fine-tune with every combination of some settings",
-    "bench attention": "time and memory of attention, beside torch's and published Reformers'",
-    "bench training": "tokens per second and memory of training steps",
-    "bench decoder": "compare attentions inside a pretrained decoder",
-    "bench kernels": "registers, spills and shared memory of every GPU kernel",
-    "gpu-check": "check a GPU in ten minutes: kernels right, times, ratios, counted beside measured",
 }
 """Subcommand -> what it does, in the order of `megasparse --help`."""
 
 EXTRAS = {
     **dict.fromkeys(("transformers",), "hf"),
     "constriction": "compress",
-    "reformer_pytorch": "bench",
     **dict.fromkeys(("fsspec", "s3fs"), "remote"),
     **dict.fromkeys(("sklearn", "scipy", "peft", "accelerate", "sacrebleu", "rouge_score", "matplotlib"), "tasks"),
 }

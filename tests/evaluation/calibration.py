@@ -23,7 +23,7 @@ from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.evaluation.bits_per_dim import windows
 from megasparse.ops.random import RngContext
-from megasparse.planning.measure import machine
+from tools.bench.measuring import machine
 
 SHARES = [10 ** (-k / 4) for k in range(4, 29)]
 TEMPERATURES = [0.9, 0.95, 0.98, 1.0, 1.02, 1.05, 1.1]

@@ -10,7 +10,7 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import load_settings
 from megasparse.config.schema import Config
 from megasparse.config.shipped import find_config
-from megasparse.runs import comparison, sweep
+from megasparse.runs import comparison
 
 
 def commands(text: str) -> list[list[str]]:
@@ -62,10 +62,6 @@ def runs(words: list[str]) -> list[Config | FinetuneConfig]:
         parts = comparison.by_corpus(comparison.load(find_config(args.comparison)), args.corpora).values()
         given = [(part, Path("runs"), args.arms, args.seeds, args.set) for part in parts]
         return _all([words for each in given for words in comparison.commands(*each)])
-    if name == "sweep":
-        grid = sweep.Sweep(find_config(args.config), find_config(args.grid), args.output, args.seeds, args.set)
-        combinations = sweep.combine(sweep.load_grid(grid.grid), grid.set, grid.seeds)
-        return _all([sweep.command(grid, each, seed)[3:] for each in combinations for seed in range(grid.seeds)])
     return []
 
 

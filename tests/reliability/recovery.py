@@ -29,9 +29,9 @@ from typing import Any
 
 import torch
 
-from megasparse.planning.measure import machine
 from tests.helpers.faults import SUPERVISE, Run, is_alive
 from tests.helpers.trained import prepared
+from tools.bench.measuring import machine
 
 SCRIPT = Path(__file__).resolve().parents[1] / "helpers" / "timed_pretrain.py"
 PHASES = ("begun", "imported", "met", "opened", "ready", "stepped")

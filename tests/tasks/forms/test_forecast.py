@@ -277,16 +277,6 @@ def test_shipped_configurations_fit_their_windows(name, tmp_path, file):
     assert torch.isfinite(objective)
 
 
-def test_the_shipped_grid_compares_full_attention_with_the_hybrid():
-    folder = ROOT / "configs" / "finetune"
-    grid = json.loads((folder / "grids" / "forecast.json").read_text())
-    ((key, values),) = grid.items()
-    found = [load_settings(folder / "etth1_24.json", [f"{key}={json.dumps(one)}"], FinetuneConfig) for one in values]
-    patterns = [config.model.source.attention.pattern for config in found if config.model and config.model.source]
-    assert patterns == [["full"], [{"local": 2, "lha": 2}]]
-    assert found[1] == load_settings(folder / "etth1_24.json", [], FinetuneConfig)
-
-
 def test_relative_forecasts_are_differences_from_the_last_row_read(tmp_path, file):
     """A forecast x̂ = level + f(x − level), so that a series moved by a number is forecast moved by it."""
     task = {**TASK, "forecast": {**TASK["forecast"], "inputs": list(COLUMNS), "targets": [COLUMNS[2], COLUMNS[0]]}}

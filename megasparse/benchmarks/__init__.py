@@ -1,1 +1,0 @@
-"""Measurements: time and memory of attention and of training steps, and what GPU kernels take."""

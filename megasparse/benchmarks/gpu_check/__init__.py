@@ -1,1 +1,0 @@
-"""The stages of `megasparse gpu-check`: kernels against their definitions, times, and what was counted beforehand."""

@@ -1,0 +1,148 @@
+"""A claim of a paper as a test: its sentence, its rule of acceptance in words, and its budgets.
+
+    pytest -m claims -k "yoso and cpu"      # trials on a CPU, into runs/claims; a finished seed is not measured again
+    pytest -m claims                        # all, those for a GPU too where there is one
+    cat runs/claims/claims.md               # the table, written anew after each claim
+
+A failing test is a refuted claim. Rules and budgets were written before the trials.
+"""
+
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+OUTPUT = Path("runs/claims")
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="a trial of hours on a GPU")
+Settings = dict[str, Any]
+Numbers = dict[str, Any]
+"""Measurements of one seed; JSON."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim at one budget. settings: the trial's size, its "minutes" a seed among them."""
+
+    name: str
+    paper: str
+    says: str
+    rule: str
+    budget: str
+    settings: Settings
+    seeds: Sequence[int]
+
+
+CLAIMS: list[Claim] = []
+"""All claims at all budgets, in the order of the files."""
+NOT_ATTEMPTED = {
+    "enwik8": ("Reformer, section 5", "1.19 and 1.05 bits/dim on enwik8", "23 and 150 hours of an A100, enwik8"),
+    "glue": ("YOSO, Tables 1 and 2", "GLUE as BERT's after pretraining", "500,000 steps of pretraining, GLUE"),
+}
+"""Name -> paper, claim, what a trial would take."""
+
+
+def claim(paper: str, says: str, rule: str, seeds: Sequence[int] = (0, 1, 2), **budgets: Settings) -> Callable:
+    """Mark a test as a trial of a claim, which takes the fixture `trials`. budgets: `cpu` and `gpu` run with
+    `-m claims`; `small` is an ordinary test of the trial's code, at a size at which the rule holds too.
+    """
+    marks = {"small": [pytest.mark.slow], "cpu": [pytest.mark.claims], "gpu": [pytest.mark.claims, NO_GPU]}
+
+    def wrap(test: Callable) -> Callable:
+        whole = {name: {**budgets["cpu"], **sizes} if name == "small" else sizes for name, sizes in budgets.items()}
+        name = test.__name__.removeprefix("test_")
+        cases = [Claim(name, paper, says, rule, budget, settings, seeds) for budget, settings in whole.items()]
+        CLAIMS.extend(cases)
+        params = [pytest.param(case, id=case.budget, marks=marks[case.budget]) for case in cases]
+        return pytest.mark.parametrize("trials", params, indirect=True)(test)
+
+    return wrap
+
+
+class Trial(NamedTuple):
+    """One seed's measurement, with a folder for its files."""
+
+    settings: Settings
+    seed: int
+    folder: Path
+
+
+class Trials:
+    """The trials of a claim at a budget, in a folder that keeps the numbers of each seed."""
+
+    def __init__(self, claim: Claim, folder: Path):
+        self.claim, self.folder = claim, folder
+
+    def run(self, measure: Callable[[Trial], Numbers]) -> list[Numbers]:
+        """Measure every seed that is not measured yet with these settings, and return the numbers of all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for seed in self.claim.seeds:
+            path = self._path(seed)
+            if path.exists() and json.loads(path.read_text())["settings"] == self.claim.settings:
+                continue
+            start = time.monotonic()
+            numbers = measure(Trial(self.claim.settings, seed, self.folder))
+            about = {"seconds": round(time.monotonic() - start, 1), "commit": commit(), "torch": torch.__version__}
+            record = {"seed": seed, "settings": self.claim.settings, **about, "machine": platform.platform()}
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps({**record, "numbers": numbers}, indent=1) + "\n")
+            partial.replace(path)
+        return [json.loads(self._path(seed).read_text())["numbers"] for seed in self.claim.seeds]
+
+    def _path(self, seed: int) -> Path:
+        return self.folder / f"seed-{seed}.json"
+
+    @contextmanager
+    def verdict(self, sentence: str, table: Sequence[Sequence[str]] = ()) -> Iterator[None]:
+        """Assert the rule inside the `with`; the outcome, `sentence` and `table` go into the table of claims."""
+        status = "refuted"
+        try:
+            yield
+            status = "verified"
+        finally:
+            records = [json.loads(self._path(seed).read_text()) for seed in self.claim.seeds]
+            seconds = statistics.mean(record["seconds"] for record in records)
+            commits = ", ".join(sorted({str(record["commit"]) for record in records}))
+            effort = f"{self.claim.budget}: {len(records)} × {seconds:.0f} s, commit {commits}"
+            rows = "; ".join(" ".join(row) for row in table)
+            result = {"status": status, "found": f"{sentence}. {rows}".rstrip(". "), "trials": effort}
+            (self.folder / "result.json").write_text(json.dumps(result) + "\n")
+            write_table(self.folder.parent)
+
+
+def commit() -> str | None:
+    """Return this source tree's commit, with a + if it was changed; None outside a repository."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--abbrev=12"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def write_table(output: Path) -> None:
+    """Write OUTPUT/claims.md, a row for each claim, from the results below OUTPUT."""
+    head = ["claim", "paper", "status", "found", "rule", "trials"]
+    rows = [head, ["---"] * len(head)]
+    for case in CLAIMS:
+        path = output / f"{case.name}-{case.budget}" / "result.json"
+        if path.exists():
+            result = json.loads(path.read_text())
+            cells = [case.name, f"{case.paper}: {case.says}", result["status"], result["found"], case.rule]
+            rows.append([*cells, result["trials"]])
+    for name, (paper, says, missing) in NOT_ATTEMPTED.items():
+        rows.append([name, f"{paper}: {says}", "not attempted", f"takes {missing}", "", ""])
+    lines = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
+    (output / "claims.md").write_text("\n".join(["# Claims", "", *lines]) + "\n", encoding="utf-8")
+
+
+def mean_of(runs: Sequence[Numbers], key: str) -> list[float]:
+    """Return the mean over the seeds of a list of numbers."""
+    return [statistics.mean(column) for column in zip(*(run[key] for run in runs), strict=True)]

@@ -1,0 +1,108 @@
+"""Launches and bytes by count: the counter against counts by hand, and the most that layers and steps may take."""
+
+import pytest
+import torch
+
+from megasparse.attention.heads import build_mechanism
+from megasparse.config.load import load_config
+from megasparse.ops.counting_sort import counting_sort
+from tests.helpers.launches import LaunchCounter, count_layer, count_step, total
+from tools.bench.attention import model_of
+
+
+def test_operations_are_launches_and_views_are_not():
+    x = torch.empty(100, 200, device="meta")
+    with LaunchCounter() as counter:
+        y = x.t() @ x.view(100, 200)
+        y.add_(1)
+    counts = counter.counts
+    assert (counts.torch, counts.kernels, counts.transfers, counts.host) == (2, 0, 0, 0)
+    assert counts.by_name == {"mm": [1, 4 * (100 * 200 * 2 + 200 * 200)], "add": [1, 2 * 4 * 200 * 200]}
+    assert counts.moved == 160_000 + 160_000 + 320_000
+    assert counts.flops == 2 * 200 * 100 * 200
+
+
+def test_work_of_the_host_and_copies_to_the_device_are_counted():
+    with LaunchCounter() as counter:
+        x = torch.arange(10) * 2
+        (x.to("meta") * torch.tensor(3)).sum()
+    counts = counter.counts
+    assert (counts.host, counts.transfers, counts.torch) == (2, 1, 3)
+
+
+def test_kernels_are_counted_and_not_started():
+    keys = torch.empty(2, 1000, dtype=torch.int16, device="meta")
+    with LaunchCounter() as counter:
+        counting_sort(keys, 8)
+    assert counter.counts.kernels == 3 and counter.counts.torch == 0
+    count, total_, order = 2 * 256 * 4, 2 * 256 * 4, 2 * 1000 * 4
+    by_name = counter.counts.by_name
+    assert by_name["kernel count"] == [1, 4000 + count] and by_name["kernel add_up"] == [1, count + total_]
+    assert by_name["kernel place"] == [1, 4000 + count + total_ + order]
+
+
+def layer(kind, length=65536):
+    return count_layer(kind, model_of(kind, length, heads=8, dim=64, rounds=2, window=128), 1, torch.bfloat16)
+
+
+MOST = {
+    # A launch moves each tensor that it is given, also one that only a later round writes.
+    # kind: torch's launches, kernels, GB moved, copies to the GPU; B·H = 8, D = 64, M = 128, L = 64K, R = 2, bf16
+    "lsh": (1, 20, 4.06, 0),
+    "yoso": (3, 36, 27.2, 0),
+    "lha": (349, 18, 5.0, 0),
+    "smart_bird": (148, 17, 4.3, 1),  # seeds of its draws
+    "local": (1, 6, 1.2, 0),
+}
+
+
+@pytest.mark.parametrize("kind", MOST)
+def test_a_layer_takes_no_more_launches_and_bytes_than_recorded(kind):
+    both = total(layer(kind))
+    launches, kernels, gigabytes, copies = MOST[kind]
+    assert both.transfers <= copies and both.host == 0
+    assert both.torch <= launches and both.kernels <= kernels and both.moved <= gigabytes * 1e9
+
+
+def test_lha_costs_no_more_than_one_and_a_half_times_lsh():
+    """What its hashes learn included; bytes by count, FLOPs as the mechanisms state them."""
+    moved = {kind: total(layer(kind)).moved for kind in ("lha", "lsh")}
+    assert moved["lha"] <= 1.5 * moved["lsh"]
+    model = model_of("lha", 65536, heads=8, dim=64, rounds=2, window=128)
+    with torch.device("meta"):
+        flops = {kind: build_mechanism(kind, model, 8).flops(65536).both for kind in ("lha", "lsh")}
+    assert flops["lha"] <= 1.5 * flops["lsh"]
+
+
+def test_the_bytes_of_lha_are_linear():
+    """Between lengths of which a document has more keys than a sample."""
+    short, long = (total(layer("lha", length)).moved for length in (16384, 65536))
+    assert long < 4.4 * short
+
+
+@pytest.mark.parametrize("kind", ["lsh", "yoso", "local"])
+def test_launches_do_not_grow_with_the_length(kind):
+    short, long = (total(layer(kind, length)) for length in (4096, 16384))
+    assert (short.torch, short.kernels) == (long.torch, long.kernels)
+    assert long.moved < 4.4 * short.moved
+
+
+def test_a_step_of_reformer_64k_takes_no_more_than_recorded():
+    """A third of the launches of the first count, 7,664, and half of its 417 GB beside products and attention."""
+    both = total(count_step(load_config("reformer_64k")))
+    assert (both.transfers, both.host) == (0, 0)
+    assert both.torch + both.kernels <= 2157 and both.moved <= 351e9 and both.flops <= 77.8e12
+    products = {
+        "mm",
+        "addmm",
+        *(f"kernel {name}" for name in ("forward", "query_gradient", "key_gradient", "products")),
+    }
+    elementwise = sum(moved for name, (_, moved) in both.by_name.items() if name not in products)
+    assert elementwise <= 417e9 / 2
+
+
+@pytest.mark.parametrize("kind,relative", [("sinusoidal", "true"), ("rotary", "false")])
+def test_a_step_has_no_work_of_the_host(kind, relative):
+    positions = f'model.positions={{"kind":"{kind}"}}'
+    both = total(count_step(load_config("quickstart", [positions, f"model.attention.local.relative={relative}"])))
+    assert (both.transfers, both.host) == (0, 0)

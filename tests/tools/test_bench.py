@@ -1,0 +1,200 @@
+"""The scripts of tools/bench: one small run of each from end to end, and their arithmetic."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from megasparse.config.load import build_config
+from tests.helpers.commands import refused, run
+from tools.bench import attention, decoders, gpu_check, kernels, measuring, training
+from tools.bench.attention import MECHANISMS, PEERS, Case, Inputs, crossover, measure, model_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def case(name, length=64, heads=2, dim=8, **changes):
+    settings = {"batch": 1, "dtype": "fp32", "device": "cpu", "repeats": 2, "seed": 0, **changes}
+    return Case(name, model_of(MECHANISMS.get(name, "lsh"), length, heads, dim, rounds=2, window=8), **settings)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Measure in this process, where figures of memory mean nothing."""
+    for module in (attention, training):
+        monkeypatch.setattr(module, "alone", lambda function, *arguments: function(*arguments))
+
+
+@pytest.mark.parametrize("script", [attention, training, decoders, kernels, gpu_check])
+def test_help_has_an_example(script, capsys):
+    with pytest.raises(SystemExit) as ended:
+        script.main(["--help"])
+    assert ended.value.code == 0 and f"python tools/bench/{Path(script.__file__).name}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_script_runs_from_any_folder(tmp_path):
+    command = [sys.executable, ROOT / "tools/bench/attention.py", "--device", "cpu", "--lengths", "0"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 2 and "is not a list of positive numbers" in ended.stderr
+
+
+@pytest.mark.parametrize("name", [*MECHANISMS, *PEERS])
+def test_every_implementation_runs_forward_and_backward(name):
+    result = measure(case(name, batch=2))
+    assert all(0 < forward < both for forward, both in zip(result.forward, result.both, strict=True))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_the_backward_needs_is_counted_once(causal):
+    """Queries, keys, values and the output, (1, 2, 64, 8) of 4 bytes each, and a log-sum-exp of every query."""
+    sdpa = replace(case("sdpa"), model=model_of("lsh", 64, 2, 8, rounds=2, window=8, causal=causal))
+    assert 4 * 4096 <= measure(sdpa).kept_bytes <= 4 * 4096 + 2 * 512
+
+
+def test_all_implementations_have_the_same_inputs():
+    ours, theirs = (Inputs(case(name), torch.device("cpu")) for name in ("lsh", "hf"))
+    assert all(torch.equal(getattr(ours, x), getattr(theirs, x)) for x in "qkvg")
+
+
+def test_the_crossover_is_interpolated_on_logarithmic_scales():
+    quadratic = {n: 1e-6 * n**2 for n in (512, 1024, 2048, 4096)}
+    linear = {n: 1500e-6 * n for n in (512, 1024, 2048, 4096)}
+    assert crossover(linear, quadratic) == pytest.approx(1500, abs=1)
+    assert crossover(quadratic, linear) is None
+    assert crossover({64: 1.0}, {64: 2.0}) == 64
+    assert crossover({64: 3.0, 128: 1.0}, {64: 2.0, 128: math.inf}) == 128
+
+
+def test_attention_writes_a_table_and_all_its_figures(tmp_path, capsys, monkeypatch, in_this_process):
+    def measured(case):
+        if case.implementation == "sdpa" and case.model.max_length == 128:
+            raise measuring.MeasurementError("out of memory")
+        seconds = {"lsh": 1.0, "sdpa": 3.0}[case.implementation] * case.model.max_length
+        return attention.Measurement([seconds], [seconds], 5, 4, 3, "")
+
+    monkeypatch.setattr(attention, "measure", measured)
+    out = tmp_path / "bench.json"
+    words = ["--device", "cpu", "--lengths", "64,128,256", "--window", "8", "--compare", "sdpa", "--repeat", "1"]
+    run(attention, *words, "--json", out)
+    shown, result = capsys.readouterr().out, json.loads(out.read_text())
+    rows = {(row["implementation"], row["length"]): row for row in result["rows"]}
+    assert result["command"].startswith("python tools/bench/attention.py --device cpu") and len(rows) == 6
+    assert rows["lsh", 64]["beside"] == {"sdpa": {"faster": 3.0, "memory": 1.0}}
+    assert rows["sdpa", 256]["error"] == "not tried, after 128 tokens" and rows["lsh", 128]["beside"] == {}
+    assert result["crossovers"] == [{"implementation": "lsh", "heads": 8, "head_dim": 64, "length": 64}]
+    assert "| sdpa | 128 | out of memory |" in shown and "| 3 / 1 |" in shown
+    assert len({line.count("|") for line in shown.splitlines() if line.startswith("|")}) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lengths", "100"], "100 is no multiple of two windows"),
+        (["--mechanisms", "lhs"], 'there is no "lhs"'),
+        (["--compare", "flash"], '--compare: there is no "flash"'),
+        (["--bidirectional", "--compare", "hf"], "hf is measured as a decoder's"),
+    ],
+)
+def test_a_wrong_request_is_one_line(words, message, capsys):
+    assert message in refused(capsys, attention, "--device", "cpu", *words)
+
+
+def test_a_failed_measurement_is_one_line():
+    def fail():
+        raise ValueError("one line\nanother")
+
+    assert measuring._attempt(torch.empty, (1 << 60,)) == (None, "out of memory")
+    assert measuring._attempt(fail, ()) == (None, "ValueError: one line")
+    assert measuring._attempt(max, (1, 2)) == (2, None)
+
+
+TINY = {
+    "run": {"device": "cpu"},
+    "model": {
+        "max_length": 32, "layers": 2, "d_model": 16, "d_ff": 16, "heads": 2,
+        "attention": {"pattern": ["local", "lsh"], "local": {"chunk": 8}, "lsh": {"chunk": 8}},
+    },
+    "data": {"sequence_length": 32},
+    "training": {"global_batch": 1, "micro_batch": 1},
+}  # fmt: skip
+
+
+def test_training_measures_the_model_and_its_baselines(tmp_path, capsys, in_this_process):
+    versions = training.models(build_config(TINY))
+    assert versions["hashed layers full"]["model"]["attention"]["pattern"] == [{"local": 2}, {"full": 2}]
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    run(training, tmp_path / "config.json", "--steps", 1, "--json", tmp_path / "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["model"] for row in rows] == [*versions] and all(row["tokens_a_second"] > 0 for row in rows)
+    assert all(f"| {name} |" in capsys.readouterr().out for name in ("20 layers",))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A small Llama."""
+    folder = tmp_path_factory.mktemp("plain")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    LlamaForCausalLM(LlamaConfig(vocab_size=41, max_position_embeddings=64, **sizes)).save_pretrained(folder)
+    return folder
+
+
+def test_decoders_measure_nats_and_captured_attention(plain):
+    tokens = torch.randint(41, (1, 60), generator=torch.Generator().manual_seed(0))
+    model = AutoModelForCausalLM.from_pretrained(plain)
+    with torch.no_grad():
+        expected = float(model(tokens, labels=tokens).loss)
+    texts = {"full": '{"kind": "full"}', "window": '{"kind": "local", "chunk": 8, "sinks": 2}'}
+    texts |= {"oracle": '{"best": 10, "window": 8, "sinks": 2}', "all": '{"best": 64, "window": 1, "sinks": 0}'}
+    arms = {name: decoders.arm_of(f"{name}={text}") for name, text in texts.items()}
+    rows = {name: decoders.measure(arm.model(plain, 60, 0), tokens, arm.oracle) for name, arm in arms.items()}
+    assert rows["full"]["nats"] == pytest.approx(expected, abs=1e-5)
+    assert rows["full"]["captured"] == pytest.approx(1.0) == rows["all"]["captured"]
+    assert rows["all"]["nats"] == pytest.approx(expected, abs=1e-5)
+    assert rows["window"]["captured"] < rows["oracle"]["captured"] < 1.0
+    with pytest.raises(Exception, match=r"--arm: full names no attention"):
+        decoders.arm_of("full")
+
+
+def test_a_passkey_is_hidden_once_and_asked_for_at_the_end():
+    def tokenizer(text, add_special_tokens):
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    trials = [decoders.Trial.draw(tokenizer, [1] * 400, 400, number) for number in range(8)]
+    for trial in trials:
+        text = "".join(map(chr, trial.tokens[0].tolist()))
+        assert len(text) == 400 and trial.answer == 5 and text.count(text[-5:]) == 3 and text[-5:].isdigit()
+        assert abs(text.index("\nThe pass key is ") / (400 - 110) - trial.depth) < 0.1
+    assert len({trial.depth for trial in trials}) == 8
+
+
+@pytest.mark.slow
+def test_gpu_check_runs_at_tiny_sizes(tmp_path):
+    command = [sys.executable, ROOT / "tools/bench/gpu_check.py", "--small", "--output", tmp_path]
+    subprocess.run(command, check=True, cwd=ROOT)
+    reports = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in gpu_check.STAGES}
+    assert all(row["right"] is not False for report in reports.values() for row in report["rows"])
+
+
+def test_gpu_check_sees_a_wrong_or_unsteady_operator(monkeypatch):
+    tiny = gpu_check.Problem(7, 16, torch.device("cpu"))
+    assert gpu_check.check_smooth("unit_keys", tiny, torch.float32)[0]
+    assert gpu_check.check_exact("random_bits", tiny) == (True, 0.0, "")
+    make, least = gpu_check.EXACT["random_bits"]
+    numbers = iter(range(9))
+    monkeypatch.setitem(gpu_check.EXACT, "random_bits", (lambda p: lambda: make(p)() + next(numbers), least))
+    assert gpu_check.check_exact("random_bits", tiny)[2] == "two runs differ"
+
+
+def test_every_operator_with_kernels_is_checked_and_recorded():
+    operators = {path.parent.name for path in (ROOT / "megasparse/ops").glob("*/gpu.py")}
+    other = {"hashing": "angular_hash", "sketch": "sketched_attention", "local_attention": "relative_local_attention"}
+    assert {other.get(name, name) for name in operators} <= gpu_check.SMOOTH.keys() | gpu_check.EXACT.keys()
+    assert {"angular_hash" if name == "hashing" else name for name in operators} <= kernels.CASES.keys()

@@ -1,0 +1,44 @@
+"""The keys that are counted are those that mechanisms use, and no others."""
+
+import pytest
+import torch
+
+from megasparse.attention.observation import calls
+from tests.helpers.models import Single
+from tools.bench.visible_keys import best_pairs, seen_pairs, weights
+
+LENGTH = 48
+NAMES = [
+    "full", "local", "local sinks", "lsh separate, local", "lsh local, sinks", "lha", "lha separate",
+    "lha local, sinks", "smart_bird", "smart_bird heads", "smart_bird local, sinks", "routing local", "routing sinks",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exactly_the_keys_whose_values_reach_a_query_are_seen(name):
+    single = Single(name, True)
+    x, q, k, _ = single.inputs(LENGTH)
+    x, q, k = x[:1], q[:1], k[:1]
+    ones = torch.eye(LENGTH).expand(1, q.shape[1], -1, -1)
+    reached = torch.cat([single(x, q, k, part).out for part in ones.split(q.shape[3], dim=-1)], dim=-1) > 0
+    with calls(single.mechanism) as found:
+        single(x, q, k, ones[..., : q.shape[3]])
+    queries = torch.arange(LENGTH)
+    assert torch.equal(seen_pairs(found[0], queries).expand_as(reached[0]), reached[0])
+    some = torch.tensor([3, 17, 47])
+    assert torch.equal(seen_pairs(found[0], some).expand(q.shape[1], -1, -1), reached[0, :, some])
+
+
+def test_an_oracle_sees_the_largest_weights():
+    single = Single("full", True)
+    with calls(single.mechanism) as found:
+        single(*(x[:1] for x in single.inputs(LENGTH)))
+    rows = torch.tensor([4, 20, 39])
+    weight = weights(found[0], rows)
+    seen = best_pairs(weight, rows, 3, window=5, sinks=2)
+    for at, row in enumerate(rows.tolist()):
+        for head in range(len(weight)):
+            beside = {*range(max(0, row - 4), row + 1), *range(min(2, row + 1))}
+            others = sorted(set(range(row + 1)) - beside, key=lambda key: -float(weight[head, at, key]))
+            assert {*seen[head, at].nonzero().flatten().tolist()} == beside | {*others[:3]}
+    assert torch.allclose(weight.sum(-1), torch.ones(()))

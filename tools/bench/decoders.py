@@ -1,0 +1,321 @@
+r"""Compare attentions inside a pretrained decoder on texts of your own: nats a token, keys a query, the share of full
+attention on those keys, seconds.
+
+    python tools/bench/decoders.py --model MODEL --texts held_out/ --length 4096 --json decoder.json \
+      --arm 'full={"kind": "full"}' --arm 'window, sinks={"kind": "local", "chunk": 128, "sinks": 4}' \
+      --arm 'oracle={"best": 96, "window": 96, "sinks": 4}' --arm taught=TAUGHT
+
+An arm is settings of `megasparse replace-attention` for MODEL, a replaced folder, or an oracle: the `best` keys of each
+head beside a window and the first tokens. Arms that draw are measured once for each of --seeds; folders of several
+seeds may share a NAME. One window of --length tokens is taken from the beginning of every text. Rows that FILE holds
+already are not measured again, so the command can be stopped. With --passkey every arm also has so many trials of
+passkey retrieval (Mohtashami & Jaggi 2023): a number hidden at a drawn depth of the first text, --length tokens long,
+and asked for at its end.
+
+H heads, S queries, L length, D head dim.
+"""
+
+import argparse
+import hashlib
+import json
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from megasparse.attention.contract import Attention, AttentionOutput
+from megasparse.attention.observation import Call, each_call
+from megasparse.config.strict_json import parse
+from megasparse.errors import ConfigError, DataError, report_user_errors
+from megasparse.evaluation.outputs import kept_rows, write_json
+from megasparse.hub.replace import load_plain, load_replaced, mechanisms, replace_attention, replacement_of
+from megasparse.hub.teaching import read_windows
+from tools.bench.visible_keys import best_pairs, seen_pairs, weights
+
+QUERIES = 128
+"""Queries of a text whose keys are counted, spread evenly."""
+_TILE = 128
+_TOKENS = 512  # whose logits exist at a time
+
+
+@dataclass(frozen=True)
+class Best:
+    """The oracle: `count` best keys of each head beside a window and sinks."""
+
+    count: int
+    window: int
+    sinks: int
+
+    def pairs(self, weight: Tensor, queries: Tensor) -> Tensor:
+        return best_pairs(weight, queries, self.count, self.window, self.sinks)
+
+    def attend(self, call: Call) -> Tensor:
+        """Softmax attention to the oracle's keys, some queries at a time: (1, H, L, D)."""
+        out = []
+        for queries in torch.arange(call.inputs.q.shape[2]).split(_TILE):
+            k, v = (x[:, :, : int(queries[-1]) + 1] for x in (call.inputs.k, call.inputs.v))
+            weight = weights(replace(call, inputs=call.inputs._replace(k=k, v=v)), queries)
+            weight *= self.pairs(weight, queries)
+            out.append((weight / weight.sum(-1, keepdim=True)).to(v.dtype) @ v[0])
+        return torch.cat(out, dim=1)[None]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """An arm by its name. attention: settings of `replace_attention`, or {"best", "window", "sinks"}, or a folder."""
+
+    name: str
+    attention: dict[str, Any] | Path
+
+    @property
+    def oracle(self) -> Best | None:
+        given = self.attention
+        return (
+            Best(given["best"], given["window"], given["sinks"])
+            if isinstance(given, dict) and "best" in given
+            else None
+        )
+
+    def seeds(self, count: int) -> list[int]:
+        """Of the models to measure: a folder's own, the first `count` of settings that draw, else 0."""
+        if isinstance(self.attention, Path):
+            return [replacement_of(self.attention)["seed"]]
+        return list(range(1 if self.attention.get("kind") in ("full", "local", None) else count))
+
+    def model(self, plain: Path, length: int, seed: int) -> PreTrainedModel:
+        if isinstance(self.attention, Path):
+            return load_replaced(self.attention).eval()
+        settings = {"kind": "full"} if self.oracle else self.attention
+        return replace_attention(load_plain(plain), settings, max_length=length, seed=seed).eval()
+
+
+@torch.no_grad()
+def measure(model: PreTrainedModel, tokens: Tensor, oracle: Best | None) -> dict[str, Any]:
+    """One text (1, L). nats: mean over the tokens after the first. keys: mean number that a query sees, and captured:
+    the share of the layer's own full attention on them, of QUERIES queries, mean over heads and layers. seconds: of the
+    process, all threads, for the pass without the counting. layers: captured in each.
+    """
+    length, parts = tokens.shape[1], dict[int, list[tuple[float, float]]]()
+    queries = 1 + torch.arange(min(QUERIES, length - 1)) * (length - 1) // min(QUERIES, length - 1)
+    counting = 0.0
+
+    def listen(call: Call) -> None:
+        nonlocal counting
+        start = time.process_time()
+        weight = weights(call, queries)
+        masks = (oracle.pairs(weight, queries) if oracle else seen_pairs(call, queries)).expand_as(weight)
+        for head, mask in zip(weight, masks, strict=True):
+            keys, share = mask.sum(-1).float().mean(), (head * mask).sum(-1).mean()
+            parts.setdefault(call.context.layer, []).append((float(keys), float(share)))
+        counting += time.process_time() - start
+
+    base: Any = model.base_model
+    start = time.process_time()
+    with ExitStack() as stack:
+        stack.enter_context(each_call(model, listen))
+        stack.enter_context(attending(model, oracle))
+        hidden = base(input_ids=tokens, use_cache=False).last_hidden_state[0]
+    seconds = time.process_time() - start - counting
+    layers = [torch.tensor(parts[layer]).mean(0).tolist() for layer in sorted(parts)]
+    return {
+        "nats": nats(model, hidden, tokens[0]),
+        "keys": sum(keys for keys, _ in layers) / len(layers),
+        "captured": sum(share for _, share in layers) / len(layers),
+        "seconds": round(seconds, 1),
+        "layers": [round(share, 4) for _, share in layers],
+    }
+
+
+def nats(model: PreTrainedModel, hidden: Tensor, tokens: Tensor) -> float:
+    """Mean nats of tokens 1… (L,) of what the last layer gives, hidden (L, E)."""
+    head: Any = model.get_output_embeddings()
+    pairs = zip(hidden[:-1].split(_TOKENS), tokens[1:].split(_TOKENS), strict=True)
+    return float(sum(F.cross_entropy(head(x).float(), y, reduction="sum") for x, y in pairs)) / (len(tokens) - 1)
+
+
+@contextmanager
+def attending(model: PreTrainedModel, oracle: Best | None) -> Iterator[None]:
+    """Inside the `with`, layers of full attention see the oracle's keys alone, where there is one."""
+
+    def restrict(mechanism: nn.Module, given: Any, output: AttentionOutput) -> AttentionOutput:
+        assert isinstance(mechanism, Attention) and oracle is not None
+        return output._replace(out=oracle.attend(Call(mechanism, *given)))
+
+    handles = [mechanism.register_forward_hook(restrict) for mechanism in mechanisms(model) if oracle]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+KEY = "\nThe pass key is {number}. Remember it. {number} is the pass key.\n"
+QUESTION = "\nWhat is the pass key? The pass key is "
+"""The space is part of the question: it is a token of tokenizers that cut numbers into digits."""
+ANSWER = "{number}"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A text with a number of five digits. tokens: (1, L) int64, whose last `answer` tokens are the number. depth: the
+    share of the text before the place where it is hidden.
+    """
+
+    tokens: Tensor
+    answer: int
+    depth: float
+
+    @staticmethod
+    def draw(tokenizer: Any, filler: list[int], length: int, number: int) -> "Trial":
+        """The trial of a number (0, 1, …): which digits and which depth are a function of it. filler: tokens of a text,
+        `length` at least.
+        """
+        drawn = random.Random(f"pass key {number}")
+        digits, depth = drawn.randrange(10_000, 100_000), drawn.random()
+        parts = [
+            tokenizer(text.format(number=digits), add_special_tokens=False)["input_ids"]
+            for text in (KEY, QUESTION, ANSWER)
+        ]
+        room = length - sum(map(len, parts))
+        first = round(depth * room)
+        tokens = filler[:first] + parts[0] + filler[first:room] + parts[1] + parts[2]
+        return Trial(torch.tensor([tokens]), len(parts[2]), depth)
+
+
+@torch.no_grad()
+def retrieved(model: PreTrainedModel, trial: Trial) -> bool:
+    """True if greedy decoding gives the number: each of its tokens is the likeliest after those before it."""
+    base: Any = model.base_model
+    head: Any = model.get_output_embeddings()
+    hidden = base(input_ids=trial.tokens, use_cache=False).last_hidden_state
+    likeliest = head(hidden[:, -trial.answer - 1 : -1]).argmax(-1)
+    return torch.equal(likeliest, trial.tokens[:, -trial.answer :])
+
+
+KEYS = ("arm", "attention", "seed", "text", "trial")
+"""What rows differ by. trial: the number of a passkey trial, None in rows of texts."""
+
+
+def measured(
+    plain: Path, arms: Sequence[Arm], texts: list[Path], length: int, seeds: int, trials: int, output: Path
+) -> list[dict[str, Any]]:
+    """The rows of every arm, seed and text, and of passkey trials in the first text, of which those that are not in the
+    JSON file `output` are measured and written. Raises DataError for texts that are too short, or a file of something
+    else.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(plain, local_files_only=True)
+    first, rows = _windows(tokenizer, texts, length), kept_rows(output, KEYS, length=length)
+    places: list[tuple[int, int | None]] = [(number, None) for number in range(len(first))]
+    places += [(0, trial) for trial in range(trials)]
+    planned = [(arm, seed, place) for arm in arms for seed in arm.seeds(seeds) for place in places]
+    model, made = None, None
+    for arm, seed, (number, trial) in tqdm(planned, unit="row", disable=None):
+        text = hashlib.sha256(json.dumps(first[number]).encode()).hexdigest()[:16]
+        attention = arm.attention
+        if isinstance(attention, Path):
+            attention = {"folder": attention.name, **replacement_of(attention)["attention"]}
+        row = {"arm": arm.name, "attention": attention, "seed": seed, "text": text, "trial": trial}
+        if any(all(old[name] == row[name] for name in KEYS) for old in rows):
+            continue
+        if made != (arm.name, seed):
+            model = None  # one at a time
+            model, made = arm.model(plain, length, seed), (arm.name, seed)
+        assert model is not None
+        if trial is None:
+            rows.append(row | measure(model, torch.tensor([first[number]]), arm.oracle))
+        else:
+            asked = Trial.draw(tokenizer, first[0], length, trial)
+            with attending(model, arm.oracle):
+                rows.append(row | {"depth": round(asked.depth, 3), "found": retrieved(model, asked)})
+        write_json(output, {"length": length, "threads": torch.get_num_threads(), "rows": rows})
+    return rows
+
+
+def _windows(tokenizer: Any, texts: list[Path], length: int) -> list[list[int]]:
+    texts_windows = []
+    for path in [file for text in texts for file in (sorted(text.rglob("*.txt")) if text.is_dir() else [text])]:
+        first = read_windows(tokenizer, [path], length)[0]
+        if len(first) < length:
+            raise DataError(path, f"has {len(first)} tokens, fewer than --length {length}", "Give longer texts")
+        texts_windows.append(first)
+    if not texts_windows:
+        raise DataError(texts[0], "holds no *.txt", "Give text files")
+    return texts_windows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Means over texts and seeds of each arm, as lines of Markdown: with several seeds the range of their means, with
+    passkey trials the number found.
+    """
+    arms: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        arms[row["arm"]].append(row)
+    lines = [
+        "| attention | keys a query | captured | nats a token | CPU seconds | pass keys |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, all_rows in arms.items():
+        texts = [row for row in all_rows if row["trial"] is None]
+        trials = [row["found"] for row in all_rows if row["trial"] is not None]
+        keys, captured, seconds = (
+            sum(row[key] for row in texts) / max(1, len(texts)) for key in ("keys", "captured", "seconds")
+        )
+        of_seed: dict[int, list[float]] = defaultdict(list)
+        for row in texts:
+            of_seed[row["seed"]].append(row["nats"])
+        means = [sum(values) / len(values) for values in of_seed.values()]
+        spread = f" ({min(means):.3f} … {max(means):.3f})" if len(means) > 1 else ""
+        nats = sum(means) / max(1, len(means))
+        hits = f"{sum(trials)} of {len(trials)}" if trials else ""
+        lines.append(f"| {name} | {keys:.0f} | {captured:.3f} | {nats:.3f}{spread} | {seconds:.0f} | {hits} |")
+    return "\n".join(lines)
+
+
+@report_user_errors
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of a pretrained decoder")
+    parser.add_argument(
+        "--texts", type=Path, nargs="+", required=True, metavar="FILE", help="files, folders with *.txt"
+    )
+    parser.add_argument("--length", type=int, default=4096, help="tokens of each text (default: %(default)s)")
+    parser.add_argument("--arm", action="append", required=True, metavar="NAME=VALUE", help="may be repeated")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="of arms that draw (default: 1)")
+    parser.add_argument("--passkey", type=int, default=0, metavar="N", help="trials of passkey retrieval (default: 0)")
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="file of the rows")
+    args = parser.parse_args(words)
+    disable_progress_bar()
+    arms = [arm_of(text) for text in args.arm]
+    print(table(measured(args.model, arms, args.texts, args.length, args.seeds, args.passkey, args.json)))
+
+
+def arm_of(text: str) -> Arm:
+    """Read NAME=VALUE. Raises ConfigError for anything else."""
+    name, equals, value = text.partition("=")
+    hint = 'Write NAME={"kind": "full"}, NAME=FOLDER or NAME={"best": 96, "window": 96, "sinks": 4}'
+    if not (name and equals and value):
+        raise ConfigError("--arm", f"{text} names no attention", hint)
+    if not value.startswith("{"):
+        return Arm(name, Path(value))
+    attention = parse(value, "--arm")
+    if not isinstance(attention, dict) or ("best" in attention and attention.keys() != {"best", "window", "sinks"}):
+        raise ConfigError("--arm", f"{value} is not an attention", hint)
+    return Arm(name, attention)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Report what every GPU kernel takes of an A100 and of an H100, read from its binary; compiled without a GPU.
+
+    python tools/bench/kernels.py                                             (all of them: half an hour on two cores)
+    python tools/bench/kernels.py --operators bucketed_attention --dtypes bf16 --head-dims 64 128           (a minute)
+    python tools/bench/kernels.py --output docs/kernels.json                               (records what was compiled)
+
+Each operator is called forward and backward as models call it (kernel_cases.py), and every kernel that it starts is
+compiled with the settings it is started with. The table has, over all variants of a kernel, the most registers per
+thread, the most instructions that spill registers to memory, the most bytes of shared memory per program, and the
+fewest tensor-core instructions.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import triton
+from torch import Tensor
+from tqdm import tqdm
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megasparse.data.files import replacing
+from megasparse.errors import ConfigError, report_user_errors
+from megasparse.ops.kernels import INTERPRETED, Launch, recorded
+from tools.bench.kernel_cases import CASES, HEAD_DIMS, ONE, ONE_WIDTH
+
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
+"""Bytes of shared memory that a program may have, by compute capability (CUDA C programming guide, table of technical
+specifications): A100, H100."""
+_WARP = 32
+_TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8"}
+_TYPES |= {torch.bool: "i1"}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Resources of a compiled kernel. registers: a thread's. spills: instructions that move registers to and from local
+    memory. shared: bytes a program. tensor_cores: matrix instructions.
+    """
+
+    registers: int
+    spills: int
+    shared: int
+    tensor_cores: int
+
+
+def distinct(launches: Iterable[Launch]) -> list[Launch]:
+    """Return the launches without those that run the same binary as an earlier one."""
+    first: dict[str, Launch] = {}
+    for launch in launches:
+        source, options = _source(launch)
+        parts = (launch.kernel.__name__, source.signature, source.constants, source.attrs, options)
+        first.setdefault(repr(parts), launch)
+    return list(first.values())
+
+
+def compile_ahead(launch: Launch, capability: int) -> Resources:
+    """Compiles a recorded launch for a compute capability (80 is the A100's, 90 the H100's)."""
+    source, options = _source(launch)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, _WARP), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(compiled.asm["cubin"])
+        usage, code = _dump("--dump-resource-usage", binary), _dump("-sass", binary)
+    registers = re.search(r"REG:(\d+)", usage)
+    assert registers is not None, usage
+    return Resources(
+        registers=int(registers[1]),
+        spills=len(re.findall(r"\b(?:LDL|STL)\b", code)),
+        shared=compiled.metadata.shared,
+        tensor_cores=len(re.findall(r"\sHG?MMA\.", code)),
+    )
+
+
+def _source(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:
+    """A launch's source as Triton would specialise it: pointers and numbers that 16 divides are marked, and a number 1
+    is constant, but for arguments that the kernel excludes.
+    """
+    general = {p.name for p in launch.kernel.params if p.do_not_specialize}
+    parameters = {p.name: p.is_constexpr for p in launch.kernel.params}
+    values = dict(zip(parameters, launch.arguments, strict=False))
+    values |= {name: value for name, value in launch.settings.items() if name in parameters}
+    missing = [p.name for p in launch.kernel.params if p.name not in values and not p.has_default]
+    assert not missing, f"{launch.kernel.__name__} is launched without {missing}"
+    values |= {p.name: p.default for p in launch.kernel.params if p.name not in values}
+    signature, constants, attributes = {}, {}, {}
+    for place, (name, constant) in enumerate(parameters.items()):
+        value = values[name]
+        if constant or value is None or (type(value) is int and value == 1 and name not in general):
+            signature[name], constants[name] = "constexpr", value
+            continue
+        signature[name] = _type(value)
+        if (
+            name not in general
+            and (value.data_ptr() if isinstance(value, Tensor) else type(value) is int and value) % 16 == 0
+        ):
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    options = {name: value for name, value in launch.settings.items() if name not in parameters}
+    return ASTSource(launch.kernel, signature, constants, attributes), options
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "*" + _TYPES[value.dtype]
+    if isinstance(value, bool):
+        return "u1"
+    if isinstance(value, int):
+        return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+    assert isinstance(value, float), value
+    return "fp32"
+
+
+def _dump(option: str, binary: Path) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return subprocess.run([tool, option, binary], check=True, capture_output=True, text=True).stdout
+
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class Variants(NamedTuple):
+    """One kernel at a head dim, dtype and compute capability."""
+
+    kernel: str
+    dtype: str
+    head_dim: int
+    capability: int
+
+
+Table = dict[Variants, Resources]
+
+
+def kernel_table(
+    operators: list[str], names: list[str], head_dims: list[int], capabilities: list[int], jobs: int
+) -> Table:
+    """Compile the kernels of the operators in `jobs` processes. names: those of the dtypes.
+
+    Raises ConfigError where Triton's interpreter is on.
+    """
+    if INTERPRETED:
+        raise ConfigError("TRITON_INTERPRET", "the interpreter compiles nothing", "Unset it")
+    dtypes = [dtype for dtype, name in NAMES.items() if name in names]
+    work = [(o, t, d) for o in operators for t in dtypes for d in head_dims if d == ONE or o not in ONE_WIDTH]
+    table: Table = {}
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        tasks = [pool.submit(compiled, *item, capabilities) for item in work]
+        for task in tqdm(as_completed(tasks), total=len(tasks), unit="case", disable=None):
+            table |= task.result()
+    return table
+
+
+def compiled(operator: str, dtype: torch.dtype, head_dim: int, capabilities: list[int]) -> Table:
+    """Every kernel that a case starts, over its variants."""
+    with recorded() as launches:
+        CASES[operator](dtype, head_dim)
+    table: Table = {}
+    for launch in distinct(launches):
+        for capability in capabilities:
+            key = Variants(f"{operator}.{launch.kernel.__name__}", NAMES[dtype], head_dim, capability)
+            found = compile_ahead(launch, capability)
+            table[key] = worst(table.get(key, found), found)
+    return table
+
+
+def worst(a: Resources, b: Resources) -> Resources:
+    return Resources(
+        max(a.registers, b.registers),
+        max(a.spills, b.spills),
+        max(a.shared, b.shared),
+        min(a.tensor_cores, b.tensor_cores),
+    )
+
+
+def markdown(table: Table) -> Iterator[str]:
+    yield "| kernel | dtype | head dim | for | registers | spills | shared KiB | tensor-core instructions |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for key, found in sorted(table.items()):
+        shared = f"{found.shared / 1024:.1f}" + (" (too much)" if found.shared > SHARED_MEMORY[key.capability] else "")
+        counts = f"{found.registers} | {found.spills} | {shared} | {found.tensor_cores}"
+        yield f"| {key.kernel} | {key.dtype} | {key.head_dim} | sm_{key.capability} | {counts} |"
+
+
+def record(table: Table, path: Path) -> None:
+    """Puts the table into the file, in place of what it has of the same kernels.
+
+    A line a kernel, capability and dtype: head dim -> [registers, spills, shared bytes, tensor-core instructions].
+    """
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"kernels": {}}
+    lines = known["kernels"] if known.get("triton") == triton.__version__ else {}
+    for key, found in table.items():
+        line = lines.setdefault(f"{key.kernel} sm_{key.capability} {key.dtype}", {})
+        line[str(key.head_dim)] = [found.registers, found.spills, found.shared, found.tensor_cores]
+    rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(lines[name])}" for name in sorted(lines))
+    with replacing(path) as file:
+        file.write(f'{{\n  "triton": "{triton.__version__}",\n  "kernels": {{\n{rows}\n  }}\n}}\n'.encode())
+
+
+@report_user_errors
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--operators", nargs="+", choices=sorted(CASES), default=sorted(CASES), metavar="NAME")
+    parser.add_argument("--head-dims", nargs="+", type=int, default=list(HEAD_DIMS), metavar="D")
+    parser.add_argument("--dtypes", nargs="+", choices=list(NAMES.values()), default=list(NAMES.values()))
+    parser.add_argument("--capabilities", nargs="+", type=int, choices=list(SHARED_MEMORY), default=list(SHARED_MEMORY))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time (default: cores)")
+    parser.add_argument("--output", type=Path, help="JSON file to record the table in")
+    args = parser.parse_args(words)
+    table = kernel_table(args.operators, args.dtypes, args.head_dims, args.capabilities, args.jobs)
+    print("\n".join(markdown(table)))
+    if args.output is not None:
+        record(table, args.output)
+
+
+if __name__ == "__main__":
+    main()

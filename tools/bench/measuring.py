@@ -1,0 +1,124 @@
+"""Time and memory of a run, measured alone in a process of its own."""
+
+import contextlib
+import multiprocessing
+import os
+import platform
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from megasparse.errors import UserError
+from megasparse.planning.measure import peak, reset_peak
+
+__all__ = ["MeasurementError", "alone", "machine", "peak", "reset_peak", "time_passes"]
+Result = TypeVar("Result")
+PATIENCE = 600.0
+"""Seconds after which no further run is started."""
+
+
+class MeasurementError(UserError):
+    """Failure of the measured function. problem: the reason, in one line."""
+
+    def __init__(self, problem: str):
+        super().__init__(f"a measurement in its own process failed: {problem}. Correct that and run the command again")
+        self.problem = problem
+
+
+def alone(measure: Callable[..., Result], *arguments: Any) -> Result:
+    """Run measure(*arguments) in a new process, where nothing else has taken memory. `measure` is a function of a
+    module, and both arguments and result can be pickled. Raises MeasurementError, also where the system ends the
+    process.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _end_this_first) as pool:
+        try:
+            result, problem = pool.submit(_attempt, measure, arguments).result()
+        except BrokenProcessPool:
+            problem = "its process was ended, as the system does where no memory is left"
+    if problem is not None:
+        raise MeasurementError(problem)
+    return result
+
+
+def _attempt(measure: Callable[..., Result], arguments: tuple[Any, ...]) -> tuple[Any, str | None]:
+    try:
+        return measure(*arguments), None
+    except Exception as error:  # whatever it is, the measurements after it go on
+        lines = str(error).strip().splitlines() or [""]
+        out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in lines[0]
+        return None, "out of memory" if out_of_memory else f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def _end_this_first() -> None:
+    """Let Linux end this process, no other one, where memory runs out."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def time_passes(
+    forward: Callable[[], Callable[[], None]], device: torch.device, repeats: int, warm_up: int
+) -> list[tuple[float, float]]:
+    """Seconds of the forward pass, and of it with its backward pass, which `forward()` gives back; one pair a repeat,
+    fewer than `repeats` where these take longer than `PATIENCE`. By CUDA events on a GPU.
+    """
+    found: list[tuple[float, float]] = []
+    started = time.perf_counter()
+    for number in range(warm_up + repeats):
+        if len(found) and time.perf_counter() - started > PATIENCE:
+            break
+        marks = [_mark(device)]
+        backward = forward()
+        marks.append(_mark(device))
+        backward()
+        marks.append(_mark(device))
+        del backward
+        seconds = _seconds(marks[0], marks[1], device), _seconds(marks[0], marks[2], device)
+        if number >= warm_up:
+            found.append(seconds)
+    return found
+
+
+def _mark(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(start: Any, end: Any, device: torch.device) -> float:
+    if device.type != "cuda":
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """The facts about the machine that a measurement depends on."""
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }
+    if device.type == "cuda":
+        found["cuda"] = torch.version.cuda
+    for package in ("megasparse", "torch", "triton", "transformers", "reformer-pytorch"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,177 @@
+"""Measure tokens per second and peak memory of training steps, beside those of the same model with full attention.
+
+    python tools/bench/training.py reformer_64k --json training.json             # a GPU
+    python tools/bench/training.py quickstart --set data.sequence_length=256     # a CPU, a minute
+
+Models of one configuration, each in a process of its own, on plain torch (no ZeRO, no offloading), dummy tokens, one
+micro-batch per step:
+
+    as configured
+    full, checkpointed    every layer has full attention, in ordinary blocks with activation checkpointing
+    hashed layers full    full attention in place of every mechanism but local attention
+    2 layers, 20 layers   as configured, but for the depth; of 2 layers each has another mechanism
+
+"activations" is the peak before the optimizer's step beyond weights, optimizer state and gradients.
+"""
+
+import argparse
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from tqdm import tqdm
+
+from megasparse.config.load import build_config, load_config
+from megasparse.config.schema import Config
+from megasparse.data.batches import Batch
+from megasparse.errors import ConfigError, report_user_errors
+from megasparse.evaluation.outputs import write_json
+from megasparse.planning.dry_run import trial_engine
+from megasparse.training.engines.contract import Engine
+from megasparse.training.ranks import start_ranks
+from tools.bench.measuring import MeasurementError, alone, machine, peak, reset_peak
+
+DEPTHS = (2, 20)
+WARM_UP = 2
+AS_CONFIGURED = "as configured"
+
+
+def bench_training(config: Config, steps: int, command: str, json_file: Path | None = None) -> dict[str, Any]:
+    """Measure the models of a configuration (see `models`). Returns all figures, which are also written to a file as
+    they come in. Raises ConfigError.
+    """
+    if steps < 1:
+        raise ConfigError("--steps", f"{steps} is too few", "Write 1 or more")
+    if config.model.source is not None:
+        raise ConfigError("model.kind", '"encoder_decoder" is not measured here', "Give a decoder or an encoder")
+    device = config.run.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    result: dict[str, Any] = {"command": command, "machine": alone(machine, torch.device(device)), "rows": []}
+    for name, changed in tqdm(models(config).items(), unit="model", disable=None):
+        try:
+            row = alone(measure, changed, steps)
+        except MeasurementError as error:
+            row = {"error": error.problem}
+        result["rows"].append({"model": name} | row)
+        if json_file is not None:  # each time: what was measured is there even if the rest takes too long
+            write_json(json_file, result)
+    return result
+
+
+def models(config: Config) -> dict[str, dict[str, Any]]:
+    """What is measured: name -> a whole configuration's values."""
+    pattern = config.model.attention.pattern
+    entries = [{entry: config.model.heads} if isinstance(entry, str) else dict(entry) for entry in pattern]
+    kinds = list(dict.fromkeys(kind for entry in entries for kind in entry))
+    made: dict[str, dict[str, Any]] = {
+        AS_CONFIGURED: {},
+        "full, checkpointed": {"pattern": ["full"], "blocks": "ordinary", "activations": "checkpoint"},
+        "hashed layers full": {"pattern": [in_full(entry) for entry in entries]},
+    }
+    for depth in DEPTHS:
+        made[f"{depth} layers"] = {"layers": depth, "pattern": pattern if depth >= len(pattern) else kinds[:depth]}
+    return {name: changed(config, **changes) for name, changes in made.items()}
+
+
+def in_full(entry: dict[Any, int]) -> dict[str, int]:
+    """A layer's heads by kind, with full attention in place of all that is not local."""
+    local = entry.get("local", 0)
+    heads = {"local": local, "full": sum(entry.values()) - local}
+    return {kind: number for kind, number in heads.items() if number}
+
+
+def changed(config: Config, pattern: list[Any] | None = None, **model: Any) -> dict[str, Any]:
+    values = config.model_dump(mode="json")
+    values["model"] |= model
+    if pattern is not None:
+        values["model"]["attention"] |= {"pattern": pattern, "full_below": None}
+    build_config(values)
+    return values
+
+
+def measure(values: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Measure one model, in a process that does nothing else. values: its configuration."""
+    config = build_config(values)
+    ranks = start_ranks(config.run.model_copy(update={"engine": "torch"}))
+    device = ranks.device
+    start = reset_peak(device)
+    engine, batch = trial_engine(config, ranks)
+    before_update: list[int] = []
+    seconds = []
+    for step in range(WARM_UP + steps):
+        if step == WARM_UP:  # the optimizer's state is there
+            standing = reset_peak(device)
+            engine.optimizer.register_step_pre_hook(lambda *_: before_update.append(peak(device)))
+        seconds.append(step_seconds(engine, batch, step, config.optimizer.learning_rate))
+    gradients = sum(p.numel() * p.element_size() for p in engine.module.parameters())
+    tokens = config.training.micro_batch * config.data.sequence_length
+    return {
+        "parameters": sum(p.numel() for p in engine.module.parameters()),
+        "tokens_a_second": tokens / statistics.median(seconds[WARM_UP:]),
+        "seconds": seconds[WARM_UP:],
+        "peak_bytes": peak(device) - start,
+        "activation_bytes": before_update[0] - standing - gradients if before_update else None,
+    }
+
+
+def step_seconds(engine: Engine, batch: Batch, step: int, learning_rate: float) -> float:
+    """Seconds of a training step of one micro-batch."""
+    begun = time.perf_counter()
+    engine.train_step([batch], step, learning_rate)
+    if engine.ranks.device.type == "cuda":
+        torch.cuda.synchronize(engine.ranks.device)
+    return time.perf_counter() - begun
+
+
+def report(result: dict[str, Any], config: Config) -> Iterator[str]:
+    """The figures as Markdown lines."""
+    about, data = result["machine"], config.data
+    yield f"`{result['command']}` on {about['device']}, torch {about['torch']}, {about['threads']} threads"
+    yield ""
+    yield f"{config.training.micro_batch} × {data.sequence_length:,} tokens a step, {config.training.precision}"
+    yield ""
+    heading = ["model", "parameters, millions", "tokens/s", "step, s (least to greatest)", "peak, GB"]
+    heading.append("activations, GB")
+    yield f"| {' | '.join(heading)} | as configured is faster × |"
+    yield "|" + "---|" * (len(heading) + 1)
+    configured: dict[str, Any] = next((row for row in result["rows"] if row["model"] == AS_CONFIGURED), {})
+    for row in result["rows"]:
+        if "error" in row:
+            yield f"| {row['model']} |  | {row['error'].replace('|', '/')} |  |  |  |  |"
+            continue
+        middle, times = statistics.median(row["seconds"]), row["seconds"]
+        activations = "" if row["activation_bytes"] is None else f"{row['activation_bytes'] / 1e9:.3f}"
+        ratio = (
+            f"{configured['tokens_a_second'] / row['tokens_a_second']:.3g}" if "tokens_a_second" in configured else ""
+        )
+        yield (
+            f"| {row['model']} | {row['parameters'] / 1e6:.1f} | {row['tokens_a_second']:,.0f} "
+            f"| {middle:.4g} ({min(times):.4g} to {max(times):.4g}) | {row['peak_bytes'] / 1e9:.3f} "
+            f"| {activations} | {ratio} |"
+        )
+
+
+@report_user_errors
+def main(words: Sequence[str] | None = None) -> None:
+    words = sys.argv[1:] if words is None else [str(word) for word in words]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", metavar="CONFIG", help="a shipped configuration, or a file")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=JSON", help="override one key")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="measured steps (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers and how they were measured there")
+    args = parser.parse_args(words)
+    config = load_config(args.config, args.set)
+    command = shlex.join(["python", "tools/bench/training.py", *words])
+    print("\n".join(report(bench_training(config, args.steps, command, args.json), config)))
+
+
+if __name__ == "__main__":
+    main()
