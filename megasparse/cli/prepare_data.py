@@ -18,14 +18,11 @@ import argparse
 import inspect
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from megasparse.data.corpora import CORPORA
-from megasparse.data.corpora.records import RecordSource
-from megasparse.data.corpora.records_report import write_report
-from megasparse.data.corpora.source import Kind, Source, positive
+from megasparse.data.corpora.corpus import positive
+from megasparse.data.corpora.records import RecordSource, write_report
 from megasparse.data.index import Index
 from megasparse.data.prepare import prepare
 from megasparse.errors import ConfigError
@@ -50,17 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         corpus.add_arguments(part)
 
 
-def kind_of(corpus: object, documents: bool) -> Kind:
-    """How the corpus reads its source."""
-    if getattr(corpus, "RAW", False):
-        return "raw"
-    return "files" if documents or getattr(corpus, "FILES", False) else "stream"
-
-
 def run(args: argparse.Namespace) -> None:
     options = {key: value for key, value in vars(args).items() if key not in COMMON}
     cores = len(os.sched_getaffinity(0))
-    source = _open_source(args, options, args.workers or cores)
+    corpus, downloads = CORPORA[args.corpus], args.output / ".download"
+    source = corpus.open(args.source, getattr(args, "member", None), downloads, options, args.workers or cores)
     if source.empty:
         print(f"left out, because they are empty: {len(source.empty)} files ({source.empty[0]}, …)", file=sys.stderr)
     written = prepare(
@@ -82,15 +73,6 @@ def run(args: argparse.Namespace) -> None:
         print(f"  {name}: {records}{size}")
     if isinstance(source, RecordSource):
         _report(source, args.output)
-
-
-def _open_source(args: argparse.Namespace, options: Mapping[str, Any], workers: int) -> Source:
-    corpus, downloads = CORPORA[args.corpus], args.output / ".download"
-    member = getattr(args, "member", None)
-    if opening := getattr(corpus, "open_source", None):
-        source: Source = opening(args.source, member, downloads, options, workers)
-        return source
-    return Source.open(args.source, member, downloads, kind_of(corpus, getattr(args, "documents", False)))
 
 
 def _report(source: RecordSource, output: Path) -> None:

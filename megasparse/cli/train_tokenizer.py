@@ -16,11 +16,12 @@ file, which is written whole or not at all.
 import argparse
 from pathlib import Path
 
-from megasparse.data.corpora.source import Source, positive
+from megasparse.data.corpora.corpus import positive
+from megasparse.data.corpora.source import Source
 from megasparse.data.files import replacing
 from megasparse.data.tokenizers import build_tokenizer
+from megasparse.data.tokenizers.simple import vocabulary_file
 from megasparse.data.tokenizers.training import Sample, train_sentencepiece
-from megasparse.data.tokenizers.words import vocabulary_file
 from megasparse.errors import ConfigError, DataError
 
 SUFFIXES = {"sentencepiece": ".model", "words": ".txt"}

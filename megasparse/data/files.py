@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,3 +51,8 @@ def file_sha256(file: Path | int, progress: Callable[[], None] = lambda: None) -
             digest.update(piece)
             progress()
     return digest.hexdigest()
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Return a sort key by which batch_2 precedes batch_10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from megasparse.data.index_file import INDEX_FILE, IndexFile, Shard, Split, TokenizerEntry, parse, parse_content
 from megasparse.data.reader import check_size, verify_shard
-from megasparse.data.remote import RemoteFolder
-from megasparse.data.shard_cache import ShardCache
+from megasparse.data.remote import RemoteFolder, ShardCache
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.data.urls import is_url
 from megasparse.errors import ConfigError, DataError, did_you_mean

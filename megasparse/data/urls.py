@@ -1,21 +1,30 @@
-"""Bytes of a URL from some offset on: http(s) by the standard library, object stores by fsspec. What comes is not
-believed here.
+"""Bytes of URLs: http(s) by the standard library, object stores by fsspec; repeated if that may help, bounded in size
+and time. What comes is verified by whoever asks for it.
 
-http(s) has no need of the extra libraries; both kinds give one `Body`, and show by the same exceptions whether asking
-again may help.
+http(s) has no need of the extra libraries; both kinds give one `ResponseBody`, and show by the same exceptions whether
+asking again may help.
 """
 
 import http.client
 import importlib
+import os
 import re
+import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import closing
 from functools import cache
 from http import HTTPStatus
+from http.client import HTTPException
+from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import urlsplit
 
+from megasparse.callbacks import Progress
+from megasparse.data.files import file_sha256
+from megasparse.data.index_file import INDEX_FILE, one_line
 from megasparse.errors import DataError
 
 STALL_SECONDS = 30.0
@@ -239,3 +248,167 @@ def asked(scheme: str, call: Callable[[], T]) -> T:
         if "credentials" in type(error).__name__.lower():
             raise Refused(f"{name} wants credentials, in the environment or its own files ({error})") from None
         raise OSError(f"{type(error).__name__}: {error}") from None
+
+
+# Work on storage that fails now and then, repeated if that may help: fetching and uploading
+
+ATTEMPTS = 8
+LONGEST_PAUSE = 30.0
+"""Longest pause between two attempts, which is 1, 2, 4, ... seconds."""
+PATIENCE_SECONDS = 600.0
+SLOWEST = 100_000  # bytes a second
+"""All attempts together may take PATIENCE_SECONDS, and as long as the bytes take at SLOWEST."""
+POLL_SECONDS = 0.1
+
+
+class WrongContent(Exception):
+    """What is there is not what should be. Repeated once."""
+
+
+class GaveUp(Exception):
+    """Why no attempt has succeeded, on one line. refused: whether the answer was such that none would."""
+
+    def __init__(self, reason: str, refused: bool):
+        super().__init__(reason)
+        self.refused = refused
+
+
+def retried(
+    doing: str, attempt: Callable[[float], T], progress: Progress, size: int = 0, attempts: int = ATTEMPTS
+) -> T:
+    """The result of `attempt`, which gets the time.monotonic() by which it must end, repeated where that may help.
+
+    doing: what is done, for messages, such as "fetching URL". size: bytes to be moved. Raises GaveUp.
+    """
+    until = time.monotonic() + PATIENCE_SECONDS + size / SLOWEST
+    number = wrong = 0
+    while True:
+        number += 1
+        try:
+            return attempt(until)
+        except Refused as error:
+            raise GaveUp(one_line(str(error)), True) from None
+        except WrongContent as error:
+            wrong += 1
+            reason = str(error)
+        except (OSError, EOFError, HTTPException, ValueError) as error:
+            reason = str(error) or type(error).__name__
+        reason, pause = one_line(reason), min(LONGEST_PAUSE, 2.0 ** (number - 1))
+        if number >= attempts or wrong == 2 or time.monotonic() + pause > until:
+            raise GaveUp(f"{reason}, at attempt {number}", False)
+        message = f"{doing}: attempt {number} of {attempts} failed ({reason}); again in {pause:g} s"
+        print(message, file=sys.stderr, flush=True)
+        _pause(pause, f"waiting before {doing} again", progress)
+
+
+def _pause(seconds: float, doing: str, progress: Progress) -> None:
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        progress(doing)
+        time.sleep(min(POLL_SECONDS, left))
+
+
+# A file of a folder of shards
+
+PIECE = 1 << 20
+
+
+class FetchError(DataError):
+    """A file could not be fetched: no damage of the data, but a fault of the way to it, which may pass.
+
+    refused: whether the answer was such that asking again would not change it.
+    """
+
+    def __init__(self, url: str, problem: str, refused: bool = False):
+        hint = "Fix that, and start again: it goes on from here"
+        if refused:
+            hint = "Check the URL of the folder, and who may read it; then start again"
+        super().__init__(url, f"this cannot be fetched: {problem}", hint)
+        self.refused = refused
+
+
+def fetch_bytes(url: str, most: int, progress: Progress) -> bytes:
+    """The whole content of a URL, of at most `most` bytes. Raises FetchError."""
+
+    def attempt(until: float) -> bytes:
+        with closing(open_url(url)) as body:
+            content = bytearray()
+            while piece := body.stream.read(PIECE):
+                content += piece
+                if len(content) > most:
+                    raise Refused(f"it has more than {most:,} bytes")
+                _go_on(f"fetching {url}", until, progress)
+            if body.size is not None and len(content) < body.size:
+                raise EOFError(f"the connection ended after {len(content):,} of {body.size:,} bytes")
+            return bytes(content)
+
+    return _retry(url, attempt, 0, ATTEMPTS, progress)
+
+
+def fetch_file(
+    url: str,
+    size: int,
+    sha256: str,
+    path: Path,
+    descriptor: int,
+    progress: Progress,
+    attempts: int = ATTEMPTS,
+    listed: str = INDEX_FILE,
+) -> None:
+    """Fill the file `descriptor`, which is at `path`, with a URL's; what it has already is kept where it fits.
+
+    size, sha256: what it must have in the end, by the file `listed`. Raises FetchError; DataError naming `path` where
+    it cannot be written. Then it keeps what came, for the next to go on with.
+    """
+
+    def attempt(until: float) -> None:
+        try:
+            if os.fstat(descriptor).st_size < size:
+                _append(url, size, path, descriptor, until, progress, listed)
+            digest = file_sha256(descriptor, lambda: progress(f"verifying {url}"))
+            if digest != sha256:
+                raise WrongContent(f"its sha256 is {digest[:12]}…, {listed} says {sha256[:12]}…")
+        except (WrongContent, OutOfRange) as error:
+            os.ftruncate(descriptor, 0)
+            raise WrongContent(str(error) or "the server's file is shorter than what came of it before") from None
+
+    _retry(url, attempt, size, attempts, progress)
+
+
+def _append(url: str, size: int, path: Path, descriptor: int, until: float, progress: Progress, listed: str) -> None:
+    """Go on where the file ends, up to `size` bytes and never further."""
+    with closing(open_url(url, os.fstat(descriptor).st_size)) as body:
+        if body.size is not None and body.size != size:
+            raise WrongContent(f"the server's file has {body.size:,} bytes, {listed} says {size:,}")
+        have = body.start
+        os.ftruncate(descriptor, have)
+        while have < size:
+            piece = body.stream.read(min(PIECE, size - have))
+            if not piece:
+                raise EOFError(f"the connection ended after {have:,} of {size:,} bytes")
+            _write(path, descriptor, piece, have)
+            have += len(piece)
+            _go_on(f"fetching {url}, {have:,} of {size:,} bytes", until, progress)
+
+
+def _write(path: Path, descriptor: int, piece: bytes, offset: int) -> None:
+    try:
+        while piece:
+            count = os.pwrite(descriptor, piece, offset)
+            piece, offset = piece[count:], offset + count
+    except OSError as error:
+        hint = "Make room there, or choose another folder (data.cache, run.directory)"
+        raise DataError(path, f"what is fetched cannot be written: {error.strerror}", hint) from None
+
+
+def _go_on(doing: str, until: float, progress: Progress) -> None:
+    if time.monotonic() > until:
+        raise TimeoutError("it comes too slowly")
+    progress(doing)
+
+
+def _retry(url: str, attempt: Callable[[float], T], size: int, attempts: int, progress: Progress) -> T:
+    try:
+        return retried(f"fetching {url}", attempt, progress, size, attempts)
+    except GaveUp as error:
+        raise FetchError(url, str(error), error.refused) from None

@@ -3,9 +3,9 @@
 import re
 from typing import Any
 
-from megasparse.data.tokenizers.byte_level import alphabet
+from megasparse.data.tokenizers.huggingface import alphabet
 from megasparse.data.tokenizers.sentence_piece import GRID
-from megasparse.data.tokenizers.words import END, UNKNOWN
+from megasparse.data.tokenizers.simple import END, UNKNOWN
 
 NEVER = -1e9
 """Score of a piece that no text becomes: all can be encoded in bytes, and so better."""

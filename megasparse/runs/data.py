@@ -7,8 +7,9 @@ from pathlib import Path
 
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.batches import TrainingBatches
+from megasparse.data.corpora import CORPORA
 from megasparse.data.index import Index
-from megasparse.data.shard_cache import GIGABYTE, ShardCache
+from megasparse.data.remote import GIGABYTE, ShardCache
 from megasparse.data.tokenizers import Tokenizer, build_tokenizer
 from megasparse.errors import ConfigError
 from megasparse.training.ranks import Ranks, RunHooks
@@ -73,7 +74,8 @@ def _check_objectives(index: Index, model: ModelConfig, tokenizer: Tokenizer) ->
     if model.kind == "encoder" and mask < tokenizer.vocabulary and (special is None or mask != special.mask):
         own = special.mask if special else tokenizer.vocabulary
         raise ConfigError("model.masking.token", f"{mask} is a token that texts can have", f"Set it to {own}")
-    if order is not None and index.file.corpus not in ("pairs", "shards"):
+    corpus = CORPORA.get(index.file.corpus)
+    if order is not None and corpus is not None and not corpus.SENTENCE_PAIRS:
         problem = f"given, but {index.directory} holds {index.file.corpus}"
         raise ConfigError("model.sentence_order", problem, "Prepare pairs (megasparse prepare-data), or set it to null")
     if order is not None and special is not None and order.separator != special.separator:

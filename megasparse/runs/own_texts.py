@@ -2,12 +2,12 @@
 
 import argparse
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from megasparse.config.schema import Config
 from megasparse.data.corpora import CORPORA
-from megasparse.data.corpora.jsonl import SUFFIXES
 from megasparse.data.corpora.source import Source
+from megasparse.data.corpora.tables import JSON_SUFFIXES
 from megasparse.data.index_file import INDEX_FILE
 from megasparse.data.prepare import prepare
 from megasparse.data.tokenizers import build_tokenizer
@@ -56,7 +56,7 @@ def _prepare(texts: str, tokenizer: str, output: Path) -> bool:
     if _are_json_lines(Path(texts)):
         corpus, documents = "jsonl", True
         options = _options(corpus, texts, tokenizer, share)
-        source: Source = cast(Any, CORPORA[corpus]).open_source([texts], None, downloads, options, 1)
+        source = CORPORA[corpus].open([texts], None, downloads, options, 1)
     else:
         corpus, source = "text", Source.open([texts], None, downloads, "files")
         before_last = 1 - source.parts[-1].size / source.total_bytes
@@ -72,7 +72,7 @@ def _prepare(texts: str, tokenizer: str, output: Path) -> bool:
 def _are_json_lines(path: Path) -> bool:
     """Whether a file, or any file of a folder, is named as JSON lines are."""
     files = path.rglob("*") if path.is_dir() else [path]
-    return any(file.name.lower().endswith(tuple(SUFFIXES)) for file in files)
+    return any(file.name.lower().endswith(tuple(JSON_SUFFIXES)) for file in files)
 
 
 def _options(corpus: str, texts: str, tokenizer: str, share: int, *flags: str) -> dict[str, Any]:

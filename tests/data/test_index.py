@@ -6,7 +6,7 @@ import pytest
 
 from megasparse.data.index import Index
 from megasparse.data.index_file import IndexFile, parse_content
-from megasparse.data.tokenizers.byte import ByteTokenizer
+from megasparse.data.tokenizers.simple import ByteTokenizer
 from megasparse.errors import ConfigError, DataError
 from tests.data.folders import edit, without_crc32
 from tests.helpers.traced import traced_peak

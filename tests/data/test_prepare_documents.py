@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from megasparse.data.corpora import text
-from megasparse.data.encoding import Encoded
+from megasparse.data.encoders import Encoded, TextEncoder
 from megasparse.data.index import Index
-from megasparse.data.text_encoder import TextEncoder
 from megasparse.errors import ConfigError, DataError
 from tests.data.corpora.pictures import write_files
 from tests.data.folders import crashing, everything, files, prepared, source_of

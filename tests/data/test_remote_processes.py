@@ -15,7 +15,7 @@ import pytest
 from megasparse.data import shard_cache
 from megasparse.data.index import Index
 from megasparse.data.reader import ShardReader
-from megasparse.data.shard_cache import ShardCache
+from megasparse.data.remote import ShardCache
 from megasparse.errors import DataError
 from tests.data.folders import largest, ramp, wait_until, write_folder
 
@@ -23,7 +23,7 @@ READ_ALL = """
 import hashlib, os, sys
 from megasparse.data.index_file import IndexFile, parse_content
 from megasparse.data.remote import RemoteFolder
-from megasparse.data.shard_cache import ShardCache
+from megasparse.data.remote import ShardCache
 url, cache, limit = sys.argv[1:]
 folder = RemoteFolder(url, ShardCache(cache, int(limit)))
 index = parse_content(folder.read_index(), url, IndexFile)

@@ -10,7 +10,7 @@ import torch
 
 from megasparse.data.index import Index
 from megasparse.data.reader import ShardReader
-from megasparse.data.shard_cache import ShardCache
+from megasparse.data.remote import ShardCache
 from megasparse.errors import ConfigError, DataError
 from tests.data.folders import batches, do, everything, flip, largest
 

@@ -2,7 +2,7 @@ import pickle
 
 import pytest
 
-from megasparse.data.text_encoder import TextEncoder, width_for
+from megasparse.data.encoders import TextEncoder, width_for
 from megasparse.errors import ConfigError
 
 

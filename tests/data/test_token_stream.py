@@ -3,9 +3,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-
-from megasparse.data.encoding import Encoded
 from megasparse.data.token_stream import StreamPosition, TokenStream
+
+from megasparse.data.encoders import Encoded
 from megasparse.data.workers import Workers
 from tests.helpers.encoders import Doubling
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megasparse.config.schema import Config
-from megasparse.data.tokenizers.byte import ByteTokenizer
+from megasparse.data.tokenizers.simple import ByteTokenizer
 from megasparse.errors import CheckpointError
 from megasparse.evaluation.generate import generate
 from megasparse.hub.export import to_hf

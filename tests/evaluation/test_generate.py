@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megasparse.data.tokenizers.byte import ByteTokenizer
+from megasparse.data.tokenizers.simple import ByteTokenizer
 from megasparse.errors import ConfigError
 from megasparse.evaluation.generate import Sampling, check_length, continuations, generate, sample
 

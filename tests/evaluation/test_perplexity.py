@@ -14,7 +14,7 @@ from launch import evaluate as launcher
 from megasparse.config.schema import Config
 from megasparse.data.index import Index
 from megasparse.data.tokenizers import build_tokenizer
-from megasparse.data.tokenizers.words import vocabulary_file
+from megasparse.data.tokenizers.simple import vocabulary_file
 from megasparse.errors import ConfigError
 from megasparse.evaluation.images import png_bits_per_dim
 from megasparse.evaluation.results import Protocol, protocol_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megasparse.config.schema import Config
-from megasparse.data.tokenizers.byte import ByteTokenizer, PixelTokenizer
+from megasparse.data.tokenizers.simple import ByteTokenizer, PixelTokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.evaluation.generate import Sampling
 from megasparse.evaluation.texts import Request, read_sources, texts

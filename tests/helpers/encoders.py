@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from megasparse.data.encoding import Encoded
+from megasparse.data.encoders import Encoded
 from megasparse.errors import DataError
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megasparse.data.corpora.source import Source
-from megasparse.data.tokenizers.byte_level import alphabet
+from megasparse.data.tokenizers.huggingface import alphabet
 from megasparse.data.tokenizers.training import Sample, train_sentencepiece
 
 ROOT = Path(__file__).resolve().parents[2]

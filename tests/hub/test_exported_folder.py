@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from megasparse.attention.heads import Padding
-from megasparse.data.tokenizers.byte import ByteTokenizer
+from megasparse.data.tokenizers.simple import ByteTokenizer
 from megasparse.hub.export import to_hf
 from megasparse.hub.tokenizer_files import byte_files
 from megasparse.model.build import build_model

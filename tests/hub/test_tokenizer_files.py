@@ -11,9 +11,9 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertModel, 
 from megasparse.cli.main import door
 from megasparse.config.load import build_config
 from megasparse.config.schema import Config, DataConfig, RunConfig
-from megasparse.data.corpora.parallel import ParallelEncoder
+from megasparse.data.corpora.pairs import ParallelEncoder
 from megasparse.data.tokenizers import build_tokenizer
-from megasparse.data.tokenizers.words import vocabulary_file
+from megasparse.data.tokenizers.simple import vocabulary_file
 from megasparse.errors import ConfigError, HubError
 from megasparse.hub.export import to_hf
 from megasparse.hub.fast_tokenizer import of_bytes, of_unigram

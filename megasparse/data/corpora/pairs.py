@@ -1,74 +1,100 @@
-"""Pairs of consecutive segments of text, for encoders that predict masked tokens and sentence order (ALBERT).
-
-A record of L tokens is [begin] A [separator] B [separator] and padding; A and B are runs of whole sentences that follow
-each other in one document, in order, with a border of sentences, at random, between them. Every tenth record is made
-for a random shorter length. How many sentences a record has depends on none of their places: where records are filled
-until the next sentence does not fit, or segments are cut to the record's length as ALBERT's are, lengths and cuts give
-away which segment came first, and order can be predicted without reading (62 % of movie reviews' pairs of 128 tokens by
-sentence lengths alone).
+"""Records of two texts with special tokens and padding: pairs of segments for encoders, translations for
+encoder–decoders.
 """
 
 import argparse
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megasparse.data.corpora.cutting import add_split_argument, split_at, split_sizes
-from megasparse.data.corpora.padded import PaddedEncoder
-from megasparse.data.corpora.sentences import ENDS, documents, packed, text_documents
-from megasparse.data.corpora.source import Document, Source, add_source_arguments, add_tokenizer_argument, positive
-from megasparse.data.encoding import Encoded
+from megasparse.data.corpora.corpus import (
+    NAMES,
+    SPLIT,
+    Corpus,
+    CorpusSettings,
+    CorpusSplits,
+    add_source_arguments,
+    add_split_argument,
+    add_tokenizer_argument,
+    check_seed,
+    lines,
+    positive,
+    split_at,
+    split_sizes,
+    text_pieces,
+)
+from megasparse.data.corpora.source import PIECE, Part, Source
+from megasparse.data.encoders import Encoded, PaddedEncoder
+from megasparse.data.workers import grouped
 from megasparse.errors import ConfigError, DataError
 
-HELP = "pairs of text segments, for masked tokens and sentence order"
-EXAMPLE = "--source books/ --tokenizer tokenizers/bert.json --length 512 --output data/pairs"
-FILES = True
+ENDS = ("empty-lines", "files", "doc-tags")
+"""Ways to end a document besides its file: an empty line (a sentence a line, as BookCorpus comes); nothing (empty lines
+are paragraphs'); or the lines <doc ...> and </doc> of WikiExtractor."""
+_TAG = re.compile(rb"</?doc\b[^>]*>\s*\Z")
+_END = re.compile(r"""([.!?…]+)["'”’»)\]]*\s+(?=["'“‘«(\[]*(\w))""")
+_NO_END = re.compile(r"\b([^\W\d_]|Mr|Mrs|Ms|Dr|Prof|St|Jr|Sr|vs|etc|e\.g|i\.e)\Z")
 SHORTER = 0.1
 """Part of the records that are made for a random length."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_source_arguments(parser)
-    add_tokenizer_argument(parser)
-    add_split_argument(parser)
-    parser.add_argument(
-        "--length", type=positive, default=512, metavar="TOKENS", help="of a record (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--documents",
-        choices=ENDS,
-        default=ENDS[0],
-        help="what ends a document within a file (default: %(default)s); a file ends one in any case",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the cutting (default: %(default)s)")
+class Pairs(Corpus):
+    """Pairs of consecutive segments of text, for encoders that predict masked tokens and sentence order (ALBERT).
 
-
-def encoder(settings: Mapping[str, Any]) -> "PairEncoder":
-    return PairEncoder(settings["tokenizer"], settings["length"], settings["seed"])
-
-
-def splits(source: Source, settings: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[Document]]]:
-    """A document belongs to the split that its first byte lies in. Raises ConfigError for a bad --split, DataError for
-    text that is not UTF-8, and for a split that gets no document.
+    A record of L tokens is [begin] A [separator] B [separator] and padding; A and B are runs of whole sentences that
+    follow each other in one document, in order, with a border of sentences, at random, between them. Every tenth record
+    is made for a random shorter length. How many sentences a record has does not depend on their order: where records
+    are filled until the next sentence does not fit, or segments are cut to the record's length as ALBERT's are, lengths
+    and cuts give away which segment came first, and order can be predicted without reading (62 % of movie reviews'
+    pairs of 128 tokens by sentence lengths alone).
     """
-    source.require_text()
-    return _splits(source, split_sizes(settings["split"], source.total_bytes), settings)
 
+    HELP = "pairs of text segments, for masked tokens and sentence order"
+    EXAMPLE = "--source books/ --tokenizer tokenizers/bert.json --length 512 --output data/pairs"
+    KIND = "files"
+    SENTENCE_PAIRS = True
 
-def _splits(
-    source: Source, sizes: Mapping[str, int], settings: Mapping[str, Any]
-) -> Iterator[tuple[str, Iterable[Document]]]:
-    missing = dict.fromkeys(sizes)
-    spans = text_documents(source, settings["documents"])
-    for name, group in groupby(spans, key=lambda document: split_at(document.start, sizes)):
-        del missing[name]
-        yield name, [packed(group)]
-    if missing:
-        hint = "Give more text, another --split, or check --documents"
-        raise DataError(source.name, f"no document begins in the part that is for {next(iter(missing))}", hint)
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_source_arguments(parser)
+        add_tokenizer_argument(parser)
+        add_split_argument(parser)
+        parser.add_argument(
+            "--length", type=positive, default=512, metavar="TOKENS", help="of a record (default: %(default)s)"
+        )
+        parser.add_argument(
+            "--documents",
+            choices=ENDS,
+            default=ENDS[0],
+            help="what ends a document within a file (default: %(default)s); a file ends one in any case",
+        )
+        parser.add_argument("--seed", type=int, default=0, help="of the cutting (default: %(default)s)")
+
+    def encoder(self, settings: CorpusSettings) -> "PairEncoder":
+        return PairEncoder(settings["tokenizer"], settings["length"], settings["seed"])
+
+    def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
+        """Return the splits; a document belongs to the split that its first byte lies in.
+
+        Raises ConfigError for a bad --split; DataError for text that is not UTF-8, and a split that gets no document.
+        """
+        source.require_text()
+        sizes = split_sizes(settings["split"], source.total_bytes)
+
+        def grouped_by_split() -> CorpusSplits:
+            missing = dict.fromkeys(sizes)
+            spans = text_documents(source, settings["documents"])
+            for name, group in groupby(spans, key=lambda document: split_at(document.start, sizes)):
+                del missing[name]
+                yield name, [packed(group)]
+            if missing:
+                hint = "Give more text, another --split, or check --documents"
+                raise DataError(source.name, f"no document begins in the part that is for {next(iter(missing))}", hint)
+
+        return grouped_by_split()
 
 
 class PairEncoder(PaddedEncoder):
@@ -81,8 +107,7 @@ class PairEncoder(PaddedEncoder):
         self.record, self.seed = length, seed
         if length < 5:
             raise ConfigError("--length", f"{length} tokens hold no pair of segments", "Give 5 or more, such as 512")
-        if seed < 0:
-            raise ConfigError("--seed", f"{seed} is negative", "Give 0 or more")
+        check_seed(seed)
 
     def encode(self, piece: bytes) -> Encoded:
         """Encode documents as sentences.py separates them, each cut by draws of (seed, its text)."""
@@ -126,3 +151,220 @@ def segments(sentences: Sequence[np.ndarray], room: int, words: Words) -> Iterat
 
 def _target(room: int, words: Words) -> int:
     return 2 + words.below(room - 1) if words.below(1000) < 1000 * SHORTER else room
+
+
+# Sentences of documents
+
+
+class DocumentSpan(NamedTuple):
+    """A document, or a part of up to 1 MiB of one that is longer."""
+
+    start: int
+    """Byte of the source at which the document starts."""
+    text: bytes
+    """Its lines that are not empty, and an empty one."""
+
+
+def text_documents(source: Source, ends: str) -> Iterator[DocumentSpan]:
+    """All documents in turn. ends: one of ENDS."""
+    start = 0
+    for part in source.parts:
+        yield from _documents(part, start, ends)
+        start += part.size
+
+
+def packed(documents: Iterable[DocumentSpan]) -> Iterator[bytes]:
+    """Join as many documents to a piece as fit 1 MiB."""
+    return map(b"".join, grouped((document.text for document in documents), PIECE))
+
+
+def _documents(part: Part, position: int, ends: str) -> Iterator[DocumentSpan]:
+    """The documents of one file, whose first byte is at `position` of the source."""
+    text_lines: list[bytes] = []
+    size, start = 0, -1
+    for line in (line for piece in text_pieces(part.pieces()) for line in piece.splitlines(keepends=True)):
+        text = line.strip()
+        border = not text if ends == "empty-lines" else ends == "doc-tags" and _TAG.match(text) is not None
+        if text_lines and (border or size + len(text) + 2 > PIECE):
+            yield DocumentSpan(start, b"\n".join([*text_lines, b"", b""]))
+            text_lines, size = [], 0
+        if border:
+            start = -1
+        elif text:
+            start = position if start < 0 else start
+            text_lines.append(text)
+            size += len(text) + 1
+        position += len(line)
+    if text_lines:
+        yield DocumentSpan(start, b"\n".join([*text_lines, b"", b""]))
+
+
+def sentences(line: str) -> list[str]:
+    """The sentences of a line: each ends with . ! ? or …, quotes and brackets behind it, and white space, where what
+    comes next begins with no small letter; not behind a single letter or a usual abbreviation.
+    """
+    found, start = [], 0
+    for end in _END.finditer(line):
+        if end[2].islower() or (end[1] == "." and _NO_END.search(line, 0, end.start())):
+            continue
+        found.append(line[start : end.end()].rstrip())
+        start = end.end()
+    return [*found, line[start:].rstrip()] if line[start:].strip() else found
+
+
+def documents(text: bytes) -> Iterator[list[str]]:
+    """The sentences of each document of a piece's text."""
+    for document in text.decode().split("\n\n"):
+        if found := [sentence for line in document.split("\n") for sentence in sentences(line)]:
+            yield found
+
+
+class Files(argparse.Action):
+    """Adds files to those of the source, and to `roles` what each is."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, role: str, **options: Any):
+        super().__init__(option_strings, dest, nargs="+", metavar="FILE", **options)
+        self.role = role
+
+    def __call__(self, parser: argparse.ArgumentParser, given: argparse.Namespace, values: Any, *_: Any) -> None:
+        given.source = [*(given.source or []), *values]
+        given.roles = [*(given.roles or []), *[self.role] * len(values)]
+
+
+class Parallel(Corpus):
+    """Sentences and their translations, line by line in files of their own, for encoder–decoders.
+
+    A record is the source's tokens, [separator] and padding up to the source's length, then the target's tokens,
+    [separator] and padding up to the target's. A pair that does not fit is left out, because a cut one would teach to
+    end too early; so is one with an empty side. index.json has the lines of each split (source.lines); a split's tokens
+    divided by the record are the pairs that were taken.
+    """
+
+    HELP = "lines and their translations, for encoder-decoders"
+    EXAMPLE = "--source train.en --target train.de --tokenizer tokenizers/ende.model --output data/ende"
+    KIND = "files"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.set_defaults(roles=None, member=None)
+        for split in NAMES:
+            for side in ("source", "target"):
+                parser.add_argument(
+                    f"--{side}" if split == "train" else f"--{split}-{side}",
+                    dest="source",
+                    action=Files,
+                    role=_role(split, side),
+                    required=split == "train",
+                    help=f"{split}: files with a sentence a line; .gz, .bz2 and .xz are decompressed",
+                )
+        parser.add_argument(
+            "--split",
+            metavar="TRAIN,VALIDATION,TEST",
+            help=f"percent of the lines, from first to last, where no split but train has files (default: {SPLIT})",
+        )
+        add_tokenizer_argument(parser)
+        for side in ("source", "target"):
+            parser.add_argument(
+                f"--{side}-length",
+                type=positive,
+                default=256,
+                metavar="TOKENS",
+                help=f"of the {side} in a record, its end included (default: %(default)s)",
+            )
+        parser.add_argument(
+            "--sample-bytes", type=positive, default=65_536, help="bytes in a sample (default: %(default)s)"
+        )
+
+    def encoder(self, settings: CorpusSettings) -> "ParallelEncoder":
+        return ParallelEncoder(settings["tokenizer"], settings["source_length"], settings["target_length"])
+
+    def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
+        """The lines of each split. Raises ConfigError and DataError for files that are no pairs, or no UTF-8."""
+        source.require_text()
+        files = _files(source, settings["roles"])
+        found: dict[str, int] = {}
+        for split in NAMES:
+            counts = {
+                side: sum(1 for _ in _sentence_lines(files.get(_role(split, side), [])))
+                for side in ("source", "target")
+            }
+            if counts["source"] != counts["target"]:
+                problem = f"{split} has {counts['source']:,} lines of the source and {counts['target']:,} of the target"
+                raise DataError(source.name, problem, "Give files whose lines belong together")
+            if counts["source"]:
+                found[split] = counts["source"]
+        if len(found) > 1 and settings["split"]:
+            raise ConfigError("--split", f'"{settings["split"]}" is given beside files of other splits', "Leave it out")
+        if len(found) == 1:
+            found = split_sizes(settings["split"] or SPLIT, found["train"])
+            if empty := [name for name, count in found.items() if not count]:
+                hint = "Give more lines, or another --split"
+                raise DataError(source.name, f"its lines are too few to give {empty[0]} any", hint)
+        return {"lines": found}
+
+    def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
+        """One document a split; a piece is lines of the source and of the target in turn."""
+        counts = self.about(source, settings)["lines"]
+        files = _files(source, settings["roles"])
+        apart = len({role.split()[0] for role in files}) > 1
+        pairs: Iterator[tuple[bytes, bytes]] = iter(())
+        for split, count in counts.items():
+            if apart or split == "train":
+                sides = [_sentence_lines(files[_role(split, side)]) for side in ("source", "target")]
+                pairs = zip(*sides, strict=True)
+            yield split, [_pair_pieces(islice(pairs, count))]
+
+
+class ParallelEncoder(PaddedEncoder):
+    """Lines of the source and of the target in turn to records."""
+
+    def __init__(self, tokenizer: str, source_length: int, target_length: int):
+        super().__init__(tokenizer)
+        self._arguments = (tokenizer, source_length, target_length)
+        self.lengths = (source_length, target_length)
+        self.record = source_length + target_length
+
+    def encode(self, piece: bytes) -> Encoded:
+        """Encode pairs of texts. raw_bytes and words are those of the targets, which the decoder predicts."""
+        texts = piece.decode().split("\n")
+        records, raw_bytes, words = [], 0, 0
+        for pair in zip(texts[:-1:2], texts[1::2], strict=True):
+            ids = [self.ids(line) for line in pair]
+            if all(0 < len(found) < length for found, length in zip(ids, self.lengths, strict=True)):
+                for found, length in zip(ids, self.lengths, strict=True):
+                    records.append(self.padded([found, self.special.separator], length))
+                raw_bytes, words = raw_bytes + len(pair[1].encode()), words + len(pair[1].split())
+        return Encoded(self.joined(records), raw_bytes, words)
+
+
+def _role(split: str, side: str) -> str:
+    return f"{split} {side}"
+
+
+def _files(source: Source, roles: Sequence[str]) -> dict[str, list[Part]]:
+    if source.empty or len(source.parts) != len(roles):
+        problem = f"{len(roles)} files are given, and {len(source.parts)} are found that are not empty"
+        raise DataError(source.name, problem, "Give plain or compressed text files, no folders and no archives")
+    return {role: [part for part, own in zip(source.parts, roles, strict=True) if own == role] for role in roles}
+
+
+def _sentence_lines(parts: Iterable[Part]) -> Iterator[bytes]:
+    """Without their ends and white space around. Raises DataError for a line that no sentence has."""
+    for part in parts:
+        for line in lines(part.pieces(), PIECE):
+            if line is None:
+                raise DataError(str(part), f"a line is longer than {PIECE:,} bytes", "Give a sentence a line")
+            yield line.strip()
+
+
+def _pair_pieces(pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+    """Up to about 1 MiB of pairs at a time."""
+    held: list[bytes] = []
+    size = 0
+    for first, second in pairs:
+        held.append(b"%b\n%b\n" % (first, second))
+        size += len(held[-1])
+        if size > PIECE // 2:
+            yield b"".join(held)
+            held, size = [], 0
+    if held:
+        yield b"".join(held)

@@ -8,18 +8,32 @@ digest. A text belongs to the split that its first byte lies in, of those that a
 import argparse
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic import BaseModel
 from tqdm import tqdm
 
-from megasparse.data.corpora.cutting import SPLIT, split_at, split_sizes, text_pieces
-from megasparse.data.corpora.source import Document, Part, Source, add_tokenizer_argument, positive
-from megasparse.data.text_encoder import TextEncoder
+from megasparse.data.corpora.corpus import (
+    SPLIT,
+    UNCHANGED,
+    CorpusSettings,
+    CorpusSplits,
+    TextCorpus,
+    add_tokenizer_argument,
+    positive,
+    split_at,
+    split_sizes,
+    text_pieces,
+)
+from megasparse.data.corpora.source import Part, Source
+from megasparse.data.files import replacing
+from megasparse.data.index import Index
 from megasparse.data.workers import Workers
 from megasparse.errors import ConfigError, DataError
 
@@ -46,7 +60,7 @@ ZERO = Unfit("byte 0, which stands between documents", damaged=True)
 
 
 @dataclass(frozen=True)
-class Reader:
+class RecordReader:
     """Texts of files that are fit. Pickled to the worker processes."""
 
     texts: Texts
@@ -57,7 +71,7 @@ class Reader:
     """Texts may have the byte 0."""
 
     @classmethod
-    def of(cls, texts: Texts, settings: Mapping[str, Any]) -> "Reader":
+    def of(cls, texts: Texts, settings: CorpusSettings) -> "RecordReader":
         """The reader that a corpus' settings ask for. Raises ConfigError for lengths that no text has."""
         least, most = settings.get("min_bytes") or 1, settings.get("max_bytes") or float("inf")
         if least > most:
@@ -99,7 +113,7 @@ class Examination:
     """The work of a worker process: reads the file of a number."""
 
     parts: Sequence[Part]
-    reader: Reader
+    reader: RecordReader
     copies: bool
     """Take digests, by which copies are found."""
 
@@ -125,7 +139,7 @@ class Examination:
 class RecordSource(Source):
     """Files of records, each read once."""
 
-    reader: Reader = field(kw_only=True)
+    reader: RecordReader = field(kw_only=True)
     examined: tuple[Examined, ...] = field(kw_only=True)
     kept: tuple[np.ndarray, ...] = field(kw_only=True)
     """Whether each fit text of a file is kept: bool (texts,)."""
@@ -140,7 +154,7 @@ class RecordSource(Source):
         locations: Sequence[str],
         parts: Sequence[Part],
         texts: Texts,
-        settings: Mapping[str, Any],
+        settings: CorpusSettings,
         workers: int,
         *,
         member: str | None = None,
@@ -152,7 +166,7 @@ class RecordSource(Source):
         Raises ConfigError for settings that no text fits; DataError where a file cannot be read, where more records
         are damaged than MOST_DAMAGED, or where no text is left.
         """
-        reader, copies = Reader.of(texts, settings), bool(settings["deduplicate"])
+        reader, copies = RecordReader.of(texts, settings), bool(settings["deduplicate"])
         with Workers(Examination(tuple(parts), reader, copies), min(workers, len(parts)), task_pieces=1) as pool:
             numbers = (str(number).encode() for number in range(len(parts)))
             found = list(tqdm(pool.map(numbers), "reading the source", len(parts), unit="file", disable=None))
@@ -191,7 +205,7 @@ class RecordSource(Source):
                     yield text
         if whole.digest() != self.examined[number].sha256:
             problem = "it changed while it was read"
-            raise DataError(str(self.parts[number]), problem, "Leave it alone and run the command again")
+            raise DataError(str(self.parts[number]), problem, UNCHANGED)
 
     def lengths(self) -> Iterator[tuple[str | None, np.ndarray]]:
         """(own split, bytes of each kept text) of each file."""
@@ -209,75 +223,57 @@ class RecordSource(Source):
         return dict(sorted(counts.items()))
 
 
-def add_record_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options by which texts are chosen and made into tokens."""
-    parser.add_argument("--min-bytes", type=positive, metavar="N", help="leave out texts of less")
-    parser.add_argument("--max-bytes", type=positive, metavar="N", help="leave out texts of more")
-    parser.add_argument("--deduplicate", action="store_true", help="leave out exact copies of earlier texts")
-    add_tokenizer_argument(parser)
+class RecordCorpus(TextCorpus):
+    """Base of corpora of records; each text is a document with the tokenizer's separator after it."""
+
+    DOCUMENTS = True
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the options by which texts are chosen and made into tokens."""
+        parser.add_argument("--min-bytes", type=positive, metavar="N", help="leave out texts of less")
+        parser.add_argument("--max-bytes", type=positive, metavar="N", help="leave out texts of more")
+        parser.add_argument("--deduplicate", action="store_true", help="leave out exact copies of earlier texts")
+        add_tokenizer_argument(parser)
+
+    def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
+        """Return numbers of records, documents of each split, and reasons. Raises DataError for an empty split."""
+        assert isinstance(source, RecordSource)
+        counts = documents(source, settings)
+        for name, count in counts.items():
+            if not count:
+                problem = f"{sum(counts.values())} documents are too few to give {name} any"
+                raise DataError(source.name, problem, "Give more, or another --split, such as 100,0,0")
+        left_out = source.left_out()
+        records = sum(counts.values()) + sum(left_out.values())
+        return {**source.facts, "records": records, "documents": counts, "left_out": left_out}
+
+    def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
+        """Return the splits, each with its texts in the order of the files. Raises ConfigError for a bad --split."""
+        assert isinstance(source, RecordSource)
+        sizes = {} if source.own else split_sizes(settings["split"] or SPLIT, source.total_bytes)
+
+        def labelled() -> Iterator[tuple[str, bytes]]:
+            start = 0
+            for number in range(len(source.parts)):
+                for text in source.texts(number):
+                    yield source.own[number] if source.own else split_at(start, sizes), text
+                    start += len(text)
+
+        for name, texts in groupby(labelled(), key=itemgetter(0)):
+            yield name, (text_pieces([text]) for _, text in texts)
 
 
-def add_column_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--column", default="text", metavar="NAME", help="column of the texts (default: %(default)s)")
-
-
-def from_values(values: Iterable[bytes | None]) -> Iterator[tuple[int, bytes | Unfit]]:
-    """Texts as `Texts` yields them, of the values of a table's column."""
-    for place, value in enumerate(values, 1):
-        if value is None:
-            yield place, EMPTY
-            continue
-        try:
-            value.decode()
-            yield place, value
-        except UnicodeDecodeError:
-            yield place, NOT_UTF8
-
-
-def encoder(settings: Mapping[str, Any]) -> TextEncoder:
-    return TextEncoder(settings.get("tokenizer", "bytes"), documents=True)
-
-
-def about(source: Source, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers of records, documents of each split, and reasons. Raises DataError for a split that gets no document."""
-    assert isinstance(source, RecordSource)
-    counts = documents(source, settings)
-    for name, count in counts.items():
-        if not count:
-            problem = f"{sum(counts.values())} documents are too few to give {name} any"
-            raise DataError(source.name, problem, "Give more, or another --split, such as 100,0,0")
-    left_out = source.left_out()
-    records = sum(counts.values()) + sum(left_out.values())
-    return {**source.facts, "records": records, "documents": counts, "left_out": left_out}
-
-
-def documents(source: RecordSource, settings: Mapping[str, Any]) -> dict[str, int]:
-    """Documents of each split. Raises ConfigError for a bad --split."""
+def documents(source: RecordSource, settings: CorpusSettings) -> dict[str, int]:
+    """Return the documents of each split. Raises ConfigError for a bad --split."""
     if source.own:
         counts: Counter[str] = Counter()
         for name, lengths in source.lengths():
             counts[str(name)] += len(lengths)
         return dict(counts)
     sizes = split_sizes(settings["split"] or SPLIT, source.total_bytes)
-    lengths = np.concatenate([found for _, found in source.lengths()])
-    places = np.searchsorted(np.cumsum(list(sizes.values())), np.cumsum(lengths) - lengths, side="right")
-    return dict(zip(sizes, np.bincount(places, minlength=len(sizes)).tolist(), strict=True))
-
-
-def splits(source: Source, settings: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[Document]]]:
-    """The splits, each with its texts in the order of the files. Raises ConfigError for a bad --split."""
-    assert isinstance(source, RecordSource)
-    sizes = None if source.own else split_sizes(settings["split"] or SPLIT, source.total_bytes)
-    for name, texts in groupby(_labelled(source, sizes), key=itemgetter(0)):
-        yield name, (text_pieces([text]) for _, text in texts)
-
-
-def _labelled(source: RecordSource, sizes: Mapping[str, int] | None) -> Iterator[tuple[str, bytes]]:
-    start = 0
-    for number in range(len(source.parts)):
-        for text in source.texts(number):
-            yield source.own[number] if source.own else split_at(start, sizes or {}), text
-            start += len(text)
+    lengths = np.concatenate([lengths for _, lengths in source.lengths()])
+    numbers = np.searchsorted(np.cumsum(list(sizes.values())), np.cumsum(lengths) - lengths, side="right")
+    return dict(zip(sizes, np.bincount(numbers, minlength=len(sizes)).tolist(), strict=True))
 
 
 def _add(digest: "hashlib._Hash", text: bytes) -> None:
@@ -306,3 +302,87 @@ def _refuse_damaged(parts: Sequence[Part], found: Sequence[Examined]) -> None:
 
 def _shown(unfit: Counter[Unfit]) -> str:
     return ", ".join(f"{count:,} {why.reason}" for why, count in sorted(unfit.items()))
+
+
+# report.json, beside the shards: what was read, and what is kept of it.
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+
+
+class Lengths(BaseModel):
+    """Lengths of the documents, in bytes."""
+
+    mean: float
+    quantiles: dict[str, int]
+    edges: list[int]
+    """Powers of two: the i-th class is of lengths from edges[i] to below edges[i + 1]."""
+    documents: list[int]
+    """Documents of each class."""
+    bytes: list[int]
+    """Bytes of all documents of each class."""
+
+
+class RecordsReport(BaseModel):
+    """A source of records: what there was, and what is kept of it."""
+
+    source: list[str]
+    revision: str | None
+    """The revision of the source, where it has one."""
+    sha256: str
+    files: int
+    records: int
+    documents: int
+    bytes: int
+    left_out: dict[str, int]
+    """Records by the reason for which they are left out."""
+    lengths: Lengths
+    splits: dict[str, dict[str, int | float]]
+    """Documents, bytes, tokens and bytes a token of each."""
+    read: list[dict[str, str | int]]
+    """Each file, its records and documents."""
+
+
+def write_report(source: RecordSource, index: Index, path: Path) -> RecordsReport:
+    """Write the report of a source whose shards have this index. It depends on nothing but the two."""
+    lengths = [found for _, found in source.lengths()]
+    records = [len(each.lengths) + each.unfit.total() for each in source.examined]
+    counts = index.file.source["documents"]
+    splits = {}
+    for name, split in index.file.splits.items():
+        size = {"documents": counts[name], "bytes": split.raw_bytes or 0, "tokens": split.tokens}
+        splits[name] = {**size, "bytes_per_token": round(size["bytes"] / split.tokens, 4)}
+    report = RecordsReport(
+        source=list(source.locations),
+        revision=source.facts.get("revision"),
+        sha256=source.sha256,
+        files=len(source.parts),
+        records=sum(records),
+        documents=sum(map(len, lengths)),
+        bytes=source.total_bytes,
+        left_out=source.left_out(),
+        lengths=_lengths(np.concatenate(lengths)),
+        splits=splits,
+        read=[
+            {"file": part.name, "records": count, "documents": len(found)}
+            for part, count, found in zip(source.parts, records, lengths, strict=True)
+        ],
+    )
+    with replacing(path) as file:
+        file.write(report.model_dump_json(indent=1).encode() + b"\n")
+    return report
+
+
+def _lengths(lengths: np.ndarray) -> Lengths:
+    """lengths: int64 (documents,), each above 0."""
+    classes = np.frexp(lengths.astype(np.float64))[1] - 1  # 2^class <= length < 2^(class + 1)
+    first, last = int(classes.min()), int(classes.max())
+    count = last - first + 1
+    size = np.zeros(count, dtype=np.int64)
+    np.add.at(size, classes - first, lengths)
+    quantiles = np.quantile(lengths, QUANTILES, method="inverted_cdf").tolist()
+    return Lengths(
+        mean=round(float(lengths.mean()), 2),
+        quantiles={str(part): int(value) for part, value in zip(QUANTILES, quantiles, strict=True)},
+        edges=[1 << power for power in range(first, last + 2)],
+        documents=np.bincount(classes - first, minlength=count).tolist(),
+        bytes=size.tolist(),
+    )

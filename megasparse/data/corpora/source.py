@@ -1,6 +1,5 @@
 """A corpus' source: files, folders, URLs, members of zip archives, decompressed on the fly."""
 
-import argparse
 import bz2
 import codecs
 import difflib
@@ -17,11 +16,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import IO, Literal, cast
+from typing import IO, Any, Literal, cast
 
 from tqdm import tqdm
 
-from megasparse.data.corpora.arrow import open_zstd
 from megasparse.data.corpora.download import download_all, is_url
 from megasparse.errors import ConfigError, DataError, did_you_mean
 
@@ -30,52 +28,29 @@ BOMB_BYTES, BOMB_RATIO = 1 << 30, 200
 """Unpacked to more bytes, and more times its size on disk, than this, a file is no text (that packs 3 to 20 times)."""
 Document = Iterable[bytes]
 Kind = Literal["stream", "files", "raw"]
+
+
+def arrow() -> Any:
+    """Return the module pyarrow. Raises DataError if it is not installed."""
+    try:
+        import pyarrow
+    except ImportError:
+        hint = "Run: pip install 'megasparse[arrow]'"
+        raise DataError("pyarrow", "it is not installed, which reads .zst, Parquet and Arrow files", hint) from None
+    return pyarrow
+
+
+def open_zstd(stream: IO[bytes]) -> Any:
+    """Return the decompressed content of a stream of Zstandard frames."""
+    pyarrow = arrow()
+    return pyarrow.CompressedInputStream(pyarrow.PythonFile(stream, mode="r"), "zstd")
+
+
 Opener = Callable[[IO[bytes]], IO[bytes]]
 DECOMPRESS = cast(dict[str, Opener], {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zstd})
 UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
 """Exceptions for a file that is missing, damaged, encrypted, or compressed in an unknown way."""
 INTACT = "Check that it is complete and of the kind its name says"
-
-
-def add_source_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of a corpus that is read from a source and cut into samples."""
-    add_source_argument(parser)
-    parser.add_argument(
-        "--member",
-        metavar="NAME",
-        help="which file of a zip archive, where it has several; docs/*.txt: all that match, by path",
-    )
-    add_sample_argument(parser)
-
-
-def add_source_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--source", nargs="+", required=True, metavar="PATH_OR_URL", help="what to read, in this order")
-
-
-def add_sample_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--sample-bytes",
-        type=positive,
-        default=65_536,
-        help="bytes in a sample, rounded down to whole tokens and records (default: %(default)s)",
-    )
-
-
-def add_tokenizer_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--tokenizer",
-        default="bytes",
-        metavar="NAME_OR_FILE",
-        help="bytes, or a tokenizer's file: *.model, *.json, *.txt (default: %(default)s)",
-    )
-
-
-def positive(text: str) -> int:
-    """An option's whole number above 0."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not above 0")
-    return number
 
 
 @dataclass(frozen=True, slots=True)

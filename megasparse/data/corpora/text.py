@@ -1,61 +1,324 @@
-"""Any text: one file, several or a folder, one after another as they are, split by byte position.
-
-With --documents each file is a document, with a separator after it; it belongs to the split that its first byte lies
-in. Reference words: what stands between white space.
-"""
+"""Corpora of text: any files, enwik8, BookCorpus, PG-19 and WikiText-103. Reference words stand between white space."""
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate, groupby
-from typing import Any
+import csv
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator
+from itertools import accumulate, chain, groupby
+from operator import itemgetter
+from pathlib import Path, PurePath
+from typing import Any, ClassVar
 
-from megasparse.data.corpora.cutting import add_split_argument, cut, split_at, split_sizes, text_pieces
-from megasparse.data.corpora.source import Document, Source, add_source_arguments, add_tokenizer_argument
-from megasparse.data.text_encoder import TextEncoder
+from megasparse.data.corpora.corpus import (
+    NAMES,
+    CorpusSettings,
+    CorpusSplits,
+    TextCorpus,
+    add_split_argument,
+    cut,
+    split_at,
+    split_sizes,
+    text_pieces,
+)
+from megasparse.data.corpora.source import Part, Source
+from megasparse.data.encoders import TextEncoder
 from megasparse.errors import DataError
 
-HELP = "any text files, split by byte position"
-EXAMPLE = "--source books/ --split 98,1,1 --output data/books"
+
+def as_bytes(settings: CorpusSettings) -> bool:
+    return bool(settings.get("tokenizer", "bytes") == "bytes")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_source_arguments(parser)
-    add_tokenizer_argument(parser)
-    add_split_argument(parser)
-    parser.add_argument("--documents", action="store_true", help="each file is a document, with a separator after it")
+class Text(TextCorpus):
+    """Any text: one file, several or a folder, one after another as they are, split by byte position.
 
-
-def encoder(settings: Mapping[str, Any]) -> TextEncoder:
-    return TextEncoder(settings.get("tokenizer", "bytes"), documents=settings.get("documents", False))
-
-
-def splits(source: Source, settings: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[Document]]]:
-    """The splits that are not 0 percent. Raises ConfigError for a bad --split, DataError for text that is not UTF-8
-    where the tokenizer wants it, and for a split that gets nothing.
+    With --documents each file is a document, with a separator after it; it belongs to the split that its first byte
+    lies in. Reference words: what stands between white space.
     """
-    sizes = split_sizes(settings["split"], source.total_bytes)
-    documents = settings.get("documents", False)
-    as_bytes = settings.get("tokenizer", "bytes") == "bytes"
-    if documents or not as_bytes:
-        source.require_text(zeros=not (documents and as_bytes))
-    starts = list(accumulate((part.size for part in source.parts), initial=0))[:-1]
-    found = {split_at(start, sizes) for start in starts} if documents else {name for name in sizes if sizes[name]}
-    for name in sizes:
-        if name not in found:
-            what = f"{len(starts)} documents" if documents else f"{source.total_bytes} bytes"
-            other = _split_of_documents(starts, source.total_bytes) if documents else "another --split"
-            raise DataError(source.name, f"{what} are too few to give {name} any", f"Give more text, or {other}")
-    if not documents:
-        return ((name, [text_pieces(stream)]) for name, stream in cut(source.pieces(), sizes, not as_bytes))
-    grouped = groupby(zip(starts, source.parts, strict=True), key=lambda each: split_at(each[0], sizes))
-    return ((name, (text_pieces(part.pieces()) for _, part in group)) for name, group in grouped)
+
+    HELP = "any text files, split by byte position"
+    EXAMPLE = "--source books/ --split 98,1,1 --output data/books"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        super().add_arguments(parser)
+        add_split_argument(parser)
+        parser.add_argument("--documents", action="store_true", help="each file is a document, a separator after it")
+
+    def open(
+        self, locations: Any, member: str | None, downloads: Path, settings: CorpusSettings, workers: int
+    ) -> Source:
+        return Source.open(locations, member, downloads, "files" if settings.get("documents") else "stream")
+
+    def encoder(self, settings: CorpusSettings) -> TextEncoder:
+        return TextEncoder(settings.get("tokenizer", "bytes"), documents=settings.get("documents", False))
+
+    def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
+        """Return the splits that are not 0 percent.
+
+        Raises ConfigError for a bad --split; DataError for text that is not UTF-8 if the tokenizer needs that, and for
+        a split that gets nothing.
+        """
+        sizes = split_sizes(settings["split"], source.total_bytes)
+        documents = settings.get("documents", False)
+        if documents or not as_bytes(settings):
+            source.require_text(zeros=not (documents and as_bytes(settings)))
+        starts = list(accumulate((part.size for part in source.parts), initial=0))[:-1]
+        full = {split_at(start, sizes) for start in starts} if documents else {name for name in sizes if sizes[name]}
+        for name in sizes:
+            if name not in full:
+                amount = f"{len(starts)} documents" if documents else f"{source.total_bytes} bytes"
+                other = _split_of_documents(starts, source.total_bytes) if documents else "another --split"
+                raise DataError(source.name, f"{amount} are too few to give {name} any", f"Give more text, or {other}")
+        if not documents:
+            streams = cut(source.pieces(), sizes, whole_characters=not as_bytes(settings))
+            return ((name, [text_pieces(stream)]) for name, stream in streams)
+        grouped = groupby(zip(starts, source.parts, strict=True), key=lambda file: split_at(file[0], sizes))
+        return ((name, (text_pieces(part.pieces()) for _, part in group)) for name, group in grouped)
 
 
 def _split_of_documents(starts: list[int], total: int) -> str:
-    """The option whose splits all get a document, with the most for training; without validation where none does."""
+    """Return the option whose splits all get a document, with the most for training; else one without validation."""
     for share in (5, 10, 15, 20, 25, 30):
         split = f"{100 - 2 * share},{share},{share}"
         sizes = split_sizes(split, total)
         if {split_at(start, sizes) for start in starts} == set(sizes):
             return f"--split {split}"
     return "--split 100,0,0"
+
+
+class Enwik8(TextCorpus):
+    """The corpus enwik8: the first 100,000,000 bytes of an English Wikipedia dump (Mahoney), split 90M/5M/5M by byte
+    position. It has no options of its own: figures on it are comparable because everyone splits it alike.
+
+    Reference words: what stands between white space, markup included.
+    """
+
+    HELP = "enwik8 (100,000,000 bytes of Wikipedia), split 90M/5M/5M by byte position"
+    EXAMPLE = "--source https://mattmahoney.net/dc/enwik8.zip --output data/enwik8"
+    MD5 = "a1fa5ffddb56f4953e226637dabbb36a"  # as published with the file
+    SPLITS: ClassVar = {"train": 90_000_000, "validation": 5_000_000, "test": 5_000_000}
+
+    def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
+        """Return the three splits. Raises DataError unless the source is the official file.
+
+        With other tokenizers than bytes a border inside a character moves to its end.
+        """
+        official = sum(self.SPLITS.values())
+        if source.total_bytes != official:
+            problem = f"enwik8 has {official:,} bytes, this has {source.total_bytes:,}"
+            hint = "Give the official enwik8 or enwik8.zip; a part of it can be prepared as the corpus `text`"
+            raise DataError(source.name, problem, hint)
+        if source.md5 != self.MD5:
+            raise DataError(source.name, f"md5 is {source.md5}, enwik8's is {self.MD5}", "Download it again")
+        streams = cut(source.pieces(), self.SPLITS, whole_characters=not as_bytes(settings))
+        return ((name, [text_pieces(stream)]) for name, stream in streams)
+
+
+class BookCorpus(TextCorpus):
+    """BookCorpus (Zhu et al. 2015) and text files like it: a sentence a line, an empty line or a file's end between
+    books.
+
+    Lines stay as they are; empty ones go, and the tokenizer's separator is put after each book. A book belongs to the
+    split that its first byte lies in. The published books_large_p1.txt and books_large_p2.txt have no empty lines: each
+    is one document. Nobody publishes checksums of them. Reference words: what stands between white space.
+    """
+
+    HELP = "text files of a sentence a line, an empty line or a file's end between books"
+    EXAMPLE = "--source books_in_sentences/ --split 98,1,1 --output data/bookcorpus"
+    KIND = "files"
+    DOCUMENTS = True
+    EMPTY_LINE = re.compile(rb"(?m)^[ \t\r\f\v]*\n")
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        super().add_arguments(parser)
+        add_split_argument(parser)
+
+    def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
+        """Return the number of books of each split. Raises DataError for text that is not UTF-8, and an empty split."""
+        source.require_text(zeros=not as_bytes(settings))
+        sizes = split_sizes(settings["split"], source.total_bytes)
+        books = Counter(split_at(start, sizes) for start, _ in groupby(self._books(source), key=itemgetter(0)))
+        for name in sizes:
+            if not books[name]:
+                problem = f"{books.total()} books are too few to give {name} any"
+                hint = "Give another --split; the corpus `text` splits by byte position, also inside a book"
+                raise DataError(source.name, problem, hint)
+        return {"books": dict(books)}
+
+    def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
+        sizes = split_sizes(settings["split"], source.total_bytes)
+        for name, lines in groupby(self._books(source), key=lambda piece: split_at(piece[0], sizes)):
+            yield name, (map(itemgetter(1), book) for _, book in groupby(lines, key=itemgetter(0)))
+
+    def _books(self, source: Source) -> Iterator[tuple[int, bytes]]:
+        """Yield (byte of the source that a book starts at, its next lines): each book a piece or more."""
+        position = 0
+        for part in source.parts:
+            book: int | None = None
+            for piece in text_pieces(part.pieces()):
+                start = 0
+                borders = (line.span() for line in self.EMPTY_LINE.finditer(piece))
+                for stop, behind in chain(borders, [(len(piece), None)]):
+                    if start < stop:
+                        book = position + start if book is None else book
+                        yield book, piece[start:stop]
+                    if behind is not None:
+                        book, start = None, behind
+                position += len(piece)
+
+
+class PG19(TextCorpus):
+    """PG-19 (Rae et al. 2020): books of Project Gutenberg from before 1919, in folders train/, validation/ and test/.
+
+    Each file NNN.txt is a book, NNN its number there, and a document. metadata.csv (number, title, date, link), if it
+    is next to them, gives index.json the title and date of each book, in the order of the shards. No checksums are
+    published: `official` says that the numbers of books are the published ones. Reference words: what stands between
+    white space, to be compared with the published 1,973,136,207, 3,007,061 and 6,966,499. The splits are the official
+    ones: figures on them are comparable because everyone splits alike.
+    """
+
+    HELP = "PG-19: a book a file in train/, validation/ and test/, with metadata.csv"
+    EXAMPLE = "--source deepmind-gutenberg/ --output data/pg19"
+    KIND = "files"
+    DOCUMENTS = True
+    OFFICIAL: ClassVar = {"train": 28_602, "validation": 50, "test": 100}
+    METADATA = "metadata.csv"
+    MOST_METADATA = 1 << 26  # bytes: the official file has 3 million
+
+    def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
+        """Return numbers of books, and titles and dates.
+
+        Raises DataError for text that is not UTF-8, folders that are not PG-19's, a book that is there twice, and
+        metadata that cannot be read or has none of the books.
+        """
+        source.require_text(zeros=not as_bytes(settings))
+        books = self._books(source)
+        counts = {name: len(parts) for name, parts in books.items()}
+        facts: dict[str, Any] = {"books": counts, "official": counts == self.OFFICIAL}
+        if metadata := next((part for part in source.parts if PurePath(part.name).name == self.METADATA), None):
+            rows = self._rows(metadata)
+            with_metadata = sum(number in rows for parts in books.values() for number in parts)
+            if not with_metadata:
+                raise DataError(str(metadata), "it has none of the books", "Give the one that belongs to them")
+            facts["with_metadata"] = with_metadata
+            facts["titles"] = {
+                name: [[number, *rows.get(number, (None, None))] for number in parts] for name, parts in books.items()
+            }
+        return facts
+
+    def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
+        for name, books in self._books(source).items():
+            yield name, (text_pieces(part.pieces()) for part in books.values())
+
+    def _books(self, source: Source) -> dict[str, dict[int, Part]]:
+        """Return the books of each official split that is there, by number."""
+        books: dict[str, dict[int, Part]] = {name: {} for name in NAMES}
+        for part in source.parts:
+            path = part.path if part.member is None else PurePath(part.member)
+            if ".txt" not in path.suffixes:
+                continue
+            split, number = path.parent.name, path.name.partition(".")[0]
+            if split not in books or not (number.isascii() and number.isdigit()):
+                problem = "this is not a book of PG-19, which are train/NNN.txt, validation/NNN.txt and test/NNN.txt"
+                raise DataError(str(part), problem, "Leave it out; the corpus `text` with --documents takes any files")
+            for other, parts in books.items():
+                if int(number) in parts:
+                    problem = f"the book {number} is in {other} as well ({parts[int(number)]})"
+                    raise DataError(str(part), problem, "Keep one of the two")
+            books[split][int(number)] = part
+        if not any(books.values()):
+            problem = "there is no train/NNN.txt, validation/NNN.txt or test/NNN.txt"
+            raise DataError(source.name, problem, "Check --source")
+        return {name: dict(sorted(parts.items())) for name, parts in books.items() if parts}
+
+    def _rows(self, part: Part) -> dict[int, tuple[str, str]]:
+        """Return title and date by number of the book."""
+        if part.size > self.MOST_METADATA:
+            raise DataError(str(part), f"{part.size:,} bytes are too many for metadata", "Give the official file")
+        lines = b"".join(part.pieces()).decode().splitlines()
+        rows: dict[int, tuple[str, str]] = {}
+        try:
+            for line, row in enumerate(csv.reader(lines, strict=True), 1):
+                if len(row) < 3 or not row[0].strip().isdecimal():
+                    problem = f"row {line} is not a book's number, title and date"
+                    raise DataError(str(part), problem, "Give the official file, or leave it out")
+                rows[int(row[0])] = (row[1], row[2])
+        except csv.Error as error:
+            raise DataError(str(part), f"it is not CSV: {error}", "Give the official file, or leave it out") from None
+        return rows
+
+
+class WikiText103(TextCorpus):
+    """WikiText-103 (Merity et al. 2016): wiki.{train,valid,test}.tokens, or .raw, in a folder or the official zip.
+
+    Each split is one stream of lines, as it comes. Reference words: what stands between white space, and one end of
+    line for each line, so that word perplexities are those of the literature (245,569 words in the test split). The
+    splits are the official ones: figures on them are comparable because everyone splits alike.
+
+    Published checksums: the files' SHA-1 are GluonNLP's (gluonnlp.data.WikiText103 and WikiText103Raw), numbers of
+    lines torchtext's (torchtext.datasets.WikiText103).
+    """
+
+    HELP = "WikiText-103: wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens, or the official zip"
+    EXAMPLE = "--source wikitext-103-v1.zip --tokenizer tokenizers/wikitext103.txt --output data/wikitext103"
+    KIND = "files"
+    LINE_ENDS = True
+    SPLITS: ClassVar = {"train": "train", "validation": "valid", "test": "test"}
+    LINES: ClassVar = {"train": 1_801_350, "validation": 3_760, "test": 4_358}
+    SHA1: ClassVar = {
+        "tokens": {
+            "train": "b7497e2dfe77e72cfef5e3dbc61b7b53712ac211",
+            "validation": "c326ac59dc587676d58c422eb8a03e119582f92b",
+            "test": "8a5befc548865cec54ed4273cf87dbbad60d1e47",
+        },
+        "raw": {
+            "train": "3d06627c15e834408cfee91293f862c11c1cc9ef",
+            "validation": "db78d4db83700cba1b1bf4a9381087043db2876d",
+            "test": "6f1fe2054a940eebfc76b284b09680763b37f5ea",
+        },
+    }
+
+    def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
+        """Return the kind of the files, and whether they are all three official ones. Other files are taken as well.
+
+        Raises DataError for text that is not UTF-8, if no file is WikiText's, and for a file with as many lines as the
+        official one but another checksum: it is damaged.
+        """
+        source.require_text()
+        kind, files = self._files(source)
+        official = 0
+        for name, part in files.items():
+            digest, lines = hashlib.sha1(usedforsecurity=False), 0
+            for piece in part.pieces():
+                digest.update(piece)
+                lines += piece.count(b"\n")
+            sha1, published = digest.hexdigest(), self.SHA1[kind][name]
+            if lines == self.LINES[name] and sha1 != published:
+                problem = f"its sha1 is {sha1}, the official file's is {published}"
+                raise DataError(str(part), problem, "Download it again")
+            official += sha1 == published
+        return {"kind": kind, "official": official == len(self.SPLITS)}
+
+    def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
+        for name, part in self._files(source)[1].items():
+            yield name, [text_pieces(part.pieces())]
+
+    def _files(self, source: Source) -> tuple[str, dict[str, Part]]:
+        """Return "tokens" or "raw", and the file of each split that is there."""
+        parts: dict[str, dict[str, Part]] = {kind: {} for kind in self.SHA1}
+        for part in source.parts:
+            for kind, files in parts.items():
+                for name, infix in self.SPLITS.items():
+                    if part.name.rpartition("/")[2] == f"wiki.{infix}.{kind}":
+                        if name in files:
+                            raise DataError(str(part), f"{files[name]} is the same split", "Give one of the two")
+                        files[name] = part
+        kinds = [kind for kind, files in parts.items() if files]
+        if len(kinds) != 1:
+            problem = "there are both .tokens and .raw files" if kinds else "there is no wiki.train.tokens"
+            hint = "Give wiki.train, wiki.valid and wiki.test, all .tokens or all .raw, or the official zip"
+            raise DataError(source.name, problem, hint)
+        files = parts[kinds[0]]
+        return kinds[0], {name: files[name] for name in self.SPLITS if name in files}

@@ -6,11 +6,10 @@ Adding a kind is writing a Tokenizer, and naming it here.
 from collections.abc import Callable
 from pathlib import Path
 
-from megasparse.data.tokenizers.byte import ByteTokenizer, PixelTokenizer
 from megasparse.data.tokenizers.contract import Tokenizer
 from megasparse.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megasparse.data.tokenizers.sentence_piece import SentencePieceTokenizer
-from megasparse.data.tokenizers.words import WordTokenizer
+from megasparse.data.tokenizers.simple import ByteTokenizer, PixelTokenizer, WordTokenizer
 from megasparse.errors import ConfigError, did_you_mean
 
 NAMED: dict[str, type[Tokenizer]] = {"bytes": ByteTokenizer, "pixels": PixelTokenizer}

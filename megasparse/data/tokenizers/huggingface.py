@@ -10,9 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megasparse.data.tokenizers.byte_level import BYTE_OF, alphabet, raw
-from megasparse.data.tokenizers.contract import WHITE_SPACE, Tokenizer, utf8
-from megasparse.data.tokenizers.files import USUAL, damaged, identity, read, special_tokens
+from megasparse.data.tokenizers.contract import (
+    USUAL,
+    WHITE_SPACE,
+    Tokenizer,
+    damaged,
+    identity,
+    read,
+    special_tokens,
+    utf8,
+)
 
 SPACE = "\u2581"
 AGAIN = "Copy it again"
@@ -23,6 +30,22 @@ TRIAL = "A trial, of 1 line\n\U0010fffe"
 _PARTS = re.compile("([\udc80-\udcff]+)")
 """Bytes that are no UTF-8, as groups that `split` keeps."""
 _LINES = re.compile("[^\n]*\n|[^\n]+")
+
+
+def alphabet() -> list[str]:
+    """Return the characters that byte-level tokenizers (GPT-2) write bytes as: Latin-1 if printable, else U+0100 on."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = (byte for byte in range(256) if byte not in shown)
+    replaced = {byte: chr(256 + number) for number, byte in enumerate(others)}
+    return [replaced.get(byte, chr(byte)) for byte in range(256)]
+
+
+BYTE_OF = {character: byte for byte, character in enumerate(alphabet())}
+
+
+def raw(piece: str) -> bytes:
+    """The bytes that a piece stands for; one with another character in it stands for itself."""
+    return bytes(BYTE_OF[c] for c in piece) if all(c in BYTE_OF for c in piece) else piece.encode()
 
 
 class HuggingFaceTokenizer(Tokenizer):

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from megasparse.data.corpora.cutting import text_pieces
+from megasparse.data.corpora.corpus import text_pieces
 from megasparse.data.corpora.source import Source
 from megasparse.data.tokenizers.sentence_piece import GRID, LONGEST, segments
 from megasparse.errors import ConfigError

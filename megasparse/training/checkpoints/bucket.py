@@ -27,10 +27,8 @@ from urllib.parse import urlsplit
 
 from megasparse.callbacks import Progress, silent
 from megasparse.config.schema import RunSettings
-from megasparse.data.fetching import FetchError, fetch_bytes, fetch_file
 from megasparse.data.files import replacing, sync_folder
-from megasparse.data.retrying import GaveUp, retried
-from megasparse.data.urls import asked, check_url, object_store
+from megasparse.data.urls import FetchError, GaveUp, asked, check_url, fetch_bytes, fetch_file, object_store, retried
 from megasparse.errors import CheckpointError, DataError, StorageError
 from megasparse.training.checkpoints.manifest import (
     LARGEST_MANIFEST,

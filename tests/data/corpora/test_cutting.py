@@ -4,7 +4,7 @@ from collections.abc import Iterator
 import pytest
 
 from megasparse.data.corpora import cutting
-from megasparse.data.corpora.cutting import ByteStream, cut, split_at, split_sizes, text_pieces
+from megasparse.data.corpora.corpus import ByteStream, cut, split_at, split_sizes, text_pieces
 from megasparse.errors import ConfigError
 
 

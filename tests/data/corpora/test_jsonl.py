@@ -12,9 +12,8 @@ import pytest
 
 from megasparse.data import prepare
 from megasparse.data.corpora import jsonl, records
-from megasparse.data.corpora.cutting import lines
-from megasparse.data.corpora.records import RecordSource
-from megasparse.data.corpora.records_report import write_report
+from megasparse.data.corpora.corpus import lines
+from megasparse.data.corpora.records import RecordSource, write_report
 from megasparse.data.index import Index
 from megasparse.errors import ConfigError, DataError
 from tests.data import folders

@@ -12,7 +12,7 @@ from megasparse.data import urls
 from megasparse.data.corpora import download as download_module
 from megasparse.data.corpora.source import Source
 from megasparse.data.index import Index
-from megasparse.data.shard_cache import ShardCache
+from megasparse.data.remote import ShardCache
 from megasparse.errors import ConfigError, DataError
 from tests.data.folders import everything, ramp, write_folder
 from tests.helpers.refusals import refusal

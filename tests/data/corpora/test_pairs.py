@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megasparse.data.corpora.pairs import PairEncoder, Words, segments
-from megasparse.data.corpora.sentences import sentences
+from megasparse.data.corpora.pairs import PairEncoder, Words, segments, sentences
 from megasparse.data.index import Index
 from megasparse.errors import ConfigError, DataError
 from tests.data.folders import everything, source_of

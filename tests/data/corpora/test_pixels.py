@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megasparse.data.corpora.pixels import PixelEncoder, decode, file_piece, planar_piece
+from megasparse.data.corpora.images import PixelEncoder, decode, file_piece, planar_piece
 from megasparse.errors import DataError
 from tests.data.corpora.pictures import GREY, PALETTE, chunk, draw, png
 from tests.helpers.refusals import refusal

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from megasparse.data.tokenizers import build_tokenizer
-from megasparse.data.tokenizers.byte import ByteTokenizer
+from megasparse.data.tokenizers.simple import ByteTokenizer
 from megasparse.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megasparse.data.tokenizers import build_tokenizer
-from megasparse.data.tokenizers.words import WordTokenizer, vocabulary_file
+from megasparse.data.tokenizers.simple import WordTokenizer, vocabulary_file
 from megasparse.errors import ConfigError
 from tests.helpers.refusals import refusal
 from tests.helpers.tokenizers import PROSE

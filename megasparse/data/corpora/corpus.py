@@ -1,0 +1,247 @@
+"""The base class of corpora, and what they share: options, splits by percent, pieces of text."""
+
+import argparse
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, ClassVar
+
+from megasparse.data.corpora.source import PIECE, Document, Kind, Source
+from megasparse.data.encoders import Encoder, TextEncoder
+from megasparse.errors import ConfigError
+
+NAMES = ("train", "validation", "test")
+SPLIT = "90,5,5"
+UNCHANGED = "Leave it alone and run the command again"
+
+CorpusSettings = Mapping[str, Any]
+"""`sample_bytes`, `shard_bytes` and the corpus' own options, `tokenizer` among them."""
+CorpusSplits = Iterable[tuple[str, Iterable[Document]]]
+"""(split name, its documents) in the order of the source. A document is an iterable of pieces: bytes of up to about
+1 MiB that the encoder takes. Documents of a split and pieces of a document are used up in turn before the next is asked
+for, so that only one piece is in memory."""
+
+
+class Corpus:
+    """A kind of source that `megasparse prepare-data NAME` reads. The docstring of the class is in the command's help.
+
+    A new corpus is a subclass and one line in `CORPORA`.
+    """
+
+    HELP: ClassVar[str]
+    """One line for the command's help."""
+    EXAMPLE: ClassVar[str]
+    """Its options and --output, for the command's help."""
+    KIND: ClassVar[Kind] = "stream"
+    """How files are read: see `Source.open`."""
+    SENTENCE_PAIRS: ClassVar[bool] = False
+    """True if records are pairs of segments, so that a model can learn their order."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the corpus' options, those of a source among them if it reads one."""
+        add_source_arguments(parser)
+
+    def open(
+        self, locations: Sequence[str], member: str | None, downloads: Path, settings: CorpusSettings, workers: int
+    ) -> Source:
+        """Find or download the files, and read them once."""
+        return Source.open(locations, member, downloads, self.KIND)
+
+    def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
+        """Return what index.json says of the source besides its size and sha256.
+
+        It is called before anything is written: the place to refuse a source that is damaged or unfit.
+        """
+        return {}
+
+    def encoder(self, settings: CorpusSettings) -> Encoder:
+        """Return the encoder that makes tokens of a piece, in several processes at once."""
+        raise NotImplementedError
+
+    def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
+        """Return the splits: a pure function of the source's content and the settings, so that an interrupted
+        preparation can resume by counting.
+        """
+        raise NotImplementedError
+
+
+class TextCorpus(Corpus):
+    """A corpus of running text or of documents, with any tokenizer."""
+
+    DOCUMENTS: ClassVar[bool] = False
+    """The tokenizer's separator is put after each document."""
+    LINE_ENDS: ClassVar[bool] = False
+    """The end of a line counts as a reference word."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_source_arguments(parser)
+        add_tokenizer_argument(parser)
+
+    def encoder(self, settings: CorpusSettings) -> TextEncoder:
+        return TextEncoder(settings.get("tokenizer", "bytes"), self.DOCUMENTS, self.LINE_ENDS)
+
+
+def add_source_arguments(parser: argparse.ArgumentParser, member: bool = True) -> None:
+    """Add the options of a corpus that is read from a source and cut into samples."""
+    parser.add_argument("--source", nargs="+", required=True, metavar="PATH_OR_URL", help="what to read, in this order")
+    if member:
+        parser.add_argument(
+            "--member",
+            metavar="NAME",
+            help="which file of a zip archive, where it has several; docs/*.txt: all that match, by path",
+        )
+    add_sample_argument(parser)
+
+
+def add_sample_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sample-bytes",
+        type=positive,
+        default=65_536,
+        help="bytes in a sample, rounded down to whole tokens and records (default: %(default)s)",
+    )
+
+
+def add_tokenizer_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tokenizer",
+        default="bytes",
+        metavar="NAME_OR_FILE",
+        help="bytes, or a tokenizer's file: *.model, *.json, *.txt (default: %(default)s)",
+    )
+
+
+def add_split_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--split",
+        default=SPLIT,
+        metavar="TRAIN,VALIDATION,TEST",
+        help="percent of the bytes for each split, from first to last (default: %(default)s)",
+    )
+
+
+def positive(text: str) -> int:
+    """Return an option's whole number above 0."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not above 0")
+    return number
+
+
+def check_seed(seed: int) -> None:
+    """Raise ConfigError for a negative --seed."""
+    if seed < 0:
+        raise ConfigError("--seed", f"{seed} is negative", "Give 0 or more")
+
+
+def split_sizes(split: str, total: int) -> dict[str, int]:
+    """Return the bytes of each split that is not 0 percent, in order. Raises ConfigError for a bad --split."""
+    try:
+        shares = [Fraction(part) for part in split.split(",")]
+    except (ValueError, ZeroDivisionError):
+        shares = []
+    if len(shares) != len(NAMES) or sum(shares) != 100 or min(shares) < 0 or shares[0] == 0:
+        problem = f'"{split}" is not three percentages that sum to 100, the first above 0'
+        raise ConfigError("--split", problem, "Write for example --split 90,5,5")
+    stops = [int(total * sum(shares[: i + 1]) / 100) for i in range(len(shares))]
+    sizes = {name: stop - start for name, start, stop in zip(NAMES, [0, *stops], stops, strict=False)}
+    return {name: sizes[name] for name, share in zip(NAMES, shares, strict=True) if share}
+
+
+def split_at(byte: int, sizes: Mapping[str, int]) -> str:
+    """Return the split that a byte of the source lies in."""
+    stop = 0
+    for name, size in sizes.items():
+        stop += size
+        if byte < stop:
+            return name
+    raise AssertionError(f"byte {byte} is behind the end")
+
+
+class ByteStream:
+    """`read(n)` over an iterable of pieces of any size."""
+
+    def __init__(self, pieces: Iterable[bytes]):
+        self._pieces = filter(None, pieces)
+        self._rest = b""
+        self.position = 0
+
+    def read(self, size: int) -> bytes:
+        """Return the next `size` bytes; fewer only at the end."""
+        parts, missing = [], size
+        while missing and self._fill():
+            parts.append(self._rest[:missing])
+            self._rest = self._rest[missing:]
+            missing -= len(parts[-1])
+        self.position += size - missing
+        return b"".join(parts)
+
+    def inside_character(self) -> bool:
+        """True if the next byte is a later one of a UTF-8 character."""
+        return self._fill() and self._rest[0] & 0xC0 == 0x80
+
+    def _fill(self) -> bool:
+        self._rest = self._rest or next(self._pieces, b"")
+        return bool(self._rest)
+
+
+def cut(
+    pieces: Iterable[bytes], sizes: Mapping[str, int], whole_characters: bool = False
+) -> Iterator[tuple[str, Iterator[bytes]]]:
+    """Cut a stream into (name, stream of `size` bytes), in turn; each is used up before the next is asked for.
+
+    whole_characters: a border inside a UTF-8 character moves to its end.
+    """
+    stream, stop = ByteStream(pieces), 0
+
+    def take(stop: int) -> Iterator[bytes]:
+        while stream.position < stop and (piece := stream.read(min(stop - stream.position, PIECE))):
+            yield piece
+        while whole_characters and stream.position >= stop and stream.inside_character():
+            yield stream.read(1)
+
+    for name, size in sizes.items():
+        stop += size
+        yield name, take(stop)
+    while stream.read(PIECE):  # to its end, where a source that changed meanwhile is found out
+        pass
+
+
+def lines(pieces: Iterable[bytes], longest: int) -> Iterator[bytes | None]:
+    """Yield lines without their ends; None for one of more than `longest` bytes, of which nothing is kept."""
+    parts: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        for number, text in enumerate(piece.split(b"\n")):
+            if number:
+                yield b"".join(parts) if size <= longest else None
+                parts, size = [], 0
+            size += len(text)
+            if size > longest:
+                parts.clear()
+            else:
+                parts.append(text)
+    if size:
+        yield b"".join(parts) if size <= longest else None
+
+
+def text_pieces(stream: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the same bytes in pieces of up to 1 MiB that depend on nothing but them.
+
+    A piece ends with a line; in longer lines before white space, and without any before a character.
+    """
+    source, rest = ByteStream(stream), b""
+    while piece := rest + source.read(PIECE - len(rest)):
+        stop = _border(piece) if len(piece) == PIECE else len(piece)
+        yield piece[:stop]
+        rest = piece[stop:]
+
+
+def _border(text: bytes) -> int:
+    if line := text.rfind(b"\n") + 1:
+        return line
+    space = max(text.rfind(white, 1) for white in (b" ", b"\t", b"\r", b"\v", b"\f"))
+    if space > 0:
+        return space
+    last = range(len(text) - 1, max(0, len(text) - 5), -1)
+    return next((i for i in last if text[i] & 0xC0 != 0x80), len(text))

@@ -1,0 +1,305 @@
+"""CIFAR-10 and ImageNet at 64×64 pixels: the official archives, checked against published checksums, or image files."""
+
+import argparse
+import hashlib
+import os
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.lib import format as npy
+
+from megasparse.data.corpora import images
+from megasparse.data.corpora.corpus import Corpus, CorpusSettings, CorpusSplits
+from megasparse.data.corpora.images import ARCHIVE, PixelEncoder, folders, members, part_content, planar_piece, reading
+from megasparse.data.corpora.source import PIECE, Part, Source
+from megasparse.data.files import natural
+from megasparse.errors import ConfigError, DataError
+
+SIDE = 32
+IMAGE = 3 * SIDE * SIDE
+RECORD = 1 + IMAGE  # the label, then the planes
+RECORDS = 10_000  # of a batch
+BATCHES = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin")
+PICKLED = re.compile(r"\A(data_batch_[1-5]|test_batch)\Z")
+
+
+class Cifar10(Corpus):
+    """CIFAR-10 (Krizhevsky 2009): images of 32×32 pixels, 3,072 tokens each. The labels are left out.
+
+    The official binary version, cifar-10-binary.tar.gz or the files in it, is in no order of classes: the last 5,000 of
+    the training set, data_batch_5.bin's second half, are the split `validation`. In folders and tar archives of images,
+    whose order is often that of the classes, every 10th of the training set is.
+    """
+
+    HELP = "CIFAR-10: the official binary version, or folders and tar archives of its images"
+    EXAMPLE = "--source https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz --output data/cifar10"
+    KIND = "raw"
+    VALIDATION = 5_000
+    PIECE = 250  # images
+    VALIDATION_EVERY = 10  # where it is images in files
+    MD5: ClassVar = {"cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"}  # published
+
+    def encoder(self, settings: CorpusSettings) -> PixelEncoder:
+        return PixelEncoder(SIDE)
+
+    def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
+        """Return the files that have the published md5. Raises DataError for one that only has the name."""
+        return {"verified": verify_official(source, self.MD5)}
+
+    def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
+        """Return train 45,000, validation 5,000 and test 10,000 images.
+
+        Raises DataError for a pickled batch, for one that is missing or has another size, and for images whose folders
+        do not say train or test.
+        """
+        names = {name for name, _ in self._batches(source)}
+        if not names:
+            return images.labelled(source, images.hold_out(images.splits_by_folder(source), self.VALIDATION_EVERY))
+        for name in BATCHES:
+            if name not in names:
+                raise DataError(source.name, f"{name} is not here", "Give all six batches of the binary version")
+        *whole, last, test = BATCHES
+        border = RECORDS - self.VALIDATION
+        streams = {
+            "train": self._images(source, [*((name, 0, RECORDS) for name in whole), (last, 0, border)]),
+            "validation": self._images(source, [(last, border, RECORDS)]),
+            "test": self._images(source, [(test, 0, RECORDS)]),
+        }
+        return ((name, [stream]) for name, stream in streams.items())
+
+    def _images(self, source: Source, ranges: Sequence[tuple[str, int, int]]) -> Iterator[bytes]:
+        """Yield the images start..stop of batches."""
+        for name, start, stop in ranges:
+            content = next(content() for batch, content in self._batches(source) if batch == name)
+            planes = np.frombuffer(content, dtype=np.uint8).reshape(RECORDS, RECORD)[start:stop, 1:]
+            for first in range(0, len(planes), self.PIECE):
+                yield planar_piece(planes[first : first + self.PIECE].tobytes())
+
+    def _batches(self, source: Source) -> Iterator[tuple[str, Callable[[], bytes]]]:
+        """Yield name and content of each batch in files and tar archives; of the latter only until the next one."""
+        for part in source.parts:
+            if not ARCHIVE.search(part.name):
+                if _is_batch(part.name, str(part), part.size):
+                    yield PurePosixPath(part.name).name, partial(part_content, part)
+                continue
+            for member, read in members(part.path):
+                if member.isreg() and _is_batch(member.name, f"{part}:{member.name}", member.size):
+                    yield PurePosixPath(member.name).name, read
+
+
+def _is_batch(name: str, shown: str, size: int) -> bool:
+    """Return True for a batch. Raises DataError for a pickled batch, and for one of another size."""
+    name = PurePosixPath(name).name
+    if PICKLED.match(name):
+        problem = "this batch is a pickle, which could run anything when it is read"
+        raise DataError(ascii(shown)[1:-1], problem, "Give the binary version, cifar-10-binary.tar.gz")
+    if name in BATCHES and size != RECORDS * RECORD:
+        problem = f"this batch has {size:,} bytes, {RECORDS * RECORD:,} are expected"
+        raise DataError(ascii(shown)[1:-1], problem, "Get it again: it is damaged, or of another data set")
+    return name in BATCHES
+
+
+IMAGENET_SIDE = 64
+PIXELRNN = re.compile(r"\A(train|valid)_64x64\Z")
+PICKLED_NPZ = re.compile(r"\A(train_data_batch_[0-9]+|val_data)\Z")
+ARRAY = "data.npy"
+
+
+class NumberBatch(NamedTuple):
+    """A batch of images in an npz file or in a zip archive of them."""
+
+    part: Part
+    name: str
+    train: bool
+
+
+class ImageNet64(Corpus):
+    """ImageNet at 64×64 pixels, 12,288 tokens an image. There are two versions, and their bits/dim cannot be compared:
+
+        box       Chrabaszcz, Loshchilov and Hutter 2017: Imagenet64_*_npz.zip, or the npz batches in them
+        pixelrnn  van den Oord, Kalchbrenner and Kavukcuoglu 2016: train_64x64.tar, valid_64x64.tar (older papers)
+
+    As in the papers, figures are reported on the official validation set: it is the split `test`. Of the training set,
+    which is in no known order, every 128th image is the split `validation`.
+    """
+
+    HELP = "ImageNet at 64×64 pixels: npz batches, or folders and tar archives of images"
+    EXAMPLE = "--source Imagenet64_*_npz.zip --output data/imagenet64"
+    KIND = "raw"
+    VALIDATION_EVERY = 128
+    SHA256: ClassVar = {
+        "Imagenet64_train_part1_npz.zip": "9422dc1dc5d092e9814a70a1cb7fc74880d2db5d88a0cb8a34ee363b12bde3f1",
+        "Imagenet64_train_part2_npz.zip": "9fafc115afb7e6c301e66dc16b2d737152b427bd5dab26e1293487a6819c7f30",
+        "Imagenet64_val_npz.zip": "e1e75133158a1924135a9c6f97a80d2d237b158945e0b34074e58e6c8430eeb8",
+        "train_64x64.tar": "e2a2c1947a748d0d256e98e6d82800d855441dc9e4de2e71a773f1324c4524d7",
+        "valid_64x64.tar": "eeac03ec4f585baf871d2b4cb9c974bfe345e74878a74e5820fe6eb1041629cd",
+    }
+    """Checksums of the official archives, as TensorFlow Datasets publishes them."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        images.add_image_arguments(parser)
+        parser.add_argument(
+            "--downsampling",
+            choices=("box", "pixelrnn"),
+            help="how the images were made small, where the files are not the official ones",
+        )
+
+    def encoder(self, settings: CorpusSettings) -> PixelEncoder:
+        return PixelEncoder(IMAGENET_SIDE)
+
+    def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
+        """Return which of the two versions it is, and which archives have the published sha256.
+
+        Raises DataError for an official archive that has not, ConfigError if the version is missing or wrong.
+        """
+        verified = verify_official(source, self.SHA256)
+        official = "box" if self._batches(source) else "pixelrnn" if self._is_pixelrnn(source) else None
+        requested = settings["downsampling"]
+        if official and requested not in (None, official):
+            problem = f'"{requested}" is not how these official files were made'
+            raise ConfigError("--downsampling", problem, f"Leave it out: they are {official}")
+        if not official and not requested:
+            problem = "the source does not say how its images were made small, and figures of the two differ"
+            raise ConfigError("--downsampling", problem, "Give box (box filter, as the npz batches) or pixelrnn")
+        return {"downsampling": official or requested, "verified": verified}
+
+    def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
+        """Return train, every 128th of it as validation, and the official validation set as test.
+
+        Images whose folders name no split are shared out by --split, as those of the corpus `images` are.
+        """
+        batches = self._batches(source)
+        if not batches:
+            return images.labelled(source, images.shared_out(source, settings) or self._by_folder(source))
+        if settings["split"] is not None:
+            raise ConfigError("--split", "the official batches are split already", "Leave it out")
+        train, test = ([batch for batch in batches if batch.train is which] for which in (True, False))
+        streams = {
+            "train": _rows(train, lambda image: (image + 1) % self.VALIDATION_EVERY != 0),
+            "validation": _rows(train, lambda image: (image + 1) % self.VALIDATION_EVERY == 0),
+            "test": _rows(test, lambda image: image >= 0),
+        }
+        return ((name, [stream]) for name, stream in streams.items())
+
+    def _is_pixelrnn(self, source: Source) -> bool:
+        return all(any(PIXELRNN.search(name) for name in folders(source, part)) for part in source.parts)
+
+    def _by_folder(self, source: Source) -> list[str]:
+        """Return the split of each image by its folders; without a test set, validation is the official one."""
+        labels = images.splits_by_folder(source)
+        if "test" in labels:
+            return labels
+        return images.hold_out(["test" if name == "validation" else name for name in labels], self.VALIDATION_EVERY)
+
+    def _batches(self, source: Source) -> list[NumberBatch]:
+        """Return the batches of numbers of a source, those of the training set in the order of their numbers.
+
+        Raises DataError for pickled ones, and for other files next to batches.
+        """
+        batches: list[NumberBatch] = []
+        others: list[Part] = []
+        for part in source.parts:
+            name = PurePosixPath(part.name).name
+            if PICKLED_NPZ.match(name):
+                problem = "this batch is a pickle, which could run anything when it is read"
+                raise DataError(str(part), problem, "Give the npz version: Imagenet64_*_npz.zip, or what is in it")
+            if name.endswith((".npz", ".zip")):
+                stems = [(batch, PurePosixPath(batch).name) for batch in npz_batches(part.path)]
+                batches += [NumberBatch(part, batch, stem.startswith("train")) for batch, stem in stems]
+            else:
+                others.append(part)
+        if batches and others:
+            problem = "this is no npz batch, as others of the source are"
+            raise DataError(str(others[0]), problem, "Leave it out of --source")
+        return sorted(batches, key=lambda batch: natural(PurePosixPath(batch.name).name))
+
+
+def _rows(batches: Sequence[NumberBatch], select: Callable[[np.ndarray], np.ndarray]) -> Iterator[bytes]:
+    """Yield the images of batches whose number, counted through all of them, is selected."""
+    first = 0
+    for batch in batches:
+        for piece in npz_rows(batch.part.path, batch.name, 3 * IMAGENET_SIDE**2):
+            planes = np.frombuffer(piece, dtype=np.uint8).reshape(-1, 3 * IMAGENET_SIDE**2)
+            keep = select(np.arange(first, first + len(planes)))
+            first += len(planes)
+            if keep.any():
+                yield planar_piece(planes[keep].tobytes())
+
+
+def npz_batches(path: Path) -> list[str]:
+    """Return the names of the npz batches in a zip archive; of an npz file its own.
+
+    Raises DataError if there is none.
+    """
+    with reading(path), zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+    if ARRAY in names:
+        return [path.name]
+    batches = [name for name in names if name.endswith(".npz")]
+    if not batches:
+        some = ", ".join(ascii(name)[1:-1] for name in names[:3])
+        hint = "Give the npz version: batches without a suffix are pickles, which could run anything"
+        raise DataError(path, f"there is no npz batch here ({some})", hint)
+    return batches
+
+
+def npz_rows(path: Path, batch: str, numbers: int) -> Iterator[bytes]:
+    """Yield the rows of the array `data` of a batch, uint8 (N, D), up to 1 MiB of whole rows at a time.
+
+    Raises DataError for an array of another type (objects among them, which are pickled) or another D than `numbers`.
+    """
+    shown = f"{os.fspath(path)}: {batch}" if batch != path.name else os.fspath(path)
+    with ExitStack() as stack:
+        with reading(path):
+            archive = stack.enter_context(zipfile.ZipFile(path))
+            if batch != path.name:
+                archive = stack.enter_context(zipfile.ZipFile(stack.enter_context(archive.open(batch))))
+            stream = stack.enter_context(archive.open(ARRAY))
+            shape, by_columns, kind = _header(stream)
+        if kind != np.uint8 or by_columns or len(shape) != 2 or shape[1] != numbers:
+            problem = f"its `data` is {kind} {shape}, uint8 (images, {numbers}) is expected"
+            raise DataError(shown, problem, "Give the official batches of 64×64 pixels")
+        size = max(1, PIECE // numbers)
+        for start in range(0, shape[0], size):
+            with reading(path):
+                expected = min(size, shape[0] - start) * numbers
+                piece = stream.read(expected)
+                if len(piece) < expected:
+                    raise EOFError(f"{batch} ends early")
+            yield piece
+
+
+def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return shape, True if it is stored by columns, and type of an array in npy format."""
+    read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+    version = npy.read_magic(stream)
+    if version not in read:
+        raise ValueError(f"version {version} of the npy format is not known here")
+    header: tuple[tuple[int, ...], bool, np.dtype[Any]] = read[version](stream)
+    return header
+
+
+def verify_official(source: Source, published: Mapping[str, str]) -> list[str]:
+    """Return the names of a source's files that are the official ones. Raises DataError for one that only has the name.
+
+    published: md5 (32 digits) or sha256 by the name of the file, which files in folders and behind URLs alike have.
+    """
+    verified = []
+    for part in source.parts:
+        name = PurePosixPath(part.name).name
+        if name in published:
+            kind = "md5" if len(published[name]) == 32 else "sha256"
+            digest = hashlib.new(kind, usedforsecurity=False)
+            for piece in part.pieces():
+                digest.update(piece)
+            if (hexdigest := digest.hexdigest()) != published[name]:
+                problem = f"its {kind} is {hexdigest[:12]}…, the official file's is {published[name][:12]}…"
+                raise DataError(str(part), problem, "Get it again; rename it if it is a file of your own")
+            verified.append(name)
+    return verified

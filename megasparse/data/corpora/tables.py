@@ -1,0 +1,340 @@
+"""Corpora of records: JSON lines, Parquet files, and datasets of Hugging Face.
+
+pyarrow is an extra: only the code that needs it imports it. Values that come from a file are validated before one is
+touched, because offsets in a forged file point anywhere.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megasparse.data.corpora.corpus import (
+    NAMES,
+    CorpusSettings,
+    add_sample_argument,
+    add_source_arguments,
+    add_split_argument,
+    lines,
+)
+from megasparse.data.corpora.records import EMPTY, NOT_UTF8, RecordCorpus, RecordSource, Unfit
+from megasparse.data.corpora.source import DECOMPRESS, Part, arrow, find_parts, read
+from megasparse.data.files import natural
+from megasparse.errors import ConfigError, DataError, did_you_mean
+
+LONGEST_LINE = 1 << 26  # bytes
+NOT_JSON = Unfit("not JSON", damaged=True)
+NO_OBJECT = Unfit("no JSON object", damaged=True)
+TOO_LONG = Unfit(f"a line of more than {LONGEST_LINE:,} bytes", damaged=True)
+SURROGATE = Unfit("half a surrogate pair", damaged=True)
+BOM = b"\xef\xbb\xbf"
+BATCH_ROWS = 512  # decoded at once
+LARGEST_FOOTER = 1 << 26
+"""Bytes of any text, and numbers of any list, in a Parquet file's own description."""
+JSON_SUFFIXES = [f".{name}{packed}" for name in ("jsonl", "ndjson", "json") for packed in ("", *DECOMPRESS)]
+Records = Iterator[tuple[int, bytes | Unfit]]
+"""(line or row from 1 on, its text or why it has none)."""
+
+
+class JsonLines(RecordCorpus):
+    """JSON lines: of each line's object one field is the text of a document, with the tokenizer's separator after it.
+
+    Plain, or compressed as .gz, .bz2, .xz or .zst, or in zip archives; of a folder, the files named *.jsonl, *.ndjson
+    or *.json. Lines that are no record are left out and counted, up to one of a hundred.
+    """
+
+    HELP = "JSON lines: a field of each is a document"
+    EXAMPLE = "--source crawl/ --field text --min-bytes 200 --deduplicate --split 98,1,1 --output data/crawl"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_source_arguments(parser)
+        parser.add_argument("--field", dest="column", default="text", metavar="NAME", help="(default: %(default)s)")
+        super().add_arguments(parser)
+        add_split_argument(parser)
+
+    def open(
+        self, locations: Sequence[str], member: str | None, downloads: Path, settings: CorpusSettings, workers: int
+    ) -> RecordSource:
+        parts = find_parts(locations, member, downloads, "files", JSON_SUFFIXES)
+        return RecordSource.examine(locations, parts, json_texts, settings, workers, member=member)
+
+
+class Parquet(RecordCorpus):
+    """Parquet files: of each row one column is the text of a document, with the tokenizer's separator after it.
+
+    Of a folder, the files named *.parquet are read, a few hundred rows at a time. Rows whose text is no UTF-8 are left
+    out and counted, up to one of a hundred. It needs `pip install 'megasparse[arrow]'`.
+    """
+
+    HELP = "Parquet files: a column of texts, each a document"
+    EXAMPLE = "--source crawl/ --column text --min-bytes 200 --split 98,1,1 --output data/crawl"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_source_arguments(parser, member=False)
+        add_column_argument(parser)
+        super().add_arguments(parser)
+        add_split_argument(parser)
+
+    def open(
+        self, locations: Sequence[str], member: str | None, downloads: Path, settings: CorpusSettings, workers: int
+    ) -> RecordSource:
+        parts = find_parts(locations, member, downloads, "raw", [".parquet"])
+        return RecordSource.examine(locations, parts, parquet_texts, settings, workers)
+
+
+class HuggingFace(RecordCorpus):
+    """A dataset of Hugging Face: of each row one column is the text of a document, with a separator after it.
+
+    A folder that `datasets` saved (save_to_disk) or keeps in its cache, or a copy of a repository of the Hub, as `hf
+    download --repo-type dataset` makes one: its .arrow, .parquet or .jsonl files are read as they are, `datasets`
+    itself is not needed, and nothing is downloaded. hf://datasets/OWNER/NAME@REVISION/... is downloaded once. Splits
+    are the dataset's own, by the names of files and folders; if it has only one, and with --split, the training part is
+    cut by bytes. The revision, if the folder or its URL states one, is in index.json and report.json.
+    """
+
+    HELP = "a dataset's folder, as datasets or the Hub's client leave it: a column of texts"
+    EXAMPLE = "--source ~/.cache/huggingface/datasets/NAME/default/0.0.0/REVISION --column text --output data/name"
+    SUFFIXES = (".arrow", ".parquet", *(name for name in JSON_SUFFIXES if name.startswith(".jsonl")))
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--source", nargs=1, required=True, metavar="DIR_OR_URL", help="the dataset's folder, or hf://...@REVISION"
+        )
+        add_sample_argument(parser)
+        add_column_argument(parser)
+        super().add_arguments(parser)
+        help = "percent of the training part's bytes for each split (default: the dataset's own, or 90,5,5 of its only)"
+        parser.add_argument("--split", metavar="TRAIN,VALIDATION,TEST", help=help)
+
+    def open(
+        self, locations: Sequence[str], member: str | None, downloads: Path, settings: CorpusSettings, workers: int
+    ) -> RecordSource:
+        """Find the dataset's files and read their column once.
+
+        Raises DataError if files are missing or cannot be read, or there are several configurations; ConfigError for
+        the column.
+        """
+        (location,) = locations
+        files = [part for part in find_parts(locations, None, downloads, "raw", self.SUFFIXES) if _is_data(part)]
+        if not files:
+            raise DataError(location, "there are only intermediate results in it", "Give the folder of a dataset")
+        _require_all(files)
+        of_split = {part: split_of(part.name) for part in files}
+        if not any(of_split.values()):
+            of_split = dict.fromkeys(files, "train")
+        chosen = [name for name in NAMES if name in of_split.values()]
+        if settings.get("split") and "train" in chosen:
+            chosen = ["train"]
+        ordered = sorted(files, key=lambda part: natural(part.name))
+        parts = [part for name in chosen for part in ordered if of_split[part] == name]
+        _require_one(location, parts)
+        facts = {"revision": revision(location), "other_files": sorted(part.name for part in {*files} - {*parts})}
+        own = [of_split[part] or "" for part in parts] if len(chosen) > 1 else None
+        return RecordSource.examine(locations, parts, dataset_texts, settings, workers, own=own, facts=facts)
+
+
+def add_column_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--column", default="text", metavar="NAME", help="column of the texts (default: %(default)s)")
+
+
+# The texts of a file
+
+
+def json_texts(part: Part, field: str) -> Records:
+    """Yield the texts of all lines that are not blank."""
+    no_field, no_text = Unfit(f'no "{field}"', damaged=True), Unfit(f'"{field}" is no text', damaged=True)
+    for number, line in enumerate(lines(read(part), LONGEST_LINE), 1):
+        if line is None:
+            yield number, TOO_LONG
+            continue
+        if number == 1:
+            line = line.removeprefix(BOM)
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line.decode())
+        except (ValueError, RecursionError):
+            yield number, NOT_JSON
+            continue
+        if not isinstance(record, dict):
+            yield number, NO_OBJECT
+        elif field not in record:
+            yield number, no_field
+        elif (text := record[field]) is None:
+            yield number, EMPTY
+        elif not isinstance(text, str):
+            yield number, no_text
+        else:
+            try:
+                yield number, text.encode()
+            except UnicodeEncodeError:
+                yield number, SURROGATE
+
+
+def parquet_texts(part: Part, column: str) -> Records:
+    return _from_values(_parquet_values(part.path, column))
+
+
+def dataset_texts(part: Part, column: str) -> Records:
+    """Yield the texts of a file of any of the formats that a dataset has."""
+    suffix = PurePosixPath(part.path.name).suffix.lower()
+    if suffix == ".arrow":
+        return _from_values(_arrow_values(part.path, column))
+    return parquet_texts(part, column) if suffix == ".parquet" else json_texts(replace(part, raw=False), column)
+
+
+def _from_values(values: Iterable[bytes | None]) -> Records:
+    for row, value in enumerate(values, 1):
+        if value is None:
+            yield row, EMPTY
+            continue
+        try:
+            value.decode()
+            yield row, value
+        except UnicodeDecodeError:
+            yield row, NOT_UTF8
+
+
+def _parquet_values(path: Path, column: str) -> Iterator[bytes | None]:
+    arrow()
+    from pyarrow.parquet import ParquetFile
+
+    limits = {"thrift_string_size_limit": LARGEST_FOOTER, "thrift_container_size_limit": LARGEST_FOOTER}
+    with _reading(path), ParquetFile(path, page_checksum_verification=True, pre_buffer=False, **limits) as file:
+        _require_texts(path, file.schema_arrow, column)
+        for batch in file.iter_batches(BATCH_ROWS, columns=[column], use_threads=False):
+            yield from _values(batch.column(0))
+
+
+def _arrow_values(path: Path, column: str) -> Iterator[bytes | None]:
+    """Yield the values of a column of texts in an Arrow file, of the stream or the file format, None for null."""
+    pyarrow = arrow()
+    with _reading(path), pyarrow.OSFile(str(path)) as file:
+        magic = file.read(6)
+        file.seek(0)
+        if magic == b"ARROW1":
+            table = pyarrow.ipc.open_file(file)
+            batches = (table.get_batch(number) for number in range(table.num_record_batches))
+        else:
+            table = pyarrow.ipc.open_stream(file)
+            batches = iter(table)
+        _require_texts(path, table.schema, column)
+        for batch in batches:
+            yield from _values(batch.column(table.schema.get_field_index(column)))
+
+
+def _require_texts(path: Path, schema: Any, column: str) -> None:
+    """Raise ConfigError unless a file has one column of this name, of texts."""
+    columns = schema.get_all_field_indices(column)
+    if len(columns) != 1:
+        problem = f'{path} has {len(columns)} columns "{column}"' if columns else f'{path} has no column "{column}"'
+        raise ConfigError("--column", problem, did_you_mean(column, schema.names[:50]))
+    kind = schema.field(columns[0]).type
+    if not _is_text(kind.value_type if arrow().types.is_dictionary(kind) else kind):
+        texts = [field.name for field in list(schema)[:50] if _is_text(field.type)]
+        hint = f"Texts are in: {', '.join(texts)}" if texts else "Choose a file that has texts"
+        raise ConfigError("--column", f'"{column}" of {path} holds {str(kind)[:80]}, not text', hint)
+
+
+def _is_text(kind: Any) -> bool:
+    """True for a type of texts, and for that of a column whose values are all null."""
+    names = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")
+    return any(getattr(arrow().types, f"is_{name}")(kind) for name in names)
+
+
+def _values(column: Any) -> list[bytes | None]:
+    """Return the values of an array of texts. Raises ArrowInvalid if its inside contradicts itself."""
+    pyarrow = arrow()
+    types = pyarrow.types
+    if types.is_dictionary(column.type):
+        column.validate(full=True)
+        column = column.dictionary_decode()
+    if types.is_string(column.type):
+        column = column.view(pyarrow.binary())
+    elif types.is_large_string(column.type):
+        column = column.view(pyarrow.large_binary())
+    elif types.is_string_view(column.type):
+        column = column.view(pyarrow.binary_view())
+    column.validate(full=True)
+    values: list[bytes | None] = column.to_pylist()
+    return values
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn what pyarrow raises for a damaged file into DataError."""
+    try:
+        yield
+    except (arrow().ArrowException, OSError, MemoryError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DataError(path, f"cannot be read: {reason}", "Check that it is complete; get it again") from None
+
+
+# The files of a dataset
+
+SPLIT_NAMES = {**{name: name for name in NAMES}, "valid": "validation", "val": "validation", "dev": "validation"}
+NAMED_SPLIT = re.compile(rf"(?<![a-z])({'|'.join(SPLIT_NAMES)})(?![a-z])")
+NUMBERED = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})\.")
+REVISION = re.compile(r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])")
+PINNED_URL = re.compile(r"@([0-9a-f]{40})/")
+INFO, LARGEST_INFO = "dataset_info.json", 1 << 26  # bytes: a large dataset has some 200 for each of its files
+
+
+def split_of(name: str) -> str | None:
+    """Return the split that a file belongs to, by the last part of its path that names one."""
+    for part in reversed(PurePosixPath(name.lower()).parts):
+        if match := NAMED_SPLIT.search(part):
+            return SPLIT_NAMES[match[1]]
+    return None
+
+
+def revision(location: str) -> str | None:
+    """Return the commit of the Hub that a dataset is from, as its URL, its path or its description states it."""
+    if named := REVISION.search(location) or REVISION.search(str(Path(location).resolve())):
+        return named[0]
+    for info in sorted(Path(location).glob(f"**/{INFO}")):
+        try:
+            if info.stat().st_size > LARGEST_INFO:
+                raise DataError(info, f"more than {LARGEST_INFO:,} bytes are too many for a description", "Remove it")
+            described = json.loads(info.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise DataError(info, f"cannot be read ({type(error).__name__})", "Restore or remove it") from None
+        checksums = described.get("download_checksums") if isinstance(described, dict) else None
+        for url in checksums if isinstance(checksums, dict) else ():
+            if pinned := PINNED_URL.search(url):
+                return pinned[1]
+    return None
+
+
+def _is_data(part: Part) -> bool:
+    """False for results of map or filter, which `datasets` keeps next to what they were made of."""
+    return not PurePosixPath(part.name).name.startswith(("cache-", "tmp"))
+
+
+def _require_one(location: str, parts: Sequence[Part]) -> None:
+    """Raise DataError if the files are those of several configurations."""
+    roots = set()
+    for part in parts:
+        folders = PurePosixPath(part.name).parent.parts
+        roots.add("/".join(folder for folder in folders if folder.lower() not in SPLIT_NAMES) or ".")
+    if len(roots) > 1:
+        some = ", ".join(sorted(roots)[:5])
+        hint = "Give the folder of one; the corpora parquet and jsonl take any files together"
+        raise DataError(location, f"files are in {len(roots)} folders ({some}), as of several configurations", hint)
+
+
+def _require_all(parts: Sequence[Part]) -> None:
+    """Raise DataError if of NAME-00000-of-00003 and so on one is missing."""
+    groups: dict[tuple[str, int], set[int]] = {}
+    for part in parts:
+        if match := NUMBERED.match(part.name):
+            groups.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
+    for (name, count), numbers in groups.items():
+        if len(numbers) < count:
+            first = next(number for number in range(count) if number not in numbers)
+            problem = f"{len(numbers)} of its {count} files are here, not number {first}"
+            raise DataError(name, problem, "Get the dataset again")

@@ -1,0 +1,126 @@
+"""Encoders, which make the tokens in shards of a corpus' pieces."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from megasparse.data.tokenizers import build_tokenizer
+from megasparse.errors import ConfigError
+
+Width = Literal[1, 2, 4]
+
+
+class Encoded(NamedTuple):
+    """The tokens of a piece, and what they stand for."""
+
+    tokens: np.ndarray
+    """(length,) uint8, uint16 or uint32, of the encoder's width."""
+    raw_bytes: int
+    """Bytes of the text, or of the pixels."""
+    words: int
+    """Reference words, by which a word perplexity is counted; 0 where the corpus has none."""
+
+
+class Encoder:
+    """Makes tokens of pieces, in several processes. Pickled to them, what is large is built again there."""
+
+    name: str
+    """The tokenizer's kind, as in index.json."""
+    sha256: str
+    """The tokenizer's, as in index.json."""
+    width: Width = 1
+    """Bytes per token."""
+    end: int | None = None
+    """The token put after each document; None puts none."""
+    record: int | None = None
+    """Tokens of a record, if every sequence must be one (an image, a pair); samples then hold whole records."""
+    file: Path | None = None
+    """The tokenizer's file, which is copied beside the shards as tokenizer.SUFFIX."""
+
+    def encode(self, piece: bytes) -> Encoded:
+        """Return the tokens of a piece, a function of it alone. Raises a UserError that names what is wrong with it."""
+        raise NotImplementedError
+
+
+class RecordEncoder(Encoder):
+    """Pieces that are records of bytes already, with the meaning of the tokenizer `bytes`."""
+
+    def __init__(self, name: str, sha256: str, record: int):
+        self.name, self.sha256, self.record = name, sha256, record
+
+    def encode(self, piece: bytes) -> Encoded:
+        return Encoded(np.frombuffer(piece, dtype=np.uint8), len(piece), 0)
+
+
+class TextEncoder(Encoder):
+    """Text to tokens. Pickled, it is the tokenizer's name or file, read again.
+
+    Args:
+        tokenizer: `bytes`, or a tokenizer's file.
+        documents: a separator is put after each document.
+        line_ends: the end of a line counts as a reference word, besides those between white space.
+
+    Raises:
+        ConfigError: there is no such tokenizer, or it has no separator and `documents` needs one.
+    """
+
+    def __init__(self, tokenizer: str, documents: bool = False, line_ends: bool = False):
+        try:
+            self.tokenizer = build_tokenizer(tokenizer)
+        except ConfigError as error:
+            raise ConfigError("--tokenizer", error.problem, error.hint) from None
+        self._arguments: tuple[Any, ...] = (tokenizer, documents, line_ends)
+        self.name, self.sha256, self.file = self.tokenizer.name, self.tokenizer.sha256, self.tokenizer.file
+        self.end = self.tokenizer.separator if documents else None
+        if documents and self.end is None:
+            problem = f'the tokenizer "{tokenizer}" has no token that ends a document'
+            raise ConfigError("--tokenizer", problem, "Take another one: this corpus is one of documents")
+        self.line_ends = line_ends
+        self.width = width_for(max(self.tokenizer.vocabulary - 1, self.end or 0))
+
+    def __reduce__(self) -> tuple[type["TextEncoder"], tuple[Any, ...]]:
+        return type(self), self._arguments
+
+    def encode(self, piece: bytes) -> Encoded:
+        """Encode a text. Its words are what stands between (Unicode) white space; bytes that are not UTF-8 are none."""
+        words = len(piece.decode(errors="replace").split())
+        if self.line_ends:
+            words += piece.count(b"\n")
+        tokens = self.tokenizer.encode(piece).numpy().astype(f"<u{self.width}")
+        return Encoded(tokens, len(piece), words)
+
+
+class PaddedEncoder(TextEncoder):
+    """Padded records of text with special tokens. Raises ConfigError for a tokenizer that has none."""
+
+    record: int
+
+    def __init__(self, tokenizer: str):
+        super().__init__(tokenizer)
+        special = self.tokenizer.special
+        if special is None:
+            problem = f'the tokenizer "{tokenizer}" has no special tokens for beginning, separator, padding and mask'
+            raise ConfigError("--tokenizer", problem, "Take one that has, such as bytes or tokenizers/bert.json")
+        self.special = special
+        self.width = width_for(max(self.tokenizer.vocabulary - 1, *special))
+
+    def ids(self, text: str) -> np.ndarray:
+        """Return the tokens of a text, (n,)."""
+        return self.tokenizer.encode(text).numpy()
+
+    def padded(self, parts: Sequence[np.ndarray | int], length: int) -> np.ndarray:
+        """Return parts of a record one after another and padding, (length,) of the encoder's width."""
+        tokens = np.concatenate([np.atleast_1d(part) for part in parts])
+        record = np.full(length, self.special.padding, dtype=f"<u{self.width}")
+        record[: len(tokens)] = tokens
+        return record
+
+    def joined(self, records: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate([np.empty(0, dtype=f"<u{self.width}"), *records])
+
+
+def width_for(largest: int) -> Width:
+    """Return the bytes that hold every id up to `largest`."""
+    return 1 if largest < 1 << 8 else 2 if largest < 1 << 16 else 4
