@@ -2,14 +2,13 @@
 
 import hashlib
 import json
-import os
 import shlex
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from megasparse.data.index_file import INDEX_FILE, IndexFile, Shard, Split, TokenizerEntry, parse, parse_content
-from megasparse.data.reader import check_size, verify_shard
+from megasparse.data.reader import check_size
 from megasparse.data.remote import RemoteFolder, ShardCache
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.data.urls import is_url
@@ -27,7 +26,7 @@ class Index:
     def load(cls, directory: str | Path, cache: ShardCache | None = None) -> "Index":
         """Read DIRECTORY/index.json and check it against the sizes of the shards on disk.
 
-        The content of the shards is checked as they are first read, or all at once by `verify`.
+        The content of the shards is checked as they are first read.
 
         Args:
             directory: a path or a URL. The shards of a URL are fetched into `cache` and checked when they are read.
@@ -90,15 +89,6 @@ class Index:
         }
         identity = {"format": self.file.format, "tokenizer": self.file.tokenizer.model_dump(), "splits": splits}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-
-    def verify(self) -> None:
-        """Compare the sha256 of every shard. Raises DataError naming the first that differs."""
-        for split in self.file.splits.values():
-            for shard in split.shards:
-                if self.remote:
-                    os.close(self.remote.open(shard))
-                else:
-                    verify_shard(self.path(shard), shard, self.path(shard), self.sample_bytes)
 
     def require_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raises ConfigError unless the shards were made with exactly this tokenizer."""

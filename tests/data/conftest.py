@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from megasparse.data import retrying, urls
+from megasparse.data import urls
 from megasparse.data.index import Index
 from megasparse.data.remote import ShardCache
 from tests.data.folders import ramp, write_folder
@@ -39,7 +39,7 @@ def impatient(monkeypatch, request):
     """Short limits where a server is to stall, long ones elsewhere: a busy machine is no stall."""
     faults = getattr(request.node, "callspec", None) and request.node.callspec.params.get("faults", ())
     monkeypatch.setattr(urls, "STALL_SECONDS", 0.4 if "stall" in (faults or ()) else 20.0)
-    monkeypatch.setattr(retrying, "LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(urls, "LONGEST_PAUSE", 0.01)
     yield
     urls._store.cache_clear()
 

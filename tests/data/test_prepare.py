@@ -1,14 +1,24 @@
+"""Preparation: shards that do not depend on crashes or workers, and the stream of tokens that resumes at any token."""
+
 import fcntl
 import os
+import pickle
+import random
 import stat
+from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import webdataset
 
 from megasparse.data import prepare as prepare_module
+from megasparse.data.encoders import Encoded, TextEncoder, width_for
 from megasparse.data.index import Index
-from megasparse.errors import DataError
+from megasparse.data.prepare import StreamPosition, TokenStream
+from megasparse.data.workers import Workers
+from megasparse.errors import ConfigError, DataError
 from tests.data.folders import crashing, everything, files, prepared, source_of
+from tests.helpers.encoders import Doubling
 
 
 def test_plain_webdataset_reads_the_shards(make_index, corpus):
@@ -123,3 +133,95 @@ def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, corpus):
         with pytest.raises(DataError, match="it changed while it was read"):
             prepared("text", source, tmp_path / "data", 100, 1000, split="90,5,5")
         assert not (tmp_path / "data" / "index.json").exists()
+
+
+class Counting(Doubling):
+    def __init__(self, end: int | None):
+        super().__init__(end)
+        self.seen: list[bytes] = []
+
+    def encode(self, piece: bytes) -> Encoded:
+        self.seen.append(piece)
+        return super().encode(piece)
+
+
+def documents() -> list[list[bytes]]:
+    draw = random.Random(0)
+    pieces = [[draw.choice([b"", b"a b", b"cde f", b"g"]) for _ in range(draw.randrange(4))] for _ in range(30)]
+    return [[], [b""], *pieces, [b"last"], []]
+
+
+def lazily() -> Iterator[Iterator[bytes]]:
+    return (iter(document) for document in documents())
+
+
+@pytest.mark.parametrize("end", [None, 7])
+@pytest.mark.parametrize("size", [2, 6, 34])
+def test_from_any_place_on_the_stream_is_the_same_and_nothing_before_is_encoded(end, size):
+    want: list[int] = []
+    for document in documents():
+        want += [byte + 256 for byte in b"".join(document) for _ in range(2)]
+        want += [end] if any(document) and end is not None else []
+    whole = np.array(want, dtype="<u2").tobytes()
+    pieces = [piece for document in documents() for piece in document if piece]
+
+    encoder = Counting(end)
+    stream = TokenStream(lazily(), encoder, Workers(encoder.encode, 1), StreamPosition())
+    places, found = [stream.place], b""
+    while part := stream.read(size):
+        found += part
+        places.append(stream.place)
+    assert found == whole and encoder.seen == pieces
+    total = places[-1]
+    assert total.raw_bytes == sum(map(len, pieces)) and total.words == sum(len(piece.split()) for piece in pieces)
+    assert places[0] == StreamPosition() and total.token == 0
+
+    for number, place in enumerate(places):
+        encoder = Counting(end)
+        stream = TokenStream(lazily(), encoder, Workers(encoder.encode, 1), place)
+        assert stream.place == place
+        assert stream.read(1 << 20) == whole[number * size :]
+        assert stream.place == total
+        assert encoder.seen == pieces[len(pieces) - len(encoder.seen) :]
+        rest = sum(map(len, encoder.seen))
+        assert rest <= total.raw_bytes - place.raw_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("", 0), ("a", 1), (" a  b\n\tc ", 3), ("a\u00a0b\u3000c", 3), ("é\u200bé", 1), ("\n \n", 0)]
+)
+def test_words_stand_between_white_space_and_line_ends_count_where_asked(text, words):
+    found = TextEncoder("bytes").encode(text.encode())
+    assert (found.tokens.tobytes(), found.raw_bytes, found.words) == (text.encode(), len(text.encode()), words)
+    assert TextEncoder("bytes", line_ends=True).encode(text.encode()).words == words + text.count("\n")
+
+
+def test_bytes_that_are_no_text_come_through():
+    found = TextEncoder("bytes").encode(b"\xff \xfe")
+    assert (found.tokens.tobytes(), found.words) == (b"\xff \xfe", 2)
+
+
+def test_it_is_pickled_as_its_name(tmp_path):
+    file = tmp_path / "words.txt"
+    file.write_text("".join(f"{word}\n" for word in ["<unk>", "<eos>", *(f"w{i}" for i in range(300))]))
+    encoder = TextEncoder(str(file), line_ends=True)
+    raw = pickle.dumps(encoder)
+    assert len(raw) < 1000
+    again = pickle.loads(raw)
+    for one in (encoder, again):
+        assert (one.name, one.sha256, one.width, one.end, one.file) == ("words", encoder.sha256, 2, None, file)
+        tokens, raw_bytes, words = one.encode(b"w0 w299\nnew")
+        assert tokens.dtype == "<u2" and (tokens.tolist(), raw_bytes, words) == ([2, 301, 1, 0], 11, 4)
+
+
+def test_a_separator_is_asked_for_where_there_are_documents(tmp_path):
+    assert TextEncoder("bytes", documents=True).end == 0 and TextEncoder("bytes").end is None
+    (tmp_path / "words.txt").write_text("<unk>\n<eos>\n")
+    with pytest.raises(ConfigError, match=r'--tokenizer: the tokenizer ".*" has no token that ends a document'):
+        TextEncoder(str(tmp_path / "words.txt"), documents=True)
+    with pytest.raises(ConfigError, match=r'--tokenizer: there is no tokenizer "byte"'):
+        TextEncoder("byte")
+
+
+def test_width_for():
+    assert [width_for(n) for n in (0, 255, 256, 65_535, 65_536, (1 << 32) - 1)] == [1, 1, 2, 2, 4, 4]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megasparse.data.corpora import text
+from megasparse.data.corpora import CORPORA
 from megasparse.data.encoders import Encoded, TextEncoder
 from megasparse.data.index import Index
 from megasparse.errors import ConfigError, DataError
@@ -91,7 +91,7 @@ def test_tokens_of_two_bytes(make, books, tmp_path):
 
 
 def test_any_number_of_workers_writes_the_same_bytes(make, books, monkeypatch):
-    monkeypatch.setattr(text, "encoder", lambda settings: Doubling(end=7))  # its processes start in no time
+    monkeypatch.setattr(CORPORA["text"], "encoder", lambda settings: Doubling(end=7))  # its processes start in no time
     one, two = make("one", documents=True), make("two", workers=2, documents=True)
     assert files(one.directory) == files(two.directory)
     assert one.split("train").tokens == 2 * (one.split("train").raw_bytes or 0) + everything(one).tolist().count(7)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megasparse.data import shard_cache
+from megasparse.data import remote
 from megasparse.data.index import Index
 from megasparse.data.reader import ShardReader
 from megasparse.data.remote import ShardCache
@@ -139,7 +139,7 @@ def test_who_waits_for_a_stopped_process_gives_up(folder, server, tmp_path, monk
     server.pause = 0.05
     cache = tmp_path / "cache"
     index = Index.load(server.url, cache=ShardCache(cache))
-    monkeypatch.setattr(shard_cache, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(remote, "PATIENCE_SECONDS", 0.5)
     with readers(1, server.url, cache) as (stopped,):
         go(stopped)
         wait_until(lambda: partial_bytes(cache) > 0)

@@ -3,21 +3,18 @@
 import os
 import signal
 import time
-from typing import Literal
 
 import numpy as np
 
-from megasparse.data.encoders import Encoded
+from megasparse.data.encoders import Encoded, Encoder, Width
 from megasparse.errors import DataError
 
 
-class Doubling:
+class Doubling(Encoder):
     """Two tokens of 2 bytes for each byte of a piece; some pieces do other things."""
 
     name, sha256 = "doubling", "0" * 64
-    width: Literal[1, 2, 4] = 2
-    record = None
-    file = None
+    width: Width = 2
 
     def __init__(self, end: int | None = None):
         self.end = end

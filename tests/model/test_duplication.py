@@ -13,7 +13,7 @@ from torch import Tensor
 from megasparse.attention.lsh import LSHAttentionConfig
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.schema import ModelConfig, PositionsConfig
-from megasparse.data.corpora import duplication
+from megasparse.data.corpora import CORPORA
 from megasparse.data.corpora.source import Source
 from megasparse.model.build import build_model
 from megasparse.model.decoder import Decoder
@@ -41,7 +41,7 @@ def build(seed: int) -> Decoder:
 def sequences(seed: int) -> dict[str, Tensor]:
     """(n, LENGTH) of each split; no sequence is trained on twice."""
     settings = {"sample_bytes": LENGTH, "symbols": SYMBOLS, "sequences": STEPS * BATCH, "seed": seed}
-    splits = duplication.splits(Source.open([], None, Path()), settings)
+    splits = CORPORA["duplication"].splits(Source.open([], None, Path()), settings)
     return {name: torch.tensor([list(piece) for piece in pieces]) for name, (pieces,) in splits}
 
 

@@ -25,9 +25,8 @@ import torch
 from safetensors import safe_open
 
 from megasparse.data.batches import Sequences
-from megasparse.data.corpora import CORPORA, huggingface, jsonl, parquet
-from megasparse.data.corpora.number_files import batches, rows
-from megasparse.data.corpora.records import RecordSource
+from megasparse.data.corpora import CORPORA
+from megasparse.data.corpora.image_sets import npz_batches, npz_rows
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import build_tokenizer
@@ -117,8 +116,8 @@ def images(folder: Path) -> None:
 
 
 def read_images(folder: Path) -> None:
-    for batch in batches(folder / "train.npz"):
-        for _ in rows(folder / "train.npz", batch, 12):
+    for batch in npz_batches(folder / "train.npz"):
+        for _ in npz_rows(folder / "train.npz", batch, 12):
             pass
 
 
@@ -129,9 +128,9 @@ def lines(folder: Path) -> None:
     (folder / "c.jsonl.zst").write_bytes(pa.compress(content, "zstd", asbytes=True))
 
 
-def read_records(module: Any, folder: Path) -> None:
-    source: RecordSource = module.open_source([str(folder)], None, folder.parent / ".download", OPTIONS, 1)
-    for _, documents in CORPORA["jsonl"].splits(source, OPTIONS):
+def read_records(corpus: str, folder: Path) -> None:
+    source = CORPORA[corpus].open([str(folder)], None, folder.parent / ".download", OPTIONS, 1)
+    for _, documents in CORPORA[corpus].splits(source, OPTIONS):
         for document in documents:
             b"".join(document)
 
@@ -173,9 +172,9 @@ FORMATS = {
     ),
     "shards": Format(shards, read_shards, vouch),
     "npz": Format(images, read_images),
-    "jsonl": Format(lines, lambda folder: read_records(jsonl, folder)),
-    "parquet": Format(tables, lambda folder: read_records(parquet, folder)),
-    "arrow": Format(dataset, lambda folder: read_records(huggingface, folder)),
+    "jsonl": Format(lines, lambda folder: read_records("jsonl", folder)),
+    "parquet": Format(tables, lambda folder: read_records("parquet", folder)),
+    "arrow": Format(dataset, lambda folder: read_records("huggingface", folder)),
     "gguf": Format(
         lambda folder: (folder / "a.gguf").write_bytes(gguf()), lambda folder: check_gguf(folder / "a.gguf")
     ),

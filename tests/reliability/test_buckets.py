@@ -13,7 +13,7 @@ import s3fs
 import torch
 
 from megasparse.callbacks import silent
-from megasparse.data import retrying, urls
+from megasparse.data import urls
 from megasparse.training.checkpoints.bucket import Bucket
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import MANIFEST
@@ -40,7 +40,7 @@ def proxy(monkeypatch) -> Iterator[S3Proxy]:
         monkeypatch.setenv(name, "/nonexistent")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setattr(retrying, "LONGEST_PAUSE", 0.1)
+    monkeypatch.setattr(urls, "LONGEST_PAUSE", 0.1)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megasparse.data import retrying, urls
+from megasparse.data import urls
 from megasparse.data.corpora.source import Source
 from megasparse.data.index import Index
 from megasparse.data.prepare import prepare
@@ -51,7 +51,7 @@ def run(path: Path | str, tmp_path: Path, name: str, **changes: Any) -> list[str
 @pytest.fixture
 def impatient(monkeypatch):
     monkeypatch.setattr(urls, "STALL_SECONDS", 0.3)
-    monkeypatch.setattr(retrying, "LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(urls, "LONGEST_PAUSE", 0.01)
 
 
 @pytest.mark.usefixtures("impatient")

@@ -75,15 +75,14 @@ def special_member(name: str, kind: bytes) -> tarfile.TarInfo:
 
 def read_corpus(corpus: str, *locations: Path, **options: Any) -> dict[str, np.ndarray]:
     """The images of each split, as the encoder makes them: (images, side, side, 3)."""
-    module = CORPORA[corpus]
     settings = {"split": None, "seed": 0, "downsampling": None, "size": 8, **options}
     source = source_of(*locations, kind="raw")
-    getattr(module, "about", lambda *_: {})(source, settings)
-    encoder = module.encoder(settings)
+    CORPORA[corpus].about(source, settings)
+    encoder: Any = CORPORA[corpus].encoder(settings)
     side = encoder.side
     return {
         name: np.concatenate(
             [encoder.encode(piece).tokens for document in documents for piece in document] or [np.empty(0, np.uint8)]
         ).reshape(-1, side, side, 3)
-        for name, documents in module.splits(source, settings)
+        for name, documents in CORPORA[corpus].splits(source, settings)
     }

@@ -1,4 +1,4 @@
-"""The corpora whose sequences are drawn: duplication and recall."""
+"""The corpora whose sequences are drawn: duplication and Recall."""
 
 import hashlib
 from collections import Counter
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from megasparse.data.corpora import CORPORA, duplication, recall
+from megasparse.data.corpora import CORPORA
+from megasparse.data.corpora.drawn import Duplication, Recall
 from megasparse.errors import ConfigError
 from tests.data.folders import everything, prepared, source_of
 
@@ -61,7 +62,7 @@ def test_settings_that_cannot_be_are_refused(corpus, changed, message):
 def test_sequences_are_0w0w_of_all_symbols():
     splits = draw("duplication")
     assert [*splits] == ["train", "validation", "test"]
-    assert [*map(len, splits.values())] == [1000, duplication.HELD_OUT, duplication.HELD_OUT]
+    assert [*map(len, splits.values())] == [1000, Duplication.HELD_OUT, Duplication.HELD_OUT]
     for sequences in splits.values():
         for sequence in sequences:
             assert len(sequence) == 20 and sequence[:10] == sequence[10:]
@@ -75,7 +76,7 @@ def test_sequences_are_0w0w_of_all_symbols():
 def test_no_two_sequences_are_alike_in_any_split():
     splits = draw("duplication", sample_bytes=64, symbols=127)
     drawn = [sequence for sequences in splits.values() for sequence in sequences]
-    assert len(set(drawn)) == len(drawn) == 1000 + 2 * duplication.HELD_OUT
+    assert len(set(drawn)) == len(drawn) == 1000 + 2 * Duplication.HELD_OUT
 
 
 def test_a_sample_of_the_shards_is_a_sequence(tmp_path):
@@ -95,14 +96,14 @@ def test_extremes_are_possible():
 def test_a_key_has_one_value_in_a_sequence_and_comes_back_far_away():
     splits = draw("recall")
     assert [*splits] == ["train", "validation", "test"]
-    assert [*map(len, splits.values())] == [40, recall.HELD_OUT, recall.HELD_OUT]
+    assert [*map(len, splits.values())] == [40, Recall.HELD_OUT, Recall.HELD_OUT]
     distances = []
     for sequence in splits["train"]:
         values: dict[bytes, int] = {}
         last: dict[bytes, int] = {}
         for place in range(0, 3000, 3):
             key, value = sequence[place : place + 2], sequence[place + 2]
-            assert max(key) < recall.KEYS <= value < recall.KEYS + recall.VALUES
+            assert max(key) < Recall.KEYS <= value < Recall.KEYS + Recall.VALUES
             assert values.setdefault(key, value) == value
             if key in last:
                 distances.append(place - last[key])
@@ -114,5 +115,5 @@ def test_a_key_has_one_value_in_a_sequence_and_comes_back_far_away():
 def test_keys_and_values_are_drawn_evenly_and_anew():
     first = [sequence[:3] for sequence in draw("recall", sequences=4000)["train"]]
     counts = Counter(part[2] for part in first)
-    assert len(counts) == recall.VALUES and max(counts.values()) < 4000 / recall.VALUES * 2
+    assert len(counts) == Recall.VALUES and max(counts.values()) < 4000 / Recall.VALUES * 2
     assert len({part[:2] for part in first}) > 3500

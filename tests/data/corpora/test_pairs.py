@@ -1,5 +1,6 @@
-"""Pairs of segments: records made of consecutive whole sentences of one document."""
+"""Pairs of segments and translations: records of whole sentences, and one line for each bad source."""
 
+import gzip
 import re
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megasparse.cli.main import door
 from megasparse.data.corpora.pairs import PairEncoder, Words, segments, sentences
 from megasparse.data.index import Index
 from megasparse.errors import ConfigError, DataError
-from tests.data.folders import everything, source_of
-from tests.data.folders import prepared as prepared_from
+from tests.data.folders import everything, prepared, source_of
 
 BEGIN, SEPARATOR, PADDING = 258, 259, 257
 LENGTH = 96
@@ -22,12 +23,12 @@ def book(number: int, count: int) -> list[str]:
     return [f"This is {'very ' * (i % 5)}sentence {i} of book {number}." for i in range(count)]
 
 
-def prepared(files: dict[str, str], folder: Path, **options: Any) -> Index:
+def prepared_pairs(files: dict[str, str], folder: Path, **options: Any) -> Index:
     for name, text in files.items():
         (folder / "source").mkdir(exist_ok=True)
         (folder / "source" / name).write_text(text, encoding="utf-8")
     settings = {"tokenizer": "bytes", "split": "100,0,0", "length": LENGTH, "documents": "empty-lines", "seed": 0}
-    return prepared_from("pairs", source_of(folder / "source"), folder / "data", 1000, 4000, **settings | options)
+    return prepared("pairs", source_of(folder / "source"), folder / "data", 1000, 4000, **settings | options)
 
 
 def records(index: Index, split: str = "train") -> list[tuple[str, str]]:
@@ -54,7 +55,7 @@ def test_segments_follow_each_other_in_one_document(tmp_path, ends):
     else:
         tags = '<doc id="{}" url="x" title="y">\n{}\n</doc>\n'
         files = {"wiki": "".join(tags.format(n, "\n\n".join(text)) for n, text in enumerate(books))}
-    index = prepared(files, tmp_path, documents=ends)
+    index = prepared_pairs(files, tmp_path, documents=ends)
     whole = {number: " " + " ".join(text) for number, text in enumerate(books)}
     found = records(index)
     covered = dict.fromkeys(whole, 0)
@@ -70,7 +71,7 @@ def test_segments_follow_each_other_in_one_document(tmp_path, ends):
 
 def test_documents_go_whole_to_the_split_in_which_they_begin(tmp_path):
     text = "\n\n".join("\n".join(book(number, 9)) for number in range(10))
-    index = prepared({"a.txt": text}, tmp_path, split="45,30,25")
+    index = prepared_pairs({"a.txt": text}, tmp_path, split="45,30,25")
     names = {}
     for split in ("train", "validation", "test"):
         names[split] = {name for a, b in records(index, split) for name in re.findall(r"of book (\d)", a + b)}
@@ -137,7 +138,92 @@ def test_bad_input_is_one_line(tmp_path):
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "a.txt").write_bytes(b"ab \xff.")
     with pytest.raises(DataError, match=r"a\.txt: byte 3 is not UTF-8"):
-        prepared({}, tmp_path)
+        prepared_pairs({}, tmp_path)
     assert not (tmp_path / "data").exists()
     with pytest.raises(DataError, match="no document begins in the part that is for validation"):
-        prepared({"a.txt": "One. Two."}, tmp_path, split="50,50,0")
+        prepared_pairs({"a.txt": "One. Two."}, tmp_path, split="50,50,0")
+
+
+main = door("prepare-data")
+
+SEPARATOR, PADDING = 259, 257
+S, T = 12, 9
+GERMAN = ["eins", "zwei", "", "drei56789", "acht4567", "fünf", "sechs"]
+ENGLISH = ["one", "two", "nothing", "three", "eight", "five 8901 345", "six"]
+# the 4th target is too long by 1, the 6th source by more
+
+
+def prepared_parallel(folder: Path, *more: object) -> Index:
+    lengths = ["--source-length", str(S), "--target-length", str(T)]
+    output = folder / "out"
+    main(["parallel", "--output", str(output), *lengths, *map(str, more)])
+    return Index.load(output)
+
+
+def written(folder: Path, name: str, lines: list[str]) -> Path:
+    path, text = folder / name, "".join(f"{line}\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    return path
+
+
+def translations(index: Index, split: str) -> list[tuple[str, str]]:
+    found = []
+    for row in everything(index, split).reshape(-1, S + T).tolist():
+        sides = []
+        for side in (row[:S], row[S:]):
+            end = side.index(SEPARATOR)
+            assert side[end + 1 :] == [PADDING] * (len(side) - end - 1)
+            sides.append(bytes(side[:end]).decode())
+        found.append((sides[0], sides[1]))
+    return found
+
+
+FITTING = [("one", "eins"), ("two", "zwei"), ("eight", "acht4567"), ("six", "sechs")]
+
+
+def test_pairs_that_fit_are_taken_and_the_others_counted(tmp_path):
+    english, german = written(tmp_path, "a.en", ENGLISH), written(tmp_path, "a.de.gz", GERMAN)
+    index = prepared_parallel(tmp_path, "--source", english, "--target", german, "--split", "100,0,0")
+    assert translations(index, "train") == FITTING
+    assert index.file.source["lines"] == {"train": 7} and index.file.settings["record"] == S + T
+    assert index.file.splits["train"].raw_bytes == sum(len(german.encode()) for _, german in FITTING)
+    assert index.file.splits["train"].words == 4
+
+
+def test_splits_of_their_own_files(tmp_path):
+    files = {side: written(tmp_path, f"a.{side}", lines) for side, lines in (("en", ENGLISH), ("de", GERMAN))}
+    files |= {"vs": written(tmp_path, "v.en", ["a", "b\r"]), "vt": written(tmp_path, "v.de", ["c", "d"])}
+    (tmp_path / "v.de").write_text("c\nd")  # without an end
+    more = ("--validation-target", files["vt"], "--validation-source", files["vs"])
+    index = prepared_parallel(tmp_path, *more, "--source", files["en"], "--target", files["de"])
+    assert translations(index, "train") == FITTING and translations(index, "validation") == [("a", "c"), ("b", "d")]
+    assert list(index.file.splits) == ["train", "validation"]
+
+
+def test_splits_by_percent_of_the_lines(tmp_path):
+    english, german = written(tmp_path, "a.en", ENGLISH * 10), written(tmp_path, "a.de", GERMAN * 10)
+    index = prepared_parallel(tmp_path, "--source", english, "--target", german, "--split", "80,10,10")
+    assert index.file.source["lines"] == {"train": 56, "validation": 7, "test": 7}
+    assert translations(index, "train") == FITTING * 8 and translations(index, "test") == FITTING
+
+
+@pytest.mark.parametrize(
+    ("target", "more", "reported"),
+    [
+        (GERMAN[:-1], [], "train has 7 lines of the source and 6 of the target"),
+        ([], [], "2 files are given, and 1 are found that are not empty"),
+        (GERMAN, ["--split", "50,25"], "--split"),
+        (["x"] * 7, ["--split", "1,1,98"], "too few to give train any"),
+        (["too long, all of them"] * 7, ["--split", "100,0,0"], "nothing of it is left for train"),
+        (GERMAN, ["--validation-source", "SOURCE", "--validation-target", "SOURCE", "--split", "1,2,97"], "--split"),
+        (GERMAN, ["--test-source", "SOURCE"], "test has 7 lines of the source and 0 of the target"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(tmp_path, capsys, target, more, reported):
+    english, german = written(tmp_path, "a.en", ENGLISH), written(tmp_path, "a.de", target)
+    more = [str(english) if word == "SOURCE" else word for word in more]
+    with pytest.raises(SystemExit) as end:
+        prepared_parallel(tmp_path, "--source", english, "--target", german, *more)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2 and error.startswith("error: ") and reported in error
+    assert not (tmp_path / "out" / "index.json").exists()

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megasparse.data.corpora import enwik8, text
+from megasparse.data.corpora import CORPORA
 from megasparse.data.corpora import source as source_module
 from megasparse.data.corpora.source import Source
+from megasparse.data.corpora.text import Enwik8
 from megasparse.errors import ConfigError, DataError
 from tests.data.corpora.pictures import write_files, write_zip
 from tests.data.folders import source_of
@@ -211,7 +212,9 @@ def test_text_splits_by_percent(tmp_path):
     path.write_bytes(bytes(range(200)))
 
     def lengths(split: str) -> dict[str, int]:
-        return {name: len(b"".join(part)) for name, (part,) in text.splits(open_source(path), {"split": split})}
+        return {
+            name: len(b"".join(part)) for name, (part,) in CORPORA["text"].splits(open_source(path), {"split": split})
+        }
 
     assert lengths("99.5,0.5,0") == {"train": 199, "validation": 1}
     with pytest.raises(DataError, match="too few to give validation any"):
@@ -224,14 +227,14 @@ def test_enwik8_is_the_official_file_or_refused(tmp_path, monkeypatch):
     path = tmp_path / "enwik8"
     path.write_bytes(bytes(range(100)))
     with pytest.raises(DataError, match=r"enwik8 has 100,000,000 bytes, this has 100\. .*`text`"):
-        enwik8.splits(open_source(path), {})
-    assert list(enwik8.SPLITS.values()) == [90_000_000, 5_000_000, 5_000_000]
-    monkeypatch.setattr(enwik8, "SPLITS", {"train": 90, "validation": 5, "test": 5})
+        CORPORA["enwik8"].splits(open_source(path), {})
+    assert list(Enwik8.SPLITS.values()) == [90_000_000, 5_000_000, 5_000_000]
+    monkeypatch.setattr(Enwik8, "SPLITS", {"train": 90, "validation": 5, "test": 5})
     with pytest.raises(DataError, match=r"md5 is \w+, enwik8's is a1fa5ffddb56f4953e226637dabbb36a"):
-        enwik8.splits(open_source(path), {})
-    monkeypatch.setattr(enwik8, "MD5", open_source(path).md5)
+        CORPORA["enwik8"].splits(open_source(path), {})
+    monkeypatch.setattr(Enwik8, "MD5", open_source(path).md5)
     with zipfile.ZipFile(tmp_path / "enwik8.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.write(path, "enwik8")
     for source in (open_source(path), open_source(tmp_path / "enwik8.zip")):
-        found = {name: b"".join(part) for name, (part,) in enwik8.splits(source, {})}
+        found = {name: b"".join(part) for name, (part,) in CORPORA["enwik8"].splits(source, {})}
         assert found == {"train": bytes(range(90)), "validation": bytes(range(90, 95)), "test": bytes(range(95, 100))}

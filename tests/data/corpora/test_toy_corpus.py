@@ -1,13 +1,12 @@
 """A corpus that exists in this file alone, added as CONTRIBUTING.md describes: the command finds it."""
 
 from itertools import pairwise
-from types import ModuleType
 
 import pytest
 
 from megasparse.cli.main import door
 from megasparse.data.corpora import CORPORA
-from megasparse.data.corpora.drawn import add_drawn_arguments, drawn_splits, encoder
+from megasparse.data.corpora.drawn import DrawnCorpus
 from megasparse.data.index import Index
 from megasparse.errors import ConfigError
 from tests.data.folders import everything
@@ -16,29 +15,33 @@ from tests.helpers.commands import refused
 main = door("prepare-data")
 
 
-def add_arguments(parser):
-    add_drawn_arguments(parser, 64, 8, held_out=2)
-    parser.add_argument("--step", type=int, default=1)
+class Counting(DrawnCorpus):
+    """Sequences that count upwards."""
 
+    HELP = "sequences that count, made here"
+    EXAMPLE = "--output data/counting"
+    LENGTH, SEQUENCES, HELD_OUT = 64, 8, 2
 
-def splits(source, settings):
-    if settings["step"] < 1:
-        raise ConfigError("--step", f"{settings['step']} goes nowhere", "Give 1 or more")
+    def add_arguments(self, parser):
+        super().add_arguments(parser)
+        parser.add_argument("--step", type=int, default=1)
 
-    def draw(words):
-        first = int(words.random_raw() % 256)
-        return bytes((first + settings["step"] * place) % 256 for place in range(settings["sample_bytes"]))
+    def draw(self, settings):
+        length, step = settings["sample_bytes"], settings["step"]
+        if step < 1:
+            raise ConfigError("--step", f"{step} goes nowhere", "Give 1 or more")
 
-    return drawn_splits(settings, 2, draw)
+        def sequence(words):
+            first = int(words.random_raw() % 256)
+            return bytes((first + step * i) % 256 for i in range(length))
+
+        return sequence
 
 
 @pytest.fixture(autouse=True)
 def counting(monkeypatch):
-    """The module that a file megasparse/data/corpora/counting.py would be, and its line in CORPORA."""
-    module = ModuleType("counting", "Sequences that count upwards.")
-    module.HELP, module.EXAMPLE = "sequences that count, made here", "--output data/counting"
-    module.add_arguments, module.splits, module.encoder = add_arguments, splits, encoder
-    monkeypatch.setitem(CORPORA, "counting", module)
+    """The line of CORPORA."""
+    monkeypatch.setitem(CORPORA, "counting", Counting())
 
 
 def test_its_help_has_its_words_and_its_example(capsys):

@@ -13,7 +13,7 @@ import torch
 from megasparse.callbacks import silent
 from megasparse.config.checks import check
 from megasparse.config.schema import Config
-from megasparse.data import retrying, urls
+from megasparse.data import urls
 from megasparse.errors import CheckpointError, ConfigError, StorageError
 from megasparse.training.checkpoints.bucket import Bucket
 from megasparse.training.checkpoints.checkpoint import Checkpoint
@@ -40,7 +40,7 @@ def store(monkeypatch):
     store.store.clear()
     monkeypatch.setitem(urls.STORES, "memory", urls.Store("The store", "fsspec", "fsspec"))
     monkeypatch.setattr(urls, "_store", lambda scheme, attempts: store)
-    monkeypatch.setattr(retrying, "LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(urls, "LONGEST_PAUSE", 0.0)
     return store
 
 

@@ -1,0 +1,425 @@
+"""JSON lines, Parquet and Arrow files, and datasets as `datasets` 5.2 and the Hub's client leave them."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megasparse.data import prepare
+from megasparse.data.corpora import CORPORA, records
+from megasparse.data.corpora.corpus import lines
+from megasparse.data.corpora.records import RecordSource, write_report
+from megasparse.data.corpora.tables import _arrow_values, split_of
+from megasparse.data.index import Index
+from megasparse.errors import ConfigError, DataError
+from tests.data import folders
+from tests.data.corpora.pictures import write_zip
+from tests.data.folders import crashing, everything, files
+from tests.helpers.refusals import refusal
+
+JSON_LINES = [
+    *(b'{"text": "first"}', b'{"text": "s\\u00e9cond"}', b"", b"  ", b'{"text": null}', b'{"text": "   "}'),
+    *(b'{"id": 1}', b'{"text": 3}', b"[1]", b"{", b'{"text": "\\ud800"}', b'{"text": "\xff"}', b"[" * 5000),
+    *(b'{"text": "nul\\u0000"}', b'{"text": "first"}', b'{"text": "a longer one"}', b'{"text": "x", "text": "last"}'),
+]
+REASONS = {
+    "empty": 2,
+    'no "text"': 1,
+    '"text" is no text': 1,
+    "no JSON object": 1,
+    "not JSON": 3,
+    "half a surrogate pair": 1,
+    "byte 0, which stands between documents": 1,
+}
+GOOD = [b"first", "sécond".encode(), b"first", b"a longer one", b"last"]
+
+
+def settings(**changed: Any) -> dict[str, Any]:
+    given = {"column": "text", "tokenizer": "bytes", "split": "100,0,0", "deduplicate": False}
+    return {**given, "min_bytes": None, "max_bytes": None, **changed}
+
+
+def json_source(place: Path, workers: int = 1, **changed: Any) -> RecordSource:
+    return CORPORA["jsonl"].open([str(place)], None, Path("/nowhere/.download"), settings(**changed), workers)
+
+
+def documents(source: RecordSource, **changed: Any) -> dict[str, list[bytes]]:
+    return {
+        name: [b"".join(document) for document in found]
+        for name, found in CORPORA["jsonl"].splits(source, settings(**changed))
+    }
+
+
+@pytest.fixture(autouse=True)
+def lenient(monkeypatch):
+    monkeypatch.setattr(records, "MOST_DAMAGED", 0.8)
+
+
+def test_lines_that_are_no_record_are_left_out_by_reason(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n".join(JSON_LINES))
+    source = json_source(tmp_path / "a.jsonl")
+    assert documents(source) == {"train": GOOD}
+    assert source.left_out() == REASONS
+    assert source.total_bytes == len(b"".join(GOOD))
+
+
+@pytest.mark.parametrize(
+    ("changed", "want", "why"),
+    [
+        ({"min_bytes": 6}, [GOOD[1], GOOD[3]], {"shorter than 6 bytes": 3}),
+        ({"max_bytes": 5}, [GOOD[0], GOOD[2], GOOD[4]], {"longer than 5 bytes": 2}),
+        ({"deduplicate": True}, [GOOD[0], GOOD[1], *GOOD[3:]], {"copy of an earlier one": 1}),
+        ({"deduplicate": True, "max_bytes": 5}, [b"first", b"last"], {"copy of an earlier one": 1}),
+        ({"column": "id"}, [], {}),
+    ],
+)
+def test_what_is_chosen(tmp_path, changed, want, why):
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(JSON_LINES))
+    if not want:
+        with pytest.raises(DataError, match=r'record 1 here: no "id"\. Up to 80% are left out; check the source and'):
+            json_source(tmp_path / "a.jsonl", **changed)
+        return
+    source = json_source(tmp_path / "a.jsonl", **changed)
+    assert documents(source) == {"train": want}
+    assert why.items() <= source.left_out().items()
+
+
+PACKED: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": lambda content: gzip.compress(content[:50]) + gzip.compress(content[50:]),
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda content: (
+        pyarrow.compress(content[:50], "zstd", asbytes=True) + pyarrow.compress(content[50:], "zstd", asbytes=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+def test_compressed_files_are_read_as_they_are_and_torn_ones_refused(tmp_path, suffix):
+    content = b"\n".join(JSON_LINES)
+    file = tmp_path / "in" / f"a.jsonl{suffix}"
+    file.parent.mkdir()
+    file.write_bytes(PACKED[suffix](content))
+    (file.parent / "readme.txt").write_text("not taken from a folder")
+    assert documents(json_source(file.parent)) == {"train": GOOD}
+    if suffix:
+        file.write_bytes(PACKED[suffix](content)[:-9])
+        with pytest.raises(DataError, match=r"a\.jsonl.*: cannot be read"):
+            json_source(file)
+
+
+def test_members_of_a_zip_archive_are_files(tmp_path):
+    archive = write_zip(tmp_path / "a.zip", {"x.jsonl": b"\n".join(JSON_LINES), "y.jsonl": b"\n".join(JSON_LINES[:2])})
+    assert documents(json_source(archive)) == {"train": GOOD + GOOD[:2]}
+
+
+def crawl(folder: Path, files: int = 5) -> list[bytes]:
+    """Files of random texts, some of them twice; all texts in order."""
+    draw = random.Random(1)
+    folder.mkdir(exist_ok=True)
+    texts: list[bytes] = []
+    for number in range(files):
+        own = [
+            draw.choice(texts) if texts and draw.random() < 0.3 else draw.randbytes(9).hex().encode() * k
+            for k in (draw.randrange(1, 20) for _ in range(20))
+        ]
+        texts += own
+        content = "".join(json.dumps({"text": text.decode()}) + "\n" for text in own)
+        (folder / f"{number}.jsonl").write_text(content)
+    return texts
+
+
+def prepared(folder: Path, output: Path, workers: int = 1) -> Index:
+    chosen = settings(deduplicate=True, min_bytes=30, split="80,10,10")
+    source = json_source(folder, workers, **chosen)
+    index = folders.prepared("jsonl", source, output, 500, 2000, **chosen)
+    write_report(source, index, output / "report.json")
+    return index
+
+
+def test_shards_hold_the_first_of_each_text_split_by_bytes(tmp_path):
+    texts = [text for text in dict.fromkeys(crawl(tmp_path / "in")) if len(text) >= 30]
+    total, start = sum(map(len, texts)), 0
+    want: dict[str, list[bytes]] = {"train": [], "validation": [], "test": []}
+    for text in texts:
+        want["train" if start < total * 0.8 else "validation" if start < total * 0.9 else "test"].append(text)
+        start += len(text)
+    index = prepared(tmp_path / "in", tmp_path / "data")
+    for name, found in want.items():
+        assert bytes(everything(index, name).tolist()) == b"".join(text + b"\0" for text in found)
+    counts = {name: len(found) for name, found in want.items()}
+    assert index.file.source["documents"] == counts and index.file.source["records"] == 100
+    report = json.loads((tmp_path / "data" / "report.json").read_text())
+    assert report["documents"] == len(texts) and report["records"] == 100 and report["bytes"] == total
+    assert sum(report["left_out"].values()) == 100 - len(texts)
+    lengths = sorted(map(len, texts))
+    assert report["lengths"]["quantiles"]["0.5"] == lengths[(len(lengths) - 1) // 2]
+    edges = report["lengths"]["edges"]
+    classes = zip(edges[:-1], edges[1:], report["lengths"]["documents"], report["lengths"]["bytes"], strict=True)
+    for low, high, count, size in classes:
+        inside = [length for length in lengths if low <= length < high]
+        assert (count, size) == (len(inside), sum(inside))
+    assert report["splits"]["test"]["bytes"] == sum(map(len, want["test"]))
+
+
+def test_any_number_of_workers_and_any_interruption_give_the_same_bytes(tmp_path):
+    crawl(tmp_path / "in")
+    want = files(prepared(tmp_path / "in", tmp_path / "one").directory)
+    assert len(want) > 6
+    assert files(prepared(tmp_path / "in", tmp_path / "two", workers=2).directory) == want
+
+    with crashing(prepare, "_write_shard", 3):
+        prepared(tmp_path / "in", tmp_path / "again")
+    assert sum(name.endswith(".tar") for name in files(tmp_path / "again")) == 2
+    assert files(prepared(tmp_path / "in", tmp_path / "again").directory) == want
+
+
+def test_a_file_that_changes_between_its_readings_is_refused(tmp_path):
+    crawl(tmp_path, files=1)
+    source = json_source(tmp_path)
+    place = tmp_path / "0.jsonl"
+    place.write_bytes(place.read_bytes()[:-10] + b'"}\n')
+    with pytest.raises(DataError, match=r"0\.jsonl: it changed while it was read"):
+        documents(source)
+
+
+@pytest.mark.parametrize(
+    ("lines", "changed", "error", "message"),
+    [
+        ([b"{}"] * 3, {}, DataError, r'3 of 3 records are damaged, the first is record 1 here: no "text"'),
+        ([b'{"text": ""}'], {}, DataError, r"no text is left of it \(1 empty\)"),
+        ([b'{"text": "abc"}'], {"min_bytes": 5, "max_bytes": 4}, ConfigError, r"--min-bytes: 5 is above --max-bytes 4"),
+        ([], {}, DataError, "no text is left of it"),
+    ],
+)
+def test_a_source_without_texts_is_one_line(tmp_path, lines, changed, error, message):
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    refusal(lambda: json_source(tmp_path / "a.jsonl", **changed), error, message)
+
+
+def test_a_split_that_gets_no_document_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(JSON_LINES))
+    with pytest.raises(DataError, match="5 documents are too few to give validation any"):
+        CORPORA["jsonl"].about(json_source(tmp_path), settings(split="98,1,1"))
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 100])
+def test_lines_of_pieces_are_those_of_the_whole(size):
+    text = b"a\nbcd\n\n" + b"x" * 20 + b"\nend"
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    assert list(lines(pieces, 19)) == [b"a", b"bcd", b"", None, b"end"]
+    assert list(lines(pieces, 20)) == text.split(b"\n")
+    assert list(lines([b"a\n"], 9)) == [b"a"]
+
+
+VALUES = ["first", None, "sécond", "", "x" * 3000, "first"]
+KEPT = ["first", "sécond", "x" * 3000, "first"]
+TYPES = {
+    "string": pa.string(),
+    "large": pa.large_string(),
+    "view": pa.string_view(),
+    "bytes": pa.binary(),
+    "dictionary": pa.dictionary(pa.int8(), pa.string()),
+}
+
+
+def read_parquet(place: Path, **changed: Any) -> list[bytes]:
+    given = settings(**changed)
+    source = CORPORA["parquet"].open([str(place)], None, Path("/nowhere/.download"), given, 1)
+    return [b"".join(document) for _, found in CORPORA["parquet"].splits(source, given) for document in found]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("packed", ["none", "snappy", "zstd"])
+def test_texts_of_every_type_and_compression(tmp_path, kind, packed):
+    table = pa.table({"id": range(len(VALUES)), "text": pa.array(VALUES, pa.string()).cast(TYPES[kind])})
+    pq.write_table(table, tmp_path / "a.parquet", compression=packed, row_group_size=4)
+    pq.write_table(table.slice(2, 1), tmp_path / "b.parquet")
+    (tmp_path / "README.md").write_text("not taken")
+    assert read_parquet(tmp_path) == [text.encode() for text in [*KEPT, "sécond"]]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("form", ["stream", "file"])
+def test_arrow_files_of_both_formats(tmp_path, kind, form):
+    table = pa.table({"text": pa.array(VALUES, pa.string()).cast(TYPES[kind]), "id": range(len(VALUES))})
+    opened = pa.ipc.new_stream if form == "stream" else pa.ipc.new_file
+    with opened(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+    want = [None if text is None else text.encode() for text in VALUES]
+    assert list(_arrow_values(tmp_path / "a.arrow", "text")) == want
+
+
+def test_values_that_are_no_utf8_are_left_out_and_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "MOST_DAMAGED", 0.5)
+    pq.write_table(pa.table({"text": [b"good", b"\xff", b"\xc3\xa9"]}), tmp_path / "a.parquet")
+    given = settings()
+    source = CORPORA["parquet"].open([str(tmp_path)], None, Path("/nowhere/.download"), given, 1)
+    assert source.left_out() == {"not UTF-8": 1} and source.total_bytes == 6
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ("txt", r'--column: .*a\.parquet has no column "txt"\. Did you mean "text"\?'),
+        ("id", r'--column: "id" of .*a\.parquet holds int64, not text\. Texts are in: text'),
+        ("twice", r'a\.parquet has 2 columns "twice"'),
+    ],
+)
+def test_a_wrong_column_is_named(tmp_path, column, message):
+    table = pa.table([pa.array(VALUES), *[pa.array(range(len(VALUES)))] * 3], names=["text", "id", "twice", "twice"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=message):
+        read_parquet(tmp_path, column=column)
+
+
+def torn() -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.table({"text": ["some text"] * 100}), file)
+    return file.getvalue()[:-20]
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" + bytes(40) + b"PAR1", b"x" * 1000, torn()])
+def test_what_is_no_parquet_is_one_line(tmp_path, content):
+    (tmp_path / "a.parquet").write_bytes(content)
+    refusal(lambda: read_parquet(tmp_path), match=r"a\.parquet: cannot be read: .*Check that it is complete")
+
+
+def test_without_pyarrow_the_command_to_install_it(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"pyarrow: it is not installed.*pip install 'megasparse\[arrow\]'"):
+        read_parquet(tmp_path)
+
+
+COMMIT = "e6281661ce1c48d982bc483cf8a173c1bbeb5d31"
+TEXTS = {"train": ["a" * 40, "b" * 30, "c" * 20], "test": ["d"], "unsupervised": ["e"]}
+
+
+def put(path: Path, texts: list[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table({"text": texts, "label": [0] * len(texts)})
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    elif path.suffix == ".arrow":
+        with pa.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+    else:
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def describe(folder: Path) -> None:
+    url = f"hf://datasets/stanfordnlp/imdb@{COMMIT}/plain_text/train-00000-of-00001.parquet"
+    info = {"download_checksums": {url: {"num_bytes": 1, "checksum": None}}, "splits": {}}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+
+
+def dataset_source(place: Path, split: str | None = None) -> tuple[RecordSource, dict[str, list[str]]]:
+    given = settings(split=split)
+    source = CORPORA["huggingface"].open([str(place)], None, Path("/nowhere/.download"), given, 1)
+    found = CORPORA["huggingface"].splits(source, given)
+    return source, {name: [b"".join(text).decode() for text in texts] for name, texts in found}
+
+
+def saved(root: Path) -> Path:
+    """DatasetDict.save_to_disk"""
+    for name, texts in TEXTS.items():
+        put(root / name / "data-00000-of-00002.arrow", texts[:2])
+        put(root / name / "data-00001-of-00002.arrow", texts[2:])
+        (root / name / "state.json").write_text("{}")
+        describe(root / name)
+    (root / "dataset_dict.json").write_text(json.dumps({"splits": [*TEXTS]}))
+    return root
+
+
+def cached(root: Path) -> Path:
+    """The cache of load_dataset, with the result of a map."""
+    folder = root / "stanfordnlp___imdb" / "plain_text" / "0.0.0" / COMMIT
+    for name, texts in TEXTS.items():
+        put(folder / f"imdb-{name}.arrow", texts)
+    put(folder / "cache-0123456789abcdef.arrow", ["mapped"])
+    return folder
+
+
+def snapshot(root: Path) -> Path:
+    """The Hub's cache: names that are links to what they hold."""
+    folder = root / "datasets--stanfordnlp--imdb" / "snapshots" / COMMIT
+    for number, (name, texts) in enumerate(TEXTS.items()):
+        blob = root / "blobs" / f"{number}.parquet"
+        put(blob, texts)
+        link = folder / "plain_text" / f"{name}-00000-of-00001.parquet"
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(blob)
+    (folder / "README.md").write_text("---\n")
+    return folder
+
+
+def json_folder(root: Path) -> Path:
+    for name, texts in TEXTS.items():
+        put(root / f"{name}.jsonl", texts)
+    describe(root)
+    return root
+
+
+@pytest.mark.parametrize("made", [saved, cached, snapshot, json_folder])
+def test_own_splits_of_every_kind_of_folder(tmp_path, made):
+    source, found = dataset_source(made(tmp_path))
+    assert found == {name: TEXTS[name] for name in ("train", "test")}
+    assert source.facts["revision"] == COMMIT
+    assert source.facts["other_files"] and all("unsupervised" in name for name in source.facts["other_files"])
+    assert CORPORA["huggingface"].about(source, settings(split=None))["documents"] == {"train": 3, "test": 1}
+
+
+def test_the_training_part_is_cut_where_it_is_all_or_a_split_is_given(tmp_path):
+    _, cut = dataset_source(saved(tmp_path / "all"), "50,25,25")
+    assert cut == {"train": TEXTS["train"][:2], "test": TEXTS["train"][2:]}
+    put(tmp_path / "one" / "data-00000-of-00001.arrow", [f"text {i:02d}" for i in range(40)])
+    source, found = dataset_source(tmp_path / "one")
+    assert source.facts["revision"] is None
+    assert {name: len(texts) for name, texts in found.items()} == {"train": 36, "validation": 2, "test": 2}
+
+
+def test_the_order_is_that_of_numbers_and_split_names_count_at_word_borders(tmp_path):
+    for number in (2, 10, 1):
+        put(tmp_path / f"part-{number}.parquet", [f"text {number} " + "x" * 20])
+    _, found = dataset_source(tmp_path, "100,0,0")
+    assert [text[5:7].strip() for text in found["train"]] == ["1", "2", "10"]
+    names = {"trainer/x.arrow": None, "valid/test_x.arrow": "test", "x-val.arrow": "validation", "dev/1.jsonl": None}
+    assert {name: split_of(name) for name in names} == {**names, "dev/1.jsonl": "validation"}
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["train-00000-of-00003.parquet", "train-00002-of-00003.parquet"], "2 of its 3 files are here, not number 1"),
+        (["a/train.parquet", "b/train.parquet"], r"files are in 2 folders \(a, b\), as of several configurations"),
+        (["cache-0123.arrow"], "only intermediate results"),
+        (["README.txt"], r"no files named \*\.arrow, \*\.parquet, \*\.jsonl"),
+    ],
+)
+def test_what_is_no_whole_dataset_is_refused(tmp_path, files, message):
+    for file in files:
+        put(tmp_path / file, ["x"])
+    refusal(lambda: dataset_source(tmp_path), match=message)
+
+
+@pytest.mark.parametrize("info", ["[" * 100_000, "{", '{"download_checksums": 3}', "[]"])
+def test_a_description_that_is_none(tmp_path, info):
+    put(tmp_path / "train.parquet", ["x" * 100] * 40)
+    (tmp_path / "dataset_info.json").write_text(info)
+    if info.endswith(("}", "]")):
+        assert dataset_source(tmp_path)[0].facts["revision"] is None
+    else:
+        refusal(lambda: dataset_source(tmp_path), match=r"dataset_info\.json: cannot be read")
