@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from megasparse.data.corpora.records_report import Lengths
+from megasparse.data.corpora.records import Lengths
 from megasparse.errors import ConfigError
 
 COLOURS = ("#2f9e6e", "#d9730d", "#8a63d2", "#3b82c4", "#c0466b", "#8c7a3d", "#4aa3a2")

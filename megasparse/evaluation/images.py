@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megasparse.config.schema import Config
-from megasparse.data.corpora.pixels import MOST_BYTES, decode
+from megasparse.data.corpora.images import MOST_BYTES, decode
 from megasparse.data.files import replacing
 from megasparse.errors import ConfigError, DataError
 from megasparse.evaluation.bits_per_dim import Stream

@@ -15,9 +15,9 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from megasparse.data.corpora.cifar10 import BATCHES, PICKLED, RECORD, RECORDS, SIDE
-from megasparse.data.corpora.number_files import natural
-from megasparse.data.corpora.pixels import MOST_BYTES, SUFFIXES, decode
+from megasparse.data.corpora.image_sets import BATCHES, PICKLED, RECORD, RECORDS, SIDE
+from megasparse.data.corpora.images import MOST_BYTES, SUFFIXES, decode
+from megasparse.data.files import natural
 from megasparse.errors import ConfigError, DataError
 from megasparse.hub.output_folder import appearing
 from megasparse.tasks.readers.rows import RowTask, field, lines, whole_text
