@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from megasparse.config.shipped import find_config
+    from megasparse.config.files import find_config
     from megasparse.runs.comparison import by_corpus, chosen, commands, load, table, train_all
     from megasparse.runs.comparison_plot import plot, report
 

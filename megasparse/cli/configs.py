@@ -15,8 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from megasparse.config.extends import read_values
-    from megasparse.config.shipped import shipped_configs
+    from megasparse.config.files import read_values, shipped_configs
 
     files = shipped_configs()
     for name in runnable(files):

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from megasparse.config.strict_json import parse
+    from megasparse.config.files import parse_json
     from megasparse.errors import ConfigError
     from megasparse.hub import require_transformers
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
 
     from megasparse.hub.replace import load_plain, positions, replace_attention, save_replaced
 
-    attention = parse(args.attention, "--attention")
+    attention = parse_json(args.attention, "--attention")
     if not isinstance(attention, dict):
         raise ConfigError("--attention", "is no object", 'Write it as {"kind": "lha"}')
     disable_progress_bar()

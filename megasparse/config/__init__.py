@@ -1,12 +1,13 @@
 """A run's configuration: one JSON file, checked against a typed schema that holds every default.
 
-schema.py             the sections, their keys, types, defaults and meaning
-strict_json.py        JSON without surprises: duplicate keys, comments and NaN are errors with their line
-shipped.py            the configurations that come with the package, by name
-extends.py            what a file takes from another one
+schema.py             the sections of a pretraining run, their keys, types, defaults and meaning
+finetuning.py         those of a fine-tuning run
+attention.py          `model.attention`, and the registry of mechanisms, whose files hold their own sections
+section.py            the base class of sections
+files.py              strict JSON, shipped configurations, and what a file extends
 load.py               file + `--set section.key=value` -> Config
+removed.py            keys of earlier releases, which are dropped or refused
 messages.py           pydantic's errors as one line: the key, the value, the hint
-checks.py             what must hold between keys
-buckets.py            LSH bucket counts
+checks.py             what must hold between keys of a run; model_checks.py: of a model
 deepspeed_section.py  every key of the `deepspeed` section, checked against DeepSpeed's own models
 """

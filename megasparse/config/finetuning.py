@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megasparse.config.attention import AttentionConfig
-from megasparse.config.lora import LoRAConfig
-from megasparse.config.schema import ModelConfig, OptimizerConfig, RunSettings, TrainingConfig
+from megasparse.config.schema import LoRAConfig, ModelConfig, OptimizerConfig, RunSettings, TrainingConfig
 from megasparse.config.section import JSON_LIST, Count, Positive, Rate, Section
 
 

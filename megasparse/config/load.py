@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from megasparse.config import strict_json
 from megasparse.config.checks import check
-from megasparse.config.extends import ConfigFile, merge, read_files
+from megasparse.config.files import ConfigFile, merge, parse_json, read_files
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import as_config_error, dotted, show
 from megasparse.config.schema import Config, RunSettings
@@ -34,7 +33,7 @@ def load_settings(
     """Read, override and check one run's configuration of a kind.
 
     path: a JSON file whose keys are those of the schema, none of them required, or a shipped configuration's name. The
-    key `extends` names a configuration of the same kind, whose values hold where the file has none (extends.py).
+    key `extends` names a configuration of the same kind, whose values hold where the file has none (files.py).
     base: values that hold where neither file nor bases have any, such as those of the model that a run starts from.
     overrides: `section.key=value`, in order; the value is JSON, and a bare word that is no JSON is taken as a text.
     Raises ConfigError (one line: the key, the value, the hint) for everything that is wrong with either.
@@ -117,11 +116,11 @@ def _override_value(key: str, text: str) -> Any:
         json.loads(text, parse_constant=_refuse)
     except ValueError:
         if text.lstrip()[:1] in ("{", "[", '"'):  # meant as JSON: an error in it must not become a text
-            return strict_json.parse(text, f"--set {key}")
+            return parse_json(text, f"--set {key}")
         return text
     except RecursionError:
         pass
-    return strict_json.parse(text, f"--set {key}")
+    return parse_json(text, f"--set {key}")
 
 
 def _refuse(constant: str) -> None:

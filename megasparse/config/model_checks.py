@@ -7,8 +7,7 @@ from pydantic import BaseModel
 
 from megasparse.config.attention import check_attention, check_head_groups, check_heads, check_targets, heads_of_layer
 from megasparse.config.messages import show
-from megasparse.config.parts import decoder_part, encoder_part
-from megasparse.config.schema import ModelConfig, PositionsConfig, RotaryScalingConfig
+from megasparse.config.schema import ModelConfig, PositionsConfig, RotaryScalingConfig, decoder_part, encoder_part
 from megasparse.errors import ConfigError
 
 LARGEST = 2**31 - 1

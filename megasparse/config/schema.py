@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megasparse.config.attention import AttentionConfig
-from megasparse.config.lora import LoRAConfig
 from megasparse.config.section import JSON_LIST, Count, Positive, Rate, Section
 
 importlib.import_module("megasparse.attention")  # registers the mechanisms of the package; their files import `config`
@@ -292,6 +291,17 @@ class LoggingConfig(Section):
     leaves the utilisation out for others."""
 
 
+class LoRAConfig(Section):
+    """Low-rank adapters on linear layers (Hu et al. 2021), by peft; the pretrained weights are frozen."""
+
+    rank: Positive = 8
+    alpha: Annotated[float, Field(gt=0.0)] = 16.0
+    """Adapters are scaled by alpha/rank."""
+    dropout: Rate = 0.0
+    targets: list[str] = Field(default=["query", "value"], min_length=1)
+    """Names of the linear layers, their last parts: of BERT and of our models query, key, value, output, ..."""
+
+
 class ParallelConfig(Section):
     sequence: Positive = 1
     """Ranks that share one sequence, each with its part of the tokens, and inside attention of each mechanism's heads,
@@ -319,3 +329,23 @@ class Config(RunSettings):
     parallel: ParallelConfig = ParallelConfig()
     lora: LoRAConfig | None = None
     """Low-rank adapters on the weights that the run starts from (--start); null trains all weights."""
+
+
+def encoder_part(model: ModelConfig) -> ModelConfig:
+    """The encoder, which reads the source."""
+    source = model.source
+    assert source is not None
+    own = {
+        "kind": "encoder",
+        "source": None,
+        "max_length": source.length,
+        "layers": source.layers or model.layers,
+        "positions": source.positions,
+        "attention": source.attention,
+    }
+    return model.model_copy(update=own)
+
+
+def decoder_part(model: ModelConfig) -> ModelConfig:
+    """The decoder, which predicts the target, without its attention to the source."""
+    return model.model_copy(update={"kind": "decoder", "source": None})

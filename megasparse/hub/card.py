@@ -6,8 +6,7 @@ from typing import Any
 
 from megasparse import __version__
 from megasparse.config.attention import kinds
-from megasparse.config.parts import encoder_part
-from megasparse.config.schema import Config, ModelConfig
+from megasparse.config.schema import Config, ModelConfig, encoder_part
 from megasparse.data.index import Index
 from megasparse.data.tokenizers import NAMED, build_tokenizer
 from megasparse.errors import DataError, HubError

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megasparse.config import strict_json
+from megasparse.config.files import parse_json
 from megasparse.config.load import build_config
 from megasparse.config.schema import Config, ModelConfig, SourceConfig
 from megasparse.data.tokenizers import build_tokenizer
@@ -183,7 +183,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "no UTF-8"
         raise HubError(path, f"cannot be read ({reason})", "Give the folder of a HuggingFace model") from None
-    values = strict_json.parse(text, str(path))
+    values = parse_json(text, str(path))
     if not isinstance(values, dict):
         raise HubError(path, "is no configuration", "Give the folder of a HuggingFace model")
     return values

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megasparse.config import strict_json
+from megasparse.config.files import parse_json
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError, HubError, UserError
 from megasparse.hub import require_transformers
@@ -134,7 +134,7 @@ def _pretrained(source: Path, name: str, read: Callable[[], Tensor], weight: Ten
 def _is_huggingface(source: Path) -> bool:
     """A run of ours has a config.json too, which names no type."""
     try:
-        values = strict_json.parse((source / "config.json").read_text(encoding="utf-8"), str(source))
+        values = parse_json((source / "config.json").read_text(encoding="utf-8"), str(source))
     except (OSError, UnicodeDecodeError):
         return False
     return isinstance(values, dict) and "model_type" in values

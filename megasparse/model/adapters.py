@@ -10,8 +10,8 @@ from torch import nn
 
 from megasparse.attention.contract import Attention
 from megasparse.attention.heads import AttentionLayer
-from megasparse.config.lora import LoRAConfig
 from megasparse.config.messages import show
+from megasparse.config.schema import LoRAConfig
 from megasparse.errors import ConfigError, UserError, did_you_mean
 from megasparse.model.embedding import Embedding
 from megasparse.ops.random import derive

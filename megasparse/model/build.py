@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from megasparse.config.parts import encoder_part
-from megasparse.config.schema import ModelConfig
+from megasparse.config.schema import ModelConfig, encoder_part
 from megasparse.model.decoder import Decoder
 from megasparse.model.encoder import Encoder
 from megasparse.model.encoder_decoder import EncoderDecoder

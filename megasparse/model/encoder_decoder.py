@@ -13,8 +13,7 @@ from megasparse.attention.cross import Source
 from megasparse.attention.heads import Padding
 from megasparse.attention.norm import Norm
 from megasparse.attention.sequence_part import WHOLE, SequencePart
-from megasparse.config.parts import encoder_part
-from megasparse.config.schema import ModelConfig
+from megasparse.config.schema import ModelConfig, encoder_part
 from megasparse.model.block import mean_stream
 from megasparse.model.decoder import Causal, DecodingCache
 from megasparse.model.padding import padding_of

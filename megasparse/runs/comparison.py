@@ -12,8 +12,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megasparse.config.files import parse_json
 from megasparse.config.load import load_config
-from megasparse.config.strict_json import parse
 from megasparse.data.corpora.download import fetch_wheel
 from megasparse.errors import ConfigError, UserError
 
@@ -104,7 +104,7 @@ def _result(folder: Path, evaluation: str) -> Path:
 def load(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(str(path), "no such file", "Name a file of configs/comparisons/")
-    comparison = parse(path.read_text(encoding="utf-8"), str(path))
+    comparison = parse_json(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(comparison, dict) or "arms" not in comparison:
         raise ConfigError(str(path), "is no comparison", f"Give it exactly the keys {', '.join(sorted(KEYS))}")
     for name, part in by_corpus(comparison).items():

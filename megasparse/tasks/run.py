@@ -12,9 +12,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megasparse.config.files import find_file
 from megasparse.config.finetuning import FinetuneConfig, TaskConfig
 from megasparse.config.load import build_settings
-from megasparse.config.shipped import find_file
 from megasparse.data.batches import Steps, check_shares
 from megasparse.data.order import permutation
 from megasparse.errors import CheckpointError, ConfigError, DataError, did_you_mean

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from megasparse.config.files import find_file
 from megasparse.config.finetuning import TaskConfig
-from megasparse.config.shipped import find_file
 from megasparse.data.files import file_sha256
 from megasparse.errors import ConfigError, DataError, did_you_mean
 

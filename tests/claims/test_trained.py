@@ -10,9 +10,9 @@ import torch
 from scipy import stats
 
 from megasparse.cli.main import main
+from megasparse.config.files import find_config
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import load_config, load_settings
-from megasparse.config.shipped import find_config
 from megasparse.data.corpora.download import fetch_wheel
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import build_tokenizer

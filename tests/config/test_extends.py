@@ -4,11 +4,10 @@ import json
 
 import pytest
 
-from megasparse.config.extends import LONGEST_CHAIN, read_values
+from megasparse.config.files import LONGEST_CHAIN, find_config, read_values, shipped_configs
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_settings, load_config, load_settings
 from megasparse.config.schema import Config
-from megasparse.config.shipped import find_config, shipped_configs
 from megasparse.errors import ConfigError
 from megasparse.tasks import TASK_MODULES
 from tests.helpers.refusals import refusal

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megasparse.config.extends import read_values
+from megasparse.config.files import read_values
 from megasparse.config.load import build_config, load_config
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError

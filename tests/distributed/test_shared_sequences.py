@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from launch import pretrain
-from megasparse.config.parallel import check_parallel
+from megasparse.config.checks import check_parallel
 from megasparse.config.schema import Config
 from megasparse.data.index import Index
 from megasparse.errors import ConfigError

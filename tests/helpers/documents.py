@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megasparse.cli.main import module_of, parser_of, split
+from megasparse.config.files import find_config
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import load_settings
 from megasparse.config.schema import Config
-from megasparse.config.shipped import find_config
 from megasparse.runs import comparison
 
 

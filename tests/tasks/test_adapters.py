@@ -8,8 +8,7 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.finetuning import HeadConfig
-from megasparse.config.lora import LoRAConfig
-from megasparse.config.schema import ModelConfig
+from megasparse.config.schema import LoRAConfig, ModelConfig
 from megasparse.errors import CheckpointError, ConfigError, UserError
 from megasparse.hub.replace import replace_attention
 from megasparse.model.build import initialise

@@ -39,7 +39,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from megasparse.attention.contract import Attention, AttentionOutput
 from megasparse.attention.observation import Call, each_call
-from megasparse.config.strict_json import parse
+from megasparse.config.files import parse_json
 from megasparse.errors import ConfigError, DataError, report_user_errors
 from megasparse.evaluation.outputs import kept_rows, write_json
 from megasparse.hub.replace import load_plain, load_replaced, mechanisms, replace_attention, replacement_of
@@ -311,7 +311,7 @@ def arm_of(text: str) -> Arm:
         raise ConfigError("--arm", f"{text} names no attention", hint)
     if not value.startswith("{"):
         return Arm(name, Path(value))
-    attention = parse(value, "--arm")
+    attention = parse_json(value, "--arm")
     if not isinstance(attention, dict) or ("best" in attention and attention.keys() != {"best", "window", "sinks"}):
         raise ConfigError("--arm", f"{value} is not an attention", hint)
     return Arm(name, attention)

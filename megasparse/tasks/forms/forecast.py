@@ -19,8 +19,7 @@ from megasparse.attention.heads import Padding, projection
 from megasparse.attention.norm import Norm
 from megasparse.config.attention import predicts
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.parts import encoder_part
-from megasparse.config.schema import ModelConfig
+from megasparse.config.schema import ModelConfig, encoder_part
 from megasparse.errors import ConfigError
 from megasparse.model.block import mean_stream
 from megasparse.model.embedding import Positions

@@ -18,8 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from megasparse.attention.contract import Targets
 from megasparse.attention.cross import Source
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.parts import encoder_part
-from megasparse.config.schema import ModelConfig
+from megasparse.config.schema import ModelConfig, encoder_part
 from megasparse.data.batches import Batch, Step, Steps
 from megasparse.data.order import permutation
 from megasparse.data.tokenizers import Tokenizer

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+from megasparse.config.files import find_file
 from megasparse.config.finetuning import TaskConfig
-from megasparse.config.shipped import find_file
 from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.readers.rows import comma_separated, field, json_lines, tab_separated
 from megasparse.tasks.readers.texts import ROUGE, TextTask, names_of

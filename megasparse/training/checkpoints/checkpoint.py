@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from megasparse.callbacks import Progress, silent
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.lora import LoRAConfig
 from megasparse.config.model_checks import check_model
-from megasparse.config.schema import Config, ModelConfig, RunSettings
+from megasparse.config.schema import Config, LoRAConfig, ModelConfig, RunSettings
 from megasparse.data.files import file_sha256
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.training.checkpoints.manifest import MANIFEST, RESTORE, find_newest, read_manifest, size_of

@@ -1,0 +1,204 @@
+"""Configuration files: strict JSON, the configurations that come with the package, and what a file extends.
+
+JSON without surprises: what Python's parser would let pass in silence (a key given twice, NaN) is an error.
+
+`"extends": "NAME"` is in a file that holds only what differs from another one: a file beside it, or a shipped
+configuration. Objects are merged key by key; any other value replaces the base's, and null removes it.
+"""
+
+import difflib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megasparse.config.messages import show
+from megasparse.errors import ConfigError
+
+KEY = "extends"
+LONGEST_CHAIN = 8
+"""Files that may extend one another."""
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    path: Path
+    values: dict[str, Any]
+    """The file's own keys, without `extends`."""
+
+
+def read_values(name_or_path: str | Path) -> dict[str, Any]:
+    """The whole values of a configuration file, with what it extends; see `read_files` for the errors."""
+    return merge(read_files(name_or_path))
+
+
+def read_files(name_or_path: str | Path) -> list[ConfigFile]:
+    """A configuration file and those that it extends, the nearest first.
+
+    Raises ConfigError for a file that cannot be read or holds no JSON object, and for files that extend one another
+    in a circle or more than LONGEST_CHAIN deep.
+    """
+    path = find_config(name_or_path)
+    files: list[ConfigFile] = []
+    while True:
+        values = _read_object(path)
+        base = values.pop(KEY, None)
+        files.append(ConfigFile(path, values))
+        if base is None:
+            return files
+        path = _find_base(path, base)
+        if any(path.resolve() == file.path.resolve() for file in files):
+            circle = " -> ".join(file.path.name for file in [*files, ConfigFile(path, {})])
+            raise ConfigError(f"{files[-1].path} {KEY}", f"ends in a circle, {circle}", "Remove one of these `extends`")
+        if len(files) == LONGEST_CHAIN:
+            problem = f"{files[0].path} extends more than {LONGEST_CHAIN - 1} files, one by another"
+            raise ConfigError(f"{files[-1].path} {KEY}", problem, "Extend a configuration nearer to the first one")
+
+
+def merge(files: list[ConfigFile]) -> dict[str, Any]:
+    """The values of files that extend one another, the nearest first."""
+    values: dict[str, Any] = {}
+    for file in reversed(files):
+        values = _merged(values, file.values)
+    return values
+
+
+def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in own.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            result[key] = _merged(base[key], value)
+        elif value is None and key in base:
+            del result[key]
+        else:
+            result[key] = value
+    return result
+
+
+def _find_base(path: Path, base: object) -> Path:
+    """The file that `path` extends. A file may have the name of the shipped one that it extends."""
+    where = f"{path} {KEY}"
+    if not isinstance(base, str) or not base:
+        raise ConfigError(where, f"{show(base)} is no configuration's name", 'Write a name, such as "reformer_64k"')
+    for name in (base, base + SUFFIX):
+        beside = path.parent / name
+        if beside.is_file() and beside.resolve() != path.resolve():
+            return beside
+    try:
+        return find_config(base)
+    except ConfigError as error:
+        raise ConfigError(where, f"{show(base)} {error.problem}", error.hint) from None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path with a null character
+        reason = getattr(error, "strerror", None) or str(error)
+        hint = "Give a JSON file, or the name of one in configs/"
+        raise ConfigError(str(path), f"cannot be read ({reason})", hint) from None
+    values = parse_json(text, str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(str(path), f"{show(values)} is not a configuration", "Write an object of sections: {...}")
+    return values
+
+
+PACKAGE = Path(__file__).parents[1]
+SUFFIX = ".json"
+
+
+def shipped_configs() -> dict[str, Path]:
+    """The file of each shipped configuration by its name: its path in configs/, such as "finetune/glue_rte"."""
+    # An installed package holds the folder; in a checkout it lies beside the package.
+    folder = next((place for place in (PACKAGE / "configs", PACKAGE.parent / "configs") if place.is_dir()), None)
+    files = sorted(folder.rglob(f"*{SUFFIX}")) if folder else []
+    return {file.relative_to(folder).as_posix().removesuffix(SUFFIX): file for file in files if folder}
+
+
+def find_file(name_or_path: str | Path) -> Path:
+    """The file that `name_or_path` names: a path, or where there is none one that comes with megasparse, such as
+    "configs/finetune/reviews.csv".
+    """
+    path, name = Path(name_or_path), str(name_or_path)
+    shipped = PACKAGE / name
+    return shipped if name.startswith("configs/") and not path.exists() and shipped.is_file() else path
+
+
+def find_config(name_or_path: str | Path) -> Path:
+    """The file that `name_or_path` names: a path, or a shipped configuration ("reformer_64k", "finetune/glue_rte", or
+    "glue_rte" where one file alone has that name).
+
+    Raises ConfigError where there is neither.
+    """
+    path, name = Path(name_or_path), str(name_or_path)
+    if path.is_file():
+        return path
+    shipped = shipped_configs()
+    wanted = name.removeprefix("configs/").removesuffix(SUFFIX)
+    matching = [wanted] if wanted in shipped else [other for other in shipped if other.endswith(f"/{wanted}")]
+    if len(matching) == 1:
+        return shipped[matching[0]]
+    if path.exists():  # a device or a folder: reading it says what is wrong
+        return path
+    known = {other.rpartition("/")[2]: other for other in shipped} | {other: other for other in shipped}
+    near = matching or [known[other] for other in difflib.get_close_matches(wanted, known, n=1)]
+    hint = f'Did you mean "{near[0]}"?' if near else "Give a JSON file, or the name of one in configs/"
+    raise ConfigError(name, "cannot be read (no such file, and no such shipped configuration)", hint)
+
+
+# Strings (a key where a colon follows), braces, and the constants that JSON does not have.
+_TOKEN = re.compile(r'(?P<string>"(?:[^"\\]|\\.)*")(?P<colon>\s*:)?|[{}]|(?P<constant>-?(?:NaN|Infinity))')
+
+
+def parse_json(text: str, name: str) -> Any:
+    """Parse `text`. `name` (a file, or a command line argument) and the line go into the ConfigError of anything that
+    is not strict JSON: syntax, comments, trailing commas, duplicate keys, NaN and infinities."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        hint, position = _hint(text, error.pos)
+        raise ConfigError(_where(name, text, position), f"not JSON: {error.msg}", hint) from None
+    except RecursionError:
+        raise ConfigError(name, "nested too deeply", "Remove the superfluous brackets") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise ConfigError(name, str(error).split(";")[0], "Write a smaller number") from None
+    _refuse_what_python_lets_pass(text, name)
+    return value
+
+
+def _where(name: str, text: str, position: int) -> str:
+    return f"{name} line {text.count(chr(10), 0, position) + 1}"
+
+
+def _hint(text: str, position: int) -> tuple[str, int]:
+    """What to do about a syntax error found at `position`, and the position of the culprit."""
+    before, after = text[:position].rstrip(), text[position:].lstrip()
+    if before.endswith(",") and after.startswith(("}", "]")):
+        return "Remove the comma before the closing bracket", len(before) - 1
+    if re.match(r",\s*[}\]]", after):  # where Python 3.13 finds the same
+        return "Remove the comma before the closing bracket", position
+    if after.startswith(("//", "#", "/*")):
+        return "JSON has no comments: remove it", position
+    if after.startswith("'"):
+        return "Write texts and keys in double quotes", position
+    if not after:
+        return "The text ends too early: close the brackets and quotes", position
+    return "Compare with the files in configs/", position
+
+
+def _refuse_what_python_lets_pass(text: str, name: str) -> None:
+    keys: list[set[str]] = []
+    for match in _TOKEN.finditer(text):
+        where = _where(name, text, match.start())
+        if match["constant"]:
+            raise ConfigError(where, f"{match['constant']} is not JSON", "Write a number")
+        if match["colon"]:
+            key = json.loads(match["string"])
+            if key in keys[-1]:
+                raise ConfigError(where, f"the key {match['string']} is given twice", "Remove one of the two")
+            keys[-1].add(key)
+        elif match[0] == "{":
+            keys.append(set())
+        elif match[0] == "}":
+            keys.pop()
