@@ -53,6 +53,6 @@ def run(args: argparse.Namespace) -> None:
         values["data"]["tokenizer"] = str(args.output / f"tokenizer{tokenizer.suffix}")
     config = build_config(values)
     tokens = model.compare()
-    print(f"{model.folder}: the same as ours in every layer, on {tokens} tokens", file=sys.stderr)
+    print(f"{model.folder}: the same logits as ours on {tokens} tokens", file=sys.stderr)
     tensors, beside = turned(model.tensors, args.first_byte), {} if tokenizer is None else model.beside
     print(write_checkpoint(config, tensors, args.output, tokenizer, beside))

@@ -1,45 +1,53 @@
-"""BERT, and ours of `style` bert: the same network under other names."""
+"""BERT, RoBERTa and YOSO, and ours of `style` bert: the same network under other names."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.nn.functional as F
-from pydantic import ValidationError
 from torch import Tensor
 
+from megasparse.attention.heads import build_mechanism
+from megasparse.attention.yoso import YOSOAttention
 from megasparse.config.attention import heads_of_layer
-from megasparse.config.model_checks import check_model
 from megasparse.config.schema import Config, ModelConfig
-from megasparse.errors import HubError
-from megasparse.hub.compare import watched_outputs
-from megasparse.hub.formats import Exported, Imported, check_parts, must_be
+from megasparse.hub.formats import (
+    Exported,
+    Imported,
+    Weight,
+    check_parts,
+    check_tied,
+    model_of,
+    must_be,
+    not_ours,
+    read_configuration,
+    readers,
+    weights_of,
+)
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.hub.tokenizer_files import tokenizer_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+WEIGHTS = """
+    embedding.weight                            bert.embeddings.word_embeddings.weight
+    embedding.norm.*                            bert.embeddings.LayerNorm.*
+    blocks.{}.attention.attention.query.*       bert.encoder.layer.{}.attention.self.query.*
+    blocks.{}.attention.attention.key.*         bert.encoder.layer.{}.attention.self.key.*
+    blocks.{}.attention.attention.value.*       bert.encoder.layer.{}.attention.self.value.*
+    blocks.{}.attention.attention.output.*      bert.encoder.layer.{}.attention.output.dense.*
+    blocks.{}.attention.norm.*                  bert.encoder.layer.{}.attention.output.LayerNorm.*
+    blocks.{}.feed_forward.feed_forward.up~     bert.encoder.layer.{}.intermediate.dense.*
+    blocks.{}.feed_forward.feed_forward.down~   bert.encoder.layer.{}.output.dense.*
+    blocks.{}.feed_forward.norm.*               bert.encoder.layer.{}.output.LayerNorm.*
+    head.dense~                                 cls.predictions.transform.dense.*
+    head.norm_*                                 cls.predictions.transform.LayerNorm.*
+    head.weight                                 cls.predictions.decoder.weight
+"""
 HEAD, HEAD_BIAS = "cls.predictions.decoder.weight", "cls.predictions.bias"
 SECOND_BIAS = "cls.predictions.decoder.bias"
 """The same parameter as `HEAD_BIAS` where embeddings are tied, and the one that counts where they are not."""
-TABLE, TYPES = "embedding.positions.table", "embedding.token_types"
-OWN_CONFIG = "Give a model with its own config.json"
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A parameter of both models."""
-
-    ours: str
-    theirs: str
-    shape: tuple[int, ...]
-    """Shape in HuggingFace's model; ours may lack rows of a table that nothing reads, and sides of length 1."""
-    our_shape: tuple[int, ...] | None = None
-    """Shape in our model, where it differs by sides of length 1."""
 
 
 class BERTFormat:
@@ -60,23 +68,31 @@ class BERTFormat:
     """The kind, in our configuration, of every layer's attention."""
     offset = 0
     """Rows of the position table before the first position's."""
-    wanted: ClassVar[dict[str, Any]] = {
+    required: ClassVar[dict[str, Any]] = {
         "hidden_act": "gelu",
         "is_decoder": False,
         "position_embedding_type": "absolute",
     }
     """Values that config.json must have."""
     ignored: tuple[str, ...] = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids")
-    """How names of tensors begin that may be there and are not read."""
+    """Beginnings of the names of tensors that may be there and are not read."""
     head = "cls.predictions."
-    """How the names of the head's tensors begin."""
+    """Beginning of the names of the head's tensors."""
 
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
         """See formats.Format."""
         model = config.model
         self._check_expressible(model)
         files = tokenizer_files(config, model.max_length, room=model.vocabulary)
-        return Exported(self._hf_config(model), partial(self._export, model, weight), files)
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for one in self._weights(model):
+                value = one.write(weight)
+                yield self.their_name(one.theirs), value
+                if one.theirs == SECOND_BIAS:
+                    yield self.their_name(HEAD_BIAS), value
+
+        return Exported(self._hf_config(model), tensors, files)
 
     def load(self, hf_config: dict[str, Any], tensors: TensorFile) -> Imported:
         """See formats.Format. A model without its head, whose tensors may lack the prefix of its type, has no weights
@@ -87,33 +103,24 @@ class BERTFormat:
         model = self._model(config, path)
         names = tensors.names()
         headless = not any(name.startswith(self.head) for name in names)
-        weights = [w for w in self._weights(model) if not (headless and w.ours.startswith("head."))]
-        stored = {weight.ours: self._stored_name(weight.theirs, names) for weight in weights}
-        shapes = {stored[weight.ours]: weight.shape for weight in weights}
+        weights = [one for one in self._weights(model) if not (headless and one.ours[0].startswith("head."))]
+        stored = {one.theirs: self._stored_name(one.theirs, names) for one in weights}
         head, bias, second = (self.their_name(name) for name in (HEAD, HEAD_BIAS, SECOND_BIAS))
         copies = [head, second] if model.tied_embeddings else [bias]
-        ignored = tuple(self._stored_name(start, names) for start in self.ignored)
-        beside = [name for name in names if name in copies or name.startswith(ignored)]
-        tensors.check(shapes | {name: tensors.shape(name) for name in beside})
+        starts = tuple(self._stored_name(start, names) for start in self.ignored)
+        ignored = {name: tensors.shape(name) for name in names if name in copies or name.startswith(starts)}
+        read = readers(tensors, weights, stored, ignored)
         if model.tied_embeddings:
-            check_tied(tensors, head, stored["embedding.weight"])
+            check_tied(tensors, head, next(iter(stored.values())))
             check_tied(tensors, second, bias)
-        found: dict[str, Callable[[], Tensor]] = {
-            weight.ours: partial(_read, tensors, stored[weight.ours], weight) for weight in weights
-        }
         section = model.model_dump(mode="json", exclude_unset=True)
-        return Imported({"model": section, "data": {"sequence_length": model.max_length}}, found)
+        return Imported({"model": section, "data": {"sequence_length": model.max_length}}, read)
 
     @torch.no_grad()
-    def outputs(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Iterator[tuple[str, Tensor]]:
-        """See formats.Format. The output of a branch is what is added to the stream."""
-        base: Any = getattr(model, self.name)
-        watched = {"embedding": base.embeddings}
-        for number, layer in enumerate(base.encoder.layer):
-            watched[f"layer {number} attention"] = layer.attention.output.dense
-            watched[f"layer {number} feed-forward"] = layer.output.dense
-        mask = torch.ones_like(tokens)
-        return watched_outputs(watched, lambda: model(attention_mask=mask, **self.inputs(tokens)).logits)
+    def logits(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Tensor:
+        """See formats.Format."""
+        network: Any = model
+        return network(attention_mask=torch.ones_like(tokens), **self.inputs(tokens)).logits.float()
 
     # What another architecture has under other names.
 
@@ -136,9 +143,9 @@ class BERTFormat:
         self.must_be("attention.full.shared_qk", model.attention.full.shared_qk, False)
         return {"attention_probs_dropout_prob": model.attention.dropout}
 
-    def attention_weights(self, model: ModelConfig, ours: str, theirs: str) -> Iterator[Weight]:
-        """Weights beside the projections; ours, theirs: how the names of a layer's attention begin."""
-        return iter(())
+    def attention_weights(self, model: ModelConfig) -> list[Weight]:
+        """Weights of the mechanism itself."""
+        return []
 
     def must_be(self, key: str, value: Any, *only: Any) -> None:
         must_be(self.name, key, value, *only)
@@ -179,7 +186,7 @@ class BERTFormat:
     def _read_config(self, values: dict[str, Any], path: Path) -> Any:
         """HuggingFace's configuration. Raises HubError naming `path` for what is none, or not expressible here."""
         config = read_configuration(self.name, values, path)
-        for key, only in self.wanted.items():
+        for key, only in self.required.items():
             if (value := getattr(config, key, only)) != only:
                 raise not_ours(path, key, value, repr(only))
         if config.num_attention_heads < 1 or config.hidden_size % config.num_attention_heads:
@@ -212,119 +219,154 @@ class BERTFormat:
         }
         return model_of(section, path)
 
-    def _weights(self, model: ModelConfig) -> Iterator[Weight]:
-        width, inner, vocabulary = model.d_model, model.d_ff, model.vocabulary
-        embeddings = f"{self.name}.embeddings"
-        yield Weight("embedding.weight", f"{embeddings}.word_embeddings.weight", (vocabulary, width))
-        positions = self.offset + model.max_length
-        yield Weight(TABLE, f"{embeddings}.position_embeddings.weight", (positions, width))
-        types = max(1, model.token_types)
-        yield Weight(TYPES, f"{embeddings}.token_type_embeddings.weight", (types, width))
-        yield from _pair("embedding.norm.weight", "embedding.norm.bias", f"{embeddings}.LayerNorm", (width,))
-        for layer in range(model.layers):
-            ours, theirs = f"blocks.{layer}", f"{self.name}.encoder.layer.{layer}"
-            attention, feed = f"{ours}.attention.attention", f"{ours}.feed_forward.feed_forward"
-            for part, there in (
-                ("query", "self.query"),
-                ("key", "self.key"),
-                ("value", "self.value"),
-                ("output", "output.dense"),
-            ):
-                name = f"{attention}.{part}"
-                yield from _pair(f"{name}.weight", f"{name}.bias", f"{theirs}.attention.{there}", (width, width))
-            yield from self.attention_weights(model, attention, f"{theirs}.attention")
-            for branch, there in (("attention", "attention.output"), ("feed_forward", "output")):
-                name = f"{ours}.{branch}.norm"
-                yield from _pair(f"{name}.weight", f"{name}.bias", f"{theirs}.{there}.LayerNorm", (width,))
-            yield from _pair(f"{feed}.up", f"{feed}.up_bias", f"{theirs}.intermediate.dense", (inner, width))
-            yield from _pair(f"{feed}.down", f"{feed}.down_bias", f"{theirs}.output.dense", (width, inner))
-        transform = "cls.predictions.transform"
-        yield from _pair("head.dense", "head.dense_bias", f"{transform}.dense", (width, width))
-        yield from _pair("head.norm_weight", "head.norm_bias", f"{transform}.LayerNorm", (width,))
-        if not model.tied_embeddings:
-            yield Weight("head.weight", HEAD, (vocabulary, width))
-        yield Weight("head.bias", HEAD_BIAS if model.tied_embeddings else SECOND_BIAS, (vocabulary,))
+    def _weights(self, model: ModelConfig) -> list[Weight]:
+        """All weights, the table of tokens first."""
+        width, tables, vocabulary = model.d_model, f"{self.name}.embeddings", (model.vocabulary,)
+        rows, types = model.positions.offset + model.max_length, (max(1, model.token_types), width)
+        positions, type_names = (self.offset + model.max_length, width), ("embedding.token_types",)
+        bias = HEAD_BIAS if model.tied_embeddings else SECOND_BIAS
+        return [
+            *weights_of(WEIGHTS.replace("bert.", f"{self.name}."), model),
+            Weight(("embedding.positions.table",), f"{tables}.position_embeddings.weight", positions, (rows, width)),
+            Weight(type_names if model.token_types else (), f"{tables}.token_type_embeddings.weight", types, types),
+            Weight(("head.bias",), bias, vocabulary, vocabulary),
+            *self.attention_weights(model),
+        ]
 
     def _stored_name(self, name: str, names: list[str]) -> str:
         """The name in a file with `names`: a model without its head may lack the prefix, and the first BERTs have
         LayerNorm.gamma and LayerNorm.beta.
         """
         name, prefix = self.their_name(name), f"{self.name}."
-        if not any(each.startswith(prefix) for each in names):
+        if not any(stored.startswith(prefix) for stored in names):
             name = name.removeprefix(prefix)
         old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
         return old if old in names else name
 
-    def _export(self, model: ModelConfig, weight: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        for one in self._weights(model):
-            if one.ours == TYPES and not model.token_types:
-                yield self.their_name(one.theirs), torch.zeros(one.shape)
-                continue
-            value = weight(one.ours)
-            if one.ours == TABLE:
-                value = F.pad(value, (0, 0, one.shape[0] - len(value), 0))
-            yield self.their_name(one.theirs), value.reshape(one.shape)
-            if one.theirs == SECOND_BIAS:
-                yield self.their_name(HEAD_BIAS), value
+
+PADDING = 1
+"""RoBERTa's `pad_token_id`: real tokens have the positions after it, so two rows of the table come before."""
+RENAMED = {
+    "cls.predictions.transform.dense": "lm_head.dense",
+    "cls.predictions.transform.LayerNorm": "lm_head.layer_norm",
+    "cls.predictions.decoder": "lm_head.decoder",
+    "cls.predictions.bias": "lm_head.bias",
+}
 
 
-FORMAT = BERTFormat()
-
-
-def read_configuration(name: str, values: dict[str, Any], path: Path) -> Any:
-    """HuggingFace's configuration of a model_type. Raises HubError naming `path` for what is none, and for a model
-    whose attention was replaced: its weights alone would be read, as those of a model with full attention.
+class RoBERTaFormat(BERTFormat):
+    """`RobertaForMaskedLM`: BERTFormat with the head under other names, one type of tokens, and two rows of the
+    position table that only padding reads, which `max_position_embeddings` counts.
     """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING
 
-    from megasparse.hub.replace import ENTRY
+    name = "roberta"
+    architecture = "RobertaForMaskedLM"
+    offset = PADDING + 1
+    head = "lm_head."
+    ignored = ("roberta.pooler.", "roberta.embeddings.position_ids")
 
-    if ENTRY in values:
-        problem = f"its attention was replaced ({ENTRY} in its config.json), which would be lost"
-        hint = "Give the model that it was made from, or train it as megasparse.hub.load_replaced loads it"
-        raise HubError(path, problem, hint)
-    if values.get("model_type") != name:
-        raise HubError(path, f"its model_type is {values.get('model_type')!r}", f"Give a model of {name!r}")
-    try:
-        return CONFIG_MAPPING[name].from_dict(values)
-    except (StrictDataclassError, TypeError, ValueError, LookupError) as error:
-        problem = f"is no configuration of {name} ({' '.join(str(error).split())})"
-        raise HubError(path, problem, OWN_CONFIG) from None
+    def their_name(self, name: str) -> str:
+        start = next((start for start in RENAMED if name.startswith(start)), "")
+        return RENAMED.get(start, "") + name.removeprefix(start)
+
+    def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
+        positions = torch.arange(self.offset, self.offset + tokens.shape[1])
+        return {"input_ids": tokens, "position_ids": positions.expand_as(tokens)}
+
+    def _read_config(self, values: dict[str, Any], path: Path) -> Any:
+        config = super()._read_config({"pad_token_id": PADDING, **values}, path)
+        config.max_position_embeddings -= self.offset
+        return config
+
+    def _hf_config(self, model: ModelConfig) -> dict[str, Any]:
+        positions = model.max_length + self.offset
+        return {**super()._hf_config(model), "max_position_embeddings": positions, "pad_token_id": PADDING}
 
 
-def model_of(section: dict[str, Any], path: Path) -> ModelConfig:
-    """Our configuration of the values that were read from `path`. Raises HubError, or ConfigError for values that do
-    not go together.
+class YOSOFormat(BERTFormat):
+    """BERTFormat with YOSO's attention. What is to know of HuggingFace's:
+
+    Hashing (`use_expectation` false) runs in a CUDA kernel that transformers fetches as it is needed; without it there
+    is nothing to run. And its hashes are others than ours, drawn anew at each call. So `logits` of such a model are
+    those of its expectation, the mean over all hashes, to be compared with ours under `comparable`: it has every
+    parameter and the same code length. Gaussian hashing (`use_fast_hash` false) gives each query the code of the key at
+    its own position, by a slip of that code; ours hashes the query.
+
+    Padding: its model hands on an attention_mask of 1 (a token) and 0 (padding), and its layers take it for one of 0
+    and −10,000. So its attention sees padding, and only the convolution does not; in ours neither does. Batches without
+    padding come out the same.
+
+    Not expressible there, and refused: other numbers of hashes in evaluation than in training. Not expressible here,
+    and refused: hashing with the expectation's gradients (`lsh_backward` false).
     """
-    try:
-        model = ModelConfig.model_validate(section)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in ("model", *first["loc"]))
-        raise HubError(path, f"gives {key} = {first['input']!r} ({first['msg']})", OWN_CONFIG) from None
-    check_model(model)
-    return model
+
+    name = "yoso"
+    architecture = "YosoForMaskedLM"
+    attention = "yoso"
+    offset = 2
+    ignored = ("yoso.embeddings.position_ids", "yoso.embeddings.token_type_ids")
+
+    def attention_of(self, config: Any, path: Path) -> dict[str, Any]:
+        if config.hash_code_len > 30:
+            raise not_ours(path, "hash_code_len", config.hash_code_len, "30 or less")
+        if config.conv_window is not None and config.conv_window % 2 == 0:
+            raise not_ours(path, "conv_window", config.conv_window, "odd sizes, or null")
+        if not config.use_expectation and not config.lsh_backward:
+            raise not_ours(path, "lsh_backward", False, "true where use_expectation is false")
+        yoso = {
+            "expectation": config.use_expectation,
+            "hashes": config.num_hash,
+            "code_bits": config.hash_code_len,
+            "projection": "hadamard" if config.use_fast_hash else "gaussian",
+            "convolution": config.conv_window,
+        }
+        return {"pattern": ["yoso"], "yoso": yoso}
+
+    def hf_attention(self, model: ModelConfig) -> dict[str, Any]:
+        yoso = model.attention.yoso
+        self.must_be("attention.yoso.normalization", yoso.normalization, "length")
+        if not yoso.expectation:
+            self.must_be("attention.yoso.evaluation_hashes", yoso.evaluation_hashes, None, yoso.hashes)
+        with torch.device("meta"):
+            mechanism = build_mechanism("yoso", model, model.heads)
+        assert isinstance(mechanism, YOSOAttention)
+        return {
+            "use_expectation": yoso.expectation,
+            "num_hash": yoso.hashes,
+            "hash_code_len": mechanism.code_bits,
+            "conv_window": yoso.convolution,
+            "use_fast_hash": yoso.projection == "hadamard",
+            "lsh_backward": True,
+        }
+
+    def attention_weights(self, model: ModelConfig) -> list[Weight]:
+        size, heads = model.attention.yoso.convolution, model.heads
+        if size is None:
+            return []
+        ours = "blocks.{}.attention.attention.mechanisms.yoso.convolution.weight"
+        theirs, shape = "yoso.encoder.layer.{}.attention.self.conv.weight", (heads, 1, size, 1)
+        layers = range(model.layers)
+        return [Weight((ours.format(layer),), theirs.format(layer), shape, (heads, size)) for layer in layers]
+
+    def logits(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Tensor:
+        """Logits as in BERTFormat, of the expectation."""
+        parts: list[Any] = [module for module in model.modules() if hasattr(module, "use_expectation")]
+        before = [part.use_expectation for part in parts]
+        try:
+            for part in parts:
+                part.use_expectation = True
+            return super().logits(model, tokens, seed)
+        finally:
+            for part, value in zip(parts, before, strict=True):
+                part.use_expectation = value
+
+    @staticmethod
+    def comparable(config: Config) -> Config:
+        """The configuration, of the same parameters, whose logits are those of `logits`."""
+        yoso = config.model.attention.yoso.model_copy(update={"expectation": True})
+        attention = config.model.attention.model_copy(update={"yoso": yoso})
+        return config.model_copy(update={"model": config.model.model_copy(update={"attention": attention})})
 
 
-def not_ours(path: Path, key: str, value: Any, only: str) -> HubError:
-    """The error that config.json has a value that ours cannot express."""
-    return HubError(path, f"{key} is {value!r}, and ours has only {only} there", "Such a model cannot be imported")
-
-
-def _pair(ours: str, our_bias: str, theirs: str, shape: tuple[int, ...]) -> Iterator[Weight]:
-    """Weight and bias of a linear layer or a norm."""
-    yield Weight(ours, f"{theirs}.weight", shape)
-    yield Weight(our_bias, f"{theirs}.bias", shape[:1])
-
-
-def _read(tensors: TensorFile, name: str, weight: Weight) -> Tensor:
-    value = tensors.read(name, weight.shape)
-    return value if weight.our_shape is None else value.view(weight.our_shape)
-
-
-def check_tied(tensors: TensorFile, copy: str, of: str) -> None:
-    """Raise HubError where the file has a tied parameter twice, with different values."""
-    if copy in tensors.names() and not torch.equal(tensors.read(copy), tensors.read(of)):
-        problem = f"{copy} and {of} differ, though by its config.json they are one"
-        raise HubError(tensors.path, problem, 'Set "tie_word_embeddings" to false there, or remove the first one')
+FORMAT = {form.name: form for form in (BERTFormat(), RoBERTaFormat(), YOSOFormat())}
+"""By `model_type`."""

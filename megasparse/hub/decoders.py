@@ -1,9 +1,8 @@
 """HuggingFace's decoders (Llama, as SmolLM2 is one, Mistral, Qwen2, Qwen3, GPT-2), and ours of ordinary blocks."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,12 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.config.attention import heads_of_layer
-from megasparse.config.schema import Config, ModelConfig
+from megasparse.config.schema import Config, ModelConfig, PositionsConfig
 from megasparse.errors import HubError
-from megasparse.hub.bert import check_tied, model_of, not_ours, read_configuration
-from megasparse.hub.compare import watched_outputs
-from megasparse.hub.formats import Exported, Imported, must_be
-from megasparse.hub.rotary import rope_of, rotary_of
+from megasparse.hub.formats import (
+    Exported,
+    Imported,
+    check_tied,
+    model_of,
+    must_be,
+    not_ours,
+    read_configuration,
+    readers,
+    weights_of,
+)
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.hub.tokenizer_files import chat_files, special_ids
 
@@ -31,24 +37,34 @@ ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_ta
 GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 
 
-@dataclass(frozen=True)
-class Weight:
-    """A parameter of HuggingFace's model, and those of ours that it is, one after another."""
-
-    theirs: str
-    shape: tuple[int, ...]
-    ours: tuple[str, ...]
-    transposed: bool = False
-
-    def read(self, tensors: TensorFile, name: str, number: int) -> Tensor:
-        """Our parameter of a number. name: of theirs in the file."""
-        value = tensors.read(name, self.shape)
-        return (value.T if self.transposed else value).chunk(len(self.ours))[number].contiguous()
-
-    def write(self, weight: Callable[[str], Tensor]) -> Tensor:
-        """Their parameter. weight: ours of a name."""
-        value = torch.cat([weight(name) for name in self.ours])
-        return value.T if self.transposed else value
+LLAMA = """
+    embedding.weight                                    model.embed_tokens.weight
+    blocks.{}.attention.norm.weight                     model.layers.{}.input_layernorm.weight
+    blocks.{}.attention.attention.query.*               model.layers.{}.self_attn.q_proj.*
+    blocks.{}.attention.attention.key.*                 model.layers.{}.self_attn.k_proj.*
+    blocks.{}.attention.attention.value.*               model.layers.{}.self_attn.v_proj.*
+    blocks.{}.attention.attention.output.*              model.layers.{}.self_attn.o_proj.*
+    blocks.{}.attention.attention.query_norm.weight     model.layers.{}.self_attn.q_norm.weight
+    blocks.{}.attention.attention.key_norm.weight       model.layers.{}.self_attn.k_norm.weight
+    blocks.{}.feed_forward.norm.weight                  model.layers.{}.post_attention_layernorm.weight
+    blocks.{}.feed_forward.feed_forward.gate~           model.layers.{}.mlp.gate_proj.*
+    blocks.{}.feed_forward.feed_forward.up~             model.layers.{}.mlp.up_proj.*
+    blocks.{}.feed_forward.feed_forward.down~           model.layers.{}.mlp.down_proj.*
+    head.norm_weight                                    model.norm.weight
+    head.weight                                         lm_head.weight
+"""
+GPT2 = """
+    embedding.weight                                    transformer.wte.weight
+    embedding.positions.table                           transformer.wpe.weight
+    blocks.{}.attention.norm.*                          transformer.h.{}.ln_1.*
+    blocks.{}.attention.attention.query|key|value.*     transformer.h.{}.attn.c_attn.*     T
+    blocks.{}.attention.attention.output.*              transformer.h.{}.attn.c_proj.*     T
+    blocks.{}.feed_forward.norm.*                       transformer.h.{}.ln_2.*
+    blocks.{}.feed_forward.feed_forward.up~             transformer.h.{}.mlp.c_fc.*        T
+    blocks.{}.feed_forward.feed_forward.down~           transformer.h.{}.mlp.c_proj.*      T
+    head.norm_*                                         transformer.ln_f.*
+    head.weight                                         lm_head.weight
+"""
 
 
 class DecoderFormat(ABC):
@@ -66,9 +82,8 @@ class DecoderFormat(ABC):
     architecture: str
     base: str
     """Name of the part without the output projection, with which names of tensors begin."""
-    bodies: tuple[str, str, str]
-    """Where a layer's attention and feed-forward leave off, and what embeds the tokens."""
-    layers: str
+    table: str
+    """Names of the weights, see formats.weights_of."""
 
     def __init__(self, name: str):
         self.name = name
@@ -88,7 +103,7 @@ class DecoderFormat(ABC):
             **self.hf_config(model),
         }
         self._check_expressible(model)
-        weights = self.weights(model)
+        weights = weights_of(self.table, model)
         return Exported(hf_config, lambda: ((one.theirs, one.write(weight)) for one in weights), files)
 
     def load(self, hf_config: dict[str, Any], tensors: TensorFile) -> Imported:
@@ -120,30 +135,22 @@ class DecoderFormat(ABC):
             **self.section(config, path),
         }
         model = model_of(section, path)
-        names, found, expected = tensors.names(), dict[str, Callable[[], Tensor]](), dict[str, tuple[int, ...]]()
-        stored: dict[str, str] = {}
-        for one in self.weights(model):
-            bare = one.theirs.removeprefix(f"{self.base}.")
-            stored[one.theirs] = bare if bare in names else one.theirs
-            expected[stored[one.theirs]] = one.shape
-            found |= {ours: partial(one.read, tensors, stored[one.theirs], i) for i, ours in enumerate(one.ours)}
-        beside = [name for name in names if name.endswith(BUFFERS) or (name == HEAD and model.tied_embeddings)]
-        tensors.check(expected | {name: tensors.shape(name) for name in beside})
+        names, weights = tensors.names(), weights_of(self.table, model)
+        bare = {one.theirs: one.theirs.removeprefix(f"{self.base}.") for one in weights}
+        stored = {theirs: short if short in names else theirs for theirs, short in bare.items()}
+        unread = [name for name in names if name.endswith(BUFFERS) or (name == HEAD and model.tied_embeddings)]
+        ignored = {name: tensors.shape(name) for name in unread}
+        read = readers(tensors, weights, stored, ignored)
         if model.tied_embeddings:
             check_tied(tensors, HEAD, next(iter(stored.values())))
-        return Imported({"model": section, "data": {"sequence_length": model.max_length}}, found)
+        return Imported({"model": section, "data": {"sequence_length": model.max_length}}, read)
 
     @torch.no_grad()
-    def outputs(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Iterator[tuple[str, Tensor]]:
-        """See formats.Format. The output of a branch is what is added to the stream."""
-        base: Any = model.base_model
-        attention, feed_forward, embedding = self.bodies
-        watched = {"embedding": base.get_submodule(embedding)}
-        for number, layer in enumerate(base.get_submodule(self.layers)):
-            watched[f"layer {number} attention"] = layer.get_submodule(attention)
-            watched[f"layer {number} feed-forward"] = layer.get_submodule(feed_forward)
+    def logits(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Tensor:
+        """See formats.Format."""
+        network: Any = model
         read = F.pad(tokens[:, :-1], (1, 0), value=start_token(model.config, Path(self.name)))
-        return watched_outputs(watched, lambda: model(input_ids=read, use_cache=False).logits)
+        return network(input_ids=read, use_cache=False).logits.float()
 
     # What the families differ in
 
@@ -154,10 +161,6 @@ class DecoderFormat(ABC):
     @abstractmethod
     def hf_config(self, model: ModelConfig) -> dict[str, Any]:
         """Keys of config.json. Raises HubError naming our key that they cannot express."""
-
-    @abstractmethod
-    def weights(self, model: ModelConfig) -> list[Weight]:
-        """All parameters; the first is the embedding of tokens."""
 
     def must_be(self, key: str, value: Any, *only: Any) -> None:
         must_be(self.name, key, value, *only)
@@ -181,8 +184,7 @@ class DecoderFormat(ABC):
 class LlamaFormat(DecoderFormat):
     """Llama and its kin: RMS norms, rotary positions, gated feed-forwards, grouped key heads."""
 
-    base, layers = "model", "layers"
-    bodies = ("self_attn.o_proj", "mlp.down_proj", "embed_tokens")
+    base, table = "model", LLAMA
     families: ClassVar[dict[str, tuple[str, tuple[str, ...], bool]]] = {
         "llama": ("LlamaForCausalLM", ("none", "all"), False),
         "mistral": ("MistralForCausalLM", ("none",), False),
@@ -240,40 +242,11 @@ class LlamaFormat(DecoderFormat):
             **rope_of(model.positions, width),
         }
 
-    def weights(self, model: ModelConfig) -> list[Weight]:
-        width, inner, dim = model.d_model, model.d_ff, model.head_dim or model.d_model // model.heads
-        queries, keys = model.heads * dim, (model.key_heads or model.heads) * dim
-        found = [_one("model.embed_tokens.weight", "embedding.weight", model.vocabulary, width)]
-        biases = {"none": "", "qkv": "qkv", "all": "qkvo"}[model.attention_biases or "none"]
-        sides = {"q": (queries, width), "k": (keys, width), "v": (keys, width), "o": (width, queries)}
-        products = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
-        for layer in range(model.layers):
-            theirs, ours = f"model.layers.{layer}", f"blocks.{layer}"
-            attention, feed = f"{ours}.attention.attention", f"{ours}.feed_forward.feed_forward"
-            found += [
-                _one(f"{theirs}.input_layernorm.weight", f"{ours}.attention.norm.weight", width),
-                _one(f"{theirs}.post_attention_layernorm.weight", f"{ours}.feed_forward.norm.weight", width),
-            ]
-            for (side, shape), name in zip(sides.items(), ("query", "key", "value", "output"), strict=True):
-                found.append(_one(f"{theirs}.self_attn.{side}_proj.weight", f"{attention}.{name}.weight", *shape))
-                if side in biases:
-                    found.append(_one(f"{theirs}.self_attn.{side}_proj.bias", f"{attention}.{name}.bias", shape[0]))
-            if model.query_key_norm:
-                found.append(_one(f"{theirs}.self_attn.q_norm.weight", f"{attention}.query_norm.weight", dim))
-                found.append(_one(f"{theirs}.self_attn.k_norm.weight", f"{attention}.key_norm.weight", dim))
-            for name, shape in products.items():
-                found.append(_one(f"{theirs}.mlp.{name}_proj.weight", f"{feed}.{name}", *shape))
-                if model.feed_forward_biases:
-                    found.append(_one(f"{theirs}.mlp.{name}_proj.bias", f"{feed}.{name}_bias", shape[0]))
-        found.append(_one("model.norm.weight", "head.norm_weight", width))
-        return found + ([] if model.tied_embeddings else [_one(HEAD, "head.weight", model.vocabulary, width)])
-
 
 class GPT2Format(DecoderFormat):
     """GPT-2: layer norms, learned positions, biases everywhere; its matrices are the transposed ones of ours."""
 
-    architecture, base, layers = "GPT2LMHeadModel", "transformer", "h"
-    bodies = ("attn.c_proj", "mlp.c_proj", "drop")
+    architecture, base, table = "GPT2LMHeadModel", "transformer", GPT2
 
     def section(self, config: Any, path: Path) -> dict[str, Any]:
         for key, only in (
@@ -314,32 +287,6 @@ class GPT2Format(DecoderFormat):
             "layer_norm_epsilon": model.norm_eps,
         }
 
-    def weights(self, model: ModelConfig) -> list[Weight]:
-        width, inner = model.d_model, model.d_ff
-        found = [
-            _one("transformer.wte.weight", "embedding.weight", model.vocabulary, width),
-            _one("transformer.wpe.weight", "embedding.positions.table", model.max_length, width),
-        ]
-        for layer in range(model.layers):
-            theirs, ours = f"transformer.h.{layer}", f"blocks.{layer}"
-            attention, feed = f"{ours}.attention.attention", f"{ours}.feed_forward.feed_forward"
-            parts = [f"{attention}.{name}" for name in ("query", "key", "value")]
-            for name, branch in (("ln_1", "attention"), ("ln_2", "feed_forward")):
-                for part in ("weight", "bias"):
-                    found.append(_one(f"{theirs}.{name}.{part}", f"{ours}.{branch}.norm.{part}", width))
-            found += [
-                Weight(f"{theirs}.attn.c_attn.weight", (width, 3 * width), tuple(f"{x}.weight" for x in parts), True),
-                Weight(f"{theirs}.attn.c_attn.bias", (3 * width,), tuple(f"{x}.bias" for x in parts)),
-                Weight(f"{theirs}.attn.c_proj.weight", (width, width), (f"{attention}.output.weight",), True),
-                _one(f"{theirs}.attn.c_proj.bias", f"{attention}.output.bias", width),
-                Weight(f"{theirs}.mlp.c_fc.weight", (width, inner), (f"{feed}.up",), True),
-                _one(f"{theirs}.mlp.c_fc.bias", f"{feed}.up_bias", inner),
-                Weight(f"{theirs}.mlp.c_proj.weight", (inner, width), (f"{feed}.down",), True),
-                _one(f"{theirs}.mlp.c_proj.bias", f"{feed}.down_bias", width),
-            ]
-        found += [_one(f"transformer.ln_f.{part}", f"head.norm_{part}", width) for part in ("weight", "bias")]
-        return found + ([] if model.tied_embeddings else [_one(HEAD, "head.weight", model.vocabulary, width)])
-
 
 def start_token(config: Any, path: Path) -> int:
     """The token that a model's sequences begin with. Raises HubError where its configuration names none."""
@@ -350,8 +297,58 @@ def start_token(config: Any, path: Path) -> int:
     return int(found)
 
 
-def _one(theirs: str, ours: str, *shape: int) -> Weight:
-    return Weight(theirs, shape, (ours,))
+# Rotary positions: `rope_parameters` of config.json
+
+ROPE_KEYS = {
+    "original_length": "original_max_position_embeddings",
+    "low_frequency": "low_freq_factor",
+    "high_frequency": "high_freq_factor",
+    "fast": "beta_fast",
+    "slow": "beta_slow",
+    "attention_factor": "attention_factor",
+}
+"""Our key of model.positions.scaling -> HuggingFace's."""
+ROPE_KINDS = {
+    "linear": (),
+    "llama3": ("original_length", "low_frequency", "high_frequency"),
+    "yarn": ("original_length", "fast", "slow", "attention_factor"),
+}
+"""Kinds of scaling that both have, and their keys beside the factor."""
+
+
+def rotary_of(rope: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Our `model.positions`. Raises HubError naming `path` for a scaling that ours has not."""
+    kind, found = rope["rope_type"], {"kind": "rotary", "base": float(rope["rope_theta"])}
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise not_ours(path, "partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
+    if kind == "default":
+        return found
+    if kind not in ROPE_KINDS:
+        raise not_ours(path, "rope_type", kind, ", ".join(map(repr, ("default", *ROPE_KINDS))))
+    if not rope.get("truncate", True):
+        raise not_ours(path, "truncate", False, "true")
+    scaling = {"kind": kind, "factor": float(rope["factor"])}
+    scaling |= {key: rope[ROPE_KEYS[key]] for key in ROPE_KINDS[kind] if rope.get(ROPE_KEYS[key]) is not None}
+    both = [float(rope.get(key) or 0.0) for key in ("mscale", "mscale_all_dim")]
+    if kind == "yarn" and all(both) and "attention_factor" not in scaling:
+        above, below = (0.1 * scale * math.log(rope["factor"]) + 1.0 for scale in both)
+        scaling["attention_factor"] = above / below
+    return {**found, "scaling": scaling}
+
+
+def rope_of(positions: PositionsConfig, head_dim: int) -> dict[str, Any]:
+    """Keys of config.json, which every version of transformers reads. NTK scaling is another base there."""
+    scaling = positions.scaling
+    if scaling is None:
+        return {"rope_theta": positions.base}
+    if scaling.kind == "ntk":
+        return {"rope_theta": positions.base * scaling.factor ** (head_dim / (head_dim - 2))}
+    values = {ROPE_KEYS[key]: getattr(scaling, key) for key in ROPE_KINDS[scaling.kind]}
+    given = {key: value for key, value in values.items() if value is not None}
+    return {
+        "rope_theta": positions.base,
+        "rope_scaling": {"rope_type": scaling.kind, "factor": scaling.factor, **given},
+    }
 
 
 FORMAT = {**{name: LlamaFormat(name) for name in LlamaFormat.families}, "gpt2": GPT2Format("gpt2")}

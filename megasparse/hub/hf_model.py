@@ -16,7 +16,7 @@ from megasparse.config.load import build_config
 from megasparse.config.schema import Config, ModelConfig, SourceConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError, did_you_mean
-from megasparse.hub.compare import compared_length, first_difference, our_outputs, padded
+from megasparse.hub.compare import TOLERANCE, compared_length, difference, our_logits, padded
 from megasparse.hub.formats import DECODERS, FORMATS, TASKS, Format, comparable, format_named
 from megasparse.hub.gguf_header import check_gguf
 from megasparse.hub.tensor_file import TensorFile
@@ -118,7 +118,7 @@ class HFModel:
             raise HubError(self.folder, problem, "Give a model that it loads") from None
 
     def compare(self) -> int:
-        """Run both models on the same random tokens; returns their number. Raises HubError naming what differs."""
+        """Run both models on the same random tokens; returns their number. Raises HubError where they differ."""
         ours, theirs = self.build(comparable(self.format, self.config)), self.load_original()
         model, seed = self.config.model, self.config.run.seed
         length = compared_length(model)
@@ -126,12 +126,10 @@ class HFModel:
         for draw in range(DRAWS_COMPARED):
             generator = torch.Generator().manual_seed(draw)
             tokens = padded(torch.randint(model.vocabulary, (1, length), generator=generator), model)
-            found = first_difference(our_outputs(ours, tokens, seed), self.format.outputs(theirs, tokens, seed))
-            if found is None:
+            differences.append(difference(our_logits(ours, tokens, seed), self.format.logits(theirs, tokens, seed)))
+            if differences[-1] <= TOLERANCE:
                 return length
-            differences.append(found)
-        layer, difference = differences[0]
-        problem = f"our model differs from it, first in {layer}, by {difference:.2g}"
+        problem = f"our model's logits differ from its by {differences[0]:.2g}"
         raise HubError(self.folder, problem, "Report it, with the model's config.json")
 
 

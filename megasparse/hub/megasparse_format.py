@@ -1,7 +1,7 @@
 """Our own architecture for HuggingFace. The code in an exported folder imports this package."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from megasparse.config.model_checks import check_model
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError
-from megasparse.hub.compare import observed, sides
+from megasparse.hub.compare import sides
 from megasparse.hub.formats import TASKS, Exported, Imported
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.hub.tokenizer_files import GENERATION, chat_files, own_name, separator
@@ -90,26 +90,22 @@ class MegasparseFormat:
         return Imported(sections, {name: partial(tensors.read, PREFIX + name) for name in expected})
 
     @torch.no_grad()
-    def outputs(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Iterator[tuple[str, Tensor]]:
-        """The seed is in the model's own configuration. HuggingFace's logits leave out a decoder's first token: its
-        are made of what the last layer gives the head.
+    def logits(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Tensor:
+        """See formats.Format. The seed is in the model's own configuration. HuggingFace's logits leave out a decoder's
+        first token: its are made of what the last layer gives the head.
         """
-        inner: Any = model.model
-        decoder = bool(model.config.is_decoder)
-        if model.config.is_encoder_decoder:
-            source, target = sides(tokens, inner.config)
-            with observed(inner) as outputs:
-                logits = model(input_ids=source, labels=target).logits
-            yield from [*outputs, ("logits", logits)]
-            return
+        network: Any = model
+        if network.config.is_encoder_decoder:
+            source, target = sides(tokens, network.model.config)
+            return network(input_ids=source, labels=target).logits.float()
+        if not network.config.is_decoder:
+            return network(input_ids=tokens).logits.float()
         last: list[Tensor] = []
-        handle = inner.layers[-1].register_forward_hook(lambda module, inputs, output: last.extend(output[1:]))
-        with observed(inner) as outputs:
-            logits = model(input_ids=tokens[:, :-1] if decoder else tokens).logits
+        layer = network.model.layers[-1]
+        handle = layer.register_forward_hook(lambda module, inputs, output: last.extend(output[1:]))
+        logits = network(input_ids=tokens[:, :-1]).logits
         handle.remove()
-        yield from outputs
-        first = inner.logits([x[:, :1] for x in last])
-        yield "logits", torch.cat([first, logits], dim=1) if decoder else logits
+        return torch.cat([network.model.logits([x[:, :1] for x in last]), logits], dim=1).float()
 
 
 def auto_map(kind: str) -> dict[str, str]:

@@ -1,24 +1,42 @@
 """HuggingFace's Reformer, `ReformerModelWithLMHead`, and our decoder: the same model, written in two ways.
 
-V vocabulary, E width.
+B batch, L length, H heads, R rounds, D head dim, V vocabulary, E width.
 """
 
+import copy
+import json
+import math
+import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from megasparse.config.attention import attends_fully, heads_of_layer, kinds
+from megasparse.attention.lsh import lsh_buckets
+from megasparse.config.attention import attends_fully, evaluation_rounds, heads_of_layer, kinds
 from megasparse.config.load import build_config
 from megasparse.config.schema import Config, ModelConfig
+from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError
-from megasparse.hub.formats import Exported, Imported, check_parts, must_be
-from megasparse.hub.reformer_config import hf_config, model_section, other_files, read_config
-from megasparse.hub.reformer_outputs import outputs
+from megasparse.hub.formats import (
+    Exported,
+    Imported,
+    Weight,
+    check_parts,
+    must_be,
+    not_ours,
+    read_configuration,
+    readers,
+    weights_of,
+)
 from megasparse.hub.tensor_file import TensorFile
+from megasparse.hub.tokenizer_files import Files, files_with_start, tokenizer_files
 from megasparse.ops.positions import sinusoids
+from megasparse.ops.random import RngContext, rotations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,6 +48,7 @@ HEAD, HEAD_BIAS = "lm_head.decoder.weight", "lm_head.bias"
 OLD_HEAD_BIAS = "lm_head.decoder.bias"
 """Name under which transformers before 5 has written the bias a second time."""
 
+BOS = "[BOS]"
 NEVER = -1e4
 """Bias of a token that is never predicted, which half precision can hold."""
 
@@ -38,6 +57,19 @@ CONSTANT_TABLES: dict[str, Callable[[int, int], Tensor]] = {
     "none": torch.zeros,
 }
 """Positions of ours that HuggingFace's has as a table: (max_length, E)."""
+
+
+WEIGHTS = """
+    blocks.{}.attention.norm.*                  reformer.encoder.layers.{}.attention.layer_norm.*
+    blocks.{}.attention.attention.query.weight  reformer.encoder.layers.{}.attention.self_attention.query.weight
+    blocks.{}.attention.attention.key.weight    reformer.encoder.layers.{}.attention.self_attention.key.weight
+    blocks.{}.attention.attention.value.weight  reformer.encoder.layers.{}.attention.self_attention.value.weight
+    blocks.{}.attention.attention.output.weight reformer.encoder.layers.{}.attention.output.dense.weight
+    blocks.{}.feed_forward.norm.*               reformer.encoder.layers.{}.feed_forward.layer_norm.*
+    blocks.{}.feed_forward.feed_forward.up~     reformer.encoder.layers.{}.feed_forward.dense.dense.*
+    blocks.{}.feed_forward.feed_forward.down~   reformer.encoder.layers.{}.feed_forward.output.dense.*
+    head.norm_*                                 reformer.encoder.layer_norm.*
+"""
 
 
 class ReformerFormat:
@@ -64,7 +96,7 @@ class ReformerFormat:
 
     LSH layers: HuggingFace's draws other rotations than ours (`hash_seed` null: new ones at each call), and the first
     chunk of each hash round also sees the last chunk of the round before. So single logits differ, as between two
-    seeds of ours; `outputs` says how the two are compared.
+    seeds of ours; `reformer_logits` says how the two are compared.
     """
 
     name = "reformer"
@@ -86,7 +118,7 @@ class ReformerFormat:
         start = weight("embedding.start")
         rows = (weight("embedding.weight").view(torch.int32) == start.view(torch.int32)).all(dim=1).nonzero()
         bos = int(rows[0]) if len(rows) else model.vocabulary
-        return Exported(hf_config(model, bos), partial(_export, model, weight, bos), other_files(config, bos))
+        return Exported(hf_config(model, bos), lambda: _export(model, weight, bos), other_files(config, bos))
 
     def load(self, hf_config: dict[str, Any], tensors: TensorFile) -> Imported:
         """See formats.Format."""
@@ -103,33 +135,29 @@ class ReformerFormat:
             section["positions"] = _positions_of(tensors.read(TABLE, (section["max_length"], width)))
         sections = {"model": section, "data": {"sequence_length": section["max_length"]}}
         model = build_config(sections).model
-        plain = {their: (ours, shape) for ours, their, shape in _plain(model)}
         special = {WORDS: (rows, width), HEAD: (rows, 2 * width), HEAD_BIAS: (rows,)}
         if not theirs.axial_pos_embds:
             special[TABLE] = (model.max_length, width)
-        ignored = {name: tensors.shape(name) for name in tensors.names() if _is_ignored(name)}
-        tensors.check({**special, **{their: shape for their, (_, shape) in plain.items()}, **ignored})
+        plain = _plain(model)
+        others = special | {name: tensors.shape(name) for name in tensors.names() if _is_ignored(name)}
         found: dict[str, Callable[[], Tensor]] = {
             "embedding.weight": lambda: tensors.read(WORDS)[:vocabulary],
             "embedding.start": lambda: tensors.read(WORDS)[bos : bos + 1],
             "head.weight": lambda: tensors.read(HEAD)[:vocabulary],
-            **{ours: partial(_flat_axis, tensors, their) for their, (ours, _) in plain.items()},
+            **readers(tensors, plain, {one.theirs: one.theirs for one in plain}, others),
         }
         if model.output_bias:
             found["head.bias"] = lambda: bias[:vocabulary]
         if model.positions.kind == "learned":
-            found["embedding.positions.table"] = partial(tensors.read, TABLE)
+            found["embedding.positions.table"] = lambda: tensors.read(TABLE)
         return Imported(sections, found)
 
-    def outputs(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Iterator[tuple[str, Tensor]]:
-        """See formats.Format and reformer_outputs."""
+    def logits(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Tensor:
+        """See formats.Format and reformer_logits."""
         head: Any = model.lm_head
         bos = start_token(model.config)
         vocabulary = model.config.vocab_size - added_start(bos, head.decoder.weight, head.bias)
-        return outputs(model, bos, vocabulary, tokens, seed)
-
-
-FORMAT = ReformerFormat()
+        return reformer_logits(model, bos, vocabulary, tokens, seed)
 
 
 def start_token(hf_config: Any) -> int:
@@ -188,36 +216,19 @@ def _inexpressible(key: str, value: Any, only: str) -> HubError:
     return HubError(f"model.{key}", problem, "Export to another format, such as megasparse")
 
 
-def _plain(model: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Our name, HuggingFace's name and shape there of every tensor that is one of the other's as it is."""
-    width, d_ff = model.d_model, model.d_ff
-    heads = model.heads * (model.head_dim or width // model.heads)
+def _plain(model: ModelConfig) -> list[Weight]:
+    """Tensors that are one of the other's as they are."""
+    weights = []
+    for one in weights_of(WEIGHTS, model):
+        layer = int(one.theirs.split(".")[3]) if ".layers." in one.theirs else 0
+        lsh = ".self_attention.query." in one.theirs and "lsh" in heads_of_layer(model, layer)
+        weights.append(one._replace(theirs=one.theirs.replace(".query.", ".query_key.")) if lsh else one)
     if model.positions.kind == "axial":
-        for axis, (size, dim) in enumerate(
-            zip(model.positions.axial_shape or (), model.positions.axial_dims or (), strict=True)
-        ):
+        sizes = zip(model.positions.axial_shape or (), model.positions.axial_dims or (), strict=True)
+        for axis, (size, dim) in enumerate(sizes):
             shape = (size, 1, dim) if axis == 0 else (1, size, dim)
-            yield f"embedding.positions.axes.{axis}", f"{AXIS}{axis}", shape
-    for layer in range(model.layers):
-        attention, feed = f"blocks.{layer}.attention", f"blocks.{layer}.feed_forward"
-        theirs = f"reformer.encoder.layers.{layer}"
-        projections = {"query": "query", "key": "key", "value": "value"}
-        if "lsh" in heads_of_layer(model, layer):
-            projections = {"query": "query_key", "value": "value"}
-        for part in ("weight", "bias"):
-            yield f"{attention}.norm.{part}", f"{theirs}.attention.layer_norm.{part}", (width,)
-            yield f"{feed}.norm.{part}", f"{theirs}.feed_forward.layer_norm.{part}", (width,)
-        for ours, their in projections.items():
-            name = f"{theirs}.attention.self_attention.{their}.weight"
-            yield f"{attention}.attention.{ours}.weight", name, (heads, width)
-        yield f"{attention}.attention.output.weight", f"{theirs}.attention.output.dense.weight", (width, heads)
-        inner, outer = f"{theirs}.feed_forward.dense.dense", f"{theirs}.feed_forward.output.dense"
-        yield f"{feed}.feed_forward.up", f"{inner}.weight", (d_ff, width)
-        yield f"{feed}.feed_forward.up_bias", f"{inner}.bias", (d_ff,)
-        yield f"{feed}.feed_forward.down", f"{outer}.weight", (width, d_ff)
-        yield f"{feed}.feed_forward.down_bias", f"{outer}.bias", (width,)
-    for part in ("weight", "bias"):
-        yield f"head.norm_{part}", f"reformer.encoder.layer_norm.{part}", (2 * width,)
+            weights.append(Weight((f"embedding.positions.axes.{axis}",), f"{AXIS}{axis}", shape, (size, dim)))
+    return weights
 
 
 def _export(model: ModelConfig, weight: Callable[[str], Tensor], bos: int) -> Iterator[tuple[str, Tensor]]:
@@ -231,8 +242,8 @@ def _export(model: ModelConfig, weight: Callable[[str], Tensor], bos: int) -> It
         yield TABLE, weight("embedding.positions.table")
     elif model.positions.kind in CONSTANT_TABLES:
         yield TABLE, CONSTANT_TABLES[model.positions.kind](model.max_length, model.d_model)
-    for ours, their, shape in _plain(model):
-        yield their, weight(ours).view(shape)
+    for one in _plain(model):
+        yield one.theirs, one.write(weight)
     yield HEAD, with_start(weight("head.weight"), torch.zeros(1, 2 * model.d_model))
     bias = weight("head.bias") if model.output_bias else torch.zeros(model.vocabulary)
     yield HEAD_BIAS, with_start(bias, torch.tensor([NEVER]))
@@ -264,7 +275,223 @@ def _positions_of(table: Tensor) -> dict[str, Any]:
     return {"kind": "learned"}
 
 
-def _flat_axis(tensors: TensorFile, name: str) -> Tensor:
-    """A tensor; an axis' position embeddings without the dimension of size 1."""
-    tensor = tensors.read(name)
-    return tensor.flatten(0, 1) if name.startswith(AXIS) else tensor
+# The two configurations, and the files beside them
+
+
+def read_config(values: dict[str, Any], path: Path) -> Any:
+    """A `ReformerConfig` of a decoder that ours can express. Raises HubError naming `path` and the key otherwise."""
+    config = read_configuration("reformer", values, path)
+    required: list[tuple[str, Any]] = [("is_decoder", True), ("hidden_act", "relu")]
+    for kind in sorted(set(config.attn_layers) & {"local", "lsh"}):
+        required += [(f"{kind}_num_chunks_before", 1), (f"{kind}_num_chunks_after", 0)]
+    for key, only in required:
+        if (value := getattr(config, key)) != only:
+            raise not_ours(path, key, value, f"{only!r}")
+    for kind in config.attn_layers:
+        if kind not in ("local", "lsh"):
+            raise not_ours(path, "attn_layers", kind, "'local' and 'lsh'")
+        if not getattr(config, f"{kind}_attn_chunk_length"):
+            raise not_ours(path, f"{kind}_attn_chunk_length", None, "a number of tokens")
+    if not config.attn_layers:
+        raise not_ours(path, "attn_layers", [], "one layer or more")
+    if config.axial_pos_embds and not len(config.axial_pos_shape) == len(config.axial_pos_embds_dim) == 2:
+        raise not_ours(path, "axial_pos_shape", config.axial_pos_shape, "two axes")
+    if isinstance(config.num_buckets, list) and len(config.num_buckets) not in (1, 2):
+        raise not_ours(path, "num_buckets", config.num_buckets, "a number or two factors")
+    if not 0 <= config.hidden_dropout_prob < 1:
+        raise not_ours(path, "hidden_dropout_prob", config.hidden_dropout_prob, "a rate below 1")
+    return config
+
+
+def longest(config: Any) -> int:
+    """Tokens in the longest sequence."""
+    length = int(config.max_position_embeddings)
+    return min(length, math.prod(config.axial_pos_shape)) if config.axial_pos_embds else length
+
+
+def buckets(config: Any) -> list[int]:
+    """The factors of `num_buckets`, least significant first. null: as HuggingFace's layer takes it at full length."""
+    if config.num_buckets is not None:
+        return [config.num_buckets] if isinstance(config.num_buckets, int) else list(config.num_buckets)
+    chunk = config.lsh_attn_chunk_length
+    bits = (2 * max(1, longest(config) // chunk)).bit_length() - 1
+    if 2**bits <= 2 * max(math.isqrt(config.max_position_embeddings // chunk), chunk):
+        return [2**bits]
+    return [2 ** (bits // 2), 2 ** (bits - bits // 2)]
+
+
+def model_section(config: Any) -> dict[str, Any]:
+    """Our `model` section, but for what the tensors decide: vocabulary, bias, and positions that are no axial ones."""
+    length = longest(config)
+    attention: dict[str, Any] = {"pattern": list(config.attn_layers)}
+    if "local" in config.attn_layers:
+        attention["local"] = {"chunk": min(config.local_attn_chunk_length, length)}
+    if "lsh" in config.attn_layers:
+        attention["lsh"] = {
+            "rounds": config.num_hashes,
+            "chunk": min(config.lsh_attn_chunk_length, length),
+            "buckets": buckets(config)[::-1],
+            "window": "chunk",
+            "same_bucket": False,
+            "count_rounds": False,
+        }
+    section = {
+        "max_length": length,
+        "layers": len(config.attn_layers),
+        "d_model": config.hidden_size,
+        "d_ff": config.feed_forward_size,
+        "heads": config.num_attention_heads,
+        "head_dim": config.attention_head_size,
+        "dropout": float(config.hidden_dropout_prob),
+        "norm_eps": float(config.layer_norm_eps),
+        "attention": attention,
+    }
+    if config.axial_pos_embds:
+        shape, dims = list(config.axial_pos_shape), list(config.axial_pos_embds_dim)
+        section["positions"] = {"kind": "axial", "axial_shape": shape, "axial_dims": dims}
+    return section
+
+
+def hf_config(model: ModelConfig, bos: int) -> dict[str, Any]:
+    """The config.json of a decoder whose start vector is the embedding of token `bos`, added if it is V."""
+    settings = {
+        "model_type": "reformer",
+        "architectures": ["ReformerModelWithLMHead"],
+        "is_decoder": True,
+        "vocab_size": max(model.vocabulary, bos + 1),
+        "bos_token_id": bos,
+        "pad_token_id": bos,
+        "eos_token_id": None,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": model.max_length,
+        "axial_pos_embds": model.positions.kind == "axial",
+        "attn_layers": [next(iter(heads_of_layer(model, layer))) for layer in range(model.layers)],
+        "hidden_size": model.d_model,
+        "num_attention_heads": model.heads,
+        "attention_head_size": model.head_dim or model.d_model // model.heads,
+        "feed_forward_size": model.d_ff,
+        "hidden_act": "relu",
+        "layer_norm_eps": model.norm_eps,
+        "hidden_dropout_prob": model.dropout,
+        "local_attention_probs_dropout_prob": model.attention.dropout,
+        "lsh_attention_probs_dropout_prob": model.attention.dropout,
+        "hash_seed": None,  # a seed would set torch's global generator at each call, and sampling with it
+    }
+    if model.positions.kind == "axial":
+        settings |= {"axial_pos_shape": model.positions.axial_shape, "axial_pos_embds_dim": model.positions.axial_dims}
+    for kind in kinds(model):
+        chunk = min(getattr(model.attention, kind).chunk, model.max_length)
+        settings |= {f"{kind}_attn_chunk_length": chunk, f"{kind}_num_chunks_before": 1, f"{kind}_num_chunks_after": 0}
+    if "lsh" in kinds(model):
+        factors = lsh_buckets(model.attention.lsh, model.max_length)
+        # The first factor's hash is the most significant part of our bucket numbers, the least of HuggingFace's.
+        settings["num_buckets"] = factors[0] if len(factors) == 1 else factors[::-1]
+        settings["num_hashes"] = evaluation_rounds(model)["lsh"]
+    return settings
+
+
+def other_files(config: Config, bos: int) -> Files:
+    """Files of an exported decoder: how it generates, and, where BOS is no token of a text, a tokenizer that sets BOS
+    before every text.
+    """
+    model = config.model
+    generation: dict[str, Any] = {
+        "bos_token_id": bos,
+        "pad_token_id": bos,
+        "eos_token_id": None,
+        "max_length": model.max_length,
+    }
+    if bos == model.vocabulary:  # added, and never predicted
+        generation["suppress_tokens"] = [bos]
+    files: Files = {"generation_config.json": json.dumps(generation, indent=2) + "\n"}
+    if bos < build_tokenizer(config.data.tokenizer).vocabulary:
+        return files
+    return files | files_with_start(tokenizer_files(config, model.max_length), bos, BOS)
+
+
+# HuggingFace's model, made comparable
+
+
+@torch.no_grad()
+def reformer_logits(model: "PreTrainedModel", bos: int, vocabulary: int, tokens: Tensor, seed: int) -> Tensor:
+    """Logits of HuggingFace's own code on [BOS, tokens], without three things in which its LSH layers are not ours:
+
+    its rotations (here it has those that our evaluation draws from `seed`), the look over the ends of a hash round, and
+    its precision. The last one because a token that sees nothing in any round has a log-sum-exp of −1e5 there, which
+    fp32 rounds so coarsely that the rounds' shares sum to 1 only to 0.4 %: it computes in float64. In a model without
+    LSH layers only the precision is another. The LM head's bias is added where transformers leaves it out.
+    """
+    twin: Any = copy.deepcopy(model).double().eval()
+    for number, layer in enumerate(twin.reformer.encoder.layers):
+        if hasattr(layer.attention.self_attention, "query_key"):
+            _hash_as_ours(layer.attention.self_attention, buckets(model.config), number, seed)
+    _let_padding_have_no_position(twin.reformer.embeddings, tokens.shape[1])
+    read = torch.cat([torch.full_like(tokens[:, :1], bos), tokens[:, :-1]], dim=1)
+    logits = twin(read, use_cache=False).logits
+    if twin.lm_head.decoder.bias is None:
+        logits = logits + twin.lm_head.bias
+    return logits[..., :vocabulary].float()
+
+
+def _let_padding_have_no_position(embeddings: Any, length: int) -> None:
+    """Let HuggingFace's fill up the last chunk where that goes beyond the last position; no token sees padding."""
+    positions = embeddings.position_embeddings.forward
+
+    def padded(position_ids: Tensor) -> Tensor:
+        return F.pad(positions(position_ids[:, :length]), (0, 0, 0, position_ids.shape[1] - length))
+
+    embeddings.position_embeddings.forward = padded
+    embeddings.max_position_embeddings = sys.maxsize
+
+
+def _hash_as_ours(layer: Any, factors: list[int], number: int, seed: int) -> None:
+    """Give HuggingFace's LSH layer our rotations, and keep it from looking over the ends of a hash round.
+
+    It lays all rounds end to end, and the ends together, and takes the chunk before a round's first one from there.
+    Here such a chunk's tokens get the number −1, and the mask hides it.
+    """
+    drawn = rotations(
+        RngContext.evaluation(seed, 1).key(number, "lsh rotation"),
+        range(layer.num_attention_heads),
+        layer.num_hashes,
+        layer.attention_head_size,
+        factors[::-1],
+        torch.device("cpu"),
+    )  # (H, R, D, sum of the factors' halves), our first factor first
+    parts = drawn.split([factor // 2 for factor in factors[::-1]], dim=-1)
+    ours = torch.cat(parts[::-1], dim=-1).permute(0, 2, 1, 3).double()
+    layer.num_buckets, layer.hash_seed = factors if len(factors) > 1 else factors[0], None
+    draw, look, mask = layer._hash_vectors, layer._look_adjacent, layer._compute_attn_mask
+
+    def hash_vectors(vectors: Tensor, *rest: Any, **named: Any) -> Tensor:
+        with _Drawn(ours.to(vectors.device)):
+            return draw(vectors, *rest, **named)
+
+    def look_adjacent(vectors: Tensor, before: int, after: int) -> Tensor:
+        windows = look(vectors, before, after)
+        if vectors.ndim == 4:  # token numbers (B, H, chunks of all rounds, chunk)
+            windows[:, :, :: vectors.shape[2] // layer.num_hashes, : vectors.shape[3]] = -1
+        return windows
+
+    def compute_mask(queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
+        seen, there = mask(queries, keys.clamp_min(0), *rest), (keys >= 0).unsqueeze(-2)
+        return there if seen is None else seen & there
+
+    layer._hash_vectors, layer._look_adjacent, layer._compute_attn_mask = hash_vectors, look_adjacent, compute_mask
+
+
+class _Drawn(TorchFunctionMode):
+    """While it is entered, torch.randn gives what it was made with."""
+
+    def __init__(self, drawn: Tensor):
+        super().__init__()
+        self.drawn = drawn
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.randn:
+            assert tuple(args[0]) == tuple(self.drawn.shape)
+            return self.drawn
+        return func(*args, **(kwargs or {}))
+
+
+FORMAT = ReformerFormat()

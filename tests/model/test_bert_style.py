@@ -11,7 +11,7 @@ from megasparse.attention.heads import Padding
 from megasparse.config.load import build_config
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import ConfigError
-from megasparse.hub.bert import FORMAT
+from megasparse.hub.formats import format_named
 from megasparse.model.build import build_model, empty_model
 from megasparse.model.feed_forward import FeedForward
 from megasparse.ops.random import RngContext
@@ -45,7 +45,7 @@ def with_theirs(config):
         for parameter in ours.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     weights = dict(ours.named_parameters())
-    exported = FORMAT.export(Config(model=config), lambda name: weights[name].detach())
+    exported = format_named("bert").export(Config(model=config), lambda name: weights[name].detach())
     theirs = BertForMaskedLM(BertConfig.from_dict(exported.config)).eval()
     missing, unexpected = theirs.load_state_dict(dict(exported.tensors()), strict=False)
     assert not unexpected and all(name.startswith("cls.predictions.decoder.") for name in missing)
@@ -83,7 +83,7 @@ def test_scores_and_gradients_are_those_of_huggingface(changes):
     result.loss.backward()
     torch.testing.assert_close(objective, result.loss, rtol=1e-5, atol=1e-5)
     found = {name: p.grad for name, p in ours.named_parameters()}
-    exported = dict(FORMAT.export(Config(model=ours.config), lambda name: found[name]).tensors())
+    exported = dict(format_named("bert").export(Config(model=ours.config), lambda name: found[name]).tensors())
     for name, parameter in theirs.named_parameters():
         if name in exported and parameter.grad is not None:
             error = (exported[name] - parameter.grad).norm()
