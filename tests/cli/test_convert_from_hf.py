@@ -177,7 +177,7 @@ REFUSED = {
         lambda f: saved(f, attn_layers=["local"], vocab_size=20), "model.vocabulary: 20 is too small for bytes"
     ),
     "not finite": (
-        lambda f: change_tensors(f, lambda t: t["lm_head.decoder.weight"].fill_(torch.nan)), "logits differ from its by inf"
+        lambda f: change_tensors(f, lambda t: t["lm_head.decoder.weight"].fill_(torch.nan)), "differ from its by inf"
     ),
     "a torn file": (cut, "is no whole safetensors file"),
     "a pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "is a pickle"),
