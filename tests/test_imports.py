@@ -16,14 +16,13 @@ MAY_IMPORT = {
     "attention": {"errors", "ops", "config"},
     "training": {"errors", "callbacks", "optimizers", "config", "data"},
     "model": {"errors", "ops", "config", "attention"},
-    "report": {"errors", "config", "data", "training"},
 }
 ALL_BELOW = {"errors", "callbacks", "ops", "optimizers", "config", "data", "attention", "training", "model"}
 for floor in ("evaluation", "planning", "hub"):
     MAY_IMPORT[floor] = ALL_BELOW
 MAY_IMPORT["tasks"] = ALL_BELOW | {"evaluation", "planning", "hub"}  # it starts from their models, and plans them
 MAY_IMPORT["runs"] = ALL_BELOW | {"evaluation", "planning", "hub", "tasks"}
-MAY_IMPORT["cli"] = {*MAY_IMPORT["runs"], "runs", "report"}
+MAY_IMPORT["cli"] = {*MAY_IMPORT["runs"], "runs"}
 MAY_IMPORT["__main__"] = {"cli"}
 
 

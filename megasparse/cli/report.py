@@ -19,8 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from megasparse.evaluation.outputs import require_writable, whole_file
-    from megasparse.report.page import page
-    from megasparse.report.run import read_run
+    from megasparse.runs.report import page, read_run
 
     runs = [read_run(path) for path in args.run]
     output = args.output or args.run[0] / "report.html"

@@ -1,0 +1,164 @@
+"""The page of a run: whole, harmless, and of whatever state the run is in."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from megasparse.cli.main import door
+from megasparse.config.schema import Config
+from megasparse.runs.report import page, read_board, read_run, read_series
+from tests.helpers.commands import refused
+
+main = door("report")
+EVIL = "<script>alert(1)</script><img src=x onerror=\"alert('2')\"> $\\frac{"
+
+
+class Page(HTMLParser):
+    """A page taken apart; every element must be closed by its own tag."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.text = [], [], ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += f" {data}" if self.open and self.open[-1] != "style" else ""
+
+    def charts(self):
+        return [attributes["alt"] for tag, attributes in self.tags if tag == "img"]
+
+
+def page_of(*runs):
+    """The page of runs, taken apart and as it is: small, without script, fetching nothing."""
+    text = page([read_run(run) for run in runs])
+    assert len(text) < 8_000_000
+    parsed = Page(text)
+    assert not any(tag == "script" for tag, _ in parsed.tags)
+    for _, attributes in parsed.tags:
+        assert not any(name.startswith("on") for name in attributes)
+        assert attributes.get("src", "data:").startswith("data:") and "href" not in attributes
+    return parsed, text
+
+
+def folder(path, lines, **config):
+    path.mkdir()
+    values = Config.model_validate({"training": {"steps": 40}, **config}).model_dump(mode="json")
+    (path / "config.json").write_text(json.dumps(values))
+    write_lines(path / "metrics.jsonl", lines)
+    return path
+
+
+def write_lines(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def line(step, **more):
+    return {"step": step, "train/loss": 5.0 / step, "speed/tokens_per_second": 1000.0, **more}
+
+
+def test_a_run_in_full(tmp_path):
+    lines = [line(step, **({"evaluation/bits_per_dim": 8.0 / step} if step % 10 == 0 else {})) for step in range(1, 41)]
+    for values in lines:
+        values |= {f"model/attention/lha/kl_keys/layer_{layer}": 0.1 * layer for layer in (2, 10)}
+    run = folder(tmp_path / "run", lines, optimizer={"learning_rate": 0.125})
+    write_lines(run / "events.jsonl", [{"step": 12, "time": "2026", "message": "STEP 12 SKIPPED"}])
+    (run / "best.json").write_text(json.dumps({"metric": "evaluation/f1", "step": 20, "value": 0.3}))
+    (run / "checkpoints" / "00000020").mkdir(parents=True)
+    (run / "checkpoints" / "00000020" / "rank-00000.safetensors").write_bytes(bytes(2000))
+    found, text = page_of(run)
+    for shown in ("40 of 40", "0.2, 0.2", "STEP 12 SKIPPED", "best f1", "0.3, step 20", "2,000"):
+        assert shown in found.text, shown
+    charts = ["evaluation/bits_per_dim", "train/loss", "model/attention/lha/kl_keys", "speed/tokens_per_second"]
+    assert found.charts() == charts
+    assert "2 of " in found.text and re.search(r"00000020.*best</td>", text)
+    assert re.search(r"learning_rate</td><td>0.125</td><td>0.0", text)
+
+
+@pytest.mark.parametrize("missing", ["metrics", "config", "steps"])
+def test_a_run_of_which_there_is_little(tmp_path, missing):
+    run = folder(tmp_path / "run", [] if missing == "steps" else [line(1)])
+    if missing != "steps":
+        (run / {"metrics": "metrics.jsonl", "config": "config.json"}[missing]).unlink()
+    found, _ = page_of(run)
+    assert ("No step has been logged yet" in found.text) == (missing != "config")
+
+
+def test_broken_files_cost_what_is_broken(tmp_path):
+    run = folder(tmp_path / "run", [line(1), line(2, **{"train/loss": None}), line(3)])
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'[5]\n{"step": "7", "a": 1}\n{"a": 2}\n\xff\xfe\n' + b"[" * 200_000 + b"\n")
+        file.write(json.dumps({"step": 4, "train/loss": 10**400, "b": "text", "c": [1], "d": True}).encode() + b"\n")
+        file.write(json.dumps(line(2, **{"train/loss": 0.25})).encode() + b'\n{"step": 5, "train/lo')
+    for name in ("config.json", "best.json"):
+        (run / name).write_bytes(b'{"a": [1, 2')
+    (run / "events.jsonl").write_text('{"step": "no", "message": 5}\n{"message": "SKIPPED"}\n[]\nxx')
+    (run / "tensorboard").mkdir()
+    (run / "tensorboard/events.out.tfevents.1").write_bytes(b"\x05" + bytes(40))
+    scalars = read_series(run / "metrics.jsonl")
+    assert not scalars.keys() & {"a", "b", "c", "d"}
+    steps, values = scalars["train/loss"]
+    assert steps.tolist() == [1, 2, 3] and values[1] == 0.25, "of a step that comes twice, the last"
+    assert "config.json is missing or broken" in page_of(run)[0].text
+
+
+def test_nothing_that_a_file_says_becomes_more_than_text(tmp_path):
+    lines = [line(step, **{f"evil/{EVIL}": 1.0, f"model/attention/{EVIL}/layer_1": 2.0}) for step in range(1, 4)]
+    run = folder(tmp_path / EVIL.replace("/", "⁄")[:60], lines, data={"path": EVIL})
+    write_lines(run / "events.jsonl", [{"step": 2, "time": EVIL, "message": EVIL}, {"step": EVIL}])
+    (run / "best.json").write_text(json.dumps({"metric": EVIL, "step": EVIL, "value": 1.0}))
+    with SummaryWriter(str(run / "tensorboard")) as board:
+        board.add_text("evaluation/sample", EVIL, 1)
+        board.add_image(f"{EVIL}/y", torch.zeros(3, 4, 4), 1)
+    found, text = page_of(run)
+    assert "<script>" not in text and "<img src=x" not in text
+    assert found.text.count("<script>alert(1)") >= 7, "all of it is there, as text"
+    assert "default-src 'none'" in text
+
+
+def test_a_long_run_keeps_its_extremes_and_several_runs_share_charts(tmp_path):
+    values = np.random.default_rng(0).normal(10.0, 1.0, 20_000).round(3).tolist()
+    runs = [folder(tmp_path / "a", [{"step": step, "train/loss": value} for step, value in enumerate(values, 1)])]
+    write_lines(runs[0] / "events.jsonl", ({"step": step, "message": "SKIPPED"} for step in range(0, 20_000, 20)))
+    runs.append(folder(tmp_path / "b", [line(1), line(2)]))
+    found, _ = page_of(*runs)
+    assert found.charts().count("train/loss") == 1 and "800 earlier ones" in found.text
+    assert len(read_run(runs[0]).series["train/loss"][0]) == 20_000
+
+
+def test_texts_and_pictures_are_read_from_tensorboards_files(tmp_path):
+    for start in (0, 2):  # two processes, the second of which does step 2 again
+        with SummaryWriter(str(tmp_path), filename_suffix=str(start)) as board:
+            for step in range(start, start + 3):
+                board.add_scalar("train/loss", 1.0, step)
+                board.add_text("evaluation/sample", f"```\ntext {start} {step}\n```", step)
+                board.add_image("quality/lsh/maps", torch.rand(3, 8, 8), step)
+    board = read_board(tmp_path)
+    assert [*board["quality/lsh/maps"]] == [0, 1, 2, 3, 4] and all(
+        x[1:4] == b"PNG" for x in board["quality/lsh/maps"].values()
+    )
+    texts = [f"text {start} {step}" for start, step in zip("00222", range(5), strict=True)]
+    assert board["evaluation/sample"] == dict(enumerate(texts))
+
+
+def test_the_command_writes_the_page_or_one_line(tmp_path, capsys):
+    run = folder(tmp_path / "run", [line(1)])
+    main([str(run)])
+    main([str(run), "--output", str(tmp_path / "other.html")])
+    assert all("train/loss" in path.read_text() for path in (run / "report.html", tmp_path / "other.html"))
+    for path, reason in ((tmp_path, "has neither config.json nor metrics.jsonl"), (tmp_path / "none", "is no folder")):
+        assert reason in refused(capsys, main, path)
