@@ -23,6 +23,8 @@ from tests.distributed.test_sequence_parallel import ORDINARY, PADDED, batch_of,
 from tests.helpers.models import AXIAL, VARIANTS, attention, causal_names, encoder_names, named, small
 from tests.helpers.run_ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 BOTH = [{"local": 2, "lsh": 1}, {"ngram": 1, "lha": 2}]
 EXTRA: dict[str, dict[str, Any]] = {
     "split": {"attention": attention(*BOTH), "heads": 3},

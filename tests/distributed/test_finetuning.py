@@ -19,6 +19,8 @@ from megasparse.training.ranks import Ranks, RunHooks, start_ranks
 from tests.helpers.finetuning import ENCODER, bert, configured, reviews
 from tests.helpers.run_ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 ATTENTION: dict[str, Any] = {"pattern": ["local", "lha"], "local": {"chunk": 8}, "lha": {"chunk": 8}}
 ZERO = {"zero_optimization": {"stage": 2}}

@@ -27,6 +27,8 @@ from tests.helpers.models import SMALL
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import DummyBatches, identity_of, tiny_config
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 PATTERNS: dict[str, list[dict[str, int]]] = {
     "decoder": [

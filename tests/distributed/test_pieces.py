@@ -23,6 +23,8 @@ from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import tiny_config
 
+pytestmark = pytest.mark.slow
+
 CPU = {"device": "cpu"}
 ZERO: dict[str, dict[str, Any]] = {f"zero-{stage}": {"stage": stage} for stage in (3, 2, 1, 0)}
 ZERO["zero-3-offload"] = {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}

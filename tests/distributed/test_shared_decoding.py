@@ -20,6 +20,8 @@ from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers.models import AXIAL, PARTS, attention, named, random_tokens, small, strict_names
 from tests.helpers.run_ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 SIZES, HEADS, PROMPT, LENGTH = (2, 4), 4, 45, 50
 EXTRA: dict[str, dict[str, Any]] = {
     "split": {"attention": attention({"local": 4, "lsh": 4}, {"yoso": 4, "full": 4}), "heads": 8, "head_dim": 8},

@@ -33,6 +33,8 @@ from tests.helpers.models import SMALL
 from tests.helpers.run_ranks import ROOT, run_ranks
 from tests.helpers.trained import prepared
 
+pytestmark = pytest.mark.slow
+
 PATTERN = {"pattern": [{"local": 2, "lsh": 2}, "lsh"], **SMALL}
 SIZE = {"max_length": 64, "layers": 2, "d_model": 32, "d_ff": 64, "heads": 4, "attention": PATTERN}
 SOURCE = {"length": 32, "attention": PATTERN, "cross_attention": "lsh"}

@@ -22,6 +22,8 @@ from tests.helpers.models import can_be_causal, encoder_names, named, padded_pai
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import dummy_steps, tiny_config
 
+pytestmark = pytest.mark.slow
+
 SIZES = (2, 4)
 TARGET = 48
 ORDINARY = {"blocks": "ordinary", "activations": "stored"}

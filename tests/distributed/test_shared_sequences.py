@@ -50,6 +50,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_launched_run_goes_on_alone(folder):
     """Four steps on two ranks and two on one, against six on one: with the held-out losses, of a ragged window too."""
     run(pretrain, "--config", write_run(folder / "alone", folder / "data"))

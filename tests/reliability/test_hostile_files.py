@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[2]
 CASES = 40
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "export" else name for name in FORMATS]
+)
 def test_mutants_are_read_or_refused_in_one_line(name, tmp_path):
     (tmp_path / "seeds").mkdir()
     FORMATS[name].make(tmp_path / "seeds")

@@ -99,6 +99,7 @@ def story(tmp_path_factory, data):
         return Story(run, watcher, ended, run.leftovers(), run.new_shared_memory())
 
 
+@pytest.mark.slow
 def test_a_crash_in_a_save_or_a_step_changes_nothing(story, clean):
     assert story.ended.code == 0, story.ended.said
     assert story.run.losses() == clean.losses()
@@ -109,21 +110,25 @@ def test_a_crash_in_a_save_or_a_step_changes_nothing(story, clean):
     assert left == ["00000018", "00000020", "latest"]
 
 
+@pytest.mark.slow
 def test_every_restart_locks_the_folder_again(story):
     assert f"pid {story.run.rank(0)}, since " in (story.run.directory / LOCK).read_text()
     assert "is in use" not in story.ended.said and "cannot be locked" not in story.ended.said
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_and_dies_leaves_the_older_checkpoint_the_newest(story):
     death = story.watcher.deaths[0]
     assert death["died"] - death["time"] > DELAY - 0.5
     assert death["newest"] == 2
 
 
+@pytest.mark.slow
 def test_a_complete_checkpoint_is_there_at_every_moment(story):
     assert story.watcher.polls > 200 and story.watcher.polls_without == 0
 
 
+@pytest.mark.slow
 def test_the_others_of_a_killed_rank_end_at_once_and_nothing_is_left(story):
     assert max(death["seconds"] for death in story.watcher.deaths.values()) < 5 * patience()
     assert story.leftovers == [] and story.shared_memory == set()
@@ -206,6 +211,7 @@ def change(tmp_path_factory, data):
     return change
 
 
+@pytest.mark.slow
 def test_a_signal_to_launcher_or_rank_saves_after_the_step_and_ends_well(change):
     assert [end.code for end in change.ends] == [0, 0, 0], [end.said for end in change.ends]
     assert change.saved == [4, 7, 20]
@@ -225,6 +231,7 @@ def sequences_of(data: Path) -> list[bytes]:
     return sequences
 
 
+@pytest.mark.slow
 def test_every_sequence_of_the_epoch_comes_once(change, clean, data):
     assert change.run.samples() == clean.samples()
     sequences = sequences_of(data)
@@ -234,6 +241,7 @@ def test_every_sequence_of_the_epoch_comes_once(change, clean, data):
     assert Counter(trained[n] for n in range(len(sequences))) == Counter(map(zlib.crc32, sequences))
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_the_same_number_of_ranks_throughout(change, clean):
     found = {step: float.fromhex(loss) for step, loss in change.run.losses().items()}
     expected = {step: float.fromhex(loss) for step, loss in clean.losses().items()}
@@ -252,6 +260,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_ranks_that_are_left_and_grows_again(data, clean, tmp_path):
     """Rank 1 of two dies in two starts; one rank goes on, until it has saved and both are tried again."""
     run = Run(tmp_path, data)

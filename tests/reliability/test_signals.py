@@ -52,6 +52,7 @@ def test_an_interrupt_during_a_stalled_read_does_not_wait_for_it(data, tmp_path)
     stopped_well(run, ended, step=5)
 
 
+@pytest.mark.slow
 def test_a_second_signal_during_a_slow_save_ends_at_once(data, tmp_path):
     run = alone(tmp_path, data)
     with running(run):
@@ -69,6 +70,7 @@ def test_a_second_signal_during_a_slow_save_ends_at_once(data, tmp_path):
     assert all(is_complete(path) for path in (run.directory / "checkpoints").glob("0*"))
 
 
+@pytest.mark.slow
 def test_a_signal_during_an_evaluation_breaks_it_off(data, tmp_path):
     run = alone(tmp_path, data, evaluation={"every": 3, "sequences": 5})
     with running(run):
@@ -80,6 +82,7 @@ def test_a_signal_during_an_evaluation_breaks_it_off(data, tmp_path):
     stopped_well(run, ended, step=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["handled", "build"])
 def test_a_signal_at_the_start_ends_before_the_first_step(data, tmp_path, place):
     run = alone(tmp_path, data)
@@ -92,6 +95,7 @@ def test_a_signal_at_the_start_ends_before_the_first_step(data, tmp_path, place)
     assert "SIGTERM" in ended.said
 
 
+@pytest.mark.slow
 def test_an_error_of_the_thread_that_reads_ahead_ends_the_run(data, tmp_path):
     run = alone(tmp_path, data)
     with running(run):
@@ -103,6 +107,7 @@ def test_an_error_of_the_thread_that_reads_ahead_ends_the_run(data, tmp_path):
     assert run.checkpoints() == [2, 4]
 
 
+@pytest.mark.slow
 def test_the_traceback_of_the_rank_that_failed_comes_first_and_is_the_only_one(data, tmp_path):
     run = Run(tmp_path / "run", data)
     with running(run):

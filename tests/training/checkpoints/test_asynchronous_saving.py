@@ -140,6 +140,7 @@ DIES = """if True:
     """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["_exit", "exit"])
 def test_the_process_ends_while_its_thread_writes(tmp_path, how):
     ended = subprocess.run([sys.executable, "-c", DIES, str(tmp_path), how], cwd=ROOT, timeout=900)

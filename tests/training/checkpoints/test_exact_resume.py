@@ -20,8 +20,8 @@ from tests.helpers.models import VARIANTS, attention, can_be_causal, causal_name
 from tests.helpers.tiny import read_metrics
 from tests.helpers.trained import prepared
 
-STEPS, STEPS_AN_EPOCH = 12, 5
-"""50 sequences of 64 bytes, 10 of them a step."""
+STEPS = 12
+"""50 sequences of 64 bytes, 10 of them a step, so that an epoch has 5 steps."""
 TIMES = ("speed/", "memory/", "checkpoint/")
 BOTH = attention("lsh", "lha").model_dump(mode="json")
 
@@ -123,15 +123,6 @@ def test_the_run_has_epochs_and_accumulates(straight):
     assert len({line["train/loss"] for line in lines}) == STEPS
 
 
-@pytest.mark.parametrize("stop", [3, STEPS_AN_EPOCH], ids=["mid-epoch", "the end of an epoch"])
-def test_stopped_after_a_step_everything_later_has_the_same_bits(data, tmp_path, straight, stop):
-    """After the first and the last: `test_stopped_at_every_step`."""
-    config = configuration(data, tmp_path / "run", BOTH)
-    read = launch(config, "--stop-at", str(stop))
-    assert [line["step"] for line in reported(tmp_path / "run")] == list(range(1, stop + 1))
-    assert outcome(tmp_path / "run", read + launch(config)) == straight
-
-
 def test_stopped_at_every_step(data, tmp_path, straight):
     config = configuration(data, tmp_path / "run", BOTH)
     read = [batch for stop in range(1, STEPS + 1) for batch in launch(config, "--stop-at", str(stop))]
@@ -146,6 +137,7 @@ def test_killed_in_the_middle_of_an_accumulation(data, tmp_path, straight):
     assert outcome(tmp_path / "run", read[:12] + launch(config)) == straight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sections",
     [
@@ -168,6 +160,7 @@ def deterministic_kernels():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "steps"),
     [
@@ -203,7 +196,10 @@ def models() -> list[tuple[str, list[str]]]:
     return found
 
 
-@pytest.mark.parametrize(("kind", "layers"), models())
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [pytest.param(*case, marks=() if n == 1 else pytest.mark.slow) for n, case in enumerate(models())],
+)
 def test_every_mechanism_goes_on_with_the_same_bits(data, tmp_path, kind, layers):
     """Hash functions, rotations, samples, dropout, masks, centroids: all drawn, moved and read as if never stopped."""
     variants = [VARIANTS.get(name, (name, {})) for name in layers]

@@ -112,6 +112,7 @@ def test_a_folder_that_vanishes_is_named(tmp_path):
     refused(saver, engine, rf"manifest.json: No such file or directory {ROOM}")
 
 
+@pytest.mark.slow
 def test_a_limit_on_file_sizes_ends_with_exit_code_3(tmp_path):
     """In the middle of the second save, in a process of its own; without the limit it works."""
     script = """if True:

@@ -78,6 +78,7 @@ def in_deepspeed(folder):
     return found
 
 
+@pytest.mark.slow
 def test_deepspeed_does_the_same(tmp_path):
     expected = went_on(tiny_config(tmp_path / "torch"), Ranks())[0]
     (found,) = run_ranks(in_deepspeed, world_size=1, timeout=900, folder=str(tmp_path))

@@ -123,6 +123,7 @@ def on_two_ranks(folder: str) -> list[list[dict[str, float]]]:
     return found
 
 
+@pytest.mark.slow
 def test_what_two_ranks_spend_and_hold(tmp_path):
     runs, _ = run_ranks(on_two_ranks, folder=str(tmp_path))
     whole = sum(p.numel() for p in TinyModel().parameters()) * 4

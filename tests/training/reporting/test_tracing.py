@@ -106,6 +106,7 @@ def test_a_trace_that_the_exporter_could_not_finish_is_none(tmp_path, monkeypatc
     assert list((tmp_path / "traces").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_signal_asks_for_a_trace_of_a_running_process(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", RUN, str(tmp_path)],

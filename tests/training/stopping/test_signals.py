@@ -215,6 +215,7 @@ def test_without_a_launcher_the_end_of_the_shell_is_survived(tmp_path):
     assert wait_for((tmp_path / "wanted").exists)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["deepspeed", "another"])
 def test_the_deepspeed_command_is_killed_and_its_launcher_lives_on(tmp_path, package):
     folder = tmp_path / "packages" / package / "launcher"

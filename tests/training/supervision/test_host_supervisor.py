@@ -11,6 +11,8 @@ from megasparse.errors import LOST_PEER
 from megasparse.training.hosts import PERIOD
 from tests.helpers.supervised import LIMIT, Toy
 
+pytestmark = pytest.mark.slow
+
 RANKS = """
 note("ran", f"{RANK} of {os.environ['WORLD_SIZE']}")
 on_signals(lambda n: sys.exit(0))

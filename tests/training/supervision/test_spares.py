@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from megasparse.training.supervisor import Spares, send
 
 SHOWS = """
@@ -15,6 +17,7 @@ print(json.dumps([__name__, sys.argv[1:], dict(os.environ), sys.stdin.read(), so
 """
 
 
+@pytest.mark.slow
 def test_a_rank_in_reserve_becomes_the_rank_of_its_environment(tmp_path, capfd):
     """Everything imported, and nothing left of its wait: as a process started with that environment."""
     (tmp_path / "script.py").write_text(SHOWS)
@@ -52,6 +55,7 @@ os._exit(9)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_in_reserve_ends_with_its_supervisor(tmp_path):
     (tmp_path / "script.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     command = [sys.executable, "-c", SUPERVISOR, str(tmp_path / "script.py")]
