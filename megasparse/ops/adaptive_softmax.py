@@ -15,7 +15,7 @@ from torch import Tensor
 def adaptive_scores(
     hidden: Tensor, targets: Tensor, weight: Tensor, clusters: Tensor, cutoffs: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """−ln p of every target, (N,) fp32, and whether it is the likeliest of all ids, (N,) bool.
+    """Return −ln p of every target, (N,) fp32, and whether it is the likeliest of all ids, (N,) bool.
 
     hidden: (N, E). targets: (N,) int64. weight: (V, E), the vectors of all ids. clusters: (K, E), those of the
     clusters, which begin at the ids `cutoffs`.
@@ -34,11 +34,11 @@ def adaptive_scores(
     correct = best.indices == targets
     for number, (tail, start) in enumerate(zip(tails, cutoffs, strict=True), start=1):
         rows = (cluster == number).nonzero().squeeze(1)
-        inside, own = F.linear(hidden[rows], tail).float(), targets[rows] - start
-        rare = F.cross_entropy(inside, own, reduction="none")
+        inside, local_target = F.linear(hidden[rows], tail).float(), targets[rows] - start
+        rare = F.cross_entropy(inside, local_target, reduction="none")
         nats = nats.index_add(0, rows, rare)
         score = score.index_add(0, rows, -rare.detach())
-        correct[rows] = (inside.argmax(-1) == own) & (score[rows] > best.values[rows])
+        correct[rows] = (inside.argmax(-1) == local_target) & (score[rows] > best.values[rows])
     with torch.no_grad():
         for number, tail in enumerate(tails, start=1):
             whole = logits[:, first - 1 + number]
@@ -60,8 +60,8 @@ def adaptive_log_probabilities(hidden: Tensor, weight: Tensor, clusters: Tensor,
 
 
 def _parts(weight: Tensor, clusters: Tensor, cutoffs: Sequence[int]) -> list[Tensor]:
-    """The vectors of the head's slots, (c₁ + K, E), and of the ids of each cluster. One split for all of them, so that
-    the backward makes one gradient of the size of `weight`.
+    """Return the vectors of the head's slots, (c₁ + K, E), and of the ids of each cluster. One split for all of them,
+    so that the backward makes one gradient of the size of `weight`.
     """
     ends = [*cutoffs, len(weight)]
     frequent, *tails = weight.split([end - start for start, end in zip([0, *cutoffs], ends, strict=True)])

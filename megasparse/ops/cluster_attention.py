@@ -149,25 +149,25 @@ def _blocks(
         b, h = row // heads, row % heads
         key = key_index[b, h, cluster].long()  # (n, Mk)
         token = key.clamp_min(0)
-        visible = (key >= 0) if key_mask is None else (key >= 0) & key_mask[b[:, None], token]
+        key_visible = (key >= 0) if key_mask is None else (key >= 0) & key_mask[b[:, None], token]
         key_row = token + row[:, None] * key_length
         k_block, v_block = (x[key_row].to(dtype) for x in (k_rows, v_rows))
         key_members = members[1].of(key_row, dtype) if members else None
         for query in query_index[b, h, cluster].long().split(tile, dim=1):  # (n, m)
-            seen = visible[:, None, :] & (query >= 0)[:, :, None]  # (n, m, Mk)
+            visible = key_visible[:, None, :] & (query >= 0)[:, :, None]  # (n, m, Mk)
             if spec.causal:
-                seen &= key[:, None, :] <= query[:, :, None]
+                visible &= key[:, None, :] <= query[:, :, None]
             query = query.clamp_min(0)
             if segments is not None:
                 document = segments[b]
-                seen &= document.gather(1, query)[:, :, None] == document.gather(1, token)[:, None, :]
+                visible &= document.gather(1, query)[:, :, None] == document.gather(1, token)[:, None, :]
             query_row = query + row[:, None] * length
             q_block = q_rows[query_row].to(dtype)
             score = torch.bmm(q_block, k_block.transpose(1, 2)).mul_(spec.scale)
             if members is not None and key_members is not None:
                 count = torch.bmm(members[0].of(query_row, dtype), key_members.transpose(1, 2))
                 score -= count.clamp_min(1.0).log_()
-            score.masked_fill_(~seen, -torch.inf)
+            score.masked_fill_(~visible, -torch.inf)
             factors = None
             if dropout is not None:
                 i, j = dropout.queries.flatten()[query_row].unsqueeze(2), dropout.keys(key_length)[token].unsqueeze(1)

@@ -14,11 +14,11 @@ from megasparse.ops.kernels import launch
 
 
 @triton.jit
-def _digits(keys, order, places, valid, shift, DIGITS: tl.constexpr):
-    """The positions of the tokens at `places` of the order so far (None: as they come), their digits and keys."""
-    tokens = places
+def _digits(keys, order, slots, valid, shift, DIGITS: tl.constexpr):
+    """Return the positions of the tokens at `slots` of the order so far (None: as they come), their digits and keys."""
+    tokens = slots
     if order is not None:
-        tokens = tl.load(order + places, mask=valid, other=0)
+        tokens = tl.load(order + slots, mask=valid, other=0)
     key = tl.load(keys + tokens, mask=valid, other=0)
     return tokens, (key.to(tl.int32) >> shift) & (DIGITS - 1), key
 
@@ -29,15 +29,15 @@ def count(keys, order, counts, length, tiles, shift, DIGITS: tl.constexpr, TILE:
     row, tile = program // tiles, program % tiles
     if order is not None:
         order += row * length
-    places = (tile * TILE).to(tl.int32) + tl.arange(0, TILE)
-    valid = places < length
-    _, digits, _ = _digits(keys + row * length, order, places, valid, shift, DIGITS)
+    slots = (tile * TILE).to(tl.int32) + tl.arange(0, TILE)
+    valid = slots < length
+    _, digits, _ = _digits(keys + row * length, order, slots, valid, shift, DIGITS)
     tl.store(counts + program * DIGITS + tl.arange(0, DIGITS), tl.histogram(digits, DIGITS, valid))
 
 
 @triton.jit
 def add_up(counts, totals, tiles, DIGITS: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr):
-    """Sums the counts of WIDE digits of a row over its earlier tiles, in place, TILES tiles at a time."""
+    """Sum the counts of WIDE digits of a row over its earlier tiles, in place, TILES tiles at a time."""
     row = tl.program_id(0).to(tl.int64)
     digits = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     counts += row * tiles * DIGITS
@@ -45,11 +45,11 @@ def add_up(counts, totals, tiles, DIGITS: tl.constexpr, WIDE: tl.constexpr, TILE
     first = 0
     while first < tiles:
         tile = first + tl.arange(0, TILES)
-        places = counts + tile[:, None] * DIGITS + digits[None, :]
+        address = counts + tile[:, None] * DIGITS + digits[None, :]
         valid = (tile < tiles)[:, None]
-        found = tl.load(places, mask=valid, other=0)
-        tl.store(places, before[None, :] + tl.cumsum(found, 0) - found, mask=valid)
-        before += tl.sum(found, 0)
+        counted = tl.load(address, mask=valid, other=0)
+        tl.store(address, before[None, :] + tl.cumsum(counted, 0) - counted, mask=valid)
+        before += tl.sum(counted, 0)
         first += TILES
     tl.store(totals + row * DIGITS + digits, before)
 
@@ -59,18 +59,18 @@ def place(
     keys, order, counts, totals, out, ordered, length, tiles, shift, DIGITS: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr, REVERSED: tl.constexpr,
 ):  # fmt: skip
-    """A token's place: all smaller digits of the row, its own digit in earlier tiles, in earlier blocks of BLOCK tokens
-    of this tile, and before it in its block. ordered: takes the keys in order, or None. REVERSED: places are
-    counted from the last one.
+    """Compute a token's place: all smaller digits of the row, its own digit in earlier tiles, in earlier blocks of
+    BLOCK tokens of this tile, and before it in its block. ordered: takes the keys in order, or None. REVERSED: places
+    are counted from the last one.
     """
     program = tl.program_id(0).to(tl.int64)
     row, tile = program // tiles, (program % tiles).to(tl.int32)
     keys, out = keys + row * length, out + row * length
     if order is not None:
         order += row * length
-    every, inside = tl.arange(0, DIGITS), tl.arange(0, BLOCK)
-    total = tl.load(totals + row * DIGITS + every)
-    next_place = tl.cumsum(total, 0) - total + tl.load(counts + program * DIGITS + every)
+    digit, inside = tl.arange(0, DIGITS), tl.arange(0, BLOCK)
+    total = tl.load(totals + row * DIGITS + digit)
+    next_place = tl.cumsum(total, 0) - total + tl.load(counts + program * DIGITS + digit)
     earlier = inside[None, :] < inside[:, None]
     first = tile * TILE
     last = min(first + TILE, length)
@@ -78,12 +78,12 @@ def place(
         valid = first + inside < length
         tokens, digits, key = _digits(keys, order, first + inside, valid, shift, DIGITS)
         rank = tl.sum(((digits[:, None] == digits[None, :]) & earlier).to(tl.int32), 1)
-        at = tl.gather(next_place, digits, 0) + rank
+        slot = tl.gather(next_place, digits, 0) + rank
         if REVERSED:
-            at = length - 1 - at
-        tl.store(out + at, tokens, mask=valid)
+            slot = length - 1 - slot
+        tl.store(out + slot, tokens, mask=valid)
         if ordered is not None:
-            tl.store(ordered + row * length + at, key, mask=valid)
+            tl.store(ordered + row * length + slot, key, mask=valid)
         next_place += tl.histogram(digits, DIGITS, valid)
         first += BLOCK
 
@@ -121,8 +121,8 @@ def counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None, revers
         last = shift + digit_bits >= bits
         sorted_keys = ordered if last else None
         arguments = (keys, order, counts, totals, out, sorted_keys, length, tiles, shift)
-        own = {"BLOCK": _BLOCK, "REVERSED": reverse and last, "num_warps": 2}
-        launch(place, (rows * tiles,), *arguments, **sizes, **own)
+        settings = {"BLOCK": _BLOCK, "REVERSED": reverse and last, "num_warps": 2}
+        launch(place, (rows * tiles,), *arguments, **sizes, **settings)
         order = out
     assert order is not None
     return order

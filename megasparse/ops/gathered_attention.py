@@ -135,12 +135,12 @@ class _Block(NamedTuple):
 def _blocks(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, dtype: torch.dtype, dropout: PairDropout | None
 ) -> Iterator[_Block]:
-    (_, heads, queries, head_dim), keys, places = q.shape, k.shape[2], index.shape[3]
+    (_, heads, queries, head_dim), keys, slots = q.shape, k.shape[2], index.shape[3]
     flat_q, flat_k, flat_v, flat_index = (x.flatten(0, 2) for x in (q, k, v, index))
     # Steps of the index from one sequence, and from one head, to the next
     by_head = queries if index.shape[1] > 1 else 0
     by_batch = index.shape[1] * queries if index.shape[0] > 1 else 0
-    step = max(1, _GATHERED_ELEMENTS // (places * head_dim))
+    step = max(1, _GATHERED_ELEMENTS // (slots * head_dim))
     for start in range(0, len(flat_q), step):
         number = torch.arange(start, min(start + step, len(flat_q)), device=q.device)
         row, query = number // queries, number % queries  # row: sequence · H + head
@@ -148,7 +148,7 @@ def _blocks(
         empty = key < 0
         flat = (key.clamp_min_(0) + row[:, None] * keys).flatten()
         rows = slice(start, start + len(number))
-        block_k, block_v = (x.index_select(0, flat).view(-1, places, head_dim).to(dtype) for x in (flat_k, flat_v))
+        block_k, block_v = (x.index_select(0, flat).view(-1, slots, head_dim).to(dtype) for x in (flat_k, flat_v))
         factors = None
         if dropout is not None:
             factors = dropout.factors(dropout.queries.flatten()[rows, None], dropout.keys(keys)[key], dtype)

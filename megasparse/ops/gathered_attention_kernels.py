@@ -30,20 +30,20 @@ from megasparse.ops.operator import Function
 
 @triton.jit
 def _gathered(x, row, valid, stride, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows (n, m) of x in fp32, 0 where not valid: (n, m, WIDTH)."""
+    """Return rows (n, m) of x in fp32, 0 where not valid: (n, m, WIDTH)."""
     d = tl.arange(0, WIDTH)[None, None, :]
-    places = x + row.to(tl.int64)[:, :, None] * stride + d
-    return tl.load(places, mask=valid[:, :, None] & (d < D), other=0.0).to(tl.float32)
+    address = x + row.to(tl.int64)[:, :, None] * stride + d
+    return tl.load(address, mask=valid[:, :, None] & (d < D), other=0.0).to(tl.float32)
 
 
 @triton.jit
 def attend(
-    q, k, v, index, out, lse, scale, heads, queries, places, blocks, index_batch, index_head,
+    q, k, v, index, out, lse, scale, heads, queries, slots, blocks, index_batch, index_head,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     D: tl.constexpr, QUERIES: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A block of a row's queries, PLACES places at a time. Sums over places are made once, at the end: within the loop
-    each thread adds up what it has.
+    """Attend for a block of a row's queries, PLACES places at a time. Sums over places are made once, at the end:
+    within the loop each thread adds up what it has.
     """
     program = tl.program_id(0).to(tl.int64)
     row, block = program // blocks, (program % blocks).to(tl.int32)
@@ -52,18 +52,18 @@ def attend(
     v += batch * v_batch + head * v_head
     query = block * QUERIES + tl.arange(0, QUERIES)
     real = query < queries
-    index += batch * index_batch + head * index_head + query.to(tl.int64)[:, None] * places
-    own = load_rows(q + batch * q_batch + head * q_head, query, real, q_token, D, WIDTH).to(tl.float32)
+    index += batch * index_batch + head * index_head + query.to(tl.int64)[:, None] * slots
+    query_rows = load_rows(q + batch * q_batch + head * q_head, query, real, q_token, D, WIDTH).to(tl.float32)
     highest = tl.full([QUERIES], -1e38, tl.float32)  # −∞ less −∞ would be NaN
     total = tl.zeros([QUERIES], tl.float32)
     sums = tl.zeros([QUERIES, PLACES, WIDTH], tl.float32)
-    for first in range(0, places, PLACES):
-        place = first + tl.arange(0, PLACES)[None, :]
-        key = tl.load(index + place, mask=real[:, None] & (place < places), other=-1)
-        seen = key >= 0
-        key_rows = _gathered(k, key, seen, k_token, D, WIDTH)
-        value_rows = _gathered(v, key, seen, v_token, D, WIDTH)
-        score = tl.where(seen, tl.sum(key_rows * own[:, None, :], 2) * scale, float("-inf"))
+    for first in range(0, slots, PLACES):
+        slot = first + tl.arange(0, PLACES)[None, :]
+        key = tl.load(index + slot, mask=real[:, None] & (slot < slots), other=-1)
+        visible = key >= 0
+        key_rows = _gathered(k, key, visible, k_token, D, WIDTH)
+        value_rows = _gathered(v, key, visible, v_token, D, WIDTH)
+        score = tl.where(visible, tl.sum(key_rows * query_rows[:, None, :], 2) * scale, float("-inf"))
         higher = tl.maximum(highest, tl.max(score, 1))
         shrink = tl.exp(highest - higher)
         weight = tl.exp(score - higher[:, None])
@@ -72,16 +72,16 @@ def attend(
         highest = higher
     divisor = tl.where(total > 0, total, 1.0)
     mean = tl.sum(sums, 1) / divisor[:, None]
-    own_lse = tl.where(total > 0, highest + tl.log(divisor), float("-inf"))
+    row_lse = tl.where(total > 0, highest + tl.log(divisor), float("-inf"))
     number = row * queries + query
     d = tl.arange(0, WIDTH)[None, :]
     tl.store(out + number[:, None] * D + d, mean.to(out.dtype.element_ty), mask=real[:, None] & (d < D))
-    tl.store(lse + number, own_lse, mask=real)
+    tl.store(lse + number, row_lse, mask=real)
 
 
 @triton.jit
 def query_gradients(
-    q, k, v, index, out, lse, grad, grad_lse, dq, pairs, scale, heads, queries, places, blocks, index_batch, index_head,
+    q, k, v, index, out, lse, grad, grad_lse, dq, pairs, scale, heads, queries, slots, blocks, index_batch, index_head,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, grad_batch, grad_head, grad_token,
     D: tl.constexpr, QUERIES: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -96,53 +96,55 @@ def query_gradients(
     query = block * QUERIES + tl.arange(0, QUERIES)
     real = query < queries
     number = row * queries + query
-    index += batch * index_batch + head * index_head + query.to(tl.int64)[:, None] * places
-    own = load_rows(q + batch * q_batch + head * q_head, query, real, q_token, D, WIDTH).to(tl.float32)
-    own_grad = load_rows(grad + batch * grad_batch + head * grad_head, query, real, grad_token, D, WIDTH).to(tl.float32)
-    delta = tl.sum(own_grad * load_rows(out, number, real, D, D, WIDTH).to(tl.float32), 1)
+    index += batch * index_batch + head * index_head + query.to(tl.int64)[:, None] * slots
+    query_rows = load_rows(q + batch * q_batch + head * q_head, query, real, q_token, D, WIDTH).to(tl.float32)
+    grad_rows = load_rows(grad + batch * grad_batch + head * grad_head, query, real, grad_token, D, WIDTH).to(
+        tl.float32
+    )
+    delta = tl.sum(grad_rows * load_rows(out, number, real, D, D, WIDTH).to(tl.float32), 1)
     if grad_lse is not None:
         delta -= tl.load(grad_lse + number, mask=real, other=0.0)
-    own_lse = tl.load(lse + number, mask=real, other=0.0)
+    row_lse = tl.load(lse + number, mask=real, other=0.0)
     sums = tl.zeros([QUERIES, PLACES, WIDTH], tl.float32)
-    for first in range(0, places, PLACES):
-        place = first + tl.arange(0, PLACES)[None, :]
-        inside = real[:, None] & (place < places)
-        key = tl.load(index + place, mask=inside, other=-1)
-        seen = key >= 0
-        key_rows = _gathered(k, key, seen, k_token, D, WIDTH)
-        value_rows = _gathered(v, key, seen, v_token, D, WIDTH)
-        score = tl.sum(key_rows * own[:, None, :], 2) * scale
+    for first in range(0, slots, PLACES):
+        slot = first + tl.arange(0, PLACES)[None, :]
+        inside = real[:, None] & (slot < slots)
+        key = tl.load(index + slot, mask=inside, other=-1)
+        visible = key >= 0
+        key_rows = _gathered(k, key, visible, k_token, D, WIDTH)
+        value_rows = _gathered(v, key, visible, v_token, D, WIDTH)
+        score = tl.sum(key_rows * query_rows[:, None, :], 2) * scale
         # No score is above the log-sum, but a huge one may be by rounding, and exp of that would be ∞.
-        weight = tl.exp(tl.where(seen, tl.minimum(score - own_lse[:, None], 0.0), float("-inf")))
+        weight = tl.exp(tl.where(visible, tl.minimum(score - row_lse[:, None], 0.0), float("-inf")))
         # A query that sees nothing may have any gradient: its delta reaches no entry.
-        score_grad = tl.where(seen, weight * (tl.sum(value_rows * own_grad[:, None, :], 2) - delta[:, None]), 0.0)
+        score_grad = tl.where(visible, weight * (tl.sum(value_rows * grad_rows[:, None, :], 2) - delta[:, None]), 0.0)
         sums += score_grad[:, :, None] * key_rows
-        pair = pairs + (number[:, None] * places + place) * 2
+        pair = pairs + (number[:, None] * slots + slot) * 2
         tl.store(pair, weight.to(pairs.dtype.element_ty), mask=inside)
         tl.store(pair + 1, score_grad.to(pairs.dtype.element_ty), mask=inside)
     d = tl.arange(0, WIDTH)[None, :]
-    found = tl.sum(sums, 1) * scale
-    tl.store(dq + number[:, None] * D + d, found.to(dq.dtype.element_ty), mask=real[:, None] & (d < D))
+    total = tl.sum(sums, 1) * scale
+    tl.store(dq + number[:, None] * D + d, total.to(dq.dtype.element_ty), mask=real[:, None] & (d < D))
 
 
 @triton.jit
 def _key(keys, order, at, inside):
-    """The key of the entry at each place of the order, −1 outside of it."""
+    """Return the key of the entry at each place of the order, −1 outside of it."""
     return tl.load(keys + tl.load(order + at, mask=inside, other=0), mask=inside, other=-1)
 
 
 @triton.jit
 def _keep(sums, x, parts, key, slot, whole, cut, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Sums (T, WIDTH): whole ones are a key's gradient in x, cut ones wait in parts."""
+    """Store sums (T, WIDTH): whole ones are a key's gradient in x, cut ones wait in parts."""
     d = tl.arange(0, WIDTH)[None, :]
-    places = key.to(tl.int64)[:, None] * D + d
-    tl.store(x + places, sums.to(x.dtype.element_ty), mask=whole[:, None] & (d < D))
+    address = key.to(tl.int64)[:, None] * D + d
+    tl.store(x + address, sums.to(x.dtype.element_ty), mask=whole[:, None] & (d < D))
     tl.store(parts + slot[:, None] * D + d, sums, mask=cut[:, None] & (d < D))
 
 
 @triton.jit
 def tile_gradients(
-    order, keys, pairs, q, grad, dk, dv, key_parts, value_parts, scale, heads, entries, places, key_count, tiles,
+    order, keys, pairs, q, grad, dk, dv, key_parts, value_parts, scale, heads, entries, slots, key_count, tiles,
     order_batch, order_head, q_batch, q_head, q_token, grad_batch, grad_head, grad_token,
     D: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -172,7 +174,7 @@ def tile_gradients(
         slot = program * 2 + tl.where(key == first, 0, 1)
         together = (key[:, None] == key[None, :]) & real[None, :]
         pair = pairs + (row * entries + entry) * 2
-        query = entry // places
+        query = entry // slots
         weight = tl.load(pair, mask=real, other=0.0)
         grads = load_rows(grad + batch * grad_batch + head * grad_head, query, real, grad_token, D, WIDTH)
         sums = dot(tl.where(together, weight[None, :], 0.0).to(grads.dtype), grads, PRECISION)
@@ -206,26 +208,26 @@ def join_tiles(
         key_sum = tl.load(key_parts + slot * D + d, mask=d < D, other=0.0)
         value_sum = tl.load(value_parts + slot * D + d, mask=d < D, other=0.0)
         next_tile = tile + 1
-        found = AT_ONCE
-        while found == AT_ONCE:
-            tiles_here = next_tile + tl.arange(0, AT_ONCE)
-            inside = tiles_here < tiles
-            own = inside & (_key(keys, order, tiles_here * TILE, inside) == key)
-            slots = (row * tiles + tiles_here) * 2
-            key_sum += tl.sum(load_rows(key_parts, slots, own, D, D, WIDTH), 0)
-            value_sum += tl.sum(load_rows(value_parts, slots, own, D, D, WIDTH), 0)
-            found = tl.sum(own.to(tl.int32), 0)
+        count = AT_ONCE
+        while count == AT_ONCE:
+            later_tiles = next_tile + tl.arange(0, AT_ONCE)
+            inside = later_tiles < tiles
+            of_key = inside & (_key(keys, order, later_tiles * TILE, inside) == key)
+            slots = (row * tiles + later_tiles) * 2
+            key_sum += tl.sum(load_rows(key_parts, slots, of_key, D, D, WIDTH), 0)
+            value_sum += tl.sum(load_rows(value_parts, slots, of_key, D, D, WIDTH), 0)
+            count = tl.sum(of_key.to(tl.int32), 0)
             next_tile += AT_ONCE
-        place = (row * key_count + key) * D + d
-        tl.store(dk + place, key_sum.to(dk.dtype.element_ty), mask=d < D)
-        tl.store(dv + place, value_sum.to(dv.dtype.element_ty), mask=d < D)
+        address = (row * key_count + key) * D + d
+        tl.store(dk + address, key_sum.to(dk.dtype.element_ty), mask=d < D)
+        tl.store(dv + address, value_sum.to(dv.dtype.element_ty), mask=d < D)
 
 
 _GATHERED = 1024  # numbers of k, and of v, that a warp gathers at a time: 32 a thread, which leaves room for others
 
 
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute `operator.gathered_attention` by  Tensors are copied only where the head dim is strided."""
+    """Compute `gathered_attention.gathered_attention`. Tensors are copied only where the head dim is strided."""
     out, lse = _GatheredAttention.apply(q, k, v, index, scale)
     return out, lse
 
@@ -234,17 +236,17 @@ class _Sizes(NamedTuple):
     """QUERIES and PLACES: of a query-centred program. TILE: entries of a key-centred one, of that many warps."""
 
     queries: int
-    places: int
+    slots: int
     tile: int
     warps: int
 
 
 def _sizes(head_dim: int, dtype: torch.dtype) -> _Sizes:
     width = block(head_dim)
-    places = min(8, _GATHERED // width)
+    slots = min(8, _GATHERED // width)
     if dtype == torch.float32:  # products without tensor cores keep whole rows in registers
-        return _Sizes(_GATHERED // width // places, places, 32 if width < 128 else 16, 4)
-    return _Sizes(_GATHERED // width // places, places, 64 if width < 256 else 32, 4 if width < 128 else 8)
+        return _Sizes(_GATHERED // width // slots, slots, 32 if width < 128 else 16, 4)
+    return _Sizes(_GATHERED // width // slots, slots, 64 if width < 256 else 32, 4 if width < 128 else 8)
 
 
 class _GatheredAttention(Function):
@@ -278,19 +280,19 @@ class _GatheredAttention(Function):
 
 
 def _by_query(q: Tensor, index: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:
-    """Grid, sizes and settings of the kernels that a block of queries is a program of."""
+    """Return grid, sizes and settings of the kernels that a block of queries is a program of."""
     batch, heads, queries, head_dim = q.shape
     sizes = _sizes(head_dim, q.dtype)
     blocks = -(-queries // sizes.queries)
-    fixed = {"D": head_dim, "QUERIES": sizes.queries, "PLACES": sizes.places, "WIDTH": block(head_dim), "num_warps": 1}
+    fixed = {"D": head_dim, "QUERIES": sizes.queries, "PLACES": sizes.slots, "WIDTH": block(head_dim), "num_warps": 1}
     return (batch * heads * blocks,), (heads, queries, index.shape[3], blocks), fixed
 
 
 def _key_gradients(
     q: Tensor, k: Tensor, index: Tensor, grad: Tensor, pairs: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    (batch, heads, queries, head_dim), key_count, places = q.shape, k.shape[2], index.shape[3]
-    entries = queries * places
+    (batch, heads, queries, head_dim), key_count, slots = q.shape, k.shape[2], index.shape[3]
+    entries = queries * slots
     sizes = _sizes(head_dim, q.dtype)
     tiles = -(-entries // sizes.tile)
     keys = torch.where(index < 0, key_count, index).to(torch.int32).view(-1, entries)
@@ -299,7 +301,7 @@ def _key_gradients(
     dk, dv = (torch.zeros(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     parts = torch.empty(2, batch * heads, tiles, 2, head_dim, dtype=torch.float32, device=q.device)
     fixed = {"D": head_dim, "TILE": sizes.tile, "WIDTH": block(head_dim)}
-    arguments = (order, keys, pairs, q, grad, dk, dv, *parts, scale, heads, entries, places, key_count, tiles, *steps)
+    arguments = (order, keys, pairs, q, grad, dk, dv, *parts, scale, heads, entries, slots, key_count, tiles, *steps)
     settings = {**fixed, "PRECISION": precision(), "num_warps": sizes.warps}
     launch(tile_gradients, (batch * heads * tiles,), *arguments, *strides(q, grad), **settings)
     arguments = (order, keys, dk, dv, *parts, heads, entries, key_count, tiles, *steps)

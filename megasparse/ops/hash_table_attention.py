@@ -49,7 +49,7 @@ class HashTableAttentionSpec:
 
     @property
     def causal_chunk(self) -> int | None:
-        """The chunk of causal attention; None where attention is bidirectional."""
+        """Return the chunk of causal attention; None where attention is bidirectional."""
         return self.chunk if self.causal else None
 
 
@@ -100,8 +100,8 @@ def reference(
     """Compute `hash_table_attention` densely."""
     q, k, v = (x.to(torch.promote_types(v.dtype, torch.float32)) for x in (q, k, v))
     weight = (q_codes[..., :, None] == k_codes[..., None, :]).to(q.dtype).mean(2)
-    seen = visible_pairs((q.shape[2], k.shape[2]), spec.causal, query_mask, key_mask, segments, q.device)
-    return weighted_sum(q, k, v, weight * seen, spec.code_bits)
+    visible = visible_pairs((q.shape[2], k.shape[2]), spec.causal, query_mask, key_mask, segments, q.device)
+    return weighted_sum(q, k, v, weight * visible, spec.code_bits)
 
 
 def visible_pairs(
@@ -113,16 +113,16 @@ def visible_pairs(
     device: torch.device,
 ) -> Tensor:
     """Return visible pairs, (B or 1, 1, Lq, Lk) bool."""
-    seen = torch.ones(1, 1, *lengths, dtype=torch.bool, device=device)
+    visible = torch.ones(1, 1, *lengths, dtype=torch.bool, device=device)
     if causal:
-        seen = seen.tril()
+        visible = visible.tril()
     if query_mask is not None:
-        seen = seen & query_mask[:, None, :, None]
+        visible = visible & query_mask[:, None, :, None]
     if key_mask is not None:
-        seen = seen & key_mask[:, None, None, :]
+        visible = visible & key_mask[:, None, None, :]
     if segments is not None:
-        seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
-    return seen
+        visible = visible & (segments[:, None, :, None] == segments[:, None, None, :])
+    return visible
 
 
 def weighted_sum(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, code_bits: int) -> tuple[Tensor, Tensor]:
@@ -135,7 +135,8 @@ def weighted_sum(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, code_bits: int
 def groups(
     q: Tensor, k: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, segments: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Numbers (B·H, Lq) and (B·H, Lk) such that a query and a key may meet iff theirs are equal; None if all may.
+    """Return numbers (B·H, Lq) and (B·H, Lk) such that a query and a key may meet iff theirs are equal; None if all
+    may.
 
     A document's number is its own (>= 0); masked queries have −1 and masked keys −2, which meet nobody.
     """
@@ -152,9 +153,9 @@ def groups(
     return numbers[0], numbers[1]
 
 
-def row_slices(rows: int, elements: int, each: int) -> Iterator[slice]:
-    """Slices of all rows, as many at a time as keep `each` elements a row within `elements`."""
-    step = max(1, elements // max(1, each))
+def row_slices(rows: int, elements: int, size: int) -> Iterator[slice]:
+    """Yield slices of all rows, as many at a time as keep `size` elements a row within `elements`."""
+    step = max(1, elements // max(1, size))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
@@ -170,8 +171,8 @@ class Buckets(NamedTuple):
 
 
 def buckets(q_codes: Tensor, k_codes: Tensor, group: tuple[Tensor, Tensor] | None, code_bits: int) -> Buckets:
-    """The codes themselves where 2^τ tables are small enough and all tokens may meet; else (group, code) numbered
-    densely, row by row, so that there are never more buckets than tokens, however many documents there are.
+    """Return the codes themselves where 2^τ tables are small enough and all tokens may meet; else (group, code)
+    numbered densely, row by row, so that there are never more buckets than tokens, however many documents there are.
     """
     length = q_codes.shape[2]
     most = length + k_codes.shape[2]
@@ -236,19 +237,19 @@ class _HashTableAttention(Function):
 
 
 def _parts(q: Tensor, k: Tensor, codes: Tensor, spec: HashTableAttentionSpec) -> Iterator[slice]:
-    each = (q.shape[2] + k.shape[2]) * (q.shape[3] + codes.shape[2]) + (spec.causal_chunk or 0) ** 2
-    return row_slices(q.shape[0] * q.shape[1], _ROW_ELEMENTS, each)
+    size = (q.shape[2] + k.shape[2]) * (q.shape[3] + codes.shape[2]) + (spec.causal_chunk or 0) ** 2
+    return row_slices(q.shape[0] * q.shape[1], _ROW_ELEMENTS, size)
 
 
 def _part_buckets(
     q_codes: Tensor, k_codes: Tensor, group: tuple[Tensor, Tensor] | None, part: slice, spec: HashTableAttentionSpec
 ) -> Buckets:
-    mine = None if group is None else (group[0][part], group[1][part])
-    return buckets(q_codes.flatten(0, 1)[part], k_codes.flatten(0, 1)[part], mine, spec.code_bits)
+    part_group = None if group is None else (group[0][part], group[1][part])
+    return buckets(q_codes.flatten(0, 1)[part], k_codes.flatten(0, 1)[part], part_group, spec.code_bits)
 
 
 def _prefers_pairs(spec: HashTableAttentionSpec, collisions: Tensor, meet: Buckets, head_dim: int) -> bool:
-    """The paper's min(L·m·D², nnz·(m + D)), with every collision for one of the nnz pairs."""
+    """Compare by the paper's min(L·m·D², nnz·(m + D)), with every collision for one of the nnz pairs."""
     if spec.backward != "auto":
         return spec.backward == "pairs"
     rows, hashes, length = meet.queries.shape
@@ -259,7 +260,7 @@ def _prefers_pairs(spec: HashTableAttentionSpec, collisions: Tensor, meet: Bucke
 def _through_tables(
     source: Tensor, target: Tensor, tables: int, values: Tensor, chunk: int | None, reverse: bool = False
 ) -> Tensor:
-    """Σ_h Σ_j [same bucket in hash h] values_j over all sources j, or over those in earlier (later) chunks.
+    """Return Σ_h Σ_j [same bucket in hash h] values_j over all sources j, or over those in earlier (later) chunks.
 
     source: (G, m, Ls), target: (G, m, Lt) buckets < tables. values: (G, Ls, X). Returns (G, Lt, X).
     """
@@ -284,12 +285,12 @@ def _through_tables(
 
 def _add(table: Tensor, into: Tensor, values: Tensor) -> None:
     """Add values (G, L, X) into rows `into` (G, m', L) of the table."""
-    every = values[:, None].expand(-1, into.shape[1], -1, -1)  # (G, m', L, X)
-    table.index_add_(0, into.flatten(), every.flatten(0, 2))
+    repeated = values[:, None].expand(-1, into.shape[1], -1, -1)  # (G, m', L, X)
+    table.index_add_(0, into.flatten(), repeated.flatten(0, 2))
 
 
 def _chunks(meet: Buckets, chunk: int | None, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Every chunk with its collision counts (G, C, C), zero where the key is later than the query."""
+    """Yield every chunk with its collision counts (G, C, C), zero where the key is later than the query."""
     if chunk is None:
         return
     rows, hashes, length = meet.queries.shape
@@ -305,7 +306,9 @@ def _chunks(meet: Buckets, chunk: int | None, dtype: torch.dtype) -> Iterator[tu
 def _table_gradients(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, meet: Buckets, chunk: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Σ_j c_ij (g_i·v_j) k_j for each query and Σ_i c_ij (g_i·v_j) q_i for each key, c_ij: hashes they collide in."""
+    """Return Σ_j c_ij (g_i·v_j) k_j for each query and Σ_i c_ij (g_i·v_j) q_i for each key, c_ij: hashes they collide
+    in.
+    """
     into_q, into_k = torch.zeros_like(q), torch.zeros_like(k)
     tallest = max(meet.tables, q.shape[1], k.shape[1])
     slab = max(1, _ROW_ELEMENTS // (2 * len(q) * tallest * q.shape[2]))
@@ -336,7 +339,8 @@ class _Runs(NamedTuple):
 
 
 def _pair_gradients(q: Tensor, k: Tensor, v: Tensor, g: Tensor, meet: Buckets, causal: bool) -> tuple[Tensor, Tensor]:
-    """Σ_j c_ij (g_i·v_j) k_j for each query and Σ_i c_ij (g_i·v_j) q_i for each key, c_ij the hashes they collide in.
+    """Return Σ_j c_ij (g_i·v_j) k_j for each query and Σ_i c_ij (g_i·v_j) q_i for each key, c_ij the hashes they
+    collide in.
 
     q, g: (G, Lq, D). k, v: (G, Lk, D). causal: only j <= i.
     """
@@ -372,7 +376,7 @@ def _key_runs(meet: Buckets, causal: bool) -> _Runs:
 
 
 def _query_ranges(size: Tensor) -> Iterator[tuple[int, int]]:
-    """Ranges of queries with about a block's collisions each."""
+    """Yield ranges of queries with about a block's collisions each."""
     through = size.sum(1, dtype=torch.int64).cumsum(0)  # collisions of queries up to here
     first = done = 0
     while first < len(size):
@@ -384,7 +388,7 @@ def _query_ranges(size: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _colliding(runs: _Runs, first: int, last: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The pairs of queries first..last − 1 of G·Lq, each once: query, key of G·Lk, and hashes it collides in."""
+    """Return the pairs of queries first..last − 1 of G·Lq, each once: query, key of G·Lk, and hashes it collides in."""
     hashes, keys = runs.order.shape[1:]
     size, start = (x[first:last].flatten().to(torch.int64) for x in (runs.size, runs.start))
     run = torch.repeat_interleave(torch.arange(len(size), device=size.device), size)  # of each collision

@@ -51,17 +51,17 @@ from megasparse.ops.operator import Function
 
 @triton.jit
 def _rows(x, row, valid, columns, D: tl.constexpr):
-    """Rows (n) of x (..., D), 0 where not valid."""
+    """Return rows (n) of x (..., D), 0 where not valid."""
     return tl.load(x + row[:, None] * D + columns[None, :], mask=valid[:, None] & (columns < D)[None, :], other=0.0)
 
 
 @triton.jit
 def _store_rows(x, row, valid, columns, value, ADD: tl.constexpr, D: tl.constexpr):
-    """Rows (n) of x (..., D) = value, or what they are and value."""
-    places, mask = x + row[:, None] * D + columns[None, :], valid[:, None] & (columns < D)[None, :]
+    """Store rows (n) of x (..., D) = value, or what they are and value."""
+    address, mask = x + row[:, None] * D + columns[None, :], valid[:, None] & (columns < D)[None, :]
     if ADD:
-        value += tl.load(places, mask=mask, other=0.0)
-    tl.store(places, value.to(x.dtype.element_ty), mask=mask)
+        value += tl.load(address, mask=mask, other=0.0)
+    tl.store(address, value.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -73,27 +73,27 @@ def sum_runs(
     and the span's up to and including it. tails (G, m, S, D): those of each span's last place.
     """
     program = tl.program_id(0)
-    span, which = program % spans, (program // spans).to(tl.int64)
-    row, base = which // hashes, which * length
+    span, row_hash = program % spans, (program // spans).to(tl.int64)
+    row, base = row_hash // hashes, row_hash * length
     step, columns = tl.arange(0, TILE), tl.arange(0, WIDTH)
     carried = tl.zeros([WIDTH], tl.float32)
     stop = tl.minimum((span + 1) * SPAN, length)
     for begin in range(span * SPAN, stop, TILE):
-        place = begin + step
-        bucket = tl.load(buckets + base + place, mask=place < stop, other=0)
-        before = tl.load(buckets + base + tl.maximum(place - 1, 0), mask=place < stop, other=0)
+        slot = begin + step
+        bucket = tl.load(buckets + base + slot, mask=slot < stop, other=0)
+        before = tl.load(buckets + base + tl.maximum(slot - 1, 0), mask=slot < stop, other=0)
         run = tl.cumsum((bucket != before).to(tl.int32), axis=0)  # 0: the last one of the tile before
-        token = row * length + tl.load(order + base + place, mask=place < stop, other=0)
-        value = _rows(values, token, place < stop, columns, D)
+        token = row * length + tl.load(order + base + slot, mask=slot < stop, other=0)
+        value = _rows(values, token, slot < stop, columns, D)
         earlier = (run[:, None] == run[None, :]) & (step[:, None] >= step[None, :])
         total = dot(tl.where(earlier, 1.0, 0.0).to(value.dtype), value, PRECISION)
         total += tl.where((run == 0)[:, None], carried[None, :], 0.0)
-        here = (place < stop)[:, None] & (columns < D)[None, :]
-        places = sums + (base + place)[:, None] * D + columns[None, :]
-        tl.store(places, total.to(sums.dtype.element_ty), mask=here)
+        inside = (slot < stop)[:, None] & (columns < D)[None, :]
+        address = sums + (base + slot)[:, None] * D + columns[None, :]
+        tl.store(address, total.to(sums.dtype.element_ty), mask=inside)
         last = tl.minimum(begin + TILE, stop) - 1
-        carried = tl.sum(tl.where((place == last)[:, None], total, 0.0), axis=0)
-    tl.store(tails + (which * spans + span) * D + columns, carried, mask=columns < D)
+        carried = tl.sum(tl.where((slot == last)[:, None], total, 0.0), axis=0)
+    tl.store(tails + (row_hash * spans + span) * D + columns, carried, mask=columns < D)
 
 
 @triton.jit
@@ -106,59 +106,59 @@ def join_spans(
     A program adds along the runs that end their first span in its segment of spans, to their very end.
     """
     program = tl.program_id(0)
-    part, segment, which = program % parts, program // parts % segments, (program // parts // segments).to(tl.int64)
+    part, segment, row_hash = program % parts, program // parts % segments, (program // parts // segments).to(tl.int64)
     columns = part * BLOCK + tl.arange(0, BLOCK)
     inside = columns < wide
-    base = which * length
+    base = row_hash * length
     span = segment * SEGMENT
     stop = tl.minimum(span + SEGMENT, spans)
     before = tl.load(buckets + base + tl.maximum(span * SPAN - 1, 0))
-    mine = stop < 0  # no run yet
+    active = stop < 0  # no run yet
     running = tl.zeros([BLOCK], tl.float32)
     while span < spans:
         bucket = tl.load(buckets + base + tl.minimum((span + 1) * SPAN, length) - 1)
         joins = (span > 0) & (bucket == before)
-        mine = (mine & joins) | ((joins == 0) & (span < stop))
-        tail = tails + (which * spans + span) * wide + columns
-        running = tl.where(joins, running, 0.0) + tl.load(tail, mask=inside & mine, other=0.0)
-        tl.store(tail, running.to(tails.dtype.element_ty), mask=inside & mine & joins)
+        active = (active & joins) | ((joins == 0) & (span < stop))
+        tail = tails + (row_hash * spans + span) * wide + columns
+        running = tl.where(joins, running, 0.0) + tl.load(tail, mask=inside & active, other=0.0)
+        tl.store(tail, running.to(tails.dtype.element_ty), mask=inside & active & joins)
         before = bucket
-        span = tl.where(mine | (span + 1 < stop), span + 1, spans)
+        span = tl.where(active | (span + 1 < stop), span + 1, spans)
 
 
 @triton.jit
 def find_windows(
-    wanted, buckets, order, first, end, targets, length, blocks, steps,
+    target_buckets, buckets, order, first, end, targets, length, blocks, steps,
     CAUSAL: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find first, end (G, m, targets): where the sources of a target's bucket begin, and where those that it may see
     end.
 
-    wanted: (G, m, targets) buckets, in order of position. CAUSAL: only sources at or before it. REVERSED: sources lie
-    in reverse, and causal are those at or after it. steps: halvings, for length + 1 outcomes.
+    target_buckets: (G, m, targets) buckets, in order of position. CAUSAL: only sources at or before it. REVERSED:
+    sources lie in reverse, and causal are those at or after it. steps: halvings, for length + 1 outcomes.
     """
     program = tl.program_id(0)
-    which = (program // blocks).to(tl.int64)
-    base = which * length
+    row_hash = (program // blocks).to(tl.int64)
+    base = row_hash * length
     target = program % blocks * BLOCK + tl.arange(0, BLOCK)
-    here = target < targets
-    bucket = tl.load(wanted + which * targets + target, mask=here, other=0)
-    low, high = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + tl.where(here, length, 0)
+    inside = target < targets
+    bucket = tl.load(target_buckets + row_hash * targets + target, mask=inside, other=0)
+    low, high = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + tl.where(inside, length, 0)
     for _ in range(steps):
         middle, searching = (low + high) // 2, low < high
-        found = tl.load(buckets + base + middle, mask=searching, other=0)
-        below = searching & ((found > bucket) if REVERSED else (found < bucket))
+        middle_bucket = tl.load(buckets + base + middle, mask=searching, other=0)
+        below = searching & ((middle_bucket > bucket) if REVERSED else (middle_bucket < bucket))
         low, high = tl.where(below, middle + 1, low), tl.where(searching & (below == 0), middle, high)
-    tl.store(first + which * targets + target, low, mask=here)
-    high = tl.where(here, length, low)
+    tl.store(first + row_hash * targets + target, low, mask=inside)
+    high = tl.where(inside, length, low)
     for _ in range(steps):
         middle, searching = (low + high) // 2, low < high
-        seen = searching & (tl.load(buckets + base + middle, mask=searching, other=0) == bucket)
+        visible = searching & (tl.load(buckets + base + middle, mask=searching, other=0) == bucket)
         if CAUSAL:
             position = tl.load(order + base + middle, mask=searching, other=0)
-            seen = seen & ((position >= target) if REVERSED else (position <= target))
-        low, high = tl.where(seen, middle + 1, low), tl.where(searching & (seen == 0), middle, high)
-    tl.store(end + which * targets + target, low, mask=here)
+            visible = visible & ((position >= target) if REVERSED else (position <= target))
+        low, high = tl.where(visible, middle + 1, low), tl.where(searching & (visible == 0), middle, high)
+    tl.store(end + row_hash * targets + target, low, mask=inside)
 
 
 @triton.jit
@@ -172,22 +172,22 @@ def read_sums(
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     target, columns = program % blocks * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
-    here = target < targets
+    inside = target < targets
     total, many = tl.zeros([BLOCK, WIDTH], tl.float32), tl.zeros([BLOCK], tl.int32)
     for number in range(hashes):
-        which = row * hashes + number
-        begin = tl.load(first + which * targets + target, mask=here, other=0)
-        last = tl.load(end + which * targets + target, mask=here, other=0) - 1
+        row_hash = row * hashes + number
+        begin = tl.load(first + row_hash * targets + target, mask=inside, other=0)
+        last = tl.load(end + row_hash * targets + target, mask=inside, other=0) - 1
         span = last // SPAN
         many += last + 1 - begin
-        total += _rows(sums, which * length + last, last >= begin, columns, D).to(tl.float32)
-        total += _rows(tails, which * spans + span - 1, (last >= begin) & (begin < span * SPAN), columns, D)
-    _store_rows(out, row * targets + target, here, columns, scale * total, ADD, D)
+        total += _rows(sums, row_hash * length + last, last >= begin, columns, D).to(tl.float32)
+        total += _rows(tails, row_hash * spans + span - 1, (last >= begin) & (begin < span * SPAN), columns, D)
+    _store_rows(out, row * targets + target, inside, columns, scale * total, ADD, D)
     if met is not None:
         count = met_scale * many.to(tl.float32)
         if ADD:
-            count += tl.load(met + row * targets + target, mask=here, other=0.0)
-        tl.store(met + row * targets + target, count, mask=here)
+            count += tl.load(met + row * targets + target, mask=inside, other=0.0)
+        tl.store(met + row * targets + target, count, mask=inside)
 
 
 @triton.jit
@@ -198,23 +198,23 @@ def sum_products(
 ):  # fmt: skip
     """Compute products (G, m, S, D, D): Σ left_j·right_jᵀ over a span's sources in its last one's bucket."""
     program = tl.program_id(0)
-    part, span, which = program % parts, program // parts % spans, (program // parts // spans).to(tl.int64)
-    row, base = which // hashes, which * length
+    part, span, row_hash = program % parts, program // parts % spans, (program // parts // spans).to(tl.int64)
+    row, base = row_hash // hashes, row_hash * length
     step, rows = tl.arange(0, TILE), tl.arange(0, WIDTH)
     columns = part * COLUMNS + tl.arange(0, COLUMNS)
     stop = tl.minimum((span + 1) * SPAN, length)
-    mine = tl.load(buckets + base + stop - 1)
+    last_bucket = tl.load(buckets + base + stop - 1)
     total = tl.zeros([WIDTH, COLUMNS], tl.float32)
     for begin in range(span * SPAN, stop, TILE):
-        if tl.load(buckets + base + tl.minimum(begin + TILE, stop) - 1) == mine:
-            place = begin + step
-            here = (place < stop) & (tl.load(buckets + base + place, mask=place < stop, other=0) == mine)
-            token = row * length + tl.load(order + base + place, mask=here, other=0)
-            a, b = _rows(left, token, here, rows, D), _rows(right, token, here, columns, D)
+        if tl.load(buckets + base + tl.minimum(begin + TILE, stop) - 1) == last_bucket:
+            slot = begin + step
+            inside = (slot < stop) & (tl.load(buckets + base + slot, mask=slot < stop, other=0) == last_bucket)
+            token = row * length + tl.load(order + base + slot, mask=inside, other=0)
+            a, b = _rows(left, token, inside, rows, D), _rows(right, token, inside, columns, D)
             total += dot(tl.trans(a), b, PRECISION)
-    place = (which * spans + span) * D * D + rows[:, None] * D + columns[None, :]
+    slot = (row_hash * spans + span) * D * D + rows[:, None] * D + columns[None, :]
     valid = (rows < D)[:, None] & (columns < D)[None, :]
-    tl.store(products + place, total.to(products.dtype.element_ty), mask=valid)
+    tl.store(products + slot, total.to(products.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -230,13 +230,13 @@ def weighted_sums(
     lies before its last boundary between spans is in `products`; the rest, less than a span, goes pair by pair.
     """
     program = tl.program_id(0)
-    part, block, which = program % parts, program // parts % blocks, (program // parts // blocks).to(tl.int64)
-    row = which // hashes
-    base, columns = which * length, part * COLUMNS + tl.arange(0, COLUMNS)
-    place = block * BLOCK + tl.arange(0, BLOCK)
-    target = tl.load(target_order + which * targets + place, mask=place < targets, other=0)
-    begin = tl.load(first + which * targets + target, mask=place < targets, other=0)
-    close = tl.load(end + which * targets + target, mask=place < targets, other=0)
+    part, block, row_hash = program % parts, program // parts % blocks, (program // parts // blocks).to(tl.int64)
+    row = row_hash // hashes
+    base, columns = row_hash * length, part * COLUMNS + tl.arange(0, COLUMNS)
+    slot = block * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(target_order + row_hash * targets + slot, mask=slot < targets, other=0)
+    begin = tl.load(first + row_hash * targets + target, mask=slot < targets, other=0)
+    close = tl.load(end + row_hash * targets + target, mask=slot < targets, other=0)
     total = tl.zeros([BLOCK, COLUMNS], tl.float32)
 
     span = close // SPAN
@@ -249,11 +249,11 @@ def weighted_sums(
         weight = tl.zeros([BLOCK, TILE], tl.float32)
         for start in range(0, WIDTH, DEPTH):
             some = start + tl.arange(0, DEPTH)
-            a = _rows(target_left, row * targets + target, place < targets, some, D)
+            a = _rows(target_left, row * targets + target, slot < targets, some, D)
             weight += dot(a, tl.trans(_rows(left, token, source < length, some, D)), PRECISION)
-        seen = (source[None, :] >= begin[:, None]) & (source[None, :] < close[:, None])
+        visible = (source[None, :] >= begin[:, None]) & (source[None, :] < close[:, None])
         b = _rows(right, token, source < length, columns, D)
-        total += dot(tl.where(seen, weight, 0.0).to(b.dtype), b, PRECISION)
+        total += dot(tl.where(visible, weight, 0.0).to(b.dtype), b, PRECISION)
         at += TILE
         # Past the sources that nobody of this block sees
         at = tl.min(tl.where(at < close, tl.maximum(begin, at), length), axis=0)
@@ -263,27 +263,27 @@ def weighted_sums(
         for start in range(0, WIDTH, DEPTH):
             some = start + tl.arange(0, DEPTH)
             a = _rows(target_left, row * targets + target, whole & (span == boundary), some, D)
-            b = _rows(products, (which * spans + boundary - 1) * D + some, some < D, columns, D)
+            b = _rows(products, (row_hash * spans + boundary - 1) * D + some, some < D, columns, D)
             if a.dtype != tl.float32:  # sums of a long run may leave the range of fp16
                 a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
             total += dot(a, b, PRECISION)
         boundary = tl.min(tl.where(whole & (span > boundary), span, spans + 1), axis=0)
 
-    _store_rows(out, which * targets + target, place < targets, columns, total, False, D)
+    _store_rows(out, row_hash * targets + target, slot < targets, columns, total, False, D)
 
 
 @triton.jit
 def add_hashes(
-    own, out, scale, hashes, targets, blocks,
+    partial, out, scale, hashes, targets, blocks,
     D: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store (ADD: add) in out (G, targets, D) scale·Σ_h own (G, m, targets, D)."""
+    """Store (ADD: add) in out (G, targets, D) scale·Σ_h partial (G, m, targets, D)."""
     program = tl.program_id(0)
     row, columns = (program // blocks).to(tl.int64), tl.arange(0, WIDTH)
     target = program % blocks * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK, WIDTH], tl.float32)
     for number in range(hashes):
-        total += _rows(own, (row * hashes + number) * targets + target, target < targets, columns, D).to(tl.float32)
+        total += _rows(partial, (row * hashes + number) * targets + target, target < targets, columns, D).to(tl.float32)
     _store_rows(out, row * targets + target, target < targets, columns, scale * total, ADD, D)
 
 
@@ -389,22 +389,24 @@ class _HashTableAttention(Function):
         for slab in slabs:
             queries, keys = _buckets(q_codes, k_codes, ctx.group, spec, slab)
             by_query, by_key = _sorted(queries, spec.code_bits, reverse=spec.causal), _sorted(keys, spec.code_bits)
-            seen, seeing = _windows(queries, by_key, spec), _windows(keys, by_query, spec)
-            _add_sums(dv, g, by_query, seeing, hashes, several)
-            _add_weighted(dq, (g, by_query), seen, (rows_v, rows_k, by_key), factor, several)
-            _add_weighted(dk, (rows_v, by_key), seeing, (g, rows_q, by_query), factor, several)
+            of_queries, of_keys = _windows(queries, by_key, spec), _windows(keys, by_query, spec)
+            _add_sums(dv, g, by_query, of_keys, hashes, several)
+            _add_weighted(dq, (g, by_query), of_queries, (rows_v, rows_k, by_key), factor, several)
+            _add_weighted(dk, (rows_v, by_key), of_keys, (g, rows_q, by_query), factor, several)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
 def _total(shape: Sequence[int], dtype: torch.dtype, device: torch.device, several: bool) -> Tensor:
-    """What slabs are summed in: of several ones in fp32, from 0 on; one writes it in its own dtype."""
+    """Return the tensor that slabs are summed in: of several ones in fp32, from 0 on; one writes it in its own dtype."""
     if several:
         return torch.zeros(shape, dtype=torch.float32, device=device)
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _row_copies(dtype: torch.dtype, *xs: Tensor) -> list[Tensor]:
-    """Each x (B, H, L, D) as (G, L, D), contiguous in the dtype; those that are not yet are copied in one launch."""
+    """Return each x (B, H, L, D) as (G, L, D), contiguous in the dtype; those that are not yet are copied in one
+    launch.
+    """
     rows = [
         x if x.dtype == dtype and x.is_contiguous() else torch.empty(x.shape, dtype=dtype, device=x.device) for x in xs
     ]
@@ -415,22 +417,22 @@ def _row_copies(dtype: torch.dtype, *xs: Tensor) -> list[Tensor]:
 
 
 def _own_dtype(values: Tensor) -> torch.dtype:
-    """The dtype of a hash's own results: a long run's sum may leave the range of fp16."""
+    """Return the dtype of a hash's own results: a long run's sum may leave the range of fp16."""
     return torch.bfloat16 if values.dtype == torch.bfloat16 else torch.float32
 
 
 def _slabs(q_codes: Tensor, k_codes: Tensor, v: Tensor) -> list[slice]:
-    """Hashes at a time."""
+    """Return slices of hashes, as many at a time as fit `_BYTES`."""
     batch, heads, hashes, count = q_codes.shape
-    each = batch * heads * max(count, v.shape[2]) * v.shape[3] * _own_dtype(v).itemsize
-    step = max(1, _BYTES // max(1, each))
+    size = batch * heads * max(count, v.shape[2]) * v.shape[3] * _own_dtype(v).itemsize
+    step = max(1, _BYTES // max(1, size))
     return [slice(start, start + step) for start in range(0, hashes, step)]
 
 
 def _buckets(
     q_codes: Tensor, k_codes: Tensor, group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec, slab: slice
 ) -> tuple[Tensor, Tensor]:
-    """Buckets of queries (G, m', Lq) and keys (G, m', Lk) of a slab's hashes: the codes, or (group, code)."""
+    """Return buckets of queries (G, m', Lq) and keys (G, m', Lk) of a slab's hashes: the codes, or (group, code)."""
     both = [codes[:, :, slab] for codes in (q_codes, k_codes)]
     if group is not None:
         first = [(number << spec.code_bits)[:, None, None] for number in group]  # (B, 1, 1, L)
@@ -480,14 +482,14 @@ def _add_sums(
     tails = torch.empty(rows, hashes, spans, head_dim, dtype=torch.float32, device=out.device)
     fixed = {"D": head_dim, "WIDTH": sizes.width, "SPAN": sizes.span}
     arguments = (values, sources.order, sources.buckets, sums, tails, hashes, length, spans)
-    own = {"TILE": sizes.tile, "PRECISION": precision(), "num_warps": sizes.warps}
-    launch(sum_runs, (rows * hashes * spans,), *arguments, **fixed, **own)
+    settings = {"TILE": sizes.tile, "PRECISION": precision(), "num_warps": sizes.warps}
+    launch(sum_runs, (rows * hashes * spans,), *arguments, **fixed, **settings)
     _join_spans(tails, sources, sizes)
     blocks = -(-count // sizes.reads)
     scales = 1 / all_hashes, 1.0 if several else 1 / all_hashes
     targets = (*windows, out, met, *scales, hashes, count, length, spans, blocks)
-    own = {"ADD": several, "BLOCK": sizes.reads, "num_warps": 4}
-    launch(read_sums, (rows * blocks,), sums, tails, *targets, **fixed, **own)
+    settings = {"ADD": several, "BLOCK": sizes.reads, "num_warps": 4}
+    launch(read_sums, (rows * blocks,), sums, tails, *targets, **fixed, **settings)
 
 
 def _join_spans(tails: Tensor, sources: _Sorted, sizes: _Sizes) -> None:
@@ -523,20 +525,20 @@ def _add_weighted(
     parts = -(-head_dim // sizes.columns)
     fixed = {"D": head_dim, "WIDTH": sizes.width, "COLUMNS": sizes.columns, "SPAN": sizes.span}
     fixed |= {"num_warps": sizes.warps}
-    own_dtype = _own_dtype(left)
-    products = torch.empty(rows, hashes, spans, head_dim, head_dim, dtype=own_dtype, device=out.device)
+    dtype = _own_dtype(left)
+    products = torch.empty(rows, hashes, spans, head_dim, head_dim, dtype=dtype, device=out.device)
     arguments = (left, right, order.order, order.buckets, products, hashes, length, spans, parts)
     grid = (rows * hashes * spans * parts,)
     launch(sum_products, grid, *arguments, **fixed, TILE=sizes.tile, PRECISION=precision())
     _join_spans(products, order, sizes)
     blocks = -(-count // sizes.block)
     # Neighbours in one hash are strangers in the next: each hash writes its own, in any order of its targets.
-    own = torch.empty(rows, hashes, count, head_dim, dtype=own_dtype, device=out.device)
-    tensors = (target_left, target_order.order, *windows, left, right, order.order, products, own)
+    partial = torch.empty(rows, hashes, count, head_dim, dtype=dtype, device=out.device)
+    tensors = (target_left, target_order.order, *windows, left, right, order.order, products, partial)
     numbers = (hashes, count, length, spans, blocks, parts)
     tiles = {"BLOCK": sizes.block, "TILE": sizes.pairs, "DEPTH": min(32, sizes.width), "PRECISION": precision()}
     grid = (rows * hashes * blocks * parts,)
     launch(weighted_sums, grid, *tensors, *numbers, **fixed, **tiles, num_stages=2)
     blocks = -(-count // sizes.reads)
     settings = {"D": head_dim, "WIDTH": sizes.width, "ADD": several, "BLOCK": sizes.reads, "num_warps": 4}
-    launch(add_hashes, (rows * blocks,), own, out, scale, hashes, count, blocks, **settings)
+    launch(add_hashes, (rows * blocks,), partial, out, scale, hashes, count, blocks, **settings)

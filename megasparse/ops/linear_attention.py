@@ -36,7 +36,7 @@ def exponents(x: Tensor, projection: Tensor) -> Tensor:
 
 
 def orthogonal_projections(key: int, heads: range, features: int, head_dim: int, device: torch.device) -> Tensor:
-    """(H, F, D) fp32: rows ω, each a standard normal vector, in blocks of D that are orthogonal to each other.
+    """Return (H, F, D) fp32: rows ω, each a standard normal vector, in blocks of D that are orthogonal to each other.
 
     A function of (key, global head number, row): more features keep the first rows, other heads change nothing. Drawn
     on the CPU, so that every device has the same.
@@ -61,7 +61,7 @@ class State(NamedTuple):
 
     @staticmethod
     def empty(batch: int, projection: Tensor, dtype: torch.dtype) -> "State":
-        """The state before any key. projection: (H, F, D)."""
+        """Return the state before any key. projection: (H, F, D)."""
         heads, features, head_dim = projection.shape
         like = torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=projection.device)
         level = like.new_full((batch, heads, 1, features), torch.finfo(like.dtype).min)
@@ -98,7 +98,7 @@ def causal_linear_attention(
     key_mask: Tensor | None = None,
     state: State | None = None,
 ) -> tuple[Tensor, State]:
-    """The same over the keys at or before i; q, k, v: (B, H, L, D).
+    """Compute `linear_attention` over the keys at or before i; q, k, v: (B, H, L, D).
 
     state: of the tokens before these, or None. chunk: pairs this near are scored one by one, farther ones meet in sums;
     a matter of speed. Returns out and the state after these tokens.
@@ -139,9 +139,9 @@ class _Scan(Function):
                 leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in pieces]
                 total = starts[2 * i].detach().requires_grad_()
                 state, out = ctx.step(State(total, starts[2 * i + 1]), *leaves)
-            wanted = [total, *(x for x in leaves if x.requires_grad)]
-            grad_total, *found = torch.autograd.grad([state.total, out], wanted, [grad_total, outputs[i]])
-            for target, grad in zip(targets, found, strict=True):
+            wanted_inputs = [total, *(x for x in leaves if x.requires_grad)]
+            grad_total, *piece_grads = torch.autograd.grad([state.total, out], wanted_inputs, [grad_total, outputs[i]])
+            for target, grad in zip(targets, piece_grads, strict=True):
                 target[i].copy_(grad)
         return None, None, None, *grad_inputs, grad_total, None
 
@@ -155,7 +155,7 @@ def _pieces(inputs: tuple[Tensor, ...], tile: int) -> list[tuple[Tensor, ...]]:
 
 
 def _column(k: Tensor, key_mask: Tensor | None) -> Tensor:
-    """The mask as (B, 1, L, 1), all true if there is none."""
+    """Return the mask as (B, 1, L, 1), all true if there is none."""
     mask = torch.ones(1, k.shape[2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
     return mask[:, None, :, None]
 
@@ -163,7 +163,7 @@ def _column(k: Tensor, key_mask: Tensor | None) -> Tensor:
 def _absorb(
     state: State, k: Tensor, v: Tensor, real: Tensor, *, projection: Tensor, scale: float
 ) -> tuple[State, Tensor]:
-    """Takes keys into the state; there is no output."""
+    """Take keys into the state; there is no output."""
     e = _key_exponents(k, real, projection, scale)
     level = torch.maximum(e.detach().amax(2, keepdim=True), state.level)
     return _add(state, e, _with_one(v, e.dtype), level), v[..., :0]
@@ -179,7 +179,7 @@ def _read(q: Tensor, total: Tensor, level: Tensor, *, projection: Tensor, scale:
 def _causal(
     state: State, q: Tensor, k: Tensor, v: Tensor, real: Tensor, *, projection: Tensor, scale: float, chunk: int
 ) -> tuple[State, Tensor]:
-    """One tile: what the state holds, and the pairs inside the tile."""
+    """Compute one tile: what the state holds, and the pairs inside the tile."""
     length = q.shape[2]
     missing = (1 << (length - 1).bit_length()) - length  # up to a power of two
     q, k, v, real = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, v, real))
@@ -194,7 +194,7 @@ def _causal(
 
 
 def _within(query: Tensor, key: Tensor, values: Tensor, top: Tensor, chunk: int) -> Tensor:
-    """Σ_{j <= i} Σ_f exp(query_if + key_jf − top_i)·values_j inside a tile of a power of two tokens.
+    """Return Σ_{j <= i} Σ_f exp(query_if + key_jf − top_i)·values_j inside a tile of a power of two tokens.
 
     The triangle is cut into its diagonal and squares, the later half of every block of 2, 4, 8, … tokens seeing the
     earlier half: the largest exponent of a square's keys is then before all of its queries.
@@ -203,18 +203,21 @@ def _within(query: Tensor, key: Tensor, values: Tensor, top: Tensor, chunk: int)
     half = 1
     while half < query.shape[2]:
         blocks = [x.unflatten(2, (-1, 2, half)) for x in (query, top, key, values, out)]  # (B, H, n, 2, half, …)
-        (later, tops), (earlier, seen) = [x[:, :, :, 1] for x in blocks[:2]], [x[:, :, :, 0] for x in blocks[2:4]]
+        (later, tops), (earlier, earlier_values) = (
+            [x[:, :, :, 1] for x in blocks[:2]],
+            [x[:, :, :, 0] for x in blocks[2:4]],
+        )
         level = earlier.detach().amax(-2, keepdim=True).clamp_min(torch.finfo(key.dtype).min)
         left, right = torch.exp(later + level - tops), torch.exp(earlier - level).transpose(-1, -2)
-        blocks[4][:, :, :, 1] += (left @ right) @ seen if half < chunk else left @ (right @ seen)
+        blocks[4][:, :, :, 1] += (left @ right) @ earlier_values if half < chunk else left @ (right @ earlier_values)
         half *= 2
     return out
 
 
 def _add(state: State, key: Tensor, values: Tensor, level: Tensor) -> State:
-    """The state with more keys, relative to `level`, the new maximum."""
-    kept = torch.exp(state.level - level).transpose(-1, -2) * state.total
-    return State(kept + torch.exp(key - level).transpose(-1, -2) @ values, level)
+    """Return the state with more keys, relative to `level`, the new maximum."""
+    shrunk = torch.exp(state.level - level).transpose(-1, -2) * state.total
+    return State(shrunk + torch.exp(key - level).transpose(-1, -2) @ values, level)
 
 
 def _query_exponents(q: Tensor, projection: Tensor, scale: float) -> Tensor:
@@ -232,6 +235,6 @@ def _with_one(v: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _divided(sums: Tensor) -> Tensor:
-    """Numerators by the denominator beside them, 0 where no key was seen."""
+    """Divide numerators by the denominator next to them; 0 if no key was visible."""
     total = sums[..., -1:]
     return sums[..., :-1] / torch.where(total > 0, total, 1.0)

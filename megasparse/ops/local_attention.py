@@ -36,7 +36,7 @@ class LocalAttentionSpec:
 
 
 def distances(chunk: int, causal: bool) -> range:
-    """The distances i − j of a chunk's queries and keys, in the order of `relative_local_attention`'s vectors."""
+    """Return the distances i − j of a chunk's queries and keys, in the order of `relative_local_attention`'s vectors."""
     return range(2 * chunk - 1, -chunk if causal else -2 * chunk, -1)
 
 
@@ -85,7 +85,7 @@ def reference(
     key_mask: Tensor | None = None, segments: Tensor | None = None, dropout: PairDropout | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute `relative_local_attention` densely."""
-    asked, dtype = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    out_dtype, dtype = q.dtype, torch.promote_types(q.dtype, torch.float32)
     q, k, v, r, u, w = (x.to(dtype) for x in (q, k, v, r, u, w))
     batch, heads, length, _ = q.shape
     real = torch.ones(batch, length, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
@@ -97,24 +97,24 @@ def reference(
     number = (before & real[:, None]).sum(-1)
     distance = number[:, :, None] - number[:, None, :]  # (B, L, L)
     chunks_back = number[:, :, None] // spec.chunk - number[:, None, :] // spec.chunk
-    seen = (chunks_back <= 1) & (chunks_back >= (0 if spec.causal else -1))
-    seen = seen & (first == second) & real[:, :, None] & real[:, None, :]
+    visible = (chunks_back <= 1) & (chunks_back >= (0 if spec.causal else -1))
+    visible = visible & (first == second) & real[:, :, None] & real[:, None, :]
     if spec.causal:
-        seen = seen & (position <= position[:, None])
+        visible = visible & (position <= position[:, None])
     row = (2 * spec.chunk - 1 - distance).clamp(0, r.shape[1] - 1)  # of r
     of_distance = torch.einsum("bhid,hed->bhie", q + w[:, None], r)
     relative = of_distance.gather(3, row[:, None].expand(-1, heads, -1, -1))
     score = ((q + u[:, None]) @ k.transpose(-1, -2) + relative) * spec.scale
     blind = ~real[:, None, :, None]
-    score = score.masked_fill(~seen[:, None], -torch.inf).masked_fill(blind, 0.0)
+    score = score.masked_fill(~visible[:, None], -torch.inf).masked_fill(blind, 0.0)
     probability = torch.softmax(score, dim=-1)
     if dropout is not None:
         probability = probability * dropout.dense(length, dtype)
-    return (probability @ v).masked_fill(blind, 0.0).to(asked)
+    return (probability @ v).masked_fill(blind, 0.0).to(out_dtype)
 
 
 def by_document(q: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Tokens of q (B, H, L, D) in the order of (document, position), padding last, (B, L) int64, and the sorted
+    """Return tokens of q (B, H, L, D) in the order of (document, position), padding last, (B, L) int64, and the sorted
     documents, (B, L) int32; None and None where there is one document without padding.
     """
     if key_mask is None and segments is None:
@@ -165,7 +165,7 @@ def _blockwise(
 
 
 def _take(x: Tensor, order: Tensor) -> Tensor:
-    """Tokens of x (B, H, L, D) in the given order (B, L)."""
+    """Return tokens of x (B, H, L, D) in the given order (B, L)."""
     return x.gather(2, order[:, None, :, None].expand_as(x))
 
 
@@ -179,19 +179,19 @@ def _attend(
     spec: LocalAttentionSpec,
     dropout: PairDropout | None,
 ) -> Tensor:
-    """Some chunks of queries. q: (B, W, H, C, D). k, v: (B, W, H, D, S·C). of_query: (B, W, C), of_key: (B, W, S·C).
-    others: with dropout the mixed numbers of queries and keys; r, u and w.
+    """Attend for some chunks of queries. q: (B, W, H, C, D). k, v: (B, W, H, D, S·C). of_query: (B, W, C), of_key: (B,
+    W, S·C). others: with dropout the mixed numbers of queries and keys; r, u and w.
     """
     *numbers, r, u, w = others
     dtype = torch.promote_types(q.dtype, torch.float32)
     wide, bias, chunk = q.to(dtype), [x.to(dtype)[:, None] for x in (u, w)], q.shape[3]
     score = (wide + bias[0]) @ k.to(dtype)
     score = spec.scale * (score + _skew((wide + bias[1]) @ r.to(dtype).transpose(1, 2), score.shape[-1]))
-    seen = (of_query[..., :, None] == of_key[..., None, :]) & (of_key != PADDING)[..., None, :]  # (B, W, C, S·C)
+    visible = (of_query[..., :, None] == of_key[..., None, :]) & (of_key != PADDING)[..., None, :]  # (B, W, C, S·C)
     if spec.causal:
-        place = torch.arange(score.shape[-1], device=q.device)
-        seen = seen & (place <= place[:chunk, None] + chunk)
-    score = score.masked_fill(~seen[:, :, None], -torch.inf)
+        slot = torch.arange(score.shape[-1], device=q.device)
+        visible = visible & (slot <= slot[:chunk, None] + chunk)
+    score = score.masked_fill(~visible[:, :, None], -torch.inf)
     highest = score.detach().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
     weight = torch.exp(score - highest)
     total = weight.sum(dim=-1, keepdim=True)

@@ -1,7 +1,7 @@
 """Local attention with relative positions as Triton kernels: any chunk, tokens gathered by index, deterministic.
 
 Tokens are taken in sorted places, T to a tile, counted over the whole sequence: a chunk need not be a multiple of T.
-Query place i = t·T + a and key place j = n·T + b meet at row 2C − 1 − (i − j) of r, which is
+Query slot i = t·T + a and key slot j = n·T + b meet at row 2C − 1 − (i − j) of r, which is
 2C − 1 + (n − t)·T + b − a: in block n − t of r, whose first row is 2C − 1 + (n − t)·T, where b >= a, else in the block
 before it. So products with whole blocks of r, joined along the diagonal and rotated by a, are the relative term, and
 the gradient of the term, rotated back, gives those of q and r. Kernels that sum over queries hold all this transposed.
@@ -39,15 +39,15 @@ LOWEST = tl.constexpr(-1.0e38)  # a running maximum that is finite, so that diff
 
 @triton.jit
 def _tokens(tile, order, length, T: tl.constexpr):
-    """The rows of a tile's tokens, and whether they exist."""
-    place = tile * T + tl.arange(0, T)
-    row = place if order is None else tl.load(order + tile * T + tl.arange(0, T))
-    return row.to(tl.int64), place < length
+    """Return the rows of a tile's tokens, and whether they exist."""
+    slot = tile * T + tl.arange(0, T)
+    row = slot if order is None else tl.load(order + tile * T + tl.arange(0, T))
+    return row.to(tl.int64), slot < length
 
 
 @triton.jit
 def _block(r, number, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr):
-    """Block `number` of r, (T, BD); r points at block 0."""
+    """Return block `number` of r, (T, BD); r points at block 0."""
     a, depth = tl.arange(0, T), tl.arange(0, BD)
     return tl.load(r + number * T * D + a[:, None] * D + depth[None, :], mask=(depth < D)[None, :], other=0.0)
 
@@ -56,57 +56,57 @@ def _block(r, number, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr):
 def _by_distance(
     queries, r, r_bias, number, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """(q + w)·r for block `number` of r, (T, T)."""
+    """Return (q + w)·r for block `number` of r, (T, T)."""
     bias = tl.load(r_bias + number * T + tl.arange(0, T))
     return dot(queries, tl.trans(_block(r, number, D, BD, T)), PRECISION) + bias[None, :]
 
 
 @triton.jit
 def _vector(x, D: tl.constexpr, BD: tl.constexpr):
-    """A head's bias, (BD,) in fp32."""
+    """Return a head's bias, (BD,) in fp32."""
     depth = tl.arange(0, BD)
     return tl.load(x + depth, mask=depth < D, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _keys_of(tile, document, length, chunk, CAUSAL: tl.constexpr, T: tl.constexpr):
-    """The first and the last key place that a tile's queries see, documents aside, and their documents."""
-    place = tile * T + tl.arange(0, T)
-    first = place // chunk * chunk - chunk
-    last = place if CAUSAL else tl.minimum(first + 3 * chunk, length) - 1
-    doc = place if document is None else tl.load(document + tile * T + tl.arange(0, T))
+    """Return the first and the last key slot that a tile's queries see, documents aside, and their documents."""
+    slot = tile * T + tl.arange(0, T)
+    first = slot // chunk * chunk - chunk
+    last = slot if CAUSAL else tl.minimum(first + 3 * chunk, length) - 1
+    doc = slot if document is None else tl.load(document + tile * T + tl.arange(0, T))
     return first, last if document is None else tl.where(doc < 0, -1, last), doc
 
 
 @triton.jit
 def _queries_of(tile, document, length, chunk, CAUSAL: tl.constexpr, T: tl.constexpr):
-    """The first and the last query place that sees a tile's keys, documents aside, and their documents."""
-    place = tile * T + tl.arange(0, T)
-    first = place // chunk * chunk - chunk
-    last = tl.where(place < length, tl.minimum(first + 3 * chunk, length) - 1, -1)
-    doc = place if document is None else tl.load(document + tile * T + tl.arange(0, T))
-    return place if CAUSAL else first, last if document is None else tl.where(doc < 0, -1, last), doc
+    """Return the first and the last query slot that sees a tile's keys, documents aside, and their documents."""
+    slot = tile * T + tl.arange(0, T)
+    first = slot // chunk * chunk - chunk
+    last = tl.where(slot < length, tl.minimum(first + 3 * chunk, length) - 1, -1)
+    doc = slot if document is None else tl.load(document + tile * T + tl.arange(0, T))
+    return slot if CAUSAL else first, last if document is None else tl.where(doc < 0, -1, last), doc
 
 
 @triton.jit
 def _seen(first, last, doc, tile, document, T: tl.constexpr):
-    """Whether places of a tile (columns) lie in the windows of others (rows)."""
+    """True if places of a tile (columns) lie in the windows of others (rows)."""
     other = tl.arange(0, T)[None, :]
-    seen = (other >= (first - tile * T)[:, None]) & (other <= (last - tile * T)[:, None])
+    visible = (other >= (first - tile * T)[:, None]) & (other <= (last - tile * T)[:, None])
     if document is not None:
-        seen = seen & (doc[:, None] == tl.load(document + tile * T + tl.arange(0, T))[None, :])
-    return seen
+        visible = visible & (doc[:, None] == tl.load(document + tile * T + tl.arange(0, T))[None, :])
+    return visible
 
 
 @triton.jit
 def _first_tile(tile, chunk, T: tl.constexpr):
-    """The first tile in the chunk before that of the tile's first place."""
+    """Return the first tile in the chunk before that of the tile's first place."""
     return tl.maximum(tile * T // chunk * chunk - chunk, 0) // T
 
 
 @triton.jit
 def _last_tile(tile, length, chunk, T: tl.constexpr):
-    """The last tile in the chunk after that of the tile's last place."""
+    """Return the last tile in the chunk after that of the tile's last place."""
     return (tl.minimum((tile * T + T - 1) // chunk * chunk + 2 * chunk, length) - 1) // T
 
 
@@ -151,21 +151,21 @@ def local_forward(
     a, b = tl.arange(0, T)[:, None], tl.arange(0, T)[None, :]
 
     start, end = _first_tile(tile, chunk, T), (tile if CAUSAL else _last_tile(tile, length, chunk, T)) + 1
-    before = _by_distance(queries, r, r_bias, start - 1 - tile, D, BD, T, PRECISION)
+    block_before = _by_distance(queries, r, r_bias, start - 1 - tile, D, BD, T, PRECISION)
     highest, total = tl.full((T,), LOWEST, tl.float32), tl.zeros((T,), tl.float32)
     sums = tl.zeros((T, BD), tl.float32)
     for n in range(start, end):
-        key_row, there = _tokens(n, order, length, T)
-        keys = load_rows(k, key_row, there, k_token, D, BD)
-        here = _by_distance(queries, r, r_bias, n - tile, D, BD, T, PRECISION)
-        relative = tl.gather(tl.where(a + b < T, here, before), (b - a) & (T - 1), 1)
-        before = here
+        key_row, key_inside = _tokens(n, order, length, T)
+        keys = load_rows(k, key_row, key_inside, k_token, D, BD)
+        block_n = _by_distance(queries, r, r_bias, n - tile, D, BD, T, PRECISION)
+        relative = tl.gather(tl.where(a + b < T, block_n, block_before), (b - a) & (T - 1), 1)
+        block_before = block_n
         of_keys = tl.load(keys_bias + line + n * T + tl.arange(0, T))
         score = (dot(queries, tl.trans(keys), PRECISION) + of_keys[None, :] + relative) * (scale * LOG2E)
         score = tl.where(_seen(first, last, doc, n, document, T), score, -float("inf"))
         higher = tl.maximum(highest, tl.max(score, 1))
         weight, shrink = tl.exp2(score - higher[:, None]), tl.exp2(highest - higher)
-        values = load_rows(v, key_row, there, v_token, D, BD)
+        values = load_rows(v, key_row, key_inside, v_token, D, BD)
         sums = sums * shrink[:, None] + dot(weight.to(values.dtype), values, PRECISION)
         highest, total = higher, total * shrink + tl.sum(weight, 1)
 
@@ -195,54 +195,54 @@ def local_backward_queries(
     row, inside = _tokens(tile, order, length, T)
     first, last, doc = _keys_of(tile, document, length, chunk, CAUSAL, T)
     queries = load_rows(q + batch * q_batch + head * q_head, row, inside, q_token, D, BD)
-    toward = load_rows(grad + batch * grad_batch + head * grad_head, row, inside, grad_token, D, BD)
+    grads = load_rows(grad + batch * grad_batch + head * grad_head, row, inside, grad_token, D, BD)
     result = load_rows(out + token_major, row, inside, heads * D, D, BD)
-    of_query = tl.sum(toward.to(tl.float32) * result.to(tl.float32), 1)
-    place = line + tile * T + tl.arange(0, T)
-    tl.store(delta + place, of_query)
-    total = tl.load(lse2 + place)
+    of_query = tl.sum(grads.to(tl.float32) * result.to(tl.float32), 1)
+    slot = line + tile * T + tl.arange(0, T)
+    tl.store(delta + slot, of_query)
+    total = tl.load(lse2 + slot)
     a, b = tl.arange(0, T)[:, None], tl.arange(0, T)[None, :]
 
     start, end = _first_tile(tile, chunk, T), (tile if CAUSAL else _last_tile(tile, length, chunk, T)) + 1
-    before = _by_distance(queries, r, r_bias, start - 1 - tile, D, BD, T, PRECISION)
-    rotated = tl.zeros((T, T), toward.dtype)
+    block_before = _by_distance(queries, r, r_bias, start - 1 - tile, D, BD, T, PRECISION)
+    rotated = tl.zeros((T, T), grads.dtype)
     sums = tl.zeros((T, BD), tl.float32)
     for n in range(start, end):
-        key_row, there = _tokens(n, order, length, T)
-        keys = load_rows(k, key_row, there, k_token, D, BD)
-        here = _by_distance(queries, r, r_bias, n - tile, D, BD, T, PRECISION)
-        relative = tl.gather(tl.where(a + b < T, here, before), (b - a) & (T - 1), 1)
-        before = here
+        key_row, key_inside = _tokens(n, order, length, T)
+        keys = load_rows(k, key_row, key_inside, k_token, D, BD)
+        block_n = _by_distance(queries, r, r_bias, n - tile, D, BD, T, PRECISION)
+        relative = tl.gather(tl.where(a + b < T, block_n, block_before), (b - a) & (T - 1), 1)
+        block_before = block_n
         of_keys = tl.load(keys_bias + line + n * T + tl.arange(0, T))
         score = (dot(queries, tl.trans(keys), PRECISION) + of_keys[None, :] + relative) * (scale * LOG2E)
         weight = tl.exp2(tl.minimum(score - total[:, None], 0.0))
         weight = tl.where(_seen(first, last, doc, n, document, T), weight, 0.0)
-        values = load_rows(v, key_row, there, v_token, D, BD)
-        slope = (weight * (dot(toward, tl.trans(values), PRECISION) - of_query[:, None]) * scale).to(keys.dtype)
+        values = load_rows(v, key_row, key_inside, v_token, D, BD)
+        slope = (weight * (dot(grads, tl.trans(values), PRECISION) - of_query[:, None]) * scale).to(keys.dtype)
         sums += dot(slope, keys, PRECISION)
         # The block before this tile's is complete now: its far part came with the tile before.
-        turned = tl.gather(slope, (b + a) & (T - 1), 1)
+        rotated_slope = tl.gather(slope, (b + a) & (T - 1), 1)
         block = _block(r, n - 1 - tile, D, BD, T)
-        sums += dot(tl.where(a + b < T, rotated, turned), block, PRECISION)
-        rotated = turned
+        sums += dot(tl.where(a + b < T, rotated, rotated_slope), block, PRECISION)
+        rotated = rotated_slope
     sums += dot(tl.where(a + b < T, rotated, 0.0).to(queries.dtype), _block(r, end - 1 - tile, D, BD, T), PRECISION)
     store_rows(dq + token_major, row, sums, inside, heads * D, D, BD)
 
 
 @triton.jit
 def _transposed(
-    keys, values, queries, toward, here, before, keys_bias, here_bias, before_bias, lse2, delta, seen, scale,
+    keys, values, queries, grads, block_n, block_before, keys_bias, bias_n, bias_before, lse2, delta, visible, scale,
     T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Weights and the gradient of the scores, (T keys, T queries) both."""
+    """Return weights and the gradient of the scores, (T keys, T queries) both."""
     b, a = tl.arange(0, T)[:, None], tl.arange(0, T)[None, :]
     across = tl.trans(queries)
-    near = dot(here, across, PRECISION) + here_bias[:, None]
-    far = dot(before, across, PRECISION) + before_bias[:, None]
+    near = dot(block_n, across, PRECISION) + bias_n[:, None]
+    far = dot(block_before, across, PRECISION) + bias_before[:, None]
     relative = tl.gather(tl.where(a + b < T, near, far), (b - a) & (T - 1), 0)
     score = (dot(keys, across, PRECISION) + keys_bias[:, None] + relative) * (scale * LOG2E)
-    weight = tl.where(seen, tl.exp2(tl.minimum(score - lse2[None, :], 0.0)), 0.0)
-    return weight, weight * (dot(values, tl.trans(toward), PRECISION) - delta[None, :]) * scale
+    weight = tl.where(visible, tl.exp2(tl.minimum(score - lse2[None, :], 0.0)), 0.0)
+    return weight, weight * (dot(values, tl.trans(grads), PRECISION) - delta[None, :]) * scale
 
 
 @triton.jit
@@ -265,24 +265,24 @@ def local_backward_keys(
     first, last, doc = _queries_of(tile, document, length, chunk, CAUSAL, T)
     keys = load_rows(k + batch * k_batch + head * k_head, row, inside, k_token, D, BD)
     values = load_rows(v + batch * v_batch + head * v_head, row, inside, v_token, D, BD)
-    places = tl.arange(0, T)
-    of_keys = tl.load(keys_bias + line + tile * T + places)
+    slots = tl.arange(0, T)
+    of_keys = tl.load(keys_bias + line + tile * T + slots)
 
     columns = tl.zeros((T,), tl.float32)
     key_sums, value_sums = tl.zeros((T, BD), tl.float32), tl.zeros((T, BD), tl.float32)
     for t in range(tile if CAUSAL else _first_tile(tile, chunk, T), _last_tile(tile, length, chunk, T) + 1):
-        query_row, there = _tokens(t, order, length, T)
-        queries, toward = (
-            load_rows(q, query_row, there, q_token, D, BD),
-            load_rows(grad, query_row, there, grad_token, D, BD),
+        query_row, key_inside = _tokens(t, order, length, T)
+        queries, grads = (
+            load_rows(q, query_row, key_inside, q_token, D, BD),
+            load_rows(grad, query_row, key_inside, grad_token, D, BD),
         )
-        bias, of_queries = r_bias + (tile - t) * T + places, line + t * T + places
+        bias, of_queries = r_bias + (tile - t) * T + slots, line + t * T + slots
         weight, slope = _transposed(
-            keys, values, queries, toward, _block(r, tile - t, D, BD, T), _block(r, tile - t - 1, D, BD, T),
+            keys, values, queries, grads, _block(r, tile - t, D, BD, T), _block(r, tile - t - 1, D, BD, T),
             of_keys, tl.load(bias), tl.load(bias - T), tl.load(lse2 + of_queries), tl.load(delta + of_queries),
             _seen(first, last, doc, t, document, T), scale, T, PRECISION,
         )  # fmt: skip
-        value_sums += dot(weight.to(toward.dtype), toward, PRECISION)
+        value_sums += dot(weight.to(grads.dtype), grads, PRECISION)
         key_sums += dot(slope.to(queries.dtype), queries, PRECISION)
         columns += tl.sum(slope, 1)
     key_sums += columns[:, None] * _vector(u + head * D, D, BD)[None, :]
@@ -297,56 +297,56 @@ def local_backward_keys(
 def local_backward_distances(
     q, k, v, r, w, keys_bias, r_bias, order, document, grad, lse2, delta, dr, dw,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, grad_batch, grad_head, grad_token,
-    heads, length, chunk, reach, blocks, tiles, every, each, scale,
+    heads, length, chunk, reach, blocks, tiles, total, per_group, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One difference of tiles, n − t = program 0 − reach, of one head, over the query tiles from each·g up to each·(g +
-    1) of the `every` ones of all sequences, g being program 2: parts dr (groups, H, differences, 2T, D), of the block
-    before and its own, and dw (groups, H, differences, D).
+    """Compute one difference of tiles, n − t = program 0 − reach, of one head, over the query tiles from per_group·g up
+    to each·(g + 1) of the `total` ones of all sequences, g being program 2: parts dr (groups, H, differences, 2T, D),
+    of the block before and its own, and dw (groups, H, differences, D).
     """
     difference, head, group = tl.program_id(0) - reach, tl.program_id(1).to(tl.int64), tl.program_id(2)
-    zero, padded, places = (head * blocks + reach + 1) * T, tiles * T, tl.arange(0, T)
-    here, before = _block(r + zero * D, difference, D, BD, T), _block(r + zero * D, difference - 1, D, BD, T)
-    bias = r_bias + zero + difference * T + places
-    here_bias, before_bias = tl.load(bias), tl.load(bias - T)
-    b, a = places[:, None], places[None, :]
+    zero, padded, slots = (head * blocks + reach + 1) * T, tiles * T, tl.arange(0, T)
+    block_n, block_before = _block(r + zero * D, difference, D, BD, T), _block(r + zero * D, difference - 1, D, BD, T)
+    bias = r_bias + zero + difference * T + slots
+    bias_n, bias_before = tl.load(bias), tl.load(bias - T)
+    b, a = slots[:, None], slots[None, :]
 
     near, far = tl.zeros((T, BD), tl.float32), tl.zeros((T, BD), tl.float32)
     near_columns, far_columns = tl.zeros((T,), tl.float32), tl.zeros((T,), tl.float32)
-    for item in range(group * each, tl.minimum(group * each + each, every)):
+    for item in range(group * per_group, tl.minimum(group * per_group + per_group, total)):
         t, batch = item % tiles, (item // tiles).to(tl.int64)
         n, line = t + difference, (batch * heads + head) * padded
         if (n >= _first_tile(t, chunk, T)) & (n <= _last_tile(t, length, chunk, T)):
             of_batch = None if order is None else order + batch * padded
             documents = None if document is None else document + batch * padded
             row, inside = _tokens(t, of_batch, length, T)
-            key_row, there = _tokens(n, of_batch, length, T)
+            key_row, key_inside = _tokens(n, of_batch, length, T)
             first, last, doc = _queries_of(n, documents, length, chunk, CAUSAL, T)
             queries = load_rows(q + batch * q_batch + head * q_head, row, inside, q_token, D, BD)
-            of_queries = line + t * T + places
+            of_queries = line + t * T + slots
             _, slope = _transposed(
-                load_rows(k + batch * k_batch + head * k_head, key_row, there, k_token, D, BD),
-                load_rows(v + batch * v_batch + head * v_head, key_row, there, v_token, D, BD),
+                load_rows(k + batch * k_batch + head * k_head, key_row, key_inside, k_token, D, BD),
+                load_rows(v + batch * v_batch + head * v_head, key_row, key_inside, v_token, D, BD),
                 queries, load_rows(grad + batch * grad_batch + head * grad_head, row, inside, grad_token, D, BD),
-                here, before, tl.load(keys_bias + line + n * T + places), here_bias, before_bias,
+                block_n, block_before, tl.load(keys_bias + line + n * T + slots), bias_n, bias_before,
                 tl.load(lse2 + of_queries), tl.load(delta + of_queries),
                 _seen(first, last, doc, t, documents, T), scale, T, PRECISION,
             )  # fmt: skip
-            turned = tl.gather(slope, (b + a) & (T - 1), 0)
-            of_here, of_before = tl.where(a + b < T, turned, 0.0), tl.where(a + b < T, 0.0, turned)
-            near += dot(of_here.to(queries.dtype), queries, PRECISION)
-            far += dot(of_before.to(queries.dtype), queries, PRECISION)
-            near_columns += tl.sum(of_here, 1)
-            far_columns += tl.sum(of_before, 1)
+            rotated_slope = tl.gather(slope, (b + a) & (T - 1), 0)
+            near_part, far_part = tl.where(a + b < T, rotated_slope, 0.0), tl.where(a + b < T, 0.0, rotated_slope)
+            near += dot(near_part.to(queries.dtype), queries, PRECISION)
+            far += dot(far_part.to(queries.dtype), queries, PRECISION)
+            near_columns += tl.sum(near_part, 1)
+            far_columns += tl.sum(far_part, 1)
 
     vector = _vector(w + head * D, D, BD)[None, :]
     part = (group * tl.num_programs(1) + head) * tl.num_programs(0) + tl.program_id(0)
-    line, everywhere = part * 2 * T + places, places >= 0
+    line, everywhere = part * 2 * T + slots, slots >= 0
     store_rows(dr, line, far + far_columns[:, None] * vector, everywhere, D, D, BD)
     store_rows(dr, line + T, near + near_columns[:, None] * vector, everywhere, D, D, BD)
     depth = tl.arange(0, BD)
-    total = far_columns[:, None] * before.to(tl.float32) + near_columns[:, None] * here.to(tl.float32)
-    tl.store(dw + part * D + depth, tl.sum(total, 0), mask=depth < D)
+    dw_sum = far_columns[:, None] * block_before.to(tl.float32) + near_columns[:, None] * block_n.to(tl.float32)
+    tl.store(dw + part * D + depth, tl.sum(dw_sum, 0), mask=depth < D)
 
 
 _PARTS = 1024  # programs that share the gradient of r, each with a part of its own: some tens of megabytes at most
@@ -372,8 +372,8 @@ def relative_local_attention(
 
 
 def _tile(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Places a tile and warps a program: what registers hold. Larger tiles spill, and rotating one 32 wide, a warp's
-    lanes, takes half the shuffles.
+    """Return places a tile and warps a program: what registers hold. Larger tiles spill, and rotating one 32 wide, a
+    warp's lanes, takes half the shuffles.
     """
     if dtype == torch.float32:
         return (32, 8) if head_dim <= 64 else (16, 8)
@@ -381,7 +381,7 @@ def _tile(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _token_major(like: Tensor) -> Tensor:
-    """(B, H, L, D) in the memory order in which heads are joined."""
+    """Return (B, H, L, D) in the memory order in which heads are joined."""
     batch, heads, length, width = like.shape
     return like.new_empty(batch, length, heads, width).transpose(1, 2)
 
@@ -419,8 +419,8 @@ class _Shape:
         """Join parts (H, blocks − 1, 2, T, D), of each difference of tiles: of the block before, and of its own, which
         is the block before the next one's. Returns (H, E, D).
         """
-        before, own = parts.unbind(2)
-        rows = (F.pad(before, (0, 0, 0, 0, 0, 1)) + F.pad(own, (0, 0, 0, 0, 1, 0))).flatten(1, 2)
+        previous, current = parts.unbind(2)
+        rows = (F.pad(previous, (0, 0, 0, 0, 0, 1)) + F.pad(current, (0, 0, 0, 0, 1, 0))).flatten(1, 2)
         return F.pad(rows, (0, 0, self.first, count - self.first - rows.shape[1]))
 
 
@@ -457,25 +457,25 @@ class _RelativeLocalAttention(Function):
         grad, shape = whole_vectors(grad), _Shape.of(q, spec)
         batch, heads, length, width = q.shape
         dq, dk, dv = (_token_major(x) for x in (q, k, v))
-        delta, every = torch.empty_like(lse2), shape.tiles * batch
+        delta, total = torch.empty_like(lse2), shape.tiles * batch
         du = lse2.new_empty(shape.tiles, batch, heads, width)
         grid, tensors = (shape.tiles, batch * heads), (q, k, v, r)
-        given = (keys_bias, r_bias, order, document, grad)
+        shared = (keys_bias, r_bias, order, document, grad)
         numbers = (*strides(q, k, v, grad), heads, length, spec.chunk, shape.reach, shape.blocks)
         settings = dict(CAUSAL=spec.causal, D=width, BD=block(width), T=shape.tile, PRECISION=precision())
         settings |= dict(num_warps=shape.warps, num_stages=_STAGES)
-        arguments = (*tensors, *given, out, lse2, delta, dq, *numbers, spec.scale)
+        arguments = (*tensors, *shared, out, lse2, delta, dq, *numbers, spec.scale)
         launch(local_backward_queries, grid, *arguments, **settings)
-        arguments = (*tensors, u, *given, lse2, delta, dk, dv, du, *numbers, spec.scale)
+        arguments = (*tensors, u, *shared, lse2, delta, dk, dv, du, *numbers, spec.scale)
         launch(local_backward_keys, grid, *arguments, **settings)
         differences = shape.blocks - 1
-        each = -(-every // max(1, _PARTS // (heads * differences)))
-        groups = -(-every // each)
+        per_group = -(-total // max(1, _PARTS // (heads * differences)))
+        groups = -(-total // per_group)
         dr = lse2.new_empty(groups, heads, differences, 2, shape.tile, width)
         dw = lse2.new_empty(groups, heads, differences, width)
         launch(
-            local_backward_distances, (differences, heads, groups), *tensors, w, *given, lse2, delta, dr, dw,
-            *numbers, shape.tiles, every, each, spec.scale, **settings, maxnreg=_REGISTERS,
+            local_backward_distances, (differences, heads, groups), *tensors, w, *shared, lse2, delta, dr, dw,
+            *numbers, shape.tiles, total, per_group, spec.scale, **settings, maxnreg=_REGISTERS,
         )  # fmt: skip
         relative = shape.join(dr.sum(0), count).to(of_r.dtype), du.sum((0, 1)).to(u.dtype), dw.sum((0, 2)).to(w.dtype)
         return dq, dk, dv, *relative, None, None, None

@@ -19,7 +19,7 @@ from megasparse.ops.operator import Function
 
 @triton.jit
 def _normalised(x, inside, width, eps, CENTRED: tl.constexpr):
-    """(x − mean)/√(variance + eps) of a row, 0 outside, and 1/√(variance + eps)."""
+    """Return (x − mean)/√(variance + eps) of a row, 0 outside, and 1/√(variance + eps)."""
     centred = tl.where(inside, x - tl.sum(x, 0) / width, 0.0) if CENTRED else x
     scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / width + eps)
     return centred * scale, scale
@@ -29,13 +29,13 @@ def _normalised(x, inside, width, eps, CENTRED: tl.constexpr):
 def norm(x, weight, bias, out, width, eps, CENTRED: tl.constexpr, WIDTH: tl.constexpr):
     columns = tl.arange(0, WIDTH)
     inside = columns < width
-    here = tl.program_id(0).to(tl.int64) * width + columns
-    row, _ = _normalised(tl.load(x + here, mask=inside, other=0).to(tl.float32), inside, width, eps, CENTRED)
+    offsets = tl.program_id(0).to(tl.int64) * width + columns
+    row, _ = _normalised(tl.load(x + offsets, mask=inside, other=0).to(tl.float32), inside, width, eps, CENTRED)
     gain = tl.load(weight + columns, mask=inside, other=0).to(tl.float32)
     result = row * gain
     if CENTRED:
         result += tl.load(bias + columns, mask=inside, other=0).to(tl.float32)
-    tl.store(out + here, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + offsets, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["eps", "programs"])
@@ -47,21 +47,23 @@ def norm_gradient(x, weight, grad, dx, sums, rows, width, programs, eps, CENTRED
     to_weight, to_bias = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
     row = tl.program_id(0)
     while row < rows:
-        here = row.to(tl.int64) * width + columns
-        unit, scale = _normalised(tl.load(x + here, mask=inside, other=0).to(tl.float32), inside, width, eps, CENTRED)
-        slope = tl.load(grad + here, mask=inside, other=0).to(tl.float32)
+        offsets = row.to(tl.int64) * width + columns
+        unit, scale = _normalised(
+            tl.load(x + offsets, mask=inside, other=0).to(tl.float32), inside, width, eps, CENTRED
+        )
+        slope = tl.load(grad + offsets, mask=inside, other=0).to(tl.float32)
         to_weight += slope * unit
         to_bias += slope
         slope *= gain
         along = tl.sum(slope * unit, 0) / width
         mean = tl.sum(slope, 0) / width if CENTRED else 0.0
         change = scale * (slope - mean - unit * along)
-        tl.store(dx + here, change.to(dx.dtype.element_ty), mask=inside)
+        tl.store(dx + offsets, change.to(dx.dtype.element_ty), mask=inside)
         row += programs
-    place = sums + tl.program_id(0).to(tl.int64) * (1 + CENTRED) * width + columns
-    tl.store(place, to_weight, mask=inside)
+    address = sums + tl.program_id(0).to(tl.int64) * (1 + CENTRED) * width + columns
+    tl.store(address, to_weight, mask=inside)
     if CENTRED:
-        tl.store(place + width, to_bias, mask=inside)
+        tl.store(address + width, to_bias, mask=inside)
 
 
 _PROGRAMS = 512  # that add up the weights' gradients, whatever the number of rows: sums are the same on every GPU
@@ -110,7 +112,7 @@ def _norm_settings(x: Tensor) -> dict[str, int]:
 
 @triton.jit
 def _tokens(heads, length, blocks, TOKENS: tl.constexpr):
-    """A program's batch element, head and tokens, and which of these there are."""
+    """Return a program's batch element, head and tokens, and which of these there are."""
     row = tl.program_id(0) // blocks
     token = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
     return (row // heads).to(tl.int64), (row % heads).to(tl.int64), token, token < length
@@ -118,14 +120,14 @@ def _tokens(heads, length, blocks, TOKENS: tl.constexpr):
 
 @triton.jit
 def _lengths(x, shortest):
-    """|x| of each row (n, 1), and the divisor max(|x|, shortest)."""
+    """Return |x| of each row (n, 1), and the divisor max(|x|, shortest)."""
     length = tl.sqrt(tl.sum(x * x, 1))[:, None]
     return length, tl.maximum(length, shortest)
 
 
 @triton.jit
 def _over(x, divisor):
-    """x / divisor, 0 where that is 0."""
+    """Return x / divisor, 0 where that is 0."""
     return tl.where(divisor > 0, x / tl.where(divisor > 0, divisor, 1.0), 0.0)
 
 
@@ -153,9 +155,9 @@ def unit_gradient(
     batch, head, token, inside = _tokens(heads, length, blocks, TOKENS)
     x = load_rows(q + batch * q_batch + head * q_head, token, inside, q_stride, D, WIDTH).to(tl.float32)
     grad = load_rows(grad_k + batch * gk_batch + head * gk_head, token, inside, gk_stride, D, WIDTH).to(tl.float32)
-    found, divisor = _lengths(x, shortest)
+    norm_x, divisor = _lengths(x, shortest)
     u = _over(x, divisor)
-    along = tl.where(found >= shortest, tl.sum(u * grad, 1)[:, None], 0.0)
+    along = tl.where(norm_x >= shortest, tl.sum(u * grad, 1)[:, None], 0.0)
     total = _over(grad - u * along, divisor)
     if grad_q is not None:
         total += load_rows(grad_q + batch * gq_batch + head * gq_head, token, inside, gq_stride, D, WIDTH).to(

@@ -11,7 +11,7 @@ _KEPT_NUMBERS = 1 << 24  # of a table that is kept: 64 MB
 
 
 def sinusoids(first: int, count: int, width: int, device: torch.device | str = "cpu") -> Tensor:
-    """Sinusoidal embeddings (count, width) fp32 of the positions [first, first + count) (Vaswani et al. 2017).
+    """Return sinusoidal embeddings (count, width) fp32 of the positions [first, first + count) (Vaswani et al. 2017).
 
     Computed in float64 on the device, so that devices agree up to the last bit of fp32; not to be changed in place, as
     small tables are kept.
@@ -35,8 +35,8 @@ def kept_sinusoids(first: int, count: int, width: int, device: torch.device) -> 
 
 
 def rotate(x: Tensor, first_position: int, frequency: Tensor, scale: float = 1.0) -> Tensor:
-    """Rotary positions (Su et al., RoFormer): the pair (x_i, x_{i+D/2}) turned by position·frequency_i, times `scale`.
-    x: (B, H, L, D). frequency: (D/2,) float64.
+    """Apply rotary positions (Su et al., RoFormer): rotate the pair (x_i, x_{i+D/2}) by position·frequency_i, times
+    `scale`. x: (B, H, L, D). frequency: (D/2,) float64.
     """
     half = x.shape[-1] // 2
     position = torch.arange(first_position, first_position + x.shape[2], dtype=torch.float64, device=x.device)

@@ -50,11 +50,11 @@ class Noise(NamedTuple):
     rows: Tensor
 
     def tile(self, number: int, tile: int) -> int:
-        """The key of a tile of head `number` of those here."""
+        """Return the key of a tile of head `number` of those here."""
         return derive(self.key, self.heads[number], tile)
 
     def tiles(self, length: int) -> Tensor:
-        """The halves of the keys of every head's tiles for `length` keys, (H, tiles, 2) int32 on the device."""
+        """Return the halves of the keys of every head's tiles for `length` keys, (H, tiles, 2) int32 on the device."""
         device = self.rows.device
         seeds = [
             [halves(self.tile(number, tile)) for tile in range(-(-length // KEYS))] for number in range(len(self.heads))
@@ -161,15 +161,15 @@ class _Sight(NamedTuple):
         return unmasked and (not self.causal or last_key <= first_query)
 
     def pairs(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Positions (T) and (C) -> (B|1, T, C) bool."""
-        seen = torch.ones(1, len(queries), len(keys), dtype=torch.bool, device=queries.device)
+        """Return the visibility of keys at positions (C) to queries at positions (T), (B|1, T, C) bool."""
+        visible = torch.ones(1, len(queries), len(keys), dtype=torch.bool, device=queries.device)
         if self.causal:
-            seen = seen & (keys <= queries[:, None])
+            visible = visible & (keys <= queries[:, None])
         if self.key_mask is not None:
-            seen = seen & self.key_mask[:, queries, None] & self.key_mask[:, None, keys]
+            visible = visible & self.key_mask[:, queries, None] & self.key_mask[:, None, keys]
         if self.segments is not None:
-            seen = seen & (self.segments[:, queries, None] == self.segments[:, None, keys])
-        return seen
+            visible = visible & (self.segments[:, queries, None] == self.segments[:, None, keys])
+        return visible
 
 
 class _SketchedAttention(Function):
@@ -206,7 +206,7 @@ class _SketchedAttention(Function):
 
 
 def _tiles(q: Tensor, sight: _Sight) -> Iterator[tuple[slice, int]]:
-    """Queries of a tile, and the number of keys that it may see."""
+    """Yield queries of a tile, and the number of keys that it may see."""
     batch, length, _ = q.shape
     step = max(1, _SCORE_ELEMENTS // (batch * length))
     for start in range(0, length, step):
@@ -272,15 +272,15 @@ def _log_p(score: Tensor, sampling: str, lse: Tensor | None) -> Tensor:
 
 def _log_uniform(noise: Noise, rows: slice, tile: int, keys: int) -> Tensor:
     """Return log u, (B, H, T, C) fp32, of the first `keys` keys of a tile; u one of the 2^23 numbers (n + ½)/2^23."""
-    own = noise.rows[:, rows]
-    u = torch.empty(len(own), len(noise.heads), own.shape[1], keys, device=own.device)
+    row_numbers = noise.rows[:, rows]
+    u = torch.empty(len(row_numbers), len(noise.heads), row_numbers.shape[1], keys, device=row_numbers.device)
     for head in range(len(noise.heads)):
-        u[:, head] = random_bits(noise.tile(head, tile), own, keys).bitwise_right_shift_(9)  # −2^22 … 2^22 − 1
+        u[:, head] = random_bits(noise.tile(head, tile), row_numbers, keys).bitwise_right_shift_(9)  # −2^22 … 2^22 − 1
     return u.add_((1 << 22) + 0.5).mul_(2.0**-23).log_()
 
 
 def _put_ranks(ranks: Tensor, score: Tensor, keys: Tensor) -> None:
-    """Fills ranks with int64 numbers in the order of the fp32 scores, and among equal ones of falling position."""
+    """Fill ranks with int64 numbers in the order of the fp32 scores, and among equal ones of falling position."""
     bits = score.add_(0.0).view(torch.int32)  # −0 becomes 0
     bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
     ranks.copy_(bits).bitwise_left_shift_(32).add_(_LOW - keys)
@@ -290,10 +290,10 @@ def reference_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute `sketched_attention` densely."""
-    alpha, seen = sketched_weights(q, k, causal, key_mask, segments)
+    alpha, visible = sketched_weights(q, k, causal, key_mask, segments)
     score = (q @ k.transpose(-1, -2)) / q.shape[2] ** 0.5
-    lse = score.masked_fill(~seen, -1e300 if q.dtype == torch.float64 else -1e38).logsumexp(-1)
-    return alpha @ v, lse.masked_fill(~seen.any(-1), -torch.inf)
+    lse = score.masked_fill(~visible, -1e300 if q.dtype == torch.float64 else -1e38).logsumexp(-1)
+    return alpha @ v, lse.masked_fill(~visible.any(-1), -torch.inf)
 
 
 def reference_choice(
@@ -302,10 +302,10 @@ def reference_choice(
 ) -> Tensor:  # fmt: skip
     """Compute `chosen_keys` densely. lse is unused: α is computed from q and k."""
     who = key_mask, segments
-    alpha, seen = sketched_weights(q.double(), k.double(), spec.causal, *who, noise is None, first_query)
+    alpha, visible = sketched_weights(q.double(), k.double(), spec.causal, *who, noise is None, first_query)
     drawn = None if noise is None else uniform(noise, k.shape[1])
     sampling = "top_k" if noise is None else spec.sampling
-    return best_keys(alpha, seen, spec.count, sampling=sampling, uniform=drawn).to(torch.int32)
+    return best_keys(alpha, visible, spec.count, sampling=sampling, uniform=drawn).to(torch.int32)
 
 
 def uniform(noise: Noise, keys: int) -> Tensor:
@@ -333,24 +333,24 @@ def sketched_weights(
     those from position `first_query` on.
     """
     batch, queries, width = q.shape
-    seen = torch.ones(batch, queries, k.shape[1], dtype=torch.bool, device=q.device)
-    here = slice(first_query, first_query + queries)
+    visible = torch.ones(batch, queries, k.shape[1], dtype=torch.bool, device=q.device)
+    rows = slice(first_query, first_query + queries)
     if causal:
-        seen = seen.tril(first_query)
+        visible = visible.tril(first_query)
     if key_mask is not None:
-        seen = seen & key_mask[:, here, None] & key_mask[:, None, :]
+        visible = visible & key_mask[:, rows, None] & key_mask[:, None, :]
     if segments is not None:
-        seen = seen & (segments[:, here, None] == segments[:, None, :])
+        visible = visible & (segments[:, rows, None] == segments[:, None, :])
     score = (q @ k.transpose(-1, -2)) / width**0.5
-    score = (torch.round(score * 256) / 256 if rounded else score).masked_fill(~seen, -torch.inf)
+    score = (torch.round(score * 256) / 256 if rounded else score).masked_fill(~visible, -torch.inf)
     largest = score.amax(-1, keepdim=True).detach().clamp_min(torch.finfo(score.dtype).min)
     weight = torch.exp(score - largest)
-    return weight / weight.sum(-1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny), seen
+    return weight / weight.sum(-1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny), visible
 
 
-def best_keys(alpha: Tensor, seen: Tensor, count: int, *, sampling: str, uniform: Tensor | None) -> Tensor:
-    """The K visible keys of the highest s_ij = u_ij·p_ij in each row (Smart Bird Eq. 2 and 3), (B, H, L, K); −1 where
-    there are fewer. Of equal ones the first.
+def best_keys(alpha: Tensor, visible: Tensor, count: int, *, sampling: str, uniform: Tensor | None) -> Tensor:
+    """Choose the K visible keys of the highest s_ij = u_ij·p_ij in each row (Smart Bird Eq. 2 and 3), (B, H, L, K); −1
+    where there are fewer. Of equal ones the first.
 
     uniform: u, (B, H, L, L); None is u = 1 for one head.
     """
@@ -362,7 +362,7 @@ def best_keys(alpha: Tensor, seen: Tensor, count: int, *, sampling: str, uniform
         "random": torch.ones_like(alpha),
     }[sampling]
     score = p[:, None] if uniform is None else uniform * p[:, None]
-    score = score.masked_fill(~seen[:, None], -1.0)
+    score = score.masked_fill(~visible[:, None], -1.0)
     order = torch.sort(score, dim=-1, descending=True, stable=True)
     index = order.indices.masked_fill(order.values < 0, -1)
     empty = index.new_full((*index.shape[:-1], count), -1)

@@ -33,17 +33,17 @@ PADDING = tl.constexpr(-(1 << 31))
 
 
 @triton.jit
-def vectors(x, places, length, WIDTH: tl.constexpr):
-    """The coordinates of x (d, L) at `places`, a tuple of d; 0 beyond the length."""
-    found = ()
+def vectors(x, slots, length, WIDTH: tl.constexpr):
+    """Return the coordinates of x (d, L) at `slots`, a tuple of d; 0 beyond the length."""
+    coordinates = ()
     for i in tl.static_range(WIDTH):
-        found += (tl.load(x + i * length + places, mask=(places >= 0) & (places < length), other=0.0),)  # type: ignore[assignment]
-    return found
+        coordinates += (tl.load(x + i * length + slots, mask=(slots >= 0) & (slots < length), other=0.0),)  # type: ignore[assignment]
+    return coordinates
 
 
 @triton.jit
 def product(rows, columns, WIDTH: tl.constexpr):
-    """Σ_i rows_i·columns_i, always in this order: equal vectors have the same product wherever they stand."""
+    """Return Σ_i rows_i·columns_i, always in this order: equal vectors have the same product wherever they stand."""
     total = rows[0][:, None] * columns[0][None, :]
     for i in tl.static_range(1, WIDTH):
         total += rows[i][:, None] * columns[i][None, :]
@@ -51,19 +51,19 @@ def product(rows, columns, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def document_of(places, documents, length):
+def document_of(slots, documents, length):
     if documents is None:
-        found = tl.zeros_like(places)
+        document = tl.zeros_like(slots)
     else:
-        found = tl.load(documents + places, mask=places < length, other=PADDING)
-    return found
+        document = tl.load(documents + slots, mask=slots < length, other=PADDING)
+    return document
 
 
 @triton.jit
-def sight(places, documents, length, CAUSAL: tl.constexpr):
-    """The last key that each query may see, −1 where there is none, and the query's document."""
-    last = tl.where(places < length, places if CAUSAL else length - 1, -1)
-    document = document_of(places, documents, length)
+def sight(slots, documents, length, CAUSAL: tl.constexpr):
+    """Return the last key that each query may see, −1 where there is none, and the query's document."""
+    last = tl.where(slots < length, slots if CAUSAL else length - 1, -1)
+    document = document_of(slots, documents, length)
     return tl.where(document == PADDING, -1, last), document
 
 
@@ -85,10 +85,10 @@ def add(sums, weight, columns, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def store(x, places, length, sums, factor, WIDTH: tl.constexpr):
-    """Writes the lanes' sums times `factor` to rows `places` of x (L, d)."""
+def store(x, slots, length, sums, factor, WIDTH: tl.constexpr):
+    """Write the lanes' sums times `factor` to rows `slots` of x (L, d)."""
     for i in tl.static_range(WIDTH):
-        tl.store(x + places * WIDTH + i, tl.sum(sums[i], 1) * factor, mask=places < length)
+        tl.store(x + slots * WIDTH + i, tl.sum(sums[i], 1) * factor, mask=slots < length)
 
 
 @triton.jit
@@ -111,30 +111,30 @@ def attend(
     for start in range(0, end, COLUMNS):
         keys = start + columns
         score = product(query, vectors(k, keys, length, WIDTH), WIDTH)
-        seen = keys[None, :] <= last[:, None]
-        seen &= document[:, None] == document_of(keys, documents, length)[None, :]
-        highest = tl.maximum(highest, tl.where(seen, score, -float("inf")))
+        visible = keys[None, :] <= last[:, None]
+        visible &= document[:, None] == document_of(keys, documents, length)[None, :]
+        highest = tl.maximum(highest, tl.where(visible, score, -float("inf")))
     top = tl.max(highest, 1)
     top = tl.where(top == -float("inf"), 0.0, top)
     total, sums = tl.zeros((ROWS, COLUMNS), tl.float32), nothing(WIDTH, ROWS, COLUMNS)
     for start in range(0, end, COLUMNS):
         keys = start + columns
         score = product(query, vectors(k, keys, length, WIDTH), WIDTH)
-        seen = keys[None, :] <= last[:, None]
-        seen &= document[:, None] == document_of(keys, documents, length)[None, :]
-        weight = tl.where(seen, tl.exp(score - top[:, None]), 0.0)
+        visible = keys[None, :] <= last[:, None]
+        visible &= document[:, None] == document_of(keys, documents, length)[None, :]
+        weight = tl.where(visible, tl.exp(score - top[:, None]), 0.0)
         total += weight
         sums = add(sums, weight, vectors(v, keys, length, WIDTH), WIDTH)
     norm = tl.sum(total, 1)  # 0 where nothing is seen, else at least 1
     store(h + batch * length * WIDTH, queries, length, sums, 1.0 / tl.maximum(norm, 1.0), WIDTH)
-    own_lse = tl.where(norm > 0.0, top + tl.log(tl.maximum(norm, 1.0)), -float("inf"))
-    tl.store(lse + batch * length + queries, own_lse, mask=queries < length)
+    row_lse = tl.where(norm > 0.0, top + tl.log(tl.maximum(norm, 1.0)), -float("inf"))
+    tl.store(lse + batch * length + queries, row_lse, mask=queries < length)
 
 
 @triton.jit
-def slopes(score, seen, lse, grad_weight, shift):
+def slopes(score, visible, lse, grad_weight, shift):
     """Return α and the gradient of the score, α(∂α − shift), of a tile."""
-    weight = tl.where(seen, tl.exp(score - lse), 0.0)
+    weight = tl.where(visible, tl.exp(score - lse), 0.0)
     return weight, weight * (grad_weight - shift)
 
 
@@ -143,7 +143,7 @@ def grad_queries(
     q, k, v, documents, lse, grad_h, shift, grad_q, scale, length,
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """∂q (B, L, d) of a program's queries. grad_h: (B, d, L). shift: h·∂h − ∂lse, (B, L)."""
+    """Compute ∂q (B, L, d) of a program's queries. grad_h: (B, d, L). shift: h·∂h − ∂lse, (B, L)."""
     batch = tl.program_id(1).to(tl.int64)
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     queries, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -152,7 +152,7 @@ def grad_queries(
         documents += batch * length
     query = vectors(q + batch * WIDTH * length, queries, length, WIDTH)
     grad = vectors(grad_h + batch * WIDTH * length, queries, length, WIDTH)
-    own_lse = tl.load(lse + batch * length + queries, mask=queries < length, other=0.0)
+    row_lse = tl.load(lse + batch * length + queries, mask=queries < length, other=0.0)
     offset = tl.load(shift + batch * length + queries, mask=queries < length, other=0.0)
     last, document = sight(queries, documents, length, CAUSAL)
     end = tl.minimum(first + ROWS, length) if CAUSAL else length
@@ -160,10 +160,10 @@ def grad_queries(
     for start in range(0, end, COLUMNS):
         keys = start + columns
         key = vectors(k, keys, length, WIDTH)
-        seen = keys[None, :] <= last[:, None]
-        seen &= document[:, None] == document_of(keys, documents, length)[None, :]
+        visible = keys[None, :] <= last[:, None]
+        visible &= document[:, None] == document_of(keys, documents, length)[None, :]
         grad_weight = product(grad, vectors(v, keys, length, WIDTH), WIDTH)
-        _, slope = slopes(product(query, key, WIDTH), seen, own_lse[:, None], grad_weight, offset[:, None])
+        _, slope = slopes(product(query, key, WIDTH), visible, row_lse[:, None], grad_weight, offset[:, None])
         sums = add(sums, slope, key, WIDTH)
     store(grad_q + batch * length * WIDTH, queries, length, sums, scale, WIDTH)
 
@@ -173,7 +173,7 @@ def grad_keys(
     q, k, v, documents, lse, grad_h, shift, grad_k, grad_v, length,
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """∂k and ∂v (B, L, d) of a program's keys; see `grad_queries`."""
+    """Compute ∂k and ∂v (B, L, d) of a program's keys; see `grad_queries`."""
     batch = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * ROWS
     keys, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -187,12 +187,12 @@ def grad_keys(
     for start in range(first if CAUSAL else 0, length, COLUMNS):
         queries = start + columns
         query, grad = vectors(q, queries, length, WIDTH), vectors(grad_h, queries, length, WIDTH)
-        own_lse = tl.load(lse + batch * length + queries, mask=queries < length, other=0.0)
+        row_lse = tl.load(lse + batch * length + queries, mask=queries < length, other=0.0)
         offset = tl.load(shift + batch * length + queries, mask=queries < length, other=0.0)
         last, document = sight(queries, documents, length, CAUSAL)
-        seen = (keys[:, None] <= last[None, :]) & (key_document[:, None] == document[None, :])
+        visible = (keys[:, None] <= last[None, :]) & (key_document[:, None] == document[None, :])
         grad_weight = product(value, grad, WIDTH)
-        weight, slope = slopes(product(key, query, WIDTH), seen, own_lse[None, :], grad_weight, offset[None, :])
+        weight, slope = slopes(product(key, query, WIDTH), visible, row_lse[None, :], grad_weight, offset[None, :])
         key_sums, value_sums = add(key_sums, slope, query, WIDTH), add(value_sums, weight, grad, WIDTH)
     store(grad_k + batch * length * WIDTH, keys, length, key_sums, 1.0, WIDTH)
     store(grad_v + batch * length * WIDTH, keys, length, value_sums, 1.0, WIDTH)
@@ -222,7 +222,7 @@ _TAKEN = tl.constexpr(-(1 << 31))  # below every rank
 
 @triton.jit
 def rounded(score):
-    """The nearest multiple of 1/256, halves to even ones; from 2^14 on fp32 is as coarse by itself."""
+    """Return the nearest multiple of 1/256, halves to even ones; from 2^14 on fp32 is as coarse by itself."""
     steps = score * _STEPS
     return tl.where(tl.abs(steps) < 4194304.0, (steps + _HALVES) - _HALVES, steps)
 
@@ -256,7 +256,7 @@ def ranked(score, SIGNED: tl.constexpr):
 
 @triton.jit
 def row_seeds(seeds, number):
-    """`ops.random._seeds` of rows, and what columns are shifted by. seeds: the two halves of the key."""
+    """Return `ops.random._seeds` of rows, and what columns are shifted by. seeds: the two halves of the key."""
     key_low, key_high = tl.load(seeds).to(tl.uint32, bitcast=True), tl.load(seeds + 1).to(tl.uint32, bitcast=True)
     low, high = number.to(tl.uint32) + key_low, (number >> 32).to(tl.uint32) + key_high
     return mix(mix(low) ^ mix(high)), key_high
@@ -264,7 +264,7 @@ def row_seeds(seeds, number):
 
 @triton.jit
 def uniform(row, column):
-    """`ops.random.random_bits` as one of the 2^23 numbers (n + ½)/2^23, exactly."""
+    """Return `ops.random.random_bits` as one of the 2^23 numbers (n + ½)/2^23, exactly."""
     bits = mix(row[:, None] + column[None, :])
     above_one = ((bits >> 9) ^ 0x400000) | 0x3F800000  # 1 + n/2^23; random_bits is signed: its top bit is the other
     return above_one.to(tl.float32, bitcast=True) - 0.99999994039535522
@@ -272,26 +272,26 @@ def uniform(row, column):
 
 @triton.jit
 def insert(rank, keys, best, index, worst):
-    """Puts each row's highest rank (ROWS, COLUMNS), where it beats the worst kept, into that one's place and takes it
+    """Put each row's highest rank (ROWS, COLUMNS), where it beats the worst kept, in that one's slot and take it
     out of `rank`. Of equal ranks the first is put in, and of equal worst ones the last is put out.
     """
     highest = tl.max(rank, 1)
     beats = highest > worst
     key = tl.min(tl.where(rank == highest[:, None], keys[None, :], _LAST), 1)
     out = tl.max(tl.where(best == worst[:, None], index, -_LAST), 1)
-    place = (index == out[:, None]) & beats[:, None]
-    best, index = tl.where(place, highest[:, None], best), tl.where(place, key[:, None], index)
+    replaced = (index == out[:, None]) & beats[:, None]
+    best, index = tl.where(replaced, highest[:, None], best), tl.where(replaced, key[:, None], index)
     rank = tl.where((keys[None, :] == key[:, None]) & beats[:, None], _TAKEN, rank)
     return rank, best, index, tl.min(best, 1)
 
 
 @triton.jit
 def write(out, rows, queries, best, index, COUNT: tl.constexpr):
-    """Rows of `out` (Lq, K), best first, of equal ranks the smaller key; −1 where nothing was found."""
-    for place in range(COUNT):
+    """Write rows of `out` (Lq, K), best first, of equal ranks the smaller key; −1 where nothing was found."""
+    for slot in range(COUNT):
         highest = tl.max(best, 1)
         key = tl.min(tl.where(best == highest[:, None], index, _LAST), 1)
-        tl.store(out + rows.to(tl.int64) * COUNT + place, tl.maximum(key, -1), mask=rows < queries)
+        tl.store(out + rows.to(tl.int64) * COUNT + slot, tl.maximum(key, -1), mask=rows < queries)
         taken = index == key[:, None]
         best, index = tl.where(taken, _TAKEN, best), tl.where(taken, _LAST, index)
 
@@ -308,7 +308,7 @@ def choose(
     """
     batch, head = (tl.program_id(1) // HEADS).to(tl.int64), tl.program_id(1) % HEADS
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # causal rows that see most start first
-    rows, columns, places = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, PLACES)
+    rows, columns, slots = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, PLACES)
     inside = rows < queries
     if documents is not None:
         documents += batch * length
@@ -317,13 +317,13 @@ def choose(
     last, document = sight(rows + first_query, documents, length, CAUSAL)
     last = tl.where(inside, last, -1)
     if lse is not None:
-        own_lse = tl.load(lse + batch * queries + rows, mask=inside, other=0.0)
+        row_lse = tl.load(lse + batch * queries + rows, mask=inside, other=0.0)
     else:
-        own_lse = tl.zeros((ROWS,), tl.float32)
+        row_lse = tl.zeros((ROWS,), tl.float32)
     SIGNED: tl.constexpr = seeds is None or SAMPLING == "raw"
     worst = ranked(tl.full((ROWS,), -float("inf"), tl.float32), SIGNED)
     # Empty places count down from −1, so that each is another; those beyond K are never the worst.
-    index = tl.zeros((ROWS, 1), tl.int32) - 1 - places[None, :]
+    index = tl.zeros((ROWS, 1), tl.int32) - 1 - slots[None, :]
     best = tl.where(index >= -COUNT, worst[:, None], _LAST)
     end = tl.max(last, 0) + 1
     for first_key in range(0, end, TILE):
@@ -333,10 +333,10 @@ def choose(
         for start in range(first_key, tl.minimum(end, first_key + TILE), COLUMNS):
             keys = start + columns
             score = product(query, vectors(k, keys, length, WIDTH), WIDTH)
-            score = rounded(score) if seeds is None else likelihood(score, own_lse[:, None], SAMPLING)
-            seen = (keys[None, :] <= last[:, None]) & (keys < first_key + TILE)[None, :]
-            seen &= document[:, None] == document_of(keys, documents, length)[None, :]
-            score = tl.where(seen, score, -float("inf"))
+            score = rounded(score) if seeds is None else likelihood(score, row_lse[:, None], SAMPLING)
+            visible = (keys[None, :] <= last[:, None]) & (keys < first_key + TILE)[None, :]
+            visible &= document[:, None] == document_of(keys, documents, length)[None, :]
+            score = tl.where(visible, score, -float("inf"))
             rank = ranked(score, SIGNED)
             promising = tl.max((rank > worst[:, None]).to(tl.int32))
             if promising > 0:  # u < 1: else nothing drawn could beat what is kept
@@ -347,8 +347,8 @@ def choose(
                 while promising > 0:
                     rank, best, index, worst = insert(rank, keys, best, index, worst)
                     promising = tl.max((rank > worst[:, None]).to(tl.int32))
-    best = tl.where(places[None, :] < COUNT, best, _TAKEN)
-    index = tl.where(places[None, :] < COUNT, index, _LAST)
+    best = tl.where(slots[None, :] < COUNT, best, _TAKEN)
+    index = tl.where(slots[None, :] < COUNT, index, _LAST)
     write(out + tl.program_id(1).to(tl.int64) * queries * COUNT, rows, queries, best, index, COUNT)
 
 
@@ -437,12 +437,14 @@ def chosen_keys(
 
 
 def _coordinates(x: Tensor, scale: float = 1.0) -> Tensor:
-    """(B, L, d) -> (B, d, L) fp32, times `scale`: each coordinate by itself, so that a warp reads it in one piece."""
+    """Return x (B, L, d) as (B, d, L) fp32, times `scale`: each coordinate by itself, so that a warp reads it in one
+    piece.
+    """
     return x.float().mul(scale).transpose(1, 2).contiguous()
 
 
 def _documents(key_mask: Tensor | None, segments: Tensor | None) -> Tensor | None:
-    """(B, L) int32: the document of every token, `PADDING` for padding; None where there is but one."""
+    """Return (B, L) int32: the document of every token, `PADDING` for padding; None where there is but one."""
     if key_mask is None:
         return None if segments is None else segments.to(torch.int32).contiguous()
     inside = torch.zeros_like(key_mask, dtype=torch.int32) if segments is None else segments.to(torch.int32)
