@@ -397,7 +397,7 @@ class _HashTableAttention(Function):
 
 
 def _total(shape: Sequence[int], dtype: torch.dtype, device: torch.device, several: bool) -> Tensor:
-    """Return the tensor that slabs are summed in: of several ones in fp32, from 0 on; one writes it in its own dtype."""
+    """Return the tensor that slabs are summed in: fp32 zeros for several, else empty in the dtype of the result."""
     if several:
         return torch.zeros(shape, dtype=torch.float32, device=device)
     return torch.empty(shape, dtype=dtype, device=device)

@@ -36,7 +36,7 @@ class LocalAttentionSpec:
 
 
 def distances(chunk: int, causal: bool) -> range:
-    """Return the distances i − j of a chunk's queries and keys, in the order of `relative_local_attention`'s vectors."""
+    """Return the distances i − j of a chunk's queries and keys, in the order of `r` in `relative_local_attention`."""
     return range(2 * chunk - 1, -chunk if causal else -2 * chunk, -1)
 
 
