@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError, did_you_mean
 from megasparse.hub.compare import TOLERANCE, compared_length, difference, our_logits, padded
 from megasparse.hub.formats import DECODERS, FORMATS, TASKS, Format, comparable, format_named
-from megasparse.hub.gguf_header import check_gguf
+from megasparse.hub.gguf_file import unpack_gguf
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.hub.tokenizer_files import FILE, GENERATION, SPECIAL, Files, beside, found_tokenizer
 from megasparse.model.build import Model, build_model
@@ -53,7 +52,7 @@ class HFModel:
         Raises HubError for what is missing, damaged or of an architecture that ours does not express; ConfigError where
         the settings it gives do not go together.
         """
-        found = unpacked(Path(name)) if Path(name).suffix == ".gguf" else None
+        found = unpack_gguf(Path(name)) if Path(name).suffix == ".gguf" else None
         folder = find_folder(name if found is None else found.name)
         values = read_config(folder)
         kind = format_named(_known_type(values, folder))
@@ -131,32 +130,6 @@ class HFModel:
                 return length
         problem = f"our model's logits differ from its by {differences[0]:.2g}"
         raise HubError(self.folder, problem, "Report it, with the model's config.json")
-
-
-def unpacked(path: Path) -> TemporaryDirectory[str]:
-    """A folder of the model in a GGUF file, dequantised to fp32 by transformers. Raises HubError."""
-    if path.exists():
-        check_gguf(path)
-    if find_spec("gguf") is None:
-        raise HubError("gguf", "is not installed, which reads GGUF files", "Install it: pip install gguf")
-    import transformers
-
-    from megasparse.hub.export import write_tensors
-
-    place = {"gguf_file": path.name, "local_files_only": True}
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **place)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **place)
-    except Exception as error:  # what gguf raises is no special error
-        problem = f"transformers does not load it ({' '.join(str(error).split())})"
-        raise HubError(path, problem, "Give a GGUF file that it loads") from None
-    folder = TemporaryDirectory()
-    tokenizer.save_pretrained(folder.name)
-    values = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
-    (Path(folder.name) / "config.json").write_text(json.dumps(values), encoding="utf-8")
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    write_tensors(((name, x) for name, x in model.state_dict().items() if name not in tied), Path(folder.name))
-    return folder
 
 
 def find_folder(name: str | Path) -> Path:

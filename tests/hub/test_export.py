@@ -163,15 +163,16 @@ def test_the_card_shows_where_the_model_comes_from(tmp_path):
     (tmp_path / "run" / "targets.json").write_text(json.dumps(of_targets))
     folder = to_hf(tmp_path / "run", tmp_path / "out")
     text = (folder / "README.md").read_text()
-    assert "9.5000 bits a token, bits/byte 1.7000, accuracy 25.00 %, on 90 tokens of split" in text
-    assert "9.2500 bits a token, accuracy" in text
-    assert "3.2500 nats a target token, accuracy 50.00 %, on 70 target tokens of split" in text
+    assert "bits_per_token 9.5000, bits_per_byte 1.7000, token_perplexity 724.1000, accuracy 0.2500, over 90" in text
+    assert "bits_per_token 9.2500, token_perplexity" in text
+    assert "loss 3.2500, accuracy 0.5000, over 70 tokens of split" in text
     header = text.split("---")[1]
     assert "library_name: transformers" in header and "- lsh-attention" in header
-    assert f"index {newest.manifest['data_fingerprint']}" in text and "prepared with `a test`" in text
+    assert f"index {newest.manifest['data_fingerprint']}" in text
     assert "2 steps of 2 sequences of 64 tokens" in text and "strictly causal: no output" in text
     assert (
-        "7.1235 bits/dim, accuracy 12.50 %, on 400 symbols" in text and "6.5" not in text.split("## Configuration")[0]
+        "bits_per_dim 7.1235, accuracy 0.1250, over 400 tokens" in text
+        and "6.5" not in text.split("## Configuration")[0]
     )
     assert '"pattern": [' in text and "trust_remote_code=True" in text
     assert str(tmp_path) not in text
@@ -281,7 +282,7 @@ def test_both_sides_of_an_encoder_decoder_are_compared_with_their_padding(tmp_pa
     checkpoint(config, tmp_path / "run")
     card = (to_hf(tmp_path / "run", tmp_path / "out") / "README.md").read_text()
     assert "pipeline_tag: translation" in card and "AutoModelForSeq2SeqLM" in card and "num_beams=4" in card
-    assert "2 and 3 layers" in card and "for up to 40 tokens of source and 128 of target" in card
+    assert "2 and 3 layers" in card and "for up to 40 of source and 128 tokens" in card
 
 
 def test_an_encoder_decoder_is_none_of_the_other_architectures(tmp_path):

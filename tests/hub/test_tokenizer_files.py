@@ -16,10 +16,9 @@ from megasparse.data.tokenizers import build_tokenizer
 from megasparse.data.tokenizers.simple import vocabulary_file
 from megasparse.errors import ConfigError, HubError
 from megasparse.hub.export import to_hf
-from megasparse.hub.fast_tokenizer import of_bytes, of_unigram
 from megasparse.hub.hf_model import HFModel
 from megasparse.hub.starting import write_start
-from megasparse.hub.tokenizer_files import files_with_start, found_tokenizer, tokenizer_files
+from megasparse.hub.tokenizer_files import files_with_start, found_tokenizer, of_bytes, of_unigram, tokenizer_files
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.helpers.hub import SEED, decoder, encoder, made, write_model
 from tests.helpers.models import small_pair

@@ -32,14 +32,14 @@ from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.evaluation.restore import restore
 from megasparse.hub.export import to_hf
-from megasparse.hub.gguf_header import check_gguf
+from megasparse.hub.gguf_file import check_gguf
 from megasparse.hub.hf_model import HFModel
 from megasparse.training.checkpoints.manifest import MANIFEST, seal
 from tests.data.folders import ramp, write_folder
 from tests.helpers.fuzzing import MOST_BYTES, MOST_SECONDS, Case, Format, fuzz
 from tests.helpers.tokenizers import sentencepiece_model, wordpiece
 from tests.helpers.trained import prepared, trained
-from tests.hub.test_gguf_header import gguf
+from tests.hub.test_gguf_file import gguf
 
 TEXTS = [f"text {number} of a crawl, é " * (1 + number % 7) for number in range(60)]
 SAMPLE = "the attention of a model\tis 1 é \n".encode()

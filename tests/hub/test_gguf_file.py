@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megasparse.errors import HubError
-from megasparse.hub.gguf_header import check_gguf
+from megasparse.hub.gguf_file import check_gguf
 from megasparse.hub.hf_model import HFModel
 
 

@@ -1,4 +1,5 @@
-"""The header of a GGUF file, walked before anybody else reads it: counts, lengths and sizes that the file can have.
+"""A GGUF file, unpacked into a folder by transformers after its header was checked: counts, lengths and sizes that the
+file can have.
 
 Version 2 or 3, little endian: "GGUF", uint32 version, uint64 tensors, uint64 entries; entries; tensors; their data.
 
@@ -7,9 +8,14 @@ Version 2 or 3, little endian: "GGUF", uint32 version, uint64 tensors, uint64 en
     a tensor: text name, uint32 dimensions n, n uint64 sizes, uint32 type, uint64 offset
 """
 
+import json
 import struct
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO
+
+import torch
 
 from megasparse.errors import HubError
 
@@ -29,6 +35,32 @@ WIDTHS = (
 
 class _Bad(Exception):
     pass
+
+
+def unpack_gguf(path: Path) -> TemporaryDirectory[str]:
+    """A folder of the model in a GGUF file, dequantised to fp32 by transformers. Raises HubError."""
+    if path.exists():
+        check_gguf(path)
+    if find_spec("gguf") is None:
+        raise HubError("gguf", "is not installed, which reads GGUF files", "Install it: pip install gguf")
+    import transformers
+
+    from megasparse.hub.export import write_tensors
+
+    place = {"gguf_file": path.name, "local_files_only": True}
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **place)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **place)
+    except Exception as error:  # what gguf raises is no special error
+        problem = f"transformers does not load it ({' '.join(str(error).split())})"
+        raise HubError(path, problem, "Give a GGUF file that it loads") from None
+    folder = TemporaryDirectory()
+    tokenizer.save_pretrained(folder.name)
+    values = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
+    (Path(folder.name) / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    write_tensors(((name, x) for name, x in model.state_dict().items() if name not in tied), Path(folder.name))
+    return folder
 
 
 def check_gguf(path: Path) -> None:
