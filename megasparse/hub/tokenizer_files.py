@@ -7,10 +7,10 @@ from typing import Any
 
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer
-from megasparse.data.tokenizers.byte_level import alphabet
-from megasparse.data.tokenizers.files import BEGIN, MASK, PADDING, SEPARATOR
+from megasparse.data.tokenizers.contract import BEGIN, MASK, PADDING, SEPARATOR
+from megasparse.data.tokenizers.huggingface import alphabet
 from megasparse.data.tokenizers.sentence_piece import GRID
-from megasparse.data.tokenizers.words import END, UNKNOWN
+from megasparse.data.tokenizers.simple import END, UNKNOWN
 from megasparse.errors import HubError
 
 FILE, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
