@@ -17,7 +17,7 @@ from megasparse.attention.full import Cache, KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import Places, merge, sink_attention
 from megasparse.errors import ConfigError
-from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
 
 Codes = tuple[Tensor, Tensor | None]
 """Buckets of queries and of keys, (B, H, R, L) each, any integer type; None for keys: the queries' are theirs too."""
@@ -173,7 +173,8 @@ class BandAttention(Attention):
         codes = self._seen_codes(query_codes, key_codes)
         if not self.sinks and part.share is None:
             spec = BucketedAttentionSpec(self.window, inputs.causal, buckets=self.buckets, **self.rule)
-            return inputs.in_buckets(codes[0], spec, codes[1])[0], None
+            q, k, v, key_mask, segments, _, dropout = inputs
+            return bucketed_attention(q, k, v, codes[0], spec, key_mask, segments, codes[1], dropout)[0], None
         parts = [self._in_buckets(inputs, *codes, part)]
         if self.sinks:
             own = {name: self.rule[name] for name in ("scale", "exclude_self")}

@@ -61,8 +61,7 @@ class BigBirdAttention(BlockSparseAttention):
     """
 
     def __init__(self, config: BigBirdAttentionConfig, spec: MechanismSpec):
-        super().__init__(spec)
-        self.config = config
+        super().__init__(config, spec)
         self.chunk = min(config.chunk, spec.max_length)
         self.first, self.blocks = config.globals * self.chunk, -(-spec.max_length // self.chunk)
 

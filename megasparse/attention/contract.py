@@ -11,8 +11,6 @@ from megasparse.attention.costs import Passes, Workload
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, bucketed_attention
-from megasparse.ops.operator import without_autocast
-from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import PairDropout, RngContext
 
 
@@ -150,77 +148,65 @@ class MechanismSpec:
 class Attention(nn.Module, ABC):
     """One mechanism over some heads of a layer, built from its section of the configuration and its spec.
 
-    A mechanism states its own facts: what it costs, how it decodes, what it observes once a step. A new one needs
-    `forward` alone; what it lacks beyond that is refused by name where it is asked for.
+    A mechanism states its own facts: what it costs, how it decodes, what it observes once per step. A new one needs
+    only `forward`; a missing method is an error with its name when it is called.
 
     Strictly causal (`leak` is None): with inputs.causal, replacing tokens from t on changes no output before t.
     Parameters that decoding reads too live in submodules that are called (ZeRO 3 gathers weights at a module's call).
+    Callers turn torch.autocast off: the dtype of the heads decides the precision.
     """
 
+    config: Any
+    """The section, of the class that is registered with the mechanism."""
+
     shared_qk: bool = False
-    """Whether its keys are q/|q|."""
+    """True if its keys are q/|q|."""
     reads_tokens: bool = False
-    """Whether it hashes the tokens themselves, see AttentionContext.tokens."""
-    adds_positions: bool = False
-    """Whether `positions` are added to its queries and keys in each layer."""
-    layer_norm_qk: bool = False
-    """Whether each head's queries and keys are layer-normalised, without gain and bias, after that."""
+    """True if it hashes the tokens themselves, see AttentionContext.tokens."""
     task_weight: float = 1.0
     """Weight of the task's loss beside the auxiliary loss (LHA's convex combination)."""
     leak: str | None = None
     """Why a later token can move an earlier output, for a mechanism that keeps a paper's leaking window; else None."""
     normalises: bool = False
-    """Whether each output is scaled to length 1, so that it is not linear in the values."""
-    heads_together: int = 1
-    """Neighbouring heads that ranks do not share out, since they choose their keys together."""
+    """True if each output is scaled to length 1, so that it is not linear in the values."""
     shares_pairs: bool = False
-    """Whether ranks that have the same heads share out their pairs of queries and keys (`context.part.share`), where
-    `forward` gives a log-sum-exp too. Otherwise each of them computes these heads whole.
+    """True if ranks that have the same heads share out their pairs of queries and keys (`context.part.share`), when
+    `forward` returns a log-sum-exp too. Otherwise each of them computes these heads whole.
     """
     all_pairs: bool = False
-    """Whether every query meets every key, so that memory can grow with the square of the length."""
+    """True if every query meets every key, so that memory can grow with the square of the length."""
 
-    def __init__(self, spec: MechanismSpec):
+    def __init__(self, config: Any, spec: MechanismSpec):
         super().__init__()
-        self.spec = spec
-
-    def __init_subclass__(cls, **settings: Any) -> None:
-        """A mechanism chooses its precision by the dtype of its heads, under torch.autocast too."""
-        super().__init_subclass__(**settings)
-        for name in ("forward", "fill_cache", "decode"):
-            if name in vars(cls):
-                setattr(cls, name, without_autocast(vars(cls)[name]))
+        self.config, self.spec = config, spec
 
     @abstractmethod
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        """Attention of all tokens. x: (B, L, E), the layer's input, which learned hashes and sketches read; where ranks
-        share sequences that of the tokens that are here.
+        """Attend to all tokens. x: (B, L, E), the layer's input, which learned hashes and sketches read; if ranks
+        share sequences, that of this rank's tokens.
 
         The auxiliary loss comes already weighted, as the part of it that is added to the model's objective.
         """
 
     def part_of(self, part: SequencePart, heads: int) -> SequencePart:
-        """The part of sequences, and of so many of these heads, that a rank has inside attention."""
-        return part.of_heads(heads // self.heads_together)
+        """Return the part of sequences, and of so many of these heads, that a rank has inside attention."""
+        return part.of_heads(heads // self.config.heads_together)
 
-    def positions(self, first: int, q: Tensor) -> tuple[Tensor, Tensor]:
-        """What is added to queries q (B, H, L, D) and their keys, of the positions from `first` on; each broadcasts to
-        q.
-        """
-        found = sinusoids(first, q.shape[2], q.shape[3], q.device).to(q.dtype)
-        return found, found
+    def prepare(self, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """Return the queries and keys (B, H, L, D) that it attends by, of the positions from `first` on."""
+        return q, k
 
     def after_step(self, applied: bool, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Moves what the optimizer does not, once a step. applied: whether the step's gradients were finite.
+        """Update state that the optimizer does not own, once per step. applied: True if its gradients were finite.
 
         sum_over_ranks: sums a tensor over the ranks; all of them call it, or none.
         """
 
     def start_from_pretrained(self) -> None:
-        """Sets parameters so that pretrained values pass unchanged, before fine-tuning in a pretrained model."""
+        """Set parameters so that pretrained values pass unchanged, before fine-tuning in a pretrained model."""
 
     def pair_dropout(self, q: Tensor, context: AttentionContext) -> PairDropout | None:
-        """Dropout of the probabilities of the queries q (B, H, L, D), all those of this rank's heads; None without."""
+        """Return the dropout of the probabilities of the queries q (B, H, L, D) of this rank's heads; None without."""
         rng, first = context.rng, context.head_offset
         if not rng.training or self.spec.dropout == 0.0:
             return None
@@ -230,39 +216,40 @@ class Attention(nn.Module, ABC):
     # Decoding with a cache, of causal mechanisms
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> Any:
-        """An empty `full.Cache` for `batch` sequences, on the device and in the dtype of `like`. part: of the heads,
-        for which it is. Raises ConfigError for a mechanism that cannot decode token by token.
+        """Return an empty `full.Cache` for `batch` sequences, on the device and in the dtype of `like`.
+
+        part: that of the heads. Raises ConfigError for a mechanism that cannot decode token by token.
         """
         raise self._lacks("cannot decode token by token: it has no cache", "new_cache, fill_cache and decode")
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: Any, context: AttentionContext) -> None:
-        """Takes a whole prompt into an empty cache; `forward` gave its outputs."""
+        """Prefill an empty cache. `forward` has already computed the outputs."""
         raise self._lacks("cannot take a prompt into a cache", "fill_cache")
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: Any, position: int, context: AttentionContext
     ) -> Tensor:
-        """The output (B, H, 1, D) of the one new token at `position`, which is taken into the cache. x: (B, 1, E)."""
+        """Append the one new token at `position` to the cache, and return its output (B, H, 1, D). x: (B, 1, E)."""
         raise self._lacks("cannot decode from a cache", "decode")
 
     # Costs at a sequence length, a token, of these heads without their projections
 
     def flops(self, length: int) -> Passes:
-        """FLOPs by formula, with every window full. Raises ConfigError for a mechanism whose FLOPs are not known."""
+        """Return the FLOPs by formula, with every window full. Raises ConfigError if they are not known."""
         raise self._lacks("has no count of its FLOPs", "flops")
 
     # What evaluation compares
 
     def without_additions(self) -> "Attention":
-        """The mechanism without what it adds to attention, such as a convolution of the values."""
+        """Return the mechanism without what it adds to attention, such as a convolution of the values."""
         return self
 
     def exact(self) -> "Attention | None":
-        """The mechanism that this one approximates, or None for full attention of the same queries and keys."""
+        """Return the mechanism that this one approximates, or None for full attention of the same queries and keys."""
         return None
 
     def buckets_of(self, inputs: AttentionInputs, context: AttentionContext) -> Buckets | None:
-        """The bucket of every query and key, or None for a mechanism that does not hash."""
+        """Return the bucket of every query and key, or None for a mechanism that does not hash."""
         return None
 
     def _lacks(self, problem: str, methods: str) -> ConfigError:

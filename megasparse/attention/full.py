@@ -14,6 +14,7 @@ from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 from megasparse.ops.operator import implementation
+from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import PairDropout
 
 _MASK = 1 << 24
@@ -76,8 +77,14 @@ class FullAttention(KeyValueAttention):
     all_pairs = True
 
     def __init__(self, config: FullAttentionConfig, spec: MechanismSpec):
-        super().__init__(spec)
+        super().__init__(config, spec)
         self.shared_qk, self.adds_positions = config.shared_qk, config.sinusoidal_positions
+
+    def prepare(self, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        if not self.adds_positions:
+            return q, k
+        positions = sinusoids(first, q.shape[2], q.shape[3], q.device).to(q.dtype)
+        return q + positions, k + positions
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         inputs = inputs.of_one_dtype()

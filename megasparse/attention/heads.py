@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
@@ -23,6 +22,7 @@ from megasparse.attention.sinks import merge
 from megasparse.config.attention import MECHANISMS, attends_fully, heads_of_layer, layers_with
 from megasparse.config.schema import ModelConfig
 from megasparse.ops.normalize import unit_keys
+from megasparse.ops.operator import autocast_off
 
 
 def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
@@ -105,15 +105,16 @@ class AttentionLayer(nn.Module):
         outs: list[Tensor] = []
         auxiliary: Tensor | None = None
         statistics: dict[str, Tensor] = {}
-        for kind, inputs, own in self._project(x, context.rng.first, padding, context):
+        for kind, inputs, local in self._project(x, context.rng.first, padding, context):
             mechanism = self.mechanism(kind)
-            found = mechanism(x, inputs, own)
-            outs.append(to_tokens(found, own.part))
-            if (loss := found.auxiliary_loss) is not None:
+            with autocast_off(x):
+                output = mechanism(x, inputs, local)
+                if cache is not None:
+                    mechanism.fill_cache(x, inputs, cache[kind], local)
+            outs.append(to_tokens(output, local.part))
+            if (loss := output.auxiliary_loss) is not None:
                 auxiliary = loss if auxiliary is None else auxiliary + loss
-            statistics |= {f"{kind}/{name}": value for name, value in found.statistics.items()}
-            if cache is not None:
-                mechanism.fill_cache(x, inputs, cache[kind], own)
+            statistics |= {f"{kind}/{name}": value for name, value in output.statistics.items()}
         return AttentionOutput(self._merge(outs), auxiliary, statistics)
 
     def new_cache(self, batch: int, rounds: int | None, part: SequencePart = WHOLE) -> dict[str, Any]:
@@ -132,8 +133,10 @@ class AttentionLayer(nn.Module):
         caches. Returns (B, 1, E).
         """
         outs = []
-        for kind, inputs, own in self._project(x, position, padding, context):
-            outs.append(own.part.to_tokens(self.mechanism(kind).decode(x, inputs, cache[kind], position, own)))
+        for kind, inputs, local in self._project(x, position, padding, context):
+            with autocast_off(x):
+                out = self.mechanism(kind).decode(x, inputs, cache[kind], position, local)
+            outs.append(local.part.to_tokens(out))
         return self._merge(outs)
 
     def _project(
@@ -144,14 +147,14 @@ class AttentionLayer(nn.Module):
         k = q[:, :0] if self.key is None else split_heads(self.key(x), self.head_dim)
         if self.query_norm is not None:
             q, k = self.query_norm(q), k if self.key_norm is None else self.key_norm(k)
-        q, k, v = self.placed(q, k, v, first_position)
+        q, k, v = self.rotate_and_repeat(q, k, v, first_position)
         mechanisms = {kind: self.mechanism(kind) for kind in self.split}
         yield from split_heads_by_mechanism(
             mechanisms, self.split, (q, k, v), padding, self.causal, context, first_position
         )
 
-    def placed(self, q: Tensor, k: Tensor, v: Tensor, first_position: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, and keys and values (B, H or fewer, L, D), in their positions and as many as queries, or none."""
+    def rotate_and_repeat(self, q: Tensor, k: Tensor, v: Tensor, first_position: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys (B, H or fewer, L, D) with rotary positions, and keys and values for every query."""
         if self.rotary is not None:
             q, k = self.rotary(q, first_position), self.rotary(k, first_position)
         times = q.shape[1] // v.shape[1]
@@ -170,45 +173,43 @@ def split_heads_by_mechanism(
     context: AttentionContext,
     first_position: int = 0,
 ) -> Iterator[tuple[str, AttentionInputs, AttentionContext]]:
-    """Each mechanism's share of a layer's heads, as it wants them, and its context.
+    """Yield each mechanism's share of a layer's heads, prepared for it, and its context.
 
-    split: number of heads of each mechanism. projected: q, k, v of all heads (B, H, L, D), k without the heads of
-    mechanisms that share queries and keys. Where ranks share sequences, those of the tokens from `first_position` on
-    that are here; each mechanism gets all tokens of this rank's part of its heads.
+    Args:
+        split: number of heads of each mechanism.
+        projected: q, k, v of all heads (B, H, L, D), k without the heads of mechanisms that share queries and keys. If
+            ranks share sequences, of this rank's tokens, from `first_position` on; each mechanism gets all tokens of
+            this rank's part of its heads.
     """
-    q, k, v = projected
-    whole = context.rng.at(0)
+    all_q, all_k, all_v = projected
+    rng = context.rng.at(0)
     first, first_key = 0, 0
     for kind, heads in split.items():
         mechanism = mechanisms[kind]
         part = mechanism.part_of(padding.part, heads)
-        mine, values = q[:, first : first + heads], v[:, first : first + heads]
-        keys = mine
+        q, v = all_q[:, first : first + heads], all_v[:, first : first + heads]
+        k = q
         if not mechanism.shared_qk:
-            keys = k[:, first_key : first_key + heads]
+            k = all_k[:, first_key : first_key + heads]
             first_key += heads
-        if mechanism.adds_positions:
-            of_queries, of_keys = mechanism.positions(first_position, mine)
-            mine, keys = mine + of_queries, keys + of_keys
-        if mechanism.layer_norm_qk:
-            mine, keys = (F.layer_norm(x, x.shape[-1:], eps=1e-6).to(x.dtype) for x in (mine, keys))
+        q, k = mechanism.prepare(q, k, first_position)
         if mechanism.shared_qk:
-            mine, values = part.to_heads(mine, values)
-            mine, keys = unit_keys(mine)
+            q, v = part.to_heads(q, v)
+            q, k = unit_keys(q)
         else:
-            mine, keys, values = part.to_heads(mine, keys, values)
+            q, k, v = part.to_heads(q, k, v)
         offset = context.head_offset + first + part.way * (heads // part.ways)
-        own = dataclasses.replace(context, head_offset=offset, rng=whole, part=part)
-        dropped = mechanism.pair_dropout(mine, own)
-        yield kind, AttentionInputs(mine, keys, values, padding.key_mask, padding.segments, causal, dropped), own
+        local = dataclasses.replace(context, head_offset=offset, rng=rng, part=part)
+        dropout = mechanism.pair_dropout(q, local)
+        yield kind, AttentionInputs(q, k, v, padding.key_mask, padding.segments, causal, dropout), local
         first += heads
 
 
-def to_tokens(found: AttentionOutput, part: SequencePart) -> Tensor:
-    """What a mechanism's ranks have found, (B, H, L/S, D) of all its heads for the tokens that are here."""
-    if found.lse is None:
-        return part.to_tokens(found.out)
-    return merge(part.parts_to_tokens(found.out, found.lse))[0]
+def to_tokens(output: AttentionOutput, part: SequencePart) -> Tensor:
+    """Return the outputs of a mechanism's ranks, (B, H, L/S, D) of all its heads for this rank's tokens."""
+    if output.lse is None:
+        return part.to_tokens(output.out)
+    return merge(part.parts_to_tokens(output.out, output.lse))[0]
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:

@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
@@ -122,9 +123,7 @@ class LHAAttention(BandAttention):
     """
 
     def __init__(self, config: LHAAttentionConfig, spec: MechanismSpec):
-        super().__init__(spec)
-        self.config = config
-        self.adds_positions, self.layer_norm_qk = config.sinusoidal_positions, config.normalize
+        super().__init__(config, spec)
         sides = ("query", "key") if config.project_positions else ()
         self.position_projections = nn.ModuleDict({side: _projection(spec) for side in sides})
         self.window = Window("band", min(config.chunk, spec.max_length))
@@ -150,13 +149,19 @@ class LHAAttention(BandAttention):
         loss, learned = self.learn(x, inputs, context, assigned)
         return found._replace(auxiliary_loss=loss, statistics=found.statistics | learned)
 
-    def positions(self, first: int, q: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.config.project_positions:
-            return super().positions(first, q)
-        table = sinusoids(first, q.shape[2], self.spec.d_model, q.device).to(q.dtype)
-        projected = (self.position_projections[side](table) for side in ("query", "key"))
-        of_queries, of_keys = (x.unflatten(-1, (-1, q.shape[3])).transpose(0, 1) for x in projected)  # (H, L, D)
-        return of_queries, of_keys
+    def prepare(self, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        config = self.config
+        if config.project_positions:
+            table = sinusoids(first, q.shape[2], self.spec.d_model, q.device).to(q.dtype)
+            projected = (self.position_projections[side](table) for side in ("query", "key"))
+            of_queries, of_keys = (x.unflatten(-1, (-1, q.shape[3])).transpose(0, 1) for x in projected)  # (H, L, D)
+            q, k = q + of_queries, k + of_keys
+        elif config.sinusoidal_positions:
+            positions = sinusoids(first, q.shape[2], q.shape[3], q.device).to(q.dtype)
+            q, k = q + positions, k + positions
+        if config.normalize:
+            q, k = (F.layer_norm(x, x.shape[-1:], eps=1e-6).to(x.dtype) for x in (q, k))
+        return q, k
 
     @torch.no_grad()
     def assign(self, inputs: AttentionInputs, context: AttentionContext) -> Assignment:

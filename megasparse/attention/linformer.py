@@ -57,7 +57,7 @@ class LinformerAttention(Attention):
     """
 
     def __init__(self, config: LinformerAttentionConfig, spec: MechanismSpec):
-        super().__init__(spec)
+        super().__init__(config, spec)
         self.keys = SequenceProjection(config.projected, spec.max_length)
         self.values = SequenceProjection(config.projected, spec.max_length)
 

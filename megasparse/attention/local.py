@@ -88,7 +88,7 @@ class LocalAttention(Attention):
     """
 
     def __init__(self, config: LocalAttentionConfig, spec: MechanismSpec):
-        super().__init__(spec)
+        super().__init__(config, spec)
         self.chunk, self.sinks = min(config.chunk, spec.max_length), config.sinks
         self.relative = RelativePositions(spec) if config.relative else None
         self.shares_pairs = self.relative is None

@@ -23,7 +23,7 @@ class LongformerAttention(BlockSparseAttention):
     """
 
     def __init__(self, config: LongformerAttentionConfig, spec: MechanismSpec):
-        super().__init__(spec)
+        super().__init__(config, spec)
         self.chunk, self.first = min(config.chunk, spec.max_length), config.globals
 
     def flops(self, length: int) -> Passes:

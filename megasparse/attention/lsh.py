@@ -142,8 +142,7 @@ class LSHAttention(BandAttention):
     """
 
     def __init__(self, config: LSHAttentionConfig, spec: MechanismSpec):
-        super().__init__(spec)
-        self.config = config
+        super().__init__(config, spec)
         self.shared_qk = config.shared_qk
         self.factors = lsh_buckets(config, spec.max_length)
         self.buckets = math.prod(self.factors)

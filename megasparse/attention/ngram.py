@@ -89,8 +89,7 @@ class NGramAttention(Attention):
     shares_pairs = True
 
     def __init__(self, config: NGramAttentionConfig, spec: MechanismSpec):
-        super().__init__(spec)
-        self.config = config
+        super().__init__(config, spec)
         self.buckets = 1 << max(1, spec.max_length - 1).bit_length()
         self.bias = SourceBias(spec.heads, len(config.lengths))
         scale, window = spec.head_dim**-0.5, Window("chunk", min(config.window, spec.max_length))

@@ -72,8 +72,7 @@ class PerformerAttention(Attention):
     """
 
     def __init__(self, config: PerformerAttentionConfig, spec: MechanismSpec):
-        super().__init__(spec)
-        self.config = config
+        super().__init__(config, spec)
         self.scale = spec.head_dim**-0.5
 
     def projection(self, q: Tensor, context: AttentionContext) -> Tensor:

@@ -30,7 +30,7 @@ class RandomAttention(BandAttention):
     """
 
     def __init__(self, config: RandomAttentionConfig, spec: MechanismSpec):
-        super().__init__(spec)
+        super().__init__(config, spec)
         self.window = Window("band", min(config.chunk, spec.max_length))
         self.buckets = -(-spec.max_length // config.chunk)
         self.rule = {"scale": spec.head_dim**-0.5, "exclude_self": False, "count_rounds": False}

@@ -82,8 +82,7 @@ class RoutingAttention(BandAttention):
     centroids: Tensor
 
     def __init__(self, config: RoutingAttentionConfig, spec: MechanismSpec):
-        super().__init__(spec)
-        self.config = config
+        super().__init__(config, spec)
         self.window = Window("band", min(config.chunk, spec.max_length))
         self.local, self.sinks, self.shares_pairs = config.local, config.sinks, config.window == "band"
         self.buckets = -(-spec.max_length // config.chunk)

@@ -137,8 +137,7 @@ class SmartBirdAttention(Attention):
     """
 
     def __init__(self, config: SmartBirdAttentionConfig, spec: MechanismSpec):
-        super().__init__(spec)
-        self.config = config
+        super().__init__(config, spec)
         window = Window("chunk", min(config.chunk, spec.max_length), ahead=not spec.causal)
         self.near = BucketedAttentionSpec(window, spec.causal, spec.head_dim**-0.5, exclude_self=False)
         self.reads_tokens = config.sketch == "transformer"
@@ -147,7 +146,7 @@ class SmartBirdAttention(Attention):
         self.key: Any
         self.groups = 1
         if config.sketch == "heads":
-            self.heads_together, wide = config.sketch_heads, config.sketch_heads * spec.head_dim
+            wide = config.sketch_heads * spec.head_dim
             self.groups = spec.heads // config.sketch_heads
             self.query, self.key = (HeadProjection(self.groups, wide, config.sketch_dim) for _ in range(2))
         else:

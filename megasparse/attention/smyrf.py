@@ -57,8 +57,7 @@ class SMYRFAttention(Attention):
     shares_pairs = True
 
     def __init__(self, config: SMYRFAttentionConfig, spec: MechanismSpec):
-        super().__init__(spec)
-        self.config = config
+        super().__init__(config, spec)
 
     @torch.no_grad()
     def assign(self, inputs: AttentionInputs, context: AttentionContext) -> ClusterIndices:

@@ -61,7 +61,7 @@ class SparseTransformerAttention(FixedPatternAttention):
     """
 
     def __init__(self, config: SparseTransformerAttentionConfig, spec: MechanismSpec):
-        super().__init__(spec)
+        super().__init__(config, spec)
         self.stride = config.stride or round(spec.max_length**0.5)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:

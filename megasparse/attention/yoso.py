@@ -110,8 +110,7 @@ class YOSOAttention(Attention):
     """
 
     def __init__(self, config: YOSOAttentionConfig, spec: MechanismSpec):
-        super().__init__(spec)
-        self.config = config
+        super().__init__(config, spec)
         self.normalises = config.normalization == "length"
         self.code_bits = config.code_bits or _code_bits(config.hashes, spec)
         self.convolution = None if config.convolution is None else _Convolution(spec.heads, config.convolution)

@@ -23,6 +23,7 @@ from megasparse.attention.heads import Padding, build_mechanism, split_heads_by_
 from megasparse.config.attention import AttentionConfig, heads_of_layer
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import HubError
+from megasparse.ops.operator import autocast_off
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 
 NAME = "megasparse"
@@ -66,7 +67,8 @@ class Mechanisms(nn.ModuleDict):
         """Outputs of all heads (B, H, L, D), and what the mechanisms learn from."""
         outs, losses = [], []
         for mechanism, heads, own in self.split_heads_by_mechanism(given.q, given.k, given.v, padding, context):
-            out, loss, *_ = mechanism(given.x, heads, own)
+            with autocast_off(given.x):
+                out, loss, *_ = mechanism(given.x, heads, own)
             outs.append(out)
             if loss is not None:
                 losses.append(loss)
@@ -103,8 +105,9 @@ class _Group:
         outs = []
         each = self.layer.split_heads_by_mechanism(given.q, given.k, given.v, Padding(), self.context())
         for kind, (mechanism, heads, own) in zip(self.layer.split, each, strict=True):
-            outs.append(mechanism(given.x, heads, own).out)
-            mechanism.fill_cache(given.x, heads, self.caches[kind], own)
+            with autocast_off(given.x):
+                outs.append(mechanism(given.x, heads, own).out)
+                mechanism.fill_cache(given.x, heads, self.caches[kind], own)
         self.position = given.q.shape[2]
         return torch.cat(outs, dim=1)
 
@@ -112,10 +115,11 @@ class _Group:
         """Takes in one more token of each sequence; returns its outputs (n, H, 1, D)."""
         parts = given.q, given.k, given.v
         each = self.layer.split_heads_by_mechanism(*parts, Padding(), self.context(), self.position)
-        outs = [
-            mechanism.decode(given.x, heads, self.caches[kind], self.position, own)
-            for kind, (mechanism, heads, own) in zip(self.layer.split, each, strict=True)
-        ]
+        with autocast_off(given.x):
+            outs = [
+                mechanism.decode(given.x, heads, self.caches[kind], self.position, own)
+                for kind, (mechanism, heads, own) in zip(self.layer.split, each, strict=True)
+            ]
         self.position += 1
         return torch.cat(outs, dim=1)
 

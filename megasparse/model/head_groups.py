@@ -20,7 +20,7 @@ from torch import Tensor
 from megasparse.attention.contract import AttentionContext
 from megasparse.attention.heads import AttentionLayer, merge_heads, split_heads, split_heads_by_mechanism, to_tokens
 from megasparse.model.in_place import Place, Tiles, cut, inside
-from megasparse.ops.operator import Function, at_least_fp32, remember_autocast
+from megasparse.ops.operator import Function, at_least_fp32, autocast_off, remember_autocast
 from megasparse.ops.tiled import GradientSums
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class HeadGroups:
             q = self.layer.query_norm.by(inside("query_norm", weights), q)
         if self.layer.key_norm is not None and k.shape[1]:
             k = self.layer.key_norm.by(inside("key_norm", weights), k)
-        return self.layer.placed(q, k, v, position)
+        return self.layer.rotate_and_repeat(q, k, v, position)
 
     def _project_all(self, weights: Weights) -> tuple[Tensor, ...]:
         """Queries, keys and values of all tiles: (B, n, L, D) each."""
@@ -202,7 +202,8 @@ class HeadGroups:
             {group.kind: mechanism}, {group.kind: group.heads}, (q, k, v), replace(run.padding, part=part),
             layer.causal, context, run.rng.first,
         )  # fmt: skip
-        found = mechanism(self.tiles[0], inputs, own)
+        with autocast_off(q):
+            found = mechanism(self.tiles[0], inputs, own)
         return to_tokens(found, own.part), found.auxiliary_loss, found.statistics
 
 

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from megasparse.attention.contract import AttentionContext
+from megasparse.attention.heads import Padding
+from megasparse.ops.random import RngContext
 from tests.helpers.comparing import gradients_of
-from tests.helpers.models import EVERY, Single
+from tests.helpers.models import EVERY, Single, layer_of
 
 LENGTH = 37
 
@@ -55,3 +58,12 @@ def test_one_of_the_heads_may_be_in_fp32(name, causal, wide):
 def close(key, value, expected):
     difference = (value.float() - expected.float()).norm()
     assert difference <= 2e-2 * expected.norm() + 1e-6, f"{key}: {difference / expected.norm()}"
+
+
+def test_a_layer_turns_autocast_off_for_its_mechanisms_alone():
+    layer, seen = layer_of("lsh"), []
+    layer.mechanism("lsh").register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    layer.output.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(torch.randn(1, 20, 32), AttentionContext(0, RngContext.evaluation(0, 1)), Padding())
+    assert seen == [False, True]

@@ -29,10 +29,6 @@ class MeanConfig(MechanismSection):
 class MeanAttention(Attention):
     """The mean of the values so far, whatever the queries and keys are."""
 
-    def __init__(self, config, spec):
-        super().__init__(spec)
-        self.config = config
-
     def forward(self, x, inputs, context):
         count = torch.arange(1, inputs.v.shape[2] + 1)[:, None]
         return AttentionOutput(self.config.scale * inputs.v.cumsum(2) / count, None, {})

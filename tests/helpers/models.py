@@ -11,6 +11,7 @@ from megasparse.attention.contract import AttentionContext, AttentionInputs, Rec
 from megasparse.attention.heads import AttentionLayer, build_mechanism
 from megasparse.config.attention import MECHANISMS, AttentionConfig
 from megasparse.config.schema import ModelConfig, PositionsConfig
+from megasparse.ops.operator import autocast_off
 from megasparse.ops.random import RngContext
 
 AXIAL = PositionsConfig(kind="axial", axial_shape=[8, 16], axial_dims=[12, 20])
@@ -254,7 +255,8 @@ class Single:
         context = AttentionContext(0, rng, head_offset, recompute or RecomputeCache(), targets, tokens=tokens)
         dropped = self.mechanism.pair_dropout(q, context)
         inputs = AttentionInputs(q, k, v, masks.get("key_mask"), masks.get("segments"), self.causal, dropped)
-        return self.mechanism(x, inputs, context)
+        with autocast_off(q):  # as attention layers do
+            return self.mechanism(x, inputs, context)
 
 
 def known_tokens(batch: int, length: int) -> Tensor:
