@@ -39,7 +39,7 @@ class AttentionInputs(NamedTuple):
     ) -> tuple[Tensor, Tensor]:
         """`bucketed_attention` of these."""
         q, k, v, key_mask, segments, _, dropout = self
-        return bucketed_attention(q, k, v, codes, spec, key_mask, segments, key_codes, dropout)
+        return bucketed_attention(q, k, v, codes, spec, key_mask, segments, key_codes, dropout=dropout)
 
 
 class AttentionOutput(NamedTuple):

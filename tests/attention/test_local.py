@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from megasparse.ops.bucketed_attention import Window
-from megasparse.ops.bucketed_attention.reference import visible
+from megasparse.ops.bucketed_attention.definition import visible
 from megasparse.ops.local_attention import LocalAttentionSpec
 from megasparse.ops.local_attention import reference as defined_relative
 from megasparse.ops.positions import sinusoids

@@ -4,7 +4,7 @@ import torch
 from megasparse.attention.contract import AttentionContext, AttentionInputs
 from megasparse.attention.heads import build_mechanism
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
-from megasparse.ops.bucketed_attention.reference import bucketed_attention as defined
+from megasparse.ops.bucketed_attention.definition import reference_attention as defined
 from megasparse.ops.normalize import unit_keys
 from megasparse.ops.random import RngContext, rotations
 from tests.helpers.huggingface import HEADS, WIDTH, ours, run, theirs_lsh, without_wrap

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from megasparse.attention.heads import build_mechanism
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
-from megasparse.ops.bucketed_attention.reference import visible
+from megasparse.ops.bucketed_attention.definition import visible
 from megasparse.ops.hashing import angular_hash
 from megasparse.ops.random import derive, rotations
 from megasparse.runs.comparison import spread

@@ -16,7 +16,7 @@ from megasparse.attention import sequence_part
 from megasparse.attention.heads import ranks_with_the_same_heads
 from megasparse.config.schema import RunConfig
 from megasparse.model.build import build_model
-from megasparse.ops.bucketed_attention import specification
+from megasparse.ops.bucketed_attention import definition
 from megasparse.planning.flops import mechanisms_of
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.distributed.test_sequence_parallel import ORDINARY, PADDED, batch_of, by_turns, compare, gradients
@@ -102,7 +102,7 @@ def all_to_all(model: Any, tokens: int, ranks: int, size: int) -> float:
 
 
 def on_ranks(world: int) -> dict[str, Any]:
-    specification.PLACES = 8  # so that each rank has a share of 96 places
+    definition.PLACES = 8  # so that each rank has a share of 96 places
     ranks = start_ranks(RunConfig(device="cpu"), world)
     found = {" ".join(map(str, case)): compare(ranks, model_of(*case), batch_of(case[2])) for case in cases(world)}
     found |= {f"sent {kind} {name}": sent(ranks, kind, name) for kind, name in COUNTED}

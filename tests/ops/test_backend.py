@@ -1,5 +1,4 @@
 from functools import cache
-from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -97,24 +96,3 @@ def test_a_second_derivative_is_refused(case, forced, monkeypatch):
     gradient = torch.autograd.grad(out.square().sum(), heads[0], create_graph=True)[0]
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
-
-
-@pytest.mark.parametrize("forced", ["reference", "blockwise", "triton"])
-@pytest.mark.parametrize(
-    "case,operator",
-    [
-        ("bucketed", "bucketed_attention.bucketed_attention"),
-        ("bucketed, own codes", "bucketed_attention.bucketed_attention"),
-    ],
-)
-def test_an_operator_runs_the_implementation_that_is_forced(case, operator, forced, monkeypatch):
-    monkeypatch.setenv(VARIABLE, forced)
-    heads = [made(1, 2, 24, 16) for _ in range(3)]
-    expected = HEADS[case](*heads)
-    package, name = operator.split(".")
-    module = import_module(f"megasparse.ops.{package}.{'gpu' if forced == 'triton' else forced}")
-    own, calls = getattr(module, name), []
-    monkeypatch.setattr(module, name, lambda *x, **named: calls.append(1) or own(*x, **named))
-    for a, b in zip(HEADS[case](*heads), expected, strict=True):
-        assert torch.equal(a, b)
-    assert calls == [1]

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import megasparse.ops.bucketed_attention.chunks as chunks
+import megasparse.ops.bucketed_attention.layouts as layouts
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
-from megasparse.ops.bucketed_attention.blockwise import bucketed_attention as blockwise
-from megasparse.ops.bucketed_attention.reference import bucketed_attention as defined
+from megasparse.ops.bucketed_attention.blocks import bucketed_attention as blockwise
+from megasparse.ops.bucketed_attention.definition import reference_attention as defined
 from tests.helpers import operators
 from tests.helpers.kernels import DEVICE
 from tests.helpers.operators import as_views, assert_equal, assert_same_bits, assert_within_bars, random_masks
@@ -33,8 +33,8 @@ def random_codes(length, rounds, buckets=3, batch=2, heads=2, seed=1, device="cp
 
 
 def call(attention, heads, codes, window, key_mask=None, segments=None, key_codes=None, dropout=None, **rule):
-    dropped = () if dropout is None else (dropout,)  # which kernels do not take
-    return attention(*heads, codes, BucketedAttentionSpec(window, **rule), key_mask, segments, key_codes, *dropped)
+    dropped = {} if dropout is None else {"dropout": dropout}  # which kernels do not take
+    return attention(*heads, codes, BucketedAttentionSpec(window, **rule), key_mask, segments, key_codes, **dropped)
 
 
 def gradients(attention, heads, codes, window, **rule):
@@ -55,10 +55,10 @@ def assert_equal_to_the_definition(heads, codes, window, **rule):
 def test_forward_and_gradients_are_those_of_the_definition(
     window, length, causal, exclude_self, rounds, count_rounds, masked, documents, monkeypatch
 ):
-    monkeypatch.setattr(chunks, "_LAYOUT_ELEMENTS", 3 * length)  # heads are laid out one at a time
+    monkeypatch.setattr(layouts, "_LAYOUT_ELEMENTS", 3 * length)  # heads are laid out one at a time
     # Several blocks a row, several rows a block, or one block.
     size = (70, 1000, 1 << 18)[(causal + masked + 2 * exclude_self + documents) % 3]
-    monkeypatch.setattr(chunks, "SCORE_ELEMENTS", size)
+    monkeypatch.setattr(layouts, "SCORE_ELEMENTS", size)
     mask, segments = random_masks(length)
     assert_equal_to_the_definition(
         random_heads(length), random_codes(length, rounds), window,
@@ -81,7 +81,7 @@ def own_codes(separate, length, rounds, **settings):
 @pytest.mark.parametrize("chunk", [31, 33, 64, 65, 130])
 def test_bands_of_any_width_are_those_of_the_definition(chunk, causal, separate, monkeypatch):
     """Tiles are as wide as the band up to 32, then 32 and above 64 tokens 64 wide."""
-    monkeypatch.setattr(chunks, "SCORE_ELEMENTS", 30000)
+    monkeypatch.setattr(layouts, "SCORE_ELEMENTS", 30000)
     heads, codes = random_heads(200, batch=1), random_codes(200, 2, batch=1)
     rule = own_codes(separate, 200, 2, batch=1)
     assert_equal_to_the_definition(heads, codes, Window("band", chunk), causal=causal, **rule)

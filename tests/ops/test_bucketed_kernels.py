@@ -8,9 +8,9 @@ import torch
 import megasparse.ops.bucketed_attention.gpu as kernels
 from megasparse.attention.sinks import merge
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
-from megasparse.ops.bucketed_attention.intervals import NOWHERE, separate_intervals, shared_intervals
-from megasparse.ops.bucketed_attention.reference import bucketed_attention as defined
-from megasparse.ops.bucketed_attention.reference import visible
+from megasparse.ops.bucketed_attention.definition import reference_attention as defined
+from megasparse.ops.bucketed_attention.definition import visible
+from megasparse.ops.bucketed_attention.gpu import NOWHERE, separate_intervals, shared_intervals
 from tests.helpers import operators
 from tests.helpers.kernels import DEVICE
 from tests.helpers.operators import BARS, as_views, assert_same_bits, assert_within_bars

@@ -8,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megasparse.attention.sinks import merge
 from megasparse.ops.bucketed_attention import Window
-from megasparse.ops.bucketed_attention.blockwise import bucketed_attention as blockwise
-from megasparse.ops.bucketed_attention.reference import bucketed_attention as defined
+from megasparse.ops.bucketed_attention.blocks import bucketed_attention as blockwise
+from megasparse.ops.bucketed_attention.definition import reference_attention as defined
 from megasparse.ops.random import PairDropout
 from tests.helpers import operators
 from tests.helpers.operators import assert_equal, random_masks

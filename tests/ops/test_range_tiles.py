@@ -5,10 +5,9 @@ import itertools
 import pytest
 import torch
 
-import megasparse.ops.bucketed_attention.chunks as chunks
-import megasparse.ops.bucketed_attention.range_tiles as range_tiles
+import megasparse.ops.bucketed_attention.layouts as layouts
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
-from megasparse.ops.bucketed_attention.blockwise import bucketed_attention as blockwise
+from megasparse.ops.bucketed_attention.blocks import bucketed_attention as blockwise
 from megasparse.ops.random import PairDropout
 from tests.helpers.operators import assert_same_bits, random_masks
 from tests.ops.test_bucketed_attention import assert_equal_to_the_definition, gradients, random_codes, random_heads
@@ -17,8 +16,7 @@ from tests.ops.test_bucketed_attention import assert_equal_to_the_definition, gr
 @pytest.fixture(params=[70, 1000, 1 << 18], ids="{} scores".format)
 def _block(request, monkeypatch):
     """Several blocks a row, several rows a block, or one block."""
-    for module in (chunks, range_tiles):
-        monkeypatch.setattr(module, "SCORE_ELEMENTS", request.param)
+    monkeypatch.setattr(layouts, "SCORE_ELEMENTS", request.param)
 
 
 @pytest.mark.usefixtures("_block")
@@ -85,10 +83,10 @@ def test_the_pairs_of_all_tiles_are_linear_in_length(buckets, spread):
     if spread != "alike":
         (queries if spread == "one bucket of queries" else keys).zero_()
     spec = BucketedAttentionSpec(Window("band", band), causal=True, exclude_self=False)
-    layout = range_tiles.RangeLayout.of(queries, keys, spec, None, None)
-    (rows,) = layout.groups(*random_heads(length, batch=1, heads=1, dim=2), spec, None)
-    round_ = range_tiles.RangeRound(rows, 0)
+    layout = layouts.RangeLayout.of(queries, keys, spec, None, None)
+    (rows,) = layouts.row_groups(layout, *random_heads(length, batch=1, heads=1, dim=2), spec, None)
+    round_ = layouts.RangeRound(rows, 0)
     assert round_.queries.shape == (length // tile, tile)
     runs, most = round_.end - round_.first, length + band * length // tile
     assert int(runs.min()) >= 0 and int(runs.sum()) <= most
-    assert sum(block.key_tokens.numel() for block in round_.blocks()) <= 1.25 * most, "runs of a block differ much"
+    assert sum(block.key_tokens.numel() for block in rows.blocks()) <= 1.25 * most, "runs of a block differ much"

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from megasparse.ops.kernels import launch, recorded
-from megasparse.ops.operator import VARIABLE, Function, implementation
+from megasparse.ops.operator import VARIABLE, Function, Operator
 from tests.helpers.kernels import DEVICE
 
 BLOCK = 16
@@ -51,8 +51,33 @@ class Square(Function):
         return out
 
 
-def operator(x):
-    return {"reference": reference, "blockwise": blockwise, "triton": Square.apply}[implementation(x)](x)
+def by_kernels(x):
+    """Compute the square by kernels."""
+    return Square.apply(x)
+
+
+operator = Operator(blockwise, kernels=f"{__name__}:by_kernels", reference=reference)
+
+
+@pytest.mark.parametrize("forced", ["reference", "blockwise", "triton"])
+def test_an_operator_runs_what_is_forced_without_autocast_on_cast_arguments(forced, monkeypatch):
+    calls = []
+
+    def record(name):
+        def run(x, y, *, dropout=None):
+            calls.append((name, torch.is_autocast_enabled(DEVICE.type), torch.is_grad_enabled(), y.dtype, dropout))
+            return x
+
+        return run
+
+    monkeypatch.setenv(VARIABLE, forced)
+    monkeypatch.setitem(globals(), "recorded_kernel", record("triton"))
+    settings = {"kernels": f"{__name__}:recorded_kernel", "reference": record("reference"), "cast": 1}
+    x, y = torch.zeros(3, device=DEVICE), torch.zeros(3, device=DEVICE, dtype=torch.bfloat16)
+    for differentiable in (True, False):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            Operator(record("blockwise"), **settings, differentiable=differentiable)(x, y, dropout=None)
+    assert calls == [(forced, False, grad, torch.float32, None) for grad in (True, False)]
 
 
 @pytest.mark.parametrize("forced", ["reference", "blockwise", "triton"])

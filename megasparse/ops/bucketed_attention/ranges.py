@@ -22,8 +22,8 @@ def windows_by_key_rank(
     distinct: bool = True,
     first_query: int = 0,
 ) -> Tensor:
-    """The keys that each query sees: in every round, of the keys in its bucket h(q_i) the last M at or before position
-    i, and where not causal the M after it too.
+    """Return the keys that each query sees: in every round, of the keys in its bucket h(q_i) the last M at or before
+    position i, and where not causal the M after it too.
 
     With c keys of that bucket at or before i, these are the key ranks [c − M, c), or [c − M, c + M). Whether the
     query's own key is among them is up to its own bucket alone. query_codes: (B, H, R, Lq), key_codes: (B, H, R, Lk),
@@ -45,16 +45,16 @@ def windows_by_key_rank(
         piece = slice(start, start + step)
         for r, range_ in enumerate(ranges):
             place = range_.low[:, :, piece, None] + column  # (B, H, l, W)
-            seen = place < range_.high[:, :, piece, None]
+            visible = place < range_.high[:, :, piece, None]
             key = _pick(range_.order, place.clamp_max_(key_codes.shape[-1] - 1))
             for earlier in ranges[:r] if distinct else []:
-                there = _pick(earlier.place, key)
-                seen &= (there < earlier.low[:, :, piece, None]) | (there >= earlier.high[:, :, piece, None])
-            index[:, :, piece, r] = key.masked_fill_(~seen, -1)
+                other = _pick(earlier.place, key)
+                visible &= (other < earlier.low[:, :, piece, None]) | (other >= earlier.high[:, :, piece, None])
+            index[:, :, piece, r] = key.masked_fill_(~visible, -1)
     return index.flatten(3)
 
 
-class _Range(NamedTuple):
+class KeyRange(NamedTuple):
     """One round. order: (B, H, Lk), keys by sorted place; place: its inverse. A query sees places [low, high)."""
 
     order: Tensor
@@ -71,7 +71,7 @@ def key_range(
     key_mask: Tensor | None,
     segments: Tensor | None,
     first_query: int = 0,
-) -> _Range:
+) -> KeyRange:
     """Return the range of keys that queries may see. query_codes: (B, H, Lq). key_codes: (B, H, Lk)."""
     query_group, key_group = query_codes.to(torch.int64).contiguous(), key_codes.to(torch.int64)
     if segments is not None:
@@ -89,15 +89,15 @@ def key_range(
     query_number = number.gather(-1, first.clamp_max(order.shape[-1] - 1))
     position = first_query + torch.arange(query_codes.shape[-1], device=order.device)
     count = torch.searchsorted(number * stride + order, query_number * stride + position, right=True)
-    here = count.clamp(first, end)  # an empty group has first = end
-    low = torch.maximum(here - chunk, first)
-    high = here if causal else torch.minimum(here + chunk, end)
+    nearest = count.clamp(first, end)  # an empty group has first = end
+    low = torch.maximum(nearest - chunk, first)
+    high = nearest if causal else torch.minimum(nearest + chunk, end)
     place = torch.empty_like(order).scatter_(
         -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
     )
-    return _Range(order, place, low, high)
+    return KeyRange(order, place, low, high)
 
 
 def _pick(x: Tensor, index: Tensor) -> Tensor:
-    """The elements of each row of x (B, H, L) at index (B, H, l, W)."""
+    """Return the elements of each row of x (B, H, L) at index (B, H, l, W)."""
     return x.gather(-1, index.flatten(2)).view_as(index)

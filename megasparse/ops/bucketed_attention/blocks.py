@@ -1,0 +1,169 @@
+"""Bucketed attention in blocks of tiles: linear memory, forward and backward, deterministic.
+
+A pair that N rounds show counts in the first of them only: the sum of N Nths with fewer passes over the scores.
+The forward keeps q, k, v, the layout, the output and its log-sum-exp over all rounds, in base e (lse) and in base 2
+(lse2): for scores of 1e10 a rescaled one would be off by thousands. The backward recomputes scores block by block:
+exp2(score − lse2) is a pair's final weight, whatever its round, so rounds need no statistics of their own. Scores are
+in units of log2 e, as exp2 is several times faster than exp.
+
+B batch, H heads, R rounds, L length, D head dim, G rows at a time; tiles as in layouts.py.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec
+from megasparse.ops.bucketed_attention.layouts import LOWEST, RangeLayout, Rows, SortedLayout, row_groups, take_rows
+from megasparse.ops.operator import Function
+from megasparse.ops.random import PairDropout
+
+_LOG2_E = math.log2(math.e)
+
+
+def bucketed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    codes: Tensor | None,
+    spec: BucketedAttentionSpec,
+    key_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    key_codes: Tensor | None = None,
+    *,
+    dropout: PairDropout | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute out_i = Σ_r Σ_j exp(scale·q_i·k_j − log N_ij − lse_i) v_j over the keys j visible in round r (Reformer
+    Eq. 2–6, appendix A).
+
+    N_ij is the number of rounds in which j is visible to i (1 without spec.count_rounds).
+
+    Args:
+        q, k, v: (B, H, L, D). A score is to be less than 2^90 in size.
+        codes: (B, H, R, L) integer buckets, or (B, 1, R, L), the same of all heads; None is one bucket and one round
+            (local attention).
+        spec: the window, and what it shows.
+        key_mask: (B, L) bool, True for real tokens: padding sees nothing and is never seen.
+        segments: (B, L) document numbers >= 0: documents never see each other.
+        key_codes: (B, H, R, L), the keys' own buckets. Then codes are the queries', the window is a band of the last M
+            keys of the query's bucket at or before it and, where not causal, the M after it, and a query that sees
+            nothing sees itself in any case (unless spec.self_at_last is false).
+        dropout: of the probabilities; lse is that of all pairs.
+
+    Returns:
+        out (B, H, L, D) in q's dtype and lse (B, H, L), the log of the sum, in fp32 at least; 0 and −∞ for padding.
+        Scores, softmax statistics and gradients are computed in fp32 at least.
+    """
+    assert key_codes is None or spec.window.kind == "band", "the chunk window needs codes that queries and keys share"
+    out, lse = _BucketedAttention.apply(q, k, v, codes, spec, key_mask, segments, key_codes, dropout)
+    return out, lse
+
+
+class _BucketedAttention(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, codes: Tensor | None, spec: BucketedAttentionSpec,
+        key_mask: Tensor | None, segments: Tensor | None, key_codes: Tensor | None, dropout: PairDropout | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        out = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
+        lse2 = torch.full(q.shape[:3], LOWEST, dtype=dtype, device=q.device)
+        layout: SortedLayout | RangeLayout
+        if key_codes is None:
+            layout = SortedLayout.of(q, codes, spec.window, key_mask, segments)
+        else:
+            assert codes is not None
+            layout = RangeLayout.of(codes, key_codes, spec, key_mask, segments)
+        for rows in row_groups(layout, q, k, v, spec, dropout):
+            _attend(rows, out.flatten(0, 1)[rows.index], lse2.flatten(0, 1)[rows.index])
+        blind = lse2 < 0.5 * LOWEST
+        lse = (lse2 / _LOG2_E).masked_fill_(blind, -torch.inf)
+        lonely = None
+        # Queries with no visible key attend to themselves.
+        if spec.self_at_last and (spec.exclude_self or key_codes is not None):
+            lonely = blind.nonzero(as_tuple=True)
+            out[lonely] = _own_value(v[lonely].to(dtype), lonely, dropout, v.shape[2])
+            lse[lonely] = (q[lonely].to(dtype) * k[lonely]).sum(-1) * spec.scale
+        if key_mask is not None:
+            out.masked_fill_(~key_mask[:, None, :, None], 0.0)
+            lse.masked_fill_(~key_mask[:, None], -torch.inf)
+            blind |= ~key_mask[:, None]
+        lse2.masked_fill_(blind, torch.inf)  # exp2(score − ∞) = 0: no tile gives these queries a gradient
+        out = out.to(q.dtype)
+        ctx.spec, ctx.lonely, ctx.dropout, ctx.layout = spec, lonely, dropout, type(layout)
+        ctx.save_for_backward(q, k, v, key_mask, out, lse, lse2, *layout)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_out, grad_lse = grads
+        q, k, v, key_mask, out, lse, lse2, *layout = ctx.saved_tensors
+        spec: BucketedAttentionSpec = ctx.spec
+        grad_lse = grad_lse.masked_fill(lse == -torch.inf, 0.0)
+        if key_mask is not None:
+            grad_out = grad_out.masked_fill(~key_mask[:, None, :, None], 0.0)
+        dq, dk, dv = (torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format) for _ in range(3))
+        for rows in row_groups(ctx.layout(*layout), q, k, v, spec, ctx.dropout):
+            sources = [take_rows(x, rows.index) for x in (grad_out, out, grad_lse, lse2)]
+            _attend_backward(rows, *sources, *(x.flatten(0, 1)[rows.index] for x in (dq, dk, dv)))
+        if ctx.lonely is not None:  # out = v and lse = scale·q·k there
+            lonely = ctx.lonely
+            slope = grad_lse[lonely].unsqueeze(-1) * spec.scale
+            dq[lonely] += slope * k[lonely]
+            dk[lonely] += slope * q[lonely]
+            dv[lonely] += _own_value(grad_out[lonely], lonely, ctx.dropout, v.shape[2])
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None, None
+
+
+def _own_value(x: Tensor, lonely: tuple[Tensor, ...], dropout: PairDropout | None, keys: int) -> Tensor:
+    """Drop the values (n, D) of the tokens `lonely`, which see themselves with probability 1."""
+    if dropout is None:
+        return x
+    factors = dropout.factors(dropout.queries[lonely], dropout.keys(keys)[lonely[2]], x.dtype)
+    return x * factors.unsqueeze(-1)
+
+
+def _attend(rows: Rows, out: Tensor, lse2: Tensor) -> None:
+    """Fill out (G, L, D) and lse2 (G, L): the log-sum-exp in base 2, near LOWEST where nothing is visible.
+
+    Rounds are merged by log-sum-exp.
+    """
+    for block in rows.blocks():
+        q = block.queries(rows.q).mul_(rows.spec.scale * _LOG2_E)
+        score = block.scores(q, block.keys(rows.k))
+        highest = score.amax(-1, keepdim=True).clamp_min_(LOWEST)
+        weight = score.sub_(highest).exp2_()
+        total = weight.sum(-1, keepdim=True).clamp_min_(torch.finfo(lse2.dtype).tiny)
+        if rows.dropout is not None:
+            weight *= block.factors(rows.dropout)
+        part = torch.bmm(weight, block.keys(rows.v)).div_(total)
+        this = merged = highest.add_(total.log2_()).squeeze(-1)
+        if not block.first_round:
+            merged = torch.logaddexp2(block.queries(lse2), this)
+            part = torch.lerp(block.queries(out), part, (this - merged).exp2_().unsqueeze(-1))
+        block.put_queries(out, part)
+        block.put_queries(lse2, merged)
+
+
+def _attend_backward(
+    rows: Rows, grad_out: Tensor, out: Tensor, grad_lse: Tensor, lse2: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+) -> None:
+    """Add the windows' gradients to dq, dk, dv (G, L, D)."""
+    delta = (grad_out.to(rows.dtype) * out).sum(-1).sub_(grad_lse)  # (G, L)
+    for block in rows.blocks():
+        q, grad = block.queries(rows.q).mul_(rows.spec.scale * _LOG2_E), block.queries(grad_out)
+        k, v = block.keys(rows.k), block.keys(rows.v)
+        weight = block.scores(q, k).sub_(block.queries(lse2).unsqueeze(-1)).exp2_()
+        score_grad, dropped = torch.bmm(grad, v.transpose(1, 2)), weight
+        if rows.dropout is not None:
+            factors = block.factors(rows.dropout)
+            dropped = weight * factors
+            score_grad *= factors
+        block.add_to_keys(dv, dropped, grad)
+        score_grad.sub_(block.queries(delta).unsqueeze(-1)).mul_(weight)
+        block.add_to_queries(dq, torch.bmm(score_grad, k))
+        block.add_to_keys(dk, score_grad, q)
+    dq.mul_(rows.spec.scale)
+    dk.div_(_LOG2_E)

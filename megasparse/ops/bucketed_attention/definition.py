@@ -1,0 +1,199 @@
+"""Settings of bucketed attention, and its definition, dense, to test against.
+
+The definition shares no code with the implementations: visibility is counted from ranks inside buckets and from sorted
+positions, pair by pair. B batch, H heads, R rounds, L length, D head dim, M chunk.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megasparse.ops.random import PairDropout
+
+PLACES = 64
+"""A share starts at a multiple of this number of sorted places, where every kernel starts a block of queries."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens near a query in sorted order that it may see.
+
+    Args:
+        kind: `band`, the last M tokens of the query's bucket (and, where attention is not causal, the next M − 1), or
+            `chunk`, the query's chunk of M sorted tokens and the one before it (Reformer Eq. 5; its borders depend on
+            later tokens).
+        chunk: M, in tokens.
+        same_bucket: tokens of other buckets are hidden.
+        ahead: a query also sees the chunk after its own.
+    """
+
+    kind: Literal["band", "chunk"]
+    chunk: int
+    same_bucket: bool = True
+    ahead: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.kind == "chunk" or self.same_bucket, "a band is causal only with the same-bucket mask"
+        assert self.kind == "chunk" or not self.ahead, "a band is two-sided where attention is not causal"
+
+    @property
+    def width(self) -> int:
+        """Number of slots that a window spans, see layouts.py."""
+        return self.chunk if self.kind == "band" else 2
+
+    def two_sided(self, causal: bool) -> bool:
+        return not causal if self.kind == "band" else self.ahead
+
+
+@dataclass(frozen=True)
+class BucketedAttentionSpec:
+    """Settings of bucketed attention.
+
+    Args:
+        window: tokens that a query may see.
+        causal: only keys at or before the query are visible.
+        scale: factor of q·k.
+        exclude_self: a token sees itself only when it sees nothing else.
+        count_rounds: a key visible in N rounds counts once, else N times.
+        buckets: a number that all codes are below, or None; it saves passes of the sort.
+        self_at_last: a query without any visible key sees itself, where exclude_self or key codes hide it; else its
+            output is 0 and its log-sum-exp −∞, for a merge with other keys.
+        share: (g, G), only the queries of the g-th of G parts of every round's sorted order attend, or of the
+            positions, where keys have codes of their own on a CPU; the others get 0 and −∞. All parts merged are the
+            whole.
+    """
+
+    window: Window
+    causal: bool
+    scale: float = 1.0
+    exclude_self: bool = True
+    count_rounds: bool = True
+    buckets: int | None = None
+    self_at_last: bool = True
+    share: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        assert self.share is None or not self.self_at_last, (
+            "which queries see nothing is known only after shares are merged"
+        )
+
+    def places(self, length: int) -> range:
+        """Return the sorted places of the queries that attend."""
+        number, shares = self.share or (0, 1)
+        size = -(-length // (PLACES * shares)) * PLACES
+        return range(min(number * size, length), min((number + 1) * size, length))
+
+
+def visible(
+    codes: Tensor,
+    window: Window,
+    causal: bool,
+    key_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    key_codes: Tensor | None = None,
+) -> Tensor:
+    """Return (B, H, R, L, L) bool, True if round r shows key j (last) to query i. Self is visible."""
+    batch, heads, rounds, length = codes.shape
+    real = torch.ones(batch, length, dtype=torch.bool, device=codes.device) if key_mask is None else key_mask
+    document = torch.zeros(batch, length, dtype=torch.int64, device=codes.device) if segments is None else segments
+    position = torch.arange(length, device=codes.device)
+    earlier = position[None, :] <= position[:, None]  # [i, j]: j at or before i
+    together = document[:, :, None] == document[:, None, :]
+    together = together & real[:, :, None] & real[:, None, :]
+    together = together[:, None, None].expand(batch, heads, rounds, length, length)
+    if key_codes is not None:
+        return _visible_by_key_rank(codes, key_codes, window.chunk, causal, together)
+    same = (codes[..., :, None] == codes[..., None, :]) & together
+    if window.kind == "band":
+        rank = (same & earlier).sum(-1)  # tokens of i's bucket at or before i
+        shown = same & ((rank[..., :, None] - rank[..., None, :]).abs() < window.chunk)
+        return shown & earlier if causal else shown
+    # Sorted position: how many real tokens come before in the order (document, bucket, position).
+    key = (document[:, None, None].expand_as(codes), codes, position.expand_as(codes))
+    before = torch.zeros_like(together)
+    for part in reversed(key):
+        left, right = part[..., None, :], part[..., :, None]
+        before = (left < right) | ((left == right) & before)
+    chunk = (before & real[:, None, None, None, :]).sum(-1) // window.chunk
+    distance = chunk[..., :, None] - chunk[..., None, :]
+    shown = (distance == 0) | (distance == 1)
+    if window.ahead:
+        shown = shown | (distance == -1)
+    shown = shown & (same if window.same_bucket else together)
+    return shown & earlier if causal else shown
+
+
+def _visible_by_key_rank(codes: Tensor, key_codes: Tensor, chunk: int, causal: bool, together: Tensor) -> Tensor:
+    """Return pairs of a query with the last M keys of its bucket up to it and, where not causal, the M after it."""
+    position = torch.arange(codes.shape[-1], device=codes.device)
+    between = (position[:, None] < position[None, :])[None]  # [j, j']: j before j'
+    same = (codes[..., :, None] == key_codes[..., None, :]) & together
+    near = torch.zeros_like(same)
+    for i in range(codes.shape[-1]):
+        in_bucket = same[..., i, :]  # (B, H, R, L)
+        back, ahead = in_bucket & (position <= i), in_bucket & (position > i)
+        closer = (back[..., None, :] & between).sum(-1)  # keys of the bucket after j, up to i
+        near[..., i, :] = back & (closer < chunk)
+        if not causal:
+            closer = (ahead[..., None, :] & between.transpose(-1, -2)).sum(-1)
+            near[..., i, :] |= ahead & (closer < chunk)
+    return near
+
+
+def _in_share(codes: Tensor, spec: BucketedAttentionSpec, key_mask: Tensor | None, segments: Tensor | None) -> Tensor:
+    """Return (B, H, R, L) bool, True for queries in the share of their round's order by (document, bucket, position),
+    padding last.
+    """
+    order = codes.argsort(dim=-1, stable=True)
+    for mask in (segments, None if key_mask is None else ~key_mask):
+        if mask is not None:
+            first = mask[:, None, None].expand_as(codes).gather(-1, order).to(torch.int64)
+            order = order.gather(-1, first.argsort(dim=-1, stable=True))
+    places = spec.places(codes.shape[-1])
+    place = order.argsort(-1)
+    return (place >= places.start) & (place < places.stop)
+
+
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    codes: Tensor | None,
+    spec: BucketedAttentionSpec,
+    key_mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    key_codes: Tensor | None = None,
+    *,
+    dropout: PairDropout | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute `bucketed_attention` by its definition, dense. With exclude_self or key_codes a token that sees nothing
+    gets its own value, and its own score as lse (spec.self_at_last).
+    """
+    length = q.shape[2]
+    if codes is None:
+        codes = torch.zeros(*q.shape[:2], 1, length, dtype=torch.int64, device=q.device)
+    shown = visible(codes, spec.window, spec.causal, key_mask, segments, key_codes)
+    if spec.exclude_self:
+        shown = shown & ~torch.eye(length, dtype=torch.bool, device=q.device)
+    counts = shown.sum(2)  # (B, H, L, L)
+    score = (q * spec.scale) @ k.transpose(-1, -2)
+    if spec.share is None:
+        weight = (counts > 0).to(q.dtype).log() if spec.count_rounds else counts.to(q.dtype).log()
+    else:  # each share's part of a pair is (its rounds that show the pair)/N
+        in_share = (shown & _in_share(codes, spec, key_mask, segments)[..., None]).sum(2)
+        weight = (in_share.to(q.dtype) / counts.clamp_min(1) if spec.count_rounds else in_share.to(q.dtype)).log()
+        counts = in_share
+    logits = score + weight
+    real = torch.ones_like(q[:, :1, :, 0], dtype=torch.bool) if key_mask is None else key_mask[:, None]
+    if spec.self_at_last and (spec.exclude_self or key_codes is not None):
+        lonely = (counts.sum(-1) == 0) & real
+        itself = torch.eye(length, dtype=torch.bool, device=q.device) & lonely[..., None]
+        logits = torch.where(itself, score, logits)
+    blind = (logits == -torch.inf).all(-1)  # padding: kept out of the softmax, whose gradient would be NaN
+    probability = torch.softmax(logits.masked_fill(blind[..., None], 0.0), dim=-1)
+    lse = torch.logsumexp(logits.masked_fill(blind[..., None], 0.0), dim=-1)
+    if dropout is not None:
+        probability = probability * dropout.dense(length, q.dtype)
+    return (probability @ v).masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)

@@ -1,0 +1,473 @@
+"""Layouts of bucketed attention in blocks: the tiles in which queries and keys meet.
+
+A row is one batch element's head. Each round orders its tokens so that a tile of T queries sees a short run of keys:
+
+    SortedLayout   queries and keys share codes: one order by (segment, bucket, position); a tile's keys are the S tiles
+                   around it
+    RangeLayout    keys have codes of their own: keys are sorted like that, queries by the end of their range of sorted
+                   keys; a tile's keys are one run, at most as long as the band and what the ends moved by
+
+A block is some tiles. It gathers its own tokens from q, k and v, so no sorted copy of a row exists. Visibility is
+arithmetic on floats, as comparisons to bool and masked_fill_ run one element at a time: a hidden pair has a multiple of
+2^100 taken off its score, by the product that makes the score.
+
+B batch, H heads, R rounds, L length, D head dim, M the window's chunk, G rows at a time, T queries a tile, S tiles of
+keys around it, n tiles of a block, K keys a tile (S·T, or the longest run of a block), P places: sorted indices with
+empty ones around them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec, Window
+from megasparse.ops.bucketed_attention.ranges import key_range
+from megasparse.ops.random import PairDropout
+
+SCORE_ELEMENTS = 1 << 18  # scores in a block: 1 MB of fp32
+_LAYOUT_ELEMENTS = 1 << 21  # tokens sorted at a time
+EXACT = 1 << 24  # fp32 represents every integer up to here
+HIDDEN = 2.0**100  # far above any score, and its multiples are finite
+LOWEST = -(2.0**90)  # below any score and far above hidden ones: the highest score where nothing is visible
+
+
+@dataclass
+class Rows:
+    """A group of G rows with their layout.
+
+    Args:
+        index: the rows of B·H.
+        q, k, v: (G, L, D).
+        layout: tensors (G, R, L).
+        dtype: of the computation.
+        dropout: of the probabilities; its queries are those of the group, (G, L).
+    """
+
+    index: slice
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layout: "SortedLayout | RangeLayout"
+    spec: BucketedAttentionSpec
+    dtype: torch.dtype
+    dropout: PairDropout | None = None
+
+    def blocks(self) -> "Iterator[Block]":
+        """Yield all tiles that attend and see a key, of all rounds, round after round."""
+        for number in range(self.layout.order.shape[1]):
+            yield from self.layout.blocks(self, number)
+
+
+def row_groups(
+    layout: "SortedLayout | RangeLayout", q: Tensor, k: Tensor, v: Tensor, spec: BucketedAttentionSpec,
+    dropout: PairDropout | None,
+) -> Iterator[Rows]:  # fmt: skip
+    """Yield groups of whole rows that fit into a block, or single rows. layout: tensors (B, H, R, L), 1 for B or H
+    where all have the same.
+    """
+    batch, heads, length, _ = q.shape
+    tensors = [x.expand(-1, heads, -1, -1) for x in layout]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    step = max(1, SCORE_ELEMENTS // layout.pairs(spec, length))
+    for start in range(0, batch * heads, step):
+        index = slice(start, min(start + step, batch * heads))
+        q_rows, k_rows, v_rows, *parts = (take_rows(x, index) for x in (q, k, v, *tensors))
+        group_dropout = None if dropout is None else replace(dropout, queries=take_rows(dropout.queries, index))
+        yield Rows(index, q_rows, k_rows, v_rows, type(layout)(*parts), spec, dtype, group_dropout)
+
+
+def take_rows(x: Tensor, index: slice) -> Tensor:
+    """Return rows of x (B, H, ...) as (G, ...): a view, or a copy of these rows only."""
+    if x.is_contiguous():
+        return x.flatten(0, 1)[index]
+    return torch.stack([x[divmod(row, x.shape[1])] for row in range(index.start, index.stop)])
+
+
+def tile_size(window: Window) -> int:
+    """Return T. Narrow tiles compute fewer masked scores, K − M a query; below 32 the products themselves slow down."""
+    return window.chunk if window.kind == "chunk" else min(window.chunk, 32 if window.chunk <= 64 else 64)
+
+
+class Block(ABC):
+    """Some tiles of a round. Tokens are numbered over the rows of their group.
+
+    Attributes:
+        first_round: the block is of the first round.
+        query_tokens, key_tokens: the tokens that it gathers.
+        length, dtype: of a row, and of the computation.
+    """
+
+    first_round: bool
+    query_tokens: Tensor
+    key_tokens: Tensor
+    length: int
+    dtype: torch.dtype
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Return each tile's queries of x (G, L, ...): (n, T, ...)."""
+        return self.query_tiles(self._gathered(x, self.query_tokens))
+
+    def keys(self, x: Tensor) -> Tensor:
+        """Return each tile's keys of x (G, L, D): (n, K, D)."""
+        return self.key_tiles(self._gathered(x, self.key_tokens))
+
+    def put_queries(self, x: Tensor, values: Tensor) -> None:
+        """Set the queries of x (G, L, ...) to values (n, T, ...)."""
+        x.flatten(0, 1).index_copy_(0, *self.real_queries(values))
+
+    def add_to_queries(self, x: Tensor, values: Tensor) -> None:
+        """Add values (n, T, ...) to the queries of x (G, L, ...)."""
+        x.flatten(0, 1).index_add_(0, *self.real_queries(values))
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return q·k where visible in this round and in none before it, far below LOWEST elsewhere: (n, T, K).
+
+        q, k: results of `queries` and `keys`, scaled.
+        """
+        return self.hidden().to(q.dtype).baddbmm_(q, k.transpose(1, 2), beta=-HIDDEN)
+
+    def factors(self, dropout: PairDropout) -> Tensor:
+        """Return the factors of probabilities that dropout gives the pairs of `scores`, (n, T, K)."""
+        queries = self.query_tiles(dropout.queries.flatten()[self.query_tokens])
+        keys = self.key_tiles(dropout.keys(self.length)[self.key_tokens % self.length])
+        return dropout.factors(queries.unsqueeze(-1), keys.unsqueeze(1), self.dtype)
+
+    def _gathered(self, x: Tensor, tokens: Tensor) -> Tensor:
+        rows = x.flatten(0, 1).index_select(0, tokens.flatten())
+        return rows.to(self.dtype).view(*tokens.shape, *x.shape[2:])
+
+    @abstractmethod
+    def query_tiles(self, x: Tensor) -> Tensor:
+        """Return values (*query_tokens.shape, ...) as tiles (n, T, ...)."""
+
+    @abstractmethod
+    def key_tiles(self, x: Tensor) -> Tensor:
+        """Return values (*key_tokens.shape, ...) as tiles (n, K, ...)."""
+
+    @abstractmethod
+    def real_queries(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return tokens (N) of the queries and their values (N, ...), each query once."""
+
+    @abstractmethod
+    def add_to_keys(self, x: Tensor, weight: Tensor, values: Tensor) -> None:
+        """Add weightᵀ·values, of weight (n, T, K) and values (n, T, D), to the keys of x (G, L, D)."""
+
+    @abstractmethod
+    def hidden(self) -> Tensor:
+        """Count the reasons that hide a key from a query, (n, T, K); an earlier round that shows it is one."""
+
+
+class SortedLayout(NamedTuple):
+    """Each round's order of the tokens, and their slots: (B, H, R, L) int32; (B, 1, 1, L) without codes.
+
+    Visibility in a round is one integer comparison: j is visible to i iff 0 <= slot_i − slot_j < width, or where the
+    window is two-sided |slot_i − slot_j| < width:
+
+        band   slot = sorted index + M·(rank of the bucket), width M: the last M tokens of i's own bucket, i included;
+               two-sided: also the next M − 1
+        chunk  slot = ⌊sorted index / M⌋ + 2·(rank of the bucket), width 2: i's chunk of M sorted tokens and the one
+               before it; two-sided: also the one after it
+
+    The gap between buckets keeps tokens of different buckets apart; without the same-bucket mask only segments and
+    padding are. Padding sorts last, so it moves nothing.
+    """
+
+    order: Tensor
+    slot: Tensor
+
+    @classmethod
+    def of(
+        cls, q: Tensor, codes: Tensor | None, window: Window, key_mask: Tensor | None, segments: Tensor | None
+    ) -> "SortedLayout":
+        """Sort the tokens of q (B, H, L, D) by codes (B, H, R, L), or (B, 1, R, L); None: one bucket and round."""
+        if codes is None:
+            codes = q.new_zeros((q.shape[0], 1, 1, q.shape[2]), dtype=torch.int16)
+        heads, rounds, length = codes.shape[1:]
+        order, slot = (torch.empty(codes.shape, dtype=torch.int32, device=q.device) for _ in range(2))
+        step = max(1, _LAYOUT_ELEMENTS // (heads * rounds * length))
+        head_step = max(1, _LAYOUT_ELEMENTS // (rounds * length))
+        for start in range(0, len(codes), step):
+            batch = slice(start, start + step)
+            masks = [None if x is None else x[batch] for x in (key_mask, segments)]
+            for head in range(0, heads, head_step):
+                piece = (batch, slice(head, head + head_step))
+                order[piece], slot[piece] = _sort(codes[piece], window, *masks)
+        return cls(order, slot)
+
+    def pairs(self, spec: BucketedAttentionSpec, length: int) -> int:
+        """Return the number of pairs of a row's tiles."""
+        tile, back, ahead = _reach(spec)
+        return max(1, len(_attending(spec, length))) * (back + 1 + ahead) * tile**2
+
+    def blocks(self, rows: Rows, number: int) -> "Iterator[SortedBlock]":
+        """Yield the blocks of a round of `rows`, whose layout this is."""
+        round_ = SortedRound(rows, number)
+        step = max(1, SCORE_ELEMENTS // (round_.token.shape[0] * round_.span * round_.tile**2))
+        tiles = _attending(rows.spec, round_.length)
+        for start in tiles[::step]:
+            yield SortedBlock(round_, start, min(start + step, tiles.stop))
+
+
+def _sort(codes: Tensor, window: Window, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the order, the token at each sorted index, int64, and the slots by token, int32: (B, H, R, L) each."""
+    segment = torch.zeros_like(codes[:, :1, :1], dtype=torch.int64)  # (B, 1, 1, L), broadcast
+    if segments is not None:
+        segment = segments[:, None, None].to(torch.int64)
+    if key_mask is not None:
+        segment = segment.masked_fill(~key_mask[:, None, None], torch.iinfo(torch.int32).max)
+    sorted_key, order = torch.sort((segment << 32) + codes, dim=-1, stable=True)
+    group = sorted_key if window.same_bucket else sorted_key >> 32
+    rank = torch.zeros_like(order)
+    rank[..., 1:] = (group[..., 1:] != group[..., :-1]).cumsum(dim=-1)
+    index = torch.arange(codes.shape[-1], device=codes.device)
+    sorted_slot = index + window.chunk * rank if window.kind == "band" else index // window.chunk + 2 * rank
+    return order, torch.empty_like(order).scatter_(-1, order, sorted_slot).to(torch.int32)
+
+
+def _reach(spec: BucketedAttentionSpec) -> tuple[int, int, int]:
+    """Return T, and the number of tiles of keys before and after a tile's own."""
+    window, tile = spec.window, tile_size(spec.window)
+    back = 1 if window.kind == "chunk" else -(-(window.chunk - 1) // tile)
+    return tile, back, back if window.two_sided(spec.causal) else 0
+
+
+def _attending(spec: BucketedAttentionSpec, length: int) -> range:
+    """Return the tiles whose queries attend."""
+    places, tile = spec.places(length), tile_size(spec.window)
+    return range(places.start // tile, -(-places.stop // tile))
+
+
+class SortedRound:
+    """One round of a group of rows in sorted order, with empty places around it.
+
+    Attributes:
+        token: (G, P), the tokens in order.
+        own, earlier: for this round, and for earlier ones that hide its pairs, slots of each tile's keys
+            (G, tiles, 1, K), and low and high of its queries (G, tiles, T, 1), which see the slots low < slot <= high.
+        order_hides: (T, K), 1 where the order of places alone hides a tile's key from its query; or None.
+        position: positions of each tile's keys and queries where a causal window mixes buckets; or None.
+    """
+
+    def __init__(self, rows: Rows, number: int):
+        spec, device = rows.spec, rows.layout.order.device
+        self.spec, self.rows_dtype, self.first = spec, rows.dtype, number == 0
+        self.tile, back, ahead = _reach(spec)
+        self.span, self.lead = back + 1 + ahead, back * self.tile  # S; empty places before a row's first
+        group, _, self.length = rows.layout.order.shape
+        self.tiles = -(-self.length // self.tile)
+        # An empty place repeats a token of its own row, so that a number that is not finite stays in its row.
+        place = torch.arange(-self.lead, self.tile * (self.tiles + ahead), device=device)
+        index = rows.layout.order[:, number].index_select(1, place.clamp_(0, self.length - 1)).long()  # (G, P)
+        self.token = index + torch.arange(group, device=device)[:, None] * self.length
+        slot: Tensor = rows.layout.slot  # type: ignore[union-attr]
+        dtype = rows.dtype if max(int(slot.amax()), self.length) < EXACT else torch.float64
+        slots = [slot[:, r].gather(1, index).to(dtype) for r in range(0 if spec.count_rounds else number, number + 1)]
+        width = spec.window.width
+        after = width - 1 if spec.window.two_sided(spec.causal) else 0
+        self.earlier = [self._ranges(x, x - width, x + after) for x in slots[:-1]]
+        # In this round empty places neither see nor are seen, and queries of other shares do not see.
+        own, low, high = slots[-1], slots[-1] - width, slots[-1] + after
+        places = spec.places(self.length)
+        low[:, : self.lead + places.start] = torch.inf
+        low[:, self.lead + places.stop :] = torch.inf
+        own[:, : self.lead] = -torch.inf
+        own[:, self.lead + self.length :] = -torch.inf
+        self.own = self._ranges(own, low, high)
+        # A bucket's tokens are in the order of positions: all that a causal query may see is sorted before it.
+        self.in_order = spec.causal and spec.window.same_bucket
+        query = torch.arange(self.tile, device=device)[:, None]
+        key = torch.arange(-self.lead, (1 + ahead) * self.tile, device=device)
+        self.order_hides: Tensor | None = None
+        if self.in_order:
+            self.order_hides = (key >= query if spec.exclude_self else key > query).to(dtype)
+        elif spec.exclude_self:
+            self.order_hides = (key == query).to(dtype)
+        mixes = spec.causal and not spec.window.same_bucket
+        position = index.to(dtype)
+        self.position = self._ranges(position, position, position)[:2] if mixes else None
+
+    def _ranges(self, keys: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return each tile's keys (G, tiles, 1, K), and low and high of its queries (G, tiles, T, 1), as views of
+        (G, P).
+        """
+        of_queries = slice(self.lead, self.lead + self.tiles * self.tile)
+        low, high = (x[:, of_queries].unflatten(1, (self.tiles, self.tile)).unsqueeze(3) for x in (low, high))
+        return keys.unfold(1, self.span * self.tile, self.tile).unsqueeze(2), low, high
+
+
+class SortedBlock(Block):
+    """Neighbouring tiles of a round, the same ones of all its rows."""
+
+    def __init__(self, round_: SortedRound, start: int, stop: int):
+        self.round, self.first_round, self.length, self.dtype = round_, round_.first, round_.length, round_.rows_dtype
+        self.tile, self.span, self.tiles, self.width = round_.tile, round_.span, slice(start, stop), stop - start
+        lead = round_.lead
+        self.query_tokens = round_.token[:, lead + start * self.tile : lead + stop * self.tile]  # (G, n/G·T)
+        self.key_tokens = round_.token[:, start * self.tile : (stop + self.span - 1) * self.tile]
+        self.real = min(stop * self.tile, self.length) - start * self.tile  # the last tile's other places are empty
+
+    def query_tiles(self, x: Tensor) -> Tensor:
+        return x.view(-1, self.tile, *x.shape[2:])
+
+    def key_tiles(self, x: Tensor) -> Tensor:
+        tiles = x.unfold(1, self.span * self.tile, self.tile)  # overlapping views where there is a single row
+        return (tiles.transpose(2, 3) if x.dim() == 3 else tiles).flatten(0, 1)
+
+    def real_queries(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        by_row = values.view(*self.query_tokens.shape, *values.shape[2:])
+        return self.query_tokens[:, : self.real].flatten(), by_row[:, : self.real].flatten(0, 1)
+
+    def add_to_keys(self, x: Tensor, weight: Tensor, values: Tensor) -> None:
+        group = len(self.key_tokens)
+        total = values.new_zeros(group, self.width + self.span - 1, self.tile, values.shape[-1])
+        for i, part in enumerate(weight.split(self.tile, dim=2)):  # a key is in S tiles
+            target = total[:, i : i + self.width]
+            if group == 1:
+                target[0].baddbmm_(part.transpose(1, 2), values)
+            else:
+                target += torch.bmm(part.transpose(1, 2), values).view_as(target)
+        x.flatten(0, 1).index_add_(0, self.key_tokens.flatten(), total.flatten(0, 2))
+
+    def hidden(self) -> Tensor:
+        round_ = self.round
+        slot, low, high = (x[:, self.tiles] for x in round_.own)
+        hidden, above, below = (slot.new_empty(*low.shape[:3], slot.shape[3]) for _ in range(3))
+        torch.le(slot, low, out=hidden)
+        if not round_.in_order:
+            hidden += torch.gt(slot, high, out=above)
+        if round_.order_hides is not None:
+            hidden += round_.order_hides
+        if round_.position is not None:
+            key, query = (x[:, self.tiles] for x in round_.position)
+            hidden += (torch.ge if round_.spec.exclude_self else torch.gt)(key, query, out=above)
+        for ranges in round_.earlier:
+            slot, low, high = (x[:, self.tiles] for x in ranges)
+            hidden.addcmul_(torch.gt(slot, low, out=above), torch.le(slot, high, out=below))
+        return hidden.flatten(0, 1)
+
+
+class RangeLayout(NamedTuple):
+    """Each query's range of sorted keys, (B, H, R, L) int32, or (B, 1, R, L) where all heads have the same codes.
+    order: the key at each sorted place. place: its inverse. low, high: a query sees the places [low, high).
+    """
+
+    order: Tensor
+    place: Tensor
+    low: Tensor
+    high: Tensor
+
+    @classmethod
+    def of(
+        cls, query_codes: Tensor, key_codes: Tensor, spec: BucketedAttentionSpec, key_mask: Tensor | None,
+        segments: Tensor | None,
+    ) -> "RangeLayout":  # fmt: skip
+        """codes: (B, H, R, L) or (B, 1, R, L), any integer type."""
+        layout = cls(*(torch.empty(query_codes.shape, dtype=torch.int32, device=query_codes.device) for _ in range(4)))
+        for r in range(query_codes.shape[2]):
+            codes = query_codes[:, :, r], key_codes[:, :, r]
+            of_round = key_range(*codes, spec.window.chunk, spec.causal, key_mask, segments)
+            for tensor, part in zip(layout, of_round, strict=True):
+                tensor[:, :, r] = part
+        return layout
+
+    def pairs(self, spec: BucketedAttentionSpec, length: int) -> int:
+        """Return the number of pairs of a row's tiles, about."""
+        return length * (tile_size(spec.window) + spec.window.chunk)
+
+    def blocks(self, rows: Rows, number: int) -> "Iterator[RangeBlock]":
+        """Yield the blocks of a round of `rows`, whose layout this is.
+
+        Runs differ in length: a block has tiles of about one length, the longest first, and shorter ones see places
+        after their run as hidden.
+        """
+        round_ = RangeRound(rows, number)
+        runs, tiles = (round_.end - round_.first).sort(descending=True, stable=True)
+        lengths, start = runs.tolist(), 0
+        while start < len(lengths) and lengths[start] > 0:
+            step = max(1, SCORE_ELEMENTS // (tile_size(rows.spec.window) * lengths[start]))
+            yield RangeBlock(round_, tiles[start : start + step], lengths[start], number == 0)
+            start += step
+
+
+class RangeRound:
+    """One round of a group of rows, its queries in the order of the ends of their ranges.
+
+    All runs of keys of a round together are at most L + M·⌈L / T⌉ keys long, whatever the buckets.
+
+    Attributes:
+        queries, row: tokens of each tile, (tiles, T), and its row.
+        real: (tiles, T) bool, False for places that repeat a row's last query; None where there are none.
+        first, end: (tiles), the run of sorted keys of each tile.
+        low, high: by token, the range of its keys; earlier: (place, low, high) of the rounds that hide its pairs.
+    """
+
+    def __init__(self, rows: Rows, number: int):
+        layout: Any = rows.layout
+        order, low, high = (x[:, number] for x in (layout.order, layout.low, layout.high))
+        group, self.length = order.shape
+        self.rows_dtype, self.exclude_self = rows.dtype, rows.spec.exclude_self
+        self.dtype = rows.dtype if self.length < EXACT else torch.float64
+        tile, places, device = tile_size(rows.spec.window), rows.spec.places(self.length), order.device
+        query = places.start + high[:, places.start : places.stop].argsort(dim=-1, stable=True)  # (G, N)
+        tiles = -(-query.shape[1] // tile)
+        place = torch.arange(tiles * tile, device=device)
+        self.real = None if len(place) == query.shape[1] else (place < query.shape[1]).expand(group, -1)
+        query = query.index_select(1, place.clamp_max_(query.shape[1] - 1))
+        first, end = low.gather(1, query), high.gather(1, query)
+        self.first, self.end = first.view(-1, tile).amin(1), end.view(-1, tile).amax(1)
+        self.order = order
+        self.row = torch.arange(group, device=device).repeat_interleave(tiles)
+        self.queries = query.view(-1, tile) + self.row[:, None] * self.length
+        if self.real is not None:
+            self.real = self.real.reshape(-1, tile)
+        counted = range(0 if rows.spec.count_rounds else number, number + 1)
+        rounds = [tuple(x[:, r].flatten().to(self.dtype) for x in layout[1:]) for r in counted]
+        self.earlier, (_, self.low, self.high) = rounds[:-1], rounds[-1]
+
+
+class RangeBlock(Block):
+    """Some tiles of a round, `run` keys each."""
+
+    def __init__(self, round_: RangeRound, tiles: Tensor, run: int, first_round: bool):
+        self.round, self.first_round, self.length, self.dtype = round_, first_round, round_.length, round_.rows_dtype
+        self.query_tokens = round_.queries[tiles]  # (n, T)
+        self.real = None if round_.real is None else round_.real[tiles]
+        place = round_.first[tiles, None] + torch.arange(run, device=tiles.device)  # (n, K)
+        row = round_.row[tiles, None] * round_.length
+        inside = torch.minimum(place, round_.end[tiles, None] - 1)  # a place after a tile's run repeats its last key
+        self.key_tokens = row + round_.order.flatten()[row + inside]
+        self.place = place.to(round_.dtype)
+
+    def query_tiles(self, x: Tensor) -> Tensor:
+        return x
+
+    def key_tiles(self, x: Tensor) -> Tensor:
+        return x
+
+    def real_queries(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        if self.real is None:
+            return self.query_tokens.flatten(), values.flatten(0, 1)
+        return self.query_tokens[self.real], values[self.real]
+
+    def add_to_keys(self, x: Tensor, weight: Tensor, values: Tensor) -> None:
+        if self.real is not None:
+            weight = weight * self.real.unsqueeze(-1)
+        total = torch.bmm(weight.transpose(1, 2), values)
+        x.flatten(0, 1).index_add_(0, self.key_tokens.flatten(), total.flatten(0, 1))
+
+    def hidden(self) -> Tensor:
+        round_, place = self.round, self.place.unsqueeze(1)
+        hidden, above, below = (place.new_empty(*self.query_tokens.shape, place.shape[2]) for _ in range(3))
+        torch.lt(place, round_.low[self.query_tokens].unsqueeze(-1), out=hidden)
+        hidden += torch.ge(place, round_.high[self.query_tokens].unsqueeze(-1), out=above)
+        if round_.exclude_self:
+            hidden += torch.eq(self.key_tokens.unsqueeze(1), self.query_tokens.unsqueeze(2), out=above)
+        for places, low, high in round_.earlier:
+            place = places[self.key_tokens].unsqueeze(1)
+            low, high = (x[self.query_tokens].unsqueeze(-1) for x in (low, high))
+            hidden.addcmul_(torch.ge(place, low, out=above), torch.lt(place, high, out=below))
+        return hidden
