@@ -205,6 +205,18 @@ class Attention(nn.Module, ABC):
     def start_from_pretrained(self) -> None:
         """Set parameters so that pretrained values pass unchanged, before fine-tuning in a pretrained model."""
 
+    def learn(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the auxiliary loss of a training pass, weighted as in `forward`, and its statistics, without attention
+        itself.
+        """
+        raise self._lacks("learns nothing of its own", "learn")
+
+    def teaching_rate(self) -> float | None:
+        """Return Adam's learning rate for teaching the choice of keys by `learn` in a model that else stays as it is;
+        None if the mechanism does not learn so.
+        """
+        return None
+
     def pair_dropout(self, q: Tensor, context: AttentionContext) -> PairDropout | None:
         """Return the dropout of the probabilities of the queries q (B, H, L, D) of this rank's heads; None without."""
         rng, first = context.rng, context.head_offset

@@ -228,6 +228,12 @@ class LHAAttention(BandAttention):
         loss = self.config.weight / self.spec.layers * (queries + keys)
         return loss, {name: value.detach() for name, value in statistics.items()}
 
+    def teaching_rate(self) -> float | None:
+        """In a decoder only collisions: the utility counts later tokens."""
+        if self.config.hash == "random" or (self.spec.causal and self.config.utility != "collisions"):
+            return None
+        return 1e-2 if self.config.utility == "collisions" else 3e-3
+
     def _collisions(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
         """`collision_loss` of a sample of queries and their best keys beyond the window and the sinks, weighted."""
         key, width = context.rng.key(context.layer, "lha sample"), self.window.chunk

@@ -205,6 +205,9 @@ class SmartBirdAttention(Attention):
         loss = torch.stack(found).mean()
         return loss * (self.config.weight / self.spec.layers), {"sketch_loss": loss.detach()}
 
+    def teaching_rate(self) -> float | None:
+        return 3e-3 if self.config.objective == "attention" else None
+
     def sketches(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, exactly: bool = True
     ) -> list[tuple[Tensor, Tensor]]:

@@ -11,28 +11,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from megasparse.attention.contract import RecomputeCache
+from megasparse.attention.contract import Attention, RecomputeCache
 from megasparse.attention.heads import Padding
-from megasparse.attention.lha import LHAAttention
 from megasparse.attention.observation import Call, each_call
-from megasparse.attention.smart_bird import SmartBirdAttention
 from megasparse.data.files import replacing
 from megasparse.errors import DataError, HubError
 from megasparse.hub.replace import ENTRY
 from megasparse.hub.replaced_layer import NAME, Mechanisms
 from megasparse.ops.random import RngContext
 
-COLLISION_RATE, DIVERGENCE_RATE = 1e-2, 3e-3
-"""Learning rates of Adam, for LHA's collisions and for losses that are a divergence of attention."""
 UPDATES = 8
 """Steps of Adam of each layer in one pass of the model, each on queries of its own."""
 RECORD = "course.json"
@@ -50,10 +46,10 @@ class Teacher:
         self.model, self.seed, self.passes = model, seed, 0
         self.layers = [module for module in model.modules() if isinstance(module, Mechanisms)]
         self.optimizers = {
-            (number, kind): torch.optim.Adam(mechanism.parameters(), lr=_rate(mechanism))
+            (number, kind): torch.optim.Adam(mechanism.parameters(), lr=rate)
             for number, layer in enumerate(self.layers)
             for kind, mechanism in layer.items()
-            if _is_teachable(mechanism, layer.causal)
+            if (rate := cast(Attention, mechanism).teaching_rate()) is not None
         }
         if not self.optimizers:
             hint = (
@@ -125,11 +121,10 @@ class Teacher:
         for kind, (mechanism, heads, context) in zip(layer.split, parts, strict=True):
             if (optimizer := self.optimizers.get((number, kind))) is None:
                 continue
-            learner: Any = mechanism
             for update in range(max(1, updates)):
                 rng = RngContext(self.seed, step + update, torch.arange(len(call.x)), training=True)
                 drawn = replace(context, rng=rng, recompute=RecomputeCache())
-                loss = learner.learn(call.x, heads, drawn)[0] * (mechanism.spec.layers / learner.config.weight)
+                loss = mechanism.learn(call.x, heads, drawn)[0] * (mechanism.spec.layers / mechanism.config.weight)
                 if updates:
                     optimizer.zero_grad()
                     loss.backward()
@@ -229,17 +224,3 @@ def read_windows(tokenizer: Any, paths: list[Path], length: int) -> list[list[in
         cut = tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
         windows += cut if cut and isinstance(cut[0], list) else [cut]
     return windows
-
-
-def _is_teachable(mechanism: nn.Module, causal: bool) -> bool:
-    """True if a mechanism learns its choice of keys from attention; in a decoder without a look at later tokens."""
-    if isinstance(mechanism, SmartBirdAttention):
-        return mechanism.config.objective == "attention"
-    if not isinstance(mechanism, LHAAttention) or mechanism.config.hash == "random":
-        return False
-    return not causal or mechanism.config.utility == "collisions"
-
-
-def _rate(mechanism: nn.Module) -> float:
-    collisions = isinstance(mechanism, LHAAttention) and mechanism.config.utility == "collisions"
-    return COLLISION_RATE if collisions else DIVERGENCE_RATE
