@@ -77,12 +77,6 @@ def _check_model(model: ModelConfig) -> None:
         problem = f'"{model.activations}" needs {blocks} blocks, but model.blocks = "{model.blocks}"'
         hint = f'Set model.activations to {others}, or model.blocks to "{blocks}"'
         raise ConfigError("model.activations", problem, hint)
-    if model.residual_bits is not None and model.blocks != "reversible":
-        problem = f'{model.residual_bits} is given, but model.blocks = "{model.blocks}" has nothing to rebuild'
-        raise ConfigError("model.residual_bits", problem, 'Set it to null, or model.blocks to "reversible"')
-    if model.residual_bits is not None and model.residual_dtype == "bf16":
-        problem = f"{model.residual_bits} is given, but bf16 has room for 8 bits in all"
-        raise ConfigError("model.residual_bits", problem, 'Set it to null, or model.residual_dtype to "fp32"')
     if model.residual_dtype == "bf16" and model.style == "bert":
         problem = 'bf16, but model.style = "bert" normalises its stream after each sum, in fp32'
         raise ConfigError("model.residual_dtype", problem, 'Set it to "fp32"')

@@ -13,6 +13,7 @@ ANY = object()
 REMOVED: dict[str, tuple[Any, str]] = {
     "LHAAttentionConfig.features": (ANY, "Remove the key"),
     "LHAAttentionConfig.visible_utility": (False, "The utility counts all keys, as in the paper: remove the key"),
+    "ModelConfig.residual_bits": (None, "Reversible streams are floating-point numbers: remove the key"),
     "DataConfig.max_damaged": (0, "A damaged shard is an error that names it: remove the key"),
     "RunConfig.corruption_check_every": (0, "There is no check for silent corruption any more: remove the key"),
 }

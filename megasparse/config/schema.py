@@ -137,9 +137,6 @@ class ModelConfig(Section):
     tied heads and encoders' readers see, is e plus all branches, as with ordinary blocks. Without it, it is 2e plus
     all branches, and training is slower at the beginning (docs/results.md). Keeps one more tensor as large as a stream.
     """
-    residual_bits: int | None = Field(default=None, ge=4, le=18)
-    """The streams of reversible blocks are multiples of 2^-residual_bits, whose sums are exact, so that the backward
-    rebuilds them to the bit; at 14 streams up to 256 are exact in fp32. null: sums are rounded."""
     residual_dtype: Literal["fp32", "bf16"] = "fp32"
     """What the residual streams and their gradients are kept in; sums are made in fp32 and rounded to it. bf16 halves
     what a reversible stack holds, and rounds each stream to 8 bits in every layer (docs/experiments.md)."""

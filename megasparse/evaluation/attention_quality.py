@@ -19,7 +19,7 @@ from megasparse.config.schema import Config
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.evaluation.images import BACKGROUND, sheet
-from megasparse.model.padding import cut
+from megasparse.model.stack import cut
 from megasparse.ops.random import RngContext
 from megasparse.training.engines.contract import Engine
 

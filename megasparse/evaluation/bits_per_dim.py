@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megasparse.errors import ConfigError, UserError
-from megasparse.model.padding import cut
+from megasparse.model.stack import cut
 from megasparse.ops.random import RngContext
 
 Scorer = Callable[[Tensor, RngContext, int], tuple[Tensor, Tensor, Tensor]]

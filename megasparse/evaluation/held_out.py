@@ -18,7 +18,7 @@ from megasparse.evaluation.bits_per_dim import Score, Scorer, of_engine, score
 from megasparse.evaluation.generate import SharedDecoder, generate
 from megasparse.evaluation.images import image_shape, picture_of
 from megasparse.evaluation.results import order_sums
-from megasparse.model.padding import cut
+from megasparse.model.stack import cut
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, RunHooks, check_stop
 

@@ -6,9 +6,8 @@ from torch import Tensor
 from megasparse.attention.heads import Padding
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import Model
-from megasparse.model.decoder import Causal
-from megasparse.model.encoder_decoder import EncoderDecoder
-from megasparse.model.padding import padding_of
+from megasparse.model.decoder import Causal, EncoderDecoder
+from megasparse.model.stack import padding_of
 from megasparse.ops.random import RngContext
 
 TOLERANCE = 1e-4

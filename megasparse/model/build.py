@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megasparse.config.schema import ModelConfig, encoder_part
-from megasparse.model.decoder import Decoder
+from megasparse.model.decoder import Decoder, EncoderDecoder
 from megasparse.model.encoder import Encoder
-from megasparse.model.encoder_decoder import EncoderDecoder
 from megasparse.ops.random import derive
 
 Model = Decoder | Encoder | EncoderDecoder

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.config.schema import ModelConfig
-from megasparse.model.block import Streams, mean_stream
+from megasparse.model.branch import Streams, mean_stream
 from megasparse.ops.adaptive_softmax import adaptive_log_probabilities, adaptive_scores
 from megasparse.ops.cross_entropy import token_scores
 from megasparse.ops.normalize import layer_norm

@@ -11,20 +11,17 @@ B batch, L length, E d_model, D head dim, n heads of a group.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext
 from megasparse.attention.heads import AttentionLayer, merge_heads, split_heads, split_heads_by_mechanism, to_tokens
-from megasparse.model.in_place import Place, Tiles, cut, inside
+from megasparse.model.branch import Branch, Pass, Place, Tiles, cut, inside
 from megasparse.ops.operator import Function, at_least_fp32, autocast_off, remember_autocast
 from megasparse.ops.tiled import GradientSums
-
-if TYPE_CHECKING:
-    from megasparse.model.block import AttentionBranch, Pass
 
 READING = ("norm", "query", "key", "value", "query_norm", "key_norm")
 """Parts of a branch that read the stream."""
@@ -46,10 +43,9 @@ class HeadGroup(NamedTuple):
 class HeadGroups:
     """The heads of a branch's attention, group by group, on tiles of the stream that it reads."""
 
-    def __init__(self, branch: "AttentionBranch", run: "Pass", tiles: list[Tensor]):
-        self.branch, self.run, self.tiles = branch, run, tiles
-        self.layer: AttentionLayer = branch.attention
-        self.weights = branch.group_weights()
+    def __init__(self, branch: Branch, layer: AttentionLayer, run: Pass, tiles: list[Tensor]):
+        self.branch, self.layer, self.run, self.tiles = branch, layer, run, tiles
+        self.weights = group_weights(branch)
 
     def forward(self, write: Write) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Attend. Returns the auxiliary loss and the statistics, means over the groups."""
@@ -168,7 +164,7 @@ class HeadGroups:
 
     def _project(self, x: Tensor, position: int, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of a tile; k has no heads where queries are the keys."""
-        x = self.branch.read_by(weights, x)
+        x = self.branch.read(x, weights)
         q, v = (split_heads(_linear(x, weights, name), self.layer.head_dim) for name in ("query", "value"))
         k = split_heads(_linear(x, weights, "key"), self.layer.head_dim) if "key.weight" in weights else q[:, :0]
         if self.layer.query_norm is not None:
@@ -207,31 +203,36 @@ class HeadGroups:
         return to_tokens(found, own.part), found.auxiliary_loss, found.statistics
 
 
-def rewrite_in_groups(branch: "AttentionBranch", place: Place, run: "Pass") -> tuple[Any, dict[str, Tensor]]:
-    """The branch in place (`Branch.rewrite`), from its own call. Returns the auxiliary loss, in a backward the
+def group_weights(branch: Branch) -> dict[str, nn.Parameter]:
+    """Return the weights of a branch that attention in groups reads, by name."""
+    norm_after = branch.post_norm  # which the sum of stream and branch goes through
+    return {n: w for n, w in branch.named_parameters() if not (norm_after and n.startswith("norm."))}
+
+
+def rewrite_in_groups(branch: Branch, layer: AttentionLayer, place: Place, run: Pass) -> tuple[Any, dict[str, Tensor]]:
+    """Run the branch in place (`Branch.rewrite`), from its own call. Returns the auxiliary loss, in a backward the
     gradients of its weights; and the statistics.
     """
     tiles = Tiles(branch, place, run.rng)
-    groups = HeadGroups(branch, run, tiles.x)
+    groups = HeadGroups(branch, layer, run, tiles.x)
     if place.d_read is None:
         return groups.forward(tiles.write)
     return groups.backward(tiles.write, tiles.grad, tiles.dx, place.d_auxiliary), {}
 
 
-def attend_in_groups(branch: "AttentionBranch", x: Tensor, run: "Pass") -> tuple[Tensor, Tensor | None]:
-    """The branch of an ordinary layer: what it adds to the stream x, (B, L, E) fp32 or wider, and its auxiliary loss.
-    The backward computes each group once more, from x.
+def attend_in_groups(branch: Branch, layer: AttentionLayer, x: Tensor, run: Pass) -> tuple[Tensor, Tensor | None]:
+    """Run the branch of an ordinary layer: return its output, (B, L, E) fp32 or wider, and its auxiliary loss. The
+    backward computes each group once more, from x.
     """
-    weights = branch.group_weights()
-    found: tuple[Tensor, Tensor | None] = _InGroups.apply(branch, run, x, *weights.values())
-    return found
+    output: tuple[Tensor, Tensor | None] = _InGroups.apply(branch, layer, run, x, *group_weights(branch).values())
+    return output
 
 
 class _InGroups(Function):
     @staticmethod
-    def forward(ctx: Any, branch: "AttentionBranch", run: "Pass", x: Tensor, *weights: Tensor) -> Any:
+    def forward(ctx: Any, branch: Branch, layer: AttentionLayer, run: Pass, x: Tensor, *weights: Tensor) -> Any:
         remember_autocast(ctx, x)
-        ctx.branch, ctx.run = branch, run.anew()
+        ctx.branch, ctx.layer, ctx.run = branch, layer, run.undecided()
         ctx.save_for_backward(x)
         out = at_least_fp32(torch.zeros_like(x))
         tiles = cut(out, branch.tiles)
@@ -239,8 +240,8 @@ class _InGroups(Function):
         def write(number: int, tile: Tensor) -> None:
             tiles[number].add_(tile)
 
-        auxiliary, statistics = HeadGroups(branch, ctx.run, cut(x, branch.tiles)).forward(write)
-        branch.note(run, statistics)
+        auxiliary, statistics = HeadGroups(branch, layer, ctx.run, cut(x, branch.tiles)).forward(write)
+        run.note(branch.layer, statistics)
         return out, auxiliary
 
     @staticmethod
@@ -249,10 +250,10 @@ class _InGroups(Function):
         assert d_out is not None
         (x,) = ctx.saved_tensors
         branch, dx, tiles = ctx.branch, torch.zeros_like(x), cut(d_out, ctx.branch.tiles)
-        groups = HeadGroups(branch, ctx.run.replay(), cut(x, branch.tiles))
+        groups = HeadGroups(branch, ctx.layer, ctx.run.replay(), cut(x, branch.tiles))
         sums = groups.backward(None, tiles.__getitem__, cut(dx, branch.tiles), d_auxiliary)
-        given = sums.gradients()
-        return None, None, dx, *(given.get(name) for name in branch.group_weights())
+        gradients = sums.gradients()
+        return None, None, None, dx, *(gradients.get(name) for name in group_weights(branch))
 
 
 def _linear(x: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:

@@ -6,34 +6,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasparse.model.block import Block, Pass, Streams
-from megasparse.model.in_place import Place, owned
+from megasparse.model.block import Block
+from megasparse.model.branch import Pass, Place, owned
 from megasparse.ops.operator import Function, remember_autocast
 
 
-def reversible(
-    blocks: Sequence[Block], streams: Streams, source: Tensor | None, run: Pass, given_away: bool = False
-) -> tuple[Streams, Tensor]:
-    """Runs reversible blocks, keeping only the last output. Returns the streams and the sum of auxiliary losses.
+class Reversible(Function):
+    """Reversible blocks, of which only the last output is kept: `apply` returns two streams and the sum of auxiliary
+    losses, which are outputs so that what only they train is trained.
 
-    source: (B, S, E), what the blocks' cross-attention sees. Backward, from the last branch to the first (Reformer Eq.
-    8, where the streams change places after each branch): X1 = Y2 − Branch(Y1), X2 = Y1, each branch run once more for
-    its value and its gradients. The source's gradients are summed over the blocks and handed on as one. Auxiliary
-    losses are outputs, so what only they train is trained.
+    source: (B, S, E), which the blocks' cross-attention reads. Backward, from the last branch to the first (Reformer
+    Eq. 8, where the streams change places after each branch): X1 = Y2 − Branch(Y1), X2 = Y1, each branch run once more
+    for its value and its gradients. The source's gradients are summed over the blocks and handed on as one.
     given_away: the backward may overwrite the returned streams and their gradients, which it copies otherwise. Nobody
     may read the streams after that, and nothing but one reader may have made the gradients.
     """
-    first, second, auxiliary = _Reversible.apply(*streams, source, blocks, run, given_away)
-    return (first, second), auxiliary
 
-
-class _Reversible(Function):
     @staticmethod
     def forward(
         ctx: Any, x1: Tensor, x2: Tensor, source: Tensor | None, blocks: Sequence[Block], run: Pass, given_away: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         remember_autocast(ctx, x1)
-        first, second, total = _forward(blocks, run, source, x1, x2)
+        total = torch.zeros((), device=x1.device)
+        first, second = x1.clone(), x2.clone()
+        for block in blocks:
+            for branch, compute in block.branches(run, None, source):
+                auxiliary = branch.rewrite(compute, Place(second, first), run)
+                first, second = second, first
+                if auxiliary is not None:
+                    total = total + auxiliary
         ctx.blocks, ctx.run, ctx.given_away, ctx.one = blocks, run, given_away, x1 is x2
         ctx.save_for_backward(first, second, source)
         return first, second, total
@@ -55,17 +56,3 @@ class _Reversible(Function):
         if ctx.one:  # both streams are the embedding: their gradients are summed in place
             d1, d2 = d1.add_(d2), None  # type: ignore[assignment]
         return d1, d2, None if source is None else source.grad, None, None, None
-
-
-def _forward(
-    blocks: Sequence[Block], run: Pass, source: Tensor | None, first: Tensor, second: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    total = torch.zeros((), device=first.device)
-    first, second = first.clone(), second.clone()
-    for block in blocks:
-        for branch, compute in block.branches(run, None, source):
-            auxiliary = branch.rewrite(compute, Place(second, first), run)
-            first, second = second, first
-            if auxiliary is not None:
-                total = total + auxiliary
-    return first, second, total

@@ -17,13 +17,11 @@ from megasparse.attention.cross import Source
 from megasparse.attention.heads import Padding
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.schema import ModelConfig
-from megasparse.model.block import Block, Pass, Streams
+from megasparse.model.block import Block
+from megasparse.model.branch import Pass, Streams
 from megasparse.model.embedding import Embedding
 from megasparse.model.head import OutputHead
-from megasparse.model.padding import padding_of
-from megasparse.model.reversible import reversible
-from megasparse.ops.fixed_point import to_fixed_point
-from megasparse.ops.operator import at_least_fp32
+from megasparse.model.reversible import Reversible
 from megasparse.ops.random import RngContext, dropout
 
 
@@ -58,6 +56,31 @@ def mean_cost(
         "tokens": count,
         "accuracy": part.sum(correct) / part.sum(count).clamp_min(1),
     }
+
+
+def padding_of(tokens: Tensor, config: ModelConfig, part: SequencePart = WHOLE) -> Padding:
+    """Return the padding and the documents of a batch. tokens: (B, L), or this rank's part of them. All but
+    `padding_token` are real; each `document_separator` is its document's last token.
+    """
+    key_mask, segments = None, None
+    if config.padding_token is not None:
+        key_mask = part.gather(tokens != config.padding_token, 1)
+    if config.document_separator is not None:
+        ends = part.gather(tokens == config.document_separator, 1).long()
+        segments = ends.cumsum(1) - ends
+    return Padding(key_mask, segments, part)
+
+
+def cut(tokens: Tensor, config: ModelConfig, group: ProcessGroup | None) -> tuple[Tensor, Padding]:
+    """Return this rank's part of sequences (B, L) of any length that all S ranks of a group have whole, and their
+    padding: masked tokens are added at the end if S does not divide L.
+    """
+    part, padding = SequencePart.of(group), padding_of(tokens, config)
+    key_mask, missing = padding.key_mask, -tokens.shape[1] % part.size
+    if missing and key_mask is None:
+        key_mask = torch.ones_like(tokens, dtype=torch.bool)
+    key_mask, segments = (None if x is None else F.pad(x, (0, missing)) for x in (key_mask, padding.segments))
+    return part.own(F.pad(tokens, (0, missing)), 1), Padding(key_mask, segments, part)
 
 
 def average_over_layers(statistics: Mapping[str, Mapping[int, Tensor]], layers: int) -> dict[str, Tensor]:
@@ -104,14 +127,20 @@ class Stack(nn.Module):
 
         read: what the embedding reads, from position rng.first on. targets: for the mechanisms, in training. caches:
         empty ones, one a layer, which take in the whole sequence. source: what an encoder–decoder's cross-attention
-        reads; caches have it already. given_away: see `reversible`.
+        reads; caches have it already. given_away: see `Reversible`.
         """
-        known = self._known(read, rng.first, padding.part)
-        run = Pass(rng, padding, targets if rng.training else None, source and source.key_mask, known)
+        config, tokens = self.config, self._newest_tokens(read, rng.first, padding.part)
+        run = Pass(rng, padding, targets if rng.training else None, source and source.key_mask, tokens)
         states = None if source is None else source.states
-        entered = self._enter(read, rng.first, rng)
-        streams, auxiliary = self._stack(entered, states, run, caches, given_away)
-        return self._leave(streams, entered), auxiliary, average_over_layers(run.statistics, self.config.layers)
+        entered = streams = self._enter(read, rng.first, rng)
+        if config.activations == "reversible" and torch.is_grad_enabled():
+            *streams, total = Reversible.apply(*streams, states, self.layers, run, given_away)
+        else:
+            total = torch.zeros((), device=streams[0].device)
+            for i, block in enumerate(self.layers):
+                auxiliary, *streams = block(run, caches[i] if caches is not None else None, states, *streams)
+                total = total if auxiliary is None else total + auxiliary
+        return self._leave(streams, entered), total, average_over_layers(run.statistics, config.layers)
 
     def mechanisms(self) -> Iterator[tuple[int, Attention]]:
         """The mechanisms of self-attention, each with its layer."""
@@ -119,38 +148,25 @@ class Stack(nn.Module):
             for kind in block.attention.attention.split:
                 yield layer, block.attention.attention.mechanism(kind)
 
-    def _known(self, read: Tensor, first: int, part: SequencePart) -> Tensor | None:
-        """The newest token that each position of whole sequences knows, (B, L), for mechanisms that hash tokens."""
+    def _newest_tokens(self, read: Tensor, first: int, part: SequencePart) -> Tensor | None:
+        """Return the newest token that each position of whole sequences knows, (B, L), if a mechanism hashes tokens."""
         if read.is_floating_point() or not any(mechanism.reads_tokens for _, mechanism in self.mechanisms()):
             return None
         starts = first == 0 and self.config.kind != "encoder"
         return part.gather(F.pad(read, (1, 0), value=-1) if starts else read, 1)
 
     def _enter(self, tokens: Tensor, first: int, rng: RngContext) -> Streams:
+        """Return the streams that the first block reads."""
         x = self.embedding(tokens, first)
         if rng.training:
             x = dropout(x, self.config.dropout, rng.key(-1, "embedding dropout"), rng.rows(x.shape[1], x.device))
-        if self.config.residual_bits is not None:
-            x = to_fixed_point(at_least_fp32(x), self.config.residual_bits)
         if self.config.residual_dtype == "bf16":
             x = x.bfloat16()
         return (x, x) if self.config.blocks == "reversible" else (x,)
 
-    def _leave(self, streams: Streams, entered: Streams) -> Streams:
-        """The streams that readers see."""
-        return (streams[0], streams[1] - entered[1]) if self.config.embedding_once else streams
-
-    def _stack(
-        self, streams: Streams, source: Tensor | None, run: Pass, caches: Sequence[Any] | None, given_away: bool
-    ) -> tuple[Streams, Tensor]:
-        if self.config.activations == "reversible" and torch.is_grad_enabled():
-            return reversible(self.layers, streams, source, run, given_away)
-        total = torch.zeros((), device=streams[0].device)
-        for i, block in enumerate(self.layers):
-            auxiliary, *streams = block(run, caches[i] if caches is not None else None, source, *streams)
-            if auxiliary is not None:
-                total = total + auxiliary
-        return tuple(streams), total
+    def _leave(self, streams: Sequence[Tensor], entered: Streams) -> Streams:
+        """Return the streams that readers see."""
+        return (streams[0], streams[1] - entered[1]) if self.config.embedding_once else tuple(streams)
 
 
 class Transformer(Stack, ABC):
@@ -201,24 +217,21 @@ class Transformer(Stack, ABC):
         """
         padding = padding or padding_of(tokens, self.config, SequencePart.of(sequence))
         rng = (rng or RngContext.evaluation(0, len(tokens))).at(padding.part.rank * tokens.shape[1])
-        scores, cost, auxiliary, statistics = self._scores(tokens, rng, padding)
-        loss, found = mean_cost(scores, cost, divisor, padding.part)
-        return self.task_weight * loss + auxiliary, statistics | found
+        scores, cost, auxiliary, statistics = self.score(tokens, rng, padding)
+        loss, means = mean_cost(scores, cost, divisor, padding.part)
+        return self.task_weight * loss + auxiliary, statistics | means
 
     @torch.no_grad()
     def token_scores(self, tokens: Tensor, rng: RngContext, padding: Padding | None = None) -> TokenScores:
         """How well each of the tokens that are here is predicted. padding: of shared sequences, whose part it names."""
         padding = padding or padding_of(tokens, self.config)
-        return self._scores(tokens, rng.at(padding.part.rank * tokens.shape[1]), padding)[0]
+        return self.score(tokens, rng.at(padding.part.rank * tokens.shape[1]), padding)[0]
 
-    def _scores(self, tokens: Tensor, rng: RngContext, padding: Padding) -> Scored:
-        return self._score_targets(tokens, rng, padding)
-
-    def _score_targets(self, tokens: Tensor, rng: RngContext, padding: Padding, source: Source | None = None) -> Scored:
-        """`_scores` of tokens that a decoder predicts from a source."""
+    def score(self, tokens: Tensor, rng: RngContext, padding: Padding, source: Source | None = None) -> Scored:
+        """Score tokens (B, L). source: output of the encoder, which target tokens are predicted from."""
         read, scored = self.prepare_inputs(tokens, rng, padding)
-        known = Targets(tokens, scored)
-        streams, auxiliary, statistics = self.streams(read, rng, padding, known, source=source, given_away=True)
+        targets = Targets(tokens, scored)
+        streams, auxiliary, statistics = self.streams(read, rng, padding, targets, source=source, given_away=True)
         nats, correct, cost = self.head(streams, tokens, rng.training)
         further, more = self._extra_loss(streams, tokens, rng)
         return TokenScores(nats, correct, scored), cost, auxiliary + further, statistics | more

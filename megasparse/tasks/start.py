@@ -22,7 +22,7 @@ from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer
 from megasparse.data.tokenizers.contract import words_of
 from megasparse.errors import CheckpointError, ConfigError, HubError
 from megasparse.model.build import empty_model, initialise
-from megasparse.model.glove import initialise_from_glove
+from megasparse.model.embedding import initialise_from_glove
 from megasparse.tasks.backbones import Backbone, HuggingFaceBody, add_adapters, checkpoint_layers
 from megasparse.tasks.form import Form
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, on_meta, persistent_buffers

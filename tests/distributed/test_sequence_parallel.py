@@ -22,7 +22,7 @@ from megasparse.attention.sequence_part import SequencePart
 from megasparse.config.attention import MECHANISMS
 from megasparse.config.schema import Config, RunConfig
 from megasparse.model.build import build_model
-from megasparse.model.padding import cut
+from megasparse.model.stack import cut
 from megasparse.ops.random import RngContext
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers.models import (

@@ -14,7 +14,7 @@ from torch import Tensor
 from megasparse.config.attention import MECHANISMS
 from megasparse.config.schema import RunConfig
 from megasparse.model.build import build_model
-from megasparse.model.padding import cut
+from megasparse.model.stack import cut
 from megasparse.ops.random import RngContext
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.distributed.test_sequence_parallel import difference, gradients, summed

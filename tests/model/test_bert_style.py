@@ -12,8 +12,8 @@ from megasparse.config.load import build_config
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import ConfigError
 from megasparse.hub.formats import format_named
+from megasparse.model.block import FeedForward
 from megasparse.model.build import build_model, empty_model
-from megasparse.model.feed_forward import FeedForward
 from megasparse.ops.random import RngContext
 from megasparse.planning.flops import model_flops_per_token
 from tests.helpers.comparing import assert_near, gradients
@@ -132,11 +132,11 @@ def test_dropout_after_the_embedding_and_each_branch(monkeypatch):
     rng, counts = training_draws(2), []
     for branch in (branch for block in model.layers for branch in (block.attention, block.feed_forward)):
 
-        def noted(stream, out, rng, plus=branch.plus):
-            counts.append((plus(torch.zeros_like(stream), out, rng) == 0).float().mean())
-            return plus(stream, out, rng)
+        def noted(stream, out, rng, add=branch.add):
+            counts.append((add(torch.zeros_like(stream), out, rng) == 0).float().mean())
+            return add(stream, out, rng)
 
-        monkeypatch.setattr(branch, "plus", noted)
+        monkeypatch.setattr(branch, "add", noted)
     (entered,) = model._enter(tokens, 0, rng)
     model(tokens, rng)
     shares = [(entered == 0).float().mean(), *counts]

@@ -11,7 +11,7 @@ import torch
 from megasparse.attention.heads import Padding
 from megasparse.config.schema import MaskingConfig, SentenceOrderConfig
 from megasparse.model.build import build_model
-from megasparse.model.padding import padding_of
+from megasparse.model.stack import padding_of
 from megasparse.ops.random import RngContext
 from tests.helpers.models import random_tokens, small, training_draws
 

@@ -147,11 +147,11 @@ def test_the_encoder_draws_for_itself(monkeypatch):
     kept = []
     for block in (model.layers[0], model.encoder.layers[0]):
 
-        def noted(stream, out, rng, plus=block.attention.plus):
-            kept.append(plus(torch.zeros_like(stream), torch.ones_like(out), rng) != 0)
-            return plus(stream, out, rng)
+        def noted(stream, out, rng, add=block.attention.add):
+            kept.append(add(torch.zeros_like(stream), torch.ones_like(out), rng) != 0)
+            return add(stream, out, rng)
 
-        monkeypatch.setattr(block.attention, "plus", noted)
+        monkeypatch.setattr(block.attention, "add", noted)
     with torch.no_grad():
         model(random_tokens(1, 2 * S), training_draws(1))
     assert kept[0].shape == kept[1].shape and 0.3 < (kept[0] == kept[1]).float().mean() < 0.7

@@ -6,7 +6,7 @@ import torch
 from megasparse.attention.heads import Padding
 from megasparse.config.load import load_config
 from megasparse.errors import ConfigError
-from megasparse.model.block import Pass
+from megasparse.model.branch import Pass
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from tests.helpers.models import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megasparse.model.build import build_model
-from megasparse.model.padding import padding_of
+from megasparse.model.stack import padding_of
 from megasparse.ops.random import RngContext
 from tests.helpers.models import BERT, attention, random_tokens, small
 

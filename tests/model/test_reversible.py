@@ -7,7 +7,6 @@ from megasparse.attention.contract import Attention, AttentionOutput, MechanismS
 from megasparse.attention.heads import Padding
 from megasparse.config.load import load_config
 from megasparse.errors import ConfigError
-from megasparse.model import feed_forward
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext, relu_dropout
 from tests.helpers.comparing import error, gradients
@@ -73,7 +72,7 @@ def test_a_tile_of_the_feed_forward_is_computed_twice_a_step(monkeypatch):
         computed.append(x.shape[1])
         return relu_dropout(x, *rest)
 
-    monkeypatch.setattr(feed_forward, "relu_dropout", counted)
+    monkeypatch.setattr("megasparse.model.block.relu_dropout", counted)
     config = small(feed_forward_tiles=tiles)
     gradients(build_model(config, 0), random_tokens(2, 90))
     assert computed == [90 // tiles] * tiles * config.layers * 2

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from megasparse.cli.main import door
 from megasparse.evaluation.restore import restore
 from megasparse.hub.starting import adapted
-from megasparse.model.padding import padding_of
+from megasparse.model.stack import padding_of
 from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.helpers.commands import refused, run

@@ -21,9 +21,9 @@ from megasparse.config.attention import predicts
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import ModelConfig, encoder_part
 from megasparse.errors import ConfigError
-from megasparse.model.block import mean_stream
+from megasparse.model.branch import mean_stream
+from megasparse.model.decoder import SourceEncoder
 from megasparse.model.embedding import Positions
-from megasparse.model.encoder_decoder import SourceEncoder
 from megasparse.model.stack import Stack
 from megasparse.ops.random import RngContext
 from megasparse.tasks.backbones import Backbone, attention_settings

@@ -24,7 +24,7 @@ from megasparse.data.order import permutation
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.evaluation.beam import BeamSettings, search_with
-from megasparse.model.encoder_decoder import EncoderDecoder
+from megasparse.model.decoder import EncoderDecoder
 from megasparse.model.stack import mean_cost
 from megasparse.ops.random import RngContext
 from megasparse.tasks.backbones import Backbone, attention_settings

@@ -1,0 +1,254 @@
+"""A residual branch: from a stream that it reads, what it adds to a stream, whole or in place and tile by tile.
+
+In a reversible stack the forward adds each branch's output to a stream in place, and the backward takes it off again:
+no stream is allocated anew, and the backward overwrites a layer's outputs with its inputs, and their gradients with
+those of the inputs. B batch, L length, E d_model.
+
+Streams are fp32 or bf16 (`model.residual_dtype`), norms fp32. A branch computes in the dtype of its weights, and is
+added to a stream in fp32.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megasparse.attention.contract import RecomputeCache, Targets
+from megasparse.attention.heads import Padding
+from megasparse.attention.norm import Norm
+from megasparse.config.schema import ModelConfig
+from megasparse.ops.operator import at_least_fp32
+from megasparse.ops.random import RngContext, add_dropout, add_dropout_, dropout
+from megasparse.ops.tiled import GradientSums, pieces
+
+Streams = tuple[Tensor, ...]
+"""The residual streams, (B, L, E) each, of one dtype: two in a reversible stack, one in an ordinary one."""
+Compute = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+"""A branch: from the stream that it reads, what it adds to a stream (B, L, E), and its auxiliary loss or None."""
+
+
+@dataclass
+class Pass:
+    """One forward pass: what its draws depend on, its padding, the targets in training, the mask of the source's real
+    tokens, and the decisions of its branches (a RecomputeCache each, by purpose and layer).
+    """
+
+    rng: RngContext
+    padding: Padding
+    targets: Targets | None = None
+    source_mask: Tensor | None = None
+    tokens: Tensor | None = None
+    """See AttentionContext.tokens."""
+    statistics: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    """Statistics by name, and by the layers that have them."""
+    recompute: defaultdict[tuple[str, int], RecomputeCache] = field(default_factory=lambda: defaultdict(RecomputeCache))
+
+    def replay(self) -> "Pass":
+        """Return the pass of a recomputation, which adds no statistics and takes decisions from the caches."""
+        for cache in self.recompute.values():
+            cache.replay()
+        return replace(self, statistics={})
+
+    def undecided(self) -> "Pass":
+        """Return a pass of its own without decisions."""
+        return replace(self, statistics={}, recompute=defaultdict(RecomputeCache))
+
+    def note(self, layer: int, statistics: Mapping[str, Tensor]) -> None:
+        """Add the statistics of a layer's attention."""
+        for name, value in statistics.items():
+            self.statistics.setdefault(f"attention/{name}", {})[layer] = value
+
+
+@dataclass(frozen=True)
+class Place:
+    """The streams (B, L, E) of one branch. In the backward also the gradient of the stream that it reads, to which it
+    adds, that of the stream that it writes, and that of its auxiliary loss.
+    """
+
+    read: Tensor
+    written: Tensor
+    d_read: Tensor | None = None
+    d_written: Tensor | None = None
+    d_auxiliary: Tensor | None = None
+
+    @property
+    def sign(self) -> int:
+        """1 if the output is added to the written stream, -1 if it is taken off."""
+        return 1 if self.d_read is None else -1
+
+
+class Branch(nn.Module):
+    """A part of a layer, added to a stream after dropout, and its norm: before it (pre-norm), or after (style bert)."""
+
+    purpose: str
+    """Purpose of the draws of its dropout."""
+    gathered_at_once: bool = False
+    """True if its call uses all of its weights, those of its parts too, and writes a stream in place: ZeRO 3 is to
+    gather them for it."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.layer, self.rate, self.post_norm = layer, config.dropout, config.style == "bert"
+        self.tiles = config.feed_forward_tiles
+        self.norm = Norm(config)
+
+    def read(self, stream: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return the branch's input from a stream, in the dtype of its weights. weights: the branch's, by name."""
+        dtype = self.norm.weight.dtype
+        if self.post_norm:
+            return stream.to(dtype)
+        return self.norm(stream, dtype) if weights is None else self.norm.by(inside("norm", weights), stream, dtype)
+
+    def add(
+        self, stream: Tensor, out: Tensor, rng: RngContext, rows: Tensor | None = None, sign: int = 1,
+        in_place: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Return stream + sign·dropout(out), summed in fp32 or wider, in the stream's dtype.
+
+        rows: of a tile, see `RngContext.rows`. in_place: overwrite the stream.
+        """
+        if rng.training and self.rate > 0.0:
+            rows = rng.rows(out.shape[1], out.device) if rows is None else rows
+            key = rng.key(self.layer, self.purpose)
+            if not in_place:
+                return add_dropout(stream, out, self.rate, key, rows, sign)
+            add_dropout_(stream, out, self.rate, key, rows, sign)
+            return stream
+        if in_place:
+            return stream.add_(out, alpha=sign)
+        out = at_least_fp32(out)
+        return (stream + out if sign == 1 else stream - out).to(stream.dtype)
+
+    def rewrite(self, compute: Compute, place: Place, run: Pass) -> Tensor | None:
+        """Run the branch in place: in the forward it writes a stream and returns its auxiliary loss; in the backward it
+        takes its output off again, adds to a gradient, and gives its weights theirs.
+        """
+        if self.gathered_at_once:  # its call does it
+            if place.d_read is None:
+                auxiliary: Tensor | None = self(place.read, run, place=place)
+                return auxiliary
+            with torch.enable_grad():
+                zero = torch.zeros((), dtype=place.read.dtype, device=place.read.device, requires_grad=True)
+                injected = self(zero, run, place=place)
+            if injected.requires_grad:
+                injected.backward()
+            return None
+        rows = run.rng.rows(place.read.shape[1], place.read.device)
+        if place.d_written is None:
+            out, auxiliary = compute(place.read)
+        else:
+            out, auxiliary = recomputed(compute, place, output_gradient(self, place.d_written, run.rng, rows)), None
+        self.add(place.written, out, run.rng, rows, place.sign, in_place=True)
+        return auxiliary
+
+
+def output_gradient(branch: Branch, grad: Tensor, rng: RngContext, rows: Tensor) -> Tensor:
+    """Return the gradient of the branch's output. grad: that of what it adds. Dropout, being linear, is its own."""
+    dtype = branch.norm.weight.dtype
+    if not (rng.training and branch.rate > 0.0):
+        return grad.to(dtype)
+    return dropout(grad, branch.rate, rng.key(branch.layer, branch.purpose), rows, dtype)
+
+
+def recomputed(compute: Compute, place: Place, grad: Tensor) -> Tensor:
+    """Return a branch's output. The gradient of what it reads is added to the place's; weights and source accumulate
+    theirs.
+
+    grad: gradient of the output.
+    """
+    assert place.d_read is not None and place.d_auxiliary is not None
+    x = place.read.detach().requires_grad_()
+    with torch.enable_grad():
+        outputs = [y for y in compute(x) if y is not None]
+    grads = grad, place.d_auxiliary
+    torch.autograd.backward(outputs, [g.to(y.dtype) for y, g in zip(outputs, grads, strict=False)])
+    assert x.grad is not None
+    place.d_read.add_(x.grad)
+    return outputs[0].detach()
+
+
+class Tiles:
+    """The tiles of a branch's streams, and what is done to each."""
+
+    def __init__(self, branch: Branch, place: Place, rng: RngContext):
+        self.branch, self.place, self.rng = branch, place, rng
+        self.x, self._written = cut(place.read, branch.tiles), cut(place.written, branch.tiles)
+        self.rows = cut(rng.rows(place.read.shape[1], place.read.device), branch.tiles)
+        self.dx = [] if place.d_read is None else cut(place.d_read, branch.tiles)
+        self._grad = [] if place.d_written is None else cut(place.d_written, branch.tiles)
+
+    def write(self, number: int, out: Tensor) -> None:
+        """Add the branch's output on a tile to the stream, or take it off."""
+        self.branch.add(self._written[number], out, self.rng, self.rows[number], self.place.sign, in_place=True)
+
+    def grad(self, number: int) -> Tensor:
+        """Return the gradient of the branch's output on a tile."""
+        return output_gradient(self.branch, self._grad[number], self.rng, self.rows[number])
+
+
+def in_tiles(
+    branch: Branch, function: Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor], place: Place, rng: RngContext
+) -> GradientSums | None:
+    """Run a branch that treats every position by itself, tile by tile. In a backward, return its weights' gradients.
+
+    function: from a tile of the stream, its rows and the branch's weights by name, what is added to the stream.
+    """
+    weights, tiles = dict(branch.named_parameters()), Tiles(branch, place, rng)
+    if not tiles.dx:
+        for number, (x, rows) in enumerate(zip(tiles.x, tiles.rows, strict=True)):
+            tiles.write(number, function(x, rows, weights))
+        return None
+    sums = GradientSums(weights)
+    for number, (x, rows) in enumerate(zip(tiles.x, tiles.rows, strict=True)):
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            out = function(x, rows, {name: sums.leaf(name) for name in weights})
+        (dx,) = sums.take([out], [tiles.grad(number)], [x])
+        tiles.dx[number].add_(dx)
+        tiles.write(number, out.detach())
+    return sums
+
+
+def inject_gradients(sums: GradientSums, zero: Tensor) -> Tensor:
+    """Return a zero-valued output that injects precomputed weight gradients in its backward, so that ZeRO 3's
+    post-backward hooks fire. zero: a scalar that requires a gradient.
+    """
+    injected: Tensor = _InjectGradients.apply(sums, zero, *sums.weights.values())
+    return injected
+
+
+class _InjectGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sums: GradientSums, zero: Tensor, *weights: Tensor) -> Tensor:
+        ctx.sums = sums
+        return torch.zeros_like(zero)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, grads[0], *ctx.sums.gradients().values()
+
+
+def inside(name: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of a part of a module, by their names in it."""
+    return {key.removeprefix(f"{name}."): weight for key, weight in weights.items() if key.startswith(f"{name}.")}
+
+
+def cut(x: Tensor, tiles: int) -> list[Tensor]:
+    return [piece for (piece,) in pieces([x], min(tiles, x.shape[1]))]
+
+
+def owned(gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return gradients that may be overwritten: those that share memory, with themselves or each other, are copied."""
+    copies: list[Tensor] = []
+    for grad in gradients:
+        shared = any(grad.untyped_storage()._cdata == other.untyped_storage()._cdata for other in copies)
+        copies.append(grad.clone(memory_format=torch.contiguous_format) if shared or not grad.is_contiguous() else grad)
+    return tuple(copies)
+
+
+def mean_stream(streams: Streams) -> Tensor:
+    """Return what readers of a stack see: the mean of its streams, (B, L, E), in fp32 at least."""
+    return torch.stack([at_least_fp32(x) for x in streams]).mean(0)
