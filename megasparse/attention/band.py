@@ -174,7 +174,7 @@ class BandAttention(Attention):
         if not self.sinks and part.share is None:
             spec = BucketedAttentionSpec(self.window, inputs.causal, buckets=self.buckets, **self.rule)
             q, k, v, key_mask, segments, _, dropout = inputs
-            return bucketed_attention(q, k, v, codes[0], spec, key_mask, segments, codes[1], dropout)[0], None
+            return bucketed_attention(q, k, v, codes[0], spec, key_mask, segments, codes[1], dropout=dropout)[0], None
         parts = [self._in_buckets(inputs, *codes, part)]
         if self.sinks:
             own = {name: self.rule[name] for name in ("scale", "exclude_self")}
