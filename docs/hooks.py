@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from megasparse.cli.main import COMMANDS, module_of, parser_of
+from megasparse.cli.main import COMMANDS, parser_of
 
 os.environ["COLUMNS"] = "100"  # the width of argparse's help
 
@@ -17,4 +17,4 @@ def on_page_markdown(markdown: str, page: Any, **others: Any) -> str:
 
 
 def _help(name: str) -> str:
-    return parser_of(name, module_of(name)).format_help()
+    return parser_of(name).format_help()

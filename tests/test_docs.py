@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import megasparse
-from megasparse.cli.main import module_of, parser_of, split
+from megasparse.cli.main import parser_of, split
 from megasparse.config.schema import Config
 from megasparse.planning.dry_run import dry_run
 from tests.helpers.documents import commands, runs
@@ -54,7 +54,7 @@ def test_commands_of_a_document_are_commands(path):
         if "--help" in rest:
             continue
         try:
-            parser_of(name, module_of(name)).parse_args(rest)
+            parser_of(name).parse_args(rest)
         except SystemExit:
             pytest.fail(f"{path.name}: {shlex.join(words)}")
 

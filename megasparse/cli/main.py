@@ -2,10 +2,10 @@
 
 import argparse
 import importlib
+import inspect
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from types import ModuleType
 
 from megasparse import __version__
 from megasparse.errors import UserError, did_you_mean, report_user_errors
@@ -33,12 +33,21 @@ COMMANDS = {
     "compare": "train and evaluate several attention mechanisms alike",
 }
 """Subcommand -> what it does, in the order of `megasparse --help`."""
+MODULES = {
+    "train": ("quickstart", "pretrain", "finetune", "supervise", "plan"),
+    "data": ("prepare-data", "train-tokenizer", "listops"),
+    "hub": ("convert to-hf", "convert from-hf", "replace-attention", "teach"),
+    "evaluation": ("evaluate", "generate", "predict", "compress", "decompress"),
+    "tools": ("configs", "compare", "report"),
+}
+"""Module of megasparse.cli -> its subcommands. `convert to-hf` is the function `convert_to_hf`, whose docstring is its
+help, and `add_convert_to_hf(parser)` declares its options."""
 
 EXTRAS = {
     **dict.fromkeys(("transformers",), "hf"),
     "constriction": "compress",
     **dict.fromkeys(("fsspec", "s3fs"), "remote"),
-    **dict.fromkeys(("sklearn", "scipy", "peft", "accelerate", "sacrebleu", "rouge_score", "matplotlib"), "tasks"),
+    **dict.fromkeys(("sklearn", "scipy", "peft", "accelerate", "sacrebleu", "rouge_score"), "tasks"),
 }
 """Package -> the extra of megasparse that installs it."""
 
@@ -60,10 +69,9 @@ def main(words: Sequence[str] | None = None) -> None:
         print(overview([each for each in COMMANDS if each.startswith(f"{words[0]} ")]))
         return
     try:
-        module = module_of(name)
-        args = parser_of(name, module).parse_args(rest)
+        args = parser_of(name).parse_args(rest)
         args.command = shlex.join(["megasparse", *words])
-        module.run(args)
+        command_of(name)[1](args)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package == "megasparse":
@@ -97,18 +105,22 @@ def split(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     raise UserError(f"{name}: there is no such subcommand. {did_you_mean(name, group or COMMANDS)}")
 
 
-def module_of(name: str) -> ModuleType:
-    return importlib.import_module(f"megasparse.cli.{name.replace('-', '_').replace(' ', '_')}")
+def command_of(name: str) -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]]:
+    """Return the functions of a subcommand that declare its options and run it."""
+    module = importlib.import_module(f"megasparse.cli.{next(key for key, names in MODULES.items() if name in names)}")
+    identifier = name.replace("-", "_").replace(" ", "_")
+    return getattr(module, f"add_{identifier}"), getattr(module, identifier)
 
 
-def parser_of(name: str, module: ModuleType) -> argparse.ArgumentParser:
+def parser_of(name: str) -> argparse.ArgumentParser:
+    add_arguments, run = command_of(name)
     parser = argparse.ArgumentParser(
         prog=f"megasparse {name}",
-        description=module.__doc__,
+        description=inspect.getdoc(run),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    module.add_arguments(parser)
+    add_arguments(parser)
     return parser
 
 

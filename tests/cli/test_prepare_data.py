@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from megasparse.cli import prepare_data
 from megasparse.cli.main import door, parser_of
 from megasparse.data.corpora import CORPORA
 from megasparse.data.index import Index
@@ -103,7 +102,7 @@ def test_the_help_of_each_corpus_has_an_example_that_works(corpus, capsys):
         main([corpus, "--help"])
     example = f"megasparse prepare-data {corpus} {CORPORA[corpus].EXAMPLE}"
     assert example in capsys.readouterr().out
-    given = parser_of("prepare-data", prepare_data).parse_args(shlex.split(example)[2:])
+    given = parser_of("prepare-data").parse_args(shlex.split(example)[2:])
     assert given.corpus == corpus and given.output.parent == Path("data")
 
 

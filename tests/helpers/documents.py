@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from megasparse.cli.main import module_of, parser_of, split
+from megasparse.cli.main import parser_of, split
 from megasparse.config.files import find_config
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import load_settings
@@ -51,7 +51,7 @@ def runs(words: list[str]) -> list[Config | FinetuneConfig]:
     """
     name, rest = split(words)
     assert name is not None, shlex.join(words)
-    args = parser_of(name, module_of(name)).parse_args(rest)
+    args = parser_of(name).parse_args(rest)
     if name == "supervise":
         return runs([args.script, *args.arguments])
     if name in ("pretrain", "plan", "finetune"):

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from kubeflow_trainer_api import models
 
-from megasparse.cli.main import module_of, parser_of
+from megasparse.cli.main import parser_of
 
 MANIFEST = Path(__file__).parents[2] / "launch" / "kubernetes" / "pretrain.yaml"
 
@@ -97,10 +97,10 @@ def test_a_run_that_ends_by_itself_keeps_its_exit_code_and_its_arguments_are_val
     assert pod_process(tmp_path, str(code)).wait(30) == code
     words = (tmp_path / "arguments").read_text().splitlines()
     assert words[0] == "supervise"
-    args = parser_of("supervise", module_of("supervise")).parse_args(words[1:])
+    args = parser_of("supervise").parse_args(words[1:])
     assert (args.ranks, args.nodes, args.node_rank, args.address) == (8, 2, 1, ("first.pod", 29500))
     assert args.script == "pretrain"
-    given = parser_of("pretrain", module_of("pretrain")).parse_args(args.arguments)
+    given = parser_of("pretrain").parse_args(args.arguments)
     assert given.name == "reformer_64k" and "run.directory=/mnt/megasparse/runs/reformer_64k" in given.set
 
 

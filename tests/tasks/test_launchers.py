@@ -11,7 +11,7 @@ import pytest
 from sklearn.metrics import accuracy_score, f1_score
 
 from launch import evaluate, predict
-from megasparse.cli.evaluate import OF_PRETRAINED
+from megasparse.cli.evaluation import OF_PRETRAINED
 from megasparse.tasks import evaluate as evaluation
 from megasparse.tasks.evaluate import Prediction
 from tests.helpers.finetuning import ENCODER, bert, launch, reviews, table, typed

@@ -1,0 +1,246 @@
+"""Commands that prepare data and tokenizers."""
+
+import argparse
+import inspect
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from megasparse.errors import ConfigError, DataError
+
+COMMON = {"command", "corpus", "source", "member", "output", "sample_bytes", "shard_bytes", "workers"}
+WORKER_BYTES = 8 << 20
+"""Bytes of the source below which another worker takes longer to start than it saves."""
+
+
+def report_records(source: Any, output: Path) -> None:
+    """Write report.json and lengths.svg of a corpus of records, and print its numbers."""
+    from megasparse.data.corpora.records import write_report
+    from megasparse.data.index import Index
+    from megasparse.evaluation.figure import draw_lengths
+
+    found = write_report(source, Index.load(output), output / "report.json")
+    print(f"  {found.records:,} records in {found.files:,} files")
+    print(f"  kept: {found.documents:,} documents of {found.bytes:,} bytes, {found.lengths.mean:,.0f} in the mean")
+    for reason, count in found.left_out.items():
+        print(f"  left out: {count:,} {reason}")
+    try:
+        draw_lengths(found.lengths, output / "lengths.svg")
+    except ConfigError as without_matplotlib:
+        print(f"  no picture of the lengths: {without_matplotlib}")
+
+
+def add_prepare_data(parser: argparse.ArgumentParser) -> None:
+    from megasparse.data.corpora import CORPORA
+    from megasparse.data.corpora.corpus import positive
+
+    raw = argparse.RawDescriptionHelpFormatter
+    corpora = parser.add_subparsers(dest="corpus", required=True)
+    for name, corpus in CORPORA.items():
+        description = f"{inspect.getdoc(corpus)}\n\n    megasparse prepare-data {name} {corpus.EXAMPLE}"
+        part = corpora.add_parser(name, help=corpus.HELP, description=description, formatter_class=raw)
+        part.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the shards")
+        part.add_argument(
+            "--shard-bytes", type=positive, default=67_108_864, help="bytes of text in a shard (default: %(default)s)"
+        )
+        part.add_argument("--workers", type=positive, help="processes that make tokens (default: the cores)")
+        corpus.add_arguments(part)
+
+
+def prepare_data(args: argparse.Namespace) -> None:
+    """Turn a corpus into webdataset shards and the index.json that training reads.
+
+        megasparse prepare-data enwik8 --source https://mattmahoney.net/dc/enwik8.zip --output data/enwik8
+        megasparse prepare-data text --source book.txt --output data/book            (a CPU, a second)
+        megasparse prepare-data text --source archive.zip --member path/in/it/dump.xml.bz2 --output data/dump
+        megasparse prepare-data text --source books/ --tokenizer tokenizers/books.model --output data/books
+        megasparse prepare-data jsonl --source gs://bucket/crawl/*.jsonl.gz --deduplicate --output data/crawl
+        megasparse prepare-data CORPUS --help                                        (an example for each corpus)
+
+    A source is a file, a folder of files (taken in the order of their paths) or a URL (http(s), s3, gs, az, hf); .gz,
+    .bz2, .xz, .zst and members of zip archives are decompressed as they are read. A URL is downloaded once, into
+    OUTPUT/.download. Interrupted, the same command continues where it stopped; no partial shard is ever left under a
+    shard's name. The number of workers changes no byte. Of records (jsonl, parquet, huggingface), report.json and
+    lengths.svg beside the shards say what was read, what was left out, and how long the texts are.
+    """
+    from megasparse.data.corpora import CORPORA
+    from megasparse.data.corpora.records import RecordSource
+    from megasparse.data.index import Index
+    from megasparse.data.prepare import prepare
+
+    options = {key: value for key, value in vars(args).items() if key not in COMMON}
+    cores = len(os.sched_getaffinity(0))
+    corpus, downloads = CORPORA[args.corpus], args.output / ".download"
+    source = corpus.open(args.source, getattr(args, "member", None), downloads, options, args.workers or cores)
+    if source.empty:
+        print(f"left out, because they are empty: {len(source.empty)} files ({source.empty[0]}, …)", file=sys.stderr)
+    written = prepare(
+        args.corpus,
+        source,
+        args.output,
+        options=options,
+        sample_bytes=args.sample_bytes,
+        shard_bytes=args.shard_bytes,
+        command=args.command,
+        workers=args.workers or min(cores, 1 + source.total_bytes // WORKER_BYTES),
+    )
+    print(f"{args.output}: {'prepared' if written else 'already prepared'}")
+    index = Index.load(args.output)
+    for name, split in index.file.splits.items():
+        words = f" ({split.words:,} words)" if split.words else ""
+        records = f"{split.tokens // index.record:,} records, " if index.record else ""
+        size = f"{split.tokens:,} tokens in {split.samples:,} samples, {len(split.shards)} shards{words}"
+        print(f"  {name}: {records}{size}")
+    if isinstance(source, RecordSource):
+        report_records(source, args.output)
+
+
+SUFFIXES = {"sentencepiece": ".model", "words": ".txt"}
+PURPOSES = {"sentencepiece": "pieces of words, and all bytes", "words": "whole words, for adaptive softmax"}
+
+
+def check_round_trip(path: Path, sample: Any) -> None:
+    """Print how the tokenizer encodes held-out text. Raises DataError if decoding does not give that text back."""
+    from megasparse.data.tokenizers import build_tokenizer
+
+    tokenizer = build_tokenizer(str(path))
+    tokens = tokenizer.encode(sample.held_out)
+    size, where = len(sample.held_out), "held-out" if sample.is_held_out else "training"
+    rate = f"{size / max(1, len(tokens)):.3f} bytes a token on {size:,} {where} bytes"
+    print(f"{path}: {tokenizer.vocabulary:,} tokens, {rate}")
+    if tokenizer.lossless and tokenizer.decode(tokens) != sample.held_out:
+        path.unlink()
+        raise DataError(path, "text did not come back from it, so it was removed", "Please report this")
+    print("they came back unchanged" if tokenizer.lossless else "text does not come back unchanged from words")
+
+
+def add_train_tokenizer(parser: argparse.ArgumentParser) -> None:
+    from megasparse.data.corpora.corpus import positive
+
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    parts, raw = {}, argparse.RawDescriptionHelpFormatter
+    for kind, purpose in PURPOSES.items():
+        part = parts[kind] = kinds.add_parser(
+            kind,
+            help=purpose,
+            description=inspect.getdoc(train_tokenizer),
+            formatter_class=raw,
+        )
+        part.add_argument(
+            "--source", nargs="+", required=True, metavar="PATH_OR_URL", help="what to read, in this order"
+        )
+        part.add_argument("--member", metavar="NAME", help="which file of a zip archive, where it has several")
+        part.add_argument(
+            "--output", type=Path, required=True, metavar=f"FILE{SUFFIXES[kind]}", help="the file to write, a new one"
+        )
+    parts["words"].add_argument(
+        "--vocabulary",
+        type=positive,
+        metavar="N",
+        help="the most frequent words alone, <unk> and <eos> among them (all)",
+    )
+    pieces = parts["sentencepiece"]
+    pieces.add_argument("--vocabulary", type=positive, required=True, metavar="N", help="number of tokens")
+    pieces.add_argument("--model-type", choices=["unigram", "bpe"], default="unigram", help="default: %(default)s")
+    pieces.add_argument(
+        "--character-coverage",
+        type=float,
+        default=0.9995,
+        metavar="PART",
+        help="part of the text whose characters get a token each, others become bytes (default: %(default)s)",
+    )
+    pieces.add_argument(
+        "--sample-bytes",
+        type=positive,
+        default=50_000_000,
+        metavar="N",
+        help="learn from so many (default: %(default)s)",
+    )
+
+
+def train_tokenizer(args: argparse.Namespace) -> None:
+    r"""Train a tokenizer on text: pieces of words by sentencepiece, or whole words.
+
+        megasparse train-tokenizer sentencepiece --source book.txt --vocabulary 2000 --output tokenizers/book.model
+        megasparse train-tokenizer sentencepiece --source books/ more.txt.gz --vocabulary 32000 \
+            --model-type bpe --character-coverage 0.9999 --output tokenizers/books.model
+        megasparse train-tokenizer words --source wikitext-103/wiki.train.tokens --output tokenizers/wikitext103.txt
+        megasparse prepare-data text --source books/ --tokenizer tokenizers/books.model --output data/books
+
+    A source is a file, a folder of files or an http(s) URL, decompressed as it is read, like those of `megasparse
+    prepare-data`; text that is not UTF-8 is refused. Give the text of the training split alone. sentencepiece learns
+    from a sample of whole lines, spread evenly over the source; it holds the sample in memory, and about 20 times as
+    much besides while it trains. Its settings are such that any bytes come back unchanged. The same source and options
+    give the same file, which is written whole or not at all.
+    """
+    from megasparse.data.corpora.source import Source
+    from megasparse.data.files import replacing
+    from megasparse.data.tokenizers.simple import vocabulary_file
+    from megasparse.data.tokenizers.training import Sample, train_sentencepiece
+
+    suffix = SUFFIXES[args.kind]
+    if args.output.suffix != suffix:
+        raise ConfigError(
+            "--output", f"{args.output} does not end in {suffix}", "The ending says what kind of tokenizer it is"
+        )
+    if args.kind == "words" and args.vocabulary is not None and args.vocabulary < 2:
+        raise ConfigError("--vocabulary", f"{args.vocabulary} leaves no room for <unk> and <eos>", "Give 2 or more")
+    if args.output.exists():
+        raise ConfigError("--output", f"{args.output} exists already", "Remove it, or give another name")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    downloads = args.output.with_name(f".{args.output.name}.download")
+    source = Source.open(args.source, args.member, downloads, "files")
+    sample = Sample(source, args.sample_bytes if args.kind == "sentencepiece" else 0)
+    if args.kind == "sentencepiece":
+        data = train_sentencepiece(sample, args.vocabulary, args.model_type, args.character_coverage)
+    else:
+        data = vocabulary_file(sample.all(), args.vocabulary)
+    with replacing(args.output) as file:
+        file.write(data)
+    check_round_trip(args.output, sample)
+
+
+NUMBERS = (
+    ("--train", 96_000, "training examples"),
+    ("--validation", 2_000, "validation examples"),
+    ("--test", 2_000, "test examples"),
+    ("--min-length", 500, "examples have more tokens than this"),
+    ("--max-length", 2_000, "examples have fewer tokens than this"),
+    ("--max-depth", 10, "nodes from the root to a digit, at most"),
+    ("--max-args", 10, "arguments of an operator, at most"),
+    ("--seed", 0, "seed of all draws"),
+)
+
+
+LEAST = {"train": 1, "validation": 1, "test": 1, "min_length": 0, "max_depth": 1, "max_args": 2, "seed": 0}
+
+
+def add_listops(parser: argparse.ArgumentParser) -> None:
+    for option, default, meaning in NUMBERS:
+        parser.add_argument(option, type=int, default=default, metavar="N", help=f"{meaning} (default: %(default)s)")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
+
+
+def listops(args: argparse.Namespace) -> None:
+    """Generate the data of ListOps as Long Range Arena has it (Nangia & Bowman 2018; Tay et al. 2021).
+
+        megasparse listops --output data/listops
+        megasparse listops --train 2000 --min-length 50 --max-length 200 --output data/small_listops
+
+    Writes basic_train.tsv, basic_val.tsv and basic_test.tsv with the columns Source and Target. Each example is a
+    random tree: a node is an operator with probability 1/4, and has 2 to --max-args arguments, equally likely; else,
+    and at --max-depth, it is a digit. Trees of --min-length tokens or fewer, of --max-length or more, and repeated
+    ones are drawn again; parentheses are no tokens. The operators are [MIN, [MAX, [MED (the median, rounded down) and
+    [SM (the sum modulo 10). The same seed gives the same files.
+    """
+    for name, least in (*LEAST.items(), ("max_length", args.min_length + 2)):
+        if getattr(args, name) < least:
+            key = "--" + name.replace("_", "-")
+            raise ConfigError(key, f"{getattr(args, name)} is too few", f"Give {least} or more")
+    from megasparse.tasks.readers.long_range_arena import Sizes, write_listops
+
+    sizes = Sizes(args.min_length, args.max_length, args.max_depth, args.max_args)
+    files = {"basic_train.tsv": args.train, "basic_val.tsv": args.validation, "basic_test.tsv": args.test}
+    write_listops(args.output, files, sizes, args.seed)
+    print(f"{args.output}: {args.train:,} training, {args.validation:,} validation, {args.test:,} test examples")

@@ -1,0 +1,283 @@
+"""Commands that evaluate and use trained models."""
+
+import argparse
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megasparse.cli.arguments import add_checkpoint, add_coding, add_json, add_overrides, positive
+from megasparse.errors import ConfigError
+
+OF_PRETRAINED = ("data", "stride", "rounds", "limit", "allow_leaking_attention")
+OF_TASKS = ("source", "predictions")
+"""Options that only one kind of model has; the default of each is false."""
+
+
+def _evaluate_split(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from megasparse.runs.evaluation import evaluate_split
+
+    return evaluate_split(
+        args.checkpoint[0],
+        args.data,
+        split=args.split or "test",
+        overrides=args.set,
+        stride=args.stride,
+        rounds=args.rounds,
+        hash_seeds=args.hash_seeds,
+        batch=args.batch or 1,
+        limit=args.limit,
+        allow_leaking_attention=args.allow_leaking_attention,
+    )
+
+
+def _evaluate_task(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """The result and its summary. Writes the predictions where these are asked for."""
+    from megasparse.tasks.evaluate import evaluate_checkpoints, summary, write_predictions
+
+    overrides = args.set + ([f"evaluation.batch={args.batch}"] if args.batch else [])
+    log = lambda line: print(line, file=sys.stderr)  # noqa: E731
+    result, evaluated = evaluate_checkpoints(
+        args.checkpoint, overrides, args.task, args.source, args.split, args.hash_seeds, log
+    )
+    if args.predictions:
+        write_predictions(args.predictions, evaluated[0].predictions(), evaluated[0].form)
+    return result, summary(result)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """ConfigError for options that do not go together."""
+    others, kind = (OF_TASKS, "a pretrained model") if args.task is None else (OF_PRETRAINED, "a fine-tuned model")
+    for name in others:
+        if getattr(args, name):
+            hint = "Leave it out, or give --task" if args.task is None else "Leave it out, and --task besides it"
+            raise ConfigError(f"--{name.replace('_', '-')}", f"is nothing that {kind} is evaluated with", hint)
+    if args.task is None:
+        if len(args.checkpoint) > 1:
+            problem = f"{len(args.checkpoint)} pretrained models"
+            raise ConfigError("--checkpoint", problem, "Evaluate them one by one, or give --task of fine-tuned ones")
+        return
+    if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise ConfigError("--task", f"is evaluated by one rank, and {ranks} were started", "Start it without supervise")
+    if not args.source:
+        raise ConfigError("--source", "is missing", f"Give the folder of {args.task}'s official files, or a file")
+    if args.predictions is None:
+        return
+    if args.predictions.suffix != ".jsonl":
+        raise ConfigError("--predictions", f"{args.predictions} is no .jsonl", "Give a name that ends in .jsonl")
+    if len(args.checkpoint) > 1 or args.hash_seeds > 1:
+        hint = "Give one --checkpoint and no --hash-seeds, or leave it out"
+        raise ConfigError("--predictions", "is of one checkpoint and one draw", hint)
+
+
+def add_evaluate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint", required=True, nargs="+", action="extend", metavar="DIR",
+        help="a checkpoint's folder, or a run's (its newest checkpoint, of a fine-tuning run its best); several "
+        "fine-tuned models give mean and interval over runs",
+    )  # fmt: skip
+    add_overrides(parser)
+    parser.add_argument("--split", help='default: "test"; "validation" for a task without test labels')
+    parser.add_argument("--batch", type=positive, help="windows or examples scored at once")
+    parser.add_argument(
+        "--hash-seeds", type=positive, default=1, metavar="N", help="repeat with N draws of the rotations (and masks)"
+    )
+    add_json(parser)
+    pretrained = parser.add_argument_group("pretrained models")
+    pretrained.add_argument("--data", metavar="SHARDS", help="folder of shards; by default the one trained on")
+    pretrained.add_argument("--rounds", type=positive, help="hash rounds in place of the configured ones")
+    pretrained.add_argument("--stride", type=positive, help="new tokens per window; by default the whole window")
+    pretrained.add_argument("--limit", type=positive, metavar="N", help="score only the first N windows")
+    pretrained.add_argument(
+        "--allow-leaking-attention", action="store_true", help="score a model that sees later tokens"
+    )
+    tasks = parser.add_argument_group("fine-tuned models")
+    tasks.add_argument("--task", metavar="NAME", help="the task trained on, or another one with the same classes")
+    tasks.add_argument("--source", nargs="+", metavar="FILE", help="folder of the official files, or labelled files")
+    tasks.add_argument("--predictions", type=Path, metavar="OUT", help="write every prediction to this .jsonl file")
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """Evaluate a trained model on text or examples that it has not seen.
+
+        megasparse evaluate --checkpoint runs/quickstart --data data/quickstart --json runs/quickstart/test.json
+        megasparse evaluate --checkpoint runs/quickstart --data data/quickstart --stride 1024 --rounds 8
+        megasparse supervise --ranks 2 evaluate --checkpoint runs/quickstart --set parallel.sequence=2
+        megasparse evaluate --task rte --checkpoint runs/rte --source glue_data/RTE --predictions rte.jsonl
+        megasparse evaluate --task rte --checkpoint runs/rte_0 runs/rte_1 runs/rte_2 --source glue_data/RTE
+
+    Pretrained models: bits/dim, perplexities and accuracy of a decoder, loss and accuracy on the masked tokens of an
+    encoder or on the targets of an encoder-decoder. Every symbol of the split is scored once (or the first --limit
+    windows). Fine-tuned models (--task): the official metric with its confidence interval. The numbers are written
+    with their whole protocol.
+
+    Several ranks share out the windows of a pretrained model, and parallel.sequence of them the tokens of each.
+    """
+    _check(args)
+    from megasparse.evaluation.outputs import require_writable, write_json
+
+    require_writable(args.json, args.predictions, sources=args.source or ())
+    result, summary = _evaluate_task(args) if args.task else _evaluate_split(args)
+    if int(os.environ.get("RANK", "0")) > 0:
+        return
+    print(summary)
+    if args.json:
+        write_json(args.json, result)
+
+
+def add_generate(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint(parser)
+    parser.add_argument("--prompt", default="", help="text to continue")
+    parser.add_argument("--tokens", type=int, metavar="N", help="how many tokens to add (default: 200)")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--source", metavar="TEXT", help="what an encoder-decoder reads")
+    kind.add_argument("--source-file", metavar="FILE", help="a source in each line; each text becomes a line")
+    kind.add_argument("--images", type=int, metavar="N", help="draw N images")
+    kind.add_argument("--complete", nargs="+", metavar="IMAGE", help="draw the lower halves of images anew")
+    parser.add_argument("--output", metavar="DIR", help="a new folder for the images")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the likeliest token each time")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="sample from the likeliest tokens with this total probability"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: %(default)s)")
+    parser.add_argument("--beams", type=int, metavar="K", help="beam search in place of sampling")
+    parser.add_argument(
+        "--length-penalty", type=float, default=0.0, metavar="A", help="exponent of beam search's ((5 + length)/6)^A"
+    )
+
+
+def generate(args: argparse.Namespace) -> None:
+    """Generate text or images with a trained model.
+
+        megasparse generate --checkpoint runs/quickstart --prompt "The history of " --tokens 300 --temperature 0.8
+        megasparse generate --checkpoint runs/pixels --images 16 --output samples
+        megasparse generate --checkpoint runs/pixels --complete cat.png dog.png --output completions
+        megasparse supervise --ranks 2 generate --checkpoint runs/quickstart --set parallel.sequence=2
+        megasparse generate --checkpoint runs/translation --source "Ein Satz." --beams 4 --length-penalty 0.6
+
+    Several ranks write a decoder's text together: each has the decoding caches of its part of the heads.
+    """
+    drawing = args.images is not None or args.complete
+    for option in ("prompt", "tokens", "beams") if drawing else ("output",):
+        if getattr(args, option) not in (None, ""):
+            what = "images" if drawing else "text"
+            raise ConfigError(f"--{option}", f"it does not go with {what}", "Leave it out")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        for option in ("images", "complete", "source", "source_file"):
+            if getattr(args, option) is not None:
+                problem = "several ranks continue a decoder's text, and nothing else"
+                raise ConfigError(f"--{option.replace('_', '-')}", problem, "Start it without supervise")
+    from megasparse.evaluation.bits_per_dim import refuse_leaks
+    from megasparse.evaluation.generate import Sampling, shared_decoder
+    from megasparse.evaluation.images import complete_images, draw_images, shape_of
+    from megasparse.evaluation.restore import restore_on_ranks, trained_tokenizer
+    from megasparse.evaluation.texts import Request, read_sources, texts
+    from megasparse.model.encoder import Encoder
+
+    model, config, checkpoint, ranks = restore_on_ranks(args.checkpoint, args.set)
+    if isinstance(model, Encoder):
+        raise ConfigError("--checkpoint", "an encoder predicts masked tokens and writes no text", "Give a decoder's")
+    refuse_leaks(model.leaks)
+    tokenizer = trained_tokenizer(config, checkpoint)
+    sampling, seed = Sampling(args.temperature, args.top_p, args.seed), config.run.seed
+    if args.images is not None:
+        draw_images(model, shape_of(config, "--images"), args.images, seed, sampling, args.output)
+    elif args.complete:
+        complete_images(model, shape_of(config, "--complete"), args.complete, seed, sampling, args.output)
+    else:
+        # the bytes that the shell passed, UTF-8 or not
+        request = Request(os.fsencode(args.prompt), args.tokens, sampling, args.beams, args.length_penalty)
+        sources = read_sources(args.source, args.source_file)
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+        show: Any = partial(print, flush=True) if ranks.rank == 0 else lambda *_, **__: None
+        decoder = shared_decoder(model, ranks) if config.model.source is None else model
+        for pieces in texts(decoder, config, tokenizer, request, sources, ranks.device):
+            for piece in pieces:
+                show(" ".join(piece.split("\n")) if args.source_file else piece, end="")
+            show()
+
+
+def log(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def add_predict(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint(parser)
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("--source", nargs="+", metavar="FILE", help="files in the task's format")
+    given.add_argument("--text", action="append", metavar="TEXT", help="one example; for a pair give it twice")
+    parser.add_argument("--output", type=Path, metavar="OUT", help="file to write: .jsonl, .json, .csv, .tsv or .txt")
+
+
+def predict(args: argparse.Namespace) -> None:
+    """Predict the labels, texts or values of new examples with a fine-tuned model.
+
+        megasparse predict --checkpoint runs/my-run --source new.csv --output predictions.jsonl
+        megasparse predict --checkpoint runs/rte --source glue_data/RTE/test.tsv --output submission/RTE.tsv
+        megasparse predict --checkpoint runs/my-run --text "One text. For a pair, give --text twice."
+
+    New files have the format of the task's own, with or without labels. The suffix of the output decides its format:
+    .jsonl, an object per example; .csv; .tsv, what GLUE takes as a submission. Without --output, the predictions are
+    printed as JSON lines.
+    """
+    from megasparse.evaluation.outputs import require_writable
+    from megasparse.tasks.evaluate import predict, predict_texts, require_form, write_predictions
+    from megasparse.tasks.run import restore_task
+
+    if args.output is not None:
+        require_form(args.output)
+        require_writable(args.output, sources=args.source or ())
+    found = restore_task(args.checkpoint, args.set)
+    rows = predict(found, args.source, log) if args.source else [predict_texts(found, args.text, log)]
+    if args.output is None:
+        for row in rows:
+            print(json.dumps(row))
+        return
+    write_predictions(args.output, rows, found.form)
+    log(f"{len(rows):,} predictions by step {found.checkpoint.step} of {found.checkpoint.path}: {args.output}")
+
+
+SUFFIX = ".msz"
+
+
+def add_compress(parser: argparse.ArgumentParser) -> None:
+    add_coding(parser, f"file to write (default: FILE{SUFFIX})")
+
+
+def compress(args: argparse.Namespace) -> None:
+    """Compress a file with a trained decoder: its code length as evaluation promises it, in a file.
+
+        megasparse compress book.txt --checkpoint runs/quickstart              (writes book.txt.msz)
+        megasparse decompress book.txt.msz --checkpoint runs/quickstart --output again.txt
+
+    The text comes back byte for byte, from the same checkpoint alone, whatever folder it lies in. Whole windows are
+    compressed at once; decompression predicts token by token, many windows side by side.
+    """
+    from megasparse.evaluation.compression import compress
+
+    output = args.output or args.file.with_name(args.file.name + SUFFIX)
+    before, after, seconds = compress(args.checkpoint, args.file, output)
+    rates = f"{8 * after / before:.4f} bits/byte; {before / seconds:,.0f} bytes/s"
+    print(f"{output}: {before:,} bytes became {after:,} ({rates})")
+
+
+def add_decompress(parser: argparse.ArgumentParser) -> None:
+    add_coding(parser, f"file to write (default: FILE without {SUFFIX})")
+
+
+def decompress(args: argparse.Namespace) -> None:
+    """Restore a file that `megasparse compress` wrote, byte for byte, with the checkpoint that it was made with.
+
+        megasparse decompress book.txt.msz --checkpoint runs/quickstart        (writes book.txt)
+
+    A file that is damaged, or of another model, is refused in one line, and nothing is written.
+    """
+    from megasparse.evaluation.compression import decompress
+
+    if args.output is None and args.file.suffix != SUFFIX:
+        raise ConfigError("--output", f"is not given, and {args.file} does not end in {SUFFIX}", "Name a file to write")
+    output = args.output or args.file.with_suffix("")
+    written, seconds = decompress(args.checkpoint, args.file, output)
+    print(f"{output}: {written:,} bytes ({written / seconds:,.0f} bytes/s)")

@@ -1,0 +1,214 @@
+"""Commands for HuggingFace models."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from megasparse.cli.arguments import add_checkpoint_alone, add_texts
+
+
+def add_convert_from_hf(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", required=True, metavar="NAME_OR_DIR", help="its folder or GGUF file, or its name in the cache"
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder, laid out like a run's")
+    parser.add_argument(
+        "--first-byte",
+        type=int,
+        default=0,
+        metavar="ID",
+        help="its token for byte 0 (0), for byte-level models whose ids begin later; the vocabulary is rotated by it",
+    )
+
+
+def convert_from_hf(args: argparse.Namespace) -> None:
+    """Turn a HuggingFace model (a Llama, SmolLM, Mistral, Qwen2, Qwen3, GPT-2, BERT, Reformer or YOSO, or one that
+    `megasparse convert to-hf` wrote) into a checkpoint.
+
+        megasparse convert from-hf --model ~/models/SmolLM2-135M --output runs/imported
+        megasparse convert from-hf --model ~/models/SmolLM2-135M-Instruct.Q4_1.gguf --output runs/imported
+        megasparse convert from-hf --model google/reformer-enwik8 --first-byte 2 --output runs/imported
+        megasparse pretrain runs/imported/config.json --set data.path=data/enwik8
+        megasparse evaluate --checkpoint runs/imported --data data/enwik8
+
+    The third one is read from transformers' local cache: nothing is downloaded, and no code that comes with a model is
+    run. A GGUF file is dequantised to fp32 by transformers and gguf. A tokenizer.json that lies with the model is
+    copied into the output, as its data.tokenizer, a decoder's chat template with it. Both models run on the same
+    tokens first, and nothing is written unless they agree. Takes the memory of both, and for a Reformer twice as much
+    again, in float64.
+    """
+    from megasparse.config.load import build_config
+    from megasparse.hub import require_transformers
+
+    require_transformers()
+    from megasparse.hub.hf_model import HFModel
+    from megasparse.hub.importing import turned, write_checkpoint
+    from megasparse.hub.output_folder import refuse_existing
+
+    refuse_existing(args.output)
+    model = HFModel.open(args.model)
+    values = model.config.model_dump(mode="json")
+    values["run"]["directory"] = str(args.output)
+    tokenizer = None if args.first_byte else model.tokenizer_file
+    if args.first_byte:
+        values["data"]["tokenizer"] = "bytes"
+    elif tokenizer is not None:
+        values["data"]["tokenizer"] = str(args.output / f"tokenizer{tokenizer.suffix}")
+    config = build_config(values)
+    tokens = model.compare()
+    print(f"{model.folder}: the same logits as ours on {tokens} tokens", file=sys.stderr)
+    tensors, beside = turned(model.tensors, args.first_byte), {} if tokenizer is None else model.beside
+    print(write_checkpoint(config, tensors, args.output, tokenizer, beside))
+
+
+def add_convert_to_hf(parser: argparse.ArgumentParser) -> None:
+    from megasparse.hub.formats import FORMATS
+
+    add_checkpoint_alone(parser)
+    parser.add_argument("--output", type=Path, required=True, metavar="OUT", help="the folder to write, a new one")
+    parser.add_argument(
+        "--to", choices=sorted(FORMATS), default="megasparse", help="architecture (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--evaluation",
+        type=Path,
+        metavar="FILE",
+        help="result of `megasparse evaluate --json` for the model card; by default those in the run's folder",
+    )
+
+
+def convert_to_hf(args: argparse.Namespace) -> None:
+    r"""Write a checkpoint as a HuggingFace model.
+
+        megasparse convert to-hf --checkpoint runs/quickstart --output export/quickstart
+        megasparse convert to-hf --checkpoint runs/enwik8/checkpoints/00020000 --output export/enwik8 \
+          --evaluation runs/enwik8/test.json
+        megasparse convert to-hf --checkpoint runs/local --to reformer --output export/reformer
+        megasparse convert to-hf --checkpoint runs/smollm --to llama --output export/smollm
+
+    `megasparse`, the default, takes any of our models: AutoModelForCausalLM, AutoModelForMaskedLM or
+    AutoModelForSeq2SeqLM load the folder with trust_remote_code=True where megasparse is installed; so do
+    AutoModelForSequenceClassification and pipeline(), except for an encoder-decoder. The others are transformers' own
+    architectures, for the models that they can express. The tokenizer is included, of an imported decoder with its
+    chat template.
+
+    The written model is run beside ours on the same text, and OUT appears only where their outputs agree to 1e-4.
+    """
+    from megasparse.hub import require_transformers
+
+    require_transformers()
+    from transformers.utils import logging
+
+    from megasparse.hub.export import to_hf
+
+    logging.disable_progress_bar()
+    print(f"wrote {to_hf(args.checkpoint, args.output, args.to, args.evaluation)}")
+
+
+def add_replace_attention(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of the pretrained model")
+    parser.add_argument("--attention", required=True, metavar="JSON", help="settings of the new attention")
+    parser.add_argument("--max-length", type=int, metavar="TOKENS", help="longest input; by default the model's own")
+    parser.add_argument("--seed", type=int, default=0, help="seed of new parameters and draws (default: %(default)s)")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
+
+
+def replace_attention(args: argparse.Namespace) -> None:
+    r"""Replace the attention of a HuggingFace encoder (BERT, RoBERTa, XLM-RoBERTa, DistilBERT), for inputs of any
+    length, or of a decoder (Llama, SmolLM, Mistral, Qwen2, Qwen3, GPT-2).
+
+        megasparse replace-attention --model DIR --attention '{"kind": "yoso"}' --max-length 4096 --output DIR
+        megasparse replace-attention --model DIR --output DIR \
+          --attention '{"kind": "lsh", "chunk": 64, "buckets": 64, "local": true, "sinks": 4}'
+        megasparse replace-attention --model DIR --output DIR \
+          --attention '{"pattern": [{"local": 6, "lha": 6}], "local": {"chunk": 64}}'
+
+    Queries, keys and values stay; an encoder's positions are extended by repeating them. The settings are those of
+    model.attention (docs/attention.md): one kind with its settings, or a pattern of layers and heads. LHA's hash
+    functions are untrained then: see `megasparse teach`. megasparse.hub.load_replaced loads the folder; transformers
+    alone reads it as the same model with full attention.
+    """
+    from megasparse.config.files import parse_json
+    from megasparse.errors import ConfigError
+    from megasparse.hub import require_transformers
+
+    require_transformers()
+    from transformers import AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    from megasparse.hub.replace import load_plain, positions, replace_attention, save_replaced
+
+    attention = parse_json(args.attention, "--attention")
+    if not isinstance(attention, dict):
+        raise ConfigError("--attention", "is no object", 'Write it as {"kind": "lha"}')
+    disable_progress_bar()
+    model = load_plain(args.model)
+    replace_attention(model, attention, max_length=args.max_length, seed=args.seed)
+    tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+    tokenizer.model_max_length = positions(model)
+    save_replaced(model, args.output, tokenizer)
+    print(args.output)
+
+
+def add_teach(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="DIR", help="a folder that `megasparse replace-attention` wrote"
+    )
+    add_texts(parser)
+    parser.add_argument("--length", type=int, metavar="TOKENS", help="of a window; by default the model's longest")
+    parser.add_argument("--passes", type=int, default=24, help="windows to learn from (default: %(default)s)")
+    parser.add_argument("--held-out", type=int, default=1, metavar="N", help="windows measured (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the windows' order and draws (default: %(default)s)"
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
+
+
+def teach(args: argparse.Namespace) -> None:
+    r"""Teach the hashes or sketches of a HuggingFace model whose attention was replaced: they learn which keys its own
+    full attention sees; in a decoder, those beyond the window and the first tokens. Nothing else of the model moves.
+
+        megasparse replace-attention --model MODEL --output HASHED --max-length 4096 --attention \
+          '{"kind": "smart_bird", "keys": 96, "sketch": "heads", "objective": "attention", "local": true, "sinks": 4}'
+        megasparse teach --model HASHED --texts books/ --length 4096 --passes 24 --output TAUGHT
+
+    Text files are cut into windows of --length tokens; a pass reads one. The last --held-out windows are not learned
+    from: the loss on them is printed, before and after. What is learned is kept in TAUGHT.teaching after every pass:
+    the same command resumes from there, bit for bit, and removes it when TAUGHT is written. Hashes: {"kind": "lha",
+    "chunk": 64} in an encoder, {"kind": "lha", "joint": false, "utility": "collisions"} in a decoder.
+    """
+    import shutil
+
+    from megasparse.errors import ConfigError, DataError
+    from megasparse.hub import require_transformers
+
+    for key, value in (("--passes", args.passes), ("--held-out", args.held_out)):
+        if value < 1:
+            raise ConfigError(key, f"{value} is too few", "Ask for 1 or more")
+    require_transformers()
+    from transformers import AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    from megasparse.hub.output_folder import refuse_existing
+    from megasparse.hub.replace import load_replaced, replacement_of, save_replaced
+    from megasparse.hub.teaching import Teacher, read_windows
+
+    refuse_existing(args.output)
+    disable_progress_bar()
+    longest = replacement_of(args.model)["max_length"]
+    length = longest if args.length is None else args.length
+    if not 8 <= length <= longest:
+        raise ConfigError("--length", f"{length} is not in 8 … {longest}, the longest input", "Change it")
+    model = load_replaced(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+    windows = [tokens for tokens in read_windows(tokenizer, args.texts, length) if len(tokens) == length]
+    if len(windows) <= args.held_out:
+        problem = f"they hold {len(windows)} windows of {length} tokens, no more than --held-out {args.held_out}"
+        raise DataError(args.texts[0], problem, "Give more text, or ask for shorter windows")
+    folder = args.output.with_name(f"{args.output.name}.teaching")
+    teacher = Teacher(model, args.seed)
+    before, after = teacher.teach(windows[: -args.held_out], windows[-args.held_out :], args.passes, folder)
+    save_replaced(model, args.output, tokenizer)
+    shutil.rmtree(folder, ignore_errors=True)
+    print(f"loss on {args.held_out} held-out windows: {before:.4f} before, {after:.4f} after {teacher.passes} passes")
+    print(args.output)
