@@ -10,8 +10,7 @@ from torch import Tensor
 from megasparse.config.load import build_config
 from megasparse.config.schema import OptimizerConfig
 from megasparse.errors import ConfigError
-from megasparse.optimizers import OPTIMIZERS
-from megasparse.optimizers.spec import OptimizerSpec, Settings
+from megasparse.optimizers import OPTIMIZERS, OptimizerSpec, Settings
 from megasparse.planning.dry_run import trial_engine
 from megasparse.planning.passes import ConfiguredPass
 from megasparse.training.optimizer import build_optimizer, create_state, set_steps_done, state_tensors, steps_done
