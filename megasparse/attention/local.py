@@ -99,7 +99,7 @@ class LocalAttention(Attention):
             q, k, v, key_mask, segments, _, dropout = inputs
             r, u, w = self.relative(self.chunk, causal, context.part)
             relative = LocalAttentionSpec(self.chunk, causal, scale)
-            out = relative_local_attention(q, k, v, r, u, w, relative, key_mask, segments, dropout)
+            out = relative_local_attention(q, k, v, r, u, w, relative, key_mask, segments, dropout=dropout)
             return AttentionOutput(out, None, {})
         part, window = context.part, Window("chunk", self.chunk, ahead=not causal)
         plain = BucketedAttentionSpec(window, causal, scale, exclude_self=False, self_at_last=False, share=part.share)

@@ -3,13 +3,10 @@
 import torch
 from torch import Tensor
 
-from megasparse.ops.operator import implementation
-
-_DTYPES = (torch.int16, torch.int32)
+from megasparse.ops.operator import Operator
 
 
-@torch.no_grad()
-def counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None, reverse: bool = False) -> Tensor:
+def _counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None, reverse: bool = False) -> Tensor:
     """Sort small integers stably.
 
     Args:
@@ -20,14 +17,19 @@ def counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None, revers
     Returns:
         (rows, L) int32: [r, i] is the position of row r's i-th smallest key, equal keys in order of position.
     """
-    assert keys.dim() == 2 and keys.dtype in _DTYPES and 1 <= bits <= 31
-    if implementation(keys, dtypes=_DTYPES, largest_width=None) == "triton":
-        from megasparse.ops import counting_sort_kernels
-
-        return counting_sort_kernels.counting_sort(keys, bits, ordered, reverse)
+    assert keys.dim() == 2 and keys.dtype in (torch.int16, torch.int32) and 1 <= bits <= 31
     values, order = torch.sort(keys, dim=-1, stable=True)
     if reverse:
         values, order = values.flip(-1), order.flip(-1)
     if ordered is not None:
         ordered.copy_(values)
     return order.to(torch.int32)
+
+
+counting_sort = Operator(
+    _counting_sort,
+    kernels="megasparse.ops.counting_sort_kernels:counting_sort",
+    dtypes=(torch.int16, torch.int32),
+    largest_width=None,
+    differentiable=False,
+)

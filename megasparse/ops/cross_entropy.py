@@ -4,11 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.operator import at_least_fp32, implementation, without_autocast
+from megasparse.ops.operator import Operator, at_least_fp32
 
 
-@without_autocast
-def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+def _token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """Score every token, a column each: −ln p of its target under softmax(logits); 1 if the target is the likeliest id
     (the first of equals), else 0; with smoothing ε also (1 − ε) times the first plus ε times the mean of −ln p over all
     ids.
@@ -21,10 +20,6 @@ def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Ten
     Returns:
         (N, 2) or (N, 3) in fp32 at least; all columns but the second are differentiable.
     """
-    if implementation(logits, largest_width=None) == "triton":
-        from megasparse.ops import cross_entropy_kernels
-
-        return cross_entropy_kernels.token_scores(logits, targets, smoothing)
     logits = at_least_fp32(logits)
     nats = F.cross_entropy(logits, targets, reduction="none")
     columns = [nats, (logits.argmax(-1) == targets).to(nats.dtype)]
@@ -32,3 +27,6 @@ def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Ten
         mean_nats = nats + logits.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1) - logits.mean(-1)
         columns.append(torch.lerp(nats, mean_nats, smoothing).masked_fill(targets < 0, 0.0))
     return torch.stack(columns, dim=-1)
+
+
+token_scores = Operator(_token_scores, kernels="megasparse.ops.cross_entropy_kernels:token_scores", largest_width=None)

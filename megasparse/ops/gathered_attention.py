@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megasparse.ops.operator import Function, implementation, without_autocast
+from megasparse.ops.operator import Function, Operator
 from megasparse.ops.random import PairDropout
 
 _GATHERED_ELEMENTS = 1 << 18  # numbers in a block's gathered keys: 1 MB of fp32, so that it stays in cache
 
 
-@without_autocast
-def gathered_attention(
+def _gathered_attention(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float, dropout: PairDropout | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute out_i = Σ_j exp(scale·q_i·k_j − lse_i) v_j over the keys j that row i of the index names.
@@ -36,20 +35,12 @@ def gathered_attention(
         out (B, H, Lq, D) in q's dtype and lse (B, H, Lq), the log of the sum, in fp32 at least; 0 and −∞ for a query
         whose places are all empty. Scores, softmax statistics and gradients are computed in fp32 at least.
     """
-    k, v = k.to(q.dtype), v.to(q.dtype)  # torch.autocast leaves some inputs in bf16 and some in fp32
-    chosen = implementation(q, dropout=dropout)
-    if chosen == "reference":
-        return reference(q, k, v, index, scale, dropout)
-    if chosen == "triton":
-        from megasparse.ops import gathered_attention_kernels
-
-        return gathered_attention_kernels.gathered_attention(q, k, v, index, scale)
     out, lse = _GatheredAttention.apply(q, k, v, index, scale, dropout)
     return out, lse
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float, dropout: PairDropout | None = None
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float, dropout: PairDropout | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute `gathered_attention` densely, n_ij being the number of times that row i of the index names key j."""
     keys = torch.arange(k.shape[2], device=k.device)
@@ -62,6 +53,14 @@ def reference(
         probability = probability * dropout.dense(k.shape[2], q.dtype)
     out = probability @ v
     return out.masked_fill(blind[..., None], 0.0), torch.logsumexp(logits, dim=-1).masked_fill(blind, -torch.inf)
+
+
+gathered_attention = Operator(
+    _gathered_attention,
+    reference=reference,
+    kernels="megasparse.ops.gathered_attention_kernels:gathered_attention",
+    cast=2,
+)
 
 
 class _GatheredAttention(Function):

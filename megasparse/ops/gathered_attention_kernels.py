@@ -226,7 +226,7 @@ def join_tiles(
 _GATHERED = 1024  # numbers of k, and of v, that a warp gathers at a time: 32 a thread, which leaves room for others
 
 
-def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
     """Compute `gathered_attention.gathered_attention`. Tensors are copied only where the head dim is strided."""
     out, lse = _GatheredAttention.apply(q, k, v, index, scale)
     return out, lse

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megasparse.ops.operator import Function, implementation, without_autocast
+from megasparse.ops.operator import Function, Operator, without_autocast
 
 _ROW_ELEMENTS = 1 << 22  # numbers of a row group
 _TABLE_ELEMENTS = 1 << 18  # numbers in the tables of several hashes: 1 MB of fp32; more only where one hash has more
@@ -53,8 +53,7 @@ class HashTableAttentionSpec:
         return self.chunk if self.causal else None
 
 
-@without_autocast
-def hash_table_attention(
+def _hash_table_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -82,15 +81,8 @@ def hash_table_attention(
         out (B, H, Lq, D) and B's row sums (B, H, Lq), the keys that a query meets in one hash on average (not
         differentiable); both in fp32 at least.
     """
-    masks = query_mask, key_mask, segments
-    chosen = implementation(v)
-    if chosen == "reference":
-        return reference(q, k, v, q_codes, k_codes, spec, *masks)
-    if chosen == "triton":
-        from megasparse.ops import hash_table_attention_kernels
-
-        return hash_table_attention_kernels.hash_table_attention(q, k, v, q_codes, k_codes, spec, *masks)
-    return _HashTableAttention.apply(q, k, v, q_codes, k_codes, groups(q, k, *masks), spec)
+    group = groups(q, k, query_mask, key_mask, segments)
+    return _HashTableAttention.apply(q, k, v, q_codes, k_codes, group, spec)
 
 
 def reference(
@@ -102,6 +94,14 @@ def reference(
     weight = (q_codes[..., :, None] == k_codes[..., None, :]).to(q.dtype).mean(2)
     visible = visible_pairs((q.shape[2], k.shape[2]), spec.causal, query_mask, key_mask, segments, q.device)
     return weighted_sum(q, k, v, weight * visible, spec.code_bits)
+
+
+hash_table_attention = Operator(
+    _hash_table_attention,
+    reference=reference,
+    kernels="megasparse.ops.hash_table_attention_kernels:hash_table_attention",
+    decides=2,
+)
 
 
 def visible_pairs(

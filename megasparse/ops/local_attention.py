@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.operator import MOST_PAIRS, implementation, without_autocast
+from megasparse.ops.operator import MOST_PAIRS, Operator
 from megasparse.ops.random import PairDropout
 from megasparse.ops.tiled import tiled
 
@@ -40,8 +40,7 @@ def distances(chunk: int, causal: bool) -> range:
     return range(2 * chunk - 1, -chunk if causal else -2 * chunk, -1)
 
 
-@without_autocast
-def relative_local_attention(
+def _relative_local_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -51,6 +50,7 @@ def relative_local_attention(
     spec: LocalAttentionSpec,
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
+    *,
     dropout: PairDropout | None = None,
 ) -> Tensor:
     """Compute softmax_j(((q_i + u)·k_j + (q_i + w)·r_{i−j})·scale) v_j over the keys j of i's chunk and the one before
@@ -70,19 +70,41 @@ def relative_local_attention(
     Returns:
         (B, H, L, D) in q's dtype; padding gets 0. Softmax in fp32 at least.
     """
-    k, v = k.to(q.dtype), v.to(q.dtype)  # torch.autocast leaves some inputs in bf16 and some in fp32
-    chosen = implementation(q, most_rows=MOST_PAIRS, dropout=dropout)
-    if chosen == "triton":
-        from megasparse.ops import local_attention_kernels
-
-        return local_attention_kernels.relative_local_attention(q, k, v, r, u, w, spec, key_mask, segments)
-    compute = reference if chosen == "reference" else _blockwise
-    return compute(q, k, v, r, u, w, spec, key_mask, segments, dropout)
+    batch, heads, length, _ = q.shape
+    order, document = by_document(q, key_mask, segments)
+    if order is not None:
+        q, k, v = (_take(x, order) for x in (q, k, v))
+    if document is None:
+        document = torch.zeros(batch, length, dtype=torch.int32, device=q.device)
+    chunk, span = spec.chunk, 2 if spec.causal else 3
+    chunks = -(-length // chunk)
+    whole = chunks * chunk - length
+    around = (chunk, whole + (span - 2) * chunk)
+    queries = F.pad(q, (0, 0, 0, whole)).unflatten(2, (chunks, chunk)).transpose(1, 2)  # (B, W, H, C, D)
+    # (B, W, H, D, S·C): overlapping views
+    keys, values = (F.pad(x, (0, 0, *around)).unfold(2, span * chunk, chunk).transpose(1, 2) for x in (k, v))
+    of_query = F.pad(document, (0, whole), value=PADDING).unflatten(1, (chunks, chunk))  # (B, W, C)
+    of_key = F.pad(document, around, value=PADDING).unfold(1, span * chunk, chunk)  # (B, W, S·C)
+    inputs = [queries, keys, values, of_query, of_key]
+    if dropout is not None:  # mixed numbers of queries (B, W, H, C) and keys (B, W, S·C)
+        mixed, numbers = dropout.queries, dropout.keys(length).expand(batch, -1)
+        if order is not None:
+            mixed, numbers = mixed.gather(2, order[:, None].expand_as(mixed)), numbers.gather(1, order)
+        inputs += [
+            F.pad(mixed, (0, whole)).unflatten(2, (chunks, chunk)).transpose(1, 2),
+            F.pad(numbers, around).unfold(1, span * chunk, chunk),
+        ]
+    attend = partial(_attend, spec=spec, dropout=dropout)
+    tiles = -(-batch * heads * chunks * chunk * r.shape[1] // _SCORE_ELEMENTS)
+    out = tiled(attend, inputs, [r, u, w], tiles)  # (B, W, H, C, D)
+    out = out.transpose(1, 2).flatten(2, 3)[:, :, :length]
+    return out if order is None else _take(out, order.argsort(dim=-1))
 
 
 def reference(
     q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor, spec: LocalAttentionSpec,
-    key_mask: Tensor | None = None, segments: Tensor | None = None, dropout: PairDropout | None = None,
+    key_mask: Tensor | None = None, segments: Tensor | None = None,
+    *, dropout: PairDropout | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute `relative_local_attention` densely."""
     out_dtype, dtype = q.dtype, torch.promote_types(q.dtype, torch.float32)
@@ -113,6 +135,15 @@ def reference(
     return (probability @ v).masked_fill(blind, 0.0).to(out_dtype)
 
 
+relative_local_attention = Operator(
+    _relative_local_attention,
+    reference=reference,
+    kernels="megasparse.ops.local_attention_kernels:relative_local_attention",
+    most_rows=MOST_PAIRS,
+    cast=2,
+)
+
+
 def by_document(q: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Return tokens of q (B, H, L, D) in the order of (document, position), padding last, (B, L) int64, and the sorted
     documents, (B, L) int32; None and None where there is one document without padding.
@@ -126,42 +157,6 @@ def by_document(q: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> 
         document = document.masked_fill(~key_mask, _LAST)
     document, order = torch.sort(document, dim=-1, stable=True)
     return order, document.masked_fill(document == _LAST, PADDING)
-
-
-def _blockwise(
-    q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor, spec: LocalAttentionSpec, key_mask: Tensor | None,
-    segments: Tensor | None, dropout: PairDropout | None,
-) -> Tensor:  # fmt: skip
-    """Compute `relative_local_attention` in tiles of chunks, in fp32 at least."""
-    batch, heads, length, _ = q.shape
-    order, document = by_document(q, key_mask, segments)
-    if order is not None:
-        q, k, v = (_take(x, order) for x in (q, k, v))
-    if document is None:
-        document = torch.zeros(batch, length, dtype=torch.int32, device=q.device)
-    chunk, span = spec.chunk, 2 if spec.causal else 3
-    chunks = -(-length // chunk)
-    whole = chunks * chunk - length
-    around = (chunk, whole + (span - 2) * chunk)
-    queries = F.pad(q, (0, 0, 0, whole)).unflatten(2, (chunks, chunk)).transpose(1, 2)  # (B, W, H, C, D)
-    # (B, W, H, D, S·C): overlapping views
-    keys, values = (F.pad(x, (0, 0, *around)).unfold(2, span * chunk, chunk).transpose(1, 2) for x in (k, v))
-    of_query = F.pad(document, (0, whole), value=PADDING).unflatten(1, (chunks, chunk))  # (B, W, C)
-    of_key = F.pad(document, around, value=PADDING).unfold(1, span * chunk, chunk)  # (B, W, S·C)
-    inputs = [queries, keys, values, of_query, of_key]
-    if dropout is not None:  # mixed numbers of queries (B, W, H, C) and keys (B, W, S·C)
-        mixed, numbers = dropout.queries, dropout.keys(length).expand(batch, -1)
-        if order is not None:
-            mixed, numbers = mixed.gather(2, order[:, None].expand_as(mixed)), numbers.gather(1, order)
-        inputs += [
-            F.pad(mixed, (0, whole)).unflatten(2, (chunks, chunk)).transpose(1, 2),
-            F.pad(numbers, around).unfold(1, span * chunk, chunk),
-        ]
-    attend = partial(_attend, spec=spec, dropout=dropout)
-    tiles = -(-batch * heads * chunks * chunk * r.shape[1] // _SCORE_ELEMENTS)
-    out = tiled(attend, inputs, [r, u, w], tiles)  # (B, W, H, C, D)
-    out = out.transpose(1, 2).flatten(2, 3)[:, :, :length]
-    return out if order is None else _take(out, order.argsort(dim=-1))
 
 
 def _take(x: Tensor, order: Tensor) -> Tensor:

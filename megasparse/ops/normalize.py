@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.operator import at_least_fp32, implementation
+from megasparse.ops.operator import Operator, at_least_fp32, implementation
 from megasparse.ops.tiled import tiled
 
 SHORTEST = 1e-12
@@ -36,7 +36,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype
     return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype), eps).to(dtype)
 
 
-def unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
+def _unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
     """Compute k = q/|q| (Reformer section 2), in fp32 at least, cast back; a zero vector stays zero.
 
     Args:
@@ -45,10 +45,6 @@ def unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         q and k, (B, H, L, D) each. Use this q from there on, so that the gradients of both are joined in one pass.
     """
-    if implementation(q) == "triton":
-        from megasparse.ops import normalize_kernels
-
-        return normalize_kernels.unit_keys(q)
     # Some heads at a time where q is large: the backward takes several copies.
     return q, tiled(_unit, [q], [], -(-q.numel() // _ELEMENTS))
 
@@ -57,17 +53,17 @@ def _unit(x: Tensor) -> Tensor:
     return F.normalize(at_least_fp32(x), dim=-1, eps=SHORTEST).to(x.dtype)
 
 
-def unit_vectors(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def _unit_vectors(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Compute x/|x| of x (B, H, L, D), in fp32 at least; a zero vector stays zero, and gets no gradient.
 
     Args:
         x: (B, H, L, D).
         dtype: of the result, by default the one that it is computed in.
     """
-    if implementation(x) == "triton":
-        from megasparse.ops import normalize_kernels
-
-        return normalize_kernels.unit_vectors(x, dtype)
     x = at_least_fp32(x)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (x * torch.where(norm > 0, 1.0 / norm.masked_fill(norm == 0, 1.0), 0.0)).to(dtype or x.dtype)
+
+
+unit_keys = Operator(_unit_keys, kernels="megasparse.ops.normalize_kernels:unit_keys")
+unit_vectors = Operator(_unit_vectors, kernels="megasparse.ops.normalize_kernels:unit_vectors")

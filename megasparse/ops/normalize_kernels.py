@@ -196,7 +196,7 @@ class _UnitKeys(Function):
         return dq
 
 
-def unit_vectors(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+def unit_vectors(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Compute `normalize.unit_vectors` by kernels that each read and write everything once."""
     return _UnitVectors.apply(x, dtype or torch.float32)
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.operator import MOST_PAIRS, Function, implementation, without_autocast
+from megasparse.ops.operator import MOST_PAIRS, Function, Operator, implementation, without_autocast
 from megasparse.ops.random import derive, halves, random_bits
 
 KEYS = 1 << 11
@@ -63,8 +63,7 @@ class Noise(NamedTuple):
         return torch.tensor(seeds, dtype=torch.int32, pin_memory=pinned).to(device, non_blocking=True)
 
 
-@without_autocast
-def sketched_attention(
+def _sketched_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute h_i = Σ_j α_ij v_j with α_ij = exp(q_i·k_j/√d − lse_i), one head (Smart Bird Eq. 1).
@@ -78,16 +77,29 @@ def sketched_attention(
     Returns:
         h (B, L, d) and lse (B, L), the log of the sum, in fp32 at least; padding gets 0 and −∞.
     """
-    chosen = implementation(q, largest_width=WIDEST, most_rows=MOST_PAIRS)
-    if chosen == "triton":
-        from megasparse.ops import sketch_kernels
-
-        return sketch_kernels.sketched_attention(q, k, v, causal, key_mask, segments)
     q, k, v = (x.to(torch.promote_types(q.dtype, torch.float32)) for x in (q, k, v))
-    if chosen == "reference":
-        return reference_attention(q, k, v, causal, key_mask, segments)
     h, lse = _SketchedAttention.apply(q, k, v, _Sight(causal, key_mask, segments))
     return h, lse
+
+
+def reference_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute `sketched_attention` densely."""
+    q, k, v = (x.to(torch.promote_types(q.dtype, torch.float32)) for x in (q, k, v))
+    alpha, visible = sketched_weights(q, k, causal, key_mask, segments)
+    score = (q @ k.transpose(-1, -2)) / q.shape[2] ** 0.5
+    lse = score.masked_fill(~visible, -1e300 if q.dtype == torch.float64 else -1e38).logsumexp(-1)
+    return alpha @ v, lse.masked_fill(~visible.any(-1), -torch.inf)
+
+
+sketched_attention = Operator(
+    _sketched_attention,
+    reference=reference_attention,
+    kernels="megasparse.ops.sketch_kernels:sketched_attention",
+    largest_width=WIDEST,
+    most_rows=MOST_PAIRS,
+)
 
 
 @without_autocast
@@ -284,16 +296,6 @@ def _put_ranks(ranks: Tensor, score: Tensor, keys: Tensor) -> None:
     bits = score.add_(0.0).view(torch.int32)  # −0 becomes 0
     bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
     ranks.copy_(bits).bitwise_left_shift_(32).add_(_LOW - keys)
-
-
-def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Compute `sketched_attention` densely."""
-    alpha, visible = sketched_weights(q, k, causal, key_mask, segments)
-    score = (q @ k.transpose(-1, -2)) / q.shape[2] ** 0.5
-    lse = score.masked_fill(~visible, -1e300 if q.dtype == torch.float64 else -1e38).logsumexp(-1)
-    return alpha @ v, lse.masked_fill(~visible.any(-1), -torch.inf)
 
 
 def reference_choice(

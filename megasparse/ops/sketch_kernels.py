@@ -358,7 +358,7 @@ _CHOOSING = 4  # rows of a program that chooses
 
 
 def sketched_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None = None, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute `sketch.sketched_attention`. Any strides."""
     return _Attention.apply(q, k, v, causal, _documents(key_mask, segments))
