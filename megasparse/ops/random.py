@@ -33,8 +33,7 @@ def derive(*parts: int | str) -> int:
 
 def halves(key: int) -> tuple[int, int]:
     """The low and the high 32 bits of a key, as signed numbers."""
-    low, high = (((bits & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 for bits in (key, key >> 32))
-    return low, high
+    return ((key & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000, ((key >> 32 & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
 
 @dataclass(frozen=True)
@@ -239,7 +238,7 @@ def normal(key: int, rows: Tensor, columns: int) -> Tensor:
 
     Box–Muller in float64 from two 32-bit draws.
     """
-    radius, angle = (random_bits(derive(key, part), rows, columns) for part in ("radius", "angle"))
+    radius, angle = random_bits(derive(key, "radius"), rows, columns), random_bits(derive(key, "angle"), rows, columns)
     uniform = (radius.double() + (2**31 + 0.5)) / 2**32  # in (0, 1)
     return (torch.sqrt(-2.0 * torch.log(uniform)) * torch.cos(angle.double() * (2 * math.pi / 2**32))).float()
 

@@ -89,4 +89,6 @@ def test_the_pairs_of_all_tiles_are_linear_in_length(buckets, spread):
     assert round_.queries.shape == (length // tile, tile)
     runs, most = round_.end - round_.first, length + band * length // tile
     assert int(runs.min()) >= 0 and int(runs.sum()) <= most
-    assert sum(block.key_tokens.numel() for block in rows.blocks()) <= 1.25 * most, "runs of a block differ much"
+    assert sum(block.key_tokens.numel() for block in rows.layout.blocks(rows)) <= 1.25 * most, (
+        "runs of a block differ much"
+    )

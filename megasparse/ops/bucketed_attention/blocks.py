@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec
-from megasparse.ops.bucketed_attention.layouts import LOWEST, RangeLayout, Rows, SortedLayout, row_groups, take_rows
+from megasparse.ops.bucketed_attention.layouts import LOWEST, RangeLayout, SortedLayout, row_groups, take_rows
 from megasparse.ops.operator import Function
 from megasparse.ops.random import PairDropout
 
@@ -77,7 +77,22 @@ class _BucketedAttention(Function):
             assert codes is not None
             layout = RangeLayout.of(codes, key_codes, spec, key_mask, segments)
         for rows in row_groups(layout, q, k, v, spec, dropout):
-            _attend(rows, out.flatten(0, 1)[rows.index], lse2.flatten(0, 1)[rows.index])
+            row_out, row_lse2 = out.flatten(0, 1)[rows.index], lse2.flatten(0, 1)[rows.index]
+            for block in rows.layout.blocks(rows):
+                block_q = block.queries(rows.q).mul_(spec.scale * _LOG2_E)
+                score = block.scores(block_q, block.keys(rows.k))  # (n, T, K)
+                highest = score.amax(-1, keepdim=True).clamp_min_(LOWEST)
+                weight = score.sub_(highest).exp2_()
+                total = weight.sum(-1, keepdim=True).clamp_min_(torch.finfo(dtype).tiny)
+                if rows.dropout is not None:
+                    weight *= block.factors(rows.dropout)
+                part = torch.bmm(weight, block.keys(rows.v)).div_(total)  # (n, T, D)
+                this = merged = highest.add_(total.log2_()).squeeze(-1)
+                if not block.first_round:  # rounds are merged by log-sum-exp
+                    merged = torch.logaddexp2(block.queries(row_lse2), this)
+                    part = torch.lerp(block.queries(row_out), part, (this - merged).exp2_().unsqueeze(-1))
+                block.put_queries(row_out, part)
+                block.put_queries(row_lse2, merged)
         blind = lse2 < 0.5 * LOWEST
         lse = (lse2 / _LOG2_E).masked_fill_(blind, -torch.inf)
         lonely = None
@@ -106,8 +121,26 @@ class _BucketedAttention(Function):
             grad_out = grad_out.masked_fill(~key_mask[:, None, :, None], 0.0)
         dq, dk, dv = (torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format) for _ in range(3))
         for rows in row_groups(ctx.layout(*layout), q, k, v, spec, ctx.dropout):
-            sources = [take_rows(x, rows.index) for x in (grad_out, out, grad_lse, lse2)]
-            _attend_backward(rows, *sources, *(x.flatten(0, 1)[rows.index] for x in (dq, dk, dv)))
+            row_grad, row_out, row_grad_lse, row_lse2 = (
+                take_rows(x, rows.index) for x in (grad_out, out, grad_lse, lse2)
+            )
+            row_dq, row_dk, row_dv = (x.flatten(0, 1)[rows.index] for x in (dq, dk, dv))
+            delta = (row_grad.to(rows.dtype) * row_out).sum(-1).sub_(row_grad_lse)  # (G, L)
+            for block in rows.layout.blocks(rows):
+                block_q, grad = block.queries(rows.q).mul_(spec.scale * _LOG2_E), block.queries(row_grad)
+                block_k, block_v = block.keys(rows.k), block.keys(rows.v)
+                weight = block.scores(block_q, block_k).sub_(block.queries(row_lse2).unsqueeze(-1)).exp2_()
+                score_grad, dropped = torch.bmm(grad, block_v.transpose(1, 2)), weight  # (n, T, K)
+                if rows.dropout is not None:
+                    factors = block.factors(rows.dropout)
+                    dropped = weight * factors
+                    score_grad *= factors
+                block.add_to_keys(row_dv, dropped, grad)
+                score_grad.sub_(block.queries(delta).unsqueeze(-1)).mul_(weight)
+                block.add_to_queries(row_dq, torch.bmm(score_grad, block_k))
+                block.add_to_keys(row_dk, score_grad, block_q)
+            row_dq.mul_(spec.scale)
+            row_dk.div_(_LOG2_E)
         if ctx.lonely is not None:  # out = v and lse = scale·q·k there
             lonely = ctx.lonely
             slope = grad_lse[lonely].unsqueeze(-1) * spec.scale
@@ -123,47 +156,3 @@ def _own_value(x: Tensor, lonely: tuple[Tensor, ...], dropout: PairDropout | Non
         return x
     factors = dropout.factors(dropout.queries[lonely], dropout.keys(keys)[lonely[2]], x.dtype)
     return x * factors.unsqueeze(-1)
-
-
-def _attend(rows: Rows, out: Tensor, lse2: Tensor) -> None:
-    """Fill out (G, L, D) and lse2 (G, L): the log-sum-exp in base 2, near LOWEST where nothing is visible.
-
-    Rounds are merged by log-sum-exp.
-    """
-    for block in rows.blocks():
-        q = block.queries(rows.q).mul_(rows.spec.scale * _LOG2_E)
-        score = block.scores(q, block.keys(rows.k))
-        highest = score.amax(-1, keepdim=True).clamp_min_(LOWEST)
-        weight = score.sub_(highest).exp2_()
-        total = weight.sum(-1, keepdim=True).clamp_min_(torch.finfo(lse2.dtype).tiny)
-        if rows.dropout is not None:
-            weight *= block.factors(rows.dropout)
-        part = torch.bmm(weight, block.keys(rows.v)).div_(total)
-        this = merged = highest.add_(total.log2_()).squeeze(-1)
-        if not block.first_round:
-            merged = torch.logaddexp2(block.queries(lse2), this)
-            part = torch.lerp(block.queries(out), part, (this - merged).exp2_().unsqueeze(-1))
-        block.put_queries(out, part)
-        block.put_queries(lse2, merged)
-
-
-def _attend_backward(
-    rows: Rows, grad_out: Tensor, out: Tensor, grad_lse: Tensor, lse2: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
-) -> None:
-    """Add the windows' gradients to dq, dk, dv (G, L, D)."""
-    delta = (grad_out.to(rows.dtype) * out).sum(-1).sub_(grad_lse)  # (G, L)
-    for block in rows.blocks():
-        q, grad = block.queries(rows.q).mul_(rows.spec.scale * _LOG2_E), block.queries(grad_out)
-        k, v = block.keys(rows.k), block.keys(rows.v)
-        weight = block.scores(q, k).sub_(block.queries(lse2).unsqueeze(-1)).exp2_()
-        score_grad, dropped = torch.bmm(grad, v.transpose(1, 2)), weight
-        if rows.dropout is not None:
-            factors = block.factors(rows.dropout)
-            dropped = weight * factors
-            score_grad *= factors
-        block.add_to_keys(dv, dropped, grad)
-        score_grad.sub_(block.queries(delta).unsqueeze(-1)).mul_(weight)
-        block.add_to_queries(dq, torch.bmm(score_grad, k))
-        block.add_to_keys(dk, score_grad, q)
-    dq.mul_(rows.spec.scale)
-    dk.div_(_LOG2_E)

@@ -56,11 +56,6 @@ class Rows:
     dtype: torch.dtype
     dropout: PairDropout | None = None
 
-    def blocks(self) -> "Iterator[Block]":
-        """Yield all tiles that attend and see a key, of all rounds, round after round."""
-        for number in range(self.layout.order.shape[1]):
-            yield from self.layout.blocks(self, number)
-
 
 def row_groups(
     layout: "SortedLayout | RangeLayout", q: Tensor, k: Tensor, v: Tensor, spec: BucketedAttentionSpec,
@@ -203,13 +198,15 @@ class SortedLayout(NamedTuple):
         tile, back, ahead = _reach(spec)
         return max(1, len(_attending(spec, length))) * (back + 1 + ahead) * tile**2
 
-    def blocks(self, rows: Rows, number: int) -> "Iterator[SortedBlock]":
-        """Yield the blocks of a round of `rows`, whose layout this is."""
-        round_ = SortedRound(rows, number)
-        step = max(1, SCORE_ELEMENTS // (round_.token.shape[0] * round_.span * round_.tile**2))
-        tiles = _attending(rows.spec, round_.length)
-        for start in tiles[::step]:
-            yield SortedBlock(round_, start, min(start + step, tiles.stop))
+    def blocks(self, rows: Rows) -> "Iterator[Block]":
+        """Yield all tiles that attend, round after round. rows: the group whose layout this is."""
+        group, rounds, length = self.order.shape
+        tiles = _attending(rows.spec, length)
+        for number in range(rounds):
+            round_ = SortedRound(rows, number)
+            step = max(1, SCORE_ELEMENTS // (group * round_.span * round_.tile**2))
+            for start in tiles[::step]:
+                yield SortedBlock(round_, start, min(start + step, tiles.stop))
 
 
 def _sort(codes: Tensor, window: Window, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -378,19 +375,20 @@ class RangeLayout(NamedTuple):
         """Return the number of pairs of a row's tiles, about."""
         return length * (tile_size(spec.window) + spec.window.chunk)
 
-    def blocks(self, rows: Rows, number: int) -> "Iterator[RangeBlock]":
-        """Yield the blocks of a round of `rows`, whose layout this is.
+    def blocks(self, rows: Rows) -> "Iterator[Block]":
+        """Yield all tiles that attend and see a key, round after round. rows: the group whose layout this is.
 
         Runs differ in length: a block has tiles of about one length, the longest first, and shorter ones see places
         after their run as hidden.
         """
-        round_ = RangeRound(rows, number)
-        runs, tiles = (round_.end - round_.first).sort(descending=True, stable=True)
-        lengths, start = runs.tolist(), 0
-        while start < len(lengths) and lengths[start] > 0:
-            step = max(1, SCORE_ELEMENTS // (tile_size(rows.spec.window) * lengths[start]))
-            yield RangeBlock(round_, tiles[start : start + step], lengths[start], number == 0)
-            start += step
+        for number in range(self.order.shape[1]):
+            round_ = RangeRound(rows, number)
+            runs, tiles = (round_.end - round_.first).sort(descending=True, stable=True)
+            lengths, start = runs.tolist(), 0
+            while start < len(lengths) and lengths[start] > 0:
+                step = max(1, SCORE_ELEMENTS // (tile_size(rows.spec.window) * lengths[start]))
+                yield RangeBlock(round_, tiles[start : start + step], lengths[start], number == 0)
+                start += step
 
 
 class RangeRound:
