@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megasparse.attention.contract import AttentionContext
-from megasparse.attention.costs import Passes, product
+from megasparse.attention.contract import AttentionContext, Passes, product
 from megasparse.attention.full import Cache, attend_to_all
 from megasparse.attention.heads import head_dim, merge_heads, projection, split_heads
 from megasparse.attention.lsh import lsh_buckets

@@ -15,8 +15,7 @@ from torch.nn.utils import skip_init
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.full import FullAttention, FullAttentionConfig
-from megasparse.attention.norm import Norm
-from megasparse.attention.rotary import Rotary
+from megasparse.attention.layers import Norm, Rotary
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import merge
 from megasparse.config.attention import MECHANISMS, attends_fully, heads_of_layer, layers_with

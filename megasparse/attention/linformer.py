@@ -5,8 +5,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
-from megasparse.attention.costs import Passes, product
+from megasparse.attention.contract import (
+    Attention,
+    AttentionContext,
+    AttentionInputs,
+    AttentionOutput,
+    MechanismSpec,
+    Passes,
+    product,
+)
 from megasparse.attention.documents import attend_each
 from megasparse.attention.full import attend_to_all
 from megasparse.config.attention import MechanismSection, mechanism

@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
-from megasparse.attention.costs import Passes
+from megasparse.attention.contract import (
+    Attention,
+    AttentionContext,
+    AttentionInputs,
+    AttentionOutput,
+    MechanismSpec,
+    Passes,
+)
 from megasparse.attention.full import Cache, KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import merge, sink_attention

@@ -15,8 +15,8 @@ from megasparse.attention.contract import (
     AttentionOutput,
     Buckets,
     MechanismSpec,
+    Passes,
 )
-from megasparse.attention.costs import Passes
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError

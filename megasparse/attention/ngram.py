@@ -19,8 +19,8 @@ from megasparse.attention.contract import (
     AttentionOutput,
     Buckets,
     MechanismSpec,
+    Passes,
 )
-from megasparse.attention.costs import Passes
 from megasparse.attention.full import Cache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import merge, sink_attention

@@ -4,8 +4,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
-from megasparse.attention.costs import Passes, product
+from megasparse.attention.contract import (
+    Attention,
+    AttentionContext,
+    AttentionInputs,
+    AttentionOutput,
+    MechanismSpec,
+    Passes,
+    product,
+)
 from megasparse.attention.documents import attend_each
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import MechanismSection, mechanism

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from megasparse.attention.band import BandAttention
-from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
-from megasparse.attention.costs import Passes
+from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec, Passes
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Positive
 from megasparse.ops.bucketed_attention import Window

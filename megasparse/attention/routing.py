@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.attention.band import BandAttention, check_band
-from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
-from megasparse.attention.costs import Passes
+from megasparse.attention.contract import AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec, Passes
 from megasparse.attention.documents import ClusterIndices, Document, attend_in_clusters, clusters_by_document
 from megasparse.attention.lha_hash import HashInputs, bucket_codes
 from megasparse.config.attention import MechanismSection, mechanism

@@ -9,8 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
-from megasparse.attention.costs import Passes
+from megasparse.attention.contract import (
+    Attention,
+    AttentionContext,
+    AttentionInputs,
+    AttentionOutput,
+    MechanismSpec,
+    Passes,
+)
 from megasparse.attention.documents import ClusterIndices, Document, clusters_by_document
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Positive

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import RecomputeCache, Targets
 from megasparse.attention.heads import Padding
-from megasparse.attention.norm import Norm
+from megasparse.attention.layers import Norm
 from megasparse.config.schema import ModelConfig
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import RngContext, add_dropout, add_dropout_, dropout

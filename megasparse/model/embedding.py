@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasparse.attention.norm import Norm
+from megasparse.attention.layers import Norm
 from megasparse.attention.smart_bird import SmartBirdAttention
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import DataError

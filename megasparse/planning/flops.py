@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from megasparse.attention.contract import Attention
-from megasparse.attention.costs import Passes, product
+from megasparse.attention.contract import Attention, Passes, product
 from megasparse.attention.cross import CrossAttention
 from megasparse.attention.heads import build_mechanism, ranks_with_the_same_heads
 from megasparse.config.attention import heads_of_layer

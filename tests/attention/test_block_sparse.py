@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megasparse.attention.bigbird import RandomBlocks
 from megasparse.attention.contract import AttentionContext, MechanismSpec
+from megasparse.attention.fixed_patterns import RandomBlocks
 from megasparse.config.attention import MECHANISMS, AttentionConfig
 from megasparse.ops.random import RngContext, derive
 from tests.helpers.comparing import assert_same_with_gradients, softmax_over

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec, RecomputeCache
-from megasparse.attention.lha import LHAAttention, LHAAttentionConfig
-from megasparse.attention.lha_learning import Example, divergence
+from megasparse.attention.lha import Example, LHAAttention, LHAAttentionConfig, divergence
 from megasparse.ops.random import RngContext
 
 EVALUATION = AttentionContext(0, RngContext.evaluation(0, 1))

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import megasparse.attention.sketch_objectives as sketch_objectives
+import megasparse.attention.smart_bird as sketch_objectives
 from megasparse.attention.contract import AttentionContext, AttentionInputs, RecomputeCache, Targets
 from megasparse.errors import ConfigError
 from megasparse.model.build import build_model

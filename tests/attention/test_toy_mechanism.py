@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import megasparse
-from megasparse.attention.contract import Attention, AttentionOutput
-from megasparse.attention.costs import Passes
+from megasparse.attention.contract import Attention, AttentionOutput, Passes
 from megasparse.config.attention import AttentionConfig, MechanismSection, forget_mechanism, mechanism
 from megasparse.config.load import build_config
 from megasparse.errors import ConfigError

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megasparse.attention.contract import Targets
 from megasparse.attention.cross import Source
 from megasparse.attention.heads import Padding, projection
-from megasparse.attention.norm import Norm
+from megasparse.attention.layers import Norm
 from megasparse.config.attention import predicts
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import ModelConfig, encoder_part
