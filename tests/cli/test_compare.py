@@ -9,7 +9,7 @@ import pytest
 
 from megasparse.cli.main import main
 from megasparse.errors import ConfigError, UserError
-from megasparse.runs.comparison import by_corpus, call, chosen, commands, load, table
+from megasparse.runs.comparison import by_corpus, call, chosen, commands, load, plot, read_curves, table
 
 ROOT = Path(__file__).parents[2]
 CALL = "megasparse.runs.comparison.call"
@@ -133,3 +133,31 @@ def test_every_shipped_comparison_loads(path):
     for comparison in by_corpus(load(path)).values():
         for changes in comparison["arms"].values():
             load_config(ROOT / comparison["config"], changes)
+
+
+def write_run(folder, curve, test=None, seconds=(0.5,)):
+    folder.mkdir(parents=True)
+    lines = []
+    for step in range(1, max(curve) + 1):
+        line = {"step": step, "speed/step_seconds": seconds[step % len(seconds)]}
+        lines.append(line | ({"evaluation/bits_per_dim": curve[step]} if step in curve else {}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if test is not None:
+        (folder / "evaluation.json").write_text(json.dumps({"bits_per_dim": test}))
+
+
+def test_curves_are_those_of_the_runs_and_arms_are_not_mixed_up(tmp_path):
+    write_run(tmp_path / "far-0", {2: 3.0, 4: 2.0}, test=1.5)
+    write_run(tmp_path / "far-1", {2: 2.0})
+    write_run(tmp_path / "far-and_near-0", {2: 9.0}, test=1.25)
+    lines = plot(tmp_path, ["far", "far-and near", "missing"])
+    assert lines[2:4] == ["| far-and near | 1 | 2 | 0.50 | 1 | 1.250 |", "| far | 1 | 4 | 0.50 | 2 | 1.500 |"]
+    curves = json.loads((tmp_path / "curves.json").read_text())
+    assert curves["far"]["0"] == {"held_out": {"2": 3.0, "4": 2.0}, "result": 1.5, "steps": 4, "step_seconds": 0.5}
+    assert list(curves) == ["far", "far-and near"] and list(curves["far"]) == ["0", "1"]
+    assert "<svg" in (tmp_path / "curves.svg").read_text() and plot(tmp_path, ["missing"]) == []
+
+
+def test_slow_steps_of_a_busy_machine_do_not_count(tmp_path):
+    write_run(tmp_path / "far-0", {40: 3.0}, seconds=(0.5, 9.0))
+    assert read_curves(tmp_path, "far")["0"]["step_seconds"] == 0.5
