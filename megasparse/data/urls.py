@@ -73,6 +73,8 @@ class ResponseBody(NamedTuple):
 
     start: int
     size: int | None
+    tag: str
+    """Changes with the content; empty if the server has none, or nobody asked."""
     stream: Stream
 
     def close(self) -> None:
@@ -106,24 +108,39 @@ def check_url(url: str, file: bool = False) -> str:
     return url.rstrip("/")
 
 
-def open_url(url: str, start: int = 0) -> ResponseBody:
-    """The bytes of a URL from `start` on, or from 0 where the server does not begin in the middle. Close it.
+def open_url(url: str, start: int = 0, tag: str | None = None) -> ResponseBody:
+    """Open a URL from byte `start` on, or from 0 if the server does not begin in the middle. Close what is returned.
 
-    Raises Refused; OutOfRange; DataError where a library is missing; OSError, HTTPException or ValueError where the
-    same question may find another answer later. So does `read`, which waits at most STALL_SECONDS for a byte.
+    Args:
+        tag: that of the content which the first bytes are of, or "": another content is opened from 0. None: any.
+
+    Raises:
+        Refused: asking again would not change the answer.
+        OutOfRange: the content is not longer than `start`.
+        DataError: a library is missing.
+        OSError, HTTPException, ValueError: the same question may find another answer later. So does `read`, which
+            waits at most STALL_SECONDS for a byte.
     """
-    return _open_http(url, start) if urlsplit(url).scheme in ("http", "https") else _open_object(url, start)
+    scheme = urlsplit(url).scheme
+    if scheme in ("http", "https"):
+        return _open_http(url, start, tag)
+    system = object_store(url)
+    key = "" if tag is None else asked(scheme, lambda: str(system.ukey(url)))
+    start = 0 if tag and key != tag else start
+    file = asked(scheme, lambda: system.open(url, "rb", block_size=BLOCK, cache_type="readahead"))
+    asked(scheme, lambda: file.seek(start))
+    return ResponseBody(start, file.size, key, _Object(scheme, file))
 
 
-def _open_http(url: str, start: int) -> ResponseBody:
-    asked = {"Range": f"bytes={start}-"} if start else {}
-    request = urllib.request.Request(url, headers={"User-Agent": "megasparse", "Accept-Encoding": "identity", **asked})
+def _open_http(url: str, start: int, tag: str | None) -> ResponseBody:
+    ranged = {"Range": f"bytes={start}-", **({"If-Range": tag} if tag else {})} if start else {}
+    request = urllib.request.Request(url, headers={"User-Agent": "megasparse", "Accept-Encoding": "identity", **ranged})
     try:
         response = http_opener().open(request, timeout=STALL_SECONDS)
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and start:
-            raise OutOfRange from None
+            raise OutOfRange("the server's file is shorter than what came of it before") from None
         reason = f"the server answers {error.code} ({http.client.responses.get(error.code, 'unknown')})"
         if 300 <= error.code < 400:
             raise Refused(f"{reason}: a redirect without end, or to where we do not follow") from None
@@ -132,13 +149,14 @@ def _open_http(url: str, start: int) -> ResponseBody:
         raise OSError(reason) from None
     except urllib.error.URLError as error:
         raise OSError(str(error.reason)) from None
-    try:
-        begin = resumed_at(response, start)
-        length = response.headers.get("Content-Length")
-        return ResponseBody(begin, None if length is None else begin + int(length), _Http(response))
-    except ValueError:
+    start = start if response.status == HTTPStatus.PARTIAL_CONTENT else 0
+    content_range = response.headers.get("Content-Range", "")
+    if start and not content_range.startswith(f"bytes {start}-"):
         response.close()
-        raise
+        raise ValueError(f'the server was asked to go on at byte {start} and answers "{content_range}"')
+    length, tag = response.headers.get("Content-Length"), response.headers.get("ETag", "")
+    tag = response.headers.get("Last-Modified", "") if not tag or tag.startswith("W/") else tag
+    return ResponseBody(start, None if length is None else start + int(length), tag, _Http(response))
 
 
 class _Http:
@@ -147,16 +165,6 @@ class _Http:
     def __init__(self, response: http.client.HTTPResponse):
         self.read = response.read1
         self.close = response.close
-
-
-def resumed_at(response: http.client.HTTPResponse, asked: int) -> int:
-    """The byte that the server's answer begins with: 0 unless it took up our Range. Raises ValueError for another."""
-    if response.status != HTTPStatus.PARTIAL_CONTENT:
-        return 0
-    content_range = response.headers.get("Content-Range", "")
-    if not content_range.startswith(f"bytes {asked}-"):
-        raise ValueError(f'the server was asked to go on at byte {asked} and answers "{content_range}"')
-    return asked
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
@@ -185,13 +193,6 @@ def http_opener() -> urllib.request.OpenerDirector:
     ):
         opener.add_handler(handler)
     return opener
-
-
-def _open_object(url: str, start: int) -> ResponseBody:
-    scheme, system = urlsplit(url).scheme, object_store(url)
-    file = asked(scheme, lambda: system.open(url, "rb", block_size=BLOCK, cache_type="readahead"))
-    asked(scheme, lambda: file.seek(start))
-    return ResponseBody(start, file.size, _Object(scheme, file))
 
 
 class _Object:
@@ -370,7 +371,7 @@ def fetch_file(
                 raise WrongContent(f"its sha256 is {digest[:12]}…, {listed} says {sha256[:12]}…")
         except (WrongContent, OutOfRange) as error:
             os.ftruncate(descriptor, 0)
-            raise WrongContent(str(error) or "the server's file is shorter than what came of it before") from None
+            raise WrongContent(str(error)) from None
 
     _retry(url, attempt, size, attempts, progress)
 

@@ -104,10 +104,7 @@ def test_a_server_that_does_not_recover_is_named_and_the_next_start_goes_on(
     folder, server, remote, faults, problem, asked
 ):
     server.faults[FIRST].extend(faults)
-    with (
-        batches([(remote, 1.0)], prefetch=1, shuffle_shards=1) as data,
-        pytest.raises(DataError) as caught,
-    ):
+    with batches([(remote, 1.0)], prefetch=1, shuffle_shards=1) as data, pytest.raises(DataError) as caught:
         data.corpora[0]._ahead = None  # it would take the faults from those that are counted here
         for _ in range(100):
             next(data)

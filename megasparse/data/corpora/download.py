@@ -8,20 +8,17 @@ import shutil
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
 from tqdm import tqdm
 
 from megasparse.data.files import file_sha256, replacing, sync_folder
-from megasparse.data.urls import Refused, asked, check_url, data_stores, http_opener, object_store, open_url, resumed_at
+from megasparse.data.urls import OutOfRange, Refused, asked, check_url, data_stores, object_store, open_url
 from megasparse.errors import ConfigError, DataError
 
 PIECE = 1 << 20
@@ -33,10 +30,10 @@ PINNED = re.compile(r"hf://(datasets/|spaces/)?[^/@]+/[^/@]+@[0-9a-f]{40}(/|\Z)"
 
 
 def is_url(location: str) -> bool:
-    """Whether this is a URL. Raises ConfigError for one of a kind that is not read here."""
+    """True for a URL. Raises ConfigError for one of a kind that is not read here."""
     scheme, separator, _ = location.partition("://")
-    if separator and scheme.lower() not in (known := ("http", "https", *data_stores())):
-        raise ConfigError("--source", f'"{scheme}" is not a kind of URL we read', f"Known here: {', '.join(known)}")
+    if separator and scheme.lower() not in (schemes := ("http", "https", *data_stores())):
+        raise ConfigError("--source", f'"{scheme}" is not a kind of URL we read', f"Known here: {', '.join(schemes)}")
     return bool(separator)
 
 
@@ -82,25 +79,27 @@ def _objects(url: str, suffixes: tuple[str, ...]) -> dict[str, str]:
 
 
 def download(url: str, folder: Path) -> Path:
-    """The local copy of `url` in `folder`, downloaded unless it is there already.
+    """Return the local copy of `url` in `folder`, downloaded unless it is there already.
 
-    Beside it NAME.json records the URL and the sha256 of what came. Raises DataError when the server refuses, the
-    connection ends early or hardly gets on (the next call goes on from there), the disk has no room for what the
-    server announces, or the copy was altered since.
+    Beside it NAME.json records the URL and the sha256 of what came. Raises DataError if the server refuses, the
+    connection ends early or hardly gets on (the next call resumes there), the disk has no room for what the server
+    announces, or the copy was altered since.
     """
     name = unquote(urlsplit(url).path).rsplit("/", 1)[-1]
     name = f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{re.sub(r'[^A-Za-z0-9._-]', '_', name)[-120:]}"
     copy, record = folder / name, folder / f"{name}.json"
     if not copy.exists():
-        unfinished = folder / f"{name}.partial"
+        unfinished, validator = folder / f"{name}.partial", folder / f"{name}.validator"
         try:
-            fetch = _fetch_object if url.partition("://")[0].lower() in data_stores() else _fetch
-            fetch(url, unfinished, folder / f"{name}.validator")
-        except (Refused, OSError, EOFError, HTTPException, ValueError) as error:
+            _fetch(url, unfinished, validator)
+        except (Refused, OutOfRange, OSError, EOFError, HTTPException, ValueError) as error:
+            if isinstance(error, OutOfRange):
+                unfinished.unlink()
             have = unfinished.stat().st_size if unfinished.exists() else 0
             reason = f"{str(error) or type(error).__name__} ({have:,} bytes are here)"
             hint = "Run the command again, it goes on from there; or give the path of a file"
             raise DataError(url, f"the download did not complete: {reason}", hint) from None
+        validator.unlink(missing_ok=True)
         unfinished.replace(copy)
         sync_folder(folder)
     if not record.exists():
@@ -113,81 +112,34 @@ def download(url: str, folder: Path) -> Path:
 
 
 def _fetch(url: str, copy: Path, validator: Path) -> None:
-    """Append to `copy` what it lacks, or start over where the server's file may be another one by now."""
+    """Append to `copy` what it lacks, or start over if the server's file may be another one by now."""
     have = copy.stat().st_size if copy.exists() and validator.exists() else 0
-    headers = {"Range": f"bytes={have}-", "If-Range": validator.read_text()} if have else {}
-    request = urllib.request.Request(url, headers={"User-Agent": "megasparse", **headers})
-    try:
-        response = http_opener().open(request, timeout=TIMEOUT_SECONDS)
-    except urllib.error.HTTPError as error:
-        if error.code == 416:  # nothing to go on with: what is here is as long as the server's file, or longer
-            copy.unlink()
-        raise
-    with response:
-        have = resumed_at(response, have)
-        remember = partial(_remember, validator, response)
-        _append(copy, have, have + _length(response), response.read1, remember)
-    validator.unlink(missing_ok=True)
-
-
-def _fetch_object(url: str, copy: Path, validator: Path) -> None:
-    """Do as `_fetch` does with a file of an object store."""
-    key = asked(url.partition("://")[0], lambda: str(object_store(url).ukey(url)))
-    have = copy.stat().st_size if copy.exists() and validator.exists() and validator.read_text() == key else 0
-    with closing(open_url(url, have)) as body:
-        if body.size is None:
-            raise ValueError("the store does not say how long the file is")
-        _append(copy, have, body.size, body.stream.read, partial(validator.write_text, key))
-    validator.unlink(missing_ok=True)
-
-
-def _append(copy: Path, have: int, total: int, read: Callable[[int], bytes], remember: Callable[[], object]) -> None:
-    """Keep the first `have` bytes of a copy and add what is read, up to `total`. Raises OSError, EOFError.
-
-    remember: called once the file has only what is kept, so that what it notes is always of what is in the file.
-    """
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    _check_room(copy.parent, total - have)
-    with copy.open("r+b" if have else "wb") as file:
-        remember()
-        file.seek(have)
-        file.truncate()
-        with tqdm(desc="downloading", total=total, initial=have, unit="B", unit_scale=True, disable=None) as bar:
-            due, enough = time.monotonic() + TIMEOUT_SECONDS, have + LEAST_BYTES
-            while have < total and (piece := read(min(PIECE, total - have))):
-                have += file.write(piece)
-                bar.update(len(piece))
-                if time.monotonic() > due:
-                    if have < min(enough, total):
-                        raise TimeoutError(f"less than {LEAST_BYTES:,} bytes came in {TIMEOUT_SECONDS} s")
-                    due, enough = time.monotonic() + TIMEOUT_SECONDS, have + LEAST_BYTES
-        file.flush()
-        os.fsync(file.fileno())
+    with closing(open_url(url, have, validator.read_text() if have else "")) as body:
+        have, total = body.start, body.size
+        if total is None:
+            raise ValueError("the server does not say how long the file is")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if total - have > (free := shutil.disk_usage(copy.parent).free):
+            raise OSError(f"the server announces {total - have:,} bytes more, the disk has {free:,} free")
+        with copy.open("r+b" if have else "wb") as file:
+            validator.unlink(missing_ok=True)  # what it notes is always of what is in the file
+            if body.tag:
+                validator.write_text(body.tag)
+            file.seek(have)
+            file.truncate()
+            with tqdm(desc="downloading", total=total, initial=have, unit="B", unit_scale=True, disable=None) as bar:
+                due, enough = time.monotonic() + TIMEOUT_SECONDS, have + LEAST_BYTES
+                while have < total and (piece := body.stream.read(min(PIECE, total - have))):
+                    have += file.write(piece)
+                    bar.update(len(piece))
+                    if time.monotonic() > due:
+                        if have < min(enough, total):
+                            raise TimeoutError(f"less than {LEAST_BYTES:,} bytes came in {TIMEOUT_SECONDS} s")
+                        due, enough = time.monotonic() + TIMEOUT_SECONDS, have + LEAST_BYTES
+            file.flush()
+            os.fsync(file.fileno())
     if have < total:
         raise EOFError(f"the connection ended after {have:,} of {total:,} bytes")
-
-
-def _remember(validator: Path, response: HTTPResponse) -> None:
-    """Keep the validator by which the server knows next time whether its file has changed; without it we start over."""
-    tag = response.headers.get("ETag", "")
-    tag = response.headers.get("Last-Modified", "") if not tag or tag.startswith("W/") else tag
-    if tag:
-        validator.write_text(tag)
-    else:
-        validator.unlink(missing_ok=True)
-
-
-def _length(response: HTTPResponse) -> int:
-    length = response.headers.get("Content-Length")
-    if length is None:
-        raise ValueError("the server does not say how long the file is")
-    return int(length)
-
-
-def _check_room(folder: Path, wanted: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if wanted > free:
-        raise OSError(f"the server announces {wanted:,} bytes more, the disk has {free:,} free")
 
 
 def fetch_wheel(requirement: str, name: str, sha256: str, options: Sequence[str] = ()) -> Path:

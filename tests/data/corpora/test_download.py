@@ -113,6 +113,7 @@ def test_a_server_that_hardly_sends_is_given_up_and_gone_on_with(
     server, url, copies, monkeypatch, fault, seconds, problem
 ):
     monkeypatch.setattr(download_module, "TIMEOUT_SECONDS", seconds)
+    monkeypatch.setattr(urls, "STALL_SECONDS", seconds)
     server.faults[FILE].append(fault)
     with pytest.raises(DataError, match=problem):
         download(url, copies)
@@ -164,7 +165,8 @@ def test_a_file_a_folder_and_a_pattern(store, tmp_path, location, names):
     assert b"".join(source.pieces()) == b"".join(OBJECTS[name] for name in whole)
 
 
-def test_what_came_is_kept_and_gone_on_from(store, tmp_path, monkeypatch):
+@pytest.mark.parametrize("replaced", [False, True])
+def test_what_came_is_kept_unless_the_object_is_another(store, tmp_path, monkeypatch, replaced):
     monkeypatch.setattr(download_module, "PIECE", 100_000)
     read, asked = urls._Object.read, []
 
@@ -177,28 +179,14 @@ def test_what_came_is_kept_and_gone_on_from(store, tmp_path, monkeypatch):
     monkeypatch.setattr(urls._Object, "read", failing)
     with pytest.raises(DataError, match=r"memory://bucket/a/1.txt: .*the line is cut \(100,000 bytes are here\)"):
         opened(tmp_path, "memory://bucket/a/1.txt")
-    assert opened(tmp_path, "memory://bucket/a/1.txt").total_bytes == 240_000
-    assert asked == [0, 100_000, 100_000, 200_000]
+    if replaced:
+        store.pipe_file("/bucket/a/1.txt", b"other\n" * 40_000)
+    content = b"other\n" * 40_000 if replaced else OBJECTS["a/1.txt"]
+    assert b"".join(opened(tmp_path, "memory://bucket/a/1.txt").pieces()) == content
+    assert asked == [0, 100_000, *([0] if replaced else []), 100_000, 200_000]
     asked.clear()
     opened(tmp_path, "memory://bucket/a/1.txt")
     assert not asked
-
-
-def test_another_object_of_the_name_is_fetched_anew(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(download_module, "PIECE", 100_000)
-    monkeypatch.setattr(download_module, "_check_room", lambda *_: None)
-    append = download_module._append
-
-    def cut(copy: Any, have: int, total: int, *rest: Any) -> None:
-        append(copy, have, min(total, have + 100_000), *rest)
-        raise OSError("cut")
-
-    monkeypatch.setattr(download_module, "_append", cut)
-    with pytest.raises(DataError, match="cut"):
-        opened(tmp_path, "memory://bucket/a/1.txt")
-    monkeypatch.setattr(download_module, "_append", append)
-    store.pipe_file("/bucket/a/1.txt", b"other\n" * 40_000)
-    assert b"".join(opened(tmp_path, "memory://bucket/a/1.txt").pieces()) == b"other\n" * 40_000
 
 
 @pytest.mark.parametrize(
