@@ -164,15 +164,15 @@ def _check_json(raw: bytes) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in values:
             raise ValueError(f'"{key[:60]}" is given twice')
         for text in (key, value):
             if isinstance(text, str) and len(text) > LONGEST_TEXT:
                 raise ValueError(f'"{key[:60]}" is or has a text of {len(text):,} characters')
-        found[key] = value
-    return found
+        values[key] = value
+    return values
 
 
 def _refuse_constant(name: str) -> NoReturn:

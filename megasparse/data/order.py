@@ -49,16 +49,16 @@ class Order:
 
     def group_of(self, sample: int) -> tuple[int, int]:
         """(epoch, number of the group of shards in it) of global sample number `sample`."""
-        epoch, place = divmod(sample, self.sequences_per_epoch)
-        return epoch, int(np.searchsorted(self._shards(epoch)[1], place, side="right")) - 1
+        epoch, position = divmod(sample, self.sequences_per_epoch)
+        return epoch, int(np.searchsorted(self._shards(epoch)[1], position, side="right")) - 1
 
     def shards_ahead(self, sample: int) -> list[int]:
         """The shards of the sample's group and of the group after it: what is read next. Each once, in that order."""
         epoch, group = self.group_of(sample)
-        here = self._members(epoch, group)
-        end = epoch * self.sequences_per_epoch + int(self._shards(epoch)[1][group] + self.sequences[here].sum())
-        there = self._members(*self.group_of(end))
-        return [shard for shard in dict.fromkeys([*here.tolist(), *there.tolist()]) if self.sequences[shard]]
+        current = self._members(epoch, group)
+        end = epoch * self.sequences_per_epoch + int(self._shards(epoch)[1][group] + self.sequences[current].sum())
+        following = self._members(*self.group_of(end))
+        return [shard for shard in dict.fromkeys([*current.tolist(), *following.tolist()]) if self.sequences[shard]]
 
     def _members(self, epoch: int, group: int) -> np.ndarray:
         """The shards of a group."""
@@ -68,8 +68,8 @@ class Order:
         """The epoch's permutation of the shards, and the first place of each group of them."""
         if self._epoch is None or self._epoch[0] != epoch:
             shards = permutation(len(self.sequences), self.seed, epoch, SHARDS)
-            first_places = _starts(self.sequences[shards])
-            self._epoch = (epoch, shards, first_places[:: self.group])
+            first_positions = _starts(self.sequences[shards])
+            self._epoch = (epoch, shards, first_positions[:: self.group])
         return self._epoch[1:]
 
     def _mix(self, epoch: int, group: int, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -116,11 +116,11 @@ class Mixture:
 
     def locate(self, sample: int) -> tuple[int, int]:
         """(corpus, sample number in that corpus) of global sample number `sample`."""
-        block, place = divmod(sample, MIXTURE_BLOCK)
+        block, position = divmod(sample, MIXTURE_BLOCK)
         if self._block is None or self._block[0] != block:
             self._block = (block, *self._deal(block))
         _, corpora, numbers = self._block
-        return int(corpora[place]), int(numbers[place])
+        return int(corpora[position]), int(numbers[position])
 
     def _deal(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """The corpus of each place of a block, and its number there: int64 (MIXTURE_BLOCK,) each."""

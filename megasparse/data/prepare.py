@@ -13,10 +13,10 @@ import fcntl
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -24,6 +24,7 @@ from tqdm import tqdm
 from webdataset.writer import TarWriter
 
 from megasparse.data.corpora import CORPORA
+from megasparse.data.corpora.corpus import CorpusSplits
 from megasparse.data.corpora.source import Document, Source
 from megasparse.data.encoders import Encoded, Encoder
 from megasparse.data.files import file_sha256, partial_name, replacing
@@ -43,14 +44,11 @@ from megasparse.errors import DataError, UserError
 
 PROGRESS_FILE = ".progress.json"
 LOCK_FILE = ".lock"
-Splits = Iterable[tuple[str, Iterable[Document]]]
-
-
 Number = Annotated[int, Field(ge=0)]
 
 
 class StreamPosition(Entry):
-    """A place between two tokens of a split. An item is a piece, or the token at the end of a document."""
+    """Position between two tokens of a split. An item is a piece, or the token at the end of a document."""
 
     item: Number = 0
     """Items before the one that the next token is of."""
@@ -62,7 +60,7 @@ class StreamPosition(Entry):
 
 
 class TokenStream:
-    """`read(n)` over the tokens from a place on; the items before it are passed over, not encoded."""
+    """`read(n)` over the tokens from a position on; the items before it are passed over, not encoded."""
 
     def __init__(
         self, documents: Iterable[Document], encoder: Encoder, workers: Workers[Encoded], start: StreamPosition
@@ -78,7 +76,7 @@ class TokenStream:
             self._offset = start.token * self.width
 
     def read(self, size: int) -> bytes:
-        """The next `size` bytes; fewer only at the end."""
+        """Return the next `size` bytes; fewer only at the end."""
         parts, missing = [], size
         while missing and (self._offset < len(self._bytes) or self._advance()):
             parts.append(self._bytes[self._offset : self._offset + missing])
@@ -87,19 +85,19 @@ class TokenStream:
         return b"".join(parts)
 
     @property
-    def place(self) -> StreamPosition:
-        """The position of the next token."""
+    def position(self) -> StreamPosition:
+        """Position of the next token."""
         if self._offset == len(self._bytes):
             return self._behind()
         return self._before.model_copy(update={"token": self._offset // self.width})
 
     def _behind(self) -> StreamPosition:
-        """The place behind the current item."""
+        """Return the position behind the current item."""
         if self._current is None:
             return self._before
         _, raw_bytes, words = self._current
-        was = self._before
-        return StreamPosition(item=was.item + 1, raw_bytes=was.raw_bytes + raw_bytes, words=was.words + words)
+        item, before = self._before.item + 1, self._before
+        return StreamPosition(item=item, raw_bytes=before.raw_bytes + raw_bytes, words=before.words + words)
 
     def _advance(self) -> bool:
         self._before = self._behind()
@@ -110,13 +108,13 @@ class TokenStream:
 
 
 def _items(documents: Iterable[Document], ends: bool) -> Iterator[bytes | None]:
-    """The pieces that are not empty; with `ends`, None after each document that has any."""
+    """Yield the pieces that are not empty; with `ends`, None after each document that has any."""
     for document in documents:
-        some = False
+        has_pieces = False
         for piece in filter(None, document):
-            some = True
+            has_pieces = True
             yield piece
-        if some and ends:
+        if has_pieces and ends:
             yield None
 
 
@@ -156,7 +154,7 @@ def prepare(
     command: str,
     workers: int = 1,
 ) -> bool:
-    """Write the shards and index.json of `corpus` to `output`. False when they were all there already.
+    """Write the shards and index.json of `corpus` to `output`. Return False if they were all there already.
 
     `options` are the corpus' own. A sample has `sample_bytes` bytes, less what does not make a whole token or record;
     the last of a split what is left. A shard has as many samples as fit `shard_bytes`. Raises DataError when the source
@@ -179,7 +177,7 @@ def prepare(
 def _plan(
     corpus: str, source: Source, about: dict[str, Any], encoder: Encoder, settings: dict[str, Any], command: str
 ) -> Progress:
-    """Content of index.json, but for the splits. Options that were left alone are left out, as in old folders."""
+    """Return the content of index.json without splits. Options that were not set are left out, as in old folders."""
     unit = encoder.width * (encoder.record or 1)
     size = max(1, settings["sample_bytes"] // unit) * unit
     stated = {key: value for key, value in settings.items() if not (value is None or value is False)}
@@ -202,86 +200,60 @@ def _plan(
     )
 
 
-def _write(plan: Progress, streams: Splits, encoder: Encoder, workers: Workers[Encoded], output: Path) -> bool:
+def _write(plan: Progress, streams: CorpusSplits, encoder: Encoder, workers: Workers[Encoded], output: Path) -> bool:
     finished, ends = _finished(plan, output)
-    if encoder.file:
-        _copy(encoder.file, _copy_of(encoder.file, output))
+    copy = _copy_tokenizer(encoder.file, output) if encoder.file else None
     complete = (output / INDEX_FILE).exists()
     if complete and all(_is_whole(output, shard) for shard in finished.values()):
         return False
     splits: dict[str, Split] = {}
-    with (
-        nullcontext() if complete else _deleted_if_refused(output, encoder, ends),
-        tqdm(desc="writing shards", total=plan.source["bytes"] or None, unit="B", unit_scale=True, disable=None) as bar,
-    ):
-        for name, documents in streams:
-            shards, start = _kept(name, finished, ends, output)
-            stream = TokenStream(_counted(documents, bar), encoder, workers, start)
-            for shard in _shards(name, len(shards), stream, plan, finished, output):
-                shards.append(shard)
-                ends[shard.file] = stream.place
-                splits[name] = Split.of(shards)
-                if not complete:
-                    save(plan.model_copy(update={"splits": splits, "ends": ends}), output / PROGRESS_FILE)
-            if not shards:
-                what = " ".join(plan.source["location"])
-                raise DataError(what, f"nothing of it is left for {name}", "Give more, or other settings")
-            splits[name] = Split.of(shards, stream.place.raw_bytes or None, stream.place.words or None)
+    total = plan.source["bytes"] or None
+    try:
+        with tqdm(desc="writing shards", total=total, unit="B", unit_scale=True, disable=None) as bar:
+
+            def counted(piece: bytes) -> bytes:
+                bar.update(len(piece))
+                return piece
+
+            for name, documents in streams:
+                shards, start = list[Shard](), StreamPosition()
+                while (file := _file(name, len(shards))) in ends and _is_whole(output, finished[file]):
+                    shards.append(finished[file])
+                    start = ends[file]
+                stream = TokenStream((map(counted, document) for document in documents), encoder, workers, start)
+                for shard in _shards(name, len(shards), stream, plan, finished, output):
+                    shards.append(shard)
+                    ends[shard.file] = stream.position
+                    splits[name] = Split.of(shards)
+                    if not complete:
+                        save(plan.model_copy(update={"splits": splits, "ends": ends}), output / PROGRESS_FILE)
+                if not shards:
+                    location = " ".join(plan.source["location"])
+                    raise DataError(location, f"nothing of it is left for {name}", "Give more, or other settings")
+                splits[name] = Split.of(shards, stream.position.raw_bytes or None, stream.position.words or None)
+    except UserError:
+        if not complete:  # the corrected command takes the same folder
+            for name in (*ends, PROGRESS_FILE, LOCK_FILE):
+                (output / name).unlink(missing_ok=True)
+            if copy and encoder.file and not copy.samefile(encoder.file):
+                copy.unlink()
+            with suppress(OSError):  # a folder with downloads or other files in it stays
+                output.rmdir()
+        raise
     entries = {name: getattr(plan, name) for name in IndexFile.model_fields}
     save(IndexFile(**{**entries, "splits": splits}), output / INDEX_FILE)
     (output / PROGRESS_FILE).unlink(missing_ok=True)
     return True
 
 
-@contextmanager
-def _deleted_if_refused(output: Path, encoder: Encoder, written: Iterable[str]) -> Iterator[None]:
-    """Deletes what a preparation has begun, where its source is refused: the corrected command takes the same folder.
-
-    written: names of the shards, as they are at the refusal.
-    """
-    try:
-        yield
-    except UserError:
-        for name in (*written, PROGRESS_FILE, LOCK_FILE):
-            (output / name).unlink(missing_ok=True)
-        if encoder.file and not (copy := _copy_of(encoder.file, output)).samefile(encoder.file):
-            copy.unlink()
-        with suppress(OSError):  # a folder with downloads or other files in it stays
-            output.rmdir()
-        raise
-
-
-def _kept(
-    name: str, finished: Mapping[str, Shard], ends: Mapping[str, StreamPosition], output: Path
-) -> tuple[list[Shard], StreamPosition]:
-    """The split's first shards as far as they are finished and whole, and the place behind them."""
-    shards: list[Shard] = []
-    start = StreamPosition()
-    while (file := _file(name, len(shards))) in ends and _is_whole(output, finished[file]):
-        shards.append(finished[file])
-        start = ends[file]
-    return shards, start
-
-
 def _file(split: str, number: int) -> str:
     return f"{split}-{number:06d}.tar"
-
-
-def _counted(documents: Iterable[Document], bar: "tqdm[NoReturn]") -> Iterator[Document]:
-    """The documents; the bar counts the bytes of their pieces."""
-
-    def counted(document: Document) -> Iterator[bytes]:
-        for piece in document:
-            yield piece
-            bar.update(len(piece))
-
-    return map(counted, documents)
 
 
 def _shards(
     name: str, number: int, stream: TokenStream, plan: Progress, finished: Mapping[str, Shard], output: Path
 ) -> Iterator[Shard]:
-    """The shards of a split from `number` on: those that are missing or damaged are written."""
+    """Yield the shards of a split from `number` on; those that are missing or damaged are written."""
     sample_bytes, shard_bytes = plan.settings["sample_bytes"], plan.settings["shard_bytes"]
     size = max(1, min(shard_bytes // sample_bytes, MOST_SAMPLES))
     while first := stream.read(sample_bytes):
@@ -298,7 +270,7 @@ def _shards(
 
 
 def _write_shard(path: Path, samples: Iterable[tuple[int, bytes]], width: Literal[1, 2, 4]) -> Shard:
-    """A tar file that depends on nothing but its samples: owner and time are fixed."""
+    """Write a tar file that depends on nothing but its samples: owner and time are fixed."""
     crc32: list[str] = []
     data_bytes = 0
     with replacing(path) as file:
@@ -320,21 +292,19 @@ def _write_shard(path: Path, samples: Iterable[tuple[int, bytes]], width: Litera
     )
 
 
-def _copy_of(tokenizer: Path, output: Path) -> Path:
-    return output / f"tokenizer{tokenizer.suffix}"
-
-
-def _copy(tokenizer: Path, copy: Path) -> None:
-    content = tokenizer.read_bytes()
+def _copy_tokenizer(tokenizer: Path, output: Path) -> Path:
+    """Return the copy of a tokenizer's file in the folder, written if it is not there."""
+    copy, content = output / f"tokenizer{tokenizer.suffix}", tokenizer.read_bytes()
     if not copy.exists() or copy.read_bytes() != content:
         with replacing(copy) as file:
             file.write(content)
+    return copy
 
 
 def _finished(plan: Progress, output: Path) -> tuple[dict[str, Shard], dict[str, StreamPosition]]:
-    """The shards that an earlier run finished, and the places where they end as far as those are known, by file name.
+    """Return the shards that an earlier run finished, and the positions where they end if known, by file name.
 
-    Raises DataError when they are of something else.
+    Raises DataError if they are of something else.
     """
     for name, kind in ((INDEX_FILE, IndexFile), (PROGRESS_FILE, Progress)):
         if (output / name).exists():
@@ -342,8 +312,7 @@ def _finished(plan: Progress, output: Path) -> tuple[dict[str, Shard], dict[str,
             _refuse_another(plan, earlier, output)
             shards = {shard.file: shard for split in earlier.splits.values() for shard in split.shards}
             return shards, earlier.ends if isinstance(earlier, Progress) else {}
-    stray = next(output.glob("*.tar"), None)
-    if stray:
+    if stray := next(output.glob("*.tar"), None):
         problem = f"{stray.name} is here, but no {INDEX_FILE} says what it holds"
         raise DataError(output, problem, "Choose another --output, or delete what is here")
     save(plan, output / PROGRESS_FILE)
@@ -357,8 +326,8 @@ def _refuse_another(plan: IndexFile, earlier: IndexFile, output: Path) -> None:
         return {"corpus": file.corpus, **tokenizer, **source, **file.settings}
 
     old, new = identity(earlier), identity(plan)
-    unsaid = {"record"} - old.keys()  # in folders of earlier versions; what it follows from is compared
-    differing = [key for key in {**old, **new} if key not in unsaid and old.get(key) != new.get(key)]
+    missing = {"record"} - old.keys()  # from folders of earlier versions; what it follows from is compared
+    differing = [key for key in {**old, **new} if key not in missing and old.get(key) != new.get(key)]
     if differing:
         changes = ", ".join(f"{key} {old.get(key)} (now {new.get(key)})" for key in differing)
         problem = f"this folder was prepared with another {changes}"
@@ -372,7 +341,7 @@ def _is_whole(output: Path, shard: Shard) -> bool:
 
 @contextmanager
 def _lock(output: Path) -> Iterator[None]:
-    """Keeps a second preparation out of the folder."""
+    """Keep a second preparation out of the folder."""
     with (output / LOCK_FILE).open("wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

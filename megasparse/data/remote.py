@@ -39,9 +39,6 @@ from megasparse.errors import ConfigError, DataError, UserError
 ENTRY = re.compile(r"\A[0-9a-f]{64}(?:\.(?P<bytes>[0-9]{1,16})\.partial|\.tar)\Z")
 GIGABYTE = 10**9
 
-Fill = Callable[[Path, int], None]
-"""Fetches a shard into the file of this path and descriptor, or raises."""
-
 
 class CachedFile(NamedTuple):
     path: Path
@@ -68,70 +65,75 @@ class ShardCache:
         self._verified: set[tuple[int, int, int]] = set()  # device, inode and mtime of those whose content was verified
 
     def path(self, shard: Shard) -> Path:
-        """The path of a shard once it was fetched."""
+        """Return the path of a shard once it was fetched."""
         return self.folder / f"{shard.sha256}.tar"
 
-    def open(self, shard: Shard, url: str, fill: Fill, progress: Progress) -> int:
-        """A descriptor of a whole, verified shard, which is safe from deletion until that is closed.
+    def open(self, shard: Shard, url: str, progress: Progress) -> int:
+        """Return a descriptor of a whole, verified shard, which is safe from deletion until that is closed.
 
-        Where it is not here it is fetched, by one process: the others wait. Raises ConfigError where the limit has no
-        room for it beside what is in use; DataError where the folder is of no use; FetchError as `fill` does.
+        A shard that is not here is fetched by one process: the others wait.
+
+        Raises:
+            ConfigError: the limit has no room for it next to what is in use.
+            DataError: the folder is of no use.
+            FetchError: it cannot be fetched.
         """
         if shard.bytes > self.limit:
             raise self._too_small(f"{url} alone has {shard.bytes:,} bytes")
-        watched, since = -1, time.monotonic()
+        last_size, since = -1, time.monotonic()
         while True:
             with self._errors_named():
-                found = self._open_verified(shard, lambda: progress(f"verifying {url}"))
-                if found is not None:
-                    return found
+                descriptor = self._open_verified(shard, lambda: progress(f"verifying {url}"))
+                if descriptor is not None:
+                    return descriptor
                 try:
-                    partial = self._begin(shard, ())
+                    partial = self._lock_partial(shard, ())
                 except NoRoom as full:
                     if not full.fetching:
                         raise self._too_small(f"{full.in_use:,} bytes of it are in use") from None
                     partial = None
             if partial is not None:
-                return self._fill(shard, partial, fill)
-            grown = self._size_of_partial(shard)
-            if grown != watched:
+                return self._fetch(shard, url, partial, progress, ATTEMPTS)
+            size = 0
+            with suppress(OSError):
+                size = self._partial(shard).stat().st_size
+            if size != last_size:
                 progress(f"waiting for {url}, which another process fetches")
-                watched, since = grown, time.monotonic()
+                last_size, since = size, time.monotonic()
             elif time.monotonic() > since + PATIENCE_SECONDS:
-                raise FetchError(
-                    url, f"another process has it, or the room for it, and nothing came in {PATIENCE_SECONDS:g} s"
-                )
+                problem = f"another process has it, or the room for it, and nothing came in {PATIENCE_SECONDS:g} s"
+                raise FetchError(url, problem)
             time.sleep(POLL_SECONDS)
 
-    def fetch_ahead(self, shard: Shard, fill: Fill, keep: Collection[Shard]) -> bool:
-        """Fetch a shard that will be needed, unless it is here, is being fetched, or would cost one of `keep`.
+    def fetch_ahead(self, shard: Shard, url: str, keep: Collection[Shard], progress: Progress) -> bool:
+        """Try once to fetch a shard that will be needed, unless that would cost one of `keep`.
 
-        Whether there was room. Raises what `fill` does.
+        Returns:
+            True if there was room for it.
         """
         with self._errors_named():
             if self.path(shard).exists():
                 return True
             try:
-                partial = self._begin(shard, {self.path(other).name for other in keep})
+                partial = self._lock_partial(shard, {self.path(other).name for other in keep})
             except NoRoom:
                 return False
         if partial is not None:
-            os.close(self._fill(shard, partial, fill))
+            os.close(self._fetch(shard, url, partial, progress, 1))
         return True
 
     def _open_verified(self, shard: Shard, tick: Callable[[], None]) -> int | None:
-        """A descriptor with a shared lock, or None. What is here and not what it should be is deleted."""
+        """Return a descriptor with a shared lock, or None. A cached file with a wrong checksum is deleted."""
         path = self.path(shard)
         descriptor = _open_locked(path, os.O_RDONLY, fcntl.LOCK_SH)
         if descriptor is None:
             return None
         try:
             status = os.fstat(descriptor)
-            known = (status.st_dev, status.st_ino, status.st_mtime_ns)
-            if status.st_size == shard.bytes and (
-                known in self._verified or file_sha256(descriptor, tick) == shard.sha256
-            ):
-                self._verified.add(known)
+            identity = (status.st_dev, status.st_ino, status.st_mtime_ns)
+            verified = identity in self._verified or file_sha256(descriptor, tick) == shard.sha256
+            if verified and status.st_size == shard.bytes:
+                self._verified.add(identity)
                 with suppress(PermissionError):  # another user's: its last use is what reading makes of it
                     os.utime(descriptor, ns=(time.time_ns(), status.st_mtime_ns))
                 return descriptor
@@ -144,8 +146,8 @@ class ShardCache:
         os.close(descriptor)
         return None
 
-    def _begin(self, shard: Shard, keep: Collection[str]) -> int | None:
-        """A partial of the shard, locked, with room for the rest; None where another fetches it, or just did.
+    def _lock_partial(self, shard: Shard, keep: Collection[str]) -> int | None:
+        """Return a locked partial of the shard, with room for the rest; None if another fetches it, or just did.
 
         Raises NoRoom.
         """
@@ -163,11 +165,11 @@ class ShardCache:
                 raise
         return descriptor
 
-    def _fill(self, shard: Shard, descriptor: int, fill: Fill) -> int:
+    def _fetch(self, shard: Shard, url: str, descriptor: int, progress: Progress, attempts: int) -> int:
         """Fetch into a locked partial; then it is the shard, and its descriptor holds a shared lock."""
         path, partial = self.path(shard), self._partial(shard)
         try:
-            fill(partial, descriptor)
+            fetch_file(url, shard.bytes, shard.sha256, partial, descriptor, progress, attempts)
             with self._errors_named():
                 os.fsync(descriptor)
                 with self._locked():  # who makes room must see it under one name or the other
@@ -181,15 +183,15 @@ class ShardCache:
             raise
         return descriptor
 
-    def _make_room(self, wanted: int, own: Path, keep: Collection[str]) -> None:
-        """Delete what was not used for longest, none of `keep` and nothing that is locked, until `wanted` bytes fit
-        beside all but `own`. Raises NoRoom.
+    def _make_room(self, size: int, partial: Path, keep: Collection[str]) -> None:
+        """Delete the least recently used files, none of `keep` and none that is locked, until `size` bytes fit next to
+        all but `partial`. Raises NoRoom.
         """
-        entries = sorted((e for e in self._entries() if e.path != own), key=lambda entry: entry.used)
+        entries = sorted((entry for entry in self._entries() if entry.path != partial), key=lambda entry: entry.used)
         room = self.limit - sum(entry.bytes for entry in entries)
         fetching = False
         for entry in entries:
-            if room >= wanted:
+            if room >= size:
                 return
             if entry.path.name in keep:
                 continue
@@ -197,7 +199,7 @@ class ShardCache:
                 room += entry.bytes
             elif entry.path.suffix == ".partial":
                 fetching = True
-        if room < wanted:
+        if room < size:
             raise NoRoom(self.limit - room, fetching)
 
     def _entries(self) -> Iterator[CachedFile]:
@@ -213,12 +215,6 @@ class ShardCache:
 
     def _partial(self, shard: Shard) -> Path:
         return self.folder / f"{shard.sha256}.{shard.bytes}.partial"
-
-    def _size_of_partial(self, shard: Shard) -> int:
-        try:
-            return self._partial(shard).stat().st_size
-        except OSError:
-            return 0
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -245,7 +241,7 @@ class ShardCache:
 
 
 def _open_locked(path: Path, flags: int, lock: int) -> int | None:
-    """A descriptor of the file that is at `path`, locked; None where there is none, or another has it locked."""
+    """Return a locked descriptor of the file at `path`; None if there is none, or another has it locked."""
     while True:
         try:
             descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
@@ -272,14 +268,14 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _leave(descriptor: int, partial: Path) -> None:
-    """Give a locked partial up: for others to go on with, where it has anything."""
+    """Give up a locked partial: others resume it if it has anything."""
     if os.fstat(descriptor).st_size == 0:
         partial.unlink(missing_ok=True)
     os.close(descriptor)
 
 
 def _delete_unused(path: Path) -> bool:
-    """Whether nobody had the file locked, and it was deleted."""
+    """True if nobody had the file locked, and it was deleted."""
     try:
         descriptor = _open_locked(path, os.O_RDWR, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if descriptor is None:
@@ -308,24 +304,16 @@ class RemoteFolder(os.PathLike[str]):
         return f"{self.url}/{file}"
 
     def read_index(self) -> bytes:
-        """Return index.json, fetched anew each time: it says what is trained on. Raises FetchError."""
+        """Return index.json, fetched again each time. Raises FetchError."""
         return fetch_bytes(self / INDEX_FILE, MOST_BYTES, silent)
 
     def path(self, shard: Shard) -> Path:
-        """The path of a shard on this machine once it was fetched."""
+        """Return the path of a shard on this machine once it was fetched."""
         return self.cache.path(shard)
 
     def open(self, shard: Shard, progress: Progress = silent) -> int:
-        """A descriptor of a whole, verified shard, fetched where it is not here. Raises what `ShardCache.open` does."""
-        return self.cache.open(shard, self / shard.file, self._fill(shard, progress, ATTEMPTS), progress)
-
-    def fetch_ahead(self, shard: Shard, keep: list[Shard], progress: Progress) -> bool:
-        """Try once to have a shard here before it is needed; whether the cache had room for it beside `keep`."""
-        return self.cache.fetch_ahead(shard, self._fill(shard, progress, 1), keep)
-
-    def _fill(self, shard: Shard, progress: Progress, attempts: int) -> Fill:
-        url = self / shard.file
-        return lambda path, descriptor: fetch_file(url, shard.bytes, shard.sha256, path, descriptor, progress, attempts)
+        """Return a descriptor of a whole, verified shard, fetched if needed. Raises what `ShardCache.open` does."""
+        return self.cache.open(shard, self / shard.file, progress)
 
 
 class _Closed(Exception):
@@ -337,13 +325,13 @@ class FetchAhead:
 
     def __init__(self, folder: RemoteFolder):
         self._folder = folder
-        self._wanted: queue.SimpleQueue[list[Shard]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[list[Shard]] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def want(self, shards: list[Shard]) -> None:
-        """These are needed next, in this order: in place of those wanted before."""
-        self._wanted.put(shards)
+        """Fetch these next, in this order, instead of those of the call before."""
+        self._queue.put(shards)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="shards", daemon=True)
             self._thread.start()
@@ -351,16 +339,17 @@ class FetchAhead:
     def close(self) -> None:
         """End the thread, at its next sign of progress."""
         self._closing.set()
-        self._wanted.put([])
+        self._queue.put([])
 
     def _run(self) -> None:
+        folder = self._folder
         while not self._closing.is_set():
-            shards = self._wanted.get()
+            shards = self._queue.get()
             for shard in shards:
                 with suppress(UserError, _Closed):
-                    if self._closing.is_set() or not self._wanted.empty():
+                    if self._closing.is_set() or not self._queue.empty():
                         break
-                    if not self._folder.fetch_ahead(shard, shards, self._check_closing):
+                    if not folder.cache.fetch_ahead(shard, folder / shard.file, shards, self._check_closing):
                         break
 
     def _check_closing(self, doing: str) -> None:

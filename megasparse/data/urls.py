@@ -97,9 +97,9 @@ def check_url(url: str, file: bool = False) -> str:
     """
     parts = urlsplit(url)
     named = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"  # never the password that it may have
-    if parts.scheme not in (known := ["http", "https", *(STORES if file else data_stores())]):
+    if parts.scheme not in (schemes := ["http", "https", *(STORES if file else data_stores())]):
         problem = f'"{parts.scheme}" is not a kind of URL that is read here'
-        raise DataError(named, problem, f"Known here: {', '.join(known)}. Or give the path of a folder")
+        raise DataError(named, problem, f"Known here: {', '.join(schemes)}. Or give the path of a folder")
     if "@" in parts.netloc or parts.query or parts.fragment:
         problem = "a folder's URL has no user, password, query or fragment"
         raise DataError(named, problem, "Credentials of stores are taken from the environment")

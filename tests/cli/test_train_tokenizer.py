@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from megasparse.cli.main import door
+from megasparse.data.corpora.corpus import HELD_OUT_EVERY, LineSample
 from megasparse.data.corpora.source import Source
 from megasparse.data.tokenizers import build_tokenizer
-from megasparse.data.tokenizers.training import HELD_OUT_EVERY, Sample
 from tests.helpers.tokenizers import PROSE
 
 main = door("train-tokenizer")
@@ -61,7 +61,7 @@ def test_words_are_counted(tmp_path, books, capfd):
 def test_the_end_of_a_file_ends_its_last_word_and_line(tmp_path):
     (tmp_path / "a").write_text("one")
     (tmp_path / "b").write_text("two\n")
-    assert b"".join(Sample(opened(tmp_path / "a", tmp_path / "b"), 0).all()) == b"one\ntwo\n"
+    assert b"".join(LineSample(opened(tmp_path / "a", tmp_path / "b"), 0).all()) == b"one\ntwo\n"
 
 
 @pytest.mark.parametrize("size", [1_000, 30_000, 10_000_000])
@@ -69,7 +69,7 @@ def test_a_sample_is_bounded_spread_evenly_and_holds_lines_out(tmp_path, size):
     drawn = random.Random(0)
     lines = [f"{number} " + "x" * drawn.randrange(30) for number in range(5_000)]
     (tmp_path / "a").write_text("\n".join(lines) + "\n")
-    sample = Sample(opened(tmp_path / "a"), size)
+    sample = LineSample(opened(tmp_path / "a"), size)
     found = list(sample.lines())
     held_out = [line for number, line in enumerate(lines) if number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1]
     assert sample.held_out.decode().split("\n")[:-1] == held_out and sample.is_held_out
@@ -85,7 +85,7 @@ def test_a_sample_is_bounded_spread_evenly_and_holds_lines_out(tmp_path, size):
 
 def test_a_source_of_few_lines_is_measured_on_itself(tmp_path):
     (tmp_path / "a").write_text("one\n\ntwo\n")
-    sample = Sample(opened(tmp_path / "a"), 100)
+    sample = LineSample(opened(tmp_path / "a"), 100)
     assert list(sample.lines()) == ["one", "two"]
     assert sample.held_out == b"one\n\ntwo\n" and not sample.is_held_out
 

@@ -1,7 +1,5 @@
 import os
-import statistics
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -9,9 +7,7 @@ import torch
 
 from megasparse.data.batches import Step, TrainingBatches, WaitingStopped
 from megasparse.data.index import Index
-from megasparse.data.index_file import IndexFile, Shard, Split, TokenizerEntry
 from megasparse.data.order import Order
-from megasparse.data.reader import ShardReader
 from megasparse.errors import ConfigError, DataError
 from tests.data.folders import batches as mixed
 from tests.data.folders import do, flip, rows, take, wait_until
@@ -80,14 +76,6 @@ def test_from_two_ranks_to_one_and_back_inside_an_epoch(index, micro_batches):
 @pytest.mark.parametrize("prefetch", [1, 2, 7])
 def test_prefetch_changes_nothing(index, prefetch):
     assert content(take(batches(index, prefetch=prefetch), 30)) == content(take(batches(index), 30))
-
-
-def test_prefetch_may_change_at_each_resume(index):
-    steps: list[Step] = []
-    for prefetch in (0, 1, 2, 7, 0, 2):
-        start = steps[-1].position if steps else 0
-        steps += take(batches(index, prefetch=prefetch, start=start), 5)
-    assert content(steps) == content(take(batches(index), 30))
 
 
 def test_steps_are_read_ahead_while_the_loop_computes(index):
@@ -199,35 +187,3 @@ def test_close_does_not_wait_for_a_read_that_never_returns(index, monkeypatch):
     data._thread.join(60)
     data.close()
     assert not data.corpora[0]._reader._open
-
-
-@pytest.mark.soak
-def test_the_first_batch_comes_as_soon_late_in_an_epoch_as_early(monkeypatch, tmp_path, figures):
-    """2,000 shards of 2,048 samples, 268 GB of text: the positions are computed, the reading itself is left out."""
-    shard = Shard(file="x.tar", samples=2048, tokens=2048 * 65_536, bytes=1 << 28, sha256="0" * 64)
-    shards = tuple(shard.model_copy(update={"file": f"x{i}.tar"}) for i in range(2000))
-    split = Split(tokens=2000 * shard.tokens, samples=2000 * shard.samples, shards=shards)
-    tokenizer = TokenizerEntry(name="bytes", sha256="0" * 64)
-    file = IndexFile(
-        tokenizer=tokenizer,
-        corpus="",
-        command="",
-        source={},
-        settings={"sample_bytes": 65_536},
-        splits={"train": split},
-    )
-    monkeypatch.setattr(ShardReader, "read", lambda reader, shard, start, stop: torch.zeros(stop - start).long())
-
-    def first_batch(part: float) -> float:
-        position = int(part * split.tokens // 1024) // 8 * 8
-        began = time.perf_counter()
-        options = {"sequence_length": 1024, "shuffle_shards": 16, "global_batch": 8, "start": position}
-        with batches(Index(tmp_path, file), **options) as data:
-            assert next(data).position == position + 8
-        return time.perf_counter() - began
-
-    first_batch(0.5)
-    times = [(first_batch(0.01), first_batch(0.99)) for _ in range(15)]
-    early, late = (statistics.median(column) for column in zip(*times, strict=True))
-    figures(resume_position_ratio=late / early, resume_first_batch_seconds=late)
-    assert late / early <= 1.2

@@ -137,18 +137,6 @@ def test_each_corpus_gets_numbers_of_its_own_each_once_and_in_order(weights):
         assert [number for _, number in places] == list(range(10 * MIXTURE_BLOCK))
 
 
-@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-def test_any_prefix_is_near_its_part(weights):
-    mixture, total = Mixture(weights, 1), sum(weights)
-    counts: Counter[int] = Counter()
-    for sample in range(5 * MIXTURE_BLOCK):
-        counts[mixture.locate(sample)[0]] += 1
-        for corpus, weight in enumerate(weights):
-            part = weight / total
-            deviation = (MIXTURE_BLOCK * part * (1 - part)) ** 0.5
-            assert abs(counts[corpus] - part * (sample + 1)) <= len(weights) / 2 + 3 * deviation
-
-
 def test_a_place_needs_no_history():
     weights = [0.5, 0.2, 0.3]
     straight = Mixture(weights, 2)
@@ -212,14 +200,6 @@ def test_each_corpus_has_epochs_of_its_own_and_in_each_every_sequence_once(folde
         for epoch in epochs:
             assert sorted(epoch) == sorted(all_of_them)
         assert len({tuple(epoch) for epoch in epochs}) == len(epochs), "each epoch has another order"
-
-
-def test_each_corpus_goes_as_if_it_were_alone(folders):
-    mixed = rows(take(batches(opened(folders)), 30))
-    for (index, _), large in zip(opened(folders), (False, True), strict=True):
-        alone = list(rows(take(batches([(index, 1.0)]), 30)).values())
-        stream = [row for row in mixed.values() if (row[0] >= 10_000) == large]
-        assert stream == alone[: len(stream)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

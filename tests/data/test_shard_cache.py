@@ -1,18 +1,27 @@
-"""The cache of fetched shards: its limit, what goes first, and faults of its disk."""
+"""The cache of fetched shards: its limit, what goes first, faults of its disk, and processes that share it."""
 
 import fcntl
+import hashlib
 import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
+from megasparse.data import remote
 from megasparse.data.index import Index
+from megasparse.data.index_file import Shard
 from megasparse.data.reader import ShardReader
 from megasparse.data.remote import ShardCache
 from megasparse.errors import ConfigError, DataError
-from tests.data.folders import batches, do, everything, flip, largest
+from tests.data.folders import do, everything, flip, largest, ramp, wait_until, write_folder
+from tests.helpers.shard_server import serving
 
 pytestmark = pytest.mark.usefixtures("impatient")
 SHARDS = 6
@@ -86,45 +95,22 @@ def test_the_limit_holds_and_what_was_not_used_for_longest_goes_first(folder, se
     assert sum(path.stat().st_size for path in cache.folder.iterdir()) <= cache.limit
 
 
-def test_an_epoch_under_a_small_limit_is_the_same(folder, server, tmp_path):
-    cache = ShardCache(tmp_path / "cache", 2 * largest(folder))
-    local, remote = (batches([(index, 1.0)]) for index in (Index.load(folder), Index.load(server.url, cache=cache)))
-    with local, remote:
-        for _ in range(100):
-            mine, theirs = (torch.cat([b.tokens for b in next(data).micro_batches]) for data in (remote, local))
-            assert np.array_equal(mine, theirs)
-            assert sum(path.stat().st_size for path in cache.folder.iterdir()) <= cache.limit
-
-
 def test_what_is_fetched_ahead_costs_none_of_what_is_needed_before(folder, server, tmp_path):
     cache = ShardCache(tmp_path / "cache", 2 * largest(folder))
     remote = Index.load(server.url, cache=cache)
     first, second, third, *_ = remote.split("train").shards
-    assert remote.remote is not None
+    folder_ahead = remote.remote
+    assert folder_ahead is not None
+
+    def ahead(shard: Shard, keep: list[Shard]) -> bool:
+        return cache.fetch_ahead(shard, folder_ahead / shard.file, keep, print)
+
     for shard in (first, second):
-        assert remote.remote.fetch_ahead(shard, [first, second, third], print)
-    assert not remote.remote.fetch_ahead(third, [first, second, third], print)
+        assert ahead(shard, [first, second, third])
+    assert not ahead(third, [first, second, third])
     assert cache.path(first).exists() and cache.path(second).exists() and server.count() == 2
-    assert remote.remote.fetch_ahead(third, [second, third], print)
+    assert ahead(third, [second, third])
     assert not cache.path(first).exists() and cache.path(second).exists()
-
-
-def test_what_another_process_deletes_while_room_is_made_is_no_error(server, cache, monkeypatch):
-    index, scan = Index.load(server.url, cache=cache), os.scandir
-    cache.folder.mkdir()
-    (given_up := cache.folder / f"{'0' * 64}.9000.partial").touch()
-
-    @contextmanager
-    def late(folder):
-        with scan(folder) as files:
-            found = list(files)
-        given_up.unlink(missing_ok=True)
-        yield found
-
-    monkeypatch.setattr(os, "scandir", late)
-    reader = ShardReader(index, "train")
-    assert len(reader.read(0, 0, 10)) == 10 and not given_up.exists()
-    reader.close()
 
 
 def test_a_shard_gets_its_name_while_nobody_makes_room(server, cache, monkeypatch):
@@ -144,3 +130,158 @@ def test_a_shard_gets_its_name_while_nobody_makes_room(server, cache, monkeypatc
     reader.read(0, 0, 10)
     reader.close()
     assert locked == [cache.path(index.split("train").shards[0])]
+
+
+READ_ALL = """
+import hashlib, os, sys
+from megasparse.data.index_file import IndexFile, parse_content
+from megasparse.data.remote import RemoteFolder
+from megasparse.data.remote import ShardCache
+url, cache, limit = sys.argv[1:]
+folder = RemoteFolder(url, ShardCache(cache, int(limit)))
+index = parse_content(folder.read_index(), url, IndexFile)
+print("ready", flush=True)
+sys.stdin.readline()
+held, digest = [], hashlib.sha256()
+for shard in index.splits["train"].shards:
+    while len(held) > 1:
+        os.close(held.pop(0))
+    held.append(folder.open(shard))
+    digest.update(os.pread(held[-1], shard.bytes, 0))
+print(digest.hexdigest(), flush=True)
+"""
+LARGE_SHARDS = 5
+Reader = subprocess.Popen[str]
+
+
+@pytest.fixture
+def large_folder(tmp_path):
+    """Five shards of about 120 kB."""
+    return write_folder(tmp_path / "data", [ramp(40_000 + 500 * k, 7 * k, 11 + k) % 256 for k in range(LARGE_SHARDS)])
+
+
+@pytest.fixture
+def large_server(large_folder):
+    with serving(large_folder) as server:
+        yield server
+
+
+def digest_of(large_folder: Path) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(large_folder.glob("*.tar")))).hexdigest()
+
+
+@contextmanager
+def readers(count: int, url: str, cache: Path, limit: int = 10**9) -> Iterator[list[Reader]]:
+    """Processes that have the index, and read everything once `go` is called."""
+    command = [sys.executable, "-c", READ_ALL, url, str(cache), str(limit)]
+    pipe = subprocess.PIPE
+    processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(count)]
+    try:
+        for process in processes:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def go(process: Reader) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def result(process: Reader) -> str:
+    return process.communicate(timeout=300)[0].strip()
+
+
+def partial_bytes(cache: Path) -> int:
+    return sum(path.stat().st_size for path in cache.glob("*.partial"))
+
+
+def test_processes_of_a_machine_fetch_each_shard_once(large_folder, large_server, tmp_path):
+    large_server.pause = 0.02
+    with readers(3, large_server.url, tmp_path / "cache") as processes:
+        for process in processes:
+            go(process)
+        assert [result(process) for process in processes] == [digest_of(large_folder)] * 3
+    assert large_server.count() == LARGE_SHARDS
+    assert len(list((tmp_path / "cache").iterdir())) == LARGE_SHARDS + 1
+
+
+def test_processes_share_a_cache_that_is_too_small_for_the_data(large_folder, large_server, tmp_path):
+    """Each holds two shards open and fetches a third; nobody's is deleted while it is read."""
+    limit = 4 * largest(large_folder)
+    with readers(2, large_server.url, tmp_path / "cache", limit) as processes:
+        for process in processes:
+            go(process)
+        assert [result(process) for process in processes] == [digest_of(large_folder)] * 2
+    kept = sum(path.stat().st_size for path in (tmp_path / "cache").iterdir())
+    assert kept <= limit and large_server.count() >= LARGE_SHARDS
+
+
+def test_killed_processes_leave_what_they_have_to_the_next(large_folder, large_server, tmp_path):
+    kills = 2
+    large_server.pause = 0.05
+    cache = tmp_path / "cache"
+    with readers(kills + 1, large_server.url, cache) as processes:
+        for process in processes[:-1]:
+            before = partial_bytes(cache)
+            go(process)
+            wait_until(lambda before=before: partial_bytes(cache) > before)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        large_server.pause = 0.0
+        go(processes[-1])
+        assert result(processes[-1]) == digest_of(large_folder)
+    first = [begin for file, begin in large_server.gets if file == "train-000000.tar"]
+    assert len(first) == kills + 1 and first[0] is None and all(first[1:]), first
+    assert large_server.count() == LARGE_SHARDS + kills and not list(cache.glob("*.partial"))
+
+
+def test_who_waits_takes_over_from_who_is_killed(large_folder, large_server, tmp_path):
+    large_server.pause = 0.05
+    cache = tmp_path / "cache"
+    with readers(2, large_server.url, cache) as (killed, waiting):
+        go(killed)
+        wait_until(lambda: partial_bytes(cache) > 0)
+        go(waiting)
+        time.sleep(0.1)
+        killed.kill()
+        large_server.pause = 0.0
+        assert result(waiting) == digest_of(large_folder)
+    assert large_server.count() == LARGE_SHARDS + 1
+
+
+def test_who_waits_for_a_stopped_process_gives_up(large_folder, large_server, tmp_path, monkeypatch):
+    large_server.pause = 0.05
+    cache = tmp_path / "cache"
+    index = Index.load(large_server.url, cache=ShardCache(cache))
+    monkeypatch.setattr(remote, "PATIENCE_SECONDS", 0.5)
+    with readers(1, large_server.url, cache) as (stopped,):
+        go(stopped)
+        wait_until(lambda: partial_bytes(cache) > 0)
+        os.kill(stopped.pid, signal.SIGSTOP)
+        reported: list[str] = []
+        with pytest.raises(DataError, match=r"train-000000.tar: .*another process has it, .* nothing came in 0.5 s"):
+            ShardReader(index, "train", progress=reported.append).read(0, 0, 10)
+        assert len(reported) < 3, "a wait in which nothing comes is no progress"
+        large_server.pause = 0.0
+        os.kill(stopped.pid, signal.SIGCONT)
+        assert result(stopped) == digest_of(large_folder)
+
+
+def test_a_partial_that_nobody_goes_on_with_makes_room(large_folder, large_server, tmp_path):
+    size = largest(large_folder)
+    cache = ShardCache(tmp_path / "cache", 2 * size)
+    cache.folder.mkdir()
+    abandoned = cache.folder / f"{'0' * 64}.{size}.partial"
+    abandoned.write_bytes(b"some of it")
+    stranger = cache.folder / "notes.txt"
+    stranger.write_bytes(bytes(3 * size))
+    reader = ShardReader(Index.load(large_server.url, cache=cache), "train", open_files=1)
+    reader.read(0, 0, 10)
+    assert abandoned.exists(), "there is room for both"
+    reader.read(1, 0, 10)
+    assert not abandoned.exists() and stranger.exists() and len(list(cache.folder.glob("*.tar"))) == 2

@@ -6,9 +6,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from megasparse.data.corpora.corpus import LineSample
 from megasparse.data.corpora.source import Source
 from megasparse.data.tokenizers.huggingface import alphabet
-from megasparse.data.tokenizers.training import Sample, train_sentencepiece
+from megasparse.data.tokenizers.sentence_piece import train_sentencepiece
 
 ROOT = Path(__file__).resolve().parents[2]
 PROSE = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")[:20_000]
@@ -47,7 +48,7 @@ def random_texts(number: int, seed: int = 0) -> list[bytes]:
 def sentencepiece_model(model_type: str = "unigram", vocabulary: int = 420) -> bytes:
     """A model that learned from part of this project's documentation."""
     source = Source.open([str(ROOT / "docs" / "attention.md")], None, Path("nowhere"))
-    return train_sentencepiece(Sample(source, 20_000), vocabulary, model_type, 0.9995)
+    return train_sentencepiece(LineSample(source, 20_000).lines(), vocabulary, model_type, 0.9995)
 
 
 def wordpiece() -> dict[str, Any]:

@@ -4,15 +4,21 @@ import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
+
+from tqdm import tqdm
 
 from megasparse.data.corpora.source import PIECE, Document, Kind, Source
 from megasparse.data.encoders import Encoder, TextEncoder
+from megasparse.data.tokenizers.sentence_piece import segments
 from megasparse.errors import ConfigError
 
 NAMES = ("train", "validation", "test")
 SPLIT = "90,5,5"
 UNCHANGED = "Leave it alone and run the command again"
+
+HELD_OUT_EVERY = 100
+HELD_OUT_BYTES = 1_000_000
 
 CorpusSettings = Mapping[str, Any]
 """`sample_bytes`, `shard_bytes` and the corpus' own options, `tokenizer` among them."""
@@ -245,3 +251,57 @@ def _border(text: bytes) -> int:
         return space
     last = range(len(text) - 1, max(0, len(text) - 5), -1)
     return next((i for i in last if text[i] & 0xC0 != 0x80), len(text))
+
+
+class LineSample:
+    """Sample of at most `size` bytes of a source of UTF-8, as whole lines spread evenly over it; a pure function of it.
+
+    Every hundredth line is not among them but held out, up to `HELD_OUT_BYTES`; a source of fewer lines holds nothing
+    out. Memory: a piece of up to 1 MiB, and what is held out. Raises DataError for what is not UTF-8.
+    """
+
+    def __init__(self, source: Source, size: int):
+        source.require_text()
+        self._source, self._size = source, size
+        self.held_out = b""
+        """Bytes of the lines held out; known once `lines` or `all` is through."""
+        self.is_held_out = False
+
+    def lines(self) -> Iterator[str]:
+        """Lines without their ends; those of over `LONGEST` characters come in parts."""
+        held_out, first = bytearray(), bytearray()
+        read = taken = 0
+        for number, line in enumerate(self._all_lines()):
+            raw = line.encode()
+            read += len(raw)
+            if number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 and len(held_out) + len(raw) <= HELD_OUT_BYTES:
+                held_out += raw
+            elif taken + len(raw) <= self._size * read / self._source.total_bytes:
+                taken += len(raw)
+                if len(first) + len(raw) <= HELD_OUT_BYTES:
+                    first += raw
+                if text := line.rstrip("\r\n"):
+                    yield text
+        self.held_out, self.is_held_out = bytes(held_out or first), bool(held_out)
+
+    def all(self) -> Iterator[bytes]:
+        """Everything, with nothing held out: pieces that end with a line, or with a file."""
+        self.held_out = b""
+        with self._bar() as bar:
+            for part in self._source.parts:
+                piece = b""
+                for piece in text_pieces(part.pieces()):
+                    self.held_out = self.held_out or piece[:HELD_OUT_BYTES]
+                    bar.update(len(piece))
+                    yield piece
+                yield b"" if piece.endswith(b"\n") else b"\n"
+
+    def _all_lines(self) -> Iterator[str]:
+        with self._bar() as bar:
+            for part in self._source.parts:
+                for piece in text_pieces(part.pieces()):
+                    bar.update(len(piece))
+                    yield from segments(piece.decode())
+
+    def _bar(self) -> "tqdm[NoReturn]":
+        return tqdm(desc="learning from", total=self._source.total_bytes, unit="B", unit_scale=True, disable=None)

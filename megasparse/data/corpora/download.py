@@ -67,13 +67,13 @@ def _objects(url: str, suffixes: tuple[str, ...]) -> dict[str, str]:
     scheme, system = url.partition("://")[0], object_store(url)
     base = asked(scheme, lambda: system._strip_protocol(url))
     if "*" in base:
-        found, base = asked(scheme, lambda: system.glob(base)), base.partition("*")[0].rpartition("/")[0]
+        names, base = asked(scheme, lambda: system.glob(base)), base.partition("*")[0].rpartition("/")[0]
     elif asked(scheme, lambda: system.info(base))["type"] == "file":
         return {url: PurePosixPath(base).name}
     else:
-        found = asked(scheme, lambda: system.find(base))
-        found = [name for name in found if not suffixes or name.lower().endswith(suffixes)]
-    below = {name: name.removeprefix(base).lstrip("/") for name in sorted(found)}
+        names = asked(scheme, lambda: system.find(base))
+        names = [name for name in names if not suffixes or name.lower().endswith(suffixes)]
+    below = {name: name.removeprefix(base).lstrip("/") for name in sorted(names)}
     visible = {name: short for name, short in below.items() if not any(p.startswith(".") for p in short.split("/"))}
     return {f"{scheme}://{name.lstrip('/')}": short for name, short in visible.items()}
 

@@ -319,13 +319,13 @@ def hold_out(labels: Sequence[str], every: int) -> list[str]:
 
 def labelled(source: Source, labels: Sequence[str]) -> CorpusSplits:
     """The splits of a source's images by the label of each."""
-    there = set(labels)
-    return ((name, [_chosen(source, labels, name)]) for name in NAMES if name in there)
+    present = set(labels)
+    return ((name, [_chosen(source, labels, name)]) for name in NAMES if name in present)
 
 
 def _chosen(source: Source, labels: Sequence[str], name: str) -> Iterator[bytes]:
-    for wanted, image in zip_longest(labels, image_files(source)):
-        if wanted is None or image is None:
+    for label, image in zip_longest(labels, image_files(source)):
+        if label is None or image is None:
             raise DataError(source.name, "it changed while it was read", UNCHANGED)
-        if wanted == name:
+        if label == name:
             yield file_piece(image.name, image.read())

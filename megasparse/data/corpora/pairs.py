@@ -203,13 +203,13 @@ def sentences(line: str) -> list[str]:
     """The sentences of a line: each ends with . ! ? or …, quotes and brackets behind it, and white space, where what
     comes next begins with no small letter; not behind a single letter or a usual abbreviation.
     """
-    found, start = [], 0
+    cut, start = [], 0
     for end in _END.finditer(line):
         if end[2].islower() or (end[1] == "." and _NO_END.search(line, 0, end.start())):
             continue
-        found.append(line[start : end.end()].rstrip())
+        cut.append(line[start : end.end()].rstrip())
         start = end.end()
-    return [*found, line[start:].rstrip()] if line[start:].strip() else found
+    return [*cut, line[start:].rstrip()] if line[start:].strip() else cut
 
 
 def documents(text: bytes) -> Iterator[list[str]]:
@@ -226,9 +226,9 @@ class Files(argparse.Action):
         super().__init__(option_strings, dest, nargs="+", metavar="FILE", **options)
         self.role = role
 
-    def __call__(self, parser: argparse.ArgumentParser, given: argparse.Namespace, values: Any, *_: Any) -> None:
-        given.source = [*(given.source or []), *values]
-        given.roles = [*(given.roles or []), *[self.role] * len(values)]
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
+        namespace.source = [*(namespace.source or []), *values]
+        namespace.roles = [*(namespace.roles or []), *[self.role] * len(values)]
 
 
 class Parallel(Corpus):
@@ -281,7 +281,7 @@ class Parallel(Corpus):
         """The lines of each split. Raises ConfigError and DataError for files that are no pairs, or no UTF-8."""
         source.require_text()
         files = _files(source, settings["roles"])
-        found: dict[str, int] = {}
+        lines_of: dict[str, int] = {}
         for split in NAMES:
             counts = {
                 side: sum(1 for _ in _sentence_lines(files.get(_role(split, side), [])))
@@ -291,15 +291,15 @@ class Parallel(Corpus):
                 problem = f"{split} has {counts['source']:,} lines of the source and {counts['target']:,} of the target"
                 raise DataError(source.name, problem, "Give files whose lines belong together")
             if counts["source"]:
-                found[split] = counts["source"]
-        if len(found) > 1 and settings["split"]:
+                lines_of[split] = counts["source"]
+        if len(lines_of) > 1 and settings["split"]:
             raise ConfigError("--split", f'"{settings["split"]}" is given beside files of other splits', "Leave it out")
-        if len(found) == 1:
-            found = split_sizes(settings["split"] or SPLIT, found["train"])
-            if empty := [name for name, count in found.items() if not count]:
+        if len(lines_of) == 1:
+            lines_of = split_sizes(settings["split"] or SPLIT, lines_of["train"])
+            if empty := [name for name, count in lines_of.items() if not count]:
                 hint = "Give more lines, or another --split"
                 raise DataError(source.name, f"its lines are too few to give {empty[0]} any", hint)
-        return {"lines": found}
+        return {"lines": lines_of}
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
         """One document a split; a piece is lines of the source and of the target in turn."""
@@ -329,9 +329,9 @@ class ParallelEncoder(PaddedEncoder):
         records, raw_bytes, words = [], 0, 0
         for pair in zip(texts[:-1:2], texts[1::2], strict=True):
             ids = [self.ids(line) for line in pair]
-            if all(0 < len(found) < length for found, length in zip(ids, self.lengths, strict=True)):
-                for found, length in zip(ids, self.lengths, strict=True):
-                    records.append(self.padded([found, self.special.separator], length))
+            if all(0 < len(side) < length for side, length in zip(ids, self.lengths, strict=True)):
+                for side, length in zip(ids, self.lengths, strict=True):
+                    records.append(self.padded([side, self.special.separator], length))
                 raw_bytes, words = raw_bytes + len(pair[1].encode()), words + len(pair[1].split())
         return Encoded(self.joined(records), raw_bytes, words)
 
@@ -344,7 +344,9 @@ def _files(source: Source, roles: Sequence[str]) -> dict[str, list[Part]]:
     if source.empty or len(source.parts) != len(roles):
         problem = f"{len(roles)} files are given, and {len(source.parts)} are found that are not empty"
         raise DataError(source.name, problem, "Give plain or compressed text files, no folders and no archives")
-    return {role: [part for part, own in zip(source.parts, roles, strict=True) if own == role] for role in roles}
+    return {
+        role: [part for part, part_role in zip(source.parts, roles, strict=True) if part_role == role] for role in roles
+    }
 
 
 def _sentence_lines(parts: Iterable[Part]) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ import argparse
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -61,25 +61,21 @@ ZERO = Unfit("byte 0, which stands between documents", damaged=True)
 
 @dataclass(frozen=True)
 class RecordReader:
-    """Texts of files that are fit. Pickled to the worker processes."""
+    """Reads the texts of files that are fit; pickled to the worker processes."""
 
+    parts: tuple[Part, ...]
     texts: Texts
     column: str
     least: int
     most: float
     zeros: bool
     """Texts may have the byte 0."""
+    copies: bool
+    """Take digests, by which copies are found."""
 
-    @classmethod
-    def of(cls, texts: Texts, settings: CorpusSettings) -> "RecordReader":
-        """The reader that a corpus' settings ask for. Raises ConfigError for lengths that no text has."""
-        least, most = settings.get("min_bytes") or 1, settings.get("max_bytes") or float("inf")
-        if least > most:
-            raise ConfigError("--min-bytes", f"{least} is above --max-bytes {most}", "Give a smaller one")
-        return cls(texts, settings["column"], least, most, settings.get("tokenizer", "bytes") != "bytes")
-
-    def read(self, part: Part) -> Iterator[tuple[int, bytes | Unfit]]:
-        for place, text in self.texts(part, self.column):
+    def read(self, number: int) -> Iterator[tuple[int, bytes | Unfit]]:
+        """Yield (place from 1 on, text or why it is left out) of a file's records."""
+        for place, text in self.texts(self.parts[number], self.column):
             yield place, text if isinstance(text, Unfit) else self._unfit(text) or text
 
     def _unfit(self, text: bytes) -> Unfit | None:
@@ -89,40 +85,12 @@ class RecordReader:
             return ZERO
         if len(text) < self.least:
             return Unfit(f"shorter than {self.least} bytes")
-        if len(text) > self.most:
-            return Unfit(f"longer than {self.most} bytes")
-        return None
+        return Unfit(f"longer than {self.most} bytes") if len(text) > self.most else None
 
-
-class Examined(NamedTuple):
-    """What was found in a file."""
-
-    lengths: np.ndarray
-    """Bytes of each fit text: int64 (texts,)."""
-    copies: np.ndarray
-    """Digest of each, where copies are looked for: S16 (texts,), or (0,)."""
-    unfit: Counter[Unfit]
-    first_damaged: tuple[int, Unfit] | None
-    """Place of the first damaged record."""
-    sha256: bytes
-    """Digest of all fit texts and their lengths."""
-
-
-@dataclass(frozen=True)
-class Examination:
-    """The work of a worker process: reads the file of a number."""
-
-    parts: Sequence[Part]
-    reader: RecordReader
-    copies: bool
-    """Take digests, by which copies are found."""
-
-    def __call__(self, number: bytes) -> Examined:
-        lengths: list[int] = []
-        digests = bytearray()
-        unfit: Counter[Unfit] = Counter()
-        first, whole = None, hashlib.sha256()
-        for place, text in self.reader.read(self.parts[int(number)]):
+    def examine(self, number: bytes) -> "Examined":
+        """Read a file for the first time."""
+        lengths, digests, unfit, first, whole = list[int](), bytearray(), Counter[Unfit](), None, hashlib.sha256()
+        for place, text in self.read(int(number)):
             if isinstance(text, Unfit):
                 unfit[text] += 1
                 first = first or ((place, text) if text.damaged else None)
@@ -135,18 +103,36 @@ class Examination:
         return Examined(np.asarray(lengths, dtype=np.int64), copies, unfit, first, whole.digest())
 
 
-@dataclass(frozen=True)
+class Examined(NamedTuple):
+    """The first reading of a file."""
+
+    lengths: np.ndarray
+    """Bytes of each fit text: int64 (texts,)."""
+    copies: np.ndarray
+    """Digest of each, if copies are looked for: S16 (texts,), or (0,)."""
+    unfit: Counter[Unfit]
+    first_damaged: tuple[int, Unfit] | None
+    """Place of the first damaged record."""
+    sha256: bytes
+    """Digest of all fit texts and their lengths."""
+
+    @property
+    def records(self) -> int:
+        return len(self.lengths) + self.unfit.total()
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecordSource(Source):
     """Files of records, each read once."""
 
-    reader: RecordReader = field(kw_only=True)
-    examined: tuple[Examined, ...] = field(kw_only=True)
-    kept: tuple[np.ndarray, ...] = field(kw_only=True)
-    """Whether each fit text of a file is kept: bool (texts,)."""
-    own: tuple[str, ...] | None = field(kw_only=True)
-    """Split of each file, where the source has its own."""
-    facts: Mapping[str, Any] = field(kw_only=True)
-    """What index.json says of it besides."""
+    reader: RecordReader
+    examined: tuple[Examined, ...]
+    selected: tuple[np.ndarray, ...]
+    """True for each fit text of a file that is taken: bool (texts,)."""
+    own: tuple[str, ...] | None
+    """Split of each file, if the source has its own."""
+    facts: Mapping[str, Any]
+    """Further entries of index.json."""
 
     @classmethod
     def examine(
@@ -163,64 +149,74 @@ class RecordSource(Source):
     ) -> "RecordSource":
         """Read all files, in `workers` processes, and choose the texts that the corpus' settings ask for.
 
-        Raises ConfigError for settings that no text fits; DataError where a file cannot be read, where more records
-        are damaged than MOST_DAMAGED, or where no text is left.
+        Raises ConfigError for settings that no text fits; DataError if a file cannot be read, if more records are
+        damaged than MOST_DAMAGED, or if no text is left.
         """
-        reader, copies = RecordReader.of(texts, settings), bool(settings["deduplicate"])
-        with Workers(Examination(tuple(parts), reader, copies), min(workers, len(parts)), task_pieces=1) as pool:
+        least, most = settings.get("min_bytes") or 1, settings.get("max_bytes") or float("inf")
+        if least > most:
+            raise ConfigError("--min-bytes", f"{least} is above --max-bytes {most}", "Give a smaller one")
+        zeros, copies = settings.get("tokenizer", "bytes") != "bytes", bool(settings["deduplicate"])
+        reader = RecordReader(tuple(parts), texts, settings["column"], least, most, zeros, copies)
+        with Workers(reader.examine, min(workers, len(parts)), task_pieces=1) as pool:
             numbers = (str(number).encode() for number in range(len(parts)))
-            found = list(tqdm(pool.map(numbers), "reading the source", len(parts), unit="file", disable=None))
-        _refuse_damaged(parts, found)
-        kept = _first_copies(found) if copies else [np.ones(len(each.lengths), dtype=bool) for each in found]
-        total = sum(int(each.lengths[keep].sum()) for each, keep in zip(found, kept, strict=True))
+            files = list(tqdm(pool.map(numbers), "reading the source", len(parts), unit="file", disable=None))
+        _refuse_damaged(parts, files)
+        selected = _first_copies(files) if copies else [np.ones(len(file.lengths), dtype=bool) for file in files]
+        total = sum(int(file.lengths[select].sum()) for file, select in zip(files, selected, strict=True))
         if not total:
-            why = _shown(sum((each.unfit for each in found), Counter()))
-            raise DataError(" ".join(locations), f"no text is left of it ({why or 'no records'})", "Check --source")
-        digest = hashlib.sha256(b"".join(each.sha256 for each in found))
+            unfit = sorted(sum((file.unfit for file in files), Counter()).items())
+            reasons = ", ".join(f"{count:,} {why.reason}" for why, count in unfit) or "no records"
+            raise DataError(" ".join(locations), f"no text is left of it ({reasons})", "Check --source")
+        digest = hashlib.sha256(b"".join(file.sha256 for file in files))
         digest.update("".join(f"{name}\0" for name in own or ()).encode())
         return cls(
             locations=tuple(locations),
             member=member,
-            files=tuple(dict.fromkeys(part.path for part in parts)),
             parts=tuple(parts),
-            empty=(),
             total_bytes=total,
             sha256=digest.hexdigest(),
-            md5="",
-            layout=None,
             reader=reader,
-            examined=tuple(found),
-            kept=tuple(kept),
+            examined=tuple(files),
+            selected=tuple(selected),
             own=None if own is None else tuple(own),
             facts=dict(facts or {}),
         )
 
     def texts(self, number: int) -> Iterator[bytes]:
-        """The texts that are kept of a file. Raises DataError where they are not those that `examine` read."""
-        kept, whole = iter(self.kept[number].tolist()), hashlib.sha256()
-        for _, text in self.reader.read(self.parts[number]):
+        """Yield the texts that are taken of a file. Raises DataError if they are not those that `examine` read."""
+        selected, whole = iter(self.selected[number].tolist()), hashlib.sha256()
+        for _, text in self.reader.read(number):
             if not isinstance(text, Unfit):
                 _add(whole, text)
-                if next(kept, False):
+                if next(selected, False):
                     yield text
         if whole.digest() != self.examined[number].sha256:
-            problem = "it changed while it was read"
-            raise DataError(str(self.parts[number]), problem, UNCHANGED)
+            raise DataError(str(self.parts[number]), "it changed while it was read", UNCHANGED)
 
-    def lengths(self) -> Iterator[tuple[str | None, np.ndarray]]:
-        """(own split, bytes of each kept text) of each file."""
-        own = self.own or [None] * len(self.parts)
-        for name, found, keep in zip(own, self.examined, self.kept, strict=True):
-            yield name, found.lengths[keep]
+    def lengths(self) -> list[np.ndarray]:
+        """Return the bytes of each text that is taken of each file."""
+        return [file.lengths[select] for file, select in zip(self.examined, self.selected, strict=True)]
 
     def left_out(self) -> dict[str, int]:
-        """Records by the reason for which they are left out."""
+        """Return the records by the reason for which they are left out."""
         counts: Counter[str] = Counter()
-        for each in self.examined:
-            counts.update({unfit.reason: count for unfit, count in each.unfit.items()})
-        if copies := sum(int((~keep).sum()) for keep in self.kept):
+        for file in self.examined:
+            counts.update({unfit.reason: count for unfit, count in file.unfit.items()})
+        if copies := sum(int((~select).sum()) for select in self.selected):
             counts[COPY] = copies
         return dict(sorted(counts.items()))
+
+    def documents(self, split: str | None) -> dict[str, int]:
+        """Return the documents of each split. split: percentages. Raises ConfigError for bad ones."""
+        lengths = self.lengths()
+        if self.own:
+            counts: Counter[str] = Counter()
+            for name, taken in zip(self.own, lengths, strict=True):
+                counts[name] += len(taken)
+            return dict(counts)
+        sizes, joined = split_sizes(split or SPLIT, self.total_bytes), np.concatenate(lengths)
+        numbers = np.searchsorted(np.cumsum(list(sizes.values())), np.cumsum(joined) - joined, side="right")
+        return dict(zip(sizes, np.bincount(numbers, minlength=len(sizes)).tolist(), strict=True))
 
 
 class RecordCorpus(TextCorpus):
@@ -238,7 +234,7 @@ class RecordCorpus(TextCorpus):
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
         """Return numbers of records, documents of each split, and reasons. Raises DataError for an empty split."""
         assert isinstance(source, RecordSource)
-        counts = documents(source, settings)
+        counts = source.documents(settings["split"])
         for name, count in counts.items():
             if not count:
                 problem = f"{sum(counts.values())} documents are too few to give {name} any"
@@ -263,45 +259,27 @@ class RecordCorpus(TextCorpus):
             yield name, (text_pieces([text]) for _, text in texts)
 
 
-def documents(source: RecordSource, settings: CorpusSettings) -> dict[str, int]:
-    """Return the documents of each split. Raises ConfigError for a bad --split."""
-    if source.own:
-        counts: Counter[str] = Counter()
-        for name, lengths in source.lengths():
-            counts[str(name)] += len(lengths)
-        return dict(counts)
-    sizes = split_sizes(settings["split"] or SPLIT, source.total_bytes)
-    lengths = np.concatenate([lengths for _, lengths in source.lengths()])
-    numbers = np.searchsorted(np.cumsum(list(sizes.values())), np.cumsum(lengths) - lengths, side="right")
-    return dict(zip(sizes, np.bincount(numbers, minlength=len(sizes)).tolist(), strict=True))
-
-
 def _add(digest: "hashlib._Hash", text: bytes) -> None:
     digest.update(len(text).to_bytes(LENGTH_BYTES, "little"))
     digest.update(text)
 
 
-def _first_copies(found: Sequence[Examined]) -> list[np.ndarray]:
-    """Which texts are the first of their content, for each file."""
-    copies = np.concatenate([each.copies for each in found])
+def _first_copies(files: Sequence[Examined]) -> list[np.ndarray]:
+    """Return, for each file, which texts are the first of their content."""
+    copies = np.concatenate([file.copies for file in files])
     first = np.zeros(len(copies), dtype=bool)
     first[np.unique(copies, return_index=True)[1]] = True
-    return np.split(first, np.cumsum([len(each.copies) for each in found])[:-1])
+    return np.split(first, np.cumsum([len(file.copies) for file in files])[:-1])
 
 
-def _refuse_damaged(parts: Sequence[Part], found: Sequence[Examined]) -> None:
-    records = sum(len(each.lengths) + each.unfit.total() for each in found)
-    damaged = sum(count for each in found for unfit, count in each.unfit.items() if unfit.damaged)
-    if damaged <= MOST_DAMAGED * records:
-        return
-    places = ((part, each.first_damaged) for part, each in zip(parts, found, strict=True))
-    part, (place, unfit) = next((part, first) for part, first in places if first)
-    problem = f"{damaged:,} of {records:,} records are damaged, the first is record {place} here: {unfit.reason}"
-    raise DataError(str(part), problem, f"Up to {MOST_DAMAGED:.0%} are left out; check the source and its column")
-
-
-def _shown(unfit: Counter[Unfit]) -> str:
-    return ", ".join(f"{count:,} {why.reason}" for why, count in sorted(unfit.items()))
+def _refuse_damaged(parts: Sequence[Part], files: Sequence[Examined]) -> None:
+    records = sum(file.records for file in files)
+    damaged = sum(count for file in files for unfit, count in file.unfit.items() if unfit.damaged)
+    if damaged > MOST_DAMAGED * records:
+        part, first = next((part, file) for part, file in zip(parts, files, strict=True) if file.first_damaged)
+        place, unfit = first.first_damaged or (0, EMPTY)
+        problem = f"{damaged:,} of {records:,} records are damaged, the first is record {place} here: {unfit.reason}"
+        raise DataError(str(part), problem, f"Up to {MOST_DAMAGED:.0%} are left out; check the source and its column")
 
 
 # report.json, beside the shards: what was read, and what is kept of it.
@@ -326,7 +304,7 @@ class RecordsReport(BaseModel):
 
     source: list[str]
     revision: str | None
-    """The revision of the source, where it has one."""
+    """The revision of the source, if it has one."""
     sha256: str
     files: int
     records: int
@@ -343,10 +321,7 @@ class RecordsReport(BaseModel):
 
 def write_report(source: RecordSource, index: Index, path: Path) -> RecordsReport:
     """Write the report of a source whose shards have this index. It depends on nothing but the two."""
-    lengths = [found for _, found in source.lengths()]
-    records = [len(each.lengths) + each.unfit.total() for each in source.examined]
-    counts = index.file.source["documents"]
-    splits = {}
+    lengths, counts, splits = source.lengths(), index.file.source["documents"], {}
     for name, split in index.file.splits.items():
         size = {"documents": counts[name], "bytes": split.raw_bytes or 0, "tokens": split.tokens}
         splits[name] = {**size, "bytes_per_token": round(size["bytes"] / split.tokens, 4)}
@@ -355,15 +330,15 @@ def write_report(source: RecordSource, index: Index, path: Path) -> RecordsRepor
         revision=source.facts.get("revision"),
         sha256=source.sha256,
         files=len(source.parts),
-        records=sum(records),
+        records=sum(file.records for file in source.examined),
         documents=sum(map(len, lengths)),
         bytes=source.total_bytes,
         left_out=source.left_out(),
         lengths=_lengths(np.concatenate(lengths)),
         splits=splits,
         read=[
-            {"file": part.name, "records": count, "documents": len(found)}
-            for part, count, found in zip(source.parts, records, lengths, strict=True)
+            {"file": part.name, "records": file.records, "documents": len(taken)}
+            for part, file, taken in zip(source.parts, source.examined, lengths, strict=True)
         ],
     )
     with replacing(path) as file:
@@ -372,7 +347,7 @@ def write_report(source: RecordSource, index: Index, path: Path) -> RecordsRepor
 
 
 def _lengths(lengths: np.ndarray) -> Lengths:
-    """lengths: int64 (documents,), each above 0."""
+    """Return statistics of lengths, int64 (documents,), each above 0."""
     classes = np.frexp(lengths.astype(np.float64))[1] - 1  # 2^class <= length < 2^(class + 1)
     first, last = int(classes.min()), int(classes.max())
     count = last - first + 1

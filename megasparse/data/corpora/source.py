@@ -92,18 +92,16 @@ class Source:
     locations: tuple[str, ...]
     """Paths and URLs as the user named them."""
     member: str | None
-    files: tuple[Path, ...]
-    """Paths on disk, those of a folder in the order of their paths; downloaded ones are among them."""
     parts: tuple[Part, ...]
-    """Files, or members, that are not empty."""
-    empty: tuple[str, ...]
-    """Names of those that are empty, and were left out."""
+    """Files, or members, that are not empty; those of a folder in the order of their paths."""
     total_bytes: int
     sha256: str
     """Digest of all content, one file after another."""
-    md5: str
-    layout: str | None
-    """The sha256 over names and sizes of the parts, where files are kept apart."""
+    md5: str = ""
+    empty: tuple[str, ...] = ()
+    """Names of files that are empty, and were left out."""
+    layout: str | None = None
+    """The sha256 over names and sizes of the parts, if files are kept apart."""
 
     @classmethod
     def open(cls, locations: Sequence[str], member: str | None, downloads: Path, kind: Kind = "stream") -> "Source":
@@ -113,7 +111,7 @@ class Source:
         apart, all members of archives among them; "raw", files as they are. Raises DataError naming the file that
         cannot be read, or the source that is empty.
         """
-        found = find_parts(locations, member, downloads, kind)
+        parts = find_parts(locations, member, downloads, kind)
         sha256, md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
         with tqdm(desc="reading the source", unit="B", unit_scale=True, disable=None) as bar:
 
@@ -122,7 +120,7 @@ class Source:
                 md5.update(piece)
                 bar.update(len(piece))
 
-            parts = [_examine(part, see) for part in found]
+            parts = [_examine(part, see) for part in parts]
         full = tuple(part for part in parts if part.size)
         if locations and not full:
             raise DataError(" ".join(locations), "there is nothing in it", "Check --source")
@@ -130,7 +128,6 @@ class Source:
         return cls(
             locations=tuple(locations),
             member=member,
-            files=tuple(dict.fromkeys(part.path for part in found)),
             parts=full,
             empty=tuple(str(part) for part in parts if not part.size),
             total_bytes=sum(part.size for part in full),
@@ -187,8 +184,8 @@ def _files(location: str, downloads: Path, suffixes: tuple[str, ...]) -> list[tu
     files = [p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts)]
     named = [p for p in files if p.name.lower().endswith(suffixes)] if suffixes else files
     if not named:
-        what = f"files named *{', *'.join(suffixes)}" if files else "files"
-        raise DataError(location, f"there are no {what} in this folder", "Check --source")
+        files_named = f"files named *{', *'.join(suffixes)}" if files else "files"
+        raise DataError(location, f"there are no {files_named} in this folder", "Check --source")
     return [(p, p.relative_to(path).as_posix()) for p in named]
 
 
@@ -200,16 +197,16 @@ def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Pa
         yield Part(file, None, name, kind == "raw")
         return
     try:
-        found = [info for info in _archive(file).infolist() if not info.is_dir()]
+        infos = [info for info in _archive(file).infolist() if not info.is_dir()]
     except UNREADABLE as error:
         raise _unreadable(file, error) from None
-    members = sorted(info.filename for info in found)
-    _refuse_bomb(file, sum(info.file_size for info in found), file.stat().st_size)
+    members = sorted(info.filename for info in infos)
+    _refuse_bomb(file, sum(info.file_size for info in infos), file.stat().st_size)
     if kind == "stream" or member is not None:
         members = _members(file, members, member)
-    for chosen in members:
-        if member is not None or not any(name.startswith((".", "__MACOSX")) for name in chosen.split("/")):
-            yield Part(file, chosen, chosen, False)
+    for name_inside in members:
+        if member is not None or not any(part.startswith((".", "__MACOSX")) for part in name_inside.split("/")):
+            yield Part(file, name_inside, name_inside, False)
 
 
 def _is_archive(file: Path) -> bool:
@@ -247,8 +244,8 @@ def _examine(part: Part, see: Callable[[bytes], None]) -> Part:
                 decoder.decode(piece, final=not piece)
             except UnicodeDecodeError as error:
                 not_utf8 = size + len(piece) - len(error.object) + error.start
-        if zero is None and not part.raw and (place := piece.find(0)) >= 0:
-            zero = size + place
+        if zero is None and not part.raw and (offset := piece.find(0)) >= 0:
+            zero = size + offset
         size, crc32 = size + len(piece), zlib.crc32(piece, crc32)
     return replace(part, size=size, crc32=crc32, not_utf8=not_utf8, zero=zero)
 

@@ -98,13 +98,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str | bytes) -> Tensor:
         if not self.lossless:
-            found = self._ids(utf8(text).decode("utf-8", "replace"))
+            ids = self._ids(utf8(text).decode("utf-8", "replace"))
         else:
-            found = []
+            ids = []
             for number, part in enumerate(_PARTS.split(utf8(text).decode("utf-8", "surrogateescape"))):
                 odd = part.encode("utf-8", "surrogateescape") if number % 2 else b""
-                found += self._of_bytes(odd) if odd else self._checked(part)
-        return torch.from_numpy(np.array(found, dtype=np.int64))
+                ids += self._of_bytes(odd) if odd else self._checked(part)
+        return torch.from_numpy(np.array(ids, dtype=np.int64))
 
     def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
         if not self.lossless:

@@ -1,5 +1,6 @@
-"""Models of sentencepiece, used so that any bytes come back."""
+"""Models of sentencepiece, used so that any bytes come back; and their training."""
 
+import io
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ GRID = 128
 precision as in double, and two splittings that are equally good are so to every program.
 """
 
+CONTROL = ["[CLS]", "[SEP]", "[PAD]", "[MASK]"]
 _PARTS = re.compile("([\u2581\udc80-\udcff]+)")
 """Text that sentencepiece would change (a real U+2581, and bytes that are no UTF-8), as groups that `split` keeps."""
 _LINES = re.compile("[^\n]*\n|[^\n]+")
@@ -45,21 +47,21 @@ class SentencePieceTokenizer(Tokenizer):
         self.special, self.separator = special_tokens(self._control)
 
     def encode(self, text: str | bytes) -> Tensor:
-        known: list[str] = []
+        ordinary: list[str] = []
         parts: list[bytes | None] = []
-        """Bytes of each part, or None where it is the next one of `known`."""
+        """Bytes of each part, or None where it is the next one of `ordinary`."""
         for number, part in enumerate(_PARTS.split(utf8(text).decode("utf-8", "surrogateescape"))):
             if number % 2:
                 parts.append(part.encode("utf-8", "surrogateescape"))
             else:
                 for segment in segments(part):
-                    known.append(segment)
+                    ordinary.append(segment)
                     parts.append(None)
-        encoded = iter(zip(known, self._processor.encode(known, num_threads=1), strict=True))
-        found: list[int] = []
+        encoded = iter(zip(ordinary, self._processor.encode(ordinary, num_threads=1), strict=True))
+        ids: list[int] = []
         for raw in parts:
-            found += self._of_bytes(raw) if raw is not None else self._checked(*next(encoded))
-        return torch.from_numpy(np.array(found, dtype=np.int64))
+            ids += self._of_bytes(raw) if raw is not None else self._checked(*next(encoded))
+        return torch.from_numpy(np.array(ids, dtype=np.int64))
 
     def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
         for token in tokens:
@@ -140,3 +142,71 @@ def _require_lossless(file: Path, model: Any) -> None:
         if wrong:
             hint = "Train one with megasparse train-tokenizer sentencepiece"
             raise ConfigError("data.tokenizer", f"{file}: text would not come back from it: {problem}", hint)
+
+
+def train_sentencepiece(lines: Iterator[str], vocabulary: int, model_type: str, character_coverage: float) -> bytes:
+    """Return the file of a lossless model of sentencepiece: a pure function of the arguments.
+
+    lines: of text, without their ends; all are read.     model_type: "unigram" or "bpe". character_coverage: part of the characters, as often as they stand in the text, that
+    get a piece each; others are encoded by their bytes. Raises ConfigError for a vocabulary that is too small or too
+    large for the text.
+    """
+    from sentencepiece import SentencePieceTrainer
+
+    least = 1 + len(CONTROL) + 256
+    if vocabulary <= least:
+        problem = f"{vocabulary} leaves no room beside {least} tokens for bytes, <unk> and {' '.join(CONTROL)}"
+        raise ConfigError("--vocabulary", problem, "Give more, such as 32000")
+    if not 0.9 <= character_coverage <= 1:
+        raise ConfigError(
+            "--character-coverage", f"{character_coverage} is not from 0.9 to 1", "Give one, such as 0.9995"
+        )
+    written = io.BytesIO()
+    try:
+        SentencePieceTrainer.train(
+            sentence_iterator=lines,
+            model_writer=written,
+            model_type=model_type,
+            vocab_size=vocabulary,
+            character_coverage=character_coverage,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            byte_fallback=True,
+            bos_id=-1,
+            eos_id=-1,
+            pad_id=-1,
+            control_symbols=CONTROL,
+            input_sentence_size=0,  # the sample was drawn already
+            max_sentence_length=4 * LONGEST,  # bytes
+            num_threads=16,  # the sums, and so the model, depend on it
+            minloglevel=1,
+        )
+    except RuntimeError as error:
+        raise _as_config_error(vocabulary, str(error)) from None
+    return _rounded(written.getvalue()) if model_type == "unigram" else written.getvalue()
+
+
+def _rounded(model: bytes) -> bytes:
+    """The same model with its scores on the `GRID`."""
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
+
+    proto = ModelProto()
+    proto.ParseFromString(model)
+    for piece in proto.pieces:
+        piece.score = round(piece.score * GRID) / GRID
+    data: bytes = proto.SerializeToString(deterministic=True)
+    return data
+
+
+def _as_config_error(vocabulary: int, problem: str) -> ConfigError:
+    """The error for what sentencepiece says of a vocabulary that does not fit the text."""
+    if match := re.search(r"too high.*<= (\d+)", problem):
+        hint = f"Give at most {match[1]}, or more text"
+        return ConfigError("--vocabulary", f"{vocabulary} pieces are not in so little text", hint)
+    if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", problem):
+        return ConfigError(
+            "--vocabulary", f"{vocabulary} is too small for the characters", f"Give more than {match[1]}"
+        )
+    return ConfigError("--vocabulary", f"sentencepiece: {' '.join(problem.split())}", "Give another one, or other text")

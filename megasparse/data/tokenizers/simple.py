@@ -71,13 +71,13 @@ class WordTokenizer(Tokenizer):
         self._unknown, self.end = self._ids[UNKNOWN], self._ids[END]
 
     def encode(self, text: str | bytes) -> Tensor:
-        ids, unknown, found = self._ids, self._unknown, list[int]()
+        ids, unknown, tokens = self._ids, self._unknown, list[int]()
         *lines, rest = utf8(text).decode("utf-8", "replace").split("\n")
         for line in lines:
-            found += [ids.get(word, unknown) for word in line.split()]
-            found.append(self.end)
-        found += [ids.get(word, unknown) for word in rest.split()]
-        return torch.from_numpy(np.array(found, dtype=np.int64))
+            tokens += [ids.get(word, unknown) for word in line.split()]
+            tokens.append(self.end)
+        tokens += [ids.get(word, unknown) for word in rest.split()]
+        return torch.from_numpy(np.array(tokens, dtype=np.int64))
 
     def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
         """Each word, with a space before it where one stands before it in its line."""
@@ -117,9 +117,9 @@ def vocabulary_file(pieces: Iterable[bytes], size: int | None = None) -> bytes:
     ranked = sorted(counts, key=lambda word: (-counts[word], word))
     if size is not None and len(ranked) > size:
         others = [word for word in ranked if word not in (UNKNOWN, END)]
-        kept, left_out = others[: size - 2], others[size - 2 :]
+        frequent, left_out = others[: size - 2], others[size - 2 :]
         counts[UNKNOWN] += sum(counts[word] for word in left_out)
-        ranked = sorted([*kept, UNKNOWN, END], key=lambda word: (-counts[word], word))
+        ranked = sorted([*frequent, UNKNOWN, END], key=lambda word: (-counts[word], word))
     return "".join(f"{word}\n" for word in ranked).encode()
 
 

@@ -204,11 +204,13 @@ def test_what_cannot_be_read_is_one_line(store, tmp_path, location, error, messa
     assert "secret" not in refusal(lambda: opened(tmp_path, location), error, message)
 
 
-@pytest.mark.parametrize(("scheme", "library"), [("gs", "gcsfs"), ("az", "adlfs")])
-def test_a_missing_library_is_one_error_with_its_command(tmp_path, monkeypatch, scheme, library):
+@pytest.mark.parametrize(
+    ("scheme", "library", "extra"), [("gs", "gcsfs", "gs"), ("az", "adlfs", "az"), ("s3", "s3fs", "remote")]
+)
+def test_a_missing_library_is_one_error_with_its_command(tmp_path, monkeypatch, scheme, library, extra):
     monkeypatch.setitem(sys.modules, library, None)
     urls._store.cache_clear()
-    with pytest.raises(DataError, match=rf"{library} is not installed\. Run: pip install 'megasparse\[{scheme}\]'"):
+    with pytest.raises(DataError, match=rf"{library} is not installed\. Run: pip install 'megasparse\[{extra}\]'"):
         opened(tmp_path, f"{scheme}://bucket/a")
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 
 from megasparse.data.corpora import CORPORA, image_sets
 from megasparse.errors import ConfigError, DataError
-from tests.data.corpora.pictures import draw, png, read_corpus, special_member, write_files, write_tar, write_zip
+from tests.data.corpora.pictures import draw, png, read_corpus, write_files, write_tar, write_zip
 from tests.data.folders import source_of
 from tests.helpers.refusals import refusal
 
@@ -101,12 +100,6 @@ def test_batches_that_are_missing_or_short_are_named(tmp_path):
 def test_images_that_are_not_of_the_data_set(tmp_path, name, image, problem):
     with pytest.raises(DataError, match=problem):
         read_corpus("cifar10", write_files(tmp_path, {name: png(image)}))
-
-
-def test_a_link_in_place_of_a_batch_is_not_followed(tmp_path):
-    links = {name: special_member(name, tarfile.SYMTYPE) for name in binary()}
-    with pytest.raises(DataError, match=r"neither a file nor a folder"):
-        read_corpus("cifar10", write_tar(tmp_path / "x.tar", links))
 
 
 TRAIN, VALID = draw(150, 64), draw(3, 64, seed=1)

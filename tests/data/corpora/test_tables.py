@@ -24,7 +24,6 @@ from megasparse.data.corpora.tables import _arrow_values, split_of
 from megasparse.data.index import Index
 from megasparse.errors import ConfigError, DataError
 from tests.data import folders
-from tests.data.corpora.pictures import write_zip
 from tests.data.folders import crashing, everything, files
 from tests.helpers.refusals import refusal
 
@@ -118,11 +117,6 @@ def test_compressed_files_are_read_as_they_are_and_torn_ones_refused(tmp_path, s
         file.write_bytes(PACKED[suffix](content)[:-9])
         with pytest.raises(DataError, match=r"a\.jsonl.*: cannot be read"):
             json_source(file)
-
-
-def test_members_of_a_zip_archive_are_files(tmp_path):
-    archive = write_zip(tmp_path / "a.zip", {"x.jsonl": b"\n".join(JSON_LINES), "y.jsonl": b"\n".join(JSON_LINES[:2])})
-    assert documents(json_source(archive)) == {"train": GOOD + GOOD[:2]}
 
 
 def crawl(folder: Path, files: int = 5) -> list[bytes]:

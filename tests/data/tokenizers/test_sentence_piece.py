@@ -86,11 +86,6 @@ def test_ordinary_text_is_encoded_as_sentencepiece_does(tmp_path):
         assert model.encode(long).tolist() == own.encode(long)
 
 
-def test_tokens_of_lines_are_those_of_the_text(model):
-    apart = [model.encode(line) for line in PROSE.splitlines(keepends=True)]
-    assert torch.equal(torch.cat(apart), model.encode(PROSE))
-
-
 def test_long_lines_are_cut_before_spaces():
     text = "word  " * LONGEST + "\n" + "x" * (2 * LONGEST + 1) + "\n\nend"
     found = list(segments(text))
