@@ -147,9 +147,13 @@ def _require_lossless(file: Path, model: Any) -> None:
 def train_sentencepiece(lines: Iterator[str], vocabulary: int, model_type: str, character_coverage: float) -> bytes:
     """Return the file of a lossless model of sentencepiece: a pure function of the arguments.
 
-    lines: of text, without their ends; all are read.     model_type: "unigram" or "bpe". character_coverage: part of the characters, as often as they stand in the text, that
-    get a piece each; others are encoded by their bytes. Raises ConfigError for a vocabulary that is too small or too
-    large for the text.
+    Args:
+        lines: of text, without their ends.
+        model_type: "unigram" or "bpe".
+        character_coverage: share of the text's characters that get a piece each; others are encoded by their bytes.
+
+    Raises:
+        ConfigError: the vocabulary is too small or too large for the text.
     """
     from sentencepiece import SentencePieceTrainer
 
