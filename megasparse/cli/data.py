@@ -174,10 +174,11 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     much besides while it trains. Its settings are such that any bytes come back unchanged. The same source and options
     give the same file, which is written whole or not at all.
     """
+    from megasparse.data.corpora.corpus import LineSample
     from megasparse.data.corpora.source import Source
     from megasparse.data.files import replacing
+    from megasparse.data.tokenizers.sentence_piece import train_sentencepiece
     from megasparse.data.tokenizers.simple import vocabulary_file
-    from megasparse.data.tokenizers.training import Sample, train_sentencepiece
 
     suffix = SUFFIXES[args.kind]
     if args.output.suffix != suffix:
@@ -191,9 +192,9 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     downloads = args.output.with_name(f".{args.output.name}.download")
     source = Source.open(args.source, args.member, downloads, "files")
-    sample = Sample(source, args.sample_bytes if args.kind == "sentencepiece" else 0)
+    sample = LineSample(source, args.sample_bytes if args.kind == "sentencepiece" else 0)
     if args.kind == "sentencepiece":
-        data = train_sentencepiece(sample, args.vocabulary, args.model_type, args.character_coverage)
+        data = train_sentencepiece(sample.lines(), args.vocabulary, args.model_type, args.character_coverage)
     else:
         data = vocabulary_file(sample.all(), args.vocabulary)
     with replacing(args.output) as file:
