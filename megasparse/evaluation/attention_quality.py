@@ -50,20 +50,20 @@ def attention_quality(engine: Engine, index: Index, config: Config) -> Callable[
 
     @torch.no_grad()
     def quality() -> dict[str, float | str | Tensor]:
-        found: dict[str, list[float]] = defaultdict(list)
+        measured: dict[str, list[float]] = defaultdict(list)
         pictures: dict[str, float | str | Tensor] = {}
         for call in record_calls(engine.module, tokens, config.run.seed, sequence):
             if call.kind == "full":
                 continue
-            exact, own = weights_of(call, call.exact()), weights_of(call, call.mechanism.without_additions())
-            for name, value in measure(call, exact, own).items():
-                found[f"quality/{call.kind}/{name}"].append(value)
+            exact, weights = weights_of(call, call.exact()), weights_of(call, call.mechanism.without_additions())
+            for name, value in measure(call, exact, weights).items():
+                measured[f"quality/{call.kind}/{name}"].append(value)
             if (name := f"quality/{call.kind}/maps") not in pictures:
-                pictures[name] = _picture(call, exact, own)
-        means = torch.tensor([sum(values) / len(values) for values in found.values()], dtype=torch.float64)
+                pictures[name] = _picture(call, exact, weights)
+        means = torch.tensor([sum(values) / len(values) for values in measured.values()], dtype=torch.float64)
         if sequence is not None:  # each rank has equally many heads
             means = ranks.sum(means.to(ranks.device)) / ranks.world_size
-        return pictures | dict(zip(found, means.tolist(), strict=True))
+        return pictures | dict(zip(measured, means.tolist(), strict=True))
 
     return quality
 
@@ -74,47 +74,47 @@ def record_calls(model: Any, tokens: Tensor, seed: int, sequence: ProcessGroup |
     tokens, each of which has the calls of its heads.
     """
     training = model.training
-    own, padding = cut(tokens, model.config, sequence)
+    local_tokens, padding = cut(tokens, model.config, sequence)
     model.eval()
-    with calls(model) as found:
-        model(own, RngContext.evaluation(seed, len(tokens)), padding)
+    with calls(model) as recorded:
+        model(local_tokens, RngContext.evaluation(seed, len(tokens)), padding)
     model.train(training)
-    return found
+    return recorded
 
 
-def measure(call: Call, exact: Tensor, own: Tensor) -> dict[str, float]:
+def measure(call: Call, exact: Tensor, weights: Tensor) -> dict[str, float]:
     """One layer's attention against full attention of the same queries and keys; means over heads and queries.
 
-    exact, own: the two attention matrices (B, H, L, L).
+    exact, weights: the two attention matrices (B, H, L, L).
     output_error: ‖output − exact output‖ / ‖exact output‖. recall_top: share of the TOP largest exact weights that are
     among the TOP largest of its own. utility: exact attention on the pairs that it sees (LHA Eq. 5); utility_bound: the
     most that so many keys a query can have; utility_floor: what so many keys taken at random have. Where tokens have
     buckets also bucket_ratio, bucket_size and bucket_largest, see `Imbalance`.
     """
-    visible = own != 0
+    visible = weights != 0
     keys = visible.sum(-1)
-    seen, allowed = keys.double(), (exact != 0).sum(-1).clamp_min(1)
+    counts, allowed = keys.double(), (exact != 0).sum(-1).clamp_min(1)
     values = {
         "output_error": relative_error(call.run(call.mechanism.without_additions()), call.run(call.exact())),
-        "recall_top": recall_of_top(exact, own, TOP),
+        "recall_top": recall_of_top(exact, weights, TOP),
         "utility": attention_utility(exact, visible),
         "utility_bound": upper_bound(exact, keys),
-        "utility_floor": (seen / allowed).clamp_max(1.0),
+        "utility_floor": (counts / allowed).clamp_max(1.0),
     }
     if (buckets := call.mechanism.buckets_of(call.inputs, call.context)) is not None:
         values |= {f"bucket_{name}": value for name, value in imbalance(*buckets)._asdict().items()}
     return {name: float(value.double().mean()) for name, value in values.items()}
 
 
-def _picture(call: Call, exact: Tensor, own: Tensor) -> Tensor:
+def _picture(call: Call, exact: Tensor, weights: Tensor) -> Tensor:
     """The exact map beside its own, of the first heads of the first sequence, one below the other: (S, S', 3) uint8."""
-    part, here = call.context.part, exact.shape[1]
-    exact, own = (part.gather_heads(w[:1, :HEADS_SHOWN])[0, :HEADS_SHOWN] for w in (exact, own))
+    part, local_heads = call.context.part, exact.shape[1]
+    exact, weights = (part.gather_heads(w[:1, :HEADS_SHOWN])[0, :HEADS_SHOWN] for w in (exact, weights))
     rows = [
         [attention_map(w, w != 0, causal=call.inputs.causal).cpu().numpy() for w in pair]
-        for pair in zip(exact, own, strict=True)
+        for pair in zip(exact, weights, strict=True)
     ]
-    first = call.context.head_offset - part.way * here
+    first = call.context.head_offset - part.way * local_heads
     labels = [f"head {first + head}" for head in range(len(rows))]
     return torch.tensor(
         sheet(rows, ["full attention", call.kind], labels, [f"layer {call.context.layer}", *LEGEND.split("; ")])
@@ -137,8 +137,8 @@ def upper_bound(weights: Tensor, keys: int | Tensor) -> Tensor:
     """
     total = weights.sort(dim=-1, descending=True).values.cumsum(-1)
     count = torch.as_tensor(keys, device=weights.device).expand(weights.shape[:-1])
-    kept = total.gather(-1, (count.long() - 1).clamp_min(0).unsqueeze(-1)).squeeze(-1)
-    return torch.where(count > 0, kept, 0.0).mean(-1)
+    largest = total.gather(-1, (count.long() - 1).clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(count > 0, largest, 0.0).mean(-1)
 
 
 def recall_of_top(exact: Tensor, sparse: Tensor, top: int) -> Tensor:
@@ -147,9 +147,9 @@ def recall_of_top(exact: Tensor, sparse: Tensor, top: int) -> Tensor:
 
     A weight of 0 is no key: a query with fewer than `top` keys of either kind has only those.
     """
-    wanted, found = _largest(exact, top), _largest(sparse, top)
-    count = wanted.sum(-1)
-    return torch.where(count > 0, (wanted & found).sum(-1) / count.clamp_min(1), 1.0).mean(-1)
+    exact_top, sparse_top = _largest(exact, top), _largest(sparse, top)
+    count = exact_top.sum(-1)
+    return torch.where(count > 0, (exact_top & sparse_top).sum(-1) / count.clamp_min(1), 1.0).mean(-1)
 
 
 def _largest(weights: Tensor, top: int) -> Tensor:
@@ -237,12 +237,12 @@ def attention_map(weights: Tensor, visible: Tensor, size: int = 256, causal: boo
     strength = (weights / weights.amax(-1, keepdim=True).clamp_min(1e-30)).sqrt() * visible
     side = min(weights.shape[-1], size)
     shape = (*weights.shape[:-2], side, side)
-    dark, seen = (
+    dark, shown = (
         torch.nn.functional.adaptive_max_pool2d(x.float().reshape(-1, *x.shape[-2:]), side).reshape(shape)
         for x in (strength, visible)
     )
     blue = torch.tensor([0.75, 0.87, 1.0], device=weights.device)
-    paper = 1.0 - seen.unsqueeze(-1) * (1.0 - blue)
+    paper = 1.0 - shown.unsqueeze(-1) * (1.0 - blue)
     picture = (255 * paper * (1.0 - dark.unsqueeze(-1))).round().to(torch.uint8)
     if causal:
         later = torch.ones(side, side, dtype=torch.bool, device=weights.device).triu(1)

@@ -77,43 +77,43 @@ def beam_search(logits: Tensor, step: Step, settings: BeamSettings) -> list[list
     searches = [_follow(settings) for _ in logits]
     for search in searches:
         next(search)
-    found: list[list[Hypothesis]] = [[] for _ in searches]
+    results: list[list[Hypothesis]] = [[] for _ in searches]
     rows_of = {number: slice(number, number + 1) for number in range(len(searches))}  # in the logits
     while rows_of:
         rows, tokens = list[int](), list[int]()
-        for number, own in list(rows_of.items()):
+        for number, rows_in_logits in list(rows_of.items()):
             try:
-                chosen = searches[number].send(logits[own])
+                continuations = searches[number].send(logits[rows_in_logits])
             except StopIteration as over:
-                found[number] = over.value
+                results[number] = over.value
                 del rows_of[number]
                 continue
-            rows_of[number] = slice(len(rows), len(rows) + len(chosen))
-            rows += [own.start + row for row, _ in chosen]
-            tokens += [token for _, token in chosen]
+            rows_of[number] = slice(len(rows), len(rows) + len(continuations))
+            rows += [rows_in_logits.start + row for row, _ in continuations]
+            tokens += [token for _, token in continuations]
         if rows:
             logits = step(torch.tensor(rows, device=logits.device), torch.tensor(tokens, device=logits.device))
-    return found
+    return results
 
 
 def _follow(settings: BeamSettings) -> Generator[list[tuple[int, int]], Tensor, list[Hypothesis]]:
     """One search. It is sent the logits (n, V) of its hypotheses, and yields those that go on: number, next token."""
     live, ended = [_Live([], 0.0)], list[Hypothesis]()
-    following: list[tuple[int, int]] = []
+    steps: list[tuple[int, int]] = []
     for length in range(1, settings.tokens + 1):
-        likely = _likeliest((yield following), live, settings)
+        likely = _likeliest((yield steps), live, settings)
         for row, token, total in likely[: settings.beams]:
             if token == settings.end:
                 score = total / length_penalty(length, settings.alpha)
                 ended.append(Hypothesis(live[row].tokens, total, score, True))
-        others = [(row, token, total) for row, token, total in likely if token != settings.end][: settings.beams]
-        live = [_Live([*live[row].tokens, token], total) for row, token, total in others]
-        following = [(row, token) for row, token, _ in others]
+        survivors = [(row, token, total) for row, token, total in likely if token != settings.end][: settings.beams]
+        live = [_Live([*live[row].tokens, token], total) for row, token, total in survivors]
+        steps = [(row, token) for row, token, _ in survivors]
         if not live or len(ended) >= settings.beams or _decided(live, ended, settings):
             break
     penalty = length_penalty(settings.tokens, settings.alpha)
-    found = ended or [Hypothesis(x.tokens, x.log_probability, x.log_probability / penalty, False) for x in live]
-    return sorted(found, key=lambda hypothesis: -hypothesis.score)[: settings.beams]
+    hypotheses = ended or [Hypothesis(x.tokens, x.log_probability, x.log_probability / penalty, False) for x in live]
+    return sorted(hypotheses, key=lambda hypothesis: -hypothesis.score)[: settings.beams]
 
 
 def _likeliest(logits: Tensor, live: list[_Live], settings: BeamSettings) -> list[tuple[int, int, float]]:
@@ -122,9 +122,9 @@ def _likeliest(logits: Tensor, live: list[_Live], settings: BeamSettings) -> lis
     totals = log_probabilities + torch.tensor(
         [[x.log_probability] for x in live], dtype=log_probabilities.dtype, device=log_probabilities.device
     )
-    best, place = (x[: 2 * settings.beams].tolist() for x in totals.flatten().sort(descending=True, stable=True))
+    best, index = (x[: 2 * settings.beams].tolist() for x in totals.flatten().sort(descending=True, stable=True))
     width = totals.shape[1]
-    return [(i // width, i % width, total) for i, total in zip(place, best, strict=True) if total > -math.inf]
+    return [(i // width, i % width, total) for i, total in zip(index, best, strict=True) if total > -math.inf]
 
 
 def _decided(live: list[_Live], ended: list[Hypothesis], settings: BeamSettings) -> bool:

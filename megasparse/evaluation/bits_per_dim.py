@@ -126,15 +126,15 @@ def score(
     for first in tqdm(
         range(0, len(batches), at_once), desc="scoring", unit="batch", disable=None if progress else True
     ):
-        mine = first + rank // ranks_a_window
-        group = batches[min(mine, len(batches) - 1)]
+        number = first + rank // ranks_a_window
+        group = batches[min(number, len(batches) - 1)]
         tokens = torch.stack([stream.read(window.start, window.stop) for window in group]).to(device)
         # A window is known by its start: what is drawn for its tokens is the same whatever batch it stands in.
         samples = torch.tensor([window.start for window in group])
         rng = dataclasses.replace(RngContext.evaluation(seed, len(group), rounds), samples=samples)
-        found = scorer(tokens, rng, group[0].shape[1])
-        if mine < len(batches):
-            sums += torch.stack([each.to(device, torch.float64) for each in found])
+        parts = scorer(tokens, rng, group[0].shape[1])
+        if number < len(batches):
+            sums += torch.stack([part.to(device, torch.float64) for part in parts])
     if world_size > 1:
         dist.all_reduce(sums)
     # Checked only here, where all ranks know it: one that stopped alone would leave the rest waiting.
@@ -150,12 +150,12 @@ def of_model(model: Any, sequence: dist.ProcessGroup | None = None) -> Scorer:
         """Scores of the tokens that are here, and the position of the first."""
         if sequence is None:
             return model.token_scores(tokens, rng), 0
-        own, padding = cut(tokens, model.config, sequence)
-        return model.token_scores(own, rng, padding), padding.part.rank * own.shape[1]
+        local_tokens, padding = cut(tokens, model.config, sequence)
+        return model.token_scores(local_tokens, rng, padding), padding.part.rank * local_tokens.shape[1]
 
     def sums(tokens: Tensor, rng: RngContext, skip: int) -> tuple[Tensor, Tensor, Tensor]:
-        found, first = here(tokens, rng)
-        nats, correct, scored = (x[:, max(0, skip - first) :] for x in found)
+        scores, first = here(tokens, rng)
+        nats, correct, scored = (x[:, max(0, skip - first) :] for x in scores)
         return nats[scored].double().sum(), correct[scored].sum(), scored.sum()
 
     return sums
@@ -165,8 +165,8 @@ def of_engine(evaluate: Callable[[Tensor, RngContext], tuple[Tensor, dict[str, T
     """Scorer of a training engine's `evaluate`, which itself sums over what is scored: for windows without a stride."""
 
     def sums(tokens: Tensor, rng: RngContext, skip: int) -> tuple[Tensor, Tensor, Tensor]:
-        found = evaluate(tokens, rng)[1]
-        return found["nats"], found["accuracy"] * found["tokens"], found["tokens"]
+        metrics = evaluate(tokens, rng)[1]
+        return metrics["nats"], metrics["accuracy"] * metrics["tokens"], metrics["tokens"]
 
     return sums
 

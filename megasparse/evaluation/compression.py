@@ -125,17 +125,17 @@ def encode(model: Any, tokens: Tensor, length: int, seed: int, progress: Progres
         windows = torch.stack([tokens[start : start + size] for start in starts]).to(device)  # (W, T)
         below = depths(model.window_logits(windows, random_draws(seed, starts))).swapaxes(0, 1)  # (T, W, V)
         points = grid_points(below)
-        found = uncertain(below)
-        if len(found):
-            t, w, v = np.unravel_index(found, below.shape)
+        unsure = uncertain(below)
+        if len(unsure):
+            t, w, v = np.unravel_index(unsure, below.shape)
             logit = (np.array(starts)[w] + t) * vocabulary + v
-            exceptions.append(np.stack([logit, points.reshape(-1)[found] & 1], axis=1))
+            exceptions.append(np.stack([logit, points.reshape(-1)[unsure] & 1], axis=1))
         symbols = windows.T.cpu().numpy().astype(np.int32)
         for row in range(size):  # all windows' first tokens, then their second ones: as the decoder has them
             coder.encode(np.ascontiguousarray(symbols[row]), family, probabilities(points[row]))
         progress(len(starts) * size)
-    kept = np.concatenate(exceptions) if exceptions else np.empty((0, 2), dtype=np.int64)
-    return Code(coder.get_compressed(), kept[np.argsort(kept[:, 0])])
+    noted = np.concatenate(exceptions) if exceptions else np.empty((0, 2), dtype=np.int64)
+    return Code(coder.get_compressed(), noted[np.argsort(noted[:, 0])])
 
 
 @torch.no_grad()
@@ -162,11 +162,11 @@ def decode(model: Any, code: Code, tokens: int, length: int, seed: int, progress
                 for v in by_token.get(start + t, ()):
                     low = int(np.floor(below[row, v]))
                     points[row, v] = low + ((low ^ odd[start + t, v]) & 1)
-            chosen = torch.from_numpy(coder.decode(family, probabilities(points)).astype(np.int64))
-            out[torch.tensor(starts) + t] = chosen
+            symbols = torch.from_numpy(coder.decode(family, probabilities(points)).astype(np.int64))
+            out[torch.tensor(starts) + t] = symbols
             progress(len(starts))
             if t + 1 < size:
-                logits = model.decode(chosen.to(device), cache)
+                logits = model.decode(symbols.to(device), cache)
     return out
 
 
@@ -224,9 +224,9 @@ def unpack(path: Path, raw: bytes, digest: bytes, vocabulary: int) -> tuple[Code
     if tokens * fewest_bits > 8 * len(words) + 64 or last >= max(1, tokens * vocabulary):
         raise damaged(path)
     words += bytes(8 + -len(words) % 4)
-    kept = np.array(exceptions, dtype=np.int64).reshape(-1, 2)
+    noted = np.array(exceptions, dtype=np.int64).reshape(-1, 2)
     return (
-        Code(np.frombuffer(words, dtype="<u4").astype(np.uint32), kept),
+        Code(np.frombuffer(words, dtype="<u4").astype(np.uint32), noted),
         tokens,
         int.from_bytes(raw[head - 4 : head], "little"),
     )

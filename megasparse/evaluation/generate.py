@@ -114,13 +114,13 @@ def continuations(
     for count in range(tokens):
         assert logits is not None
         rows = restricted(logits.float().cpu(), vocabulary, end)
-        found = [
+        picks = [
             sample(row, sampling.temperature, sampling.top_p, generator)
             for row, generator in zip(rows, generators, strict=True)
         ]
-        yield found
+        yield picks
         if count + 1 < tokens:
-            logits = model.decode(torch.tensor(found, device=prompts.device), cache)
+            logits = model.decode(torch.tensor(picks, device=prompts.device), cache)
 
 
 def restricted(logits: Tensor, vocabulary: int | None, end: int | None) -> Tensor:

@@ -48,29 +48,29 @@ class HeldOut:
         model: Any = self.engine.module
         model.eval()
         try:
-            found = self._losses() if evaluated else {}
+            results = self._losses() if evaluated else {}
             if self.quality is not None and measured:
                 check_stop(self.hooks, self.engine.ranks, "quality of attention")
-                found |= self.quality()
+                results |= self.quality()
         finally:
             model.train()
-        return found
+        return results
 
     def _losses(self) -> Found:
         config, model = self.config, self.engine.module
         result = self._score(of_engine(self._window))
-        found: Found = {"evaluation/loss": result.nats / result.dims, "evaluation/accuracy": result.accuracy}
+        results: Found = {"evaluation/loss": result.nats / result.dims, "evaluation/accuracy": result.accuracy}
         if config.model.kind == "decoder":
-            found["evaluation/bits_per_dim"] = result.bits_per_dim
+            results["evaluation/bits_per_dim"] = result.bits_per_dim
         if config.model.sentence_order is not None:
             order = self._score(self._order)
-            found |= {
+            results |= {
                 "evaluation/sentence_order_nats": order.nats / max(1, order.dims),
                 "evaluation/sentence_order_accuracy": order.correct / max(1, order.dims),
             }
         if self.draw is not None and not model.leaks:
-            found["evaluation/sample"] = self.draw()
-        return found
+            results["evaluation/sample"] = self.draw()
+        return results
 
     def _score(self, scorer: Scorer) -> Score:
         config, ranks = self.config, self.engine.ranks
@@ -93,8 +93,8 @@ class HeldOut:
     def _window(self, tokens: Tensor, rng: Any) -> tuple[Tensor, dict[str, Tensor]]:
         check_stop(self.hooks, self.engine.ranks, "evaluation")
         module: Any = self.engine.module
-        own, padding = cut(tokens, module.config, self.engine.ranks.sequence)
-        return self.engine.evaluate(own, rng, padding)
+        local_tokens, padding = cut(tokens, module.config, self.engine.ranks.sequence)
+        return self.engine.evaluate(local_tokens, rng, padding)
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -140,7 +140,7 @@ def sampler(decoder: Any, config: Config, ranks: Ranks, pause: Callable[[], None
     model = decoder if ranks.sequence is None else SharedDecoder(decoder, ranks.sequence)
 
     def draw(count: int) -> Iterator[int]:
-        found = generate(
+        stream = generate(
             model,
             torch.empty(0, dtype=torch.long, device=ranks.device),
             count,
@@ -148,7 +148,7 @@ def sampler(decoder: Any, config: Config, ranks: Ranks, pause: Callable[[], None
             vocabulary=tokenizer.vocabulary,
             end=config.model.document_separator,
         )
-        for number, token in enumerate(found):
+        for number, token in enumerate(stream):
             if number % PAUSE == 0:
                 pause()
             yield token

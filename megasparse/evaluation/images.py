@@ -157,8 +157,8 @@ SHEET = "sheet.png"
 def shape_of(config: Config, option: str) -> Shape:
     """The shape of the images that a model draws. Raises ConfigError naming `option` for a model of anything else."""
     if config.data.tokenizer != "pixels" or config.model.kind != "decoder":
-        found = f'a {config.model.kind} of data.tokenizer = "{config.data.tokenizer}"'
-        raise ConfigError(option, f"this is {found}, which predicts no pixels", 'Give a decoder\'s of "pixels"')
+        model = f'a {config.model.kind} of data.tokenizer = "{config.data.tokenizer}"'
+        raise ConfigError(option, f"this is {model}, which predicts no pixels", 'Give a decoder\'s of "pixels"')
     return image_shape(config.data.sequence_length)
 
 
@@ -203,21 +203,21 @@ def complete_images(
     """
     sampling.check()
     originals = torch.stack([read_picture(file, shape) for file in files])
-    given, output = originals[:, : shape.given], open_output(directory)
+    halves, output = originals[:, : shape.given], open_output(directory)
     rows: list[list[Picture]] = []
-    for number, tokens in enumerate(_drawn(decoder, given, shape, hash_seed, sampling)):
-        row = [picture_of(each, shape) for each in (originals[number], given[number], tokens)]
+    for number, tokens in enumerate(_drawn(decoder, halves, shape, hash_seed, sampling)):
+        row = [picture_of(image, shape) for image in (originals[number], halves[number], tokens)]
         write_png(output / f"{number:04}_{Path(files[number]).stem}.png", row[-1])
         rows.append(row)
     write_png(output / SHEET, sheet(rows, ["original", "given", "completed"]))
 
 
-def _drawn(decoder: Any, given: Tensor, shape: Shape, hash_seed: int, sampling: Sampling) -> Iterator[Tensor]:
+def _drawn(decoder: Any, prefixes: Tensor, shape: Shape, hash_seed: int, sampling: Sampling) -> Iterator[Tensor]:
     """The tokens (T,) of each image whose first tokens are those of a row of `given` (B, n)."""
     device = next(decoder.parameters()).device
-    for first in range(0, len(given), AT_ONCE):
-        prompts = given[first : first + AT_ONCE]
-        missing = shape.tokens - given.shape[1]
+    for first in range(0, len(prefixes), AT_ONCE):
+        prompts = prefixes[first : first + AT_ONCE]
+        missing = shape.tokens - prefixes.shape[1]
         steps = continuations(
             decoder,
             prompts.to(device),
@@ -227,8 +227,8 @@ def _drawn(decoder: Any, given: Tensor, shape: Shape, hash_seed: int, sampling: 
             first_row=first,
             vocabulary=256,
         )
-        what = f"images {first + 1}-{first + len(prompts)} of {len(given)}"
-        found = [
+        what = f"images {first + 1}-{first + len(prompts)} of {len(prefixes)}"
+        columns = [
             torch.tensor(tokens) for tokens in tqdm(steps, desc=what, total=missing, unit="sub-pixel", disable=None)
         ]
-        yield from torch.cat([prompts, torch.stack(found, dim=1)], dim=1)
+        yield from torch.cat([prompts, torch.stack(columns, dim=1)], dim=1)

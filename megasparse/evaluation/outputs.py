@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megasparse.data.files import replacing
-from megasparse.errors import DataError, UserError
+from megasparse.errors import UserError
 
 HINT = "Make room, or choose another"
 
@@ -46,21 +46,3 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 def write_json(path: Path, result: dict[str, Any]) -> None:
     with whole_file(path) as out:
         out.write(json.dumps(result, indent=2).encode() + b"\n")
-
-
-def kept_rows(path: Path, keys: Sequence[str], **same: Any) -> list[dict[str, Any]]:
-    """The `rows` that a command wrote into a JSON file and goes on from; none where there is no file. keys: of each
-    row. same: values that stand beside the rows. Raises DataError for a file of something else.
-    """
-    if not path.exists():
-        return []
-    try:
-        found = json.loads(path.read_bytes())
-        rows = list(found["rows"])
-        if any(found[name] != value for name, value in same.items()) or not all({*keys} <= row.keys() for row in rows):
-            raise ValueError
-    except (ValueError, LookupError, TypeError, AttributeError):
-        with_what = "".join(f" with {name} {value}" for name, value in same.items())
-        problem = f"holds no rows{with_what} that this command wrote"
-        raise DataError(path, problem, "Name another file, or remove it") from None
-    return rows

@@ -60,7 +60,7 @@ def trained_tokenizer(config: Config, checkpoint: Checkpoint) -> Tokenizer:
     tokenizer, trained = build_tokenizer(config.data.tokenizer), checkpoint.manifest["tokenizer"]
     identity = {"name": tokenizer.name, "sha256": tokenizer.sha256}
     if identity != trained:
-        now, then = (f'"{each.get("name")}" (sha256 {each.get("sha256", "")[:12]}…)' for each in (identity, trained))
-        problem = f"{now}, but the checkpoint was trained with {then}"
+        names = [f'"{x.get("name")}" (sha256 {x.get("sha256", "")[:12]}…)' for x in (identity, trained)]
+        problem = f"{names[0]}, but the checkpoint was trained with {names[1]}"
         raise ConfigError("data.tokenizer", problem, "Give the one that it was trained with")
     return tokenizer

@@ -83,7 +83,7 @@ def protocol_of(
     index, tokenizer: those of the configuration, as runs.data.open_folder and restore.trained_tokenizer have
     checked. Raises ConfigError where windows would begin inside records; DataError where there is no such split.
     """
-    length, chosen = config.data.sequence_length, index.split(split)
+    length, section = config.data.sequence_length, index.split(split)
     if index.record is not None and stride not in (None, length):
         problem = f"{stride} tokens would begin a window inside one of the data's records of {index.record}"
         raise ConfigError("--stride", problem, "Leave it out")
@@ -104,8 +104,8 @@ def protocol_of(
         tokenizer={"name": tokenizer.name, "sha256": tokenizer.sha256},
         lossless=tokenizer.lossless,
         record=index.record,
-        split_bytes=chosen.raw_bytes,
-        split_words=chosen.words,
+        split_bytes=section.raw_bytes,
+        split_words=section.words,
         data_settings={**index.file.settings, **{key: source[key] for key in OF_SOURCE if key in source}},
     )
 
@@ -161,8 +161,8 @@ class Counts:
 def counts_of(protocol: Protocol, scored: int, tokens: int) -> Counts:
     """The counts of `scored` of a split's `tokens`. Bytes and words of a part are known only where tokens are bytes."""
     if scored == tokens:
-        own = tokens if protocol.tokenizer["name"] == BYTES else None
-        raw_bytes = own if protocol.split_bytes is None else protocol.split_bytes
+        all_bytes = tokens if protocol.tokenizer["name"] == BYTES else None
+        raw_bytes = all_bytes if protocol.split_bytes is None else protocol.split_bytes
         return Counts(scored, raw_bytes or None, protocol.split_words or None, "the index of the data does not have it")
     part = f"known only of the whole split, of which {scored:,} of {tokens:,} tokens were scored"
     return Counts(scored, scored if protocol.tokenizer["name"] == BYTES else None, None, part)
@@ -214,19 +214,19 @@ def evaluate_decoder(
     dims = scores[0].dims
     counts = counts_of(protocol, dims, stream.tokens)
     nats, correct = (math.fsum(sums) / len(scores) for sums in zip(*((s.nats, s.correct) for s in scores), strict=True))
-    found = measures(nats, counts, kind)
-    each = [measures(score.nats, counts, kind) for score in scores]
-    deviations = {name: _deviation([one[name] for one in each]) for name in found}
-    own: dict[str, Any] = {
+    numbers = measures(nats, counts, kind)
+    by_seed = [measures(score.nats, counts, kind) for score in scores]
+    deviations = {name: _deviation([numbers_of_seed[name] for numbers_of_seed in by_seed]) for name in numbers}
+    facts: dict[str, Any] = {
         "symbols": f"tokens of {kind}",
         "leaks": decoder.leaks,
         "code_length": protocol.lossless and not decoder.leaks,
         "context_start": "learned start vector",
         "split_dims": stream.tokens,
         "coverage": dims / stream.tokens,
-        "left_out": {name: _reason(name, counts) for name, value in found.items() if value is None},
+        "left_out": {name: _reason(name, counts) for name, value in numbers.items() if value is None},
     }
-    result: dict[str, Any] = found | {
+    result: dict[str, Any] = numbers | {
         "accuracy": correct / dims,
         "nats": nats,
         "dims": dims,
@@ -236,10 +236,10 @@ def evaluate_decoder(
         "standard_deviations": deviations,
     }
     if shape is not None:
-        own["symbols"] = f"sub-pixels of images of {shape.side}×{shape.side}, {shape.tokens} each"
-        own["order"] = "rows from the top, pixels from the left, channels in turn"
+        facts["symbols"] = f"sub-pixels of images of {shape.side}×{shape.side}, {shape.tokens} each"
+        facts["order"] = "rows from the top, pixels from the left, channels in turn"
         result["png_bits_per_dim"] = png_bits_per_dim(stream, shape.tokens, limit)
-    return {**result, "protocol": {**asdict(protocol), **own}}
+    return {**result, "protocol": {**asdict(protocol), **facts}}
 
 
 UNITS = {
@@ -254,14 +254,14 @@ UNITS = {
 
 def decoder_summary(result: Mapping[str, Any]) -> str:
     """The line that megasparse evaluate prints."""
-    protocol, found = result["protocol"], {name: result[name] for name in UNITS if result.get(name) is not None}
+    protocol, shown = result["protocol"], {name: result[name] for name in UNITS if result.get(name) is not None}
     if not protocol["lossless"]:  # cheap where words are predicted as unknown ones: not to be compared with compressors
-        found.pop("bits_per_byte", None)
+        shown.pop("bits_per_byte", None)
     if protocol["tokenizer"]["name"] == BYTES:  # a number of millions, which no model of words would have
-        found.pop("word_perplexity", None)
-    primary, *others = found
-    parts = [f"{found[primary]:.4f} {UNITS[primary]}", f"accuracy {100 * result['accuracy']:.2f} %"]
-    parts += [f"{UNITS[name]} {found[name]:.4f}" for name in others if found[name] != found[primary]]
+        shown.pop("word_perplexity", None)
+    primary, *further = shown
+    parts = [f"{shown[primary]:.4f} {UNITS[primary]}", f"accuracy {100 * result['accuracy']:.2f} %"]
+    parts += [f"{UNITS[name]} {shown[name]:.4f}" for name in further if shown[name] != shown[primary]]
     covered = f"{result['dims']:,} of {protocol['split_dims']:,} symbols of {protocol['split']}"
     windows = f"windows of {protocol['sequence_length']}, stride {protocol['stride']}"
     return f"{', '.join(parts)} ({covered}; {windows}; step {protocol['checkpoint_step']})"
@@ -273,8 +273,8 @@ def _reason(name: str, counts: Counts) -> str:
 
 
 def _deviation(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.stdev(known) if len(values) == len(known) > 1 else None
+    numbers = [value for value in values if value is not None]
+    return statistics.stdev(numbers) if len(values) == len(numbers) > 1 else None
 
 
 # Encoders: masked tokens
@@ -294,7 +294,7 @@ def evaluate_encoder(
     scores = score_seeds(encoder, stream, protocol, batch, limit, ranks)
     nats, masked = math.fsum(s.nats for s in scores), sum(s.dims for s in scores)
     losses = [s.nats / s.dims for s in scores]
-    own = {"masking": encoder.config.masking.model_dump(), "split_tokens": stream.tokens}
+    facts = {"masking": encoder.config.masking.model_dump(), "split_tokens": stream.tokens}
     order = {}
     if encoder.config.sentence_order is not None:
         order = {"sentence_order": _sentence_order(encoder, stream, protocol, batch, limit, ranks)}
@@ -306,7 +306,7 @@ def evaluate_encoder(
         "dims": masked,
         "standard_deviation": statistics.stdev(losses) if len(losses) > 1 else None,
         **order,
-        "protocol": {**asdict(protocol), **own},
+        "protocol": {**asdict(protocol), **facts},
     }
 
 
@@ -333,11 +333,11 @@ def order_sums(encoder: Any, tokens: Tensor, rng: RngContext) -> tuple[Tensor, T
 def encoder_summary(result: dict[str, Any]) -> str:
     """What megasparse evaluate prints."""
     protocol = result["protocol"]
-    found = f"{result['loss']:.4f} nats a masked token, perplexity {result['perplexity']:.3f}"
+    head = f"{result['loss']:.4f} nats a masked token, perplexity {result['perplexity']:.3f}"
     covered = f"{result['dims']:,} masked tokens of {protocol['split']}"
     windows = f"windows of {protocol['sequence_length']}, stride {protocol['stride']}"
     line = (
-        f"{found}, accuracy {100 * result['accuracy']:.2f} % ({covered}; {windows}; step {protocol['checkpoint_step']})"
+        f"{head}, accuracy {100 * result['accuracy']:.2f} % ({covered}; {windows}; step {protocol['checkpoint_step']})"
     )
     if order := result.get("sentence_order"):
         line += f"\nsentence order: {order['loss']:.4f} nats a pair, accuracy {100 * order['accuracy']:.2f} % "
@@ -360,8 +360,8 @@ def evaluate_encoder_decoder(
     """
     scores = score_seeds(model, stream, protocol, batch, limit, ranks)
     dims = scores[0].dims
-    losses = [each.nats / dims for each in scores]
-    own = {
+    losses = [sums.nats / dims for sums in scores]
+    facts = {
         "leaks": model.leaks,
         "context_start": "learned start vector",
         "source_length": model.config.source.length,
@@ -371,17 +371,17 @@ def evaluate_encoder_decoder(
     return {
         "loss": loss,
         "perplexity": math.exp(loss),
-        "accuracy": math.fsum(each.correct for each in scores) / (dims * len(scores)),
+        "accuracy": math.fsum(sums.correct for sums in scores) / (dims * len(scores)),
         "nats": loss * dims,
         "dims": dims,
         "standard_deviation": statistics.stdev(losses) if len(losses) > 1 else None,
-        "protocol": {**asdict(protocol), **own},
+        "protocol": {**asdict(protocol), **facts},
     }
 
 
 def encoder_decoder_summary(result: Mapping[str, Any]) -> str:
     """The line that megasparse evaluate prints."""
     protocol = result["protocol"]
-    found = f"{result['loss']:.4f} nats a target token, perplexity {result['perplexity']:.3f}"
+    head = f"{result['loss']:.4f} nats a target token, perplexity {result['perplexity']:.3f}"
     covered = f"{result['dims']:,} target tokens of {protocol['split']}, step {protocol['checkpoint_step']}"
-    return f"{found}, accuracy {100 * result['accuracy']:.2f} % ({covered})"
+    return f"{head}, accuracy {100 * result['accuracy']:.2f} % ({covered})"

@@ -125,7 +125,7 @@ class _Writer:
         assert self.request.beams is not None
         width, alpha = self.tokenizer.vocabulary, self.request.length_penalty
         settings = BeamSettings(self.request.beams, self.tokens, self.end, alpha, width)
-        best = [found[0].tokens for found in search(decoder, prompts, self.hash_seed, settings)]
+        best = [hypotheses[0].tokens for hypotheses in search(decoder, prompts, self.hash_seed, settings)]
         return [self.tokenizer.text([*prompt, *tokens]) for prompt, tokens in zip(prompts.tolist(), best, strict=True)]
 
 

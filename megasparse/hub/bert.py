@@ -86,10 +86,10 @@ class BERTFormat:
         files = tokenizer_files(config, model.max_length, room=model.vocabulary)
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
-            for one in self._weights(model):
-                value = one.write(weight)
-                yield self.their_name(one.theirs), value
-                if one.theirs == SECOND_BIAS:
+            for entry in self._weights(model):
+                value = entry.write(weight)
+                yield self.their_name(entry.theirs), value
+                if entry.theirs == SECOND_BIAS:
                     yield self.their_name(HEAD_BIAS), value
 
         return Exported(self._hf_config(model), tensors, files)
@@ -103,8 +103,8 @@ class BERTFormat:
         model = self._model(config, path)
         names = tensors.names()
         headless = not any(name.startswith(self.head) for name in names)
-        weights = [one for one in self._weights(model) if not (headless and one.ours[0].startswith("head."))]
-        stored = {one.theirs: self._stored_name(one.theirs, names) for one in weights}
+        weights = [entry for entry in self._weights(model) if not (headless and entry.ours[0].startswith("head."))]
+        stored = {entry.theirs: self._stored_name(entry.theirs, names) for entry in weights}
         head, bias, second = (self.their_name(name) for name in (HEAD, HEAD_BIAS, SECOND_BIAS))
         copies = [head, second] if model.tied_embeddings else [bias]
         starts = tuple(self._stored_name(start, names) for start in self.ignored)

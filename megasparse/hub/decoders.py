@@ -104,7 +104,7 @@ class DecoderFormat(ABC):
         }
         self._check_expressible(model)
         weights = weights_of(self.table, model)
-        return Exported(hf_config, lambda: ((one.theirs, one.write(weight)) for one in weights), files)
+        return Exported(hf_config, lambda: ((entry.theirs, entry.write(weight)) for entry in weights), files)
 
     def load(self, hf_config: dict[str, Any], tensors: TensorFile) -> Imported:
         """See formats.Format."""
@@ -136,7 +136,7 @@ class DecoderFormat(ABC):
         }
         model = model_of(section, path)
         names, weights = tensors.names(), weights_of(self.table, model)
-        bare = {one.theirs: one.theirs.removeprefix(f"{self.base}.") for one in weights}
+        bare = {entry.theirs: entry.theirs.removeprefix(f"{self.base}.") for entry in weights}
         stored = {theirs: short if short in names else theirs for theirs, short in bare.items()}
         unread = [name for name in names if name.endswith(BUFFERS) or (name == HEAD and model.tied_embeddings)]
         ignored = {name: tensors.shape(name) for name in unread}
@@ -291,10 +291,10 @@ class GPT2Format(DecoderFormat):
 def start_token(config: Any, path: Path) -> int:
     """The token that a model's sequences begin with. Raises HubError where its configuration names none."""
     ends = config.eos_token_id
-    found = config.bos_token_id if config.bos_token_id is not None else ends[0] if isinstance(ends, list) else ends
-    if found is None:
+    token = config.bos_token_id if config.bos_token_id is not None else ends[0] if isinstance(ends, list) else ends
+    if token is None:
         raise HubError(path, "names neither bos_token_id nor eos_token_id", "Give the token that its texts begin with")
-    return int(found)
+    return int(token)
 
 
 # Rotary positions: `rope_parameters` of config.json
@@ -318,11 +318,11 @@ ROPE_KINDS = {
 
 def rotary_of(rope: dict[str, Any], path: Path) -> dict[str, Any]:
     """Our `model.positions`. Raises HubError naming `path` for a scaling that ours has not."""
-    kind, found = rope["rope_type"], {"kind": "rotary", "base": float(rope["rope_theta"])}
+    kind, section = rope["rope_type"], {"kind": "rotary", "base": float(rope["rope_theta"])}
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise not_ours(path, "partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
     if kind == "default":
-        return found
+        return section
     if kind not in ROPE_KINDS:
         raise not_ours(path, "rope_type", kind, ", ".join(map(repr, ("default", *ROPE_KINDS))))
     if not rope.get("truncate", True):
@@ -333,7 +333,7 @@ def rotary_of(rope: dict[str, Any], path: Path) -> dict[str, Any]:
     if kind == "yarn" and all(both) and "attention_factor" not in scaling:
         above, below = (0.1 * scale * math.log(rope["factor"]) + 1.0 for scale in both)
         scaling["attention_factor"] = above / below
-    return {**found, "scaling": scaling}
+    return {**section, "scaling": scaling}
 
 
 def rope_of(positions: PositionsConfig, head_dim: int) -> dict[str, Any]:
@@ -344,10 +344,10 @@ def rope_of(positions: PositionsConfig, head_dim: int) -> dict[str, Any]:
     if scaling.kind == "ntk":
         return {"rope_theta": positions.base * scaling.factor ** (head_dim / (head_dim - 2))}
     values = {ROPE_KEYS[key]: getattr(scaling, key) for key in ROPE_KINDS[scaling.kind]}
-    given = {key: value for key, value in values.items() if value is not None}
+    parameters = {key: value for key, value in values.items() if value is not None}
     return {
         "rope_theta": positions.base,
-        "rope_scaling": {"rope_type": scaling.kind, "factor": scaling.factor, **given},
+        "rope_scaling": {"rope_type": scaling.kind, "factor": scaling.factor, **parameters},
     }
 
 

@@ -95,12 +95,12 @@ def write_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     if len(shards) == 1:
         (folder / "1.safetensors").rename(folder / WEIGHTS)
         return
-    places: dict[str, str] = {}
+    files: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         (folder / f"{number}.safetensors").rename(folder / file)
-        places |= {name: file for name in names}
-    index = {"metadata": {"total_size": total}, "weight_map": places}
+        files |= {name: file for name in names}
+    index = {"metadata": {"total_size": total}, "weight_map": files}
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

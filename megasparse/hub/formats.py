@@ -104,8 +104,8 @@ def comparable(format: Format, config: Config) -> Config:
 def must_be(architecture: str, key: str, value: Any, *only: Any) -> None:
     """Raise HubError for a value of our configuration that an architecture of Hugging Face's has not."""
     if value not in only:
-        there = " or ".join(map(repr, only))
-        problem = f"{value!r} is not in HuggingFace's {architecture}, which has only {there} there"
+        allowed = " or ".join(map(repr, only))
+        problem = f"{value!r} is not in HuggingFace's {architecture}, which has only {allowed} there"
         raise HubError(f"model.{key}", problem, "Export to another format, such as megasparse")
 
 
@@ -226,12 +226,12 @@ def _rows(line: str) -> Iterator[tuple[list[str], str, bool]]:
 
 
 def readers(
-    tensors: TensorFile, weights: list[Weight], stored: Mapping[str, str], others: Mapping[str, Iterable[int]]
+    tensors: TensorFile, weights: list[Weight], stored: Mapping[str, str], further: Mapping[str, Iterable[int]]
 ) -> dict[str, Callable[[], Tensor]]:
-    """Return how each of our weights is read. stored: the name in the file of each of theirs. others: shapes of further
+    """Return how each of our weights is read. stored: the name in the file of each of theirs. further: shapes of other
     tensors that the file has. Raises HubError for missing, wrong-shaped and unexpected tensors.
     """
-    tensors.check({stored[weight.theirs]: weight.shape for weight in weights} | dict(others))
+    tensors.check({stored[weight.theirs]: weight.shape for weight in weights} | dict(further))
     return {
         name: partial(weight.read, tensors, stored[weight.theirs], number)
         for weight in weights

@@ -47,10 +47,10 @@ def unpack_gguf(path: Path) -> TemporaryDirectory[str]:
 
     from megasparse.hub.export import write_tensors
 
-    place = {"gguf_file": path.name, "local_files_only": True}
+    source = {"gguf_file": path.name, "local_files_only": True}
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **place)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **place)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **source)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **source)
     except Exception as error:  # what gguf raises is no special error
         problem = f"transformers does not load it ({' '.join(str(error).split())})"
         raise HubError(path, problem, "Give a GGUF file that it loads") from None

@@ -52,8 +52,8 @@ class HFModel:
         Raises HubError for what is missing, damaged or of an architecture that ours does not express; ConfigError where
         the settings it gives do not go together.
         """
-        found = unpack_gguf(Path(name)) if Path(name).suffix == ".gguf" else None
-        folder = find_folder(name if found is None else found.name)
+        unpacked = unpack_gguf(Path(name)) if Path(name).suffix == ".gguf" else None
+        folder = find_folder(name if unpacked is None else unpacked.name)
         values = read_config(folder)
         kind = format_named(_known_type(values, folder))
         if kind.name in ("bert", "roberta", *DECODERS) and not (folder / FILE).is_file():
@@ -67,7 +67,7 @@ class HFModel:
         data = {"sequence_length": length, **imported.config.get("data", {})}
         data["tokenizer"] = found_tokenizer(folder, data.get("tokenizer"))
         sections = _with_special(folder, {**imported.config, "data": data})
-        return HFModel(folder, kind, build_config(sections), imported.tensors, found)
+        return HFModel(folder, kind, build_config(sections), imported.tensors, unpacked)
 
     @property
     def tokenizer_file(self) -> Path | None:

@@ -30,13 +30,13 @@ def write_checkpoint(
     tensors: Mapping[str, Callable[[], Tensor]],
     output: str | Path,
     tokenizer: Path | None = None,
-    beside: Mapping[str, str | bytes] | None = None,
+    files: Mapping[str, str | bytes] | None = None,
 ) -> Path:
     """Write OUTPUT/checkpoints/00000000, a checkpoint of weights alone, and OUTPUT/config.json; returns its path.
 
     A run goes on from it with `megasparse pretrain --resume PATH`, on any data of its tokenizer and with any settings
     but those of its model. tensors: the value (fp32) of every parameter and persistent buffer of `config.model`, read
-    one at a time. tokenizer: its file, which is copied to `data.tokenizer`, a file in OUTPUT. beside: content of
+    one at a time. tokenizer: its file, which is copied to `data.tokenizer`, a file in OUTPUT. files: content of
     further files, by name. OUTPUT appears whole or not at all.
     Raises HubError where OUTPUT exists, cannot be written, or a tensor is missing, unexpected, of another shape or not
     finite.
@@ -52,7 +52,7 @@ def write_checkpoint(
         write_file(temporary / "config.json", (config.model_dump_json(indent=2) + "\n").encode())
         if tokenizer is not None:
             write_file(temporary / Path(config.data.tokenizer).name, tokenizer.read_bytes())
-        for name, content in (beside or {}).items():
+        for name, content in (files or {}).items():
             write_file(temporary / name, content.encode() if isinstance(content, str) else content)
     return output / FIRST
 

@@ -72,8 +72,8 @@ class MegasparseFormat:
         longest = model.max_length - (model.kind == "decoder") if model.source is None else model.source.length
         files = {**CODE, **chat_files(config, longest)}
         if model.kind != "encoder":
-            given = json.loads(files.get(GENERATION, "{}"))
-            files[GENERATION] = json.dumps(given | generation(config), indent=2) + "\n"
+            settings = json.loads(files.get(GENERATION, "{}"))
+            files[GENERATION] = json.dumps(settings | generation(config), indent=2) + "\n"
         return Exported(hf_config, lambda: ((PREFIX + name, weight(name)) for name in names), files)
 
     def load(self, hf_config: dict[str, Any], tensors: TensorFile) -> Imported:
@@ -125,8 +125,8 @@ def special_tokens(config: Config) -> dict[str, int]:
     if model.source is None:
         return {}
     end, padding = separator(build_tokenizer(config.data.tokenizer), model), model.padding_token
-    found = {"eos_token_id": end, "pad_token_id": padding, "decoder_start_token_id": padding or 0}
-    return {name: token for name, token in found.items() if token is not None}
+    tokens = {"eos_token_id": end, "pad_token_id": padding, "decoder_start_token_id": padding or 0}
+    return {name: token for name, token in tokens.items() if token is not None}
 
 
 def generation(config: Config) -> dict[str, Any]:

@@ -146,12 +146,12 @@ class MegasparseCache:
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Becomes the cache of the rows `beam_idx`, (n,) int64 numbers of its own, repeats allowed."""
         groups = []
-        for numbers, own in self.groups:
+        for numbers, cache in self.groups:
             same = beam_idx.to(numbers.device).unsqueeze(1) == numbers
-            found = same.any(1).nonzero().squeeze(1)
-            if len(found):
-                own.select(same[found].to(torch.int8).argmax(1))
-                groups.append((found, own))
+            rows = same.any(1).nonzero().squeeze(1)
+            if len(rows):
+                cache.select(same[rows].to(torch.int8).argmax(1))
+                groups.append((rows, cache))
         self.groups = groups
 
 
@@ -225,12 +225,12 @@ class MegasparsePreTrainedModel(PreTrainedModel):
 
     def from_cache(self, input_ids: Tensor, cache: MegasparseCache) -> Tensor:
         """Takes more tokens (B, n) into the cache. Returns the logits (B, n, V) of the token after each."""
-        taken = max(own.position for _, own in cache.groups) - self.config.is_decoder
+        taken = max(part.position for _, part in cache.groups) - self.config.is_decoder
         self.check_length(taken + input_ids.shape[1])
         logits = torch.empty(*input_ids.shape, self.config.vocab_size, device=input_ids.device)
         for column in range(input_ids.shape[1]):
-            for numbers, own in cache.groups:
-                logits[numbers, column] = self.model.decode(input_ids[numbers, column], own)
+            for numbers, part in cache.groups:
+                logits[numbers, column] = self.model.decode(input_ids[numbers, column], part)
         cache.length += input_ids.shape[1]
         return logits
 
@@ -274,9 +274,9 @@ class MegasparseWriter(MegasparsePreTrainedModel, GenerationMixin):
         """Return the arguments of the next call. input_ids: of the decoder."""
         if past_key_values is not None:
             input_ids = input_ids[:, past_key_values.get_seq_length() :]
-        given = {"attention_mask": attention_mask, **kwargs}
+        options = {"attention_mask": attention_mask, **kwargs}
         inputs = {self.read_as: input_ids, "past_key_values": past_key_values, "logits_to_keep": 1}
-        return {**inputs, **{name: given.get(name) for name in self.handed_on}}
+        return {**inputs, **{name: options.get(name) for name in self.handed_on}}
 
 
 class MegasparseForCausalLM(MegasparseWriter):
@@ -339,15 +339,15 @@ class MegasparseForCausalLM(MegasparseWriter):
         shape = (*rows.tokens.shape[:1], max(1, width))
         logits = torch.zeros(*shape, self.config.vocab_size, device=rows.tokens.device)
         for length in sorted(set(rows.lengths)):
-            numbers = torch.tensor([row for row, own in enumerate(rows.lengths) if own == length])
-            own = self.model.new_cache(len(numbers), self.config.seed)
-            own.rng = RngContext(self.config.seed, EVALUATION_STEP, numbers, training=False)
+            numbers = torch.tensor([row for row, group in enumerate(rows.lengths) if group == length])
+            group = self.model.new_cache(len(numbers), self.config.seed)
+            group.rng = RngContext(self.config.seed, EVALUATION_STEP, numbers, training=False)
             numbers = numbers.to(rows.tokens.device)
-            streams, _, _ = self.model.streams(rows.tokens[numbers, :length], own.rng, Padding(), caches=own.layers)
-            own.position = length + 1
+            streams, _, _ = self.model.streams(rows.tokens[numbers, :length], group.rng, Padding(), caches=group.layers)
+            group.position = length + 1
             predicted = self.model.logits(tuple(x[:, min(1, length) :] for x in streams))
             logits[numbers, : predicted.shape[1]] = predicted
-            groups.append((numbers, own))
+            groups.append((numbers, group))
         logits = rows.restore(logits)[:, -keep:]
         cache: Any = MegasparseCache(groups, width)
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
@@ -440,14 +440,14 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
             encoder_outputs, auxiliary = self._encoded(input_ids, attention_mask, rng, targets)
         source = self._source(encoder_outputs, attention_mask)
         if use_cache and labels is None and not self.training:
-            found = self._into_cache(decoder_input_ids, source, logits_to_keep)
-            return Seq2SeqLMOutput(**found, encoder_last_hidden_state=encoder_outputs[0])
+            filled = self._into_cache(decoder_input_ids, source, logits_to_keep)
+            return Seq2SeqLMOutput(**filled, encoder_last_hidden_state=encoder_outputs[0])
         padding = Padding(self._real_targets(decoder_attention_mask, targets))
-        streams, own, _ = self.model.streams(decoder_input_ids[:, 1:], rng, padding, targets, source=source)
+        streams, decoder_loss, _ = self.model.streams(decoder_input_ids[:, 1:], rng, padding, targets, source=source)
         logits = self.model.logits(tuple(x[:, -logits_to_keep:] for x in streams))
         loss = None
         if targets is not None:
-            loss = self.objective(self._loss(logits, targets, num_items_in_batch), auxiliary + own)
+            loss = self.objective(self._loss(logits, targets, num_items_in_batch), auxiliary + decoder_loss)
         return Seq2SeqLMOutput(loss=loss, logits=logits, encoder_last_hidden_state=encoder_outputs[0])
 
     @property

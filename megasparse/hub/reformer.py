@@ -139,18 +139,18 @@ class ReformerFormat:
         if not theirs.axial_pos_embds:
             special[TABLE] = (model.max_length, width)
         plain = _plain(model)
-        others = special | {name: tensors.shape(name) for name in tensors.names() if _is_ignored(name)}
-        found: dict[str, Callable[[], Tensor]] = {
+        further = special | {name: tensors.shape(name) for name in tensors.names() if _is_ignored(name)}
+        read: dict[str, Callable[[], Tensor]] = {
             "embedding.weight": lambda: tensors.read(WORDS)[:vocabulary],
             "embedding.start": lambda: tensors.read(WORDS)[bos : bos + 1],
             "head.weight": lambda: tensors.read(HEAD)[:vocabulary],
-            **readers(tensors, plain, {one.theirs: one.theirs for one in plain}, others),
+            **readers(tensors, plain, {entry.theirs: entry.theirs for entry in plain}, further),
         }
         if model.output_bias:
-            found["head.bias"] = lambda: bias[:vocabulary]
+            read["head.bias"] = lambda: bias[:vocabulary]
         if model.positions.kind == "learned":
-            found["embedding.positions.table"] = lambda: tensors.read(TABLE)
-        return Imported(sections, found)
+            read["embedding.positions.table"] = lambda: tensors.read(TABLE)
+        return Imported(sections, read)
 
     def logits(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Tensor:
         """See formats.Format and reformer_logits."""
@@ -175,8 +175,8 @@ def added_start(bos: int, head: Tensor, bias: Tensor) -> bool:
 
 def _check_expressible(model: ModelConfig) -> None:
     """Raise HubError for the first setting that HuggingFace's Reformer has not."""
-    lsh, found = model.attention.lsh, kinds(model)
-    wanted: list[tuple[str, Any, Any]] = [
+    lsh, mechanisms = model.attention.lsh, kinds(model)
+    required: list[tuple[str, Any, Any]] = [
         ("kind", model.kind, "decoder"),
         ("blocks", model.blocks, "reversible"),
         ("embedding_once", model.embedding_once, False),
@@ -184,11 +184,11 @@ def _check_expressible(model: ModelConfig) -> None:
         ("adaptive_cutoffs", model.adaptive_cutoffs, []),
         ("attention.output_dropout", model.attention.output_dropout, None),
     ]
-    if "local" in found:
+    if "local" in mechanisms:
         local = model.attention.local
-        wanted += [("attention.local.relative", local.relative, False), ("attention.local.sinks", local.sinks, 0)]
-    if "lsh" in found:
-        wanted += [
+        required += [("attention.local.relative", local.relative, False), ("attention.local.sinks", local.sinks, 0)]
+    if "lsh" in mechanisms:
+        required += [
             ("attention.lsh.shared_qk", lsh.shared_qk, True),
             ("attention.lsh.window", lsh.window, "chunk"),
             ("attention.lsh.same_bucket", lsh.same_bucket, False),
@@ -196,8 +196,8 @@ def _check_expressible(model: ModelConfig) -> None:
             ("attention.lsh.local", lsh.local, False),
         ]
         if attends_fully(model, "lsh"):
-            wanted.append(("attention.full_below", model.attention.full_below, None))
-    for key, value, only in wanted:
+            required.append(("attention.full_below", model.attention.full_below, None))
+    for key, value, only in required:
         must_be("Reformer", key, value, only)
     for layer in range(model.layers):
         if len(split := heads_of_layer(model, layer)) > 1 or not split.keys() <= {"local", "lsh"}:
@@ -219,10 +219,10 @@ def _inexpressible(key: str, value: Any, only: str) -> HubError:
 def _plain(model: ModelConfig) -> list[Weight]:
     """Tensors that are one of the other's as they are."""
     weights = []
-    for one in weights_of(WEIGHTS, model):
-        layer = int(one.theirs.split(".")[3]) if ".layers." in one.theirs else 0
-        lsh = ".self_attention.query." in one.theirs and "lsh" in heads_of_layer(model, layer)
-        weights.append(one._replace(theirs=one.theirs.replace(".query.", ".query_key.")) if lsh else one)
+    for entry in weights_of(WEIGHTS, model):
+        layer = int(entry.theirs.split(".")[3]) if ".layers." in entry.theirs else 0
+        lsh = ".self_attention.query." in entry.theirs and "lsh" in heads_of_layer(model, layer)
+        weights.append(entry._replace(theirs=entry.theirs.replace(".query.", ".query_key.")) if lsh else entry)
     if model.positions.kind == "axial":
         sizes = zip(model.positions.axial_shape or (), model.positions.axial_dims or (), strict=True)
         for axis, (size, dim) in enumerate(sizes):
@@ -242,8 +242,8 @@ def _export(model: ModelConfig, weight: Callable[[str], Tensor], bos: int) -> It
         yield TABLE, weight("embedding.positions.table")
     elif model.positions.kind in CONSTANT_TABLES:
         yield TABLE, CONSTANT_TABLES[model.positions.kind](model.max_length, model.d_model)
-    for one in _plain(model):
-        yield one.theirs, one.write(weight)
+    for entry in _plain(model):
+        yield entry.theirs, entry.write(weight)
     yield HEAD, with_start(weight("head.weight"), torch.zeros(1, 2 * model.d_model))
     bias = weight("head.bias") if model.output_bias else torch.zeros(model.vocabulary)
     yield HEAD_BIAS, with_start(bias, torch.tensor([NEVER]))
@@ -474,8 +474,8 @@ def _hash_as_ours(layer: Any, factors: list[int], number: int, seed: int) -> Non
         return windows
 
     def compute_mask(queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
-        seen, there = mask(queries, keys.clamp_min(0), *rest), (keys >= 0).unsqueeze(-2)
-        return there if seen is None else seen & there
+        visible, real = mask(queries, keys.clamp_min(0), *rest), (keys >= 0).unsqueeze(-2)
+        return real if visible is None else visible & real
 
     layer._hash_vectors, layer._look_adjacent, layer._compute_attn_mask = hash_vectors, look_adjacent, compute_mask
 

@@ -83,19 +83,19 @@ def replace_attention(
     if config.kind == "decoder":
         _require_length(model, config.max_length)
     base: Any = model.base_model
-    places: list[nn.Module] = [
+    modules: list[nn.Module] = [
         module for module in base.modules() if isinstance(module, _self_attention(model.config.model_type))
     ]
-    layers = [Mechanisms(config, layer) for layer in range(len(places))]
+    layers = [Mechanisms(config, layer) for layer in range(len(modules))]
     _require_decodable(layers)
     _initialise(layers, config, seed)
     if config.max_length > positions(model):
         extend_positions(model, config.max_length)
-    for place, layer in zip(places, layers, strict=True):
-        if not hasattr(place, NAME):
-            place.register_forward_pre_hook(_hand_over_input, with_kwargs=True)
-        like = next(place.parameters())
-        place.add_module(NAME, layer.to(like.device, like.dtype).train(place.training))
+    for attention_module, layer in zip(modules, layers, strict=True):
+        if not hasattr(attention_module, NAME):
+            attention_module.register_forward_pre_hook(_hand_over_input, with_kwargs=True)
+        like = next(attention_module.parameters())
+        attention_module.add_module(NAME, layer.to(like.device, like.dtype).train(attention_module.training))
     whole: Any
     for whole in {base, model}:
         if not hasattr(whole, "_megasparse_hooked"):
@@ -140,10 +140,10 @@ class _State:
 
 def _self_attention(kind: str) -> type[nn.Module]:
     module = kind.replace("-", "_")
-    found: type[nn.Module] = getattr(
+    attention: type[nn.Module] = getattr(
         importlib.import_module(f"transformers.models.{module}.modeling_{module}"), SELF_ATTENTION[kind]
     )
-    return found
+    return attention
 
 
 def _require_known(model: PreTrainedModel) -> None:
@@ -153,12 +153,12 @@ def _require_known(model: PreTrainedModel) -> None:
         raise HubError(name, "is no model of HuggingFace transformers", hint)
     kind = model.config.model_type
     if kind not in SELF_ATTENTION:
-        known = ", ".join(SELF_ATTENTION)
-        raise HubError(name, f'is of type "{kind}"', f"Attention can be replaced in these: {known}")
+        names = ", ".join(SELF_ATTENTION)
+        raise HubError(name, f'is of type "{kind}"', f"Attention can be replaced in these: {names}")
     if kind in ENCODERS and getattr(model.config, "is_decoder", False):
-        known = ", ".join(DECODERS)
+        names = ", ".join(DECODERS)
         raise HubError(
-            name, f'is a decoder of type "{kind}" (config.is_decoder)', f"Give an encoder, or one of {known}"
+            name, f'is a decoder of type "{kind}" (config.is_decoder)', f"Give an encoder, or one of {names}"
         )
     if getattr(model.config, "add_cross_attention", False):
         raise HubError(name, "has cross-attention (config.add_cross_attention)", "Give a decoder without it")
@@ -180,11 +180,11 @@ def _require_decodable(layers: list[Mechanisms]) -> None:
     """Refuse mechanisms of decoders that see later tokens, or read what a model of transformers' does not hand on."""
     for layer in layers:
         for kind, mechanism in layer.items() if layer.causal else ():
-            own = cast(Attention, mechanism)
-            if own.leak is not None:
-                problem = f"a decoder would see later tokens: {own.leak}"
+            attention = cast(Attention, mechanism)
+            if attention.leak is not None:
+                problem = f"a decoder would see later tokens: {attention.leak}"
                 raise ConfigError(f"attention.{kind}", problem, "Change that setting")
-            if own.reads_tokens:
+            if attention.reads_tokens:
                 problem = "it reads the tokens themselves, which transformers hands to no attention"
                 raise ConfigError(f"attention.{kind}", problem, "Choose another kind or setting")
 
@@ -262,10 +262,10 @@ def _begin(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple[A
     state = _state(model)
     state.pending = None
     kwargs = dict(kwargs)
-    given, targets = kwargs.pop(DRAWS, None), kwargs.pop(TARGETS, None)
+    draws, targets = kwargs.pop(DRAWS, None), kwargs.pop(TARGETS, None)
     named = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-    run = Pass(model, state.seed, state.step, targets or _targets(model, named), given)
-    if model.training and given is None:
+    run = Pass(model, state.seed, state.step, targets or _targets(model, named), draws)
+    if model.training and draws is None:
         state.step += 1
         for mechanism in mechanisms(model):
             mechanism.after_step(True, lambda sums: sums)  # moves by what the pass before has seen
@@ -295,7 +295,7 @@ def _finish(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: A
 
 
 def _learns(model: nn.Module) -> bool:
-    return any(parameter.requires_grad for each in mechanisms(model) for parameter in each.parameters())
+    return any(parameter.requires_grad for mechanism in mechanisms(model) for parameter in mechanism.parameters())
 
 
 def _targets(model: PreTrainedModel, named: dict[str, Any]) -> Targets | None:
@@ -335,9 +335,11 @@ def load_replaced(
     directory = Path(directory)
     file = TensorFile.open(directory)
     entry = replacement_of(directory)
-    own = model_class or _saved_class(directory)
-    model = _without_complaints(own).from_pretrained(directory, local_files_only=True, use_safetensors=True, **settings)
-    model.__class__ = own
+    saved_class = model_class or _saved_class(directory)
+    model = _without_complaints(saved_class).from_pretrained(
+        directory, local_files_only=True, use_safetensors=True, **settings
+    )
+    model.__class__ = saved_class
     replace_attention(model, entry["attention"], max_length=entry["max_length"], seed=entry["seed"])
     _read_mechanisms(model, file)
     return model
@@ -373,17 +375,18 @@ def _config(directory: Path) -> Any:
 def _saved_class(directory: Path) -> type[PreTrainedModel]:
     config = _config(directory)
     name = (config.architectures or [""])[0]
-    found = getattr(transformers, name, None) if config.model_type in SELF_ATTENTION else None
-    if not (isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is type(config)):
+    saved = getattr(transformers, name, None) if config.model_type in SELF_ATTENTION else None
+    if not (isinstance(saved, type) and issubclass(saved, PreTrainedModel) and saved.config_class is type(config)):
         problem = f'config.json names the architecture "{name}" of type "{config.model_type}"'
         raise HubError(directory, problem, f"Attention can be replaced in these: {', '.join(SELF_ATTENTION)}")
-    return found
+    return saved
 
 
-def _without_complaints(own: type[PreTrainedModel]) -> Any:
+def _without_complaints(loader: type[PreTrainedModel]) -> Any:
     """The same class, which does not report the mechanisms' tensors as unexpected."""
-    known = [*(own._keys_to_ignore_on_load_unexpected or []), rf"\.{NAME}\."]
-    return type(own.__name__, (own,), {"_keys_to_ignore_on_load_unexpected": known, "__module__": own.__module__})
+    ignored = [*(loader._keys_to_ignore_on_load_unexpected or []), rf"\.{NAME}\."]
+    settings = {"_keys_to_ignore_on_load_unexpected": ignored, "__module__": loader.__module__}
+    return type(loader.__name__, (loader,), settings)
 
 
 @torch.no_grad()

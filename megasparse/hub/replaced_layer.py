@@ -39,9 +39,9 @@ class Projected(NamedTuple):
 
     def rows(self, numbers: Tensor, order: Tensor) -> "Projected":
         """The tokens `order` (n, m) of the sequences `numbers` (n,)."""
-        own = numbers[:, None]
-        q, k, v = (x[own, :, order].transpose(1, 2) for x in (self.q, self.k, self.v))
-        return Projected(self.x[own, order], q, k, v)
+        rows = numbers[:, None]
+        q, k, v = (x[rows, :, order].transpose(1, 2) for x in (self.q, self.k, self.v))
+        return Projected(self.x[rows, order], q, k, v)
 
 
 class Mechanisms(nn.ModuleDict):
@@ -59,16 +59,20 @@ class Mechanisms(nn.ModuleDict):
 
     @property
     def attends_fully(self) -> bool:
-        """Whether all heads attend fully, by queries and keys of their own."""
-        own = next(iter(self.values()))
-        return len(self) == 1 and isinstance(own, FullAttention) and not (own.shared_qk or own.adds_positions)
+        """True if all heads attend fully, by queries and keys of their own."""
+        attention = next(iter(self.values()))
+        return (
+            len(self) == 1
+            and isinstance(attention, FullAttention)
+            and not (attention.shared_qk or attention.adds_positions)
+        )
 
-    def attend(self, given: Projected, padding: Padding, context: AttentionContext) -> tuple[Tensor, list[Tensor]]:
+    def attend(self, inputs: Projected, padding: Padding, context: AttentionContext) -> tuple[Tensor, list[Tensor]]:
         """Outputs of all heads (B, H, L, D), and what the mechanisms learn from."""
         outs, losses = [], []
-        for mechanism, heads, own in self.split_heads_by_mechanism(given.q, given.k, given.v, padding, context):
-            with autocast_off(given.x):
-                out, loss, *_ = mechanism(given.x, heads, own)
+        for mechanism, heads, part in self.split_heads_by_mechanism(inputs.q, inputs.k, inputs.v, padding, context):
+            with autocast_off(inputs.x):
+                out, loss, *_ = mechanism(inputs.x, heads, part)
             outs.append(out)
             if loss is not None:
                 losses.append(loss)
@@ -78,14 +82,14 @@ class Mechanisms(nn.ModuleDict):
         self, q: Tensor, k: Tensor, v: Tensor, padding: Padding, context: AttentionContext, position: int = 0
     ) -> Iterator[tuple[Attention, AttentionInputs, AttentionContext]]:
         """Each mechanism, its share of all heads (B, H, L, D), and its context."""
-        made = {kind: cast(Attention, self[kind]) for kind in self.split}
-        each = zip(k.split(list(self.split.values()), dim=1), made.values(), strict=True)
-        keyed = [keys for keys, mechanism in each if not mechanism.shared_qk]
+        mechanisms = {kind: cast(Attention, self[kind]) for kind in self.split}
+        shares = zip(k.split(list(self.split.values()), dim=1), mechanisms.values(), strict=True)
+        keyed = [keys for keys, mechanism in shares if not mechanism.shared_qk]
         k = torch.cat(keyed, dim=1) if keyed else k[:, :0]
-        for kind, heads, own in split_heads_by_mechanism(
-            made, self.split, (q, k, v), padding, self.causal, context, position
+        for kind, heads, part_context in split_heads_by_mechanism(
+            mechanisms, self.split, (q, k, v), padding, self.causal, context, position
         ):
-            yield made[kind], heads, own
+            yield mechanisms[kind], heads, part_context
 
 
 class _Group:
@@ -100,34 +104,34 @@ class _Group:
         rng = RngContext(self.seed, EVALUATION_STEP, self.samples, training=False)
         return AttentionContext(self.layer.layer, rng)
 
-    def prefill(self, given: Projected) -> Tensor:
+    def prefill(self, inputs: Projected) -> Tensor:
         """Takes in the whole beginning of the sequences; returns its outputs (n, H, L, D)."""
         outs = []
-        each = self.layer.split_heads_by_mechanism(given.q, given.k, given.v, Padding(), self.context())
-        for kind, (mechanism, heads, own) in zip(self.layer.split, each, strict=True):
-            with autocast_off(given.x):
-                outs.append(mechanism(given.x, heads, own).out)
-                mechanism.fill_cache(given.x, heads, self.caches[kind], own)
-        self.position = given.q.shape[2]
+        parts = self.layer.split_heads_by_mechanism(inputs.q, inputs.k, inputs.v, Padding(), self.context())
+        for kind, (mechanism, heads, context) in zip(self.layer.split, parts, strict=True):
+            with autocast_off(inputs.x):
+                outs.append(mechanism(inputs.x, heads, context).out)
+                mechanism.fill_cache(inputs.x, heads, self.caches[kind], context)
+        self.position = inputs.q.shape[2]
         return torch.cat(outs, dim=1)
 
-    def decode(self, given: Projected) -> Tensor:
+    def decode(self, inputs: Projected) -> Tensor:
         """Takes in one more token of each sequence; returns its outputs (n, H, 1, D)."""
-        parts = given.q, given.k, given.v
-        each = self.layer.split_heads_by_mechanism(*parts, Padding(), self.context(), self.position)
-        with autocast_off(given.x):
+        parts = inputs.q, inputs.k, inputs.v
+        shares = self.layer.split_heads_by_mechanism(*parts, Padding(), self.context(), self.position)
+        with autocast_off(inputs.x):
             outs = [
-                mechanism.decode(given.x, heads, self.caches[kind], self.position, own)
-                for kind, (mechanism, heads, own) in zip(self.layer.split, each, strict=True)
+                mechanism.decode(inputs.x, heads, self.caches[kind], self.position, context)
+                for kind, (mechanism, heads, context) in zip(self.layer.split, shares, strict=True)
             ]
         self.position += 1
         return torch.cat(outs, dim=1)
 
-    def select(self, chosen: Tensor, numbers: Tensor) -> "_Group":
+    def select(self, rows: Tensor, numbers: Tensor) -> "_Group":
         """Becomes the sequences `chosen`, with other numbers in the batch; each keeps its draws."""
         for cache in self.caches.values():
-            cache.select(chosen)
-        self.samples, self.numbers = self.samples[chosen.cpu()], numbers
+            cache.select(rows)
+        self.samples, self.numbers = self.samples[rows.cpu()], numbers
         return self
 
 
@@ -151,42 +155,42 @@ class ReplacedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         while len(cache.layers) <= number:
             cache.layers.append(DynamicLayer())
-        found = cache.layers[number]
-        if not isinstance(found, ReplacedCacheLayer):
-            if type(found) is not DynamicLayer or found.get_seq_length():
-                problem = f"layer {number} of past_key_values is a {type(found).__name__} that cannot be replaced"
+        entry = cache.layers[number]
+        if not isinstance(entry, ReplacedCacheLayer):
+            if type(entry) is not DynamicLayer or entry.get_seq_length():
+                problem = f"layer {number} of past_key_values is a {type(entry).__name__} that cannot be replaced"
                 raise HubError(type(cache).__name__, problem, "Give an empty DynamicCache, or none")
-            cache.layers[number] = found = ReplacedCacheLayer(layer, seed)
-        return found
+            cache.layers[number] = entry = ReplacedCacheLayer(layer, seed)
+        return entry
 
-    def take(self, given: Projected, mask: Tensor | None) -> Tensor:
+    def take(self, inputs: Projected, mask: Tensor | None) -> Tensor:
         """Takes in more tokens; returns their outputs (B, H, n, D). mask: (B, tokens so far), true for real ones."""
-        before, count = self.length, given.q.shape[2]
+        before, count = self.length, inputs.q.shape[2]
         self.length += count
         if before == 0:
-            return self._prefill(given, mask)
+            return self._prefill(inputs, mask)
         if mask is not None and not bool(mask[:, before:].all()):
             problem = f"attention_mask hides tokens after the first {before}, which a cache holds"
             raise HubError("past_key_values", problem, "Give padded sequences in one call")
-        out = torch.empty_like(given.q)
+        out = torch.empty_like(inputs.q)
         for group in self.groups:
             for column in range(count):
                 at = torch.full_like(group.numbers, column)[:, None]
-                out[group.numbers, :, column] = group.decode(given.rows(group.numbers, at))[:, :, 0].to(out.dtype)
+                out[group.numbers, :, column] = group.decode(inputs.rows(group.numbers, at))[:, :, 0].to(out.dtype)
         return out
 
-    def _prefill(self, given: Projected, mask: Tensor | None) -> Tensor:
+    def _prefill(self, inputs: Projected, mask: Tensor | None) -> Tensor:
         if mask is None:
-            mask = torch.ones(given.x.shape[:2], dtype=torch.bool, device=given.x.device)
+            mask = torch.ones(inputs.x.shape[:2], dtype=torch.bool, device=inputs.x.device)
         lengths, order = mask.sum(1), (~mask).to(torch.int8).argsort(dim=1, stable=True)
-        out = torch.zeros_like(given.q)
+        out = torch.zeros_like(inputs.q)
         for length in lengths.unique().tolist():
             numbers = (lengths == length).nonzero().squeeze(1)
-            group, own = _Group(self.layer, numbers, self.seed, given.k), order[numbers, :length]
+            group, tokens = _Group(self.layer, numbers, self.seed, inputs.k), order[numbers, :length]
             if length:
-                whole = own.numel() == mask.numel()
-                found = group.prefill(given if whole else given.rows(numbers, own))
-                out[numbers[:, None], :, own] = found.transpose(1, 2).to(out.dtype)
+                whole = tokens.numel() == mask.numel()
+                outputs = group.prefill(inputs if whole else inputs.rows(numbers, tokens))
+                out[numbers[:, None], :, tokens] = outputs.transpose(1, 2).to(out.dtype)
             self.groups.append(group)
         return out
 
@@ -216,10 +220,10 @@ class ReplacedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         groups = []
         for group in self.groups:
             same = beam_idx.to(group.numbers.device).unsqueeze(1) == group.numbers
-            found = same.any(1).nonzero().squeeze(1)
-            if len(found):
-                groups.append((group, same[found].to(torch.int8).argmax(1), found))
-        self.groups = [group.select(chosen, found) for group, chosen, found in groups]
+            numbers = same.any(1).nonzero().squeeze(1)
+            if len(numbers):
+                groups.append((group, same[numbers].to(torch.int8).argmax(1), numbers))
+        self.groups = [group.select(rows, numbers) for group, rows, numbers in groups]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(indices)
@@ -242,13 +246,13 @@ class Pass:
     seed: int
     step: int
     targets: Targets | None
-    given: RngContext | None = None
+    draws: RngContext | None = None
     """Draws to use in place of those of the model's own seed and passes."""
     losses: list[Tensor] = field(default_factory=list)
 
     def rng(self, batch: int, training: bool) -> RngContext:
-        if self.given is not None:
-            return self.given
+        if self.draws is not None:
+            return self.draws
         if not training:
             return RngContext.evaluation(self.seed, batch)
         return RngContext(self.seed, self.step, torch.arange(batch), training=True)
@@ -267,7 +271,7 @@ def attend(
     scaling: float | None = None,
     position_ids: Tensor | None = None,
     output_attentions: bool = False,
-    **given: Any,
+    **unused: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a layer, as transformers calls it. query: (B, H, n, D), of the last n tokens. key, value: (B, G, L,
     D), with a cache of ours (B, G, n, D). Returns (B, n, H, D).
@@ -284,16 +288,16 @@ def attend(
         shape = tuple(attention_mask.shape)
         raise HubError(name, f"attention_mask has the shape {shape}", "Give one of the tokens, (batch, length)")
     batch, _, count, _ = query.shape
-    seen = key.shape[2] if megasparse_cache is None else megasparse_cache.length + count
-    if seen > layer.config.max_length:
-        problem = f"{seen} tokens are more than the {layer.config.max_length} its attention was made for"
+    length = key.shape[2] if megasparse_cache is None else megasparse_cache.length + count
+    if length > layer.config.max_length:
+        problem = f"{length} tokens are more than the {layer.config.max_length} its attention was made for"
         raise HubError(name, problem, "Call replace_attention with that max_length")
     query, key, value = _like_ours(query, key, value, scaling)
     run = megasparse_pass
     read = Projected(megasparse_input, query, key, value)
     if megasparse_cache is not None:
         out = megasparse_cache.take(read, attention_mask)
-    elif count < seen:
+    elif count < length:
         out = _after(query, key, value, attention_mask)
     else:
         targets = run.targets if module.training and run.targets and len(run.targets.values) == batch else None
@@ -317,10 +321,10 @@ def _like_ours(query: Tensor, key: Tensor, value: Tensor, scaling: float | None)
 def _after(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """Full attention of the last n tokens (B, H, n, D) of those that a cache of transformers' holds."""
     count, length = query.shape[2], key.shape[2]
-    place = torch.arange(length, device=query.device)
-    visible = place <= place[length - count :, None]
+    positions = torch.arange(length, device=query.device)
+    visible = positions <= positions[length - count :, None]
     if mask is not None:
-        visible = visible & (mask[:, None, None] | (place == place[length - count :, None]))
+        visible = visible & (mask[:, None, None] | (positions == positions[length - count :, None]))
     return F.scaled_dot_product_attention(query, key, value, attn_mask=visible)
 
 
@@ -330,7 +334,7 @@ def _documents(position_ids: Tensor, batch: int, length: int) -> Tensor | None:
     return starts.cumsum(1).expand(batch, length) if bool(starts.any()) else None
 
 
-def key_mask(*, attention_mask: Tensor | None = None, **given: Any) -> Tensor | None:
+def key_mask(*, attention_mask: Tensor | None = None, **unused: Any) -> Tensor | None:
     """Mask of a model, as transformers calls it: (B, L) bool, true for real tokens, or None where all are."""
     return None if attention_mask is None or bool(attention_mask.all()) else attention_mask
 

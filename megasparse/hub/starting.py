@@ -35,8 +35,8 @@ def base_values(source: str | Path) -> dict[str, Any]:
 
         config = HFModel.open(path).config
     else:
-        found = find_checkpoint(path)
-        config = Checkpoint(found, read_manifest(found)).config
+        checkpoint = find_checkpoint(path)
+        config = Checkpoint(checkpoint, read_manifest(checkpoint)).config
     return config.model_dump(mode="json", include={"model": True, "data": {"tokenizer"}})
 
 
@@ -47,27 +47,27 @@ def resumed_from(config: Config, source: str | Path, ranks: Ranks) -> str:
 
     Raises UserError, on all ranks, where the weights cannot be used.
     """
-    place = _start_of(config)
+    start = _start_of(config)
     problem = None
-    own = False
+    has_checkpoints = False
     if ranks.rank == 0:
         try:
-            own = newest_anywhere(config) is not None
-            if not place.exists() and (config.lora is not None or not own):
-                new = write_start(config, Path(source), place.parents[1])
+            has_checkpoints = newest_anywhere(config) is not None
+            if not start.exists() and (config.lora is not None or not has_checkpoints):
+                new = write_start(config, Path(source), start.parents[1])
                 print(f"started from {source}; new weights: {', '.join(new) or 'none'}", file=sys.stderr)
         except UserError as error:
             problem = str(error)
-    own, problem = ranks.gather([own, problem])[0]
+    has_checkpoints, problem = ranks.gather([has_checkpoints, problem])[0]
     if problem is not None:
         raise UserError(problem)
-    return "auto" if own or config.lora is not None else str(place)
+    return "auto" if has_checkpoints or config.lora is not None else str(start)
 
 
 def require_base(config: Config) -> None:
     """Raise ConfigError for adapters of a run that has no start to which they could belong."""
-    if config.lora is not None and not (place := _start_of(config)).exists():
-        problem = f"given, but {place.parents[1]} has no weights that adapters could belong to"
+    if config.lora is not None and not (start := _start_of(config)).exists():
+        problem = f"given, but {start.parents[1]} has no weights that adapters could belong to"
         raise ConfigError("lora", problem, "Name a pretrained model with --start, or set it to null")
 
 
@@ -98,18 +98,18 @@ def write_start(config: Config, source: Path, output: Path) -> list[str]:
     What it has beyond the model, such as another attention's own weights, is left out. Raises HubError where a weight
     has another shape, or the tokens are another tokenizer's.
     """
-    found, tokenizer = (_of_huggingface if _is_huggingface(source) else _of_checkpoint)(source)
+    pretrained, tokenizer = (_of_huggingface if _is_huggingface(source) else _of_checkpoint)(source)
     if tokenizer != identity(config.data.tokenizer):
         problem = f"its tokenizer ({tokenizer['name']}) is another than data.tokenizer = {config.data.tokenizer}"
         raise HubError(source, problem, "Prepare the data with the model's own tokenizer, and name it there")
-    new = [name for name in shapes(config.model) if name not in found]
+    new = [name for name in shapes(config.model) if name not in pretrained]
     model = deferred_model(config.model, config.run.seed) if new else unfilled(config.model)
     weights = {**dict(model.named_parameters()), **persistent_buffers(model)}
-    if "embedding.weight" not in found:
+    if "embedding.weight" not in pretrained:
         raise HubError(source, "has no embedding of tokens", "Give a pretrained decoder or encoder")
     readers: Readers = {
-        name: partial(_pretrained, source, name, found[name], weight)
-        if name in found
+        name: partial(_pretrained, source, name, pretrained[name], weight)
+        if name in pretrained
         else partial(_initial, config, name, weight)
         for name, weight in weights.items()
     }

@@ -92,30 +92,32 @@ def depth(values: Any) -> int:
     """The largest number of layers that a configuration asks for, in itself or in a section; 0 where it names none."""
     if not isinstance(values, dict):
         return 0
-    own = (value for key, value in values.items() if key in LAYERS and isinstance(value, int))
-    return max([*own, *map(depth, values.values())], default=0)
+    layers = (value for key, value in values.items() if key in LAYERS and isinstance(value, int))
+    return max([*layers, *map(depth, values.values())], default=0)
 
 
 def _sharded(folder: Path) -> dict[str, Any]:
     index = folder / INDEX
     try:
         listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        places = {str(name): str(file) for name, file in listed.items()}
+        file_of = {str(name): str(file) for name, file in listed.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise HubError(index, "is no index of safetensors files", _AGAIN) from None
-    found: dict[str, Any] = {}
-    there = {path.name for path in folder.iterdir()}
-    for name in sorted(set(places.values())):
+    files: dict[str, Any] = {}
+    present = {path.name for path in folder.iterdir()}
+    for name in sorted(set(file_of.values())):
         if Path(name).name != name or not name.endswith(".safetensors") or not name.isprintable():
             raise HubError(index, f"names {name[:200]!a}, which is no safetensors file beside it", "Do not trust it")
-        if name not in there:
+        if name not in present:
             raise HubError(folder / name, "missing", _AGAIN)
         file = _opened(folder / name)
-        found |= dict.fromkeys(file.keys(), file)
-        if set(file.keys()) != (here := {tensor for tensor, place in places.items() if place == name}):
-            odd = sorted(set(file.keys()) ^ here)[0]
+        files |= dict.fromkeys(file.keys(), file)
+        if set(file.keys()) != (
+            listed_tensors := {tensor for tensor, other_file in file_of.items() if other_file == name}
+        ):
+            odd = sorted(set(file.keys()) ^ listed_tensors)[0]
             raise HubError(folder / name, f"does not hold what {INDEX} says of it, beginning with {odd}", _AGAIN)
-    return found
+    return files
 
 
 def _opened(path: Path) -> Any:

@@ -45,9 +45,9 @@ def tokenizer_files(config: Config, longest: int, room: int | None = None) -> Fi
         return byte_files(longest, mask, model.padding_token, room, end)
     if tokenizer.file is None:
         return {}
-    own = tokenizer.file.read_bytes()
-    files: Files = {own_name(tokenizer, model.kind): own}
-    values = _as_fast(tokenizer, own)
+    content = tokenizer.file.read_bytes()
+    files: Files = {own_name(tokenizer, model.kind): content}
+    values = _as_fast(tokenizer, content)
     if values is None:
         return files
     if end is not None:
@@ -114,8 +114,8 @@ def own_name(tokenizer: Tokenizer, kind: str) -> str:
     """
     if tokenizer.file is None:
         return tokenizer.name
-    own = kind == "encoder_decoder" and tokenizer.file.suffix == Path(FILE).suffix
-    return TRAINED if own else f"tokenizer{tokenizer.file.suffix}"
+    renamed = kind == "encoder_decoder" and tokenizer.file.suffix == Path(FILE).suffix
+    return TRAINED if renamed else f"tokenizer{tokenizer.file.suffix}"
 
 
 def separator(tokenizer: Tokenizer, model: ModelConfig) -> int | None:
@@ -146,12 +146,12 @@ def found_tokenizer(folder: Path, named: str | None) -> str:
     return str(file) if of_text else "bytes"
 
 
-def _as_fast(tokenizer: Tokenizer, own: bytes) -> dict[str, Any] | None:
+def _as_fast(tokenizer: Tokenizer, content: bytes) -> dict[str, Any] | None:
     """Content of tokenizer.json; None where no such file is exactly the tokenizer."""
     if tokenizer.name == "huggingface":
-        values: dict[str, Any] = json.loads(own)
+        values: dict[str, Any] = json.loads(content)
         return values
-    return of_words(own.decode().split()) if tokenizer.name == "words" else of_unigram(own)
+    return of_words(content.decode().split()) if tokenizer.name == "words" else of_unigram(content)
 
 
 def _ended(values: dict[str, Any], longest: int, end: int) -> Files:
@@ -164,10 +164,10 @@ def _ended(values: dict[str, Any], longest: int, end: int) -> Files:
 
 def _names(values: dict[str, Any]) -> dict[str, str]:
     """The setting of each special token that is among those of a tokenizer.json, and its name there."""
-    there = [added["content"] for added in values["added_tokens"] if added["special"]]
+    present = [added["content"] for added in values["added_tokens"] if added["special"]]
     settings = {"cls_token": BEGIN, "sep_token": SEPARATOR, "pad_token": PADDING, "mask_token": MASK}
-    found = {key: [name for name in names if name in there] for key, names in settings.items()}
-    return {key: names[0] for key, names in found.items() if names}
+    matches = {key: [name for name in names if name in present] for key, names in settings.items()}
+    return {key: names[0] for key, names in matches.items() if names}
 
 
 def _settings(longest: int, decoder: bool, names: dict[str, str]) -> dict[str, Any]:
@@ -233,9 +233,9 @@ def of_unigram(model: bytes) -> dict[str, Any] | None:
     proto, kinds = ModelProto(), ModelProto.SentencePiece
     proto.ParseFromString(model)
     texts = {piece.piece.replace("\u2581", " ") for piece in proto.pieces if piece.type == kinds.NORMAL}
-    known = (kinds.NORMAL, kinds.BYTE, kinds.CONTROL, kinds.UNKNOWN)
+    expected = (kinds.NORMAL, kinds.BYTE, kinds.CONTROL, kinds.UNKNOWN)
     unigram = proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM
-    if not unigram or any(piece.type not in known or (piece.score * GRID) % 1 for piece in proto.pieces):
+    if not unigram or any(piece.type not in expected or (piece.score * GRID) % 1 for piece in proto.pieces):
         return None
     if any(map(_ACROSS.search, texts)):
         return None
@@ -247,7 +247,7 @@ def of_unigram(model: bytes) -> dict[str, Any] | None:
         byte = int(piece.piece[3:5], 16) if piece.type == kinds.BYTE else None
         if piece.type == kinds.NORMAL:
             raw = piece.piece.replace("\u2581", " ").encode()
-            vocabulary.append(("".join(_ALPHABET[one] for one in raw), piece.score))
+            vocabulary.append(("".join(_ALPHABET[byte_value] for byte_value in raw), piece.score))
         elif byte is not None and (byte > 0x7F or chr(byte) not in texts):
             vocabulary.append((_ALPHABET[byte], least - UNKNOWN_PENALTY))
         else:
@@ -265,8 +265,8 @@ def with_start(values: dict[str, Any], token: int, name: str) -> dict[str, Any]:
     get a name, since added tokens are numbered one after another.
     """
     added = values["added_tokens"]
-    known = max([len(values["model"]["vocab"]), *(other["id"] + 1 for other in added)])
-    gap = [_added(unused, f"[unused{unused}]") for unused in range(known, token)]
+    size = max([len(values["model"]["vocab"]), *(entry["id"] + 1 for entry in added)])
+    gap = [_added(unused, f"[unused{unused}]") for unused in range(size, token)]
     added = [*added, *gap, _added(token, name)]
     return {**values, "added_tokens": added, "post_processor": _template(token, name, "^A", "^AB")}
 
@@ -276,7 +276,7 @@ def with_end(values: dict[str, Any], token: int) -> dict[str, Any]:
     name = name_of(values, token)
     assert name is not None
     added = values["added_tokens"]
-    if not any(other["id"] == token for other in added):
+    if not any(entry["id"] == token for entry in added):
         added = [*added, _added(token, name)]
     return {**values, "added_tokens": added, "post_processor": _template(token, name, "A^", "A^B^")}
 

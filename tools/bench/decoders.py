@@ -41,7 +41,7 @@ from megasparse.attention.contract import Attention, AttentionOutput
 from megasparse.attention.observation import Call, each_call
 from megasparse.config.files import parse_json
 from megasparse.errors import ConfigError, DataError, report_user_errors
-from megasparse.evaluation.outputs import kept_rows, write_json
+from megasparse.evaluation.outputs import write_json
 from megasparse.hub.replace import load_plain, load_replaced, mechanisms, replace_attention, replacement_of
 from megasparse.hub.teaching import read_windows
 from tools.bench.visible_keys import best_pairs, seen_pairs, weights
@@ -242,6 +242,26 @@ def measured(
             with attending(model, arm.oracle):
                 rows.append(row | {"depth": round(asked.depth, 3), "found": retrieved(model, asked)})
         write_json(output, {"length": length, "threads": torch.get_num_threads(), "rows": rows})
+    return rows
+
+
+def kept_rows(path: Path, keys: Sequence[str], **same: Any) -> list[dict[str, Any]]:
+    """The `rows` that a command wrote into a JSON file and goes on from; none where there is no file. keys: of each
+    row. same: values that stand beside the rows. Raises DataError for a file of something else.
+    """
+    if not path.exists():
+        return []
+    try:
+        content = json.loads(path.read_bytes())
+        rows = list(content["rows"])
+        if any(content[name] != value for name, value in same.items()) or not all(
+            {*keys} <= row.keys() for row in rows
+        ):
+            raise ValueError
+    except (ValueError, LookupError, TypeError, AttributeError):
+        with_what = "".join(f" with {name} {value}" for name, value in same.items())
+        problem = f"holds no rows{with_what} that this command wrote"
+        raise DataError(path, problem, "Name another file, or remove it") from None
     return rows
 
 
