@@ -271,6 +271,12 @@ class Attention(nn.Module, ABC):
     def start_from_pretrained(self) -> None:
         """Set parameters so that pretrained values pass unchanged, before fine-tuning in a pretrained model."""
 
+    def word_weights(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return weights that can start from word vectors: tables of tokens (V, n), and projections (d, E) of the
+        layer's input, which can start as the vectors' principal directions.
+        """
+        return [], []
+
     def learn(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the auxiliary loss of a training pass, weighted as in `forward`, and its statistics, without attention
         itself.

@@ -253,12 +253,12 @@ class SmartBirdAttention(Attention):
             tokens = tokens.masked_fill(numbers == 0, -1)
         return self.embedding(tokens, numbers)
 
-    def sketched(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, Tensor]:
-        """The sketch's queries and keys of whole sequences, (B, L, d) each, in float64."""
-        if self.groups > 1:
-            problem = '"heads" gives a layer several sketches, but one is looked at here'
-            raise ConfigError("model.attention.smart_bird.sketch", problem, 'Set it to "attention"')
-        return self.sketches(self._read(x, inputs, context), inputs, context)[0]
+    def word_weights(self) -> tuple[list[Tensor], list[Tensor]]:
+        if self.config.objective == "attention":
+            return [], []  # learned from heads and layers as they are, not from words
+        if self.embedding is not None:
+            return [self.embedding.weight], []
+        return [], [part.weight for part in (self.query, self.key, self.value)]
 
     def _whole(self, x: Tensor, part: SequencePart) -> Tensor:
         return x if self.reads_tokens else part.gather(x, 1)

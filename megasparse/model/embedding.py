@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megasparse.attention.contract import Attention
 from megasparse.attention.layers import Norm
-from megasparse.attention.smart_bird import SmartBirdAttention
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import DataError
 from megasparse.ops.operator import at_least_fp32
@@ -180,9 +180,9 @@ def pca(matrix: Tensor, components: int) -> Tensor:
 
 @torch.no_grad()
 def initialise_from_glove(model: nn.Module, path: str | os.PathLike[str], words: Sequence[str]) -> int:
-    """Put the vectors of a GloVe file into the token embeddings of a model, and their principal components into every
-    Smart Bird sketch (Smart Bird section 4.1). words: the word of each token, "" of one that is none. Returns how many
-    were found.
+    """Put the vectors of a GloVe file into the token embeddings of a model, and their principal components into the
+    weights of mechanisms that start from words (Smart Bird section 4.1). words: the word of each token, "" of one that
+    is none. Returns how many were found.
 
     A table of E numbers takes the vectors as they are where they have E, their E principal components where they have
     more, and where they have fewer all of them as its first numbers. Tokens that the file does not have keep their own
@@ -195,19 +195,15 @@ def initialise_from_glove(model: nn.Module, path: str | os.PathLike[str], words:
         if isinstance(module, Embedding):
             _fill(module.weight, matrix, found)
     for module in model.modules():
-        if isinstance(module, SmartBirdAttention):
-            if module.config.objective == "attention":
-                continue  # learned from heads and layers as they are, not from words
-            if module.embedding is not None:
-                _fill(module.embedding.weight, matrix, found)
-                continue
-            width, components = module.query.weight.shape[1], min(module.config.sketch_dim, known.shape[1])
-            table = torch.zeros(len(known), width, dtype=torch.float64)
-            vectors = _of_width(known, width)
-            table[:, : vectors.shape[1]] = vectors
-            directions = pca(table, components).T  # (d, E)
-            for part in (module.query, module.key, module.value):
-                part.weight[:components] = directions.to(part.weight.dtype)
+        if isinstance(module, Attention):
+            tables, projections = module.word_weights()
+            for table in tables:
+                _fill(table, matrix, found)
+            for weight in projections:
+                components, width = min(len(weight), known.shape[1]), weight.shape[1]
+                vectors = _of_width(known, width)
+                wide = F.pad(vectors, (0, width - vectors.shape[1]))
+                weight[:components] = pca(wide, components).T.to(weight.dtype)
     return int(found.sum())
 
 
