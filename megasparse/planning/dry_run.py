@@ -1,8 +1,12 @@
 """One trial step of a configuration on synthetic tokens, in one process."""
 
+import contextlib
+import ctypes
+import resource
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -13,7 +17,6 @@ from megasparse.model.build import build_model
 from megasparse.model.encoder import Encoder
 from megasparse.ops.random import RngContext
 from megasparse.planning.flops import model_flops_per_token
-from megasparse.planning.measure import peak, reset_peak
 from megasparse.planning.passes import dummy_records
 from megasparse.planning.plan import GPUS, Plan
 from megasparse.training.engines import build_engine
@@ -93,3 +96,25 @@ def trial_engine(config: Config, ranks: Ranks) -> tuple[Engine, Batch]:
     engine = build_engine(model, config, lambda step, samples: RngContext(run.seed, step, samples, True), ranks)
     tokens = dummy_records(config.model, micro, config.data.sequence_length, run.seed)
     return engine, Batch(tokens, torch.arange(micro), micro)
+
+
+def reset_peak(device: torch.device) -> int:
+    """Bytes in use now, and the peak's measurement starts here."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    with contextlib.suppress(AttributeError, OSError):  # what is free is the system's again, where libc is GNU's
+        ctypes.CDLL(None).malloc_trim(0)
+    with contextlib.suppress(OSError):  # where the kernel does not allow it, an earlier peak of the process counts too
+        Path("/proc/self/clear_refs").write_text("5")
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def peak(device: torch.device) -> int:
+    """Largest number of bytes in use since the reset."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Of this process alone: getrusage also knows the peak of the one that started it.
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))

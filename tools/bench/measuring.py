@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from megasparse.errors import UserError
-from megasparse.planning.measure import peak, reset_peak
+from megasparse.planning.dry_run import peak, reset_peak
 
 __all__ = ["MeasurementError", "alone", "machine", "peak", "reset_peak", "time_passes"]
 Result = TypeVar("Result")
