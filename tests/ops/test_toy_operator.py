@@ -10,29 +10,30 @@ from megasparse.ops.operator import VARIABLE, Function, Operator
 from tests.helpers.kernels import DEVICE
 
 BLOCK = 16
+calls = []
 
 
 def reference(x):
-    """y = x²."""
+    calls.append("reference")
     return (x.double() * x.double()).to(x.dtype)
 
 
-def blockwise(x):
+def blocks(x):
+    calls.append("blockwise")
     return torch.cat([part.square() for part in x.split(BLOCK)])
 
 
-@triton.jit
-def square(x, y, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + at, at < count, 0.0)
-    tl.store(y + at, value * value, at < count)
+def kernels(x):
+    calls.append("triton")
+    return Square.apply(x)
 
 
 @triton.jit
-def square_gradient(x, gradient, out, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + at, at < count, 0.0) * tl.load(gradient + at, at < count, 0.0)
-    tl.store(out + at, 2.0 * value, at < count)
+def scaled(x, factor, scale, y, count, BLOCK: tl.constexpr):
+    """Compute y = scale·x·factor."""
+    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + slots, slots < count, 0.0) * tl.load(factor + slots, slots < count, 0.0)
+    tl.store(y + slots, scale * value, slots < count)
 
 
 class Square(Function):
@@ -40,54 +41,30 @@ class Square(Function):
     def forward(ctx, x):
         ctx.save_for_backward(x)
         y = torch.empty_like(x)
-        launch(square, (-(-len(x) // BLOCK),), x, y, len(x), BLOCK=BLOCK, num_warps=1)
+        launch(scaled, (-(-len(x) // BLOCK),), x, x, 1.0, y, len(x), BLOCK=BLOCK, num_warps=1)
         return y
 
     @staticmethod
     def backward(ctx, gradient):
         (x,) = ctx.saved_tensors
         out = torch.empty_like(x)
-        launch(square_gradient, (-(-len(x) // BLOCK),), x, gradient.contiguous(), out, len(x), BLOCK=BLOCK, num_warps=1)
+        launch(scaled, (-(-len(x) // BLOCK),), x, gradient.contiguous(), 2.0, out, len(x), BLOCK=BLOCK, num_warps=1)
         return out
 
 
-def by_kernels(x):
-    """Compute the square by kernels."""
-    return Square.apply(x)
-
-
-operator = Operator(blockwise, kernels=f"{__name__}:by_kernels", reference=reference)
-
-
-@pytest.mark.parametrize("forced", ["reference", "blockwise", "triton"])
-def test_an_operator_runs_what_is_forced_without_autocast_on_cast_arguments(forced, monkeypatch):
-    calls = []
-
-    def record(name):
-        def run(x, y, *, dropout=None):
-            calls.append((name, torch.is_autocast_enabled(DEVICE.type), torch.is_grad_enabled(), y.dtype, dropout))
-            return x
-
-        return run
-
-    monkeypatch.setenv(VARIABLE, forced)
-    monkeypatch.setitem(globals(), "recorded_kernel", record("triton"))
-    settings = {"kernels": f"{__name__}:recorded_kernel", "reference": record("reference"), "cast": 1}
-    x, y = torch.zeros(3, device=DEVICE), torch.zeros(3, device=DEVICE, dtype=torch.bfloat16)
-    for differentiable in (True, False):
-        with torch.autocast(DEVICE.type, torch.bfloat16):
-            Operator(record("blockwise"), **settings, differentiable=differentiable)(x, y, dropout=None)
-    assert calls == [(forced, False, grad, torch.float32, None) for grad in (True, False)]
+square = Operator(blocks, reference=reference, kernels=f"{__name__}:kernels", largest_width=None)
 
 
 @pytest.mark.parametrize("forced", ["reference", "blockwise", "triton"])
 def test_three_forms_of_one_operator_agree(forced, monkeypatch):
     monkeypatch.setenv(VARIABLE, forced)
     x = torch.linspace(-3, 3, 37, device=DEVICE, requires_grad=True)  # an odd length: the last block is not full
-    y = operator(x)
+    calls.clear()
+    y = square(x)
+    assert calls == [forced]
     (gradient,) = torch.autograd.grad(y.sum(), x)
     torch.testing.assert_close(y, x.detach() ** 2)
     torch.testing.assert_close(gradient, 2 * x.detach())
     with recorded() as started:
-        operator(x).sum().backward()
+        square(x).sum().backward()
     assert len(started) == (2 if forced == "triton" else 0)
