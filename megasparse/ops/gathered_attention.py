@@ -72,8 +72,8 @@ class _GatheredAttention(Function):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
         outs, flat_lse = out.flatten(0, 2), lse.flatten()
-        for block in _blocks(q, k, v, index, dtype, dropout):
-            score = block.scores(scale)
+        for block in _blocks(q, k, v, index, scale, dropout, dtype):
+            score = block.score
             highest = score.amax(-1, keepdim=True).clamp_min_(torch.finfo(dtype).min)
             weight = score.sub_(highest).exp_()
             total = weight.sum(-1, keepdim=True)
@@ -97,8 +97,8 @@ class _GatheredAttention(Function):
         grad_out = grad_out.flatten(0, 2)
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
         to_q, to_k, to_v = (x.flatten(0, 2) for x in (dq, dk, dv))
-        for block in _blocks(q, k, v, index, dtype, ctx.dropout):
-            weight = block.scores(ctx.scale).sub_(flat_lse[block.rows, None]).exp_()
+        for block in _blocks(q, k, v, index, ctx.scale, ctx.dropout, dtype):
+            weight = block.score.sub_(flat_lse[block.rows, None]).exp_()
             grad = grad_out[block.rows, None].to(dtype)  # (n, 1, D)
             score_grad, dropped = torch.bmm(grad, block.v.transpose(1, 2)).squeeze(1), weight
             if block.factors is not None:
@@ -112,9 +112,9 @@ class _GatheredAttention(Function):
 
 
 class _Block(NamedTuple):
-    """Queries `rows` of all B·H·Lq with what they attend to. q: (n, 1, D). k, v: (n, K, D). empty: (n, K).
-
-    keys: (n·K), which of all B·H·Lk each one is; an empty place stands for some key of its own head.
+    """Queries `rows` of all B·H·Lq with what they attend to. q: (n, 1, D). k, v: (n, K, D). keys: (n·K), numbers among
+    all B·H·Lk; an empty place names some key of its head. score: (n, K), scale·q·k, −∞ at empty places. factors: of the
+    probabilities, by dropout, (n, K), or None.
     """
 
     rows: slice
@@ -122,33 +122,28 @@ class _Block(NamedTuple):
     k: Tensor
     v: Tensor
     keys: Tensor
-    empty: Tensor
+    score: Tensor
     factors: Tensor | None
-
-    def scores(self, scale: float) -> Tensor:
-        """Return scale·q·k, −∞ at empty places: (n, K)."""
-        score = torch.bmm(self.q, self.k.transpose(1, 2)).squeeze(1)
-        return score.mul_(scale).masked_fill_(self.empty, -torch.inf)
 
 
 def _blocks(
-    q: Tensor, k: Tensor, v: Tensor, index: Tensor, dtype: torch.dtype, dropout: PairDropout | None
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float, dropout: PairDropout | None, dtype: torch.dtype
 ) -> Iterator[_Block]:
-    (_, heads, queries, head_dim), keys, slots = q.shape, k.shape[2], index.shape[3]
-    flat_q, flat_k, flat_v, flat_index = (x.flatten(0, 2) for x in (q, k, v, index))
-    # Steps of the index from one sequence, and from one head, to the next
-    by_head = queries if index.shape[1] > 1 else 0
-    by_batch = index.shape[1] * queries if index.shape[0] > 1 else 0
+    (batch, heads, queries, head_dim), keys, slots = q.shape, k.shape[2], index.shape[3]
+    flat_q, flat_k, flat_v = (x.flatten(0, 2) for x in (q, k, v))
+    index = index.expand(batch, heads, -1, -1)
     step = max(1, _GATHERED_ELEMENTS // (slots * head_dim))
     for start in range(0, len(flat_q), step):
         number = torch.arange(start, min(start + step, len(flat_q)), device=q.device)
         row, query = number // queries, number % queries  # row: sequence · H + head
-        key = flat_index[row // heads * by_batch + row % heads * by_head + query].long()  # (n, K)
+        key = index[row // heads, row % heads, query].long()  # (n, K)
         empty = key < 0
         flat = (key.clamp_min_(0) + row[:, None] * keys).flatten()
         rows = slice(start, start + len(number))
+        block_q = flat_q[rows, None].to(dtype)
         block_k, block_v = (x.index_select(0, flat).view(-1, slots, head_dim).to(dtype) for x in (flat_k, flat_v))
         factors = None
         if dropout is not None:
             factors = dropout.factors(dropout.queries.flatten()[rows, None], dropout.keys(keys)[key], dtype)
-        yield _Block(rows, flat_q[rows, None].to(dtype), block_k, block_v, flat, empty, factors)
+        score = torch.bmm(block_q, block_k.transpose(1, 2)).squeeze(1).mul_(scale).masked_fill_(empty, -torch.inf)
+        yield _Block(rows, block_q, block_k, block_v, flat, score, factors)

@@ -170,16 +170,19 @@ class Buckets(NamedTuple):
     tables: int
 
 
-def buckets(q_codes: Tensor, k_codes: Tensor, group: tuple[Tensor, Tensor] | None, code_bits: int) -> Buckets:
-    """Return the codes themselves where 2^τ tables are small enough and all tokens may meet; else (group, code)
-    numbered densely, row by row, so that there are never more buckets than tokens, however many documents there are.
+def _buckets(
+    q_codes: Tensor, k_codes: Tensor, group: tuple[Tensor, Tensor] | None, part: slice, code_bits: int
+) -> Buckets:
+    """Return the codes of some rows themselves where 2^τ tables are small enough and all tokens may meet; else (group,
+    code) numbered densely, row by row, so that there are never more buckets than tokens, however many documents.
     """
+    q_codes, k_codes = (codes.flatten(0, 1)[part] for codes in (q_codes, k_codes))
     length = q_codes.shape[2]
     most = length + k_codes.shape[2]
     if group is None and 1 << code_bits <= most:
         return Buckets(q_codes, k_codes, 1 << code_bits)
     dense = torch.empty(*q_codes.shape[:2], most, dtype=torch.int32, device=q_codes.device)
-    first = None if group is None else torch.cat(group, dim=-1) << code_bits
+    first = None if group is None else torch.cat([number[part] for number in group], dim=-1) << code_bits
     for hash_ in range(q_codes.shape[1]):
         both = torch.cat([q_codes[:, hash_], k_codes[:, hash_]], dim=-1).to(torch.int64)  # (G, Lq + Lk)
         ordered, order = torch.sort(both if first is None else both + first, dim=-1)
@@ -199,7 +202,7 @@ class _HashTableAttention(Function):
         out = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
         total = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
         for part in _parts(q, k, q_codes, spec):
-            meet = _part_buckets(q_codes, k_codes, group, part, spec)
+            meet = _buckets(q_codes, k_codes, group, part, spec.code_bits)
             values = v.flatten(0, 1)[part].to(dtype)
             # One more column, of ones, counts the collisions.
             values = torch.cat([values, torch.ones_like(values[..., :1])], dim=-1)
@@ -220,7 +223,7 @@ class _HashTableAttention(Function):
         dtype, hashes = total.dtype, q_codes.shape[2]
         dq, dk, dv = (torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
         for part in _parts(q, k, q_codes, spec):
-            meet = _part_buckets(q_codes, k_codes, ctx.group, part, spec)
+            meet = _buckets(q_codes, k_codes, ctx.group, part, spec.code_bits)
             rows_q, rows_k, rows_v, g = (x.flatten(0, 1)[part].to(dtype) for x in (q, k, v, grads[0]))
             into_v = _through_tables(meet.queries, meet.keys, meet.tables, g, spec.causal_chunk, reverse=True)
             for piece, count in _chunks(meet, spec.causal_chunk, dtype):
@@ -239,13 +242,6 @@ class _HashTableAttention(Function):
 def _parts(q: Tensor, k: Tensor, codes: Tensor, spec: HashTableAttentionSpec) -> Iterator[slice]:
     size = (q.shape[2] + k.shape[2]) * (q.shape[3] + codes.shape[2]) + (spec.causal_chunk or 0) ** 2
     return row_slices(q.shape[0] * q.shape[1], _ROW_ELEMENTS, size)
-
-
-def _part_buckets(
-    q_codes: Tensor, k_codes: Tensor, group: tuple[Tensor, Tensor] | None, part: slice, spec: HashTableAttentionSpec
-) -> Buckets:
-    part_group = None if group is None else (group[0][part], group[1][part])
-    return buckets(q_codes.flatten(0, 1)[part], k_codes.flatten(0, 1)[part], part_group, spec.code_bits)
 
 
 def _prefers_pairs(spec: HashTableAttentionSpec, collisions: Tensor, meet: Buckets, head_dim: int) -> bool:

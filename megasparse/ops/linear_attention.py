@@ -111,7 +111,7 @@ def causal_linear_attention(
 
 
 class _Scan(Function):
-    """Runs (state, out) = step(state, *pieces) over pieces of the inputs; the backward recomputes piece by piece."""
+    """Scan (state, out) = step(state, *pieces) over pieces of the inputs, each recomputed in the backward."""
 
     @staticmethod
     def forward(ctx: Any, step: Callable[..., tuple[State, Tensor]], tile: int, count: int, *tensors: Tensor) -> Any:
@@ -132,8 +132,8 @@ class _Scan(Function):
         grad_out, grad_total, _ = grads
         inputs, starts = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         grad_inputs = [torch.empty_like(x) if x.is_floating_point() else None for x in inputs]
-        targets = [_split(x, ctx.tile) for x in grad_inputs if x is not None]
-        outputs = _split(grad_out, ctx.tile)
+        targets = [x.split(ctx.tile, dim=2) for x in grad_inputs if x is not None]
+        outputs = grad_out.split(ctx.tile, dim=2)
         for i, pieces in reversed(list(enumerate(_pieces(inputs, ctx.tile)))):
             with torch.enable_grad():
                 leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in pieces]
@@ -146,12 +146,8 @@ class _Scan(Function):
         return None, None, None, *grad_inputs, grad_total, None
 
 
-def _split(x: Tensor, tile: int) -> tuple[Tensor, ...]:
-    return x.split(tile, dim=2)
-
-
 def _pieces(inputs: tuple[Tensor, ...], tile: int) -> list[tuple[Tensor, ...]]:
-    return list(zip(*(_split(x, tile) for x in inputs), strict=True))
+    return list(zip(*(x.split(tile, dim=2) for x in inputs), strict=True))
 
 
 def _column(k: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -203,13 +199,11 @@ def _within(query: Tensor, key: Tensor, values: Tensor, top: Tensor, chunk: int)
     half = 1
     while half < query.shape[2]:
         blocks = [x.unflatten(2, (-1, 2, half)) for x in (query, top, key, values, out)]  # (B, H, n, 2, half, …)
-        (later, tops), (earlier, earlier_values) = (
-            [x[:, :, :, 1] for x in blocks[:2]],
-            [x[:, :, :, 0] for x in blocks[2:4]],
-        )
+        later, tops, target = (blocks[n][:, :, :, 1] for n in (0, 1, 4))
+        earlier, earlier_values = (blocks[n][:, :, :, 0] for n in (2, 3))
         level = earlier.detach().amax(-2, keepdim=True).clamp_min(torch.finfo(key.dtype).min)
         left, right = torch.exp(later + level - tops), torch.exp(earlier - level).transpose(-1, -2)
-        blocks[4][:, :, :, 1] += (left @ right) @ earlier_values if half < chunk else left @ (right @ earlier_values)
+        target += (left @ right) @ earlier_values if half < chunk else left @ (right @ earlier_values)
         half *= 2
     return out
 
@@ -226,8 +220,7 @@ def _query_exponents(q: Tensor, projection: Tensor, scale: float) -> Tensor:
 
 
 def _key_exponents(k: Tensor, real: Tensor, projection: Tensor, scale: float) -> Tensor:
-    wide = at_least_fp32(k)
-    return exponents(wide * scale**0.5, projection).masked_fill(~real, -torch.inf)  # (B, H, L, F)
+    return exponents(at_least_fp32(k) * scale**0.5, projection).masked_fill(~real, -torch.inf)  # (B, H, L, F)
 
 
 def _with_one(v: Tensor, dtype: torch.dtype) -> Tensor:
