@@ -59,17 +59,11 @@ class LSHAttentionConfig(MechanismSection):
 
     def check(self, key: str, model: "ModelConfig") -> None:
         if self.chunk > model.max_length:
-            raise ConfigError(
-                f"{key}.chunk",
-                f"{self.chunk} is longer than model.max_length = {model.max_length}",
-                f"Set it to {model.max_length} or less",
-            )
+            problem = f"{self.chunk} is longer than model.max_length = {model.max_length}"
+            raise ConfigError(f"{key}.chunk", problem, f"Set it to {model.max_length} or less")
         if self.window == "band" and not self.same_bucket:
-            raise ConfigError(
-                f"{key}.same_bucket",
-                'false with window = "band" is not causal: later tokens move the borders of what is seen',
-                'Set same_bucket to true, or window to "chunk"',
-            )
+            problem = 'false with window = "band" is not causal: later tokens move the borders of what is seen'
+            raise ConfigError(f"{key}.same_bucket", problem, 'Set same_bucket to true, or window to "chunk"')
         if self.window == "chunk" and not self.shared_qk:
             raise ConfigError(
                 f"{key}.window",
@@ -86,11 +80,8 @@ class LSHAttentionConfig(MechanismSection):
             raise ConfigError(key, f"{factors} has {len(factors)} factors", "Give a number, or two factors")
         odd = [factor for factor in factors if factor % 2]
         if odd:
-            raise ConfigError(
-                key,
-                f"{odd[0]} is odd, but a rotation R gives the buckets [xR; -xR], an even number",
-                f"Write {odd[0] + 1} instead",
-            )
+            problem = f"{odd[0]} is odd, but a rotation R gives the buckets [xR; -xR], an even number"
+            raise ConfigError(key, problem, f"Write {odd[0] + 1} instead")
         try:
             lsh_buckets(self, max_length)
         except ValueError as error:

@@ -225,11 +225,8 @@ class SmartBirdAttention(Attention):
         """The sketch's own loss. Where ranks share sequences, each has the whole loss, from the projections of all."""
         wanted = "answer" if targets.answer else "token" if targets.values.dim() == 2 else "pooled"
         if wanted != self.config.objective:
-            raise ConfigError(
-                "model.attention.smart_bird.objective",
-                f'"{self.config.objective}" does not fit this task, which asks for {ASKED[wanted]}',
-                f'Set it to "{wanted}"',
-            )
+            problem = f'"{self.config.objective}" does not fit this task, which asks for {ASKED[wanted]}'
+            raise ConfigError("model.attention.smart_bird.objective", problem, f'Set it to "{wanted}"')
         q, k, v = (self._whole(project(x), part) for project in (self.query, self.key, self.value))
         h, _ = _sketch(q, k, v, inputs)
         if self.layer is not None:

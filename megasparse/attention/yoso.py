@@ -88,11 +88,8 @@ class YOSOAttentionConfig(MechanismSection):
             problem = f"{self.code_bits} bits do not fit a 32-bit code"
             raise ConfigError(f"{key}.code_bits", problem, "Set it to 30 or less, or to null")
         if self.convolution is not None and self.convolution % 2 == 0:
-            raise ConfigError(
-                f"{key}.convolution",
-                f"{self.convolution} is even, so the kernel has no middle",
-                f"Write {self.convolution + 1} instead",
-            )
+            problem = f"{self.convolution} is even, so the kernel has no middle"
+            raise ConfigError(f"{key}.convolution", problem, f"Write {self.convolution + 1} instead")
 
 
 @mechanism("yoso", YOSOAttentionConfig)

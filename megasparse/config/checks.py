@@ -88,17 +88,12 @@ def _check_start(config: FinetuneConfig) -> None:
 def _check_tokenizer(config: Config) -> None:
     name = config.data.tokenizer
     if name not in BYTE_TOKENS and not name.endswith(TOKENIZER_FILES):
-        raise ConfigError(
-            "data.tokenizer",
-            f"{show(name)} is none",
-            'Write "bytes", "pixels", or the path of a tokenizer: FILE.model, FILE.json or FILE.txt',
-        )
+        problem = f"{show(name)} is none"
+        hint = 'Write "bytes", "pixels", or the path of a tokenizer: FILE.model, FILE.json or FILE.txt'
+        raise ConfigError("data.tokenizer", problem, hint)
     if name in BYTE_TOKENS and config.model.vocabulary < 256:
-        raise ConfigError(
-            "model.vocabulary",
-            f"{config.model.vocabulary} is too small for {name}",
-            "Set it to 256, the number of their values",
-        )
+        problem = f"{config.model.vocabulary} is too small for {name}"
+        raise ConfigError("model.vocabulary", problem, "Set it to 256, the number of their values")
     padding = config.model.padding_token
     if name in BYTE_TOKENS and padding is not None and padding < 256:
         raise ConfigError("model.padding_token", f"{padding} is a token of {name} itself", "Set it to 256 or more")
@@ -112,27 +107,18 @@ def _check_lengths(config: Config) -> None:
     model, data = config.model, config.data
     before = model.source.length if model.source else 0
     if data.sequence_length <= before:
-        raise ConfigError(
-            "data.sequence_length",
-            f"{data.sequence_length} leaves no target behind the {before} tokens of model.source.length",
-            f"Set it to {before} and the target's length",
-        )
+        problem = f"{data.sequence_length} leaves no target behind the {before} tokens of model.source.length"
+        raise ConfigError("data.sequence_length", problem, f"Set it to {before} and the target's length")
     for key, length in (
         ("data.sequence_length", data.sequence_length - before),
         ("evaluation.sample_tokens", config.evaluation.sample_tokens),
     ):
         if length > model.max_length:
-            raise ConfigError(
-                key,
-                f"{length} is longer than model.max_length = {model.max_length}",
-                f"Set {key} to {model.max_length} or less, or raise model.max_length",
-            )
+            problem = f"{length} is longer than model.max_length = {model.max_length}"
+            raise ConfigError(key, problem, f"Set {key} to {model.max_length} or less, or raise model.max_length")
     if model.score_from >= data.sequence_length:
-        raise ConfigError(
-            "model.score_from",
-            f"{model.score_from} leaves nothing of data.sequence_length = {data.sequence_length} to score",
-            f"Set it below {data.sequence_length}; 0 scores every token",
-        )
+        problem = f"{model.score_from} leaves nothing of data.sequence_length = {data.sequence_length} to score"
+        raise ConfigError("model.score_from", problem, f"Set it below {data.sequence_length}; 0 scores every token")
 
 
 def _check_masking(config: Config) -> None:
@@ -141,22 +127,17 @@ def _check_masking(config: Config) -> None:
         raise ConfigError("evaluation.sample_tokens", "a sample needs a source, and evaluation has none", "Set it to 0")
     if model.kind != "encoder":
         if masking != MaskingConfig():
-            raise ConfigError(
-                "model.masking",
-                f'{masking.model_dump()} is given, but kind "{model.kind}" masks no tokens',
-                'Remove it, or set model.kind to "encoder"',
-            )
+            problem = f'{masking.model_dump()} is given, but kind "{model.kind}" masks no tokens'
+            raise ConfigError("model.masking", problem, 'Remove it, or set model.kind to "encoder"')
         return
     if config.data.tokenizer in BYTE_TOKENS and masking.token < 256:
         raise ConfigError(
             "model.masking.token", f"{masking.token} is a byte, which the text itself may have", "Set it to 256"
         )
     if masking.token >= model.vocabulary:
-        raise ConfigError(
-            "model.vocabulary",
-            f"{model.vocabulary} leaves no id for an encoder's mask token, model.masking.token = {masking.token}",
-            f"Set model.vocabulary to {masking.token + 1}, or to the next multiple of 8",
-        )
+        problem = f"{model.vocabulary} leaves no id for an encoder's mask token, model.masking.token = {masking.token}"
+        hint = f"Set model.vocabulary to {masking.token + 1}, or to the next multiple of 8"
+        raise ConfigError("model.vocabulary", problem, hint)
     for key, value in (
         ("model.score_from", model.score_from),
         ("evaluation.sample_tokens", config.evaluation.sample_tokens),
@@ -168,11 +149,9 @@ def _check_masking(config: Config) -> None:
 def _check_batches(config: RunSettings) -> None:
     training = config.training
     if training.global_batch % training.micro_batch:
-        raise ConfigError(
-            "training.global_batch",
-            f"{training.global_batch} is no multiple of training.micro_batch = {training.micro_batch}",
-            "Make it a multiple of training.micro_batch times the number of ranks",
-        )
+        problem = f"{training.global_batch} is no multiple of training.micro_batch = {training.micro_batch}"
+        hint = "Make it a multiple of training.micro_batch times the number of ranks"
+        raise ConfigError("training.global_batch", problem, hint)
 
 
 def _check_profile(config: RunSettings) -> None:

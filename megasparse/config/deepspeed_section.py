@@ -137,11 +137,9 @@ def _check_stage(zero: dict[str, Any]) -> None:
         if device == "nvme":
             raise ConfigError(f"deepspeed.zero_optimization.{key}.device", '"nvme" is not supported', NO_DISKS)
         if device == "cpu" and stage < least:
-            raise ConfigError(
-                f"deepspeed.zero_optimization.{key}.device",
-                f"{show(device)} needs stage {least} or more, but stage = {stage}",
-                f"Set deepspeed.zero_optimization.stage to {least}{' or more' if least < 3 else ''}, or remove {key}",
-            )
+            problem = f"{show(device)} needs stage {least} or more, but stage = {stage}"
+            hint = f"Set deepspeed.zero_optimization.stage to {least}{' or more' if least < 3 else ''}, or remove {key}"
+            raise ConfigError(f"deepspeed.zero_optimization.{key}.device", problem, hint)
 
 
 def _check_supported(zero: dict[str, Any]) -> None:

@@ -64,11 +64,8 @@ def _check_model(model: ModelConfig) -> None:
     if model.head_dim is None and model.d_model % model.heads:
         around = range(max(1, model.heads - 1000), model.heads + 1000)
         near = min((n for n in around if model.d_model % n == 0), key=lambda n: abs(n - model.heads), default=1)
-        raise ConfigError(
-            "model.heads",
-            f"{model.heads} heads do not divide model.d_model = {model.d_model}",
-            f"Set model.heads to a divisor (such as {near}), or model.head_dim",
-        )
+        problem = f"{model.heads} heads do not divide model.d_model = {model.d_model}"
+        raise ConfigError("model.heads", problem, f"Set model.heads to a divisor (such as {near}), or model.head_dim")
     _check_style(model)
     needed = {"reversible": "reversible", "checkpoint": "ordinary", "checkpoint_cpu": "ordinary"}
     blocks = needed.get(model.activations, model.blocks)
@@ -84,11 +81,9 @@ def _check_model(model: ModelConfig) -> None:
         problem = f'given, but model.blocks = "{model.blocks}" adds it once anyway'
         raise ConfigError("model.embedding_once", problem, 'Leave it out, or set model.blocks to "reversible"')
     if len(model.attention.pattern) > model.layers:
-        raise ConfigError(
-            "model.attention.pattern",
-            f"{len(model.attention.pattern)} layers are listed, but model.layers = {model.layers}",
-            f"Shorten the pattern to {model.layers} or fewer, or raise model.layers",
-        )
+        problem = f"{len(model.attention.pattern)} layers are listed, but model.layers = {model.layers}"
+        hint = f"Shorten the pattern to {model.layers} or fewer, or raise model.layers"
+        raise ConfigError("model.attention.pattern", problem, hint)
     check_heads(model)
     _check_key_heads(model)
     check_head_groups(model)
@@ -98,11 +93,9 @@ def _check_style(model: ModelConfig) -> None:
     if model.style == "bert":
         for key, value, wanted in (("kind", model.kind, "encoder"), ("blocks", model.blocks, "ordinary")):
             if value != wanted:
-                raise ConfigError(
-                    "model.style",
-                    f'"bert" needs model.{key} = "{wanted}", but it is "{value}"',
-                    f'Set model.{key} to "{wanted}", or model.style to "reformer"',
-                )
+                problem = f'"bert" needs model.{key} = "{wanted}", but it is "{value}"'
+                hint = f'Set model.{key} to "{wanted}", or model.style to "reformer"'
+                raise ConfigError("model.style", problem, hint)
     elif model.token_types and model.sentence_order is None:
         raise ConfigError(
             "model.token_types",
@@ -121,11 +114,8 @@ def _check_key_heads(model: ModelConfig) -> None:
     for number in range(len(model.attention.pattern)):
         for kind, heads in heads_of_layer(model, number).items():
             if heads % group:
-                raise ConfigError(
-                    f"model.attention.pattern[{number}]",
-                    f"{heads} heads of {kind} are no whole groups of {group}, which share keys by model.key_heads",
-                    f"Make it a multiple of {group}",
-                )
+                problem = f"{heads} heads of {kind} are no whole groups of {group}, which share keys by model.key_heads"
+                raise ConfigError(f"model.attention.pattern[{number}]", problem, f"Make it a multiple of {group}")
 
 
 def _check_tokens(model: ModelConfig) -> None:
@@ -149,11 +139,9 @@ def _check_tokens(model: ModelConfig) -> None:
         raise ConfigError("model.start_token", problem, "Set it to null")
     cutoffs = model.adaptive_cutoffs
     if cutoffs != sorted(set(cutoffs)) or (cutoffs and cutoffs[-1] >= model.vocabulary):
-        raise ConfigError(
-            "model.adaptive_cutoffs",
-            f"{cutoffs} does not ascend below model.vocabulary = {model.vocabulary}",
-            "Give where each cluster begins, such as [20000, 40000, 200000]",
-        )
+        problem = f"{cutoffs} does not ascend below model.vocabulary = {model.vocabulary}"
+        hint = "Give where each cluster begins, such as [20000, 40000, 200000]"
+        raise ConfigError("model.adaptive_cutoffs", problem, hint)
     for key, given in (
         ("model.label_smoothing", model.label_smoothing > 0),
         ("model.output_bias", model.output_bias),
@@ -200,11 +188,9 @@ def _check_sentence_order(model: ModelConfig) -> None:
 def _check_source(model: ModelConfig) -> None:
     if (model.kind == "encoder_decoder") != (model.source is not None):
         given = "null" if model.source is None else "given"
-        raise ConfigError(
-            "model.source",
-            f'{given}, but model.kind = "{model.kind}"',
-            'Give it with "encoder_decoder", such as {"length": 512}, and only with that',
-        )
+        problem = f'{given}, but model.kind = "{model.kind}"'
+        hint = 'Give it with "encoder_decoder", such as {"length": 512}, and only with that'
+        raise ConfigError("model.source", problem, hint)
     if model.source is not None:
         for key, value in (("score_from", model.score_from), ("document_separator", model.document_separator)):
             if value:
@@ -215,17 +201,11 @@ def _check_source(model: ModelConfig) -> None:
 def _check_positions(positions: PositionsConfig, model: ModelConfig) -> None:
     head_dim = model.head_dim or model.d_model // model.heads
     if positions.kind == "rotary" and head_dim % 2:
-        raise ConfigError(
-            "model.positions.kind",
-            f'"rotary" turns pairs of coordinates, but a head has {head_dim}',
-            "Set model.head_dim to an even number",
-        )
+        problem = f'"rotary" turns pairs of coordinates, but a head has {head_dim}'
+        raise ConfigError("model.positions.kind", problem, "Set model.head_dim to an even number")
     if positions.offset and positions.kind != "learned":
-        raise ConfigError(
-            "model.positions.offset",
-            f'{positions.offset} is given, but model.positions.kind = "{positions.kind}" has no table',
-            'Set it to 0, or model.positions.kind to "learned"',
-        )
+        problem = f'{positions.offset} is given, but model.positions.kind = "{positions.kind}" has no table'
+        raise ConfigError("model.positions.offset", problem, 'Set it to 0, or model.positions.kind to "learned"')
     shape, dims = positions.axial_shape, positions.axial_dims
     axial = positions.kind == "axial"
     for key, value in (("axial_shape", shape), ("axial_dims", dims)):
@@ -241,23 +221,15 @@ def _check_positions(positions: PositionsConfig, model: ModelConfig) -> None:
         return
     assert shape and dims
     if len(shape) != len(dims):
-        raise ConfigError(
-            "model.positions.axial_dims",
-            f"{dims} has {len(dims)} axes, axial_shape = {shape} has {len(shape)}",
-            "Give as many widths as axes",
-        )
+        problem = f"{dims} has {len(dims)} axes, axial_shape = {shape} has {len(shape)}"
+        raise ConfigError("model.positions.axial_dims", problem, "Give as many widths as axes")
     if math.prod(shape) < model.max_length:
-        raise ConfigError(
-            "model.positions.axial_shape",
-            f"{shape} holds {math.prod(shape)} positions, but model.max_length = {model.max_length}",
-            "Make the product of axial_shape at least model.max_length, or lower model.max_length",
-        )
+        problem = f"{shape} holds {math.prod(shape)} positions, but model.max_length = {model.max_length}"
+        hint = "Make the product of axial_shape at least model.max_length, or lower model.max_length"
+        raise ConfigError("model.positions.axial_shape", problem, hint)
     if sum(dims) != model.d_model:
-        raise ConfigError(
-            "model.positions.axial_dims",
-            f"{dims} sums to {sum(dims)}, but model.d_model = {model.d_model}",
-            f"Make the widths sum to {model.d_model}",
-        )
+        problem = f"{dims} sums to {sum(dims)}, but model.d_model = {model.d_model}"
+        raise ConfigError("model.positions.axial_dims", problem, f"Make the widths sum to {model.d_model}")
 
 
 SCALED_BY = {
