@@ -1,7 +1,5 @@
 """Adapters of a frozen body: which weights learn, that they begin as nothing, and what a checkpoint holds of them."""
 
-import sys
-
 import pytest
 import torch
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
@@ -9,7 +7,7 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.finetuning import HeadConfig
 from megasparse.config.schema import LoRAConfig, ModelConfig
-from megasparse.errors import CheckpointError, ConfigError, UserError
+from megasparse.errors import CheckpointError, ConfigError
 from megasparse.hub.replace import replace_attention
 from megasparse.model.build import initialise
 from megasparse.ops.random import RngContext
@@ -104,20 +102,6 @@ def test_only_adapters_head_and_what_is_new_learn(name):
     assert {each for each, weight in model.named_parameters() if weight.grad is not None} == names
 
 
-def test_adapters_are_a_pure_function_of_seed_and_name():
-    body, generator = ours(), torch.get_rng_state()
-    add_adapters(body, LoRAConfig(targets=["query"]), 3)
-    assert torch.equal(torch.get_rng_state(), generator)
-    few = TaskModel(body, 3, HeadConfig(dropout=0.0), False, 0)
-    many = whole(ours(), LoRAConfig(targets=["key", "query", "value", "output"]))
-    other = whole(ours(), LoRAConfig(targets=["query"]), seed=4)
-    values, all_values, others = (dict(model.named_parameters()) for model in (few, many, other))
-    name = "body.stack.blocks.1.attention.attention.query.lora_A.default.weight"
-    assert torch.equal(values[name], all_values[name]) and not torch.equal(values[name], others[name])
-    assert not torch.equal(values[name], values[name.replace("blocks.1", "blocks.0")])
-    assert 0.9 / 32**0.5 < values[name].abs().max() <= 1 / 32**0.5
-
-
 def test_the_output_is_that_of_the_definition():
     """W·x + α/r·B·A·x, by hand."""
     body = bert()
@@ -144,12 +128,6 @@ def test_wrong_targets_are_refused():
         add_adapters(bert(), LoRAConfig(targets=["output"]), 0)
     with pytest.raises(ConfigError, match=r"lora\.dropout.*Set it to 0"):
         add_adapters(ours(), LoRAConfig(dropout=0.1), 0)
-
-
-def test_peft_is_asked_for(monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match=r'pip install "megasparse\[tasks\]"'):
-        add_adapters(ours(), LoRAConfig(), 0)
 
 
 def test_a_run_is_restored_from_its_adapters_and_the_pretrained_weights(tmp_path):

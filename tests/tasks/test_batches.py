@@ -58,11 +58,6 @@ def test_every_example_comes_once_an_epoch_and_epochs_differ():
     assert len(set(map(tuple, epochs))) == GLOBAL
 
 
-def test_samples_are_numbered_through():
-    drawn = [sample for step in steps(batches(), 5) for sample, _ in step]
-    assert drawn == list(range(5 * GLOBAL))
-
-
 def test_the_order_is_a_function_of_the_seed_and_the_number():
     drawn = steps(batches(seed=3), 6)
     assert drawn == steps(batches(seed=3), 6) == steps(batches(seed=3, micro=4), 6)
@@ -137,34 +132,12 @@ def test_padding():
         assert not read.tokens[row, length:].any() and not read.types[row, length:].any()
 
 
-def test_no_batch_is_longer_than_the_model_reads():
-    (read,) = collate([example(0, 3), example(1, 18)], 18).sequences
-    assert read.tokens.shape == (2, 18)
-    assert collate([example(0, 16)], 18).sequences[0].mask is None
-
-
-def test_an_example_without_tokens_reads_the_id_0():
-    none = np.zeros(0, dtype=np.int64)
-    empty = Encoded((Segments(none, none),), 1, SourceLocation(Path("made.tsv"), 1), "0")
-    (read,) = collate([empty, example(1, 4)], 64).sequences
-    assert read.lengths.tolist() == [1, 4] and read.tokens[0].tolist() == [0] * 8
-    (read,) = collate([empty], 64).sequences
-    assert read.lengths.tolist() == [1] and not read.tokens.any()
-
-
 def test_labels():
     classes = collate([example(0, 3, 2), example(1, 3, 0)], 64).labels
     assert classes is not None and classes.dtype == torch.int64 and classes.tolist() == [2, 0]
     numbers = collate([example(0, 3, 2.5), example(1, 3, 1)], 64).labels
     assert numbers is not None and numbers.dtype == torch.float32 and numbers.tolist() == [2.5, 1.0]
     assert collate([example(0, 3, 2), example(1, 3, None)], 64).labels is None
-
-
-def test_towers_are_padded_each_for_itself():
-    inputs = collate([example(0, 3, second=12), example(1, 9, second=2)], 64)
-    assert [read.tokens.shape for read in inputs.sequences] == [(2, 16), (2, 16)]
-    assert [read.lengths.tolist() for read in inputs.sequences] == [[3, 9], [12, 2]]
-    assert inputs.numel() == 26
 
 
 def test_the_fingerprint_knows_tokens_labels_and_their_order():

@@ -1,7 +1,6 @@
 """Examples to token ids: against transformers' own tokenizer, cut, empty, counted and refused."""
 
 import itertools
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.batches import Encoded, Encoder, Segments, cut
 from megasparse.tasks.task import Example, SourceLocation, Task
-from tests.helpers.finetuning import WORDS, bert_tokenizer, write_tokenizer
+from tests.helpers.finetuning import bert_tokenizer, write_tokenizer
 from tests.helpers.tokenizers import byte_level, written
 
 TEXTS = ["The attention of a model", "Unable!", "we go to it [MASK] [SEP]", "it's" + " the models" * 12]
@@ -34,10 +33,6 @@ class Made(Task):
 
 class Towers(Made):
     towers = True
-
-
-class Numbers(Made):
-    classes = None
 
 
 def encoder(tokenizer: str | None, kind: type[Task] = Made, vocabulary: int = 1000, separators: int = 1,
@@ -77,12 +72,6 @@ def test_texts_and_pairs_are_what_transformers_makes_of_them(folder, limit):
         assert found.tokens.dtype == found.types.dtype == np.int64
 
 
-def test_a_text_names_no_special_token(folder):
-    ours = encoder(str(folder / "tokenizer.json"))
-    found = only(ours.encode(examples((TEXTS[2],)))).tokens.tolist()
-    assert (found[0], found[-1]) == (2, 3) and not {0, 2, 3, 4} & set(found[1:-1])
-
-
 def test_cutting_is_transformers_for_all_lengths(folder):
     theirs = AutoTokenizer.from_pretrained(folder)
     for first, second, room in itertools.product(range(1, 9), range(1, 9), range(2, 18)):
@@ -114,32 +103,12 @@ def test_bytes_with_room_for_special_tokens():
     assert found.types.tolist() == [0, 0, 0, 0, 1, 1]
 
 
-def test_bytes_without_room_have_a_line_end_between_them():
-    found = only(encoder("bytes", vocabulary=257).encode(examples(("ab", "c"))))
-    assert found.tokens.tolist() == [97, 98, 10, 99] and found.types.tolist() == [0, 0, 0, 1]
-    assert only(encoder("bytes", vocabulary=256).encode(examples(("ab",)))).tokens.tolist() == [97, 98]
-
-
 def test_ids_stand_alone():
     ids = np.array([3, 1, 4, 1], dtype=np.int64)
     assert only(encoder(None).encode(examples((ids,)))).tokens.tolist() == [3, 1, 4, 1]
     (found,) = encoder(None, Towers).encode(examples((ids, ids[:2])))
     assert [each.tokens.tolist() for each in found.sequences] == [[3, 1, 4, 1], [3, 1]]
     assert all(not each.types.any() for each in found.sequences)
-
-
-def test_towers_are_framed_and_cut_each_for_itself(folder):
-    ours = encoder(str(folder / "tokenizer.json"), Towers, max_length=6)
-    (found,) = ours.encode(examples(("a a a a a a a a", "of")))
-    assert [len(each.tokens) for each in found.sequences] == [6, 3] and ours.counts.cut == 1
-    for each in found.sequences:
-        assert (each.tokens[0], each.tokens[-1]) == (2, 3) and not each.types.any()
-
-
-def test_what_an_example_keeps():
-    given = examples(("a",), ("b",))
-    found = list(encoder("bytes").encode(given))
-    assert [(each.label, each.location, each.name) for each in found] == [(e.label, e.location, e.name) for e in given]
 
 
 @pytest.mark.parametrize("kind", [Made, Towers])
@@ -174,26 +143,9 @@ def test_what_is_cut_is_counted_and_printed():
     assert "made.tsv:6" in said[1] and "task.max_length" in said[1] and len(said) == 2
 
 
-def test_counts_are_of_one_split():
-    ours = encoder("bytes", Numbers, vocabulary=264, max_length=6)
-    list(ours.encode(examples(("abcdefgh",), ("b",))))
-    assert ours.counts.cut == 1 and ours.counts.labels == {}
-    list(ours.encode(examples(("b",))))
-    assert (ours.counts.examples, ours.counts.cut, ours.counts.first_cut) == (1, 0, None)
-
-
 def test_a_limit_without_room_for_any_text_is_refused():
     for limit in (1, 3, 4):
         with pytest.raises(
             ConfigError, match=rf"^task\.max_length: {limit} leaves no room for a text beside 3 special"
         ):
             list(encoder("bytes", vocabulary=264, max_length=limit).encode(examples(("ab", "cd"))))
-
-
-def test_random_texts_keep_their_order_and_number(folder):
-    drawn = random.Random(0)
-    texts = [(" ".join(drawn.choices(WORDS, k=drawn.randint(1, 30))),) for _ in range(50)]
-    ours = encoder(str(folder / "tokenizer.json"))
-    found = list(ours.encode(examples(*texts)))
-    assert [each.name for each in found] == [str(i) for i in range(50)]
-    assert ours.counts.labels == {"no": 25, "yes": 25}

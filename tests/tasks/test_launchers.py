@@ -118,21 +118,6 @@ def test_several_seeds_give_a_mean_with_students_interval(folder, capsys):
     assert "Student's t over 3 runs" in printed and "3 runs, seeds 0, 1, 2" in printed
 
 
-def test_draws_of_the_hashes_are_averaged_and_never_chosen(folder, capsys):
-    common = ["--task", "table", "--checkpoint", folder / "run_0", "--source", folder / "test.csv"]
-    typed(evaluate, *common, "--json", folder / "out" / "draws.json", "--hash-seeds", 3, "--batch", 7)
-    result = json.loads((folder / "out" / "draws.json").read_text())
-    (only,) = result["runs"]
-    assert only["draw_seeds"] == [0, 1, 2]
-    for name, values in only["draws"].items():
-        assert result["metrics"][name]["value"] == pytest.approx(sum(values) / 3)
-        assert only["deviation_over_draws"][name] == pytest.approx(statistics.stdev(values))
-    assert "standard deviation over 3 draws" in capsys.readouterr().out
-    for seed, value in zip(only["draw_seeds"], only["draws"]["accuracy"], strict=True):
-        typed(evaluate, *common, "--json", folder / "out" / "one.json", "--set", f"run.seed={seed}")
-        assert json.loads((folder / "out" / "one.json").read_text())["metrics"]["accuracy"]["value"] == value
-
-
 def test_a_metric_is_the_mean_over_draws_and_so_is_what_its_interval_is_of(folder, monkeypatch):
     def prediction(found, examples, seed=None):
         """The first draw is right everywhere, the second nowhere, the third in a half."""
@@ -238,13 +223,6 @@ def test_options_that_do_not_go_together_are_refused(folder, capsys, tmp_path):
     other = ["--checkpoint", tmp_path / "pretrained"]
     assert "megasparse evaluate --data" in refused(capsys, evaluate, *tasks[2:], *other)
     assert "megasparse evaluate --data" in refused(capsys, predict, *other, "--text", "the mask")
-
-
-def test_runs_of_other_classes_are_not_averaged(folder, capsys, tmp_path):
-    rows = [["the mask", "fine"], ["we go", "awful"]] * 8
-    launch(tmp_path / "other", table(tmp_path / "other.csv", rows), model=ENCODER)
-    common = ["--task", "table", "--source", folder / "test.csv", "--checkpoint", folder / "run_0", tmp_path / "other"]
-    assert f"{tmp_path / 'other'} was trained on other classes" in refused(capsys, evaluate, *common)
 
 
 def test_numbers_are_predicted_and_evaluated_as_such(tmp_path, capsys):

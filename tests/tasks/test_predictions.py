@@ -1,7 +1,6 @@
 """What is written of a model's answers, and of what is refused nothing at all."""
 
 import csv
-import importlib
 import json
 import math
 from pathlib import Path
@@ -9,14 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError, DataError, UserError
 from megasparse.evaluation.outputs import require_writable, whole_file
-from megasparse.tasks import TASK_MODULES, build_task
 from megasparse.tasks.batches import Encoded, Segments
-from megasparse.tasks.evaluate import FORMS, Prediction, predictions, write_predictions
+from megasparse.tasks.evaluate import Prediction, predictions, write_predictions
 from megasparse.tasks.form import Form
-from megasparse.tasks.task import SourceLocation, Task
+from megasparse.tasks.task import SourceLocation
 from tests.helpers.finetuning import ENCODER, configured, form_for
 
 CLASSES = ["bad", "so, so", "good"]
@@ -92,27 +89,6 @@ def test_forms_by_suffix(tmp_path):
     assert json.loads((tmp_path / "numbers.json").read_text()) == {"7": 0.1}
 
 
-def test_a_row_of_another_form_has_its_label_and_prediction():
-    """Lists, in their order, on the examples' own numbers of values."""
-    rows = predictions(LISTS, [encoded("a", [3.0]), encoded("b", None, 4)], [predicted(1.0, 2.0), predicted(0.5)])
-    assert rows == [
-        {"name": "a", "file": "new.csv", "line": None, "label": [3.0], "predicted": [1.0, 2.0]},
-        {"name": "b", "file": "new.csv", "line": 4, "label": None, "predicted": [0.5]},
-    ]
-
-
-def test_lists_in_every_form(tmp_path):
-    rows = predictions(LISTS, [encoded("a", None), encoded("b", None)], [predicted(1.0, 2.0), predicted(0.5)])
-    for suffix in FORMS:
-        write_predictions(tmp_path / f"out{suffix}", rows, LISTS)
-    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == rows
-    assert json.loads((tmp_path / "out.json").read_text()) == {"a": [1.0, 2.0], "b": [0.5]}
-    with open(tmp_path / "out.csv", newline="") as stream:
-        header, *lines = csv.reader(stream)
-    assert header == ["name", "predicted"] and [json.loads(line[1]) for line in lines] == [[1.0, 2.0], [0.5]]
-    assert (tmp_path / "out.tsv").read_text() == "index\tprediction\na\t[1.0, 2.0]\nb\t[0.5]\n"
-
-
 def test_a_text_takes_one_line_and_keeps_its_characters(tmp_path):
     """Line i is example i's, whatever is predicted: as sacreBLEU and MIND's files have it."""
     texts = ["ein Haus,\n\tein “Baum”\r\n", "", "a\u2028b\x85c\x0bd"]
@@ -123,15 +99,6 @@ def test_a_text_takes_one_line_and_keeps_its_characters(tmp_path):
     assert (tmp_path / "out.txt").read_text(encoding="utf-8").split("\n") == ["ein Haus, ein “Baum”", "", "a b c d", ""]
     write_predictions(tmp_path / "out.json", rows, LISTS)
     assert json.loads((tmp_path / "out.json").read_text()) == dict(zip("012", texts, strict=True))
-
-
-def test_a_form_has_its_own_line(tmp_path):
-    class Ranks(Lists):
-        def line(self, row):
-            return f"{row['name']} {row['predicted']}"
-
-    write_predictions(tmp_path / "out.txt", predictions_of_numbers(), Ranks(None, None))
-    assert (tmp_path / "out.txt").read_text() == "7 0.1\n"
 
 
 def test_a_name_that_comes_twice_is_refused_where_one_would_be_lost(tmp_path):
@@ -172,23 +139,3 @@ def test_outputs_are_refused_before_the_work(tmp_path):
         out.write(b"half")
         raise OSError(28, "No space left on device")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def of_texts():
-    """Names of the tasks whose examples are one text, or two."""
-    for name, module in TASK_MODULES.items():
-        kinds = vars(importlib.import_module(f"megasparse.tasks.readers.{module}")).values()
-        tasks = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Task)]
-        if any(kind.form in ("labels", "texts") for kind in tasks if getattr(kind, "name", None) == name):
-            yield name
-
-
-@pytest.mark.parametrize("name", of_texts())
-def test_predicting_on_texts_prints_how_many(name):
-    task = build_task(TaskConfig(name=name, labels=CLASSES if name == "table" else None))
-    pairs = {"mnli", "mrpc", "qnli", "qqp", "rte", "stsb", "sts_benchmark", "rte_challenge", "aan"}
-    assert task.segments == (2 if name in pairs else 1)
-
-
-def test_a_table_of_pairs_has_two_texts():
-    assert build_task(TaskConfig(name="table", text=["question", "answer"], labels=CLASSES)).segments == 2

@@ -2,13 +2,11 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.tasks.evaluate import answers, predicted, read
-from megasparse.tasks.readers.reviews_and_news import SentencePolarity
 from megasparse.tasks.run import restore_task
 from tests.helpers.finetuning import ENCODER, bert, launch, reviews
 from tests.helpers.hub import checkpoint, encoder
@@ -49,17 +47,6 @@ def test_a_model_of_ours_predicts_what_it_did_in_training(trained):
     assert (attention["pattern"], attention["lsh"]["chunk"]) == (["lsh"], 8)
     assert attention["evaluation_rounds"] == {"lsh": attention["lsh"]["rounds"]}
     assert "yoso" not in attention
-
-
-def test_draws_depend_on_the_seed_that_is_given(trained):
-    tables = []
-    for seed, override in ((None, []), (0, []), (1, []), (None, ["run.seed=1"])):
-        found = restore_task(trained / "run", override)
-        examples = read(found, list(found.task.read(trained / "validation.csv")), "new", lambda line: None)
-        tables.append(np.stack([each.values for each in predicted(found, examples, seed)]))
-    assert (tables[0] == tables[1]).all()
-    assert (tables[2] == tables[3]).all()
-    assert (tables[1] != tables[2]).any()
 
 
 @pytest.mark.parametrize(
@@ -127,15 +114,6 @@ def test_another_task_takes_its_place_only_with_the_same_classes(trained):
         restore_task(trained / "run", task="listops")
     with pytest.raises(ConfigError, match='no task "tabel"'):
         restore_task(trained / "run", task="tabel")
-
-
-def test_a_task_of_another_form_is_refused(trained, monkeypatch):
-    """Although it has the same classes."""
-    monkeypatch.setattr(SentencePolarity, "form", "texts")
-    monkeypatch.setattr(SentencePolarity, "classes", ("bad", "good"))
-    message = r'--task: "sentence_polarity" has other inputs than "table", which.*Give --task table'
-    with pytest.raises(ConfigError, match=message):
-        restore_task(trained / "run", task="sentence_polarity")
 
 
 def test_overrides_are_checked(trained):

@@ -14,7 +14,6 @@ from megasparse.tasks.batches import Encoded
 from megasparse.tasks.metrics import METRICS
 from megasparse.tasks.run import open_run, restore_task
 from megasparse.training.checkpoints.manifest import list_checkpoints
-from megasparse.training.ranks import Ranks
 from tests.helpers.finetuning import (
     ENCODER,
     WORDS,
@@ -25,7 +24,6 @@ from tests.helpers.finetuning import (
     opened,
     plain,
     reviews,
-    table,
 )
 
 STEPS = 6
@@ -118,14 +116,6 @@ def test_patience_ends_a_run_early_and_it_stays_ended(place, tmp_path, given_met
     assert json.loads((tmp_path / "run" / "best.json").read_text()) == found
 
 
-def test_patience_counts_across_a_stop(place, tmp_path, given_metrics):
-    given_metrics += [0.6, 0.3, 0.2, 0.1, 9.0]
-    sections = {**TINY, "evaluation": {"every": 1, "patience": 3}}
-    launch(tmp_path / "run", place / "reviews.csv", "--stop-at", "2", **sections)
-    launch(tmp_path / "run", place / "reviews.csv", **sections)
-    assert given_metrics == [9.0] and json.loads((tmp_path / "run" / "best.json").read_text())["step"] == 1
-
-
 @pytest.mark.parametrize(("first", "best", "taken"), [(0.1, (4, 0.1), 4), (math.nan, (None, None), 8)])
 def test_nan_is_never_the_best(place, tmp_path, given_metrics, first, best, taken):
     given_metrics += [math.nan, first, math.nan, math.nan]
@@ -133,14 +123,6 @@ def test_nan_is_never_the_best(place, tmp_path, given_metrics, first, best, take
     found = json.loads((tmp_path / "run" / "best.json").read_text())
     assert (found["step"], found["value"]) == best
     assert restore_task(tmp_path / "run").checkpoint.step == taken
-
-
-def test_sketches_learn_beside_a_number_too(place, tmp_path):
-    """Smart Bird's sketch has no classes to learn from where a number is predicted."""
-    source = table(tmp_path / "numbers.csv", [[f"{'the ' * (i % 9 + 1)}model", f"{i % 9 / 2}"] for i in range(24)])
-    sections = starts(place)["bert, smart_bird"]
-    lines = launch(tmp_path / "run", source, **sections, task={"labels": []})
-    assert len(plain(lines)) == STEPS and all(math.isfinite(line["train/loss"]) for line in plain(lines))
 
 
 def test_it_learns(place, tmp_path):
@@ -180,14 +162,6 @@ def test_a_limit_takes_some_of_the_training_examples_alone(place):
     assert len(made(place, task={"max_length": 128, "limit": 1000}).train) == 30
 
 
-def test_another_file_validates(place, tmp_path):
-    other = reviews(tmp_path / "other.csv", 6, seed=1)
-    found = made(place, task={"max_length": 128, "validation": str(other)})
-    assert len(found.train) == 40 and [str(each.location) for each in found.validation] == [
-        f"{other}:{line}" for line in range(2, 8)
-    ]
-
-
 def test_steps_and_warm_up_follow_from_epochs(place):
     training = {"steps": 6, "global_batch": 8, "micro_batch": 4}
     plain_run = made(place, training={**training, "epochs": 0}).config
@@ -213,25 +187,6 @@ def test_steps_and_warm_up_follow_from_epochs(place):
 def test_what_is_refused(sections, kind, said, place):
     with pytest.raises(kind, match=said):
         made(place, **{name: {"max_length": 128, **s} if name == "task" else s for name, s in sections.items()})
-
-
-def test_a_bad_line_is_named(place, tmp_path):
-    rows = [["the model", "good"], ["", "bad"], ["we", "good"], ["go", "bad"]]
-    source = table(tmp_path / "bad.csv", rows)
-    with pytest.raises(DataError, match=rf"^{source}:3: is empty"):
-        made(place, source, task={"max_length": 128, "validation": str(source)})
-    unlabelled = tmp_path / "unlabelled.csv"
-    unlabelled.write_text("text\nthe model\n")
-    with pytest.raises(DataError, match=rf"^{unlabelled}:2: has no label"):
-        made(place, task={"max_length": 128, "validation": str(unlabelled)})
-
-
-def test_ranks_must_share_a_global_batch(place):
-    run = made(place)
-    with pytest.raises(
-        ConfigError, match=r"^training\.global_batch: 8 is not a multiple of micro_batch × ranks = 4 × 3"
-    ):
-        run.batches(Ranks(0, 3), 0)
 
 
 def test_what_is_said_of_the_examples(place):

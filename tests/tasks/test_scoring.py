@@ -77,31 +77,6 @@ def test_the_longest_come_first_and_batches_have_little_padding(tmp_path):
     assert [width for _, width in score.batches] == [40, 24, 8, 8]
 
 
-def test_a_pause_comes_before_each_batch(tmp_path):
-    config, score, pauses = settled(tmp_path), Score(), []
-    predict_examples(score, form_for(config), examples(), config, Ranks(), lambda: pauses.append(len(score.batches)))
-    assert pauses == [0, 1]
-
-
-def of(*rows: list[float]) -> list[Prediction]:
-    return [Prediction(np.array(row), math.nan, math.nan) for row in rows]
-
-
-def test_answers_and_measures(tmp_path):
-    made = examples()[:4]  # labels 0 1 0 1
-    predicted = of([2.0, 1.0], [0.0, 3.0], [-1.0, 0.5], [-5.0, -4.0])
-    form = form_for(settled(tmp_path))
-    form.task.metrics = ("accuracy", "f1")
-    found = answers(form, made, predicted)
-    assert found == [0, 1, 1, 1]
-    assert form.measures(made, found) == {"accuracy": 0.75, "f1": pytest.approx(2 * 2 / (2 * 2 + 1))}
-    form = form_for(settled(tmp_path, labels=[]))
-    form.task.metrics = ("pearson",)
-    found = answers(form, made, of([1.0], [3.0], [0.0], [2.0]))
-    assert found == [1.0, 3.0, 0.0, 2.0]
-    assert form.measures(made, found) == {"pearson": pytest.approx(np.corrcoef([0, 1, 0, 1], [1, 3, 0, 2])[0, 1])}
-
-
 class FakeEngine:
     """Around a model, without an optimizer."""
 

@@ -1,6 +1,5 @@
 """What fine-tuning starts from, and that a run's body is built again to the last bit without it."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from transformers import (
 from megasparse.attention.heads import Padding
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import SentenceOrderConfig
-from megasparse.data.tokenizers import build_tokenizer
-from megasparse.errors import ConfigError
 from megasparse.hub.export import to_hf
 from megasparse.hub.replace import mechanisms, replace_attention, save_replaced
 from megasparse.ops.random import EVALUATION_STEP, RngContext
@@ -228,17 +225,6 @@ def test_a_berts_attention_is_replaced(kind, tmp_path):
     assert_built_again(start, wanted, folder)
 
 
-def test_a_longer_task_lengthens_a_bert(tmp_path):
-    folder = bert(tmp_path / "bert")
-    for attention_of in (None, {"pattern": ["lsh"], "lsh": {"chunk": 8}}):
-        start = open_start(
-            config_of(tmp_path, {"huggingface": str(folder), "attention": attention_of}, task={"max_length": 100}), 2
-        )
-        assert start.body.longest == 100 and isinstance(start.body, HuggingFaceBody)
-        table = start.body.model.embeddings.position_embeddings.weight
-        assert torch.equal(table[64:], table[:36])
-
-
 def test_a_folder_of_a_replaced_model(tmp_path):
     model = BertForMaskedLM.from_pretrained(bert(tmp_path / "bert"))
     replace_attention(model, {"kind": "lha", "chunk": 8}, max_length=64, seed=9)
@@ -290,15 +276,6 @@ def test_a_decoder_of_transformers(tmp_path, attention):
     assert_built_again(start, wanted, folder)
 
 
-def test_the_record_of_a_tokenizer(tmp_path):
-    folder = bert(tmp_path / "bert")
-    open_start(config_of(tmp_path, {"huggingface": str(folder)}), 2).write(tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "start" / "body.json").read_text())["tokenizer"] == "tokenizer.json"
-    copied = tmp_path / "run" / "start" / "tokenizer.json"
-    assert copied.read_bytes() == (folder / "tokenizer.json").read_bytes()
-    assert build_tokenizer(str(copied)).sha256 == build_tokenizer(str(folder / "tokenizer.json")).sha256
-
-
 def test_a_pooler_makes_the_head_that_transformers_has(tmp_path):
     folder, table = bert(tmp_path / "with_pooler"), reviews(tmp_path / "reviews.csv", 24)
     run = opened(tmp_path / "run", table, start={"huggingface": str(folder)})
@@ -334,13 +311,3 @@ def test_the_pooler_of_sentence_order_makes_the_head_of_our_own(tmp_path):
         found, _ = task_model.eval().predicted(Inputs((read,), None), rng)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert_built_again(start, wanted, tmp_path / "pretrained")
-
-
-def test_a_pooler_fits_a_head_of_its_width_alone(tmp_path):
-    folder, table = bert(tmp_path / "with_pooler"), reviews(tmp_path / "reviews.csv", 24)
-    start = {"huggingface": str(folder)}
-    for hidden in (0, 32):
-        run = opened(tmp_path / "run", table, start=start, head={"pooling": "pooler", "hidden": hidden})
-        assert run.config.head.pooling == "pooler"
-    with pytest.raises(ConfigError, match=r"head\.pooling: \"pooler\" is as wide as the model"):
-        opened(tmp_path / "run", table, start=start, head={"pooling": "pooler", "hidden": 16})

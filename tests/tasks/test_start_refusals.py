@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import (
     BartConfig,
     BartModel,
@@ -23,8 +22,6 @@ from tests.helpers.finetuning import (
     config_of,
     form_for,
     open_start,
-    opened,
-    reviews,
     write_tokenizer,
 )
 from tests.helpers.hub import checkpoint, decoder
@@ -102,21 +99,6 @@ def test_a_damaged_record_is_refused(content, tmp_path):
         record.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"body\.json: cannot be read .*Copy the run's folder again"):
         rebuild(tmp_path, form_for(config), Checkpoint(tmp_path, {"tensors": {}}))
-
-
-def test_a_folder_that_lacks_weights_is_refused(tmp_path):
-    folder, table = bert(tmp_path / "torn"), reviews(tmp_path / "reviews.csv", 24)
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["encoder.layer.1.output.dense.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(HubError, match=r"has no weight encoder\.layer\.1\.output\.dense\.weight"):
-        opened(tmp_path / "run", table, start={"huggingface": str(folder)})
-
-
-def test_a_pooler_that_is_not_there_is_refused(tmp_path):
-    table = reviews(tmp_path / "reviews.csv", 24)
-    with pytest.raises(ConfigError, match=r"head\.pooling: \"pooler\", and the pretrained model has none"):
-        opened(tmp_path / "run", table, model=ENCODER, head={"pooling": "pooler"})
 
 
 def test_more_layers_than_weights_are_refused_before_one_is_built(tmp_path):

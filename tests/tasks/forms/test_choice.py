@@ -1,6 +1,5 @@
 """Questions with candidates of their own: laid out by hand, scored, learned, and predicted."""
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ from megasparse.errors import ConfigError, DataError
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks import build_task
 from megasparse.tasks.backbones import Backbone, HuggingFaceBody
-from megasparse.tasks.batches import Padded, Segments, fingerprint
-from megasparse.tasks.forms.choice import Choice, ChoiceBatch, ChoiceEncoder, ChoiceForm, ChoiceModel, EncodedChoice
+from megasparse.tasks.batches import Padded, Segments
+from megasparse.tasks.forms.choice import Choice, ChoiceEncoder, ChoiceForm, ChoiceModel, EncodedChoice
 from megasparse.tasks.task import SourceLocation
-from tests.helpers.finetuning import WORDS, bert, bert_tokenizer, configured, our_body
+from tests.helpers.finetuning import bert, bert_tokenizer, configured, our_body
 from tests.helpers.tokenizers import written
 
 LENGTHS, CANDIDATES = (30, 12, 44, 9), (3, 1, 7, 2)
@@ -58,14 +57,6 @@ def test_bytes_without_special_tokens_are_laid_out_in_lines(tmp_path):
     assert made.candidates == ("ann", "bo") and made.length == 26
 
 
-def test_bytes_with_special_tokens(tmp_path):
-    begin, end = [258], [259]
-    made = one(encoder(tmp_path), QUESTION)
-    head = [*begin, *b"who?", *end, *b"ann", *end, *b"bo", *end]
-    assert made.sequences[0].tokens.tolist() == [*head, *b"It is bo.", *end, *b"a\nb", *end]
-    assert made.marks.tolist() == [9, 12] and made.sequences[0].types.tolist() == [0] * 13 + [1] * 14
-
-
 def test_wordpieces_of_a_bert(tmp_path):
     file = str(written(tmp_path, bert_tokenizer()))
     vocab = bert_tokenizer()["model"]["vocab"]
@@ -103,34 +94,10 @@ def test_the_end_of_the_texts_is_cut_and_counted(tmp_path):
     assert one(ours, QUESTION).length == 27 and ours.counts.cut == 0 and len(ours.counts.lines("new", 27)) == 1
 
 
-def test_texts_that_are_too_long_are_refused_where_that_is_asked_for(tmp_path):
-    said = r"^made\.json:3: 27 tokens are more than task\.max_length = 26\. .*too_long"
-    with pytest.raises(DataError, match=said):
-        one(encoder(tmp_path, max_length=26, too_long="refuse"), QUESTION)
-
-
 def test_question_and_candidates_are_never_cut(tmp_path):
     said = r"question and 2 candidates of made_3 alone are 13 tokens, more than task\.max_length = 12\. Raise it"
     with pytest.raises(DataError, match=rf"^made\.json:3: {said}"):
         one(encoder(tmp_path, max_length=12), QUESTION)
-
-
-def test_an_empty_text_is_refused_or_kept_and_counted(tmp_path):
-    example = choice("who?", ["ann"], ["", "x"])
-    with pytest.raises(DataError, match=r"^made\.json:3: is empty.*task\.empty"):
-        one(encoder(tmp_path), example)
-    ours = encoder(tmp_path, empty="keep")
-    made = one(ours, example)
-    assert made.sequences[0].tokens.tolist() == [258, *b"who?", 259, *b"ann", 259, 259, *b"x", 259]
-    assert ours.counts.empty == 1
-
-
-def test_what_is_learned_from_has_a_fingerprint_of_its_own(tmp_path):
-    """The same tokens, but another line is a candidate."""
-    ours = encoder(tmp_path, vocabulary=256)
-    first, second = one(ours, choice("a", ["b", "c"], ["d"])), one(ours, choice("a\nb", ["c", "d"]))
-    assert np.array_equal(first.sequences[0].tokens, second.sequences[0].tokens)
-    assert fingerprint([first]) != fingerprint([second])
 
 
 # The model.
@@ -207,14 +174,6 @@ def test_a_prediction_depends_on_its_example_alone(where, tmp_path):
             assert predicted[row].shape == (CANDIDATES[i],) and (predicted[row] - alone[i]).abs().max() < 1e-5
 
 
-def test_without_labels_there_is_only_predictions(tmp_path):
-    model, form = model_of(body_of("full", tmp_path)), form_with(tmp_path)
-    predicted = model(form.collate(examples()), evaluation(*range(4)))[1]["predicted"]
-    objective, found = model(form.collate(examples((2, None, 6, 1))), evaluation(*range(4)))
-    assert all(torch.equal(*pair) for pair in zip(found["predicted"], predicted, strict=True))
-    assert objective.item() == 0.0 and found["nats"] == 0 and "costs" not in found and "accuracy" not in found
-
-
 def test_gradients_reach_candidates_of_ones_own_alone(tmp_path):
     """Where others have more, nothing is learned from, or affected by, the padding that this leaves."""
     model, form, given = model_of(body_of("full", tmp_path), rate=0.0), form_with(tmp_path), examples()
@@ -245,32 +204,6 @@ def test_dropout_is_an_examples_own(tmp_path):
     assert first[0, 3:].isneginf().all() and not torch.allclose(scores([0], step=2)[0], first[0, :3], atol=1e-3)
 
 
-def test_weights_of_bf16_give_scores_of_fp32(tmp_path):
-    model, form = model_of(body_of("full", tmp_path)), form_with(tmp_path)
-    exact = model(form.collate(examples()), evaluation(*range(4)))[1]["predicted"]
-    for parameter in model.parameters():
-        parameter.data = parameter.data.bfloat16()
-    found = model(form.collate(examples()), evaluation(*range(4)))[1]
-    assert {each.dtype for each in (*found["predicted"], found["costs"])} == {torch.float32}
-    assert all((a - b).abs().max() < 0.2 for a, b in zip(found["predicted"], exact, strict=True))
-
-
-def test_initial_weights_are_the_seeds():
-    body = our_body()
-    one, same, other = (ChoiceModel(body, 0.1, seed).output.weight for seed in (1, 1, 2))
-    assert torch.equal(one, same) and not torch.equal(one, other) and 0.01 < one.std() < 0.03
-
-
-def test_a_dummy_batch_is_as_long_as_it_says(tmp_path):
-    body, form = our_body(), form_with(tmp_path)
-    model = model_of(body)
-    for length in (1, 2, 16, 128):
-        made = form.dummy_batch(body, 2, length)
-        assert made.inputs.sequences[0].tokens.shape == (2, length)
-        assert isinstance(made.to(torch.device("cpu")), ChoiceBatch) and made.numel() == 2 * max(1, length - 1)
-        assert torch.isfinite(model(made, RngContext(3, 1, torch.arange(2), training=True))[0])
-
-
 # The form.
 
 
@@ -292,24 +225,3 @@ def test_settings_and_inputs_that_do_not_fit_are_refused(tmp_path):
     form_with(tmp_path, head={"dropout": 0.3}).check(body)
     with pytest.raises(ConfigError, match=r'^--text: "wikihop" reads no texts. Give --source FILE'):
         form_with(tmp_path).example(["who?"])
-
-
-def test_a_body_without_room_for_the_tokens_is_refused(tmp_path):
-    class Start:
-        body, tokenizer = our_body(vocabulary=100), build_tokenizer("bytes")
-
-    with pytest.raises(ConfigError, match=r"^model\.vocabulary: 100 ids, and its tokenizer has 256"):
-        form_with(tmp_path).encoder(Start())
-
-
-def test_random_questions_are_laid_out_as_their_texts_joined(tmp_path):
-    """Against a join of strings, where every mark is the end of its line."""
-    drawn, ours = random.Random(0), encoder(tmp_path, vocabulary=256, max_length=512)
-    for _ in range(30):
-        parts = [" ".join(drawn.choices(WORDS, k=drawn.randint(1, 4))) for _ in range(drawn.randint(2, 9))]
-        count = drawn.randint(1, len(parts) - 1)
-        made = one(ours, choice(parts[0], parts[1 : 1 + count], parts[1 + count :]))
-        text = "".join(f"{part}\n" for part in parts)
-        assert bytes(made.sequences[0].tokens.tolist()).decode() == text
-        ends = [len("".join(f"{part}\n" for part in parts[: 2 + i])) - 1 for i in range(count)]
-        assert made.marks.tolist() == ends and int((made.sequences[0].types == 0).sum()) == ends[-1] + 1

@@ -222,15 +222,6 @@ def test_a_run_resumes_to_the_bit_and_is_restored_without_its_table(tmp_path, ca
     np.testing.assert_allclose(found["predicted"]["OT"], rows[2]["predicted"]["OT"], rtol=1e-6)
 
 
-def test_initial_weights_depend_on_the_seed_alone(tmp_path, file):
-    one, two = (opened(tmp_path, file) for _ in range(2))
-    other = finetuning.opened(tmp_path / "x", file, **sections(), run={"seed": 1, "device": "cpu", "engine": "torch"})
-    for (name, a), b, c in zip(
-        one.model.named_parameters(), two.model.parameters(), other.model.parameters(), strict=True
-    ):
-        assert torch.equal(a, b) and (a.dim() < 2 or not torch.equal(a, c)), name
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -252,11 +243,6 @@ def test_initial_weights_depend_on_the_seed_alone(tmp_path, file):
 def test_what_does_not_fit_is_refused(tmp_path, file, changes, said):
     with pytest.raises(ConfigError, match=said):
         finetuning.opened(tmp_path / "run", file, **{**sections(), **changes})
-
-
-def test_a_forecaster_reads_no_text(tmp_path, file):
-    with pytest.raises(ConfigError, match=r'--text: "series" reads no texts. Give --source FILE'):
-        opened(tmp_path, file).form.example(["a"])
 
 
 @pytest.mark.parametrize("name", ["etth1_24", "etth1_168", "ettm1_96"])

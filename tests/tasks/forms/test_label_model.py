@@ -16,7 +16,7 @@ from megasparse.config.finetuning import HeadConfig
 from megasparse.hub.replace import mechanisms, replace_attention
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks.backbones import Backbone, HuggingFaceBody
-from megasparse.tasks.batches import Encoded, Inputs, Padded, Segments, collate
+from megasparse.tasks.batches import Encoded, Padded, Segments, collate
 from megasparse.tasks.forms.labels import Head, TaskModel
 from megasparse.tasks.task import SourceLocation
 from tests.helpers.finetuning import bert, our_body
@@ -91,11 +91,6 @@ def test_pooling_against_slow_loops(pooling):
         assert (found[row] - expected).abs().max() < 1e-6
 
 
-def test_the_default_pooling():
-    assert model_of(Slow()).pooling == "mean" and model_of(Slow(causal=True)).pooling == "last"
-    assert model_of(Slow(causal=True), pooling="first").pooling == "first"
-
-
 def test_classes_are_learned_by_cross_entropy():
     model, labels = model_of(Slow()), [0, 2, 1, 2, 0]
     inputs = collate([encoded(i, 5 + i, label) for i, label in enumerate(labels)], 64)
@@ -117,22 +112,6 @@ def test_numbers_are_learned_by_squared_error():
     ]
     assert objective.item() == pytest.approx(sum(squares) / 3 + 0.25, rel=1e-5)
     assert found["nats"].item() == pytest.approx(sum(squares), rel=1e-5) and "accuracy" not in found
-
-
-def test_the_tasks_part_has_its_weight():
-    model = model_of(Slow())
-    inputs = collate([encoded(0, 5, 1)], 64)
-    whole = model(inputs, evaluation(0))[0]
-    model.body.task_weight = 0.5
-    assert model(inputs, evaluation(0))[0].item() == pytest.approx(0.5 * (whole.item() - 0.25) + 0.25)
-
-
-def test_without_labels_there_is_only_predictions():
-    model = model_of(Slow())
-    labelled = collate([encoded(0, 5, 1), encoded(1, 9, 0)], 64)
-    predicted = model(labelled, evaluation(0, 1))[1]["predicted"]
-    objective, found = model(Inputs(labelled.sequences, None), evaluation(0, 1))
-    assert torch.equal(found["predicted"], predicted) and found["nats"] == 0 and objective.item() == 0.25
 
 
 def test_mechanisms_hear_of_classes_in_training_alone():
@@ -163,12 +142,6 @@ def test_a_head_of_towers():
     assert torch.allclose(head([u, v], evaluation(*range(4))), expected, atol=1e-6)
 
 
-def test_heads_of_the_same_seed_are_the_same():
-    one, same, other = (Head(6, 3, HeadConfig(), False, seed) for seed in (1, 1, 2))
-    assert torch.equal(one.dense.weight, same.dense.weight) and torch.equal(one.output.weight, same.output.weight)
-    assert not torch.equal(one.dense.weight, other.dense.weight)
-
-
 def test_dropout_of_a_head_is_an_examples_own():
     """Half of each layer's inputs, the same wherever the sample stands, another at another step."""
     head = Head(400, 3, HeadConfig(dropout=0.5), False, seed=1)
@@ -188,11 +161,6 @@ def test_a_pooler_reads_what_no_dropout_has_touched():
         head.dense.register_forward_pre_hook(lambda module, given, seen=seen: seen.append(given[0]))
         head([torch.ones(2, 400)], training(7, 8))
         assert bool((seen[0] == 0).any()) == touched
-
-
-def test_a_body_begins_in_training(tmp_path):
-    body = HuggingFaceBody(BertModel.from_pretrained(bert(tmp_path / "bert")), False, 64)
-    assert all(module.training for module in body.modules())
 
 
 def test_dropout_of_transformers_is_the_steps_own(tmp_path):
@@ -243,16 +211,6 @@ def test_a_prediction_depends_on_its_example_alone(kind, where, tmp_path):
     assert (predicted - alone[[1, 3]]).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize(("kind", "where"), [("full", "ours"), ("lsh", "ours"), ("full", "kept"), ("lha", "replaced")])
-def test_what_stands_behind_an_example_is_not_read(kind, where, tmp_path):
-    model = model_of(body_of(kind, where, tmp_path))
-    inputs = collate([encoded(0, 30), encoded(1, 7)], 64)
-    (read,) = inputs.sequences
-    noise = Padded(read.tokens.masked_fill(read.tokens == 0, 9), read.types, read.lengths)
-    first, second = (model(Inputs((each,), None), evaluation(0, 1))[1]["predicted"] for each in (read, noise))
-    assert torch.equal(first, second)
-
-
 @pytest.mark.parametrize("where", ["ours", "reversible", "transformers"])
 def test_a_decoders_last_state_is_that_of_the_text_alone(where):
     body: Backbone
@@ -278,18 +236,6 @@ def test_a_decoders_last_state_is_that_of_the_text_alone(where):
         assert own.shape == (1, length, body.width) and (states[row, :length] - own[0]).abs().max() < 1e-5
         expected = model.head([own[:, -1]], evaluation(row))
         assert (predicted[row] - expected[0]).abs().max() < 1e-5
-
-
-def test_a_decoders_last_state_has_read_the_last_token():
-    model = model_of(our_body(kind="decoder", dropout=0.0))
-    ids = torch.arange(5, 17).unsqueeze(0)
-    other = ids.clone()
-    other[0, -1] = 40
-    predicted = [
-        model.predicted(Inputs((Padded(each, ids * 0, torch.tensor([12])),), None), evaluation(0))[0]
-        for each in (ids, other)
-    ]
-    assert (predicted[0] - predicted[1]).abs().max() > 1e-3
 
 
 def test_towers_read_each_text_apart():

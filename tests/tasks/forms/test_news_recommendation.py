@@ -17,7 +17,6 @@ from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks.batches import Encoded, Padded
 from megasparse.tasks.evaluate import predict_examples
 from megasparse.tasks.forms.ranking import Impression, Impressions, NewsRecommender, drawn_negatives
-from megasparse.tasks.memory_check import predict
 from megasparse.tasks.metrics import METRICS
 from megasparse.tasks.run import TaskRun
 from megasparse.training.ranks import Ranks
@@ -175,17 +174,6 @@ def test_negatives_are_others_of_the_impression_each_once_while_there_are_enough
         assert set(news[3:, 1:].flatten().tolist()) == {18}
 
 
-def test_negatives_are_equally_likely_and_drawn_anew_each_step_and_click():
-    batch, counts, seen = shown([9], [[2, 4]]), Counter[int](), set()
-    for step in range(700):
-        _, news = drawn_negatives(batch, RngContext(5, step, torch.tensor([11]), training=True), 4)
-        counts.update(news[:, 1:].flatten().tolist())
-        seen.add(tuple(news[0, 1:].tolist()) == tuple(news[1, 1:].tolist()))
-    assert False in seen and set(counts) == {0, 1, 3, 5, 6, 7, 8}
-    expected = 700 * 8 / 7
-    assert all(abs(count - expected) < 5 * math.sqrt(expected) for count in counts.values())
-
-
 def test_a_draw_depends_on_seed_step_and_sample_alone():
     one, both = shown([9], [[2, 4]]), shown([7, 9], [[1], [2, 4]])
 
@@ -246,27 +234,6 @@ def test_a_user_without_clicks_has_a_learned_vector(run):
     assert torch.equal(after[1], before[1])
 
 
-def test_it_begins_as_zero_and_weights_are_functions_of_the_seed():
-    made = [NewsRecommender(our_body(), RecommendationConfig(), HeadConfig(), seed) for seed in (1, 1, 2)]
-    assert not made[0].unknown_user.any()
-    weights = [dict(each.named_parameters()) for each in made]
-    own = [name for name, weight in weights[0].items() if not name.startswith("body.") and weight.dim() == 2]
-    assert len(own) == 8
-    for name in own:
-        assert torch.equal(weights[0][name], weights[1][name]) and not torch.equal(weights[0][name], weights[2][name])
-    assert not torch.equal(weights[0]["news_pooling.dense.weight"], weights[0]["user_pooling.dense.weight"])
-
-
-@pytest.mark.parametrize("kind", ["local", "lha", "yoso", "bigbird", "linformer", "routing"])
-def test_other_mechanisms_read_histories(tmp_path, kind):
-    own = {**TASK, "recommendation": {"history": 16, "heads": 4, "attention": {"pattern": [kind]}}}
-    run = run_of(tmp_path, task=own)
-    trained(run, run.train)[0].backward()
-    assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in run.model.parameters())
-    predicted, _ = evaluated(run, run.validation)
-    assert all(bool(torch.isfinite(each).all()) for each in predicted)
-
-
 def test_a_smart_bird_sketch_reads_titles_and_learns(tmp_path):
     attention = {"pattern": ["smart_bird"], "smart_bird": {"keys": 4, "objective": "pooled", "labels": 5}}
     run = run_of(tmp_path, model={**STILL, "attention": attention})
@@ -292,11 +259,6 @@ def test_a_smart_bird_sketch_reads_titles_and_learns(tmp_path):
 def test_an_attention_that_does_not_fit_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         NewsRecommender(our_body(), RecommendationConfig(**settings), HeadConfig(), 0)
-
-
-def test_memory_is_predicted_before_the_first_step(tmp_path):
-    run = run_of(tmp_path)
-    assert predict(run, Ranks()).fits
 
 
 TRAINING = {

@@ -8,20 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from sklearn.metrics import ndcg_score, roc_auc_score
 
 from megasparse.config.finetuning import RecommendationConfig, TaskConfig
 from megasparse.data.tokenizers import build_tokenizer
-from megasparse.errors import ConfigError, DataError
 from megasparse.tasks import build_task
-from megasparse.tasks.batches import Encoded, fingerprint
+from megasparse.tasks.batches import Encoded
 from megasparse.tasks.evaluate import write_predictions
 from megasparse.tasks.form import column
-from megasparse.tasks.forms.ranking import Impression, RankingEncoder, RankingForm
+from megasparse.tasks.forms.ranking import RankingEncoder, RankingForm
 from megasparse.tasks.metrics import LOWER_IS_BETTER, METRICS, ranking
 from megasparse.tasks.task import Example, SourceLocation
-from tests.helpers.finetuning import ENCODER, configured, our_body
+from tests.helpers.finetuning import ENCODER, configured
 
 NAMES = ("auc", "mrr", "ndcg5", "ndcg10")
 
@@ -75,14 +73,6 @@ def test_metrics_are_scikit_learns_where_no_scores_are_equal():
         assert METRICS[f"ndcg{k}"](*given) == pytest.approx(expected)
 
 
-def test_by_hand():
-    given = column([(0, 1, 0, 1)]), column([(4.0, 3.0, 2.0, 1.0)])
-    assert METRICS["auc"](*given) == 0.25
-    assert METRICS["mrr"](*given) == pytest.approx((1 / 2 + 1 / 4) / 2)
-    gain = (1 / math.log2(3) + 1 / math.log2(5)) / (1 + 1 / math.log2(3))
-    assert METRICS["ndcg5"](*given) == METRICS["ndcg10"](*given) == pytest.approx(gain)
-
-
 def test_of_equal_scores_the_later_candidate_ranks_higher():
     assert ranking([1.0, 2.0, 1.0, 2.0]).tolist() == [3, 1, 2, 0]
 
@@ -130,17 +120,6 @@ def test_each_text_and_each_history_is_encoded_once():
     assert second == "training: 1 impressions have no history: one learned vector stands for it"
 
 
-def test_long_texts_are_cut_and_empty_ones_refused_or_kept():
-    own = encoder(max_length=2, empty="keep")
-    (found,) = own.encode([example(("abc", ""), ("abc", "d"), (0, 1))])
-    assert isinstance(found, Impression) and [text(each) for each in found.history] == ["ab", ""]
-    assert (own.counts.cut, own.counts.empty, own.counts.longest) == (1, 1, 3)
-    with pytest.raises(DataError, match=r"behaviors\.tsv:1: is empty"):
-        list(encoder().encode([example((), ("", "d"))]))
-    with pytest.raises(DataError, match=r"behaviors\.tsv:1: 3 tokens are more than task\.max_length = 2"):
-        list(encoder(max_length=2, too_long="refuse").encode([example((), ("abc", "d"))]))
-
-
 def test_a_batch_has_every_text_once(tmp_path):
     batch = form(tmp_path).collate(list(encoder().encode(EXAMPLES)))
     texts = [bytes(row[:n].tolist()).decode() for row, n in zip(batch.news.tokens, batch.news.lengths, strict=True)]
@@ -155,32 +134,6 @@ def test_a_batch_has_every_text_once(tmp_path):
     known = {bytes(row.tolist()): number for row, number in zip(batch.news.tokens, batch.numbers.tolist(), strict=True)}
     for row, number in zip(other.news.tokens, other.numbers.tolist(), strict=True):
         assert known[bytes(row.tolist())] == number < 2**31
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        example(("ab",), ("c", "def", "ab"), (0, 1, 0)),
-        example(("c", "ab"), ("c", "def", "ab"), (0, 1, 0)),
-        example(("ab", "c"), ("c", "dxf", "ab"), (0, 1, 0)),
-        example(("ab", "c"), ("c", "def", "ab"), (1, 1, 0)),
-        example(("ab", "c", "c"), ("def", "ab"), (0, 1)),
-    ],
-)
-def test_the_fingerprint_depends_on_what_is_learned_from(changed):
-    def of(one: Example) -> str:
-        return fingerprint(list(encoder().encode([one])))
-
-    assert of(EXAMPLES[0]) == of(EXAMPLES[0]) != of(changed)
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_dummy_batch_is_as_large_as_asked_for(tmp_path, batch):
-    made = form(tmp_path).dummy_batch(our_body(), batch, 16)
-    assert made.news.tokens.shape == (batch * 43, 16) and made.clicked is not None
-    assert made.history.shape == (batch, 3) and made.candidates.shape == made.clicked.shape == (batch, 40)
-    assert torch.cat([made.history, made.candidates], dim=1).unique().numel() == batch * 43
-    assert made.clicked.sum(1).tolist() == [1] * batch
 
 
 def test_a_txt_file_is_the_official_submission(tmp_path):
@@ -201,21 +154,3 @@ def test_a_txt_file_is_the_official_submission(tmp_path):
     for metric in ("mrr", "ndcg5", "ndcg10"):
         found = METRICS[metric](column(labels), column(submitted))
         assert found == pytest.approx(METRICS[metric](column(labels), column(scores)), abs=1e-12)
-
-
-def test_a_submission_by_hand_and_other_files(tmp_path):
-    own = form(tmp_path)
-    one = Encoded((), None, SourceLocation(Path("f"), 7), "12")
-    row = {"name": "12", "file": "f", "line": 7, **own.row(one, np.array([0.5, -1.0, 3.0]))}
-    assert row["label"] is None and own.answer(one, np.array([0.5, -1.0])) == (0.5, -1.0)
-    assert own.line(row) == "12 [2,3,1]"
-    for suffix, expected in ((".tsv", "index\tprediction\n12\t[0.5, -1.0, 3.0]\n"), (".jsonl", json.dumps(row) + "\n")):
-        write_predictions(tmp_path / f"out{suffix}", [row], own)
-        assert (tmp_path / f"out{suffix}").read_text() == expected
-
-
-def test_other_poolings_and_texts_of_the_command_line_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r'head.pooling: "mean", and news are pooled by additive attention'):
-        form(tmp_path, head={"pooling": "mean"}).model(our_body())
-    with pytest.raises(ConfigError, match='--text: "mind" reads no texts'):
-        form(tmp_path).example(["a"])

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megasparse.config.schema import ModelConfig
 from megasparse.evaluation.beam import BeamSettings, length_penalty
 from megasparse.ops.random import EVALUATION_STEP, RngContext
-from megasparse.tasks.forms.texts import EncodedText, SequenceToSequenceBody, TextModel, Texts, side_by_side
+from megasparse.tasks.forms.texts import EncodedText, TextModel, Texts, side_by_side
 from tests.helpers.models import attention, named, small_pair
 from tests.helpers.texts import example, logits, text_model
 
@@ -159,30 +159,3 @@ def test_every_token_of_unequal_micro_batches_weighs_the_same(blocks):
     parts = gradient(model, [([examples[1], examples[3]], [1, 3]), ([examples[0], examples[2]], [0, 2])])
     assert whole.norm() > 1e-2 and (parts - whole).norm() < 1e-5 * whole.norm()
     assert len(whole) == sum(p.numel() for p in model.parameters())
-
-
-def test_probabilities_that_are_not_finite_give_no_text():
-    model = text_model(pair())
-    with torch.no_grad():
-        next(model.parameters()).fill_(torch.nan)
-        found = model(batch(sentences((5, 4))), evaluated(0))[1]
-    assert found["predicted"][0].isnan().tolist() == [True]
-
-
-def test_the_body_has_the_names_of_the_pretrained_model_and_the_settings_of_both_sides():
-    config = pair("lsh", source={"cross_attention": "lsh"})
-    body = SequenceToSequenceBody(config)
-    assert (body.vocabulary, body.longest, body.width, body.causal) == (260, 40, 32, False)
-    assert set(dict(body.named_parameters())) == {f"stack.{name}" for name, _ in body.stack.named_parameters()}
-    settings = body.attention()
-    assert settings["pattern"] == ["lsh"] and settings["source"]["pattern"] == ["lsh"]
-    assert settings["source"]["cross_attention"] == "lsh" and settings["evaluation_rounds"] == {"lsh": 2}
-
-
-def test_tokens_are_counted_without_padding():
-    given = batch(sentences(*LENGTHS))
-    assert given.target is not None
-    assert given.source.tokens.shape == (4, 40) and given.target.tokens.shape == (4, 30)
-    assert given.numel() == sum(a + b for a, b in LENGTHS)
-    assert given.to(torch.device("cpu")).target.lengths.tolist() == [9, 30, 2, 17]  # type: ignore[union-attr]
-    assert batch([example([1, 2, 3], None)]).numel() == 3

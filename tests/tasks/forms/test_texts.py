@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from megasparse.errors import ConfigError, DataError
-from megasparse.ops import positions
+from megasparse.errors import ConfigError
 from megasparse.ops.random import RngContext
-from megasparse.tasks.batches import MULTIPLE, fingerprint
 from megasparse.tasks.evaluate import answers, predict_examples, predict_texts
 from megasparse.tasks.form import Form
 from megasparse.tasks.forms.texts import TextModel
-from megasparse.tasks.memory_check import predict
 from megasparse.tasks.run import TaskRun, restore_task
 from megasparse.tasks.task import Example, SourceLocation
 from megasparse.training.checkpoints.checkpoint import Checkpoint
@@ -68,35 +65,6 @@ def test_what_is_cut_is_counted(data, tmp_path):
     assert lines[2].startswith("new: 1 answers of more than 3 tokens keep only their beginning, the first in x.en:2")
 
 
-def test_what_is_empty_is_refused_or_counted(data, tmp_path):
-    run = run_of(data, tmp_path)
-    with pytest.raises(DataError, match=r"^x\.en:2: its answer is empty.*task\.empty"):
-        encoded(run, ("a", "A"), ("b", ""))
-    with pytest.raises(DataError, match=r"^x\.en:1: is empty"):
-        encoded(run, ("", "A"))
-    kept = run_of(data, tmp_path, task={"empty": "keep"})
-    (only,), lines = encoded(kept, ("", ""))
-    assert only.source.tolist() == only.target.tolist() == [END]
-    assert lines[1:] == [
-        "new: 1 inputs are empty, the first in x.en:1", "new: 1 answers are empty, the first in x.en:1",
-    ]  # fmt: skip
-
-
-def test_what_is_too_long_is_refused_where_it_is_asked_for(data, tmp_path):
-    run = run_of(data, tmp_path, task={"too_long": "refuse"})
-    with pytest.raises(DataError, match=r"^x\.en:1: its answer's 31 tokens are more than .*target_length = 24"):
-        encoded(run, ("a", "A" * 30))
-    with pytest.raises(DataError, match=r"^x\.en:1: 51 tokens are more than task\.max_length = 40"):
-        encoded(run, ("a" * 50, "A"))
-
-
-def test_the_fingerprint_knows_sources_and_targets(data, tmp_path):
-    run = run_of(data, tmp_path)
-    short = run_of(data, tmp_path, task={"generation": {"target_length": 2}})
-    found = {fingerprint(encoded(run, pair)[0]) for pair in (("a", "A"), ("a", "B"), ("b", "A"), ("a", None))}
-    assert len(found) == 4 and fingerprint(encoded(short, ("a", "ABC"))[0]) not in found
-
-
 @pytest.mark.parametrize(
     "changes, problem",
     [
@@ -119,11 +87,6 @@ def test_what_does_not_fit_is_refused(data, tmp_path, changes, problem):
     changes = {"run": {"directory": str(tmp_path / "run")}, **changes}
     with pytest.raises(ConfigError, match=f"^{problem}"):
         run_of(data, tmp_path, **changes).batches(Ranks(), 0)
-
-
-def test_an_example_longer_than_a_micro_batch_of_tokens_is_refused(data, tmp_path):
-    with pytest.raises(DataError, match=r"train\.en:\d+: \d+ tokens with its answer's are more than .* = 20"):
-        run_of(data, tmp_path, training={"batch_unit": "tokens", "micro_batch": 20, "global_batch": 20})
 
 
 def test_batches_are_padded_to_their_longest_and_predicted_without_answers_too(data, tmp_path):
@@ -204,16 +167,3 @@ def test_a_decoders_sketch_learns_the_predicted_tokens(data, tmp_path):
     objective.backward()
     sketches = {name: weight.grad for name, weight in run.model.named_parameters() if "smart_bird" in name}
     assert sketches and all(gradient is not None and gradient.any() for gradient in sketches.values())
-
-
-def test_memory_is_predicted_of_as_many_examples_as_a_batch_of_tokens_has(data, tmp_path):
-    """Four of the longest at once, whatever the unit."""
-    of_examples = run_of(data, tmp_path / "examples", training={"micro_batch": 4, "global_batch": 8})
-    longest = -(-max(each.length for each in of_examples.train) // MULTIPLE) * MULTIPLE
-    tokens = {"batch_unit": "tokens", "micro_batch": 4 * longest, "global_batch": 8 * longest}
-    of_tokens = run_of(data, tmp_path / "tokens", training=tokens)
-    peaks = []
-    for run in (of_tokens, of_examples):
-        positions.kept_sinusoids.cache_clear()  # a table that is there already is not allocated again
-        peaks.append(predict(run, Ranks()).pools[0].peak)
-    assert peaks[0] == peaks[1]

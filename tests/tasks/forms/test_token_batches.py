@@ -4,14 +4,12 @@ import itertools
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from megasparse.data.batches import Step
 from megasparse.errors import ConfigError, DataError
 from megasparse.evaluation.beam import BeamSettings
-from megasparse.tasks.forms import texts
 from megasparse.tasks.forms.texts import Texts, TokenBatches, packed, side_by_side, sizes_of
 from megasparse.training.ranks import Ranks
 from tests.helpers.texts import example
@@ -64,25 +62,6 @@ def test_a_pack_takes_what_fits_and_no_less():
         wider = [*pack, following[0]]
         assert len(wider) * int(SIZES[wider].max(0).sum()) > MOST
     assert [pack.tolist() for pack in in_order] != [pack.tolist() for pack in packs]
-
-
-def test_pools_are_sorted_each_for_itself(monkeypatch):
-    whole = packed(SIZES, MOST, 3, 0)
-    monkeypatch.setattr(texts, "POOL", 16)
-    packs = packed(SIZES, MOST, 3, 0)
-    order = texts.permutation(len(SIZES), 3, 0).tolist()
-    pools = [{order.index(i) // 16 for i in pack} for pack in packs]
-    assert all(len(pool) == 1 for pool in pools) and {min(pool) for pool in pools} == {0, 1, 2, 3}
-    assert sorted(np.concatenate(packs)) == list(range(len(SIZES))) and len(packs) > len(whole)
-
-
-def test_packs_are_a_function_of_the_seed_and_the_epoch():
-    packs = {
-        (seed, epoch): str([pack.tolist() for pack in packed(SIZES, MOST, seed, epoch)])
-        for seed in (3, 4) for epoch in (0, 1)
-    }  # fmt: skip
-    assert len(set(packs.values())) == 4
-    assert packs[3, 1] == str([pack.tolist() for pack in packed(SIZES, MOST, 3, 1)])
 
 
 def test_every_example_comes_once_an_epoch_and_steps_go_over_its_end():

@@ -1,8 +1,6 @@
 import pytest
 
-from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import DataError
-from megasparse.tasks.batches import Encoder
 from megasparse.tasks.task import split_files
 
 REVIEWS = {
@@ -30,18 +28,6 @@ def test_reviews_come_class_by_class_in_the_order_of_their_numbers(task, folder)
     assert [example.name for example in examples] == ["neg/0_3", "neg/2_1", "neg/10_2", "pos/0_9"]
     assert [example.label for example in examples] == [0, 0, 0, 1] and task.classes == ("neg", "pos")
     assert [str(example.location) for example in examples] == [str(folder / "train" / name) for name in REVIEWS]
-
-
-def test_the_model_sees_the_bytes_of_the_file(task, folder):
-    encoder = Encoder(task, build_tokenizer("bytes"), vocabulary=256)
-    seen = [bytes(encoded.sequences[0].tokens.tolist()) for encoded in encoder.encode(task.read(folder / "test"))]
-    assert seen == list(REVIEWS.values())
-
-
-def test_what_is_no_utf8_is_named(task, folder):
-    (folder / "train" / "pos" / "1_7.txt").write_bytes(b"caf\xe9 noir")
-    with pytest.raises(DataError, match=r"train/pos/1_7\.txt: is no UTF-8 \(byte 0xe9 at 3\)\. Convert"):
-        list(task.read(folder / "train"))
 
 
 def test_a_class_without_reviews_is_named(task, folder):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megasparse.errors import DataError
-from megasparse.tasks.readers.series import parse_date, require_step, season, time_features
+from megasparse.tasks.readers.series import parse_date, require_step, time_features
 from megasparse.tasks.task import SourceLocation
 
 PLACE = SourceLocation(Path("a.csv"), 7)
@@ -28,28 +28,10 @@ def test_features_are_those_of_datetime(minutes):
         assert np.abs(found).max() <= 0.5
 
 
-def test_features_by_hand():
-    """Friday, 1 July 2016, 13:00: the 183rd day of a leap year."""
-    found = time_features(np.array(["2016-07-01T13:00"], dtype="datetime64[us]"), 3600.0)
-    assert found.tolist() == [[13 / 23 - 0.5, 4 / 6 - 0.5, -0.5, 182 / 365 - 0.5]]
-    monday = time_features(np.array(["2024-12-30T00:59"], dtype="datetime64[us]"), 60.0)
-    assert monday.tolist() == [[0.5, -0.5, -0.5, 29 / 30 - 0.5, 364 / 365 - 0.5]]
-
-
-def test_dates_are_read():
-    assert parse_date("2016-07-01 13:00:00", PLACE) == datetime(2016, 7, 1, 13)
-    assert parse_date(" 2016-07-01", PLACE) == datetime(2016, 7, 1)
-
-
 @pytest.mark.parametrize("text", ["", "yesterday", "2016-02-30 00:00:00", "1/7/2016 13:00", "nan"])
 def test_what_is_no_date_is_refused(text):
     with pytest.raises(DataError, match=rf'a\.csv:7: "{text}" is no date and time. Write it as 2016-07-01 13:00:00'):
         parse_date(text, PLACE)
-
-
-def test_a_time_zone_is_refused():
-    with pytest.raises(DataError, match=r"a\.csv:7: .* names a time zone. Give all times in one zone"):
-        parse_date("2016-07-01 13:00:00+02:00", PLACE)
 
 
 def test_steps_are_equal_and_forward():
@@ -60,11 +42,3 @@ def test_steps_are_equal_and_forward():
             require_step(first, later, hour, PLACE)
     with pytest.raises(DataError, match=r"a\.csv:7: .* is 2:00:00 after the row before it, where a step is 1:00:00"):
         require_step(first, first + 2 * hour, hour, PLACE)
-
-
-@pytest.mark.parametrize(
-    ("step", "rows"),
-    [(3600, 24), (900, 96), (43200, 2), (86400, None), (7 * 3600, None), (604800, None), (0.5, 172800)],
-)
-def test_a_season_is_a_day(step, rows):
-    assert season(step) == rows

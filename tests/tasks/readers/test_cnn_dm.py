@@ -48,22 +48,6 @@ def test_a_story_is_its_text_and_its_highlights(task, tmp_path):
     assert (str(found.location), found.name) == (str(file), "ab12")
 
 
-@pytest.mark.parametrize("text", ["New news.\n", "New news.\n\n@highlight\n\n"])
-def test_a_story_without_highlights_has_no_label(task, tmp_path, text):
-    file = tmp_path / "new.story"
-    file.write_text(text)
-    (found,) = task.read(file)
-    assert found.inputs == ("New news.",) and found.label is None
-
-
-def test_an_absent_story_among_many_is_skipped_and_named(task, tmp_path, capsys):
-    corpus(tmp_path, tmp_path)
-    file = tmp_path / "all_train.txt"
-    file.write_text(f"{url(0)}\n" * 150 + f"{url(9)}\n")
-    assert len(list(task.read(file))) == 150
-    assert f"skipped: {file}:151: there is no " in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("inner", [".", "url_lists"])
 @pytest.mark.parametrize(
     "stories", [("cnn/stories", "dailymail/stories"), ("cnn_stories_tokenized", "dm_stories_tokenized")]
@@ -80,19 +64,6 @@ def test_the_splits_are_those_of_the_lists(task, tmp_path, inner, stories):
         "validation": [("text 3", "summary 3"), ("text 2", "summary 2")],
         "test": [("text 5", "summary 5"), ("text 4", "summary 4")],
     }
-
-
-def test_a_listed_story_that_is_missing_is_refused(task, tmp_path):
-    corpus(tmp_path, tmp_path)
-    name = hashlib.sha1(url(4).encode()).hexdigest()
-    (tmp_path / "cnn/stories" / f"{name}.story").unlink()
-    message = refusal(lambda: task.read(tmp_path / "all_test.txt"))
-    assert message.startswith(f"{tmp_path / 'all_test.txt'}:2: there is no {name}.story of http://web.archive.org/")
-
-
-def test_a_story_that_is_no_utf_8_is_refused(task, tmp_path):
-    (tmp_path / "a.story").write_bytes("ok\ncafé\n".encode("latin-1"))
-    assert "a.story:2: is no UTF-8" in refusal(lambda: task.read(tmp_path / "a.story"))
 
 
 def test_a_line_a_story(task, tmp_path):

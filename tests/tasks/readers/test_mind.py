@@ -12,7 +12,7 @@ from megasparse.tasks import build_task
 from megasparse.tasks.batches import Segments
 from megasparse.tasks.forms.ranking import Impression, ImpressionTable
 from megasparse.tasks.run import read_examples
-from megasparse.tasks.task import Example, SourceLocation, Task, chosen_files, split_files
+from megasparse.tasks.task import Example, SourceLocation, Task, split_files
 from tests.helpers.mind import behaviors_row, mind, news_row, split_folder
 
 NEWS = [
@@ -40,33 +40,6 @@ def test_an_impression_is_the_titles_of_clicked_and_of_shown_news(tmp_path):
     assert first.name == "17" and str(first.location) == f"{file}:1"
     assert second.inputs == ((), ("Rain", "Rain")) and second.label == (0, 1)
     assert third.inputs == ((soup,), ("Rain", soup)) and third.label is None
-
-
-@pytest.mark.parametrize("history, kept", [(1, ["c"]), (2, ["b", "c"]), (3, ["a", "b", "c"]), (9, ["a", "b", "c"])])
-def test_the_latest_clicked_news_are_kept_in_their_order(tmp_path, history, kept):
-    news = [news_row(f"N{name}", name) for name in "abc"]
-    file = split_folder(tmp_path, news, [behaviors_row("1", "Na Nb Nc", "Na-1 Nb-0")])
-    (found,) = task(history).read(file)
-    assert list(found.inputs[0]) == kept
-
-
-def test_what_is_equal_is_one_object(tmp_path):
-    rows = [behaviors_row("1", "N1 N2", "N3-1 N1-0"), behaviors_row("2", "N1 N2", "N4-1 N2-0")]
-    first, second = task().read(split_folder(tmp_path, NEWS, rows))
-    assert first.inputs[0] is second.inputs[0] and first.label is second.label
-    assert first.inputs[1][0] is second.inputs[1][0]  # N3 and N4 have one title
-
-
-@pytest.mark.parametrize("release", ["MINDlarge_", "MINDsmall_", ""])
-def test_splits_are_the_official_folders_and_the_test_set_has_no_labels(tmp_path, release):
-    mind(tmp_path, 3, 2)
-    for inner in ("train", "dev", "test"):
-        (tmp_path / inner).rename(tmp_path / f"{release}{inner}")
-    found = {split: split_files(task(), tmp_path, split) for split in ("train", "validation", "test")}
-    folders = {"train": "train", "validation": "dev", "test": "test"}
-    assert found == {split: [tmp_path / f"{release}{inner}/behaviors.tsv"] for split, inner in folders.items()}
-    assert [example.label for example in task().read(found["test"][0])] == [None] * 5
-    assert chosen_files(task(), [str(tmp_path)], None)[0] == "validation"
 
 
 @pytest.mark.parametrize(
@@ -105,19 +78,6 @@ def test_a_bad_news_is_named_by_file_and_line(tmp_path, row, problem):
     file = split_folder(tmp_path, [*NEWS, row], [behaviors_row("1", "N1", "N1-0 N2-1")])
     with pytest.raises(DataError, match=rf"{tmp_path}/news\.tsv:5: {problem}"):
         list(task().read(file))
-
-
-def test_empty_titles_are_kept_where_that_is_asked_for(tmp_path):
-    file = split_folder(tmp_path, [*NEWS, news_row("N5", "")], [behaviors_row("1", "N5", "N1-0 N2-1")])
-    (found,) = task(empty="keep").read(file)
-    assert found.inputs[0] == ("",)
-
-
-def test_an_odd_impression_among_many_is_skipped_and_named(tmp_path, capsys):
-    rows = [behaviors_row("1", "N1", "N1-0 N2-1")] * 150 + [behaviors_row("2", "N1", "N1-1 N2-1")]
-    file = split_folder(tmp_path, NEWS, rows)
-    assert len(list(task().read(file))) == 150
-    assert f"skipped: {file}:151: a click on every news shown" in capsys.readouterr().err
 
 
 def test_impressions_are_read_when_asked_for_and_kept_as_numbers(tmp_path):

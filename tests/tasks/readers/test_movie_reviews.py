@@ -2,7 +2,6 @@
 
 import pytest
 
-from megasparse.errors import DataError
 from megasparse.tasks.task import split_files
 
 NUMBERS = (0, 99, 700, 799, 800, 899, 900, 999)
@@ -37,9 +36,3 @@ def test_a_review_elsewhere_has_no_label(task, tmp_path):
     (tmp_path / "mine.txt").write_text("good")
     (example,) = task.read(tmp_path / "mine.txt")
     assert (example.inputs, example.label, example.name) == (("good",), None, "mine")
-
-
-def test_what_is_no_utf_8_is_refused(task, tmp_path):
-    (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
-    with pytest.raises(DataError, match=r"latin\.txt: is no UTF-8 \(byte 0xe9 at 3\)"):
-        list(task.read(tmp_path / "latin.txt"))

@@ -8,8 +8,8 @@ import pytest
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
 from megasparse.tasks import build_task
-from megasparse.tasks.task import Task, split_files
-from tests.helpers.mind import behaviors_row, news_row
+from megasparse.tasks.task import split_files
+from tests.helpers.mind import news_row
 from tests.helpers.refusals import refusal
 
 GLUE = {"train": ["train.tsv"], "validation": ["dev.tsv"], "test": ["test.tsv"]}
@@ -66,16 +66,6 @@ def test_splits_are_the_official_files(name, inner, splits, tmp_path):
     paths["train"][-1].unlink()
     assert task.files(tmp_path) == {split: files for split, files in paths.items() if split != "train"}
     with pytest.raises(DataError, match=rf'holds no "train" split of {name}\. It has: {", ".join(list(splits)[1:])}'):
-        split_files(task, tmp_path, "train")
-
-
-@pytest.mark.parametrize(
-    "name", ["aan", "amazon", "headlines", "mind", "mind_topics", "movie_reviews", "rte", "sentence_polarity", "cnn_dm"]
-)
-def test_a_folder_without_the_files_has_no_splits(name, tmp_path):
-    task = build_task(TaskConfig(name=name))
-    assert task.files(tmp_path) == {}
-    with pytest.raises(DataError, match=f'holds no "train" split of {name}. It has none of {name}\'s files'):
         split_files(task, tmp_path, "train")
 
 
@@ -198,33 +188,6 @@ def test_an_example_is_a_row_with_its_columns_label_and_id(tmp_path, name, heade
     assert [str(example.location) for example in found] == [f"{file}:{first + i}" for i in range(len(rows))]
 
 
-OF_ROWS = ("aan", "ag_news", "amazon", "imdb", "listops")
-
-
-def test_classes_are_the_official_ones_in_their_order():
-    classes = {name: build_task(TaskConfig(name=name)).classes for name in OF_ROWS}
-    assert classes == {
-        "aan": ("0", "1"), "ag_news": ("World", "Sports", "Business", "Sci/Tech"),
-        "amazon": ("1.0", "2.0", "3.0", "4.0", "5.0"), "imdb": tuple(map(str, range(1, 11))),
-        "listops": tuple("0123456789"),
-    }  # fmt: skip
-    topics = build_task(TaskConfig(name="mind_topics")).classes or ()
-    assert len(set(topics)) == 18 and list(topics) == sorted(topics) and (topics[7], topics[15]) == ("lifestyle", "tv")
-    assert build_task(TaskConfig(name="listops")).vocabulary == 15
-    aan = build_task(TaskConfig(name="aan"))
-    assert aan.towers and aan.vocabulary is None
-
-
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [("movie_reviews", "none.txt"), ("sentence_polarity", "rt-polarity.neg#test"), ("wikihop", "none.json"),
-     ("mind", "news.tsv"), ("etth1", "ETTh1.csv")],
-)  # fmt: skip
-def test_a_missing_file_is_refused(name, file, tmp_path):
-    message = refusal(lambda: build_task(TaskConfig(name=name, source=str(tmp_path))).read(tmp_path / file))
-    assert message.startswith(f"{tmp_path / file.removesuffix('#test')}: cannot be read (No such file")
-
-
 AAN, TREE = "1\ta\tb\tx\ty", "( ( ( [MIN 0 ) 7 ) ] )"
 STS_ROW = ["genre", "file", "year", "1", "5.000", "A", "B"]
 PAIR = "index\tsentence1\tsentence2\t"
@@ -321,14 +284,6 @@ def test_odd_rows_are_skipped_counted_and_named_within_the_limit(name, tmp_path,
     found = refusal(lambda: task.read(file))
     assert found.startswith(f"{file}: 3 of {rows} rows are malformed, the first one: {file}:{first}: ")
     assert found.endswith("That is more than task.max_skipped = 0.01 allows")
-
-
-def test_mind_takes_the_large_release_and_mixes_none(tmp_path):
-    for inner in ("MINDsmall_train", "MINDsmall_dev", "MINDlarge_train"):
-        (tmp_path / inner).mkdir()
-        (tmp_path / inner / "behaviors.tsv").write_text(behaviors_row("1", "", "N1-0 N2-1"))
-    task: Task = build_task(TaskConfig(name="mind"))
-    assert task.files(tmp_path) == {"train": [tmp_path / "MINDlarge_train/behaviors.tsv"]}
 
 
 @pytest.mark.parametrize(

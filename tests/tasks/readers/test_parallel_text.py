@@ -66,15 +66,6 @@ def test_the_splits_of_a_folder(tmp_path, validation, test, end):
         ]
 
 
-def test_of_several_test_files_each_is_a_split_of_its_name(tmp_path):
-    for stem in ("test_2016_flickr", "test_2017_mscoco"):
-        pair(tmp_path, stem)
-    assert set(task_of().files(tmp_path)) == {"test_2016_flickr", "test_2017_mscoco"}
-    assert '"test" split' in refusal(lambda: split_files(task_of(), tmp_path, "test"))
-    pair(tmp_path, "test")
-    assert [file.name for file in split_files(task_of(), tmp_path, "test")] == ["test.en"]
-
-
 def test_wmt14_is_validated_on_2013_and_tested_on_2014(tmp_path):
     for stem in ("train", "newstest2012", "newstest2013", "newstest2014"):
         pair(tmp_path, stem)
@@ -93,50 +84,11 @@ def test_a_file_alone_has_no_labels(tmp_path, name):
     assert found[2].inputs == (ENGLISH[2].strip(),) and str(found[2].location) == f"{file}:3"
 
 
-def test_empty_lines_stay_where_they_are(tmp_path):
-    """The form refuses them; a line left out here would move all that follow."""
-    file = write(tmp_path / "a.en", ["one", "", "three"])
-    write(tmp_path / "a.de", ["eins", "zwei", " "])
-    assert [(each.inputs[0], each.label) for each in task_of().read(file)] == [
-        ("one", "eins"), ("", "zwei"), ("three", ""),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(("left", "right"), [(3, 5), (5, 3), (0, 2), (1200, 1)])
 def test_files_of_unequal_length_are_refused_naming_both(tmp_path, left, right):
     file = write(tmp_path / "a.en", ["x"] * left)
     other = write(tmp_path / "a.de", ["y"] * right)
     assert refusal(lambda: task_of().read(file)).startswith(f"{file}: {left:,} lines, and {other} has {right:,}. Give")
-
-
-@pytest.mark.parametrize("bad", ["en", "de"])
-def test_what_is_no_utf_8_is_refused(tmp_path, bad):
-    for side in ("en", "de"):
-        (tmp_path / f"a.{side}").write_bytes("eins\nzwölf\n".encode("latin-1" if side == bad else "utf-8"))
-    message = refusal(lambda: task_of().read(tmp_path / "a.en"))
-    assert message.startswith(f"{tmp_path / f'a.{bad}'}:2: is no UTF-8 (byte 0xf6 in column 3)")
-
-
-def test_the_targets_own_file_is_refused(tmp_path):
-    for end in ("", ".gz"):
-        pair(tmp_path, "a", end)
-        message = refusal(lambda end=end: task_of().read(tmp_path / f"a.de{end}"))
-        assert message.startswith(f'{tmp_path / f"a.de{end}"}: has the suffix of the target, task.label = "de". Give')
-
-
-def test_two_files_of_one_split_are_refused(tmp_path):
-    pair(tmp_path, "val"), pair(tmp_path, "dev")
-    message = refusal(lambda: task_of().files(tmp_path))
-    assert message == f"{tmp_path}: dev.en and val.en are both its validation split. Keep one of them there"
-    (tmp_path / "dev.en").unlink()
-    write(tmp_path / "val.en.gz", ["x"])
-    assert "val.en and val.en.gz are both" in refusal(lambda: task_of().files(tmp_path))
-
-
-@pytest.mark.parametrize("stem", ["train", "val"])
-def test_training_and_validation_files_need_their_translations(tmp_path, stem):
-    file = write(tmp_path / f"{stem}.en", ENGLISH)
-    assert refusal(lambda: task_of().files(tmp_path)).startswith(f"{file}: has no {stem}.de beside it. Put it there")
 
 
 def test_a_folder_without_such_files_is_refused(tmp_path):

@@ -44,11 +44,6 @@ def test_the_splits_are_the_first_and_last_tenths_in_the_order_of_the_numbers(ta
     assert labels == [1, 0, 0, 1]
 
 
-def test_one_level_is_asked_for(task, level):
-    with pytest.raises(DataError, match=rf"pathfinder32: has 1 levels, of which a run reads one\. Give .*{LEVEL}"):
-        split_files(task, level.parent, "train")
-
-
 def test_arrays_are_not_read(task, tmp_path):
     path = tmp_path / "0.npy"
     np.save(path, np.array([["imgs/0", "sample_0.png"]], dtype=object), allow_pickle=True)

@@ -19,19 +19,6 @@ more</t>
 </pair>
 </entailment-corpus>
 """
-THIRD = """<?xml version="1.0" encoding="UTF-8" ?>
-<entailment-corpus challenge="3">
-	<pair id="1" entailment="YES" task="IE" length="short" >
-		<t>It was sold.</t>
-		<h>Someone sold it.</h>
-	</pair>
-	<pair id="2" entailment="NO" task="IE" length="long" >
-		<t>It was sold.</t>
-		<h>Someone bought "it".</h>
-	</pair>
-	<pair id="3" task="IE" length="long" ><t>A</t><h>B</h></pair>
-</entailment-corpus>
-"""
 
 
 @pytest.fixture
@@ -55,14 +42,6 @@ def test_pairs_labels_ids_and_lines_are_those_of_the_file(task, tmp_path):
     assert (first.label, first.name, str(first.location)) == (1, "8", f"{file}:4")
     assert second.inputs == ("Émile était là. ", "He was there.")
     assert (second.label, second.name, str(second.location)) == (0, "12", f"{file}:10")
-
-
-def test_later_challenges_say_yes_and_no_and_unlabelled_pairs_have_no_label(task, tmp_path):
-    file = tmp_path / "rte3_test.xml"
-    file.write_text(THIRD, encoding="utf-8")
-    examples = list(task.read(file))
-    assert [each.label for each in examples] == [0, 1, None] and examples[1].inputs[1] == 'Someone bought "it".'
-    assert task.classes == ("entailment", "not_entailment")
 
 
 def test_entities_and_what_lies_outside_the_file_are_refused(problem, tmp_path):
@@ -96,7 +75,3 @@ def test_entities_and_what_lies_outside_the_file_are_refused(problem, tmp_path):
 def test_what_is_malformed_is_named_by_file_and_line(problem, old, new, message):
     assert old in FIRST
     assert problem(FIRST.replace(old, new)).startswith(message)
-
-
-def test_what_is_no_utf_8_is_refused(problem):
-    assert problem(FIRST, "latin-1").startswith(":11: is no XML (not well-formed")

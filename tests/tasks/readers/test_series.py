@@ -2,7 +2,7 @@
 
 import csv
 import json
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 from sklearn.preprocessing import StandardScaler
 
 from megasparse.config.finetuning import TaskConfig
-from megasparse.errors import ConfigError, DataError
+from megasparse.errors import DataError
 from megasparse.tasks import build_task
 from megasparse.tasks.readers.series import ETTh1, Series, time_features
 from megasparse.tasks.task import Example, split_files
@@ -59,16 +59,6 @@ def test_windows_of_a_split(file, split, predicted):
         assert str(example.location) == f"{file}:{now + 1}"  # of the last row read, under the line of names
 
 
-def test_the_rest_of_the_file_is_not_read(file, tmp_path):
-    """A split's windows are the same whatever stands in rows after it; scaling depends on training rows alone."""
-    later = [*numbers(80), *[[1e6] * 3] * 20]
-    other = write(tmp_path / "other.csv", later)
-    for split in ("train", "validation"):
-        for one, two in zip(part(series(file), file, split), part(series(other), other, split), strict=True):
-            assert np.array_equal(one.inputs[0], two.inputs[0]) and np.array_equal(one.label, two.label)
-    assert series(file).resolved().forecast == series(other).resolved().forecast
-
-
 def test_the_scaler_is_scikit_learns(file):
     values = by_hand(file)[1][:70]
     own = series(file).resolved().forecast
@@ -77,14 +67,6 @@ def test_the_scaler_is_scikit_learns(file):
     np.testing.assert_allclose([own.mean[name] for name in COLUMNS], mean, rtol=1e-12)
     deviation = (((values - mean) ** 2).sum(0) / 70) ** 0.5
     np.testing.assert_allclose([own.scale[name] for name in COLUMNS], deviation, rtol=1e-12)
-
-
-def test_a_constant_column_is_scaled_by_1(tmp_path):
-    file = write(tmp_path / "constant.csv", [[a, 0.1, b] for a, _, b in numbers(ROWS)])
-    found = part(series(file), file, "train")
-    own = series(file).resolved().forecast
-    assert own.scale is not None and own.scale["wind"] == 1.0
-    assert np.abs(found[0].inputs[0][:, 1]).max() < 1e-12
 
 
 def test_columns_by_name(file):
@@ -112,14 +94,6 @@ def test_a_resolved_task_needs_no_training_file(file, tmp_path):
     np.testing.assert_array_equal(found.inputs[1][:-1], wanted[1][1:])
     later = time_features(np.array([START + (97 + H - 1) * HOUR], dtype="datetime64[us]"), 3600.0)
     np.testing.assert_array_equal(found.inputs[1][-1:], later)
-
-
-@pytest.mark.parametrize(("rows", "sizes"), [(101, (70, 11, 20)), (99, (69, 11, 19)), (1007, (704, 102, 201))])
-def test_parts_are_informers(file, rows, sizes):
-    """Dataset_Custom: int(0.7·N), int(0.2·N) at the end, the rest between."""
-    borders = series(file).borders(rows, file)
-    assert tuple(end - first for first, end in borders.values()) == sizes
-    assert [borders[name][0] for name in borders] == [0, sizes[0], sizes[0] + sizes[1]]
 
 
 @pytest.fixture(scope="module")
@@ -152,28 +126,6 @@ def test_official_splits_of_etth1(etth1, horizon, counts):
         assert round(last) == {"train": 8639, "validation": 11519, "test": 14399}[split]
 
 
-def test_ettm1_has_four_rows_an_hour(tmp_path):
-    task = build_task(
-        TaskConfig.model_validate(
-            {
-                "name": "ettm1",
-                "source": str(tmp_path),
-                "forecast": {"inputs": ["OT"], "targets": ["OT"], "mean": {"OT": 0}, "scale": {"OT": 1}, "step": 900},
-            },
-            strict=False,
-        )
-    )
-    assert isinstance(task, Series)
-    assert task.borders(69680, tmp_path) == {"train": (0, 34560), "validation": (34560, 46080), "test": (46080, 57600)}
-    assert task.time_features == 5
-
-
-def test_a_short_official_file_is_refused(tmp_path):
-    write(tmp_path / "ETTh1.csv", numbers(50))
-    with pytest.raises(DataError, match=r"ETTh1\.csv: has 50 rows, and the official splits 14,400. Take the official"):
-        ETTh1(TaskConfig(name="etth1", source=str(tmp_path)))
-
-
 def changed(file: Path, line: int, text: str) -> Path:
     """The same with another line, counted from 1."""
     lines = file.read_text().splitlines()
@@ -202,19 +154,6 @@ def test_a_bad_line_is_named(file, line, text, said):
         series(changed(file, line, text))
 
 
-def test_another_step_than_in_training_is_refused(file, tmp_path):
-    new = write(tmp_path / "new.csv", numbers(40), step=timedelta(minutes=30))
-    with pytest.raises(DataError, match=r"new\.csv:3: .* is 0:30:00 after the row before it, where a step is 1:00:00"):
-        list(series(file).read(new))
-
-
-def test_a_new_file_without_a_column_is_refused(file, tmp_path):
-    new = tmp_path / "new.csv"
-    new.write_text("date,load,OT\n2020-01-01 00:00:00,1,2\n")
-    with pytest.raises(DataError, match=r'new\.csv:2: has no column "wind"'):
-        list(series(file).read(new))
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -240,18 +179,3 @@ def test_too_few_rows_are_refused(tmp_path):
     new = write(tmp_path / "new.csv", numbers(11))
     with pytest.raises(DataError, match=r"new\.csv: has 11 rows, and a forecast reads 12 \(task.max_length\)"):
         list(series(file).read(new))
-
-
-@pytest.mark.parametrize("key", ["inputs", "targets"])
-def test_wrong_columns_are_refused(file, key):
-    for names in ([], ["OT", "OT"]):
-        with pytest.raises(ConfigError, match=rf"task\.forecast\.{key}: .* are no columns. Name one or more, each"):
-            series(file, **{key: names})
-    with pytest.raises(DataError, match=r'series\.csv:[12]: has no column "oT". Known here: OT'):
-        series(file, **{key: ["oT"]})
-
-
-def test_a_mean_without_a_column_is_refused(file):
-    given = {"inputs": ["OT"], "targets": ["wind"], "mean": {"OT": 0.0}, "scale": {"OT": 1.0}, "step": 3600.0}
-    with pytest.raises(ConfigError, match=r'task\.forecast\.mean: has no "wind"'):
-        series(file, **given)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from megasparse.config.finetuning import TaskConfig
-from megasparse.errors import ConfigError
 from megasparse.runs.api import load_finetune_config
 from megasparse.tasks import build_task
 from megasparse.tasks.metrics import METRICS
@@ -42,12 +41,6 @@ def test_rows_become_examples_in_their_order(tmp_path, suffix):
     assert task.metrics == ("accuracy", "macro_f1")
 
 
-def test_two_columns_of_text_are_a_pair(tmp_path):
-    file = write(tmp_path / "a.csv", ("b", "stars", "a"), ("B0", 1, "A0"), ("B1", 2, "A1"))
-    task = task_of(file, text=["a", "b"], label="stars")
-    assert [example.inputs for example in task.read(file)] == [("A0", "B0"), ("A1", "B1")]
-
-
 @pytest.mark.parametrize(
     ("labels", "classes"),
     [
@@ -64,18 +57,6 @@ def test_classes_are_those_of_the_training_file_sorted_numbers_as_numbers(tmp_pa
     task = task_of(file)
     assert task.classes == classes
     assert [task.classes[example.label] for example in task.read(file)] == labels
-
-
-def test_labels_of_json_differ_by_their_text(tmp_path):
-    values = [10, 9, "9", 2.5, "2.5"]
-    file = write(tmp_path / "a.jsonl", ("text", "label"), *(("x", value) for value in values))
-    task = task_of(file)
-    assert task.classes == ("2.5", "9", "10")
-    assert [example.label for example in task.read(file)] == [2, 1, 1, 0, 0]
-    file = write(tmp_path / "b.jsonl", ("text", "label"), ("x", True), ("x", False), ("x", "é"), ("x", "true"))
-    task = task_of(file)
-    assert task.classes == ("false", "true", "é")
-    assert [example.label for example in task.read(file)] == [1, 0, 2, 1]
 
 
 def test_given_classes_keep_their_order_and_need_no_training_file(tmp_path):
@@ -108,13 +89,6 @@ def test_numbers_are_predicted_where_there_are_no_classes(tmp_path, suffix):
     assert all(type(label) is float for label in found)
     assert task.metrics == ("pearson", "spearman") and set(task.metrics) <= set(METRICS)
     assert METRICS[task.metrics[0]](np.array(found), np.array(found)) == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl"])
-def test_rows_without_the_column_of_labels_have_none(tmp_path, suffix):
-    file = write(tmp_path / f"new{suffix}", ("text",), ("x",), ("y",))
-    task = task_of("none.csv", labels=["a", "b"])
-    assert [(example.inputs, example.label) for example in task.read(file)] == [(("x",), None), (("y",), None)]
 
 
 COLUMNS, NAMED = ("text", "label"), "The column is named by"
@@ -151,12 +125,6 @@ def test_a_table_that_does_not_fit_is_refused(tmp_path, suffix, columns, rows, s
     assert refusal(lambda: task_of(file, **settings).read(file)) == f"{file}{said}"
 
 
-def test_a_missing_training_file_names_the_columns_it_needs(tmp_path):
-    file = tmp_path / "none.csv"
-    hint = 'Give a table with the columns "text" (task.text) and "label" (task.label): --set task.source=FILE'
-    assert refusal(lambda: task_of(file)) == f"{file}: cannot be read (No such file or directory). {hint}"
-
-
 @pytest.mark.parametrize(("suffix", "empty"), [(".csv", ""), (".tsv", ""), (".csv", " "), (".jsonl", "")])
 @pytest.mark.parametrize("labels", [None, [], ["1", "2"]])
 def test_an_empty_label_is_refused(tmp_path, suffix, empty, labels):
@@ -164,32 +132,6 @@ def test_an_empty_label_is_refused(tmp_path, suffix, empty, labels):
     line = 2 if suffix == ".jsonl" else 3
     message = refusal(lambda: task_of(file, labels=labels).read(file))
     assert message == f'{file}:{line}: no label in the column "label". Write one, or remove the row'
-
-
-@pytest.mark.parametrize("labels", [["a"], ["a", "b", "a"]])
-def test_classes_that_are_none_are_refused(labels):
-    assert refusal(lambda: task_of("none.csv", labels=labels), ConfigError).startswith("task.labels: ")
-
-
-def test_a_column_that_is_text_and_label_is_refused():
-    message = refusal(lambda: task_of("none.csv", text=["a", "b"], label="b"), ConfigError)
-    assert message == 'task.label: "b" is a column of task.text too. Name the column of the labels'
-
-
-def test_another_kind_of_file_is_refused(tmp_path):
-    (tmp_path / "a.xlsx").write_bytes(b"PK")
-    message = refusal(lambda: task_of(tmp_path / "a.xlsx"))
-    assert message.endswith("is no known kind of table. Give a file whose name ends in .csv, .tsv, .jsonl")
-
-
-def test_a_missing_file_and_a_folder_are_refused(tmp_path):
-    assert refusal(lambda: task_of(tmp_path / "none.csv")).startswith(f"{tmp_path / 'none.csv'}: cannot be read")
-    task = task_of("none.csv", labels=["a", "b"])
-    for path in (tmp_path, tmp_path / "none.csv"):
-        assert refusal(lambda path=path: split_files(task, path, "train")).startswith(f"{path}: no such file. Give the")
-    file = write(tmp_path / "a.csv", ("text", "label"), ("x", "a"))
-    assert 'holds no "test" split' in refusal(lambda: split_files(task, file, "test"))
-    assert "no such folder" in refusal(lambda: split_files(build_task(TaskConfig(name="ag_news")), file, "train"))
 
 
 @pytest.mark.parametrize("name", ["finetune/quick", "finetune/reviews"])

@@ -31,11 +31,6 @@ def test_a_row_is_a_text_and_its_answer(tmp_path, suffix):
     assert found[1].location.line == {".csv": 4, ".tsv": 3, ".jsonl": 2}[suffix]
 
 
-def test_rows_without_the_column_of_answers_have_none(tmp_path):
-    (tmp_path / "new.csv").write_text("body\nx\n")
-    assert [each.label for each in task_of().read(tmp_path / "new.csv")] == [None]
-
-
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
@@ -48,12 +43,6 @@ def test_what_is_no_text_is_refused(tmp_path, row, problem):
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps({"body": "x", "predicted": "y"}) + "\n" + json.dumps(row) + "\n")
     assert refusal(lambda: task_of().read(file)).startswith(f"{file}:2: {problem}")
-
-
-def test_another_kind_of_file_is_refused(tmp_path):
-    (tmp_path / "a.xlsx").write_bytes(b"PK")
-    assert "is no known kind of table" in refusal(lambda: task_of().read(tmp_path / "a.xlsx"))
-    assert "no such file" in refusal(lambda: split_files(task_of(), tmp_path, "train"))
 
 
 def news(folder, form, lacking=()):
@@ -86,16 +75,3 @@ def test_of_ten_articles_eight_train_and_what_lacks_a_side_is_named(tmp_path, fo
         f"{file}#train: left out 2 articles without a title or a text: lines 4, 5",
         f"{file}#test: left out 1 articles without a title or a text: lines 12",
     ]
-
-
-def test_the_whole_file_keeps_every_article(tmp_path, capsys):
-    file = news(tmp_path, "csv", [(2, "title"), (3, "text")])
-    found = list(build_task(TaskConfig(name="headlines")).read(file))
-    assert len(found) == 25 and (found[2].label, found[3].inputs) == (None, ("",))
-    assert not capsys.readouterr().err
-    file.write_text("text\nfresh\n")
-    assert [(each.inputs, each.label) for each in build_task(TaskConfig(name="headlines")).read(file)] == [
-        (("fresh",), None)
-    ]
-    file.write_text("title\nfresh\n")
-    assert 'has no column "text"' in refusal(lambda: build_task(TaskConfig(name="headlines")).read(file))

@@ -10,7 +10,6 @@ from sklearn.metrics import accuracy_score
 
 from launch import evaluate, predict
 from megasparse.config.finetuning import TaskConfig
-from megasparse.errors import DataError
 from megasparse.tasks import build_task
 from megasparse.tasks.forms.choice import Choice
 from megasparse.training.checkpoints.checkpoint import Checkpoint
@@ -69,26 +68,6 @@ def test_a_malformed_example_is_named_by_file_number_and_id(changes, said, tmp_p
     file = written_rows(tmp_path / "dev.json", [ROWS[1], {**ROWS[0], **changes}])
     which = "" if isinstance(changes.get("id"), int) else f' ("{changes.get("id", "WH_dev_0")}")'
     assert refusal(lambda: read(file)).startswith(f"{file}:2: example 2{which}: {said}")
-
-
-def test_an_odd_example_among_many_is_skipped_and_named(tmp_path, capsys):
-    rows = [{**ROWS[1], "id": f"WH_{number}"} for number in range(150)]
-    file = written_rows(tmp_path / "dev.json", [*rows, {**rows[0], "id": "WH_odd", "candidates": ["a", "a"]}])
-    assert len(read(file)) == 150
-    named, counted = capsys.readouterr().err.splitlines()
-    assert named.startswith(f'skipped: {file}:151: example 151 ("WH_odd"): "a" is twice among the candidates')
-    assert counted == f"{file}: skipped 1 of 151 rows"
-
-
-@pytest.mark.parametrize("key", ["id", "query", "candidates", "supports"])
-def test_a_missing_key_is_refused(key, tmp_path):
-    row = {name: value for name, value in ROWS[0].items() if name != key}
-    with pytest.raises(DataError, match=rf'dev\.json:1: example 1.*: has no "{key}"\. An example is '):
-        read(written_rows(tmp_path / "dev.json", [row]))
-
-
-def test_an_answer_that_is_null_is_none(tmp_path):
-    assert read(written_rows(tmp_path / "dev.json", [{**ROWS[0], "answer": None}]))[0].label is None
 
 
 @pytest.mark.parametrize(
