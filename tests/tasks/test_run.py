@@ -55,7 +55,10 @@ def starts(place: Path) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["ours", "ours reversible", "bert, lsh", "bert, lha"])
+@pytest.mark.parametrize(
+    "name",
+    ["ours", "bert, lsh", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ours reversible", "bert, lha"))],
+)
 def test_a_run_that_stopped_goes_on_to_the_bit(name, place, tmp_path):
     """Losses, gradient norms, metrics, weights and the optimizer's state; dropout and drawn hashes are on."""
     sections, source = starts(place)[name], place / "reviews.csv"
@@ -91,7 +94,7 @@ def test_the_best_checkpoint_is_kept_although_it_is_old(place, tmp_path, given_m
     assert restore_task(tmp_path / "run").checkpoint.step == 2
 
 
-@pytest.mark.parametrize("stops", [["3"], ["2", "4", "6"]])
+@pytest.mark.parametrize("stops", [["3"], pytest.param(["2", "4", "6"], marks=pytest.mark.slow)])
 def test_a_resumed_run_remembers_its_best(stops, place, tmp_path, given_metrics):
     given_metrics += [0.1, 0.6, 0.3, 0.6, 0.5, 0.2, 0.1, 0.0]
     for stop in stops:
@@ -125,6 +128,7 @@ def test_nan_is_never_the_best(place, tmp_path, given_metrics, first, best, take
     assert restore_task(tmp_path / "run").checkpoint.step == taken
 
 
+@pytest.mark.slow
 def test_it_learns(place, tmp_path):
     """Which of two words a text has."""
     sections = {**starts(place)["bert"], "training": {"steps": 100}, "optimizer": {"learning_rate": 3e-3}}

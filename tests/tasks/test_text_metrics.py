@@ -81,7 +81,7 @@ def test_signatures_are_sacrebleus_own():
     assert signature("accuracy") is None
 
 
-@pytest.mark.parametrize("name", ["bleu", "rouge2"])
+@pytest.mark.parametrize("name", ["bleu", pytest.param("rouge2", marks=pytest.mark.slow)])
 def test_an_interval_of_texts_is_that_of_the_library(name):
     """The same draws, scored by the library from the strings."""
     labels, predicted = column(LABELS * 2), column(PREDICTED * 2)

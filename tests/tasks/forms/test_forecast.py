@@ -190,6 +190,7 @@ def test_answers_are_scaled_and_rows_in_units(tmp_path, file):
     assert made == pytest.approx({"mse": (1 + 4) / 2, "mae": 1.5})
 
 
+@pytest.mark.slow
 def test_a_run_resumes_to_the_bit_and_is_restored_without_its_table(tmp_path, capsys):
     file = write(tmp_path / "series.csv", numbers(120))
     straight = finetuning.assert_resumes(tmp_path, file, 3, **sections())

@@ -249,7 +249,7 @@ def test_a_smart_bird_sketch_reads_titles_and_learns(tmp_path):
     "settings, message",
     [
         ({"heads": 5}, "task.recommendation.heads: 5 heads do not divide the width of the news' vectors, 32"),
-        ({"attention": AttentionConfig(pattern=["smart_bird"])}, r'attention.pattern: "smart_bird" learns'),
+        ({"attention": AttentionConfig(pattern=["smart_bird"])}, r'objective: "token" is not what this stack learns'),
         (
             {"history": 16, "attention": AttentionConfig(pattern=["lsh"])},
             r"task.recommendation.attention.lsh.chunk: 64 is longer than task.recommendation.history = 16",
@@ -271,6 +271,7 @@ TRAINING = {
 }
 
 
+@pytest.mark.slow
 def test_it_learns_what_a_user_clicks_by_what_they_clicked(tmp_path):
     folder = mind(tmp_path / "mind", 400, 80, each=8, cold=0.0)
     start = opened(tmp_path / "none", folder, **TRAINING)

@@ -124,6 +124,7 @@ def sections(folder: Path, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_it_learns_and_is_evaluated_and_answers(folder, capsys):
     run, out = folder / "run", folder / "out"
     lines = launch(run, folder, **sections(folder, 240))
