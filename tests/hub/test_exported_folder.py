@@ -85,7 +85,7 @@ def test_without_the_package_one_line_tells_how_to_install_it(folders, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder", "encoder_decoder"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_an_exported_model_trains_under_autocast(folders, kind, dtype):
     auto = {"decoder": AutoModelForCausalLM, "encoder": AutoModelForMaskedLM, "encoder_decoder": AutoModelForSeq2SeqLM}
     tokens, losses = random_tokens(2, 30), []
@@ -101,6 +101,7 @@ def test_an_exported_model_trains_under_autocast(folders, kind, dtype):
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind,auto", [("decoder", AutoModelForCausalLM), ("encoder", AutoModelForMaskedLM)])
 def test_the_trainer_trains_an_exported_model_in_bf16(folders, kind, auto, tmp_path):
     """As it trains it in fp32, up to rounding."""

@@ -169,7 +169,13 @@ def test_what_is_exported_and_imported_again_is_the_same_bit_for_bit(changes, tm
     assert (again.model.norm_eps, again.model.dropout) == (config.model.norm_eps, config.model.dropout)
 
 
-@pytest.mark.parametrize("settings", [ENWIK8, CRIME_AND_PUNISHMENT], ids=["enwik8", "crime and punishment"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(ENWIK8, id="enwik8", marks=pytest.mark.slow),
+        pytest.param(CRIME_AND_PUNISHMENT, id="crime and punishment"),
+    ],
+)
 def test_the_published_configurations_go_both_ways(settings, tmp_path):
     model = theirs(**settings)
     config, mine = imported(model, tmp_path / "there")

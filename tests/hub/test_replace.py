@@ -193,7 +193,7 @@ def test_a_sketch_that_wants_other_labels_says_so():
 
 
 @pytest.mark.parametrize("attention", SMALL, ids=str)
-@pytest.mark.parametrize("kind", ["Bert", "DistilBert"])
+@pytest.mark.parametrize("kind", ["Bert", pytest.param("DistilBert", marks=pytest.mark.slow)])
 def test_gradient_checkpointing_changes_no_gradient(kind, attention):
     found = []
     for checkpointed in (False, True):
@@ -259,7 +259,9 @@ def test_full_below_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("attention", [SMALL[3], SMALL[5], SMALL[6], SMALL[8], SMALL[-1]], ids=str)
-@pytest.mark.parametrize("kind", ["Bert", "Roberta", "DistilBert"])
+@pytest.mark.parametrize(
+    "kind", ["Bert", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Roberta", "DistilBert"))]
+)
 def test_a_saved_model_comes_back_replaced(tmp_path, kind, attention):
     model = build("ForSequenceClassification", kind)
     replace_attention(model, attention, max_length=100, seed=2)

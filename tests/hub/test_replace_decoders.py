@@ -108,7 +108,7 @@ def seen_by(call, attention):
     return last_in_bucket(found.queries, found.keys, chunk, attention["sinks"]) | near | sinks
 
 
-@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+@pytest.mark.parametrize("kind", ["Llama", pytest.param("GPT2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("attention", [LOCAL, LSH, LHA, SEPARATE, BIRD, HEADS], ids=str)
 def test_outputs_are_those_of_the_pairs_seen(attention, kind):
     """The layer's attention as one softmax over the pairs that the definition names, in float64."""
@@ -144,7 +144,7 @@ def test_mechanisms_get_the_models_own_queries_and_keys(kind):
         assert torch.allclose(torch.softmax(score.masked_fill(hidden, -torch.inf), -1), theirs, atol=1e-10)
 
 
-@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("beams", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("attention", SMALL, ids=str)
 def test_generation_from_a_cache_is_that_of_whole_sequences(attention, beams):
     model, given = replace_attention(build(), attention, seed=4), inputs(batch=2, length=12)
@@ -216,6 +216,7 @@ def test_an_adapter_trains_a_replaced_decoder_and_generates():
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 def test_the_trainer_trains_and_evaluates_a_replaced_decoder(tmp_path):
     model = replace_attention(build(dtype=torch.float32), LHA)
     data = [{"input_ids": row, "labels": row} for row in inputs(batch=4)["input_ids"]]

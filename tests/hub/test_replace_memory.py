@@ -35,6 +35,7 @@ BIRD = {"kind": "smart_bird", "keys": 8, "objective": "pooled", "labels": 2}
 """It compares all pairs, a tile at a time: the full lengths among the soak tests."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", LONG, ids=str)
 def test_memory_grows_with_the_length(attention):
     check_memory(attention, 8192)
