@@ -1,13 +1,19 @@
+"""Bucketed attention in blocks, of shared and of separate codes, against its definition; its shares; key windows."""
+
 import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import megasparse.ops.bucketed_attention.layouts as layouts
-from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
+import megasparse.ops.bucketed_attention.ranges as ranges
+from megasparse.attention.sinks import merge
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention, windows_by_key_rank
 from megasparse.ops.bucketed_attention.blocks import bucketed_attention as blockwise
 from megasparse.ops.bucketed_attention.definition import reference_attention as defined
+from megasparse.ops.random import PairDropout
 from tests.helpers import operators
 from tests.helpers.kernels import DEVICE
 from tests.helpers.operators import as_views, assert_equal, assert_same_bits, assert_within_bars, random_masks
@@ -46,15 +52,20 @@ def assert_equal_to_the_definition(heads, codes, window, **rule):
     assert_equal(ours, exact)
 
 
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-@pytest.mark.parametrize("length", [1, 29])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
-@pytest.mark.parametrize("exclude_self", [True, False], ids=["without itself", "with itself"])
-@pytest.mark.parametrize(("rounds", "count_rounds"), [(1, True), (3, True), (3, False)])
-@pytest.mark.parametrize(("masked", "documents"), itertools.product([False, True], repeat=2))
+def some(grid, stride):
+    """Every stride-th case, the others marked slow: with these strides any two values of two axes meet in one case."""
+    return [pytest.param(*case, marks=() if i % stride == 0 else pytest.mark.slow) for i, case in enumerate(grid)]
+
+
+BOOLS, COUNTS = (True, False), [(1, True), (3, True), (3, False)]
+GRID = list(itertools.product(WINDOWS, (1, 29), BOOLS, BOOLS, COUNTS, BOOLS, BOOLS))
+
+
+@pytest.mark.parametrize("window,length,causal,exclude_self,counts,masked,documents", some(GRID, 17))
 def test_forward_and_gradients_are_those_of_the_definition(
-    window, length, causal, exclude_self, rounds, count_rounds, masked, documents, monkeypatch
+    window, length, causal, exclude_self, counts, masked, documents, monkeypatch
 ):
+    rounds, count_rounds = counts
     monkeypatch.setattr(layouts, "_LAYOUT_ELEMENTS", 3 * length)  # heads are laid out one at a time
     # Several blocks a row, several rows a block, or one block.
     size = (70, 1000, 1 << 18)[(causal + masked + 2 * exclude_self + documents) % 3]
@@ -183,3 +194,225 @@ def test_a_two_sided_band_and_one_bucket_see_both_sides_alike():
     out, _ = call(bucketed_attention, heads, codes, Window("band", 4), causal=False)
     turned, _ = call(bucketed_attention, [x.flip(2) for x in heads], codes, Window("band", 4), causal=False)
     torch.testing.assert_close(turned.flip(2), out)
+
+
+@pytest.fixture(params=[70, 1000, 1 << 18], ids="{} scores".format)
+def _block(request, monkeypatch):
+    """Several blocks a row, several rows a block, or one block."""
+    monkeypatch.setattr(layouts, "SCORE_ELEMENTS", request.param)
+
+
+SEPARATE_GRID = list(itertools.product((70, 1000, 1 << 18), (1, 29), BOOLS, COUNTS, BOOLS, BOOLS))
+
+
+@pytest.mark.parametrize("block,length,causal,counts,masked,documents", some(SEPARATE_GRID, 7))
+def test_separate_codes_are_those_of_the_definition(block, length, causal, counts, masked, documents, monkeypatch):
+    monkeypatch.setattr(layouts, "SCORE_ELEMENTS", block)
+    rounds, count_rounds = counts
+    mask, segments = random_masks(length)
+    dropout = PairDropout.of(0.3, 7, torch.arange(length).expand(2, -1), range(2))
+    for number, chunk in enumerate((1, 4, 8)):
+        assert_equal_to_the_definition(
+            random_heads(length), random_codes(length, rounds), Window("band", chunk),
+            causal=causal, scale=0.7, exclude_self=number == 1, self_at_last=number != 2, count_rounds=count_rounds,
+            key_codes=random_codes(length, rounds, seed=5), dropout=dropout if number else None,
+            key_mask=mask if masked else None, segments=segments if documents else None,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_buckets_that_only_queries_or_only_keys_are_in(causal):
+    heads, one = random_heads(80, batch=1), torch.zeros(1, 2, 1, 80, dtype=torch.int64)
+    many = torch.arange(80).expand(1, 2, 1, -1)
+    for queries, keys in (
+        (one, one),
+        (one, one + 1),
+        (many, one),
+        (one, many),
+        (many, many.flip(-1)),
+        (many, 2 * many),
+    ):
+        rule = {"causal": causal, "exclude_self": False, "key_codes": keys}
+        assert_equal_to_the_definition(heads, queries, Window("band", 8), **rule)
+
+
+@pytest.mark.usefixtures("_block")
+def test_codes_that_all_heads_share():
+    heads, (codes, keys) = random_heads(29), (random_codes(29, 2, seed=seed)[:, :1] for seed in (0, 5))
+    mask, _ = random_masks(29)
+    assert_equal_to_the_definition(heads, codes, Window("band", 4), causal=True, key_codes=keys, key_mask=mask)
+
+
+def test_keys_that_are_not_finite_move_no_tile_that_does_not_see_them():
+    """Padding and other heads are in no tile's run of keys."""
+    heads, codes = random_heads(40, dtype=torch.float32), random_codes(40, 2)
+    mask = torch.arange(40).expand(2, -1) < 33
+    rule = {"causal": True, "exclude_self": False, "key_codes": random_codes(40, 2, seed=5), "key_mask": mask}
+    clean = gradients(blockwise, heads, codes, Window("band", 8), **rule)
+    dirty = [x.clone() for x in heads]
+    for x in dirty[1:]:
+        x[:, :, 33:] = torch.nan
+    dirty[1][1, 1] = torch.nan
+    found = gradients(blockwise, dirty, codes, Window("band", 8), **rule)
+    for before, after in zip(clean, found, strict=True):
+        assert_same_bits([before[0], before[1, 0]], [after[0], after[1, 0]])
+
+
+@pytest.mark.parametrize("buckets", [1, 16, 700])
+@pytest.mark.parametrize("spread", ["alike", "one bucket of queries", "one bucket of keys"])
+def test_the_pairs_of_all_tiles_are_linear_in_length(buckets, spread):
+    """Scores are T times the keys of all runs: at most L + W·⌈L / T⌉, whatever the buckets."""
+    length, band, tile = 4096, 64, 32
+    queries, keys = (random_codes(length, 1, buckets, batch=1, heads=1, seed=seed) for seed in (1, 5))
+    if spread != "alike":
+        (queries if spread == "one bucket of queries" else keys).zero_()
+    spec = BucketedAttentionSpec(Window("band", band), causal=True, exclude_self=False)
+    layout = layouts.RangeLayout.of(queries, keys, spec, None, None)
+    (rows,) = layouts.row_groups(layout, *random_heads(length, batch=1, heads=1, dim=2), spec, None)
+    round_ = layouts.RangeRound(rows, 0)
+    assert round_.queries.shape == (length // tile, tile)
+    runs, most = round_.end - round_.first, length + band * length // tile
+    assert int(runs.min()) >= 0 and int(runs.sum()) <= most
+    assert sum(block.key_tokens.numel() for block in rows.layout.blocks(rows)) <= 1.25 * most, (
+        "runs of a block differ much"
+    )
+
+
+SHARED_LENGTH = 150  # three blocks of sorted places
+
+
+def merged(attention, shares, codes, window, dropout=None, **rule):
+    """Of q, k and v."""
+
+    def attend(*heads):
+        alone = {**rule, "self_at_last": False, "dropout": dropout}
+        return merge([call(attention, heads, codes, window, share=(g, shares), **alone) for g in range(shares)])
+
+    return attend
+
+
+def check(heads, codes, window, shares, dropout=None, **rule):
+    exact = operators.gradients(
+        lambda *heads: call(defined, heads, codes, window, self_at_last=False, dropout=dropout, **rule), heads
+    )
+    for attention in (blockwise, defined):
+        assert_equal(operators.gradients(merged(attention, shares, codes, window, dropout, **rule), heads), exact)
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_shares_of_shared_codes_are_the_whole(window, causal):
+    mask, segments = random_masks(SHARED_LENGTH, batch=1)
+    for number, (rounds, masked) in enumerate(itertools.product((1, 3), (False, True))):
+        check(
+            random_heads(SHARED_LENGTH, batch=1), random_codes(SHARED_LENGTH, rounds, batch=1), window, 2 + number % 2,
+            causal=causal, scale=0.7, exclude_self=number > 1, count_rounds=number != 2,
+            key_mask=mask if masked else None, segments=segments if masked else None,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_shares_of_separate_codes_are_the_whole(causal):
+    mask, segments = random_masks(SHARED_LENGTH, batch=1)
+    codes, key_codes = (random_codes(SHARED_LENGTH, 2, batch=1, seed=seed) for seed in (1, 5))
+    for masks in ({}, {"key_mask": mask, "segments": segments}):
+        rule = {"causal": causal, "exclude_self": False, "key_codes": key_codes, **masks}
+        check(random_heads(SHARED_LENGTH, batch=1), codes, Window("band", 4), 3, **rule)
+
+
+def test_shares_of_dropped_probabilities_are_the_whole():
+    dropout = PairDropout.of(0.3, 7, torch.arange(SHARED_LENGTH)[None], range(2))
+    codes, key_codes = (random_codes(SHARED_LENGTH, 2, batch=1, seed=seed) for seed in (1, 5))
+    for own in (None, key_codes):
+        heads = random_heads(SHARED_LENGTH, batch=1)
+        check(heads, codes, Window("band", 4), 2, dropout, causal=True, exclude_self=False, key_codes=own)
+
+
+@pytest.mark.parametrize("window", [Window("band", 32), Window("chunk", 32, ahead=True)], ids=str)
+def test_each_share_is_a_part_of_the_work(window):
+    """Of 16 tiles of 32 places a quarter each."""
+    heads, codes = random_heads(512, batch=1, heads=1, dtype=torch.float32), random_codes(512, 2, batch=1, heads=1)
+
+    def flops(share):
+        leaves = [x.clone().requires_grad_() for x in heads]
+        with FlopCounterMode(display=False) as counter:
+            rule = {"causal": window.kind == "band", "self_at_last": False}
+            out, lse = call(blockwise, leaves, codes, window, share=share, **rule)
+            (out.sum() + lse.clamp_min(0.0).sum()).backward()
+        return counter.get_total_flops()
+
+    whole = flops(None)
+    assert whole > 0 and [4 * flops((number, 4)) for number in range(4)] == [whole] * 4
+
+
+def shown_keys(query_codes, key_codes, chunk, causal, key_mask=None, segments=None):
+    """[b][h][i][r]: the set of key numbers, straight from the definition."""
+
+    def seen(b, h, i, r):
+        keys = [
+            j
+            for j in range(key_codes.shape[-1])
+            if key_codes[b, h, r, j] == query_codes[b, h, r, i]
+            and (key_mask is None or key_mask[b, j])
+            and (segments is None or segments[b, i] == segments[b, j])
+        ]
+        before, after = [j for j in keys if j <= i], [j for j in keys if j > i]
+        return set(before[-chunk:]) | set([] if causal else after[:chunk])
+
+    batch, heads, rounds, queries = query_codes.shape
+    return [
+        [[[seen(b, h, i, r) for r in range(rounds)] for i in range(queries)] for h in range(heads)]
+        for b in range(batch)
+    ]
+
+
+def as_sets(index, rounds):
+    listed = index.unflatten(-1, (rounds, -1)).tolist()
+    windows = [[[[[j for j in r if j >= 0] for r in i] for i in h] for h in b] for b in listed]
+    assert all(len(r) == len(set(r)) for b in windows for h in b for i in h for r in i)
+    return [[[[set(r) for r in i] for i in h] for h in b] for b in windows]
+
+
+@pytest.mark.parametrize("queries,keys", [(1, 1), (17, 17), (17, 7), (7, 17)])
+@pytest.mark.parametrize("buckets", [1, 4, 60])
+def test_each_query_sees_the_keys_of_the_definition(queries, keys, buckets, monkeypatch):
+    monkeypatch.setattr(ranges, "_PIECE_ELEMENTS", 100)  # several pieces
+    mask, documents = random_masks(keys)
+    documents = documents if queries == keys else None
+    for causal, rounds, chunk, key_mask, segments in itertools.product(
+        [True, False], [1, 3], [1, 4], [None, mask], [None, documents]
+    ):
+        query_codes, key_codes = (
+            random_codes(queries, rounds, buckets, seed=1),
+            random_codes(keys, rounds, buckets, seed=2),
+        )
+        settings = (query_codes, key_codes, chunk, causal, key_mask, segments)
+        expected = shown_keys(*settings)
+        every = windows_by_key_rank(*settings, distinct=False)
+        assert every.dtype == torch.int32
+        assert every.shape == (2, 2, queries, rounds * chunk * (1 if causal else 2))
+        assert as_sets(every, rounds) == expected
+        once = as_sets(windows_by_key_rank(*settings), rounds)
+        for b, h, i in itertools.product(range(2), range(2), range(queries)):
+            assert set().union(*once[b][h][i]) == set().union(*expected[b][h][i])
+            assert sum(map(len, once[b][h][i])) == len(set().union(*once[b][h][i]))
+
+
+def test_no_later_key_moves_a_causal_window():
+    query_codes, key_codes = random_codes(30, 2, 3, seed=1), random_codes(30, 2, 3, seed=2)
+    before = windows_by_key_rank(query_codes, key_codes, 4, causal=True)
+    key_codes[..., 20:] = 0
+    query_codes[..., 20:] = 0
+    after = windows_by_key_rank(query_codes, key_codes, 4, causal=True)
+    assert torch.equal(before[:, :, :20], after[:, :, :20])
+    assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_later_queries_by_themselves_see_the_same_keys(causal):
+    query_codes, key_codes = random_codes(25, 3, 4, seed=1), random_codes(9, 3, 4, seed=2)
+    whole = windows_by_key_rank(query_codes, key_codes, 2, causal)
+    for first in (1, 8, 24):
+        assert torch.equal(
+            windows_by_key_rank(query_codes[..., first:], key_codes, 2, causal, first_query=first), whole[:, :, first:]
+        )

@@ -1,6 +1,20 @@
+import pytest
 import torch
 
-from megasparse.ops.random import RngContext, derive, dropout, normal, random_bits, rotations
+from megasparse.ops.random import (
+    RngContext,
+    add_dropout,
+    add_dropout_,
+    bits_by_head,
+    derive,
+    dropout,
+    normal,
+    normal_by_head,
+    random_bits,
+    relu_dropout,
+    rotations,
+)
+from tests.helpers.kernels import DEVICE
 
 
 def test_keys_differ_by_every_part_and_by_type():
@@ -60,3 +74,104 @@ def test_draws_change_with_seed_step_layer_and_purpose():
     keys = {RngContext(*place, samples, True).key(layer, "x") for place in [(0, 0), (0, 1), (1, 0)] for layer in (0, 1)}
     assert len(keys) == 6
     assert RngContext.evaluation(0, 1).key(0, "x") == RngContext.evaluation(0, 4).key(0, "x")
+
+
+ROWS = RngContext(3, 5, torch.tensor([7, 2**31 + 5]), True).rows
+
+
+def both_ways(function, shape, dtype, monkeypatch):
+    """Output and gradient of a function of x and its rows, in torch on the CPU and by the kernel."""
+    made = []
+    for name, device in (("blockwise", torch.device("cpu")), ("triton", DEVICE)):
+        monkeypatch.setenv("MEGASPARSE_OPS", name)
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+        out = function(x, ROWS(shape[1], device))
+        out.backward(torch.randn(shape, generator=generator).to(device, out.dtype).mT.contiguous().mT)
+        made.append((out.detach().cpu(), x.grad.cpu()))
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "length,width,rate,key", [(5, 24, 0.1, 2**63 + 17), (3, 1500, 0.5, 5), (1, 1, 0.99, 2**32 - 1)]
+)
+def test_the_kernel_drops_what_torch_drops_to_the_bit(length, width, rate, key, dtype, monkeypatch):
+    blockwise, kernel = both_ways(lambda x, rows: dropout(x, rate, key, rows), (2, length, width), dtype, monkeypatch)
+    for a, b in zip(blockwise, kernel, strict=True):
+        assert torch.equal(a == 0, b == 0) and torch.equal(a.signbit(), b.signbit())
+        # The interpreter cuts bf16 off where torch and a GPU round.
+        assert torch.equal(a, b) or (dtype == torch.bfloat16 and ((a - b).abs() <= 2**-7 * a.abs()).all())
+    assert width == 1 or 0 < (kernel[0] == 0).double().mean() < 1
+
+
+@pytest.mark.parametrize("function", [relu_dropout, lambda *given: dropout(*given, torch.float32)])
+def test_dropout_of_relu_and_into_another_dtype_are_those_of_torch(function, monkeypatch):
+    """fp16: the interpreter rounds it as torch does."""
+    made = both_ways(lambda x, rows: function(x, 0.25, 2**63 + 17, rows), (2, 9, 48), torch.float16, monkeypatch)
+    for blockwise, kernel in zip(*made, strict=True):
+        assert torch.equal(blockwise, kernel) and blockwise.dtype == kernel.dtype
+    assert 0.2 < (made[1][1] == 0).double().mean() < 0.7
+
+
+def test_what_is_added_to_a_stream_is_that_of_torch_and_comes_off_again(monkeypatch):
+    made = []
+    for name, device in (("blockwise", torch.device("cpu")), ("triton", DEVICE)):
+        monkeypatch.setenv("MEGASPARSE_OPS", name)
+        generator = torch.Generator().manual_seed(1)
+        stream = torch.randn(2, 9, 48, generator=generator).to(device).requires_grad_()
+        x = torch.randn(2, 9, 48, generator=generator).to(device, torch.float16).requires_grad_()
+        given = (x, 0.25, 99, ROWS(9, device))
+        out = add_dropout(stream, *given)
+        out.backward(torch.randn(2, 9, 48, generator=generator).to(device))
+        with torch.no_grad():
+            torch.testing.assert_close(add_dropout(out, *given, -1), stream)
+            for place in (stream.detach().clone(), stream.detach().repeat(1, 2, 1)[:, :9]):  # whole, and a tile
+                add_dropout_(place, *given)
+                assert torch.equal(place, out)
+        made.append([y.detach().cpu() for y in (out, stream.grad, x.grad)])
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+def test_the_share_dropped_is_the_rate(monkeypatch):
+    monkeypatch.setenv("MEGASPARSE_OPS", "triton")
+    x = dropout(torch.ones(2, 20, 512, device=DEVICE), 0.2, 9, ROWS(20, DEVICE))
+    share = (x == 0).double().mean().item()
+    assert abs(share - 0.2) < 5 * (0.2 * 0.8 / x.numel()) ** 0.5
+    assert x.max() == torch.tensor(1 / 0.8)
+
+
+def test_an_empty_batch_is_dropped_to_an_empty_batch(monkeypatch):
+    monkeypatch.setenv("MEGASPARSE_OPS", "triton")
+    assert dropout(torch.ones(2, 0, 8, device=DEVICE), 0.2, 9, ROWS(0, DEVICE)).shape == (2, 0, 8)
+
+
+@pytest.mark.parametrize("shape,columns", [((), 3), ((2, 3), 1500), ((0,), 4)])
+def test_the_kernels_bits_are_those_of_torch(shape, columns, monkeypatch):
+    rows = torch.randint(-(2**63), 2**63 - 1, shape, generator=torch.Generator().manual_seed(2))
+    monkeypatch.setenv("MEGASPARSE_OPS", "blockwise")
+    expected = random_bits(2**63 + 17, rows, columns)
+    monkeypatch.setenv("MEGASPARSE_OPS", "triton")
+    assert torch.equal(random_bits(2**63 + 17, rows.to(DEVICE), columns).cpu(), expected)
+
+
+def test_the_kernels_bits_by_head_are_those_of_torch(monkeypatch):
+    found = []
+    for name, device in (("blockwise", torch.device("cpu")), ("triton", DEVICE)):
+        monkeypatch.setenv("MEGASPARSE_OPS", name)
+        found.append(bits_by_head(2**63 + 17, range(3, 5), 4, 192, device).cpu())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("key", [5, 2**64 - 1])
+def test_the_kernels_normal_numbers_are_those_of_torch(key, monkeypatch):
+    """To the last bit of fp32 but where float64 logarithms and cosines that differ in theirs round apart."""
+    heads, count, columns = range(3, 7), 3, 1100
+    rows = torch.tensor([[head * 65536 + number for number in range(count)] for head in heads])
+    monkeypatch.setenv("MEGASPARSE_OPS", "blockwise")
+    expected = normal(key, rows, columns)
+    assert torch.equal(normal_by_head(key, heads, count, columns, torch.device("cpu")), expected)
+    monkeypatch.setenv("MEGASPARSE_OPS", "triton")
+    found = normal_by_head(key, heads, count, columns, DEVICE).cpu()
+    torch.testing.assert_close(found, expected, rtol=2**-23, atol=0)
+    assert (found == expected).double().mean() > 0.999
