@@ -42,8 +42,7 @@ class EqualClusters:
 
 class SMYRFAttentionConfig(MechanismSection):
     rounds: Positive = 2
-    evaluation_rounds: Positive | None = None
-    """Hash rounds in evaluation; null takes `rounds`."""
+    """Hash rounds, each of which has clusters of its own."""
     chunk: Positive = 64
     """Queries, and keys, of a cluster."""
 

@@ -58,9 +58,6 @@ class YOSOAttentionConfig(MechanismSection):
     below a key-value cache of max_length tokens, where one bit does."""
     projection: Literal["hadamard", "gaussian"] = "hadamard"
     """`hadamard`: fast, slightly biased. `gaussian`: dense projections, unbiased."""
-    backward: Literal["auto", "tables", "pairs"] = "auto"
-    """Gradients of q and k on a CPU: over the hash tables (cost L·m·D²), or over colliding pairs; `auto` takes the
-    cheaper. On a GPU there is one way, whose cost is linear in L however the tokens collide."""
     normalization: Literal["length", "sum"] = "length"
     """`length`: each output is scaled to length 1, as in the paper's experiments. `sum`: it is divided by B·1, the sum
     of its weights."""
@@ -145,7 +142,7 @@ class YOSOAttention(Attention):
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         q, k, v, mask = unit_vectors(inputs.q), unit_vectors(inputs.k), self._summed(inputs.v), inputs.key_mask
-        spec = HashTableAttentionSpec(self.code_bits, inputs.causal, self.config.chunk, self.config.backward)
+        spec = HashTableAttentionSpec(self.code_bits, inputs.causal, self.config.chunk)
         if self.config.expectation:
             out, met = expected_attention(q, k, v, spec, mask, mask, inputs.segments)
         else:
@@ -170,15 +167,13 @@ class YOSOAttention(Attention):
 
     def flops(self, length: int) -> Passes:
         """Codes of q and k; 2·D to add a value to a table and to read it, and again for the gradient of v; those of q
-        and k by tables, 4·D² each, or by the 1/2^τ of pairs that collide at random, 6·D each: the cheaper, or the one
-        configured.
+        and k by tables, 4·D² each, or by the 1/2^τ of pairs that collide at random, 6·D each: the cheaper.
         """
         yoso, work, dim = self.config, self.spec.workload(length), self.spec.head_dim
         if yoso.expectation:
             return work.pairs(work.visible)
         bit = 3.0 * math.log2(max(2, dim)) if yoso.projection == "hadamard" else 2.0 * dim
-        gradients = {"tables": 8.0 * dim * dim, "pairs": 6.0 * dim * work.visible / 2**self.code_bits}
-        gradient = gradients.get(yoso.backward, min(gradients.values()))
+        gradient = min(8.0 * dim * dim, 6.0 * dim * work.visible / 2**self.code_bits)
         hashing = Passes(2 * self.code_bits * bit + 2.0 * dim, 2.0 * dim + gradient)
         return (hashing * yoso.hashes + product(2.0 * dim * (yoso.convolution or 0))) * work.heads
 

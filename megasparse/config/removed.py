@@ -11,6 +11,8 @@ ANY = object()
 """The key may have any value: it changed nothing that is left."""
 
 REMOVED: dict[str, tuple[Any, str]] = {
+    "YOSOAttentionConfig.backward": ("auto", "The cheaper way is taken: remove the key"),
+    "SMYRFAttentionConfig.evaluation_rounds": (None, "Evaluation takes `rounds`: remove the key"),
     "LHAAttentionConfig.features": (ANY, "Remove the key"),
     "LHAAttentionConfig.visible_utility": (False, "The utility counts all keys, as in the paper: remove the key"),
     "ModelConfig.residual_bits": (None, "Reversible streams are floating-point numbers: remove the key"),

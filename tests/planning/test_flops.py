@@ -94,7 +94,7 @@ def lha_sample(queries, keys, known):
         # 4 buckets of ⌊16·√2⌋ = 22 tokens, each of which sees 11.5 of them.
         ("lha", {"chunk": 16, "hash": "random", "window": "top_k"}, 12 * 32 * 22 * 4 * 11.5 / 64 + 4 * 2 * 2 * 8 * 4),
         ("yoso", {"expectation": True}, 12 * 32 * 32.5),
-        ("yoso", {"hashes": 3, "code_bits": 5, "backward": "tables"}, 4 * 3 * (2 * 5 * HADAMARD + 32 + 8 * 64)),
+        ("yoso", {"hashes": 3, "code_bits": 1}, 4 * 3 * (2 * HADAMARD + 32 + 8 * 64)),
         ("yoso", {"hashes": 3, "code_bits": 5}, 4 * 3 * (2 * 5 * HADAMARD + 32 + 6 * 8 * 32.5 / 32)),
         ("smart_bird", BIRD, 12 * 32 * 5 + 4 * (14 * 32.5 + 3 * 4 * 32 + 6 * 256)),
         ("routing", {"chunk": 16}, 12 * 32 * 16 + 4 * 2 * 8 * 4),
