@@ -1,8 +1,12 @@
 """Imports go one way, floor by floor; read from the source, so that a lazy import inside a function counts too."""
 
 import ast
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -99,3 +103,39 @@ def test_the_check_sees_every_kind_of_import(tmp_path):
     lazy = "def f():\n    from megasparse.model.x import y\n"
     path.write_text(f"import megasparse.data.index as a\nfrom megasparse import ops\n{lazy}")
     assert imported(path) == {"data", "ops", "model"}
+
+
+RUNS = {"cli", "runs", "config", "errors", "callbacks", "data", "ops", "attention", "model", "optimizers", "training"}
+REACHED = {
+    "pretrain": ("runs.pretraining", RUNS | {"evaluation", "planning"}),
+    "finetune": ("runs.finetuning", RUNS | {"evaluation", "planning", "tasks"}),
+    "evaluate": ("runs.api", RUNS | {"evaluation"}),
+    "generate": ("evaluation.texts", RUNS | {"evaluation"}),
+    "predict": ("tasks.evaluate", RUNS | {"evaluation", "tasks"}),
+    "supervise": ("training.supervisor", RUNS),
+    "prepare-data": ("data.prepare", {"cli", "config", "errors", "callbacks", "data", "optimizers"}),
+    "compare": ("runs.comparison", RUNS),
+    "report": ("runs.report", RUNS),
+    "plan": ("planning.plan", RUNS | {"planning"}),
+    "replace-attention": ("hub.replace", RUNS | {"hub"}),
+}
+"""Command -> the module that does its work, and the folders that it may reach."""
+ONLY = {"pretrain": {"planning": {"planning.flops"}}}
+"""Command -> the modules of a folder that it reaches: planning's others are for the dry run."""
+
+
+@pytest.mark.parametrize("command", REACHED)
+def test_a_command_reaches_only_what_it_runs(command):
+    work, folders = REACHED[command]
+    code = f"""
+import importlib, sys
+from megasparse.cli.main import parser_of
+parser_of({command!r})
+importlib.import_module("megasparse.{work}")
+print(*(name.removeprefix("megasparse.") for name in sys.modules if name.startswith("megasparse.")))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    reached = set(ended.stdout.split())
+    assert {name.split(".")[0] for name in reached} <= folders
+    for folder, modules in ONLY.get(command, {}).items():
+        assert {name for name in reached if name.startswith(f"{folder}.")} <= modules

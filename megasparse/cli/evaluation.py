@@ -17,7 +17,7 @@ OF_TASKS = ("source", "predictions")
 
 
 def _evaluate_split(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    from megasparse.runs.evaluation import evaluate_split
+    from megasparse.runs.api import evaluate_split
 
     return evaluate_split(
         args.checkpoint[0],

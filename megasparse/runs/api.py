@@ -1,25 +1,29 @@
-"""What `import megasparse` offers beside the functions that have a module of their own."""
+"""Functions of `import megasparse` that have no module of their own."""
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import load_settings
 from megasparse.config.schema import Config
+from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import Tokenizer
+from megasparse.evaluation import results
 from megasparse.evaluation.bits_per_dim import refuse_leaks
 from megasparse.evaluation.generate import Sampling
-from megasparse.evaluation.restore import restore, trained_tokenizer
+from megasparse.evaluation.restore import restore, restore_on_ranks, trained_tokenizer
 from megasparse.evaluation.texts import Request, texts
 from megasparse.model.build import Model
-from megasparse.planning.plan import Plan, hardware, parse_bytes
-from megasparse.runs.evaluation import evaluate_split
-from megasparse.tasks.evaluate import predict_texts
-from megasparse.tasks.run import restore_task
+from megasparse.model.decoder import Causal
+from megasparse.model.encoder import Encoder
+from megasparse.runs.data import open_folder
+
+if TYPE_CHECKING:
+    from megasparse.planning.plan import Plan
 
 
 class LoadedCheckpoint(NamedTuple):
@@ -57,6 +61,54 @@ def load_checkpoint(directory: str | Path, overrides: Sequence[str] = ()) -> Loa
     """
     model, config, checkpoint, device = restore(directory, overrides)
     return LoadedCheckpoint(model, config, trained_tokenizer(config, checkpoint), device)
+
+
+MEASURES: dict[str, Any] = {
+    "decoder": (results.evaluate_decoder, results.decoder_summary),
+    "encoder": (results.evaluate_encoder, results.encoder_summary),
+    "encoder_decoder": (results.evaluate_encoder_decoder, results.encoder_decoder_summary),
+}
+"""Kind of a model -> the functions that score a split and that print the numbers."""
+
+
+def evaluate_split(
+    directory: str | Path,
+    data: str | Path | None = None,
+    *,
+    split: str = "test",
+    overrides: Sequence[str] = (),
+    stride: int | None = None,
+    rounds: int | None = None,
+    hash_seeds: int = 1,
+    batch: int = 1,
+    limit: int | None = None,
+    allow_leaking_attention: bool = False,
+) -> tuple[dict[str, Any], str]:
+    """Evaluate a checkpoint. Returns its numbers with their protocol, and a summary of a few lines.
+
+    directory: a checkpoint, or a run's folder, whose newest checkpoint is taken. data: a folder of shards, by default
+    the one that the run was trained on. stride: new tokens per window. rounds: hash rounds in place of the configured
+    ones. hash_seeds: repeat with so many draws of the rotations. limit: score only so many windows. Where several ranks
+    were started, each calls this and has the same result: they share out the windows, and `parallel.sequence` of them
+    the tokens of each.
+    Raises UserError where a decoder's attention sees later tokens, unless this is allowed; CheckpointError, DataError
+    and ConfigError for what is missing, damaged or does not fit.
+
+        >>> numbers, summary = evaluate_split("runs/quickstart", limit=2)
+        >>> numbers["bits_per_dim"] > 0
+        True
+    """
+    model, config, checkpoint, ranks = restore_on_ranks(directory, overrides)
+    if isinstance(model, Causal) and not allow_leaking_attention:
+        refuse_leaks(model.leaks)
+    tokenizer = trained_tokenizer(config, checkpoint)
+    index = open_folder(data or config.data.path, config, tokenizer)
+    if isinstance(model, Encoder) and config.model.masking.whole_words:
+        model.set_word_starts(tokenizer.word_starts())
+    protocol = results.protocol_of(config, checkpoint, index, tokenizer, split, stride, rounds, hash_seeds)
+    evaluate, summary = MEASURES[config.model.kind]
+    result = evaluate(model, EvaluationStream(index, split), protocol, batch, limit, ranks)
+    return result, summary(result)
 
 
 def evaluate(directory: str | Path, data: str | Path | None = None, **options: Any) -> dict[str, Any]:
@@ -112,10 +164,13 @@ def predict(directory: str | Path, *inputs: str) -> dict[str, Any]:
     >>> row["predicted"] in row["probabilities"]
     True
     """
+    from megasparse.tasks.evaluate import predict_texts
+    from megasparse.tasks.run import restore_task
+
     return dict(predict_texts(restore_task(directory), inputs, lambda line: print(line, file=sys.stderr)))
 
 
-def plan(config: Config, gpus: int = 1, gpu_memory: str = "80GiB", gpu: str = "A100", gpus_per_node: int = 8) -> Plan:
+def plan(config: Config, gpus: int = 1, gpu_memory: str = "80GiB", gpu: str = "A100", gpus_per_node: int = 8) -> "Plan":
     """Predict what a pretraining run will take on so many GPUs: memory, FLOPs and time.
 
     gpu: A100, H100 or H200. Raises ConfigError for another one, and for a size without a unit.
@@ -124,4 +179,6 @@ def plan(config: Config, gpus: int = 1, gpu_memory: str = "80GiB", gpu: str = "A
     >>> plan.fits, plan.peak < 80 * 2**30, plan.step_seconds > 0
     (True, True, True)
     """
+    from megasparse.planning.plan import Plan, hardware, parse_bytes
+
     return Plan(config, hardware(gpu, None), gpus, gpus_per_node, parse_bytes("gpu_memory", gpu_memory))

@@ -7,12 +7,10 @@ from typing import Any
 
 from megasparse.config.schema import Config
 from megasparse.evaluation.held_out import held_out
-from megasparse.hub.starting import adapted, require_base, resumed_from
 from megasparse.model.build import deferred_model, initial_weight
 from megasparse.ops.random import RngContext
 from megasparse.planning.flops import known_flops_per_token, warn_if_long
-from megasparse.runs.data import open_data, training_batches
-from megasparse.runs.own_texts import with_texts
+from megasparse.runs.data import open_data, training_batches, with_texts
 from megasparse.training.checkpoints.manifest import RunIdentity
 from megasparse.training.loop import train
 from megasparse.training.ranks import Ranks, start_ranks
@@ -35,7 +33,7 @@ def pretrain(
     resume: "auto" goes on from the newest checkpoint of that folder, "never" begins anew and refuses a folder that has
         checkpoints, a path names the checkpoint to go on from.
     start: a folder with weights that a run without checkpoints begins with, see `hub.starting`; resume is then "auto".
-    texts: one's own texts, which take the place of `data.path`, see `runs.own_texts`.
+    texts: one's own texts, which take the place of `data.path`, see `runs.data.with_texts`.
     allow_changed_config: go on although the configuration would make it another run.
     stop_at: save and end after this step.
     signals: stop when they arrive. None, as in a notebook, leaves the process's signals alone.
@@ -45,7 +43,9 @@ def pretrain(
     >>> megasparse.pretrain(config, stop_at=1).directory
     PosixPath('runs/again')
     """
-    if start is None:
+    if start is None and config.lora is not None:
+        from megasparse.hub.starting import require_base
+
         require_base(config)
     data = open_data(config) if texts is None else None  # what is wrong with the data is said before ranks start
     ranks = start_ranks(config.run, config.parallel.sequence)
@@ -54,10 +54,17 @@ def pretrain(
     data = data or open_data(config)
     if start is not None:
         require_room(config, ranks)
+        from megasparse.hub.starting import resumed_from
+
         resume = resumed_from(config, start, ranks)
 
     def model() -> Any:
-        built: Any = deferred_model(config.model, config.run.seed) if config.lora is None else adapted(config)
+        if config.lora is not None:
+            from megasparse.hub.starting import adapted
+
+            built: Any = adapted(config)
+        else:
+            built = deferred_model(config.model, config.run.seed)
         if config.model.masking.whole_words:
             built.set_word_starts(data.tokenizer.word_starts())
         return built

@@ -26,7 +26,7 @@ from megasparse.evaluation.generate import shared_decoder
 from megasparse.evaluation.restore import restore_on_ranks
 from megasparse.hub.importing import write_checkpoint
 from megasparse.model.build import build_model
-from megasparse.runs.evaluation import evaluate_split
+from megasparse.runs.api import evaluate_split
 from megasparse.training.ranks import Ranks
 from tests.helpers.commands import refused, run
 from tests.helpers.models import SMALL
