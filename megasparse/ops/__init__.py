@@ -1,5 +1,5 @@
-"""Pure functions on tensors, without parameters; one folder or file an operator. They know no other part of megasparse.
+"""Pure functions on tensors, without parameters. They know no other part of megasparse.
 
-Where an operator has several implementations, `reference.py` is its definition (dense, slow, obvious: the oracle of
-the tests) and `blockwise.py` what runs.
+An operator is one file: its specification, its dense definition, the form in blocks that a CPU runs, and the `Operator`
+that chooses; `*_kernels.py` has its Triton kernels and their host code.
 """

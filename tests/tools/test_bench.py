@@ -194,7 +194,10 @@ def test_gpu_check_sees_a_wrong_or_unsteady_operator(monkeypatch):
 
 
 def test_every_operator_with_kernels_is_checked_and_recorded():
-    operators = {path.parent.name for path in (ROOT / "megasparse/ops").glob("*/gpu.py")}
-    other = {"hashing": "angular_hash", "sketch": "sketched_attention", "local_attention": "relative_local_attention"}
-    assert {other.get(name, name) for name in operators} <= gpu_check.SMOOTH.keys() | gpu_check.EXACT.keys()
-    assert {"angular_hash" if name == "hashing" else name for name in operators} <= kernels.CASES.keys()
+    operators = {path.stem.removesuffix("_kernels") for path in (ROOT / "megasparse/ops").glob("*_kernels.py")}
+    checks = {"hashing": "angular_hash", "sketch": "sketched_attention", "local_attention": "relative_local_attention"}
+    checks |= {"normalize": "unit_keys", "random": "random_bits"}
+    cases = {"hashing": "angular_hash", "normalize": "unit_keys", "random": "random_numbers"}
+    assert len(operators) > 8
+    assert {checks.get(name, name) for name in operators} <= gpu_check.SMOOTH.keys() | gpu_check.EXACT.keys()
+    assert {cases.get(name, name) for name in operators} <= kernels.CASES.keys()
