@@ -1,16 +1,15 @@
-"""The optimizers that `optimizer.name` can choose. A new one subclasses OptimizerSpec and has an entry in `OPTIMIZERS`.
-
-No torch at the top: configurations are checked before torch is imported.
-"""
+"""The optimizers that `optimizer.name` can choose. A new one subclasses OptimizerSpec, with an entry here."""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.optim import Optimizer
+import torch
+from torch import Tensor
+from torch.optim import Adafactor, AdamW, Optimizer
+
+from megasparse.optimizers.partitioned_adafactor import PartitionedAdafactor
 
 
 class Settings(Protocol):
@@ -32,10 +31,10 @@ class OptimizerSpec(ABC):
     the weights. False: each rank holds all of it."""
 
     @abstractmethod
-    def build(self, groups: list[dict[str, Any]], settings: Settings) -> "Optimizer":
+    def build(self, groups: list[dict[str, Any]], settings: Settings) -> Optimizer:
         """Build the optimizer over parameter groups, each with its weight decay, at learning rate 0."""
 
-    def build_partitioned(self, groups: list[dict[str, Any]], settings: Settings) -> "Optimizer":
+    def build_partitioned(self, groups: list[dict[str, Any]], settings: Settings) -> Optimizer:
         """Build the optimizer for vectors that hold pieces of the weights, which are all that ZeRO 1 to 3 give it.
 
         One that treats every number alike is what `build` builds.
@@ -43,7 +42,7 @@ class OptimizerSpec(ABC):
         return self.build(groups, settings)
 
     @abstractmethod
-    def initial_state(self, weight: "Tensor") -> dict[str, "Tensor"]:
+    def initial_state(self, weight: Tensor) -> dict[str, Tensor]:
         """The state that the optimizer would create for `weight` at its first step, before that step.
 
         It has the counter "step"; every other tensor is kept in checkpoints under its name.
@@ -63,15 +62,11 @@ class AdamWSpec(OptimizerSpec):
 
     bytes_per_weight = 8
 
-    def build(self, groups: list[dict[str, Any]], settings: Settings) -> "Optimizer":
-        from torch.optim import AdamW
-
+    def build(self, groups: list[dict[str, Any]], settings: Settings) -> Optimizer:
         # fused: one pass over memory and no temporaries as large as the weights, on the CPU as on a GPU
         return AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
 
-    def initial_state(self, weight: "Tensor") -> dict[str, "Tensor"]:
-        import torch
-
+    def initial_state(self, weight: Tensor) -> dict[str, Tensor]:
         first, second = (torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) for _ in range(2))
         step = torch.zeros((), dtype=torch.float32, device=weight.device)
         return {"step": step, "exp_avg": first, "exp_avg_sq": second}
@@ -83,19 +78,13 @@ class AdafactorSpec(OptimizerSpec):
     bytes_per_weight = 0
     state_per_number = False
 
-    def build(self, groups: list[dict[str, Any]], settings: Settings) -> "Optimizer":
-        from torch.optim import Adafactor
-
+    def build(self, groups: list[dict[str, Any]], settings: Settings) -> Optimizer:
         return Adafactor(groups, lr=0.0)
 
-    def build_partitioned(self, groups: list[dict[str, Any]], settings: Settings) -> "Optimizer":
-        from megasparse.optimizers.partitioned_adafactor import PartitionedAdafactor
-
+    def build_partitioned(self, groups: list[dict[str, Any]], settings: Settings) -> Optimizer:
         return PartitionedAdafactor(groups)
 
-    def initial_state(self, weight: "Tensor") -> dict[str, "Tensor"]:
-        import torch
-
+    def initial_state(self, weight: Tensor) -> dict[str, Tensor]:
         state = {"step": torch.zeros(())}
         for name, shape in _state_shapes(weight.shape).items():
             state[name] = torch.zeros(shape, dtype=torch.float32, device=weight.device)

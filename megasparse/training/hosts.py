@@ -4,7 +4,7 @@ Each supervisor rewrites a file of its own beside the ranks' heartbeats, and rea
 file stands still has vanished, by the reader's own clock: no clock is compared between hosts. Of the hosts that wait
 for a start the one with the lowest number decides who takes part in it, once all that live are waiting; the others read
 it in that host's file. The disk that they share is what a host must reach to take part. Should two of them decide
-at once, the lock on the run's folder lets one of their runs begin. No torch here: the supervisor starts in no time.
+at once, the lock on the run's folder lets one of their runs begin.
 """
 
 import math

@@ -1,8 +1,7 @@
 """Start the ranks of this node, pass signals on, end all when one ends badly, and start again where that may help.
 
 A rank leads a session of its own: a terminal's Ctrl-C reaches the supervisor alone, which passes it on once, and a rank
-is ended together with what it has started. A save that a signal asked for may take as long as it takes. No torch here:
-this process must start in no time, and must never be what breaks.
+is ended together with what it has started. A save that a signal asked for may take as long as it takes.
 """
 
 import argparse

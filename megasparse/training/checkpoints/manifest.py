@@ -1,4 +1,4 @@
-"""A run's folder of checkpoints: the names in it, the manifest of each, and the identity of the run. No torch here.
+"""A run's folder of checkpoints: the names in it, the manifest of each, and the identity of the run.
 
 A manifest may be damaged or forged: it is believed only where its own digest and all its parts are right.
 """
