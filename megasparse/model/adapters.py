@@ -51,19 +51,21 @@ def add_adapters(
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out")  # GPT-2's transposed layers: peft puts it right
         inject_adapter_in_model(settings, model)
-    own = {id(weight) for module in model.modules() if isinstance(module, Attention) for weight in module.parameters()}
-    own |= {id(weight) for weight in new}
+    trained = {
+        id(weight) for module in model.modules() if isinstance(module, Attention) for weight in module.parameters()
+    }
+    trained |= {id(weight) for weight in new}
     for module in model.modules():
         if isinstance(module, Embedding):
             module.register_forward_hook(_want_gradient)
     for name, weight in model.named_parameters():
         adapter = ".lora_A." in name or ".lora_B." in name
-        weight.requires_grad_(adapter or id(weight) in own)
+        weight.requires_grad_(adapter or id(weight) in trained)
         if adapter:
             _initialise(name, weight, seed)
 
 
-def _want_gradient(embedding: nn.Module, given: Any, x: torch.Tensor) -> None:
+def _want_gradient(embedding: nn.Module, inputs: Any, x: torch.Tensor) -> None:
     """Let the embedding's output require a gradient: a reversible or checkpointed stack over an input that needs none
     would compute no gradients for its own weights.
     """
@@ -82,16 +84,16 @@ def _initialise(name: str, weight: nn.Parameter, seed: int) -> None:
     weight.copy_(torch.rand(weight.shape, generator=generator) * 2 * limit - limit)
 
 
-def _targets(model: nn.Module, wanted: list[str], kinds: Kinds) -> list[str]:
+def _targets(model: nn.Module, names: list[str], kinds: Kinds) -> list[str]:
     """The full names of the linear layers, outside of mechanisms, that end as wanted."""
     inside = {id(part) for module in model.modules() if isinstance(module, Attention) for part in module.modules()}
     linear = [name for name, part in model.named_modules() if isinstance(part, kinds) and id(part) not in inside]
-    found: list[str] = []
-    for target in wanted:
+    targets: list[str] = []
+    for target in names:
         matching = [name for name in linear if name == target or name.endswith(f".{target}")]
         if not matching:
-            known = {name.rpartition(".")[2] for name in linear}
-            known |= {".".join(name.split(".")[-2:]) for name in linear if name.endswith(".dense")}
-            raise ConfigError("lora.targets", f"no linear layer is named {show(target)}", did_you_mean(target, known))
-        found += matching
-    return sorted(set(found))
+            choices = {name.rpartition(".")[2] for name in linear}
+            choices |= {".".join(name.split(".")[-2:]) for name in linear if name.endswith(".dense")}
+            raise ConfigError("lora.targets", f"no linear layer is named {show(target)}", did_you_mean(target, choices))
+        targets += matching
+    return sorted(set(targets))

@@ -1,8 +1,10 @@
 """A layer of the stack: attention, in an encoder–decoder cross-attention, and feed-forward branches around residual
-streams. B batch, L length, S source length, E d_model, F d_ff.
+streams; and reversible layers, whose backward rebuilds inputs from outputs, so that activations do not grow with depth.
+
+B batch, L length, S source length, E d_model, F d_ff.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,8 +16,9 @@ from megasparse.attention.contract import AttentionContext
 from megasparse.attention.cross import CrossAttention, Source, SourceKeys
 from megasparse.attention.heads import AttentionLayer
 from megasparse.config.schema import GATED, ModelConfig
-from megasparse.model.branch import Branch, Compute, Pass, Place, in_tiles, inject_gradients, inside
+from megasparse.model.branch import Branch, Compute, Pass, Residual, in_tiles, inject_gradients, inside, owned
 from megasparse.model.head_groups import attend_in_groups, rewrite_in_groups
+from megasparse.ops.operator import Function, remember_autocast
 from megasparse.ops.random import RngContext, dropout, relu_dropout
 from megasparse.ops.tiled import tiled
 
@@ -35,19 +38,19 @@ class AttentionBranch(Branch):
         self.gathered_at_once = self.attention.groups > 1
 
     def forward(
-        self, x: Tensor, run: Pass, cache: Any = None, place: Place | None = None, position: int | None = None
+        self, x: Tensor, run: Pass, cache: Any = None, residual: Residual | None = None, position: int | None = None
     ) -> Any:
         """Run the residual branch. x: (B, L, E). Returns its output and the auxiliary loss.
 
-        place: rewrite streams in groups of heads, see `Branch.rewrite`. position: of the one new token to decode.
+        residual: rewrite streams in groups of heads, see `Branch.rewrite`. position: of the one new token to decode.
         """
         if position is not None:
             context = AttentionContext(self.layer, run.rng, tokens=run.tokens)
             return self.attention.decode(self.read(x), cache, position, context, run.padding), None
-        if place is not None:
-            result, statistics = rewrite_in_groups(self, self.attention, place, run)
+        if residual is not None:
+            result, statistics = rewrite_in_groups(self, self.attention, residual, run)
             run.note(self.layer, statistics)
-            return result if place.d_read is None else inject_gradients(result, x)
+            return result if residual.d_read is None else inject_gradients(result, x)
         if self.attention.groups > 1 and cache is None:
             return attend_in_groups(self, self.attention, x, run)
         decisions = run.recompute["attention", self.layer]
@@ -85,15 +88,15 @@ class FeedForwardBranch(Branch):
         self.feed_forward = FeedForward(config, layer)
         self.gathered_at_once = config.blocks == "reversible"
 
-    def forward(self, x: Tensor, run: Pass, place: Place | None = None) -> Any:
+    def forward(self, x: Tensor, run: Pass, residual: Residual | None = None) -> Any:
         """Run the residual branch on a stream x, or, tile by tile, in place; see `Branch.rewrite`."""
-        if place is None:
+        if residual is None:
             return self.feed_forward(self.read(x), run.rng), None
 
         def tile(x: Tensor, rows: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
             return self.feed_forward.of_tile(self.read(x, weights), rows, run.rng, inside("feed_forward", weights))
 
-        sums = in_tiles(self, tile, place, run.rng)
+        sums = in_tiles(self, tile, residual, run.rng)
         return None if sums is None else inject_gradients(sums, x)
 
 
@@ -191,3 +194,50 @@ class Block(nn.Module):
             crossing = partial(self.cross_attention, run=run, source=states, position=position)
             branches.append((self.cross_attention, crossing))
         return [*branches, (self.feed_forward, partial(self.feed_forward, run=run))]
+
+
+class Reversible(Function):
+    """Reversible blocks, of which only the last output is kept: `apply` returns two streams and the sum of auxiliary
+    losses, which are outputs so that what only they train is trained.
+
+    source: (B, S, E), which the blocks' cross-attention reads. Backward, from the last branch to the first (Reformer
+    Eq. 8, where the streams change places after each branch): X1 = Y2 − Branch(Y1), X2 = Y1, each branch run once more
+    for its value and its gradients. The source's gradients are summed over the blocks and handed on as one.
+    given_away: the backward may overwrite the returned streams and their gradients, which it copies otherwise. Nobody
+    may read the streams after that, and nothing but one reader may have made the gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x1: Tensor, x2: Tensor, source: Tensor | None, blocks: Sequence[Block], run: Pass, given_away: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        remember_autocast(ctx, x1)
+        total = torch.zeros((), device=x1.device)
+        first, second = x1.clone(), x2.clone()
+        for block in blocks:
+            for branch, compute in block.branches(run, None, source):
+                auxiliary = branch.rewrite(compute, Residual(second, first), run)
+                first, second = second, first
+                if auxiliary is not None:
+                    total = total + auxiliary
+        ctx.blocks, ctx.run, ctx.given_away, ctx.one = blocks, run, given_away, x1 is x2
+        ctx.save_for_backward(first, second, source)
+        return first, second, total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        d1, d2, d_auxiliary = grads
+        y1, y2, source = ctx.saved_tensors
+        d1, d2 = owned([d1, d2]) if ctx.given_away else (d1.clone(), d2.clone())
+        if not ctx.given_away:
+            y1, y2 = y1.clone(), y2.clone()
+        if source is not None:
+            source = source.detach().requires_grad_()
+        replay = ctx.run.replay()
+        for block in reversed(ctx.blocks):
+            for branch, compute in reversed(block.branches(replay, None, source)):
+                branch.rewrite(compute, Residual(y1, y2, d1, d2, d_auxiliary), replay)
+                y1, y2, d1, d2 = y2, y1, d2, d1
+        if ctx.one:  # both streams are the embedding: their gradients are summed in place
+            d1, d2 = d1.add_(d2), None  # type: ignore[assignment]
+        return d1, d2, None if source is None else source.grad, None, None, None

@@ -63,7 +63,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Place:
+class Residual:
     """The streams (B, L, E) of one branch. In the backward also the gradient of the stream that it reads, to which it
     adds, that of the stream that it writes, and that of its auxiliary loss.
     """
@@ -122,26 +122,27 @@ class Branch(nn.Module):
         out = at_least_fp32(out)
         return (stream + out if sign == 1 else stream - out).to(stream.dtype)
 
-    def rewrite(self, compute: Compute, place: Place, run: Pass) -> Tensor | None:
+    def rewrite(self, compute: Compute, residual: Residual, run: Pass) -> Tensor | None:
         """Run the branch in place: in the forward it writes a stream and returns its auxiliary loss; in the backward it
         takes its output off again, adds to a gradient, and gives its weights theirs.
         """
         if self.gathered_at_once:  # its call does it
-            if place.d_read is None:
-                auxiliary: Tensor | None = self(place.read, run, place=place)
+            if residual.d_read is None:
+                auxiliary: Tensor | None = self(residual.read, run, residual=residual)
                 return auxiliary
             with torch.enable_grad():
-                zero = torch.zeros((), dtype=place.read.dtype, device=place.read.device, requires_grad=True)
-                injected = self(zero, run, place=place)
+                zero = torch.zeros((), dtype=residual.read.dtype, device=residual.read.device, requires_grad=True)
+                injected = self(zero, run, residual=residual)
             if injected.requires_grad:
                 injected.backward()
             return None
-        rows = run.rng.rows(place.read.shape[1], place.read.device)
-        if place.d_written is None:
-            out, auxiliary = compute(place.read)
+        rows = run.rng.rows(residual.read.shape[1], residual.read.device)
+        if residual.d_written is None:
+            out, auxiliary = compute(residual.read)
         else:
-            out, auxiliary = recomputed(compute, place, output_gradient(self, place.d_written, run.rng, rows)), None
-        self.add(place.written, out, run.rng, rows, place.sign, in_place=True)
+            grad = output_gradient(self, residual.d_written, run.rng, rows)
+            out, auxiliary = recomputed(compute, residual, grad), None
+        self.add(residual.written, out, run.rng, rows, residual.sign, in_place=True)
         return auxiliary
 
 
@@ -153,36 +154,36 @@ def output_gradient(branch: Branch, grad: Tensor, rng: RngContext, rows: Tensor)
     return dropout(grad, branch.rate, rng.key(branch.layer, branch.purpose), rows, dtype)
 
 
-def recomputed(compute: Compute, place: Place, grad: Tensor) -> Tensor:
-    """Return a branch's output. The gradient of what it reads is added to the place's; weights and source accumulate
+def recomputed(compute: Compute, residual: Residual, grad: Tensor) -> Tensor:
+    """Return a branch's output. The gradient of what it reads is added to the residual's; weights and source accumulate
     theirs.
 
     grad: gradient of the output.
     """
-    assert place.d_read is not None and place.d_auxiliary is not None
-    x = place.read.detach().requires_grad_()
+    assert residual.d_read is not None and residual.d_auxiliary is not None
+    x = residual.read.detach().requires_grad_()
     with torch.enable_grad():
         outputs = [y for y in compute(x) if y is not None]
-    grads = grad, place.d_auxiliary
+    grads = grad, residual.d_auxiliary
     torch.autograd.backward(outputs, [g.to(y.dtype) for y, g in zip(outputs, grads, strict=False)])
     assert x.grad is not None
-    place.d_read.add_(x.grad)
+    residual.d_read.add_(x.grad)
     return outputs[0].detach()
 
 
 class Tiles:
     """The tiles of a branch's streams, and what is done to each."""
 
-    def __init__(self, branch: Branch, place: Place, rng: RngContext):
-        self.branch, self.place, self.rng = branch, place, rng
-        self.x, self._written = cut(place.read, branch.tiles), cut(place.written, branch.tiles)
-        self.rows = cut(rng.rows(place.read.shape[1], place.read.device), branch.tiles)
-        self.dx = [] if place.d_read is None else cut(place.d_read, branch.tiles)
-        self._grad = [] if place.d_written is None else cut(place.d_written, branch.tiles)
+    def __init__(self, branch: Branch, residual: Residual, rng: RngContext):
+        self.branch, self.residual, self.rng = branch, residual, rng
+        self.x, self._written = cut(residual.read, branch.tiles), cut(residual.written, branch.tiles)
+        self.rows = cut(rng.rows(residual.read.shape[1], residual.read.device), branch.tiles)
+        self.dx = [] if residual.d_read is None else cut(residual.d_read, branch.tiles)
+        self._grad = [] if residual.d_written is None else cut(residual.d_written, branch.tiles)
 
     def write(self, number: int, out: Tensor) -> None:
         """Add the branch's output on a tile to the stream, or take it off."""
-        self.branch.add(self._written[number], out, self.rng, self.rows[number], self.place.sign, in_place=True)
+        self.branch.add(self._written[number], out, self.rng, self.rows[number], self.residual.sign, in_place=True)
 
     def grad(self, number: int) -> Tensor:
         """Return the gradient of the branch's output on a tile."""
@@ -190,13 +191,16 @@ class Tiles:
 
 
 def in_tiles(
-    branch: Branch, function: Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor], place: Place, rng: RngContext
+    branch: Branch,
+    function: Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor],
+    residual: Residual,
+    rng: RngContext,
 ) -> GradientSums | None:
     """Run a branch that treats every position by itself, tile by tile. In a backward, return its weights' gradients.
 
     function: from a tile of the stream, its rows and the branch's weights by name, what is added to the stream.
     """
-    weights, tiles = dict(branch.named_parameters()), Tiles(branch, place, rng)
+    weights, tiles = dict(branch.named_parameters()), Tiles(branch, residual, rng)
     if not tiles.dx:
         for number, (x, rows) in enumerate(zip(tiles.x, tiles.rows, strict=True)):
             tiles.write(number, function(x, rows, weights))

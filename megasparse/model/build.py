@@ -80,15 +80,15 @@ def _normal(generator: torch.Generator, total: int, start: int, numel: int) -> T
     On the CPU torch draws normal numbers in groups of 16, and the last 16 once more where the groups do not fill the
     tensor (normal_fill, 2.13): blocks of whole groups, the last one of at least 16, are the same numbers.
     """
-    found, end, first = torch.empty(numel), start + numel, 0
+    drawn, end, first = torch.empty(numel), start + numel, 0
     while first < end:
         size = BLOCK if total - first >= BLOCK + 16 else total - first
         block = torch.randn(size, generator=generator)
         low, high = max(first, start), min(first + size, end)
         if low < high:
-            found[low - start : high - start] = block[low - first : high - first]
+            drawn[low - start : high - start] = block[low - first : high - first]
         first += size
-    return found
+    return drawn
 
 
 def _initialise_buffers(module: nn.Module, seed: int) -> None:

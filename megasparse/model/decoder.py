@@ -131,8 +131,8 @@ class SourceEncoder(Stack):
         with the mask of all. targets: for the mechanisms, in training. Returns the mean of the streams, normalised,
         (B, S, E) fp32; the sum of auxiliary losses, and the layers' statistics.
         """
-        own = rng.of("encoder").at(part.rank * tokens.shape[1])
-        streams, auxiliary, statistics = self.streams(tokens, own, Padding(key_mask, part=part), targets)
+        rng = rng.of("encoder").at(part.rank * tokens.shape[1])
+        streams, auxiliary, statistics = self.streams(tokens, rng, Padding(key_mask, part=part), targets)
         return self.norm(mean_stream(streams)), auxiliary, statistics
 
 

@@ -133,10 +133,10 @@ def read_glove(path: str | os.PathLike[str], words: Sequence[str]) -> tuple[Tens
             vectors[row] = _numbers(path, number, fields)
     if not vectors:
         raise DataError(path, f"it has none of the {len(words)} words", "Check that it is in the tokenizer's language")
-    matrix, found = torch.zeros(len(words), width), torch.zeros(len(words), dtype=torch.bool)
+    matrix, present = torch.zeros(len(words), width), torch.zeros(len(words), dtype=torch.bool)
     for row, vector in vectors.items():
-        matrix[row], found[row] = torch.tensor(vector), True
-    return matrix, found
+        matrix[row], present[row] = torch.tensor(vector), True
+    return matrix, present
 
 
 def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
@@ -189,22 +189,22 @@ def initialise_from_glove(model: nn.Module, path: str | os.PathLike[str], words:
     initial vector, scaled to the deviation of those it has. The embeddings of a tiny Transformer are a table so filled;
     the projections of a sketch of the layer's input start as the directions of that many components.
     """
-    matrix, found = read_glove(path, words)
-    known = matrix[found]
+    matrix, present = read_glove(path, words)
+    file_vectors = matrix[present]
     for module in model.modules():
         if isinstance(module, Embedding):
-            _fill(module.weight, matrix, found)
+            _fill(module.weight, matrix, present)
     for module in model.modules():
         if isinstance(module, Attention):
             tables, projections = module.word_weights()
             for table in tables:
-                _fill(table, matrix, found)
+                _fill(table, matrix, present)
             for weight in projections:
-                components, width = min(len(weight), known.shape[1]), weight.shape[1]
-                vectors = _of_width(known, width)
+                components, width = min(len(weight), file_vectors.shape[1]), weight.shape[1]
+                vectors = _of_width(file_vectors, width)
                 wide = F.pad(vectors, (0, width - vectors.shape[1]))
                 weight[:components] = pca(wide, components).T.to(weight.dtype)
-    return int(found.sum())
+    return int(present.sum())
 
 
 def _of_width(vectors: Tensor, width: int) -> Tensor:
@@ -213,11 +213,11 @@ def _of_width(vectors: Tensor, width: int) -> Tensor:
     return vectors if vectors.shape[1] <= width else vectors @ pca(vectors, width)
 
 
-def _fill(weight: Tensor, matrix: Tensor, found: Tensor) -> None:
+def _fill(weight: Tensor, matrix: Tensor, present: Tensor) -> None:
     """Put the vectors of found words (V, W) into a table of embeddings, (V', E) of V' <= V or more tokens."""
-    rows = found.nonzero().squeeze(1)
+    rows = present.nonzero().squeeze(1)
     rows = rows[rows < len(weight)]
-    vectors = _of_width(matrix[found], weight.shape[1])[: len(rows)].to(weight.dtype)
+    vectors = _of_width(matrix[present], weight.shape[1])[: len(rows)].to(weight.dtype)
     deviation = vectors.std(correction=0) / weight.std(correction=0)
     weight.mul_(deviation)
     weight[rows, : vectors.shape[1]] = vectors

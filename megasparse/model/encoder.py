@@ -111,10 +111,10 @@ class Encoder(Transformer):
         """With masking.whole_words, before anything is masked: which ids begin a word, bool (n,) as a tokenizer's
         `word_starts` has them. Ids from n on begin none.
         """
-        own = torch.zeros(self.config.vocabulary, dtype=torch.bool)
-        count = min(len(own), len(starts))
-        own[:count] = starts[:count]
-        self.word_starts = own.to(self.embedding.weight.device)
+        padded = torch.zeros(self.config.vocabulary, dtype=torch.bool)
+        count = min(len(padded), len(starts))
+        padded[:count] = starts[:count]
+        self.word_starts = padded.to(self.embedding.weight.device)
 
     def prepare_inputs(self, tokens: Tensor, rng: RngContext, padding: Padding) -> tuple[Tensor, Tensor]:
         """The tokens with some of them hidden, and which ones the model has to predict.
@@ -195,8 +195,8 @@ class Encoder(Transformer):
         """A random id for each number below 2^32: any but those that stand for something else than text."""
         order = self.config.sentence_order
         separators = (self.config.document_separator, order.separator if order else None)
-        own = (self.config.masking.token, self.config.padding_token, *separators)
-        reserved = sorted({token for token in own if token is not None})
+        special = (self.config.masking.token, self.config.padding_token, *separators)
+        reserved = sorted({token for token in special if token is not None})
         random = uniform * (self.config.vocabulary - len(reserved)) >> 32
         for token in reserved:
             random = random + (random >= token)

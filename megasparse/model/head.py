@@ -55,9 +55,9 @@ class OutputHead(nn.Module):
             return at_least_fp32(self._logits(self._hidden(tuple(x[:, -1] for x in streams), weights), weights))
 
         def score(targets: Tensor, *rest: Tensor) -> Tensor:
-            given = dict(zip(weights, rest[len(streams) :], strict=True))
-            hidden = self._hidden(rest[: len(streams)], given).flatten(0, 1)
-            return self._scores(hidden, targets.flatten(), given, training).unflatten(0, targets.shape)
+            values = dict(zip(weights, rest[len(streams) :], strict=True))
+            hidden = self._hidden(rest[: len(streams)], values).flatten(0, 1)
+            return self._scores(hidden, targets.flatten(), values, training).unflatten(0, targets.shape)
 
         nats, correct, *cost = tiled(score, (targets, *streams), list(weights.values()), self.tiles).unbind(-1)
         return nats, correct.bool(), cost[0] if cost else nats

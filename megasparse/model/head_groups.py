@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext
 from megasparse.attention.heads import AttentionLayer, merge_heads, split_heads, split_heads_by_mechanism, to_tokens
-from megasparse.model.branch import Branch, Pass, Place, Tiles, cut, inside
+from megasparse.model.branch import Branch, Pass, Residual, Tiles, cut, inside
 from megasparse.ops.operator import Function, at_least_fp32, autocast_off, remember_autocast
 from megasparse.ops.tiled import GradientSums
 
@@ -53,14 +53,14 @@ class HeadGroups:
         statistics: dict[str, Tensor] = {}
         for group in self._groups():
             weights = self._weights(group, self._piece)
-            out, auxiliary, found = self._attend(group, *self._project_all(weights))
+            out, auxiliary, means = self._attend(group, *self._project_all(weights))
             for number, tile in enumerate(out.tensor_split(len(self.tiles), dim=2)):
                 write(number, _output(tile, weights))
             del out
             if auxiliary is not None:
                 auxiliary = auxiliary / self.layer.groups
                 total = auxiliary if total is None else total + auxiliary
-            for name, value in found.items():
+            for name, value in means.items():
                 name, mean = f"{group.kind}/{name}", value / self.layer.groups
                 statistics[name] = statistics[name] + mean if name in statistics else mean
         return total, statistics
@@ -102,8 +102,8 @@ class HeadGroups:
             leaf = tile.detach().requires_grad_()
             with torch.enable_grad():
                 projected = _output(leaf, self._weights(group, sums.leaf, ("output",)))
-            (found,) = sums.take([projected], [grad(number)], [leaf])
-            d_tile.copy_(found)
+            (d_leaf,) = sums.take([projected], [grad(number)], [leaf])
+            d_tile.copy_(d_leaf)
             if write is not None:
                 write(number, projected.detach())
         return d_out
@@ -114,16 +114,16 @@ class HeadGroups:
             leaf = x.detach().requires_grad_()
             with torch.enable_grad():
                 heads = self._project(leaf, position, self._weights(group, sums.leaf, READING))
-            given = [(y, d[number]) for y, d in zip(heads, split, strict=True) if d is not None and y.requires_grad]
-            (found,) = sums.take([y for y, _ in given], [d for _, d in given], [leaf])
-            dx[number].add_(found)
+            pairs = [(y, d[number]) for y, d in zip(heads, split, strict=True) if d is not None and y.requires_grad]
+            (d_leaf,) = sums.take([y for y, _ in pairs], [d for _, d in pairs], [leaf])
+            dx[number].add_(d_leaf)
 
     def _groups(self) -> Iterator[HeadGroup]:
         first = first_key = 0
         for kind, heads in self.layer.split.items():
-            own = heads // self.layer.groups
+            size = heads // self.layer.groups
             for number in range(self.layer.groups):
-                yield HeadGroup(kind, number, first + number * own, first_key + number * own, own)
+                yield HeadGroup(kind, number, first + number * size, first_key + number * size, size)
             first += heads
             first_key += 0 if self.layer.mechanism(kind).shared_qk else heads
 
@@ -142,14 +142,14 @@ class HeadGroups:
             "value": (0, group.first // shared * dim, keys),
             "output": (1, group.first * dim, group.heads * dim),
         }
-        found: Weights = {}
+        pieces: Weights = {}
         for name in self.weights:
             part, _, which = name.removeprefix("attention.").partition(".")
             output_bias = (part, which) == ("output", "bias")
             if part not in parts or (part in ("key", "key_norm") and not keyed) or (output_bias and group.first):
                 continue
-            found[f"{part}.{which}"] = piece(name, *(() if output_bias else cuts.get(part, ())))
-        return found
+            pieces[f"{part}.{which}"] = piece(name, *(() if output_bias else cuts.get(part, ())))
+        return pieces
 
     def _piece(self, name: str, *cut_out: int) -> Tensor:
         weight = self.weights[name].detach()
@@ -179,10 +179,10 @@ class HeadGroups:
         start = 0
         length = sum(x.shape[1] for x in self.tiles)
         for position, x in self._positions():
-            found = self._project(x, position, weights)
-            whole = whole or tuple(y.new_empty(*y.shape[:2], length, y.shape[3]) for y in found)
-            for all_of_them, y in zip(whole, found, strict=True):
-                all_of_them.narrow(2, start, x.shape[1]).copy_(y)
+            heads = self._project(x, position, weights)
+            whole = whole or tuple(y.new_empty(*y.shape[:2], length, y.shape[3]) for y in heads)
+            for joined, y in zip(whole, heads, strict=True):
+                joined.narrow(2, start, x.shape[1]).copy_(y)
             start += x.shape[1]
         return whole
 
@@ -194,13 +194,13 @@ class HeadGroups:
         part = replace(run.padding.part, groups=layer.groups, number=group.number)
         decisions = run.recompute["attention", self.branch.layer]
         context = AttentionContext(self.branch.layer, run.rng, group.first, decisions, run.targets, tokens=run.tokens)
-        ((_, inputs, own),) = split_heads_by_mechanism(
+        ((_, inputs, local),) = split_heads_by_mechanism(
             {group.kind: mechanism}, {group.kind: group.heads}, (q, k, v), replace(run.padding, part=part),
             layer.causal, context, run.rng.first,
         )  # fmt: skip
         with autocast_off(q):
-            found = mechanism(self.tiles[0], inputs, own)
-        return to_tokens(found, own.part), found.auxiliary_loss, found.statistics
+            output = mechanism(self.tiles[0], inputs, local)
+        return to_tokens(output, local.part), output.auxiliary_loss, output.statistics
 
 
 def group_weights(branch: Branch) -> dict[str, nn.Parameter]:
@@ -209,15 +209,17 @@ def group_weights(branch: Branch) -> dict[str, nn.Parameter]:
     return {n: w for n, w in branch.named_parameters() if not (norm_after and n.startswith("norm."))}
 
 
-def rewrite_in_groups(branch: Branch, layer: AttentionLayer, place: Place, run: Pass) -> tuple[Any, dict[str, Tensor]]:
+def rewrite_in_groups(
+    branch: Branch, layer: AttentionLayer, residual: Residual, run: Pass
+) -> tuple[Any, dict[str, Tensor]]:
     """Run the branch in place (`Branch.rewrite`), from its own call. Returns the auxiliary loss, in a backward the
     gradients of its weights; and the statistics.
     """
-    tiles = Tiles(branch, place, run.rng)
+    tiles = Tiles(branch, residual, run.rng)
     groups = HeadGroups(branch, layer, run, tiles.x)
-    if place.d_read is None:
+    if residual.d_read is None:
         return groups.forward(tiles.write)
-    return groups.backward(tiles.write, tiles.grad, tiles.dx, place.d_auxiliary), {}
+    return groups.backward(tiles.write, tiles.grad, tiles.dx, residual.d_auxiliary), {}
 
 
 def attend_in_groups(branch: Branch, layer: AttentionLayer, x: Tensor, run: Pass) -> tuple[Tensor, Tensor | None]:

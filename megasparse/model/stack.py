@@ -17,11 +17,10 @@ from megasparse.attention.cross import Source
 from megasparse.attention.heads import Padding
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.schema import ModelConfig
-from megasparse.model.block import Block
+from megasparse.model.block import Block, Reversible
 from megasparse.model.branch import Pass, Streams
 from megasparse.model.embedding import Embedding
 from megasparse.model.head import OutputHead
-from megasparse.model.reversible import Reversible
 from megasparse.ops.random import RngContext, dropout
 
 
@@ -49,9 +48,8 @@ def mean_cost(
     divisor: of the sum, in place of the number of scored tokens. part: of the sequences, to which the scores belong.
     """
     total, count = torch.where(scores.scored, cost, 0.0).sum(), scores.scored.sum()
-    own = count.clamp_min(1)
     correct = (scores.correct & scores.scored).sum()
-    return total / (own if divisor is None else divisor), {
+    return total / (count.clamp_min(1) if divisor is None else divisor), {
         "nats": torch.where(scores.scored, scores.nats.detach(), 0.0).sum(),
         "tokens": count,
         "accuracy": part.sum(correct) / part.sum(count).clamp_min(1),
@@ -84,14 +82,14 @@ def cut(tokens: Tensor, config: ModelConfig, group: ProcessGroup | None) -> tupl
 
 
 def average_over_layers(statistics: Mapping[str, Mapping[int, Tensor]], layers: int) -> dict[str, Tensor]:
-    """Each statistic's mean over the layers that have it, and of several NAME/layers: all `layers`, NaN for none."""
-    found: dict[str, Tensor] = {}
+    """Return each statistic's mean over the layers that have it, and of several NAME/layers, NaN for none."""
+    means: dict[str, Tensor] = {}
     for name, values in statistics.items():
-        found[name] = torch.stack(list(values.values())).mean()
+        means[name] = torch.stack(list(values.values())).mean()
         if len(values) > 1:
-            none = torch.full_like(found[name], torch.nan)
-            found[f"{name}/layers"] = torch.stack([values.get(layer, none) for layer in range(layers)])
-    return found
+            none = torch.full_like(means[name], torch.nan)
+            means[f"{name}/layers"] = torch.stack([values.get(layer, none) for layer in range(layers)])
+    return means
 
 
 class Stack(nn.Module):

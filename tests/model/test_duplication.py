@@ -7,6 +7,7 @@ few large ones; and without weight decay some pairs of positions are never found
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -64,6 +65,7 @@ def train(model: Decoder, tokens: Tensor, seed: int) -> int:
     return step + 1
 
 
+@pytest.mark.slow
 def test_lsh_attention_solves_the_duplication_task():
     """99.9 % at 8 rounds, and more rounds are never worse beyond 3 standard errors of the paired difference."""
     seed = 0

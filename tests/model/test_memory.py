@@ -87,6 +87,7 @@ def step(groups, **changes):
     return memory
 
 
+@pytest.mark.slow
 def test_nothing_but_streams_is_larger_than_a_group_of_heads():
     """In a step, the embedding without its start and with it, two streams, and their gradients: six. Everything else is
     a group's, an eighth, or a tile. At the peak there are two streams, two gradients, and about two dozen tensors of a

@@ -47,12 +47,18 @@ def reduced(config: Config) -> Config:
     return build_config(values)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+# One for each kind of model, positions, objective and softmax; the others in `make test-all`
+QUICK = {"quickstart", "reformer_64k", "llama_8b_1m", "yoso_bert", "lha_wikitext103", "small_translation"}
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, id=p.stem, marks=[] if p.stem in QUICK else pytest.mark.slow) for p in FILES]
+)
 def test_a_configuration_loads_and_trains_a_step_at_a_small_size(path):
     config = reduced(load_config(path))
-    found = dry_run(config)
-    assert abs(found.loss - math.log(config.model.vocabulary)) < 2.5  # random weights know nothing
-    assert found.flops_per_step > 0
+    result = dry_run(config)
+    assert abs(result.loss - math.log(config.model.vocabulary)) < 2.5  # random weights know nothing
+    assert result.flops_per_step > 0
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_counting_without_memory_is_counting_with_it(monkeypatch):
     "model",
     [
         {"layers": 11, "attention": {"pattern": ["lsh"]}},
-        {**DECODER, "layers": 12, "attention": {"pattern": ["lha"]}},
+        {**DECODER, "layers": 12, "attention": {"pattern": ["local"]}},
         {**ORDINARY, "layers": 19, "attention": {"pattern": ["local", "full"]}},
     ],
 )
