@@ -55,7 +55,7 @@ class Step:
 
 
 def check_shares(global_batch: int, micro_batch: int, ranks: int, sharing: int = 1) -> None:
-    """Raises ConfigError where a global batch cannot be shared out among so many ranks, of which `sharing` take each
+    """Raise ConfigError if a global batch cannot be shared out among so many ranks, of which `sharing` take each
     sequence together; it names what numbers can.
     """
     share = micro_batch * ranks // sharing
@@ -73,7 +73,7 @@ def check_shares(global_batch: int, micro_batch: int, ranks: int, sharing: int =
 
 
 class Steps(Iterator[Step]):
-    """What one rank trains on: an endless iterator of `Step`s, and a context manager that closes it."""
+    """Training data of one rank: an endless iterator of `Step`s, and a context manager that closes it."""
 
     def close(self) -> None:
         """End background threads and close files. May be called twice."""

@@ -29,7 +29,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def partial_name(path: Path) -> Path:
-    """The name of a file while it is being written."""
+    """Return the name of a file while it is being written."""
     return path.with_name(f".{path.name}.partial")
 
 

@@ -50,7 +50,7 @@ class Index:
         return index
 
     def split(self, name: str) -> Split:
-        """The split of this name. Raises DataError naming the splits there are."""
+        """Return the split of this name. Raises DataError naming the splits there are."""
         if name not in self.file.splits:
             problem = f'there is no split "{name}" in this data'
             raise DataError(self.directory / INDEX_FILE, problem, did_you_mean(name, self.file.splits))
@@ -61,7 +61,7 @@ class Index:
         return self.directory if isinstance(self.directory, RemoteFolder) else None
 
     def path(self, shard: Shard) -> Path:
-        """The path at which a shard is read: of a remote folder, once it was fetched."""
+        """Return the path at which a shard is read: of a remote folder, once it was fetched."""
         return self.directory.path(shard) if isinstance(self.directory, RemoteFolder) else self.directory / shard.file
 
     @property
@@ -91,7 +91,7 @@ class Index:
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     def require_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Raises ConfigError unless the shards were made with exactly this tokenizer."""
+        """Raise ConfigError unless the shards were made with exactly this tokenizer."""
         made = self.tokenizer
         if (made.name, made.sha256) != (tokenizer.name, tokenizer.sha256):
             problem = (
@@ -101,7 +101,7 @@ class Index:
             raise ConfigError("data.tokenizer", problem, "Set data.tokenizer to theirs, or prepare the data again")
 
     def require_length(self, sequence_length: int, source_length: int | None = None) -> None:
-        """Raises ConfigError unless sequences of this many tokens are the records that the shards consist of, and
+        """Raise ConfigError unless sequences of this many tokens are the records that the shards consist of, and
         `source_length`, of an encoder–decoder, is where in them the target begins.
         """
         if self.record not in (None, sequence_length):
@@ -113,7 +113,7 @@ class Index:
             raise ConfigError("model.source.length", problem, f"Set it to {stated}")
 
     def require_room(self, tokenizer: Tokenizer, vocabulary: int, padding_token: int | None) -> None:
-        """Raises ConfigError unless a model with these has room for every token of the shards, and knows the padding.
+        """Raise ConfigError unless a model with these has room for every token of the shards, and knows the padding.
 
         Records that are wide enough for the special tokens have them: only padded texts are both.
         """

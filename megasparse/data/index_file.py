@@ -76,7 +76,7 @@ class Split(Entry):
 
     @classmethod
     def of(cls, shards: Sequence[Shard], raw_bytes: int | None = None, words: int | None = None) -> "Split":
-        """The split of these shards."""
+        """Return the split of these shards."""
         tokens, samples = sum(shard.tokens for shard in shards), sum(shard.samples for shard in shards)
         return cls(tokens=tokens, samples=samples, shards=tuple(shards), raw_bytes=raw_bytes, words=words)
 
@@ -126,7 +126,7 @@ def parse(path: Path, kind: type[File]) -> File:
 
 
 def parse_content(raw: bytes, path: Path | str, kind: type[File]) -> File:
-    """The index file that is at `path`, a URL too, and has this content. Raises DataError as `parse` does."""
+    """Return the index file that is at `path`, a URL too, and has this content. Raises DataError as `parse` does."""
     try:
         _check_json(raw)
         file = kind.model_validate_json(raw)
@@ -159,7 +159,7 @@ def _read(path: Path) -> bytes:
 
 
 def _check_json(raw: bytes) -> None:
-    """Raises ValueError for what JSON parsers take in different ways, RecursionError for too deep a nesting."""
+    """Raise ValueError for what JSON parsers take in different ways, RecursionError for too deep a nesting."""
     json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant)
 
 

@@ -14,7 +14,7 @@ SHARDS, SEQUENCES, MIXTURE = 0, 1, 2  # what a permutation is for: they must nev
 
 
 def permutation(n: int, seed: int, *key: int) -> np.ndarray:
-    """A permutation of range(n), int64 (n,), that depends on nothing but its arguments.
+    """Return a permutation of range(n), int64 (n,), that depends on nothing but its arguments.
 
     The ranks of raw Philox words: numpy promises those to stay the same in every version, but not
     `Generator.permutation`, and a resumed run must find the same order under a newer numpy.
@@ -39,7 +39,7 @@ class Order:
         self._mixed: tuple[tuple[int, int], np.ndarray, np.ndarray] | None = None
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """(shard number, sequence number inside the shard) of global sample number `sample`."""
+        """Return (shard number, sequence number inside the shard) of global sample number `sample`."""
         epoch, group = self.group_of(sample)
         members = self._members(epoch, group)
         starts, mixed = self._mix(epoch, group, members)
@@ -48,12 +48,12 @@ class Order:
         return int(members[member]), int(sequence - starts[member])
 
     def group_of(self, sample: int) -> tuple[int, int]:
-        """(epoch, number of the group of shards in it) of global sample number `sample`."""
+        """Return (epoch, number of the group of shards in it) of global sample number `sample`."""
         epoch, position = divmod(sample, self.sequences_per_epoch)
         return epoch, int(np.searchsorted(self._shards(epoch)[1], position, side="right")) - 1
 
     def shards_ahead(self, sample: int) -> list[int]:
-        """The shards of the sample's group and of the group after it: what is read next. Each once, in that order."""
+        """Return the shards of the sample's group and of the next group, each once, in the order of reading."""
         epoch, group = self.group_of(sample)
         current = self._members(epoch, group)
         end = epoch * self.sequences_per_epoch + int(self._shards(epoch)[1][group] + self.sequences[current].sum())
@@ -61,11 +61,11 @@ class Order:
         return [shard for shard in dict.fromkeys([*current.tolist(), *following.tolist()]) if self.sequences[shard]]
 
     def _members(self, epoch: int, group: int) -> np.ndarray:
-        """The shards of a group."""
+        """Return the shards of a group."""
         return self._shards(epoch)[0][group * self.group : (group + 1) * self.group]
 
     def _shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The epoch's permutation of the shards, and the first place of each group of them."""
+        """Return the epoch's permutation of the shards, and the first place of each group of them."""
         if self._epoch is None or self._epoch[0] != epoch:
             shards = permutation(len(self.sequences), self.seed, epoch, SHARDS)
             first_positions = _starts(self.sequences[shards])
@@ -103,7 +103,7 @@ class Mixture:
         self._block: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def counts(self, blocks: int) -> list[int]:
-        """How many sequences of each corpus the first `blocks` blocks have.
+        """Return the number of sequences of each corpus in the first `blocks` blocks.
 
         Each in turn takes its share, rounded, of what is left over. So, unlike with parts of the whole that are rounded
         each by itself, the sum is exact, and no count ever falls.
@@ -115,7 +115,7 @@ class Mixture:
         return counts
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """(corpus, sample number in that corpus) of global sample number `sample`."""
+        """Return (corpus, sample number in that corpus) of global sample number `sample`."""
         block, position = divmod(sample, MIXTURE_BLOCK)
         if self._block is None or self._block[0] != block:
             self._block = (block, *self._deal(block))
@@ -123,7 +123,7 @@ class Mixture:
         return int(corpora[position]), int(numbers[position])
 
     def _deal(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """The corpus of each place of a block, and its number there: int64 (MIXTURE_BLOCK,) each."""
+        """Return the corpus of each place of a block, and its number there: int64 (MIXTURE_BLOCK,) each."""
         before, after = self.counts(block), self.counts(block + 1)
         quotas = np.subtract(after, before)
         corpora = np.repeat(np.arange(len(quotas)), quotas)[permutation(MIXTURE_BLOCK, self._seed, block, MIXTURE)]

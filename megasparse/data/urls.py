@@ -82,7 +82,7 @@ class ResponseBody(NamedTuple):
 
 
 def data_stores() -> list[str]:
-    """The stores that data may be read from: a folder of this machine is given by its path."""
+    """Return the stores that data may be read from: a folder of this machine is given by its path."""
     return [scheme for scheme in STORES if scheme != "file"]
 
 
@@ -91,7 +91,7 @@ def is_url(place: str) -> bool:
 
 
 def check_url(url: str, file: bool = False) -> str:
-    """The URL of a folder without a slash at its end. Raises DataError for what is none that we read.
+    """Return the URL of a folder without a slash at its end. Raises DataError for what is none that we read.
 
     file: whether file:// is one.
     """
@@ -205,7 +205,7 @@ class _Object:
 
 
 def object_store(url: str, attempts: int = 1) -> Any:
-    """The file system of fsspec that a URL is in. Raises DataError where its library is missing.
+    """Return the file system of fsspec that a URL is in. Raises DataError where its library is missing.
 
     attempts: how often S3's client sends a request before it fails; who repeats more than that request takes 1.
 
@@ -235,8 +235,8 @@ def _store(scheme: str, attempts: int) -> Any:
 
 
 def asked(scheme: str, call: Callable[[], T]) -> T:
-    """The answer of an object store. fsspec's backends raise exceptions of many libraries; here they are of two kinds:
-    Refused, and OSError where another time may bring another answer.
+    """Return the answer of an object store. The exceptions of fsspec's backends, of many libraries, become two kinds:
+    Refused, and OSError if the same question may find another answer later.
     """
     name = STORES[scheme].name
     try:
@@ -263,7 +263,7 @@ POLL_SECONDS = 0.1
 
 
 class WrongContent(Exception):
-    """What is there is not what should be. Repeated once."""
+    """The content is not the expected one. Repeated once."""
 
 
 class GaveUp(Exception):
@@ -277,7 +277,7 @@ class GaveUp(Exception):
 def retried(
     doing: str, attempt: Callable[[float], T], progress: Progress, size: int = 0, attempts: int = ATTEMPTS
 ) -> T:
-    """The result of `attempt`, which gets the time.monotonic() by which it must end, repeated where that may help.
+    """Return the result of `attempt`, repeated if that may help; it gets the time.monotonic() by which it must end.
 
     doing: what is done, for messages, such as "fetching URL". size: bytes to be moved. Raises GaveUp.
     """
@@ -329,7 +329,7 @@ class FetchError(DataError):
 
 
 def fetch_bytes(url: str, most: int, progress: Progress) -> bytes:
-    """The whole content of a URL, of at most `most` bytes. Raises FetchError."""
+    """Return the whole content of a URL, of at most `most` bytes. Raises FetchError."""
 
     def attempt(until: float) -> bytes:
         with closing(open_url(url)) as body:

@@ -145,11 +145,6 @@ def test_fewer_shards_than_ranks(make_index, corpus):
         assert sorted(found[i] for i in range(epoch * 7, epoch * 7 + 7)) == sorted(windows)
 
 
-def test_an_epoch_of_one_sequence(make_index, corpus):
-    data = batches(make_index(corpus[:T]), global_batch=4)
-    assert list(rows(take(data, 3)).values()) == [list(corpus[:T])] * 12
-
-
 # Reads that take their time
 class Slow:
     """Holds up every read of a shard until `go` is set."""

@@ -188,7 +188,7 @@ def test_no_mutation_of_an_index_crashes(make_index, corpus):
     valid = path.read_bytes()
     draw = random.Random(0)
     refused = 0
-    for _ in range(1000):
+    for _ in range(300):
         mutant = bytearray(valid)
         for _ in range(draw.randrange(1, 4)):
             place = draw.randrange(len(mutant))
@@ -200,7 +200,7 @@ def test_no_mutation_of_an_index_crashes(make_index, corpus):
         except DataError as error:
             assert "\n" not in str(error)
             refused += 1
-    assert refused > 500
+    assert refused > 150
 
 
 def test_a_pipe_is_no_path(tmp_path, monkeypatch):

@@ -15,7 +15,6 @@ from megasparse.data import order as order_module
 from megasparse.data import reader
 from megasparse.data.index import Index
 from megasparse.data.order import MIXTURE_BLOCK, SHARDS, Mixture, Order, permutation
-from megasparse.errors import ConfigError
 from tests.data.folders import batches, counted_permutations, ramp, read_folder, rows, take, write_folder
 
 GOLDEN = [7, 0, 3, 9, 4, 2, 1, 5, 8, 6]
@@ -241,11 +240,6 @@ def test_the_first_batch_reads_as_much_late_as_early(tmp_path, monkeypatch):
         assert sum(read) == 12 * T * 2, "the tokens of a step, and nothing else"
         assert len(read) <= 12 * 2, "a sequence is in two samples at most"
         assert 1 <= len(verified) <= 2 * 2 * 2, "two groups of each corpus, where one ends in the step"
-
-
-def test_a_corpus_without_one_sequence_is_named(folders):
-    with pytest.raises(ConfigError, match=r"data\.sequence_length: 400 tokens, .* in .*small has 399"):
-        batches(opened(folders), sequence_length=400)
 
 
 def test_all_files_are_closed_and_few_are_open(folders):

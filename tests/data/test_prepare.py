@@ -303,7 +303,7 @@ def test_any_number_of_workers_writes_the_same_bytes(make, books, monkeypatch):
     assert one.split("train").tokens == 2 * (one.split("train").raw_bytes or 0) + everything(one).tolist().count(7)
 
 
-@pytest.mark.parametrize("crash_at", [1, 2, 4, 7, 26])
+@pytest.mark.parametrize("crash_at", [2, 7])
 def test_finished_shards_are_not_encoded_again(make, books, tmp_path, monkeypatch, crash_at):
     encoded: list[bytes] = []
     encode = TextEncoder.encode

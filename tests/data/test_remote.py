@@ -48,15 +48,11 @@ def test_steps_from_a_url_are_those_of_the_folder(folder, server, cache, prefetc
 FAULTS: dict[str, list[int | str]] = {
     "refused": ["refuse"] * 3,
     "fails": [500, 503, 500, 502, 504, 429, 408],
-    "cut": ["cut", "cut", "cut"],
     "cut, and then it knows no ranges": ["cut", "no ranges"],
     "cut, and then it begins elsewhere": ["cut", "other range"],
     "cut, and then the file is a shorter one": ["cut", "shorter"],
-    "stalls": ["stall", "stall"],
-    "other content": ["wrong"],
     "too long": ["longer"],
     "too long, and does not say so": ["longer unannounced"],
-    "too short": ["shorter"],
     "does not say how long": ["unannounced"],
     "all together": [500, "stall", "cut", "wrong", "refuse"],
 }

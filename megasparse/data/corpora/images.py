@@ -74,22 +74,22 @@ class PixelEncoder(Encoder):
 
 
 def file_piece(name: str, content: bytes) -> bytes:
-    """The piece of an encoded image file."""
+    """Return the piece of an encoded image file."""
     return name.encode(errors="backslashreplace").replace(b"\0", b"?") + b"\0" + content
 
 
 def planar_piece(planes: bytes) -> bytes:
-    """The piece of images of uint8 (3, S, S) each, one after another."""
+    """Return the piece of images of uint8 (3, S, S) each, one after another."""
     return b"\0" + planes
 
 
 def interleave(planes: bytes, side: int) -> bytes:
-    """(images, 3, S, S) -> (images, S, S, 3)."""
+    """Turn (images, 3, S, S) into (images, S, S, 3)."""
     return np.frombuffer(planes, dtype=np.uint8).reshape(-1, 3, side, side).transpose(0, 2, 3, 1).tobytes()
 
 
 def decode(name: str, content: bytes, side: int) -> bytes:
-    """The pixels of an image file: S·S·3 bytes. Grey, black-and-white and palette images become RGB.
+    """Return the pixels of an image file: S·S·3 bytes. Grey, black-and-white and palette images become RGB.
 
     The size is looked at before anything is decoded, so that no file can ask for more than S·S pixels. Raises
     DataError naming the file: for another size, transparency, other colours, more than 8 bits, damage.
@@ -140,7 +140,7 @@ class ImageFile(NamedTuple):
 
 
 def image_files(source: Source) -> Iterator[ImageFile]:
-    """Every image of a source, in its order; an archive's in the order of the archive.
+    """Yield every image of a source, in its order; an archive's in the order of the archive.
 
     Raises DataError naming the file that is empty or cannot be read, and the member of an archive that is neither a
     file nor a folder.
@@ -156,7 +156,7 @@ def image_files(source: Source) -> Iterator[ImageFile]:
 
 
 def folders(source: Source, part: Part) -> tuple[str, ...]:
-    """The folders that a file lies in below its location, an archive's name without suffix, and the location's."""
+    """Return the folders of a file below its location, an archive's name without suffix, and the location's."""
     *below, name = part.name.split("/")
     if archive := ARCHIVE.search(name):
         below.append(name[: archive.start()])
@@ -165,7 +165,7 @@ def folders(source: Source, part: Part) -> tuple[str, ...]:
 
 
 def part_content(part: Part, most: int = 1 << 26) -> bytes:
-    """The first bytes of a file, most of them or few more."""
+    """Return the first bytes of a file, most of them or few more."""
     return b"".join(islice(part.pieces(), 1 + most // PIECE))
 
 
@@ -183,8 +183,8 @@ def _members(path: Path, around: tuple[str, ...]) -> Iterator[ImageFile]:
 
 
 def members(path: Path, most: int = 1 << 26) -> Iterator[tuple[tarfile.TarInfo, Callable[[], bytes]]]:
-    """Every member of an archive, and what reads its first `most` bytes until the next is asked for, where it is a
-    regular file. TarFile's own iterator takes a broken header for the end, and holds all that it has seen.
+    """Yield every member of an archive, and a function that reads its first `most` bytes until the next is asked for,
+    if it is a regular file. TarFile's own iterator takes a broken header for the end, and holds all that it has seen.
     """
     with ExitStack() as stack:
         with reading(path):
@@ -212,7 +212,7 @@ def _content(path: Path, tar: tarfile.TarFile, member: tarfile.TarInfo, most: in
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns what damage raises into a DataError that names the file."""
+    """Turn what damage raises into a DataError that names the file."""
     try:
         yield
     except (*UNREADABLE, ValueError, tarfile.TarError) as error:
@@ -260,7 +260,7 @@ def add_image_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def splits_by_folder(source: Source) -> list[str]:
-    """The split of each image of a source, by its folders. Raises DataError for one whose folders name none."""
+    """Return the split of each image of a source, by its folders. Raises DataError for one whose folders name none."""
     labels = []
     for image in image_files(source):
         name = split_named(image.folders)
@@ -275,7 +275,7 @@ def splits_by_folder(source: Source) -> list[str]:
 
 
 def split_named(folders: Sequence[str]) -> str | None:
-    """The split that the first of the folders named like one stands for."""
+    """Return the split that the first of the folders named like one stands for."""
     for folder in folders:
         if match := SPLIT_NAME.match(folder):
             return "validation" if match[1].lower().startswith("val") else match[1].lower()
@@ -283,7 +283,7 @@ def split_named(folders: Sequence[str]) -> str | None:
 
 
 def shared_out(source: Source, settings: CorpusSettings) -> list[str]:
-    """The split of each image by --split, or, where no folder names one, by the default percentages; else [].
+    """Return the split of each image by --split, or, where no folder names one, by the default percentages; else [].
 
     The permutation is made of raw Philox words: numpy promises those to stay the same in every version.
     """
@@ -308,7 +308,7 @@ def shared_out(source: Source, settings: CorpusSettings) -> list[str]:
 
 
 def hold_out(labels: Sequence[str], every: int) -> list[str]:
-    """The splits with every so-manyth image of train in validation, where no other is."""
+    """Return the splits with every so-manyth image of train in validation, where no other is."""
     if "validation" in labels:
         return list(labels)
     number = np.cumsum([name == "train" for name in labels])
@@ -318,7 +318,7 @@ def hold_out(labels: Sequence[str], every: int) -> list[str]:
 
 
 def labelled(source: Source, labels: Sequence[str]) -> CorpusSplits:
-    """The splits of a source's images by the label of each."""
+    """Return the splits of a source's images by the label of each."""
     present = set(labels)
     return ((name, [_chosen(source, labels, name)]) for name in NAMES if name in present)
 

@@ -101,7 +101,7 @@ class PairEncoder(PaddedEncoder):
     """Pieces of documents to records. Each sentence is read with a space before it."""
 
     def __init__(self, tokenizer: str, length: int, seed: int):
-        """Raises ConfigError for a tokenizer without special tokens, a length that holds no pair, a negative seed."""
+        """Raise ConfigError for a tokenizer without special tokens, a length that holds no pair, a negative seed."""
         super().__init__(tokenizer)
         self._arguments = (tokenizer, length, seed)
         self.record, self.seed = length, seed
@@ -166,7 +166,7 @@ class DocumentSpan(NamedTuple):
 
 
 def text_documents(source: Source, ends: str) -> Iterator[DocumentSpan]:
-    """All documents in turn. ends: one of ENDS."""
+    """Yield all documents in turn. ends: one of ENDS."""
     start = 0
     for part in source.parts:
         yield from _documents(part, start, ends)
@@ -179,7 +179,7 @@ def packed(documents: Iterable[DocumentSpan]) -> Iterator[bytes]:
 
 
 def _documents(part: Part, position: int, ends: str) -> Iterator[DocumentSpan]:
-    """The documents of one file, whose first byte is at `position` of the source."""
+    """Yield the documents of one file, whose first byte is at `position` of the source."""
     text_lines: list[bytes] = []
     size, start = 0, -1
     for line in (line for piece in text_pieces(part.pieces()) for line in piece.splitlines(keepends=True)):
@@ -200,7 +200,7 @@ def _documents(part: Part, position: int, ends: str) -> Iterator[DocumentSpan]:
 
 
 def sentences(line: str) -> list[str]:
-    """The sentences of a line: each ends with . ! ? or …, quotes and brackets behind it, and white space, where what
+    """Cut a line into sentences: each ends with . ! ? or …, quotes and brackets behind it, and white space, where what
     comes next begins with no small letter; not behind a single letter or a usual abbreviation.
     """
     cut, start = [], 0
@@ -213,7 +213,7 @@ def sentences(line: str) -> list[str]:
 
 
 def documents(text: bytes) -> Iterator[list[str]]:
-    """The sentences of each document of a piece's text."""
+    """Yield the sentences of each document of a piece's text."""
     for document in text.decode().split("\n\n"):
         if found := [sentence for line in document.split("\n") for sentence in sentences(line)]:
             yield found
@@ -278,7 +278,7 @@ class Parallel(Corpus):
         return ParallelEncoder(settings["tokenizer"], settings["source_length"], settings["target_length"])
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """The lines of each split. Raises ConfigError and DataError for files that are no pairs, or no UTF-8."""
+        """Return the lines of each split. Raises ConfigError and DataError for files that are no pairs, or no UTF-8."""
         source.require_text()
         files = _files(source, settings["roles"])
         lines_of: dict[str, int] = {}

@@ -141,11 +141,11 @@ class Source:
         return " ".join(self.locations)
 
     def pieces(self) -> Iterator[bytes]:
-        """All bytes, a piece of up to 1 MiB at a time. Raises DataError when they are not those that `open` read."""
+        """Yield all bytes, up to 1 MiB at a time. Raises DataError if they are not those that `open` read."""
         return chain.from_iterable(part.pieces() for part in self.parts)
 
     def require_text(self, zeros: bool = True) -> None:
-        """Raises DataError naming file and byte offset unless all of it is UTF-8, and without byte 0 if not `zeros`."""
+        """Raise DataError naming file and byte offset unless all of it is UTF-8, and without byte 0 if not `zeros`."""
         for part in self.parts:
             if part.not_utf8 is not None:
                 hint = "Convert it to UTF-8; as one stream of bytes the corpus `text` takes it as it is"
@@ -158,8 +158,9 @@ class Source:
 def find_parts(
     locations: Sequence[str], member: str | None, downloads: Path, kind: Kind, suffixes: Sequence[str] = ()
 ) -> list[Part]:
-    """Every file of a source, downloaded into `downloads` where it is a URL, not yet read; `Source.open` says of what
-    kinds. suffixes: of a folder, only files whose names end so.
+    """Return every file of a source, downloaded into `downloads` if it is a URL, not yet read.
+
+    kind: as in `Source.open`. suffixes: of a folder, only files whose names end so.
     """
     return [
         part
@@ -170,7 +171,7 @@ def find_parts(
 
 
 def _files(location: str, downloads: Path, suffixes: tuple[str, ...]) -> list[tuple[Path, str]]:
-    """(path, name below the location) of what a location stands for, in a folder sorted without hidden files."""
+    """Return (path, name below the location) of what a location stands for, in a folder sorted without hidden files."""
     if is_url(location):
         return download_all(location, downloads, suffixes)
     path = Path(location)
@@ -190,7 +191,7 @@ def _files(location: str, downloads: Path, suffixes: tuple[str, ...]) -> list[tu
 
 
 def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Part]:
-    """The file itself, or of a zip archive what it holds."""
+    """Yield the file itself, or of a zip archive what it holds."""
     if kind == "raw" or not _is_archive(file):
         if member is not None:
             raise ConfigError("--member", f"{os.fspath(file)} is not a zip archive", "Leave --member out")
@@ -210,7 +211,7 @@ def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Pa
 
 
 def _is_archive(file: Path) -> bool:
-    """Raises DataError for a zip archive whose end is missing: it would pass for text."""
+    """Raise DataError for a zip archive whose end is missing: it would pass for text."""
     try:
         if zipfile.is_zipfile(file):
             return True
@@ -234,7 +235,7 @@ def _opened(file: Path, size: int, modified: int) -> zipfile.ZipFile:
 
 
 def _examine(part: Part, see: Callable[[bytes], None]) -> Part:
-    """The part with size, digest and offsets of its content; `see` is called with each piece of that."""
+    """Return the part with size, digest and offsets of its content; `see` is called with each piece of that."""
     size, crc32, not_utf8, zero = 0, 0, None, None
     decoder = codecs.getincrementaldecoder("utf-8")()
     for piece in chain(read(part), [b""]):
@@ -251,7 +252,7 @@ def _examine(part: Part, see: Callable[[bytes], None]) -> Part:
 
 
 def read(part: Part) -> Iterator[bytes]:
-    """The content of a part, decompressed, up to 1 MiB at a time. Raises DataError when it cannot be read."""
+    """Yield the content of a part, decompressed, up to 1 MiB at a time. Raises DataError when it cannot be read."""
     try:
         compressed, size = part.path.stat().st_size, 0
         with ExitStack() as stack:
@@ -265,7 +266,7 @@ def read(part: Part) -> Iterator[bytes]:
 
 
 def _open(part: Part, stack: ExitStack) -> IO[bytes]:
-    """The stream of a part, decompressed unless it is taken as it is."""
+    """Return the stream of a part, decompressed unless it is taken as it is."""
     stream: IO[bytes]
     if part.member is None:
         stream = stack.enter_context(part.path.open("rb"))
@@ -287,12 +288,12 @@ def _unreadable(what: Part | Path, error: Exception) -> DataError:
 
 
 def reason(error: Exception) -> str:
-    """The message of an exception of a library's, short and on one line."""
+    """Return the message of an exception of a library's, short and on one line."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _members(file: Path, names: list[str], member: str | None) -> list[str]:
-    """The one that `member` names, all that match it as a pattern, or without it the archive's only one."""
+    """Return the one that `member` names, all that match it as a pattern, or without it the archive's only one."""
     if member is None and len(names) == 1:
         return names
     if member is None:

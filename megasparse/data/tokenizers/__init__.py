@@ -24,7 +24,7 @@ OF_FILES: dict[str, Callable[[Path], Tokenizer]] = {
 
 
 def build_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names: one of NAMED, or a file's. Raises ConfigError naming that key."""
+    """Return the tokenizer that `data.tokenizer` names: one of NAMED, or a file's. Raises ConfigError."""
     if name in NAMED:
         return NAMED[name]()
     if (kind := OF_FILES.get(Path(name).suffix)) is not None:

@@ -35,7 +35,7 @@ class Tokenizer(ABC):
     sha256: str
     """Identifies what the tokens mean; an index made under another meaning is refused."""
     lossless: bool = True
-    """Whether any bytes come back unchanged from their tokens."""
+    """True if any bytes come back unchanged from their tokens."""
     separator: int | None = None
     """Id of the token after each document of a corpus of documents; None where there is none."""
     special: SpecialTokens | None = None
@@ -48,7 +48,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
-        """The bytes each token adds to a text, none for special ones. Raises ValueError where a number is no token."""
+        """Yield the bytes each token adds to a text, none for special ones. Raises ValueError for another number."""
 
     def decode(self, tokens: Tensor) -> bytes:
         """Bytes of tokens (length,). Raises ValueError for a number that is no token."""
@@ -65,17 +65,17 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def word_starts(self) -> Tensor:
-        """Whether a token of each id begins a word: bool (highest id + 1,)."""
+        """Return a mask of the ids that begin a word: bool (highest id + 1,)."""
 
 
 def words_of(tokenizer: Tokenizer) -> list[str]:
-    """The word that each token is, "" of one that is none: special, or a piece that a word does not begin with."""
+    """Return the word that each token is, "" for special ones and pieces that a word does not begin with."""
     starts = tokenizer.word_starts().tolist()[: tokenizer.vocabulary]
     return ["".join(tokenizer.text([token])).strip() if start else "" for token, start in enumerate(starts)]
 
 
 def utf8(text: str | bytes) -> bytes:
-    """A text's bytes, as `Tokenizer.encode` takes them."""
+    """Return a text's bytes, as `Tokenizer.encode` takes them."""
     return text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
 
 
@@ -89,7 +89,7 @@ USUAL = (BEGIN, SEPARATOR, PADDING, MASK)
 
 
 def read(path: Path) -> bytes:
-    """All of a tokenizer's file. Raises ConfigError."""
+    """Return all of a tokenizer's file. Raises ConfigError."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -103,12 +103,12 @@ def identity(kind: str, data: bytes) -> str:
 
 
 def damaged(path: Path, problem: str, hint: str) -> ConfigError:
-    """The error that a tokenizer's file cannot be used."""
+    """Return the error that a tokenizer's file cannot be used."""
     return ConfigError("data.tokenizer", f"{path}: {' '.join(problem.split())}", hint)
 
 
 def special_tokens(find: Callable[[str], int | None]) -> tuple[SpecialTokens | None, int | None]:
-    """The special tokens, where all four are there, and the documents' separator. find: a name's id, or None."""
+    """Return the special tokens, where all four are there, and the documents' separator. find: a name's id, or None."""
     ids = [next((token for name in names if (token := find(name)) is not None), None) for names in USUAL]
     begin, separator, padding, mask = ids
     if begin is None or separator is None or padding is None or mask is None:

@@ -44,7 +44,7 @@ BYTE_OF = {character: byte for byte, character in enumerate(alphabet())}
 
 
 def raw(piece: str) -> bytes:
-    """The bytes that a piece stands for; one with another character in it stands for itself."""
+    """Return the bytes that a piece stands for; one with another character in it stands for itself."""
     return bytes(BYTE_OF[c] for c in piece) if all(c in BYTE_OF for c in piece) else piece.encode()
 
 
@@ -60,7 +60,7 @@ class HuggingFaceTokenizer(Tokenizer):
     name = "huggingface"
 
     def __init__(self, file: Path):
-        """Raises ConfigError for what is no tokenizer.json, and where a text could become a special token."""
+        """Raise ConfigError for what is no tokenizer.json, and where a text could become a special token."""
         data = read(file)
         self.file, self.sha256 = file, identity(self.name, data)
         try:
@@ -193,7 +193,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _parts(value: Any, key: str) -> Iterator[dict[str, Any]]:
-    """A pre-tokenizer or decoder, or all those in a sequence of them."""
+    """Yield a pre-tokenizer or decoder, or all those in a sequence of them."""
     if value is not None and value["type"] == "Sequence":
         for part in value[key]:
             yield from _parts(part, key)
@@ -202,7 +202,7 @@ def _parts(value: Any, key: str) -> Iterator[dict[str, Any]]:
 
 
 def _hidden(name: str) -> str:
-    """A name with spaces, which no pre-tokenizer leaves in a piece of text."""
+    """Return a name with spaces, which no pre-tokenizer leaves in a piece of text."""
     return f" {name} "
 
 

@@ -38,7 +38,7 @@ class SentencePieceTokenizer(Tokenizer):
     name = "sentencepiece"
 
     def __init__(self, file: Path):
-        """Raises ConfigError for what is no model, and for one that changes the text that it reads."""
+        """Raise ConfigError for what is no model, and for one that changes the text that it reads."""
         data = read(file)
         self.file, self.sha256 = file, identity(self.name, data)
         self._processor, self._table = _load(file, data)
@@ -70,7 +70,7 @@ class SentencePieceTokenizer(Tokenizer):
             yield self._table[token]
 
     def word_starts(self) -> Tensor:
-        """A word begins with the white space before it."""
+        """Return a mask in which a word begins with the white space before it."""
         return torch.tensor([piece[:1] != b"" and piece[:1] in WHITE_SPACE for piece in self._table])
 
     def _checked(self, text: str, tokens: list[int]) -> list[int]:
@@ -87,7 +87,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def segments(text: str) -> Iterator[str]:
-    """A text cut after each line's end, and in longer lines before a space, where a piece can begin."""
+    """Cut a text after each line's end, and in longer lines before a space, where a piece can begin."""
     for line in _LINES.findall(text):
         start = 0
         while len(line) - start > LONGEST:
@@ -193,7 +193,7 @@ def train_sentencepiece(lines: Iterator[str], vocabulary: int, model_type: str, 
 
 
 def _rounded(model: bytes) -> bytes:
-    """The same model with its scores on the `GRID`."""
+    """Return the same model with its scores on the `GRID`."""
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 
     proto = ModelProto()
@@ -205,7 +205,7 @@ def _rounded(model: bytes) -> bytes:
 
 
 def _as_config_error(vocabulary: int, problem: str) -> ConfigError:
-    """The error for what sentencepiece says of a vocabulary that does not fit the text."""
+    """Return the error for what sentencepiece says of a vocabulary that does not fit the text."""
     if match := re.search(r"too high.*<= (\d+)", problem):
         hint = f"Give at most {match[1]}, or more text"
         return ConfigError("--vocabulary", f"{vocabulary} pieces are not in so little text", hint)

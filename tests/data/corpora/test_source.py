@@ -158,14 +158,6 @@ def test_the_first_byte_that_is_not_utf8(tmp_path, content, offset):
             source.require_text()
 
 
-def test_zeros_are_reported(tmp_path):
-    (tmp_path / "x").write_bytes(b"x" * (1 << 20) + b"ab\0\0")
-    source = open_source(tmp_path / "x")
-    source.require_text()
-    with pytest.raises(DataError, match=r"/x: byte 1,048,578 is 0"):
-        source.require_text(zeros=False)
-
-
 @pytest.mark.parametrize("size", [30, 100, 1000])
 @pytest.mark.parametrize("name", ["x.zip", "x.txt"])
 def test_a_torn_zip_is_named(tmp_path, size, name):
@@ -193,34 +185,6 @@ def test_a_bomb_is_not_unfolded(tmp_path, monkeypatch, name):
     with pytest.raises(DataError, match=rf"{name}.*: its [\d,]+ bytes unfold to 200 times as many and more"):
         open_source(path)
     assert sum(read) <= 5_000_000
-
-
-def test_an_archive_is_opened_once_and_again_where_it_changed(tmp_path, monkeypatch):
-    opened = []
-    real = zipfile.ZipFile
-    for content in ("first", "second!"):
-        write_zip(tmp_path / "x.zip", {f"{number}.txt": content for number in range(50)})
-        with monkeypatch.context() as patch:
-            patch.setattr(zipfile, "ZipFile", lambda file: opened.append(file) or real(file))
-            source = source_of(tmp_path / "x.zip")
-            assert b"".join(source.pieces()) == content.encode() * 50
-    assert len(opened) == 2
-
-
-def test_text_splits_by_percent(tmp_path):
-    path = tmp_path / "x"
-    path.write_bytes(bytes(range(200)))
-
-    def lengths(split: str) -> dict[str, int]:
-        return {
-            name: len(b"".join(part)) for name, (part,) in CORPORA["text"].splits(open_source(path), {"split": split})
-        }
-
-    assert lengths("99.5,0.5,0") == {"train": 199, "validation": 1}
-    with pytest.raises(DataError, match="too few to give validation any"):
-        lengths("99.9,0.05,0.05")
-    with pytest.raises(ConfigError, match="--split"):
-        lengths("90,5")
 
 
 def test_enwik8_is_the_official_file_or_refused(tmp_path, monkeypatch):

@@ -314,11 +314,6 @@ def test_a_wrong_checksum_is_refused_and_a_part_is_not_called_official(wikitext)
     assert [name for name, _ in CORPORA["wikitext103"].splits(some, BYTES)] == ["validation", "test"]
 
 
-def test_no_two_published_checksums_are_alike():
-    assert {len(sha1) for kind in WikiText103.SHA1.values() for sha1 in kind.values()} == {40}
-    assert len({sha1 for kind in WikiText103.SHA1.values() for sha1 in kind.values()}) == 6
-
-
 def test_what_is_not_wikitext_is_one_line(wikitext, wikitext_zip, tmp_path):
     with pytest.raises(DataError, match=r"wiki\.test\.tokens is the same split\. Give one of the two"):
         CORPORA["wikitext103"].about(source_of(wikitext, wikitext_zip), BYTES)
