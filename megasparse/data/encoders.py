@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from megasparse.data.tokenizers import build_tokenizer
+from megasparse.data.tokenizers.simple import ByteTokenizer
 from megasparse.errors import ConfigError
 
 Width = Literal[1, 2, 4]
@@ -47,8 +48,10 @@ class Encoder:
 class RecordEncoder(Encoder):
     """Pieces that are records of bytes already, with the meaning of the tokenizer `bytes`."""
 
-    def __init__(self, name: str, sha256: str, record: int):
-        self.name, self.sha256, self.record = name, sha256, record
+    name, sha256 = ByteTokenizer.name, ByteTokenizer.sha256
+
+    def __init__(self, record: int):
+        self.record = record
 
     def encode(self, piece: bytes) -> Encoded:
         return Encoded(np.frombuffer(piece, dtype=np.uint8), len(piece), 0)

@@ -19,7 +19,7 @@ from functools import cache
 from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from megasparse.callbacks import Progress
@@ -62,12 +62,6 @@ class OutOfRange(Exception):
     """The file is no longer than the part that was asked to be left out."""
 
 
-class Stream(Protocol):
-    def read(self, size: int, /) -> bytes: ...
-
-    def close(self) -> None: ...
-
-
 class ResponseBody(NamedTuple):
     """Content of a URL from byte `start` on: 0, or what was asked for. `size` is that of the whole, where known."""
 
@@ -75,10 +69,9 @@ class ResponseBody(NamedTuple):
     size: int | None
     tag: str
     """Changes with the content; empty if the server has none, or nobody asked."""
-    stream: Stream
-
-    def close(self) -> None:
-        self.stream.close()
+    read: Callable[[int], bytes]
+    """Returns what has come, at most so many bytes; none at the end."""
+    close: Callable[[], None]
 
 
 def data_stores() -> list[str]:
@@ -129,7 +122,11 @@ def open_url(url: str, start: int = 0, tag: str | None = None) -> ResponseBody:
     start = 0 if tag and key != tag else start
     file = asked(scheme, lambda: system.open(url, "rb", block_size=BLOCK, cache_type="readahead"))
     asked(scheme, lambda: file.seek(start))
-    return ResponseBody(start, file.size, key, _Object(scheme, file))
+
+    def read(size: int) -> bytes:
+        return asked(scheme, lambda: bytes(file.read(size)))
+
+    return ResponseBody(start, file.size, key, read, file.close)
 
 
 def _open_http(url: str, start: int, tag: str | None) -> ResponseBody:
@@ -156,15 +153,7 @@ def _open_http(url: str, start: int, tag: str | None) -> ResponseBody:
         raise ValueError(f'the server was asked to go on at byte {start} and answers "{content_range}"')
     length, tag = response.headers.get("Content-Length"), response.headers.get("ETag", "")
     tag = response.headers.get("Last-Modified", "") if not tag or tag.startswith("W/") else tag
-    return ResponseBody(start, None if length is None else start + int(length), tag, _Http(response))
-
-
-class _Http:
-    """Gives what has come, where HTTPResponse.read would wait until `size` bytes are there."""
-
-    def __init__(self, response: http.client.HTTPResponse):
-        self.read = response.read1
-        self.close = response.close
+    return ResponseBody(start, None if length is None else start + int(length), tag, response.read1, response.close)
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
@@ -193,15 +182,6 @@ def http_opener() -> urllib.request.OpenerDirector:
     ):
         opener.add_handler(handler)
     return opener
-
-
-class _Object:
-    def __init__(self, scheme: str, file: Any):
-        self._scheme, self._file = scheme, file
-        self.close = file.close
-
-    def read(self, size: int, /) -> bytes:
-        return asked(self._scheme, lambda: bytes(self._file.read(size)))
 
 
 def object_store(url: str, attempts: int = 1) -> Any:
@@ -334,7 +314,7 @@ def fetch_bytes(url: str, most: int, progress: Progress) -> bytes:
     def attempt(until: float) -> bytes:
         with closing(open_url(url)) as body:
             content = bytearray()
-            while piece := body.stream.read(PIECE):
+            while piece := body.read(PIECE):
                 content += piece
                 if len(content) > most:
                     raise Refused(f"it has more than {most:,} bytes")
@@ -384,7 +364,7 @@ def _append(url: str, size: int, path: Path, descriptor: int, until: float, prog
         have = body.start
         os.ftruncate(descriptor, have)
         while have < size:
-            piece = body.stream.read(min(PIECE, size - have))
+            piece = body.read(min(PIECE, size - have))
             if not piece:
                 raise EOFError(f"the connection ended after {have:,} of {size:,} bytes")
             _write(path, descriptor, piece, have)

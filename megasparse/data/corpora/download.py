@@ -129,7 +129,7 @@ def _fetch(url: str, copy: Path, validator: Path) -> None:
             file.truncate()
             with tqdm(desc="downloading", total=total, initial=have, unit="B", unit_scale=True, disable=None) as bar:
                 due, enough = time.monotonic() + TIMEOUT_SECONDS, have + LEAST_BYTES
-                while have < total and (piece := body.stream.read(min(PIECE, total - have))):
+                while have < total and (piece := body.read(min(PIECE, total - have))):
                     have += file.write(piece)
                     bar.update(len(piece))
                     if time.monotonic() > due:

@@ -9,7 +9,6 @@ import numpy as np
 from megasparse.data.corpora.corpus import Corpus, CorpusSettings, CorpusSplits, check_seed
 from megasparse.data.corpora.source import Source
 from megasparse.data.encoders import RecordEncoder
-from megasparse.data.tokenizers.simple import ByteTokenizer
 from megasparse.errors import ConfigError
 
 Draw = Callable[[np.random.Philox], bytes]
@@ -36,7 +35,7 @@ class DrawnCorpus(Corpus):
         parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
 
     def encoder(self, settings: CorpusSettings) -> RecordEncoder:
-        return RecordEncoder(ByteTokenizer.name, ByteTokenizer.sha256, record=settings["sample_bytes"])
+        return RecordEncoder(settings["sample_bytes"])
 
     def draw(self, settings: CorpusSettings) -> Draw:
         """Return what draws a sequence of `sample_bytes` bytes. Raises ConfigError for impossible settings."""
