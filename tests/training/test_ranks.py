@@ -24,6 +24,7 @@ ranks.start_ranks(RunConfig(directory="unused", device="cpu", hang_timeout=0.1))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1], ids=["the first waits", "the first is not there"])
 def test_ranks_that_do_not_meet_say_so_and_end_as_hung(rank):
     with socket.socket() as probe:

@@ -51,6 +51,7 @@ def test_what_cannot_be_divided_is_one_error_before_the_run(toy):
     assert not toy.notes("started", 0)
 
 
+@pytest.mark.slow
 def test_fewer_than_there_are_where_the_batch_does_not_divide(toy):
     assert toy.run("ready()", "--ranks", "5", "--min-ranks", "1") == 0
     assert [len(toy.notes("started", rank)) for rank in range(5)] == [1, 1, 1, 1, 0]
@@ -73,6 +74,7 @@ def test_a_run_goes_on_without_the_device_that_fails_again_and_again(toy):
     assert "going on without its device, with 3 of 4 ranks" in toy.said()
 
 
+@pytest.mark.slow
 def test_not_with_fewer_than_asked_for_and_not_unless_asked(toy):
     for options in (["--min-ranks", "4"], []):
         for notes in toy.folder.glob("ran-*"):
@@ -95,6 +97,7 @@ def ran(toy, start: int) -> None:
     toy.wait_until(lambda: len(toy.notes("ran", 0)) >= start)
 
 
+@pytest.mark.slow
 def test_all_are_tried_again_after_an_hour_and_grow(toy):
     toy.start(SAVES + ENDS, "--ranks", "4", "--restarts", "0", "--min-ranks", "2", LAST_WORDS=0.0)
     ran(toy, 1)
@@ -112,6 +115,7 @@ def test_all_are_tried_again_after_an_hour_and_grow(toy):
     assert "supervisor: trying all 4 ranks again" in toy.said()
 
 
+@pytest.mark.slow
 def test_a_try_that_fails_costs_one_start_and_the_next_is_two_hours_away(toy):
     toy.start(SAVES + ENDS, "--ranks", "4", "--restarts", "2", "--min-ranks", "2", LAST_WORDS=0.0)
     ran(toy, 4)

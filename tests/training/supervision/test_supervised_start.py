@@ -13,6 +13,7 @@ from tests.helpers.supervised import LIMIT, ROOT, TOY
 # Where the ranks meet
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["127.0.0.1", ""])
 def test_a_port_in_use_is_one_clear_line_and_no_rank_is_started(toy, host):
     with socket.socket() as taken:
@@ -28,6 +29,7 @@ def test_a_port_in_use_is_one_clear_line_and_no_rank_is_started(toy, host):
         assert toy.run("ready()", "--nodes", "2", "--node-rank", "1", "--address", f"127.0.0.1:{port}") == 0
 
 
+@pytest.mark.slow
 def test_each_start_has_a_port_of_its_own_that_only_rank_0_can_have(toy):
     lines = """
 import socket
@@ -50,6 +52,7 @@ sys.exit(77)
     assert len(set(toy.notes("port", 0))) == 3
 
 
+@pytest.mark.slow
 def test_a_port_just_left_by_the_last_start_can_be_had_again(toy):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -85,6 +88,7 @@ def test_environment_and_arguments_of_the_ranks(toy):
     assert len(ports) == 1
 
 
+@pytest.mark.slow
 def test_ranks_of_the_second_of_two_nodes(toy):
     options = ["--ranks", "2", "--nodes", "2", "--node-rank", "1", "--address", "node0:29500"]
     assert toy.run(SHOW, *options) == 0
@@ -101,6 +105,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, timeout=LIMIT)
 
 
+@pytest.mark.slow
 def test_deepspeed_is_not_imported(tmp_path):
     script = tmp_path / "script.py"
     script.touch()
@@ -116,6 +121,7 @@ def test_deepspeed_is_not_imported(tmp_path):
     assert (ended.returncode, ended.stdout.strip()) == (0, "[]"), ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -138,6 +144,7 @@ def test_a_mistake_is_one_line_before_any_rank_is_started(toy, arguments, said):
     assert not toy.notes("started", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [["--ranks", "0"], ["--ranks", "two"], ["--restarts", "-1"], ["--address", "29500"]]
 )
@@ -146,6 +153,7 @@ def test_an_option_of_the_wrong_kind_is_refused(arguments):
     assert ended.returncode == 2 and f"argument {arguments[0]}: " in ended.stderr
 
 
+@pytest.mark.slow
 def test_broken_json_is_one_line(toy):
     toy.config.write_text('{"run": {"directory": "x",}}')
     assert toy.run("ready()", "--ranks", "2") == 2

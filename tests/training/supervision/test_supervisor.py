@@ -23,6 +23,7 @@ def start_two(toy: Toy, lines: str, *options: str, **constants: float) -> None:
 # Signals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
 def test_a_signal_reaches_each_rank_once_and_a_save_may_take_longer_than_any_limit(toy, name):
     start_two(toy, "save_and_end(f'save-{RANK}'); ready(); sleep()")
@@ -51,6 +52,7 @@ def test_two_signals_at_once_are_one_request(toy):
     assert [toy.notes("signals", rank) for rank in range(2)] == [["SIGINT"]] * 2
 
 
+@pytest.mark.slow
 def test_SIGTERM_after_SIGUSR1_still_lets_them_save(toy):
     lines = "on_signals(lambda n: None if n == signal.SIGUSR1 else (note('saved'), sys.exit(0)))"
     start_two(toy, f"{lines}\nready(); sleep()")
@@ -62,6 +64,7 @@ def test_SIGTERM_after_SIGUSR1_still_lets_them_save(toy):
     assert [toy.notes("signals", rank) for rank in range(2)] == [["SIGUSR1", "SIGTERM"]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_second_signal_ends_all_at_once(toy, name):
     """Rank 0 ends by itself; rank 1 does not even hear it."""
@@ -83,6 +86,7 @@ ready(); sleep()
     assert f"second {name}" in toy.cause()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
 def test_before_a_rank_can_handle_it_a_signal_is_no_failure(toy, name):
     start_two(toy, "ready(); sleep()", "--restarts", "3")
@@ -92,6 +96,7 @@ def test_before_a_rank_can_handle_it_a_signal_is_no_failure(toy, name):
     assert f"supervisor: stopped by {name} before training had begun" in toy.said()
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_one_ended_in_its_start_is_ended_too(toy):
     start_two(toy, "RANK and on_signals(lambda n: None)\nready(); sleep()")
     toy.signal(signal.SIGTERM)
@@ -108,6 +113,7 @@ def test_a_save_that_fails_is_reported_and_not_tried_again(toy):
     assert "exit code 3 (a checkpoint could not be written)" in toy.cause()
 
 
+@pytest.mark.slow
 def test_a_signal_before_a_restart_ends_the_supervisor(toy):
     toy.start("ready(); sys.exit(5)", "--restarts", "3", FIRST_WAIT=60.0)
     toy.wait_until(lambda: "starting again" in toy.said())
@@ -142,11 +148,13 @@ def test_all_is_over_within_5_seconds():
     assert supervisor.LAST_WORDS + supervisor.POLL <= 4 and supervisor.AT_ONCE <= 5
 
 
+@pytest.mark.slow
 def test_grandchildren_do_not_outlive_a_normal_end_either(toy):
     assert toy.run("subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])", "--ranks", "2") == 0
     assert toy.leftovers() == []
 
 
+@pytest.mark.slow
 def test_a_failed_start_leaves_no_rank_behind(toy, monkeypatch):
     started = []
     real = subprocess.Popen
@@ -165,17 +173,20 @@ def test_a_failed_start_leaves_no_rank_behind(toy, monkeypatch):
     assert started[0].returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_exit_codes_are_seen_where_SIGCHLD_is_ignored(toy):
     toy.start("sys.exit(3 * RANK)", "--ranks", "2", ignore=signal.SIGCHLD)
     assert toy.wait() == 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_after_the_others_ended_well_is_named(toy):
     start_two(toy, f"{WAITING}\nif RANK == 1: sleep()")
     assert toy.wait_as_time_passes() == HANG
     assert f"rank 1 (pid {toy.notes('started', 1)[0]}) was still running 60 s after" in toy.cause()
 
 
+@pytest.mark.slow
 def test_a_rank_may_end_a_little_later_than_another(toy):
     toy.start("RANK and wait_for('end'); note('done')", "--ranks", "2")
     toy.wait_for("done", ranks=1)
@@ -185,6 +196,7 @@ def test_a_rank_may_end_a_little_later_than_another(toy):
     assert toy.wait() == 0 and toy.notes("done", 1)
 
 
+@pytest.mark.slow
 def test_the_traceback_of_a_rank_is_followed_by_one_line_that_names_it(toy):
     toy.start(f"{WAITING}\nif RANK == 1: raise RuntimeError('of rank 1')\nsleep()", "--ranks", "2")
     toy.wait_until(lambda: "RuntimeError: of rank 1" in toy.said())
@@ -195,6 +207,7 @@ def test_the_traceback_of_a_rank_is_followed_by_one_line_that_names_it(toy):
     assert sum("supervisor:" in line for line in said) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code, words",
     [
@@ -210,17 +223,20 @@ def test_exit_codes_are_explained(toy, code, words):
     assert words in toy.cause()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end, code", [("sys.exit(1)", 1), ("os.kill(os.getpid(), signal.SIGSEGV)", 139)])
 def test_a_rank_that_lost_another_is_not_the_cause(toy, end, code):
     assert toy.run(f"RANK or sys.exit(6)\ntime.sleep(0.2)\n{end}", "--ranks", "2") == code
     assert "rank 1 " in toy.cause()
 
 
+@pytest.mark.slow
 def test_a_lost_rank_of_another_node_is_the_cause_where_no_rank_here_has_another(toy):
     assert toy.run("sys.exit(6)", "--ranks", "2") == LOST_PEER
     assert "rank 0 " in toy.cause()
 
 
+@pytest.mark.slow
 def test_the_others_have_time_for_their_last_words(toy):
     lines = "RANK or sys.exit(1)\ntime.sleep(0.4)\nprint('last words'); sys.exit(6)"
     assert toy.run(lines, "--ranks", "2") == 1
@@ -234,6 +250,7 @@ MAY_GO = ["sys.exit(1)", "sys.exit(3)", "sys.exit(5)", "sys.exit(6)", "os.kill(o
 STAYS = {"sys.exit(2)": 2, "sys.exit(4)": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [*MAY_GO, *STAYS])
 def test_started_again_after_a_failure_that_this_may_fix_but_no_mistake_or_divergence(toy, end):
     once = f"ready()\nlen((HERE / 'started-0').read_text().split()) == 1 and {end}"
@@ -241,6 +258,7 @@ def test_started_again_after_a_failure_that_this_may_fix_but_no_mistake_or_diver
     assert len(toy.notes("started", 0)) == (1 if end in STAYS else 2)
 
 
+@pytest.mark.slow
 def test_not_started_again_unless_asked_to(toy):
     lines = "(CHECKPOINTS / '00000001').mkdir(parents=True); ready(); sys.exit(1)"
     assert toy.run(lines) == 1
@@ -259,12 +277,14 @@ def test_failing_at_the_same_checkpoint_ends_after_the_limit_with_a_clear_messag
     )
 
 
+@pytest.mark.slow
 def test_failing_before_the_first_checkpoint_ends_after_the_limit(toy):
     assert toy.run("ready(); sys.exit(1)", "--restarts", "2") == 1
     assert len(toy.notes("started", 0)) == 3
     assert "stopped: ended 3 times before the first checkpoint" in toy.cause()
 
 
+@pytest.mark.slow
 def test_a_new_checkpoint_sets_the_limit_back(toy):
     lines = """
 ready()
@@ -299,6 +319,7 @@ def test_storage_that_cannot_be_read_is_no_progress_and_no_crash(monkeypatch):
     assert len(in_process(monkeypatch, 2)) == 2
 
 
+@pytest.mark.slow
 def test_a_checkpoint_chosen_by_hand_is_refused_with_restarts(toy):
     with pytest.raises(ConfigError, match=r"--resume never: every one of 3 restarts.* Leave out --restarts"):
         supervised_config(["--config", str(toy.config), "--resume", "never"], restarts=3)
