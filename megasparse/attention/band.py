@@ -95,23 +95,23 @@ class BandCache(Cache):
         """
         code = query_code.to(torch.int64)
         self.append(inputs, code if key_code is None else key_code.to(torch.int64), position)
-        seen, valid = self.window(code)
+        tokens, valid = self.window(code)
         first = torch.arange(min(sinks, position + 1), device=code.device)
         log_count = torch.zeros(())
         if count_rounds:
-            log_count = F.pad(self._log_count(seen, code).flatten(2), (0, len(first)))
-        seen = torch.cat([seen.flatten(2), first.expand(*seen.shape[:2], -1)], dim=-1).unsqueeze(2)
+            log_count = F.pad(self._log_count(tokens, code).flatten(2), (0, len(first)))
+        tokens = torch.cat([tokens.flatten(2), first.expand(*tokens.shape[:2], -1)], dim=-1).unsqueeze(2)
         valid = F.pad(valid.flatten(2), (0, len(first)), value=True).unsqueeze(2)
         if exclude_self:
-            valid = valid & (seen != position)
-        seen, valid = (x.expand(-1, inputs.q.shape[1], -1, -1) for x in (seen, valid))
-        score = self.score(inputs.q, seen, scale).squeeze(2)  # (B, H, R·M + n)
+            valid = valid & (tokens != position)
+        tokens, valid = (x.expand(-1, inputs.q.shape[1], -1, -1) for x in (tokens, valid))
+        score = self.score(inputs.q, tokens, scale).squeeze(2)  # (B, H, R·M + n)
         score = score - log_count.to(score.dtype)
         score = score.masked_fill(~valid.squeeze(2), -torch.inf)
-        alone = ~valid.any(-1)
-        weight = torch.softmax(score.masked_fill(alone, 0.0), dim=-1).unsqueeze(2)
-        out = (weight @ self.values(seen).to(weight.dtype)).to(inputs.v.dtype)
-        return torch.where(alone[..., None], inputs.v, out)
+        blind = ~valid.any(-1)
+        weight = torch.softmax(score.masked_fill(blind, 0.0), dim=-1).unsqueeze(2)
+        out = (weight @ self.values(tokens).to(weight.dtype)).to(inputs.v.dtype)
+        return torch.where(blind[..., None], inputs.v, out)
 
     def append(self, inputs: AttentionInputs, code: Tensor, position: int) -> None:
         """Takes in the new token, whose key has the buckets code (B, H, R, 1)."""
@@ -130,21 +130,21 @@ class BandCache(Cache):
         back = torch.arange(1, chunk + 1, device=code.device).expand_as(bucket)
         return bucket.gather(-1, (size - back) % chunk), back <= size
 
-    def score(self, q: Tensor, seen: Tensor, scale: float) -> Tensor:
-        """Return scale·q·k of the keys `seen` in each round, (B, H, R, M), fp32 at least."""
-        k = _gather(self.tokens.k, seen).to(torch.promote_types(q.dtype, torch.float32))
-        return scale * (k @ q.to(k.dtype).transpose(-1, -2)).view(seen.shape)
+    def score(self, q: Tensor, tokens: Tensor, scale: float) -> Tensor:
+        """Return scale·q·k of the keys `tokens` in each round, (B, H, R, M), fp32 at least."""
+        k = _gather(self.tokens.k, tokens).to(torch.promote_types(q.dtype, torch.float32))
+        return scale * (k @ q.to(k.dtype).transpose(-1, -2)).view(tokens.shape)
 
-    def values(self, seen: Tensor) -> Tensor:
-        """The values of the tokens `seen` (B, H, R, M): (B, H, R·M, D)."""
-        return _gather(self.tokens.v, seen)
+    def values(self, tokens: Tensor) -> Tensor:
+        """The values of the tokens `tokens` (B, H, R, M): (B, H, R·M, D)."""
+        return _gather(self.tokens.v, tokens)
 
-    def _log_count(self, seen: Tensor, code: Tensor) -> Tensor:
-        """Return log N, N rounds of which show a key, of the keys `seen` in each round: (B, H, R, M) float64."""
-        flat = seen.flatten(2)[:, :, None].expand(-1, -1, seen.shape[2], -1)  # every seen key in every round
+    def _log_count(self, tokens: Tensor, code: Tensor) -> Tensor:
+        """Return log N, N rounds of which show a key, of the keys `tokens` in each round: (B, H, R, M) float64."""
+        flat = tokens.flatten(2)[:, :, None].expand(-1, -1, tokens.shape[2], -1)  # every seen key in every round
         same = self.codes.gather(-1, flat) == code
         near = self.size.gather(-1, code) - self.rank.gather(-1, flat) <= self.last.shape[-1]
-        return (same & near).sum(2).view(seen.shape).clamp_min(1).double().log()
+        return (same & near).sum(2).view(tokens.shape).clamp_min(1).double().log()
 
 
 class BandAttention(Attention):
@@ -177,8 +177,8 @@ class BandAttention(Attention):
             return bucketed_attention(q, k, v, codes[0], spec, key_mask, segments, codes[1], dropout=dropout)[0], None
         parts = [self._in_buckets(inputs, *codes, part)]
         if self.sinks:
-            own = {name: self.rule[name] for name in ("scale", "exclude_self")}
-            parts.append(sink_attention(self.sinks, inputs, part, **own))
+            sink_rule = {name: self.rule[name] for name in ("scale", "exclude_self")}
+            parts.append(sink_attention(self.sinks, inputs, part, **sink_rule))
         return _see_self_at_last(inputs, *merge(parts), part)
 
     def _in_buckets(
@@ -187,19 +187,19 @@ class BandAttention(Attention):
         """The buckets without the sinks' keys. A decoder's sinks see nothing but sinks, so they are padding to the
         buckets; in an encoder they are queries in the buckets.
         """
-        others, buckets = inputs, self.buckets
+        without_sinks, buckets = inputs, self.buckets
         sink = Places.of(inputs).rank < self.sinks if self.sinks else None
         if sink is not None and inputs.causal:
             real = inputs.key_mask
             mask = (~sink if real is None else ~sink & real).expand(len(inputs.q), -1)
-            others = inputs._replace(key_mask=mask)
+            without_sinks = inputs._replace(key_mask=mask)
         elif sink is not None:
             keys = query_codes if key_codes is None else key_codes
             key_codes, buckets = keys.int().masked_fill(sink[:, None, None], self.buckets), self.buckets + 1
         spec = BucketedAttentionSpec(
             self.window, inputs.causal, buckets=buckets, self_at_last=False, share=part.share, **self.rule
         )
-        return others.in_buckets(query_codes, spec, key_codes)
+        return without_sinks.in_buckets(query_codes, spec, key_codes)
 
     def _seen_codes(self, query_codes: Tensor, key_codes: Tensor | None) -> Codes:
         if not self.local:
@@ -241,16 +241,16 @@ def _see_self_at_last(
     """Out (B, H, L, D), where a real token that sees nothing sees itself. Where ranks share out the pairs, it may see
     others' pairs yet: itself then counts as nothing beside them.
     """
-    alone = lse.isneginf()
+    blind = lse.isneginf()
     if inputs.key_mask is not None:
-        alone = alone & inputs.key_mask[:, None]
-    own = inputs.v.to(out.dtype)
+        blind = blind & inputs.key_mask[:, None]
+    values = inputs.v.to(out.dtype)
     if (dropout := inputs.dropout) is not None:
-        own = own * dropout.factors(dropout.queries, dropout.keys(own.shape[2]), own.dtype).unsqueeze(-1)
+        values = values * dropout.factors(dropout.queries, dropout.keys(values.shape[2]), values.dtype).unsqueeze(-1)
     if part.share is not None:
-        alone = alone & part.answered(lse.shape[2], lse.device)
-    out = torch.where(alone.unsqueeze(-1), own, out)
-    return out, None if part.share is None else lse.masked_fill(alone, _LAST)
+        blind = blind & part.answered(lse.shape[2], lse.device)
+    out = torch.where(blind.unsqueeze(-1), values, out)
+    return out, None if part.share is None else lse.masked_fill(blind, _LAST)
 
 
 def _gather(x: Tensor, tokens: Tensor) -> Tensor:

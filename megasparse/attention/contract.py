@@ -161,11 +161,11 @@ class Workload:
     def chunks(self, chunk: int) -> float:
         """Mean number of keys in a query's own chunk and the one before; both ways in the one after too."""
         full, rest = divmod(self.length, chunk)
-        own = full * chunk * chunk + rest * rest
+        inside = full * chunk * chunk + rest * rest
         before = chunk * max(0, self.length - chunk)
         if self.causal:
-            return ((own + self.length) / 2 + before) / self.length
-        return (own + 2 * before) / self.length
+            return ((inside + self.length) / 2 + before) / self.length
+        return (inside + 2 * before) / self.length
 
     def beyond(self, chunk: int, sinks: int) -> float:
         """Mean number of sinks that a query sees beside those in its own chunk and its neighbours."""

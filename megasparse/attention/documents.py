@@ -54,18 +54,18 @@ def documents(key_mask: Tensor | None, segments: Tensor | None) -> Iterator[Docu
     if key_mask is None and segments is None:
         yield Document(slice(None), None)
         return
-    given = key_mask if segments is None else segments
-    assert given is not None
-    if given.is_meta:
-        whole = torch.arange(given.shape[1], device=given.device)
-        yield from (Document(slice(row, row + 1), whole) for row in range(len(given)))
+    mask = key_mask if segments is None else segments
+    assert mask is not None
+    if mask.is_meta:
+        every_token = torch.arange(mask.shape[1], device=mask.device)
+        yield from (Document(slice(row, row + 1), every_token) for row in range(len(mask)))
         return
-    numbers = torch.zeros(given.shape, dtype=torch.int64, device="cpu") if segments is None else segments.cpu()
-    real = torch.ones(given.shape, dtype=torch.bool, device="cpu") if key_mask is None else key_mask.cpu()
-    for row in range(len(given)):
+    numbers = torch.zeros(mask.shape, dtype=torch.int64, device="cpu") if segments is None else segments.cpu()
+    real = torch.ones(mask.shape, dtype=torch.bool, device="cpu") if key_mask is None else key_mask.cpu()
+    for row in range(len(mask)):
         for number in numbers[row, real[row]].unique():
             tokens = (real[row] & (numbers[row] == number)).nonzero().squeeze(-1)
-            yield Document(slice(row, row + 1), tokens.to(given.device))
+            yield Document(slice(row, row + 1), tokens.to(mask.device))
 
 
 def attend_each(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Tensor]) -> Tensor:
@@ -77,8 +77,8 @@ def attend_each(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Ten
     if begins_with_real_tokens(inputs.key_mask, inputs.segments):
         out = attend(inputs)
         return out if inputs.key_mask is None else out.masked_fill(~inputs.key_mask[:, None, :, None], 0.0)
-    each = list(documents(inputs.key_mask, inputs.segments))
-    return _join([attend(_alone(inputs, document)) for document in each], each, inputs.q)
+    separate = list(documents(inputs.key_mask, inputs.segments))
+    return _join([attend(_alone(inputs, document)) for document in separate], separate, inputs.q)
 
 
 def _alone(inputs: AttentionInputs, document: Document) -> AttentionInputs:
@@ -90,12 +90,12 @@ def _alone(inputs: AttentionInputs, document: Document) -> AttentionInputs:
     return inputs._replace(q=q, k=k, v=v, key_mask=None, segments=None, dropout=dropout)
 
 
-def _join(parts: Sequence[Tensor], each: Sequence[Document], like: Tensor) -> Tensor:
+def _join(parts: Sequence[Tensor], separate: Sequence[Document], like: Tensor) -> Tensor:
     """Outputs (1, H, n, D) of documents at the places of their tokens, 0 elsewhere. like: (B, H, L, D)."""
     if not parts:
         return like.masked_fill(torch.ones_like(like, dtype=torch.bool), 0.0)  # has a gradient, 0, as ever
     batch, heads, length, head_dim = like.shape
-    slots = torch.cat([document.rows.start * length + document.tokens for document in each])
+    slots = torch.cat([document.rows.start * length + document.tokens for document in separate])
     out = like.new_zeros(batch * length, heads, head_dim)
     out = out.index_copy(0, slots, torch.cat([part[0].transpose(0, 1) for part in parts]))
     return out.view(batch, length, heads, head_dim).transpose(1, 2)

@@ -36,12 +36,12 @@ def far_pairs(inputs: AttentionInputs, queries: Tensor, sinks: int, near: Near |
     _, number, rank = Places.of(inputs)
     length, of_query = rank.shape[1], rank[:, queries, None]
     first = number - rank  # of the document, among all tokens in their order
-    seen = (first[:, None] == first[:, queries, None]) & (of_query < length) & (rank < length)[:, None]
+    visible = (first[:, None] == first[:, queries, None]) & (of_query < length) & (rank < length)[:, None]
     if inputs.causal:
-        seen = seen & (rank[:, None] <= of_query)
+        visible = visible & (rank[:, None] <= of_query)
     if near is not None:
-        seen = seen & ~near(number[:, queries, None], number[:, None])
-    return seen & (rank >= sinks)[:, None]
+        visible = visible & ~near(number[:, queries, None], number[:, None])
+    return visible & (rank >= sinks)[:, None]
 
 
 @torch.no_grad()
@@ -59,11 +59,11 @@ def best_far(
     inputs: AttentionInputs, queries: Tensor, sinks: int, near: Near | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The BEST far keys of each query, or all: their shares of attention and their places, (B, H, S, K) each."""
-    found = []
-    for some in queries.split(TILE):
-        shares = far_attention(inputs, some, far_pairs(inputs, some, sinks, near), scale)
-        found.append(shares.topk(min(BEST, shares.shape[-1]), dim=-1))
-    return torch.cat([best.values for best in found], dim=2), torch.cat([best.indices for best in found], dim=2)
+    tiles = []
+    for tile in queries.split(TILE):
+        shares = far_attention(inputs, tile, far_pairs(inputs, tile, sinks, near), scale)
+        tiles.append(shares.topk(min(BEST, shares.shape[-1]), dim=-1))
+    return torch.cat([best.values for best in tiles], dim=2), torch.cat([best.indices for best in tiles], dim=2)
 
 
 def sketch_divergence(q: Tensor, k: Tensor, share: Tensor, far: Tensor) -> Tensor:

@@ -41,8 +41,8 @@ class FixedPatternAttention(KeyValueAttention):
     ) -> Tensor:
         cache.put(inputs.k, inputs.v, position)
         head = torch.arange(inputs.q.shape[1], device=cache.k.device)[:, None]
-        seen = self.visible(position, context, cache.k.device)
-        k, v = (cached[:, head, seen].to(inputs.q.dtype) for cached in (cache.k, cache.v))
+        tokens = self.visible(position, context, cache.k.device)
+        k, v = (cached[:, head, tokens].to(inputs.q.dtype) for cached in (cache.k, cache.v))
         return F.scaled_dot_product_attention(inputs.q, k, v)
 
 
@@ -66,8 +66,8 @@ class BlockAttention:
             queries = queries.masked_fill(queries < self.first, -1)
         out = _clusters(inputs, queries[None, None], self._keys(blocks, length, inputs.causal))
         if self.first and not inputs.causal:
-            whole = torch.arange(length, device=device)[None, None, None]
-            out = out + _clusters(inputs, whole[..., : self.first], whole)
+            every_token = torch.arange(length, device=device)[None, None, None]
+            out = out + _clusters(inputs, every_token[..., : self.first], every_token)
         return out
 
     def _keys(self, blocks: Tensor, length: int, causal: bool) -> Tensor:
@@ -100,13 +100,13 @@ class BlockSparseAttention(FixedPatternAttention):
     def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:
         start = max(0, position // self.chunk - 1) * self.chunk
         near = torch.arange(start, position + 1, device=device)
-        seen = torch.cat([torch.arange(min(self.first, start), device=device), near])[None]
+        tokens = torch.cat([torch.arange(min(self.first, start), device=device), near])[None]
         further = self.further(self.spec.here(context.part).heads, True, context)
         if further is None:
-            return seen
+            return tokens
         blocks = further(torch.tensor([position // self.chunk], device=device))[:, 0]
         blocks = blocks[blocks >= 0].view(len(blocks), -1)
-        return torch.cat([seen.expand(len(blocks), -1), _tokens(blocks, self.chunk, position)], dim=-1)
+        return torch.cat([tokens.expand(len(blocks), -1), _tokens(blocks, self.chunk, position)], dim=-1)
 
 
 def _tokens(blocks: Tensor, chunk: int, length: int) -> Tensor:
@@ -138,12 +138,12 @@ class StridedAttention:
         """Over the other tokens nearer than S; the token itself is among the strided ones."""
         spec = BucketedAttentionSpec(Window("band", self.stride), inputs.causal, inputs.q.shape[-1] ** -0.5)
         out, lse = inputs.in_buckets(None, spec)
-        alone = torch.arange(lse.shape[-1], device=lse.device) == 0
+        blind = torch.arange(lse.shape[-1], device=lse.device) == 0
         if self.stride == 1 or lse.shape[-1] == 1:
-            alone = torch.ones_like(alone)
+            blind = torch.ones_like(blind)
         elif not inputs.causal:
-            alone = torch.zeros_like(alone)
-        return out, lse.masked_fill(alone, -torch.inf)  # where there is no other, the operator gives the token itself
+            blind = torch.zeros_like(blind)
+        return out, lse.masked_fill(blind, -torch.inf)  # where there is no other, the operator gives the token itself
 
     def _strided(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         length, stride = inputs.q.shape[2], min(self.stride, inputs.q.shape[2])

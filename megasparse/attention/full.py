@@ -160,8 +160,8 @@ def _masked(inputs: AttentionInputs, scale: float, exclude_self: bool) -> Tensor
     step = max(1, _MASK // length)
 
     def part(first: int) -> Tensor:
-        own, mask = q[:, :, first : first + step], _mask(inputs, first, min(first + step, length), exclude_self)
-        return F.scaled_dot_product_attention(own, k, v, attn_mask=mask, scale=scale)
+        queries, mask = q[:, :, first : first + step], _mask(inputs, first, min(first + step, length), exclude_self)
+        return F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=scale)
 
     if step >= length:
         out = part(0)
@@ -177,14 +177,14 @@ def _mask(inputs: AttentionInputs, first: int, end: int, exclude_self: bool) -> 
     itself.
     """
     position = torch.arange(inputs.q.shape[2], device=inputs.q.device)
-    own = position[first:end, None] == position
-    seen = torch.ones_like(own)[None]
+    diagonal = position[first:end, None] == position
+    visible = torch.ones_like(diagonal)[None]
     if inputs.causal:
-        seen = seen & (position <= position[first:end, None])
+        visible = visible & (position <= position[first:end, None])
     if inputs.key_mask is not None:
-        seen = seen & inputs.key_mask[:, None, :]
+        visible = visible & inputs.key_mask[:, None, :]
     if inputs.segments is not None:
-        seen = seen & (inputs.segments[:, first:end, None] == inputs.segments[:, None, :])
+        visible = visible & (inputs.segments[:, first:end, None] == inputs.segments[:, None, :])
     if exclude_self:
-        seen = seen & ~own
-    return (seen | (own & ~seen.any(-1, keepdim=True)))[:, None]
+        visible = visible & ~diagonal
+    return (visible | (diagonal & ~visible.any(-1, keepdim=True)))[:, None]

@@ -120,7 +120,7 @@ class AttentionLayer(nn.Module):
         """An empty cache of each mechanism. part: see `Attention.new_cache`."""
         like = self.query.weight
         parts = {kind: self.mechanism(kind).part_of(part, heads) for kind, heads in self.split.items()}
-        return {kind: self.mechanism(kind).new_cache(batch, like, rounds, own) for kind, own in parts.items()}
+        return {kind: self.mechanism(kind).new_cache(batch, like, rounds, local) for kind, local in parts.items()}
 
     def mechanism(self, kind: str) -> Attention:
         return cast(Attention, self.mechanisms[kind])

@@ -56,13 +56,13 @@ class Rotary:
         if scaling is not None and scaling.kind == "ntk":
             base *= scaling.factor ** (self.half / (self.half - 1))
         number = torch.arange(self.half, dtype=torch.float64, device=device)
-        found = base ** (-number / self.half)
+        frequency = base ** (-number / self.half)
         if scaling is None or scaling.kind == "ntk":
-            return found
+            return frequency
         if scaling.kind == "linear":
-            return found / scaling.factor
-        kept = self._kept_by_number(number, scaling) if scaling.kind == "yarn" else _kept_by_turns(found, scaling)
-        return found * (kept + (1 - kept) / scaling.factor)
+            return frequency / scaling.factor
+        share = self._kept_by_number(number, scaling) if scaling.kind == "yarn" else _kept_by_turns(frequency, scaling)
+        return frequency * (share + (1 - share) / scaling.factor)
 
     def _kept_by_number(self, number: Tensor, scaling: RotaryScalingConfig) -> Tensor:
         """Share of each frequency that YaRN leaves as it is."""

@@ -156,14 +156,14 @@ class LHAAttention(BandAttention):
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         assigned = context.recompute.keep(lambda: self.assign(inputs, context))
         if assigned.members is None:
-            found = self._band(inputs, assigned, context.part)
+            output = self._band(inputs, assigned, context.part)
         else:
-            out, alone = attend_in_clusters(inputs, assigned.members, self.rule["scale"], self.config.count_buckets)
-            found = AttentionOutput(out, None, {"queries_in_no_bucket": alone})
+            out, uncovered = attend_in_clusters(inputs, assigned.members, self.rule["scale"], self.config.count_buckets)
+            output = AttentionOutput(out, None, {"queries_in_no_bucket": uncovered})
         if self.config.hash == "random" or not context.rng.training:
-            return found
+            return output
         loss, learned = self.learn(x, inputs, context, assigned)
-        return found._replace(auxiliary_loss=loss, statistics=found.statistics | learned)
+        return output._replace(auxiliary_loss=loss, statistics=output.statistics | learned)
 
     def prepare(self, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor]:
         config = self.config
@@ -203,8 +203,8 @@ class LHAAttention(BandAttention):
         return inputs.causal and self.config.joint
 
     def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> Codes:
-        found = self.assign(inputs, context)
-        return found.query_codes.unsqueeze(2), None if self._joint(inputs) else found.key_codes.unsqueeze(2)
+        assigned = self.assign(inputs, context)
+        return assigned.query_codes.unsqueeze(2), None if self._joint(inputs) else assigned.key_codes.unsqueeze(2)
 
     def buckets_of(self, inputs: AttentionInputs, context: AttentionContext) -> Buckets:
         assigned = self.assign(inputs, context)
@@ -499,9 +499,9 @@ def sample_flops(work: Workload, queries: int, keys: int, buckets: int, weights:
     queries and C keys, three times; their attention's sums over N buckets for both sides.
     """
     queries, keys = min(queries, work.length), min(keys, work.length)
-    known = min(work.length, max(keys, queries, _TOKENS_A_BUCKET * buckets))
+    tokens = min(work.length, max(keys, queries, _TOKENS_A_BUCKET * buckets))
     hashed = 2.0 * weights * (1 + joint) * (queries + keys)
     pairs = queries * keys * (3 * 2.0 * work.head_dim + 2 * 2.0 * buckets)
     received = queries * work.length * 2.0 * work.head_dim if keys < work.length else 0.0
-    forward = Passes(hashed + 2.0 * weights * 2 * known + pairs + received)
+    forward = Passes(hashed + 2.0 * weights * 2 * tokens + pairs + received)
     return (product(hashed) + forward) * (1 / work.length)

@@ -42,8 +42,8 @@ class HashFunctions(nn.Module):
         for side, names in self.names.items():
             for number, shape in enumerate(shapes[kind]):
                 names.append(f"{side}_{'bias' if len(shape) == 1 else 'weight'}{number // 2 + 1}")
-                made = torch.zeros(shape) if len(shape) == 1 else torch.empty(shape)
-                self.register_parameter(names[-1], nn.Parameter(made))
+                weight = torch.zeros(shape) if len(shape) == 1 else torch.empty(shape)
+                self.register_parameter(names[-1], nn.Parameter(weight))
 
     def forward(self, q: Tensor, context: AttentionContext) -> tuple[Weights, Weights]:
         """Return the weights of H_Q and of H_K of this rank's heads, for queries like q (B, H, L, D).
@@ -81,8 +81,8 @@ def hash_inputs(q: Tensor, k: Tensor, joint: bool, weights: tuple[Weights, Weigh
     """Return what hashes queries and what hashes keys; one and the same, H_Q(q_i) + H_K(k_i), if `joint`."""
     query, key = weights
     if joint:
-        both = HashInputs((q, k), (query, key))
-        return both, both
+        joined = HashInputs((q, k), (query, key))
+        return joined, joined
     return HashInputs((q,), (query,)), HashInputs((k,), (key,))
 
 

@@ -130,9 +130,9 @@ class LocalAttention(Attention):
         length, capacity = inputs.k.shape[2], 2 * self.chunk
         recent = torch.arange(max(0, length - capacity), length, device=inputs.k.device)
         first = torch.arange(min(self.sinks, length), device=inputs.k.device)
-        token, place = torch.cat([recent, first]), torch.cat([recent % capacity, capacity + first])
-        cache.tokens.k[:, :, place] = inputs.k[:, :, token].to(cache.tokens.k.dtype)
-        cache.tokens.v[:, :, place] = inputs.v[:, :, token].to(cache.tokens.v.dtype)
+        token, slot = torch.cat([recent, first]), torch.cat([recent % capacity, capacity + first])
+        cache.tokens.k[:, :, slot] = inputs.k[:, :, token].to(cache.tokens.k.dtype)
+        cache.tokens.v[:, :, slot] = inputs.v[:, :, token].to(cache.tokens.v.dtype)
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: LocalCache, position: int, context: AttentionContext
@@ -142,15 +142,15 @@ class LocalAttention(Attention):
         if position < self.sinks:
             cache.tokens.put(inputs.k, inputs.v, capacity + position)
         first = max(0, position // self.chunk - 1) * self.chunk
-        seen = torch.arange(first, position + 1, device=inputs.q.device)
-        place = torch.cat([seen % capacity, capacity + torch.arange(min(self.sinks, first), device=seen.device)])
-        k, v = (cached[:, :, place].to(dtype) for cached in (cache.tokens.k, cache.tokens.v))
+        near = torch.arange(first, position + 1, device=inputs.q.device)
+        slot = torch.cat([near % capacity, capacity + torch.arange(min(self.sinks, first), device=near.device)])
+        k, v = (cached[:, :, slot].to(dtype) for cached in (cache.tokens.k, cache.tokens.v))
         q = inputs.q.to(dtype)
         if cache.relative is None:
             score = q @ k.transpose(-1, -2)
         else:
             r, u, w = cache.relative
-            r = r[:, 2 * self.chunk - 1 - (position - seen)].to(dtype)
+            r = r[:, 2 * self.chunk - 1 - (position - near)].to(dtype)
             score = (q + u[:, None]) @ k.transpose(-1, -2) + (q + w[:, None]) @ r.transpose(-1, -2)
         weight = torch.softmax(score * self.spec.head_dim**-0.5, dim=-1)  # (B, H, 1, keys)
         return (weight @ v).to(inputs.q.dtype)

@@ -122,13 +122,13 @@ class NGramAttention(Attention):
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         codes = context.recompute.keep(lambda: self.assign(context, inputs.key_mask, inputs.segments))
         part = context.part
-        found = [inputs.in_buckets(None, replace(self.near, share=part.share))]
+        parts = [inputs.in_buckets(None, replace(self.near, share=part.share))]
         if sinks := self.config.sinks:
             chunk = self.near.window.chunk
-            found.append(sink_attention(sinks, inputs, part, scale=self.near.scale, chunk=chunk))
-        bias = F.pad(self.bias(part), (len(found), 0))[:, None]
-        found += [self._round(inputs, own, part.share) for own in codes.unbind(1)]
-        out, lse = merge(found, bias)
+            parts.append(sink_attention(sinks, inputs, part, scale=self.near.scale, chunk=chunk))
+        bias = F.pad(self.bias(part), (len(parts), 0))[:, None]
+        parts += [self._round(inputs, round_codes, part.share) for round_codes in codes.unbind(1)]
+        out, lse = merge(parts, bias)
         return AttentionOutput(out, None, {}, None if part.share is None else lse)
 
     def _round(self, inputs: AttentionInputs, codes: Tensor, share: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
@@ -159,23 +159,23 @@ class NGramAttention(Attention):
         assert context.tokens is not None
         codes, band, scale = self._codes(torch.cat([cache.recent, context.tokens], dim=1)), cache.band, self.near.scale
         band.append(inputs, cache.newest, position)
-        seen, valid = (x.expand(-1, inputs.q.shape[1], -1, -1) for x in band.window(codes[:, None, :, -1:].long()))
-        far = band.score(inputs.q, seen, scale) + self.bias(context.part)[..., None]  # (B, H, R, M)
+        tokens, valid = (x.expand(-1, inputs.q.shape[1], -1, -1) for x in band.window(codes[:, None, :, -1:].long()))
+        far = band.score(inputs.q, tokens, scale) + self.bias(context.part)[..., None]  # (B, H, R, M)
         chunk = self.near.window.chunk
         first = max(0, position // chunk - 1) * chunk
-        sinks = torch.arange(min(self.config.sinks, first), device=seen.device)
-        near = torch.cat([sinks, torch.arange(first, position + 1, device=seen.device)])
-        near = near.expand(*seen.shape[:2], 1, -1)
+        sinks = torch.arange(min(self.config.sinks, first), device=tokens.device)
+        near = torch.cat([sinks, torch.arange(first, position + 1, device=tokens.device)])
+        near = near.expand(*tokens.shape[:2], 1, -1)
         score = [band.score(inputs.q, near, scale), far.masked_fill(~valid, -torch.inf)]
         weight = torch.softmax(torch.cat([part.flatten(2) for part in score], dim=-1), dim=-1).unsqueeze(2)
-        values = band.values(torch.cat([near.flatten(2), seen.flatten(2)], dim=-1).unsqueeze(2))
+        values = band.values(torch.cat([near.flatten(2), tokens.flatten(2)], dim=-1).unsqueeze(2))
         self._remember(cache, context, codes)
         return (weight @ values.to(weight.dtype)).to(inputs.v.dtype)
 
     def _remember(self, cache: NGramCache, context: AttentionContext, codes: Tensor) -> None:
         assert context.tokens is not None
-        kept = cache.recent.shape[1]
-        cache.recent = torch.cat([cache.recent, context.tokens], dim=1)[:, -kept:] if kept else cache.recent
+        size = cache.recent.shape[1]
+        cache.recent = torch.cat([cache.recent, context.tokens], dim=1)[:, -size:] if size else cache.recent
         cache.newest = codes[:, None, :, -1:].long()
 
     def flops(self, length: int) -> Passes:
@@ -216,12 +216,12 @@ def _following(codes: Tensor, inputs: AttentionInputs, buckets: int) -> Tensor:
 def _continues(inputs: AttentionInputs) -> Tensor:
     """Whether each token is real and follows a real one of its document, (B, L) or (1, L)."""
     length = inputs.q.shape[2]
-    found = (torch.arange(length, device=inputs.q.device) > 0)[None]
+    continues = (torch.arange(length, device=inputs.q.device) > 0)[None]
     if inputs.segments is not None:
-        found = found & (_earlier(inputs.segments, 1, -1) == inputs.segments)
+        continues = continues & (_earlier(inputs.segments, 1, -1) == inputs.segments)
     if inputs.key_mask is not None:
-        found = found & inputs.key_mask & _earlier(inputs.key_mask, 1, False)
-    return found
+        continues = continues & inputs.key_mask & _earlier(inputs.key_mask, 1, False)
+    return continues
 
 
 def _earlier(x: Tensor, steps: int, fill: int | bool) -> Tensor:

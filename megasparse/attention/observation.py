@@ -31,7 +31,7 @@ class Call:
 
     @property
     def kind(self) -> str:
-        return next(kind for kind, made in MECHANISMS.items() if type(self.mechanism) is made)
+        return next(kind for kind, registered in MECHANISMS.items() if type(self.mechanism) is registered)
 
     @property
     def scale(self) -> float:
@@ -59,25 +59,25 @@ class Call:
         """
         inputs = self.inputs if v is None else self.inputs._replace(v=v)
         rng = dataclasses.replace(self.context.rng, rounds=rounds)
-        whole = dataclasses.replace(self.context.part, divided=False)
-        context = dataclasses.replace(self.context, rng=rng, recompute=RecomputeCache(), part=whole)
+        undivided = dataclasses.replace(self.context.part, divided=False)
+        context = dataclasses.replace(self.context, rng=rng, recompute=RecomputeCache(), part=undivided)
         return cast(AttentionOutput, mechanism(self.x, inputs, context)).out
 
 
 @contextmanager
 def calls(model: nn.Module) -> Iterator[list[Call]]:
     """Inside the `with`, the list of what the model's mechanisms were called with, in their order."""
-    found: list[Call] = []
-    with each_call(model, found.append):
-        yield found
+    recorded: list[Call] = []
+    with each_call(model, recorded.append):
+        yield recorded
 
 
 @contextmanager
 def each_call(model: nn.Module, listen: Callable[[Call], None]) -> Iterator[None]:
     """Inside the `with`, `listen` gets every call of one of the model's mechanisms, before it is computed."""
 
-    def before(mechanism: nn.Module, given: tuple[Any, ...]) -> None:
-        listen(Call(cast(Attention, mechanism), *given))
+    def before(mechanism: nn.Module, arguments: tuple[Any, ...]) -> None:
+        listen(Call(cast(Attention, mechanism), *arguments))
 
     handles = [module.register_forward_pre_hook(before) for module in model.modules() if isinstance(module, Attention)]
     try:

@@ -108,8 +108,8 @@ class RoutingAttention(BandAttention):
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         routes = context.recompute.keep(lambda: self._decide(inputs, context))
         if self.config.window == "top_k":
-            out, alone = attend_in_clusters(inputs, routes, self.rule["scale"], count_clusters=True)
-            return AttentionOutput(out, None, {"queries_in_no_cluster": alone})
+            out, uncovered = attend_in_clusters(inputs, routes, self.rule["scale"], count_clusters=True)
+            return AttentionOutput(out, None, {"queries_in_no_cluster": uncovered})
         queries, keys = (codes.unsqueeze(2) for codes in routes)
         out, lse = self.attend(inputs, queries, None if inputs.causal else keys, context.part)
         return AttentionOutput(out, None, {}, lse)
@@ -131,8 +131,8 @@ class RoutingAttention(BandAttention):
         q, k = (F.normalize(at_least_fp32(x), dim=-1) for x in (inputs.q, inputs.k))
         weights = (context.part.own(self.centroids, 0).transpose(1, 2),)  # (H, D, N)
         if inputs.causal:
-            both = HashInputs((q,), (weights,))
-            return both, both
+            joined = HashInputs((q,), (weights,))
+            return joined, joined
         return HashInputs((q,), (weights,)), HashInputs((k,), (weights,))
 
     def _codes(self, queries: HashInputs, keys: HashInputs) -> tuple[Tensor, Tensor]:

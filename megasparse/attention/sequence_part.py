@@ -65,7 +65,7 @@ class SequencePart:
         """Of each rank whether this one answers for its tokens, among the C that have the same heads: for its own, and
         those of W ranks. To and fro, so that each has as many early tokens as late ones, which see more keys.
         """
-        numbers = [place % (2 * self.copies) for place in range(self.size)]
+        numbers = [rank % (2 * self.copies) for rank in range(self.size)]
         copies = [min(number, 2 * self.copies - 1 - number) for number in numbers]
         return [copy == copies[self.rank] for copy in copies]
 
@@ -127,12 +127,12 @@ class SequencePart:
 
     def parts_to_tokens(self, out: Tensor, lse: Tensor) -> list[tuple[Tensor, Tensor]]:
         """`to_tokens` of what C ranks have found for all tokens, out (B, H/W, L, D) and lse (B, H/W, L): C of each."""
-        found = []
+        exchanged = []
         for x in (out, lse):
             by_rank = x.unflatten(2, (self.size, -1)).movedim(2, 0)  # (S, B, H/W, L/S, ...)
             parts = _Exchange.apply(by_rank, self.group).unflatten(0, (self.ways, self.copies))
-            found.append(parts.movedim(0, 2).flatten(2, 3).unbind(0))  # (B, H, L/S, ...) each
-        return list(zip(*found, strict=True))
+            exchanged.append(parts.movedim(0, 2).flatten(2, 3).unbind(0))  # (B, H, L/S, ...) each
+        return list(zip(*exchanged, strict=True))
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class _Exchange(torch.autograd.Function):
 
 def _exchanged(x: Tensor, group: torch.distributed.ProcessGroup, ranks: list[bool] | None) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    sizes = None if ranks is None or all(ranks) else [int(given) for given in ranks]
+    sizes = None if ranks is None or all(ranks) else [int(counts) for counts in ranks]
     torch.distributed.all_to_all_single(out, x.contiguous(), sizes, sizes, group=group)
     return out
 

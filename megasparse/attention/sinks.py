@@ -27,14 +27,14 @@ class Places(NamedTuple):
 
     @staticmethod
     def of(inputs: AttentionInputs) -> "Places":
-        place = torch.arange(inputs.q.shape[2], device=inputs.q.device)[None]
+        position = torch.arange(inputs.q.shape[2], device=inputs.q.device)[None]
         order, document = by_document(inputs.q, inputs.key_mask, inputs.segments)
         if order is None or document is None:
-            return Places(place, place, place)
+            return Places(position, position, position)
         starts = F.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
-        rank = place - torch.where(starts, place, 0).cummax(-1).values
-        rank = rank.masked_fill(document == PADDING, place.shape[1])
-        number = torch.empty_like(order).scatter_(-1, order, place.expand_as(order))
+        rank = position - torch.where(starts, position, 0).cummax(-1).values
+        rank = rank.masked_fill(document == PADDING, position.shape[1])
+        number = torch.empty_like(order).scatter_(-1, order, position.expand_as(order))
         return Places(order, number, rank.gather(-1, number))
 
 
@@ -46,17 +46,17 @@ def sink_index(sinks: int, inputs: AttentionInputs, *, exclude_self: bool = Fals
     """
     order, number, rank = (x.unsqueeze(-1) for x in Places.of(inputs))
     length, which = rank.shape[1], torch.arange(sinks, device=rank.device)
-    place = number - rank + which  # of the sinks in the order
-    token = order[..., 0].gather(-1, place.clamp(0, length - 1).flatten(1)).view(place.shape)
-    of_document = rank[..., 0].gather(-1, token.flatten(1)).view(place.shape) == which
-    seen = of_document & (place < length) & (rank < length)
+    position = number - rank + which  # of the sinks in the order
+    token = order[..., 0].gather(-1, position.clamp(0, length - 1).flatten(1)).view(position.shape)
+    of_document = rank[..., 0].gather(-1, token.flatten(1)).view(position.shape) == which
+    visible = of_document & (position < length) & (rank < length)
     if inputs.causal:
-        seen = seen & (which <= rank)
+        visible = visible & (which <= rank)
     if exclude_self:
-        seen = seen & (which != rank)
+        visible = visible & (which != rank)
     if chunk is not None:
-        seen = seen & ((number // chunk - place // chunk).abs() > 1)
-    return token.masked_fill(~seen, -1)[:, None].to(torch.int32)
+        visible = visible & ((number // chunk - position // chunk).abs() > 1)
+    return token.masked_fill(~visible, -1)[:, None].to(torch.int32)
 
 
 def sink_attention(
@@ -89,11 +89,11 @@ def without_seen(index: Tensor, inputs: AttentionInputs, sinks: int, chunk: int 
     """
     _, number, rank = (x.expand(len(index), -1) for x in Places.of(inputs))
     key, shape = index.clamp_min(0).long().flatten(1), index.shape
-    seen = (rank.gather(1, key) < sinks).view(shape)
+    visible = (rank.gather(1, key) < sinks).view(shape)
     if chunk is not None:
         distance = (number // chunk)[:, None, :, None] - (number.gather(1, key) // chunk).view(shape)
-        seen = seen | (distance.abs() <= 1)
-    return index.masked_fill(seen, -1)
+        visible = visible | (distance.abs() <= 1)
+    return index.masked_fill(visible, -1)
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -198,13 +198,13 @@ class SmartBirdAttention(Attention):
             inputs, queries, self.config.sinks,
             (lambda q, k: (q // chunk - k // chunk).abs() <= 1) if self.config.local else None,
         )  # fmt: skip
-        sketches, found = self.sketches(x.detach(), inputs, context, exactly=False), []
+        sketches, losses = self.sketches(x.detach(), inputs, context, exactly=False), []
         shares = far_attention(inputs, queries, far, self.near.scale).unflatten(1, (len(sketches), -1)).mean(2)
         if self.groups == 1 and context.part.size > 1:
             shares = context.part.sum(shares) / context.part.size
         for number, (q, k) in enumerate(sketches):
-            found.append(sketch_divergence(q[:, queries], k, shares[:, number], far))
-        loss = torch.stack(found).mean()
+            losses.append(sketch_divergence(q[:, queries], k, shares[:, number], far))
+        loss = torch.stack(losses).mean()
         return loss * (self.config.weight / self.spec.layers), {"sketch_loss": loss.detach()}
 
     def teaching_rate(self) -> float | None:
@@ -223,15 +223,15 @@ class SmartBirdAttention(Attention):
 
     def _objective(self, x: Tensor, inputs: AttentionInputs, targets: Targets, part: SequencePart) -> Tensor:
         """The sketch's own loss. Where ranks share sequences, each has the whole loss, from the projections of all."""
-        wanted = "answer" if targets.answer else "token" if targets.values.dim() == 2 else "pooled"
-        if wanted != self.config.objective:
-            problem = f'"{self.config.objective}" does not fit this task, which asks for {ASKED[wanted]}'
-            raise ConfigError("model.attention.smart_bird.objective", problem, f'Set it to "{wanted}"')
+        target = "answer" if targets.answer else "token" if targets.values.dim() == 2 else "pooled"
+        if target != self.config.objective:
+            problem = f'"{self.config.objective}" does not fit this task, which asks for {ASKED[target]}'
+            raise ConfigError("model.attention.smart_bird.objective", problem, f'Set it to "{target}"')
         q, k, v = (self._whole(project(x), part) for project in (self.query, self.key, self.value))
         h, _ = _sketch(q, k, v, inputs)
         if self.layer is not None:
             h = self.layer(x, h)
-        if wanted == "token":
+        if target == "token":
             counted = None if targets.counted is None else part.gather(targets.counted, 1)
             targets = Targets(part.gather(targets.values, 1), counted)
         return self.objective(h, targets, inputs.key_mask)
@@ -312,8 +312,8 @@ class SmartBirdAttention(Attention):
         sketches = self.sketches(x, inputs, context)
         for number, (_, k) in enumerate(sketches):
             cache.sketch[:, number, position : position + 1] = k
-        seen = [(q, cache.sketch[:, number, : position + 1]) for number, (q, _) in enumerate(sketches)]
-        index = self._choose(seen, inputs, context, position)
+        sketched = [(q, cache.sketch[:, number, : position + 1]) for number, (q, _) in enumerate(sketches)]
+        index = self._choose(sketched, inputs, context, position)
         chunk = self.near.window.chunk
         first = max(0, position // chunk - 1) * chunk if self.config.local else position + 1  # of the window
         sinks = min(self.config.sinks, first)
@@ -334,13 +334,13 @@ class SmartBirdAttention(Attention):
         """The index (B, H or 1, Lq, K) of the queries from position `first_query` on. sketches: their queries (B, Lq,
         d), and all keys, of each.
         """
-        heads, found = inputs.q.shape[1] // len(sketches), []
+        heads, indices = inputs.q.shape[1] // len(sketches), []
         for number, (q, k) in enumerate(sketches):
-            own = range(number * heads, (number + 1) * heads)
-            found.append(self._chosen(q, k, own, inputs, context, first_query))
-        if len(found) == 1:
-            return found[0]
-        return torch.cat([index.expand(-1, heads, -1, -1) for index in found], dim=1)
+            group = range(number * heads, (number + 1) * heads)
+            indices.append(self._chosen(q, k, group, inputs, context, first_query))
+        if len(indices) == 1:
+            return indices[0]
+        return torch.cat([index.expand(-1, heads, -1, -1) for index in indices], dim=1)
 
     def _chosen(
         self, q: Tensor, k: Tensor, heads: range, inputs: AttentionInputs, context: AttentionContext, first_query: int
@@ -385,7 +385,7 @@ class HeadProjection(nn.Module):
         weights = part.own(self.weight, 0).chunk(self.groups // part.shares)
         grouped = [heads.transpose(1, 2).flatten(2) for heads in x.split(self.width_in // x.shape[3], dim=1)]
         project = exact_projection if exactly else _project
-        return [project(own, weight) for own, weight in zip(grouped, weights, strict=True)]
+        return [project(vectors, weight) for vectors, weight in zip(grouped, weights, strict=True)]
 
 
 def _project(x: Tensor, weight: Tensor) -> Tensor:
@@ -426,7 +426,7 @@ class SketchLayer(nn.Module):
         return self._norm(1, x + self.back(torch.relu(self.hidden(x))))
 
     def _norm(self, number: int, x: Tensor) -> Tensor:
-        scale, shift = (each[number].to(x.dtype) for each in (self.scales, self.shifts))
+        scale, shift = (weights[number].to(x.dtype) for weights in (self.scales, self.shifts))
         return F.layer_norm(x, x.shape[-1:], scale, shift)
 
 
@@ -453,14 +453,14 @@ class TokenObjective(nn.Module):
         for mask in (targets.counted, key_mask):
             if mask is not None:
                 counted = counted & mask
-        wanted = targets.values.masked_fill(~counted, 0)
+        counted_targets = targets.values.masked_fill(~counted, 0)
 
-        def score(wanted: Tensor, h: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        def score(counted_targets: Tensor, h: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             logits = F.linear(h, weight.to(h.dtype), bias.to(h.dtype))  # (B, T, V)
-            return F.cross_entropy(logits.transpose(1, 2), wanted, reduction="none")
+            return F.cross_entropy(logits.transpose(1, 2), counted_targets, reduction="none")
 
         tiles = -(-counted.numel() * len(self.weight) // _LOGIT_ELEMENTS)
-        nats = tiled(score, (wanted, h), (self.weight, self.bias), tiles)  # (B, L)
+        nats = tiled(score, (counted_targets, h), (self.weight, self.bias), tiles)  # (B, L)
         return torch.where(counted, nats, 0.0).sum() / counted.sum().clamp_min(1)
 
 

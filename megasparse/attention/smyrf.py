@@ -35,8 +35,8 @@ class EqualClusters:
     chunk: int
 
     def __call__(self, document: Document) -> ClusterIndices:
-        turned = asymmetric(document.take(self.q), document.take(self.k))
-        queries, keys = (equal_clusters(self.lines.to(x.dtype) @ x.transpose(-1, -2), self.chunk) for x in turned)
+        vectors = asymmetric(document.take(self.q), document.take(self.k))
+        queries, keys = (equal_clusters(self.lines.to(x.dtype) @ x.transpose(-1, -2), self.chunk) for x in vectors)
         return queries, keys
 
 

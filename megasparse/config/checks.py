@@ -55,12 +55,12 @@ def _check_bucket(config: RunSettings) -> None:
 
 def _check_start(config: FinetuneConfig) -> None:
     start = config.start
-    given = {
+    present = {
         "model": config.model is not None,
         "start.checkpoint": start.checkpoint is not None,
         "start.huggingface": start.huggingface is not None,
     }
-    names = [name for name in given if given[name]]
+    names = [name for name in present if present[name]]
     if not names:
         hint = "Give one of start.checkpoint, start.huggingface, and model (trained from its initial weights)"
         raise ConfigError("start", "nothing given", hint)

@@ -64,9 +64,9 @@ def merge(files: list[ConfigFile]) -> dict[str, Any]:
     return values
 
 
-def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     result = dict(base)
-    for key, value in own.items():
+    for key, value in changes.items():
         if isinstance(value, dict) and isinstance(base.get(key), dict):
             result[key] = _merged(base[key], value)
         elif value is None and key in base:
@@ -111,7 +111,7 @@ SUFFIX = ".json"
 def shipped_configs() -> dict[str, Path]:
     """The file of each shipped configuration by its name: its path in configs/, such as "finetune/glue_rte"."""
     # An installed package holds the folder; in a checkout it lies beside the package.
-    folder = next((place for place in (PACKAGE / "configs", PACKAGE.parent / "configs") if place.is_dir()), None)
+    folder = next((path for path in (PACKAGE / "configs", PACKAGE.parent / "configs") if path.is_dir()), None)
     files = sorted(folder.rglob(f"*{SUFFIX}")) if folder else []
     return {file.relative_to(folder).as_posix().removesuffix(SUFFIX): file for file in files if folder}
 
@@ -135,14 +135,14 @@ def find_config(name_or_path: str | Path) -> Path:
     if path.is_file():
         return path
     shipped = shipped_configs()
-    wanted = name.removeprefix("configs/").removesuffix(SUFFIX)
-    matching = [wanted] if wanted in shipped else [other for other in shipped if other.endswith(f"/{wanted}")]
+    short = name.removeprefix("configs/").removesuffix(SUFFIX)
+    matching = [short] if short in shipped else [other for other in shipped if other.endswith(f"/{short}")]
     if len(matching) == 1:
         return shipped[matching[0]]
     if path.exists():  # a device or a folder: reading it says what is wrong
         return path
-    known = {other.rpartition("/")[2]: other for other in shipped} | {other: other for other in shipped}
-    near = matching or [known[other] for other in difflib.get_close_matches(wanted, known, n=1)]
+    names = {other.rpartition("/")[2]: other for other in shipped} | {other: other for other in shipped}
+    near = matching or [names[other] for other in difflib.get_close_matches(short, names, n=1)]
     hint = f'Did you mean "{near[0]}"?' if near else "Give a JSON file, or the name of one in configs/"
     raise ConfigError(name, "cannot be read (no such file, and no such shipped configuration)", hint)
 

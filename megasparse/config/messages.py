@@ -21,12 +21,14 @@ def as_config_error(error: ValidationError, model: type[BaseModel], values: obje
 
     model: the class that refused `values`; prefix: the dotted key under which the values stand in the run's file.
     """
-    problems = [(_real_location(each["loc"], values), each) for each in error.errors(include_url=False)]
+    problems = [(_real_location(details["loc"], values), details) for details in error.errors(include_url=False)]
     top = problems[0][0]
     # Of a union each alternative complains: the one that saw furthest into the value knows best.
-    location, first = max((each for each in problems if each[0][: len(top)] == top), key=lambda each: len(each[0]))
-    others = len({str(each) for each, _ in problems if each[: len(top)] != top})
-    more = f" ({others} more such problem{'s' if others > 1 else ''})" if others else ""
+    location, first = max(
+        (problem_ for problem_ in problems if problem_[0][: len(top)] == top), key=lambda problem_: len(problem_[0])
+    )
+    further = len({str(problem_) for problem_, _ in problems if problem_[: len(top)] != top})
+    more = f" ({further} more such problem{'s' if further > 1 else ''})" if further else ""
     key, value, field = dotted(location, prefix), _value_at(values, location), _field_at(model, location)
     is_key = first["loc"][-1:] == ("[key]",)
     if first["type"] == "extra_forbidden" or is_key:
@@ -144,18 +146,18 @@ def _json_schema(field: FieldInfo) -> dict[str, Any]:
 
 def _choices(field: FieldInfo | None) -> list[str]:
     """The texts that a field's values, their items and their keys may be, where they are listed."""
-    found: list[str] = []
+    choices: list[str] = []
 
     def walk(schema: object) -> None:
         if isinstance(schema, dict):
-            found.extend(value for value in schema.get("enum", []) if isinstance(value, str))
+            choices.extend(value for value in schema.get("enum", []) if isinstance(value, str))
             schema = list(schema.values())
         if isinstance(schema, list):
             for part in schema:
                 walk(part)
 
     walk(_json_schema(field) if field else {})
-    return found
+    return choices
 
 
 def _describe(schema: dict[str, Any]) -> str:

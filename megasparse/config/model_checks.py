@@ -46,8 +46,8 @@ def check_model(model: ModelConfig) -> None:
     try:
         _check_stack(encoder_part(model))
     except ConfigError as error:  # the encoder's keys are those of model.source
-        own = error.key.replace("model.", "model.source.", 1)
-        raise ConfigError(own if own.split(".")[2] in SOURCE_KEYS else error.key, error.problem, error.hint) from None
+        key = error.key.replace("model.", "model.source.", 1)
+        raise ConfigError(key if key.split(".")[2] in SOURCE_KEYS else error.key, error.problem, error.hint) from None
 
 
 SOURCE_KEYS = ("layers", "positions", "attention")
@@ -70,9 +70,9 @@ def _check_model(model: ModelConfig) -> None:
     needed = {"reversible": "reversible", "checkpoint": "ordinary", "checkpoint_cpu": "ordinary"}
     blocks = needed.get(model.activations, model.blocks)
     if blocks != model.blocks:
-        others = '"reversible"' if blocks == "ordinary" else '"stored", "checkpoint" or "checkpoint_cpu"'
+        fitting = '"reversible"' if blocks == "ordinary" else '"stored", "checkpoint" or "checkpoint_cpu"'
         problem = f'"{model.activations}" needs {blocks} blocks, but model.blocks = "{model.blocks}"'
-        hint = f'Set model.activations to {others}, or model.blocks to "{blocks}"'
+        hint = f'Set model.activations to {fitting}, or model.blocks to "{blocks}"'
         raise ConfigError("model.activations", problem, hint)
     if model.residual_dtype == "bf16" and model.style == "bert":
         problem = 'bf16, but model.style = "bert" normalises its stream after each sum, in fp32'
@@ -91,10 +91,10 @@ def _check_model(model: ModelConfig) -> None:
 
 def _check_style(model: ModelConfig) -> None:
     if model.style == "bert":
-        for key, value, wanted in (("kind", model.kind, "encoder"), ("blocks", model.blocks, "ordinary")):
-            if value != wanted:
-                problem = f'"bert" needs model.{key} = "{wanted}", but it is "{value}"'
-                hint = f'Set model.{key} to "{wanted}", or model.style to "reformer"'
+        for key, value, needed in (("kind", model.kind, "encoder"), ("blocks", model.blocks, "ordinary")):
+            if value != needed:
+                problem = f'"bert" needs model.{key} = "{needed}", but it is "{value}"'
+                hint = f'Set model.{key} to "{needed}", or model.style to "reformer"'
                 raise ConfigError("model.style", problem, hint)
     elif model.token_types and model.sentence_order is None:
         raise ConfigError(
@@ -142,12 +142,12 @@ def _check_tokens(model: ModelConfig) -> None:
         problem = f"{cutoffs} does not ascend below model.vocabulary = {model.vocabulary}"
         hint = "Give where each cluster begins, such as [20000, 40000, 200000]"
         raise ConfigError("model.adaptive_cutoffs", problem, hint)
-    for key, given in (
+    for key, present in (
         ("model.label_smoothing", model.label_smoothing > 0),
         ("model.output_bias", model.output_bias),
         ("model.style", model.style == "bert"),
     ):
-        if cutoffs and given:
+        if cutoffs and present:
             raise ConfigError(key, "does not go together with model.adaptive_cutoffs", "Leave one of them out")
 
 
@@ -187,8 +187,8 @@ def _check_sentence_order(model: ModelConfig) -> None:
 
 def _check_source(model: ModelConfig) -> None:
     if (model.kind == "encoder_decoder") != (model.source is not None):
-        given = "null" if model.source is None else "given"
-        problem = f'{given}, but model.kind = "{model.kind}"'
+        state = "null" if model.source is None else "given"
+        problem = f'{state}, but model.kind = "{model.kind}"'
         hint = 'Give it with "encoder_decoder", such as {"length": 512}, and only with that'
         raise ConfigError("model.source", problem, hint)
     if model.source is not None:

@@ -34,18 +34,18 @@ def without_removed(section: type, values: dict[str, Any]) -> dict[str, Any]:
     Raises PydanticCustomError for a value whose feature was removed.
     """
     names = [base.__name__ for base in section.__mro__]
-    kept = dict(values)
+    remaining = dict(values)
     for key, value in values.items():
         for name in names:
             accepted, hint = REMOVED.get(f"{name}.{key}", (None, ""))
             if hint:
                 if accepted is not ANY and value not in (accepted if isinstance(accepted, tuple) else (accepted,)):
                     raise removed_error(key, value, hint)
-                del kept[key]
+                del remaining[key]
             lost = REMOVED_VALUES.get(f"{name}.{key}", {})
             if isinstance(value, str | int | float) and value in lost:
                 raise removed_error(key, value, lost[value])
-    return kept
+    return remaining
 
 
 def removed_error(key: str, value: Any, hint: str) -> PydanticCustomError:

@@ -332,7 +332,7 @@ def encoder_part(model: ModelConfig) -> ModelConfig:
     """The encoder, which reads the source."""
     source = model.source
     assert source is not None
-    own = {
+    changes = {
         "kind": "encoder",
         "source": None,
         "max_length": source.length,
@@ -340,7 +340,7 @@ def encoder_part(model: ModelConfig) -> ModelConfig:
         "positions": source.positions,
         "attention": source.attention,
     }
-    return model.model_copy(update=own)
+    return model.model_copy(update=changes)
 
 
 def decoder_part(model: ModelConfig) -> ModelConfig:
