@@ -9,17 +9,15 @@ from transformers import BertConfig, BertForMaskedLM
 
 from megasparse.attention.heads import Padding
 from megasparse.config.load import build_config
-from megasparse.config.schema import Config, ModelConfig
+from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
 from megasparse.hub.formats import format_named
 from megasparse.model.block import FeedForward
 from megasparse.model.build import build_model, empty_model
 from megasparse.ops.random import RngContext
-from megasparse.planning.flops import model_flops_per_token
 from tests.helpers.comparing import assert_near, gradients
 from tests.helpers.models import (
     BERT,
-    attention,
     by_path,
     encoder_names,
     named,
@@ -50,20 +48,6 @@ def with_theirs(config):
     missing, unexpected = theirs.load_state_dict(dict(exported.tensors()), strict=False)
     assert not unexpected and all(name.startswith("cls.predictions.decoder.") for name in missing)
     return ours, theirs
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, {"layers": 1, "d_model": 60, "heads": 5, "d_ff": 7}, {"tied_embeddings": False}]
-)
-def test_parameters_are_those_of_huggingface(changes):
-    model = bert(**changes)
-    config = BertConfig(
-        vocab_size=260, hidden_size=model.d_model, num_hidden_layers=model.layers, num_attention_heads=model.heads,
-        intermediate_size=model.d_ff, max_position_embeddings=128, tie_word_embeddings=model.tied_embeddings,
-    )  # fmt: skip
-    theirs = sum(parameter.numel() for parameter in BertForMaskedLM(config).parameters())
-    unread = 0 if model.tied_embeddings else 260  # a bias that an untied one has twice
-    assert sum(parameter.numel() for parameter in build_model(model, 0).parameters()) == theirs - unread
 
 
 @pytest.mark.parametrize(
@@ -173,15 +157,6 @@ def test_rows_before_the_first_position_are_not_read():
     assert grads["embedding.token_types"][0].any() and not grads["embedding.token_types"][1].any()
 
 
-@pytest.mark.parametrize("changed", [{}, {"tied_embeddings": False}, {"key_heads": 1, "feed_forward": "swiglu"}])
-def test_flops_are_those_of_its_matrices(changed):
-    config = bert(attention=attention("full"), layers=2, **changed)
-    matrices = {name: p.numel() for name, p in build_model(config, 0).named_parameters() if p.dim() == 2}
-    weights = sum(count for name, count in matrices.items() if not name.startswith("embedding."))
-    weights += 260 * 32 if config.tied_embeddings else 0
-    assert model_flops_per_token(config, 64) == pytest.approx(6 * weights + 2 * 12 * 32 * 64)
-
-
 @pytest.mark.parametrize(
     ("changes", "key", "problem"),
     [
@@ -197,10 +172,6 @@ def test_what_does_not_go_together_is_refused(changes, key, problem):
     with pytest.raises(ConfigError, match=problem) as error:
         build_config({"model": values, "data": {"sequence_length": 64}})
     assert error.value.key == key
-
-
-def test_old_configurations_have_the_old_style():
-    assert (ModelConfig().style, ModelConfig().norm_eps, ModelConfig().token_types) == ("reformer", 1e-5, 0)
 
 
 @pytest.mark.parametrize("name", ["yoso", "longformer", "bigbird", "performer", "lsh separate"])

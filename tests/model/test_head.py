@@ -4,7 +4,7 @@ import torch.nn.functional as F
 
 from megasparse.attention.heads import Padding
 from megasparse.model.build import build_model
-from megasparse.model.head import OutputHead
+from megasparse.model.stack import OutputHead
 from megasparse.ops.random import RngContext
 from tests.helpers.comparing import decoded_nats
 from tests.helpers.models import random_tokens, randomise, small, training_draws
