@@ -103,8 +103,7 @@ def _relative_local_attention(
 
 def reference(
     q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor, spec: LocalAttentionSpec,
-    key_mask: Tensor | None = None, segments: Tensor | None = None,
-    *, dropout: PairDropout | None = None,
+    key_mask: Tensor | None = None, segments: Tensor | None = None, *, dropout: PairDropout | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute `relative_local_attention` densely."""
     out_dtype, dtype = q.dtype, torch.promote_types(q.dtype, torch.float32)
@@ -174,8 +173,8 @@ def _attend(
     spec: LocalAttentionSpec,
     dropout: PairDropout | None,
 ) -> Tensor:
-    """Attend for some chunks of queries. q: (B, W, H, C, D). k, v: (B, W, H, D, S·C). of_query: (B, W, C), of_key: (B,
-    W, S·C). others: with dropout the mixed numbers of queries and keys; r, u and w.
+    """Attend for some chunks of queries. q: (B, W, H, C, D). k, v: (B, W, H, D, S·C). of_query: (B, W, C). of_key:
+    (B, W, S·C). others: with dropout the mixed numbers of queries and keys; r, u and w.
     """
     *numbers, r, u, w = others
     dtype = torch.promote_types(q.dtype, torch.float32)

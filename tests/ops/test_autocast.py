@@ -101,8 +101,8 @@ def test_codes_and_choices_are_those_without_autocast(name, implementation, monk
         assert torch.equal(CODED[name](x), expected)
 
 
-WIDE = [(name, wide, each) for name in HEADS for wide in range(3) for each in ("blockwise", "reference")]
-WIDE += [(name, number % 3, "triton") for number, name in enumerate(HEADS)]  # which casts as the others do
+WIDE = [(name, wide, "blockwise") for name in HEADS for wide in range(3)]
+WIDE += [(name, n % 3, form) for n, name in enumerate(HEADS) for form in ("reference", "triton")]  # cast alike
 
 
 @pytest.mark.parametrize(("name", "wide", "implementation"), WIDE)
