@@ -27,14 +27,6 @@ _TILE = 1024  # T at most
 _TILE_ELEMENTS = 1 << 22  # exponents of a tile
 
 
-@without_autocast
-def exponents(x: Tensor, projection: Tensor) -> Tensor:
-    """Return φ's exponents ωx − |x|²/2: x (B, H, L, D), projection (H, F, D) -> (B, H, L, F), fp32 at least."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    x = x.to(dtype)
-    return x @ projection.to(dtype).transpose(1, 2) - (x * x).sum(-1, keepdim=True) / 2
-
-
 def orthogonal_projections(key: int, heads: range, features: int, head_dim: int, device: torch.device) -> Tensor:
     """Return (H, F, D) fp32: rows ω, each a standard normal vector, in blocks of D that are orthogonal to each other.
 
@@ -215,12 +207,15 @@ def _add(state: State, key: Tensor, values: Tensor, level: Tensor) -> State:
 
 
 def _query_exponents(q: Tensor, projection: Tensor, scale: float) -> Tensor:
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    return (q.to(dtype) * scale**0.5) @ projection.to(dtype).transpose(1, 2)  # (B, H, L, F)
+    x = at_least_fp32(q) * scale**0.5
+    return x @ projection.to(x.dtype).transpose(1, 2)  # (B, H, L, F)
 
 
 def _key_exponents(k: Tensor, real: Tensor, projection: Tensor, scale: float) -> Tensor:
-    return exponents(at_least_fp32(k) * scale**0.5, projection).masked_fill(~real, -torch.inf)  # (B, H, L, F)
+    """Return φ's exponents ωx − |x|²/2 of real keys, −∞ of others: (B, H, L, F)."""
+    x = at_least_fp32(k) * scale**0.5
+    exponents = x @ projection.to(x.dtype).transpose(1, 2) - (x * x).sum(-1, keepdim=True) / 2
+    return exponents.masked_fill(~real, -torch.inf)
 
 
 def _with_one(v: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from megasparse.ops.cross_entropy import token_scores
 from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import angular_hash, sign_codes
-from megasparse.ops.linear_attention import causal_linear_attention, exponents, linear_attention
+from megasparse.ops.linear_attention import causal_linear_attention, linear_attention
 from megasparse.ops.local_attention import LocalAttentionSpec, distances, relative_local_attention
 from megasparse.ops.sketch import KeyChoiceSpec, chosen_keys, sketched_attention
 from megasparse.ops.tiled import tiled
@@ -46,7 +46,6 @@ OTHERS = {
     "expected": lambda q, k, v: expected_attention(q / 9, k / 9, v, TABLES)[:1],
     "linear": lambda q, k, v: (linear_attention(q, k, v, PROJECTION, scale=0.25),),
     "causal linear": lambda q, k, v: causal_linear_attention(q, k, v, PROJECTION, scale=0.25, chunk=CHUNK)[:1],
-    "exponents": lambda q, k, v: (exponents(q, PROJECTION) + exponents(k * v, PROJECTION),),
     "sketch": lambda q, k, v: sketched_attention(q[0], k[0], v[0], causal=True),
     "cross-entropy": lambda q, k, v: (
         token_scores((q + k * v).flatten(0, 2), torch.arange(2 * LENGTH, device=DEVICE) % 16, 0.1),
