@@ -72,12 +72,12 @@ class RngContext:
 
     def rows(self, length: int, device: torch.device) -> Tensor:
         """(B, L) int64: a number for every (global sample, position), for draws that differ by token."""
-        found = self._rows.get((length, device))
-        if found is None:  # every layer asks for the same ones
+        rows = self._rows.get((length, device))
+        if rows is None:  # every layer asks for the same ones
             positions = torch.arange(self.first, self.first + length, device=device)
-            found = self.samples.to(device).unsqueeze(1) * (1 << 32) + positions
-            self._rows[length, device] = found
-        return found
+            rows = self.samples.to(device).unsqueeze(1) * (1 << 32) + positions
+            self._rows[length, device] = rows
+        return rows
 
 
 def random_bits(key: int, rows: Tensor, columns: int) -> Tensor:
@@ -225,8 +225,8 @@ class PairDropout:
 
     def factors(self, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
         """The factors of probabilities, 0 or 1/(1 − rate), of pairs of mixed numbers, which broadcast."""
-        kept = _mix_(queries + keys) >= least_kept(self.rate)
-        return kept.to(dtype).mul_(1.0 / (1.0 - self.rate))
+        is_kept = _mix_(queries + keys) >= least_kept(self.rate)
+        return is_kept.to(dtype).mul_(1.0 / (1.0 - self.rate))
 
     def dense(self, count: int, dtype: torch.dtype) -> Tensor:
         """The factors of all pairs of queries and `count` keys, (B, H, Lq, Lk)."""

@@ -48,11 +48,11 @@ class _Tiled(Function):
             leaves = [x.detach().requires_grad_(need) for x, need in zip(tile, needed, strict=False)]
             with torch.enable_grad():
                 output = ctx.function(*leaves, *(sums.leaf(str(n)) for n in range(len(weights))))
-            found = sums.take([output], grads, [x for x in leaves if x.requires_grad])
-            for window, grad in zip(windows, found, strict=True):
+            gradients = sums.take([output], grads, [x for x in leaves if x.requires_grad])
+            for window, grad in zip(windows, gradients, strict=True):
                 window[number][0].copy_(grad)
-        given = sums.gradients()
-        return None, None, None, *grad_inputs, *(given.get(str(n)) for n in range(len(weights)))
+        weight_grads = sums.gradients()
+        return None, None, None, *grad_inputs, *(weight_grads.get(str(n)) for n in range(len(weights)))
 
 
 class GradientSums:
@@ -84,12 +84,12 @@ class GradientSums:
         """
         used, self._used = self._used, []
         cast = [grad.to(y.dtype) for y, grad in zip(outputs, grads, strict=True)]
-        wanted = [*inputs, *(leaf for leaf, _ in used)]
-        found = torch.autograd.grad(outputs, wanted, cast, allow_unused=True)
-        for (_, total), grad in zip(used, found[len(inputs) :], strict=True):
+        sources = [*inputs, *(leaf for leaf, _ in used)]
+        gradients = torch.autograd.grad(outputs, sources, cast, allow_unused=True)
+        for (_, total), grad in zip(used, gradients[len(inputs) :], strict=True):
             if grad is not None:
                 total += grad
-        return found[: len(inputs)]
+        return gradients[: len(inputs)]
 
     def gradients(self) -> dict[str, Tensor]:
         """ONE gradient of each weight, in its dtype."""

@@ -193,7 +193,7 @@ def test_intervals_are_the_windows_of_the_definition(separate):
             found = separate_intervals(codes, key_codes, spec, *both)
         else:
             found = shared_intervals(codes, like, spec, *both)
-        place = found.token_place[..., None, :]
+        place = found.token_index[..., None, :]
         ours = (place >= found.token_low[..., None]) & (place < found.token_high[..., None])
         seen = visible(codes, window, causal, *both, *([key_codes] if separate else []))
         assert torch.equal(ours, seen.flatten(0, 1))
@@ -211,7 +211,7 @@ def test_intervals_of_every_chunk_window(length, dtype, causal, same_bucket, ahe
     for masks in ({}, masks_of(length)):
         both = (masks.get("key_mask"), masks.get("segments"))
         found = shared_intervals(codes, torch.empty(1, 1, length, 4, device=DEVICE), spec, *both)
-        place = found.token_place[..., None, :]
+        place = found.token_index[..., None, :]
         ours = (place >= found.token_low[..., None]) & (place < found.token_high[..., None])
         if causal and not same_bucket:
             ours = ours.tril()

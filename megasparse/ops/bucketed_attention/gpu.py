@@ -45,8 +45,8 @@ _ORDERED_TOKENS = 1024
 class Intervals:
     """Orders and bounds, (G, R, L) int32 each, G = B·H, B or 1: rows of q with the same codes share them.
 
-    query_order, key_order: the token at each sorted place; None: sorted order is that of positions. low, high: bounds
-    of the query at each sorted place. token_low, token_high, token_place: the bounds of a query and the place of a key
+    query_order, key_order: the token at each sorted index; None: sorted order is that of positions. low, high: bounds
+    of the query at each sorted index. token_low, token_high, token_index: the bounds of a query and the index of a key
     by token; None where no other round is asked about.
     """
 
@@ -56,15 +56,15 @@ class Intervals:
     high: Tensor
     token_low: Tensor | None
     token_high: Tensor | None
-    token_place: Tensor | None
+    token_index: Tensor | None
 
     def tensors(self) -> list[Tensor | None]:
         return [getattr(self, field.name) for field in fields(self)]
 
     def of_queries(self, places: range) -> "Intervals":
         """The same, where the queries at no other sorted places see anything; padding keeps its bounds."""
-        place = torch.arange(self.low.shape[-1], device=self.low.device)
-        before, after = place < places.start, place >= places.stop
+        index = torch.arange(self.low.shape[-1], device=self.low.device)
+        before, after = index < places.start, index >= places.stop
 
         def bound(x: Tensor) -> Tensor:
             outside = x.masked_fill(before, 0).masked_fill(after, self.low.shape[-1])
@@ -116,7 +116,7 @@ def separate_intervals(
         key_range(query_codes[:, :, r], key_codes[:, :, r], spec.window.chunk, spec.causal, key_mask, segments)
         for r in range(query_codes.shape[2])
     ]
-    key_order, place, low, high = (
+    key_order, index, low, high = (
         torch.stack(parts, dim=2).flatten(0, 1).to(torch.int32) for parts in zip(*rounds, strict=True)
     )
     if key_mask is not None:
@@ -126,7 +126,7 @@ def separate_intervals(
     sorted_low, sorted_high = (x.gather(-1, query_order.long()) for x in (low, high))
     if len(rounds) == 1 or not spec.count_rounds:
         return Intervals(query_order, key_order, sorted_low, sorted_high, None, None, None)
-    return Intervals(query_order, key_order, sorted_low, sorted_high, low, high, place)
+    return Intervals(query_order, key_order, sorted_low, sorted_high, low, high, index)
 
 
 def _sort(
@@ -147,8 +147,8 @@ def _sort(
         if key_mask is not None:
             segment = segment.masked_fill(~key_mask[:, None, None], _PADDING)
         key = ((segment << 32) + codes).flatten(0, 1).contiguous()
-    sorted_key, place = torch.sort(key, dim=-1, stable=True)
-    return sorted_key, place.to(torch.int32)
+    sorted_key, index = torch.sort(key, dim=-1, stable=True)
+    return sorted_key, index.to(torch.int32)
 
 
 def _bounds(
@@ -159,8 +159,8 @@ def _bounds(
     length, window = like.shape[2], spec.window
     shape = (1, 1, length) if sorted_key is None else sorted_key.shape
     counted = order is not None and order.shape[1] > 1 and spec.count_rounds
-    found: list[Any] = [torch.empty(shape, dtype=torch.int32, device=like.device) for _ in range(5 if counted else 2)]
-    found += [None] * (5 - len(found))
+    bounds: list[Any] = [torch.empty(shape, dtype=torch.int32, device=like.device) for _ in range(5 if counted else 2)]
+    bounds += [None] * (5 - len(bounds))
     one_group = not window.same_bucket and key_mask is None and segments is None
     in_order = spec.causal and window.same_bucket
     steps = (window.chunk if window.kind == "band" else 3 * window.chunk).bit_length()
@@ -175,9 +175,9 @@ def _bounds(
     }
     launch(
         kernels.bounds, (-(-length // _PLACES) * shape[0] * shape[1],), None if one_group else sorted_key, order,
-        *found, *numbers, **settings, num_warps=4,
+        *bounds, *numbers, **settings, num_warps=4,
     )  # fmt: skip
-    return Intervals(order, order, *found)
+    return Intervals(order, order, *bounds)
 
 
 def bucketed_attention(
@@ -320,7 +320,7 @@ class _Call:
         self.dims = {"HEAD_DIM": head_dim, "BLOCK_D": block(head_dim)}
         self.settings: dict[str, Any] = self.dims | {
             "ROUNDS": self.rounds,
-            "COUNT": 0 if intervals.token_place is None else 1 if spec.share is None else 2,
+            "COUNT": 0 if intervals.token_index is None else 1 if spec.share is None else 2,
             "RULE": _order_rule(spec, separate),
             "JUMP": separate,
             "SELF": spec.self_at_last and (spec.exclude_self or separate),  # who sees nothing sees itself
@@ -340,13 +340,13 @@ class _Call:
         """Orders and bounds of all rounds, and the bounds and places of all others in this round's order."""
         x = self.intervals
         bounds = (x.query_order, x.key_order, x.low, x.high)
-        if x.token_place is None:
+        if x.token_index is None:
             return (*bounds, None, None, None)
-        layouts = len(x.token_place)
+        layouts = len(x.token_index)
         others = [x.low.new_empty(layouts, self.rounds - 1, self.length) for _ in range(3)]
         launch(
             kernels.other_rounds, (-(-self.length // _ORDERED_TOKENS) * layouts,), x.token_low, x.token_high,
-            x.token_place, x.query_order, x.key_order, *others, self.length, round_, ROUNDS=self.rounds,
+            x.token_index, x.query_order, x.key_order, *others, self.length, round_, ROUNDS=self.rounds,
             TOKENS=_ORDERED_TOKENS,
         )  # fmt: skip
         return (*bounds, *others)

@@ -4,7 +4,7 @@ A program owns a block of sorted queries, or of sorted keys, of one row in one r
 these tokens: each token stands once in a round, so nothing is added by two programs. A round goes on where the one
 before stopped: its softmax starts from that one's output and log-sum-exp.
 
-Logarithms are in base 2. lse2 is log2 Σ exp(score) of a query over all rounds so far, −∞ where it has seen nothing.
+Logarithms are in base 2. lse2 is log2 Σ exp(score) of a query over all rounds so far, −∞ where it has shown nothing.
 
 B batch, H heads, R rounds, L length, D head dim, m queries and n keys of a tile.
 """
@@ -56,126 +56,126 @@ def keep(
 
 
 @triton.jit
-def token_at(order, here, place, mask):
-    token = place
+def token_at(order, origin, index, mask):
+    token = index
     if order is not None:
-        token = tl.load(order + here + place, mask=mask, other=0)
+        token = tl.load(order + origin + index, mask=mask, other=0)
     return token
 
 
 @triton.jit
-def within(low, high, place, KEYS_FIRST: tl.constexpr):
+def within(low, high, index, KEYS_FIRST: tl.constexpr):
     """Return True where sorted places of keys are in the windows of queries: (m, n), or (n, m)."""
     if KEYS_FIRST:
-        seen = (place[:, None] >= low[None, :]) & (place[:, None] < high[None, :])
+        shown = (index[:, None] >= low[None, :]) & (index[:, None] < high[None, :])
     else:
-        seen = (place[None, :] >= low[:, None]) & (place[None, :] < high[:, None])
-    return seen
+        shown = (index[None, :] >= low[:, None]) & (index[None, :] < high[:, None])
+    return shown
 
 
 @triton.jit
-def visible(low, high, place, query, key, RULE: tl.constexpr, KEYS_FIRST: tl.constexpr):
+def visible(low, high, index, query, key, RULE: tl.constexpr, KEYS_FIRST: tl.constexpr):
     """Return True where a query sees a key: it is `within` its window, and their positions compare as RULE demands."""
-    seen = within(low, high, place, KEYS_FIRST)
+    shown = within(low, high, index, KEYS_FIRST)
     if KEYS_FIRST:
         query, key = query[None, :], key[:, None]
     else:
         query, key = query[:, None], key[None, :]
     if RULE == "others":
-        seen &= key != query
+        shown &= key != query
     elif RULE == "earlier":
-        seen &= key < query
+        shown &= key < query
     elif RULE == "not later":
-        seen &= key <= query
-    return seen
+        shown &= key <= query
+    return shown
 
 
 @triton.jit
-def share(low, high, place, query_place, key_place, length, ROUNDS: tl.constexpr, KEYS_FIRST: tl.constexpr):
+def share(low, high, index, query_index, key_index, length, ROUNDS: tl.constexpr, KEYS_FIRST: tl.constexpr):
     """1 / N: N is one more than the number of other rounds in which the key is in the query's window.
 
-    low, high, place: bounds and places in the other rounds, in this round's order (see `other_rounds`).
+    low, high, index: bounds and places in the other rounds, in this round's order (see `other_rounds`).
     """
     part = 1.0
     for other in tl.static_range(ROUNDS - 1):
-        lows = tl.load(low + other * length + query_place, mask=query_place < length, other=0)
-        highs = tl.load(high + other * length + query_place, mask=query_place < length, other=0)
-        places = tl.load(place + other * length + key_place, mask=key_place < length, other=0)
-        seen = within(lows, highs, places, KEYS_FIRST)
+        lows = tl.load(low + other * length + query_index, mask=query_index < length, other=0)
+        highs = tl.load(high + other * length + query_index, mask=query_index < length, other=0)
+        places = tl.load(index + other * length + key_index, mask=key_index < length, other=0)
+        shown = within(lows, highs, places, KEYS_FIRST)
         if ROUNDS == 2:
-            part = tl.where(seen, 0.5, 1.0)
+            part = tl.where(shown, 0.5, 1.0)
         else:
-            part += seen.to(tl.float32)
+            part += shown.to(tl.float32)
     if ROUNDS > 2:
         part = 1.0 / part
     return part
 
 
 @triton.jit
-def group_at(keys, here, place, inside, SHIFT: tl.constexpr):
+def group_at(keys, origin, index, inside, SHIFT: tl.constexpr):
     """The number of the group at sorted places: the key above its SHIFT low bits; one group where keys is None."""
-    group = tl.zeros_like(place)
+    group = tl.zeros_like(index)
     if keys is not None:
-        group = tl.load(keys + here + place, mask=inside, other=0) >> SHIFT
+        group = tl.load(keys + origin + index, mask=inside, other=0) >> SHIFT
     return group
 
 
 @triton.jit
 def bounds(
-    keys, order, low, high, token_low, token_high, token_place, length, chunk, offset, steps, PADDING: tl.constexpr,
+    keys, order, low, high, token_low, token_high, token_index, length, chunk, offset, steps, PADDING: tl.constexpr,
     SHIFT: tl.constexpr, KIND: tl.constexpr, AHEAD: tl.constexpr, IN_ORDER: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The bounds of windows (G·R, L): of each sorted place the places of the same group, and near it as KIND says.
+    """The bounds of windows (G·R, L): of each sorted index the places of the same group, and near it as KIND says.
 
     keys: sorted. IN_ORDER: the window ends `offset` places after the query's own. AHEAD: a chunk's window has the one
-    after it. PADDING: keys from there on see nothing. token_low, token_high, token_place: the same by token, or None.
+    after it. PADDING: keys from there on see nothing. token_low, token_high, token_index: the same by token, or None.
     steps: of the search, which halves at most 2^steps places each time.
     """
     blocks = tl.cdiv(length, TOKENS)
-    here = (tl.program_id(0) // blocks).to(tl.int64) * length
-    place = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
-    inside = place < length
-    group = group_at(keys, here, place, inside, SHIFT)
+    origin = (tl.program_id(0) // blocks).to(tl.int64) * length
+    index = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
+    inside = index < length
+    group = group_at(keys, origin, index, inside, SHIFT)
     if KIND == "band":
-        nearest, furthest = place - (chunk - 1), place + chunk
+        nearest, furthest = index - (chunk - 1), index + chunk
     else:
-        nearest = place // chunk * chunk - chunk
+        nearest = index // chunk * chunk - chunk
         furthest = nearest + chunk * (3 if AHEAD else 2)
-    left, right = tl.maximum(nearest, 0), place
+    left, right = tl.maximum(nearest, 0), index
     for _ in range(steps):
         middle = (left + right) // 2
-        same = group_at(keys, here, middle, inside, SHIFT) == group
+        same = group_at(keys, origin, middle, inside, SHIFT) == group
         left, right = tl.where(same, left, middle + 1), tl.where(same, middle, right)
     first = right
     if IN_ORDER:
-        end = place + offset
+        end = index + offset
     else:
-        left, right = tl.minimum(place + 1, length), tl.minimum(furthest, length)
+        left, right = tl.minimum(index + 1, length), tl.minimum(furthest, length)
         for _ in range(steps):
             middle = (left + right) // 2
-            same = group_at(keys, here, middle, inside & (middle < length), SHIFT) == group
+            same = group_at(keys, origin, middle, inside & (middle < length), SHIFT) == group
             open_ = left < right
             left, right = tl.where(open_ & same, middle + 1, left), tl.where(open_ & (same == 0), middle, right)
         end = left
     if PADDING is not None:
-        padding = tl.load(keys + here + place, mask=inside, other=0) >= PADDING
+        padding = tl.load(keys + origin + index, mask=inside, other=0) >= PADDING
         first, end = tl.where(padding, NOWHERE, first), tl.where(padding, NOWHERE, end)
-    tl.store(low + here + place, first, mask=inside)
-    tl.store(high + here + place, end, mask=inside)
+    tl.store(low + origin + index, first, mask=inside)
+    tl.store(high + origin + index, end, mask=inside)
     if token_low is not None:
-        token = tl.load(order + here + place, mask=inside, other=0)
-        tl.store(token_low + here + token, first, mask=inside)
-        tl.store(token_high + here + token, end, mask=inside)
-        tl.store(token_place + here + token, place, mask=inside)
+        token = tl.load(order + origin + index, mask=inside, other=0)
+        tl.store(token_low + origin + token, first, mask=inside)
+        tl.store(token_high + origin + token, end, mask=inside)
+        tl.store(token_index + origin + token, index, mask=inside)
 
 
 @triton.jit
-def not_above(values, here, length, bound, steps):
-    """How many of the ascending values [here, here + length) are at most `bound`."""
+def not_above(values, origin, length, bound, steps):
+    """How many of the ascending values [origin, origin + length) are at most `bound`."""
     left, right = tl.zeros_like(bound), tl.zeros_like(bound) + length
     for _ in range(steps):
         middle = (left + right) // 2
-        below = tl.load(values + here + middle, mask=middle < length, other=0) <= bound
+        below = tl.load(values + origin + middle, mask=middle < length, other=0) <= bound
         open_ = left < right
         left, right = tl.where(open_ & below, middle + 1, left), tl.where(open_ & (below == 0), middle, right)
     return left
@@ -195,7 +195,7 @@ def meeting(lows, highs, first, end, length, count, steps, BLOCK: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["round_"])
 def other_rounds(
-    token_low, token_high, token_place, query_order, key_order, low, high, place, length, round_, ROUNDS: tl.constexpr,
+    token_low, token_high, token_index, query_order, key_order, low, high, index, length, round_, ROUNDS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Bounds and places (G, R − 1, L) of all other rounds in this round's order, so that tiles read them in a row."""
@@ -203,36 +203,36 @@ def other_rounds(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     at = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
     inside = at < length
-    here = (row * ROUNDS + round_) * length
-    query = tl.load(query_order + here + at, mask=inside, other=0)
-    key = tl.load(key_order + here + at, mask=inside, other=0)
+    origin = (row * ROUNDS + round_) * length
+    query = tl.load(query_order + origin + at, mask=inside, other=0)
+    key = tl.load(key_order + origin + at, mask=inside, other=0)
     for other in tl.static_range(ROUNDS - 1):
         source = (row * ROUNDS + (round_ + 1 + other) % ROUNDS) * length
         target = (row * (ROUNDS - 1) + other) * length + at
         tl.store(low + target, tl.load(token_low + source + query, mask=inside), mask=inside)
         tl.store(high + target, tl.load(token_high + source + query, mask=inside), mask=inside)
-        tl.store(place + target, tl.load(token_place + source + key, mask=inside), mask=inside)
+        tl.store(index + target, tl.load(token_index + source + key, mask=inside), mask=inside)
 
 
 @triton.jit
 def attend(
-    q, top, total, out, start, low, high, query_place, query, k, v, key_order, other_low, other_high, other_place, here,
-    k_stride, v_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
+    q, top, total, out, start, low, high, query_index, query, k, v, key_order, other_low, other_high, other_index,
+    origin, k_stride, v_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
     ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One step of the softmax, over the keys at places `start` and after: the new top, total and out."""
-    place = start + tl.arange(0, KEYS)
-    inside = place < length
-    key = token_at(key_order, here, place, inside)
+    index = start + tl.arange(0, KEYS)
+    inside = index < length
+    key = token_at(key_order, origin, index, inside)
     k_tile = gather(k, key, k_stride, inside, HEAD_DIM, BLOCK_D)
     score = dot(q, tl.trans(k_tile), PRECISION) * (scale * LOG2E)
-    seen = visible(low, high, place, query, key, RULE, False)
-    score = tl.where(seen, score, -float("inf"))
+    shown = visible(low, high, index, query, key, RULE, False)
+    score = tl.where(shown, score, -float("inf"))
     highest = tl.maximum(top, tl.max(score, 1))
     base = tl.where(highest == -float("inf"), 0.0, highest)
     weight = tl.exp2(score - base[:, None])
     if COUNT:
-        weight *= share(other_low, other_high, other_place, query_place, place, length, ROUNDS, False)
+        weight *= share(other_low, other_high, other_index, query_index, index, length, ROUNDS, False)
     fade = tl.exp2(top - base)
     v_tile = gather(v, key, v_stride, inside, HEAD_DIM, BLOCK_D)
     out = out * fade[:, None] + dot(weight.to(v_tile.dtype), v_tile, PRECISION)
@@ -241,13 +241,13 @@ def attend(
 
 @triton.jit
 def after(start, low, high):
-    """The first place from `start` on that some query sees, NOWHERE if there is none."""
+    """The first index from `start` on that some query sees, NOWHERE if there is none."""
     return tl.min(tl.where(high > tl.maximum(low, start), tl.maximum(low, start), NOWHERE))
 
 
 @triton.jit(do_not_specialize=["round_"])
 def forward(
-    q, k, v, partial, out, lse2, lse, query_order, key_order, lows, highs, other_low, other_high, other_place, q_batch,
+    q, k, v, partial, out, lse2, lse, query_order, key_order, lows, highs, other_low, other_high, other_index, q_batch,
     q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride, out_batch, out_head, out_stride, heads,
     sharing, length, round_, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr,
@@ -262,18 +262,18 @@ def forward(
     blocks = tl.cdiv(length, QUERIES)
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     layout = (row // sharing).to(tl.int64) * ROUNDS * length
-    here = layout + round_ * length
-    place = block * QUERIES + tl.arange(0, QUERIES)
-    inside = place < length
-    query = token_at(query_order, here, place, inside)
-    low = tl.load(lows + here + place, mask=inside, other=NOWHERE)
+    origin = layout + round_ * length
+    index = block * QUERIES + tl.arange(0, QUERIES)
+    inside = index < length
+    query = token_at(query_order, origin, index, inside)
+    low = tl.load(lows + origin + index, mask=inside, other=NOWHERE)
     real = low < NOWHERE
-    high = tl.where(real, tl.load(highs + here + place, mask=inside, other=0), 0)
+    high = tl.where(real, tl.load(highs + origin + index, mask=inside, other=0), 0)
     k_row, v_row = row_of(k, row, heads, k_batch, k_head), row_of(v, row, heads, v_batch, v_head)
     q_tile = gather(row_of(q, row, heads, q_batch, q_head), query, q_stride, real, HEAD_DIM, BLOCK_D)
     if COUNT:
         others = (row // sharing).to(tl.int64) * (ROUNDS - 1) * length
-        other_low, other_high, other_place = other_low + others, other_high + others, other_place + others
+        other_low, other_high, other_index = other_low + others, other_high + others, other_index + others
     statistic = row.to(tl.int64) * length + query
     top = tl.full([QUERIES], -float("inf"), tl.float32)
     result = tl.zeros([QUERIES, BLOCK_D], tl.float32)
@@ -287,24 +287,24 @@ def forward(
         start = after(0, low, high)
         while start < length:
             top, total, result = attend(
-                q_tile, top, total, result, start, low, high, place, query, k_row, v_row, key_order, other_low,
-                other_high, other_place, here, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS, ROUNDS,
+                q_tile, top, total, result, start, low, high, index, query, k_row, v_row, key_order, other_low,
+                other_high, other_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS, ROUNDS,
                 COUNT, RULE, PRECISION,
             )  # fmt: skip
             start = after(start + KEYS, low, high)
     else:
         for start in range(tl.min(low), tl.max(high), KEYS):
             top, total, result = attend(
-                q_tile, top, total, result, start, low, high, place, query, k_row, v_row, key_order, other_low,
-                other_high, other_place, here, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS, ROUNDS,
+                q_tile, top, total, result, start, low, high, index, query, k_row, v_row, key_order, other_low,
+                other_high, other_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS, ROUNDS,
                 COUNT, RULE, PRECISION,
             )  # fmt: skip
-    query = token_at(query_order, here, place, inside)  # again: kept, it would cost registers
+    query = token_at(query_order, origin, index, inside)  # again: kept, it would cost registers
     statistic = row.to(tl.int64) * length + query
-    found = total != 0  # NaN too
-    total = tl.where(found, total, 1.0)
+    nonzero = total != 0  # NaN too
+    total = tl.where(nonzero, total, 1.0)
     result = result / total[:, None]
-    end = tl.where(found, top + tl.log2(total), -float("inf"))
+    end = tl.where(nonzero, top + tl.log2(total), -float("inf"))
     natural = end * LN2
     if SELF and round_ == ROUNDS - 1:
         lonely = inside & real & (end == -float("inf"))
@@ -342,7 +342,7 @@ def products(
 
 @triton.jit
 def score_gradient(
-    a, b, c, d, lse2, delta, seen, part, scale, COUNT: tl.constexpr, PRECISION: tl.constexpr,
+    a, b, c, d, lse2, delta, shown, part, scale, COUNT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The weights of pairs and the gradients of their scores: scores are scale·a·bᵀ, gradients of weights c·dᵀ. COUNT:
     0, 1, or 2 in a share of the pairs.
@@ -350,9 +350,9 @@ def score_gradient(
     score = dot(a, tl.trans(b), PRECISION) * (scale * LOG2E)
     # Nothing weighs more than 1: were it not for this, scores of 1e8, known to 8, could give exp(8).
     if COUNT == 2:  # before it is divided a pair may, where others have its other rounds
-        weight = tl.minimum(tl.where(seen, tl.exp2(score - lse2) * part, 0.0), 1.0)
+        weight = tl.minimum(tl.where(shown, tl.exp2(score - lse2) * part, 0.0), 1.0)
     else:
-        weight = tl.where(seen, tl.exp2(tl.minimum(score - lse2, 0.0)), 0.0)
+        weight = tl.where(shown, tl.exp2(tl.minimum(score - lse2, 0.0)), 0.0)
         if COUNT:
             weight *= part
     return weight, weight * (dot(c, tl.trans(d), PRECISION) - delta)
@@ -360,22 +360,22 @@ def score_gradient(
 
 @triton.jit
 def query_step(
-    dq, q, grad, lse2, delta, start, low, high, query_place, query, k, v, key_order, other_low, other_high,
-    other_place, here, k_stride, v_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    dq, q, grad, lse2, delta, start, low, high, query_index, query, k, v, key_order, other_low, other_high,
+    other_index, origin, k_stride, v_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     KEYS: tl.constexpr, ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return dq / scale with what the keys at places `start` and after add."""
-    place = start + tl.arange(0, KEYS)
-    inside = place < length
-    key = token_at(key_order, here, place, inside)
+    index = start + tl.arange(0, KEYS)
+    inside = index < length
+    key = token_at(key_order, origin, index, inside)
     k_tile = gather(k, key, k_stride, inside, HEAD_DIM, BLOCK_D)
     v_tile = gather(v, key, v_stride, inside, HEAD_DIM, BLOCK_D)
-    seen = visible(low, high, place, query, key, RULE, False)
+    shown = visible(low, high, index, query, key, RULE, False)
     part = 1.0
     if COUNT:
-        part = share(other_low, other_high, other_place, query_place, place, length, ROUNDS, False)
+        part = share(other_low, other_high, other_index, query_index, index, length, ROUNDS, False)
     _, slope = score_gradient(
-        q, k_tile, grad, v_tile, lse2[:, None], delta[:, None], seen, part, scale, COUNT, PRECISION,
+        q, k_tile, grad, v_tile, lse2[:, None], delta[:, None], shown, part, scale, COUNT, PRECISION,
     )  # fmt: skip
     return dq + dot(slope.to(k_tile.dtype), k_tile, PRECISION)
 
@@ -383,7 +383,7 @@ def query_step(
 @triton.jit(do_not_specialize=["round_"])
 def query_gradient(
     q, k, v, grad, grad_lse, lse2, delta, sorted_level, sorted_delta, partial, dq, query_order, key_order, lows, highs,
-    other_low, other_high, other_place, q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
+    other_low, other_high, other_index, q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
     grad_batch, grad_head, grad_stride, dq_batch, dq_head, dq_stride, heads, sharing, length, round_, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, ROUNDS: tl.constexpr,
     COUNT: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr, SELF: tl.constexpr, PRECISION: tl.constexpr,
@@ -394,13 +394,13 @@ def query_gradient(
     blocks = tl.cdiv(length, QUERIES)
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     layout = (row // sharing).to(tl.int64) * ROUNDS * length
-    here = layout + round_ * length
-    place = block * QUERIES + tl.arange(0, QUERIES)
-    inside = place < length
-    query = token_at(query_order, here, place, inside)
-    low = tl.load(lows + here + place, mask=inside, other=NOWHERE)
+    origin = layout + round_ * length
+    index = block * QUERIES + tl.arange(0, QUERIES)
+    inside = index < length
+    query = token_at(query_order, origin, index, inside)
+    low = tl.load(lows + origin + index, mask=inside, other=NOWHERE)
     real = low < NOWHERE
-    high = tl.where(real, tl.load(highs + here + place, mask=inside, other=0), 0)
+    high = tl.where(real, tl.load(highs + origin + index, mask=inside, other=0), 0)
     k_row, v_row = row_of(k, row, heads, k_batch, k_head), row_of(v, row, heads, v_batch, v_head)
     q_tile = gather(row_of(q, row, heads, q_batch, q_head), query, q_stride, real, HEAD_DIM, BLOCK_D)
     grad_tile = gather(row_of(grad, row, heads, grad_batch, grad_head), query, grad_stride, real, HEAD_DIM, BLOCK_D)
@@ -408,30 +408,30 @@ def query_gradient(
     end = tl.load(lse2 + statistic, mask=real, other=0.0)
     common = tl.load(delta + statistic, mask=real, other=0.0)
     if sorted_level is not None:
-        tl.store(sorted_level + row.to(tl.int64) * length + place, end, mask=inside)
-        tl.store(sorted_delta + row.to(tl.int64) * length + place, common, mask=inside)
+        tl.store(sorted_level + row.to(tl.int64) * length + index, end, mask=inside)
+        tl.store(sorted_delta + row.to(tl.int64) * length + index, common, mask=inside)
     if COUNT:
         others = (row // sharing).to(tl.int64) * (ROUNDS - 1) * length
-        other_low, other_high, other_place = other_low + others, other_high + others, other_place + others
+        other_low, other_high, other_index = other_low + others, other_high + others, other_index + others
     result = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     if JUMP:
         start = after(0, low, high)
         while start < length:
             result = query_step(
-                result, q_tile, grad_tile, end, common, start, low, high, place, query, k_row, v_row, key_order,
-                other_low, other_high, other_place, here, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS,
+                result, q_tile, grad_tile, end, common, start, low, high, index, query, k_row, v_row, key_order,
+                other_low, other_high, other_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS,
                 ROUNDS, COUNT, RULE, PRECISION,
             )  # fmt: skip
             start = after(start + KEYS, low, high)
     else:
         for start in range(tl.min(low), tl.max(high), KEYS):
             result = query_step(
-                result, q_tile, grad_tile, end, common, start, low, high, place, query, k_row, v_row, key_order,
-                other_low, other_high, other_place, here, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS,
+                result, q_tile, grad_tile, end, common, start, low, high, index, query, k_row, v_row, key_order,
+                other_low, other_high, other_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS,
                 ROUNDS, COUNT, RULE, PRECISION,
             )  # fmt: skip
     result *= scale
-    query = token_at(query_order, here, place, inside)  # again: kept, it would cost registers
+    query = token_at(query_order, origin, index, inside)  # again: kept, it would cost registers
     if ROUNDS > 1:
         partial = row_of(partial, row, heads, dq_batch, dq_head)
         if round_ > 0:
@@ -448,27 +448,27 @@ def query_gradient(
 
 @triton.jit
 def key_step(
-    dk, dv, k, v, key_place, key, start, q, grad, lse2, delta, query_order, lows, highs, other_low, other_high,
-    other_place, here, q_stride, grad_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    dk, dv, k, v, key_index, key, start, q, grad, lse2, delta, query_order, lows, highs, other_low, other_high,
+    other_index, origin, q_stride, grad_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     QUERIES: tl.constexpr, ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return dk / scale and dv with what the queries at places `start` and after add."""
-    place = start + tl.arange(0, QUERIES)
-    inside = place < length
-    query = token_at(query_order, here, place, inside)
-    low = tl.load(lows + here + place, mask=inside, other=NOWHERE)
+    index = start + tl.arange(0, QUERIES)
+    inside = index < length
+    query = token_at(query_order, origin, index, inside)
+    low = tl.load(lows + origin + index, mask=inside, other=NOWHERE)
     real = low < NOWHERE
-    high = tl.load(highs + here + place, mask=real, other=0)
+    high = tl.load(highs + origin + index, mask=real, other=0)
     q_tile = gather(q, query, q_stride, real, HEAD_DIM, BLOCK_D)
     grad_tile = gather(grad, query, grad_stride, real, HEAD_DIM, BLOCK_D)
-    end = tl.load(lse2 + place, mask=real, other=0.0)
-    common = tl.load(delta + place, mask=real, other=0.0)
-    seen = visible(low, high, key_place, query, key, RULE, True)
+    end = tl.load(lse2 + index, mask=real, other=0.0)
+    common = tl.load(delta + index, mask=real, other=0.0)
+    shown = visible(low, high, key_index, query, key, RULE, True)
     part = 1.0
     if COUNT:
-        part = share(other_low, other_high, other_place, place, key_place, length, ROUNDS, True)
+        part = share(other_low, other_high, other_index, index, key_index, length, ROUNDS, True)
     weight, slope = score_gradient(
-        k, q_tile, v, grad_tile, end[None, :], common[None, :], seen, part, scale, COUNT, PRECISION,
+        k, q_tile, v, grad_tile, end[None, :], common[None, :], shown, part, scale, COUNT, PRECISION,
     )  # fmt: skip
     dv += dot(weight.to(grad_tile.dtype), grad_tile, PRECISION)
     return dk + dot(slope.to(q_tile.dtype), q_tile, PRECISION), dv
@@ -477,7 +477,7 @@ def key_step(
 @triton.jit(do_not_specialize=["round_"])
 def key_gradient(
     q, k, v, grad, grad_lse, token_level, lse2, delta, partial_k, partial_v, dk, dv, query_order, key_order, lows,
-    highs, other_low, other_high, other_place, first_query, end_query, q_batch, q_head, q_stride, k_batch, k_head,
+    highs, other_low, other_high, other_index, first_query, end_query, q_batch, q_head, q_stride, k_batch, k_head,
     k_stride, v_batch, v_head, v_stride, grad_batch, grad_head, grad_stride, dk_batch, dk_head, dk_stride, heads,
     sharing, length, round_, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr,
@@ -490,10 +490,10 @@ def key_gradient(
     blocks = tl.cdiv(length, KEYS)
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     layout = (row // sharing).to(tl.int64) * ROUNDS * length
-    here = layout + round_ * length
-    place = block * KEYS + tl.arange(0, KEYS)
-    inside = place < length
-    key = token_at(key_order, here, place, inside)
+    origin = layout + round_ * length
+    index = block * KEYS + tl.arange(0, KEYS)
+    inside = index < length
+    key = token_at(key_order, origin, index, inside)
     q_row = row_of(q, row, heads, q_batch, q_head)
     grad_row = row_of(grad, row, heads, grad_batch, grad_head)
     k_tile = gather(row_of(k, row, heads, k_batch, k_head), key, k_stride, inside, HEAD_DIM, BLOCK_D)
@@ -501,18 +501,18 @@ def key_gradient(
     statistics = row.to(tl.int64) * length
     if COUNT:
         others = (row // sharing).to(tl.int64) * (ROUNDS - 1) * length
-        other_low, other_high, other_place = other_low + others, other_high + others, other_place + others
+        other_low, other_high, other_index = other_low + others, other_high + others, other_index + others
     meeting = ((row // sharing) * ROUNDS + round_) * blocks + block
     to_k = tl.zeros([KEYS, BLOCK_D], tl.float32)
     to_v = tl.zeros([KEYS, BLOCK_D], tl.float32)
     for start in range(tl.load(first_query + meeting), tl.load(end_query + meeting), QUERIES):
         to_k, to_v = key_step(
-            to_k, to_v, k_tile, v_tile, place, key, start, q_row, grad_row, lse2 + statistics, delta + statistics,
-            query_order, lows, highs, other_low, other_high, other_place, here, q_stride, grad_stride, length, scale,
+            to_k, to_v, k_tile, v_tile, index, key, start, q_row, grad_row, lse2 + statistics, delta + statistics,
+            query_order, lows, highs, other_low, other_high, other_index, origin, q_stride, grad_stride, length, scale,
             HEAD_DIM, BLOCK_D, QUERIES, ROUNDS, COUNT, RULE, PRECISION,
         )  # fmt: skip
     to_k *= scale
-    key = token_at(key_order, here, place, inside)  # again: kept, it would cost registers
+    key = token_at(key_order, origin, index, inside)  # again: kept, it would cost registers
     if ROUNDS > 1:
         partial_k = row_of(partial_k, row, heads, dk_batch, dk_head)
         partial_v = row_of(partial_v, row, heads, dk_batch, dk_head)

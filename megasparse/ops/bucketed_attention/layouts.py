@@ -243,7 +243,7 @@ class SortedRound:
 
     Attributes:
         token: (G, P), the tokens in order.
-        own, earlier: for this round, and for earlier ones that hide its pairs, slots of each tile's keys
+        window, earlier: for this round, and for earlier ones that hide its pairs, slots of each tile's keys
             (G, tiles, 1, K), and low and high of its queries (G, tiles, T, 1), which see the slots low < slot <= high.
         order_hides: (T, K), 1 where the order of places alone hides a tile's key from its query; or None.
         position: positions of each tile's keys and queries where a causal window mixes buckets; or None.
@@ -257,8 +257,8 @@ class SortedRound:
         group, _, self.length = rows.layout.order.shape
         self.tiles = -(-self.length // self.tile)
         # An empty place repeats a token of its own row, so that a number that is not finite stays in its row.
-        place = torch.arange(-self.lead, self.tile * (self.tiles + ahead), device=device)
-        index = rows.layout.order[:, number].index_select(1, place.clamp_(0, self.length - 1)).long()  # (G, P)
+        sorted_index = torch.arange(-self.lead, self.tile * (self.tiles + ahead), device=device)
+        index = rows.layout.order[:, number].index_select(1, sorted_index.clamp_(0, self.length - 1)).long()  # (G, P)
         self.token = index + torch.arange(group, device=device)[:, None] * self.length
         slot: Tensor = rows.layout.slot  # type: ignore[union-attr]
         dtype = rows.dtype if max(int(slot.amax()), self.length) < EXACT else torch.float64
@@ -267,13 +267,13 @@ class SortedRound:
         after = width - 1 if spec.window.two_sided(spec.causal) else 0
         self.earlier = [self._ranges(x, x - width, x + after) for x in slots[:-1]]
         # In this round empty places neither see nor are seen, and queries of other shares do not see.
-        own, low, high = slots[-1], slots[-1] - width, slots[-1] + after
+        slot_of_round, low, high = slots[-1], slots[-1] - width, slots[-1] + after
         places = spec.places(self.length)
         low[:, : self.lead + places.start] = torch.inf
         low[:, self.lead + places.stop :] = torch.inf
-        own[:, : self.lead] = -torch.inf
-        own[:, self.lead + self.length :] = -torch.inf
-        self.own = self._ranges(own, low, high)
+        slot_of_round[:, : self.lead] = -torch.inf
+        slot_of_round[:, self.lead + self.length :] = -torch.inf
+        self.window = self._ranges(slot_of_round, low, high)
         # A bucket's tokens are in the order of positions: all that a causal query may see is sorted before it.
         self.in_order = spec.causal and spec.window.same_bucket
         query = torch.arange(self.tile, device=device)[:, None]
@@ -331,7 +331,7 @@ class SortedBlock(Block):
 
     def hidden(self) -> Tensor:
         round_ = self.round
-        slot, low, high = (x[:, self.tiles] for x in round_.own)
+        slot, low, high = (x[:, self.tiles] for x in round_.window)
         hidden, above, below = (slot.new_empty(*low.shape[:3], slot.shape[3]) for _ in range(3))
         torch.le(slot, low, out=hidden)
         if not round_.in_order:
@@ -349,11 +349,11 @@ class SortedBlock(Block):
 
 class RangeLayout(NamedTuple):
     """Each query's range of sorted keys, (B, H, R, L) int32, or (B, 1, R, L) where all heads have the same codes.
-    order: the key at each sorted place. place: its inverse. low, high: a query sees the places [low, high).
+    order: the key at each sorted place. rank: its inverse. low, high: a query sees the places [low, high).
     """
 
     order: Tensor
-    place: Tensor
+    rank: Tensor
     low: Tensor
     high: Tensor
 
@@ -400,7 +400,7 @@ class RangeRound:
         queries, row: tokens of each tile, (tiles, T), and its row.
         real: (tiles, T) bool, False for places that repeat a row's last query; None where there are none.
         first, end: (tiles), the run of sorted keys of each tile.
-        low, high: by token, the range of its keys; earlier: (place, low, high) of the rounds that hide its pairs.
+        low, high: by token, the range of its keys; earlier: (rank, low, high) of the rounds that hide its pairs.
     """
 
     def __init__(self, rows: Rows, number: int):
@@ -412,9 +412,9 @@ class RangeRound:
         tile, places, device = tile_size(rows.spec.window), rows.spec.places(self.length), order.device
         query = places.start + high[:, places.start : places.stop].argsort(dim=-1, stable=True)  # (G, N)
         tiles = -(-query.shape[1] // tile)
-        place = torch.arange(tiles * tile, device=device)
-        self.real = None if len(place) == query.shape[1] else (place < query.shape[1]).expand(group, -1)
-        query = query.index_select(1, place.clamp_max_(query.shape[1] - 1))
+        index = torch.arange(tiles * tile, device=device)
+        self.real = None if len(index) == query.shape[1] else (index < query.shape[1]).expand(group, -1)
+        query = query.index_select(1, index.clamp_max_(query.shape[1] - 1))
         first, end = low.gather(1, query), high.gather(1, query)
         self.first, self.end = first.view(-1, tile).amin(1), end.view(-1, tile).amax(1)
         self.order = order
@@ -434,11 +434,11 @@ class RangeBlock(Block):
         self.round, self.first_round, self.length, self.dtype = round_, first_round, round_.length, round_.rows_dtype
         self.query_tokens = round_.queries[tiles]  # (n, T)
         self.real = None if round_.real is None else round_.real[tiles]
-        place = round_.first[tiles, None] + torch.arange(run, device=tiles.device)  # (n, K)
+        index = round_.first[tiles, None] + torch.arange(run, device=tiles.device)  # (n, K)
         row = round_.row[tiles, None] * round_.length
-        inside = torch.minimum(place, round_.end[tiles, None] - 1)  # a place after a tile's run repeats its last key
+        inside = torch.minimum(index, round_.end[tiles, None] - 1)  # a place after a tile's run repeats its last key
         self.key_tokens = row + round_.order.flatten()[row + inside]
-        self.place = place.to(round_.dtype)
+        self.index = index.to(round_.dtype)
 
     def query_tiles(self, x: Tensor) -> Tensor:
         return x
@@ -458,14 +458,14 @@ class RangeBlock(Block):
         x.flatten(0, 1).index_add_(0, self.key_tokens.flatten(), total.flatten(0, 1))
 
     def hidden(self) -> Tensor:
-        round_, place = self.round, self.place.unsqueeze(1)
-        hidden, above, below = (place.new_empty(*self.query_tokens.shape, place.shape[2]) for _ in range(3))
-        torch.lt(place, round_.low[self.query_tokens].unsqueeze(-1), out=hidden)
-        hidden += torch.ge(place, round_.high[self.query_tokens].unsqueeze(-1), out=above)
+        round_, index = self.round, self.index.unsqueeze(1)
+        hidden, above, below = (index.new_empty(*self.query_tokens.shape, index.shape[2]) for _ in range(3))
+        torch.lt(index, round_.low[self.query_tokens].unsqueeze(-1), out=hidden)
+        hidden += torch.ge(index, round_.high[self.query_tokens].unsqueeze(-1), out=above)
         if round_.exclude_self:
             hidden += torch.eq(self.key_tokens.unsqueeze(1), self.query_tokens.unsqueeze(2), out=above)
         for places, low, high in round_.earlier:
-            place = places[self.key_tokens].unsqueeze(1)
+            index = places[self.key_tokens].unsqueeze(1)
             low, high = (x[self.query_tokens].unsqueeze(-1) for x in (low, high))
-            hidden.addcmul_(torch.ge(place, low, out=above), torch.lt(place, high, out=below))
+            hidden.addcmul_(torch.ge(index, low, out=above), torch.lt(index, high, out=below))
         return hidden

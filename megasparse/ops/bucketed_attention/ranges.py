@@ -44,21 +44,21 @@ def windows_by_key_rank(
     for start in range(0, queries, step):
         piece = slice(start, start + step)
         for r, range_ in enumerate(ranges):
-            place = range_.low[:, :, piece, None] + column  # (B, H, l, W)
-            visible = place < range_.high[:, :, piece, None]
-            key = _pick(range_.order, place.clamp_max_(key_codes.shape[-1] - 1))
+            key_index = range_.low[:, :, piece, None] + column  # (B, H, l, W)
+            visible = key_index < range_.high[:, :, piece, None]
+            key = _pick(range_.order, key_index.clamp_max_(key_codes.shape[-1] - 1))
             for earlier in ranges[:r] if distinct else []:
-                other = _pick(earlier.place, key)
+                other = _pick(earlier.rank, key)
                 visible &= (other < earlier.low[:, :, piece, None]) | (other >= earlier.high[:, :, piece, None])
             index[:, :, piece, r] = key.masked_fill_(~visible, -1)
     return index.flatten(3)
 
 
 class KeyRange(NamedTuple):
-    """One round. order: (B, H, Lk), keys by sorted place; place: its inverse. A query sees places [low, high)."""
+    """One round. order: (B, H, Lk), keys by sorted place; rank: its inverse. A query sees places [low, high)."""
 
     order: Tensor
-    place: Tensor
+    rank: Tensor
     low: Tensor
     high: Tensor
 
@@ -92,10 +92,10 @@ def key_range(
     nearest = count.clamp(first, end)  # an empty group has first = end
     low = torch.maximum(nearest - chunk, first)
     high = nearest if causal else torch.minimum(nearest + chunk, end)
-    place = torch.empty_like(order).scatter_(
+    rank = torch.empty_like(order).scatter_(
         -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
     )
-    return KeyRange(order, place, low, high)
+    return KeyRange(order, rank, low, high)
 
 
 def _pick(x: Tensor, index: Tensor) -> Tensor:
