@@ -106,16 +106,6 @@ def test_adapters_learn_go_on_and_come_out_merged(decoder, tmp_path, capsys):
     torch.testing.assert_close(logits_of(theirs, read), logits[0], rtol=1e-4, atol=1e-4)
 
 
-def test_the_mean_of_adapters_is_that_of_their_products(decoder, tmp_path):
-    go_on(tmp_path / "run", decoder, books(tmp_path / "books"), **{"checkpoint.every": 2, "checkpoint.keep": 2})
-    run(door("average"), tmp_path / "run", "--last", 2, "--output", tmp_path / "mean")
-    products = [product(Checkpoint.open(tmp_path / "run" / "checkpoints" / f"{step:08}")) for step in (2, 4)]
-    model, settings, _, _ = restore(tmp_path / "mean")
-    expected = at_start(tmp_path / "run") + sum(products) / 2
-    torch.testing.assert_close(dict(model.named_parameters())[f"{QUERY}.weight"], expected)
-    assert settings.lora is None and (products[0] - products[1]).abs().max() > 1e-3
-
-
 def test_adapters_want_weights_that_they_belong_to(decoder, tmp_path, capsys):
     texts = books(tmp_path / "books")
     sets = [word for key, value in QUICK.items() for word in ("--set", f"{key}={value}")]

@@ -27,7 +27,7 @@ def test_pretraining_goes_on_where_it_stopped(tmp_path):
         "training": {"steps": 3, "global_batch": 2, "micro_batch": 2},
     }
     config = build_config(settings, [])
-    _, plan, _, trial = pretrain_dry_run(config)  # what needs no step comes before the step
+    plan, _, trial = pretrain_dry_run(config)  # what needs no step comes before the step
     assert "planned" in plan and "untrained" in trial and not run.exists()
     handlers = [signal.getsignal(number) for number in STOPPING]
     assert pretrain(config, stop_at=2) == RunResult(run, 2, complete=False)
