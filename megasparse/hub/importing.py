@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -41,50 +41,42 @@ def write_checkpoint(
     Raises HubError where OUTPUT exists, cannot be written, or a tensor is missing, unexpected, of another shape or not
     finite.
     """
-    output = Path(output)
-    fragments = cast(list[Fragment], _fragments(config, tensors))
-    manifest = {
-        "config": json.loads(config.model_dump_json()),
-        "tokenizer": identity(config.data.tokenizer if tokenizer is None else str(tokenizer)),
-    }
-    with appearing(output) as temporary:
-        write_weights(temporary / FIRST, fragments, manifest)
-        write_file(temporary / "config.json", (config.model_dump_json(indent=2) + "\n").encode())
-        if tokenizer is not None:
-            write_file(temporary / Path(config.data.tokenizer).name, tokenizer.read_bytes())
-        for name, content in (files or {}).items():
-            write_file(temporary / name, content.encode() if isinstance(content, str) else content)
+    output, name, expected = Path(output), "rank-00000.safetensors", shapes(config.model)
+    for weight in tensors:
+        if weight not in expected:
+            raise HubError(weight, "is no weight of the model", "Give a model with its own config.json")
+    for weight in expected:
+        if weight not in tensors:
+            raise HubError(weight, "a weight of the model, is missing", "Give a model with its own config.json")
+    fragments = [_Unread(weight, shape, tensors[weight]) for weight, shape in expected.items()]
+    written = {"config.json": (config.model_dump_json(indent=2) + "\n").encode(), **(files or {})}
+    if tokenizer is not None:
+        written[Path(config.data.tokenizer).name] = tokenizer.read_bytes()
+    with appearing(output) as folder:
+        make_folder(folder / FIRST)
+        file = RankFile(cast(list[Fragment], fragments))
+        digest = file.write(folder / FIRST / name, lambda: None)
+        pieces = {part: {"shape": shape, "pieces": [{"file": name, **piece}]} for _, part, shape, piece in file.pieces}
+        manifest = {
+            "format": FORMAT,
+            "step": 0,
+            "sequences": 0,
+            "state": {},
+            "optimizer_steps": 0,
+            "world_size": 1,
+            "data_fingerprint": NO_DATA,
+            "versions": versions(),
+            "files": {name: {"bytes": file.bytes, "sha256": digest}},
+            "tensors": {"weight": pieces},
+            "config": json.loads(config.model_dump_json()),
+            "tokenizer": identity(config.data.tokenizer if tokenizer is None else str(tokenizer)),
+        }
+        written[str(FIRST / MANIFEST)] = seal(manifest)
+        for path, content in written.items():
+            raw = content.encode() if isinstance(content, str) else content
+            with durable(folder / path, len(raw)) as out:
+                out.write(raw)
     return output / FIRST
-
-
-def write_weights(path: Path, fragments: list[Fragment], manifest: dict[str, Any]) -> None:
-    """Write the folder of a checkpoint of whole weights alone. manifest: its configuration and tokenizer, and what is
-    not that of a checkpoint before the first step.
-    """
-    name = "rank-00000.safetensors"
-    make_folder(path)
-    file = RankFile(fragments)
-    digest = file.write(path / name, lambda: None)
-    weights = {part: {"shape": shape, "pieces": [{"file": name, **piece}]} for _, part, shape, piece in file.pieces}
-    whole = {
-        "format": FORMAT,
-        "step": 0,
-        "sequences": 0,
-        "state": {},
-        "optimizer_steps": 0,
-        "world_size": 1,
-        "data_fingerprint": NO_DATA,
-        "versions": versions(),
-        "files": {name: {"bytes": file.bytes, "sha256": digest}},
-        "tensors": {"weight": weights},
-        **manifest,
-    }
-    write_file(path / MANIFEST, seal(whole).encode())
-
-
-def write_file(path: Path, content: bytes) -> None:
-    with durable(path, len(content)) as file:
-        file.write(content)
 
 
 def turned(tensors: Mapping[str, Callable[[], Tensor]], first: int) -> dict[str, Callable[[], Tensor]]:
@@ -113,19 +105,6 @@ class _Unread:
         if not value.isfinite().all():
             raise HubError(self.name, "holds a number that is not finite", "Give a model that is sound")
         return value.detach().to(torch.float32).contiguous().view(-1)
-
-
-def _fragments(config: Config, tensors: Mapping[str, Callable[[], Tensor]]) -> list[_Unread]:
-    """A fragment for each parameter and persistent buffer of the model, in its order."""
-    expected = shapes(config.model)
-    hint = "Give a model with its own config.json"
-    for name in tensors:
-        if name not in expected:
-            raise HubError(name, "is no weight of the model", hint)
-    for name in expected:
-        if name not in tensors:
-            raise HubError(name, "a weight of the model, is missing", hint)
-    return [_Unread(name, shape, tensors[name]) for name, shape in expected.items()]
 
 
 def identity(name: str) -> dict[str, str]:
