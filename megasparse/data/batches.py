@@ -271,16 +271,13 @@ class TrainingBatches(Steps):
         while True:
             after = position + self.global_batch
             firsts = [position + (m * self.world_size + self.rank) * self.micro_batch for m in range(micro_batches)]
-            yield self._read_step(firsts, after)
+            yield Step([self._read_micro_batch(first, after) for first in firsts], after, 0.0)
             position = after
 
-    def _read_step(self, firsts: list[int], position: int) -> Step:
-        micro_batches = []
-        for first in firsts:
-            samples = range(first, first + self.micro_batch)
-            rows = [self.corpora[corpus].read(number) for corpus, number in map(self.mixture.locate, samples)]
-            micro_batches.append(Batch(torch.stack(rows), torch.tensor(samples), position))
-        return Step(micro_batches, position, 0.0)
+    def _read_micro_batch(self, first: int, position: int) -> Batch:
+        samples = range(first, first + self.micro_batch)
+        rows = [self.corpora[corpus].read(number) for corpus, number in map(self.mixture.locate, samples)]
+        return Batch(torch.stack(rows), torch.tensor(samples), position)
 
     def close(self) -> None:
         """End the background thread and close the shards. May be called twice.

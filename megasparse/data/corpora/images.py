@@ -68,8 +68,11 @@ class PixelEncoder(Encoder):
     def encode(self, piece: bytes) -> Encoded:
         """Raise DataError naming an image that is damaged, of another size, or has not just three colours."""
         name, _, content = piece.partition(b"\0")
-        pixels = decode(name.decode(), content, self.side) if name else interleave(content, self.side)
-        tokens = np.frombuffer(pixels, dtype=np.uint8)
+        if name:
+            tokens = np.frombuffer(decode(name.decode(), content, self.side), dtype=np.uint8)
+        else:  # (images, 3, S, S) -> (images, S, S, 3)
+            planes = np.frombuffer(content, dtype=np.uint8).reshape(-1, 3, self.side, self.side)
+            tokens = np.ascontiguousarray(planes.transpose(0, 2, 3, 1)).reshape(-1)
         return Encoded(tokens, tokens.size, 0)
 
 
@@ -81,11 +84,6 @@ def file_piece(name: str, content: bytes) -> bytes:
 def planar_piece(planes: bytes) -> bytes:
     """Return the piece of images of uint8 (3, S, S) each, one after another."""
     return b"\0" + planes
-
-
-def interleave(planes: bytes, side: int) -> bytes:
-    """Turn (images, 3, S, S) into (images, S, S, 3)."""
-    return np.frombuffer(planes, dtype=np.uint8).reshape(-1, 3, side, side).transpose(0, 2, 3, 1).tobytes()
 
 
 def decode(name: str, content: bytes, side: int) -> bytes:
@@ -200,14 +198,14 @@ def members(path: Path, most: int = 1 << 26) -> Iterator[tuple[tarfile.TarInfo, 
                     return
                 except tarfile.HeaderError as error:  # type: ignore[attr-defined]
                     raise tarfile.ReadError(f"there is no valid header at byte {tar.offset} ({error})") from None
-            yield member, partial(_content, path, tar, member, most)
 
+            def read(member: tarfile.TarInfo = member) -> bytes:
+                with reading(path):
+                    file = tar.extractfile(member)
+                    assert file is not None  # it is a regular file
+                    return file.read(most)
 
-def _content(path: Path, tar: tarfile.TarFile, member: tarfile.TarInfo, most: int) -> bytes:
-    with reading(path):
-        file = tar.extractfile(member)
-        assert file is not None  # it is a regular file
-        return file.read(most)
+            yield member, read
 
 
 @contextmanager
@@ -319,13 +317,12 @@ def hold_out(labels: Sequence[str], every: int) -> list[str]:
 
 def labelled(source: Source, labels: Sequence[str]) -> CorpusSplits:
     """Return the splits of a source's images by the label of each."""
-    present = set(labels)
-    return ((name, [_chosen(source, labels, name)]) for name in NAMES if name in present)
 
+    def pieces(name: str) -> Iterator[bytes]:
+        for label, image in zip_longest(labels, image_files(source)):
+            if label is None or image is None:
+                raise DataError(source.name, "it changed while it was read", UNCHANGED)
+            if label == name:
+                yield file_piece(image.name, image.read())
 
-def _chosen(source: Source, labels: Sequence[str], name: str) -> Iterator[bytes]:
-    for label, image in zip_longest(labels, image_files(source)):
-        if label is None or image is None:
-            raise DataError(source.name, "it changed while it was read", UNCHANGED)
-        if label == name:
-            yield file_piece(image.name, image.read())
+    return ((name, [pieces(name)]) for name in NAMES if name in labels)
