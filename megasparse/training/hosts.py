@@ -146,8 +146,8 @@ class HostsLeft:
         host, port = self.whole.address
         if members[0] != 0:
             host = next(beat.address for beat in self._living() if beat.node == members[0])
-        size, place = self._largest(len(members)), members.index(self._own.node)
-        return replace(self.whole, nodes=len(members), node_rank=place, address=(host, port), total=size)
+        size, rank = self._largest(len(members)), members.index(self._own.node)
+        return replace(self.whole, nodes=len(members), node_rank=rank, address=(host, port), total=size)
 
     def _living(self) -> list[HostBeat]:
         """This host and those that have not vanished and go on."""
@@ -190,9 +190,9 @@ class HostsLeft:
 def own_address(first: tuple[str, int]) -> str:
     """The address by which this host reaches the first one, and the others this host."""
     with suppress(OSError):
-        family, kind, _, _, place = socket.getaddrinfo(*first, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, address = socket.getaddrinfo(*first, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(place)  # sends nothing
+            probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])
     return socket.gethostname()
 

@@ -63,11 +63,11 @@ class Ranks:
         """The JSON value of every rank, in the order of the ranks, on every rank. Waits for all of them."""
         if self.world_size == 1:
             return [value]
-        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world_size)]
-        torch.distributed.all_gather(sizes, torch.tensor([own.numel()], device=self.device))
+        torch.distributed.all_gather(sizes, torch.tensor([message.numel()], device=self.device))
         longest = max(int(size) for size in sizes)
-        padded = torch.nn.functional.pad(own, (0, longest - own.numel()))
+        padded = torch.nn.functional.pad(message, (0, longest - message.numel()))
         texts = [torch.empty_like(padded) for _ in range(self.world_size)]
         torch.distributed.all_gather(texts, padded)
         return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
@@ -184,9 +184,9 @@ def _meet(run: RunConfig, device: torch.device) -> None:
     ):
         os.environ.setdefault(name, value)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        with _patience(place, START * run.hang_timeout):
+        with _patience(address, START * run.hang_timeout):
             if torch.distributed.is_torchelastic_launched():
                 store, rank, size = next(torch.distributed.rendezvous("env://", timeout=_time_limit(run)))
                 store = torch.distributed.PrefixStore(_name_of_this_start(store, rank, size), store)
@@ -195,7 +195,7 @@ def _meet(run: RunConfig, device: torch.device) -> None:
                 joining = {}
             torch.distributed.init_process_group(backend, timeout=_time_limit(run), **joining)
     except torch.distributed.DistNetworkError as error:
-        problem = f"the ranks cannot meet at {place} ({str(error).splitlines()[0]})"
+        problem = f"the ranks cannot meet at {address} ({str(error).splitlines()[0]})"
         hint = "Choose a port that is free on the first host, and that the other hosts reach"
         raise ConfigError("MASTER_ADDR:MASTER_PORT", problem, hint) from None
 
@@ -207,26 +207,26 @@ def _name_of_this_start(store: torch.distributed.Store, rank: int, size: int) ->
     which those of the next start would call. Rank 0 proposes a name until each rank has answered to that name with one
     of its own, which only this start's can be, and it sees its own confirmed.
     """
-    own = uuid.uuid4().hex
+    name = uuid.uuid4().hex
     if rank == 0:
-        store.set("start", own)
+        store.set("start", name)
         for other in range(1, size):
-            store.set(f"confirmed {store.get(f'answer {own} {other}').decode()}", own)
-        return own
-    while not store.check([f"confirmed {own}"]):
-        store.set(f"answer {store.get('start').decode()} {rank}", own)
+            store.set(f"confirmed {store.get(f'answer {name} {other}').decode()}", name)
+        return name
+    while not store.check([f"confirmed {name}"]):
+        store.set(f"answer {store.get('start').decode()} {rank}", name)
         time.sleep(POLL)
-    return str(store.get(f"confirmed {own}").decode())
+    return str(store.get(f"confirmed {name}").decode())
 
 
 @contextmanager
-def _patience(place: str, limit: float) -> Iterator[None]:
+def _patience(address: str, limit: float) -> Iterator[None]:
     """Guard the meeting of the ranks, before the watchdog starts: report after half a minute that this one waits, and
     end it with errors.HANG after `limit` seconds (0: never).
     """
     met, reported = threading.Event(), min(MEETING_REPORT, limit or MEETING_REPORT)
     name = f"rank {os.environ['RANK']} on {socket.gethostname()}"
-    whom = f"for the {os.environ['WORLD_SIZE']} ranks to meet at {place}"
+    whom = f"for the {os.environ['WORLD_SIZE']} ranks to meet at {address}"
     hint = (
         "Have all nodes started their ranks, is that the first node's address, and is the port open? "
         "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names the network interface (docs/nodes.md)"

@@ -90,11 +90,11 @@ def ranks_to_go_on_with(config: Config, most: int, least: int | None) -> list[in
     if least is None and most not in possible:
         problem = f"{most} ranks cannot share out training.global_batch: {listed}"
         raise ConfigError("--ranks", problem, "Start one of these numbers, or give --min-ranks for the next below")
-    found = [number for number in reversed(possible) if (least or most) <= number <= most]
-    if not found:
+    sizes = [number for number in reversed(possible) if (least or most) <= number <= most]
+    if not sizes:
         problem = f"no number of ranks from {least} to {most} can share out training.global_batch: {listed}"
         raise ConfigError("--min-ranks", problem, "Give one of these, or change training.global_batch")
-    return found
+    return sizes
 
 
 @dataclass
@@ -488,8 +488,8 @@ class Supervisor:
 
     def _prepare_spares(self) -> None:
         """Start the ranks of a restart, which take seconds to import what they need, once these have saved."""
-        wanted = self.restarts and not self._spares.full() and not self._stopping()
-        if wanted and self._clock() >= self._look_at:
+        due = self.restarts and not self._spares.full() and not self._stopping()
+        if due and self._clock() >= self._look_at:
             self._look_at = self._clock() + LOOK
             if self._newest_step() > self._begun_at:
                 self._spares.fill(self.layout.here)

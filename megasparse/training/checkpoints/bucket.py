@@ -134,9 +134,9 @@ class Bucket:
         """
         older = sorted(step for step in self._listed() if step < newest and step != best)
         complete = [step for step in older if self.has(step)]
-        kept = complete[max(0, len(complete) + 1 - keep) :]
+        retained = complete[max(0, len(complete) + 1 - keep) :]
         for step in older:
-            if step not in kept:
+            if step not in retained:
                 self._remove(step)
 
     def _manifest(self, step: int) -> tuple[dict[str, Any], bytes]:
@@ -167,8 +167,8 @@ class Bucket:
         def size() -> int | None:
             self._system.invalidate_cache()
             with suppress(FileNotFoundError):
-                found = self._system.info(url)
-                return int(found["size"]) if found["type"] == "file" else None
+                info = self._system.info(url)
+                return int(info["size"]) if info["type"] == "file" else None
             return None
 
         return self._ask(f"looking for {url}", size)
@@ -204,8 +204,8 @@ class Bucket:
             sent = Callback(hooks={"sent": lambda *_, **__: self._progress(f"uploading {url}")})
             self._system.put_file(str(path), url, callback=sent)
             self._system.invalidate_cache()
-            if (found := self._system.info(url)["size"]) != size:
-                raise OSError(f"{found:,} of {size:,} bytes were kept")
+            if (stored := self._system.info(url)["size"]) != size:
+                raise OSError(f"{stored:,} of {size:,} bytes were kept")
 
         self._ask(f"uploading {url}", upload, size)
 
@@ -365,16 +365,16 @@ def fetch_newest(config: RunSettings, directory: Path, ranks: Ranks, hooks: RunH
 
     def fetch() -> None:
         bucket = Bucket(url, hooks.alive)
-        newest, here = bucket.newest(), find_newest(directory)
+        newest, local = bucket.newest(), find_newest(directory)
         if newest is None:
             return
         if resume != "auto":
             _refuse_later(f"{bucket.url}/{newest:08d}", newest, resume)
-        elif here is None or int(here.name) < newest:
+        elif local is None or int(local.name) < newest:
             print(f"fetching {bucket.url}/{newest:08d}, the newest checkpoint of this run", file=sys.stderr)
             best = _best(bucket.manifest(newest))
-            known = {int(each.name) for each in list_checkpoints(directory)}
-            if best is not None and best not in {newest, *known} and bucket.has(best):
+            local_steps = {int(path.name) for path in list_checkpoints(directory)}
+            if best is not None and best not in {newest, *local_steps} and bucket.has(best):
                 bucket.fetch(best, directory)
             bucket.fetch(newest, directory)  # last: were it there alone, nobody would look for the best one
 
@@ -393,14 +393,14 @@ def on_first_rank(ranks: Ranks, work: Callable[[], None]) -> None:
         raise (StorageError if problem["storage"] else CheckpointError)(*problem["said"])
 
 
-def _refuse_later(place: str, newest: int, resume: str) -> None:
+def _refuse_later(url: str, newest: int, resume: str) -> None:
     if resume == "never":
         hint = "Choose another checkpoint.bucket, or leave --resume out to go on"
-        raise CheckpointError(place, "a new run would overwrite this one", hint)
+        raise CheckpointError(url, "a new run would overwrite this one", hint)
     name = Path(resume).name
     if not name.isdecimal() or int(name) < newest:
         hint = "Move it away, choose another checkpoint.bucket, or leave --resume out to go on from it"
-        raise CheckpointError(place, f"is later than {resume}, the checkpoint to go on from", hint)
+        raise CheckpointError(url, f"is later than {resume}, the checkpoint to go on from", hint)
 
 
 def _best(manifest: dict[str, Any]) -> int | None:

@@ -193,8 +193,8 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 def find_newest(directory: str | Path) -> Path | None:
     """The checkpoint of the highest step in `directory`, or None where there is none."""
-    found = list_checkpoints(Path(directory))
-    return found[-1] if found else None
+    checkpoints = list_checkpoints(Path(directory))
+    return checkpoints[-1] if checkpoints else None
 
 
 LONGEST = 80
@@ -220,11 +220,11 @@ class RunIdentity:
 @functools.cache  # the code that runs is the code that was there at the start
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that compute; `source` is the SHA-256 of megasparse's own *.py files."""
-    found = {"python": platform.python_version(), "source": _source_digest(Path(__file__).parents[2])}
+    names = {"python": platform.python_version(), "source": _source_digest(Path(__file__).parents[2])}
     for package in ("megasparse", "torch", "deepspeed", "safetensors"):
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            names[package] = importlib.metadata.version(package)
+    return names
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

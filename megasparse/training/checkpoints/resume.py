@@ -101,8 +101,8 @@ def find_start(
 def _check_same_on_all(run: RunIdentity, ranks: Ranks, command: dict[str, Any]) -> None:
     config = json.loads(run.config.model_dump_json())
     data = {"data": run.data_fingerprint, "tokenizer": run.tokenizer}
-    own = {"config": config, **data, "code": versions(), "command": command}
-    if unlike := differences(ranks.gather(own)):
+    inputs = {"config": config, **data, "code": versions(), "command": command}
+    if unlike := differences(ranks.gather(inputs)):
         problem = f"the ranks were given different configurations, data or code: {unlike}"
         raise ConfigError("--config", problem, "Give all machines the same files and the same versions")
 
@@ -151,7 +151,7 @@ def _check_data(checkpoint: Checkpoint, run: RunIdentity) -> None:
     now = flatten({"data": run.data_fingerprint, "tokenizer": run.tokenizer})
     if changed := [key for key in _changed(then, now) if key != "data" or then["data"] != NO_DATA]:
         problem = f"it was trained on other data: {_listed(then, now, changed)}"
-        mixed_then, mixed_now = ({"data.mixture": _mixture(each)} for each in (checkpoint.settings, run.config))
+        mixed_then, mixed_now = ({"data.mixture": _mixture(settings)} for settings in (checkpoint.settings, run.config))
         if mixed_then != mixed_now:
             problem += f"; {_listed(mixed_then, mixed_now, ['data.mixture'])}"
         keys = "data.path or data.mixture" if isinstance(run.config, Config) else "task.source"
@@ -162,18 +162,20 @@ def _check_data(checkpoint: Checkpoint, run: RunIdentity) -> None:
 def _check_config(checkpoint: Checkpoint, config: RunSettings, allow_changed: bool, ranks: Ranks) -> None:
     then, now = (flatten(json.loads(one.model_dump_json())) for one in (checkpoint.settings, config))
     changed = _changed(then, now)
-    kept = [key for key in changed if not any(key == free or key.startswith(f"{free}.") for free in FREE_TO_CHANGE)]
+    conflicts = [
+        key for key in changed if not any(key == free or key.startswith(f"{free}.") for free in FREE_TO_CHANGE)
+    ]
     if checkpoint.manifest["data_fingerprint"] == NO_DATA:  # nothing has been computed yet
-        kept = [key for key in kept if key.startswith("model.")]
-    listed = _listed(then, now, kept)
-    if kept and not allow_changed:
+        conflicts = [key for key in conflicts if key.startswith("model.")]
+    listed = _listed(then, now, conflicts)
+    if conflicts and not allow_changed:
         anew = "another run.directory" + " and checkpoint.bucket" * (config.checkpoint.bucket is not None)
         hint = (
             f"Put them back, choose {anew} to start a new run, "
             f"or go on all the same with --resume {checkpoint.path} --allow-changed-config"
         )
         raise CheckpointError(checkpoint.path, f"the configuration has changed since: {listed}", hint)
-    if ranks.rank == 0 and kept:
+    if ranks.rank == 0 and conflicts:
         print(f"going on with a changed configuration, as asked: {listed}", file=sys.stderr)
     if ranks.rank == 0 and "training.steps" in changed and checkpoint.step:
         moved = "training.steps: {} -> {}; a cosine schedule now ends there, so the learning rate differs from here on"
@@ -234,9 +236,9 @@ def check_records(directory: Path, start: Checkpoint | None, resume: str) -> Non
         _report(f"{gone}: going on from step {start.step}")
     if last < start.step and path.exists():
         _report(f"{path} ends at step {last}, before the checkpoint: steps {last + 1} to {start.step} have no line")
-    loss, found = _last_loss(start), line.get("train/loss")
-    if loss is not None and found is not None and loss != found:
-        problem = f"the loss of step {start.step} is {loss} here and {found} in {path}: they are not of one run"
+    loss, recorded = _last_loss(start), line.get("train/loss")
+    if loss is not None and recorded is not None and loss != recorded:
+        problem = f"the loss of step {start.step} is {loss} here and {recorded} in {path}: they are not of one run"
         raise CheckpointError(start.path, problem, f"Move {path.name} away, or choose another run.directory")
 
 
@@ -249,14 +251,14 @@ def _last_loss(checkpoint: Checkpoint) -> float | None:
 
 def _lines(path: Path, step: int) -> tuple[int, dict[str, Any]]:
     """The last step that has a whole line, 0 where none has, and the line of `step`, {} where it has none."""
-    last, found = b"", b""
+    last, match = b"", b""
     with suppress(FileNotFoundError), path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):
                 last = line
                 if line.startswith(b'{"step": %d,' % step):
-                    found = line
-    return int(_read(last).get("step", 0)), _read(found)
+                    match = line
+    return int(_read(last).get("step", 0)), _read(match)
 
 
 def _read(line: bytes) -> dict[str, Any]:

@@ -277,11 +277,11 @@ class _Save:
         try:
             return work()
         except OSError as error:
-            place = error.filename or self.temporary
+            path = error.filename or self.temporary
             room = f"{self.bytes:,} bytes needed"
             with suppress(OSError):
                 room += f", {free_bytes(self.temporary):,} bytes free"
-            self.problem = {"kind": "storage", "text": f"{place}: {error.strerror or error} ({room})"}
+            self.problem = {"kind": "storage", "text": f"{path}: {error.strerror or error} ({room})"}
         except TrainingError as error:
             self.problem = {"kind": "numbers", "text": str(error)}
         except UserError as error:

@@ -98,10 +98,10 @@ class Engine(ABC):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         sums: dict[str, Tensor] = {}
-        given = [(self._moved(batch.tokens), self._moved(batch.samples)) for batch in micro_batches]
+        inputs = [(self._moved(batch.tokens), self._moved(batch.samples)) for batch in micro_batches]
         divisor = self._mean_scored(micro_batches) if self._counting else None
         totals: StepTotals | None = None
-        for number, (tokens, samples) in enumerate(given, start=1):
+        for number, (tokens, samples) in enumerate(inputs, start=1):
             progress(f"step {step}, micro-batch {number}")
             last = number == len(micro_batches)
             rng = self._make_rng(step, samples)
@@ -151,8 +151,8 @@ class Engine(ABC):
     def held(self) -> dict[str, tuple[int, int]]:
         """Bytes of this rank's weights and optimizer state, on its device and elsewhere."""
         weights, masters = [weight for _, weight in self.weights()], self._state_owners()
-        own = {weight.untyped_storage().data_ptr() for weight in weights}
-        rounded = [master for master in masters if master.untyped_storage().data_ptr() not in own]
+        addresses = {weight.untyped_storage().data_ptr() for weight in weights}
+        rounded = [master for master in masters if master.untyped_storage().data_ptr() not in addresses]
         moments = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
         device = self.ranks.device
         return {"weights": bytes_of(weights, device), "optimizer": bytes_of([*moments, *rounded], device)}
@@ -163,12 +163,12 @@ class Engine(ABC):
         values = self.ranks.sum(torch.cat([sums[name].reshape(-1).to(self.ranks.device) for name in names])).tolist()
         total: dict[str, float] = {}
         for name in names:
-            own, values = values[: sums[name].numel()], values[sums[name].numel() :]
+            entry, values = values[: sums[name].numel()], values[sums[name].numel() :]
             if sums[name].dim() == 0:
-                total[name] = own[0]
+                total[name] = entry[0]
                 continue
-            place = name.removesuffix("layers")
-            total |= {f"{place}layer_{layer}": value for layer, value in enumerate(own) if not math.isnan(value)}
+            prefix = name.removesuffix("layers")
+            total |= {f"{prefix}layer_{layer}": value for layer, value in enumerate(entry) if not math.isnan(value)}
         return total
 
     def _mean_scored(self, micro_batches: Sequence[Batch]) -> float:
@@ -176,8 +176,8 @@ class Engine(ABC):
         model: Any = self.module
         device = self.ranks.device if self._shared else torch.device("cpu")  # where the ranks that share count together
         tokens = (batch.tokens.to(device) for batch in micro_batches)
-        own = sum(int(model.count_scored(each, **self._shared)) for each in tokens)
-        total = self.ranks.sum(torch.tensor(own, dtype=torch.float64, device=self.ranks.device)).item()
+        scored = sum(int(model.count_scored(x, **self._shared)) for x in tokens)
+        total = self.ranks.sum(torch.tensor(scored, dtype=torch.float64, device=self.ranks.device)).item()
         return total / (len(micro_batches) * self.ranks.world_size) or 1.0
 
     def _given(self, divisor: float | None) -> dict[str, Any]:
@@ -239,7 +239,7 @@ class Engine(ABC):
         if self.replicated:
             state, shared = iter(()), itertools.chain(state, shared)
         turns = {name: i % self.ranks.world_size for i, name in enumerate(self._shapes)}
-        return [*state, *(each for each in shared if turns[each.name] == self.ranks.rank), *buffers]
+        return [*state, *(fragment for fragment in shared if turns[fragment.name] == self.ranks.rank), *buffers]
 
     def steps_done(self) -> int:
         """Optimizer updates applied so far; a skipped step is none."""

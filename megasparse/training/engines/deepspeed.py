@@ -101,8 +101,8 @@ class DeepSpeedEngine(Engine):
 
     def gradients(self) -> Iterable[Tensor]:
         averaged = getattr(self._engine.optimizer, "averaged_gradients", {})  # ZeRO's own, this rank's part
-        own = (gradient for group in averaged.values() for gradient in group or ())
-        return itertools.chain((p.grad for p in self._trained.values() if p.grad is not None), own)
+        partitioned = (gradient for group in averaged.values() for gradient in group or ())
+        return itertools.chain((p.grad for p in self._trained.values() if p.grad is not None), partitioned)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, weight in super().weights():
@@ -167,8 +167,8 @@ class DeepSpeedEngine(Engine):
             if mapping is None:  # all of it is in another rank's slice
                 continue
             flat = self.optimizer.param_groups[mapping.param_group_index]["params"][0]
-            here = mapping.hp_fragment_address
-            yield self._names[id(p)], flat, mapping.lp_fragment_address.start, here.start, here.numel
+            address = mapping.hp_fragment_address
+            yield self._names[id(p)], flat, mapping.lp_fragment_address.start, address.start, address.numel
 
     def _cut(self, p: Any) -> tuple[int, int, int]:
         """A weight's piece under ZeRO 3: place in the weight, place in the vector, size (0 where it is all padding)."""

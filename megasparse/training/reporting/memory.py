@@ -18,8 +18,8 @@ def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> tuple[int, int]
     for tensor in tensors:
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = (storage.nbytes(), tensor.device.type == device.type)
-    here = sum(size for size, own in storages.values() if own)
-    return here, sum(size for size, _ in storages.values()) - here
+    on_device = sum(size for size, is_on_device in storages.values() if is_on_device)
+    return on_device, sum(size for size, _ in storages.values()) - on_device
 
 
 def memory_scalars(device: torch.device, held: dict[str, tuple[int, int]]) -> dict[str, float]:
@@ -54,10 +54,10 @@ def resident_bytes() -> int:
 def available_bytes(device: torch.device) -> int:
     """Free bytes of a GPU, with what torch has cached, or of the CPU within the control group's limit."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
     table = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    found = [int(table["MemAvailable"].split()[0]) * 1024]
+    limits = [int(table["MemAvailable"].split()[0]) * 1024]
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
@@ -67,15 +67,15 @@ def available_bytes(device: torch.device) -> int:
         except OSError:
             continue
         if texts[0].isdigit():
-            found.append(max(0, int(texts[0]) - int(texts[1])))
-    return min(found)
+            limits.append(max(0, int(texts[0]) - int(texts[1])))
+    return min(limits)
 
 
 def _of_process() -> dict[str, int]:
     """Memory in use at the moment; nothing where the system does not report it."""
-    found = {}
+    scalars = {}
     with suppress(OSError, ValueError, IndexError):
         status = Path("/proc/self/status").read_text()
         for name, field in (("resident", "VmRSS"), ("swapped", "VmSwap")):
-            found[f"memory/{name}_bytes"] = 1024 * int(status.split(f"\n{field}:", 1)[1].split(maxsplit=1)[0])
-    return found
+            scalars[f"memory/{name}_bytes"] = 1024 * int(status.split(f"\n{field}:", 1)[1].split(maxsplit=1)[0])
+    return scalars

@@ -165,7 +165,7 @@ class Watchdog:
 
     def stop_elsewhere(self) -> bool:
         """Whether another rank of this launch was asked to stop."""
-        return any(known[0].stop for known in self._others if known)
+        return any(entry[0].stop for entry in self._others if entry)
 
     def _own(self) -> Heartbeat:
         counter, when, doing = self._latest
@@ -225,11 +225,11 @@ class Watchdog:
         except OSError as error:
             self._storage_failed(error)
             return
-        known = self._others[rank]
+        entry = self._others[rank]
         if (
             heartbeat is not None
             and heartbeat.launch == self._launch
-            and (known is None or known[0].beats != heartbeat.beats)
+            and (entry is None or entry[0].beats != heartbeat.beats)
         ):
             self._others[rank] = (heartbeat, self._clock())
 
@@ -251,24 +251,24 @@ class Watchdog:
 
     def hang(self) -> str | None:
         """The line that names who hangs; None while some rank makes progress."""
-        own = self._own()
-        return self._verdict(own) if self._hangs(own) else None
+        local = self._own()
+        return self._verdict(local) if self._hangs(local) else None
 
     def _set_timer(self, limit: float) -> None:
         """Start the timer of faulthandler's C thread, which needs no lock of Python's. Other ranks report first."""
         if self._timeout and not self._over.is_set():
             faulthandler.dump_traceback_later(limit + (3 if self._world_size > 1 else 1), exit=True, file=2)
 
-    def _hangs(self, own: Heartbeat) -> bool:
+    def _hangs(self, local: Heartbeat) -> bool:
         now = self._clock()
         starting = now - self._began < START * self._timeout and not self._storage_fails
-        for rank, known in enumerate(self._others):
-            if known is None:
+        for rank, entry in enumerate(self._others):
+            if entry is None:
                 if rank != self._rank and starting:
                     return False
-            elif not known[0].ended and known[0].age < known[0].limit and now - known[1] < own.limit:
+            elif not entry[0].ended and entry[0].age < entry[0].limit and now - entry[1] < local.limit:
                 return False  # a silent rank by our own limit: its last word may be from its first step
-        return own.age >= own.limit
+        return local.age >= local.limit
 
     def _give_up(self, line: str) -> None:
         threading.Timer(LAST_WORDS, os._exit, [HANG]).start()
@@ -280,21 +280,21 @@ class Watchdog:
                 stream.flush()
         os._exit(HANG)
 
-    def _verdict(self, own: Heartbeat) -> str:
+    def _verdict(self, local: Heartbeat) -> str:
         """Name who is behind: ranks never heard of, or else those fallen silent, or else those with least progress."""
         now = self._clock()
-        heard = [(own, 0.0)] + [(known[0], now - known[1]) for known in self._others if known]
+        heard = [(local, 0.0)] + [(entry[0], now - entry[1]) for entry in self._others if entry]
         unheard = [r for r in range(self._world_size) if r != self._rank and self._others[r] is None]
         alive = [(beat, silence) for beat, silence in heard if not beat.ended]
         least = min(beat.counter for beat, _ in alive)
-        silent = [(beat, silence) for beat, silence in alive if silence >= own.limit]
+        silent = [(beat, silence) for beat, silence in alive if silence >= local.limit]
         behind = silent or [(beat, silence) for beat, silence in alive if beat.counter == least]
         if unheard and not self._storage_fails:
             culprits = [
                 f"rank {rank} has not been heard of since the start, {now - self._began:.1f} s ago" for rank in unheard
             ]
         else:
-            culprits = [self._describe(beat, silence, own.limit) for beat, silence in behind]
+            culprits = [self._describe(beat, silence, local.limit) for beat, silence in behind]
         more = f" and {len(culprits) - NAMED} more" if len(culprits) > NAMED else ""
         ended = [beat.rank for beat, _ in heard if beat.ended]
         gone = f" (ended before: {', '.join(map(str, ended[:NAMED]))})" if ended else ""
@@ -302,8 +302,8 @@ class Watchdog:
         hint = " (no rank is behind the others: is the network between them down?)" if even else ""
         return (
             f"HANG: {'; '.join(culprits[:NAMED])}{more}{gone}{hint}. "
-            f'Rank {own.rank}, at "{own.doing}" for {own.age:.1f} s, ends with exit code {HANG}; its stacks follow '
-            f"(limit {own.limit:g} s, run.hang_timeout={self._timeout:g})"
+            f'Rank {local.rank}, at "{local.doing}" for {local.age:.1f} s, ends with exit code {HANG}; '
+            f"its stacks follow (limit {local.limit:g} s, run.hang_timeout={self._timeout:g})"
         )
 
     def _describe(self, beat: Heartbeat, silence: float, limit: float) -> str:

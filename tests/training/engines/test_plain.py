@@ -1,6 +1,8 @@
 """The engine on one process; tests/distributed has it on two."""
 
+import logging
 import math
+import sys
 from functools import partial
 
 import pytest
@@ -13,6 +15,7 @@ from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines import build_engine
+from megasparse.training.engines.deepspeed import _lines_in
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers.models import small
 from tests.helpers.tiny import DummyBatches, TinyModel, identity_of, make_rng, tiny_config, tiny_engine, train_steps
@@ -133,3 +136,16 @@ def test_the_host_waits_once_a_step(tmp_path, monkeypatch):
         monkeypatch.setattr(torch.Tensor, name, lambda x, own=own, name=name: waits.append(name) or own(x))
     engine.train_step(next(batches).micro_batches, 1, 0.01)
     assert waits == ["tolist"]
+
+
+def test_what_deepspeed_prints_and_logs_goes_into_the_runs_folder(tmp_path, capsys, monkeypatch):
+    logger = logging.getLogger("DeepSpeed")
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(sys.stdout)])  # as DeepSpeed makes one when imported
+    for run, word in ((tmp_path, "first"), (tmp_path, "second"), (tmp_path / "missing", "third")):
+        with _lines_in(run):
+            print(f"{word} MA 0.51 GB")
+            logger.warning("%s setting", word)
+    logger.warning("afterwards")
+    log = (tmp_path / "deepspeed.log").read_text()
+    assert log == "first MA 0.51 GB\nfirst setting\nsecond MA 0.51 GB\nsecond setting\n"
+    assert capsys.readouterr().out == "afterwards\n" and not (tmp_path / "missing").exists()
