@@ -1,8 +1,11 @@
+import math
+
 import pytest
 import torch
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs
 from megasparse.attention.heads import build_mechanism
+from megasparse.attention.lsh import LSHAttentionConfig, lsh_buckets
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.bucketed_attention.definition import reference_attention as defined
 from megasparse.ops.normalize import unit_keys
@@ -126,3 +129,36 @@ def test_separate_queries_and_keys_meet_where_their_hashes_agree(causal):
     seen = seen | (torch.eye(50, dtype=torch.bool) & ~seen.any(-1, keepdim=True))
     score = (q @ k.transpose(-1, -2) / 4).masked_fill(~seen, -torch.inf)
     torch.testing.assert_close(mechanism(None, heads, context).out, torch.softmax(score, -1) @ v)
+
+
+@pytest.mark.parametrize(
+    ("length", "chunk", "factors"),
+    [
+        (65536, 256, [16, 32]),  # the paper's 512
+        (12288, 128, [12, 16]),  # the paper's 192 for imagenet64
+        (1024, 64, [32]),
+        (4096, 64, [128]),
+        (64, 64, [2]),
+        (65, 64, [4]),
+    ],
+)
+def test_null_takes_as_many_buckets_as_the_paper(length, chunk, factors):
+    assert lsh_buckets(LSHAttentionConfig(chunk=chunk), length) == factors
+
+
+def test_factors_are_even_near_each_other_and_barely_more_than_the_papers_number():
+    for length in range(70, 9000, 123):
+        for chunk in (1, 7, 64):
+            factors = lsh_buckets(LSHAttentionConfig(chunk=chunk), length)
+            count, paper = math.prod(factors), 2 * length / chunk
+            assert all(factor % 2 == 0 for factor in factors)
+            assert paper <= count <= 1.1 * paper + 8
+            assert len(factors) == (1 if count <= 128 else 2)
+            assert factors[-1] <= 2 * factors[0]
+
+
+def test_given_numbers_of_buckets_stay():
+    for buckets, factors in ((6, [6]), (148, [2, 74]), ([4, 10], [4, 10]), ([256], [256]), (2**16, [256, 256])):
+        assert lsh_buckets(LSHAttentionConfig(buckets=buckets), 64) == factors
+    with pytest.raises(ValueError, match="130"):
+        lsh_buckets(LSHAttentionConfig(buckets=130), 64)

@@ -86,6 +86,14 @@ def test_its_key_is_one_of_the_schema():
     assert build_config(written) == config(scale=2.0)
 
 
+def test_it_resumes_from_its_weights_and_its_written_configuration():
+    model = build_model(config(scale=2.0).model, seed=0)
+    again = build_model(build_config(json.loads(config(scale=2.0).model_dump_json())).model, seed=1)
+    again.load_state_dict(model.state_dict())
+    losses = [one(random_tokens(2, 64), training_draws(2))[0] for one in (model, again)]
+    assert torch.equal(*losses)
+
+
 def test_a_name_is_given_once():
     for name in ("toy_mean", "lsh", "pattern"):
         with pytest.raises(ValueError, match=f'has a key "{name}" already'):
