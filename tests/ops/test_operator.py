@@ -1,15 +1,98 @@
+"""The choice of an implementation, and an operator in three forms that exists only in this file (CONTRIBUTING.md)."""
+
 from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from megasparse.errors import ConfigError
-from megasparse.ops import operator as backend
-from megasparse.ops.operator import VARIABLE, implementation
+from megasparse.ops import operator
+from megasparse.ops.kernels import launch, recorded
+from megasparse.ops.operator import VARIABLE, Function, Operator, implementation
 from megasparse.ops.random import dropout
 from tests.helpers.kernels import DEVICE
 from tests.ops.test_autocast import HEADS, made
+
+BLOCK = 16
+calls = []
+
+
+def reference(x):
+    calls.append("reference")
+    return (x.double() * x.double()).to(x.dtype)
+
+
+def blocks(x):
+    calls.append("blockwise")
+    return torch.cat([part.square() for part in x.split(BLOCK)])
+
+
+def kernels(x):
+    calls.append("triton")
+    return Square.apply(x)
+
+
+@triton.jit
+def scaled(x, factor, scale, y, count, BLOCK: tl.constexpr):
+    """Compute y = scale·x·factor."""
+    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + slots, slots < count, 0.0) * tl.load(factor + slots, slots < count, 0.0)
+    tl.store(y + slots, scale * value, slots < count)
+
+
+class Square(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        y = torch.empty_like(x)
+        launch(scaled, (-(-len(x) // BLOCK),), x, x, 1.0, y, len(x), BLOCK=BLOCK, num_warps=1)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        out = torch.empty_like(x)
+        launch(scaled, (-(-len(x) // BLOCK),), x, gradient.contiguous(), 2.0, out, len(x), BLOCK=BLOCK, num_warps=1)
+        return out
+
+
+square = Operator(blocks, reference=reference, kernels=f"{__name__}:kernels", largest_width=None)
+
+
+@pytest.mark.parametrize("forced", ["reference", "blockwise", "triton"])
+def test_three_forms_of_one_operator_agree(forced, monkeypatch):
+    monkeypatch.setenv(VARIABLE, forced)
+    x = torch.linspace(-3, 3, 37, device=DEVICE, requires_grad=True)  # an odd length: the last block is not full
+    calls.clear()
+    y = square(x)
+    assert calls == [forced]
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(y, x.detach() ** 2)
+    torch.testing.assert_close(gradient, 2 * x.detach())
+    with recorded() as started:
+        square(x).sum().backward()
+    assert len(started) == (2 if forced == "triton" else 0)
+
+
+@pytest.mark.parametrize("forced", ["reference", "blockwise", "triton"])
+def test_an_operator_runs_without_autocast_on_cast_arguments(forced, monkeypatch):
+    runs = []
+
+    def record(x, y, *, dropout=None):
+        runs.append((torch.is_autocast_enabled(DEVICE.type), torch.is_grad_enabled(), y.dtype, dropout))
+        return x
+
+    monkeypatch.setenv(VARIABLE, forced)
+    monkeypatch.setitem(globals(), "kernels", record)
+    x, y = torch.zeros(3, device=DEVICE), torch.zeros(3, device=DEVICE, dtype=torch.bfloat16)
+    for differentiable in (True, False):
+        run = Operator(record, kernels=f"{__name__}:kernels", cast=1, differentiable=differentiable)
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            run(x, y, dropout=None)
+    assert runs == [(False, grad, torch.float32, None) for grad in (True, False)]
 
 
 def test_a_cpu_runs_blockwise_torch_unless_another_is_forced(monkeypatch):
@@ -68,8 +151,8 @@ def test_a_gpu_that_the_kernels_are_not_for_runs_blockwise_torch_and_says_so_onc
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     monkeypatch.setattr(torch.version, "hip", hip)
     lines = []
-    monkeypatch.setattr(backend, "_facts", backend._facts.__wrapped__)
-    monkeypatch.setattr(backend, "_say", cache(lines.append))
+    monkeypatch.setattr(operator, "_facts", operator._facts.__wrapped__)
+    monkeypatch.setattr(operator, "_say", cache(lines.append))
     x = SimpleNamespace(
         dtype=torch.bfloat16, shape=torch.Size([1, 2, 8, width]), is_cuda=True, is_meta=False, device="cuda"
     )
@@ -80,7 +163,7 @@ def test_a_gpu_that_the_kernels_are_not_for_runs_blockwise_torch_and_says_so_onc
 def test_more_rows_than_a_grid_has_run_blockwise_torch(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     x = torch.empty(1 << 10, 65, 8, 16, device="meta")
-    assert implementation(x) == "triton" and implementation(x, most_rows=backend.MOST_PAIRS) == "blockwise"
+    assert implementation(x) == "triton" and implementation(x, most_rows=operator.MOST_PAIRS) == "blockwise"
     assert implementation(x[:, 1:], most_rows=1 << 16) == "triton"
 
 
