@@ -50,28 +50,34 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(module, "KEYS", 7)
 
 
+def distance(ours, exact):
+    assert torch.equal(ours.isfinite(), exact.isfinite())
+    ours, exact = ours.double().nan_to_num(), exact.nan_to_num()
+    return ((ours - exact).norm() / exact.norm().clamp_min(1e-30)).item()
+
+
+def check_attention(length, dim, dtype, causal, forward, backward, device=DEVICE, **mask):
+    """Compare with the definition: outputs, and gradients toward both of them."""
+    generator = torch.Generator().manual_seed(2)
+    inputs = [x.to(dtype).requires_grad_() for x in random_sketch(length, dim=dim, device=device)]
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    h, lse = sketched_attention(*inputs, causal=causal, **mask)
+    exact = reference_attention(*doubles, causal=causal, **mask)
+    assert h.dtype == lse.dtype == torch.promote_types(dtype, torch.float32)
+    assert distance(h, exact[0]) < forward and distance(lse, exact[1]) < forward
+    grads = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(device) for x in (h, lse)]
+    # The lse of a blind row is −∞ whatever the inputs.
+    grads[1] = grads[1].where(lse.isfinite(), 0.0)
+    ours = torch.autograd.grad([h, lse], inputs, [g.to(h.dtype) for g in grads])
+    for a, b, x in zip(ours, torch.autograd.grad(exact, doubles, grads), inputs, strict=True):
+        assert a.dtype == x.dtype and distance(a, b) < backward
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("length", [1, 33])
 def test_blocks_of_the_attention_are_the_definition(length, causal, small_tiles):
-    generator = torch.Generator().manual_seed(1)
     for mask in masks(length):
-        q, k, v = (x.requires_grad_() for x in random_sketch(length))
-        h, lse = sketched_attention(q, k, v, causal=causal, **mask)
-        alpha, seen = sketched_weights(q, k, causal=causal, **mask)
-        expected = alpha @ v
-        torch.testing.assert_close(h, expected, rtol=1e-10, atol=1e-10)
-        logits = (q @ k.transpose(1, 2) / 2).masked_fill(~seen, -torch.inf)
-        torch.testing.assert_close(lse, logits.logsumexp(-1), rtol=1e-10, atol=1e-10)
-        assert not seen.any(-1).all() or (lse > -torch.inf).all()
-        grad = torch.randn(h.shape, generator=generator, dtype=h.dtype)
-        sees = seen.any(-1).expand(lse.shape)
-        grad_lse = torch.randn(lse[sees].shape, generator=generator, dtype=h.dtype)
-        summed = logits.masked_fill(~sees[..., None], 0.0).logsumexp(-1)
-        ours, exact = (
-            torch.autograd.grad([out, own[sees]], [q, k, v], [grad, grad_lse], retain_graph=True)
-            for out, own in ((h, lse), (expected, summed))
-        )
-        torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-9)
+        check_attention(length, 4, torch.float64, causal, 1e-10, 1e-9, "cpu", **mask)
 
 
 def test_a_decoder_scores_half_of_the_pairs(monkeypatch):
@@ -96,28 +102,21 @@ def test_blocks_choose_the_keys_of_the_definition(length, count, causal, samplin
         _, lse = sketched_attention(q, k, v, causal=causal, **mask)
         for drawn in (noise,) if sampling == "random" else (noise, None):
             u = None if drawn is None else uniform(drawn, length)
-            alpha, seen = sketched_weights(q, k, causal=causal, rounded=drawn is None, **mask)
-            exact = defined(alpha, seen, count, sampling=sampling, uniform=u)
+            alpha, visible = sketched_weights(q, k, causal=causal, rounded=drawn is None, **mask)
+            exact = defined(alpha, visible, count, sampling=sampling, uniform=u)
             ours = choose(q, k, count, causal=causal, sampling=sampling, noise=drawn, lse=lse, **mask)
             assert ours.dtype == torch.int32 and torch.equal(ours, exact.to(torch.int32))
 
 
-def test_tiles_and_the_number_of_queries_at_a_time_change_nothing(monkeypatch):
+def test_the_size_of_tiles_changes_no_choice(monkeypatch):
     q, k, v = random_sketch(50, dtype=torch.float32)
-    noise = some_noise(50)
     _, lse = sketched_attention(q, k, v, causal=True)
-    rule = dict(causal=True, sampling="inverse_log_squared")
-    whole = choose(q, k, 6, noise=noise, lse=lse, **rule)
-    shared = choose(q, k, 6, noise=None, **rule)
-    for i in (0, 3, 49):
-        row = noise._replace(rows=noise.rows[:, i : i + 1])
-        here = slice(i, i + 1)
-        one = choose(q[:, here], k, 6, noise=row, lse=lse[:, here], first_query=i, **rule)
-        assert torch.equal(one, whole[:, :, here])
+    rule = dict(count=6, causal=True, sampling="inverse_log_squared", lse=lse)
+    drawn, ranked = (choose(q, k, noise=noise, **rule) for noise in (some_noise(50), None))
     monkeypatch.setattr(module, "_SCORE_ELEMENTS", 77)
-    assert torch.equal(choose(q, k, 6, noise=noise, lse=lse, **rule), whole)
+    assert torch.equal(choose(q, k, noise=some_noise(50), **rule), drawn)
     monkeypatch.setattr(module, "KEYS", 11)
-    assert torch.equal(choose(q, k, 6, noise=None, **rule), shared)
+    assert torch.equal(choose(q, k, noise=None, **rule), ranked)
 
 
 @pytest.mark.usefixtures("implementation", "small_tiles")
@@ -177,9 +176,9 @@ def test_the_exact_projection_is_that_of_float64_and_each_rows_own(width):
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 70, generator=generator).to(DEVICE, torch.bfloat16) for n in (37, width))
     x[5] = x[30]
-    found = exact_projection(x[None], weight)
-    assert found.dtype == torch.float64 and torch.equal(found[0, 5], found[0, 30])
-    torch.testing.assert_close(found[0], x.double() @ weight.double().mT, rtol=1e-12, atol=1e-12)
+    projected = exact_projection(x[None], weight)
+    assert projected.dtype == torch.float64 and torch.equal(projected[0, 5], projected[0, 30])
+    torch.testing.assert_close(projected[0], x.double() @ weight.double().mT, rtol=1e-12, atol=1e-12)
 
 
 @pytest.fixture
@@ -187,28 +186,6 @@ def kernels(monkeypatch):
     monkeypatch.setenv("MEGASPARSE_OPS", "triton")
     for where in (module, sketch_kernels):
         monkeypatch.setattr(where, "KEYS", 24)  # tiles that the columns of a program do not divide
-
-
-def distance(ours, exact):
-    assert torch.equal(ours.isfinite(), exact.isfinite())
-    ours, exact = ours.double().nan_to_num(), exact.nan_to_num()
-    return ((ours - exact).norm() / exact.norm().clamp_min(1e-30)).item()
-
-
-def check_attention(length, dim, dtype, causal, forward, backward, **mask):
-    generator = torch.Generator().manual_seed(2)
-    inputs = [x.to(dtype).requires_grad_() for x in random_sketch(length, dim=dim, device=DEVICE)]
-    doubles = [x.detach().double().requires_grad_() for x in inputs]
-    h, lse = sketched_attention(*inputs, causal=causal, **mask)
-    exact = reference_attention(*doubles, causal=causal, **mask)
-    assert h.dtype == lse.dtype == torch.float32
-    assert distance(h, exact[0]) < forward and distance(lse, exact[1]) < forward
-    grads = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(DEVICE) for x in (h, lse)]
-    # The lse of a blind row is −∞ whatever the inputs.
-    grads[1] = grads[1].where(lse.isfinite(), 0.0)
-    ours = torch.autograd.grad([h, lse], inputs, [g.float() for g in grads])
-    for a, b, x in zip(ours, torch.autograd.grad(exact, doubles, grads), inputs, strict=True):
-        assert a.dtype == x.dtype and distance(a, b) < backward
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -228,39 +205,40 @@ def test_kernels_of_the_attention_at_every_width_and_dtype(length, dim, causal, 
             check_attention(length, dim, dtype, causal, 1e-5, bar)
 
 
-def test_kernels_of_large_queries_and_keys_stay_finite(kernels):
+@pytest.mark.usefixtures("implementation")
+def test_large_queries_and_keys_stay_finite():
     q, k, v = (x.float().requires_grad_() for x in random_sketch(20, device=DEVICE))
     h, lse = sketched_attention(q * 1e4, k * 1e4, v, causal=True)
     grads = torch.autograd.grad([h.sum() + lse.sum()], [q, k, v])
     assert all(x.isfinite().all() for x in (h, lse, *grads))
 
 
-def check_choice(ours, score, seen):
+def check_choice(ours, score, visible):
     """Check ours (B, H, Lq, K) chosen by score (B, H, Lq, L): as many as are visible, all visible, once each, best
     first, and none left out that is better by more than rounding."""
     count = ours.shape[-1]
-    assert torch.equal((ours >= 0).sum(-1), seen.sum(-1).clamp(max=count)[:, None].expand(ours.shape[:-1]))
+    assert torch.equal((ours >= 0).sum(-1), visible.sum(-1).clamp(max=count)[:, None].expand(ours.shape[:-1]))
     assert ((ours[..., 1:] < 0) | (ours[..., :-1] >= 0)).all()  # −1 last
-    score = score.masked_fill(~seen[:, None], -1.0).expand(*ours.shape[:-1], -1)
+    score = score.masked_fill(~visible[:, None], -1.0).expand(*ours.shape[:-1], -1)
     best = torch.sort(score, dim=-1, descending=True).values[..., :count]
     chosen = score.gather(-1, ours.clamp_min(0).long())
-    found = ours >= 0
-    best, chosen = best[found[..., : best.shape[-1]]], chosen[found]
+    chosen_slots = ours >= 0
+    best, chosen = best[chosen_slots[..., : best.shape[-1]]], chosen[chosen_slots]
     both_infinite = best.isinf() & chosen.isinf()
     assert (both_infinite | ((chosen - best).abs() <= 1e-5 * best)).all()
-    in_order = torch.sort(ours.masked_fill(~found, 1 << 30), dim=-1).values
+    in_order = torch.sort(ours.masked_fill(~chosen_slots, 1 << 30), dim=-1).values
     assert ((in_order[..., 1:] > in_order[..., :-1]) | (in_order[..., 1:] == 1 << 30)).all()
 
 
 def scores(q, k, sampling, noise, **rule):
     """Return s of every pair by the definition, in float64, and who is visible."""
-    alpha, seen = sketched_weights(q.double(), k.double(), **rule)
+    alpha, visible = sketched_weights(q.double(), k.double(), **rule)
     p = {
         "inverse_log_squared": alpha.log() ** -2,
         "inverse_log": 1 / alpha.log().abs(),
         "random": torch.ones_like(alpha),
     }
-    return uniform(noise, k.shape[1]) * p.get(sampling, alpha)[:, None], seen
+    return uniform(noise, k.shape[1]) * p.get(sampling, alpha)[:, None], visible
 
 
 def check_kind(sampling, length, first, causal, count, **mask):
@@ -299,7 +277,8 @@ def test_kernels_without_noise_choose_exactly_those_of_the_definition(length, co
         assert torch.equal(ours, choose(q[:, first:], k / 2, count, function=reference_choice, **rule))
 
 
-def test_kernels_choose_for_a_row_alone_what_they_do_among_others(kernels):
+@pytest.mark.usefixtures("implementation")
+def test_a_row_alone_chooses_what_it_does_among_others():
     q, k, v = (x[:1] for x in random_sketch(34, dtype=torch.float32, device=DEVICE))
     noise = some_noise(34, batch=1, heads=range(1), device=DEVICE)
     _, lse = sketched_attention(q, k, v, causal=True)
@@ -308,9 +287,8 @@ def test_kernels_choose_for_a_row_alone_what_they_do_among_others(kernels):
         whole = choose(q, k, 4, noise=drawn, lse=lse, **rule)
         for i in (0, 13, 33):
             row = None if drawn is None else noise._replace(rows=noise.rows[:, i : i + 1])
-            here, seen = slice(i, i + 1), k[:, : i + 1]
-            one = choose(q[:, here], seen, 4, noise=row, lse=lse[:, here], first_query=i, **rule)
-            assert torch.equal(one, whole[:, :, here])
+            one = choose(q[:, [i]], k[:, : i + 1], 4, noise=row, lse=lse[:, [i]], first_query=i, **rule)
+            assert torch.equal(one, whole[:, :, [i]])
 
 
 def test_kernels_draw_the_numbers_of_the_other_implementations(kernels):
@@ -326,20 +304,3 @@ def test_a_sketch_wider_than_its_registers_is_refused_where_kernels_are_forced(k
     q, k, v = (x.float() for x in random_sketch(5, dim=17, device=DEVICE))
     with pytest.raises(ConfigError, match="up to a head dim of 16"):
         sketched_attention(q, k, v, causal=True)
-    with pytest.raises(ConfigError, match="up to a head dim of 16"):
-        choose(q, k, 2, causal=True, sampling="top_k", noise=None)
-
-
-@pytest.mark.parametrize("name", ["reference", "blockwise"])
-def test_the_definition_can_be_forced_and_takes_what_a_model_gives(monkeypatch, name):
-    monkeypatch.setenv("MEGASPARSE_OPS", name)
-    for mask in masks(21, DEVICE):
-        q, k, v = (x.requires_grad_() for x in random_sketch(21, dtype=torch.float32, device=DEVICE))
-        h, lse = sketched_attention(q, k, v, causal=True, **mask)
-        grads = torch.autograd.grad(h.sum() + lse.nan_to_num(neginf=0.0).sum(), [q, k, v])
-        assert all(g.isfinite().all() for g in grads)
-        noise = some_noise(21, device=DEVICE)
-        rule = dict(causal=True, sampling="raw", **mask)
-        later = noise._replace(rows=noise.rows[:, 9:])
-        part = choose(q[:, 9:], k, 4, noise=later, lse=lse[:, 9:], first_query=9, **rule)
-        assert torch.equal(part, choose(q, k, 4, noise=noise, lse=lse, **rule)[:, :, 9:])
