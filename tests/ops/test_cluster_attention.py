@@ -7,7 +7,6 @@ import torch.nn.functional as F
 import megasparse.ops.cluster_attention as module
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 from tests.helpers import operators
-from tests.helpers.kernels import DEVICE
 from tests.helpers.operators import as_views, assert_equal, assert_same_bits, assert_within_bars, random_masks
 
 
@@ -42,15 +41,15 @@ def random_heads(queries, keys=None, dim=5, dtype=torch.float64):
 
 
 def few_heads(length):
-    return operators.random_heads(length, rows=(1, 1), dtype=torch.float32, device=DEVICE)
+    return operators.random_heads(length, rows=(1, 1), dtype=torch.float32)
 
 
-def random_lists(shape, length, places, seed=1, device="cpu"):
+def random_lists(shape, length, places, seed=1):
     """Distinct tokens in random order, some places empty."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.rand(*shape, length, generator=generator).argsort(-1)[..., :places]
     tokens = F.pad(tokens, (0, max(0, places - length)), value=-1)
-    return tokens.masked_fill(torch.rand(tokens.shape, generator=generator) < 0.3, -1).to(device, torch.int32)
+    return tokens.masked_fill(torch.rand(tokens.shape, generator=generator) < 0.3, -1).to(torch.int32)
 
 
 def call(attention, heads, *lists, key_mask=None, segments=None, **rule):
@@ -65,15 +64,15 @@ def assert_equal_to_the_definition(heads, lists, bar=1e-9, **rule):
     assert_equal(gradients(cluster_attention, heads, *lists, **rule), gradients(defined, heads, *lists, **rule), bar)
 
 
-@pytest.mark.parametrize("elements", [1, 150, 1 << 18])
-@pytest.mark.parametrize("length", [1, 4, 23])
+@pytest.mark.parametrize("elements", [1, 150])
+@pytest.mark.parametrize("length", [1, 23])
 def test_forward_and_gradients_are_those_of_the_definition(length, elements, monkeypatch):
     monkeypatch.setattr(module, "_CPU_BLOCK_ELEMENTS", elements)
     heads = random_heads(length, length)
     mask, documents = random_masks(length)
     flags = [[True, False], [True, False], [None, mask], [None, documents], [(2, 3), (1, 3), (2, 1), (1, 1)]]
     cases = list(itertools.product(*flags))
-    for causal, count, key_mask, segments, rows in cases[::3] if elements == 150 else cases[::13]:
+    for causal, count, key_mask, segments, rows in cases[:: 3 if elements == 150 else 13]:
         lists = random_lists((*rows, 4), length, 6), random_lists((*rows, 4), length, 9, seed=5)
         rule = dict(causal=causal, scale=0.7, count_clusters=count, key_mask=key_mask, segments=segments)
         assert_equal_to_the_definition(heads, lists, **rule)
@@ -105,7 +104,7 @@ def test_one_cluster_of_all_is_full_attention_in_tiles_of_queries(monkeypatch):
 
 def test_a_cluster_listed_twice_counts_once_or_twice():
     heads = few_heads(9)
-    once = [random_lists((1, 1, 1), 9, 6, seed, DEVICE) for seed in (1, 5)]
+    once = [random_lists((1, 1, 1), 9, 6, seed) for seed in (1, 5)]
     twice = [index.repeat(1, 1, 2, 1) for index in once]
     rule = dict(causal=False, scale=1.0)
     out, lse = call(cluster_attention, heads, *once, count_clusters=False, **rule)
@@ -116,25 +115,19 @@ def test_a_cluster_listed_twice_counts_once_or_twice():
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e4])
-def test_zero_vectors_and_huge_scores_are_right(scale):
+def test_zero_vectors_and_huge_scores_are_right_and_finite_in_fp32(scale):
     """Rounding of a score of 1e8 is magnified by keys of 1e4."""
     heads = [x * scale for x in random_heads(13)[:2]] + random_heads(13)[2:]
     lists = random_lists((1, 1, 4), 13, 6), random_lists((1, 1, 4), 13, 6, seed=5)
-    assert_equal_to_the_definition(heads, lists, bar=1e-4, causal=True, scale=1.0, count_clusters=True)
-
-
-@pytest.mark.parametrize("scale", [0.0, 1e4])
-def test_zero_vectors_and_huge_scores_stay_finite(scale):
-    q, k, v = few_heads(9)
-    lists = [random_lists((1, 1, 2), 9, 6, seed, DEVICE) for seed in (1, 5)]
     rule = dict(causal=True, scale=1.0, count_clusters=True)
-    out, _, *grads = gradients(cluster_attention, (q * scale, k * scale, v), *lists, **rule)
+    assert_equal_to_the_definition(heads, lists, bar=1e-4, **rule)
+    out, _, *grads = gradients(cluster_attention, [x.float() for x in heads], *lists, **rule)
     assert all(x.isfinite().all() for x in (out, *grads))
 
 
 def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
     heads = few_heads(4)
-    lists = torch.tensor([[[[0, 1, -1]]]], device=DEVICE), torch.tensor([[[[1, -1]]]], device=DEVICE)
+    lists = torch.tensor([[[[0, 1, -1]]]]), torch.tensor([[[[1, -1]]]])
     rule = dict(causal=True, scale=1.0, count_clusters=False)
     out, lse, *grads = gradients(cluster_attention, heads, *lists, **rule)
     for blind in (0, 2, 3):
@@ -154,7 +147,7 @@ def test_narrow_types_are_within_their_bars(dtype):
 
 
 def test_two_runs_are_the_same_to_the_last_bit():
-    heads, lists = few_heads(13), [random_lists((1, 1, 3), 13, 8, seed, DEVICE) for seed in (1, 5)]
+    heads, lists = few_heads(13), [random_lists((1, 1, 3), 13, 8, seed) for seed in (1, 5)]
     rule = dict(causal=True, scale=1.0, count_clusters=True)
     assert_same_bits(*(gradients(cluster_attention, heads, *lists, **rule) for _ in range(2)))
 
