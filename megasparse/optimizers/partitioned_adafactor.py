@@ -174,7 +174,7 @@ class PartitionedAdafactor(torch.optim.Optimizer):
 
 
 def _factored(pieces: Sequence[Piece]) -> bool:
-    """Whether the pieces are of matrices. A vector of DeepSpeed's holds either matrices or vectors."""
+    """True if the pieces are of matrices. A vector of DeepSpeed's holds either matrices or vectors."""
     return any(len(piece.shape) > 1 for piece in pieces)
 
 

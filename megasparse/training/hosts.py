@@ -30,11 +30,11 @@ WAITING, RUNNING, LEFT, OVER = "waiting", "running", "left", "over"
 
 @dataclass(frozen=True)
 class HostBeat:
-    """What a supervisor says of its host."""
+    """Heartbeat of a host's supervisor."""
 
     node: int
     address: str
-    """Where the others reach it."""
+    """Address by which the others reach it."""
     beats: int = 0
     state: str = WAITING
     """RUNNING its ranks; LEFT: the others may go on without it; OVER: they may not."""
@@ -117,7 +117,7 @@ class HostsLeft:
         return self._take_part(members)
 
     def due(self) -> bool:
-        """Whether hosts wait with which the run could have more ranks, and it is for this host to let them in."""
+        """True if hosts wait with which the run could have more ranks, and it is for this host to let them in."""
         waiting = [beat for beat in self._living() if beat.node not in self.members]
         now, then = (self._largest(len(self.members) + more) for more in (0, len(waiting)))
         return self.members[0] == self._own.node and now is not None and then is not None and then > now
@@ -128,7 +128,7 @@ class HostsLeft:
         self._look()
 
     def growing(self) -> bool:
-        """Whether this start has ended for the sake of hosts that wait."""
+        """True if this start has ended for the sake of hosts that wait."""
         self._look()
         return any(beat.grown == self._own.start for beat in [self._own, *(beat for beat, _ in self._heard.values())])
 
@@ -180,7 +180,7 @@ class HostsLeft:
         return self._folder / f"host-{node:05}.json"
 
     def _read(self, node: int) -> HostBeat | None:
-        """What another host says; None where that cannot be read, as in a moment in which it is written."""
+        """Read the heartbeat of another host; None while it is being written, or if it cannot be read."""
         with suppress(OSError, TypeError):
             fields = read_beat(self._path(node))
             return None if fields is None else HostBeat(**fields)

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the training loop: how far it is, the last losses, and the best evaluation."""
+"""State of the training loop that checkpoints store: progress, the last losses, and the best evaluation."""
 
 import json
 import math
@@ -39,7 +39,7 @@ class LossGuard:
         self._losses: deque[float] = deque(maxlen=HISTORY)
 
     def is_spike(self, loss: float) -> bool:
-        """Whether `loss` is finite and more than 6 standard deviations above the mean of the last 128 applied ones."""
+        """True if `loss` is finite and more than 6 standard deviations above the mean of the last 128 applied ones."""
         if len(self._losses) < FEWEST or not math.isfinite(loss):
             return False
         mean = math.fsum(self._losses) / len(self._losses)
@@ -102,7 +102,7 @@ class Selection:
 
     @property
     def exhausted(self) -> bool:
-        """Whether `patience` evaluations in a row were no better."""
+        """True if `patience` evaluations in a row were no better."""
         return 0 < self.patience <= self.without_better
 
     def verdict(self) -> str:
@@ -110,7 +110,7 @@ class Selection:
         return f"{self.scalar} has not been better than at step {self.step} for {self.without_better} evaluations"
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """Return the state that a checkpoint stores, as JSON."""
         return {"metric": self.scalar, **{name: getattr(self, name) for name in KEPT}}
 
     def write(self, file: Path) -> None:
@@ -142,7 +142,7 @@ class LoopState:
             selection.restore(state.get("selection", {}))
 
     def accepts(self, loss: float) -> bool:
-        """Whether a step of this loss is to be applied, if it is finite."""
+        """True if a step of this loss is to be applied, if it is finite."""
         return not (self.guard.skip and self.guard.is_spike(loss))
 
     def advance(self, data: Step, result: StepResult) -> bool:
@@ -153,12 +153,12 @@ class LoopState:
 
     @property
     def ended_early(self) -> bool:
-        """Whether the selection has ended training."""
+        """True if the selection has ended training."""
         return self.selection is not None and self.selection.exhausted
 
     @property
     def verdict(self) -> str:
-        """What the selection ended training for."""
+        """Reason why the selection ended training."""
         return "" if self.selection is None else self.selection.verdict()
 
     def save(self, engine: Engine, saver: Saver) -> None:

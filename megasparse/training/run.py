@@ -40,7 +40,7 @@ def no_evaluation(engine: Engine, hooks: RunHooks) -> Evaluate | None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What pretraining, fine-tuning and tests differ in. Its callables are called in the order of the fields."""
+    """The parts in which pretraining, fine-tuning and tests differ, in the order in which they are called."""
 
     identity: RunIdentity
     make_rng: MakeRng
@@ -83,14 +83,14 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class RunResult:
-    """How far a run has come."""
+    """Progress of a run."""
 
     directory: Path
     """The run's folder."""
     step: int
     """The last step done, which is saved."""
     complete: bool
-    """Whether all steps are done, or early stopping has ended the run."""
+    """True if all steps are done, or early stopping has ended the run."""
 
 
 @contextmanager

@@ -131,7 +131,7 @@ class RanksLeft:
         return True
 
     def due(self) -> bool:
-        """Whether it is time for a try with all devices."""
+        """True if it is time for a try with all devices."""
         return bool(self._lost) and self.clock() >= self._try_at
 
     def restore(self) -> None:
@@ -157,7 +157,7 @@ def oom_kills() -> int | None:
 
 
 def killed_for_memory(before: int | None, after: int | None) -> str:
-    """What a SIGKILL was sent for, by the kernel's count before and after; to be written behind it."""
+    """Explain a SIGKILL by the kernel's count of out-of-memory kills before and after it."""
     if before is None or after is None:
         return "; was the machine out of memory?"
     if after == before:
@@ -177,7 +177,7 @@ class Spares:
         self._wanted = 0
 
     def full(self) -> bool:
-        """Whether as many were started as `fill` was asked for, since the last was taken."""
+        """True if as many were started as `fill` was asked for, since the last was taken."""
         return 0 < self._wanted <= len(self._waiting)
 
     def fill(self, number: int) -> None:
@@ -435,7 +435,7 @@ class Supervisor:
         return used_up
 
     def _grows(self) -> bool:
-        """Whether ranks that have ended well did so to start again, as more than they were."""
+        """True if ranks that have ended well did so to start again, as more than they were."""
         if self._growing:
             self.left.restore()
             report(f"trying all {self.left.layout().world_size} ranks again")
@@ -495,17 +495,17 @@ class Supervisor:
                 self._spares.fill(self.layout.here)
 
     def _look(self) -> None:
-        """What else there is to do at every turn of a loop that waits."""
+        """Hook called on every poll."""
 
     def _due(self) -> bool:
-        """Whether it is time to try more ranks."""
+        """True if it is time to try more ranks."""
         return self.left.due()
 
     def _announce(self) -> None:
-        """What there is to do before ranks are asked to end so that more can start."""
+        """Hook called before ranks are asked to end so that more can start."""
 
     def _go_on_with_fewer(self, code: int, cause: str) -> bool:
-        """Whether the run can go on without what is at fault, here the device of a rank."""
+        """True if the run can go on without what is at fault, here the device of a rank."""
         if self._at_fault is None or not self.left.lose(self._at_fault.local_rank):
             return False
         left = self.left.layout()

@@ -77,7 +77,7 @@ class Bucket:
         return next((step for step in sorted(steps, reverse=True) if self.has(step)), None)
 
     def has(self, step: int) -> bool:
-        """Whether the checkpoint of a step is there, complete."""
+        """True if the checkpoint of a step is there, complete."""
         return self._size(f"{self._folder(step)}/{MANIFEST}") is not None
 
     def manifest(self, step: int) -> dict[str, Any]:

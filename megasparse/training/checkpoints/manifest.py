@@ -60,7 +60,7 @@ class _Tensor(_Part):
 
 
 class _Manifest(_Part):
-    """What the code relies on; the configuration is checked when it is used."""
+    """Fields that the code relies on; the configuration is checked when it is used."""
 
     step: _Count
     sequences: _Count
@@ -148,7 +148,7 @@ def _most_bytes(path: Path) -> int:
 
 
 def gap(tensor: dict[str, Any]) -> str | None:
-    """Where an entry's pieces do not follow each other to the end of the tensor, without gap or overlap."""
+    """Describe the first gap or overlap between an entry's pieces; None if they fill the tensor."""
     end = 0
     for piece in sorted(tensor["pieces"], key=lambda piece: piece["start"]):
         if piece["start"] != end:
@@ -177,7 +177,7 @@ def _strange(manifest: dict[str, Any]) -> str | None:
 
 
 TEMPORARY = ".tmp-"
-"""What is being written or deleted; a crash may leave it."""
+"""Prefix of folders that are being written or deleted; a crash may leave them."""
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -203,7 +203,7 @@ LONGEST = 80
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What makes a run the same run: one goes on only from checkpoints of its own identity."""
+    """Identity of a run, which resumes only from checkpoints of the same identity."""
 
     config: RunSettings
     data_fingerprint: str

@@ -26,7 +26,7 @@ SYNC_EVERY = 1 << 30
 
 
 class RankFile:
-    """What a rank's safetensors file will hold.
+    """The content of a rank's safetensors file.
 
     The format is the length of a JSON header (8 bytes), the header, and the numbers, little endian. It is written here
     and not by the library, which would first put all of it together in memory.

@@ -1,4 +1,4 @@
-"""Where a run starts: at its newest checkpoint, at one that is named, or at step 0 where there is none.
+"""The start of a run: at its newest checkpoint, at one that is named, or at step 0 where there is none.
 
 A run never starts at step 0 beside its own checkpoints, never passes over a damaged one in silence, and never goes on
 with a configuration or data that would make it another run.

@@ -47,7 +47,7 @@ UNTOUCHED = "Older checkpoints are untouched"
 
 
 class Saved(Protocol):
-    """What a checkpoint is made from: an engine, as far as saving knows it."""
+    """The part of an engine that saving needs."""
 
     def fragments(self) -> list[Fragment]:
         """The pieces of weights and optimizer state that this rank saves: over all ranks, each number exactly once."""
@@ -104,7 +104,7 @@ class Saver:
         return None
 
     def pending(self) -> bool:
-        """Whether this rank's part of an asynchronous save is still being written."""
+        """True if this rank's part of an asynchronous save is still being written."""
         return self._under_way is not None and self._under_way.writing()
 
     def finish(self) -> Path | None:
@@ -266,7 +266,7 @@ class _Save:
         self.doing = f"saving step {step}"
         self.bytes = self.free = self.optimizer_steps = 0
         self.part: dict[str, Any] = {"file": f"rank-{rank:05d}.safetensors"}
-        """What the manifest will say of this rank's file."""
+        """Entry of this rank's file in the manifest."""
         self.problem: dict[str, str] | None = None
         """`kind` ("storage", "numbers" or "other") and `text`."""
         self._thread: threading.Thread | None = None

@@ -28,7 +28,7 @@ MakeRng = Callable[[int, Tensor], Any]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did, the same on every rank."""
+    """Result of one optimizer step, the same on every rank."""
 
     loss: float
     """Mean nats per scored token over the global batch."""
@@ -52,7 +52,7 @@ class StepTotals(NamedTuple):
     loss: float
     """Mean nats a scored token."""
     wanted: bool
-    """Whether the step is to be applied: its objective is finite, and its loss accepted."""
+    """True if the step is to be applied: its objective is finite, and its loss accepted."""
     sums: dict[str, float]
     """The other scalars by their names."""
 
@@ -63,7 +63,7 @@ class Engine(ABC):
     replicated = True
     """Every rank holds all of the state, so the ranks share out the parameters among them when they save."""
     totals_before_backward = True
-    """Whether a step is to be applied is decided before its last backward, not after it together with the norm."""
+    """True if a step is to be applied is decided before its last backward, not after it together with the norm."""
 
     def __init__(self, model: nn.Module, config: RunSettings, make_rng: MakeRng, ranks: Ranks):
         self.module, self.ranks, self._make_rng = model, ranks, make_rng
@@ -72,9 +72,9 @@ class Engine(ABC):
         self._shared: dict[str, Any] = {} if ranks.sequence is None else {"sequence": ranks.sequence}
         """Arguments of the model's forward where ranks share sequences."""
         self._counting = bool(self._shared) or getattr(model, "varying_token_counts", False)
-        """Whether micro-batches, or the ranks' parts of them, can have different numbers of scored tokens."""
+        """True if micro-batches, or the ranks' parts of them, can have different numbers of scored tokens."""
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        """What the optimizer updates and a checkpoint keeps; frozen weights are neither."""
+        """Weights that the optimizer updates and a checkpoint stores; frozen ones are not among them."""
         self._shapes = {name: tuple(p.shape) for name, p in self._trained.items()}
         self.optimizer: torch.optim.Optimizer
 
@@ -270,7 +270,7 @@ Initial = Callable[[str, Sequence[int], int, int], Tensor]
 
 
 class Weights:
-    """Where a model's weights come from: trained ones from a checkpoint, if there is one; else those on the meta device
+    """Source of a model's weights: trained ones from a checkpoint, if there is one; else those on the meta device
     from `initial`, and all others from the model itself.
     """
 

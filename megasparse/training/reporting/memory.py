@@ -1,4 +1,4 @@
-"""What fills a rank's memory, by kind; bytes throughout."""
+"""Memory of a rank by kind, in bytes."""
 
 import resource
 import sys

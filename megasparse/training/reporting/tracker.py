@@ -33,7 +33,7 @@ PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0}
 """Dense bf16 peak of one device, by a word of its name."""
 
 PLAIN_LINE_SECONDS = 10.0
-"""Where stderr is no terminal, a line at most this often."""
+"""Seconds between progress lines, at least, if stderr is not a terminal."""
 
 
 class Tracker:

@@ -68,7 +68,7 @@ class StopSignals:
                 threading.Thread(target=self._follow, args=(command,), name="launcher", daemon=True).start()
 
     def trace_wanted(self) -> bool:
-        """Whether a trace was asked for since the last call."""
+        """True if a trace was asked for since the last call."""
         asked = self._trace.is_set()
         self._trace.clear()
         return asked

@@ -42,7 +42,7 @@ def write_beat(path: Path, fields: dict[str, Any]) -> None:
 
 
 def read_beat(path: Path) -> dict[str, Any] | None:
-    """What the file has; None where it was being written. Raises OSError where it cannot be read."""
+    """Return the content of the file; None while it is being written. Raises OSError if it cannot be read."""
     try:
         record = json.loads(path.read_bytes())
         fields = record["heartbeat"]
@@ -83,7 +83,7 @@ class Heartbeat:
     """Seconds since the last one."""
     doing: str
     stop: bool
-    """Whether the rank was asked to stop."""
+    """True if the rank was asked to stop."""
     limit: float
     """Seconds without progress after which the rank hangs."""
     ended: bool
@@ -164,7 +164,7 @@ class Watchdog:
         self._latest = (counter + progress, now, doing)
 
     def stop_elsewhere(self) -> bool:
-        """Whether another rank of this launch was asked to stop."""
+        """True if another rank of this launch was asked to stop."""
         return any(entry[0].stop for entry in self._others if entry)
 
     def _own(self) -> Heartbeat:
