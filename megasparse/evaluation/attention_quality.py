@@ -29,7 +29,7 @@ TOP = 16
 """Largest exact weights of a query that its recall counts."""
 HEADS_SHOWN = 2
 LEGEND = "a query a row, a key a column; white: not seen; blue: seen; darker: more of its query's attention"
-"""What `attention_map` draws, for the foot of a sheet."""
+"""Legend of `attention_map`, for the foot of a sheet."""
 
 
 def attention_quality(engine: Engine, index: Index, config: Config) -> Callable[[], dict[str, float | str | Tensor]]:
@@ -153,7 +153,7 @@ def recall_of_top(exact: Tensor, sparse: Tensor, top: int) -> Tensor:
 
 
 def _largest(weights: Tensor, top: int) -> Tensor:
-    """Where the `top` largest weights above 0 of each row are: bool, the shape of `weights`."""
+    """Mask of the `top` largest weights above 0 of each row: bool, the shape of `weights`."""
     values, index = weights.topk(min(top, weights.shape[-1]), dim=-1)
     return torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, index, values > 0)
 

@@ -27,7 +27,7 @@ class Hypothesis(NamedTuple):
     score: float
     """Score, log_probability / length_penalty."""
     ended: bool
-    """Whether the end token was predicted; else the text was cut off."""
+    """True if the end token was predicted; else the text was cut off."""
 
 
 class _Live(NamedTuple):
@@ -128,7 +128,7 @@ def _likeliest(logits: Tensor, live: list[_Live], settings: BeamSettings) -> lis
 
 
 def _decided(live: list[_Live], ended: list[Hypothesis], settings: BeamSettings) -> bool:
-    """Whether no hypothesis that goes on can still win: its log-probability only falls, its penalty is at most the
+    """True if no live hypothesis can still win: its log-probability only falls, its penalty is at most the
     longest's."""
     if not ended:
         return False

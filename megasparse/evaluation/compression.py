@@ -46,7 +46,7 @@ SCALE = 64
 DEEPEST = 1100
 """The grid's last point: 24.8 bits below the likeliest token. No token is cheaper to rule out."""
 MARGIN = 1e-9
-"""Of a grid step. Whole windows and cached decoding differ by 1e-12 or so in fp64."""
+"""Part of a grid step. Whole windows and cached decoding differ by 1e-12 or so in fp64."""
 AT_ONCE = 1 << 24
 """Numbers W·T·V that one group of windows has at most."""
 
@@ -74,7 +74,7 @@ def weights() -> np.ndarray:
 
 
 def depths(logits: Tensor) -> np.ndarray:
-    """How far each logit (..., V) lies below the largest, in grid steps: fp64, not rounded."""
+    """Distance of each logit (..., V) below the largest, in grid steps: fp64, not rounded."""
     logits = logits.double()
     return ((logits.amax(-1, keepdim=True) - logits) * SCALE).clamp(max=DEEPEST).cpu().numpy()
 
@@ -84,12 +84,12 @@ def grid_points(below: np.ndarray) -> np.ndarray:
 
 
 def uncertain(below: np.ndarray) -> np.ndarray:
-    """Where a difference of MARGIN could change the grid point: flat indices."""
+    """Flat indices at which a difference of MARGIN could change the grid point."""
     return np.flatnonzero(np.abs(below - np.floor(below) - 0.5) < MARGIN)
 
 
 def probabilities(points: np.ndarray) -> np.ndarray:
-    """Of grid points (n, V): fp64 (n, V), quotients of integers."""
+    """Probabilities of grid points (n, V): fp64 (n, V), quotients of integers."""
     counts = weights()[points]
     return counts / counts.sum(-1, keepdims=True)
 
@@ -257,7 +257,7 @@ def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
 
 
 class Coder(NamedTuple):
-    """What a checkpoint codes with. model: in fp64."""
+    """A restored checkpoint that codes. model: in fp64."""
 
     model: Any
     tokenizer: Tokenizer

@@ -57,7 +57,7 @@ class Protocol:
     tokenizer: dict[str, str]
     """The tokenizer's name and sha256."""
     lossless: bool
-    """Whether the text comes back from its tokens. Where not (unknown words), the numbers are no code length of it."""
+    """True if the text comes back from its tokens. If not (unknown words), the numbers are no code length of it."""
     record: int | None
     """Tokens of a record of the data, such as an image; None for running text."""
     split_bytes: int | None
@@ -65,7 +65,7 @@ class Protocol:
     split_words: int | None
     """Reference words of that text; None where the index does not have it."""
     data_settings: dict[str, Any]
-    """What the shards were made with, such as the down-sampling of images."""
+    """Settings that the shards were made with, such as the down-sampling of images."""
 
 
 def protocol_of(
@@ -149,7 +149,7 @@ BYTES, PIXELS = "bytes", "pixels"
 
 @dataclass(frozen=True)
 class Counts:
-    """What a sum of nats is a sum over: scored tokens, and the bytes and reference words that they stand for."""
+    """Units that a sum of nats covers: scored tokens, and the bytes and reference words that they stand for."""
 
     tokens: int
     raw_bytes: int | None
@@ -331,7 +331,7 @@ def order_sums(encoder: Any, tokens: Tensor, rng: RngContext) -> tuple[Tensor, T
 
 
 def encoder_summary(result: dict[str, Any]) -> str:
-    """What megasparse evaluate prints."""
+    """Return the lines that megasparse evaluate prints."""
     protocol = result["protocol"]
     head = f"{result['loss']:.4f} nats a masked token, perplexity {result['perplexity']:.3f}"
     covered = f"{result['dims']:,} masked tokens of {protocol['split']}"

@@ -28,9 +28,9 @@ AT_ONCE = 8
 @dataclass(frozen=True)
 class Request:
     prompt: bytes
-    """What the text begins with, UTF-8 or not."""
+    """Beginning of the text, UTF-8 or not."""
     tokens: int | None
-    """How many at most to add."""
+    """Largest number of tokens to add."""
     sampling: Sampling
     beams: int | None
     """Beam search in place of sampling."""
@@ -130,7 +130,7 @@ class _Writer:
 
 
 def _length(asked: int | None, prompt: int, config: Config) -> int:
-    """How many tokens to add."""
+    """Return the number of tokens to add."""
     room = max(0, config.model.max_length - prompt)
     if asked is None:
         asked = min(DECODER_TOKENS, room) if config.model.source is None else room

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 HEAD = "lm_head.weight"
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-"""How names of constants end that old files hold beside the weights."""
+"""Endings of the names of constants that old files contain next to the weights."""
 ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
 GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 

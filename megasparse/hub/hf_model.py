@@ -42,7 +42,7 @@ class HFModel:
     tensors: dict[str, Callable[[], Tensor]]
     """Our name of every weight, and its value, read when called."""
     temporary: TemporaryDirectory[str] | None = None
-    """What the folder lies in, where it is of a GGUF file."""
+    """Parent of the folder if it was unpacked from a GGUF file."""
 
     @staticmethod
     def open(name: str | Path) -> "HFModel":

@@ -108,6 +108,6 @@ class _Unread:
 
 
 def identity(name: str) -> dict[str, str]:
-    """What a checkpoint says of the tokenizer that `data.tokenizer` names."""
+    """Return how a checkpoint identifies the tokenizer that `data.tokenizer` names."""
     tokenizer = build_tokenizer(name)
     return {"name": tokenizer.name, "sha256": tokenizer.sha256}

@@ -253,7 +253,7 @@ class MegasparseModel(MegasparsePreTrainedModel):
 
 
 class MegasparseWriter(MegasparsePreTrainedModel, GenerationMixin):
-    """What generates."""
+    """Base of the models that generate text."""
 
     _is_stateful = True  # a cache cannot be taken back by some tokens
     read_as = "input_ids"

@@ -169,7 +169,7 @@ def start_token(hf_config: Any) -> int:
 
 
 def added_start(bos: int, head: Tensor, bias: Tensor) -> bool:
-    """Whether the last token is one that `ReformerFormat.export` has added for our start vector."""
+    """True if the last token is one that `ReformerFormat.export` has added for our start vector."""
     return bos == len(head) - 1 and bias[bos].item() == NEVER and not head[bos].any()
 
 

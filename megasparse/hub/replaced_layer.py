@@ -30,7 +30,7 @@ NAME = "megasparse"
 
 
 class Projected(NamedTuple):
-    """What a layer's mechanisms read. x: (B, L, E), the layer's input. q, k, v: (B, H, L, D)."""
+    """Inputs of a layer's mechanisms. x: (B, L, E), the layer's input. q, k, v: (B, H, L, D)."""
 
     x: Tensor
     q: Tensor

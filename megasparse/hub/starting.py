@@ -25,8 +25,8 @@ Readers = dict[str, Callable[[], Tensor]]
 
 
 def base_values(source: str | Path) -> dict[str, Any]:
-    """What a configuration extends that starts from `source`: the model there, and its tokenizer. Raises HubError and
-    CheckpointError where there is no such model.
+    """Return the values that a configuration extends if it starts from `source`: its model and tokenizer. Raises HubError
+    and CheckpointError where there is no such model.
     """
     path = Path(source)
     if _is_huggingface(path):
@@ -41,7 +41,7 @@ def base_values(source: str | Path) -> dict[str, Any]:
 
 
 def resumed_from(config: Config, source: str | Path, ranks: Ranks) -> str:
-    """What a run that starts from `source` resumes from: its newest checkpoint where it has any, else the one that
+    """Return what a run that starts from `source` resumes from: its newest checkpoint if it has one, else the one that
     `write_start` makes in RUN/start, once, on the first rank. With adapters "auto": these are in its checkpoints, and
     the weights that they belong to in RUN/start. Every rank calls it.
 

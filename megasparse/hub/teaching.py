@@ -181,7 +181,7 @@ class Teacher:
                 old.unlink()
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
-        """What is learned, and Adam's state."""
+        """Yield the learned weights and Adam's state, by name."""
         for (number, kind), optimizer in self.optimizers.items():
             for position, weight in enumerate(optimizer.param_groups[0]["params"]):
                 state = optimizer.state[weight]

@@ -18,7 +18,7 @@ BESIDE = (
     SETTINGS, GENERATION, "chat_template.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model",
 )  # fmt: skip
-"""What else a folder may hold of a decoder's tokenizer, chat template and generation."""
+"""Other files of a decoder's tokenizer, chat template and generation."""
 SPECIAL = ("eos_token_id", "pad_token_id")
 TRAINED = "training_tokenizer.json"
 """The file of the training, where `FILE` is another one."""
@@ -282,7 +282,7 @@ def with_end(values: dict[str, Any], token: int) -> dict[str, Any]:
 
 
 def _template(token: int, name: str, single: str, pair: str) -> dict[str, Any]:
-    """Where the special token, ^, stands beside a text A, and beside two."""
+    """Return the rule that puts the special token, ^, before or after a text A, and a pair A B."""
     special = {"SpecialToken": {"id": name, "type_id": 0}}
     parts = {"^": special, **{text: {"Sequence": {"id": text, "type_id": 0}} for text in "AB"}}
     return {
@@ -302,7 +302,7 @@ def name_of(values: dict[str, Any], token: int) -> str | None:
 
 
 def is_of_bytes(values: Any) -> bool:
-    """Whether a tokenizer.json is one of `of_bytes`."""
+    """True if a tokenizer.json is one of `of_bytes`."""
     model = values.get("model") if isinstance(values, dict) else None
     return isinstance(model, dict) and model == of_bytes({})["model"]
 
