@@ -19,7 +19,7 @@ from megasparse.training.ranks import Ranks
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of drawing tokens, see `sample`. seed: row 0 draws by the seed itself, every other one by (seed, row)."""
+    """Settings of `sample`. seed: row 0 draws by the seed itself, every other one by (seed, row)."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -49,7 +49,7 @@ class SharedDecoder:
 
 
 def shared_decoder(decoder: Any, ranks: Ranks) -> Any:
-    """Return the decoder for these ranks, which all write one text. Raises ConfigError where not all share out the heads."""
+    """Return the decoder for ranks that write one text. Raises ConfigError where not all share out the heads."""
     if ranks.sequence_size < ranks.world_size:
         problem = f"{ranks.sequence_size}, but {ranks.world_size} ranks are to write one text"
         raise ConfigError("parallel.sequence", problem, f"Set it to {ranks.world_size}")

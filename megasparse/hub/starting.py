@@ -25,8 +25,9 @@ Readers = dict[str, Callable[[], Tensor]]
 
 
 def base_values(source: str | Path) -> dict[str, Any]:
-    """Return the values that a configuration extends if it starts from `source`: its model and tokenizer. Raises HubError
-    and CheckpointError where there is no such model.
+    """Return the values that a configuration extends if it starts from `source`: its model and tokenizer.
+
+    Raises HubError and CheckpointError where there is no such model.
     """
     path = Path(source)
     if _is_huggingface(path):
