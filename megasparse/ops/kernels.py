@@ -1,6 +1,6 @@
 """Products, random bits and the launch of kernels, shared by the Triton kernels of all operators.
 
-Kernels are started by `launch` alone, so that `observed` sees every one of them with the very settings it runs with:
+Kernels are started by `launch` only, so that `observed` sees every one of them with the very settings it runs with:
 ahead-of-time compilation needs no list of its own.
 """
 
@@ -47,7 +47,7 @@ def mix(x):
 
 @triton.jit
 def load_rows(x, row, valid, stride, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows (n) of x, which has one every `stride` numbers, 0 where not valid: (n, WIDTH)."""
+    """Load rows (n) of x, which has one every `stride` numbers, 0 where not valid: (n, WIDTH)."""
     d = tl.arange(0, WIDTH)[None, :]
     places = x + row.to(tl.int64)[:, None] * stride + d
     return tl.load(places, mask=valid[:, None] & (d < D), other=0.0)
@@ -55,7 +55,7 @@ def load_rows(x, row, valid, stride, D: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def store_rows(x, row, values, valid, stride, D: tl.constexpr, WIDTH: tl.constexpr):
-    """The inverse of `load_rows`, in the dtype of x."""
+    """Store rows, the inverse of `load_rows`, in the dtype of x."""
     d = tl.arange(0, WIDTH)[None, :]
     places = x + row.to(tl.int64)[:, None] * stride + d
     tl.store(places, values.to(x.dtype.element_ty), mask=valid[:, None] & (d < D))
@@ -67,7 +67,9 @@ def whole_vectors(x: Tensor) -> Tensor:
 
 
 def empty_alike(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Empty like x (B, H, L, D), contiguous, with heads inside tokens where x has them: no copy is needed then."""
+    """Return an empty tensor like x (B, H, L, D), contiguous, with heads inside tokens where x has them: no copy is
+    needed then.
+    """
     settings: dict[str, Any] = {"memory_format": torch.contiguous_format, "dtype": dtype}
     if x.stride(1) < x.stride(2):
         return torch.empty_like(x.transpose(1, 2), **settings).transpose(1, 2)
@@ -75,25 +77,25 @@ def empty_alike(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def strides(*xs: Tensor) -> list[int]:
-    """The strides of batch, head and token of each tensor (B, H, L, D)."""
+    """Return the strides of batch, head and token of each tensor (B, H, L, D)."""
     return [stride for x in xs for stride in x.stride()[:3]]
 
 
 def steps_of_lists(x: Tensor, row: int = 1) -> tuple[int, int]:
-    """The steps in lists x (B|1, H|1, ...), of `row` numbers each, from one sequence, and from one head, to the next; 0
-    where they share a list.
+    """Return the steps in lists x (B|1, H|1, ...), of `row` numbers each, from one sequence, and from one head, to the
+    next; 0 where they share a list.
     """
     batch, heads = x.shape[:2]
     return heads * row if batch > 1 else 0, row if heads > 1 else 0
 
 
 def precision() -> str:
-    """The precision of products of fp32 factors: exactly, or in TF32 where torch allows it."""
+    """Return the precision of products of fp32 factors: exactly, or in TF32 where torch allows it."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def block(width: int) -> int:
-    """The smallest power of two that holds `width`, at least 16: what tl.dot takes."""
+    """Return the smallest power of two that holds `width`, at least 16: what tl.dot takes."""
     return max(16, triton.next_power_of_2(width))
 
 
@@ -124,7 +126,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **settings: Any)
 
 @contextlib.contextmanager
 def observed(see: Callable[[Launch], None]) -> Iterator[None]:
-    """Gives kernels inside the context to `see` instead of starting them."""
+    """Give kernels inside the context to `see` instead of starting them."""
     global _observer
     before, _observer = _observer, see
     try:
@@ -135,7 +137,7 @@ def observed(see: Callable[[Launch], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Lists kernels inside the context instead of starting them."""
+    """List kernels inside the context instead of starting them."""
     launches: list[Launch] = []
     with observed(launches.append):
         yield launches

@@ -26,13 +26,13 @@ EVALUATION_STEP = -1  # evaluation and generation draw as if at this step, whate
 
 
 def derive(*parts: int | str) -> int:
-    """A 64-bit key from numbers and words: equal parts, equal key, on every machine."""
+    """Derive a 64-bit key from numbers and words: equal parts, equal key, on every machine."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def halves(key: int) -> tuple[int, int]:
-    """The low and the high 32 bits of a key, as signed numbers."""
+    """Return the low and the high 32 bits of a key, as signed numbers."""
     return ((key & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000, ((key >> 32 & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
 
@@ -40,9 +40,13 @@ def halves(key: int) -> tuple[int, int]:
 class RngContext:
     """Everything that the random draws of one forward pass depend on.
 
-    seed: of the run. step: optimizer step. samples: (B,) int64, global number of each sequence. training: dropout is
-    on. rounds: hash rounds in place of the configured ones, or None. first: position of the first token of this rank,
-    where ranks share sequences.
+    Args:
+        seed: of the run.
+        step: optimizer step.
+        samples: (B,) int64, global number of each sequence.
+        training: dropout is on.
+        rounds: hash rounds instead of the configured ones, or None.
+        first: position of the first token of this rank, where ranks share sequences.
     """
 
     seed: int
@@ -55,23 +59,23 @@ class RngContext:
 
     @staticmethod
     def evaluation(seed: int, batch_size: int, rounds: int | None = None) -> "RngContext":
-        """The draws of evaluation and generation: the step is fixed, dropout is off."""
+        """Return the draws of evaluation and generation: the step is fixed, dropout is off."""
         return RngContext(seed, EVALUATION_STEP, torch.arange(batch_size), training=False, rounds=rounds)
 
     def at(self, first: int) -> "RngContext":
-        """The same draws, of tokens that begin at position `first`."""
+        """Return the same draws, of tokens that start at position `first`."""
         return self if first == self.first else replace(self, first=first)
 
     def of(self, part: str) -> "RngContext":
-        """The draws of a part of a model that numbers its layers from 0, such as an encoder–decoder's encoder."""
+        """Return the draws of a part of a model that numbers its layers from 0, such as an encoder."""
         return replace(self, seed=derive(self.seed, part))
 
     def key(self, layer: int, purpose: str) -> int:
-        """A key of this step."""
+        """Derive a key of this step."""
         return derive(self.seed, self.step, layer, purpose)
 
     def rows(self, length: int, device: torch.device) -> Tensor:
-        """(B, L) int64: a number for every (global sample, position), for draws that differ by token."""
+        """Return (B, L) int64, a number for each (global sample, position), for draws that differ by token."""
         rows = self._rows.get((length, device))
         if rows is None:  # every layer asks for the same ones
             positions = torch.arange(self.first, self.first + length, device=device)
@@ -81,7 +85,7 @@ class RngContext:
 
 
 def random_bits(key: int, rows: Tensor, columns: int) -> Tensor:
-    """(*rows.shape, columns) int32, uniform over all 2^32 values: a hash of (key, row number, column number).
+    """Draw (*rows.shape, columns) int32, uniform over all 2^32 values: a hash of (key, row number, column number).
 
     rows: int64, any shape. Built of an integer mixer whose every input bit reaches every output bit.
     """
@@ -94,7 +98,7 @@ def random_bits(key: int, rows: Tensor, columns: int) -> Tensor:
 
 
 def _seeds(key: int, rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Mixed numbers of the rows and of the columns, int32; mixing their sum gives the bits."""
+    """Return mixed numbers of the rows and of the columns, int32; mixing their sum gives the bits."""
     low, high = halves(key)
     # Conversions keep the low 32 bits.
     row = _mix_(rows.to(torch.int32) + low) ^ _mix_((rows >> 32).to(torch.int32) + high)
@@ -177,12 +181,12 @@ class _Dropout(torch.autograd.Function):
 
 
 def least_kept(rate: float) -> int:
-    """The smallest random bits, int32, of an element that dropout keeps."""
+    """Return the smallest random bits, int32, of an element that dropout keeps."""
     return round(rate * 2**32) - 2**31
 
 
 def _dropped_in_blocks(x: Tensor, rate: float, key: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dropout in blocks that stay in a CPU's cache: drawn whole, bits cost more than a wide product."""
+    """Drop out in blocks that stay in a CPU's cache: drawn whole, bits cost more than a wide product."""
     x = x.to(torch.promote_types(x.dtype, dtype))
     flat = x.flatten(0, 1)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
@@ -219,22 +223,22 @@ class PairDropout:
         return PairDropout(rate, key, _mix_(_seeds(key, rows, 0)[0].unsqueeze(1) + head.unsqueeze(1)))
 
     def keys(self, count: int) -> Tensor:
-        """The mixed numbers of the keys, (Lk,) int32."""
+        """Return the mixed numbers of the keys, (Lk,) int32."""
         number = (torch.arange(count, device=self.queries.device) + self.shift) % count
         return _mix_(number.to(torch.int32) + halves(self.key)[1])
 
     def factors(self, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
-        """The factors of probabilities, 0 or 1/(1 − rate), of pairs of mixed numbers, which broadcast."""
+        """Return the factors of probabilities, 0 or 1/(1 − rate), of pairs of mixed numbers, which broadcast."""
         is_kept = _mix_(queries + keys) >= least_kept(self.rate)
         return is_kept.to(dtype).mul_(1.0 / (1.0 - self.rate))
 
     def dense(self, count: int, dtype: torch.dtype) -> Tensor:
-        """The factors of all pairs of queries and `count` keys, (B, H, Lq, Lk)."""
+        """Return the factors of all pairs of queries and `count` keys, (B, H, Lq, Lk)."""
         return self.factors(self.queries.unsqueeze(-1), self.keys(count), dtype)
 
 
 def normal(key: int, rows: Tensor, columns: int) -> Tensor:
-    """(*rows.shape, columns) fp32 standard normal numbers, each a function of (key, row number, column number).
+    """Draw (*rows.shape, columns) fp32 standard normal numbers, each a function of (key, row number, column number).
 
     Box–Muller in float64 from two 32-bit draws.
     """
@@ -244,7 +248,7 @@ def normal(key: int, rows: Tensor, columns: int) -> Tensor:
 
 
 def rotations(key: int, heads: range, rounds: int, head_dim: int, factors: list[int], device: torch.device) -> Tensor:
-    """Gaussian projections of angular LSH, (H, R, D, Σ n_f/2), for the global head numbers `heads`.
+    """Draw gaussian projections of angular LSH, (H, R, D, Σ n_f/2), for the global head numbers `heads`.
 
     Each head and round has its own, whatever other heads and rounds are drawn: more rounds keep the first ones.
     """
@@ -253,7 +257,7 @@ def rotations(key: int, heads: range, rounds: int, head_dim: int, factors: list[
 
 
 def normal_by_head(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
-    """`count` vectors of normal numbers for each global head number, (H, count, columns) fp32.
+    """Draw `count` vectors of normal numbers for each global head number, (H, count, columns) fp32.
 
     A head's vectors are the same whatever other heads there are, and more vectors keep the first ones.
     """
@@ -265,7 +269,7 @@ def normal_by_head(key: int, heads: range, count: int, columns: int, device: tor
 
 
 def bits_by_head(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
-    """(H, count, columns) int32: `random_bits` of the rows of `rows_by_head`."""
+    """Draw (H, count, columns) int32, `random_bits` of the rows of `rows_by_head`."""
     if _by_kernels(device):
         from megasparse.ops.random_kernels import bits_by_head as by_head
 
@@ -278,13 +282,13 @@ def _by_kernels(device: torch.device) -> bool:
 
 
 def rows_by_head(heads: range, count: int, device: torch.device) -> Tensor:
-    """(H, count) int64: numbers of the draws of global heads, for draws that differ by head."""
+    """Return (H, count) int64, numbers of the draws of global heads, for draws that differ by head."""
     head = torch.arange(heads.start, heads.stop, device=device).unsqueeze(1) * (1 << 16)
     return head + torch.arange(count, device=device)
 
 
 def _mix_(x: Tensor, spare: Tensor | None = None) -> Tensor:
-    """A bijection of 32-bit integers, in place (C. Wellons' lowbias32), wrapping around. spare: space like x."""
+    """Apply a bijection of 32-bit integers in place (C. Wellons' lowbias32), wrapping around. spare: space like x."""
     shifted = torch.empty_like(x) if spare is None else spare
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, 1)):
         torch.bitwise_right_shift(x, shift, out=shifted)

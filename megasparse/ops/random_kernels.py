@@ -18,19 +18,19 @@ _TURN = tl.constexpr(2 * math.pi / 2**32)
 
 @triton.jit
 def _key(low, high):
-    """The halves of a key, uint32."""
+    """Return the halves of a key, uint32."""
     return low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _row_seed(number, low, high):
-    """The mixed numbers of rows `number`, int64; low, high: the key's halves, uint32."""
+    """Return the mixed numbers of rows `number`, int64; low, high: the key's halves, uint32."""
     return mix(mix(number.to(tl.uint32) + low) ^ mix((number >> 32).to(tl.uint32) + high))
 
 
 @triton.jit
 def _bits_of(row_seed, column, high):
-    """The bits of `ops.random.random_bits`: mixing the sum of what rows and columns give."""
+    """Return the bits of `ops.random.random_bits`: mixing the sum of what rows and columns give."""
     return mix(row_seed + mix(column.to(tl.uint32) + high)).to(tl.int32, bitcast=True)
 
 
@@ -115,13 +115,13 @@ def _bits(rows, out, columns, low, high, first, count, COLUMNS: tl.constexpr):
 
 
 def bits(key: int, rows: Tensor, columns: int) -> Tensor:
-    """Computes `ops.random.random_bits` in one launch, the same to the bit."""
+    """Compute `ops.random.random_bits` in one launch, the same to the bit."""
     out = torch.empty(*rows.shape, columns, dtype=torch.int32, device=rows.device)
     return _draw_bits(out, rows.contiguous(), key, 0, 1)
 
 
 def bits_by_head(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
-    """Computes `ops.random.bits_by_head` in one launch, the same to the bit."""
+    """Compute `ops.random.bits_by_head` in one launch, the same to the bit."""
     out = torch.empty(len(heads), count, columns, dtype=torch.int32, device=device)
     return _draw_bits(out, None, key, heads.start, count)
 
@@ -152,7 +152,7 @@ def _normals(out, first, count, columns, low, high, other_low, other_high, COLUM
 
 
 def normals(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
-    """Computes `ops.random.normal_by_head` in one launch, equal to it up to the rounding of float64 logarithms and
+    """Compute `ops.random.normal_by_head` in one launch, equal to it up to the rounding of float64 logarithms and
     cosines.
     """
     out = torch.empty(len(heads), count, columns, dtype=torch.float32, device=device)

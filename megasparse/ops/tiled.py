@@ -15,7 +15,7 @@ def tiled(
     weights: Sequence[Tensor],
     tiles: int,
 ) -> Tensor:
-    """`function(*inputs, *weights)`, computed on `tiles` pieces of the inputs along dimension 1.
+    """Compute `function(*inputs, *weights)` on `tiles` pieces of the inputs along dimension 1.
 
     inputs: (B, L, ...) each; `function` must treat every position of L by itself. weights: used whole by every tile.
     Returns (B, L, ...). The backward recomputes each tile and hands every weight ONE gradient, the sum over the tiles
@@ -56,7 +56,7 @@ class _Tiled(Function):
 
 
 class GradientSums:
-    """The sums over pieces of a computation, in fp32 at least, of the gradients of weights that all pieces share."""
+    """Sums over pieces of a computation, in fp32 at least, of the gradients of weights that all pieces share."""
 
     def __init__(self, weights: Mapping[str, Tensor]):
         self._all = weights
@@ -65,7 +65,7 @@ class GradientSums:
         self._used: list[tuple[Tensor, Tensor]] = []
 
     def leaf(self, name: str, dim: int = 0, start: int = 0, count: int | None = None) -> Tensor:
-        """A weight, or `count` of its rows or columns, for what the next `take` is of."""
+        """Return a weight, or `count` of its rows or columns, for what the next `take` is of."""
         weight, total = self._all[name].detach(), self._sums.get(name)
         if count is not None:
             weight, total = weight.narrow(dim, start, count), None if total is None else total.narrow(dim, start, count)
@@ -74,13 +74,13 @@ class GradientSums:
         return weight
 
     def itself(self, name: str) -> None:
-        """Lets the next `take` sum the gradient of the weight itself, where what it is of has read that."""
+        """Let the next `take` sum the gradient of the weight itself, where what it is of has read that."""
         if name in self.weights:
             self._used.append((self.weights[name], self._sums[name]))
 
     def take(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The gradients of `inputs`, None of those that the outputs did not read. Those of the leaves since the last
-        `take` are added to the sums.
+        """Return the gradients of `inputs`, None for those that the outputs did not read. Gradients of the leaves since
+        the last `take` are added to the sums.
         """
         used, self._used = self._used, []
         cast = [grad.to(y.dtype) for y, grad in zip(outputs, grads, strict=True)]
@@ -92,12 +92,12 @@ class GradientSums:
         return gradients[: len(inputs)]
 
     def gradients(self) -> dict[str, Tensor]:
-        """ONE gradient of each weight, in its dtype."""
+        """Return ONE gradient of each weight, in its dtype."""
         return {name: self._sums.pop(name).to(weight.dtype) for name, weight in self.weights.items()}
 
 
 def pieces(tensors: Sequence[Tensor], tiles: int) -> list[tuple[Tensor, ...]]:
-    """The tensors cut along dimension 1 into `tiles` pieces of nearly equal length."""
+    """Cut the tensors along dimension 1 into `tiles` pieces of nearly equal length."""
     return list(zip(*(torch.tensor_split(x, tiles, dim=1) for x in tensors), strict=True))
 
 
