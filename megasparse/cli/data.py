@@ -20,13 +20,13 @@ def report_records(source: Any, output: Path) -> None:
     from megasparse.data.index import Index
     from megasparse.evaluation.figure import draw_lengths
 
-    found = write_report(source, Index.load(output), output / "report.json")
-    print(f"  {found.records:,} records in {found.files:,} files")
-    print(f"  kept: {found.documents:,} documents of {found.bytes:,} bytes, {found.lengths.mean:,.0f} in the mean")
-    for reason, count in found.left_out.items():
+    report = write_report(source, Index.load(output), output / "report.json")
+    print(f"  {report.records:,} records in {report.files:,} files")
+    print(f"  kept: {report.documents:,} documents of {report.bytes:,} bytes, {report.lengths.mean:,.0f} in the mean")
+    for reason, count in report.left_out.items():
         print(f"  left out: {count:,} {reason}")
     try:
-        draw_lengths(found.lengths, output / "lengths.svg")
+        draw_lengths(report.lengths, output / "lengths.svg")
     except ConfigError as without_matplotlib:
         print(f"  no picture of the lengths: {without_matplotlib}")
 

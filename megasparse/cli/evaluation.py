@@ -205,9 +205,9 @@ def log(line: str) -> None:
 
 def add_predict(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
-    given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--source", nargs="+", metavar="FILE", help="files in the task's format")
-    given.add_argument("--text", action="append", metavar="TEXT", help="one example; for a pair give it twice")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--source", nargs="+", metavar="FILE", help="files in the task's format")
+    source.add_argument("--text", action="append", metavar="TEXT", help="one example; for a pair give it twice")
     parser.add_argument("--output", type=Path, metavar="OUT", help="file to write: .jsonl, .json, .csv, .tsv or .txt")
 
 
@@ -229,14 +229,14 @@ def predict(args: argparse.Namespace) -> None:
     if args.output is not None:
         require_form(args.output)
         require_writable(args.output, sources=args.source or ())
-    found = restore_task(args.checkpoint, args.set)
-    rows = predict(found, args.source, log) if args.source else [predict_texts(found, args.text, log)]
+    task = restore_task(args.checkpoint, args.set)
+    rows = predict(task, args.source, log) if args.source else [predict_texts(task, args.text, log)]
     if args.output is None:
         for row in rows:
             print(json.dumps(row))
         return
-    write_predictions(args.output, rows, found.form)
-    log(f"{len(rows):,} predictions by step {found.checkpoint.step} of {found.checkpoint.path}: {args.output}")
+    write_predictions(args.output, rows, task.form)
+    log(f"{len(rows):,} predictions by step {task.checkpoint.step} of {task.checkpoint.path}: {args.output}")
 
 
 SUFFIX = ".msz"

@@ -66,7 +66,7 @@ def main(words: Sequence[str] | None = None) -> None:
         return
     name, rest = split(words)
     if name is None:
-        print(overview([each for each in COMMANDS if each.startswith(f"{words[0]} ")]))
+        print(overview([command for command in COMMANDS if command.startswith(f"{words[0]} ")]))
         return
     try:
         args = parser_of(name).parse_args(rest)
@@ -98,7 +98,7 @@ def split(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     for count in (1, 2):
         if (name := " ".join(words[:count])) in COMMANDS:
             return name, words[count:]
-    group = [each for each in COMMANDS if each.startswith(f"{words[0]} ")]
+    group = [command for command in COMMANDS if command.startswith(f"{words[0]} ")]
     if group and (len(words) == 1 or words[1] in ("-h", "--help")):
         return None, []
     name = " ".join(words[:2]) if group else words[0]

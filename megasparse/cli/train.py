@@ -170,8 +170,8 @@ def supervise(args: argparse.Namespace) -> None:
     program, trains = [args.script], True
     if not Path(args.script).is_file():
         if args.script not in COMMANDS:
-            known = ", ".join(COMMANDS)
-            raise UserError(f"{args.script}: no such script. Give {known}, or the path of a Python script")
+            choices = ", ".join(COMMANDS)
+            raise UserError(f"{args.script}: no such script. Give {choices}, or the path of a Python script")
         program, trains = ["-m", "megasparse", args.script], args.script == "pretrain"
         if trains and args.arguments and not args.arguments[0].startswith("-"):
             args.arguments.insert(0, "--config")
@@ -184,20 +184,20 @@ def supervise(args: argparse.Namespace) -> None:
     layout = NodeLayout(args.ranks, args.nodes, args.node_rank, args.address)
     command = [sys.executable, *program, *args.arguments]
     if not trains:
-        for option, given in (("--restarts", args.restarts), ("--min-ranks", args.min_ranks)):
-            if given:
+        for option, value in (("--restarts", args.restarts), ("--min-ranks", args.min_ranks)):
+            if value:
                 problem = f"{args.script} saves nothing that another start could go on from"
-                raise ConfigError(f"{option} {given}", problem, "Leave it out")
+                raise ConfigError(f"{option} {value}", problem, "Leave it out")
         sys.exit(Supervisor(command, layout, None).run())
     config = supervised_config(args.arguments, args.restarts)
     sizes = ranks_to_go_on_with(config, layout.world_size, args.min_ranks)
     if args.min_ranks is not None:
         report(f"numbers of ranks that this run may have: {', '.join(map(str, sizes))}")
     directory = Path(config.run.directory)
-    place = (command, layout, directory / "checkpoints", args.restarts, sizes)
+    arguments = (command, layout, directory / "checkpoints", args.restarts, sizes)
     if args.nodes > 1 and args.min_ranks is not None:
-        sys.exit(HostSupervisor(*place, directory / HEARTBEATS).run())
-    sys.exit(Supervisor(*place).run())
+        sys.exit(HostSupervisor(*arguments, directory / HEARTBEATS).run())
+    sys.exit(Supervisor(*arguments).run())
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:

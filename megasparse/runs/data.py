@@ -78,8 +78,8 @@ def _check_objectives(index: Index, model: ModelConfig, tokenizer: Tokenizer) ->
         problem = f'"{model.kind}", but {index.directory} holds running text'
         raise ConfigError("model.kind", problem, "Prepare pairs of texts: megasparse prepare-data parallel")
     if model.kind == "encoder" and mask < tokenizer.vocabulary and (special is None or mask != special.mask):
-        own = special.mask if special else tokenizer.vocabulary
-        raise ConfigError("model.masking.token", f"{mask} is a token that texts can have", f"Set it to {own}")
+        expected = special.mask if special else tokenizer.vocabulary
+        raise ConfigError("model.masking.token", f"{mask} is a token that texts can have", f"Set it to {expected}")
     corpus = CORPORA.get(index.file.corpus)
     if order is not None and corpus is not None and not corpus.SENTENCE_PAIRS:
         problem = f"given, but {index.directory} holds {index.file.corpus}"

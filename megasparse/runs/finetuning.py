@@ -72,7 +72,7 @@ def least_flops(task: TaskRun) -> float:
     those of adapters and frozen weights as if all were trained.
     """
     training = task.config.training
-    embedded = {id(each.weight) for each in task.model.modules() if isinstance(each, torch.nn.Embedding)}
+    embedded = {id(module.weight) for module in task.model.modules() if isinstance(module, torch.nn.Embedding)}
     weights = sum(p.numel() for p in task.model.parameters() if p.dim() > 1 and id(p) not in embedded)
     tokens = float(training.steps * training.global_batch)
     if training.batch_unit == "examples":
@@ -88,5 +88,5 @@ def finetune_dry_run(config: FinetuneConfig) -> str:
 
 
 def _reporter(ranks: Ranks) -> Callable[[str], None]:
-    """What prints a line to stderr, on rank 0 only."""
+    """Return a function that prints a line to stderr on rank 0, and nothing on other ranks."""
     return lambda line: print(line, file=sys.stderr) if ranks.rank == 0 else None

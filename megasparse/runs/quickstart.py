@@ -50,12 +50,13 @@ def quickstart(small: bool = False) -> None:
     say("3/5  bits/dim of held-out text, every byte of the test split scored")
     evaluate(run)
     say("4/5  the same text as a file, compressed by the model")
-    text = write_held_out(run)
+    text, held_out = run / "held_out.txt", EvaluationStream(Index.load(SHARDS), "test")
+    text.write_bytes(bytes(held_out.read(0, held_out.tokens).tolist()))
     compress(run, text)
     say("5/5  a sample, and a page about the run")
     megasparse("generate", "--checkpoint", run, "--prompt", "The history of ", "--tokens", 300, "--temperature", 0.8)
     megasparse("report", run)
-    report(summarize(run, text), run)
+    report(run, text, held_out)
 
 
 def training_command(small: bool) -> list[str]:
@@ -76,44 +77,24 @@ def evaluate(run: Path) -> None:
         megasparse("evaluate", "--checkpoint", run, "--data", SHARDS, "--json", result)
 
 
-def held_out() -> EvaluationStream:
-    return EvaluationStream(Index.load(SHARDS), "test")
-
-
-def write_held_out(run: Path) -> Path:
-    """The test split as a text file, RUN/held_out.txt."""
-    text, stream = run / "held_out.txt", held_out()
-    text.write_bytes(bytes(stream.read(0, stream.tokens).tolist()))
-    return text
-
-
 def compress(run: Path, text: Path) -> None:
     """Compress the text with the model, unless that is done, or its coder is not installed."""
     if importlib.util.find_spec("constriction") is None:
         print("  left out: pip install 'megasparse[compress]' brings the coder, then run this again")
-    elif not packed(text).exists():
+    elif not text.with_name(f"{text.name}.msz").exists():
         megasparse("compress", text, "--checkpoint", run)
 
 
-def packed(text: Path) -> Path:
-    return text.with_name(f"{text.name}.msz")
-
-
-def summarize(run: Path, text: Path) -> dict[str, float]:
-    """Bits/dim of the model beside those of gzip -9, xz -9 and the model's file, also written to RUN/summary.json."""
-    sizes = bits_per_byte(held_out())
+def report(run: Path, text: Path, held_out: EvaluationStream) -> None:
+    """Print bits/dim of the model beside those of gzip -9, xz -9 and the model's file, and write RUN/summary.json."""
+    sizes, packed = bits_per_byte(held_out), text.with_name(f"{text.name}.msz")
     model = json.loads((run / "evaluation.json").read_text())["bits_per_dim"]
     summary = {"bits_per_dim": model, "gzip_bits_per_dim": sizes["gzip"], "xz_bits_per_dim": sizes["xz"]}
-    if packed(text).exists():
-        summary["file_bits_per_dim"] = 8 * packed(text).stat().st_size / text.stat().st_size
+    if packed.exists():
+        summary["file_bits_per_dim"] = 8 * packed.stat().st_size / text.stat().st_size
     (run / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    return summary
-
-
-def report(summary: dict[str, float], run: Path) -> None:
     say(f"done; the same held-out bytes, in bits/dim (also in {run / 'summary.json'})")
-    names = {"gzip -9": "gzip_", "xz -9": "xz_", "this model": "", "its file": "file_"}
-    for name, key in names.items():
+    for name, key in {"gzip -9": "gzip_", "xz -9": "xz_", "this model": "", "its file": "file_"}.items():
         if (value := summary.get(f"{key}bits_per_dim")) is not None:
             print(f"  {name:<11}{value:.3f}  {'#' * round(value * 16)}")
     print(NEXT.format(run=run))

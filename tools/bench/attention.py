@@ -521,8 +521,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         if getattr(args, key) is None:
             setattr(args, key, value)
     args.compare = [] if args.compare == ["none"] else args.compare
-    for option, given, allowed in (("mechanisms", args.mechanisms, MECHANISMS), ("compare", args.compare, PEERS)):
-        for name in given:
+    for option, values, allowed in (("mechanisms", args.mechanisms, MECHANISMS), ("compare", args.compare, PEERS)):
+        for name in values:
             if name not in allowed:
                 raise ConfigError(f"--{option}", f'there is no "{name}"', did_you_mean(name, allowed))
     if missing := [peer for peer in args.compare if peer not in installed]:

@@ -99,7 +99,7 @@ def _source(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:
     assert not missing, f"{launch.kernel.__name__} is launched without {missing}"
     values |= {p.name: p.default for p in launch.kernel.params if p.name not in values}
     signature, constants, attributes = {}, {}, {}
-    for place, (name, constant) in enumerate(parameters.items()):
+    for position, (name, constant) in enumerate(parameters.items()):
         value = values[name]
         if constant or value is None or (type(value) is int and value == 1 and name not in general):
             signature[name], constants[name] = "constexpr", value
@@ -109,7 +109,7 @@ def _source(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:
             name not in general
             and (value.data_ptr() if isinstance(value, Tensor) else type(value) is int and value) % 16 == 0
         ):
-            attributes[(place,)] = [["tt.divisibility", 16]]
+            attributes[(position,)] = [["tt.divisibility", 16]]
     options = {name: value for name, value in launch.settings.items() if name not in parameters}
     return ASTSource(launch.kernel, signature, constants, attributes), options
 
@@ -172,8 +172,8 @@ def compiled(operator: str, dtype: torch.dtype, head_dim: int, capabilities: lis
     for launch in distinct(launches):
         for capability in capabilities:
             key = Variants(f"{operator}.{launch.kernel.__name__}", NAMES[dtype], head_dim, capability)
-            found = compile_ahead(launch, capability)
-            table[key] = worst(table.get(key, found), found)
+            resources = compile_ahead(launch, capability)
+            table[key] = worst(table.get(key, resources), resources)
     return table
 
 
@@ -189,22 +189,23 @@ def worst(a: Resources, b: Resources) -> Resources:
 def markdown(table: Table) -> Iterator[str]:
     yield "| kernel | dtype | head dim | for | registers | spills | shared KiB | tensor-core instructions |"
     yield "|---|---|---|---|---|---|---|---|"
-    for key, found in sorted(table.items()):
-        shared = f"{found.shared / 1024:.1f}" + (" (too much)" if found.shared > SHARED_MEMORY[key.capability] else "")
-        counts = f"{found.registers} | {found.spills} | {shared} | {found.tensor_cores}"
+    for key, resources in sorted(table.items()):
+        excess = " (too much)" if resources.shared > SHARED_MEMORY[key.capability] else ""
+        shared = f"{resources.shared / 1024:.1f}{excess}"
+        counts = f"{resources.registers} | {resources.spills} | {shared} | {resources.tensor_cores}"
         yield f"| {key.kernel} | {key.dtype} | {key.head_dim} | sm_{key.capability} | {counts} |"
 
 
 def record(table: Table, path: Path) -> None:
-    """Puts the table into the file, in place of what it has of the same kernels.
+    """Write the table into the file; its entries replace earlier ones of the same kernels.
 
     A line a kernel, capability and dtype: head dim -> [registers, spills, shared bytes, tensor-core instructions].
     """
-    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"kernels": {}}
-    lines = known["kernels"] if known.get("triton") == triton.__version__ else {}
-    for key, found in table.items():
+    recorded_table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"kernels": {}}
+    lines = recorded_table["kernels"] if recorded_table.get("triton") == triton.__version__ else {}
+    for key, resources in table.items():
         line = lines.setdefault(f"{key.kernel} sm_{key.capability} {key.dtype}", {})
-        line[str(key.head_dim)] = [found.registers, found.spills, found.shared, found.tensor_cores]
+        line[str(key.head_dim)] = [resources.registers, resources.spills, resources.shared, resources.tensor_cores]
     rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(lines[name])}" for name in sorted(lines))
     with replacing(path) as file:
         file.write(f'{{\n  "triton": "{triton.__version__}",\n  "kernels": {{\n{rows}\n  }}\n}}\n'.encode())

@@ -67,10 +67,10 @@ def time_passes(
     """Seconds of the forward pass, and of it with its backward pass, which `forward()` gives back; one pair a repeat,
     fewer than `repeats` where these take longer than `PATIENCE`. By CUDA events on a GPU.
     """
-    found: list[tuple[float, float]] = []
+    times: list[tuple[float, float]] = []
     started = time.perf_counter()
     for number in range(warm_up + repeats):
-        if len(found) and time.perf_counter() - started > PATIENCE:
+        if len(times) and time.perf_counter() - started > PATIENCE:
             break
         marks = [_mark(device)]
         backward = forward()
@@ -80,8 +80,8 @@ def time_passes(
         del backward
         seconds = _seconds(marks[0], marks[1], device), _seconds(marks[0], marks[2], device)
         if number >= warm_up:
-            found.append(seconds)
-    return found
+            times.append(seconds)
+    return times
 
 
 def _mark(device: torch.device) -> Any:
@@ -101,7 +101,7 @@ def _seconds(start: Any, end: Any, device: torch.device) -> float:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """The facts about the machine that a measurement depends on."""
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -109,11 +109,11 @@ def machine(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
     }
     if device.type == "cuda":
-        found["cuda"] = torch.version.cuda
+        facts["cuda"] = torch.version.cuda
     for package in ("megasparse", "torch", "triton", "transformers", "reformer-pytorch"):
         with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            facts[package] = version(package)
+    return facts
 
 
 def _processor() -> str:
