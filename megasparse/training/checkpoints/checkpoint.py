@@ -76,7 +76,7 @@ class Checkpoint:
         Ranks that open it together share out the digests: rank r checks every world_size-th file.
         progress: called every MB with what is being done.
         build: makes the pretrained model that the caller is going to fill. Made on the meta device, it has to have the
-            weights that the manifest lists. A checkpoint of adapters is then opened merged, see merged.py.
+            weights that the manifest lists. A checkpoint of adapters is then opened merged.
         Raises CheckpointError naming the first file that is missing, of the wrong size, changed, or not expected.
         """
         path = Path(path)
@@ -92,13 +92,20 @@ class Checkpoint:
                 raise CheckpointError(entry, "not part of this checkpoint", "Move it elsewhere")
         checkpoint._check_headers()
         if build is not None:
-            from megasparse.training.checkpoints.checkpoint import whole  # a kind of checkpoint itself
-
-            checkpoint = whole(checkpoint)
+            checkpoint = merge_adapters(checkpoint)
             model = checkpoint.config.model
-            _matched(on_meta(checkpoint, model, lambda: build(_valid(model))), checkpoint)
+
+            def build_valid() -> nn.Module:
+                check_model(model)
+                return build(model)
+
+            _matched(on_meta(checkpoint, model, build_valid), checkpoint)
         for name, expected in sorted(manifest["files"].items())[rank::world_size]:
-            if _digest(path / name, lambda: progress(f"verifying {path}")) != expected["sha256"]:
+            try:
+                digest = file_sha256(path / name, lambda: progress(f"verifying {path}"))
+            except OSError as error:
+                raise CheckpointError(path / name, f"cannot be read ({error.strerror})", RESTORE) from None
+            if digest != expected["sha256"]:
                 raise CheckpointError(path / name, "changed since it was written (sha256 differs)", RESTORE)
         return checkpoint
 
@@ -256,12 +263,6 @@ def on_meta(checkpoint: Checkpoint, model: ModelConfig, build: Callable[[], nn.M
         raise CheckpointError(checkpoint.path, problem, FORGED) from None
 
 
-def _valid(model: ModelConfig) -> ModelConfig:
-    """Return the configuration. Raises ConfigError where it breaks a rule of pretrained models."""
-    check_model(model)
-    return model
-
-
 def _matched(module: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """The module's trained parameters and persistent buffers. Raises CheckpointError unless the checkpoint lists a
     weight of the same shape for each, and no other.
@@ -277,13 +278,6 @@ def _matched(module: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
             problem = f"{name} has shape {shape}, in the model {list(parameter.shape)}"
             raise CheckpointError(checkpoint.path, problem, hint)
     return parameters
-
-
-def _digest(path: Path, progress: Callable[[], None]) -> str:
-    try:
-        return file_sha256(path, progress)
-    except OSError as error:
-        raise CheckpointError(path, f"cannot be read ({error.strerror})", RESTORE) from None
 
 
 A, B = ".lora_A.default.weight", ".lora_B.default.weight"
@@ -318,17 +312,18 @@ class Merged(Checkpoint):
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
         if name in self._trained:
             return self._adapters.read(kind, name, start, numel)
-        found = self._base.read(kind, name, start, numel)
+        values = self._base.read(kind, name, start, numel)
         layer = name.removesuffix(".weight")
         if f"{layer}{A}" not in self._trained:
-            return found
+            return values
         product = self._adapters.tensor(kind, f"{layer}{B}") @ self._adapters.tensor(kind, f"{layer}{A}")
-        return found.add_(product.view(-1)[start : start + numel], alpha=self._scale)
+        return values.add_(product.view(-1)[start : start + numel], alpha=self._scale)
 
 
-def whole(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint itself, or with adapters the merged one. Raises CheckpointError where the weights that these
-    belong to are not in the run's folder.
+def merge_adapters(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint itself, or of adapters the merged one.
+
+    Raises CheckpointError if the weights that adapters belong to are not in the run's folder.
     """
     settings: Any = checkpoint.settings
     if not isinstance(settings, Config) or settings.lora is None:
