@@ -20,23 +20,16 @@ def new_figure(columns: int) -> tuple[Any, list[Any]]:
     return figure, list(figure.subplots(1, columns, squeeze=False)[0])
 
 
-def style(figure: Any, **legend_at: Any) -> None:
-    """Give axes and legend the colours that are legible on any ground. legend_at: where the legend is, as Axes.legend
-    takes it.
-    """
+def save_figure(figure: Any, path: Path) -> None:
+    """Write the SVG in colours that are legible on any ground, the same byte for byte from the same numbers."""
+    from matplotlib import rc_context
+
     for axes in figure.axes:
         axes.grid(color=GREY, alpha=0.3)
         axes.tick_params(colors=GREY)
         for part in (axes.title, axes.xaxis.label, axes.yaxis.label, *axes.spines.values()):
             part.set_color(GREY)
-    figure.axes[0].legend(frameon=False, fontsize="small", labelcolor=GREY, **legend_at).set_zorder(3)
-
-
-def save_figure(figure: Any, path: Path, **legend_at: Any) -> None:
-    """Write the SVG in the style of `style`, the same byte for byte from the same numbers."""
-    from matplotlib import rc_context
-
-    style(figure, **legend_at)
+    figure.axes[0].legend(frameon=False, fontsize="small", labelcolor=GREY).set_zorder(3)
     with rc_context({"svg.hashsalt": "megasparse"}):
         figure.savefig(path, transparent=True, metadata={"Date": None})
 

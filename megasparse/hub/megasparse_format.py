@@ -81,7 +81,11 @@ class MegasparseFormat:
             model = ModelConfig.model_validate(hf_config["model"])
             seed, tokenizer = int(hf_config["seed"]), str(hf_config["tokenizer"])
         except (ValidationError, LookupError, TypeError, ValueError) as error:
-            problem = f"its config.json is none that this version of megasparse reads ({_short(error)})"
+            reason = f"{type(error).__name__}: {error}"
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                reason = f"model.{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            problem = f"its config.json is none that this version of megasparse reads ({reason})"
             raise HubError(tensors.path, problem, "Use the version that wrote it") from None
         check_model(model)
         expected = shapes(model)
@@ -147,13 +151,6 @@ def unfilled(config: ModelConfig) -> Any:
     """A model that takes no memory."""
     with torch.device("meta"):
         return empty_model(config)
-
-
-def _short(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return f"model.{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return f"{type(error).__name__}: {error}"
 
 
 FORMAT = MegasparseFormat()
