@@ -15,7 +15,7 @@ from torch import Tensor
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.attention.full import Cache, KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
-from megasparse.attention.sinks import Places, merge, sink_attention
+from megasparse.attention.sinks import DocumentRanks, merge, sink_attention
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
 
@@ -156,7 +156,7 @@ class BandAttention(Attention):
     rule: dict[str, Any]
     """Scale, exclude_self and count_rounds, as `BucketedAttentionSpec` has them."""
     local: bool = False
-    """Whether each head sees a window too, see `with_window`."""
+    """True if each head sees a window too, see `with_window`."""
     sinks: int = 0
     """First tokens that every later one sees, in the same softmax. They stand in no bucket, and in no window."""
 
@@ -188,7 +188,7 @@ class BandAttention(Attention):
         buckets; in an encoder they are queries in the buckets.
         """
         without_sinks, buckets = inputs, self.buckets
-        sink = Places.of(inputs).rank < self.sinks if self.sinks else None
+        sink = DocumentRanks.of(inputs).rank < self.sinks if self.sinks else None
         if sink is not None and inputs.causal:
             real = inputs.key_mask
             mask = (~sink if real is None else ~sink & real).expand(len(inputs.q), -1)
@@ -208,7 +208,7 @@ class BandAttention(Attention):
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> BandCache:
         rounds, buckets = self.local + self.cached_rounds(rounds), self.buckets + (self.sinks > 0)
-        return BandCache.empty(batch, self.spec.here(part), rounds, buckets, self.window.chunk, like)
+        return BandCache.empty(batch, self.spec.on_rank(part), rounds, buckets, self.window.chunk, like)
 
     def cached_rounds(self, rounds: int | None) -> int:
         """Hash rounds of a cache. rounds: in place of the configured ones, or None."""

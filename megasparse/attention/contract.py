@@ -79,7 +79,7 @@ class RecomputeCache:
 
 
 class Targets(NamedTuple):
-    """What a model predicts in a training step, for mechanisms that learn from it themselves (Smart Bird's sketch).
+    """Targets of a model in a training step, for mechanisms that learn from it themselves (Smart Bird's sketch).
 
     values: int64, (B, L) a token for each position, (B,) a label for each sequence, or, with `answer`, (B, T) the
     tokens that another stack predicts from each sequence. counted: bool, the values that count, or None for all.
@@ -95,8 +95,8 @@ class Targets(NamedTuple):
 class AttentionContext:
     """Circumstances of one call: the layer, the global number of its first head, and what its draws depend on.
 
-    recompute: the decisions of this forward pass. targets: in training only. part: of the sequences, and of the
-    mechanism's heads, that are here; parameters and buffers that have a row a head are taken by `part.own`. tokens:
+    recompute: the decisions of this forward pass. targets: in training only. part: this rank's part of the sequences
+    and of the mechanism's heads; parameters and buffers that have a row per head are cut by `part.local_part`. tokens:
     (B, L) int64 of the whole sequences, the newest token that each position knows, in a decoder the one before it, −1
     where there is none; None in a model that reads no tokens.
     """
@@ -187,7 +187,7 @@ class Buckets(NamedTuple):
 
 @dataclass(frozen=True)
 class MechanismSpec:
-    """What a mechanism is built for: its part of a layer, and the model around it."""
+    """A mechanism's part of a layer, and the model around it."""
 
     heads: int
     """Its own heads, which may be a part of the layer's; all of them, where ranks share them out."""
@@ -202,7 +202,7 @@ class MechanismSpec:
     dropout: float = 0.0
     """Rate of dropout of attention probabilities, in training."""
 
-    def here(self, part: SequencePart) -> "MechanismSpec":
+    def on_rank(self, part: SequencePart) -> "MechanismSpec":
         """That of the heads which are on this rank."""
         return replace(self, heads=self.heads // part.shares)
 

@@ -31,7 +31,7 @@ class Document(NamedTuple):
 
 
 def begins_with_real_tokens(key_mask: Tensor | None, segments: Tensor | None) -> bool:
-    """Whether every row is one document with its padding, if any, behind it: positions are then those of the row.
+    """True if every row is one document with its padding, if any, behind it: positions are then those of the row.
 
     True for a key mask on the meta device, which has no values: memory is counted for sequences without padding.
     """

@@ -1,4 +1,4 @@
-"""What full attention gives to the keys beyond a mechanism's window and sinks, and how its choice of keys learns it.
+"""Full attention to the keys beyond a mechanism's window and sinks, and losses by which its choice of keys learns it.
 
 A mechanism that chooses keys is judged by what it adds to those that it sees in any case, so it learns from the others
 alone. A sample of queries stands for all, so that time and memory grow with the length.
@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from megasparse.attention.contract import AttentionInputs
-from megasparse.attention.sinks import Places
+from megasparse.attention.sinks import DocumentRanks
 from megasparse.ops.random import random_bits
 
 SAMPLES = 256
 """Queries that a choice of keys learns from at a time."""
 TILE = 64
-"""Of them those whose scores exist at a time, where only the best are kept."""
+"""Queries whose scores exist at a time, of which only the best stay."""
 BEST = 32
 """Keys of each of them that hashes learn to meet."""
 Near = Callable[[Tensor, Tensor], Tensor]
-"""Whether a window shows a key to a query: of their numbers, broadcast, the first those of queries."""
+"""Predicate `near(query_positions, key_positions) -> bool`, broadcasting."""
 
 
 def drawn_positions(key: int, length: int, count: int, device: torch.device) -> Tensor:
@@ -33,7 +33,7 @@ def drawn_positions(key: int, length: int, count: int, device: torch.device) -> 
 
 def far_pairs(inputs: AttentionInputs, queries: Tensor, sinks: int, near: Near | None) -> Tensor:
     """Pairs that attention shows, but neither the window nor the sinks: (B or 1, S, L) bool. queries: (S,)."""
-    _, number, rank = Places.of(inputs)
+    _, number, rank = DocumentRanks.of(inputs)
     length, of_query = rank.shape[1], rank[:, queries, None]
     first = number - rank  # of the document, among all tokens in their order
     visible = (first[:, None] == first[:, queries, None]) & (of_query < length) & (rank < length)[:, None]

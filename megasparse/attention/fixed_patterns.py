@@ -101,7 +101,7 @@ class BlockSparseAttention(FixedPatternAttention):
         start = max(0, position // self.chunk - 1) * self.chunk
         near = torch.arange(start, position + 1, device=device)
         tokens = torch.cat([torch.arange(min(self.first, start), device=device), near])[None]
-        further = self.further(self.spec.here(context.part).heads, True, context)
+        further = self.further(self.spec.on_rank(context.part).heads, True, context)
         if further is None:
             return tokens
         blocks = further(torch.tensor([position // self.chunk], device=device))[:, 0]

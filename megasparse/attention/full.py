@@ -29,7 +29,7 @@ _MASK = 1 << 24
 
 @dataclass
 class Cache:
-    """What decoding keeps: tensors whose first dimension is the batch, and other caches. All else is of no sequence."""
+    """State of decoding: tensors whose first dimension is the batch, and other caches. All else is of no sequence."""
 
     def select(self, rows: Tensor) -> None:
         """Becomes that of the sequences `rows`, (n,) int64 indices into the batch, repeats allowed."""
@@ -61,7 +61,7 @@ class KeyValueAttention(Attention):
     """A mechanism that decodes from the keys and values of all tokens."""
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> KeyValueCache:
-        return KeyValueCache.empty(batch, self.spec.here(part), self.spec.max_length, like)
+        return KeyValueCache.empty(batch, self.spec.on_rank(part), self.spec.max_length, like)
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: KeyValueCache, context: AttentionContext) -> None:
         cache.put(inputs.k, inputs.v)

@@ -43,7 +43,7 @@ def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
 
 
 def ranks_with_the_same_heads(mechanism: Attention, model: ModelConfig, ranks: int) -> int:
-    """How many of the ranks that share a sequence have the same heads of a mechanism."""
+    """Return how many of the ranks that share a sequence have the same heads of a mechanism."""
     return mechanism.part_of(SequencePart(size=ranks), mechanism.spec.heads // model.attention.head_groups).copies
 
 

@@ -58,7 +58,7 @@ class HashFunctions(nn.Module):
             projection = torch.cat([half, -half], dim=-1)[..., : self.buckets]
             return (projection,), (projection,)
         query, key_ = (
-            tuple(context.part.own(self.get_parameter(name), 0).clone() for name in self.names[side])
+            tuple(context.part.local_part(self.get_parameter(name), 0).clone() for name in self.names[side])
             for side in ("query", "key")
         )
         return query, key_

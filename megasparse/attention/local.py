@@ -47,8 +47,8 @@ class RelativePositions(nn.Module):
         steps = distances(chunk, causal)
         r = sinusoids(steps[-1], len(steps), self.width, self.projection.device).flip(0)
         dtype = torch.promote_types(self.projection.dtype, torch.float32)
-        r = r.to(dtype) @ part.own(self.projection, 0).to(dtype)
-        return r, part.own(self.content_bias, 0), part.own(self.distance_bias, 0)
+        r = r.to(dtype) @ part.local_part(self.projection, 0).to(dtype)
+        return r, part.local_part(self.content_bias, 0), part.local_part(self.distance_bias, 0)
 
 
 @dataclass
@@ -123,7 +123,7 @@ class LocalAttention(Attention):
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> LocalCache:
         # The chunk at hand and the one before it share two places by turns.
-        tokens = KeyValueCache.empty(batch, self.spec.here(part), 2 * self.chunk + self.sinks, like)
+        tokens = KeyValueCache.empty(batch, self.spec.on_rank(part), 2 * self.chunk + self.sinks, like)
         return LocalCache(tokens, None if self.relative is None else self.relative(self.chunk, True, part))
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: LocalCache, context: AttentionContext) -> None:

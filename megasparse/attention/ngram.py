@@ -44,7 +44,7 @@ class NGramCache(Cache):
 
 
 class SourceBias(nn.Module):
-    """What each head adds to the scores of keys that a round finds: (H, R), 0 at the start."""
+    """Bias of each head, added to the scores of keys that a round finds: (H, R), 0 at the start."""
 
     def __init__(self, heads: int, rounds: int):
         super().__init__()
@@ -52,7 +52,7 @@ class SourceBias(nn.Module):
         self.bias = nn.Parameter(torch.zeros(heads * rounds))
 
     def forward(self, part: SequencePart) -> Tensor:
-        return part.own(self.bias, 0).view(-1, self.rounds)
+        return part.local_part(self.bias, 0).view(-1, self.rounds)
 
 
 class NGramAttentionConfig(MechanismSection):
@@ -143,7 +143,7 @@ class NGramAttention(Attention):
         return inputs.in_buckets(of_all, replace(self.far, share=share), keys)
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> NGramCache:
-        lengths, spec = self.config.lengths, self.spec.here(part)
+        lengths, spec = self.config.lengths, self.spec.on_rank(part)
         band = BandCache.empty(batch, spec, len(lengths), self.buckets + 1, self.far.window.chunk, like, heads=1)
         recent = torch.full((batch, max(lengths) - 1), -1, dtype=torch.int64, device=like.device)
         return NGramCache(band, recent, recent.new_full((batch, 1, len(lengths), 1), self.buckets))
@@ -214,7 +214,7 @@ def _following(codes: Tensor, inputs: AttentionInputs, buckets: int) -> Tensor:
 
 
 def _continues(inputs: AttentionInputs) -> Tensor:
-    """Whether each token is real and follows a real one of its document, (B, L) or (1, L)."""
+    """True if a token is real and follows a real one of its document, (B, L) or (1, L)."""
     length = inputs.q.shape[2]
     continues = (torch.arange(length, device=inputs.q.device) > 0)[None]
     if inputs.segments is not None:

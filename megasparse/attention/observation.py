@@ -48,7 +48,7 @@ class Call:
         return dataclasses.replace(self, mechanism=mechanism)
 
     def exact(self) -> Attention:
-        """What this mechanism approximates: full attention of its queries and keys, or what it names itself."""
+        """Return the mechanism that this one approximates: full attention, or what it names itself."""
         full = FullAttentionConfig(shared_qk=self.mechanism.shared_qk)
         return self.mechanism.exact() or FullAttention(full, self.spec)
 

@@ -129,7 +129,7 @@ class RoutingAttention(BandAttention):
     def _sides(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[HashInputs, HashInputs]:
         """Vectors that are compared with the centroids: unit queries and unit keys, in a decoder one and the same."""
         q, k = (F.normalize(at_least_fp32(x), dim=-1) for x in (inputs.q, inputs.k))
-        weights = (context.part.own(self.centroids, 0).transpose(1, 2),)  # (H, D, N)
+        weights = (context.part.local_part(self.centroids, 0).transpose(1, 2),)  # (H, D, N)
         if inputs.causal:
             joined = HashInputs((q,), (weights,))
             return joined, joined
@@ -147,7 +147,7 @@ class RoutingAttention(BandAttention):
             shape = (*self.centroids.shape[:2], self.centroids.shape[2] + 1)
             self._sums = torch.zeros(shape, dtype=torch.float64, device=inputs.q.device)
         first = torch.arange(self.spec.heads, device=inputs.q.device)[:, None] * self.buckets
-        first = context.part.own(first, 0)
+        first = context.part.local_part(first, 0)
         for x, codes in zip((queries.inputs[0], keys.inputs[-1]), self._codes(queries, keys), strict=True):
             members = F.pad(x.double(), (0, 1), value=1.0)  # (B, H, L, D + 1)
             if inputs.key_mask is not None:

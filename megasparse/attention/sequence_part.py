@@ -36,7 +36,7 @@ class SequencePart:
     copies: int = 1
     """C, inside attention (`of_heads`): ranks that have the same heads."""
     divided: bool = True
-    """Whether these share out the pairs of queries and keys, where a mechanism can; else each does all."""
+    """True if these share out the pairs of queries and keys, where a mechanism can; else each does all."""
 
     @classmethod
     def of(cls, group: torch.distributed.ProcessGroup | None) -> "SequencePart":
@@ -70,7 +70,7 @@ class SequencePart:
         return [copy == copies[self.rank] for copy in copies]
 
     def answered(self, length: int, device: torch.device) -> Tensor:
-        """Whether this rank answers for each token: (L,) bool."""
+        """Return which tokens this rank answers for: (L,) bool."""
         return torch.tensor(self.answers, device=device).repeat_interleave(length // self.size)
 
     @property
@@ -83,7 +83,7 @@ class SequencePart:
         """The number of parts that a mechanism's heads are in."""
         return self.groups * self.ways
 
-    def own(self, x: Tensor, dim: int) -> Tensor:
+    def local_part(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of what all have whole: of heads, for a part `of_heads`, a W-th of this group's; of tokens,
         for any other, an S-th.
         """
@@ -149,7 +149,7 @@ class DecodingPart(SequencePart):
 
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """(B, H, n, D) each, of all heads, to (B, H/W, n, D) each, of this rank's heads."""
-        return tuple(self.own(x, 1) for x in tensors)
+        return tuple(self.local_part(x, 1) for x in tensors)
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """Back: (B, H/W, n, D) of each rank to (B, H, n, D), on every rank."""

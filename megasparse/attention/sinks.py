@@ -16,8 +16,8 @@ from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.local_attention import PADDING, by_document
 
 
-class Places(NamedTuple):
-    """Where tokens stand among the real ones, (B or 1, L) int64 each. order: the tokens by (document, position),
+class DocumentRanks(NamedTuple):
+    """Positions of tokens among the real ones, (B or 1, L) int64 each. order: the tokens by (document, position),
     padding last. number: each one's place in it. rank: how many of its document's tokens precede each; L of padding.
     """
 
@@ -26,16 +26,16 @@ class Places(NamedTuple):
     rank: Tensor
 
     @staticmethod
-    def of(inputs: AttentionInputs) -> "Places":
+    def of(inputs: AttentionInputs) -> "DocumentRanks":
         position = torch.arange(inputs.q.shape[2], device=inputs.q.device)[None]
         order, document = by_document(inputs.q, inputs.key_mask, inputs.segments)
         if order is None or document is None:
-            return Places(position, position, position)
+            return DocumentRanks(position, position, position)
         starts = F.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
         rank = position - torch.where(starts, position, 0).cummax(-1).values
         rank = rank.masked_fill(document == PADDING, position.shape[1])
         number = torch.empty_like(order).scatter_(-1, order, position.expand_as(order))
-        return Places(order, number, rank.gather(-1, number))
+        return DocumentRanks(order, number, rank.gather(-1, number))
 
 
 def sink_index(sinks: int, inputs: AttentionInputs, *, exclude_self: bool = False, chunk: int | None = None) -> Tensor:
@@ -44,7 +44,7 @@ def sink_index(sinks: int, inputs: AttentionInputs, *, exclude_self: bool = Fals
     In a decoder a token sees those at or before it. exclude_self: without itself. chunk: without those that it sees in
     its own chunk of so many tokens or in a neighbouring one.
     """
-    order, number, rank = (x.unsqueeze(-1) for x in Places.of(inputs))
+    order, number, rank = (x.unsqueeze(-1) for x in DocumentRanks.of(inputs))
     length, which = rank.shape[1], torch.arange(sinks, device=rank.device)
     position = number - rank + which  # of the sinks in the order
     token = order[..., 0].gather(-1, position.clamp(0, length - 1).flatten(1)).view(position.shape)
@@ -87,7 +87,7 @@ def without_seen(index: Tensor, inputs: AttentionInputs, sinks: int, chunk: int 
     """The keys of an index (B, H or 1, L, K) without those that a token sees beside it, which become −1: sinks, and
     with a chunk also its own chunk of so many tokens and the neighbouring ones.
     """
-    _, number, rank = (x.expand(len(index), -1) for x in Places.of(inputs))
+    _, number, rank = (x.expand(len(index), -1) for x in DocumentRanks.of(inputs))
     key, shape = index.clamp_min(0).long().flatten(1), index.shape
     visible = (rank.gather(1, key) < sinks).view(shape)
     if chunk is not None:

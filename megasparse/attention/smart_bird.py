@@ -24,7 +24,7 @@ from megasparse.attention.contract import (
 from megasparse.attention.far_attention import SAMPLES, drawn_positions, far_attention, far_pairs, sketch_divergence
 from megasparse.attention.full import Cache, KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
-from megasparse.attention.sinks import Places, merge, sink_index, without_seen
+from megasparse.attention.sinks import DocumentRanks, merge, sink_index, without_seen
 from megasparse.config.attention import MechanismSection, heads_of_layer, mechanism
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 ASKED = {"token": "a token a position", "pooled": "a label a sequence", "answer": "the tokens of an answer"}
-"""What a sketch predicts, by its objective."""
+"""Targets of a sketch, by its objective."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class SmartBirdAttentionConfig(MechanismSection):
     evaluation: Literal["top_k", "draws"] = "top_k"
     """Evaluation takes the K largest weights, the same keys for all heads, or draws by head as training does."""
     sampling: Literal["inverse_log_squared", "inverse_log", "raw", "top_k", "random"] = "inverse_log_squared"
-    """How a sketched weight becomes a sampling score (the paper's Figure 4)."""
+    """Function from a sketched weight to a sampling score (the paper's Figure 4)."""
     objective: Literal["token", "pooled", "answer", "attention"] = "token"
     """Objective of the sketch itself: `token`, each position's target (language modelling, masked tokens); `pooled`,
     the sequence's label, from an attention-pooled vector (the paper); `answer`, in the encoder of an encoder–decoder,
@@ -245,7 +245,7 @@ class SmartBirdAttention(Attention):
         if context.tokens is None:
             problem = '"transformer" embeds tokens, but this model reads none'
             raise ConfigError("model.attention.smart_bird.sketch", problem, 'Set it to "attention"')
-        tokens, numbers = context.tokens, Places.of(inputs).rank.clamp_max(self.spec.max_length - 1) + position
+        tokens, numbers = context.tokens, DocumentRanks.of(inputs).rank.clamp_max(self.spec.max_length - 1) + position
         if inputs.causal:  # a decoder's first token knows none of its document
             tokens = tokens.masked_fill(numbers == 0, -1)
         return self.embedding(tokens, numbers)
@@ -297,7 +297,7 @@ class SmartBirdAttention(Attention):
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> SketchCache:
         capacity, groups = self.spec.max_length, self.groups if self.groups == 1 else self.groups // part.shares
         sketch = like.new_zeros(batch, groups, capacity, self.config.sketch_dim)
-        return SketchCache(KeyValueCache.empty(batch, self.spec.here(part), capacity, like), sketch.double())
+        return SketchCache(KeyValueCache.empty(batch, self.spec.on_rank(part), capacity, like), sketch.double())
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: SketchCache, context: AttentionContext) -> None:
         cache.heads.put(inputs.k, inputs.v)
@@ -382,7 +382,7 @@ class HeadProjection(nn.Module):
 
     def forward(self, x: Tensor, part: SequencePart, exactly: bool = False) -> list[Tensor]:
         """Project heads x (B, H, L, D), those that are here, to (B, L, d) of each group; see `exact_projection`."""
-        weights = part.own(self.weight, 0).chunk(self.groups // part.shares)
+        weights = part.local_part(self.weight, 0).chunk(self.groups // part.shares)
         grouped = [heads.transpose(1, 2).flatten(2) for heads in x.split(self.width_in // x.shape[3], dim=1)]
         project = exact_projection if exactly else _project
         return [project(vectors, weight) for vectors, weight in zip(grouped, weights, strict=True)]

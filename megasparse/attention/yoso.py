@@ -156,7 +156,7 @@ class YOSOAttention(Attention):
         return AttentionOutput(out.to(inputs.q.dtype), None, {"collisions": met.sum() / (real * met.shape[1])})
 
     def _summed(self, v: Tensor) -> Tensor:
-        """What is summed with the weights: the values, and for their sum a 1 beside them. (B, H, L, D or D + 1)."""
+        """Return the values, with a 1 beside each for the sum of their weights: (B, H, L, D or D + 1)."""
         return v if self.normalises else F.pad(v, (0, 1), value=1.0)
 
     def _normalized(self, y: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -178,7 +178,7 @@ class YOSOAttention(Attention):
         return (hashing * yoso.hashes + product(2.0 * dim * (yoso.convolution or 0))) * work.heads
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> YOSOCache:
-        spec, width = self.spec.here(part), self.spec.head_dim
+        spec, width = self.spec.on_rank(part), self.spec.head_dim
         heads = spec.heads
         recent = like.new_zeros(batch, heads, (self.config.convolution or 1) - 1, width)
         if self.config.expectation:
@@ -255,7 +255,7 @@ class _Convolution(nn.Module):
         around = (before, size - 1 - before)
         padded = F.pad(v, (0, 0, *around))
         documents = None if segments is None else F.pad(segments, around, value=-1)
-        weight = part.own(self.weight, 0).to(torch.promote_types(self.weight.dtype, torch.float32))
+        weight = part.local_part(self.weight, 0).to(torch.promote_types(self.weight.dtype, torch.float32))
         out = torch.zeros((), dtype=weight.dtype, device=v.device)
         for s in range(size):
             factor = weight[:, s, None, None]  # (H, 1, 1)

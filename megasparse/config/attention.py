@@ -56,7 +56,7 @@ class MechanismSection(Section):
 
     @property
     def predicts(self) -> Literal["token", "pooled", "answer"] | None:
-        """What an objective of the mechanism's own predicts: a token at each position, a label of each sequence, or
+        """Target of an objective of the mechanism's own: a token at each position, a label of each sequence, or
         the tokens of an answer; None without such an objective."""
         return None
 

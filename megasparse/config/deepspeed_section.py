@@ -51,7 +51,7 @@ the first is DeepSpeed's default, or what to use instead."""
 
 
 def overlaps_communication(zero: dict[str, Any], several_gpus: bool) -> bool:
-    """Whether gradients are reduced while the backward goes on: as zero_optimization.overlap_comm says, and by default
+    """True if gradients are reduced while the backward runs: as zero_optimization.overlap_comm says, and by default
     on several GPUs at stage 2, where each micro-batch reduces its own. At stage 3 DeepSpeed's own default is the same.
     """
     return bool(zero.get("overlap_comm", several_gpus and zero.get("stage") == 2))

@@ -172,7 +172,7 @@ def _where(name: str, text: str, position: int) -> str:
 
 
 def _hint(text: str, position: int) -> tuple[str, int]:
-    """What to do about a syntax error found at `position`, and the position of the culprit."""
+    """Return what to do about a syntax error at `position`, and the position of the culprit."""
     before, after = text[:position].rstrip(), text[position:].lstrip()
     if before.endswith(",") and after.startswith(("}", "]")):
         return "Remove the comma before the closing bracket", len(before) - 1

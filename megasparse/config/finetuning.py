@@ -33,7 +33,7 @@ class StartConfig(Section):
 
 
 class GenerationConfig(Section):
-    """How an encoder–decoder writes its answers, in tasks whose answers are texts."""
+    """Generation of an encoder–decoder's answers, in tasks whose answers are texts."""
 
     target_length: Positive = 128
     """Tokens of an answer, its end included. In training longer ones are cut or refused as inputs are (`too_long`)."""

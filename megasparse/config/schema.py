@@ -32,7 +32,7 @@ class RotaryScalingConfig(Section):
 
     kind: Literal["linear", "ntk", "yarn", "llama3"]
     factor: Annotated[float, Field(ge=1.0)]
-    """How many times as long as the original length sequences may be."""
+    """Longest length, in original lengths."""
     original_length: Positive | None = None
     """Length of the training before, which yarn and llama3 need; others have none."""
     low_frequency: Annotated[float, Field(gt=0.0)] = 1.0
@@ -138,7 +138,7 @@ class ModelConfig(Section):
     all branches, and training is slower at the beginning (docs/results.md). Keeps one more tensor as large as a stream.
     """
     residual_dtype: Literal["fp32", "bf16"] = "fp32"
-    """What the residual streams and their gradients are kept in; sums are made in fp32 and rounded to it. bf16 halves
+    """Dtype of the residual streams and their gradients; sums are made in fp32 and rounded to it. bf16 halves
     what a reversible stack holds, and rounds each stream to 8 bits in every layer (docs/experiments.md)."""
     activations: Literal["reversible", "stored", "checkpoint", "checkpoint_cpu"] = "reversible"
     """What the backward reads: recomputed from the output (reversible blocks only), all stored, or recomputed from each
@@ -171,7 +171,7 @@ class ModelConfig(Section):
     output_bias: bool = False
     """The output projection has a bias, as published Reformers have. With `style` bert it has one in any case."""
     logit_scale: Annotated[float, Field(gt=0.0)] | None = None
-    """What the output projection is multiplied by, before its bias. null is 1; tied, but not with `style` bert,
+    """Factor of the output projection, before its bias. null is 1; tied, but not with `style` bert,
     d_model^−½."""
     start_token: Count | None = None
     """Decoders only: the token whose embedding stands before the first one. null: a learned vector."""
@@ -276,7 +276,7 @@ class LoggingConfig(Section):
     """Steps between points of TensorBoard and of the progress bar; where that is no terminal, a line comes every 10 s.
     metrics.jsonl has every step."""
     sink: Literal["wandb", "mlflow"] | None = None
-    """Where scalars, texts and pictures go beside TensorBoard: Weights & Biases or MLflow, set up by their own
+    """Destination of scalars, texts and pictures besides TensorBoard: Weights & Biases or MLflow, set up by their own
     environment variables (WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI). null: nothing leaves this machine."""
     attention_quality_every: Count = 0
     """Steps between measurements of how near each attention comes to full attention, on a held-out window; 0 never."""
@@ -306,7 +306,7 @@ class ParallelConfig(Section):
 
 
 class RunSettings(Section):
-    """What every run has, whatever it trains."""
+    """The sections of every run."""
 
     run: RunConfig = RunConfig()
     training: TrainingConfig = TrainingConfig()

@@ -57,7 +57,7 @@ class Causal(Transformer):
     def prepare_inputs(self, tokens: Tensor, rng: RngContext, padding: Padding) -> tuple[Tensor, Tensor]:
         part, scored = padding.part, torch.ones_like(tokens, dtype=torch.bool)
         if padding.key_mask is not None:
-            scored = part.own(padding.key_mask, 1).clone()
+            scored = part.local_part(padding.key_mask, 1).clone()
         scored[:, : max(0, self.config.score_from - rng.first)] = False
         if part.size == 1:
             return tokens[:, :-1], scored
@@ -195,8 +195,10 @@ class EncoderDecoder(Causal):
         source_tokens, target = tokens.split(split, dim=1)
         source_mask, target_mask = (None, None) if padding.key_mask is None else padding.key_mask.split(split, dim=1)
         answer = Targets(target, target_mask, answer=True)
-        states, source_loss, of_encoder = self.encoder(part.own(source_tokens, 1), rng, source_mask, answer, part)
-        target, first = part.own(target, 1), part.rank * (split[1] // part.size)
+        states, source_loss, of_encoder = self.encoder(
+            part.local_part(source_tokens, 1), rng, source_mask, answer, part
+        )
+        target, first = part.local_part(target, 1), part.rank * (split[1] // part.size)
         scores, cost, loss, statistics = super().score(
             target, rng.at(first), Padding(target_mask, part=part), Source(states, source_mask)
         )

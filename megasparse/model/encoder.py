@@ -135,7 +135,7 @@ class Encoder(Transformer):
         scored = (rank < self._count(maskable)) & maskable
         hidden = torch.where(fate < (MASKED + REPLACED) * 2**32, self._replacements(other), tokens)
         hidden = torch.where(fate < MASKED * 2**32, masking.token, hidden)
-        return part.own(torch.where(scored, hidden, tokens), 1), part.own(scored, 1)
+        return part.local_part(torch.where(scored, hidden, tokens), 1), part.local_part(scored, 1)
 
     def count_scored(self, tokens: Tensor, sequence: ProcessGroup | None = None) -> Tensor:
         part = SequencePart.of(sequence)

@@ -82,7 +82,7 @@ def cut(tokens: Tensor, config: ModelConfig, group: ProcessGroup | None) -> tupl
     if missing and key_mask is None:
         key_mask = torch.ones_like(tokens, dtype=torch.bool)
     key_mask, segments = (None if x is None else F.pad(x, (0, missing)) for x in (key_mask, padding.segments))
-    return part.own(F.pad(tokens, (0, missing)), 1), Padding(key_mask, segments, part)
+    return part.local_part(F.pad(tokens, (0, missing)), 1), Padding(key_mask, segments, part)
 
 
 def average_over_layers(statistics: Mapping[str, Mapping[int, Tensor]], layers: int) -> dict[str, Tensor]:
