@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megasparse.ops.operator import at_least_fp32
 
-_KEPT_NUMBERS = 1 << 24  # of a table that is kept: 64 MB
+_CACHED_NUMBERS = 1 << 24  # of a cached table: 64 MB
 
 
 def sinusoids(first: int, count: int, width: int, device: torch.device | str = "cpu") -> Tensor:
@@ -17,8 +17,8 @@ def sinusoids(first: int, count: int, width: int, device: torch.device | str = "
     small tables are kept.
     """
     device = torch.device(device)
-    keep = count > 1 and count * width <= _KEPT_NUMBERS and device.type != "meta"
-    return (kept_sinusoids if keep else _sinusoids)(first, count, width, device)
+    cached = count > 1 and count * width <= _CACHED_NUMBERS and device.type != "meta"
+    return (cached_sinusoids if cached else _sinusoids)(first, count, width, device)
 
 
 def _sinusoids(first: int, count: int, width: int, device: torch.device) -> Tensor:
@@ -29,7 +29,7 @@ def _sinusoids(first: int, count: int, width: int, device: torch.device) -> Tens
 
 
 @lru_cache(maxsize=4)
-def kept_sinusoids(first: int, count: int, width: int, device: torch.device) -> Tensor:
+def cached_sinusoids(first: int, count: int, width: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # a table made in inference would be refused in training
         return _sinusoids(first, count, width, device)
 

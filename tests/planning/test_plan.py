@@ -13,7 +13,7 @@ from megasparse.cli.main import door
 from megasparse.config.load import build_config, load_config
 from megasparse.errors import ConfigError, UserError
 from megasparse.model.build import build_model
-from megasparse.ops.positions import kept_sinusoids
+from megasparse.ops.positions import cached_sinusoids
 from megasparse.ops.random import RngContext
 from megasparse.planning.dry_run import trial_engine
 from megasparse.planning.flops import hardware_flops_by_part
@@ -64,9 +64,9 @@ def test_peaks_are_within_10_percent_of_what_is_allocated(name, monkeypatch):
     sections = {"training": {"global_batch": 1}, **sections}
     sections["training"] = {"global_batch": 1, **sections["training"]}
     config = config_of(length, model, **sections)
-    kept_sinusoids.cache_clear()
+    cached_sinusoids.cache_clear()
     predicted = Plan(config, A100).peak - RESERVE
-    kept_sinusoids.cache_clear()
+    cached_sinusoids.cache_clear()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         engine, batch = trial_engine(config, start_ranks(config.run))
         for step in range(2):
