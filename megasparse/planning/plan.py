@@ -79,11 +79,6 @@ def hardware(name: str, peak_tflops: float | None) -> Hardware:
     return gpu if peak_tflops is None else replace(gpu, peak=peak_tflops * 1e12)
 
 
-def peaks_of(device_name: str) -> Hardware | None:
-    """Return the hardware of a name that torch.cuda.get_device_name returns; None if it is unknown."""
-    return next((gpu for key, gpu in GPUS.items() if key in device_name), None)
-
-
 def parse_bytes(option: str, text: str) -> int:
     """Return the bytes of "80GiB" or "0.5TB". Raises ConfigError for a size without a known unit, or not above 0."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", text)

@@ -104,8 +104,8 @@ def test_codes_are_kept_not_hashed_again():
 
 def test_an_auxiliary_loss_trains_what_only_it_reads():
     class WithAuxiliary(Attention):
-        def __init__(self):
-            super().__init__(MechanismSpec(heads=2, head_dim=16, d_model=32, max_length=128, causal=True))
+        def __init__(self, config):
+            super().__init__(config, MechanismSpec(heads=2, head_dim=16, d_model=32, max_length=128, causal=True))
             self.own = torch.nn.Parameter(torch.ones(()))
 
         def forward(self, x, heads, context):
@@ -114,7 +114,8 @@ def test_an_auxiliary_loss_trains_what_only_it_reads():
     results = {}
     for activations in ("reversible", "stored"):
         model = build_model(small(("full",), activations=activations, layers=3), 0)
-        model.blocks[1].attention.attention.mechanisms["full"] = WithAuxiliary()
+        mechanisms = model.blocks[1].attention.attention.mechanisms
+        mechanisms["full"] = WithAuxiliary(mechanisms["full"].config)
         tokens = random_tokens(2, 40)
         objective, statistics = model(tokens, training_draws(2))
         assert statistics["attention/full/size"] == 1.0
