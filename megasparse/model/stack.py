@@ -20,8 +20,7 @@ from megasparse.config.schema import ModelConfig
 from megasparse.model.block import Block, Reversible
 from megasparse.model.branch import Pass, Streams, mean_stream
 from megasparse.model.embedding import Embedding
-from megasparse.ops.adaptive_softmax import adaptive_log_probabilities, adaptive_scores
-from megasparse.ops.cross_entropy import token_scores
+from megasparse.ops.cross_entropy import adaptive_log_probabilities, adaptive_scores, token_scores
 from megasparse.ops.normalize import layer_norm
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import RngContext, dropout

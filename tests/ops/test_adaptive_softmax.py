@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasparse.ops.adaptive_softmax import adaptive_log_probabilities, adaptive_scores
+from megasparse.ops.cross_entropy import adaptive_log_probabilities, adaptive_scores
 from tests.helpers.peak_memory import PeakMemory
 
 V, E = 90, 12
