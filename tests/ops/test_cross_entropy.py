@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch import Tensor
 
-from megasparse.ops.cross_entropy import token_scores
+from megasparse.ops.cross_entropy import adaptive_log_probabilities, adaptive_scores, token_scores
 from tests.helpers.definitions import token_scores as defined
 from tests.helpers.kernels import DEVICE
+from tests.helpers.peak_memory import PeakMemory
 
 BARS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
@@ -68,3 +70,110 @@ def test_a_token_without_a_target_has_scores_and_a_gradient_of_zero(smoothing):
     assert (out[[0, 3]] == 0).all() and (slope[[0, 3]] == 0).all()
     exact = results(token_scores, logits[1:3], targets[1:3], smoothing)[0]
     torch.testing.assert_close(out[1:3], exact)
+
+
+V, E = 90, 12
+CUTOFFS = [[10, 30, 60], [89], [1]]
+
+
+def random_inputs(cutoffs: list[int], count: int = 300, sharp: float = 1.0) -> list[Tensor]:
+    """Return hidden, weight, clusters; and targets, of each part of the vocabulary."""
+    generator = torch.Generator().manual_seed(4)
+    shapes = [(count, E), (V, E), (len(cutoffs), E)]
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    tensors[1] *= sharp
+    tensors[2] *= 2.0
+    return [x.requires_grad_() for x in tensors] + [torch.randint(0, V, (count,), generator=generator)]
+
+
+def adaptive_definition(hidden: Tensor, weight: Tensor, clusters: Tensor, cutoffs: list[int]) -> Tensor:
+    """Return ln p of every id, by the formula, position by position and id by id."""
+    hidden, weight, clusters = hidden.double(), weight.double(), clusters.double()
+    ends, first, rows = [*cutoffs, V], cutoffs[0], []
+    for h in hidden:
+        score, of_cluster = (weight @ h).exp(), (clusters @ h).exp()
+        p = list(score[:first])
+        for number, (start, end) in enumerate(zip(cutoffs, ends[1:], strict=True)):
+            p += [of_cluster[number] * s / score[start:end].sum() for s in score[start:end]]
+        rows.append(torch.stack(p) / (score[:first].sum() + of_cluster.sum()))
+    return torch.stack(rows).log()
+
+
+@pytest.mark.parametrize("cutoffs", CUTOFFS, ids=str)
+@pytest.mark.parametrize("sharp", [0.1, 1.0])
+def test_adaptive_scores_and_gradients_are_those_of_the_definition(cutoffs, sharp):
+    *leaves, targets = random_inputs(cutoffs, 60, sharp)
+    every = adaptive_definition(*leaves, cutoffs)
+    likeliest, second = every.topk(2).indices.T.contiguous()
+    targets[::3], targets[1::3] = likeliest[::3], second[1::3]  # something to be right, and just wrong, about
+    assert len(torch.bucketize(likeliest, torch.tensor(cutoffs), right=True).unique()) > 1
+    torch.testing.assert_close(adaptive_log_probabilities(*leaves, cutoffs).double(), every, rtol=1e-5, atol=1e-5)
+    exact = -every.gather(1, targets[:, None]).squeeze(1)
+    nats, correct = adaptive_scores(leaves[0], targets, *leaves[1:], cutoffs)
+    torch.testing.assert_close(nats.double(), exact, rtol=1e-5, atol=1e-5)
+    assert torch.equal(correct, targets == likeliest) and not correct.all()
+    mix = torch.linspace(0.2, 1.0, 60)
+    found = torch.autograd.grad((nats * mix).sum(), leaves)
+    for a, b in zip(found, torch.autograd.grad((exact * mix).sum(), leaves), strict=True):
+        assert (a - b).norm() / b.norm() < 1e-4
+
+
+@pytest.mark.parametrize("cutoffs", CUTOFFS[:2], ids=str)
+def test_it_is_torchs_adaptive_softmax_of_full_width(cutoffs):
+    hidden, weight, clusters, targets = random_inputs(cutoffs)
+    torchs = torch.nn.AdaptiveLogSoftmaxWithLoss(E, V, cutoffs, div_value=1.0)
+    with torch.no_grad():
+        torchs.head.weight.copy_(torch.cat([weight[: cutoffs[0]], clusters]))
+        for (inner, outer), start in zip(torchs.tail, cutoffs, strict=True):
+            inner.weight.copy_(torch.eye(E))
+            outer.weight.copy_(weight[start : start + len(outer.weight)])
+    found = adaptive_scores(hidden, targets, weight, clusters, cutoffs)
+    torch.testing.assert_close(found[0], -torchs(hidden, targets).output, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        adaptive_log_probabilities(hidden, weight, clusters, cutoffs), torchs.log_prob(hidden), rtol=1e-5, atol=1e-5
+    )
+    found[0].mean().backward()
+    ours = torch.autograd.grad(torchs(hidden, targets).loss, hidden)[0]
+    torch.testing.assert_close(hidden.grad, ours, rtol=1e-4, atol=1e-6)
+    # Not torchs.predict(), which may look at the head alone.
+    assert torch.equal(found[1], torchs.log_prob(hidden).argmax(-1) == targets)
+
+
+def test_a_cluster_that_could_hold_the_likeliest_id_is_computed_and_may_not_hold_it():
+    """One position, where cluster 0 is likelier than any frequent id, though none of its ids is."""
+    weight, clusters = torch.zeros(9, 1), torch.tensor([[1.5]])
+    weight[0] = 1.0
+    hidden, target = torch.ones(1, 1), torch.tensor([0])
+    assert adaptive_scores(hidden, target, weight, clusters, [3])[1].tolist() == [True]  # 1.5 shared among 6
+    weight[7] = 9.0
+    assert adaptive_scores(hidden, target, weight, clusters, [3])[1].tolist() == [False]
+    assert adaptive_scores(hidden, target + 7, weight, clusters, [3])[1].tolist() == [True]
+    assert adaptive_scores(hidden, target + 1, weight, clusters, [3])[1].tolist() == [False]
+
+
+def test_only_the_clusters_that_are_needed_are_computed():
+    hidden, weight, clusters, targets = random_inputs([10, 30], count=4000)
+    with torch.no_grad():
+        clusters *= 0.0
+        clusters -= 10.0
+        hidden.abs_()  # each cluster as a whole is less likely than the likeliest frequent id
+        frequent = (hidden @ weight[:10].T).argmax(-1)
+    with PeakMemory() as memory:
+        nats, correct = adaptive_scores(hidden, frequent, weight, clusters, [10, 30])
+        nats.sum().backward()
+    assert correct.all()
+    assert memory.largest <= 4000 * 12 * 4, "the head's scores, 10 ids and 2 clusters, are the largest"
+    with PeakMemory() as memory:
+        adaptive_scores(hidden, targets % 30, weight, clusters, [10, 30])[0].sum().backward()
+    assert memory.largest < 4000 * V * 4 / 4
+
+
+def test_bf16_weights_have_fp32_statistics():
+    *leaves, targets = random_inputs([10, 30, 60])
+    half = [x.detach().bfloat16().requires_grad_() for x in leaves]
+    nats, _ = adaptive_scores(half[0], targets, *half[1:], [10, 30, 60])
+    exact, _ = adaptive_scores(half[0].float(), targets, *(x.float() for x in half[1:]), [10, 30, 60])
+    assert nats.dtype == torch.float32
+    assert (nats - exact).norm() / exact.norm() < 1e-2
+    for a, b in zip(torch.autograd.grad(nats.sum(), half), torch.autograd.grad(exact.sum(), half), strict=True):
+        assert a.dtype == torch.bfloat16 and (a - b).float().norm() / b.float().norm() < 3e-2
