@@ -245,6 +245,7 @@ class Attention(nn.Module, ABC):
     def __init__(self, config: Any, spec: MechanismSpec):
         super().__init__()
         self.config, self.spec = config, spec
+        self.heads_together: int = config.heads_together
 
     @abstractmethod
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
@@ -256,7 +257,7 @@ class Attention(nn.Module, ABC):
 
     def part_of(self, part: SequencePart, heads: int) -> SequencePart:
         """Return the part of sequences, and of so many of these heads, that a rank has inside attention."""
-        return part.of_heads(heads // self.config.heads_together)
+        return part.of_heads(heads // self.heads_together)
 
     def prepare(self, q: Tensor, k: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Return the queries and keys (B, H, L, D) that it attends by, of the positions from `first` on."""
