@@ -124,7 +124,13 @@ ONLY = {"pretrain": {"planning": {"planning.flops"}}}
 """Command -> the modules of a folder that it reaches: planning's others are for the dry run."""
 
 
-@pytest.mark.parametrize("command", REACHED)
+FAST = ("pretrain", "finetune", "prepare-data")
+"""Commands that are checked by `make test`; each imports torch in a process of its own."""
+
+
+@pytest.mark.parametrize(
+    "command", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in REACHED]
+)
 def test_a_command_reaches_only_what_it_runs(command):
     work, folders = REACHED[command]
     code = f"""

@@ -118,6 +118,7 @@ for dtype, size in ((torch.bfloat16, 64), (torch.float32, 32), (torch.float32, 6
 """
 
 
+@pytest.mark.slow
 def test_registers_spills_shared_memory_and_tensor_cores_are_read_from_the_binary(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)  # Triton reads a kernel's source from its file
     environment = {
