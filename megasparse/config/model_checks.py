@@ -77,9 +77,6 @@ def _check_model(model: ModelConfig) -> None:
     if model.residual_dtype == "bf16" and model.style == "bert":
         problem = 'bf16, but model.style = "bert" normalises its stream after each sum, in fp32'
         raise ConfigError("model.residual_dtype", problem, 'Set it to "fp32"')
-    if model.embedding_once and model.blocks != "reversible":
-        problem = f'given, but model.blocks = "{model.blocks}" adds it once anyway'
-        raise ConfigError("model.embedding_once", problem, 'Leave it out, or set model.blocks to "reversible"')
     if len(model.attention.pattern) > model.layers:
         problem = f"{len(model.attention.pattern)} layers are listed, but model.layers = {model.layers}"
         hint = f"Shorten the pattern to {model.layers} or fewer, or raise model.layers"

@@ -15,12 +15,17 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "SMYRFAttentionConfig.evaluation_rounds": (None, "Evaluation takes `rounds`: remove the key"),
     "LHAAttentionConfig.features": (ANY, "Remove the key"),
     "LHAAttentionConfig.visible_utility": (False, "The utility counts all keys, as in the paper: remove the key"),
+    "ModelConfig.embedding_once": (
+        lambda model: model.get("kind") == "encoder_decoder" and model.get("blocks", "reversible") == "reversible",
+        "It is true in encoder–decoders of reversible blocks, false in all others: remove the key",
+    ),
     "ModelConfig.residual_bits": (None, "Reversible streams are floating-point numbers: remove the key"),
     "DataConfig.max_damaged": (0, "A damaged shard is an error that names it: remove the key"),
     "RunConfig.corruption_check_every": (0, "There is no check for silent corruption any more: remove the key"),
 }
 """By "Section.key", the name of a class of the schema and its old key: the value that is accepted, a tuple of several,
-or ANY; and what to do about another one. The row of a whole section accepts ANY or null."""
+a function of the section's values that returns it, or ANY; and what to do about another one. The row of a whole section
+accepts ANY or null."""
 
 REMOVED_VALUES: dict[str, dict[Any, str]] = {
     "LHAAttentionConfig.utility": dict.fromkeys(("features", "exact"), 'Set it to "sampled"'),
@@ -39,6 +44,8 @@ def without_removed(section: type, values: dict[str, Any]) -> dict[str, Any]:
         for name in names:
             accepted, hint = REMOVED.get(f"{name}.{key}", (None, ""))
             if hint:
+                if callable(accepted):
+                    accepted = accepted(values)
                 if accepted is not ANY and value not in (accepted if isinstance(accepted, tuple) else (accepted,)):
                     raise removed_error(key, value, hint)
                 del remaining[key]

@@ -132,11 +132,6 @@ class ModelConfig(Section):
     feed_forward_biases: bool = True
     blocks: Literal["reversible", "ordinary"] = "reversible"
     """Reversible residual blocks on two streams (Reformer Eq. 7), or ordinary residual blocks on one."""
-    embedding_once: bool = False
-    """Reversible blocks: the embedding e is taken out of the second stream at the end, so that the streams' sum, which
-    tied heads and encoders' readers see, is e plus all branches, as with ordinary blocks. Without it, it is 2e plus
-    all branches, and training is slower at the beginning (docs/results.md). Keeps one more tensor as large as a stream.
-    """
     residual_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the residual streams and their gradients; sums are made in fp32 and rounded to it. bf16 halves
     what a reversible stack holds, and rounds each stream to 8 bits in every layer (docs/experiments.md)."""

@@ -179,7 +179,6 @@ def _check_expressible(model: ModelConfig) -> None:
     required: list[tuple[str, Any, Any]] = [
         ("kind", model.kind, "decoder"),
         ("blocks", model.blocks, "reversible"),
-        ("embedding_once", model.embedding_once, False),
         ("tied_embeddings", model.tied_embeddings, False),
         ("adaptive_cutoffs", model.adaptive_cutoffs, []),
         ("attention.output_dropout", model.attention.output_dropout, None),

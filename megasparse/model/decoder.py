@@ -115,6 +115,8 @@ class Decoder(Causal):
 class SourceEncoder(Stack):
     """Reads the source. Its draws are none of the decoder's: they have a seed of their own."""
 
+    embedding_once = True
+
     def __init__(self, config: ModelConfig, embedding: nn.Parameter | nn.Module | None):
         super().__init__(config, embedding)
         self.norm = Norm(config)
@@ -142,6 +144,8 @@ class EncoderDecoder(Causal):
 
     The modules of the decoder are those of a Decoder, whose blocks have a cross-attention too.
     """
+
+    embedding_once = True
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)

@@ -5,7 +5,7 @@ B batch, L length, E d_model, V vocabulary.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -98,6 +98,11 @@ def average_over_layers(statistics: Mapping[str, Mapping[int, Tensor]], layers: 
 class Stack(nn.Module):
     """Embedding and blocks: what becomes of tokens before a head reads it."""
 
+    embedding_once: ClassVar[bool] = False
+    """True in both stacks of an encoder–decoder: reversible streams begin as two copies of the embedding e, and readers
+    see their sum without one of them, e plus all branches, as with ordinary blocks. Training is faster at its beginning
+    (docs/results.md). Keeps one more tensor as large as a stream."""
+
     def __init__(self, config: ModelConfig, embedding: nn.Parameter | nn.Module | None = None):
         """Make the stack. embedding: (V, E), of another stack that shares it; or what embeds other things than tokens,
         called with them and their first position.
@@ -167,7 +172,8 @@ class Stack(nn.Module):
 
     def _leave(self, streams: Sequence[Tensor], entered: Streams) -> Streams:
         """Return the streams that readers see."""
-        return (streams[0], streams[1] - entered[1]) if self.config.embedding_once else tuple(streams)
+        once = self.embedding_once and self.config.blocks == "reversible"
+        return (streams[0], streams[1] - entered[1]) if once else tuple(streams)
 
 
 class OutputHead(nn.Module):

@@ -24,6 +24,8 @@ def rows(monkeypatch):
         {"model": {"kind": "encoder_decoder", "source": {"attention": {"lsh": {"depth": 1}}}}},
         {"model": {"attention": {"lsh": {"depth": None}}}},
         {"sweep": {"lr": [1, 2]}},
+        {"model": {"embedding_once": False}},
+        {"model": {"kind": "encoder_decoder", "source": {}, "embedding_once": True}},
         {"optimizer": {"betas": [0.9, 0.98]}},
     ],
 )
@@ -42,6 +44,11 @@ def test_a_value_that_asks_for_what_is_left_is_dropped(values):
         (
             {"model": {"attention": {"lsh": {"depth": 2}}}},
             "model.attention.lsh.depth: 2 was removed from megasparse. Leave it out",
+        ),
+        (
+            {"model": {"kind": "encoder_decoder", "source": {}, "embedding_once": False}},
+            "model.embedding_once: false was removed from megasparse. It is true in encoder–decoders of reversible "
+            "blocks, false in all others: remove the key",
         ),
         ({"run": {"engine": "horovod"}}, 'run.engine: "horovod" was removed from megasparse. Set it to "deepspeed"'),
     ],

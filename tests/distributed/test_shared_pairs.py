@@ -30,7 +30,7 @@ ORDINARY = {"blocks": "ordinary", "activations": "stored"}
 EXTRA: dict[str, dict[str, Any]] = {
     "stored": ORDINARY,
     "checkpoint": {**ORDINARY, "activations": "checkpoint"},
-    "tied, learned": {"tied_embeddings": True, "positions": {"kind": "learned"}, "embedding_once": True},
+    "tied, learned": {"tied_embeddings": True, "positions": {"kind": "learned"}},
     "rotary": {"positions": {"kind": "rotary"}},
     "own embedding": {"source": {"shared_embedding": False}},
     "not padded": {},

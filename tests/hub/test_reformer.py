@@ -274,7 +274,6 @@ def test_generation_never_takes_an_added_bos(tmp_path):
 AS_HUGGINGFACE = {"window": "chunk", "same_bucket": False, "count_rounds": False}
 OTHERS = [
     ({"tied_embeddings": True}, "model.tied_embeddings: True"),
-    ({"embedding_once": True}, "model.embedding_once: True"),
     ({"adaptive_cutoffs": [100]}, "model.adaptive_cutoffs: [100]"),
     ({"blocks": "ordinary", "activations": "stored"}, "model.blocks: 'ordinary'"),
     ({"positions": {"kind": "rotary"}}, "model.positions.kind: 'rotary'"),

@@ -19,8 +19,8 @@ class Equations:
     after the other in plain torch, in the weights' own precision.
     """
 
-    def __init__(self, weights, heads, once):
-        self.weights, self.heads, self.once = weights, heads, once
+    def __init__(self, weights, heads):
+        self.weights, self.heads = weights, heads
 
     def __call__(self, source, target, padding):
         """Mean nats of a real token of the target."""
@@ -31,7 +31,7 @@ class Equations:
             name = f"encoder.blocks.{layer}"
             x1 = x1 + self.attention(f"{name}.attention", x2, None, real[:, None, None])
             x2 = x2 + self.feed_forward(f"{name}.feed_forward", x1)
-        memory = self.norm("encoder.norm", (x1 + x2 - self.once * e) / 2)
+        memory = self.norm("encoder.norm", (x1 + x2 - e) / 2)
 
         before = w["embedding.weight"][target[:, :-1]]
         x = torch.cat([w["embedding.start"].expand(len(target), 1, -1), before], dim=1)
@@ -45,9 +45,9 @@ class Equations:
             x1, x2 = y2, z1
         predicted, scale = target != padding, 1.0
         if "head.weight" in w:
-            x = torch.cat([x1, x2 - self.once * e], dim=-1)
+            x = torch.cat([x1, x2 - e], dim=-1)
         else:
-            x, scale = (x1 + x2 - self.once * e) / 2, x1.shape[-1] ** -0.5
+            x, scale = (x1 + x2 - e) / 2, x1.shape[-1] ** -0.5
         x = F.layer_norm(x, x.shape[-1:], w["head.norm_weight"], w["head.norm_bias"], 1e-5)
         logits = scale * x @ w.get("head.weight", w["embedding.weight"]).T
         return F.cross_entropy(logits[predicted], target[predicted])
@@ -71,18 +71,17 @@ class Equations:
         return hidden @ w["down"].T + w["down_bias"]
 
 
-@pytest.mark.parametrize(("shared", "once", "tied"), [(True, False, False), (False, True, False), (True, True, True)])
-def test_loss_and_gradients_are_those_of_the_equations(shared, once, tied):
+@pytest.mark.parametrize(("shared", "tied"), [(True, False), (False, False), (True, True)])
+def test_loss_and_gradients_are_those_of_the_equations(shared, tied):
     positions = {"kind": "learned"}
     source = {"positions": positions, "attention": attention("full"), "shared_embedding": shared}
-    parts = {"embedding_once": once, "tied_embeddings": tied}
-    model = build_model(small_pair(("full",), positions=positions, source=source, **parts), 0)
+    model = build_model(small_pair(("full",), positions=positions, source=source, tied_embeddings=tied), 0)
     for bias in (p for p in model.parameters() if p.dim() == 1):
         torch.nn.init.normal_(bias, mean=bias.mean().item(), std=0.1, generator=torch.Generator().manual_seed(1))
     tokens = padded_pairs(3, 30)
     loss, ours = gradients(model, tokens)
     weights = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
-    exact = Equations(weights, heads=2, once=once)(tokens[:, :S], tokens[:, S:], 258)
+    exact = Equations(weights, heads=2)(tokens[:, :S], tokens[:, S:], 258)
     exact.backward()
     assert loss.item() == pytest.approx(exact.item(), rel=1e-6)
     assert ours.keys() == weights.keys() and len(weights["encoder.embedding.positions.table"]) == S
@@ -213,8 +212,7 @@ def test_a_source_of_nothing_but_padding_is_seen_as_nothing():
 def test_cached_decoding_is_the_whole_sequence(blocks, cross, prompt):
     activations = "reversible" if blocks == "reversible" else "stored"
     source = {"cross_attention": cross, "attention": attention("lsh")}
-    once = prompt == 20
-    model = build_model(small_pair(blocks=blocks, activations=activations, source=source, embedding_once=once), 3)
+    model = build_model(small_pair(blocks=blocks, activations=activations, source=source), 3)
     tokens = padded_pairs(3, 60)
     tokens[:, S:] = random_tokens(3, 60)
     whole = model.token_scores(tokens, RngContext.evaluation(7, 3, rounds=3)).nats[:, S + prompt :]

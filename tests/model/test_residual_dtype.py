@@ -21,7 +21,7 @@ def gradient(tokens, **changes):
         {"attention": attention("local"), "dropout": 0.1, "feed_forward_tiles": 3},
         {"attention": attention("local"), "activations": "stored"},
         {"attention": attention("local"), "blocks": "ordinary", "activations": "checkpoint"},
-        {"attention": attention("local"), "embedding_once": True, **PARTS},
+        {"attention": attention("local"), **PARTS},
     ],
 )
 def test_the_gradient_is_that_of_streams_in_fp32_up_to_their_rounding(changes):

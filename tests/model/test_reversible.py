@@ -5,12 +5,10 @@ import torch
 
 from megasparse.attention.contract import Attention, AttentionOutput, MechanismSpec
 from megasparse.attention.heads import Padding
-from megasparse.config.load import load_config
-from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext, relu_dropout
 from tests.helpers.comparing import error, gradients
-from tests.helpers.models import PARTS, attention, random_tokens, small, training_draws
+from tests.helpers.models import PARTS, attention, random_tokens, small, small_pair, training_draws
 
 
 def reversible_and_stored(dtype=torch.float32, **changes):
@@ -30,15 +28,13 @@ def test_gradients_at_depth_12_with_dropout_and_lsh_in_fp32(parts):
 
 def test_the_embedding_counts_once_for_blocks_that_add_nothing():
     """The streams' sum is then the embedding, as with ordinary blocks, and not twice that."""
-    model = build_model(small(embedding_once=True, dropout=0.0), 0)
-    for block in model.blocks:
+    pair = build_model(small_pair(), 0)
+    for block in pair.encoder.blocks:
         for parameter in block.parameters():
             torch.nn.init.zeros_(parameter)
     tokens = random_tokens(2, 40)
-    streams, _, _ = model.streams(tokens, RngContext.evaluation(0, 2), Padding())
-    torch.testing.assert_close(sum(streams), model.embedding(tokens, 0))
-    with pytest.raises(ConfigError, match=r"model\.embedding_once: given, but model.blocks"):
-        load_config("quickstart", ["model.blocks=ordinary", "model.activations=stored", "model.embedding_once=true"])
+    streams, _, _ = pair.encoder.streams(tokens, RngContext.evaluation(0, 2), Padding())
+    torch.testing.assert_close(sum(streams), pair.encoder.embedding(tokens, 0))
 
 
 def test_gradients_at_depth_24_in_bf16():

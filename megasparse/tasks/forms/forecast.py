@@ -74,6 +74,8 @@ class VectorEmbedding(nn.Module):
 class VectorStacks(Stack):
     """The decoder, and the encoder that it attends to."""
 
+    embedding_once = True
+
     def __init__(self, config: ModelConfig, width: int):
         embedding = VectorEmbedding(config, width)
         super().__init__(config, embedding)
