@@ -123,21 +123,6 @@ def test_one_signal_to_one_node_stops_both(two_nodes, run):
 
 
 @pytest.mark.parametrize(
-    ("hostfile", "said"),
-    [
-        ("node-c slots=1\nnode-a slots=1\n", "host=node-c was not reachable via ssh"),
-        ("node-a slots=1\nnode-a slots=1\n", "Hostfile contains multiple entries for node-a"),
-        ("node-a slots=one\n", "Hostfile contains a bad entry: node-a slots=one"),
-    ],
-)
-def test_a_wrong_hostfile_ends_at_once(two_nodes, run, hostfile, said):
-    two_nodes.start(run, hostfile)
-    ended = run.wait(limit=60)
-    assert ended.code == 1 and said in ended.said.splitlines()[-1], ended.said
-    assert not run.directory.exists()
-
-
-@pytest.mark.parametrize(
     ("hostfile", "options", "code"),
     [("node-a slots=1\nnode-c slots=1\n", (), BROKEN_CONNECTION), (HOSTFILE, ("--master_addr", NOBODY), HANG)],
     ids=["second host", "address"],

@@ -20,8 +20,6 @@ from megasparse.config.schema import Config
 from megasparse.data.tokenizers.simple import ByteTokenizer
 from megasparse.errors import CheckpointError
 from megasparse.evaluation.generate import generate
-from megasparse.hub.export import to_hf
-from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint
@@ -309,11 +307,6 @@ def test_losses_and_texts_agree_with_plain_torch(trained, group, name):
     assert ours["written"] == alone["written"] and len(alone["written"]) == 15 * GROUPS[group].writes
 
 
-def test_something_is_learned(fast):
-    losses = [float.fromhex(loss) for loss in fast["fast"]["torch"]["straight"][::2]]
-    assert losses[-1] < 0.95 * losses[0]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero-1", "torch"])
 def test_adafactor_goes_on_under_another_stage_and_number_of_ranks(report, name):
@@ -326,20 +319,6 @@ def test_resume_is_bit_identical(trained, group, name):
     case = trained[name]
     assert case["resumed"] == case["straight"][2 * (GROUPS[group].steps // 2) :]
     assert case["same_state"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["zero-2", "zero-3"])
-def test_what_two_ranks_share_is_exported_whole(report, name, tmp_path):
-    """The function to_hf itself compares the outputs of what it writes with ours."""
-    shared, alone = (Checkpoint.open(Path(report["fp32"][stage]["checkpoint"])) for stage in (name, "zero-0"))
-    weights = shared.manifest["tensors"]["weight"]
-    assert len({piece["file"] for weight in weights.values() for piece in weight["pieces"]}) == 2
-    assert any(len(weight["pieces"]) > 1 for weight in weights.values())
-    file = TensorFile.open(to_hf(shared.path, tmp_path / "out"))
-    assert file.names() == sorted(f"model.{weight}" for weight in weights)
-    for weight in weights:
-        torch.testing.assert_close(file.read(f"model.{weight}"), alone.tensor("weight", weight), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -9,16 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
-from deepspeed.sequence.layer import DistributedAttention
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from megasparse.attention.contract import AttentionContext, AttentionInputs
-from megasparse.attention.heads import build_mechanism
-from megasparse.attention.sequence_part import SequencePart
 from megasparse.config.attention import MECHANISMS
 from megasparse.config.schema import Config, RunConfig
 from megasparse.model.build import build_model
@@ -163,32 +157,6 @@ def ragged(ranks: Ranks, kind: str, padded: bool) -> dict[str, float]:
     return {name: difference(value, expected[name].double()) for name, value in sums.items()}
 
 
-class LocalAttention(torch.nn.Module):
-    """What DeepSpeed wraps: full causal attention of (L, B, H, D)."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-        out = scaled_dot_product_attention(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), is_causal=True)
-        return out.permute(2, 0, 1, 3)
-
-
-def against_deepspeed(ranks: Ranks) -> dict[str, float]:
-    """Output and gradients of our full attention between our exchanges, and of DeepSpeed's DistributedAttention."""
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which would be compiled, and is of no use here
-    deepspeed.init_distributed("gloo")
-    generator = torch.Generator().manual_seed(ranks.rank)
-    given = [torch.randn(2, 4, 8, 16, generator=generator, requires_grad=True) for _ in range(3)]  # (B, H, L/S, D)
-    weight = torch.randn(2, 4, 8, 16, generator=generator)
-    part, mechanism = SequencePart.of(ranks.sequence), build_mechanism("full", small(attention=named("full")), 4)
-    context = AttentionContext(0, training_draws(2), part=part)
-    out = mechanism(torch.empty(2, 8, 32), AttentionInputs(*part.to_heads(*given), None, None, True), context).out
-    ours = [part.to_tokens(out), *torch.autograd.grad(part.to_tokens(out), given, weight)]
-    theirs = DistributedAttention(LocalAttention(), ranks.sequence)(*(x.permute(2, 0, 1, 3) for x in given), 1)
-    theirs = theirs.permute(1, 2, 0, 3)
-    expected = [theirs, *torch.autograd.grad(theirs, given, weight)]
-    names = ("out", "q", "k", "v")
-    return {name: difference(*pair) for name, *pair in zip(names, ours, expected, strict=True)}
-
-
 TRAINED = [("lha", "local", "routing"), ("smart_bird", "lsh", "bigbird")]
 
 
@@ -224,11 +192,10 @@ def on_four_ranks(folder: str) -> list[float]:
 
 
 def on_two_ranks(folder: str, names: list[str]) -> dict[str, Any]:
-    """The cases of these names; with FAST, ZeRO 2 and the comparisons with others, else the other stages."""
+    """The cases of these names; with FAST, ZeRO 2 and ragged windows, else the other stages."""
     ranks = start_ranks(RunConfig(device="cpu"), 2)
     found = {" ".join(map(str, case)): compare(ranks, model_of(*case), batch_of(case[2])) for case in cases(names)}
     if "full" in names:
-        found["deepspeed"] = against_deepspeed(ranks)
         found |= {f"ragged {kind} {padded}": ragged(ranks, kind, padded) for kind, padded in RAGGED}
         found["stage 2"] = of_stage(folder, 2)
     else:
@@ -281,11 +248,6 @@ def test_two_pairs_are_one(tmp_path):
 
 def test_every_mechanism_is_there():
     assert {kind_of(name) for kind, name, _ in cases() if name not in EXTRA} == set(MECHANISMS)
-
-
-def test_the_exchange_is_that_of_deepspeeds_distributed_attention(fast):
-    assert set(fast["deepspeed"]) == {"out", "q", "k", "v"}
-    assert max(fast["deepspeed"].values()) < 1e-6
 
 
 @pytest.mark.parametrize(("kind", "padded"), RAGGED)

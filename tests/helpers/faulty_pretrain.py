@@ -14,8 +14,7 @@ starts of the run together, and leave the note `fault-NUMBER.json`; those with `
     rename PATH PATH, remove NAME          before it happens
 
 Acts: kill, stop (SIGKILL and SIGSTOP to itself), sleep SECONDS [to SECONDS], raise MESSAGE, gil (sleep for ever and let
-no other thread run), set SECTION.KEY=JSON (of the configuration). A file `ask-RANK` in the
-folder is an act for the next forward of that rank.
+no other thread run).
 
 Each rank also appends the samples that it trains on to `samples-RANK.txt`: process id, step, sample number, crc32.
 """
@@ -31,7 +30,6 @@ import sys
 import threading
 import time
 import zlib
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +68,6 @@ class Faults:
             for act in fault["do"]:
                 self._act(act)
 
-    def asked(self) -> None:
-        path = self.folder / f"ask-{self.rank}"
-        with suppress(FileNotFoundError):
-            act = path.read_text()
-            path.unlink()
-            self._act(act)
-
     def _leave(self, note: Path, event: str) -> None:
         pids = {path.stem: int(path.read_text() or 0) for path in self.folder.glob("rank-*.pid")}
         text = json.dumps({"event": event, "time": time.time(), "rank": self.rank, "pids": pids})
@@ -98,8 +89,6 @@ class Faults:
             raise Injected(argument)
         elif what == "gil":
             ctypes.PyDLL(None).sleep(10_000)  # unlike CDLL, PyDLL keeps the lock of the interpreter
-        elif what == "set":
-            sys.argv += ["--set", argument]
         else:
             raise AssertionError(act)
 
@@ -146,7 +135,6 @@ def watch_model(faults: Faults) -> None:
             samples.write(f"{os.getpid()} {rng.step} {sample} {zlib.crc32(row.tobytes())}\n")
         samples.flush()
         faults.happen(f"forward {rng.step}")
-        faults.asked()
 
     def build_and_watch(*arguments: Any) -> Any:
         faults.happen("build")

@@ -53,49 +53,6 @@ def test_an_interrupt_during_a_stalled_read_does_not_wait_for_it(data, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_second_signal_during_a_slow_save_ends_at_once(data, tmp_path):
-    run = alone(tmp_path, data)
-    with running(run):
-        run.start(
-            ranks=None, faults=[fault("forward 5$", "sleep 1"), fault(r"write \S*-00000005\S*/rank-", "sleep 10000")]
-        )
-        run.wait_for_fault(0)
-        ask(run, "SIGTERM", "launcher")
-        run.wait_for_fault(1)
-        time.sleep(0.6)
-        ask(run, "SIGTERM", "launcher")
-        ended = run.wait()
-    assert ended.code == 128 + signal.SIGTERM
-    assert run.checkpoints() == [2, 4] and run.leftovers() == []
-    assert all(is_complete(path) for path in (run.directory / "checkpoints").glob("0*"))
-
-
-@pytest.mark.slow
-def test_a_signal_during_an_evaluation_breaks_it_off(data, tmp_path):
-    run = alone(tmp_path, data, evaluation={"every": 3, "sequences": 5})
-    with running(run):
-        run.start(ranks=None, faults=[fault("evaluate", "sleep 1.5"), fault("evaluate", "sleep 1", every=True)])
-        run.wait_for_fault(0)
-        asked = ask(run, "SIGTERM", "launcher")
-        ended = run.wait(since=asked)
-    assert ended.seconds < 2.5 + GRACE * patience()  # of the 6 s that it would have taken
-    stopped_well(run, ended, step=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["handled", "build"])
-def test_a_signal_at_the_start_ends_before_the_first_step(data, tmp_path, place):
-    run = alone(tmp_path, data)
-    with running(run):
-        run.start(ranks=None, faults=[fault(place, "sleep 0.5")])
-        run.wait_for_fault(0)
-        ask(run, "SIGTERM", "launcher")
-        ended = run.wait()
-    stopped_well(run, ended, step=0)
-    assert "SIGTERM" in ended.said
-
-
-@pytest.mark.slow
 def test_an_error_of_the_thread_that_reads_ahead_ends_the_run(data, tmp_path):
     run = alone(tmp_path, data)
     with running(run):
@@ -155,18 +112,3 @@ def test_every_signal_everywhere(data, tmp_path, clean, place, name, to, figures
     figures(signals=1, longest_stop_seconds=ended.seconds)
     found = run.losses()
     assert found == {step: clean.losses()[step] for step in range(1, at + 4)}
-
-
-@pytest.mark.soak
-def test_ranks_save_when_their_launcher_is_killed(data, tmp_path):
-    run = Run(tmp_path / "run", data)
-    with running(run):
-        run.start(faults=[fault("forward 5$", "sleep 1", rank=1)])
-        run.wait_for_fault(0)
-        ask(run, "SIGKILL", "launcher")
-        deadline = time.monotonic() + 1 + GRACE * patience()
-        while run.leftovers() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert run.leftovers() == []
-        assert max(run.checkpoints()) == max(run.losses())
-        assert "the launcher ended" in run.said()

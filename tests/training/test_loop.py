@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,14 +19,9 @@ from megasparse.training.ranks import RunHooks, StopWanted
 from tests.helpers.tiny import TinyModel, metrics, read_metrics, tiny_config, tiny_run
 
 
-class Interrupted(Exception):
-    pass
-
-
 def launch(
     config: Config,
     model: TinyModel | None = None,
-    interrupt_after: int | None = None,
     stop_at: int | None = None,
     hooks: RunHooks | None = None,
 ) -> list[int]:
@@ -42,9 +36,6 @@ def launch(
         return {"evaluation/bits_per_dim": 8.0 / step, "evaluation/sample": "text"}
 
     with tiny_run(config, model, evaluate=evaluate, hooks=hooks, stop_at=stop_at) as run:
-        if interrupt_after is not None:
-            done = run.start.step if run.start else 0
-            run.batches = interrupted(run.batches, interrupt_after - done, Interrupted())
         train(run)
     return evaluated
 
@@ -52,11 +43,6 @@ def launch(
 def curves(config: Config) -> list[list[float]]:
     keys = ("step", "train/loss", "optimizer/gradient_norm", "optimizer/learning_rate")
     return [[line[key] for key in keys] for line in metrics(config)]
-
-
-def interrupted(batches: Iterator[Step], count: int, error: Exception) -> Any:
-    yield from itertools.islice(batches, count)
-    raise error
 
 
 def test_a_run_that_is_past_its_last_step_says_why_it_does_not_begin(tmp_path, capsys):
@@ -100,18 +86,6 @@ def test_tensorboard_has_the_scalars_and_the_texts(tmp_path):
     assert [event.step for event in board.Scalars("train/loss")] == [5, 10, 15, 20]
     assert [event.step for event in board.Scalars("evaluation/bits_per_dim")] == [10, 20]
     assert "evaluation/sample/text_summary" in board.Tags()["tensors"]
-
-
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path):
-    straight, broken = tiny_config(tmp_path / "straight"), tiny_config(tmp_path / "broken")
-    launch(straight)
-    with pytest.raises(Interrupted):
-        launch(broken, interrupt_after=14)  # steps 11 to 14 are written, and lost with the process
-    assert [line["step"] for line in metrics(broken)] == list(range(1, 15))
-    with (tmp_path / "broken" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 15, "train/lo')
-    launch(broken)
-    assert curves(broken) == curves(straight)
 
 
 def test_a_skipped_step_is_reported_and_counted(tmp_path, capsys):
@@ -167,25 +141,15 @@ def test_a_stop_breaks_an_evaluation_off(tmp_path):
 
 def test_data_that_cannot_be_read_ends_the_run_with_its_own_error(tmp_path):
     config = tiny_config(tmp_path)
-    error = DataError("train-000003.tar", "damaged", "Prepare it again")
+
+    def damaged(batches: Iterator[Step]) -> Any:
+        yield from itertools.islice(batches, 3)
+        raise DataError("train-000003.tar", "damaged", "Prepare it again")
+
     with tiny_run(config) as run, pytest.raises(DataError, match=r"train-000003\.tar"):
-        run.batches = interrupted(run.batches, 3, error)
+        run.batches = damaged(run.batches)
         train(run)
     assert len(metrics(config)) == 3
-
-
-def test_an_asynchronous_run_is_the_same(tmp_path):
-    one, other = (
-        tiny_config(tmp_path / str(a), checkpoint={"every": 3, "keep": 9, "asynchronous": a}) for a in (False, True)
-    )
-    launch(one)
-    launch(other)
-    assert curves(one) == curves(other)
-    found = [list_checkpoints(Path(config.run.directory) / "checkpoints") for config in (one, other)]
-    assert [[int(path.name) for path in paths] for paths in found] == [[3, 6, 9, 12, 15, 18, 20]] * 2
-    for path, same in zip(*found, strict=True):
-        name = "rank-00000.safetensors"
-        assert (path / name).read_bytes() == (same / name).read_bytes()
 
 
 def strange(batches: Iterator[Step], step: int) -> Any:

@@ -11,14 +11,12 @@ import torch
 
 from megasparse.errors import CheckpointError, StorageError
 from megasparse.training.checkpoints.checkpoint import Checkpoint
-from megasparse.training.checkpoints.manifest import MANIFEST, list_checkpoints
+from megasparse.training.checkpoints.manifest import list_checkpoints
 from megasparse.training.checkpoints.rank_file import RankFile
 from megasparse.training.checkpoints.resume import find_start
-from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.ranks import Ranks, RunHooks
-from tests.helpers.ranks_in_threads import run_in_threads
+from megasparse.training.ranks import RunHooks
 from tests.helpers.run_ranks import ROOT
-from tests.helpers.tiny import identity_of, tiny_config, tiny_engine, train_steps
+from tests.helpers.tiny import train_steps
 from tests.training.checkpoints.test_saving import before_writing, names, prepare, save
 
 FILE = "rank-00000.safetensors"
@@ -105,25 +103,6 @@ def test_a_failure_is_raised_when_the_save_is_finished(tmp_path, monkeypatch):
     assert names(saver.directory) == ["00000003", "latest"]
 
 
-def test_on_two_ranks_of_which_one_is_slower(tmp_path, monkeypatch):
-    slow = threading.Event()
-    before_writing(monkeypatch, lambda path: path.name == FILE or slow.wait(600))
-    config = tiny_config(tmp_path, checkpoint={"asynchronous": True})
-
-    def work(ranks: Ranks) -> list[Any]:
-        saver, engine = Saver(identity_of(config), ranks), tiny_engine(config, ranks)
-        assert saver.save(engine, 1, 8, {}) is None
-        while ranks.rank == 0 and saver.pending():
-            time.sleep(0.01)
-        pending = ranks.gather(saver.pending())
-        threading.Timer(0.2, slow.set).start()
-        return [pending, str(saver.finish()), saver.pending()]
-
-    path = tmp_path / "checkpoints" / "00000001"
-    assert run_in_threads(work) == [[[False, True], str(path), False]] * 2
-    assert names(path) == [MANIFEST, FILE, "rank-00001.safetensors"] and Checkpoint.open(path).step == 1
-
-
 DIES = """if True:
     import os, sys, threading, time
     from pathlib import Path
@@ -151,65 +130,3 @@ def test_the_process_ends_while_its_thread_writes(tmp_path, how):
     assert start is not None and start.step == 2
     assert names(saver.directory) == ["00000001", "00000002", "latest"]
     assert saver.save(engine, 3, 24, {}) is not None
-
-
-SAVES = """if True:
-    import sys
-    from pathlib import Path
-    from tests.training.checkpoints.test_saving import prepare, save
-
-    from megasparse.training.checkpoints.resume import find_start
-    saver, engine = prepare(Path(sys.argv[1]), asynchronous=sys.argv[2] == "True", keep=2)
-    start = find_start(saver.run, saver.ranks)
-    step = start.step if start else 0
-    print("ready", flush=True)
-    while True:
-        step += 1
-        save(saver, engine, step)
-    """
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_complete_checkpoint_is_there_at_all_times(tmp_path, asynchronous, figures):
-    """The process is killed while it saves and deletes with keep=2; a watcher opens the checkpoints every 10 ms."""
-    directory = tmp_path / "checkpoints"
-    kills, looks, missing, ended = 12, 0, [], threading.Event()
-
-    def newest_opens() -> bool:
-        for path in reversed(list_checkpoints(directory)):
-            try:
-                Checkpoint.open(path)
-                return True
-            except (CheckpointError, OSError):  # deleted, or damaged: the next older one
-                continue
-        return False
-
-    def hooks() -> None:
-        nonlocal looks
-        while not ended.wait(0.01):
-            looks += 1
-            if not newest_opens() and not newest_opens():  # both that it had listed may be old by now
-                missing.append(sorted(path.name for path in directory.iterdir()))
-
-    watcher = threading.Thread(target=hooks)
-    highest = 0
-    for kill in range(kills):
-        process = subprocess.Popen(
-            [sys.executable, "-c", SAVES, str(tmp_path), str(asynchronous)], cwd=ROOT, stdout=subprocess.PIPE
-        )
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        if kill == 0:
-            while not newest_opens():
-                time.sleep(0.01)
-            watcher.start()
-        time.sleep(0.2 + 0.037 * kill)
-        process.kill()
-        process.wait()
-        complete = [Checkpoint.open(path).step for path in list_checkpoints(directory)]
-        assert complete and complete[-1] > highest and len(complete) <= 3
-        highest = complete[-1]
-    ended.set()
-    watcher.join()
-    assert missing == [] and looks > 20 * kills
-    figures(retention_kills=kills, retention_looks=looks, moments_without_a_checkpoint=len(missing))

@@ -4,8 +4,6 @@ import errno
 import io
 import os
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +17,6 @@ from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, RunHooks
 from tests.helpers.ranks_in_threads import run_in_threads
-from tests.helpers.run_ranks import ROOT
 from tests.helpers.tiny import identity_of, tiny_config, tiny_engine
 from tests.training.checkpoints.test_saving import fail_in_rank_1, names, prepare, save
 
@@ -110,33 +107,6 @@ def test_a_folder_that_vanishes_is_named(tmp_path):
 
     saver.hooks = RunHooks(alive=vanish)
     refused(saver, engine, rf"manifest.json: No such file or directory {ROOM}")
-
-
-@pytest.mark.slow
-def test_a_limit_on_file_sizes_ends_with_exit_code_3(tmp_path):
-    """In the middle of the second save, in a process of its own; without the limit it works."""
-    script = """if True:
-        import resource, sys
-        from pathlib import Path
-        from megasparse.errors import report_user_errors
-        from tests.training.checkpoints.test_saving import prepare, save
-
-        def main():
-            saver, engine = prepare(Path(sys.argv[1]), 1)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
-            save(saver, engine, 2)
-
-        report_user_errors(main)()
-        """
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 3, ended.stderr
-    (line,) = ended.stderr.splitlines()
-    assert "checkpoints/.tmp-00000002-" in line and ": File too large (" in line
-    assert "bytes needed" in line and "bytes free" in line
-    assert names(tmp_path / "checkpoints") == ["00000001", "latest"]
-    saver, engine = prepare(tmp_path)
-    assert saver.save(engine, 2, 16, {}) is not None
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

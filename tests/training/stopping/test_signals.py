@@ -104,13 +104,6 @@ def test_a_signal_is_noted_and_the_process_ends_by_itself(tmp_path, number):
     assert said.count("\n") == 1 and said.startswith(f"{number.name}: saving and stopping")
 
 
-def test_the_note_is_there_at_once_for_the_thread_that_was_interrupted(tmp_path):
-    turn = "os.kill(os.getpid(), 15); (folder / 'seen').write_text(str(signals.wanted))"
-    rank = start(tmp_path, script(turn=turn))
-    assert rank.wait(timeout=LIMIT) == 0
-    assert (tmp_path / "seen").read_text() == "SIGTERM"
-
-
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
 def test_two_signals_within_half_a_second_are_one_and_a_later_one_ends_at_once(tmp_path, second):
     rank = start(tmp_path, script(after="wait_for('never')"))
@@ -199,20 +192,6 @@ def test_the_launcher_is_killed(tmp_path, late):
     (tmp_path / "killed").touch()
     assert wait_for((tmp_path / "wanted").exists)
     assert (tmp_path / "wanted").read_text() == "the launcher ended"
-
-
-def test_without_a_launcher_the_end_of_the_shell_is_survived(tmp_path):
-    shell = LAUNCHER.replace('os.environ | {"RANK": "0"}', "os.environ")
-    command = [sys.executable, "-c", shell, sys.executable, "-c", script(), str(tmp_path)]
-    parent = subprocess.Popen(command, env=environment())
-    assert wait_for((tmp_path / "ready").exists)
-    pid = int((tmp_path / "ready").read_text())
-    parent.kill()
-    parent.wait()
-    time.sleep(1.0)
-    assert not (tmp_path / "wanted").exists() and runs(pid)
-    os.kill(pid, signal.SIGTERM)
-    assert wait_for((tmp_path / "wanted").exists)
 
 
 @pytest.mark.slow

@@ -1,14 +1,12 @@
 """Hangs of every kind: the ranks' decisions on a clock that the test turns, and the end of processes that do hang."""
 
 import faulthandler
-import fcntl
 import json
 import os
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -101,23 +99,6 @@ def test_a_rank_behind_is_named_by_all_with_what_it_was_doing(tmp_path, timers, 
     assert set(timers) == {TIMEOUT + 3}  # a rank that holds the lock of Python is named by others first
 
 
-def test_a_silent_rank_is_named_with_its_state(two, monkeypatch):
-    stopped = subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 19)"])
-    os.waitpid(stopped.pid, os.WUNTRACED)
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "getpid", lambda: stopped.pid)
-            two.exchange(1)
-        two.exchange(0)
-        two.pass_time(TIMEOUT, 0)
-        assert f"rank 1 on {os.uname().nodename} (pid {stopped.pid}, T (stopped)) has been silent for 10.0 s" in (
-            two.culprits()
-        )
-    finally:
-        stopped.kill()
-        stopped.wait()
-
-
 def test_ranks_that_all_wait_at_the_same_place_suspect_the_network(two):
     two.pass_time(TIMEOUT)
     named = two.culprits()
@@ -144,19 +125,8 @@ def test_a_rank_that_failed_is_named_and_one_that_ended_is_not(tmp_path, timers)
     ranks.exchange(0)
     ranks.pass_time(TIMEOUT, 0)
     named = ranks.culprits()
-    assert named.startswith("HANG: rank 2 on") and "rank 1" not in named and "(ended before: 1)" in named
-
-
-def test_a_rank_that_waits_for_ended_ones_names_itself(tmp_path, timers):
-    """Rank 1 ended in its first step, whose limit is ten time-outs."""
-    ranks = Ranks(tmp_path)
-    ranks.do(1, "step 1")
-    ranks.do(0, "step 1", "step 2", "step 3, update")
-    ranks.pass_time(0)
-    end(ranks.ranks[1])
-    ranks.pass_time(TIMEOUT, 0)
-    named = ranks.culprits()
-    assert named.startswith("HANG: rank 0 on") and "(ended before: 1)" in named
+    assert named.startswith("HANG: rank 2 on") and "has been silent for 10.0 s" in named
+    assert "rank 1" not in named and "(ended before: 1)" in named
 
 
 def test_slow_steps_raise_the_limit_to_four_of_them(tmp_path, timers):
@@ -213,16 +183,6 @@ def test_a_heartbeat_that_cannot_be_written_is_reported_once_and_ends_nobody(two
     assert said.count("\n") == 1 and "rank 0: heartbeats" in said and "No space left on device" in said
     two.pass_time(TIMEOUT / 2, 0)
     assert two.hang() is None
-
-
-def test_the_folder_vanishes_during_the_run(two, tmp_path, capfd):
-    for path in (tmp_path / "heartbeats").iterdir():
-        path.unlink()
-    (tmp_path / "heartbeats").rmdir()
-    two.pass_time(0, 0)
-    assert two.hang() is None
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1 and "No such file or directory" in said
 
 
 def test_the_heartbeat_file_is_rewritten_in_place(two, tmp_path):
@@ -293,9 +253,6 @@ with Watchdog(Path({folder!r}), "this", 0, 1, {timeout}, lambda: False) as watch
 """
 
 
-Start = Callable[..., subprocess.Popen[str]]
-
-
 @pytest.fixture
 def start(tmp_path):
     """Starts a rank that runs `body` in its third step."""
@@ -334,26 +291,6 @@ def test_a_rank_that_holds_pythons_lock_prints_its_stacks(start):
 def test_without_a_timeout_nobody_fires(start):
     rank = start("time.sleep(1.5); print(os.getpid(), file=sys.stderr)", timeout=0)
     assert rank.communicate(timeout=LIMIT) == (None, f"{rank.pid}\n") and rank.returncode == 0
-
-
-def test_nobody_reading_stderr_does_not_keep_a_hung_rank(start):
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    with pytest.raises(BlockingIOError):
-        while True:
-            os.write(writing, b"x" * 4096)
-    os.set_blocking(writing, True)
-    assert fcntl.fcntl(writing, fcntl.F_GETFL) & os.O_NONBLOCK == 0
-    assert start("hang()", stderr=writing).wait(timeout=LIMIT) == HANG
-    os.close(reading)
-    os.close(writing)
-
-
-def test_heartbeats_fail_from_the_start_and_a_hang_is_found_all_the_same(start, tmp_path):
-    (tmp_path / "heartbeats").write_text("a file where the folder should be")
-    rank = start("hang()")
-    _, said = rank.communicate(timeout=LIMIT)
-    assert rank.returncode == HANG and said.count(str(tmp_path / "heartbeats")) == 1
 
 
 def test_a_file_system_that_never_answers_ends_nobody_and_hides_no_hang(start):
