@@ -11,7 +11,7 @@ from typing import Any
 from megasparse.cli.arguments import add_checkpoint, add_coding, add_json, add_overrides, positive
 from megasparse.errors import ConfigError
 
-OF_PRETRAINED = ("data", "stride", "rounds", "limit", "allow_leaking_attention")
+OF_PRETRAINED = ("data", "stride", "rounds", "hash_seeds", "limit", "allow_leaking_attention")
 OF_TASKS = ("source", "predictions")
 """Options that only one kind of model has; the default of each is false."""
 
@@ -26,7 +26,7 @@ def _evaluate_split(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         overrides=args.set,
         stride=args.stride,
         rounds=args.rounds,
-        hash_seeds=args.hash_seeds,
+        hash_seeds=args.hash_seeds or 1,
         batch=args.batch or 1,
         limit=args.limit,
         allow_leaking_attention=args.allow_leaking_attention,
@@ -39,11 +39,9 @@ def _evaluate_task(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
     overrides = args.set + ([f"evaluation.batch={args.batch}"] if args.batch else [])
     log = lambda line: print(line, file=sys.stderr)  # noqa: E731
-    result, evaluated = evaluate_checkpoints(
-        args.checkpoint, overrides, args.task, args.source, args.split, args.hash_seeds, log
-    )
+    result, rows = evaluate_checkpoints(args.checkpoint, overrides, args.task, args.source, args.split, log)
     if args.predictions:
-        write_predictions(args.predictions, evaluated[0].predictions(), evaluated[0].form)
+        write_predictions(args.predictions, rows)
     return result, summary(result)
 
 
@@ -67,9 +65,8 @@ def _check(args: argparse.Namespace) -> None:
         return
     if args.predictions.suffix != ".jsonl":
         raise ConfigError("--predictions", f"{args.predictions} is no .jsonl", "Give a name that ends in .jsonl")
-    if len(args.checkpoint) > 1 or args.hash_seeds > 1:
-        hint = "Give one --checkpoint and no --hash-seeds, or leave it out"
-        raise ConfigError("--predictions", "is of one checkpoint and one draw", hint)
+    if len(args.checkpoint) > 1:
+        raise ConfigError("--predictions", "is of one checkpoint", "Give one --checkpoint, or leave it out")
 
 
 def add_evaluate(parser: argparse.ArgumentParser) -> None:
@@ -81,11 +78,11 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
     parser.add_argument("--split", help='default: "test"; "validation" for a task without test labels')
     parser.add_argument("--batch", type=positive, help="windows or examples scored at once")
-    parser.add_argument(
-        "--hash-seeds", type=positive, default=1, metavar="N", help="repeat with N draws of the rotations (and masks)"
-    )
     add_json(parser)
     pretrained = parser.add_argument_group("pretrained models")
+    pretrained.add_argument(
+        "--hash-seeds", type=positive, metavar="N", help="repeat with N draws of the rotations (and masks)"
+    )
     pretrained.add_argument("--data", metavar="SHARDS", help="folder of shards; by default the one trained on")
     pretrained.add_argument("--rounds", type=positive, help="hash rounds in place of the configured ones")
     pretrained.add_argument("--stride", type=positive, help="new tokens per window; by default the whole window")
@@ -208,7 +205,7 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--source", nargs="+", metavar="FILE", help="files in the task's format")
     source.add_argument("--text", action="append", metavar="TEXT", help="one example; for a pair give it twice")
-    parser.add_argument("--output", type=Path, metavar="OUT", help="file to write: .jsonl, .json, .csv, .tsv or .txt")
+    parser.add_argument("--output", type=Path, metavar="OUT", help="file to write: .jsonl, .json, .csv or .tsv")
 
 
 def predict(args: argparse.Namespace) -> None:
@@ -235,7 +232,7 @@ def predict(args: argparse.Namespace) -> None:
         for row in rows:
             print(json.dumps(row))
         return
-    write_predictions(args.output, rows, task.form)
+    write_predictions(args.output, rows)
     log(f"{len(rows):,} predictions by step {task.checkpoint.step} of {task.checkpoint.path}: {args.output}")
 
 

@@ -6,8 +6,7 @@ import json
 import math
 import platform
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +49,7 @@ class Prediction(NamedTuple):
     """Flat float64: what the form's `answer` reads."""
     cost: float
     weight: float
-    """The loss is the sum of costs divided by that of weights; both are NaN where the example has no label."""
+    """The loss is the sum of costs divided by that of weights; both are NaN if the example has no label."""
 
 
 def predict_examples(
@@ -61,16 +60,16 @@ def predict_examples(
     ranks: Ranks,
     pause: Callable[[], object] = lambda: None,
 ) -> list[Prediction]:
-    """The model's prediction for each example, on every rank.
+    """Return the model's prediction for each example, on every rank.
 
-    The ranks share the batches out among them; every one scores equally many. A prediction depends neither on
-    the batch nor on the rank that its example is in. pause: called before each batch.
+    The ranks share out the batches; every one scores equally many. A prediction depends neither on the batch nor on the
+    rank that its example is in. pause: called before each batch.
     """
     order = sorted(range(len(examples)), key=lambda i: -examples[i].length)
     size = config.evaluation.batch
     batches = [order[first : first + size] for first in range(0, len(order), size)]
     batches += batches[:1] * (-len(batches) % ranks.world_size)
-    found: list[list[Any]] = []
+    share: list[list[Any]] = []
     for numbers in batches[ranks.rank :: ranks.world_size]:
         pause()
         batch = form.collate([examples[i] for i in numbers]).to(ranks.device)
@@ -78,26 +77,28 @@ def predict_examples(
         statistics = score(batch, rng)[1]
         unknown = torch.full((len(numbers),), math.nan)
         sums = (statistics.get(name, unknown).tolist() for name in ("costs", "weights"))
-        values = [each.double().flatten().tolist() for each in statistics["predicted"]]
-        found += [list(row) for row in zip(numbers, values, *sums, strict=True)]
-    table = {row[0]: row[1:] for share in ranks.gather(found) for row in share}
+        values = [output.double().flatten().tolist() for output in statistics["predicted"]]
+        share += [list(row) for row in zip(numbers, values, *sums, strict=True)]
+    table = {row[0]: row[1:] for rows in ranks.gather(share) for row in rows}
     return [Prediction(np.array(table[i][0], dtype=np.float64), *table[i][1:]) for i in range(len(examples))]
 
 
-def answers(form: Form, examples: Sequence[Encoded], predicted: Sequence[Prediction]) -> list[Any]:
-    return [form.answer(example, each.values) for example, each in zip(examples, predicted, strict=True)]
+def answers(form: Form, examples: Sequence[Encoded], table: Sequence[Prediction]) -> list[Any]:
+    """Return the answers that metrics compare with labels."""
+    return [form.answer(example, output.values) for example, output in zip(examples, table, strict=True)]
 
 
 def selection_of(config: FinetuneConfig) -> Selection:
-    """The rule of the best checkpoint, by `evaluation.metric`, which an opened run's configuration has."""
+    """Return the rule of the best checkpoint, by `evaluation.metric`, which an opened run's configuration has."""
     metric = str(config.evaluation.metric)
     return Selection(f"evaluation/{metric}", config.evaluation.patience, lower=metric in LOWER_IS_BETTER)
 
 
 def validation(run: TaskRun, engine: Engine, hooks: RunHooks) -> Evaluate:
-    """A function that the training loop calls after every step. Where a validation is due it returns evaluation/loss
-    (the costs of all examples by their weights) and evaluation/METRIC for each of the task's. It raises StopWanted as
-    `check_stop` does.
+    """Return a function that the training loop calls after every step.
+
+    When a validation is due it returns evaluation/loss (the costs of all examples by their weights) and
+    evaluation/METRIC for each of the task's. It raises StopWanted as `check_stop` does.
     """
     config, every, steps = run.config, run.config.evaluation.every, run.config.training.steps
     examples, form, model = run.validation, run.form, engine.module
@@ -108,165 +109,124 @@ def validation(run: TaskRun, engine: Engine, hooks: RunHooks) -> Evaluate:
         model.eval()
         try:
             pause = lambda: check_stop(hooks, engine.ranks, "validation")  # noqa: E731
-            predicted = predict_examples(engine.evaluate, form, examples, config, engine.ranks, pause)
+            table = predict_examples(engine.evaluate, form, examples, config, engine.ranks, pause)
         finally:
             model.train()
-        loss = math.fsum(each.cost for each in predicted) / math.fsum(each.weight for each in predicted)
-        found = form.measures(examples, answers(form, examples, predicted))
-        return {"evaluation/loss": loss, **{f"evaluation/{name}": value for name, value in found.items()}}
+        loss = math.fsum(output.cost for output in table) / math.fsum(output.weight for output in table)
+        measures = form.measures(examples, answers(form, examples, table))
+        return {"evaluation/loss": loss, **{f"evaluation/{name}": value for name, value in measures.items()}}
 
     return validate
 
 
 Row = dict[str, Any]
-"""A prediction: `name` of the example, its `file` and `line` (null where it has the file to itself), `label` (null
-where it has none), `predicted`, and what the task's form adds, such as `probabilities` of classes."""
+"""A prediction: `name` of the example, its `file` and `line` (null if the file holds it alone), `label` (null if
+unknown), `predicted`, and what the task's form adds, such as `probabilities` of classes."""
 
 
-def read(found: Finetuned, examples: Iterable[Example], name: str, say: Callable[[str], None]) -> Sequence[Encoded]:
+def read(model: Finetuned, examples: Iterable[Example], name: str, say: Callable[[str], None]) -> list[Encoded]:
     """Encode examples for the model. say: prints their counts."""
-    return found.form.collected(encode_all(found.encoder, name, examples, say))
+    return list(encode_all(model.encoder, name, examples, say))
 
 
-def predicted(found: Finetuned, examples: Sequence[Encoded], seed: int | None = None) -> list[Prediction]:
-    """Predict with a progress bar. seed: of the draws of randomised attention; None takes `run.seed`. Raises UserError
-    where a prediction is not finite.
-    """
-    config = found.config
-    if seed is not None:
-        config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
-    total = -(-len(examples) // config.evaluation.batch)
+def predicted(model: Finetuned, examples: Sequence[Encoded]) -> list[Prediction]:
+    """Predict with a progress bar. Raises UserError if a prediction is not finite."""
+    total = -(-len(examples) // model.config.evaluation.batch)
     with torch.no_grad(), tqdm(total=total, desc="scoring", unit="batch", leave=False, disable=None) as bar:
-        table = predict_examples(found.model, found.form, examples, config, found.ranks, bar.update)
-    if not all(np.isfinite(each.values).all() for each in table):
+        table = predict_examples(model.model, model.form, examples, model.config, model.ranks, bar.update)
+    if not all(np.isfinite(output.values).all() for output in table):
         hint = "Take an earlier checkpoint, or --set training.precision=fp32"
-        raise UserError(f"{found.checkpoint.path}: the predictions are not finite. {hint}")
+        raise UserError(f"{model.checkpoint.path}: the predictions are not finite. {hint}")
     return table
 
 
 def predictions(form: Form, examples: Sequence[Encoded], table: Sequence[Prediction]) -> list[Row]:
-    """The rows of a prediction file, in the order of the examples."""
+    """Return the rows of a prediction file, in the order of the examples."""
     return [
         {
             "name": example.name,
             "file": str(example.location.file),
             "line": example.location.line,
-            **form.row(example, own.values),
+            **form.row(example, output.values),
         }
-        for example, own in zip(examples, table, strict=True)
+        for example, output in zip(examples, table, strict=True)
     ]
 
 
-def predict(found: Finetuned, sources: Sequence[str], say: Callable[[str], None]) -> list[Row]:
-    """Predictions for every example of the files, in their order. Raises DataError where there is none."""
-    _, files = chosen_files(found.task, sources, None)
-    encoded = read(found, read_files(found.task, files), "new", say)
+def predict(model: Finetuned, sources: Sequence[str], say: Callable[[str], None]) -> list[Row]:
+    """Predict every example of the files, in their order. Raises DataError if there is none."""
+    _, files = chosen_files(model.task, sources, None)
+    encoded = read(model, read_files(model.task, files), "new", say)
     if not encoded:
         raise DataError(sources[0], "has no examples", "Give files that have some")
-    return predictions(found.form, encoded, predicted(found, encoded))
+    return predictions(model.form, encoded, predicted(model, encoded))
 
 
-def predict_texts(found: Finetuned, texts: Sequence[str], say: Callable[[str], None]) -> Row:
-    """The prediction for one example, given by its texts. Raises ConfigError where the task has other inputs."""
-    encoded = read(found, [found.form.example(texts)], "new", say)
-    return predictions(found.form, encoded, predicted(found, encoded))[0]
+def predict_texts(model: Finetuned, texts: Sequence[str], say: Callable[[str], None]) -> Row:
+    """Predict one example, given by its texts. Raises ConfigError if the task has other inputs."""
+    encoded = read(model, [model.form.example(texts)], "new", say)
+    return predictions(model.form, encoded, predicted(model, encoded))[0]
 
 
-def write_predictions(path: Path, rows: Sequence[Row], form: Form) -> None:
-    """Write a file by its suffix: .jsonl, an object a line; .json, an object of `predicted` by name, WikiHop's form of
-    submission; .csv, `name`, `predicted` and `probability of CLASS`; .tsv, GLUE's form of submission, `index` and
-    `prediction`; .txt, a line each as the task's form has it. Raises ConfigError for another suffix, DataError for a
-    name that a .tsv cannot hold, or that a .json would have twice, and UserError where it cannot be written.
-    """
-    require_form(path)
-    with whole_file(path) as out:
-        for line in FORMS[path.suffix](rows, form):
-            out.write(line.encode())
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
 
 
 def require_form(path: Path) -> None:
-    """Raise ConfigError for a suffix of no known form."""
-    if path.suffix not in FORMS:
+    """Raise ConfigError for a suffix of no form of predictions."""
+    if path.suffix not in SUFFIXES:
         problem = f'"{path.suffix}" is no known form of predictions: {path}'
-        raise ConfigError("--output", problem, f"Give a name that ends in {', '.join(FORMS)}")
+        raise ConfigError("--output", problem, f"Give a name that ends in {', '.join(SUFFIXES)}")
 
 
-def _json_lines(rows: Sequence[Row], form: Form) -> Iterator[str]:
-    for row in rows:
-        yield json.dumps(row) + "\n"
+def write_predictions(path: Path, rows: Sequence[Row]) -> None:
+    """Write a file by its suffix.
+
+    .jsonl: an object a line; .json: an object of `predicted` by name, WikiHop's form of submission; .csv: `name`,
+    `predicted` and `probability of CLASS`; .tsv: GLUE's form of submission, `index` and `prediction`.
+
+    Raises:
+        ConfigError: another suffix.
+        DataError: a name that a .tsv cannot hold, or that a .json would have twice.
+        UserError: the file cannot be written.
+    """
+    require_form(path)
+    if path.suffix == ".jsonl":
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+    elif path.suffix == ".json":
+        names = [row["name"] for row in rows]
+        if len(set(names)) < len(names):
+            row = next(row for number, row in enumerate(rows) if row["name"] in names[:number])
+            raise DataError(_location(row), f'"{row["name"]}" comes twice, which a .json cannot hold', "Write a .jsonl")
+        text = json.dumps({row["name"]: row["predicted"] for row in rows}, indent=1) + "\n"
+    elif path.suffix == ".csv":
+        classes = list(rows[0].get("probabilities") or ())
+        table = [["name", "predicted", *(f"probability of {name}" for name in classes)]]
+        table += [[row["name"], _cell(row), *((row.get("probabilities") or {}).values())] for row in rows]
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows(table)
+        text = out.getvalue()
+    else:
+        text = "index\tprediction\n"
+        for row in rows:
+            fields = [str(row["name"]), str(_cell(row))]
+            if any(mark in field for field in fields for mark in "\t\r\n"):
+                problem = f"{fields} has a tab or a line end, which a .tsv cannot hold"
+                raise DataError(_location(row), problem, "Write a .csv")
+            text += "\t".join(fields) + "\n"
+    with whole_file(path) as stream:
+        stream.write(text.encode())
 
 
-def _json_object(rows: Sequence[Row], form: Form) -> Iterator[str]:
-    table: dict[str, Any] = {}
-    for row in rows:
-        if row["name"] in table:
-            location = str(SourceLocation(Path(row["file"]), row["line"]))
-            raise DataError(location, f'"{row["name"]}" comes twice, which a .json cannot hold', "Write a .jsonl")
-        table[row["name"]] = row["predicted"]
-    yield json.dumps(table, indent=1) + "\n"
-
-
-def _lines(rows: Sequence[Row], form: Form) -> Iterator[str]:
-    for row in rows:
-        yield form.line(row) + "\n"
-
-
-def _comma_separated(rows: Sequence[Row], form: Form) -> Iterator[str]:
-    classes = list(rows[0].get("probabilities") or ())
-    table = [["name", "predicted", *(f"probability of {name}" for name in classes)]]
-    table += [[row["name"], _cell(row["predicted"]), *((row.get("probabilities") or {}).values())] for row in rows]
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows(table)
-    yield out.getvalue()
-
-
-def _tab_separated(rows: Sequence[Row], form: Form) -> Iterator[str]:
-    yield "index\tprediction\n"
-    for row in rows:
-        fields = [str(row["name"]), str(_cell(row["predicted"]))]
-        if any(mark in field for field in fields for mark in "\t\r\n"):
-            location = str(SourceLocation(Path(row["file"]), row["line"]))
-            raise DataError(location, f"{fields} has a tab or a line end, which a .tsv cannot hold", "Write a .csv")
-        yield "\t".join(fields) + "\n"
-
-
-def _cell(value: Any) -> Any:
+def _cell(row: Row) -> Any:
+    value = row["predicted"]
     return json.dumps(value) if isinstance(value, list | dict) else value
 
 
-FORMS: dict[str, Callable[[Sequence[Row], Form], Iterator[str]]] = {
-    ".jsonl": _json_lines,
-    ".json": _json_object,
-    ".txt": _lines,
-    ".csv": _comma_separated,
-    ".tsv": _tab_separated,
-}
+def _location(row: Row) -> str:
+    return str(SourceLocation(Path(row["file"]), row["line"]))
 
 
 LIBRARIES = ("torch", "numpy", "scipy", "scikit-learn", "sacrebleu", "rouge-score", "tokenizers")
-
-
-@dataclass(frozen=True)
-class EvaluatedCheckpoint:
-    """A checkpoint, and its predictions on the examples."""
-
-    form: Form
-    examples: Sequence[Encoded]
-    tables: list[list[Prediction]]
-    """The predictions by each seed of the draws."""
-    entry: dict[str, Any]
-    """The checkpoint's entry in `runs` of the result."""
-
-    def interval(self, name: str) -> tuple[float, float] | None:
-        """The 95 % confidence interval of a metric over examples."""
-        labels = column([self.form.label(example) for example in self.examples])
-        own = [column(answers(self.form, self.examples, table)) for table in self.tables]
-        with tqdm(total=RESAMPLES, desc=f"resampling {name}", leave=False, disable=None) as bar:
-            return bootstrap_interval(METRICS[name], labels, own, self.entry["seed"], bar.update)
-
-    def predictions(self) -> list[Row]:
-        """The rows of a prediction file, by the first seed."""
-        return predictions(self.form, self.examples, self.tables[0])
 
 
 def evaluate_checkpoints(
@@ -275,20 +235,22 @@ def evaluate_checkpoints(
     name: str,
     sources: Sequence[str],
     split: str | None = None,
-    draws: int = 1,
     say: Callable[[str], None] = lambda line: None,
-) -> tuple[dict[str, Any], list[EvaluatedCheckpoint]]:
+) -> tuple[dict[str, Any], list[Row]]:
     """Score checkpoints of a task on files that have labels.
 
-    directories: runs, each by its best checkpoint, or checkpoints. draws: passes over the examples, each with draws of
-    randomised attention of its own, of the seeds run.seed, run.seed + 1, ...; a checkpoint's metric is its mean over
-    them. say: prints the counts of the examples.
+    Args:
+        directories: runs, each represented by its best checkpoint, or checkpoints.
+        say: prints the counts of the examples.
 
-    Returns the evaluated checkpoints, and as the result {"task", "split", "files", "examples", "metrics", "signatures",
-    "interval", "runs", "versions"}. Each metric has `value`, `low` and `high`: of one checkpoint with the bootstrap
-    interval over examples, of several the mean with Student's t interval, and their `standard_deviation`. `signatures`
-    are those that a metric's library gives: its settings and version. Raises as `restore_task` and the task's reader
-    do; ConfigError where the same checkpoint is given twice.
+    Returns:
+        The result, {"task", "split", "files", "examples", "metrics", "signatures", "interval", "runs", "versions"}, and
+        the first checkpoint's predictions. Each metric has `value`, `low` and `high`: of one checkpoint with the
+        bootstrap interval over examples, of several the mean with Student's t interval, and their `standard_deviation`.
+        `signatures`: a metric's library's settings and version.
+
+    Raises:
+        ConfigError: the same checkpoint is given twice; also as `restore_task` and the task's reader.
     """
     require_metrics()
     paths = [chosen_checkpoint(Path(directory)).resolve() for directory in directories]
@@ -296,91 +258,78 @@ def evaluate_checkpoints(
         if path in paths[:number]:
             hint = "Give each once: they count as independent runs"
             raise ConfigError("--checkpoint", f"{path} is given twice", hint)
-    evaluated: list[EvaluatedCheckpoint] = []
+    runs, first = [], None
     for directory in directories:
-        found = restore_task(directory, overrides, name)
-        chosen, files = chosen_files(found.task, sources, split)
-        if evaluated and evaluated[0].form.task.classes != found.task.classes:
+        model = restore_task(directory, overrides, name)
+        form, task = model.form, model.task
+        chosen, files = chosen_files(task, sources, split)
+        if first and first[0].task.classes != task.classes:
             raise ConfigError("--checkpoint", f"{directory} was trained on other classes", "Evaluate it on its own")
-        evaluated.append(_evaluate(found, chosen or "given", files, draws, say))
-    first = evaluated[0]
+        split_name = chosen or "given"
+        encoded = read(model, labelled(read_files(task, files), split_name, files[0]), split_name, say)
+        table = predicted(model, encoded)
+        outputs, counts = answers(form, encoded, table), model.encoder.counts
+        entry = {
+            "checkpoint": str(model.checkpoint.path),
+            "step": model.checkpoint.step,
+            "seed": model.config.run.seed,
+            "metrics": form.measures(encoded, outputs),
+            "attention": model.model.body.attention(),
+            "precision": model.config.training.precision,
+            "max_length": model.config.task.max_length,
+            "inputs": {"cut": counts.cut, "empty": counts.empty, "longest": counts.longest},
+        }
+        runs.append(entry)
+        first = first or (form, encoded, table, outputs)
+    assert first is not None
+    form, encoded, table, outputs = first
+    metrics = {}
+    for metric in form.task.metrics:
+        values = [entry["metrics"][metric] for entry in runs]
+        interval: tuple[float, float] | None
+        if len(runs) > 1:
+            interval, deviation = t_interval(values), statistics.stdev(values)
+        else:
+            labels = column([form.label(example) for example in encoded])
+            with tqdm(total=RESAMPLES, desc=f"resampling {metric}", leave=False, disable=None) as bar:
+                seed = runs[0]["seed"]
+                interval = bootstrap_interval(METRICS[metric], labels, column(outputs), seed, bar.update)
+            deviation = None
+        low, high = interval or (None, None)
+        value = statistics.fmean(values)
+        metrics[metric] = {"value": value, "low": low, "high": high, "standard_deviation": deviation}
     result = {
-        "task": first.form.task.name,
+        "task": form.task.name,
         "split": chosen,
         "files": [{"file": str(file), "sha256": sha256_of(file)} for file in files],
-        "examples": len(first.examples),
-        "metrics": {name: _metric(name, evaluated) for name in first.form.task.metrics},
-        "signatures": {name: text for name in first.form.task.metrics if (text := signature(name)) is not None},
-        "interval": _interval_name(evaluated),
-        "runs": [each.entry for each in evaluated],
+        "examples": len(encoded),
+        "metrics": metrics,
+        "signatures": {name: text for name in form.task.metrics if (text := signature(name)) is not None},
+        "interval": f"95 %, Student's t over {len(runs)} runs" if len(runs) > 1
+        else f"95 %, bootstrap over examples, {RESAMPLES:,} resamples",
+        "runs": runs,
         "versions": {
             "python": platform.python_version(), "megasparse": __version__,
             **{library: version(library) for library in LIBRARIES},
         },
     }  # fmt: skip
-    return result, evaluated
+    return result, predictions(form, encoded, table)
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The summary that megasparse evaluate prints."""
-    where, runs = result["split"] or ", ".join(each["file"] for each in result["files"]), result["runs"]
-    lines = [f"{result['task']}, {where}: {result['examples']:,} examples; {_runs_named(runs)}"]
-    for name, found in result["metrics"].items():
-        line = f"{name} {found['value']:.4f}"
-        if found["low"] is not None:
-            line += f" ({result['interval']}: {found['low']:.4f} to {found['high']:.4f})"
-        if found["standard_deviation"] is not None:
-            each = ", ".join(f"{run['metrics'][name]:.4f}" for run in runs)
-            line += f"; standard deviation {found['standard_deviation']:.4f}; each: {each}"
-        deviations = [run["deviation_over_draws"][name] for run in runs if run["deviation_over_draws"]]
-        if deviations:
-            line += f"; standard deviation over {len(runs[0]['draw_seeds'])} draws "
-            line += ", ".join(f"{deviation:.4f}" for deviation in deviations)
+    """Return the summary that megasparse evaluate prints."""
+    source = result["split"] or ", ".join(file["file"] for file in result["files"])
+    runs = result["runs"]
+    title = f"step {runs[0]['step']} of {runs[0]['checkpoint']}"
+    if len(runs) > 1:
+        title = f"{len(runs)} runs, seeds {', '.join(str(run['seed']) for run in runs)}"
+    lines = [f"{result['task']}, {source}: {result['examples']:,} examples; {title}"]
+    for name, metric in result["metrics"].items():
+        line = f"{name} {metric['value']:.4f}"
+        if metric["low"] is not None:
+            line += f" ({result['interval']}: {metric['low']:.4f} to {metric['high']:.4f})"
+        if metric["standard_deviation"] is not None:
+            values = ", ".join(f"{run['metrics'][name]:.4f}" for run in runs)
+            line += f"; standard deviation {metric['standard_deviation']:.4f}; each: {values}"
         lines.append(line)
     return "\n".join(lines)
-
-
-def _runs_named(runs: list[dict[str, Any]]) -> str:
-    if len(runs) == 1:
-        return f"step {runs[0]['step']} of {runs[0]['checkpoint']}"
-    return f"{len(runs)} runs, seeds {', '.join(str(run['seed']) for run in runs)}"
-
-
-def _evaluate(
-    found: Finetuned, split: str, files: list[Path], draws: int, say: Callable[[str], None]
-) -> EvaluatedCheckpoint:
-    examples = labelled(read_files(found.task, files), split, files[0])
-    encoded = read(found, examples, split, say)
-    seeds = [found.config.run.seed + number for number in range(draws)]
-    tables = [predicted(found, encoded, seed) for seed in seeds]
-    counts = found.encoder.counts
-    measured = [found.form.measures(encoded, answers(found.form, encoded, table)) for table in tables]
-    values = {name: [each[name] for each in measured] for name in found.task.metrics}
-    entry = {
-        "checkpoint": str(found.checkpoint.path),
-        "step": found.checkpoint.step,
-        "seed": found.config.run.seed,
-        "metrics": {name: statistics.fmean(each) for name, each in values.items()},
-        "draw_seeds": seeds,
-        "draws": values,
-        "deviation_over_draws": {name: statistics.stdev(each) for name, each in values.items()} if draws > 1 else None,
-        "attention": found.model.body.attention(),
-        "precision": found.config.training.precision,
-        "max_length": found.config.task.max_length,
-        "inputs": {"cut": counts.cut, "empty": counts.empty, "longest": counts.longest},
-    }
-    return EvaluatedCheckpoint(found.form, encoded, tables, entry)
-
-
-def _metric(name: str, evaluated: list[EvaluatedCheckpoint]) -> dict[str, float | None]:
-    values = [each.entry["metrics"][name] for each in evaluated]
-    interval = evaluated[0].interval(name) if len(evaluated) == 1 else t_interval(values)
-    low, high = interval or (None, None)
-    deviation = statistics.stdev(values) if len(values) > 1 else None
-    return {"value": statistics.fmean(values), "low": low, "high": high, "standard_deviation": deviation}
-
-
-def _interval_name(evaluated: list[EvaluatedCheckpoint]) -> str:
-    if len(evaluated) == 1:
-        return f"95 %, bootstrap over examples, {RESAMPLES:,} resamples"
-    return f"95 %, Student's t over {len(evaluated)} runs"

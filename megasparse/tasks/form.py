@@ -52,10 +52,6 @@ class Form(ABC):
         rebuilt for a checkpoint lacks what only a start needs, such as a pooler.
         """
 
-    def collected(self, encoded: Iterable[Encoded]) -> Sequence[Encoded]:
-        """Encoded examples in memory."""
-        return list(encoded)
-
     def sketch_labels(self, train: Iterable[Example]) -> int:
         """Number of classes of a sequence that a Smart Bird sketch learns to predict."""
         return 2
@@ -94,10 +90,6 @@ class Form(ABC):
     def row(self, example: Encoded, predicted: np.ndarray) -> dict[str, Any]:
         """The JSON values of an example in a prediction file: `label` or null, `predicted`, and what the form adds."""
         return {"label": self.label(example), "predicted": self.answer(example, predicted)}
-
-    def line(self, row: dict[str, Any]) -> str:
-        """The line of a row in a .txt prediction file."""
-        return " ".join(str(row["predicted"]).split())
 
     def example(self, texts: Sequence[str]) -> Example:
         """An example of texts from the command line. Raises ConfigError where the task has other inputs."""

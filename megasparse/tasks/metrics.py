@@ -23,30 +23,28 @@ RESAMPLES = 1000
 def bootstrap_interval(
     metric: Callable[[np.ndarray, np.ndarray], float],
     labels: np.ndarray,
-    predicted: Sequence[np.ndarray],
+    predicted: np.ndarray,
     seed: int,
     step: Callable[[], object] = lambda: None,
 ) -> tuple[float, float] | None:
-    """The percentile interval (Efron 1979) of a metric over resampled examples, labels and answers together; None where
-    there is a single example.
+    """Return the percentile interval (Efron 1979) of a metric over resampled examples, labels and answers together.
 
-    labels: (N,). predicted: (N,) for each pass over the examples; the interval is that of the metric's mean over
-    passes. step: called after each of RESAMPLES.
+    labels, predicted: (N,). step: called after each of RESAMPLES. Returns None for a single example.
     """
     from scipy.stats import bootstrap
 
     if len(labels) < 2:
         return None
 
-    def statistic(labels: np.ndarray, *predicted: np.ndarray) -> float:
+    def statistic(labels: np.ndarray, predicted: np.ndarray) -> float:
         step()
-        return statistics.fmean(metric(labels, each) for each in predicted)
+        return metric(labels, predicted)
 
-    found = bootstrap(
-        (labels, *predicted), statistic, paired=True, vectorized=False, method="percentile", n_resamples=RESAMPLES,
+    interval = bootstrap(
+        (labels, predicted), statistic, paired=True, vectorized=False, method="percentile", n_resamples=RESAMPLES,
         confidence_level=CONFIDENCE, rng=np.random.default_rng(seed),
     ).confidence_interval  # fmt: skip
-    return float(found.low), float(found.high)
+    return float(interval.low), float(interval.high)
 
 
 def t_interval(values: Sequence[float]) -> tuple[float, float]:

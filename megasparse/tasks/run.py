@@ -178,9 +178,10 @@ def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
     if config.lora is not None:
         add_adapters(start.body, config.lora, config.run.seed)
     model, encoder = form.model(start.body), form.encoder(start)
-    encoded = [form.collected(encode_all(encoder, split, examples, say)) for split, examples in (
-        ("training", train), ("validation", validation),
-    )]  # fmt: skip
+    encoded = [
+        list(encode_all(encoder, split, examples, say))
+        for split, examples in (("training", train), ("validation", validation))
+    ]
     return TaskRun(_resolved(config, task, start, model, encoded[0]), task, form, start, model, *encoded)
 
 
@@ -193,19 +194,12 @@ def encode_all(
         say(line)
 
 
-def read_examples(task: Task, config: FinetuneConfig) -> tuple[Iterable[Example], Iterable[Example]]:
-    """Training and validation examples, all of them labelled; of a task that streams they are read when they are asked
-    for, once, where no part is held out or left out. Raises DataError where there are none, or one has no label.
-    """
+def read_examples(task: Task, config: FinetuneConfig) -> tuple[list[Example], list[Example]]:
+    """Return training and validation examples. Raises DataError if there are none, or one has no label."""
     settings, seed, source = config.task, config.run.seed, find_file(config.task.source)
     files = split_files(task, source, "train")
     official = settings.validation is not None or "validation" in task.files(source)
     held_out_files = _validation_files(task, settings) if official else []
-    if task.streams and official and not settings.limit:
-        return (
-            labelled(read_files(task, files), "training", source),
-            labelled(read_files(task, held_out_files), "validation", source),
-        )
     train = list(read_files(task, files))
     if official:
         held_out = list(read_files(task, held_out_files))

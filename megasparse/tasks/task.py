@@ -132,8 +132,6 @@ class Task(ABC):
     """Number of inputs of an example."""
     towers: ClassVar[bool] = False
     """Whether the two inputs of a pair are read apart and then compared, rather than as one sequence."""
-    streams: ClassVar[bool] = False
-    """Whether official splits are encoded as they are read, without holding all examples, of which there are many."""
     source_is_file: ClassVar[bool] = False
     """Whether `task.source` is the file to train on, rather than the folder of the official files."""
     vocabulary: ClassVar[int | None] = None

@@ -3,17 +3,13 @@
 import csv
 import hashlib
 import json
-import math
 import statistics
 
-import numpy as np
 import pytest
 from sklearn.metrics import accuracy_score, f1_score
 
 from launch import evaluate, predict
 from megasparse.cli.evaluation import OF_PRETRAINED
-from megasparse.tasks import evaluate as evaluation
-from megasparse.tasks.evaluate import Prediction
 from tests.helpers.finetuning import ENCODER, bert, launch, reviews, table, typed
 from tests.helpers.hub import checkpoint, encoder
 
@@ -69,7 +65,7 @@ def test_from_a_table_to_a_score_and_predictions(folder, capsys):
     assert accuracy["low"] < accuracy["high"] and accuracy["standard_deviation"] is None
     (only,) = result["runs"]
     best = json.loads((folder / "run_0" / "best.json").read_text())["step"]
-    assert (only["step"], only["seed"], only["draw_seeds"]) == (best, 0, [0])
+    assert (only["step"], only["seed"]) == (best, 0)
     assert only["checkpoint"] == str(folder / "run_0" / "checkpoints" / f"{best:08d}")
     assert only["attention"]["pattern"] == ["lsh"]
     lengths = [len(row["text"].encode()) + 2 for row in official]  # between a begin and a separator
@@ -116,28 +112,6 @@ def test_several_seeds_give_a_mean_with_students_interval(folder, capsys):
     half = 4.302653 * statistics.stdev(each) / 3**0.5  # t(0.975; 2) by the tables
     assert (found["low"], found["high"]) == pytest.approx((sum(each) / 3 - half, sum(each) / 3 + half), rel=1e-5)
     assert "Student's t over 3 runs" in printed and "3 runs, seeds 0, 1, 2" in printed
-
-
-def test_a_metric_is_the_mean_over_draws_and_so_is_what_its_interval_is_of(folder, monkeypatch):
-    def prediction(found, examples, seed=None):
-        """The first draw is right everywhere, the second nowhere, the third in a half."""
-        right = np.array([[True] * 30, [False] * 30, [i < 15 for i in range(30)]][seed])
-        classes = np.array([example.label for example in examples])
-        table = np.eye(2)[np.where(right, classes, 1 - classes)]
-        return [Prediction(row, math.nan, math.nan) for row in table]
-
-    monkeypatch.setattr(evaluation, "predicted", prediction)
-    common = ["--task", "table", "--checkpoint", folder / "run_0", "--source", folder / "test.csv"]
-    out = folder / "out" / "draws.json"
-    typed(evaluate, *common, "--json", out, "--hash-seeds", 3)
-    result = json.loads(out.read_text())
-    assert result["runs"][0]["draws"]["accuracy"] == [1.0, 0.0, 0.5]
-    assert result["runs"][0]["deviation_over_draws"]["accuracy"] == 0.5
-    found = result["metrics"]["accuracy"]
-    assert 1 / 3 < found["low"] < found["value"] == 0.5 < found["high"] < 2 / 3  # a third of the half's own interval
-    typed(evaluate, *common, "--json", out, "--hash-seeds", 2)
-    found = json.loads(out.read_text())["metrics"]["accuracy"]
-    assert (found["low"], found["value"], found["high"]) == (0.5, 0.5, 0.5)  # whatever is drawn
 
 
 def test_a_bert_of_pairs_on_official_files(tmp_path, capsys):
@@ -211,8 +185,7 @@ def test_options_that_do_not_go_together_are_refused(folder, capsys, tmp_path):
     assert "is given twice" in refused(capsys, evaluate, *tasks, "--checkpoint", folder / "run_0" / "checkpoints")
     assert "is no .jsonl" in refused(capsys, evaluate, *tasks, "--predictions", tmp_path / "x.csv")
     several = [*tasks, "--predictions", tmp_path / "x.jsonl"]
-    assert "one checkpoint and one draw" in refused(capsys, evaluate, *several, "--hash-seeds", 2)
-    assert "one checkpoint and one draw" in refused(capsys, evaluate, *several, "--checkpoint", folder / "run_1")
+    assert "is of one checkpoint" in refused(capsys, evaluate, *several, "--checkpoint", folder / "run_1")
     assert "2 pretrained models" in refused(capsys, evaluate, *there, folder / "run_1")
     assert "Use megasparse evaluate --task" in refused(capsys, evaluate, *there)
     assert "is one of the files that are read" in refused(capsys, evaluate, *tasks, "--json", folder / "test.csv")

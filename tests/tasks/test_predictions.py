@@ -12,7 +12,6 @@ from megasparse.errors import ConfigError, DataError, UserError
 from megasparse.evaluation.outputs import require_writable, whole_file
 from megasparse.tasks.batches import Encoded, Segments
 from megasparse.tasks.evaluate import Prediction, predictions, write_predictions
-from megasparse.tasks.form import Form
 from megasparse.tasks.task import SourceLocation
 from tests.helpers.finetuning import ENCODER, configured, form_for
 
@@ -45,18 +44,6 @@ def predictions_of_numbers():
     return predictions(OF_NUMBERS, [encoded("7", 2.5, 1)], [predicted(0.1)])
 
 
-class Lists(Form):
-    """A prediction may be a list, an object or a text."""
-
-    encoder = model = collate = dummy_batch = None
-
-    def answer(self, example, predicted):
-        return predicted.tolist()
-
-
-LISTS = Lists(None, None)
-
-
 def test_a_row_has_the_names_of_classes_and_their_probabilities():
     first, second = predictions_of_classes()
     probabilities = first.pop("probabilities")
@@ -71,8 +58,8 @@ def test_a_row_has_the_names_of_classes_and_their_probabilities():
 
 def test_forms_by_suffix(tmp_path):
     rows = predictions_of_classes()
-    for suffix in (".jsonl", ".json", ".csv", ".tsv", ".txt"):
-        write_predictions(tmp_path / "new" / f"out{suffix}", rows, OF_CLASSES)
+    for suffix in (".jsonl", ".json", ".csv", ".tsv"):
+        write_predictions(tmp_path / "new" / f"out{suffix}", rows)
     assert [json.loads(line) for line in (tmp_path / "new" / "out.jsonl").read_text().splitlines()] == rows
     with open(tmp_path / "new" / "out.csv", newline="") as stream:
         header, *lines = csv.reader(stream)
@@ -81,24 +68,10 @@ def test_forms_by_suffix(tmp_path):
     assert [float(value) for value in lines[1][2:]] == list(rows[1]["probabilities"].values())
     assert (tmp_path / "new" / "out.tsv").read_text() == "index\tprediction\na\tbad\nb\tgood\n"
     assert json.loads((tmp_path / "new" / "out.json").read_text()) == {"a": "bad", "b": "good"}
-    assert (tmp_path / "new" / "out.txt").read_text() == "bad\ngood\n"
-    for suffix, text in ((".csv", "name,predicted\n7,0.1\n"), (".txt", "0.1\n")):
-        write_predictions(tmp_path / f"numbers{suffix}", predictions_of_numbers(), OF_NUMBERS)
-        assert (tmp_path / f"numbers{suffix}").read_text() == text
-    write_predictions(tmp_path / "numbers.json", predictions_of_numbers(), OF_NUMBERS)
+    write_predictions(tmp_path / "numbers.csv", predictions_of_numbers())
+    assert (tmp_path / "numbers.csv").read_text() == "name,predicted\n7,0.1\n"
+    write_predictions(tmp_path / "numbers.json", predictions_of_numbers())
     assert json.loads((tmp_path / "numbers.json").read_text()) == {"7": 0.1}
-
-
-def test_a_text_takes_one_line_and_keeps_its_characters(tmp_path):
-    """Line i is example i's, whatever is predicted: as sacreBLEU and MIND's files have it."""
-    texts = ["ein Haus,\n\tein “Baum”\r\n", "", "a\u2028b\x85c\x0bd"]
-    rows = [
-        {"name": str(i), "file": "new.csv", "line": None, "label": None, "predicted": t} for i, t in enumerate(texts)
-    ]
-    write_predictions(tmp_path / "out.txt", rows, LISTS)
-    assert (tmp_path / "out.txt").read_text(encoding="utf-8").split("\n") == ["ein Haus, ein “Baum”", "", "a b c d", ""]
-    write_predictions(tmp_path / "out.json", rows, LISTS)
-    assert json.loads((tmp_path / "out.json").read_text()) == dict(zip("012", texts, strict=True))
 
 
 def test_a_name_that_comes_twice_is_refused_where_one_would_be_lost(tmp_path):
@@ -106,9 +79,9 @@ def test_a_name_that_comes_twice_is_refused_where_one_would_be_lost(tmp_path):
         OF_NUMBERS, [encoded("7", 2.5, 1), encoded("8", 0.5, 2), encoded("7", 1.5, 3)], [predicted(0.1)] * 3
     )
     with pytest.raises(DataError, match=r'^new\.csv:3: .*"7".*twice.*\.jsonl'):
-        write_predictions(tmp_path / "out.json", rows, OF_NUMBERS)
+        write_predictions(tmp_path / "out.json", rows)
     assert not list(tmp_path.iterdir())
-    write_predictions(tmp_path / "out.jsonl", rows, OF_NUMBERS)
+    write_predictions(tmp_path / "out.jsonl", rows)
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 3
 
 
@@ -118,11 +91,11 @@ def test_what_a_form_cannot_hold_is_refused_and_the_old_file_stays(tmp_path):
     rows = predictions_of_classes()
     rows[1]["predicted"] = "a\tb"
     with pytest.raises(DataError, match="has a tab"):
-        write_predictions(out, rows, OF_CLASSES)
+        write_predictions(out, rows)
     assert out.read_text() == "old"
     for name in ("out.xml", "out"):
         with pytest.raises(ConfigError, match=rf'"{Path(name).suffix}" is no known form'):
-            write_predictions(tmp_path / name, rows, OF_CLASSES)
+            write_predictions(tmp_path / name, rows)
     assert [path.name for path in tmp_path.iterdir()] == ["out.tsv"]
 
 

@@ -92,6 +92,6 @@ def test_an_interval_of_texts_is_that_of_the_library(name):
             return sacrebleu.corpus_bleu(list(predicted), [list(labels)]).score
         return float(np.mean([scorer.score(*pair)[name].fmeasure for pair in zip(labels, predicted, strict=True)]))
 
-    assert bootstrap_interval(METRICS[name], labels, [predicted], 3) == pytest.approx(
-        bootstrap_interval(direct, labels, [predicted], 3)
+    assert bootstrap_interval(METRICS[name], labels, predicted, 3) == pytest.approx(
+        bootstrap_interval(direct, labels, predicted, 3)
     )

@@ -5,7 +5,6 @@ batch, L length, H clicked news, C candidates, K negatives, M clicks, E width.
 """
 
 import zlib
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,8 +39,7 @@ from megasparse.tasks.batches import (
 )
 from megasparse.tasks.form import Form
 from megasparse.tasks.forms.labels import draw_normal
-from megasparse.tasks.metrics import ranking
-from megasparse.tasks.task import Example, SourceLocation
+from megasparse.tasks.task import Example
 
 HISTORY_LAYER = -2
 """Layer number in the draws of the attention over clicked news, which is no layer of the body."""
@@ -252,47 +250,6 @@ class Impression(Encoded):
         yield b"".join([each.tokens.tobytes() for each in read])
 
 
-class ImpressionTable(Sequence[Impression]):
-    """Impressions as numbers of their texts and histories, which are objects once; one is built when it is asked for.
-    MIND's 2.2 million of 37 candidates take about 0.6 GB.
-    """
-
-    def __init__(self, encoded: Iterable[Encoded]):
-        self._objects: list[Any] = []
-        self._numbers: dict[int, int] = {}
-        self._shown, self._labels, self._ends = array("i"), array("b"), array("q", [0])
-        self._rows, self._names = array("i"), []
-        for each in encoded:
-            assert isinstance(each, Impression)
-            self._shown.extend(map(self._number, each.sequences))
-            self._labels.extend([-1] * len(each.sequences) if each.label is None else each.label)
-            self._ends.append(len(self._shown))
-            line = -1 if each.location.line is None else each.location.line
-            self._rows.extend((self._number(each.history), self._number(each.location.file), line))
-            self._names.append(each.name)
-
-    def _number(self, item: Any) -> int:
-        """The number of an object, by its identity: equal texts and histories are one object."""
-        if id(item) not in self._numbers:
-            self._numbers[id(item)] = len(self._objects)
-            self._objects.append(item)
-        return self._numbers[id(item)]
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
-        first, end = self._ends[index : index + 2]
-        shown = tuple(self._objects[number] for number in self._shown[first:end])
-        label = None if -1 in self._labels[first:end] else tuple(self._labels[first:end])
-        history, file, line = self._rows[3 * index : 3 * index + 3]
-        location = SourceLocation(self._objects[file], None if line < 0 else line)
-        return Impression(shown, label, location, self._names[index], self._objects[history])
-
-
 @dataclass
 class RankingCounts(Counts):
     """Counts in which `cut`, `empty` and `longest` are those of distinct texts."""
@@ -350,9 +307,6 @@ class RankingForm(Form):
         require_vocabulary(start.body, start.tokenizer.vocabulary)
         return RankingEncoder(self.task, start.tokenizer, start.body.vocabulary, separators=separators_of(start.body))
 
-    def collected(self, encoded: Iterable[Encoded]) -> Sequence[Encoded]:
-        return ImpressionTable(encoded)
-
     def model(self, body: Backbone) -> nn.Module:
         if self.config.head.pooling is not None:
             problem = f'"{self.config.head.pooling}", and news are pooled by additive attention'
@@ -401,12 +355,6 @@ class RankingForm(Form):
     def row(self, example: Encoded, predicted: np.ndarray) -> dict[str, Any]:
         label = None if example.label is None else list(example.label)
         return {"label": label, "predicted": predicted.tolist()}
-
-    def line(self, row: dict[str, Any]) -> str:
-        """MIND's form of submission: the impression's id, and the rank of each candidate, from 1."""
-        ranks = np.empty(len(row["predicted"]), dtype=np.int64)
-        ranks[ranking(row["predicted"])] = np.arange(1, len(ranks) + 1)
-        return f"{row['name']} [{','.join(map(str, ranks.tolist()))}]"
 
 
 def _table(rows: Sequence[Sequence[int]], limit: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,7 +27,6 @@ class MIND(Task):
 
     name = "mind"
     form = "ranking"
-    streams = True
     metrics = ("auc", "mrr", "ndcg5", "ndcg10")
     segments = 2
 

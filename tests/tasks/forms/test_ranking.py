@@ -1,6 +1,5 @@
 """Metrics of rankings against their definitions, and impressions as the model reads them."""
 
-import json
 import math
 from itertools import product
 from pathlib import Path
@@ -13,8 +12,6 @@ from sklearn.metrics import ndcg_score, roc_auc_score
 from megasparse.config.finetuning import RecommendationConfig, TaskConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.tasks import build_task
-from megasparse.tasks.batches import Encoded
-from megasparse.tasks.evaluate import write_predictions
 from megasparse.tasks.form import column
 from megasparse.tasks.forms.ranking import RankingEncoder, RankingForm
 from megasparse.tasks.metrics import LOWER_IS_BETTER, METRICS, ranking
@@ -134,23 +131,3 @@ def test_a_batch_has_every_text_once(tmp_path):
     known = {bytes(row.tolist()): number for row, number in zip(batch.news.tokens, batch.numbers.tolist(), strict=True)}
     for row, number in zip(other.news.tokens, other.numbers.tolist(), strict=True):
         assert known[bytes(row.tolist())] == number < 2**31
-
-
-def test_a_txt_file_is_the_official_submission(tmp_path):
-    """Scored as the official evaluate.py does: each candidate's score is 1/rank."""
-    own, (labels, scores) = form(tmp_path), impressions(20, tied=True)
-    rows = []
-    for number, (clicked, predicted) in enumerate(zip(labels, scores, strict=True), start=1):
-        one = Encoded((), clicked, SourceLocation(Path("f"), number), str(number))
-        rows.append({"name": one.name, "file": "f", "line": number, **own.row(one, np.array(predicted))})
-    write_predictions(tmp_path / "prediction.txt", rows, own)
-    lines = (tmp_path / "prediction.txt").read_text().splitlines()
-    submitted = []
-    for number, line in enumerate(lines, start=1):
-        name, _, ranks = line.partition(" ")
-        assert name == str(number) and " " not in ranks
-        assert sorted(json.loads(ranks)) == list(range(1, len(labels[number - 1]) + 1))
-        submitted.append(tuple(1 / rank for rank in json.loads(ranks)))
-    for metric in ("mrr", "ndcg5", "ndcg10"):
-        found = METRICS[metric](column(labels), column(submitted))
-        assert found == pytest.approx(METRICS[metric](column(labels), column(scores)), abs=1e-12)

@@ -1,19 +1,14 @@
 """MIND's impressions, in small folders of their form."""
 
-import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 
-from megasparse.config.finetuning import FinetuneConfig, RecommendationConfig, TaskConfig
+from megasparse.config.finetuning import RecommendationConfig, TaskConfig
 from megasparse.errors import DataError
 from megasparse.tasks import build_task
-from megasparse.tasks.batches import Segments
-from megasparse.tasks.forms.ranking import Impression, ImpressionTable
-from megasparse.tasks.run import read_examples
-from megasparse.tasks.task import Example, SourceLocation, Task, split_files
-from tests.helpers.mind import behaviors_row, mind, news_row, split_folder
+from megasparse.tasks.task import Task
+from tests.helpers.mind import behaviors_row, news_row, split_folder
 
 NEWS = [
     news_row("N1", 'The "Brands" they Swear By'),
@@ -78,29 +73,3 @@ def test_a_bad_news_is_named_by_file_and_line(tmp_path, row, problem):
     file = split_folder(tmp_path, [*NEWS, row], [behaviors_row("1", "N1", "N1-0 N2-1")])
     with pytest.raises(DataError, match=rf"{tmp_path}/news\.tsv:5: {problem}"):
         list(task().read(file))
-
-
-def test_impressions_are_read_when_asked_for_and_kept_as_numbers(tmp_path):
-    mind(tmp_path, 30, 8)
-    config = FinetuneConfig(task={"name": "mind", "source": str(tmp_path)})
-    read = read_examples(task(), config)
-    assert not any(isinstance(split, list) for split in read)
-    segments: dict[str, Segments] = {}
-
-    def encoded(example: Example) -> Impression:
-        for text in (text for texts in example.inputs for text in texts):
-            segments.setdefault(text, Segments(np.frombuffer(text.encode(), dtype=np.uint8), np.zeros(0)))
-        history, shown = (tuple(segments[text] for text in texts) for texts in example.inputs)
-        return Impression(shown, example.label, example.location, example.name, history)
-
-    whole = [encoded(example) for file in split_files(task(), tmp_path, "train") for example in task().read(file)]
-    whole.append(dataclasses.replace(whole[0], label=None, location=SourceLocation(tmp_path)))
-    table = ImpressionTable(iter([*map(encoded, read[0]), whole[-1]]))
-    assert len(table) == 31 and table[2:4][1].name == whole[3].name
-    for kept, given in zip(table, whole, strict=True):
-        assert list(kept.content()) == list(given.content())
-        assert (kept.label, kept.location, kept.name) == (given.label, given.location, given.name)
-    (tmp_path / "train/behaviors.tsv").write_text(behaviors_row("1", "", "NX-0 N2-1"))
-    lazy, _ = read_examples(task(), config)
-    with pytest.raises(DataError, match='"NX" is no news'):
-        list(lazy)
