@@ -48,7 +48,7 @@ class HashFunctions(nn.Module):
     def forward(self, q: Tensor, context: AttentionContext) -> tuple[Weights, Weights]:
         """Return the weights of H_Q and of H_K of this rank's heads, for queries like q (B, H, L, D).
 
-        They are copies, small beside the scores: ZeRO 3 has the parameters only during this call.
+        ZeRO 3 has its parameters whole only during this call: theirs are copies, small beside the scores.
         """
         if self.kind == "random":
             key = derive(context.rng.seed, context.layer, "lha random hash")
@@ -57,11 +57,12 @@ class HashFunctions(nn.Module):
             half = rotations(key, heads, 1, q.shape[3], [width], q.device)[:, 0]
             projection = torch.cat([half, -half], dim=-1)[..., : self.buckets]
             return (projection,), (projection,)
-        query, key_ = (
-            tuple(context.part.local_part(self.get_parameter(name), 0).clone() for name in self.names[side])
-            for side in ("query", "key")
-        )
-        return query, key_
+        weights: dict[str, Weights] = {}
+        for side, names in self.names.items():
+            parameters = [self.get_parameter(name) for name in names]
+            parts = [context.part.local_part(p.clone() if hasattr(p, "ds_tensor") else p, 0) for p in parameters]
+            weights[side] = tuple(parts)
+        return weights["query"], weights["key"]
 
 
 class HashInputs(NamedTuple):
