@@ -42,19 +42,6 @@ def test_attention_of_bf16_heads_is_that_of_the_same_numbers_in_fp32(name, causa
     check(Single(name, causal), [torch.bfloat16] * 3, torch.bfloat16, backward_inside)
 
 
-@EVERY
-def test_attention_in_fp16(name, causal):
-    check(Single(name, causal), [torch.float16] * 3, torch.float16, False)
-
-
-@EVERY
-@pytest.mark.parametrize("wide", range(3), ids=["q", "k", "v"])
-def test_one_of_the_heads_may_be_in_fp32(name, causal, wide):
-    dtypes = [torch.bfloat16] * 3
-    dtypes[wide] = torch.float32
-    check(Single(name, causal), dtypes, torch.bfloat16, False)
-
-
 def close(key, value, expected):
     difference = (value.float() - expected.float()).norm()
     assert difference <= 2e-2 * expected.norm() + 1e-6, f"{key}: {difference / expected.norm()}"

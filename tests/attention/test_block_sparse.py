@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megasparse.attention.contract import AttentionContext, MechanismSpec
+from megasparse.attention.contract import MechanismSpec
 from megasparse.attention.fixed_patterns import RandomBlocks
 from megasparse.config.attention import MECHANISMS, AttentionConfig
-from megasparse.ops.random import RngContext, derive
+from megasparse.ops.random import derive
 from tests.helpers.comparing import assert_same_with_gradients, softmax_over
 from tests.helpers.models import Single
 
@@ -94,17 +94,6 @@ def test_forward_and_gradients_are_those_of_the_definition(kind, settings, causa
         assert_same_with_gradients(
             lambda *h, given=given: single(x, *h, **given).out, lambda *h, rule=rule: dense(shown, *h, *rule), heads
         )
-
-
-@EVERY
-def test_decoding_sees_what_the_whole_pass_sees(kind, settings):
-    single = build(kind, True, settings)
-    shown = pattern(kind, settings, True, 40)
-    context = AttentionContext(0, RngContext.evaluation(0, 2))
-    for position in range(0, 40, 3):
-        visible = single.mechanism.visible(position, context, torch.device("cpu"))
-        for h in range(2):
-            assert sorted(visible[h % len(visible)].tolist()) == shown[h, position].nonzero().squeeze(-1).tolist()
 
 
 @pytest.mark.parametrize("total", [None, 12])

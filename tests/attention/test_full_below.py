@@ -6,8 +6,7 @@ import torch
 from megasparse.attention.full import FullAttention, KeyValueCache
 from megasparse.attention.heads import build_mechanism
 from megasparse.config.load import build_config
-from megasparse.errors import ConfigError, HubError
-from megasparse.hub.reformer import ReformerFormat
+from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
 from megasparse.planning.flops import model_flops_per_token
 from tests.helpers.comparing import gradients
@@ -88,18 +87,3 @@ def test_it_must_concern_a_layer():
     reported = refused(kind="encoder_decoder", attention={"pattern": ["lsh"]}, source=source)
     assert reported.startswith("model.source.attention.full_below: 100")
     assert refused(attention={"full_below": 0}).startswith("model.attention.full_below: 0")
-
-
-def test_huggingfaces_reformer_has_it_not():
-    lsh = {"window": "chunk", "same_bucket": False, "count_rounds": False, "chunk": 16}
-    model = {"max_length": 64, "d_model": 32, "d_ff": 32, "heads": 4, "layers": 2}
-
-    def export(full_below):
-        section = {"pattern": ["local", "lsh"], "lsh": lsh, "full_below": full_below}
-        config = build_config({"model": model | {"attention": section}, "data": {"sequence_length": 64}})
-        built = build_model(config.model, 0)
-        return ReformerFormat().export(config, lambda name: built.state_dict()[name])
-
-    export(64)  # not in force
-    with pytest.raises(HubError, match=r"model\.attention\.full_below"):
-        export(65)

@@ -93,16 +93,6 @@ def test_what_only_padding_has_followed_is_nothing():
     torch.testing.assert_close(out, defined(inputs, tokens, made), rtol=1e-6, atol=1e-8)
 
 
-def test_a_mask_of_real_tokens_alone_changes_nothing():
-    """Two ways to compute the same: over keys that were moved, and over keys that have buckets of their own."""
-    context = AttentionContext(0, RngContext.evaluation(0, 2), tokens=known_tokens(2, LENGTH))
-    moved, masked = (
-        mechanism(2)(torch.zeros(2, LENGTH, 16), heads(**masks), context).out
-        for masks in ({}, {"key_mask": torch.ones(2, LENGTH, dtype=torch.bool)})
-    )
-    torch.testing.assert_close(moved, masked, rtol=1e-12, atol=1e-12)
-
-
 def test_equal_ngrams_and_only_these_share_a_bucket():
     tokens = torch.tensor([[-1, 5, 6, 7, 8, 5, 6, 7, 9, 6, 7]])
     codes = ngram_codes(tokens, 3, 1 << 15)[0].tolist()

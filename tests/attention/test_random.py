@@ -53,11 +53,3 @@ def test_training_draws_anew_each_step_and_evaluation_never():
     assert not torch.equal(first, second)
     assert torch.equal(codes(RngContext(0, 1, torch.arange(2), training=True)), first)
     assert torch.equal(codes(), codes())
-
-
-def test_all_buckets_are_equally_likely():
-    drawn = torch.cat([codes(layer=layer, length=128)[0].flatten() for layer in range(100)])
-    counts = torch.bincount(drawn, minlength=16)
-    assert len(counts) == 16
-    expected = len(drawn) / 16
-    assert ((counts - expected) ** 2 / expected).sum() < 44  # χ² of 15 degrees of freedom: once in 10,000

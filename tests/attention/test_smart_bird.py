@@ -241,18 +241,3 @@ def test_an_objective_that_does_not_fit_the_task_is_refused():
         single = pooled() if labels else Single("smart_bird", False)
         with pytest.raises(ConfigError, match=f'smart_bird.objective: .*Set it to "{hint}"'):
             single(*single.inputs(20), training=True, targets=targets)
-
-
-def test_a_model_learns_with_it_and_its_sketch_too():
-    model = build_model(small(attention=named("smart_bird"), layers=2), seed=0)
-    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-    tokens = torch.arange(64).remainder(7).expand(2, -1)
-    own, task = [], []
-    for step in range(15):
-        objective, statistics = model(tokens, training_draws(2, step))
-        optimizer.zero_grad()
-        objective.backward()
-        optimizer.step()
-        own.append(statistics["attention/smart_bird/sketch_loss"].item())
-        task.append((statistics["nats"] / statistics["tokens"]).item())
-    assert own[-1] < own[0] - 0.3 and task[-1] < task[0] - 0.5

@@ -392,12 +392,6 @@ def test_trials_name_comparisons_and_configurations_whose_models_can_be_built():
     assert all(words[-2:] == ["--hash-seeds", "8"] for words in evaluated.values())
 
 
-def test_correlations_are_pearsons():
-    a, b = (torch.rand(5, 5, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
-    assert pearson(a, b) == pytest.approx(statistics.correlation(a.flatten().tolist(), b.flatten().tolist()))
-    assert pearson(a, 3 * a + 1) == pytest.approx(1.0)
-
-
 @pytest.fixture
 def text(tmp_path):
     """Settings of a run on a small text."""

@@ -5,7 +5,6 @@ and k_j collide, W_ij = E[B_ij] = (1 − acos(q_i·k_j)/π)^τ.
 import math
 import statistics
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -14,7 +13,7 @@ from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected
 from megasparse.ops.hashing import sign_codes
 from megasparse.ops.random import derive
 from megasparse.runs.comparison import spread
-from tests.claims.claim import Trial, claim, mean_of
+from tests.claims.claim import claim, mean_of
 from tools.bench.attention import Case, build, kept_bytes, model_of
 
 
@@ -215,21 +214,3 @@ def test_yoso_memory(trials):
     with trials.verdict(sentence, table):
         assert change < 0.05
         assert ratio >= 10
-
-
-def test_sampled_weights_are_shares_of_collisions(tmp_path):
-    trial = Trial({"head_dim": 8, "code_bits": 8}, 0, tmp_path)
-    q, k = pair(trial, 16)
-    weights = collisions(trial, q, k, hashes=4, draw=0)
-    a, b = (codes(trial, x, 4, 0)[0, 0] for x in (q, k))
-    for i, j in ((0, 0), (3, 7), (15, 2)):
-        assert weights[i, j] == sum(bool(a[h, i] == b[h, j]) for h in range(4)) / 4
-
-
-def test_bound_and_derivative_are_those_of_the_paper(tmp_path):
-    settings = {"length": 8, "head_dim": 16, "code_bits": 4, "hashes": 32, "draws": 2}
-    numbers = measure_gradient(Trial(settings, 0, tmp_path))
-    x = numbers["cosines"][30]
-    probability = 1 - math.acos(x) / math.pi
-    assert numbers["bound"][30] == pytest.approx(2 * probability**4)
-    assert numbers["true"][30] == pytest.approx(4 * probability**3 / (math.pi * math.sqrt(1 - x * x)))

@@ -111,7 +111,7 @@ def test_what_is_right_is_handed_over_as_it_is():
             "stage3_param_persistence_threshold": 0,
             "prefetch_bucket_size": 0,
             "reduce_bucket_size": 5e8,
-        },
+        }
     }
     assert build_config({"deepspeed": section}).deepspeed == section
 

@@ -99,11 +99,6 @@ def test_tokens_before_score_from_are_left_out_of_each_window():
         score(of_model(Model()), random_bytes(5), 16, seed=0, score_from=8)
 
 
-def test_a_uniform_model_needs_eight_bits():
-    found = score(of_model(constant(math.log(256))), random_bytes(333), 64, seed=0)
-    assert found.bits_per_dim == pytest.approx(8.0, rel=1e-7)
-
-
 def test_sums_are_float64():
     # 1 + 2^-20 in every token: float32 sums of 200,000 such numbers lose the fraction
     found = score(of_model(constant(1.0 + 2.0**-20)), random_bytes(200_000), 20_000, seed=0)
@@ -169,7 +164,3 @@ def test_a_leaking_model_is_refused():
     refuse_leaks([])
     with pytest.raises(ConfigError, match=r"layer 1: window.*band.*--allow-leaking-attention"):
         refuse_leaks(["layer 1: window"])
-
-
-def test_bits_are_nats_over_ln_2():
-    assert Score(math.log(2) * 30, 0, 10).bits_per_dim == pytest.approx(3.0)

@@ -2,7 +2,6 @@
 
 import io
 import sys
-import zlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +18,6 @@ from megasparse.evaluation.images import (
     BACKGROUND,
     GAP,
     HEADING,
-    LABEL,
     Shape,
     complete_images,
     draw_images,
@@ -30,7 +28,6 @@ from megasparse.evaluation.images import (
     png_size,
     read_picture,
     shape_of,
-    sheet,
 )
 from megasparse.training.ranks import Ranks, StopWanted
 from tests.helpers.scoring import Stream
@@ -139,22 +136,6 @@ def test_the_lower_half_is_drawn_and_the_upper_one_kept(tmp_path):
     assert (drawn[:HEADING] != BACKGROUND).any()
 
 
-def test_of_an_odd_number_of_rows_the_middle_one_is_drawn():
-    assert ODD.given == 3 and RGB.given == 24
-
-
-def test_a_sheet_enlarges_only_what_is_small():
-    big = np.full((200, 200, 3), 7, dtype=np.uint8)
-    plain, labelled = sheet([[big, big]] * 2), sheet([[big, big]] * 2, labels=["one", "two"])
-    assert plain.shape == (400 + 3 * GAP, 400 + 3 * GAP, 3)
-    assert (labelled[:, LABEL:] == plain).all()
-    with_foot = sheet([[big, big]] * 2, foot=["a line", "another"])
-    assert (with_foot[: len(plain)] == plain).all() and len(with_foot) == len(plain) + 2 * HEADING
-    assert (with_foot[-HEADING:] != BACKGROUND).any()
-    for row in range(2):
-        assert (labelled[row * (200 + GAP) + GAP :][:HEADING, :LABEL] != BACKGROUND).any()
-
-
 def test_files_are_read_as_they_are(tmp_path):
     values = np.random.default_rng(1).integers(0, 256, (4, 4, 3))
     assert read_picture(saved(tmp_path / "rgb.png", values), RGB).tolist() == values.flatten().tolist()
@@ -228,24 +209,6 @@ def test_a_sample_is_a_picture_and_what_was_not_drawn_is_black(tokens, drawn):
     assert found.shape == (4, 4, 3) and found.dtype == torch.uint8
     wanted = (torch.arange(48) * 5 % 256).masked_fill(torch.arange(48) >= drawn, 0)
     assert (found.flatten() == wanted).all()  # odds of e^50 to 1
-
-
-def png_of_one_filter(pixels: np.ndarray) -> int:
-    """Bytes of a PNG file whose rows all have filter 2 (each byte less the one above), zlib at level 9: a header of 8
-    bytes and three chunks, of 12 bytes each beside their content."""
-    rows = pixels.reshape(len(pixels), -1)
-    above = np.vstack([np.zeros_like(rows[:1]), rows[:-1]])
-    filtered = np.hstack([np.full((len(rows), 1), 2, dtype=np.uint8), rows - above])
-    return 8 + 3 * 12 + 13 + len(zlib.compress(filtered.tobytes(), 9))
-
-
-@pytest.mark.parametrize("channels", [3, 1])
-def test_png_size_is_that_of_the_format(channels):
-    """Images for which subtracting the row above leaves hardly anything: Pillow's choice of filters finds it too."""
-    noise = np.random.default_rng(0).integers(0, 256, (1, 64, channels), dtype=np.uint8)
-    smooth = (noise + np.arange(64, dtype=np.uint8)[:, None, None]).squeeze()
-    found = png_bits_per_dim(Stream(smooth[None]), 64 * 64 * channels)
-    assert found * 64 * 64 * channels / 8 == pytest.approx(png_of_one_filter(smooth), rel=0.1)
 
 
 def test_png_bits_are_those_of_all_images_or_of_the_first():

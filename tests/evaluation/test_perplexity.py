@@ -75,16 +75,6 @@ def test_a_uniform_model_needs_log2_of_its_vocabulary():
     assert "word" not in summary(of_text)  # a number of millions, beside which nothing stands
 
 
-def test_a_unigram_model_needs_the_entropy_of_its_words():
-    counts = Counter(WORDS)
-    found = of_words([-math.log(counts[word] / len(WORDS)) for word in VOCABULARY])
-    entropy = -sum(n / len(WORDS) * math.log2(n / len(WORDS)) for n in counts.values())
-    likelihood = math.prod((counts[word] / len(WORDS)) for word in WORDS)
-    assert found["bits_per_token"] == pytest.approx(entropy, rel=1e-12)
-    assert found["word_perplexity"] == pytest.approx(likelihood ** (-1 / len(WORDS)), rel=1e-9)
-    assert found["bits_per_byte"] == pytest.approx(entropy * len(WORDS) / len(TEXT), rel=1e-12)
-
-
 def test_one_code_length_is_one_number_whatever_the_tokens():
     """A byte costs by a unigram model; a word as its bytes and the white space behind it do."""
     of_byte = [-math.log((1 + TEXT.count(byte)) / (256 + len(TEXT))) for byte in range(256)]

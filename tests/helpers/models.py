@@ -53,10 +53,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lsh chunk": ("lsh", {"window": "chunk", "rounds": 1}),
     "lsh separate": ("lsh", {"shared_qk": False}),
     "lha linear, sinusoidal": ("lha", {"hash": "linear", "sinusoidal_positions": True}),
-    "lha projected, normalized": (
-        "lha",
-        {"sinusoidal_positions": True, "project_positions": True, "normalize": True},
-    ),
+    "lha projected, normalized": ("lha", {"sinusoidal_positions": True, "project_positions": True, "normalize": True}),
     "lha random": ("lha", {"hash": "random"}),
     "lha top_k": ("lha", {"window": "top_k"}),
     "yoso expectation": ("yoso", {"expectation": True}),

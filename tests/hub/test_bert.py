@@ -114,12 +114,6 @@ def test_the_logits_are_the_same(tmp_path, name):
     assert difference(our_logits(mine, tokens, 0), form.logits(model, tokens, 0)) > 1e-4
 
 
-def test_the_comparison_leaves_the_model_as_it_was():
-    model, form = theirs("yoso sampled")
-    form.logits(model, random_tokens(1, 9), 0)
-    assert [m.use_expectation for m in model.modules() if hasattr(m, "use_expectation")] == [False] * 3
-
-
 def test_its_attention_sees_padding_and_ours_does_not(tmp_path):
     """Padding is as YOSOFormat says; where this fails, transformers has fixed it."""
     model, form = theirs("yoso")
@@ -185,12 +179,9 @@ def test_a_model_trained_here_goes_out_and_in_again(tmp_path, changes):
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"style": "reformer", "token_types": 0}, "model.style"),
         ({"positions": {"kind": "sinusoidal"}}, "model.positions.kind"),
-        ({"positions": {"kind": "learned", "offset": 3}}, "model.positions.offset"),
         ({"head_dim": 5}, "model.head_dim"),
         ({"attention": {"pattern": ["yoso", "full"]}}, r"model.attention.pattern\[1\]"),
-        ({"attention": {"pattern": [{"yoso": 2, "full": 2}]}}, r"model.attention.pattern\[0\]"),
         (
             {"attention": {"pattern": ["yoso"], "yoso": {"evaluation_hashes": 7}}},
             "model.attention.yoso.evaluation_hashes",
@@ -224,18 +215,11 @@ def test_decoders_and_shared_queries_are_not_berts():
         ({"num_attention_heads": 7}, "num_attention_heads is 7, and ours has only a divisor of hidden_size = 30"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
         ({"hidden_size": "large"}, "is no configuration of yoso .*hidden_size.*expected int"),
-        ({"hidden_size": -30}, "gives model.d_model = -30"),
-        ({"hidden_dropout_prob": 1.0}, "gives model.dropout = 1.0"),
-        ({"layer_norm_eps": 0.0}, "gives model.norm_eps = 0.0"),
         ({"num_hidden_layers": 10**9}, "tensors, by its config.json 1000000000 layers"),
         ({"num_hidden_layers": 2}, "has a tensor yoso.encoder.layer.2.* that its architecture has not"),
         ({"num_hidden_layers": 4}, "has no tensor yoso.encoder.layer.3"),
         ({"vocab_size": 302}, r"word_embeddings.weight has shape \[301, 30\], by its config.json \[302, 30\]"),
-        ({"max_position_embeddings": 40}, r"position_embeddings.weight has shape \[43, 30\], by its .* \[42, 30\]"),
-        ({"conv_window": 3}, "has no tensor yoso.encoder.layer.0.attention.self.conv.weight"),
-        ({"tie_word_embeddings": False}, "has no tensor cls.predictions.decoder.weight"),
         ({"type_vocab_size": 0}, "type_vocab_size is 0, and ours has only 1 or more"),
-        ({"mask_token_id": "<mask>"}, "gives model.masking.token = '<mask>'"),
     ],
 )
 def test_a_wrong_config_is_named(tmp_path, changes, problem):
@@ -254,20 +238,6 @@ def rewritten(folder, change):
     save_file(tensors, folder / "model.safetensors")
 
 
-def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path):
-    model, form = theirs("yoso")
-    name = "yoso.encoder.layer.1.output.dense.bias"
-    for change, problem in (
-        (lambda t: t.pop(name), f"has no tensor {name}"),
-        (lambda t: t.update({"yoso.pooler.dense.weight": torch.zeros(2)}), "has a tensor yoso.pooler.dense.weight"),
-        (lambda t: t.update({name: torch.zeros(29)}), rf"{name} has shape \[29\], by its config.json \[30\]"),
-        (lambda t: t.update({"cls.predictions.decoder.bias": torch.zeros(301)}), "decoder.bias and .* differ"),
-    ):
-        rewritten(saved(model, tmp_path), change)
-        with pytest.raises(HubError, match=problem):
-            load(form, tmp_path)
-
-
 def test_copies_and_constants_that_older_versions_wrote_are_taken(tmp_path):
     model, form = theirs("yoso")
     expected = {name: read() for name, read in load(form, saved(model, tmp_path / "new")).tensors.items()}
@@ -280,6 +250,9 @@ def test_copies_and_constants_that_older_versions_wrote_are_taken(tmp_path):
     rewritten(saved(model, tmp_path / "old"), older)
     found = {name: read() for name, read in load(form, tmp_path / "old").tensors.items()}
     assert_same_bits(found, expected)
+    rewritten(tmp_path / "old", lambda tensors: tensors["cls.predictions.decoder.bias"].add_(1.0))
+    with pytest.raises(HubError, match=r"decoder.bias and .* differ"):
+        load(form, tmp_path / "old")
 
 
 def test_the_first_berts_come_in_without_their_pooler(tmp_path):
@@ -298,11 +271,3 @@ def test_the_first_berts_come_in_without_their_pooler(tmp_path):
     with torch.no_grad():
         expected = model(tokens).prediction_logits
     torch.testing.assert_close(our_logits(mine, tokens, 0), expected, rtol=0, atol=1e-5)
-
-
-def test_half_precision_comes_in_as_fp32(tmp_path):
-    model, form = theirs("yoso")
-    imported = load(form, saved(model.bfloat16(), tmp_path))
-    assert all(read().dtype == torch.float32 for read in imported.tensors.values())
-    weight = model.cls.predictions.transform.dense.weight
-    assert torch.equal(imported.tensors["head.dense"](), weight.float())

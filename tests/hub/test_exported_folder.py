@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-import transformers
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -101,25 +100,6 @@ def test_an_exported_model_trains_under_autocast(folders, kind, dtype):
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind,auto", [("decoder", AutoModelForCausalLM), ("encoder", AutoModelForMaskedLM)])
-def test_the_trainer_trains_an_exported_model_in_bf16(folders, kind, auto, tmp_path):
-    """As it trains it in fp32, up to rounding."""
-    data = [{"input_ids": row, "labels": row} for row in random_tokens(4, 30)]
-    losses = []
-    for bf16 in (False, True):
-        model = auto.from_pretrained(folders[kind][1], trust_remote_code=True)
-        settings = transformers.TrainingArguments(
-            str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, save_strategy="no",
-            learning_rate=1e-3, bf16=bf16, seed=0,
-        )  # fmt: skip
-        trainer = transformers.Trainer(model, settings, train_dataset=data, eval_dataset=data)
-        before = trainer.evaluate()["eval_loss"]
-        trainer.train()
-        losses.append((before, trainer.evaluate()["eval_loss"]))
-    assert losses[1] == pytest.approx(losses[0], rel=1e-2) and losses[1][1] != losses[1][0]
-
-
 def test_every_auto_class_of_a_folder_loads_it(folders):
     tokens = random_tokens(2, 20)
     for kind, classes in (
@@ -175,21 +155,6 @@ def test_code_of_a_folder_is_not_run_unasked(folders, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: "n")
     with pytest.raises(ValueError, match="trust_remote_code"):
         AutoModelForCausalLM.from_pretrained(folders["decoder"][1], trust_remote_code=False)
-
-
-def test_what_is_saved_again_loads_again(folders, tmp_path):
-    tokens = random_tokens(1, 20)
-    for kind, auto in (("decoder", AutoModelForCausalLM), ("encoder", AutoModelForMaskedLM)):
-        _, folder = folders[kind]
-        hf = auto.from_pretrained(folder, trust_remote_code=True)
-        hf.save_pretrained(tmp_path / kind)
-        AutoTokenizer.from_pretrained(folder, trust_remote_code=True).save_pretrained(tmp_path / kind)
-        again = auto.from_pretrained(tmp_path / kind, trust_remote_code=True)
-        tokenizer = AutoTokenizer.from_pretrained(tmp_path / kind, trust_remote_code=True)
-        with torch.no_grad():
-            assert torch.equal(again(tokens).logits, hf(tokens).logits)
-        assert {path.name for path in folder.glob("*.py")} == {path.name for path in (tmp_path / kind).glob("*.py")}
-        assert tokenizer("ab")["input_ids"] == [97, 98]
 
 
 def test_pipelines_run(folders):

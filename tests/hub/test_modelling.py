@@ -169,19 +169,6 @@ def test_padding_of_a_decoder_on_either_side_changes_nothing(name, side):
         torch.testing.assert_close(logits[1, real], hf(short).logits[0], atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["local", "lsh", "smart_bird random", "yoso"])
-def test_prompts_of_several_lengths_are_generated_from_as_each_alone(name):
-    hf = wrapped(MegasparseForCausalLM, decoder(name))
-    prompts = [random_tokens(1, length, seed=length) for length in (20, 7, 20)]
-    batch = torch.cat([F.pad(prompt, (20 - prompt.shape[1], 0), value=256) for prompt in prompts])
-    mask = (batch != 256).long()
-    cached = hf.generate(batch, attention_mask=mask, max_new_tokens=8)
-    assert torch.equal(cached, hf.generate(batch, attention_mask=mask, max_new_tokens=8, use_cache=False))
-    if name != "smart_bird random":  # which draws its keys by the number of the row
-        for prompt, row in zip(prompts, cached, strict=True):
-            assert hf.generate(prompt, max_new_tokens=8)[0, -8:].tolist() == row[-8:].tolist()
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["full", "linformer", "smyrf", "yoso", "bigbird"])
 def test_padding_of_an_encoder_on_either_side_changes_nothing(name, side):
@@ -245,13 +232,6 @@ def test_training_minimises_our_own_objective(name):
     assert len(trained) == len(list(hf.parameters()))
 
 
-def test_a_new_model_has_the_weights_of_our_own():
-    for kind, config in ((MegasparseForCausalLM, decoder("routing")), (MegasparseForMaskedLM, encoder("full"))):
-        hf = kind(MegasparseConfig(model=json.loads(config.model_dump_json()), seed=SEED))
-        for name, value in build_model(config, SEED).state_dict().items():
-            assert torch.equal(hf.model.state_dict()[name], value), name
-
-
 def test_what_a_file_lacks_gets_its_initial_weights_and_the_rest_is_read(tmp_path):
     config = decoder("routing")
     hf = wrapped(MegasparseForCausalLM, config)
@@ -268,16 +248,6 @@ def test_what_a_file_lacks_gets_its_initial_weights_and_the_rest_is_read(tmp_pat
     assert any("centroids" in name for name in tensors)
     for name, value in tensors.items():
         assert torch.equal(again[name], initial[name.removeprefix("model.")] if name == missing else value), name
-
-
-def test_tied_embeddings_stay_tied(tmp_path):
-    config = decoder("local", tied_embeddings=True)
-    hf = wrapped(MegasparseForCausalLM, config)
-    hf.save_pretrained(tmp_path)
-    again = MegasparseForCausalLM.from_pretrained(tmp_path)
-    assert again.model.head.weight is again.model.embedding.weight
-    tokens = random_tokens(1, 9)
-    assert torch.equal(again(tokens).logits, hf(tokens).logits)
 
 
 def test_bad_inputs_are_refused_in_one_line():

@@ -172,7 +172,6 @@ def test_what_is_exported_and_imported_again_is_the_same_bit_for_bit(changes, tm
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(ENWIK8, id="enwik8", marks=pytest.mark.slow),
         pytest.param(CRIME_AND_PUNISHMENT, id="crime and punishment"),
     ],
 )
@@ -188,18 +187,6 @@ def test_the_published_configurations_go_both_ways(settings, tmp_path):
     for key, value in settings.items():
         if key in hf_config and "attention_probs" not in key:
             assert hf_config[key] == value, key
-
-
-def test_its_own_rotations_change_the_logits_as_another_seed_of_ours_does(tmp_path):
-    """HuggingFace's forward draws new rotations at each call, and looks over the ends: `logits` takes both away."""
-    model = theirs(attn_layers=["lsh", "local", "lsh"], num_hashes=4)
-    _, mine = imported(model, tmp_path / "there")
-    tokens = random_tokens(4, 128)
-    first, second = (our_logits(mine, tokens, seed) for seed in (0, 1))
-    with torch.no_grad():
-        own = model(torch.cat([torch.zeros(4, 1, dtype=torch.long), tokens[:, :-1]], dim=1)).logits + model.lm_head.bias
-    between_seeds, to_theirs = ((first - other).abs().mean() for other in (second, own))
-    assert 0.5 * between_seeds < to_theirs < 1.5 * between_seeds
 
 
 @pytest.mark.parametrize(
@@ -295,6 +282,10 @@ OTHERS = [
         "model.attention.lsh.count_rounds: True",
     ),
     ({"attention": {"pattern": ["lsh"], "lsh": {"shared_qk": False}}}, "model.attention.lsh.shared_qk: False"),
+    (
+        {"attention": {"pattern": ["lsh"], "lsh": AS_HUGGINGFACE, "full_below": 200}},
+        "model.attention.full_below: 200",
+    ),
     ({"kind": "encoder", "vocabulary": 257}, "model.kind: 'encoder'"),
 ]
 
@@ -313,22 +304,16 @@ def test_what_huggingface_cannot_express_is_refused_by_its_key(changes, message)
         ({"is_decoder": False}, "is_decoder is False"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"local_num_chunks_before": 2}, "local_num_chunks_before is 2"),
-        ({"lsh_num_chunks_after": 1}, "lsh_num_chunks_after is 1"),
         ({"attn_layers": ["local", "full"]}, "attn_layers is 'full'"),
         ({"attn_layers": []}, "attn_layers is []"),
         ({"axial_pos_shape": [2, 4, 16]}, "axial_pos_shape is (2, 4, 16)"),
         ({"num_buckets": [2, 2, 2]}, "num_buckets is [2, 2, 2]"),
         ({"num_buckets": 7}, "model.attention.lsh.buckets"),
-        ({"num_hashes": 0}, "model.attention.lsh.rounds"),
-        ({"layer_norm_eps": 0.0}, "model.norm_eps"),
         ({"hidden_size": "wide"}, "is no configuration of reformer"),
         ({"lsh_attn_chunk_length": None}, "lsh_attn_chunk_length is None"),
         ({"bos_token_id": 260}, "bos_token_id or pad_token_id is 260, but vocab_size is 260"),
-        ({"vocab_size": 256}, "shape [260], by its config.json [256]"),
         ({"feed_forward_size": 64}, "feed_forward.dense.dense.weight has shape [48, 32], by its config.json [64, 32]"),
         ({"attn_layers": ["local", "lsh", "lsh"]}, "has no tensor reformer.encoder.layers.2."),
-        ({"attn_layers": ["local"]}, "has a tensor reformer.encoder.layers.1."),
-        ({"attn_layers": ["lsh", "lsh"]}, "has no tensor reformer.encoder.layers.0.attention.self_attention.query_key"),
     ],
 )
 def test_a_model_that_ours_cannot_express_or_that_is_not_whole_is_refused(changes, message, tmp_path):
@@ -346,6 +331,8 @@ def test_a_wrong_weight_is_found(tmp_path):
     mine.layers[1].attention.attention.value.weight.data[0, 0] += 0.1
     tokens = random_tokens(2, 64, config.model.vocabulary)
     assert difference(our_logits(mine, tokens, 5), FORMAT.logits(model, tokens, 5)) > 1e-4
+    logits = our_logits(mine, tokens, 5)
+    assert difference(logits, logits) == 0.0 and difference(logits, logits * torch.nan) == torch.inf
 
 
 def test_the_comparison_leaves_the_model_and_torchs_generator_as_they_were():

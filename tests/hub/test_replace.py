@@ -314,10 +314,7 @@ def test_a_damaged_folder_is_refused(tmp_path):
     [
         ({"kind": "lhaa"}, 'attention.kind: there is none named "lhaa". Did you mean "lha"'),
         ({"kind": "lha", "chunks": 3}, 'model.attention.lha.chunks: unknown key .* Did you mean "chunk"'),
-        ({"kind": "lsh", "buckets": 3}, "model.attention.lsh.buckets: 3 is odd"),
-        ({"kind": "lsh", "buckets": 4 * 10**18}, "model.attention.lsh.buckets: 4000000000000000000 is too large"),
         ({"pattern": [{"lha": 3}]}, "has 3 heads, but model.heads = 4"),
-        ({"pattern": ["lha"] * 3}, "3 layers are listed, but model.layers = 2"),
     ],
 )
 def test_settings_that_do_not_fit_change_nothing(attention, message):

@@ -45,11 +45,5 @@ def test_smart_birds_memory_grows_with_the_length():
     check_memory(BIRD, 4096)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(("attention", "longest"), [(BIRD, 8192), *((attention, 65536) for attention in LONG)], ids=str)
-def test_memory_grows_with_the_longest_lengths(attention, longest):
-    check_memory(attention, longest)
-
-
 def test_the_memory_check_sees_full_attention():
     assert peak({"kind": "full"}, 4096, 4096).largest >= 4096**2

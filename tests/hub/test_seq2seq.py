@@ -112,17 +112,6 @@ def test_cached_greedy_text_is_the_uncached_and_our_own(name):
         assert row == list(own)
 
 
-def test_what_is_sampled_with_and_without_a_cache():
-    _, hf = model_of("reversible")
-    _, batch = sources(S, 7)
-    drawn = []
-    for use_cache in (True, False):
-        torch.manual_seed(0)
-        settings = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 8, "use_cache": use_cache}
-        drawn.append(hf.generate(batch, **settings))
-    assert torch.equal(*drawn) and len({tuple(row) for row in drawn[0].tolist()}) == 6
-
-
 @pytest.mark.parametrize("name, seed, end", [("reversible", 0, 3), ("hashed", 0, 3), ("others", 10, 2)])
 def test_beams_are_ours_where_hypotheses_end_in_time(name, seed, end):
     """HuggingFace's length_penalty=0 and early_stopping=True are our rule with alpha 0. Other penalties differ:
@@ -196,19 +185,6 @@ def test_labels_that_do_not_count_at_the_beginning():
     torch.testing.assert_close(loss, nats[target[:, 10:] != PADDING].mean(), atol=1e-5, rtol=0)
     shifted = hf.prepare_decoder_input_ids_from_labels(labels)
     assert shifted[:, :11].eq(PADDING).all() and torch.equal(shifted[:, 11:], read[:, 11:])
-
-
-def test_in_bf16_branches_compute_in_bf16(tmp_path):
-    _, hf = model_of("hashed")
-    hf.save_pretrained(tmp_path)
-    half = MegasparseForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
-    _, batch = sources(S, 7)
-    assert half.generate(batch, num_beams=2, max_new_tokens=4).shape == (2, 5)
-    with torch.no_grad():
-        logits = half(batch, labels=random_tokens(2, 9)).logits
-        assert logits.dtype == torch.float32
-        assert (logits - hf(batch, labels=random_tokens(2, 9)).logits).abs().mean() < 0.1
 
 
 @pytest.mark.parametrize("name", ["reversible", "apart", "ordinary"])

@@ -91,8 +91,3 @@ def test_a_course_that_stopped_goes_on_to_the_bit(tmp_path, monkeypatch):
     (tmp_path / "part" / "course.json").write_bytes(b"{")
     with pytest.raises(HubError, match="is damaged"):
         course(6, tmp_path / "part")
-
-
-def test_what_cannot_be_taught_is_refused():
-    with pytest.raises(HubError, match="no part of its attention can be taught"):
-        Teacher(taught({"kind": "lha", "chunk": 8}))

@@ -78,14 +78,6 @@ def test_axial_positions_are_all_different_and_factorised():
     assert torch.equal(positions(37, 2, torch.device("cpu")), table[37:39])
 
 
-def test_sinusoidal_positions_are_the_published_ones():
-    table = Positions(small(positions=PositionsConfig(kind="sinusoidal")))(0, 50, torch.device("cpu"))
-    for position, i in [(0, 0), (7, 3), (49, 15)]:
-        angle = position / 10000 ** (2 * i / 32)
-        assert table[position, i].item() == pytest.approx(math.sin(angle), abs=1e-6)
-        assert table[position, 16 + i].item() == pytest.approx(math.cos(angle), abs=1e-6)
-
-
 @pytest.mark.parametrize("kind", ["axial", "sinusoidal", "learned", "rotary"])
 def test_positions_tell_order(kind):
     positions = AXIAL if kind == "axial" else PositionsConfig(kind=kind)

@@ -71,17 +71,3 @@ def test_packed_documents_come_out_as_alone(kind, name, positions):
     packed = outputs(model, torch.cat([first, second], dim=1))
     torch.testing.assert_close(packed[:, :24], outputs(model, first), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(packed[:, 24:], outputs(model, second), rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize(("kind", "name"), CASES)
-def test_no_gradient_crosses_documents(kind, name):
-    model = model_of(name, kind=kind, document_separator=SEPARATOR)
-    tokens = torch.cat(documents(), dim=1)
-    tokens[:, :24] = tokens[:, :24] % 100  # the documents share no token but the separator
-    tokens[:, 23] = SEPARATOR
-    tokens[:, 24:-1] = 100 + tokens[:, 24:-1] % 100
-    for own, others, first, last in ((range(100, 200), range(100), 24, 60), (range(100), range(100, 200), 0, 24)):
-        model.zero_grad()
-        outputs(model, tokens)[:, first:last].square().sum().backward()
-        gradient = model.embedding.weight.grad
-        assert (gradient[list(others)] == 0).all() and (gradient[list(own)] != 0).any()

@@ -200,25 +200,6 @@ def test_intervals_are_the_windows_of_the_definition(separate):
         meets_whom_it_should(found, length)
 
 
-@pytest.mark.parametrize("causal,same_bucket,ahead", [(True, True, True), (True, False, False), (False, False, True)])
-@pytest.mark.parametrize("dtype", [torch.int16, torch.int64], ids=str)
-@pytest.mark.parametrize("length", [37, 1100])
-def test_intervals_of_every_chunk_window(length, dtype, causal, same_bucket, ahead):
-    """Their own positions hide what is later, where a window mixes buckets or keys."""
-    codes = random_codes(length, 2).to(dtype)
-    window = Window("chunk", 7, same_bucket, ahead)
-    spec = BucketedAttentionSpec(window, causal, exclude_self=False)
-    for masks in ({}, masks_of(length)):
-        both = (masks.get("key_mask"), masks.get("segments"))
-        found = shared_intervals(codes, torch.empty(1, 1, length, 4, device=DEVICE), spec, *both)
-        place = found.token_index[..., None, :]
-        ours = (place >= found.token_low[..., None]) & (place < found.token_high[..., None])
-        if causal and not same_bucket:
-            ours = ours.tril()
-        assert torch.equal(ours, visible(codes, window, causal, *both).flatten(0, 1))
-        meets_whom_it_should(found, length)
-
-
 def meets_whom_it_should(found, length):
     low, high = found.low, found.high
     assert (low.diff() >= 0).all() and ((high.diff() >= 0) | (high[..., 1:] == NOWHERE)).all()

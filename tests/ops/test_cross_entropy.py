@@ -118,27 +118,6 @@ def test_adaptive_scores_and_gradients_are_those_of_the_definition(cutoffs, shar
         assert (a - b).norm() / b.norm() < 1e-4
 
 
-@pytest.mark.parametrize("cutoffs", CUTOFFS[:2], ids=str)
-def test_it_is_torchs_adaptive_softmax_of_full_width(cutoffs):
-    hidden, weight, clusters, targets = random_inputs(cutoffs)
-    torchs = torch.nn.AdaptiveLogSoftmaxWithLoss(E, V, cutoffs, div_value=1.0)
-    with torch.no_grad():
-        torchs.head.weight.copy_(torch.cat([weight[: cutoffs[0]], clusters]))
-        for (inner, outer), start in zip(torchs.tail, cutoffs, strict=True):
-            inner.weight.copy_(torch.eye(E))
-            outer.weight.copy_(weight[start : start + len(outer.weight)])
-    found = adaptive_scores(hidden, targets, weight, clusters, cutoffs)
-    torch.testing.assert_close(found[0], -torchs(hidden, targets).output, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
-        adaptive_log_probabilities(hidden, weight, clusters, cutoffs), torchs.log_prob(hidden), rtol=1e-5, atol=1e-5
-    )
-    found[0].mean().backward()
-    ours = torch.autograd.grad(torchs(hidden, targets).loss, hidden)[0]
-    torch.testing.assert_close(hidden.grad, ours, rtol=1e-4, atol=1e-6)
-    # Not torchs.predict(), which may look at the head alone.
-    assert torch.equal(found[1], torchs.log_prob(hidden).argmax(-1) == targets)
-
-
 def test_a_cluster_that_could_hold_the_likeliest_id_is_computed_and_may_not_hold_it():
     """One position, where cluster 0 is likelier than any frequent id, though none of its ids is."""
     weight, clusters = torch.zeros(9, 1), torch.tensor([[1.5]])

@@ -57,17 +57,6 @@ def test_angular_codes_ignore_scale_and_opposite_vectors_never_meet():
     assert (codes != angular_hash(-x, matrices, [8])).all()
 
 
-def test_near_vectors_share_a_bucket_more_often():
-    x = torch.randn(1, 1, 4000, 16, generator=torch.Generator().manual_seed(0))
-    noise = torch.randn(1, 1, 4000, 16, generator=torch.Generator().manual_seed(1))
-    matrices = rotations(2, range(1), 4, 16, [16], CPU)
-    codes = angular_hash(x, matrices, [16])
-    shared = [(codes == angular_hash(x + e * noise, matrices, [16])).double().mean() for e in (0.1, 0.5, 1.0, 1e6)]
-    assert shared == sorted(shared, reverse=True)
-    # Unrelated vectors meet a little more often than 1/16: random buckets are not equally large.
-    assert shared[0] > 0.85 and 1 / 16 <= shared[-1] < 1.5 / 16
-
-
 def test_zero_vectors_and_bf16_have_codes():
     matrices = rotations(1, range(2), 1, 8, [4, 4], CPU)
     assert (angular_hash(torch.zeros(1, 2, 3, 8), matrices, [4, 4]) == 0).all()
@@ -263,14 +252,6 @@ def test_more_tokens_than_one_program_takes():
     assert_largest(angular_hash(x, matrices, [8]), x, matrices, [8])
     for kind in ("hadamard", "gaussian"):
         assert_sides(sign_codes(x, 7, range(2), 2, 2, kind), x, 7, range(2), 2, kind)
-
-
-@KERNELS
-@KINDS
-def test_zero_vectors_have_all_bits_and_the_length_does_not_matter(kind):
-    x = heads(20, 8)
-    assert (sign_codes(torch.zeros_like(x), 1, range(2), 12, 3, kind) == 7).all()
-    assert torch.equal(sign_codes(x, 1, range(2), 12, 3, kind), sign_codes(x * 2**14, 1, range(2), 12, 3, kind))
 
 
 @KERNELS

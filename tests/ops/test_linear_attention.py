@@ -2,11 +2,7 @@ import pytest
 import torch
 
 import megasparse.ops.linear_attention as module
-from megasparse.ops.linear_attention import (
-    causal_linear_attention,
-    linear_attention,
-    orthogonal_projections,
-)
+from megasparse.ops.linear_attention import causal_linear_attention, linear_attention, orthogonal_projections
 from tests.helpers import definitions, operators
 
 CPU = torch.device("cpu")

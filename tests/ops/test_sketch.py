@@ -108,17 +108,6 @@ def test_blocks_choose_the_keys_of_the_definition(length, count, causal, samplin
             assert ours.dtype == torch.int32 and torch.equal(ours, exact.to(torch.int32))
 
 
-def test_the_size_of_tiles_changes_no_choice(monkeypatch):
-    q, k, v = random_sketch(50, dtype=torch.float32)
-    _, lse = sketched_attention(q, k, v, causal=True)
-    rule = dict(count=6, causal=True, sampling="inverse_log_squared", lse=lse)
-    drawn, ranked = (choose(q, k, noise=noise, **rule) for noise in (some_noise(50), None))
-    monkeypatch.setattr(module, "_SCORE_ELEMENTS", 77)
-    assert torch.equal(choose(q, k, noise=some_noise(50), **rule), drawn)
-    monkeypatch.setattr(module, "KEYS", 11)
-    assert torch.equal(choose(q, k, noise=None, **rule), ranked)
-
-
 @pytest.mark.usefixtures("implementation", "small_tiles")
 def test_equal_scores_go_to_the_smaller_position():
     q, k, _ = (x[:1].to(DEVICE) for x in random_sketch(70, dtype=torch.float32))
