@@ -1,6 +1,6 @@
 """Fine-tuning on two ranks under ZeRO 2, against one process on plain torch.
 
-One launch of two gloo ranks (`on_ranks`) runs both cases; the tests look at what it reports.
+One launch of two gloo ranks (`on_ranks`); the tests look at what it reports.
 """
 
 import json
@@ -16,7 +16,7 @@ from megasparse.tasks.run import open_run
 from megasparse.training.engines import build_engine
 from megasparse.training.optimizer import learning_rate
 from megasparse.training.ranks import Ranks, RunHooks, start_ranks
-from tests.helpers.finetuning import ENCODER, bert, configured, reviews
+from tests.helpers.finetuning import ENCODER, configured, reviews
 from tests.helpers.run_ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -26,18 +26,11 @@ ATTENTION: dict[str, Any] = {"pattern": ["local", "lha"], "local": {"chunk": 8},
 ZERO = {"zero_optimization": {"stage": 2}}
 
 
-def cases(folder: Path) -> dict[str, dict[str, Any]]:
-    """Ours with dropout, and a BERT without, whose dropout is a micro-batch's own."""
-    return {
-        "ours": {"model": {**ENCODER, "attention": ATTENTION}, "task": {"max_length": 128}},
-        "bert": {"start": {"huggingface": str(folder / "bert")}, "head": {"dropout": 0.0}},
-    }
-
-
-def finetune(folder: Path, name: str, ranks: Ranks, engine: str) -> dict[str, Any]:
+def finetune(folder: Path, ranks: Ranks, engine: str) -> dict[str, Any]:
     """Losses, gradient norms, and a validation of 11 examples in batches of 4."""
     sections = {
-        **cases(folder)[name],
+        "model": {**ENCODER, "attention": ATTENTION},
+        "task": {"max_length": 128},
         "run": {"engine": engine},
         "training": {"steps": STEPS, "global_batch": 8, "micro_batch": 2},
         "evaluation": {"every": STEPS, "batch": 4},
@@ -69,7 +62,7 @@ def finetune(folder: Path, name: str, ranks: Ranks, engine: str) -> dict[str, An
 def on_ranks(folder: str) -> dict[str, Any]:
     place = Path(folder)
     ranks = start_ranks(configured(place / "run", place, start={"huggingface": "x"}, run={"engine": "deepspeed"}).run)
-    report = {name: finetune(place, name, ranks, "deepspeed") for name in cases(place)}
+    report = finetune(place, ranks, "deepspeed")
     ranks.stop()
     return report
 
@@ -77,26 +70,22 @@ def on_ranks(folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finetuning")
-    bert(folder / "bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     reviews(folder / "reviews.csv", 44)
     first, second = run_ranks(on_ranks, 2, timeout=900, folder=str(folder))
-    alone = {name: finetune(folder, name, Ranks(), "torch") for name in cases(folder)}
     assert json.dumps(first) == json.dumps(second)
-    return {"ranks": first, "alone": alone}
+    return {"ranks": first, "alone": finetune(folder, Ranks(), "torch")}
 
 
-@pytest.mark.parametrize("name", ["ours", "bert"])
-def test_two_ranks_have_the_losses_of_one(report, name):
-    for mine, theirs in zip(report["ranks"][name]["losses"], report["alone"][name]["losses"], strict=True):
+def test_two_ranks_have_the_losses_of_one(report):
+    for mine, theirs in zip(report["ranks"]["losses"], report["alone"]["losses"], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
-    first, *_, last = (loss for loss, _, _ in report["alone"][name]["losses"])
+    first, *_, last = (loss for loss, _, _ in report["alone"]["losses"])
     assert first != last
 
 
-@pytest.mark.parametrize("name", ["ours", "bert"])
-def test_a_validation_on_two_ranks_is_that_of_one(report, name):
+def test_a_validation_on_two_ranks_is_that_of_one(report):
     """The same bits before training, where the weights are the same."""
-    mine, theirs = report["ranks"][name], report["alone"][name]
+    mine, theirs = report["ranks"], report["alone"]
     assert mine["reported"] == theirs["reported"] and len(mine["reported"]) == 11
     assert mine["before"] == theirs["before"]
     assert mine["after"] == pytest.approx(theirs["after"], abs=1e-5)

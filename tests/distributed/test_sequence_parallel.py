@@ -125,16 +125,18 @@ def summed(ranks: Ranks, values: dict[str, Tensor], divisor: int) -> list[Tensor
 
 
 def compare(ranks: Ranks, model: Any, tokens: Tensor) -> dict[str, float]:
-    """On rank 0, the largest relative difference of each sum over the ranks to that of the whole batch."""
+    """On rank 0, the largest relative difference of each sum over the ranks to that of the whole batch, which all
+    ranks that share a sequence have.
+    """
     scored = float(model.count_scored(tokens))
     own = tokens.chunk(ranks.sequence_size, dim=1)[ranks.place]
-    counted = ranks.sum(model.count_scored(own, sequence=ranks.sequence).double())
-    divided = scored / ranks.world_size  # as the engine has it: scored tokens a rank
+    counted = ranks.sum(model.count_scored(own, sequence=ranks.sequence).double()) / ranks.data_ranks
+    divided = scored / ranks.sequence_size  # as the engine has it: scored tokens a rank
     objective, found, statistics = gradients(model, own, divided, sequence=ranks.sequence)
     missing = [name for name, gradient in found.items() if gradient is None]
     assert not missing, f"ZeRO waits for the gradients of {missing}"
     totals, means = {name: statistics[name] for name in ("nats", "tokens")}, {"objective": objective, **found}
-    sums = dict(zip(totals, summed(ranks, totals, 1), strict=True))
+    sums = dict(zip(totals, summed(ranks, totals, ranks.data_ranks), strict=True))
     sums |= dict(zip(means, summed(ranks, means, ranks.world_size), strict=True))
     if ranks.rank:
         return {}

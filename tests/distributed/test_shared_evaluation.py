@@ -149,11 +149,6 @@ def test_started_ranks_write_one_text(folder, capsys):
     assert ended.stdout == capsys.readouterr().out
 
 
-def test_a_number_that_is_no_multiple_is_refused(folder, capsys):
-    given = ["--checkpoint", folder / "decoder", "--set", "parallel.sequence=2"]
-    assert "parallel.sequence: 2 ranks are to share a sequence, but the 1 ranks" in refused(capsys, evaluate, *given)
-
-
 def test_what_one_rank_alone_does_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("megasparse.errors.leave", sys.exit)

@@ -12,7 +12,6 @@ from megasparse.ops.random import RngContext
 from megasparse.planning import flops
 from megasparse.planning.flops import (
     hardware_flops_by_part,
-    hardware_flops_per_token,
     long_run,
     model_flops_per_token,
     product_speed,
@@ -136,31 +135,11 @@ def test_bidirectional_mechanisms_by_hand(kind, section, flops):
     assert encoder(kind, **{kind: section}) == pytest.approx(rest(3 if shared else 4) + flops)
 
 
-def test_heads_of_a_layer_add_up():
-    local = {"local": {"chunk": 16}}
-    both = (model_flops_per_token(model(attention=attention(kind, **local)), 64) for kind in ("full", "local"))
-    split = model(attention=attention({"full": 2, "local": 2}, **local))
-    assert model_flops_per_token(split, 64) == pytest.approx(sum(both) / 2)
-
-
 def test_layers_add_up_by_the_pattern():
     kinds = {"local": {"chunk": 16}, "lsh": {"chunk": 8}}
     one = {k: model_flops_per_token(model(attention=attention(k, **kinds)), 64) - HEAD for k in ("local", "lsh")}
     mixed = model(layers=5, attention={"pattern": ["local", "local", "lsh"], **kinds})
     assert model_flops_per_token(mixed, 64) == pytest.approx(4 * one["local"] + one["lsh"] + HEAD)
-
-
-@pytest.mark.parametrize("changed", [{}, {"tied_embeddings": True}, {"blocks": "ordinary", "activations": "stored"}])
-@pytest.mark.parametrize("pattern", ["full", "local", "lsh"])
-def test_products_with_weights_are_those_of_the_model(changed, pattern):
-    """6 × the weights that the built model multiplies by: all its matrices but embeddings and positions."""
-    config = model(**changed, attention=attention(pattern, local={"chunk": 64}, lsh={"chunk": 64}))
-    matrices = {name: p for name, p in build_model(config, 0).named_parameters() if p.dim() == 2}
-    weights = sum(p.numel() for name, p in matrices.items() if not name.startswith("embedding."))
-    weights += 256 * 32 if config.tied_embeddings else 0
-    keys = 32.5 if pattern != "lsh" else config.attention.lsh.rounds * 32.5  # one window holds everything
-    hashing = config.attention.lsh.rounds * 2 * 32 if pattern == "lsh" else 0  # 2 buckets
-    assert model_flops_per_token(config, 64) == pytest.approx(6 * weights + 12 * 32 * keys + hashing)
 
 
 def test_an_adaptive_softmax_counts_its_head():
@@ -191,49 +170,6 @@ def test_an_encoder_decoder_by_its_own_weights(shared):
     again = {**values, "model": {**values["model"], "attention": layers, "source": hashed}}
     change = 3 * (3 * (12 * 32 * 16 * 24 + 32 * 16 * 64) - 12 * 32 * 24 * 40)
     assert model_flops_per_token(build_config(again).model, 64) == pytest.approx((whole + change) / 64)
-
-
-TILED = {"feed_forward_tiles": 2, "loss_tiles": 4}
-
-
-@pytest.mark.parametrize(
-    ("changed", "again"),
-    [  # of the forward: what runs once more in the backward
-        ({}, {"layers": 1}),
-        (TILED, {"layers": 1, "head": 1}),
-        ({"blocks": "ordinary", "activations": "stored"}, {}),
-        ({"blocks": "ordinary", "activations": "stored", **TILED}, {"feed_forward": 1, "head": 1}),
-        ({"blocks": "ordinary", "activations": "checkpoint"}, {"layers": 1}),
-        ({"blocks": "ordinary", "activations": "checkpoint_cpu"}, {"layers": 1}),
-    ],
-)
-def test_hardware_flops_by_hand(changed, again):
-    """Two layers of 4 heads of 8 in 64 tokens: 8/6 of the layers' FLOPs where they are recomputed."""
-    config = model(layers=2, attention=attention("full"), **changed)
-    feed_forward = 2 * 2 * 2 * 32 * 48
-    layers = feed_forward + 2 * (2 * 4 * 32 * 32 + 4 * 32 * 32.5)
-    head = 2 * 256 * 32 * (2 if config.blocks == "reversible" else 1)
-    forward = {"layers": layers, "feed_forward": feed_forward, "head": head}
-    whole = 3 * (layers + head)
-    assert model_flops_per_token(config, 64) == pytest.approx(whole)
-    found = hardware_flops_per_token(config, 64)
-    assert found == pytest.approx(whole + sum(forward[part] * times for part, times in again.items()))
-
-
-@pytest.mark.parametrize("cross", ["full", "lsh"])
-def test_both_stacks_of_an_encoder_decoder_run_again(cross):
-    """And cross-attention, codes included."""
-    made = {"kind": "encoder_decoder", "layers": 3, "attention": attention("lsh", lsh={"chunk": 8, "buckets": 16})}
-    source = {"length": 40, "layers": 2, "attention": attention("full"), "cross_attention": cross}
-    config = build_config({"model": {**BASE, **made, "source": source}, "data": {"sequence_length": 64}}).model
-    rounds = config.attention.lsh.rounds
-    pairs = 3 * (4 * 32 * 24 * 40 if cross == "full" else rounds * 4 * 32 * 16 * 24)
-    encoder = 2 * 40 * (FEED_FORWARD / 3 + 2 * 4 * 32 * 32 + 4 * 32 * 40)
-    codes = rounds * 4 * 8 * 16
-    decoder = 3 * 24 * (FEED_FORWARD / 3 + 2 * 3 * 32 * 32 + rounds * 4 * 32 * 8 + codes)
-    crossing = 3 * 4 * 32 * 32 * 64 + pairs + (cross == "lsh") * 3 * 64 * codes
-    again = 64 * (hardware_flops_per_token(config, 64) - model_flops_per_token(config, 64))
-    assert again == pytest.approx(encoder + decoder + crossing)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from megasparse.planning.dry_run import trial_engine
 from megasparse.planning.flops import hardware_flops_by_part
 from megasparse.planning.passes import PERIODS, ConfiguredPass, count_pass, dummy_records
 from megasparse.planning.plan import GPUS, RESERVE, Plan, hardware, parse_bytes
-from megasparse.planning.states import BUCKET, MemoryPool, States, Zero, building, memory, require_fit
+from megasparse.planning.states import BUCKET, MemoryPool, States, Zero, memory, require_fit
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers import commands
 from tests.helpers.peak_memory import allocated_peak
@@ -117,13 +117,6 @@ def test_what_is_offloaded_is_not_on_the_device():
     rank = memory(STATES, Zero(3, True, True), 4, passing=0, again=0, accumulated=False)
     assert rank.device["weights"] == 0 and "optimizer" not in rank.device
     assert rank.host == {"offloaded weights": 500, "offloaded optimizer": 3000, "offloaded gradients": 1000}
-
-
-def test_a_start_that_does_not_fit_whole_is_counted():
-    """Weights in fp32 are on the GPU before they are rounded; frozen ones are rounded before."""
-    assert building(STATES, Zero(), 1) == (4000, 400)
-    frozen = replace(STATES, trained=100, frozen=900)
-    assert building(frozen, Zero(), 1) == (4 * 100 + 2 * 900, 4 * 900)
 
 
 def test_a_plan_counts_without_weights_and_finds_the_longest_length():

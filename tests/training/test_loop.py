@@ -1,7 +1,6 @@
 """The loop: one line a step whatever happens, saves on time, skipped steps reported, and stops when it should."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megasparse.config.schema import Config
 from megasparse.data.batches import Step
-from megasparse.errors import DataError, StorageError, TrainingError
+from megasparse.errors import StorageError, TrainingError
 from megasparse.training.checkpoints.manifest import list_checkpoints
 from megasparse.training.loop import train
 from megasparse.training.optimizer import learning_rate
@@ -137,19 +136,6 @@ def test_a_stop_breaks_an_evaluation_off(tmp_path):
         train(run)
     assert wanted == [6] and [line["step"] for line in metrics(config)] == list(range(1, 7))
     assert not any(name.startswith("evaluation") for line in metrics(config) for name in line)
-
-
-def test_data_that_cannot_be_read_ends_the_run_with_its_own_error(tmp_path):
-    config = tiny_config(tmp_path)
-
-    def damaged(batches: Iterator[Step]) -> Any:
-        yield from itertools.islice(batches, 3)
-        raise DataError("train-000003.tar", "damaged", "Prepare it again")
-
-    with tiny_run(config) as run, pytest.raises(DataError, match=r"train-000003\.tar"):
-        run.batches = damaged(run.batches)
-        train(run)
-    assert len(metrics(config)) == 3
 
 
 def strange(batches: Iterator[Step], step: int) -> Any:

@@ -4,11 +4,9 @@ Each is honestly sealed: sizes, digests and the manifest's own digest are right,
 """
 
 import hashlib
-import io
 import json
 import os
 import pickle
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,25 +56,11 @@ def zipped(payload: Touch, file: Path) -> None:
         torch.save({"model": payload}, stream)
 
 
-def legacy(payload: Touch, file: Path) -> None:
-    torch.save({"model": payload}, file, _use_new_zipfile_serialization=False)
-
-
 def pickled(payload: Touch, file: Path) -> None:
     file.write_bytes(pickle.dumps(payload))
 
 
-def nested(payload: Touch, file: Path) -> None:
-    """A tensor's storage that is itself a pickle, as in torch's zip format."""
-    whole = io.BytesIO()
-    torch.save({"weight": torch.zeros(3)}, whole)
-    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(file, "w") as target:
-        for name in source.namelist():
-            is_data = "/data/" in name or name.endswith("data.pkl")
-            target.writestr(name, pickle.dumps(payload) if is_data else source.read(name))
-
-
-PAYLOADS = [zipped, legacy, pickled, nested]
+PAYLOADS = [zipped, pickled]
 
 
 def refused(path: Path, marker: Path, match: str) -> None:

@@ -9,10 +9,8 @@ import pytest
 
 from megasparse.config.schema import Config
 from megasparse.errors import CheckpointError
-from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.loop import train
-from tests.helpers.ranks_in_threads import run_in_threads
-from tests.helpers.tiny import identity_of, metrics, tiny_config, tiny_run
+from tests.helpers.tiny import metrics, tiny_config, tiny_run
 
 
 def config_of(folder: Path, steps: int = 6, **checkpoint: Any) -> Config:
@@ -111,11 +109,3 @@ def test_lines_that_are_missing_before_the_checkpoint_are_reported(tmp_path, cap
         train(opened)
     assert "ends at step 1, before the checkpoint: steps 2 to 4 have no line" in capsys.readouterr().err
     assert [row["step"] for row in metrics(config)] == [1, 5, 6]
-
-
-def test_all_ranks_are_refused_together(tmp_path):
-    config = config_of(tmp_path / "run")
-    run(config, stop_at=3)
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
-    errors = run_in_threads(lambda ranks: find_start(identity_of(config), ranks), 3)
-    assert {type(error) for error in errors} == {CheckpointError} and len({str(error) for error in errors}) == 1

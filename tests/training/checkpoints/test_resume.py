@@ -11,7 +11,7 @@ from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import find_newest
 from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.saving import Saver
-from megasparse.training.ranks import Ranks, RunHooks
+from megasparse.training.ranks import Ranks
 from tests.helpers.tiny import identity_of, tiny_config, tiny_engine
 
 BYTES = {"name": "bytes", "sha256": "b"}
@@ -159,19 +159,3 @@ def test_another_mixture_is_told_and_moved_folders_are_the_same(run):
     with pytest.raises(CheckpointError, match=reported + r"\{.a.: 2\.0, .b.: 1\.0\}\. Point data\.path or data\.mix"):
         start(mixed, data="other", allow_changed_config=True)
     assert start(mixed) is not None
-
-
-def test_what_cannot_be_set_aside_is_told(run, monkeypatch):
-    def fail(*_: Any) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(CheckpointError, match=r"00000003, later than .* cannot be renamed: Permission denied"):
-        start(run, str(checkpoints(run) / "00000002"))
-
-
-def test_opening_says_that_it_gets_on(run):
-    reported: list[str] = []
-    hooks = RunHooks(alive=reported.append)
-    assert find_start(identity_of(run, tokenizer=BYTES), Ranks(), hooks) is not None
-    assert reported == [f"verifying {checkpoints(run) / '00000003'}"]

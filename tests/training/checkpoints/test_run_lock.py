@@ -8,10 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +17,6 @@ from megasparse.config.load import build_config
 from megasparse.errors import ConfigError, UserError
 from megasparse.training.checkpoints.run_lock import LOCK, run_lock
 from megasparse.training.ranks import Ranks
-from tests.helpers.finetuning import ENCODER, launch, reviews
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.run_ranks import ROOT
 from tests.helpers.trained import prepared, trained
@@ -45,25 +42,14 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in found}
 
 
-def pretraining(folder: Path) -> Callable[[int], list[Any]]:
-    data = prepared(folder)
-    return lambda steps: trained(data, folder / "run", ["local"], steps)
-
-
-def finetuning(folder: Path) -> Callable[[int], list[Any]]:
-    table = reviews(folder / "train.csv", 24)
-    return lambda steps: launch(folder / "run", table, model=ENCODER, training={"steps": steps})
-
-
-@pytest.mark.parametrize("kind", [pretraining, finetuning])
-def test_a_second_run_is_refused_in_one_line_before_it_writes(tmp_path, kind, capsys):
-    run, start = tmp_path / "run", kind(tmp_path)
-    start(2)
+def test_a_second_run_is_refused_in_one_line_before_it_writes(tmp_path, capsys):
+    run, data = tmp_path / "run", prepared(tmp_path)
+    trained(data, run, ["local"], 2)
     with run_lock(run, Ranks()):
         before = contents(run)
         capsys.readouterr()
         with pytest.raises(SystemExit) as refused:
-            start(3)
+            trained(data, run, ["local"], 3)
         assert contents(run) == before
     assert refused.value.code == 2
     said = capsys.readouterr().err
@@ -75,7 +61,7 @@ def test_a_second_run_is_refused_in_one_line_before_it_writes(tmp_path, kind, ca
         r"Choose another run\.directory, or end that run first",
         line,
     )
-    assert [row["step"] for row in start(3)] == [1, 2, 3]
+    assert [row["step"] for row in trained(data, run, ["local"], 3)] == [1, 2, 3]
 
 
 def test_a_killed_run_keeps_nobody_out_though_its_children_live(tmp_path):

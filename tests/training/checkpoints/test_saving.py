@@ -127,13 +127,6 @@ def test_the_newest_are_kept(tmp_path):
     assert (saver.directory / "latest").read_text() == "00000005\n"
 
 
-def test_the_newest_is_kept_beside_a_stranger_of_a_later_step(tmp_path):
-    saver, engine = prepare(tmp_path, keep=1)
-    (saver.directory / "99999999").mkdir(parents=True)
-    save(saver, engine, 1, 2)
-    assert names(saver.directory) == ["00000002", "99999999", "latest"]
-
-
 def test_what_could_not_be_cleaned_up_goes_with_the_next_save(tmp_path):
     saver, engine = prepare(tmp_path)
     (saver.directory / ".tmp-00000001-a").mkdir(parents=True)

@@ -14,9 +14,8 @@ from megasparse.model.build import build_model
 from megasparse.model.stack import average_over_layers
 from megasparse.ops.random import RngContext
 from megasparse.training.loop import train
-from megasparse.training.ranks import Ranks, start_ranks
+from megasparse.training.ranks import Ranks
 from megasparse.training.reporting.memory import bytes_of, memory_scalars
-from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import TinyModel, make_rng, metrics, tiny_config, tiny_run
 from tests.helpers.trained import prepared, trained
 
@@ -109,34 +108,6 @@ def run(model: Any, config: Config, ranks: Ranks) -> list[dict[str, float]]:
     with tiny_run(config, model, ranks, draws=draws) as training:
         train(training)
     return metrics(config) if ranks.rank == 0 else []
-
-
-def on_two_ranks(folder: str) -> list[list[dict[str, float]]]:
-    """The lines of a run of each ZeRO stage."""
-    found = []
-    for stage in (1, 3):
-        zero = {"zero_optimization": {"stage": stage}}
-        config = tiny_config(f"{folder}/{stage}", "deepspeed", training={"steps": 4}, deepspeed=zero)
-        ranks = start_ranks(config.run)
-        found.append(run(TinyModel(), config, ranks))
-    ranks.stop()
-    return found
-
-
-@pytest.mark.slow
-def test_what_two_ranks_spend_and_hold(tmp_path):
-    runs, _ = run_ranks(on_two_ranks, folder=str(tmp_path))
-    whole = sum(p.numel() for p in TinyModel().parameters()) * 4
-    for stage, lines in zip((1, 3), runs, strict=True):
-        assert missing(lines) == {"model/width"}, "of the tiny model alone"
-        last = lines[-1]
-        assert 0 <= last["speed/data_wait_seconds"] < last["speed/step_seconds"]
-        per_device = last["speed/tokens_per_second"] / 2
-        assert last["speed/tokens_per_second_per_device"] == pytest.approx(per_device)
-        part = whole / 2  # and what pads the last piece
-        assert last["memory/weights_bytes"] == pytest.approx(part if stage == 3 else whole, rel=0.1)
-        assert 0.9 * part <= last["memory/gradients_bytes"] <= 1.1 * whole, "ZeRO 1 accumulates all"
-        assert last["memory/optimizer_bytes"] == pytest.approx(3 * part, rel=0.1)
 
 
 def test_memory_counts_what_holds_the_tensors_once():

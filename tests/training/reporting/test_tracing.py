@@ -2,13 +2,8 @@
 
 import gzip
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -20,25 +15,6 @@ from megasparse.training.loop import train
 from megasparse.training.ranks import RunHooks
 from megasparse.training.reporting.tracing import STEPS
 from tests.helpers.tiny import metrics, tiny_config, tiny_run
-
-ROOT = Path(__file__).parents[3]
-
-RUN = """
-import sys, time
-from megasparse.training.loop import train
-from megasparse.training.stopping.signals import StopSignals
-from tests.helpers.tiny import TinyModel, tiny_config, tiny_run
-
-class Slow(TinyModel):
-    def forward(self, *given):
-        time.sleep(0.02)
-        return super().forward(*given)
-
-signals = StopSignals()
-config = tiny_config(sys.argv[1], training={"steps": 100000})
-with tiny_run(config, Slow(), signals=signals) as run:
-    train(run)
-"""
 
 
 def losses(config: Config, hooks: RunHooks | None = None) -> list[float]:
@@ -104,38 +80,6 @@ def test_a_trace_that_the_exporter_could_not_finish_is_none(tmp_path, monkeypatc
     losses(tiny_config(tmp_path, logging={"profile_steps": (3, 3)}))
     assert f"{tempfile.gettempdir()} has no room for it" in capfd.readouterr()[1]
     assert list((tmp_path / "traces").iterdir()) == []
-
-
-@pytest.mark.slow
-def test_a_signal_asks_for_a_trace_of_a_running_process(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", RUN, str(tmp_path)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    try:
-        metrics, folder = tmp_path / "metrics.jsonl", tmp_path / "traces"
-        _wait(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 3, process)
-        beat = json.loads((tmp_path / "heartbeats" / "rank-00000.json").read_bytes())["heartbeat"]
-        os.kill(beat["pid"], signal.SIGUSR2)
-        _wait(lambda: bool(list(folder.glob("*.json.gz"))), process)
-        before = metrics.read_bytes().count(b"\n")
-        _wait(lambda: metrics.read_bytes().count(b"\n") > before + 3, process)
-        process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=30)
-    finally:
-        process.kill()
-    assert process.returncode == 0, said
-    assert list(traces(tmp_path).values()) == [STEPS]
-    assert "a trace; open it" in said and "Current thread" in said, "and the stacks, as ever"
-
-
-def _wait(condition, process: subprocess.Popen[str]) -> None:  # type: ignore[no-untyped-def]
-    end = time.monotonic() + 60
-    while not condition():
-        assert process.poll() is None and time.monotonic() < end
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("steps", [[5, 4], [1, 11]])

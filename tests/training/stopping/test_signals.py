@@ -87,13 +87,6 @@ def wait_for(condition: Callable[[], bool]) -> bool:
     return met
 
 
-def runs(pid: int) -> bool:
-    try:
-        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
 def test_a_signal_is_noted_and_the_process_ends_by_itself(tmp_path, number):
     rank = start(tmp_path, script(after="time.sleep(0.3)"))
@@ -145,22 +138,15 @@ def test_signals_are_heard_while_the_main_thread_is_deep_in_a_library(tmp_path):
     assert rank.wait(timeout=LIMIT) == 128 + signal.SIGTERM
 
 
-def test_nobody_reading_stderr_is_no_reason_to_fail(tmp_path):
-    rank = start(tmp_path, script())
-    assert rank.stderr is not None
-    rank.stderr.close()
-    rank.send_signal(signal.SIGTERM)
-    assert rank.wait(timeout=LIMIT) == 0
-    assert (tmp_path / "wanted").read_text() == "SIGTERM"
-
-
-def test_sigusr2_prints_the_stacks_and_asks_for_nothing(tmp_path):
-    rank = start(tmp_path, "def waiting_for_data():\n    time.sleep(1)\n" + script(turn="waiting_for_data()"))
+def test_sigusr2_prints_the_stacks_and_asks_for_a_trace(tmp_path):
+    traced = "(folder / 'traced').write_text(f'{signals.trace_wanted()} {signals.trace_wanted()}')"
+    code = script(turn="waiting_for_data()", after=traced)
+    rank = start(tmp_path, "def waiting_for_data():\n    time.sleep(1)\n" + code)
     rank.send_signal(signal.SIGUSR2)
     read_until(rank.stderr, "in waiting_for_data")
     rank.send_signal(signal.SIGTERM)
     rank.communicate(timeout=LIMIT)
-    assert (tmp_path / "wanted").read_text() == "SIGTERM"
+    assert (tmp_path / "wanted").read_text() == "SIGTERM" and (tmp_path / "traced").read_text() == "True False"
 
 
 def test_a_forked_child_takes_signals_for_itself(tmp_path):
@@ -195,28 +181,20 @@ def test_the_launcher_is_killed(tmp_path, late):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", ["deepspeed", "another"])
-def test_the_deepspeed_command_is_killed_and_its_launcher_lives_on(tmp_path, package):
-    folder = tmp_path / "packages" / package / "launcher"
+def test_the_deepspeed_command_is_killed_and_its_launcher_lives_on(tmp_path):
+    folder = tmp_path / "packages" / "deepspeed" / "launcher"
     folder.mkdir(parents=True)
     for init in (folder / "__init__.py", folder.parent / "__init__.py"):
         init.touch()
     (folder / "launch.py").write_text(LAUNCHER)
     rank = [sys.executable, "-c", script(), str(tmp_path)]
-    module = [sys.executable, "-u", "-m", f"{package}.launcher.launch", *rank]
+    module = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", *rank]
     command = [sys.executable, "-c", f"import subprocess; subprocess.call({module!r})"]
     top = subprocess.Popen(command, env=environment(PYTHONPATH=f"{tmp_path / 'packages'}:{ROOT}"))
     assert wait_for((tmp_path / "ready").exists)
-    pid = int((tmp_path / "ready").read_text())
     time.sleep(0.2)
     assert not (tmp_path / "wanted").exists()
     top.kill()
     top.wait()
-    if package == "deepspeed":
-        assert wait_for((tmp_path / "wanted").exists)
-        assert (tmp_path / "wanted").read_text() == "the launcher ended"
-    else:  # torchrun, say, whose own parent may be a shell that has ended
-        time.sleep(1.2)
-        assert not (tmp_path / "wanted").exists() and runs(pid)
-        os.kill(pid, signal.SIGTERM)
-        assert wait_for((tmp_path / "wanted").exists)
+    assert wait_for((tmp_path / "wanted").exists)
+    assert (tmp_path / "wanted").read_text() == "the launcher ended"

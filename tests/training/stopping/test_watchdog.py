@@ -204,13 +204,6 @@ def test_the_heartbeat_file_is_rewritten_in_place(two, tmp_path):
     assert len(seen) == 1 and path.stat().st_mode & 0o022 == 0
 
 
-def test_a_request_to_stop_is_heard_by_the_other_ranks_within_a_beat(two):
-    assert not two.ranks[1].stop_elsewhere()
-    two.stop_wanted.add(0)
-    two.exchange()
-    assert two.ranks[1].stop_elsewhere() and not two.ranks[0].stop_elsewhere()
-
-
 def test_a_damaged_record_is_never_believed_and_the_one_before_stays(two, tmp_path):
     two.stop_wanted.add(0)
     two.exchange(0)
