@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megasparse.attention.band import BandCache
 from megasparse.attention.contract import AttentionInputs, MechanismSpec
 from megasparse.attention.lsh import LSHAttention, LSHAttentionConfig
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
@@ -113,27 +112,3 @@ def test_sinks_are_in_the_softmax_of_buckets_and_window_once(causal, shared, loc
             return defined(seen, *codes, WINDOW, sinks=sinks, ahead=ahead, **mechanism.rule)[0]
 
         assert_same_with_gradients(ours, dense, heads[:3])
-
-
-@pytest.mark.parametrize("separate", [True, False])
-@pytest.mark.parametrize("buckets", [1, 3, 40])
-@pytest.mark.parametrize("prompt", [0, 1, 13])
-def test_decoding_is_the_whole_pass(separate, buckets, prompt):
-    length = 30
-    heads = random_heads(length)
-    queries, keys = random_codes(length, rounds=3, buckets=buckets)
-    place = MechanismSpec(heads=2, head_dim=6, d_model=12, max_length=40, causal=True)
-
-    def part(start, stop):
-        cut = heads._replace(q=heads.q[:, :, start:stop], k=heads.k[:, :, start:stop], v=heads.v[:, :, start:stop])
-        return cut, queries[..., start:stop], keys[..., start:stop] if separate else None
-
-    for exclude_self, count_rounds in itertools.product([True, False], [True, False]):
-        rule = dict(scale=0.6, exclude_self=exclude_self, count_rounds=count_rounds)
-        whole, _ = attended(heads, queries, keys if separate else None, WINDOW, **rule)
-        cache = BandCache.empty(2, place, 3, buckets, WINDOW.chunk, heads.k)
-        if prompt:
-            cache.fill(*part(0, prompt))
-        for position in range(prompt, length):
-            out = cache.decode(*part(position, position + 1), position, **rule)
-            torch.testing.assert_close(out, whole[:, :, position : position + 1], rtol=1e-9, atol=1e-9)

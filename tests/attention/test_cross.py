@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megasparse.attention.contract import AttentionContext, RecomputeCache
+from megasparse.attention.contract import AttentionContext
 from megasparse.attention.cross import CrossAttention, Source
 from megasparse.model.build import initialise
 from megasparse.ops.random import RngContext
@@ -78,30 +78,6 @@ def test_outputs_and_gradients_are_those_of_the_definition(kind, target, source,
     weight = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for a, b in zip(*(torch.autograd.grad((y * weight).sum(), (x, states)) for y in (ours, exact)), strict=True):
         assert (a - b).abs().max() < 1e-4
-
-
-def test_codes_are_kept_for_the_recomputation():
-    made, (x, states, real) = cross("lsh"), inputs(20, 30)
-    context = AttentionContext(0, training_draws(2), recompute=RecomputeCache())
-    first = made(x, Source(states, real), context)
-    hashed = made._codes
-    made._codes = lambda *args: pytest.fail("hashed again")
-    context.recompute.replay()
-    assert torch.equal(made(x, Source(states, real), context), first)
-    made._codes = hashed
-
-
-@pytest.mark.parametrize("kind", ["full", "lsh"])
-def test_one_token_at_a_time_sees_what_the_whole_target_does(kind):
-    made, (x, states, real) = cross(kind), inputs(35, 20)
-    context = AttentionContext(0, RngContext.evaluation(0, 2))
-    whole = made(x, Source(states, real), context)
-    keys = made.read(Source(states, real), AttentionContext(0, RngContext.evaluation(0, 2)))
-    one = [made(x[:, t : t + 1], keys, AttentionContext(0, RngContext.evaluation(0, 2)), t) for t in range(35)]
-    assert (torch.cat(one, 1) - whole).abs().max() < 1e-5
-    keys.select(torch.tensor([1, 1, 0]))
-    again = made(x[[1, 1, 0]], keys, AttentionContext(0, RngContext.evaluation(0, 3)))
-    assert (again - whole[[1, 1, 0]]).abs().max() < 1e-5
 
 
 def test_rounds_of_evaluation():

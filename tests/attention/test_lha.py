@@ -302,17 +302,3 @@ def test_the_objective_is_a_convex_combination_of_the_tasks_and_its_own():
     objective, statistics = model(random_tokens(2, 90), training_draws(2))
     own = statistics["attention/lha/kl_queries"] + statistics["attention/lha/kl_keys"]
     torch.testing.assert_close(objective, 0.95 * statistics["nats"] / statistics["tokens"] + 0.05 * own)
-
-
-def test_length_one_and_a_single_bucket():
-    for settings in ({}, {"window": "top_k"}, {"chunk": 200}, {"chunk": 200, "window": "top_k"}):
-        for causal in (True, False):
-            single = lha(causal, **settings)
-            inputs = single.inputs(1, dtype=torch.float64)
-            result = single(*inputs, training=True)
-            torch.testing.assert_close(result.out, inputs[3])
-            assert torch.isfinite(result.auxiliary_loss)
-            if settings == {"chunk": 200, "window": "top_k"} or (settings == {"chunk": 200} and causal):
-                inputs = single.inputs(100, dtype=torch.float64)
-                full = F.scaled_dot_product_attention(*inputs[1:], is_causal=causal)
-                torch.testing.assert_close(single(*inputs).out, full)

@@ -33,19 +33,6 @@ def test_it_is_the_definition_with_padding_and_documents():
             assert_same_with_gradients(ours, dense, heads)
 
 
-def test_with_many_features_it_is_softmax_attention():
-    single = Single("performer", False)
-    x, q, k, v = single.inputs(40)
-    q, k = q / 2, k / 2
-    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    errors = []
-    for features in (16, 256, 4096):
-        single.mechanism.config = single.mechanism.config.model_copy(update={"features": features})
-        errors.append(((single(x, q, k, v).out - exact).norm() / exact.norm()).item())
-    assert errors == sorted(errors, reverse=True)
-    assert errors[-1] < 0.15
-
-
 def test_features_are_new_at_every_step():
     single = Single("performer", True)
     first, same, other = (single(*single.inputs(20), training=True, step=step).out for step in (0, 0, 1))

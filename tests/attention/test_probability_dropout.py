@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from megasparse.attention.contract import AttentionContext
 from megasparse.config.checks import check_model
 from megasparse.errors import ConfigError
-from megasparse.ops.random import PairDropout, RngContext
+from megasparse.ops.random import RngContext
 from tests.helpers.comparing import assert_same_with_gradients
 from tests.helpers.models import CASES, Single, by_path, kind_of, named, small
 
@@ -99,17 +98,3 @@ def test_a_mechanism_without_probabilities_refuses_the_rate():
     attention = named("yoso").model_copy(update={"dropout": RATE})
     with pytest.raises(ConfigError, match=r'attention\.dropout: 0\.3 is given, but "yoso" forms'):
         check_model(small(attention=attention))
-
-
-def test_rounds_of_a_step_have_masks_of_their_own():
-    rng, other = (RngContext(0, step, torch.arange(2), True) for step in (0, 1))
-    drawn = []
-    for place in (rng, other):
-        context = AttentionContext(0, place)
-        found = Single("full", True, RATE).mechanism.pair_dropout(torch.zeros(2, 2, LENGTH, 16), context)
-        assert isinstance(found, PairDropout)
-        drawn.append(found.dense(LENGTH, torch.float32))
-    kept = torch.stack(drawn) > 0
-    assert abs(kept.float().mean() - (1 - RATE)) < 0.02
-    for pair in ((kept[0], kept[1]), (kept[0, 0], kept[0, 1]), (kept[0, :, 0], kept[0, :, 1])):  # steps, samples, heads
-        assert abs((pair[0] == pair[1]).float().mean() - (RATE**2 + (1 - RATE) ** 2)) < 0.03

@@ -122,15 +122,6 @@ def test_a_window_and_sinks_are_in_the_softmax_of_the_chosen_keys_once(causal, m
     )
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_with_no_more_keys_than_k_it_is_full_attention(causal):
-    single = Single("smart_bird", causal)
-    inputs = single.inputs(6)
-    for training in (True, False):
-        out = single(*inputs, training=training).out
-        torch.testing.assert_close(out, F.scaled_dot_product_attention(*inputs[1:], is_causal=causal))
-
-
 def test_training_draws_by_head_and_step_and_evaluation_draws_nothing():
     single = Single("smart_bird", True)
     inputs = single.inputs(60)

@@ -157,19 +157,6 @@ def test_training_and_evaluation_have_their_numbers_of_hashes_and_can_be_overrul
     assert not torch.equal(attend(mechanism, heads).out, attend(mechanism, heads, training=True).out)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_more_hashes_come_to_the_expectation_of_the_same_model(causal):
-    """YOSO-m-E: same parameters, same τ."""
-    heads = random_heads(30, causal)
-    settings = dict(hashes=8, convolution=3, projection="gaussian")
-    sampled, certain = (yoso(dict(causal=causal), **settings, expectation=e) for e in (False, True))
-    assert sampled.code_bits == certain.code_bits
-    certain.load_state_dict(sampled.state_dict())
-    exact = attend(certain, heads).out
-    errors = [(attend(sampled, heads, rounds=m).out - exact).norm() / exact.norm() for m in (8, 128, 2048)]
-    assert errors[0] > errors[1] > errors[2] and errors[2] < 0.1
-
-
 @pytest.mark.parametrize(
     "causal,length,hashes,bits,exceed",
     [

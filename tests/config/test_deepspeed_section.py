@@ -116,19 +116,6 @@ def test_what_is_right_is_handed_over_as_it_is():
     assert build_config({"deepspeed": section}).deepspeed == section
 
 
-@pytest.mark.parametrize(
-    "zero",
-    [
-        {"stage": "3", "offload_param": {"device": "cpu"}},
-        {"stage": [], "offload_param": 7},
-        {"stage": None, "offload_optimizer": {"device": {}}},
-        {"offload_param": {"device": ["cpu"]}, "zenflow": 3},
-    ],
-)
-def test_values_of_odd_kinds_are_one_line(zero):
-    assert refused(zero_optimization=zero).startswith("deepspeed.zero_optimization")
-
-
 def test_what_needs_no_deepspeed_is_refused_without_importing_it():
     code = """
 import sys

@@ -83,18 +83,6 @@ def opened(path: Path) -> np.ndarray:
         return np.asarray(image)
 
 
-def test_images_are_drawn_anew_with_each_seed(pixels, tmp_path):
-    for name, *options in (("a",), ("b",), ("c", "--seed", 1), ("d", "--top-p", 0.5)):
-        run(generate, "--checkpoint", pixels, "--images", 2, "--output", tmp_path / name, *options)
-    drawn = {name: [opened(tmp_path / name / f"{i:04}.png") for i in range(2)] for name in "abcd"}
-    assert drawn["a"][0].shape == (4, 4, 3)
-    for i in range(2):
-        assert (drawn["a"][i] == drawn["b"][i]).all()
-        assert (drawn["a"][i] != drawn["c"][i]).any() and (drawn["a"][i] != drawn["d"][i]).any()
-    assert (drawn["a"][0] != drawn["a"][1]).any()
-    assert (tmp_path / "a" / "sheet.png").read_bytes() == (tmp_path / "b" / "sheet.png").read_bytes()
-
-
 def test_lower_halves_are_the_whole_sequence_models_choice(pixels, tmp_path):
     original = sorted((pixels.parent / "source").iterdir())[3]
     arguments = ["--checkpoint", pixels, "--complete", original, "--temperature", 0, "--output", tmp_path / "out"]

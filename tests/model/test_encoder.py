@@ -137,25 +137,6 @@ def test_a_random_token_is_never_a_reserved_one():
     torch.testing.assert_close(shares, torch.tensor([0, third, 0, 0.8, third, 0.1 + third]), rtol=0, atol=0.01)
 
 
-def test_rates_of_masking_are_those_of_bert():
-    tokens = torch.full((500, 128), 7)
-    read, scored = asked(encoder(), tokens, training_draws(500))
-    assert (scored.sum(1) == round(0.15 * 128)).all()
-    assert torch.equal(read[~scored], tokens[~scored])
-    hidden = read[scored]
-    count = len(hidden)  # 9,500
-    masked, stay = (hidden == MASK).sum() / count, (hidden == 7).sum() / count
-    deviation = (0.1 * 0.9 / count) ** 0.5
-    assert abs(masked - 0.8) < 4 * (0.8 * 0.2 / count) ** 0.5
-    assert abs(stay - 0.1) < 4 * deviation + 1 / VOCABULARY
-    others = hidden[(hidden != MASK) & (hidden != 7)].bincount(minlength=VOCABULARY)
-    assert abs(others.sum() / count - 0.1) < 4 * deviation + 1 / VOCABULARY
-    assert len(others) == VOCABULARY and (others > 0).sum() > 200 and others.max() < 30  # all over the vocabulary
-    assert others[:50].sum() / others.sum() == pytest.approx(50 / VOCABULARY, abs=0.06)
-    where = scored.float().mean(0)  # and all over the positions
-    assert (where - 0.15).abs().max() < 5 * (0.15 * 0.85 / 500) ** 0.5
-
-
 @pytest.mark.parametrize("whole_words", [False, True])
 def test_masks_are_a_function_of_seed_step_and_sample_alone(whole_words):
     model, tokens = encoder(masking=MaskingConfig(token=MASK, whole_words=whole_words)), random_tokens(4, 100)
@@ -202,19 +183,6 @@ def test_scores_are_of_the_hidden_tokens_themselves():
     assert torch.exp(-predicted[:, at].double()).sum().item() == pytest.approx(1.0, abs=1e-4)
     predicted[:, at] = nats[0, at]
     torch.testing.assert_close(predicted, nats.expand_as(predicted))
-
-
-def test_padding_is_neither_masked_nor_scored():
-    model, tokens = encoder(), random_tokens(2, 90)
-    mask = torch.ones(2, 90, dtype=torch.bool)
-    mask[0, 50:] = False
-    read, scored = asked(model, tokens, training_draws(2), Padding(mask))
-    assert scored.sum(1).tolist() == [round(0.15 * 50), round(0.15 * 90)]
-    assert not scored[0, 50:].any() and torch.equal(read[0, 50:], tokens[0, 50:])
-    alone = model.token_scores(tokens[:1, :50], RngContext.evaluation(0, 1))
-    padded = model.token_scores(tokens, RngContext.evaluation(0, 2), Padding(mask))
-    assert torch.equal(alone.scored[0], padded.scored[0, :50])
-    torch.testing.assert_close(alone.nats[0], padded.nats[0, :50], rtol=1e-4, atol=1e-5)
 
 
 def test_nothing_but_padding_costs_nothing():

@@ -2,12 +2,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megasparse.attention.heads import Padding
 from megasparse.model.build import build_model
 from megasparse.model.stack import OutputHead
 from megasparse.ops.random import RngContext
 from tests.helpers.comparing import decoded_nats
-from tests.helpers.models import random_tokens, randomise, small, training_draws
+from tests.helpers.models import random_tokens, randomise, small
 from tests.helpers.peak_memory import PeakMemory
 
 CUTOFFS = [40, 90, 200]
@@ -104,18 +103,6 @@ def test_label_smoothing_is_torchs_and_leaves_the_nats_as_they_are(tiles, tied):
     plain, right, own = head(streams, targets)  # evaluation
     assert torch.equal(plain, nats) and torch.equal(right, correct) and torch.equal(own, plain)
     torch.testing.assert_close(nats.double(), defined(head, streams, targets)[0], rtol=1e-5, atol=1e-4)
-
-
-def test_a_model_trains_on_smoothed_labels_and_reports_nats():
-    model, tokens = build_model(small(layers=1, label_smoothing=0.1, score_from=4), 0), random_tokens(2, 30)
-    loss, statistics = model(tokens, training_draws(2))
-    streams, _, _ = model.streams(tokens[:, :-1], training_draws(2), Padding())
-    logits, targets = model.logits(streams)[:, 4:].flatten(0, 1), tokens[:, 4:].flatten()
-    torch.testing.assert_close(loss, F.cross_entropy(logits, targets, label_smoothing=0.1))
-    nats = F.cross_entropy(logits, targets)
-    torch.testing.assert_close(statistics["nats"] / statistics["tokens"], nats)
-    torch.testing.assert_close(model(tokens, RngContext.evaluation(0, 2))[0], nats)
-    assert (loss - nats).abs() > 0.01
 
 
 def test_a_decoder_writes_by_the_probabilities_that_it_is_scored_by():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
@@ -13,7 +12,6 @@ from megasparse.ops.hashing import angular_hash, sign_codes
 from megasparse.ops.linear_attention import causal_linear_attention, linear_attention
 from megasparse.ops.local_attention import LocalAttentionSpec, distances, relative_local_attention
 from megasparse.ops.sketch import KeyChoiceSpec, chosen_keys, sketched_attention
-from megasparse.ops.tiled import tiled
 from tests.helpers.kernels import DEVICE
 
 LENGTH, CHUNK = 24, 8
@@ -114,16 +112,3 @@ def test_one_input_may_be_wider_than_the_others(name, wide, implementation, monk
     for found, expected in zip(inside, exact, strict=True):
         difference = (found.float() - expected).nan_to_num()  # z is −∞ where nothing is seen
         assert difference.norm() <= 2e-2 * expected.nan_to_num(neginf=0.0).norm()
-
-
-@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
-def test_tiles_are_recomputed_under_the_autocast_of_the_forward(inside):
-    gradients = []
-    for tiles in (1, 3):
-        x, weight = made(2, 12, 8).bfloat16().requires_grad_(), made(8, 8).requires_grad_()
-        with torch.autocast(DEVICE.type, torch.bfloat16):
-            out = tiled(lambda x, w: F.linear(F.linear(x, w).relu(), w), [x], [weight], tiles)
-            grads = torch.autograd.grad(out.float().square().sum(), [x, weight]) if inside else None
-        gradients.append(grads or torch.autograd.grad(out.float().square().sum(), [x, weight]))
-    for whole, of_tiles in zip(*gradients, strict=True):
-        assert (whole - of_tiles).norm() <= 1e-2 * whole.norm()
