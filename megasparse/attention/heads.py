@@ -14,20 +14,17 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
-from megasparse.attention.full import FullAttention, FullAttentionConfig
 from megasparse.attention.layers import Norm, Rotary
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import merge
-from megasparse.config.attention import MECHANISMS, attends_fully, heads_of_layer, layers_with
+from megasparse.config.attention import MECHANISMS, heads_of_layer, layers_with
 from megasparse.config.schema import ModelConfig
 from megasparse.ops.normalize import unit_keys
 from megasparse.ops.operator import autocast_off
 
 
 def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
-    """The mechanism that a configuration names, over so many heads of a layer; or full attention in its place, sharing
-    queries and keys where it does, by `attention.full_below`.
-    """
+    """Build the mechanism that a configuration names, over so many heads of a layer."""
     spec = MechanismSpec(
         heads=heads,
         head_dim=head_dim(model),
@@ -38,8 +35,8 @@ def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
         vocabulary=model.vocabulary,
         dropout=model.attention.dropout,
     )
-    built = MECHANISMS[kind](getattr(model.attention, kind), spec)
-    return FullAttention(FullAttentionConfig(shared_qk=built.shared_qk), spec) if attends_fully(model, kind) else built
+    built: Attention = MECHANISMS[kind](getattr(model.attention, kind), spec)
+    return built
 
 
 def ranks_with_the_same_heads(mechanism: Attention, model: ModelConfig, ranks: int) -> int:

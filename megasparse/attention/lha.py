@@ -11,11 +11,10 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils import skip_init
@@ -75,6 +74,15 @@ class Assignment(NamedTuple):
     members: ClusterIndices | None = None
 
 
+SAMPLES = 256
+"""Queries (sampled: of each document) that the hash learns from in a step. The error of the mean divergence falls with
+their root; their cost would be full attention's if all queries learned."""
+SAMPLED_KEYS = 1024
+"""Keys of each document that learn, and draws that queries learn by, with sampled utilities; all of a shorter one."""
+WEIGHT = 0.05
+"""Weight λ of Eq. 19, the paper's: the loss is (1 − λ)·task + λ·mean(KL_Q + KL_K)."""
+
+
 class LHAAttentionConfig(MechanismSection):
     hash: Literal["mlp", "linear", "random"] = "mlp"
     """H_Q and H_K: two-layer MLPs (the paper's best), linear, or a random projection that nothing trains."""
@@ -101,12 +109,6 @@ class LHAAttentionConfig(MechanismSection):
     positive random features, in whose noise long queries and keys drown). `collisions`, not the paper's: softmax(H_Q)
     and softmax(H_K) of some queries and their best keys beyond the window and the sinks are to draw the same bucket,
     all buckets alike; in decoders with joint = false."""
-    samples: Positive = 256
-    """With sampled and collisions: the queries (sampled: of each document) that the hash learns from in a step."""
-    sampled_keys: Positive = 1024
-    """With sampled only: keys of each document that learn, and draws that queries learn by; all of a shorter one."""
-    weight: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
-    """Weight λ of Eq. 19: the loss is (1 − λ)·task + λ·mean(KL_Q + KL_K)."""
     sinusoidal_positions: bool = False
     """Sinusoidal positions added to the queries and keys of every such layer, as the paper does for WikiText-103."""
     project_positions: bool = False
@@ -149,7 +151,7 @@ class LHAAttention(BandAttention):
         self.rule = {"scale": spec.head_dim**-0.5, "exclude_self": False, "count_rounds": True}
         self.hash = HashFunctions(config.hash, spec, self.buckets)
         if config.hash != "random":
-            self.task_weight = 1.0 - config.weight
+            self.task_weight = 1.0 - WEIGHT
         if config.window == "top_k" and spec.causal:
             self.leak = "later tokens decide which are a bucket's best; attention.lha.window = band is strictly causal"
 
@@ -226,7 +228,7 @@ class LHAAttention(BandAttention):
         assigned = assigned or self.assign(inputs, context)
         token_key, draw_key = (context.rng.key(context.layer, purpose) for purpose in ("lha sample", "lha keys"))
         config = HashLossConfig(
-            self._joint(inputs), self.buckets, self.bucket_size, self.config.samples, self.config.sampled_keys,
+            self._joint(inputs), self.buckets, self.bucket_size, SAMPLES, SAMPLED_KEYS,
             token_key, draw_key,
         )  # fmt: skip
         sums = sampled_divergences(
@@ -241,7 +243,7 @@ class LHAAttention(BandAttention):
             "negative_entropy_queries": negative_q,
             "negative_entropy_keys": negative_k,
         }
-        loss = self.config.weight / self.spec.layers * (queries + keys)
+        loss = WEIGHT / self.spec.layers * (queries + keys)
         return loss, {name: value.detach() for name, value in statistics.items()}
 
     def teaching_rate(self) -> float | None:
@@ -253,7 +255,7 @@ class LHAAttention(BandAttention):
     def _collisions(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
         """`collision_loss` of a sample of queries and their best keys beyond the window and the sinks, weighted."""
         key, width = context.rng.key(context.layer, "lha sample"), self.window.chunk
-        queries = drawn_positions(key, inputs.q.shape[2], self.config.samples, inputs.q.device)
+        queries = drawn_positions(key, inputs.q.shape[2], SAMPLES, inputs.q.device)
         near: Near | None = (lambda q, k: (q - k).abs() < width) if self.local else None
         share, best = best_far(inputs, queries, self.sinks, near, self.rule["scale"])
         q, k = inputs.q.detach(), inputs.k.detach()
@@ -262,7 +264,7 @@ class LHAAttention(BandAttention):
         of_best = scores_of((best_keys,), (of_k,)).unflatten(2, best.shape[2:])
         query_scores, key_scores = scores_of((q[:, :, queries],), (of_q,)), scores_of((k[:, :, queries],), (of_k,))
         loss = collision_loss(query_scores, key_scores, share, of_best)
-        return loss * (self.config.weight / self.spec.layers), {"collision_loss": loss.detach()}
+        return loss * (WEIGHT / self.spec.layers), {"collision_loss": loss.detach()}
 
     def flops(self, length: int) -> Passes:
         return self._pairs(length) + self._hashing_flops(length)
@@ -277,7 +279,7 @@ class LHAAttention(BandAttention):
         if self.config.hash == "random":
             return Passes(work.heads * 2 * 2.0 * dim * buckets)
         weights = dim * buckets + (dim * dim if self.config.hash == "mlp" else 0)
-        samples, keys, joint = self.config.samples, self.config.sampled_keys, work.causal and self.config.joint
+        samples, keys, joint = SAMPLES, SAMPLED_KEYS, work.causal and self.config.joint
         if self.config.utility == "sampled":
             return (Passes(2 * 2.0 * weights) + sample_flops(work, samples, keys, buckets, weights, joint)) * work.heads
         return (product(2 * 2.0 * weights) + Passes(min(samples, length) * 2.0 * dim)) * work.heads

@@ -54,7 +54,6 @@ class LSHAttentionConfig(MechanismSection):
     """With band only: first tokens of each document that every later one sees (in an encoder every one), in the same
     softmax. They stand in no bucket and no window, so each counts once."""
 
-    replaceable_by_full = True
     rounds_key = "rounds"
 
     def check(self, key: str, model: "ModelConfig") -> None:

@@ -4,11 +4,10 @@ B batch, H heads, L length, D head dim, E width of the layer's input, d width of
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
 from megasparse.attention.contract import (
@@ -74,8 +73,6 @@ class SmartBirdAttentionConfig(MechanismSection):
     """
     labels: Positive | None = None
     """With pooled only: number of labels."""
-    weight: Annotated[float, Field(gt=0.0)] = 1.0
-    """Weight of the sketch's objective. Nothing else trains the sketch, and it trains nothing else."""
     local: bool = False
     """A window beside the chosen keys, in the same softmax, a key in both once: a token's own chunk of positions and
     the chunk before, in an encoder also the chunk after."""
@@ -172,7 +169,7 @@ class SmartBirdAttention(Attention):
         elif self.config.objective != "attention" and context.targets is not None:
             loss = self._objective(x, inputs, context.targets, context.part)
             statistics["sketch_loss"] = loss.detach()
-            loss = loss * (self.config.weight / self.spec.layers)
+            loss = loss * (1.0 / self.spec.layers)
         index = context.recompute.keep(lambda: self._choose(self.sketches(x, inputs, context), inputs, context))
         return AttentionOutput(self._attend(inputs, index), loss, statistics)
 
@@ -205,7 +202,7 @@ class SmartBirdAttention(Attention):
         for number, (q, k) in enumerate(sketches):
             losses.append(sketch_divergence(q[:, queries], k, shares[:, number], far))
         loss = torch.stack(losses).mean()
-        return loss * (self.config.weight / self.spec.layers), {"sketch_loss": loss.detach()}
+        return loss * (1.0 / self.spec.layers), {"sketch_loss": loss.detach()}
 
     def teaching_rate(self) -> float | None:
         return 3e-3 if self.config.objective == "attention" else None

@@ -47,7 +47,6 @@ class SMYRFAttentionConfig(MechanismSection):
     """Queries, and keys, of a cluster."""
 
     bidirectional_only = "its balanced clusters depend on all tokens"
-    replaceable_by_full = True
     rounds_key = "rounds"
 
 

@@ -58,9 +58,6 @@ class YOSOAttentionConfig(MechanismSection):
     below a key-value cache of max_length tokens, where one bit does."""
     projection: Literal["hadamard", "gaussian"] = "hadamard"
     """`hadamard`: fast, slightly biased. `gaussian`: dense projections, unbiased."""
-    normalization: Literal["length", "sum"] = "length"
-    """`length`: each output is scaled to length 1, as in the paper's experiments. `sum`: it is divided by B·1, the sum
-    of its weights."""
     convolution: Positive | None = None
     """Kernel size (odd) of a depth-wise convolution of the values that is added to the output; null for none."""
     chunk: Positive = 128
@@ -92,10 +89,9 @@ class YOSOAttentionConfig(MechanismSection):
 @mechanism("yoso", YOSOAttentionConfig)
 class YOSOAttention(Attention):
     """N-YOSO: out = y/|y|, y_i = Σ_j B_ij v_j, B_ij the share of m hashes in which q_i and k_j have the same τ sign
-    bits (Eq. 5 and 6), E[B_ij] = (1 − acos(q_i·k_j)/π)^τ for q and k scaled to length 1. With `normalization` sum
-    out_i = y_i/Σ_j B_ij, whose sum is that of a value 1 of every key. A query that meets no key gets 0. With
-    `expectation` the weight is E[B_ij] itself; it has the same parameters and the same τ, so a model trained with m
-    hashes goes on with the expectation (YOSO-m-E), or is evaluated with more hashes.
+    bits (Eq. 5 and 6), E[B_ij] = (1 − acos(q_i·k_j)/π)^τ for q and k scaled to length 1. A query
+    that meets no key gets 0. With `expectation` the weight is E[B_ij] itself; it has the same parameters and the same
+    τ, so a model trained with m hashes goes on with the expectation (YOSO-m-E), or is evaluated with more hashes.
 
     Causal, the tables run along the sequence, so all a decoder keeps is the tables, whatever the position: m·2^τ·D
     numbers a head. code_bits = null takes the most bits that keep that under a key-value cache's 2·max_length·D, for
@@ -110,9 +106,10 @@ class YOSOAttention(Attention):
     the very codes of its own forward.
     """
 
+    normalises = True
+
     def __init__(self, config: YOSOAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
-        self.normalises = config.normalization == "length"
         self.code_bits = config.code_bits or _code_bits(config.hashes, spec)
         self.convolution = None if config.convolution is None else _Convolution(spec.heads, config.convolution)
 
@@ -141,7 +138,7 @@ class YOSOAttention(Attention):
         return sign_codes(x.detach(), key, heads, hashes, self.code_bits, self.config.projection)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        q, k, v, mask = unit_vectors(inputs.q), unit_vectors(inputs.k), self._summed(inputs.v), inputs.key_mask
+        q, k, v, mask = unit_vectors(inputs.q), unit_vectors(inputs.k), inputs.v, inputs.key_mask
         spec = HashTableAttentionSpec(self.code_bits, inputs.causal, self.config.chunk)
         if self.config.expectation:
             out, met = expected_attention(q, k, v, spec, mask, mask, inputs.segments)
@@ -149,21 +146,11 @@ class YOSOAttention(Attention):
             hashes = self.hashes(context.rng)
             codes = self.codes(q, hashes, context), self.codes(k, hashes, context)
             out, met = hash_table_attention(q, k, v, *codes, spec, mask, mask, inputs.segments)
-        out = self._normalized(out, inputs.q.dtype if self.convolution is None else None)
+        out = unit_vectors(out, inputs.q.dtype if self.convolution is None else None)
         if self.convolution is not None:
             out = out + self.convolution(inputs.v, mask, inputs.segments, inputs.causal, context.part)
         real = mask.sum() if mask is not None else met[:, 0].numel()
         return AttentionOutput(out.to(inputs.q.dtype), None, {"collisions": met.sum() / (real * met.shape[1])})
-
-    def _summed(self, v: Tensor) -> Tensor:
-        """Return the values, with a 1 beside each for the sum of their weights: (B, H, L, D or D + 1)."""
-        return v if self.normalises else F.pad(v, (0, 1), value=1.0)
-
-    def _normalized(self, y: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        if self.normalises:
-            return unit_vectors(y, dtype)
-        y, total = y[..., :-1], y[..., -1:]
-        return torch.where(total > 0, y / total.masked_fill(total == 0, 1.0), 0.0)
 
     def flops(self, length: int) -> Passes:
         """Codes of q and k; 2·D to add a value to a table and to read it, and again for the gradient of v; those of q
@@ -185,7 +172,6 @@ class YOSOAttention(Attention):
             return YOSOCache(None, KeyValueCache.empty(batch, spec, spec.max_length, like), recent)
         hashes = rounds or self.config.rounds_in_evaluation
         dtype = torch.promote_types(like.dtype, torch.float32)
-        width += not self.normalises
         tables = torch.zeros(batch, heads, hashes, 1 << self.code_bits, width, dtype=dtype, device=like.device)
         return YOSOCache(tables, None, recent)
 
@@ -199,15 +185,13 @@ class YOSOAttention(Attention):
         self._take_in(k, inputs.v, cache, position, context)
         if cache.tokens is not None:
             keys, values = (t[:, :, : position + 1].to(q.dtype) for t in (cache.tokens.k, cache.tokens.v))
-            out, _ = expected_attention(
-                q, keys, self._summed(values), HashTableAttentionSpec(self.code_bits, causal=False)
-            )
+            out, _ = expected_attention(q, keys, values, HashTableAttentionSpec(self.code_bits, causal=False))
         else:
             assert cache.tables is not None
             code = self.codes(q, cache.tables.shape[2], context).to(torch.int64)  # (B, H, m, 1)
             row = code[..., None].expand(*code.shape, cache.tables.shape[-1])
             out = cache.tables.gather(3, row).mean(2)
-        out = self._normalized(out)
+        out = unit_vectors(out)
         if self.convolution is not None:
             window = torch.cat([recent, inputs.v.to(recent.dtype)], dim=2)
             out = out + self.convolution(window, None, None, True, context.part)[:, :, -1:]
@@ -219,9 +203,9 @@ class YOSOAttention(Attention):
             cache.tokens.put(k, v, position)
         else:
             assert cache.tables is not None
-            code, summed = self.codes(k, cache.tables.shape[2], context).to(torch.int64), self._summed(v)
+            code = self.codes(k, cache.tables.shape[2], context).to(torch.int64)
             for table, number in zip(cache.tables.unbind(2), code.unbind(2), strict=True):  # of one hash
-                table.scatter_add_(2, number[..., None].expand(summed.shape), summed.to(table.dtype))
+                table.scatter_add_(2, number[..., None].expand(v.shape), v.to(table.dtype))
         cache.recent = torch.cat([cache.recent, v.to(cache.recent.dtype)], dim=2)[:, :, v.shape[2] :]
 
 

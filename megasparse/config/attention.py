@@ -28,9 +28,6 @@ class MechanismSection(Section):
     """Why decoders cannot have it, or None where they can."""
     causal_only: ClassVar[str | None] = None
     """Why encoders cannot have it, or None where they can."""
-    replaceable_by_full: ClassVar[bool] = False
-    """True if `full_below` applies: softmax attention inside what hashing alone finds, so that full attention has the
-    very same weights. Of a mechanism that trains hashes or a sketch, full attention would leave those untrained."""
     no_probabilities: ClassVar[bool] = False
     """True if it forms no softmax over keys, so that there are no probabilities to drop."""
     rounds_key: ClassVar[str | None] = None
@@ -138,13 +135,8 @@ class AttentionConfig(Section):
     pattern: list[str | dict[str, int]] = Field(default=["local", "local", "lsh", "local"], min_length=1)
     """Attention of each layer, repeated over the depth; as long as the depth, it is an explicit list. An entry is a
     kind, or the number of heads of each of several kinds, such as {"local": 4, "lha": 4}, in whatever order."""
-    full_below: Positive | None = None
-    """In a model whose max_length is below this, full attention takes the place of `lsh` and `smyrf`, on the same
-    weights. null never."""
     dropout: Rate = 0.0
     """Dropout of attention probabilities, after the softmax. It is computed by blocks: slower than a GPU's kernels."""
-    output_dropout: Rate | None = None
-    """Dropout of the output of attention, before it is added to the residual stream; null takes `model.dropout`."""
     head_groups: Positive = 1
     """Groups of each mechanism's heads, which attend one after another, backward included; the same losses."""
 
@@ -181,17 +173,6 @@ def kinds(model: "ModelConfig") -> list[str]:
     return list(dict.fromkeys(kind for layer in layers for kind in heads_of_layer(model, layer)))
 
 
-def replaceable_kinds(model: "ModelConfig") -> list[str]:
-    """The mechanisms whose place full attention can take, whether the model has them or not."""
-    return [kind for kind in MECHANISMS if section(model, kind).replaceable_by_full]
-
-
-def attends_fully(model: "ModelConfig", kind: str) -> bool:
-    """Return True if full attention takes the place of this kind, by `model.attention.full_below`."""
-    full_below = model.attention.full_below
-    return section(model, kind).replaceable_by_full and full_below is not None and model.max_length < full_below
-
-
 def evaluation_rounds(model: "ModelConfig") -> dict[str, int]:
     """Hash rounds (YOSO: hashes) in evaluation of each of a model's mechanisms that has any."""
     rounds = {kind: section(model, kind).rounds_in_evaluation for kind in kinds(model)}
@@ -210,10 +191,6 @@ def check_attention(model: "ModelConfig") -> None:
         if model.attention.dropout > 0.0 and section(model, kind).no_probabilities:
             problem = f'{model.attention.dropout} is given, but "{kind}" forms no probabilities that could be dropped'
             raise ConfigError("model.attention.dropout", problem, "Set it to 0")
-    replaceable = replaceable_kinds(model)
-    if model.attention.full_below is not None and not set(replaceable) & set(kinds(model)):
-        problem = f"{model.attention.full_below} is given, but no layer has {' or '.join(map(show, replaceable))}"
-        raise ConfigError("model.attention.full_below", problem, "Set it to null")
 
 
 def check_heads(model: "ModelConfig") -> None:

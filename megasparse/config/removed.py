@@ -13,7 +13,15 @@ ANY = object()
 REMOVED: dict[str, tuple[Any, str]] = {
     "YOSOAttentionConfig.backward": ("auto", "The cheaper way is taken: remove the key"),
     "SMYRFAttentionConfig.evaluation_rounds": (None, "Evaluation takes `rounds`: remove the key"),
+    "YOSOAttentionConfig.normalization": ("length", "Outputs are scaled to length 1, as in the paper: remove the key"),
     "LHAAttentionConfig.features": (ANY, "Remove the key"),
+    "LHAAttentionConfig.samples": (256, "256 queries a step learn: remove the key"),
+    "LHAAttentionConfig.sampled_keys": (1024, "1,024 keys of a document learn: remove the key"),
+    "LHAAttentionConfig.weight": (0.05, "The weight is 0.05, as in the paper: remove the key"),
+    "SmartBirdAttentionConfig.weight": (1.0, "The sketch's objective has weight 1: remove the key"),
+    "SentenceOrderConfig.weight": (1.0, "The order's nats have weight 1: remove the key"),
+    "AttentionConfig.full_below": (None, 'Set the pattern to "full", with full.shared_qk for lsh, and remove the key'),
+    "AttentionConfig.output_dropout": (None, "Attention's output has `model.dropout`: remove the key"),
     "LHAAttentionConfig.visible_utility": (False, "The utility counts all keys, as in the paper: remove the key"),
     "ModelConfig.embedding_once": (
         lambda model: model.get("kind") == "encoder_decoder" and model.get("blocks", "reversible") == "reversible",

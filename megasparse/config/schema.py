@@ -76,8 +76,6 @@ class SentenceOrderConfig(Section):
 
     separator: Count
     """The id that ends A, and B."""
-    weight: Annotated[float, Field(gt=0.0)] = 1.0
-    """Weight of its mean nats a sequence, beside those of the masked tokens."""
 
 
 class SourceConfig(Section):

@@ -324,7 +324,6 @@ class YOSOFormat(BERTFormat):
 
     def hf_attention(self, model: ModelConfig) -> dict[str, Any]:
         yoso = model.attention.yoso
-        self.must_be("attention.yoso.normalization", yoso.normalization, "length")
         if not yoso.expectation:
             self.must_be("attention.yoso.evaluation_hashes", yoso.evaluation_hashes, None, yoso.hashes)
         with torch.device("meta"):

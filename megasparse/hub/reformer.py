@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megasparse.attention.lsh import lsh_buckets
-from megasparse.config.attention import attends_fully, evaluation_rounds, heads_of_layer, kinds
+from megasparse.config.attention import evaluation_rounds, heads_of_layer, kinds
 from megasparse.config.load import build_config
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.tokenizers import build_tokenizer
@@ -181,7 +181,6 @@ def _check_expressible(model: ModelConfig) -> None:
         ("blocks", model.blocks, "reversible"),
         ("tied_embeddings", model.tied_embeddings, False),
         ("adaptive_cutoffs", model.adaptive_cutoffs, []),
-        ("attention.output_dropout", model.attention.output_dropout, None),
     ]
     if "local" in mechanisms:
         local = model.attention.local
@@ -194,8 +193,6 @@ def _check_expressible(model: ModelConfig) -> None:
             ("attention.lsh.count_rounds", lsh.count_rounds, False),
             ("attention.lsh.local", lsh.local, False),
         ]
-        if attends_fully(model, "lsh"):
-            required.append(("attention.full_below", model.attention.full_below, None))
     for key, value, only in required:
         must_be("Reformer", key, value, only)
     for layer in range(model.layers):

@@ -105,7 +105,7 @@ def replace_attention(
     base._megasparse = _State(seed)
     model.set_attn_implementation(NAME)
     used = {kind: getattr(config.attention, kind).model_dump(mode="json") for kind in kinds(config)}
-    common = config.attention.model_dump(mode="json", include={"pattern", "full_below"})
+    common = config.attention.model_dump(mode="json", include={"pattern"})
     if config.attention.dropout > 0.0:
         common["dropout"] = config.attention.dropout
     setattr(model.config, ENTRY, {"attention": common | used, "max_length": config.max_length, "seed": seed})
@@ -210,9 +210,6 @@ def _model_config(model: PreTrainedModel, attention: dict[str, Any] | AttentionC
     except ValidationError as error:
         raise as_config_error(error, ModelConfig, values, prefix="model") from None
     check_model(config)
-    if config.attention.output_dropout is not None:
-        problem = f"{config.attention.output_dropout} is given, but the output's dropout is the pretrained model's own"
-        raise ConfigError("attention.output_dropout", problem, "Leave it out")
     return config
 
 

@@ -33,7 +33,7 @@ class AttentionBranch(Branch):
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, layer)
-        self.rate = _output_rate(config)
+        self.rate = config.dropout
         self.attention = AttentionLayer(config, layer)
         self.gathered_at_once = self.attention.groups > 1
 
@@ -65,7 +65,7 @@ class CrossAttentionBranch(Branch):
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, layer)
-        self.rate = _output_rate(config)
+        self.rate = config.dropout
         self.attention = CrossAttention(config)
 
     def forward(
@@ -98,11 +98,6 @@ class FeedForwardBranch(Branch):
 
         sums = in_tiles(self, tile, residual, run.rng)
         return None if sums is None else inject_gradients(sums, x)
-
-
-def _output_rate(config: ModelConfig) -> float:
-    rate = config.attention.output_dropout
-    return config.dropout if rate is None else rate
 
 
 class FeedForward(nn.Module):

@@ -46,7 +46,7 @@ class SentenceOrder(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         assert config.sentence_order is not None
-        self.separator, self.weight_of_loss = config.sentence_order.separator, config.sentence_order.weight
+        self.separator = config.sentence_order.separator
         self.norm = Norm(config) if config.style != "bert" else None
         self.dense = nn.Parameter(torch.empty(config.d_model, config.d_model))
         self.dense_bias = nn.Parameter(torch.zeros(config.d_model))
@@ -76,9 +76,9 @@ class SentenceOrder(nn.Module):
         return OrderScores(nats, logits.argmax(-1) == target, self._is_pair(tokens))
 
     def loss(self, scores: OrderScores) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weighted mean nats a sequence, to add to the objective, and statistics, means over the batch's pairs."""
+        """The mean nats a sequence, to add to the objective, and statistics, means over the batch's pairs."""
         total, count = torch.where(scores.scored, scores.nats, 0.0).sum(), scores.scored.sum().clamp_min(1)
-        return self.weight_of_loss * total / len(scores.nats), {
+        return total / len(scores.nats), {
             "sentence_order_nats": total.detach() / count,
             "sentence_order_accuracy": (scores.correct & scores.scored).sum() / count,
         }

@@ -222,7 +222,7 @@ class HuggingFaceBody(Backbone):
 
 def attention_settings(config: ModelConfig) -> dict[str, Any]:
     """The attention settings of one of our models."""
-    attention = config.attention.model_dump(mode="json", include={"pattern", "full_below", *kinds(config)})
+    attention = config.attention.model_dump(mode="json", include={"pattern", *kinds(config)})
     return {**attention, "evaluation_rounds": evaluation_rounds(config)}
 
 

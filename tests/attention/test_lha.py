@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import megasparse.ops.hash_learning as hash_learning
+from megasparse.attention import lha as lha_module
 from megasparse.attention.contract import AttentionContext, AttentionInputs, RecomputeCache
 from megasparse.attention.heads import Padding
 from megasparse.attention.observation import calls
@@ -85,7 +86,8 @@ def in_best(scores, size):
 def test_the_loss_is_that_of_equation_19(masks, causal, monkeypatch):
     """A sample as large as the document is all of it."""
     monkeypatch.setattr(hash_learning, "_CPU_TILE_ELEMENTS", 1000)
-    single = lha(causal, weight=0.2)
+    monkeypatch.setattr(lha_module, "WEIGHT", 0.2)
+    single = lha(causal)
     mechanism, inputs = single.mechanism, single.inputs(40, dtype=torch.float64)
     result = single(*inputs, training=True, step=5, **masks)
     _, q, k, _ = inputs
@@ -144,12 +146,13 @@ def test_positions_and_normalisation_of_queries_and_keys(kind, settings):
         torch.testing.assert_close(given, wanted, rtol=1e-7, atol=1e-7)
 
 
-def test_a_sample_of_queries_stands_for_all():
+def test_a_sample_of_queries_stands_for_all(monkeypatch):
     """Their mean divergence is the query's part of the loss; the draw changes with the step."""
-    exact, sampled = lha(False), lha(False, samples=10)
-    inputs = exact.inputs(40)
-    whole = exact(*inputs, training=True).statistics["kl_queries"].item()
-    found = [sampled(*inputs, training=True, step=step).statistics["kl_queries"].item() for step in range(400)]
+    single = lha(False)
+    inputs = single.inputs(40)
+    whole = single(*inputs, training=True).statistics["kl_queries"].item()
+    monkeypatch.setattr(lha_module, "SAMPLES", 10)
+    found = [single(*inputs, training=True, step=step).statistics["kl_queries"].item() for step in range(400)]
     error = torch.tensor(found).std().item() / len(found) ** 0.5
     assert 0 < error < 0.1 * whole
     assert abs(sum(found) / len(found) - whole) < 4 * error

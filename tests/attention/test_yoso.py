@@ -1,5 +1,3 @@
-import math
-
 import pytest
 import torch
 from transformers.models.yoso.configuration_yoso import YosoConfig
@@ -11,7 +9,6 @@ from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected
 from megasparse.ops.hashing import sign_codes
 from megasparse.ops.normalize import unit_vectors
 from megasparse.ops.random import RngContext
-from tests.helpers.comparing import assert_same_with_gradients
 
 
 def yoso(place=None, **settings):
@@ -116,34 +113,6 @@ def test_outputs_have_length_one_or_are_zero_where_nothing_is_met():
     length = out.norm(dim=-1)
     assert ((length - 1).abs().lt(1e-5) | (length == 0)).all()
     assert (length == 0).any() and (length > 0).any()
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("expectation", [True, False])
-def test_outputs_over_the_sum_of_their_weights(causal, expectation):
-    """BV/(B·1) with B as a matrix, ∂B_ij/∂(q_i·k_j) = τ/2·B_ij, in numerator and denominator; 0 where B·1 is 0."""
-    mechanism = yoso(dict(causal=causal), hashes=3, code_bits=5, expectation=expectation, normalization="sum")
-    mask = torch.arange(20) < torch.tensor([[20], [13]])
-    inputs = [x.double() for x in random_heads(20)[:3]]
-
-    def ours(q, k, v):
-        return attend(mechanism, AttentionInputs(q, k, v, mask, None, causal)).out
-
-    def definition(q, k, v):
-        q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
-        cosine = q @ k.mT
-        if expectation:
-            weight = (1 - cosine.detach().clamp(-1, 1).acos() / math.pi) ** 5
-        else:
-            context = AttentionContext(0, RngContext.evaluation(0, 2))
-            codes = [mechanism.codes(x, 3, context) for x in (q, k)]
-            weight = (codes[0][..., :, None] == codes[1][..., None, :]).double().mean(2)
-        seen = (mask[:, None, :, None] & mask[:, None, None, :]).expand(-1, 1, 20, 20)
-        weight = weight * (seen.tril() if causal else seen) * (1 + 5 / 2 * (cosine - cosine.detach()))
-        total = weight.sum(-1, keepdim=True)
-        return torch.where(total > 0, weight @ v / torch.where(total > 0, total, 1.0), 0.0)
-
-    assert_same_with_gradients(ours, definition, inputs)
 
 
 def test_training_and_evaluation_have_their_numbers_of_hashes_and_can_be_overruled():

@@ -35,7 +35,6 @@ def tiny() -> dict[str, Any]:
     values["model"] |= {"max_length": 32, "layers": 2, "d_model": 16, "d_ff": 32, "heads": 2}
     for kind, settings in SMALL.items():
         values["model"]["attention"][kind] |= settings
-    values["model"]["attention"]["lha"]["sampled_keys"] = 64
     values["model"]["attention"]["pattern"] = ["local", "lsh"]
     values["data"]["sequence_length"] = 32
     values["training"] |= {"global_batch": 2, "micro_batch": 2}

@@ -57,7 +57,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lha random": ("lha", {"hash": "random"}),
     "lha top_k": ("lha", {"window": "top_k"}),
     "yoso expectation": ("yoso", {"expectation": True}),
-    "yoso sum": ("yoso", {"normalization": "sum"}),
     "yoso gaussian, convolution": ("yoso", {"projection": "gaussian", "convolution": 5}),
     "smart_bird top_k": ("smart_bird", {"sampling": "top_k"}),
     "smart_bird random": ("smart_bird", {"sampling": "random"}),

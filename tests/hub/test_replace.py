@@ -7,6 +7,7 @@ import torch
 import transformers
 from transformers import BertConfig, DistilBertConfig, RobertaConfig, XLMRobertaConfig
 
+from megasparse.attention import lha
 from megasparse.attention.contract import Attention
 from megasparse.attention.observation import calls
 from megasparse.config.attention import AttentionConfig
@@ -143,9 +144,10 @@ def labelled(given, name):
 
 
 @pytest.mark.parametrize("name", HEADS[1:])
-def test_what_lha_learns_from_is_in_the_loss_in_training_alone(name):
+def test_what_lha_learns_from_is_in_the_loss_in_training_alone(name, monkeypatch):
+    monkeypatch.setattr(lha, "WEIGHT", 0.25)
     model, given = build(name, hidden_dropout_prob=0.0, classifier_dropout=0.0), labelled(inputs(), name)
-    replace_attention(model, {"kind": "lha", "chunk": 8, "weight": 0.25})
+    replace_attention(model, {"kind": "lha", "chunk": 8})
     plain = model(**given)
     assert auxiliary_loss(model) == 0
     model.train()
@@ -246,16 +248,6 @@ def test_a_longer_max_length_extends_and_decides_the_buckets():
     assert positions(model) == 128 and {mechanism.buckets for mechanism in mechanisms(model)} == {4}
     with pytest.raises(HubError, match="40 tokens are more than the 32 its attention was made for"):
         model(**inputs())
-
-
-def test_full_below_is_kept(tmp_path):
-    model = replace_attention(
-        build("Model"), {"pattern": ["lsh"], "lsh": {"chunk": 8}, "full_below": 101}, max_length=100
-    )
-    exact = replace_attention(build("Model"), {"pattern": ["full"]}, max_length=100)
-    assert torch.equal(values(model, inputs()), values(exact, inputs()))
-    save_replaced(model, tmp_path / "model")
-    assert torch.equal(values(load_replaced(tmp_path / "model"), inputs()), values(exact, inputs()))
 
 
 @pytest.mark.parametrize("attention", [SMALL[3], SMALL[5], SMALL[6], SMALL[8], SMALL[-1]], ids=str)

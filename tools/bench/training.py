@@ -92,7 +92,7 @@ def changed(config: Config, pattern: list[Any] | None = None, **model: Any) -> d
     values = config.model_dump(mode="json")
     values["model"] |= model
     if pattern is not None:
-        values["model"]["attention"] |= {"pattern": pattern, "full_below": None}
+        values["model"]["attention"] |= {"pattern": pattern}
     build_config(values)
     return values
 
