@@ -9,7 +9,7 @@ import pytest
 
 from megasparse.cli.main import main
 from megasparse.errors import ConfigError, UserError
-from megasparse.runs.comparison import by_corpus, call, chosen, commands, load, plot, read_curves, table
+from megasparse.runs.comparison import by_corpus, call, chosen, commands, load, plot, read_curves
 
 ROOT = Path(__file__).parents[2]
 CALL = "megasparse.runs.comparison.call"
@@ -73,20 +73,6 @@ def test_a_subcommand_runs_in_a_process_whose_failure_is_one_line(tmp_path):
         call("pretrain", "none", log=tmp_path / "log")
 
 
-def test_the_commands_of_a_dry_run_are_those_that_would_run(tmp_path):
-    comparison = load(small_comparison(tmp_path))
-    given = commands(comparison, tmp_path / "runs", ["local"], seeds=(3,))
-    assert [words[0] for words in given] == ["prepare-data", "pretrain", "evaluate", "evaluate"]
-    assert given[1][:3] == ["pretrain", "--config", comparison["config"]]
-    assert {"run.seed=3", "training.steps=2"} < set(given[1])
-    assert [words[3:5] for words in given[2:]] == [["--limit", "2"], ["--limit", "1"]]
-    one = commands(comparison | {"evaluate": ["--limit", "4"]}, tmp_path / "runs", ["local"])[-1]
-    assert one[-1] == str(tmp_path / "runs/local-0/evaluation.json")
-    assert not (tmp_path / "runs").exists()
-    with pytest.raises(ConfigError, match="stepz"):
-        commands(comparison, tmp_path / "runs", overrides=["training.stepz=1"])
-
-
 def test_each_corpus_has_its_data_its_settings_and_its_folder(tmp_path, capsys):
     comparison = json.loads(small_comparison(tmp_path).read_text())
     prepare = comparison.pop("prepare")
@@ -108,13 +94,6 @@ def test_each_corpus_has_its_data_its_settings_and_its_folder(tmp_path, capsys):
         load(tmp_path / "two.json")
 
 
-def test_the_table_is_sorted_and_shows_the_spread():
-    run = {"accuracy": 0.5, "loss": 1.0, "seconds": 10.0}
-    lines = table({"worse": [run, run | {"accuracy": 0.3}], "better": [run | {"accuracy": 0.9}, run]})
-    assert [line.split(" | ")[0] for line in lines[2:]] == ["| better", "| worse"]
-    assert "40.00 ± 14.14" in lines[3]
-
-
 def test_wrong_requests(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         load(tmp_path / "missing.json")
@@ -124,6 +103,8 @@ def test_wrong_requests(tmp_path):
     with pytest.raises(ConfigError, match='there is no "lsh"'):
         chosen(["lsh"], {"full": []})
     assert chosen(None, {"full": [], "local": []}) == ["full", "local"]
+    with pytest.raises(ConfigError, match="stepz"):
+        commands(load(small_comparison(tmp_path)), tmp_path / "runs", overrides=["training.stepz=1"])
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/comparisons").glob("*.json")), ids=lambda path: path.stem)

@@ -1,6 +1,5 @@
 import csv
 import random
-import statistics
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from megasparse.cli.main import door
 from megasparse.config.finetuning import TaskConfig
 from megasparse.tasks import build_task
-from megasparse.tasks.readers.long_range_arena import Sizes, distinct, evaluate, tree
+from megasparse.tasks.readers.long_range_arena import Sizes, tree
 from tests.helpers.commands import refused
 
 main = door("listops")
@@ -76,22 +75,6 @@ def operators(node: Any, depth: int = 1) -> list[tuple[str, int, int]]:
     return [(name, len(arguments), depth), *(each for below in arguments for each in operators(below, depth + 1))]
 
 
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        ("7", 7),
-        ("( ( ( [MIN 4 ) 2 ) ] )", 2),
-        ("( ( ( [MAX 4 ) 2 ) ] )", 4),
-        ("( ( ( [MED 4 ) 7 ) ] )", 5),
-        ("( ( ( ( [MED 9 ) 0 ) 1 ) ] )", 1),
-        ("( ( ( [SM 9 ) 8 ) ] )", 7),
-        ("( ( ( ( [MED 3 ) ( ( ( [SM 4 ) 9 ) ] ) ) 8 ) ] )", 3),
-    ],
-)
-def test_trees_worked_out_by_hand(source, target):
-    assert worked(shape(source)) == worked(shape(source), evaluate) == target
-
-
 def test_files_are_the_official_ones_and_targets_are_the_values(tmp_path, capsys):
     folder = make(tmp_path / "new" / "listops", *SMALL)
     assert sorted(path.name for path in folder.iterdir()) == sorted(NAMES)
@@ -137,17 +120,6 @@ def test_trees_are_drawn_as_the_paper_says():
         assert all(abs(share / len(found) - 0.25) < 0.02 for share in shares.values())
     arguments = [isinstance(each, tuple) for node in shapes if isinstance(node, tuple) for each in node[1]]
     assert abs(np.mean(arguments) - 0.25) < 0.02
-
-
-def test_lengths_are_between_the_two(tmp_path):
-    found = distinct(random.Random(1), Sizes(min_length=4, max_length=6, max_depth=3, max_args=10))
-    lengths = {sum(token not in "()" for token in next(found)[0].split()) for _ in range(50)}
-    assert lengths == {5}
-
-
-def test_the_median_of_an_even_number_is_rounded_down():
-    for numbers in ([0, 9], [1, 2, 4, 8], [3, 3, 4, 4], [5, 5, 6, 9, 0, 1]):
-        assert evaluate("[MED", numbers) == int(np.median(numbers)) == int(statistics.median(numbers))
 
 
 @pytest.mark.parametrize(

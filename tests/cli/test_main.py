@@ -64,6 +64,7 @@ def test_every_door_leads_to_a_subcommand_and_is_short():
         assert re.findall(r'door\("(.*)"\)', text)[0] in COMMANDS and ast.get_docstring(ast.parse(text))
 
 
+@pytest.mark.slow
 def test_a_door_works_from_any_folder_and_under_deepspeed(tmp_path):
     words = ["--local_rank=0", "--config", "configs/quickstart.json", "--set", "run.seed=5", "--print-config"]
     found = start(*words, program=(str(ROOT / "launch/pretrain.py"),), cwd=tmp_path, PYTHONPATH="")
@@ -96,8 +97,7 @@ def test_a_mistake_is_exit_code_2_and_one_line(words, message, capsys):
     assert err.startswith(f"error: {message}")
 
 
-@pytest.mark.parametrize("override", ["model.layers=0", "deepspeed.zero_optimization.stage=4"])
-def test_pretraining_reports_a_mistake_before_the_imports_that_take_seconds(override):
+def test_pretraining_reports_a_mistake_before_the_imports_that_take_seconds():
     code = """
 import runpy, sys
 try:
@@ -105,7 +105,7 @@ try:
 except SystemExit as end:
     print(end.code, "deepspeed" in sys.modules)
 """
-    found = start("quickstart", "--set", override, program=("-c", code))
+    found = start("quickstart", "--set", "deepspeed.zero_optimization.stage=4", program=("-c", code))
     assert found.stdout == "2 False\n", found.stderr
 
 
@@ -142,20 +142,7 @@ def test_an_interrupted_command_is_one_line_and_no_traceback(capsys):
     assert ended.value.code == 130 and capsys.readouterr().err == "interrupted\n"
 
 
-def test_a_program_without_an_output_ends_well():
-    done = subprocess.run(["sh", "-c", f"{sys.executable} -m megasparse configs >&-"], cwd=ROOT, capture_output=True)
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
-def test_a_model_is_read_and_run_without_deepspeed_and_the_compiler():
-    """Each takes as long to import as torch."""
-    code = "import sys, megasparse, torch; config = megasparse.load_config('quickstart'); "
-    code += "megasparse.build_model(config.model, seed=0)(torch.zeros(1, 64, dtype=torch.int64)); "
-    code += "print({'deepspeed', 'torch._dynamo'} & {*sys.modules})"
-    assert start(program=("-c", code)).stdout == "set()\n"
-
-
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_reader_of_the_output_that_has_ended_is_no_error(unbuffered):
     """As in `megasparse configs | head -1`."""
     reading, writing = os.pipe()

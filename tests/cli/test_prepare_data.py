@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from megasparse.cli.main import door, parser_of
 from megasparse.data.corpora import CORPORA
@@ -85,15 +84,6 @@ def test_records_have_a_report_with_a_picture(tmp_path, capsys):
     picture = (tmp_path / "data" / "lengths.svg").read_bytes()
     run(main, *given)
     assert picture == (tmp_path / "data" / "lengths.svg").read_bytes() and b"<svg" in picture
-
-
-def test_images_are_counted_beside_the_samples_that_hold_several(tmp_path, capsys):
-    (tmp_path / "photos").mkdir()
-    for number in range(20):
-        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / "photos" / f"{number}.png")
-    sizes = ["--size", 8, "--sample-bytes", 500]
-    run(main, "images", "--source", tmp_path / "photos", *sizes, "--output", tmp_path / "data")
-    assert "train: 18 records, 3,456 tokens in 9 samples" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("corpus", CORPORA)

@@ -3,7 +3,6 @@
 import hashlib
 import io
 import json
-import os
 import tarfile
 import time
 import zlib
@@ -179,18 +178,6 @@ def do(harm: Callable[[bytes], bytes], path: Path) -> Path:
     return path
 
 
-def denied(monkeypatch: pytest.MonkeyPatch, file: str) -> None:
-    """Make nobody able to open the files of this name."""
-    opened = os.open
-
-    def guarded(path: str, *arguments: int, **named: int) -> int:
-        if str(path).endswith(file):
-            raise PermissionError(13, "Permission denied")
-        return opened(path, *arguments, **named)
-
-    monkeypatch.setattr(os, "open", guarded)
-
-
 def edit(index: Index, change: Callable[[dict[str, Any]], object]) -> Path:
     """Change index.json."""
     path = index.directory / "index.json"
@@ -198,17 +185,6 @@ def edit(index: Index, change: Callable[[dict[str, Any]], object]) -> Path:
     change(content)
     path.write_text(json.dumps(content))
     return path
-
-
-def edit_shards(index: Index, file: str = "", **changes: Any) -> None:
-    """Change what index.json says of each shard of the split `train`, or of one file."""
-
-    def change(content: dict[str, Any]) -> None:
-        for shard in content["splits"]["train"]["shards"]:
-            if not file or shard["file"] == file:
-                shard.update(changes)
-
-    edit(index, change)
 
 
 def without_crc32(index: Index) -> Index:

@@ -130,21 +130,6 @@ def test_a_sequence_longer_than_every_shard_names_the_key(index):
     assert batches(index, sequence_length=1000).sequences_per_epoch == 7
 
 
-def test_fewer_shards_than_ranks(make_index, corpus):
-    """One shard of 7 sequences, 12 a step on 4 ranks: every rank has its share, each epoch every sequence once."""
-    index = make_index(corpus[:215], sample_bytes=10)
-    assert len(index.split("train").shards) == 1
-    ranks = [take(batches(index, global_batch=12, rank=r, world_size=4), 7) for r in range(4)]
-    assert {len(step.micro_batches) for steps in ranks for step in steps} == {3}
-    for s in range(7):
-        assert len({steps[s].position for steps in ranks}) == 1
-    found = rows(step for steps in ranks for step in steps)
-    assert sorted(found) == list(range(84))
-    for epoch in range(12):
-        windows = [list(corpus[i * T : i * T + T]) for i in range(7)]
-        assert sorted(found[i] for i in range(epoch * 7, epoch * 7 + 7)) == sorted(windows)
-
-
 # Reads that take their time
 class Slow:
     """Holds up every read of a shard until `go` is set."""

@@ -1,11 +1,9 @@
 """Preparation: shards that do not depend on crashes or workers, documents and tokenizers, and streams that resume."""
 
 import fcntl
-import json
 import os
 import pickle
 import random
-import shutil
 import stat
 from collections.abc import Iterator
 from typing import Any
@@ -215,15 +213,6 @@ def test_it_is_pickled_as_its_name(tmp_path):
         assert tokens.dtype == "<u2" and (tokens.tolist(), raw_bytes, words) == ([2, 301, 1, 0], 11, 4)
 
 
-def test_a_separator_is_asked_for_where_there_are_documents(tmp_path):
-    assert TextEncoder("bytes", documents=True).end == 0 and TextEncoder("bytes").end is None
-    (tmp_path / "words.txt").write_text("<unk>\n<eos>\n")
-    with pytest.raises(ConfigError, match=r'--tokenizer: the tokenizer ".*" has no token that ends a document'):
-        TextEncoder(str(tmp_path / "words.txt"), documents=True)
-    with pytest.raises(ConfigError, match=r'--tokenizer: there is no tokenizer "byte"'):
-        TextEncoder("byte")
-
-
 VOCABULARY = ["<unk>", "<eos>", *(f"w{i}" for i in range(300))]
 WORDS = ("\n".join(VOCABULARY) + "\n").encode()
 """The file of a tokenizer of these words."""
@@ -303,51 +292,12 @@ def test_any_number_of_workers_writes_the_same_bytes(make, books, monkeypatch):
     assert one.split("train").tokens == 2 * (one.split("train").raw_bytes or 0) + everything(one).tolist().count(7)
 
 
-@pytest.mark.parametrize("crash_at", [2, 7])
-def test_finished_shards_are_not_encoded_again(make, books, tmp_path, monkeypatch, crash_at):
-    encoded: list[bytes] = []
-    encode = TextEncoder.encode
-
-    def counting(encoder: TextEncoder, piece: bytes) -> Encoded:
-        encoded.append(piece)
-        return encode(encoder, piece)
-
-    monkeypatch.setattr(TextEncoder, "encode", counting)
-    want = files(make("whole", documents=True).directory)
-    assert encoded == [book.encode() for book in books]
-
-    with crashing(os, "replace", crash_at):
-        make(documents=True)
-    encoded.clear()
-    assert files(make(documents=True).directory) == want
-    finished = max(0, crash_at - 2) // 2  # replaces: progress, then shard and progress in turn
-    kept = json.loads(want["index.json"])["splits"]
-    sizes = [shard["tokens"] for split in kept.values() for shard in split["shards"]][:finished]
-    starts = np.cumsum([0, *(len(book) + 1 for book in books)])
-    assert encoded == [book.encode() for book, stop in zip(books, starts[1:], strict=True) if stop > sum(sizes)]
-
-
-def test_a_file_that_moved_to_another_document_is_another_source(make, books, tmp_path):
-    index = make(documents=True)
-    first, second = tmp_path / "books" / "00.txt", tmp_path / "books" / "01.txt"
-    both = first.read_text() + second.read_text()
-    first.write_text(both[:5])
-    second.write_text(both[5:])
-    with pytest.raises(DataError, match="prepared with another source layout"):
-        make(documents=True)
-    shutil.rmtree(index.directory)
-    make(documents=True)
-
-
 @pytest.mark.parametrize(
     ("content", "options", "error", "message"),
     [
         (b"good\n\xff\xfe", {"documents": True}, DataError, r"books/07\.txt: byte 5 is not UTF-8\. Convert it"),
-        (b"good \xc3", {"tokenizer": "words.txt"}, DataError, r"books/07\.txt: byte 5 is not UTF-8"),
         (b"a\0b", {"documents": True}, DataError, r"books/07\.txt: byte 1 is 0, which stands between documents"),
         (b"", {"documents": True, "tokenizer": "words.txt"}, ConfigError, r'words\.txt" has no token that ends a doc'),
-        (b"", {"tokenizer": "nowhere.model"}, ConfigError, r"--tokenizer: .*nowhere\.model"),
-        (b"", {"documents": True, "split": "99.9,0.05,0.05"}, DataError, r"40 documents are too few to give valid"),
     ],
 )
 def test_what_does_not_fit_is_one_line_and_nothing_is_written(
@@ -360,16 +310,6 @@ def test_what_does_not_fit_is_one_line_and_nothing_is_written(
     assert not (tmp_path / "data").exists()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "split"), [([10] * 8 + [1], "80,10,10"), ([10] * 6, "60,20,20"), ([10], "100,0,0"), ([1, 99], "100,0,0")]
-)
-def test_too_few_documents_come_with_a_split_that_works(make, tmp_path, sizes, split):
-    write_files(tmp_path / "books", {f"{number}.txt": b"x" * size for number, size in enumerate(sizes)})
-    with pytest.raises(DataError, match=rf"too few .* Give more text, or --split {split}$"):
-        make(documents=True, split="99.8,0.1,0.1")
-    make(documents=True, split=split)
-
-
 @pytest.mark.parametrize("tokenizer", ["words.txt", "data/tokenizer.txt"])
 def test_a_split_without_tokens_is_refused_and_what_was_in_the_folder_stays(make, tmp_path, tokenizer):
     write_files(tmp_path, {"books/x.txt": b"w1 w2 w3 w4" + b" " * 30, tokenizer: WORDS})
@@ -379,10 +319,3 @@ def test_a_split_without_tokens_is_refused_and_what_was_in_the_folder_stays(make
         assert not (tmp_path / "data").exists()
     else:
         assert list((tmp_path / "data").iterdir()) == [tmp_path / tokenizer]
-
-
-def test_bytes_take_any_stream(make, books, tmp_path):
-    (tmp_path / "books" / "07.txt").write_bytes(b"\xff\0\xfe")
-    index = make(split="100,0,0")
-    raw = b"".join(path.read_bytes() for path in sorted((tmp_path / "books").iterdir()))
-    assert bytes(everything(index).tolist()) == raw

@@ -1,4 +1,4 @@
-"""Tokens of 1, 2 and 4 bytes, compared with a reading with tarfile and numpy; and damage, which is always an error."""
+"""Tokens of 1, 2 and 4 bytes, and index.json, against readings with tarfile and numpy; and damage, always an error."""
 
 import hashlib
 import json
@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from megasparse.data.index import Index
+from megasparse.data.index_file import IndexFile, parse_content
 from megasparse.data.reader import EvaluationStream, ShardReader
-from megasparse.errors import DataError
+from megasparse.data.tokenizers.simple import ByteTokenizer
+from megasparse.errors import ConfigError, DataError
 from tests.data.folders import (
-    batches,
-    denied,
     do,
     edit,
-    edit_shards,
     everything,
     flip,
     read_folder,
@@ -26,6 +25,7 @@ from tests.data.folders import (
     write_folder,
 )
 from tests.helpers.refusals import refusal
+from tests.helpers.traced import traced_peak
 
 SIZES = (1000, 1000, 730)
 THIRD = "train-000003.tar"
@@ -59,15 +59,6 @@ def test_any_range_is_what_numpy_reads(folder):
     for start, stop in [(0, 2730), (999, 1001), (990, 2010), (2729, 2730), (5, 5)]:
         assert stream.read(start, stop).tolist() == whole[start:stop].tolist()
     stream.close()
-
-
-def test_training_sequences_are_windows_of_what_numpy_reads(folder):
-    with batches([(Index.load(folder), 1.0)], global_batch=6, micro_batch=3) as data:
-        assert (data.sequences_per_epoch, data.unused_tokens) == (33 + 33 + 24, 10 + 10 + 10)
-        steps = [next(data) for _ in range(15)]
-    rows = sorted(tuple(row) for step in steps for batch in step.micro_batches for row in batch.tokens.tolist())
-    shards = read_folder(folder)
-    assert rows == sorted(tuple(shard[i : i + 30].tolist()) for shard in shards for i in range(0, len(shard) - 29, 30))
 
 
 def test_a_fingerprint_of_one_byte_is_that_of_earlier_versions_and_of_more_has_the_width(tmp_path):
@@ -104,11 +95,6 @@ def test_an_index_that_contradicts_itself_is_refused(tmp_path, shard, settings, 
     edit(index, lambda content: content["settings"].update(settings))
     edit(index, lambda content: content["splits"]["train"]["shards"][0].update(shard))
     refusal(lambda: Index.load(index.directory), match=problem)
-
-
-def test_the_record_is_that_of_the_settings(tmp_path):
-    assert Index.load(write_folder(tmp_path / "a", tokens_of(2), width=2, record=10)).record == 10
-    assert Index.load(write_folder(tmp_path / "b", tokens_of(2), width=2)).record is None
 
 
 Harm = Callable[[bytes], bytes]
@@ -148,12 +134,6 @@ def test_damage_is_one_error_that_names_the_shard(index, harm, figures):
     figures(damages_done=1, damages_detected=1)
 
 
-def test_damage_without_crc32_names_the_shard_alone(index):
-    do(flip(5 * 1024 + 520), index.directory / THIRD)
-    with pytest.raises(DataError, match=r"train-000003\.tar: this shard is damaged: its sha256 is \S+ \S+ says [^;]*$"):
-        everything(without_crc32(index))
-
-
 def test_a_missing_and_a_replaced_shard(index):
     (index.directory / THIRD).write_bytes((index.directory / "train-000004.tar").read_bytes())
     with pytest.raises(DataError, match=r"train-000003\.tar: this shard is damaged: its sha256"):
@@ -190,13 +170,6 @@ def test_a_read_that_fails_or_is_cut_off(index, monkeypatch):
         reader.read(3, 250, 260)
 
 
-def test_a_shard_that_may_not_be_read(index, monkeypatch):
-    reader = ShardReader(index, "train")
-    denied(monkeypatch, THIRD)
-    with pytest.raises(DataError, match=r"train-000003\.tar: this shard cannot be read: Permission denied"):
-        reader.read(3, 0, 10)
-
-
 def test_a_shard_is_hashed_once_in_a_process(index, monkeypatch):
     hashed = []
     verify = "megasparse.data.reader.verify_shard"
@@ -221,14 +194,151 @@ def test_files_are_closed(index):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_no_mutation_of_a_shard_that_the_index_vouches_for_crashes(index):
-    """The structure of the tar file is not read: only positions that follow from the index are."""
-    path = index.directory / "train-000000.tar"
-    tar, draw = path.read_bytes(), random.Random(0)
-    for _ in range(100):
-        content = bytearray(tar)
-        for _ in range(draw.randrange(1, 4)):
-            content[draw.randrange(len(content))] = draw.randrange(256)
-        path.write_bytes(content)
-        edit_shards(index, path.name, sha256=hashlib.sha256(content).hexdigest())
-        assert len(ShardReader(Index.load(index.directory), "train").read(0, 0, 1000)) == 1000
+def test_no_data_says_how_to_prepare_it(tmp_path):
+    with pytest.raises(DataError, match=r"megasparse prepare-data enwik8 --source https\S+ --output \S*/enwik8$"):
+        Index.load(tmp_path / "enwik8")
+    with pytest.raises(DataError, match=r"megasparse prepare-data text --source \S+ .*--output '.*my book'$"):
+        Index.load(tmp_path / "my book")
+
+
+def test_an_unknown_split_names_the_known_ones(index):
+    with pytest.raises(DataError, match=r'index\.json: there is no split "trian" .*Did you mean "train"'):
+        index.split("trian")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda c: c.update(format=2), "format"),
+        (lambda c: c.update(extra=1), "extra"),
+        (lambda c: c.pop("tokenizer"), "tokenizer"),
+        (lambda c: c.update(splits={}), "splits"),
+        (lambda c: c["splits"]["train"].update(tokens="7013"), "splits.train.tokens"),
+        (lambda c: c["splits"]["train"].update(tokens=7012), r"splits.train.tokens is 7012, but its shards have 7013"),
+        (lambda c: c["splits"]["train"]["shards"][0].update(file="../train-000000.tar"), r"shards\.0\.file"),
+        (lambda c: c["splits"]["train"]["shards"][0].update(file="/etc/passwd"), r"shards\.0\.file"),
+        (lambda c: c["splits"]["train"]["shards"][0].update(sha256="0"), r"shards\.0\.sha256"),
+        (lambda c: c["splits"]["train"]["shards"][0].update(tokens=0), r"shards\.0\.tokens"),
+        (lambda c: c["tokenizer"].update(name="two\nlines"), r"tokenizer\.name"),
+        (lambda c: c["tokenizer"].update(sha256="\n" * 64), r"tokenizer\.sha256"),
+        (lambda c: c["splits"]["train"].update(raw_bytes=0), r"splits\.train\.raw_bytes"),
+        (lambda c: c["splits"].update(test=c["splits"]["train"]), r"train-000000\.tar is listed more than once"),
+    ],
+)
+def test_a_wrong_entry_is_named(index, change, named):
+    path = edit(index, change)
+    with pytest.raises(DataError, match=named) as caught:
+        Index.load(path.parent)
+    assert caught.value.path == str(path)
+
+
+def test_fingerprint_is_of_the_tokens_alone(index):
+    before = index.fingerprint
+    edit(index, lambda c: c.update(command="another"))
+    assert Index.load(index.directory).fingerprint == before
+    edit(index, lambda c: c["splits"]["train"]["shards"].reverse())
+    assert Index.load(index.directory).fingerprint != before
+    edit(index, lambda c: c["splits"]["train"]["shards"].reverse())
+    edit(index, lambda c: c["tokenizer"].update(sha256="0" * 64))
+    assert Index.load(index.directory).fingerprint != before
+
+
+def test_another_tokenizer_is_refused_naming_both(index):
+    index.require_tokenizer(ByteTokenizer())
+    edit(index, lambda c: c["tokenizer"].update(name="words"))
+    with pytest.raises(ConfigError, match=r'data\.tokenizer: "bytes".*"words"'):
+        Index.load(index.directory).require_tokenizer(ByteTokenizer())
+
+
+def test_an_index_of_an_earlier_version_has_no_crc32(make_index, corpus):
+    index = make_index(corpus)
+    earlier = without_crc32(index)
+    assert earlier.fingerprint == index.fingerprint
+    assert bytes(everything(earlier).tolist()) == corpus
+    assert make_index(corpus).split("train").shards[0].crc32 is None  # all is done: nothing is written again
+
+
+VALID = (
+    '{"tokenizer": {"name": "bytes", "sha256": "SHA256"}, "corpus": "text", "command": "", "source": {}, '
+    '"settings": {"sample_bytes": 5}, "splits": {"train": {"tokens": 5, "samples": 1, "shards": '
+    '[{"file": "a.tar", "samples": 1, "tokens": 5, "bytes": 1029, "sha256": "SHA256"}]}}}'
+).replace("SHA256", "0" * 64)
+
+
+def changed(old: str, new: str) -> bytes:
+    assert old in VALID
+    return VALID.replace(old, new).encode()
+
+
+def test_the_valid_index_that_the_next_test_corrupts():
+    assert parse_content(VALID.encode(), "index.json", IndexFile).splits["train"].tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    {
+        "depth bomb of lists": (b"[" * 5_000_000, "nested too deeply"),
+        "depth bomb in an open entry": (
+            changed('{"sample_bytes": 5}, "splits"', '{"a":' * 5000 + "1" + "}" * 5000 + ', "splits"'),
+            "deeply",
+        ),
+        "NaN": (changed('"tokens": 5', '"tokens": NaN'), "NaN is not JSON"),
+        "1e999": (changed('"tokens": 5', '"tokens": 1e999'), "tokens"),
+        "2**80": (changed('"bytes": 1029', f'"bytes": {2**80}'), "bytes"),
+        "digits": (changed('"bytes": 1029', f'"bytes": 1{"0" * 5000}'), "JSON"),
+        "duplicate keys": (changed('"tokens": 5', '"tokens": 4, "tokens": 5'), '"tokens" is given twice'),
+        "100 MB of text": (changed('"command": ""', f'"command": "{"x" * 10**8}"'), "100,000,000 char"),
+        "100 MB of a key": (f'{{"{"x" * 10**8}": 1}}'.encode(), "100,000,000 char"),
+        "wrong types": (changed('"tokens": 5', '"tokens": "5"'), "tokens"),
+        "BOM": (b"\xef\xbb\xbf" + VALID.encode(), "BOM"),
+        "UTF-16": (VALID.encode("utf-16"), "utf-8"),
+        "not UTF-8": (VALID.replace("text", "t\xe4xt").encode("latin-1"), "utf-8"),
+        "a lone surrogate": (changed("text", "\\ud800"), "JSON|surrogate"),
+        "a file name of two lines": (changed("a.tar", "a\\nb.tar"), "file"),
+        "a list": (b"[]", "the file"),
+        "nothing": (b"", "JSON"),
+        "two values": (VALID.encode() * 2, "JSON"),
+    }.values(),
+    ids=lambda value: None if isinstance(value, bytes) else value,
+)
+def test_a_hostile_index_is_one_line_in_bounded_memory(tmp_path, content, problem):
+    path = tmp_path / "index.json"
+    path.write_bytes(content)
+    size = len(content)
+    del content
+
+    def load():
+        with pytest.raises(DataError, match=problem) as caught:
+            Index.load(tmp_path)
+        assert caught.value.path == str(path)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+
+    assert traced_peak(load) < 5e6 + 6 * size
+
+
+@pytest.mark.parametrize("kind", ["huge", "fifo", "folder", "device"])
+def test_what_cannot_be_an_index_is_not_even_read(tmp_path, kind):
+    path = tmp_path / "index.json"
+    if kind == "huge":
+        path.touch()
+        os.truncate(path, (1 << 30) + 1)
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    problem = r"index\.json: (1,073,741,825 bytes are too many|this is not a regular file|cannot be read: Is a dir)"
+
+    def load():
+        with pytest.raises(DataError, match=problem):
+            Index.load(tmp_path)
+
+    assert traced_peak(load) < 5e6
+
+
+def test_a_pipe_is_no_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="there is no data here"):
+        Index.load("pipe:touch marker")
+    assert os.listdir(tmp_path) == []

@@ -105,7 +105,6 @@ ENCODER = {"kind": "encoder", "vocabulary": 264, "padding_token": 257, "sentence
     ("shards", "corpus", "model", "problem"),
     [
         ({}, "text", {"vocabulary": 256}, None),
-        ({"record": 30}, "text", {"vocabulary": 256}, None),  # duplication: records of bytes alone
         (
             PADDED, "text", {"vocabulary": 259, "padding_token": 257},
             r"model\.vocabulary: 259 .* up to 259\. Set it to 260",
@@ -116,7 +115,6 @@ ENCODER = {"kind": "encoder", "vocabulary": 264, "padding_token": 257, "sentence
             r"model\.padding_token: 256, .* is 257\. Set it to 257",
         ),
         (PADDED, "text", {"vocabulary": 260, "padding_token": 257}, None),
-        ({"width": 2}, "text", {"vocabulary": 256}, None),
         ({**PADDED, "source_length": 20}, "text", {**PAIR, "source": {"length": 20, "layers": 1}}, None),
         (
             {**PADDED, "source_length": 20}, "text", {**PAIR, "source": {"length": 10, "layers": 1}},
@@ -126,14 +124,12 @@ ENCODER = {"kind": "encoder", "vocabulary": 264, "padding_token": 257, "sentence
             {}, "text", {**PAIR, "source": {"length": 10}},
             r'model\.kind: "encoder_decoder", but .*data holds running text\. Prepare',
         ),
-        (PADDED, "text", {**PAIR, "source": {"length": 10}}, None),
         (PADDED, "pairs", ENCODER, None),
         (PADDED, "text", ENCODER, r"model\.sentence_order: given, but .*data holds text\. Prepare pairs"),
         (
             PADDED, "pairs", {**ENCODER, "sentence_order": {"separator": 258}},
             r"sentence_order\.separator: 258, but that .* is 259\. Set",
         ),
-        (PADDED, "text", {**ENCODER, "sentence_order": None, "masking": {"token": 260}}, None),
         (
             PADDED, "text", {**ENCODER, "sentence_order": None, "masking": {"token": 97}},
             r"model\.masking\.token: 97 is .* Set it to 256",

@@ -118,6 +118,7 @@ def test_adapters_want_weights_that_they_belong_to(decoder, tmp_path, capsys):
     assert "has adapters alone" in found and "Copy the run's folder again, whole" in found
 
 
+@pytest.mark.slow
 def test_lines_of_json_and_single_books_are_texts_too(decoder, tmp_path):
     lines = tmp_path / "texts.jsonl"
     lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
@@ -127,11 +128,3 @@ def test_lines_of_json_and_single_books_are_texts_too(decoder, tmp_path):
     assert again["data"]["path"] == config["data"]["path"] == str(tmp_path / "lines" / "data")
     config = go_on(tmp_path / "one", decoder, books(tmp_path / "book", ["\n".join(TEXTS)]))
     assert config["model"]["document_separator"] is None
-
-
-def test_other_texts_in_the_same_run_are_refused(decoder, tmp_path, capsys):
-    go_on(tmp_path / "run", decoder, books(tmp_path / "books"), "--stop-at", "2")
-    other = books(tmp_path / "others", TEXTS[1:])
-    with pytest.raises(SystemExit):
-        go_on(tmp_path / "run", decoder, other)
-    assert "another source" in capsys.readouterr().err

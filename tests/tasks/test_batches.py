@@ -1,103 +1,114 @@
 """The order of examples, their shares, padding, and that neither ranks nor a resume change what a step sees."""
 
+import itertools
+import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from megasparse.config.finetuning import HeadConfig
-from megasparse.data.batches import Batch
+from megasparse.data.batches import Batch, Step
+from megasparse.errors import ConfigError, DataError
+from megasparse.evaluation.beam import BeamSettings
 from megasparse.ops.random import RngContext
 from megasparse.tasks.batches import Encoded, ExampleBatches, Inputs, Segments, collate, fingerprint
 from megasparse.tasks.forms.labels import TaskModel
+from megasparse.tasks.forms.texts import Texts, TokenBatches, packed, side_by_side, sizes_of
 from megasparse.tasks.task import SourceLocation
 from megasparse.training.ranks import Ranks
 from tests.helpers.finetuning import our_body
+from tests.helpers.texts import example as text
 
-NUMBER, GLOBAL = 21, 8
+NUMBER, PACK = 21, 48
 
 
-def example(number: int, length: int, label: int | float | None = 0, second: int | None = None) -> Encoded:
+def example(number: int, length: int, label: int | float | None = 0) -> Encoded:
     """An example whose first token is its number."""
     tokens = (np.arange(length) * 7 + number) % 256
     tokens[0] = number
-    towers = [Segments(tokens, np.arange(length) % 2)]
-    if second is not None:
-        towers.append(Segments(np.arange(second), np.zeros(second, dtype=np.int64)))
-    return Encoded(tuple(towers), label, SourceLocation(Path("made.tsv"), number + 1), str(number))
+    return Encoded(
+        (Segments(tokens, np.arange(length) % 2),), label, SourceLocation(Path("made.tsv"), number + 1), str(number)
+    )
 
 
+DRAWN = random.Random(2)
 EXAMPLES = [example(i, 1 + (i * 5) % 19, i % 3) for i in range(NUMBER)]
+PAIRS = [text([i, *[7] * DRAWN.randrange(12)], [i, *[8] * DRAWN.randrange(9)], i) for i in range(NUMBER)]
+SIZES = sizes_of(PAIRS, PACK)
 
 
-def batches(ranks: Ranks = Ranks(), seed: int = 3, micro: int = 2, start: int = 0) -> ExampleBatches:  # noqa: B008
+def texts(examples: Any) -> Texts:
+    source, target = (side_by_side([getattr(each, side) for each in examples]) for side in ("source", "target"))
+    return Texts(source, target, BeamSettings(1, 1, None))
+
+
+def batches(unit: str = "examples", ranks: Ranks = Ranks(), start: int = 0, micro: int = 0) -> Any:  # noqa: B008
+    """Steps of 4 micro-batches, of 2 examples each or of 48 tokens."""
+    if unit == "tokens":
+        settings: dict[str, Any] = {"global_batch": 4 * PACK, "micro_batch": micro or PACK, "start": start}
+        return TokenBatches(PAIRS, seed=3, ranks=ranks, collate=texts, **settings)
     return ExampleBatches(
-        EXAMPLES, seed=seed, global_batch=GLOBAL, micro_batch=micro, ranks=ranks, start=start,
+        EXAMPLES, seed=3, global_batch=8, micro_batch=2, ranks=ranks, start=start,
         collate=lambda examples: collate(examples, 64),
     )  # fmt: skip
 
 
-def seen(batch: Batch) -> list[tuple[int, int]]:
-    """(global sample number, example) of each row."""
-    (read,) = batch.tokens.sequences  # type: ignore[attr-defined]
-    return list(zip(batch.samples.tolist(), read.tokens[:, 0].tolist(), strict=True))
+def rows(batch: Batch) -> torch.Tensor:
+    inputs: Any = batch.tokens
+    return inputs.source.tokens if isinstance(inputs, Texts) else inputs.sequences[0].tokens
 
 
-def steps(made: ExampleBatches, number: int) -> list[list[tuple[int, int]]]:
-    """What each of so many steps sees, in the order of the samples."""
-    found = [next(made) for _ in range(number)]
-    return [sorted(pair for batch in step.micro_batches for pair in seen(batch)) for step in found]
+def seen(step: Step) -> list[list[tuple[int, int]]]:
+    """(global sample number, example) of each row of each micro-batch."""
+    return [list(zip(b.samples.tolist(), rows(b)[:, 0].tolist(), strict=True)) for b in step.micro_batches]
 
 
-def test_every_example_comes_once_an_epoch_and_epochs_differ():
-    drawn = [number for step in steps(batches(), NUMBER) for _, number in step]  # 8 epochs of 21
-    epochs = [drawn[first : first + NUMBER] for first in range(0, len(drawn), NUMBER)]
-    assert len(epochs) == GLOBAL
+UNITS = pytest.mark.parametrize("unit", ["examples", "tokens"])
+
+
+@UNITS
+def test_every_example_comes_once_an_epoch_and_steps_go_over_its_end(unit):
+    steps = list(itertools.islice(batches(unit), 30))
+    assert all(len(step.micro_batches) == 4 for step in steps)
+    drawn = sorted(itertools.chain(*itertools.chain(*map(seen, steps))))
+    assert [sample for sample, _ in drawn] == list(range(len(drawn))) and steps[-1].position == len(drawn)
+    epochs = [[i for _, i in drawn[first : first + NUMBER]] for first in range(0, len(drawn) - NUMBER, NUMBER)]
+    assert len(epochs) > 4 and len(set(map(tuple, epochs))) == len(epochs)
     assert all(sorted(epoch) == list(range(NUMBER)) for epoch in epochs)
-    assert len(set(map(tuple, epochs))) == GLOBAL
+    assert any(step.position % NUMBER for step in steps if step.position > NUMBER)
 
 
-def test_the_order_is_a_function_of_the_seed_and_the_number():
-    drawn = steps(batches(seed=3), 6)
-    assert drawn == steps(batches(seed=3), 6) == steps(batches(seed=3, micro=4), 6)
-    assert drawn != steps(batches(seed=4), 6)
-
-
+@UNITS
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_share_out_the_same_global_batches(world_size):
-    alone = steps(batches(), 6)
-    shares = [batches(Ranks(rank, world_size)) for rank in range(world_size)]
-    for expected in alone:
-        each = [next(share) for share in shares]
-        assert len({step.position for step in each}) == 1
-        assert all(len(step.micro_batches) == GLOBAL // (2 * world_size) for step in each)
-        assert sorted(pair for step in each for batch in step.micro_batches for pair in seen(batch)) == expected
+def test_ranks_share_out_the_same_batches(unit, world_size):
+    alone, shares = batches(unit), [batches(unit, Ranks(rank, world_size)) for rank in range(world_size)]
+    for _ in range(20):
+        expected, each = next(alone), [next(share) for share in shares]
+        assert {step.position for step in each} == {expected.position}
+        assert all(len(step.micro_batches) == 4 // world_size for step in each)
+        assert sorted(itertools.chain(*map(seen, each))) == sorted(seen(expected))
 
 
-@pytest.mark.parametrize("taken", [1, 2, 3, 7])
-def test_a_resume_goes_on_where_it_was(taken):
-    straight, resumed = batches(), batches(start=taken * GLOBAL)
-    for _ in range(taken):
-        position = next(straight).position
-    assert position == taken * GLOBAL
-    for _ in range(4):
+@UNITS
+@pytest.mark.parametrize("taken", [1, 2, 5, 11])
+def test_a_resume_goes_on_where_it_was(unit, taken):
+    straight = batches(unit)
+    position = [next(straight).position for _ in range(taken)][-1]
+    resumed = batches(unit, start=position)
+    for _ in range(8):
         mine, theirs = next(straight), next(resumed)
-        assert mine.position == theirs.position
+        assert mine.position == theirs.position and seen(mine) == seen(theirs)
         for one, other in zip(mine.micro_batches, theirs.micro_batches, strict=True):
-            assert seen(one) == seen(other) and torch.equal(tokens(one), tokens(other))
-
-
-def tokens(batch: Batch) -> torch.Tensor:
-    return batch.tokens.sequences[0].tokens  # type: ignore[attr-defined]
+            assert torch.equal(rows(one), rows(other))
 
 
 def test_alike_lengths_stand_together():
-    for _ in range(10):
-        step = next(made := batches())
+    for step in itertools.islice(batches(), 10):
         lengths = [each for batch in step.micro_batches for each in batch.tokens.sequences[0].lengths.tolist()]  # type: ignore[attr-defined]
         assert lengths == sorted(lengths)
-        made.position += GLOBAL
 
 
 def test_sorting_by_length_changes_no_mean_gradient():
@@ -110,11 +121,10 @@ def test_sorting_by_length_changes_no_mean_gradient():
             (model(inputs, RngContext(0, 1, samples, training=True))[0] / len(parts)).backward()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
-    made = batches()
-    step = next(made)
-    numbers = [number for _, number in steps(batches(), 1)[0]]
+    step = next(batches())
+    numbers = [number for _, number in sorted(itertools.chain(*seen(step)))]
     whole = collate([EXAMPLES[i] for i in numbers], 64)
-    expected = gradient([(whole, torch.arange(GLOBAL))])
+    expected = gradient([(whole, torch.arange(8))])
     found = gradient([(batch.tokens, batch.samples) for batch in step.micro_batches])  # type: ignore[misc]
     assert expected.norm() > 1e-3 and (found - expected).norm() < 1e-5 * expected.norm()
 
@@ -151,3 +161,37 @@ def test_the_fingerprint_knows_tokens_labels_and_their_order():
     ]
     found = {fingerprint(examples) for examples in (given, *other)}
     assert len(found) == 6 and fingerprint(list(given)) in found
+
+
+def test_a_pack_takes_what_fits_and_no_less():
+    """Sorted, each pack is as long as it can be."""
+    packs = packed(SIZES, PACK, 3, 0)
+    tokens = [len(pack) * int(SIZES[pack].max(0).sum()) for pack in packs]
+    assert max(tokens) <= PACK
+    key = lambda i: tuple(SIZES[i])  # noqa: E731
+    in_order = sorted(packs, key=lambda pack: (key(pack[0]), key(pack[-1])))
+    numbers = list(itertools.chain(*in_order))
+    assert [key(i) for i in numbers] == sorted(key(i) for i in range(NUMBER))
+    for pack, following in itertools.pairwise(in_order):
+        wider = [*pack, following[0]]
+        assert len(wider) * int(SIZES[wider].max(0).sum()) > PACK
+    assert [pack.tolist() for pack in in_order] != [pack.tolist() for pack in packs]
+
+
+def test_a_resume_with_other_packs_is_refused():
+    straight = batches("tokens")
+    positions = [next(straight).position for _ in range(4)]
+    with pytest.raises(ConfigError, match=r"training\.micro_batch: 96, and the checkpoint's position .* began with"):
+        for position in positions:
+            batches("tokens", start=position, micro=2 * PACK)
+
+
+def test_an_example_that_fits_into_no_pack_is_named():
+    given = [text([1], [2], 0), text([1] * 30, [2] * 19, 1), text([1] * 30, [2] * 30, 2)]
+    with pytest.raises(DataError) as caught:
+        sizes_of(given, PACK)
+    assert str(caught.value) == (
+        "made.en:2: 49 tokens with its answer's are more than training.micro_batch = 48. "
+        "Raise it to 60 or more, or lower task.max_length"
+    )
+    assert [len(pack) for pack in packed(sizes_of(given, 60), 60, 0, 0)] == [1, 1, 1]

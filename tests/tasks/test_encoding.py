@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from megasparse.config.finetuning import TaskConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, DataError
-from megasparse.tasks.batches import Encoded, Encoder, Segments, cut
+from megasparse.tasks.batches import Encoded, Encoder, Segments
 from megasparse.tasks.task import Example, SourceLocation, Task
 from tests.helpers.finetuning import bert_tokenizer, write_tokenizer
 from tests.helpers.tokenizers import byte_level, written
@@ -70,15 +70,6 @@ def test_texts_and_pairs_are_what_transformers_makes_of_them(folder, limit):
         assert found.tokens.tolist() == expected["input_ids"], given
         assert found.types.tolist() == expected["token_type_ids"]
         assert found.tokens.dtype == found.types.dtype == np.int64
-
-
-def test_cutting_is_transformers_for_all_lengths(folder):
-    theirs = AutoTokenizer.from_pretrained(folder)
-    for first, second, room in itertools.product(range(1, 9), range(1, 9), range(2, 18)):
-        given = theirs("a " * first, "of " * second, truncation=True, max_length=room + 3, return_token_type_ids=True)
-        types = given["token_type_ids"]
-        parts = cut([np.zeros(first), np.ones(second)], room)
-        assert [len(part) for part in parts] == [types.count(0) - 2, types.count(1) - 1], (first, second, room)
 
 
 def test_robertas_pairs_have_two_separators(tmp_path):

@@ -196,17 +196,3 @@ def test_options_that_do_not_go_together_are_refused(folder, capsys, tmp_path):
     other = ["--checkpoint", tmp_path / "pretrained"]
     assert "megasparse evaluate --data" in refused(capsys, evaluate, *tasks[2:], *other)
     assert "megasparse evaluate --data" in refused(capsys, predict, *other, "--text", "the mask")
-
-
-def test_numbers_are_predicted_and_evaluated_as_such(tmp_path, capsys):
-    rows = [["the mask " * (1 + i % 3), str(i % 3 + 0.5)] for i in range(24)]
-    source = table(tmp_path / "train.csv", rows)
-    launch(tmp_path / "run", source, model=ENCODER, task={"labels": []})
-    there = ["--checkpoint", tmp_path / "run", "--source", source]
-    typed(evaluate, *there, "--task", "table", "--json", tmp_path / "out.json", "--predictions", tmp_path / "out.jsonl")
-    found, rows = json.loads((tmp_path / "out.json").read_text())["metrics"], lines(tmp_path / "out.jsonl")
-    assert found.keys() == {"pearson", "spearman"}
-    labels, answers = [row["label"] for row in rows], [row["predicted"] for row in rows]
-    assert labels[:3] == [0.5, 1.5, 2.5]
-    assert found["pearson"]["value"] == pytest.approx(statistics.correlation(labels, answers))
-    assert all(row["probabilities"] is None for row in rows)

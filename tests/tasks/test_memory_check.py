@@ -19,11 +19,7 @@ LSH = {"attention": {"pattern": ["lsh"], "lsh": {"chunk": 64}}}
 OURS = {**finetuning.ENCODER, "max_length": 2048, "layers": 3, "d_model": 128, "d_ff": 512}
 CASES = {
     "full": {},
-    "full, checkpoint": {"start": {"activations": "checkpoint"}},
-    "lsh": {"start": LSH},
-    "lha, checkpoint_cpu": {"start": {**LHA, "activations": "checkpoint_cpu"}},
     "lha, lora": {"start": LHA, "lora": {"rank": 4}},
-    "full, bf16, accumulated": {"training": {"precision": "bf16", "micro_batch": 1}},
     "ours, local": {"start": None, "model": {**OURS, "attention": {"pattern": ["local"], "local": {"chunk": 64}}}},
     "full, one length": {"task": {"max_length": 512}},
     "quick: lha, checkpoint_cpu": {"task": {"max_length": 256}, "start": {**LHA, "activations": "checkpoint_cpu"}},

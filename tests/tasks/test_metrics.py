@@ -1,13 +1,17 @@
-"""Every metric against its definition and numbers worked by hand."""
+"""Metrics and confidence intervals against their definitions, the libraries' own results and numbers worked by hand."""
 
 import builtins
 import math
+from importlib.metadata import version
 
 import numpy as np
 import pytest
+import sacrebleu
+from rouge_score.rouge_scorer import RougeScorer
 
 from megasparse.errors import UserError
-from megasparse.tasks.metrics import METRICS, require_metrics
+from megasparse.tasks.form import column
+from megasparse.tasks.metrics import METRICS, bootstrap_interval, require_metrics, signature, t_interval
 
 LABELS = np.array([1, 1, 1, 1, 0, 0, 0, 0, 0, 0])
 PREDICTED = np.array([1, 1, 1, 0, 1, 0, 0, 0, 0, 0])
@@ -77,3 +81,130 @@ def test_missing_libraries_are_one_clear_line(missing, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", importing)
     with pytest.raises(UserError, match=rf'{missing}.*pip install "megasparse\[tasks\]"'):
         require_metrics()
+
+
+def drawn(number=200, seed=0):
+    """Labels of three classes, and answers that are right for about 7 of 10."""
+    generator = np.random.default_rng(seed)
+    labels = generator.integers(0, 3, number)
+    return labels, np.where(generator.random(number) < 0.6, labels, generator.integers(0, 3, number))
+
+
+def by_hand(metric, labels, predicted, resamples=4000):
+    """The percentile bootstrap in numpy."""
+    generator, values = np.random.default_rng(1234), []
+    for _ in range(resamples):
+        chosen = generator.choice(len(labels), len(labels))
+        values.append(np.mean([metric(labels[chosen], each[chosen]) for each in predicted]))
+    return np.percentile(values, [2.5, 97.5])
+
+
+def accuracy(labels, predicted):
+    return float((labels == predicted).mean())
+
+
+def macro_f1(labels, predicted):
+    scores = []
+    for each in np.union1d(labels, predicted):
+        right = ((labels == each) & (predicted == each)).sum()
+        scores.append(2 * right / ((labels == each).sum() + (predicted == each).sum()))
+    return float(np.mean(scores))
+
+
+@pytest.mark.parametrize("metric", [accuracy, macro_f1])
+def test_the_bootstrap_interval_is_that_of_its_definition(metric):
+    labels, predicted = drawn()
+    found = bootstrap_interval(metric, labels, predicted, 0)
+    assert found == pytest.approx(by_hand(metric, labels, [predicted]), abs=0.01)  # 4 deviations of a quantile's own
+    assert found == bootstrap_interval(metric, labels, predicted, 0)
+    assert found != bootstrap_interval(metric, labels, predicted, 1)
+
+
+def test_students_interval_of_a_case_worked_by_hand():
+    # mean 3, deviation √(10/4) = 1.581139; t(0.975; 4) = 2.776445 by the tables; 2.776445·1.581139/√5 = 1.963243
+    assert t_interval([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx((3 - 1.963243, 3 + 1.963243), abs=1e-5)
+    # two values a, b: half the difference times t(0.975; 1) = 12.7062
+    assert t_interval([0.8, 0.9]) == pytest.approx((0.85 - 12.7062 * 0.05, 0.85 + 12.7062 * 0.05), abs=1e-5)
+    assert t_interval([0.5, 0.5, 0.5]) == (0.5, 0.5)
+
+
+def test_a_resample_of_one_class_is_no_matter_for_people(recwarn):
+    labels = np.array([0, 0, 0, 1])
+    assert bootstrap_interval(METRICS["matthews"], labels, labels, 0) == (0.0, 1.0)  # 0 where it is not defined
+    assert not recwarn.list
+
+
+TEXTS = [
+    "Ein Mann mit einem orangefarbenen Hut, der etwas anstarrt.",
+    'Ein Boston Terrier läuft über "saftig-grünes" Gras.',
+    "the cats were running in the garden\nit is raining again today",
+    "Leute Reparieren das Dach eines Hauses.",
+    "Five people wearing winter jackets stand in the snow .",
+]
+PREDICTED_TEXTS = [
+    "Ein Mann mit orangem Hut starrt etwas an.",
+    "Ein Terrier läuft über saftig grünes Gras vor einem weißen Zaun.",
+    "it rained again today\nthe cat runs in the garden",
+    "",
+    "Five people wearing winter jackets stand in the snow .",
+]
+ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+
+
+def value(name, labels=TEXTS, predicted=PREDICTED_TEXTS):
+    return METRICS[name](column(labels), column(predicted))
+
+
+def test_bleu_and_chrf_are_sacrebleus_of_the_corpus():
+    assert value("bleu") == pytest.approx(sacrebleu.corpus_bleu(PREDICTED_TEXTS, [TEXTS]).score, abs=1e-9)
+    assert value("chrf") == pytest.approx(sacrebleu.corpus_chrf(PREDICTED_TEXTS, [TEXTS]).score, abs=1e-9)
+    assert 1 < value("bleu") < 100 and 1 < value("chrf") < 100
+
+
+def test_reformers_bleus_are_sacrebleus_by_another_tokenizer_and_uncased():
+    labels, predicted = ["Preis: 5€–6€ (ca.) Für ALLE da"], ["Preis: 5€–6€ (ca.) für alle da"]
+    found = {name: value(name, labels, predicted) for name in ("bleu", "bleu_intl", "bleu_intl_uncased")}
+    intl = [
+        sacrebleu.corpus_bleu(predicted, [labels], tokenize="intl", lowercase=lowercase).score
+        for lowercase in (False, True)
+    ]
+    assert found["bleu_intl"] == pytest.approx(intl[0]) and found["bleu_intl_uncased"] == pytest.approx(intl[1])
+    assert found["bleu"] < found["bleu_intl"] < found["bleu_intl_uncased"] == pytest.approx(100)
+    assert "case:lc|eff:no|tok:intl" in signature("bleu_intl_uncased")
+
+
+@pytest.mark.parametrize("name", ROUGE)
+def test_rouge_is_the_mean_of_rouge_scores_f1(name):
+    scorer = RougeScorer([name], use_stemmer=True)
+    expected = [
+        scorer.score(label, predicted)[name].fmeasure for label, predicted in zip(TEXTS, PREDICTED_TEXTS, strict=True)
+    ]
+    assert value(name) == pytest.approx(sum(expected) / 5, abs=1e-12)
+
+
+def test_signatures_are_sacrebleus_own():
+    scorer = sacrebleu.BLEU()
+    scorer.corpus_score(PREDICTED_TEXTS, [TEXTS])
+    assert signature("bleu") == str(scorer.get_signature())
+    assert signature("bleu") == f"nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:{version('sacrebleu')}"
+    other = sacrebleu.CHRF()
+    other.corpus_score(PREDICTED_TEXTS, [TEXTS])
+    assert signature("chrf") == str(other.get_signature())
+    assert all(version("rouge-score") in signature(name) for name in ROUGE)
+    assert signature("accuracy") is None
+
+
+@pytest.mark.parametrize("name", ["bleu", pytest.param("rouge2", marks=pytest.mark.slow)])
+def test_an_interval_of_texts_is_that_of_the_library(name):
+    """The same draws, scored by the library from the strings."""
+    labels, predicted = column(TEXTS * 2), column(PREDICTED_TEXTS * 2)
+    scorer = RougeScorer([name], use_stemmer=True) if name != "bleu" else None
+
+    def direct(labels, predicted):
+        if scorer is None:
+            return sacrebleu.corpus_bleu(list(predicted), [list(labels)]).score
+        return float(np.mean([scorer.score(*pair)[name].fmeasure for pair in zip(labels, predicted, strict=True)]))
+
+    assert bootstrap_interval(METRICS[name], labels, predicted, 3) == pytest.approx(
+        bootstrap_interval(direct, labels, predicted, 3)
+    )

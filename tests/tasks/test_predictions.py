@@ -1,4 +1,4 @@
-"""What is written of a model's answers, and of what is refused nothing at all."""
+"""The common part of forms, and predictions as files; what is refused leaves none."""
 
 import csv
 import json
@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megasparse.errors import ConfigError, DataError, UserError
 from megasparse.evaluation.outputs import require_writable, whole_file
 from megasparse.tasks.batches import Encoded, Segments
 from megasparse.tasks.evaluate import Prediction, predictions, write_predictions
-from megasparse.tasks.task import SourceLocation
+from megasparse.tasks.form import column
+from megasparse.tasks.task import Example, SourceLocation
 from tests.helpers.finetuning import ENCODER, configured, form_for
 
 CLASSES = ["bad", "so, so", "good"]
@@ -112,3 +114,28 @@ def test_outputs_are_refused_before_the_work(tmp_path):
         out.write(b"half")
         raise OSError(28, "No space left on device")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_column_of_anything_else_has_an_object_a_row():
+    for values in (["a", "", "a long one"], [[1, 2], [3, 4]], [[1, 2], [3]], [[]], [("a", "b"), ("c", "d")], [1, None]):
+        found = column(values)
+        assert found.dtype == object and found.shape == (len(values),) and list(found) == values
+        drawn = found[np.array([len(values) - 1, 0, 0])]  # as a bootstrap does
+        assert list(drawn) == [values[-1], values[0], values[0]] and type(drawn[0]) is type(values[-1])
+
+
+def test_a_sketch_learns_the_tasks_classes_or_as_many_as_its_numbers_are_high():
+    train = [Example(("a",), label, SourceLocation(Path("made"), 1), "0") for label in (0.4, 3.6, None)]
+    found = [form_of_labels(labels).sketch_labels(train[:count]) for labels, count in ((CLASSES, 3), ([], 3), ([], 1))]
+    assert found == [3, 5, 2]
+
+
+@pytest.mark.parametrize(("form", "dtype"), [(OF_CLASSES, torch.int64), (OF_NUMBERS, torch.float32)])
+def test_a_dummy_batch_is_like_one_of_examples(form, dtype):
+    """It has the shapes and types that `collate` gives, with a mask, and ids that the body knows."""
+    body = type("Body", (), {"vocabulary": 11})()
+    found, real = form.dummy_batch(body, 5, 16), form.collate([encoded("a", 1), encoded("b", 0.5)])
+    (read,), (given,) = found.sequences, real.sequences
+    assert read.tokens.shape == read.types.shape == (5, 16) and int(read.tokens.max()) < 11
+    assert read.mask is not None and read.mask.sum(1).tolist() == [15] * 5 and found.labels.dtype == dtype
+    assert (read.tokens.dtype, read.types.dtype) == (given.tokens.dtype, given.types.dtype)

@@ -1,5 +1,6 @@
-"""What fine-tuning starts from, and that a run's body is built again to the last bit without it."""
+"""What fine-tuning starts from, what it restores without it, and what it refuses."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
+    BartConfig,
+    BartModel,
     BertForMaskedLM,
     BertForSequenceClassification,
     BertModel,
@@ -19,11 +22,14 @@ from transformers import (
 from megasparse.attention.heads import Padding
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import SentenceOrderConfig
+from megasparse.errors import CheckpointError, ConfigError, HubError, UserError
 from megasparse.hub.export import to_hf
 from megasparse.hub.replace import mechanisms, replace_attention, save_replaced
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks.backbones import Backbone, HuggingFaceBody, MegasparseBody
 from megasparse.tasks.batches import Inputs, Padded, collate
+from megasparse.tasks.evaluate import answers, predicted, read
+from megasparse.tasks.run import restore_task
 from megasparse.tasks.start import Start, rebuild
 from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment, load_weights, persistent_buffers
 from megasparse.training.checkpoints.manifest import RunIdentity
@@ -35,13 +41,14 @@ from tests.helpers.finetuning import (
     bert_tokenizer,
     config_of,
     form_for,
+    launch,
     open_start,
     opened,
     reviews,
     write_tokenizer,
 )
 from tests.helpers.hub import checkpoint, decoder, encoder
-from tests.helpers.models import attention
+from tests.helpers.models import attention, small_pair
 
 KINDS: dict[str, dict[str, Any]] = {
     "lha": {"chunk": 8},
@@ -241,20 +248,14 @@ def test_a_folder_of_a_replaced_model(tmp_path):
     assert_built_again(start, wanted, tmp_path / "replaced")
 
 
-@pytest.mark.parametrize("to", ["megasparse", "reformer"])
-def test_a_folder_of_ours(to, tmp_path):
-    """An exported model, and a Reformer: our own model again."""
-    if to == "megasparse":
-        config = OURS["mixed encoder"]
-    else:
-        lsh = {"window": "chunk", "same_bucket": False, "count_rounds": False}
-        config = decoder("full", attention=attention("local", "lsh", lsh=lsh))
-    _, path = checkpoint(config, tmp_path / "pretrained")
-    folder = to_hf(path, tmp_path / "exported", to=to)
+def test_a_folder_of_ours(tmp_path):
+    """A Reformer that was exported: our own model again."""
+    lsh = {"window": "chunk", "same_bucket": False, "count_rounds": False}
+    _, path = checkpoint(decoder("full", attention=attention("local", "lsh", lsh=lsh)), tmp_path / "pretrained")
+    folder = to_hf(path, tmp_path / "exported", to="reformer")
     wanted = config_of(tmp_path, {"huggingface": str(folder)})
     start, other = open_start(wanted, 3), open_start(config_of(tmp_path, {"checkpoint": str(path)}), 3)
-    assert isinstance(start.body, MegasparseBody) and start.sha256 != other.sha256
-    assert start.body.causal == (to == "reformer")
+    assert isinstance(start.body, MegasparseBody) and start.body.causal and start.sha256 != other.sha256
     names = dict(other.body.named_parameters())
     assert names.keys() == dict(start.body.named_parameters()).keys()
     for name, parameter in start.body.named_parameters():
@@ -262,17 +263,15 @@ def test_a_folder_of_ours(to, tmp_path):
     assert_built_again(start, wanted, folder)
 
 
-@pytest.mark.parametrize(
-    "attention", [{}, {"attention": {"pattern": ["lsh"], "lsh": {"chunk": 8}}}], ids=["own", "lsh"]
-)
-def test_a_decoder_of_transformers(tmp_path, attention):
+def test_a_decoder_of_transformers(tmp_path):
     folder = tmp_path / "gpt"
     size = len(bert_tokenizer()["model"]["vocab"])
     GPT2Model(GPT2Config(vocab_size=size, n_positions=64, n_embd=32, n_layer=1, n_head=4)).save_pretrained(folder)
     write_tokenizer(folder, bert_tokenizer())
-    wanted = config_of(tmp_path, {"huggingface": str(folder), **attention})
+    wanted = config_of(tmp_path, {"huggingface": str(folder), "attention": {"pattern": ["lsh"], "lsh": {"chunk": 8}}})
     start = open_start(wanted, 2)
-    assert start.body.causal and start.body.longest == 64 and start.body.replaced == bool(attention)
+    assert isinstance(start.body, HuggingFaceBody) and start.body.replaced
+    assert start.body.causal and start.body.longest == 64
     assert_built_again(start, wanted, folder)
 
 
@@ -311,3 +310,193 @@ def test_the_pooler_of_sentence_order_makes_the_head_of_our_own(tmp_path):
         found, _ = task_model.eval().predicted(Inputs((read,), None), rng)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert_built_again(start, wanted, tmp_path / "pretrained")
+
+
+def refusal(config: FinetuneConfig) -> str:
+    with pytest.raises(UserError) as caught:
+        open_start(config, 2)
+    assert "\n" not in str(caught.value) and isinstance(caught.value, ConfigError | CheckpointError | HubError)
+    return str(caught.value)
+
+
+def test_other_weights_are_refused(tmp_path):
+    folder = bert(tmp_path / "bert")
+    found = open_start(config_of(tmp_path, {"huggingface": str(folder)}), 2).sha256
+    open_start(config_of(tmp_path, {"huggingface": str(folder), "sha256": found}), 2)
+    wrong = config_of(tmp_path, {"huggingface": str(folder), "sha256": "0" * 64})
+    assert refusal(wrong).startswith(f'start.sha256: "{"0" * 64}", but the weights have "{found}"')
+    model = BertModel.from_pretrained(folder)
+    with torch.no_grad():
+        model.embeddings.word_embeddings.weight[0, 0] += 1.0
+    model.save_pretrained(folder)
+    assert "but the weights have" in refusal(config_of(tmp_path, {"huggingface": str(folder), "sha256": found}))
+
+
+def test_too_short_a_model_is_refused(tmp_path):
+    _, path = checkpoint(decoder("full", blocks="ordinary", activations="checkpoint"), tmp_path / "pretrained")
+    found = refusal(config_of(tmp_path, {"checkpoint": str(path)}, task={"max_length": 129}))
+    assert found.startswith("task.max_length: 129 tokens are more than the 128 that the model reads. Lower it")
+
+
+def test_encoder_decoders_are_refused(tmp_path):
+    _, path = checkpoint(small_pair(), tmp_path / "pretrained")
+    assert "is of an encoder-decoder" in refusal(config_of(tmp_path, {"checkpoint": str(path)}))
+    folder = to_hf(path, tmp_path / "exported")
+    assert "encoder-decoder" in refusal(config_of(tmp_path, {"huggingface": str(folder)}))
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    bart = BartConfig(vocab_size=60, d_model=16, max_position_embeddings=64, **layers, **heads)
+    BartModel(bart).save_pretrained(tmp_path / "bart")
+    write_tokenizer(tmp_path / "bart", bert_tokenizer())
+    assert "encoder-decoder" in refusal(config_of(tmp_path, {"huggingface": str(tmp_path / "bart")}))
+
+
+def test_other_mistakes_are_refused(tmp_path):
+    folder = bert(tmp_path / "bert")
+    of_bert = {"huggingface": str(folder)}
+    assert "is no folder" in refusal(config_of(tmp_path, {"huggingface": str(tmp_path / "nowhere")}))
+    assert "holds no checkpoint" in refusal(config_of(tmp_path, {"checkpoint": str(tmp_path / "nowhere")}))
+    _, path = checkpoint(decoder("lsh"), tmp_path / "pretrained")
+    found = refusal(config_of(tmp_path, {"checkpoint": str(path), "activations": "checkpoint"}))
+    assert found.startswith("start.activations:")
+    found = refusal(config_of(tmp_path, {"checkpoint": str(path), "attention": {"pattern": ["lha"]}}))
+    assert "has no weight" in found and ".lha." in found
+    (folder / "tokenizer.json").rename(folder / "hidden.json")
+    assert "tokenizer.json: is missing" in refusal(config_of(tmp_path, of_bert))
+    (folder / "hidden.json").rename(folder / "tokenizer.json")
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) // 2])
+    assert "model.safetensors" in refusal(config_of(tmp_path, of_bert))
+    weights.unlink()
+    assert str(folder) in refusal(config_of(tmp_path, of_bert))
+
+
+@pytest.mark.parametrize("content", [None, b"{", b"[]", b'{"kind": "megasparse"}', b"null"])
+def test_a_damaged_record_is_refused(content, tmp_path):
+    config = config_of(tmp_path, {}, model=ENCODER)
+    open_start(config, 2).write(tmp_path)
+    record = tmp_path / "start" / "body.json"
+    if content is None:
+        record.unlink()
+    else:
+        record.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"body\.json: cannot be read .*Copy the run's folder again"):
+        rebuild(tmp_path, form_for(config), Checkpoint(tmp_path, {"tensors": {}}))
+
+
+def test_more_layers_than_weights_are_refused_before_one_is_built(tmp_path):
+    folder = bert(tmp_path / "bert")
+    wanted = config_of(tmp_path, {"huggingface": str(folder)})
+    start = open_start(wanted, 2)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "num_hidden_layers": 10**9}))
+    assert "tensors, by its config.json 1000000000 layers. Give a model" in refusal(wanted)
+    start.record["config"]["num_hidden_layers"] = 10**9
+    start.write(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="has 1 weights, in the run's record 1000000000 layers"):
+        rebuild(tmp_path / "run", form_for(wanted), Checkpoint(tmp_path, {"tensors": {"weight": {"body.x": {}}}}))
+
+
+def test_an_export_of_ours_with_more_layers_than_weights_is_refused(tmp_path):
+    _, path = checkpoint(decoder("full"), tmp_path / "pretrained")
+    folder = to_hf(path, tmp_path / "exported")
+    values = json.loads((folder / "config.json").read_text())
+    values["model"]["layers"] = 10**9
+    (folder / "config.json").write_text(json.dumps(values))
+    assert "by its config.json 1000000000 layers" in refusal(config_of(tmp_path, {"huggingface": str(folder)}))
+
+
+def scores(run, file):
+    found = restore_task(run)
+    examples = read(found, list(found.task.read(file)), "new", lambda line: None)
+    return found, found.form.measures(examples, answers(found.form, examples, predicted(found, examples)))
+
+
+def files(folder):
+    return reviews(folder / "train.csv", 24), reviews(folder / "validation.csv", 13, seed=1)
+
+
+def best(run):
+    return json.loads((run / "best.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with run/ of a model of ours with LSH, on texts of two classes."""
+    folder = tmp_path_factory.mktemp("restore")
+    train, validation = files(folder)
+    attention = {"pattern": ["lsh"], "lsh": {"chunk": 8}}
+    task = {"validation": str(validation)}
+    launch(folder / "run", train, model={**ENCODER, "attention": attention}, task=task)
+    return folder
+
+
+def test_a_model_of_ours_predicts_what_it_did_in_training(trained):
+    found, values = scores(trained / "run", trained / "validation.csv")
+    known = best(trained / "run")
+    assert {name: known["scalars"][f"evaluation/{name}"] for name in values} == values
+    assert found.checkpoint.step == known["step"]
+    assert not found.model.training
+    attention = found.model.body.attention()
+    assert (attention["pattern"], attention["lsh"]["chunk"]) == (["lsh"], 8)
+    assert attention["evaluation_rounds"] == {"lsh": attention["lsh"]["rounds"]}
+    assert "yoso" not in attention
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"start": {"attention": {"pattern": ["yoso"], "yoso": {"hashes": 4}}}},
+        {"training": {"precision": "bf16"}},
+        {"lora": {"rank": 2}},
+    ],
+    ids=["replaced", "bf16", "lora"],
+)
+def test_a_bert_predicts_what_it_did_in_training(tmp_path, sections):
+    train, validation = files(tmp_path)
+    start = {"huggingface": str(bert(tmp_path / "bert")), **sections.pop("start", {})}
+    task = {"validation": str(validation)}
+    launch(tmp_path / "run", train, start=start, task=task, **sections)
+    found, values = scores(tmp_path / "run", validation)
+    known = best(tmp_path / "run")["scalars"]
+    assert {name: known[f"evaluation/{name}"] for name in values} == values
+    dtype = torch.bfloat16 if "training" in sections else torch.float32
+    assert found.model.head.dense.weight.dtype == dtype
+    assert (found.model.body.attention() or {}).get("pattern") == start.get("attention", {}).get("pattern")
+    (tmp_path / "run" / "start" / "tokenizer.json").write_bytes(
+        (tmp_path / "bert" / "tokenizer.json").read_bytes() + b"\n"
+    )
+    with pytest.raises(CheckpointError, match="does not have the tokenizer"):
+        restore_task(tmp_path / "run")
+
+
+def test_what_is_no_fine_tuned_model_is_refused(tmp_path, trained):
+    checkpoint(encoder("full"), tmp_path / "pretrained")
+    with pytest.raises(CheckpointError, match=r"is of a pretrained model.*megasparse evaluate --data"):
+        restore_task(tmp_path / "pretrained")
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        restore_task(tmp_path)
+
+
+def test_another_task_takes_its_place_only_with_the_same_classes(trained):
+    assert restore_task(trained / "run", task="table").task.classes == ("bad", "good")
+    other = r'--task: "rte" has entailment, not_entailment; the model was trained on "table", bad, good\. Give --task'
+    with pytest.raises(ConfigError, match=other):
+        restore_task(trained / "run", task="rte")
+    with pytest.raises(ConfigError, match="--task"):
+        restore_task(trained / "run", task="listops")
+    with pytest.raises(ConfigError, match='no task "tabel"'):
+        restore_task(trained / "run", task="tabel")
+
+
+def test_overrides_are_checked(trained):
+    assert restore_task(trained / "run", ["task.max_length=16"]).encoder.config.max_length == 16
+    with pytest.raises(ConfigError, match=r"task.max_length: 129 tokens are more than"):
+        restore_task(trained / "run", ["task.max_length=129"])
+    with pytest.raises(ConfigError, match="max_lenght"):
+        restore_task(trained / "run", ["task.max_lenght=1"])
+    with pytest.raises(ConfigError, match="model: a fine-tuned model is read as it was trained"):
+        restore_task(trained / "run", ["model.attention.lsh.chunk=4"])
+    with pytest.raises(CheckpointError, match="shape"):
+        restore_task(trained / "run", ["head.hidden=5"])

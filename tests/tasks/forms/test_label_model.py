@@ -250,14 +250,3 @@ def test_towers_read_each_text_apart():
             pooled.append(model.body(read, evaluation(row), None)[0].mean(1))
         expected = model.head(pooled, evaluation(row))
         assert (predicted[row] - expected[0]).abs().max() < 1e-5
-
-
-def test_token_types_reach_models_that_have_them(tmp_path):
-    body = HuggingFaceBody(BertModel.from_pretrained(bert(tmp_path / "bert")), False, 64).eval()
-    (read,) = collate([encoded(0, 20)], 64).sequences
-    plain = Padded(read.tokens, read.types * 0, read.lengths)
-    states = [body(each, evaluation(0), None)[0] for each in (read, plain)]
-    assert not torch.allclose(states[0], states[1])
-    with torch.no_grad():
-        expected = body.model(input_ids=read.tokens[:, :20], token_type_ids=read.types[:, :20]).last_hidden_state
-    assert torch.allclose(states[0][:, :20], expected, atol=1e-5)

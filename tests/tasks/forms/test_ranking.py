@@ -1,22 +1,38 @@
-"""Metrics of rankings against their definitions, and impressions as the model reads them."""
+"""MIND: impressions read and encoded, NRMS against a straight computation, and metrics against definitions."""
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.metrics import ndcg_score, roc_auc_score
+import torch
+from torch import Tensor
 
-from megasparse.config.finetuning import RecommendationConfig, TaskConfig
+from megasparse.config.attention import AttentionConfig
+from megasparse.config.finetuning import HeadConfig, RecommendationConfig, TaskConfig
 from megasparse.data.tokenizers import build_tokenizer
+from megasparse.errors import ConfigError, DataError
+from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks import build_task
+from megasparse.tasks.batches import Encoded, Padded
 from megasparse.tasks.form import column
-from megasparse.tasks.forms.ranking import RankingEncoder, RankingForm
+from megasparse.tasks.forms.ranking import (
+    Impression,
+    Impressions,
+    NewsRecommender,
+    RankingEncoder,
+    RankingForm,
+    drawn_negatives,
+)
 from megasparse.tasks.metrics import LOWER_IS_BETTER, METRICS, ranking
-from megasparse.tasks.task import Example, SourceLocation
-from tests.helpers.finetuning import ENCODER, configured
+from megasparse.tasks.run import TaskRun
+from megasparse.tasks.task import Example, SourceLocation, Task
+from tests.helpers.finetuning import ENCODER, assert_resumes, configured, opened, our_body, plain
+from tests.helpers.mind import behaviors_row, mind, news_row, split_folder
 
 NAMES = ("auc", "mrr", "ndcg5", "ndcg10")
 
@@ -58,16 +74,6 @@ def test_metrics_are_means_of_their_definitions(name, tied):
     expected = np.mean([brute_force(*each)[name] for each in zip(labels, scores, strict=True)])
     assert METRICS[name](column(labels), column(scores)) == pytest.approx(expected, abs=1e-12)
     assert name not in LOWER_IS_BETTER
-
-
-def test_metrics_are_scikit_learns_where_no_scores_are_equal():
-    labels, scores = impressions(40, tied=False)
-    both = list(zip(labels, scores, strict=True))
-    given = column(labels), column(scores)
-    assert METRICS["auc"](*given) == pytest.approx(np.mean([roc_auc_score(*each) for each in both]))
-    for k in (5, 10):
-        expected = np.mean([ndcg_score([clicked], [own], k=k) for clicked, own in both])
-        assert METRICS[f"ndcg{k}"](*given) == pytest.approx(expected)
 
 
 def test_of_equal_scores_the_later_candidate_ranks_higher():
@@ -131,3 +137,271 @@ def test_a_batch_has_every_text_once(tmp_path):
     known = {bytes(row.tolist()): number for row, number in zip(batch.news.tokens, batch.numbers.tolist(), strict=True)}
     for row, number in zip(other.news.tokens, other.numbers.tolist(), strict=True):
         assert known[bytes(row.tolist())] == number < 2**31
+
+
+NEWS = [
+    news_row("N1", 'The "Brands" they Swear By'),
+    news_row("N2", "Cold \u2028 soup"),
+    news_row("N3", "Rain"),
+    news_row("N4", "Rain"),
+]
+
+
+def task(history: int = 50, **changes: Any) -> Task:
+    return build_task(TaskConfig(name="mind", recommendation=RecommendationConfig(history=history), **changes))
+
+
+def test_an_impression_is_the_titles_of_clicked_and_of_shown_news(tmp_path):
+    rows = [
+        behaviors_row("17", "N1 N3", "N2-1 N1-0 N3-0"),
+        behaviors_row("9", "", "N3-0 N4-1"),
+        behaviors_row("9", "N2", "N3 N2"),
+    ]
+    file = split_folder(tmp_path / "dev", NEWS, rows)
+    first, second, third = task().read(file)
+    brands, soup = 'The "Brands" they Swear By', "Cold \u2028 soup"
+    assert first.inputs == ((brands, "Rain"), (soup, brands, "Rain")) and first.label == (1, 0, 0)
+    assert first.name == "17" and str(first.location) == f"{file}:1"
+    assert second.inputs == ((), ("Rain", "Rain")) and second.label == (0, 1)
+    assert third.inputs == ((soup,), ("Rain", soup)) and third.label is None
+
+
+@pytest.mark.parametrize(
+    "row, problem",
+    [
+        (behaviors_row("2", "N1 N9", "N1-0 N2-1"), r'"N9" is no news of .*news\.tsv'),
+        (behaviors_row("2", "N1", "N1 N7"), r'"N7" is no news of .*news\.tsv'),
+        (behaviors_row("2", "N1", "N1-0 N2-2"), '"N2-2" has no label 0 or 1'),
+        (behaviors_row("2", "N1", "N1-0 N2"), '"N2" has no label 0 or 1'),
+        (behaviors_row("2", "N1", " "), "an impression without any news"),
+        (behaviors_row("2", "N1", "N1-0 N2-0"), "no click on any news shown"),
+        (behaviors_row("2", "N1", "N1-1"), "a click on every news shown"),
+        ("2\tU1\tnow\tN1\n", r"4 fields where there are 5 columns \(impression id, user id"),
+    ],
+)
+def test_a_bad_impression_is_named_by_file_and_line(tmp_path, row, problem):
+    file = split_folder(tmp_path, NEWS, [behaviors_row("1", "N1", "N1-0 N2-1"), row])
+    with pytest.raises(DataError, match=f"{file}:2: {problem}"):
+        list(task().read(file))
+
+
+@pytest.mark.parametrize(
+    "row, problem",
+    [
+        (news_row("N5", ""), 'the title of "N5" is empty'),
+        (news_row("N1", "again"), '"N1" stands there twice'),
+        ("N5\tnews\ta title\n", "3 fields where there are 8 columns"),
+    ],
+)
+def test_a_bad_news_is_named_by_file_and_line(tmp_path, row, problem):
+    file = split_folder(tmp_path, [*NEWS, row], [behaviors_row("1", "N1", "N1-0 N2-1")])
+    with pytest.raises(DataError, match=rf"{tmp_path}/news\.tsv:5: {problem}"):
+        list(task().read(file))
+
+
+HISTORY = 6
+TASK = {"name": "mind", "max_length": 32, "recommendation": {"history": HISTORY, "negatives": 3, "heads": 4}}
+STILL = {**ENCODER, "dropout": 0.0}
+
+
+def run_of(folder: Path, model: dict[str, Any] = STILL, **sections: Any) -> TaskRun:
+    """A run whose model has weights that are no longer small, an unknown user's among them."""
+    given = {"task": TASK, "head": {"hidden": 24, "dropout": 0.0}, **sections}
+    run = opened(folder / "run", mind(folder / "mind", 24, 12, cold=0.3), model=model, **given)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return run_of(tmp_path_factory.mktemp("straight"))
+
+
+def pooled(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
+    """Pool x (L, E)."""
+    dense, bias = weights[f"{name}_pooling.dense.weight"], weights[f"{name}_pooling.dense.bias"]
+    scores = [weights[f"{name}_pooling.query.weight"][0] @ torch.tanh(dense @ row + bias) for row in x]
+    share = [torch.exp(score) / sum(torch.exp(other) for other in scores) for score in scores]
+    return torch.stack([part * row for part, row in zip(share, x, strict=True)]).sum(0)
+
+
+def straight_scores(model: NewsRecommender, example: Encoded) -> Tensor:
+    """One impression, every title and every head by itself, nothing padded."""
+    assert isinstance(example, Impression)
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    rng = RngContext(0, EVALUATION_STEP, torch.zeros(1, dtype=torch.int64), training=False)
+
+    def vector(news: Any) -> Tensor:
+        tokens = torch.from_numpy(news.tokens).unsqueeze(0)
+        read = Padded(tokens, torch.zeros_like(tokens), torch.tensor([tokens.shape[1]]))
+        return pooled(model.body(read, rng, None)[0][0].detach(), weights, "news")
+
+    user = weights["unknown_user"]
+    if example.history:
+        clicked = torch.stack([vector(each) for each in example.history])
+        q, k, v = (clicked @ weights[f"attention.{part}.weight"].T for part in ("query", "key", "value"))
+        size = clicked.shape[1] // 4
+        heads = []
+        for head in range(4):
+            own = slice(head * size, (head + 1) * size)
+            heads.append(torch.softmax(q[:, own] @ k[:, own].T / math.sqrt(size), dim=-1) @ v[:, own])
+        user = pooled(torch.cat(heads, dim=1) @ weights["attention.output.weight"].T, weights, "user")
+    return torch.stack([user @ vector(each) for each in example.sequences])
+
+
+def evaluated(run: TaskRun, examples: Sequence[Encoded]) -> tuple[list[Tensor], dict[str, Any]]:
+    run.model.eval()
+    rng = RngContext(0, EVALUATION_STEP, torch.arange(len(examples)), training=False)
+    with torch.no_grad():
+        found = run.model(run.form.collate(examples), rng)[1]
+    return found["predicted"], found
+
+
+def trained(run: TaskRun, examples: Sequence[Encoded], step: int = 1, first: int = 0, **given: Any) -> Any:
+    run.model.train()
+    rng = RngContext(run.config.run.seed, step, torch.arange(first, first + len(examples)), training=True)
+    return run.model(run.form.collate(examples), rng, **given)
+
+
+def test_scores_and_costs_are_those_of_a_straight_computation(run):
+    predicted, found = evaluated(run, run.validation)
+    assert {bool(getattr(each, "history", None)) for each in run.validation} == {True, False}
+    assert len({len(each) for each in predicted}) > 1
+    for example, scores, cost in zip(run.validation, predicted, found["costs"].tolist(), strict=True):
+        expected = straight_scores(run.model, example)
+        torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
+        others = [score for score, label in zip(expected, example.label, strict=True) if not label]
+        nats = [
+            math.log(sum(math.exp(other - score) for other in [*others, score]))
+            for score, label in zip(expected, example.label, strict=True)
+            if label
+        ]
+        assert cost == pytest.approx(sum(nats), rel=1e-3, abs=1e-4)
+    assert found["weights"].tolist() == [sum(example.label) for example in run.validation]
+    assert float(found["nats"]) == pytest.approx(sum(found["costs"].tolist()), rel=1e-5)
+
+
+def test_a_training_step_learns_each_click_among_the_drawn_news(run):
+    examples = run.train[:5]
+    objective, found = trained(run, examples)
+    batch = run.form.collate(examples)
+    rows, chosen = drawn_negatives(batch, RngContext(0, 1, torch.arange(5), training=True), 3)
+    costs = []
+    for row, news in zip(rows.tolist(), chosen, strict=True):
+        scores = straight_scores(run.model, examples[row])
+        known = batch.candidates[row].tolist()
+        own = torch.stack([scores[known.index(each)] for each in news.tolist()])
+        costs.append(-torch.log_softmax(own, 0)[0].item())
+    assert len(costs) == sum(sum(each.label) for each in examples) == int(found["tokens"])
+    assert objective.item() == pytest.approx(sum(costs) / len(costs), rel=1e-4)
+    assert found["nats"].item() == pytest.approx(sum(costs), rel=1e-4)
+    assert run.model.count_scored(batch).item() == len(costs)
+
+
+def shown(counts: list[int], clicked: list[list[int]]) -> Impressions:
+    """Impressions of so many candidates, all news of their own."""
+    width = max(counts)
+    rows = torch.arange(len(counts) * width).view(len(counts), width)
+    table = torch.zeros(len(counts), width, dtype=torch.bool)
+    for row, places in zip(table, clicked, strict=True):
+        row[places] = True
+    tokens = torch.zeros(rows.numel(), 1, dtype=torch.int64)
+    news = Padded(tokens, tokens, torch.ones(rows.numel(), dtype=torch.int64))
+    none = torch.zeros(len(counts), dtype=torch.int64)
+    return Impressions(news, rows.flatten(), rows[:, :1], none, rows, torch.tensor(counts), table)
+
+
+def test_negatives_are_others_of_the_impression_each_once_while_there_are_enough():
+    batch = shown([9, 3, 5], [[2, 4], [0], [1, 2, 3, 4]])
+    for step in range(30):
+        rows, news = drawn_negatives(batch, RngContext(5, step, torch.arange(3), training=True), 4)
+        assert rows.tolist() == [0, 0, 1, 2, 2, 2, 2] and news.shape == (7, 5)
+        assert news[:, 0].tolist() == [2, 4, 9, 19, 20, 21, 22]
+        for row in news[:2, 1:].tolist():
+            assert len(set(row)) == 4 and set(row) <= {0, 1, 3, 5, 6, 7, 8}
+        assert Counter(news[2, 1:].tolist()) == {10: 2, 11: 2}  # fewer than are wanted: again and again
+        assert set(news[3:, 1:].flatten().tolist()) == {18}
+
+
+def test_a_draw_depends_on_seed_step_and_sample_alone():
+    one, both = shown([9], [[2, 4]]), shown([7, 9], [[1], [2, 4]])
+
+    def of(batch: Impressions, samples: list[int], seed: int = 5, step: int = 3) -> list[list[int]]:
+        return drawn_negatives(batch, RngContext(seed, step, torch.tensor(samples), training=True), 4)[1].tolist()
+
+    own = of(one, [17])
+    assert own == of(one, [17]) == [[news - 9 for news in row] for row in of(both, [16, 17])[1:]]
+    assert all(own != other for other in (of(one, [18]), of(one, [17], seed=6), of(one, [17], step=4)))
+
+
+def test_a_gradient_depends_neither_on_micro_batches_nor_on_what_else_is_read(tmp_path):
+    """With dropout, whose draws go by the news and by the impression."""
+    run = run_of(tmp_path, model={**ENCODER, "dropout": 0.2}, head={"hidden": 24, "dropout": 0.2})
+    examples = run.train[:8]
+    clicks = sum(sum(each.label) for each in examples)
+
+    def gradient(pieces: list[range]) -> Tensor:
+        run.model.zero_grad()
+        for piece in pieces:
+            some = [examples[i] for i in piece]
+            trained(run, some, first=piece.start, divisor=clicks)[0].backward()
+        return torch.cat([p.grad.flatten() for p in run.model.parameters() if p.grad is not None])
+
+    whole = gradient([range(8)])
+    assert whole.abs().max() > 1e-3
+    torch.testing.assert_close(gradient([range(3), range(3, 8)]), whole, rtol=1e-4, atol=1e-5)
+    still = trained(run, examples)[0].item()
+    assert still == trained(run, examples)[0].item() != trained(run, examples, step=2)[0].item()
+
+
+def test_a_user_without_clicks_has_a_learned_vector(run):
+    cold = [each for each in run.train if not getattr(each, "history", None)]
+    warm = [each for each in run.train if getattr(each, "history", None)]
+    for examples, touched in ((cold, True), (warm, False), ([*cold, *warm], True)):
+        run.model.zero_grad()
+        trained(run, examples)[0].backward()
+        gradients = {name: p.grad for name, p in run.model.named_parameters()}
+        assert all(bool(torch.isfinite(each).all()) for each in gradients.values())
+        assert bool(gradients["unknown_user"].any()) == touched
+
+
+def test_a_smart_bird_sketch_reads_titles_and_learns(tmp_path):
+    attention = {"pattern": ["smart_bird"], "smart_bird": {"keys": 4, "objective": "pooled", "labels": 5}}
+    run = run_of(tmp_path, model={**STILL, "attention": attention})
+    trained(run, run.train)[0].backward()
+    assert all(
+        p.grad is not None and bool(p.grad.any()) for name, p in run.model.named_parameters() if "sketch" in name
+    )
+    objective = [p for name, p in run.model.body.named_parameters() if "smart_bird.objective" in name]
+    assert objective and all(p.grad is not None and bool(p.grad.any()) for p in objective)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"heads": 5}, "task.recommendation.heads: 5 heads do not divide the width of the news' vectors, 32"),
+        ({"attention": AttentionConfig(pattern=["smart_bird"])}, r'objective: "token" is not what this stack learns'),
+        (
+            {"history": 16, "attention": AttentionConfig(pattern=["lsh"])},
+            r"task.recommendation.attention.lsh.chunk: 64 is longer than task.recommendation.history = 16",
+        ),
+    ],
+)
+def test_an_attention_that_does_not_fit_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        NewsRecommender(our_body(), RecommendationConfig(**settings), HeadConfig(), 0)
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_same_losses(tmp_path):
+    folder = mind(tmp_path / "mind", 30, 8)
+    sections: dict[str, Any] = {
+        "model": {**STILL, "layers": 1},
+        "task": {"name": "mind", "max_length": 24, "recommendation": {"history": 8, "heads": 4}},
+        "head": {"hidden": 16, "dropout": 0.1},
+        "training": {"steps": 8},
+        "evaluation": {"every": 4, "batch": 4},
+    }
+    assert len(plain(assert_resumes(tmp_path, folder, 5, **sections))) == 8

@@ -4,8 +4,12 @@ import hashlib
 
 import pytest
 
+from megasparse.config.finetuning import TaskConfig
+from megasparse.tasks import build_task
 from megasparse.tasks.task import split_files
 from tests.helpers.refusals import refusal
+
+TASK = build_task(TaskConfig(name="cnn_dm"))
 
 STORY = """(CNN) -- A man was seen in a tree.
 
@@ -40,10 +44,10 @@ def corpus(folder, lists, stories=("cnn/stories", "dailymail/stories")):
         (lists / f"all_{split}.txt").write_text("".join(f"{url(n)}\n" for n in reversed(two)))
 
 
-def test_a_story_is_its_text_and_its_highlights(task, tmp_path):
+def test_a_story_is_its_text_and_its_highlights(tmp_path):
     file = tmp_path / "ab12.story"
     file.write_text(STORY, encoding="utf-8")
-    (found,) = task.read(file)
+    (found,) = TASK.read(file)
     assert found.inputs == (ARTICLE,) and found.label == "A man sits in a tree\nNobody knows why"
     assert (str(found.location), found.name) == (str(file), "ab12")
 
@@ -52,11 +56,11 @@ def test_a_story_is_its_text_and_its_highlights(task, tmp_path):
 @pytest.mark.parametrize(
     "stories", [("cnn/stories", "dailymail/stories"), ("cnn_stories_tokenized", "dm_stories_tokenized")]
 )
-def test_the_splits_are_those_of_the_lists(task, tmp_path, inner, stories):
+def test_the_splits_are_those_of_the_lists(tmp_path, inner, stories):
     corpus(tmp_path, tmp_path / inner, stories)
     found = {}
-    for split, (file,) in task.files(tmp_path).items():
-        examples = list(task.read(file))
+    for split, (file,) in TASK.files(tmp_path).items():
+        examples = list(TASK.read(file))
         found[split] = [(example.inputs[0], example.label) for example in examples]
         assert all(example.location.file.stem == example.name for example in examples)
     assert found == {
@@ -66,13 +70,13 @@ def test_the_splits_are_those_of_the_lists(task, tmp_path, inner, stories):
     }
 
 
-def test_a_line_a_story(task, tmp_path):
+def test_a_line_a_story(tmp_path):
     for name in ("train", "val", "test"):
         (tmp_path / f"{name}.source").write_text(f"{name} one .\n{name} two .\n")
         (tmp_path / f"{name}.target").write_text("summary one .\nsummary two .\n")
-    assert set(task.files(tmp_path)) == {"train", "validation", "test"}
-    (file,) = split_files(task, tmp_path, "validation")
-    found = [(example.inputs[0], example.label) for example in task.read(file)]
+    assert set(TASK.files(tmp_path)) == {"train", "validation", "test"}
+    (file,) = split_files(TASK, tmp_path, "validation")
+    found = [(example.inputs[0], example.label) for example in TASK.read(file)]
     assert found == [("val one .", "summary one ."), ("val two .", "summary two .")]
     (tmp_path / "val.target").write_text("summary one .\n")
-    assert "2 lines, and" in refusal(lambda: task.read(file))
+    assert "2 lines, and" in refusal(lambda: TASK.read(file))

@@ -2,7 +2,11 @@
 
 import pytest
 
+from megasparse.config.finetuning import TaskConfig
+from megasparse.tasks import build_task
 from tests.helpers.refusals import refusal
+
+TASK = build_task(TaskConfig(name="rte_challenge"))
 
 FIRST = """<?xml version="1.0" encoding="UTF-8"?>
 <!DOCTYPE entailment-corpus SYSTEM "rte.dtd">
@@ -22,22 +26,22 @@ more</t>
 
 
 @pytest.fixture
-def problem(task, tmp_path):
+def problem(tmp_path):
     def found(text, encoding="utf-8"):
         """What is said of a file, behind its name."""
         file = tmp_path / "rte1_dev.xml"
         file.write_text(text, encoding=encoding)
-        message = refusal(lambda: task.read(file))
+        message = refusal(lambda: TASK.read(file))
         assert message.startswith(str(file))
         return message.removeprefix(str(file))
 
     return found
 
 
-def test_pairs_labels_ids_and_lines_are_those_of_the_file(task, tmp_path):
+def test_pairs_labels_ids_and_lines_are_those_of_the_file(tmp_path):
     file = tmp_path / "rte1_dev.xml"
     file.write_text(FIRST, encoding="utf-8")
-    first, second = task.read(file)
+    first, second = TASK.read(file)
     assert first.inputs == ("Oil traded at $37.80, down <28> cents &\nmore", "Oil rose; they don't fall")
     assert (first.label, first.name, str(first.location)) == (1, "8", f"{file}:4")
     assert second.inputs == ("Émile était là. ", "He was there.")

@@ -1,6 +1,7 @@
-"""One's own data: columns, classes, numbers, and what is refused."""
+"""Your own data: columns, classes, numbers, texts and answers, and what is refused."""
 
 import json
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -144,3 +145,55 @@ def test_the_shipped_table_is_read_in_any_folder(name, tmp_path, monkeypatch):
     Path("configs/finetune").mkdir(parents=True)
     reviews(Path(config.task.source), 40)  # a file of one's own of that name comes first
     assert len(read_examples(build_task(config.task), config)[0]) == 36
+
+
+ROWS = [("It rained, all day.\nAll night too.", "Rain"), ('He said "no".', " Ein Nein – é ")]
+NEWS_COLUMNS = ["article_id", "publish_date", "article_source_link", "title", "subtitle", "text"]
+
+
+def text_task_of(text="body", label="predicted"):
+    return build_task(TaskConfig(name="text_table", text=[text], label=label))
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".tsv"])
+def test_a_row_is_a_text_and_its_answer(tmp_path, suffix):
+    file, rows = tmp_path / f"mine{suffix}", ROWS if suffix != ".tsv" else [(a.replace("\n", " "), b) for a, b in ROWS]
+    table(file, [(b, 1, a) for a, b in rows], ("predicted", "n", "body"))
+    task = text_task_of()
+    assert split_files(task, file, "train") == [file] and task.form == "texts"
+    found = list(task.read(file))
+    assert [(each.inputs, each.label) for each in found] == [((a,), b.strip()) for a, b in rows]
+    assert [each.name for each in found] == ["0", "1"]
+    assert found[1].location.line == {".csv": 4, ".tsv": 3, ".jsonl": 2}[suffix]
+
+
+def news(folder, form, lacking=()):
+    """25 articles; lacking: number -> what it has none of."""
+    rows = [[n, "2017/2/7", "http://x", f"title {n}", "", f"text {n}, é"] for n in range(25)]
+    for number, column in lacking:
+        rows[number][NEWS_COLUMNS.index(column)] = " "
+    file = table(folder / "NewsArticles.csv", rows, NEWS_COLUMNS)
+    if form == "csv":
+        return file
+    with zipfile.ZipFile(file.with_suffix(".zip"), "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(file, file.name)
+    file.unlink()
+    return file.with_suffix(".zip")
+
+
+@pytest.mark.parametrize("form", ["csv", "zip"])
+def test_of_ten_articles_eight_train_and_what_lacks_a_side_is_named(tmp_path, form, capsys):
+    file = news(tmp_path, form, [(2, "title"), (3, "text"), (10, "title")])
+    task = build_task(TaskConfig(name="headlines"))
+    found = {}
+    for split, (part,) in task.files(tmp_path).items():
+        examples = list(task.read(part))
+        assert all(each.location.file == file and each.location.line == int(each.name) + 2 for each in examples)
+        assert all((each.inputs[0], each.label) == (f"text {each.name}, é", f"title {each.name}") for each in examples)
+        found[split] = [int(each.name) for each in examples]
+    assert found["test"] == [0, 20] and found["validation"] == [1, 11, 21]
+    assert found["train"] == [n for n in range(4, 25) if n % 10 > 1]
+    assert capsys.readouterr().err.splitlines() == [
+        f"{file}#train: left out 2 articles without a title or a text: lines 4, 5",
+        f"{file}#test: left out 1 articles without a title or a text: lines 12",
+    ]

@@ -52,12 +52,3 @@ def test_it_is_read_and_learned(folder):
     model, training = {**ENCODER, "dropout": 0.0}, {"steps": 30}
     lines = launch(folder / "run", folder, task=task, model=model, head={"dropout": 0.0}, training=training)
     assert lines[-1]["evaluation/accuracy"] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("line", "message"), [("loud text", "no tabulator"), ("lout\tX", 'no label of shouting. Did you mean "loud"')]
-)
-def test_a_damaged_line_is_named(folder, line, message):
-    (folder / "dev.tsv").write_text(f"calm\tx\n{line}\n")
-    with pytest.raises(DataError, match=f"dev.tsv:2: .*{message}"):
-        read_split(build_task(TaskConfig(name="shouting")), folder, "validation")

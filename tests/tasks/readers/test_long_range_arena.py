@@ -1,3 +1,5 @@
+"""Images of Long Range Arena: grey CIFAR-10 and Pathfinder, of official files and of folders."""
+
 import itertools
 from fractions import Fraction
 
@@ -5,9 +7,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
+from megasparse.tasks import build_task
 from megasparse.tasks.readers.long_range_arena import grey
 from megasparse.tasks.task import split_files
+
+CIFAR10 = build_task(TaskConfig(name="grey_cifar10"))
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 RECORD = 3073
@@ -46,30 +52,30 @@ def test_grey_is_what_tensorflow_makes_of_it():
     assert grey(same).tolist() == list(range(256))
 
 
-def test_records_of_the_binary_version(task, tmp_path):
+def test_records_of_the_binary_version(tmp_path):
     path = tmp_path / "mine.bin"
     path.write_bytes(record(9, picture(2)) + record(0, picture(3)))
-    first, second = task.read(path)
+    first, second = CIFAR10.read(path)
     assert first.inputs[0].tolist() == defined(picture(2)) and second.inputs[0].tolist() == defined(picture(3))
     assert first.inputs[0].shape == (1024,) and first.inputs[0].dtype == np.int64
     assert (first.label, first.name, str(first.location)) == (9, "0", f"{path}:1")
     assert (second.label, second.name, str(second.location)) == (0, "1", f"{path}:2")
-    assert task.classes == CLASSES and task.vocabulary == 256
+    assert CIFAR10.classes == CLASSES and CIFAR10.vocabulary == 256
 
 
 @pytest.mark.parametrize("inner", ["", "cifar-10-batches-bin"])
-def test_the_official_batches_are_the_splits(task, tmp_path, inner):
+def test_the_official_batches_are_the_splits(tmp_path, inner):
     folder = tmp_path / inner
     folder.mkdir(exist_ok=True)
     for name in (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"):
         with open(folder / name, "wb") as stream:
             stream.write(record(4, picture(5)))
             stream.truncate(OFFICIAL)
-    assert task.files(tmp_path) == {
+    assert CIFAR10.files(tmp_path) == {
         "train": [folder / f"data_batch_{number}.bin" for number in range(1, 6)],
         "test": [folder / "test_batch.bin"],
     }
-    first = next(iter(task.read(folder / "data_batch_3.bin")))
+    first = next(iter(CIFAR10.read(folder / "data_batch_3.bin")))
     assert first.label == 4 and first.inputs[0].tolist() == defined(picture(5))
 
 
@@ -81,18 +87,18 @@ def test_the_official_batches_are_the_splits(task, tmp_path, inner):
         ("mine.bin", record(1, picture(0)) + record(10, picture(1)), r"mine\.bin:2: the label 10 is none of 0 … 9"),
     ],
 )
-def test_damaged_batches_are_named(task, tmp_path, name, content, said):
+def test_damaged_batches_are_named(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=said):
-        list(task.read(tmp_path / name))
+        list(CIFAR10.read(tmp_path / name))
 
 
 @pytest.mark.parametrize("inner", ["", "cifar-10-batches-py"])
-def test_the_pickled_version_is_refused(task, tmp_path, inner):
+def test_the_pickled_version_is_refused(tmp_path, inner):
     (tmp_path / inner).mkdir(exist_ok=True)
     (tmp_path / inner / "data_batch_1").write_bytes(b"\x80\x02}q\x01.")
     with pytest.raises(DataError, match=r"data_batch_1: this batch is a pickle.*binary version"):
-        split_files(task, tmp_path, "train")
+        split_files(CIFAR10, tmp_path, "train")
 
 
 @pytest.fixture
@@ -107,9 +113,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_folders_of_images(task, folder):
-    assert task.files(folder) == {"train": [folder / "train"], "test": [folder / "test"]}
-    examples = list(task.read(folder / "train"))
+def test_folders_of_images(folder):
+    assert CIFAR10.files(folder) == {"train": [folder / "train"], "test": [folder / "test"]}
+    examples = list(CIFAR10.read(folder / "train"))
     names = [f"{CLASSES[0]}/{number}" for number in ("0001", "0002", "0010")]
     assert [example.name for example in examples] == names + [f"{name}/0002" for name in CLASSES[1:]]
     assert [example.label for example in examples] == [0, 0, 0, *range(1, 10)]
@@ -118,3 +124,76 @@ def test_folders_of_images(task, folder):
     with Image.open(folder / "train" / CLASSES[0] / "0001.jpg") as lossy:
         assert examples[0].inputs[0].tolist() == defined(np.array(lossy))
     assert str(examples[0].location) == str(folder / "train" / CLASSES[0] / "0001.jpg")
+
+
+PATHFINDER = build_task(TaskConfig(name="pathfinder"))
+
+SETTINGS = "1.0 14 4 2 0.5 1 1"
+LEVEL = "curv_contour_length_14"
+
+
+@pytest.fixture
+def level(tmp_path):
+    """A level as lra_release has it: 12 metadata files with two images each, label 1 where their numbers are even."""
+    folder = tmp_path / "pathfinder32" / LEVEL
+    (folder / "metadata").mkdir(parents=True)
+    for number in range(12):
+        (folder / "imgs" / str(number)).mkdir(parents=True)
+        rows = []
+        for sample in range(2):
+            Image.fromarray(picture(2 * number + sample)[..., 0]).save(
+                folder / "imgs" / str(number) / f"sample_{sample}.png"
+            )
+            rows.append(f"imgs/{number} sample_{sample}.png {sample} {(number + sample + 1) % 2} {SETTINGS}\n")
+        (folder / "metadata" / f"{number}.npy").write_text("".join(rows))
+    return folder
+
+
+def test_images_and_labels_are_those_of_the_metadata(level):
+    first, second = PATHFINDER.read(level / "metadata" / "3.npy")
+    assert first.inputs[0].tolist() == picture(6)[..., 0].reshape(-1).tolist() and first.inputs[0].dtype == np.int64
+    assert second.inputs[0].tolist() == picture(7)[..., 0].reshape(-1).tolist()
+    assert (first.label, second.label) == (0, 1) and PATHFINDER.vocabulary == 256 and PATHFINDER.classes == ("0", "1")
+    assert (first.name, str(second.location)) == ("imgs/3/sample_0.png", f"{level}/metadata/3.npy:2")
+
+
+def test_the_splits_are_the_first_and_last_tenths_in_the_order_of_the_numbers(level):
+    numbers = {split: [int(path.stem) for path in files] for split, files in PATHFINDER.files(level).items()}
+    assert numbers == {"train": list(range(9)), "validation": [9], "test": [10, 11]}
+    labels = [example.label for file in split_files(PATHFINDER, level, "test") for example in PATHFINDER.read(file)]
+    assert labels == [1, 0, 0, 1]
+
+
+def test_arrays_are_not_read(tmp_path):
+    path = tmp_path / "0.npy"
+    np.save(path, np.array([["imgs/0", "sample_0.png"]], dtype=object), allow_pickle=True)
+    with pytest.raises(DataError, match=r"0\.npy: this is a numpy array, which can hold pickles.*text"):
+        list(PATHFINDER.read(path))
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("../../secret sample_0.png 0 1", r'0\.npy:1: "\.\./\.\./secret sample_0\.png 0 1" is no line of metadata'),
+        ("imgs/0 ../sample_0.png 0 1", r"0\.npy:1: .* is no line of metadata. Write: imgs/0 sample_7\.png 7 1"),
+        ("imgs/0 sample_0.png 0 2", r'0\.npy:1: "2" is no label of pathfinder'),
+        ("imgs/0 sample_99.png 99 1", r"0\.npy:1: .*imgs/0/sample_99\.png is not there"),
+    ],
+)
+def test_lines_that_name_no_image_are_named(level, row, said):
+    (level / "metadata" / "0.npy").write_text(f"{row}\n")
+    with pytest.raises(DataError, match=said):
+        list(PATHFINDER.read(level / "metadata" / "0.npy"))
+
+
+def test_images_that_do_not_fit_are_named(level):
+    path = level / "imgs" / "0" / "sample_0.png"
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match=r"0\.npy:1: .*sample_0\.png is empty\. Delete this line"):
+        list(PATHFINDER.read(level / "metadata" / "0.npy"))
+    Image.fromarray(np.stack([picture(0)[..., 0], picture(1)[..., 0], picture(2)[..., 0]], axis=-1)).save(path)
+    with pytest.raises(DataError, match=r"sample_0\.png: this image has colours, grey is expected"):
+        list(PATHFINDER.read(level / "metadata" / "0.npy"))
+    Image.fromarray(np.zeros((128, 128), dtype=np.uint8)).save(path)
+    with pytest.raises(DataError, match=r"sample_0\.png: this image has 128×128 pixels, 32×32 are expected"):
+        list(PATHFINDER.read(level / "metadata" / "0.npy"))
