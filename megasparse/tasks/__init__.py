@@ -15,14 +15,13 @@ TASK_MODULES = {
         "sentence_pairs",
     ),
     **dict.fromkeys(
-        ("imdb", "movie_reviews", "sentence_polarity", "amazon", "amazon_50k", "ag_news", "mind_topics"),
+        ("imdb", "movie_reviews", "sentence_polarity", "amazon", "amazon_50k", "ag_news", "mind_topics", "mind"),
         "reviews_and_news",
     ),
     **dict.fromkeys(("listops", "byte_imdb", "aan", "grey_cifar10", "pathfinder"), "long_range_arena"),
-    **dict.fromkeys(("parallel_text", "wmt14", "cnn_dm", "pubmed", "headlines"), "texts"),
-    **dict.fromkeys(("table", "text_table"), "table"),
+    **dict.fromkeys(("parallel_text", "wmt14", "cnn_dm", "pubmed", "headlines", "text_table"), "texts"),
+    "table": "rows",
     **dict.fromkeys(("series", "etth1", "ettm1"), "series"),
-    "mind": "mind",
     "wikihop": "wikihop",
 }
 """Name of each task -> the module of readers/ that has a subclass of this `name`."""

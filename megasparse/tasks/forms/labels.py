@@ -1,7 +1,10 @@
-"""Tasks whose examples have a label: a class, or a number. B batch, L length, E width, C classes (1 for a number)."""
+"""Tasks whose examples have a label: a class, a number, or one of the example's own candidates (WikiHop).
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+B batch, L length, E width, C classes (1 for a number), K candidates.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,21 +13,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.config.finetuning import HeadConfig
-from megasparse.errors import ConfigError
+from megasparse.errors import ConfigError, DataError
 from megasparse.ops.random import RngContext, derive, dropout
 from megasparse.tasks.backbones import Backbone
 from megasparse.tasks.batches import (
+    Counts,
     Encoded,
     Encoder,
     Inputs,
+    Movable,
     Padded,
+    Segments,
     collate,
     dummy_tokens,
     require_vocabulary,
     separators_of,
 )
 from megasparse.tasks.form import Form
-from megasparse.tasks.task import Example, SourceLocation
+from megasparse.tasks.task import Example
 
 DEVIATION = 0.02
 """Standard deviation of a new head's weights, as in BERT."""
@@ -38,15 +44,15 @@ def draw_normal(weight: Tensor, deviation: float, seed: int, *purpose: str) -> N
 
 
 def mean_of(costs: Tensor | None, predicted: Tensor, rng: RngContext) -> tuple[Tensor, dict[str, Any]]:
-    """The mean of the examples' costs (B,), 0 where there are none; and the statistics of tasks/form.py but for
-    `predicted`, an example weighing 1.
+    """Return the mean of the examples' costs (B,), 0 if there are none; and the statistics of tasks/form.py except
+    `predicted`, each example with weight 1.
     """
     count = torch.tensor(float(len(predicted)), device=predicted.device)
     loss = torch.zeros((), device=predicted.device) if costs is None else costs.mean()
-    found = {"tokens": count, "nats": loss.detach() * count}
+    statistics = {"tokens": count, "nats": loss.detach() * count}
     if costs is not None and not rng.training:
-        found |= {"costs": costs, "weights": torch.ones_like(costs)}
-    return loss, found
+        statistics |= {"costs": costs, "weights": torch.ones_like(costs)}
+    return loss, statistics
 
 
 class Head(nn.Module):
@@ -65,7 +71,7 @@ class Head(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, pooled: list[Tensor], rng: RngContext) -> Tensor:
-        """The outputs (B, C) fp32. pooled: (B, E) of each sequence."""
+        """Return the outputs (B, C) fp32. pooled: (B, E) of each sequence."""
         x = pooled[0]
         if self.towers:
             u, v = pooled
@@ -91,17 +97,16 @@ class TaskModel(nn.Module):
         super().__init__()
         self.body, self.outputs = body, outputs
         fits = body.pooler is not None and not towers and config.hidden in (0, body.width)
-        own = "pooler" if fits else "last" if body.causal else "mean"
-        self.pooling = config.pooling or own
+        self.pooling = config.pooling or ("pooler" if fits else "last" if body.causal else "mean")
         self.head = Head(body.width, outputs, config.model_copy(update={"pooling": self.pooling}), towers, seed)
         if self.pooling == "pooler" and body.pooler is not None:
             for parameter, value in zip(self.head.dense.parameters(), body.pooler, strict=True):
                 parameter.data.copy_(value)
 
     def forward(self, inputs: Inputs, rng: RngContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective, mean cross-entropy of an example in nats or mean squared error, plus auxiliary losses; and the
-        statistics of tasks/form.py, an example weighing 1, and `accuracy` of classes. `predicted` is (B, C). Without
-        labels the loss is 0.
+        """Return the objective, mean cross-entropy of an example in nats or mean squared error, plus auxiliary losses;
+        and the statistics of tasks/form.py, each example with weight 1, and `accuracy` of classes. `predicted` is
+        (B, C). Without labels the loss is 0.
         """
         classes = inputs.labels if self.outputs > 1 and rng.training else None
         predicted, auxiliary = self.predicted(inputs, rng, classes)
@@ -110,33 +115,32 @@ class TaskModel(nn.Module):
             costs = F.mse_loss(predicted.squeeze(1), inputs.labels.float(), reduction="none")
         elif inputs.labels is not None:
             costs = F.cross_entropy(predicted, inputs.labels, reduction="none")
-        loss, found = mean_of(costs, predicted, rng)
+        loss, statistics = mean_of(costs, predicted, rng)
         if inputs.labels is not None and self.outputs > 1:
-            found["accuracy"] = (predicted.argmax(1) == inputs.labels).float().mean()
+            statistics["accuracy"] = (predicted.argmax(1) == inputs.labels).float().mean()
         if not rng.training:
-            found["predicted"] = predicted
+            statistics["predicted"] = predicted
         weight: Any = self.body.task_weight
-        return weight * loss + auxiliary, found
+        return weight * loss + auxiliary, statistics
 
     def predicted(self, inputs: Inputs, rng: RngContext, classes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The logits (B, C) fp32, or the numbers; and the auxiliary losses. classes: (B,), for the mechanisms."""
+        """Return the logits (B, C) fp32, or the numbers; and the auxiliary losses. classes: (B,), for mechanisms."""
         pooled, auxiliary = [], torch.zeros((), device=inputs.sequences[0].tokens.device)
         for read in inputs.sequences:
-            states, own = self.body(read, rng, classes)
+            states, losses = self.body(read, rng, classes)
             pooled.append(self._pool(states, read))
-            auxiliary = auxiliary + own
+            auxiliary = auxiliary + losses
         return self.head(pooled, rng), auxiliary
 
     def _pool(self, states: Tensor, read: Padded) -> Tensor:
         """Pool the states (B, L, E) to (B, E)."""
-        rows = torch.arange(len(states), device=states.device)
         if self.pooling in ("first", "pooler"):
             return states[:, 0]
         if self.pooling == "last":
-            return states[rows, read.lengths - 1]
+            return states[torch.arange(len(states), device=states.device), read.lengths - 1]
         mask = read.mask
-        kept = states if mask is None else torch.where(mask.unsqueeze(-1), states, 0.0)
-        return kept.sum(1) / read.lengths.unsqueeze(1)
+        masked = states if mask is None else torch.where(mask.unsqueeze(-1), states, 0.0)
+        return masked.sum(1) / read.lengths.unsqueeze(1)
 
 
 class LabelForm(Form):
@@ -185,21 +189,176 @@ class LabelForm(Form):
 
     def row(self, example: Encoded, predicted: np.ndarray) -> dict[str, Any]:
         """`label` and `predicted` are names of classes, or numbers; `probabilities` by class, null for numbers."""
-        label, own, classes = example.label, self.answer(example, predicted), self.task.classes
+        label, answer, classes = example.label, self.answer(example, predicted), self.task.classes
         if classes is None:
-            return {"label": label, "predicted": own, "probabilities": None}
+            return {"label": label, "predicted": answer, "probabilities": None}
         values = torch.from_numpy(predicted).softmax(0).tolist()
         return {
             "label": None if label is None else classes[label],
-            "predicted": classes[int(own)],
+            "predicted": classes[int(answer)],
             "probabilities": dict(zip(classes, values, strict=True)),
         }
 
-    def example(self, texts: Sequence[str]) -> Example:
-        task, wanted = self.task, self.task.segments
-        if task.vocabulary is not None:
-            return super().example(texts)
-        if len(texts) != wanted:
-            problem = f'{len(texts)} given, and an example of "{task.name}" has {wanted}'
-            raise ConfigError("--text", problem, f"Give it {'twice' if wanted == 2 else 'once'}")
-        return Example(tuple(texts), None, SourceLocation(Path("--text")), "0")
+
+@dataclass(frozen=True)
+class EncodedChoice(Encoded):
+    marks: np.ndarray
+    """Places, int64 (K,): where in the sequence each candidate's score is read."""
+    candidates: tuple[str, ...]
+    """Texts of the candidates."""
+
+    def content(self) -> Iterator[bytes]:
+        yield from super().content()
+        yield self.marks.tobytes()
+
+
+@dataclass(frozen=True)
+class ChoiceBatch(Movable):
+    """A micro-batch of questions."""
+
+    inputs: Inputs
+    """The sequences, one an example; labels are numbers of candidates."""
+    marks: Tensor
+    """Places, int64 (B, K): the marks of each example's own candidates, then -1."""
+
+    def numel(self) -> int:
+        """Number of tokens read, without padding."""
+        return self.inputs.numel()
+
+
+class ChoiceModel(nn.Module):
+    """Model that scores the candidates of a question: a candidate's score is w·dropout(h), h the body's final state at
+    its mark, as Longformer's model of WikiHop has it (Beltagy et al. 2020); p = softmax of the scores of an example's
+    own candidates.
+    """
+
+    varying_token_counts = False
+
+    def __init__(self, body: Backbone, rate: float, seed: int):
+        """Make the model. rate: dropout probability."""
+        super().__init__()
+        self.body, self.rate = body, rate
+        self.output = nn.Linear(body.width, 1, bias=False)  # a softmax does not see a bias
+        draw_normal(self.output.weight, DEVIATION, seed, "initial head", "choice")
+
+    def forward(self, batch: ChoiceBatch, rng: RngContext) -> tuple[Tensor, dict[str, Any]]:
+        """Return the objective, mean cross-entropy of an example in nats plus auxiliary losses; and the statistics of
+        tasks/form.py, each example with weight 1, and `accuracy`. `predicted` is (its K,) fp32 for each example.
+        Without labels the loss is 0.
+        """
+        scores, auxiliary = self.scores(batch, rng)
+        labels = batch.inputs.labels
+        costs = None if labels is None else F.cross_entropy(scores, labels, reduction="none")
+        loss, statistics = mean_of(costs, scores, rng)
+        if labels is not None:
+            statistics["accuracy"] = (scores.argmax(1) == labels).float().mean()
+        if not rng.training:
+            counts = (batch.marks >= 0).sum(1).tolist()
+            statistics["predicted"] = [row[:count] for row, count in zip(scores, counts, strict=True)]
+        weight: Any = self.body.task_weight
+        return weight * loss + auxiliary, statistics
+
+    def scores(self, batch: ChoiceBatch, rng: RngContext) -> tuple[Tensor, Tensor]:
+        """Return the scores (B, K) fp32, -inf if an example has no such candidate; and the auxiliary losses."""
+        states, auxiliary = self.body(batch.inputs.sequences[0], rng, None)
+        rows = torch.arange(len(states), device=states.device).unsqueeze(1)
+        marked = states[rows, batch.marks.clamp(min=0)].to(self.output.weight.dtype)
+        if rng.training:
+            key, rows = rng.key(-1, "choice dropout"), rng.rows(marked.shape[1], marked.device)
+            marked = dropout(marked, self.rate, key, rows)
+        scores = self.output(marked).squeeze(-1).float()
+        return scores.masked_fill(batch.marks < 0, -torch.inf), auxiliary
+
+
+DUMMY_CANDIDATES = 79
+"""Number of candidates of a synthetic example: the most that WikiHop has."""
+
+
+@dataclass(frozen=True)
+class Choice(Example):
+    """`inputs`: the question, its candidates, and the texts to read. `label`: the right candidate's number, from 0."""
+
+    candidates: int
+
+
+class ChoiceEncoder(Encoder):
+    """Encoder to one sequence: [begin] question [separator] candidate [separator] ... candidate [separator] text
+    [separator] ..., of type 0 up to the last candidate's separator and 1 from there on. A candidate's mark, where its
+    score is read, is the separator behind it: there a decoder, too, has read it. Without special tokens nothing stands
+    at the beginning, and a line end in place of separators where the tokens are bytes; other tokenizers have none, and
+    the mark is the candidate's last token.
+
+    Question and candidates are always whole. What is too long loses the end of its texts.
+    """
+
+    def encode(self, examples: Iterable[Example]) -> Iterator[Encoded]:
+        """Encode as Encoder.encode; raises DataError also where question and candidates alone are too long."""
+        self.counts = Counts()
+        for example in examples:
+            assert isinstance(example, Choice), 'a task of the form "choice" reads choices'
+            self.counts.examples += 1
+            yield self._encoded(example)
+
+    def _encoded(self, example: Choice) -> EncodedChoice:
+        begin, separator = self._frame(2)[:2]
+        ids = [np.concatenate([self._ids(each, example.location), separator]) for each in example.inputs]
+        asked = 1 + example.candidates
+        marks = len(begin) + np.cumsum([len(each) for each in ids[:asked]])[1:] - 1
+        tokens = np.concatenate([begin, *ids])
+        first = len(begin) + sum(map(len, ids[:asked]))
+        limit, location = self.config.max_length, example.location
+        self.counts.longest = max(self.counts.longest, len(tokens))
+        if first > limit:
+            problem = f"question and {example.candidates} candidates of {example.name} alone are {first:,} tokens"
+            hint = "Raise it, or remove the example: they are never cut"
+            raise DataError(str(location), f"{problem}, more than task.max_length = {limit:,}", hint)
+        if len(tokens) > limit:
+            self._refuse_or_count_cut(len(tokens), location)
+            tokens = tokens[:limit]
+        types = (np.arange(len(tokens)) >= first).astype(np.int64)
+        names = tuple(str(each) for each in example.inputs[1:asked])
+        sequence = Segments(tokens, types)
+        # A candidate without tokens, where there are no separators either, may end before anything begins.
+        return EncodedChoice((sequence,), example.label, location, example.name, np.maximum(marks, 0), names)
+
+
+class ChoiceForm(Form):
+    """Cross-entropy over an example's own candidates; answers are their numbers."""
+
+    def encoder(self, start: Any) -> ChoiceEncoder:
+        require_vocabulary(start.body, start.tokenizer.vocabulary)
+        return ChoiceEncoder(self.task, start.tokenizer, start.body.vocabulary)
+
+    def check(self, body: Backbone) -> None:
+        head, hint = self.config.head, "Remove it: a candidate is scored by one linear layer at its mark"
+        for key, value in (("pooling", head.pooling), ("hidden", head.hidden)):
+            if value:
+                raise ConfigError(f"head.{key}", f"{value!r}, and {self.task.name} pools nothing", hint)
+
+    def model(self, body: Backbone) -> ChoiceModel:
+        return ChoiceModel(body, self.config.head.dropout, self.config.run.seed)
+
+    def collate(self, examples: Sequence[Any]) -> ChoiceBatch:
+        marks = np.full((len(examples), max(len(example.marks) for example in examples)), -1)
+        for row, example in enumerate(examples):
+            marks[row, : len(example.marks)] = example.marks
+        return ChoiceBatch(collate(examples, self.config.task.max_length), torch.from_numpy(marks))
+
+    def dummy_batch(self, body: Backbone, batch: int, length: int) -> ChoiceBatch:
+        """Random tokens and many candidates, of which the first is right."""
+        read = dummy_tokens(body.vocabulary, batch, length)
+        marks = torch.arange(min(DUMMY_CANDIDATES, int(read.lengths[0]))).repeat(batch, 1)
+        return ChoiceBatch(Inputs((read,), torch.zeros(batch, dtype=torch.int64)), marks)
+
+    def answer(self, example: Encoded, predicted: np.ndarray) -> int:
+        """The candidate of the highest score; of equal ones the first."""
+        return int(predicted.argmax())
+
+    def row(self, example: Any, predicted: np.ndarray) -> dict[str, Any]:
+        """`label` and `predicted` are texts of candidates; `scores` are logits by candidate."""
+        label, names = example.label, example.candidates
+        return {
+            "label": None if label is None else names[label],
+            "predicted": names[self.answer(example, predicted)],
+            "scores": dict(zip(names, predicted.tolist(), strict=True)),
+        }

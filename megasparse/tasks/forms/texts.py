@@ -7,7 +7,6 @@ Micro-batches have about equally many tokens, of like length (Vaswani et al. 201
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -277,12 +276,6 @@ class TextForm(Form):
     def answer(self, example: Encoded, predicted: np.ndarray) -> str:
         """The text of the tokens, stripped of white space; empty where the probabilities were not finite."""
         return "".join(self.tokenizer.text(int(token) for token in predicted if np.isfinite(token))).strip()
-
-    def example(self, texts: Sequence[str]) -> Example:
-        if len(texts) != 1:
-            problem = f'{len(texts)} given, and an example of "{self.task.name}" has 1'
-            raise ConfigError("--text", problem, "Give it once")
-        return Example(tuple(texts), None, SourceLocation(Path("--text")), "0")
 
 
 POOL = 8192

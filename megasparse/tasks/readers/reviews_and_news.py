@@ -1,13 +1,13 @@
-"""Classes of single texts: IMDB, film reviews, Amazon's reviews, AG's news, MIND's topics."""
+"""Classes of single texts (IMDB, film reviews, Amazon's reviews, AG's news, MIND's topics), and MIND's clicks."""
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 from megasparse.errors import DataError
 from megasparse.tasks.readers.rows import (
+    HINT,
     RowTask,
     as_row,
     comma_separated,
@@ -40,16 +40,16 @@ class IMDB(RowTask):
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
         names = {"train": "train", "validation": "dev", "test": "test"}
-        released = ({split: f"imdb{mark}{name}.txt.ss" for split, name in names.items()} for mark in ".-")
-        return next((found for each in released if (found := existing(folder, each))), {})
+        first, second = ({split: f"imdb{mark}{name}.txt.ss" for split, name in names.items()} for mark in ".-")
+        return existing(folder, first) or existing(folder, second)
 
     rows = staticmethod(lines)
 
     def example(self, row: str, location: SourceLocation, number: str) -> Example:
         values = row.split("\t\t", len(FIELDS) - 1)
-        found = as_row(FIELDS, values, location, "Put two tabs between them, or take the official file")
-        text = " ".join(sentence.strip() for sentence in found["text"].split(SENTENCE_END))
-        return Example((text,), self.class_of(found["rating"], location), location, number)
+        review = as_row(FIELDS, values, location, "Put two tabs between them, or take the official file")
+        text = " ".join(sentence.strip() for sentence in review["text"].split(SENTENCE_END))
+        return Example((text,), self.class_of(review["rating"], location), location, number)
 
 
 POLARITY_FOLDERS = (".", "txt_sentoken", "movie_reviews")
@@ -69,12 +69,12 @@ class MovieReviews(Task):
     classes = ("neg", "pos")
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        root = next((folder / each for each in POLARITY_FOLDERS if (folder / each / self.classes[0]).is_dir()), folder)
-        found = {
+        root = next((folder / name for name in POLARITY_FOLDERS if (folder / name / "neg").is_dir()), folder)
+        splits = {
             split: [file for name in self.classes for file in sorted((root / name).glob(f"cv{fold}[0-9][0-9]_*.txt"))]
             for split, fold in FOLDS.items()
         }
-        return {split: files for split, files in found.items() if files}
+        return {split: files for split, files in splits.items() if files}
 
     def read(self, file: Path) -> Iterator[Example]:
         text = whole_text(file).removeprefix("\ufeff")
@@ -102,25 +102,22 @@ class SentencePolarity(Task):
         file, part = split_name(file)
         name = file.suffix.removeprefix(".")
         label = self.classes.index(name) if name in self.classes else None
-        *sentences, rest = _text(file).split("\n")  # not splitlines: Latin-1 has one character more that it splits at
+        data = whole_bytes(file)
+        try:
+            text = data.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            text = data.decode("latin-1")
+        *sentences, rest = text.split("\n")  # not splitlines: Latin-1 has one character more that it splits at
         for number, sentence in enumerate([*sentences, rest] if rest else sentences):
             if is_in(part, number):
                 yield Example((sentence.removesuffix("\r"),), label, SourceLocation(file, number + 1), str(number))
-
-
-def _text(file: Path) -> str:
-    data = whole_bytes(file)
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return data.decode("latin-1")
 
 
 FILES = ("reviews_Electronics_5.json", "reviews_Electronics_5.json.gz")
 STARS = (1, 2, 3, 4, 5)
 
 
-class Amazon(Task):
+class Amazon(RowTask):
     """The official reviews_Electronics_5.json or .json.gz, 1,689,188 reviews, one JSON object a line. There are no
     official splits: see tasks/task.py.
 
@@ -130,20 +127,20 @@ class Amazon(Task):
     name = "amazon"
     metrics = ("accuracy", "macro_f1")
     classes = ("1.0", "2.0", "3.0", "4.0", "5.0")
-    every, most = 1, sys.maxsize
-    """Of all reviews every so many-th is an example, up to so many of them."""
+    every = 1
+    rows = staticmethod(json_lines)
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        return next((found for name in FILES if (found := parts_of([folder / name]))), {})
+        return parts_of([folder / FILES[0]]) or parts_of([folder / FILES[1]])
 
-    def read(self, file: Path) -> Iterator[Example]:
-        file, part = split_name(file)
-        with self.skipping(file) as skipping:
-            for number, (location, row) in enumerate(json_lines(file, skipping)):
-                place, left = divmod(number, self.every)
-                with skipping:
-                    if not left and place < self.most and is_in(part, place):
-                        yield _review(row, location, number)
+    def example(self, row: dict[str, Any], location: SourceLocation, number: str) -> Example:
+        text, stars = field(row, "reviewText", location), field(row, "overall", location)
+        if not isinstance(text, str):
+            raise DataError(str(location), "reviewText is no text", HINT)
+        if type(stars) not in (int, float) or stars not in STARS:
+            problem = f"overall is {json.dumps(stars)[:80]}, no number of stars"
+            raise DataError(str(location), problem, "Write 1.0, 2.0, 3.0, 4.0 or 5.0")
+        return Example((text,), STARS.index(stars), location, str(int(number) * self.every))
 
 
 class AmazonSample(Amazon):
@@ -154,15 +151,10 @@ class AmazonSample(Amazon):
     name = "amazon_50k"
     every, most = 33, 50_000
 
-
-def _review(row: dict[str, Any], location: SourceLocation, number: int) -> Example:
-    text, stars = field(row, "reviewText", location), field(row, "overall", location)
-    if not isinstance(text, str):
-        raise DataError(str(location), "reviewText is no text", "Put it right, or take the official file")
-    if type(stars) not in (int, float) or stars not in STARS:
-        problem = f"overall is {json.dumps(stars)[:80]}, no number of stars"
-        raise DataError(str(location), problem, "Write 1.0, 2.0, 3.0, 4.0 or 5.0")
-    return Example((text,), STARS.index(stars), location, str(number))
+    def rows(self, file: Path, skipping: Skipping) -> Iterator[Any]:  # type: ignore[override]
+        for number, row in enumerate(json_lines(file, skipping)):
+            if number % self.every == 0 and number < self.every * self.most:
+                yield row
 
 
 class AGNews(RowTask):
@@ -193,7 +185,7 @@ COLUMNS = ("id", "category", "subcategory", "title", "abstract", "url", "title e
 MIND_FOLDERS = ("MINDlarge_train", "MINDsmall_train", ".")
 
 
-class MINDTopics(Task):
+class MINDTopics(RowTask):
     """The official news.tsv of MINDlarge_train or MINDsmall_train. The official validation and test folders list many
     of the same articles, so the splits are made of this one file: see tasks/task.py.
 
@@ -203,6 +195,7 @@ class MINDTopics(Task):
     """
 
     name = "mind_topics"
+    columns = COLUMNS
     metrics = ("accuracy", "macro_f1")
     classes = (
         *("autos", "entertainment", "finance", "foodanddrink", "games", "health", "kids", "lifestyle", "middleeast"),
@@ -210,13 +203,97 @@ class MINDTopics(Task):
     )
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        return next((found for name in MIND_FOLDERS if (found := parts_of([folder / name / "news.tsv"]))), {})
+        return next((parts for name in MIND_FOLDERS if (parts := parts_of([folder / name / NEWS]))), {})
+
+    def example(self, row: dict[str, str], location: SourceLocation, number: str) -> Example:
+        text = " ".join(part for part in (row["title"], row["abstract"]) if part)
+        return Example((text,), self.class_of(row["category"], location), location, row["id"])
+
+
+BEHAVIOR_COLUMNS = ("impression id", "user id", "time", "history", "impressions")
+NEWS, BEHAVIORS = "news.tsv", "behaviors.tsv"
+RELEASES = ("MINDlarge_", "MINDsmall_", "")
+FOLDERS = {"train": "train", "validation": "dev", "test": "test"}
+
+
+class MIND(Task):
+    """The official folders MINDlarge_train, MINDlarge_dev and MINDlarge_test, else those of MINDsmall (which has no
+    test), else train, dev and test; each has a behaviors.tsv, and beside it the news.tsv that this speaks of.
+
+    An example is one impression. Its inputs are the titles of the news clicked before, the latest
+    `task.recommendation.history` of them in the order of the clicks, and those of the news shown; its label says of
+    each news shown whether it was clicked, 1 or 0, and is None in the official test set. Equal titles, histories and
+    labels are one object in memory.
+    """
+
+    name = "mind"
+    form = "ranking"
+    metrics = ("auc", "mrr", "ndcg5", "ndcg10")
+    segments = 2
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        for release in RELEASES:
+            names = {split: f"{release}{inner}/{BEHAVIORS}" for split, inner in FOLDERS.items()}
+            if files := existing(folder, names):
+                return files
+        return {}
 
     def read(self, file: Path) -> Iterator[Example]:
-        file, part = split_name(file)
+        """Read the impressions of a behaviors.tsv.
+
+        Malformed are also a news id that the news.tsv in the same folder lacks, a label other than 0 and 1, and a
+        labelled impression without a click, or with clicks only, for which no metric is defined.
+        """
+        titles = self._titles(file.with_name(NEWS))
+        cache: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        last = self.config.recommendation.history
+
+        def titles_of(names: list[str], location: SourceLocation) -> tuple[str, ...]:
+            for name in names:
+                if name not in titles:
+                    hint = "Put it right, or take both files from one official folder"
+                    raise DataError(str(location), f'"{name[:80]}" is no news of {file.with_name(NEWS)}', hint)
+            return tuple(titles[name] for name in names)
+
         with self.skipping(file) as skipping:
-            for number, (location, row) in enumerate(tab_separated(file, COLUMNS, skipping)):
+            for location, row in tab_separated(file, BEHAVIOR_COLUMNS, skipping):
                 with skipping:
-                    if is_in(part, number):
-                        text = " ".join(part for part in (row["title"], row["abstract"]) if part)
-                        yield Example((text,), self.class_of(row["category"], location), location, row["id"])
+                    clicked = titles_of(row["history"].split(), location)[-last:]
+                    names, label = _shown(row["impressions"].split(), location)
+                    inputs: Any = (cache.setdefault(clicked, clicked), titles_of(names, location))
+                    label = None if label is None else cache.setdefault(label, label)
+                    yield Example(inputs, label, location, row["impression id"])
+
+    def _titles(self, file: Path) -> dict[str, str]:
+        """Return the titles of a news.tsv, by news id."""
+        titles: dict[str, str] = {}
+        cache: dict[str, str] = {}
+        with self.skipping(file) as skipping:
+            for location, row in tab_separated(file, COLUMNS, skipping):
+                with skipping:
+                    name, title = row["id"], row["title"]
+                    if not title.strip() and self.config.empty == "refuse":
+                        hint = 'Give it one, or keep such news, which are counted: --set task.empty="keep"'
+                        raise DataError(str(location), f'the title of "{name[:80]}" is empty', hint)
+                    if name in titles:
+                        raise DataError(str(location), f'"{name[:80]}" stands there twice', "Remove one of them")
+                    titles[name] = cache.setdefault(title, title)
+        return titles
+
+
+def _shown(fields: list[str], location: SourceLocation) -> tuple[list[str], tuple[int, ...] | None]:
+    """Return the ids of `N1-0 N2-1`, and the labels; `N1 N2` has none (None)."""
+    if not fields:
+        raise DataError(str(location), "an impression without any news", "Remove it, or take the official file")
+    if not any("-" in entry for entry in fields):
+        return fields, None
+    split = [entry.rpartition("-") for entry in fields]
+    for entry, (name, _, label) in zip(fields, split, strict=True):
+        if not name or label not in ("0", "1"):
+            hint = "Write N1-1 of a news that was clicked, N1-0 of another one; in a test set N1 of each"
+            raise DataError(str(location), f'"{entry[:80]}" has no label 0 or 1', hint)
+    labels = tuple(int(label) for _, _, label in split)
+    if len(set(labels)) == 1:
+        problem = "a click on every news shown" if labels[0] else "no click on any news shown"
+        raise DataError(str(location), f"{problem}: there is nothing to rank", "Remove the impression")
+    return [name for name, _, _ in split], labels

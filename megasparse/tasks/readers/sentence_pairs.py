@@ -14,7 +14,7 @@ from xml.parsers import expat
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
-from megasparse.tasks.readers.rows import RowTask, field, lines, tab_separated, whole_bytes
+from megasparse.tasks.readers.rows import HINT, RowTask, field, lines, tab_separated, whole_bytes
 from megasparse.tasks.task import Example, Skipping, SourceLocation, Task, existing
 
 COLUMNS = ("genre", "file", "year", "old_index", "score", "sentence1", "sentence2")
@@ -41,13 +41,13 @@ class STSBenchmark(RowTask):
         fields = row.split("\t")
         if len(fields) not in (7, 9):
             problem = f"{len(fields)} fields where there are 7 ({', '.join(COLUMNS)}), or 9 with licences"
-            raise DataError(str(location), problem, "Put it right, or take the official file")
+            raise DataError(str(location), problem, HINT)
         score, first, second = fields[4:7]
         return Example((first, second), similarity(score, location), location, number)
 
 
 def similarity(text: str, location: SourceLocation) -> float:
-    """A label from 0 to 5, as a number. Raises DataError naming the location for anything else."""
+    """Return a label from 0 to 5, as a number. Raises DataError naming the location for anything else."""
     try:
         value = float(text)
     except ValueError:
@@ -77,7 +77,7 @@ class GLUETask(RowTask):
         return Example(inputs, label, location, row.get(self.identifier, number))
 
     def value(self, label: str, location: SourceLocation) -> int | float:
-        """The value of a label as the file has it. Raises DataError naming the location."""
+        """Return the value of a label as the file has it. Raises DataError naming the location."""
         return self.class_of(label, location)
 
 
@@ -191,7 +191,6 @@ class STSB(GLUETask):
         return similarity(label, location)
 
 
-HINT = "Put it right, or take the official file"
 ENTAILMENT = {
     "YES": "entailment",
     "NO": "not_entailment",
@@ -235,71 +234,50 @@ class RTEChallenge(Task):
                     yield Example((texts["t"], texts["h"]), label, location, attributes["id"])
 
 
-def pairs(file: Path) -> Iterator[tuple[SourceLocation, dict[str, str], dict[str, str]]]:
-    """The location of each <pair>, its attributes, and the text of each element in it.
+def pairs(file: Path) -> list[tuple[SourceLocation, dict[str, str], dict[str, str]]]:
+    """Return the location of each <pair>, its attributes, and the text of each element in it.
 
     Nothing outside the file is read: the DTD that the official files name, which says nothing of their content, is
-    not. Raises DataError for what is no XML, and for a file that declares or uses entities of its own, by which a small
-    file can become a large one or read others.
+    not. Raises DataError if the file is not XML, and if it declares or uses entities of its own, by which a small file
+    can become a large one or read others.
     """
-    content, reader = whole_bytes(file), _Reader(file)
+    rows: list[tuple[SourceLocation, dict[str, str], dict[str, str]]] = []
+    path: list[str] = []  # the <pair> that is being read, and the element inside it
+    parser = expat.ParserCreate()
+    parser.buffer_text = True
+
+    def require(holds: bool, problem: str) -> None:
+        if not holds:
+            raise DataError(str(SourceLocation(file, parser.CurrentLineNumber)), problem, HINT)
+
+    def start(name: str, attributes: dict[str, str]) -> None:
+        if name == "pair":
+            require(not path, "a <pair> inside a <pair>")
+            rows.append((SourceLocation(file, parser.CurrentLineNumber), attributes, {}))
+            path.append(name)
+        elif path:
+            require(len(path) == 1, f"<{name}> inside <{path[-1]}>")
+            require(name not in rows[-1][2], f"a second <{name}> of a pair")
+            rows[-1][2][name] = ""
+            path.append(name)
+
+    def text(content: str) -> None:
+        if len(path) == 2:
+            rows[-1][2][path[-1]] += content
+
+    def doctype(name: str, system: str | None, public: str | None, declares: int) -> None:
+        require(not declares, "declares a document type of its own, and with it perhaps entities")
+
+    parser.StartElementHandler, parser.CharacterDataHandler, parser.StartDoctypeDeclHandler = start, text, doctype
+    parser.EndElementHandler = lambda name: path.pop() if path else None
+    parser.SkippedEntityHandler = lambda name, parameter: require(False, f"&{name}; is declared nowhere")
     try:
-        reader.parser.Parse(content, True)
+        parser.Parse(whole_bytes(file), True)
     except expat.ExpatError as error:
         problem = f"is no XML ({expat.ErrorString(error.code)})"
         raise DataError(str(SourceLocation(file, error.lineno)), problem, HINT) from None
     except (LookupError, ValueError) as error:
         raise DataError(file, f"is in an encoding that cannot be read ({error})", "Convert it to UTF-8") from None
-    if not reader.found:
+    if not rows:
         raise DataError(file, "has no <pair>", "Give a file of the task")
-    yield from reader.found
-
-
-class _Reader:
-    def __init__(self, file: Path):
-        self.file = file
-        self.found: list[tuple[SourceLocation, dict[str, str], dict[str, str]]] = []
-        self.inside: tuple[SourceLocation, dict[str, str], dict[str, str]] | None = None
-        """The <pair> that is being read; `element` is the one inside it."""
-        self.element: str | None = None
-        self.parser = expat.ParserCreate()
-        self.parser.buffer_text = True
-        self.parser.StartElementHandler = self._start
-        self.parser.EndElementHandler = self._end
-        self.parser.CharacterDataHandler = self._text
-        self.parser.StartDoctypeDeclHandler = self._doctype
-        self.parser.SkippedEntityHandler = self._skipped_entity
-
-    def _start(self, name: str, attributes: dict[str, str]) -> None:
-        if name == "pair":
-            self._require(self.inside is None, "a <pair> inside a <pair>")
-            self.inside = (self._location(), attributes, {})
-        elif self.inside is not None:
-            self._require(self.element is None, f"<{name}> inside <{self.element}>")
-            self._require(name not in self.inside[2], f"a second <{name}> of a pair")
-            self.element = name
-            self.inside[2][name] = ""
-
-    def _end(self, name: str) -> None:
-        if name == "pair":
-            assert self.inside is not None
-            self.found.append(self.inside)
-            self.inside = None
-        self.element = None
-
-    def _text(self, text: str) -> None:
-        if self.inside is not None and self.element is not None:
-            self.inside[2][self.element] += text
-
-    def _doctype(self, name: str, system: str | None, public: str | None, declares: int) -> None:
-        self._require(not declares, "declares a document type of its own, and with it perhaps entities")
-
-    def _skipped_entity(self, name: str, parameter: bool) -> None:
-        self._require(False, f"&{name}; is declared nowhere")
-
-    def _require(self, holds: bool, problem: str) -> None:
-        if not holds:
-            raise DataError(str(self._location()), problem, HINT)
-
-    def _location(self) -> SourceLocation:
-        return SourceLocation(self.file, self.parser.CurrentLineNumber)
+    return rows

@@ -9,7 +9,16 @@ from typing import Any, ClassVar
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError, DataError
-from megasparse.tasks.readers.rows import RowTask, comma_separated, field, json_lines, lines
+from megasparse.tasks.readers.rows import (
+    HINT,
+    RowTask,
+    comma_separated,
+    field,
+    json_lines,
+    lines,
+    table_rows,
+    text_of,
+)
 from megasparse.tasks.task import Example, SourceLocation, Task, existing, is_in, parts_of, split_name
 
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
@@ -25,7 +34,7 @@ class TextTask(Task):
 
 
 def names_of(config: TaskConfig) -> tuple[str, str]:
-    """The names that `task.text` and `task.label` give to the two sides. Raises ConfigError unless it is one each."""
+    """Return the names that `task.text` and `task.label` give to the two sides. Raises ConfigError unless one each."""
     if len(config.text) != 1:
         problem = f'{len(config.text)} names, and "{config.name}" reads one text'
         raise ConfigError("task.text", problem, 'Give one: task.text=["NAME"]')
@@ -57,36 +66,36 @@ class ParallelText(TextTask):
         self.source, self.target = self.sides()
 
     def sides(self) -> tuple[str, str]:
-        """Suffixes of the source's files and of the target's."""
+        """Return the suffixes of the source's files and of the target's."""
         return names_of(self.config)
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        if found := self.found(folder):
-            return found
+        if splits := self.splits(folder):
+            return splits
         names = " or ".join(f"{stem}.{self.source}" for stem in self.stems)
         hint = 'Name the suffixes of source and target: --set task.text=["en"] --set task.label=de'
         raise DataError(folder, f"has no file {names} (nor .gz)", hint)
 
-    def found(self, folder: Path) -> dict[str, list[Path]]:
-        """The files by split, or nothing where there are none. Raises DataError where two files are the same split, or
-        training or validation texts have no translations.
+    def splits(self, folder: Path) -> dict[str, list[Path]]:
+        """Return the files by split, if there are any. Raises DataError if two files are the same split, or training or
+        validation texts have no translations.
         """
-        found: dict[str, list[Path]] = {}
+        splits: dict[str, list[Path]] = {}
         for file in sorted(folder.iterdir()):
             stem = file.name.removesuffix(".gz").removesuffix(f".{self.source}")
             split = self.stems.get(stem, stem if stem.startswith("test") else None)
             if split is None or file.name.removesuffix(".gz") != f"{stem}.{self.source}":
                 continue
-            if split in found:
-                problem = f"{found[split][0].name} and {file.name} are both its {split} split"
+            if split in splits:
+                problem = f"{splits[split][0].name} and {file.name} are both its {split} split"
                 raise DataError(folder, problem, "Keep one of them there")
             if split in ("train", "validation") and self.translation(file) is None:
                 raise DataError(file, f"has no {stem}.{self.target} beside it", "Put it there, or set task.label")
-            found[split] = [file]
-        tests = [split for split in found if split.startswith("test")]
+            splits[split] = [file]
+        tests = [split for split in splits if split.startswith("test")]
         if len(tests) == 1:
-            found["test"] = found.pop(tests[0])
-        return found
+            splits["test"] = splits.pop(tests[0])
+        return splits
 
     def read(self, file: Path) -> Iterator[Example]:
         other = self.translation(file)
@@ -97,7 +106,7 @@ class ParallelText(TextTask):
             yield Example((text.strip(),), None, location, str(number))
 
     def translation(self, file: Path) -> Path | None:
-        """The target file of a source file. Raises DataError where the file itself is the target's."""
+        """Return the target file of a source file. Raises DataError if the file itself is the target's."""
         name = file.name.removesuffix(".gz")
         if name.endswith(f".{self.target}"):
             problem = f'has the suffix of the target, task.label = "{self.target}"'
@@ -117,7 +126,7 @@ class WMT14(ParallelText):
 
 
 def aligned(source: Path, target: Path) -> Iterator[Example]:
-    """An example a line, located in the source file. Raises DataError where one file has more lines than the other."""
+    """Read an example a line, located in the source file. Raises DataError if a file has more lines than the other."""
     sides = lines(source), lines(target)
     for number, (text, answer) in enumerate(zip_longest(*sides)):
         if text is None or answer is None:
@@ -155,7 +164,7 @@ class CNNDailyMail(ParallelText):
         return "source", "target"
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        return existing(folder, LISTS) or existing(folder / "url_lists", LISTS) or self.found(folder)
+        return existing(folder, LISTS) or existing(folder / "url_lists", LISTS) or self.splits(folder)
 
     def read(self, file: Path) -> Iterator[Example]:
         if file.suffix == ".story":
@@ -170,20 +179,19 @@ class CNNDailyMail(ParallelText):
 
 
 def story(file: Path) -> Example:
-    """The example of one .story file. Raises DataError where it cannot be read."""
-    found = [line.strip() for _, line in lines(file)]
-    end = found.index(HIGHLIGHT) if HIGHLIGHT in found else len(found)
-    highlights = [line for line in found[end:] if line and line != HIGHLIGHT]
-    text = " ".join(line for line in found[:end] if line)
+    """Return the example of one .story file. Raises DataError if it cannot be read."""
+    stripped = [line.strip() for _, line in lines(file)]
+    end = stripped.index(HIGHLIGHT) if HIGHLIGHT in stripped else len(stripped)
+    highlights = [line for line in stripped[end:] if line and line != HIGHLIGHT]
+    text = " ".join(line for line in stripped[:end] if line)
     return Example((text,), "\n".join(highlights) or None, SourceLocation(file), file.stem)
 
 
 def _story_file(url: str, location: SourceLocation) -> Path:
-    """The file of the story that a list names by its URL."""
+    """Return the file of the story that a list names by its URL."""
     name = hashlib.sha1(url.encode(), usedforsecurity=False).hexdigest() + ".story"
-    above = location.file.parent
-    folders = [root / inner for root in (above, above.parent) for inner in STORIES]
-    for folder in folders:
+    parent = location.file.parent
+    for folder in (root / inner for root in (parent, parent.parent) for inner in STORIES):
         if (folder / name).exists():
             return folder / name
     hint = f"Put all stories into {', '.join(STORIES[:2])} beside the lists"
@@ -211,15 +219,15 @@ class PubMed(RowTask, TextTask):
         text, label = " ".join(_sentences(row, "article_text", location)), None
         if "abstract_text" in row:
             abstract = _sentences(row, "abstract_text", location)
-            label = "\n".join(each.removeprefix(BEGIN).removesuffix(END).strip() for each in abstract)
+            label = "\n".join(sentence.removeprefix(BEGIN).removesuffix(END).strip() for sentence in abstract)
         return Example((text,), label, location, str(row.get("article_id", number)))
 
 
 def _sentences(row: dict[str, Any], column: str, location: SourceLocation) -> list[str]:
-    found = field(row, column, location)
-    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise DataError(str(location), f'"{column}" is no list of sentences', "Put it right, or take the official file")
-    return [each.strip() for each in found]
+    sentences = field(row, column, location)
+    if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
+        raise DataError(str(location), f'"{column}" is no list of sentences', HINT)
+    return [sentence.strip() for sentence in sentences]
 
 
 class Headlines(TextTask):
@@ -250,3 +258,25 @@ class Headlines(TextTask):
         if lacking:
             left_out = f"{file}#{part}: left out {len(lacking)} articles without a title or a text"
             print(f"{left_out}: lines {', '.join(map(str, lacking))}", file=sys.stderr)
+
+
+class TextTable(TextTask):
+    """A CSV, TSV or JSONL file as `table` reads it. `task.text` names the column of the texts, `task.label` that of
+    their answers. The file to train on is the task's source; a row without the column of answers has no label.
+    """
+
+    name = "text_table"
+    source_is_file: ClassVar[bool] = True
+    metrics = (*ROUGE, "bleu", "chrf")
+
+    def __init__(self, config: TaskConfig):
+        super().__init__(config)
+        self.source, self.answer = names_of(config)
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        return {"train": [folder]}
+
+    def read(self, file: Path) -> Iterator[Example]:
+        for number, (location, row) in enumerate(table_rows(file)):
+            label = text_of(row, self.answer, location).strip() if self.answer in row else None
+            yield Example((text_of(row, self.source, location),), label, location, str(number))

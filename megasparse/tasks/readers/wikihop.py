@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megasparse.errors import DataError
-from megasparse.tasks.forms.choice import Choice
+from megasparse.tasks.forms.labels import Choice
 from megasparse.tasks.task import Example, SourceLocation, Task
 
 WHOLE = "Put it right, or take the official file again, whole"

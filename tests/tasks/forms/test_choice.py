@@ -14,7 +14,7 @@ from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks import build_task
 from megasparse.tasks.backbones import Backbone, HuggingFaceBody
 from megasparse.tasks.batches import Padded, Segments
-from megasparse.tasks.forms.choice import Choice, ChoiceEncoder, ChoiceForm, ChoiceModel, EncodedChoice
+from megasparse.tasks.forms.labels import Choice, ChoiceEncoder, ChoiceForm, ChoiceModel, EncodedChoice
 from megasparse.tasks.task import SourceLocation
 from tests.helpers.finetuning import bert, bert_tokenizer, configured, our_body
 from tests.helpers.tokenizers import written

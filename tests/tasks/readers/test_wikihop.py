@@ -9,7 +9,7 @@ import pytest
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.tasks import build_task
-from megasparse.tasks.forms.choice import Choice
+from megasparse.tasks.forms.labels import Choice
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.helpers.finetuning import ENCODER, assert_resumes, bert_tokenizer, plain
 from tests.helpers.refusals import refusal
