@@ -17,11 +17,10 @@ from megasparse.config.schema import Config
 from megasparse.data.batches import Step
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
-from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights, persistent_buffers
+from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import find_newest
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines import build_engine
-from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers.models import SMALL
 from tests.helpers.run_ranks import run_ranks
@@ -78,11 +77,6 @@ MODELS = {kind: model_of(kind) for kind in PATTERNS} | {
 STAGES = {"decoder": (2, 3), "encoder": (2, 3), "encoder_decoder": (0, 2, 3), "bert": (1, 3), "reversible pairs": (3,)}
 STAGES |= {"head groups": (2, 3), "head groups, stored": (3,)}
 CASES = [(name, stage) for name, stages in STAGES.items() for stage in stages]
-ROUTING: dict[str, Any] = {
-    "max_length": 24, "layers": 2, "d_model": 16, "d_ff": 16, "heads": 2, "positions": {"kind": "learned"},
-    "attention": {"pattern": ["routing"], "routing": {"chunk": 4, "decay": 0.5}},
-}  # fmt: skip
-ROUTING_STAGES = (0, 2, 3)
 
 
 class Pairs(DummyBatches):
@@ -125,22 +119,6 @@ def losses(config: Config, ranks: Ranks, first: int = 1, last: int = STEPS, save
     return found
 
 
-def after_a_step_of_routing(config: Config, ranks: Ranks) -> Engine:
-    engine = build_engine(build_model(config.model, 0), config, partial(RngContext, 0, training=True), ranks)
-    assert engine.train_step(next(DummyBatches(config, ranks)).micro_batches, 1, 0.01).applied
-    return engine
-
-
-def centroids(folder: Path, stage: int, ranks: Ranks) -> dict[str, Any]:
-    """Type and numbers of each buffer after a step in bf16, which is saved in `folder`."""
-    config = config_of(folder, ROUTING, stage, training={"precision": "bf16"})
-    engine = after_a_step_of_routing(config, ranks)
-    Saver(identity_of(config), ranks).save(engine, 1, 8, {})
-    found = {name: [str(buffer.dtype), buffer.tolist()] for name, buffer in persistent_buffers(engine.module).items()}
-    engine.close()
-    return found
-
-
 def on_two_ranks(folder: str) -> dict[str, Any]:
     place, found = Path(folder), dict[str, Any]()
     ranks = start_ranks(config_of(place, MODELS["decoder"], 2).run)
@@ -150,19 +128,13 @@ def on_two_ranks(folder: str) -> dict[str, Any]:
     config = config_of(place / "resumed", BERT, 3)
     save = Saver(identity_of(config), ranks)
     found["bert resumed"] = losses(config, ranks, 1, 1, save) + losses(config, ranks, 2, STEPS, save)
-    found["centroids"] = {str(stage): centroids(place / f"routing{stage}", stage, ranks) for stage in ROUTING_STAGES}
     ranks.stop()
     return found
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("two")
-
-
-@pytest.fixture(scope="module")
-def found(folder):
-    return run_ranks(on_two_ranks, timeout=900, folder=str(folder))
+def found(tmp_path_factory):
+    return run_ranks(on_two_ranks, timeout=900, folder=str(tmp_path_factory.mktemp("two")))
 
 
 @cache
@@ -188,19 +160,3 @@ def test_deepspeed_starts_without_a_compiler(found):
 def test_an_encoder_with_both_of_berts_objectives_resumes_exactly(found):
     for rank in found:
         assert rank["bert resumed"] == rank["bert 3"]
-
-
-@pytest.mark.parametrize("stage", ROUTING_STAGES)
-def test_two_ranks_have_the_centroids_of_one_in_fp32_and_save_them_once(found, folder, tmp_path, stage):
-    first, second = (rank["centroids"] for rank in found)
-    assert first == second
-    config = config_of(tmp_path, ROUTING, training={"precision": "bf16"})
-    expected = persistent_buffers(after_a_step_of_routing(config, Ranks()).module)
-    restored = build_model(config.model, 3)
-    load_weights(restored, Checkpoint.open(folder / f"routing{stage}" / "checkpoints" / "00000001"))
-    assert len(expected) == 2
-    for name, buffer in expected.items():
-        dtype, numbers = first[str(stage)][name]
-        assert dtype == "torch.float32"
-        torch.testing.assert_close(torch.tensor(numbers), buffer, rtol=0, atol=1e-6)
-        assert persistent_buffers(restored)[name].tolist() == numbers

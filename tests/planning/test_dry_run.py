@@ -65,14 +65,6 @@ def test_an_encoder_decoder_takes_a_step_on_padded_records(empty_folder):
     assert all((row == 299).nonzero().flatten().tolist() == padding for row in tokens)
 
 
-def test_dummy_pairs_of_segments_have_their_separators():
-    order = {"sentence_order": {"separator": 298}, "masking": {"token": 297}}
-    values = {**VALUES, "model": {**VALUES["model"], **PAIRS, **order, "kind": "encoder"}}
-    tokens = dummy_records(build_config(values).model, 3, 64, seed=1)
-    assert all((row == 298).nonzero().flatten().tolist() == [28, 55] for row in tokens)
-    assert (tokens[:, 56:] == 299).all() and (tokens[:, :56] != 299).all()
-
-
 def test_peak_memory_is_that_of_weights_gradients_and_optimizer(tmp_path):
     """In a process of its own: in this one the allocator would hand out what earlier tests left."""
     wide = {"model": {**VALUES["model"], "d_model": 512, "d_ff": 8192}, "training": {"global_batch": 6}}

@@ -112,12 +112,6 @@ def test_note_returns_whether_a_step_is_the_best_so_far(values, lower, best):
     assert [selection.note(step, {METRIC: value}) for step, value in enumerate(values)] == best
 
 
-def test_a_step_without_an_evaluation_counts_for_nothing():
-    selection = noted([0.5], patience=1)
-    assert not selection.note(11, {"train/loss": 1.0}) and not selection.exhausted
-    assert (selection.step, selection.without_better) == (10, 0)
-
-
 @pytest.mark.parametrize(
     ("values", "lower", "step"),
     [([math.nan, -1.0, math.nan], False, 20), ([math.nan, 9.0, math.nan, 8.0, math.nan], True, 40)],

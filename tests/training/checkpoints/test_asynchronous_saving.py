@@ -1,7 +1,5 @@
 """Saving while training goes on: the same checkpoint as a synchronous save, whatever training does meanwhile."""
 
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
@@ -13,9 +11,7 @@ from megasparse.errors import CheckpointError, StorageError
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import list_checkpoints
 from megasparse.training.checkpoints.rank_file import RankFile
-from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.ranks import RunHooks
-from tests.helpers.run_ranks import ROOT
 from tests.helpers.tiny import train_steps
 from tests.training.checkpoints.test_saving import before_writing, names, prepare, save
 
@@ -101,32 +97,3 @@ def test_a_failure_is_raised_when_the_save_is_finished(tmp_path, monkeypatch):
     assert not saver.pending() and saver.finish() is None
     save(saver, engine, 3)
     assert names(saver.directory) == ["00000003", "latest"]
-
-
-DIES = """if True:
-    import os, sys, threading, time
-    from pathlib import Path
-    from tests.training.checkpoints.test_saving import prepare
-
-    saver, engine = prepare(Path(sys.argv[1]), 1, 2, asynchronous=True)
-    reached = threading.Event()
-    os.fsync = lambda _: (reached.set(), time.sleep(100_000))
-    saver.save(engine, 3, 24, {})
-    assert reached.wait(600) and saver.pending()
-    if sys.argv[2] == "_exit":
-        os._exit(9)
-    raise SystemExit(9)
-    """
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["_exit", "exit"])
-def test_the_process_ends_while_its_thread_writes(tmp_path, how):
-    ended = subprocess.run([sys.executable, "-c", DIES, str(tmp_path), how], cwd=ROOT, timeout=900)
-    assert ended.returncode == 9, "a process that ends waits for no writer"
-    saver, engine = prepare(tmp_path)
-    assert list(saver.directory.glob(".tmp-00000003-*/rank-00000.safetensors")), "it was to die in the middle"
-    start = find_start(saver.run, saver.ranks)
-    assert start is not None and start.step == 2
-    assert names(saver.directory) == ["00000001", "00000002", "latest"]
-    assert saver.save(engine, 3, 24, {}) is not None

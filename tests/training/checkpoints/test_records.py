@@ -40,16 +40,6 @@ def remove(folder: Path, *steps: int) -> None:
         shutil.rmtree(folder / "checkpoints" / f"{step:08d}")
 
 
-def test_lines_beyond_the_checkpoint_are_cut_and_done_again(tmp_path, straight, capsys):
-    config = config_of(tmp_path / "run")
-    run(config, stop_at=4)
-    remove(tmp_path / "run", 4)
-    assert len(lines(tmp_path / "run")) == 4
-    capsys.readouterr()
-    assert run(config) == straight
-    assert "is not there" not in capsys.readouterr().err, "a run that is killed in step 4 loses as much"
-
-
 def test_a_run_that_has_lost_newer_checkpoints_says_so_and_goes_on(tmp_path, straight, capsys):
     config = config_of(tmp_path / "run")
     run(config)

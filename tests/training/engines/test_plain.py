@@ -29,18 +29,6 @@ def test_accumulation_does_not_change_the_run(tmp_path, micro_batch):
     assert train_steps(tiny_engine(cut), cut, 1, 10) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("ids", [{}, {"document_separator": 101}, {"padding_token": 101}], ids=str)
-def test_accumulation_does_not_change_an_encoders_run(tmp_path, ids):
-    """Sequences have equally many masked tokens, unless some of theirs are no text: these are counted."""
-    losses = []
-    for micro_batch in (8, 1):
-        config = tiny_config(tmp_path, training={"micro_batch": micro_batch}, model=ids)
-        model = build_model(small(kind="encoder", vocabulary=257, dropout=0.1, **ids), seed=0)
-        engine = build_engine(model, config, partial(RngContext, 0, training=True), Ranks())
-        losses.append(train_steps(engine, config, 1, 3))
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-
-
 def test_micro_batches_without_a_scored_token_do_not_shrink_the_loss(tmp_path):
     """One masked token in four micro-batches: the mean is of that one, as in a single micro-batch of them all."""
     ids, objectives = {"padding_token": 101}, []
