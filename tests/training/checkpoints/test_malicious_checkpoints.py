@@ -1,12 +1,13 @@
-"""Checkpoints made to run code or to hurt: refused by name before anything of them is used.
+"""Checkpoints made to run code, to hurt, or that claim to be huge: refused by name before anything of them is used.
 
-Each is honestly sealed: sizes, digests and the manifest's own digest are right, as an attacker would have them.
-"""
+Each is honestly sealed: sizes, digests and the manifest's own digest are right, as an attacker would have them. Nothing
+is timed: what must not happen raises an error instead."""
 
 import hashlib
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,21 @@ from typing import Any
 import pytest
 import torch
 
+from launch import evaluate, finetune, generate, pretrain
 from megasparse.errors import CheckpointError
 from megasparse.evaluation.restore import restore
-from megasparse.training.checkpoints.checkpoint import Checkpoint
+from megasparse.hub.export import to_hf
+from megasparse.model import build, stack
+from megasparse.tasks.run import restore_task
+from megasparse.training.checkpoints import checkpoint, manifest
+from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint
 from megasparse.training.checkpoints.manifest import MANIFEST, seal
 from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.ranks import Ranks
+from tests.helpers.commands import refused
+from tests.helpers.finetuning import ENCODER, launch, reviews, settings
 from tests.helpers.tiny import identity_of, tiny_config
+from tests.helpers.trained import prepared, trained
 from tests.training.checkpoints.test_saving import prepare
 
 FILE = "rank-00000.safetensors"
@@ -63,7 +72,7 @@ def pickled(payload: Touch, file: Path) -> None:
 PAYLOADS = [zipped, pickled]
 
 
-def refused(path: Path, marker: Path, match: str) -> None:
+def assert_refused(path: Path, marker: Path, match: str) -> None:
     """By all that opens checkpoints."""
     config = tiny_config(path.parent.parent)
     for opens in (
@@ -92,27 +101,27 @@ def test_the_payloads_are_live(tmp_path, payload):
 def test_a_pickle_in_place_of_the_tensors(saved, tmp_path, payload):
     payload(Touch(tmp_path / "marker"), saved / FILE)
     reseal(saved)
-    refused(saved, tmp_path / "marker", rf"{FILE}: is no safetensors file")
+    assert_refused(saved, tmp_path / "marker", rf"{FILE}: is no safetensors file")
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_a_pickle_as_the_manifest(saved, tmp_path, payload):
     payload(Touch(tmp_path / "marker"), saved / MANIFEST)
-    refused(saved, tmp_path / "marker", rf"{MANIFEST}: cannot be read")
+    assert_refused(saved, tmp_path / "marker", rf"{MANIFEST}: cannot be read")
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pkl", "rng_state.pth", ".metadata", "data.pyd"])
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_a_pickle_beside_the_files(saved, tmp_path, payload, name):
     payload(Touch(tmp_path / "marker"), saved / name)
-    refused(saved, tmp_path / "marker", rf"{name}: not part of this checkpoint")
+    assert_refused(saved, tmp_path / "marker", rf"{name}: not part of this checkpoint")
 
     def listed(manifest: dict[str, Any]) -> None:
         contents = (saved / name).read_bytes()
         manifest["files"][name] = {"bytes": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
 
     reseal(saved, listed)
-    refused(saved, tmp_path / "marker", rf"{MANIFEST}: names a file '{name}'")
+    assert_refused(saved, tmp_path / "marker", rf"{MANIFEST}: names a file '{name}'")
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
@@ -120,7 +129,7 @@ def test_a_pickle_named_as_another_ranks_file(saved, tmp_path, payload):
     payload(Touch(tmp_path / "marker"), saved / "rank-00001.safetensors")
     reseal(saved, lambda manifest: manifest["files"].update({"rank-00001.safetensors": {"bytes": 0, "sha256": ""}}))
     reseal(saved)  # now with its digest
-    refused(saved, tmp_path / "marker", r"rank-00001.safetensors: is no safetensors file")
+    assert_refused(saved, tmp_path / "marker", r"rank-00001.safetensors: is no safetensors file")
 
 
 def rewrite(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -164,7 +173,7 @@ HEADERS = {
 def test_a_header_that_says_something_else(saved, tmp_path, change):
     rewrite(saved / FILE, HEADERS[change])
     reseal(saved)
-    refused(saved, tmp_path / "marker", rf"{FILE}: ")
+    assert_refused(saved, tmp_path / "marker", rf"{FILE}: ")
 
 
 @pytest.mark.parametrize("length", [0, 1, 1 << 30, 1 << 60, (1 << 64) - 1])
@@ -172,15 +181,183 @@ def test_a_header_that_claims_another_length(saved, tmp_path, length):
     contents = (saved / FILE).read_bytes()
     (saved / FILE).write_bytes(length.to_bytes(8, "little") + contents[8:])
     reseal(saved)
-    refused(saved, tmp_path / "marker", rf"{FILE}: is no safetensors file")
+    assert_refused(saved, tmp_path / "marker", rf"{FILE}: is no safetensors file")
 
 
 def test_a_manifest_that_nests_too_deeply(saved, tmp_path):
     (saved / MANIFEST).write_text("[" * 100_000)
-    refused(saved, tmp_path / "marker", rf"{MANIFEST}: cannot be read")
+    assert_refused(saved, tmp_path / "marker", rf"{MANIFEST}: cannot be read")
 
 
 def test_an_honest_reseal_opens(saved):
     rewrite(saved / FILE, lambda header: None)
     reseal(saved)
     assert Checkpoint.open(saved).step == 2
+
+
+HUGE = 10**9
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A folder of data/, and run/ with a checkpoint of one step."""
+    folder = tmp_path_factory.mktemp("forged")
+    trained(prepared(folder), folder / "run", ["local", "lsh"], 1)
+    return folder
+
+
+@pytest.fixture
+def run(whole, tmp_path):
+    return Path(shutil.copytree(whole / "run", tmp_path / "run"))
+
+
+def forge(run: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:
+    path = find_checkpoint(run)
+    forged = json.loads((path / MANIFEST).read_text())
+    edit(forged)
+    (path / MANIFEST).write_text(seal(forged))
+    return path
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch, *names: tuple[Any, str]) -> None:
+    def called(*_: Any, **__: Any) -> None:
+        raise AssertionError("it went on")
+
+    for place, name in names:
+        monkeypatch.setattr(place, name, called)
+
+
+@pytest.fixture
+def nothing_made(monkeypatch):
+    """No weight gets its initial value, and no file is hashed."""
+    forbid(monkeypatch, (build, "initialise"), (checkpoint, "file_sha256"))
+
+
+def claim(**values: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda forged: forged["config"]["model"].update(values)
+
+
+def source(forged: dict[str, Any]) -> None:
+    """The same forged number of layers, in an encoder."""
+    own = {"length": 32, "layers": HUGE}
+    forged["config"]["model"].update(kind="encoder_decoder", source=own)
+
+
+CLAIMS = {
+    "layers": (claim(layers=HUGE), rf"{HUGE} layers, more than its \d+ weights"),
+    "source": (source, rf"{HUGE} layers, more than its \d+ weights"),
+    "width": (claim(d_model=HUGE), rf"has shape \[.*, in the model \[.*{HUGE}"),
+    "feed-forward": (claim(d_ff=HUGE), rf"has shape \[.*, in the model \[.*{HUGE}"),
+    "vocabulary": (claim(vocabulary=HUGE), rf"has shape \[.*, in the model \[.*{HUGE}"),
+    "beyond 64 bits": (claim(d_model=4 * 10**30), "is too large"),
+    "heads": (claim(heads=3), "its configuration has model"),
+}
+
+
+@pytest.mark.parametrize("what", CLAIMS)
+def test_a_configuration_of_a_huge_model(run, what, nothing_made, monkeypatch):
+    edit, said = CLAIMS[what]
+    path = forge(run, edit)
+    if "layers" in said:
+        forbid(monkeypatch, (build, "Decoder"), (build, "EncoderDecoder"))
+    with pytest.raises(CheckpointError, match=said) as caught:
+        restore(run)
+    assert caught.value.path == str(path)
+
+
+def test_a_file_of_holes(run, nothing_made):
+    path = find_checkpoint(run)
+    os.truncate(path / FILE, 10**12)
+    with pytest.raises(CheckpointError, match=rf"{FILE}: {10**12} bytes instead of"):
+        Checkpoint.open(path)
+    forge(run, lambda forged: forged["files"][FILE].update(bytes=10**12))
+    with pytest.raises(CheckpointError, match=rf"{FILE}: is no safetensors file"):
+        Checkpoint.open(path)
+
+
+def test_a_tensor_of_holes(run, nothing_made):
+    """Listed, and in the file's header: only the model has none such."""
+    path, numel = find_checkpoint(run), 1 << 24
+
+    def add(header: dict[str, Any]) -> None:
+        end = max(tensor["data_offsets"][1] for tensor in header.values())
+        header["more"] = {"dtype": "F32", "shape": [numel], "data_offsets": [end, end + 4 * numel]}
+
+    rewrite(path / FILE, add)
+    size = (path / FILE).stat().st_size + 4 * numel
+    os.truncate(path / FILE, size)
+
+    def edit(forged: dict[str, Any]) -> None:
+        piece = {"file": FILE, "key": "more", "start": 0, "numel": numel}
+        forged["tensors"]["weight"]["more"] = {"shape": [numel], "pieces": [piece]}
+        forged["files"][FILE]["bytes"] = size
+
+    forge(run, edit)
+    with pytest.raises(CheckpointError, match="has a weight more that the model has not"):
+        restore(run)
+
+
+def test_a_manifest_of_more_than_its_files_have_pieces_for_is_not_read(run, monkeypatch):
+    room = manifest._most_bytes(find_checkpoint(run))
+    forge(run, lambda forged: forged.update(state={"x": "y" * room}))
+    forbid(monkeypatch, (json, "loads"))
+    with pytest.raises(CheckpointError, match=rf"{MANIFEST}: \d+ bytes, and a manifest .* has no more than {room}\."):
+        Checkpoint.open(find_checkpoint(run))
+
+
+def test_a_manifest_has_room_for_every_piece(run):
+    path = find_checkpoint(run)
+    headers = sum(int.from_bytes(file.open("rb").read(8), "little") for file in path.glob("rank-*"))
+    pieces = json.dumps(json.loads((path / MANIFEST).read_text())["tensors"], indent=1)
+    assert manifest._most_bytes(path) == manifest.LEAST_ROOM + manifest.ROOM_PER_HEADER * headers
+    assert 2 * len(pieces) < manifest.ROOM_PER_HEADER * headers
+
+
+def test_a_manifest_without_end(run, monkeypatch):
+    path = find_checkpoint(run)
+    os.truncate(path / MANIFEST, manifest.LARGEST_MANIFEST + 1)
+    forbid(monkeypatch, (Path, "read_bytes"))
+    with pytest.raises(CheckpointError, match=rf"{MANIFEST}: {manifest.LARGEST_MANIFEST + 1} bytes"):
+        Checkpoint.open(path)
+
+
+def test_a_finetuned_models_record(tmp_path, monkeypatch):
+    place, folder = tmp_path / "place", tmp_path / "run"
+    place.mkdir()
+    launch(folder, reviews(place / "reviews.csv", 40), model=ENCODER, task={"max_length": 128})
+    restore_task(folder)
+    empty, layers = torch.empty, stack.Block
+
+    def on_meta(*sizes: Any, **options: Any) -> torch.Tensor:
+        made = empty(*sizes, **options)
+        assert made.is_meta, "a weight was made"
+        return made
+
+    def one(config: Any, layer: int) -> Any:
+        assert config.layers < HUGE, "a layer was made"
+        return layers(config, layer)
+
+    monkeypatch.setattr(torch, "empty", on_meta)
+    monkeypatch.setattr(stack, "Block", one)
+    record = folder / "start" / "body.json"
+    honest = json.loads(record.read_text())
+    for values, said in (({"layers": HUGE}, "layers, more than"), ({"d_model": HUGE}, "in the run's record")):
+        record.write_text(json.dumps({**honest, "model": {**honest["model"], **values}}))
+        with pytest.raises(CheckpointError, match=said):
+            restore_task(folder)
+
+
+def test_one_line_of_every_command(whole, run, capsys, tmp_path, monkeypatch):
+    forge(run, claim(layers=HUGE))
+    forbid(monkeypatch, (build, "initialise"), (build, "Decoder"))
+    said = f"{HUGE} layers"
+    assert said in refused(capsys, evaluate, "--checkpoint", run, "--data", whole / "data")
+    assert said in refused(capsys, generate, "--checkpoint", run, "--prompt", "a")
+    values = settings(tmp_path / "tuned", reviews(tmp_path / "reviews.csv", 40), start={"checkpoint": str(run)})
+    (tmp_path / "tuned.json").write_text(json.dumps(values))
+    assert said in refused(capsys, finetune, "--config", tmp_path / "tuned.json")
+    with pytest.raises(CheckpointError, match=said):
+        to_hf(run, tmp_path / "exported")
+    elsewhere = f"run.directory={json.dumps(str(run))}"
+    resumed = refused(capsys, pretrain, "--config", whole / "run" / "config.json", "--set", elsewhere)
+    assert f"model.layers: {HUGE} -> 2" in resumed

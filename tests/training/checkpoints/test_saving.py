@@ -1,27 +1,35 @@
-"""Saving: a crash at any moment leaves the newest complete checkpoint whole."""
+"""Saving: a crash at any moment leaves the newest complete checkpoint whole, training goes on meanwhile, and storage
+that refuses is named."""
 
 import dataclasses
+import errno
+import io
 import json
 import os
+import shutil
 import stat
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from megasparse.errors import CheckpointError, TrainingError
+from megasparse.errors import CheckpointError, StorageError, TrainingError
 from megasparse.training.checkpoints import rank_file, saving
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import MANIFEST, find_newest, list_checkpoints, seal
+from megasparse.training.checkpoints.rank_file import RankFile
 from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, RunHooks
-from tests.helpers.tiny import identity_of, tiny_config, tiny_engine
+from tests.helpers.ranks_in_threads import run_in_threads
+from tests.helpers.tiny import identity_of, tiny_config, tiny_engine, train_steps
 
 
 class Killed(BaseException):
@@ -233,3 +241,193 @@ def test_a_planted_link_is_not_written_through(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="was not saved"):
         saver.save(engine, 2, 16, {})
     assert victim.read_text() == "precious"
+
+
+FILE = "rank-00000.safetensors"
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """No rank's file is written before this event."""
+    event = threading.Event()
+    before_writing(monkeypatch, lambda path: event.wait(600))
+    yield event
+    event.set()
+
+
+def test_training_goes_on_and_the_checkpoint_is_that_of_a_synchronous_save(tmp_path, gate):
+    files = {}
+    for asynchronous in (True, False):
+        saver, engine = prepare(tmp_path / "run", asynchronous=asynchronous)
+        train_steps(engine, saver.config, 1, 2)
+        state = {"losses": [0.1]}
+        if not asynchronous:
+            gate.set()
+        path = saver.save(engine, 2, 16, state)
+        if asynchronous:
+            assert path is None and saver.pending() and list_checkpoints(saver.directory) == []
+            state["losses"].append(0.2)
+            train_steps(engine, saver.config, 3, 4)
+            assert saver.pending()
+            gate.set()
+            path = saver.finish()
+        assert path is not None and not saver.pending() and saver.finish() is None
+        opened = Checkpoint.open(path)
+        for what in ("config", "sha256"):  # `asynchronous` itself
+            opened.manifest.pop(what)
+        files[asynchronous] = (opened.manifest, (path / FILE).read_bytes())
+        (tmp_path / "run").rename(tmp_path / f"asynchronous-{asynchronous}")
+    assert files[True] == files[False]
+    assert files[True][0]["state"] == {"losses": [0.1]} and files[True][0]["optimizer_steps"] == 2
+
+
+def test_one_save_at_a_time(tmp_path, gate):
+    saver, engine = prepare(tmp_path, asynchronous=True)
+    saver.save(engine, 1, 8, {})
+    threading.Timer(0.2, gate.set).start()
+    began = time.monotonic()
+    train_steps(engine, saver.config, 1, 1)
+    saver.save(engine, 2, 16, {})  # ends the first one before it touches the copy
+    assert time.monotonic() - began >= 0.15
+    assert Checkpoint.open(saver.directory / "00000001").optimizer_steps == 0
+    assert saver.finish() == saver.directory / "00000002"
+    first, second = (Checkpoint.open(path) for path in list_checkpoints(saver.directory))
+    assert not torch.equal(first.tensor("weight", "out.bias"), second.tensor("weight", "out.bias"))
+
+
+def test_waiting_for_a_save_says_that_it_gets_on_but_only_while_it_does(tmp_path, gate):
+    saver, engine = prepare(tmp_path, asynchronous=True)
+    reported: list[str] = []
+    saver.hooks = RunHooks(alive=reported.append)
+    saver.save(engine, 1, 8, {})
+    assert reported == [], "what a thread does must not hide that training hangs"
+    threading.Timer(0.5, gate.set).start()
+    saver.finish()
+    assert set(reported) == {"saving step 1"} and len(reported) <= 3
+
+
+def test_a_failure_is_raised_when_the_save_is_finished(tmp_path, monkeypatch):
+    saver, engine = prepare(tmp_path, asynchronous=True)
+
+    def full(*_: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RankFile, "write", full)
+        saver.save(engine, 1, 8, {})
+        with pytest.raises(StorageError, match=r"step 1 was not saved. Rank 0: .*No space left on device"):
+            saver.save(engine, 2, 16, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", lambda *_: (_ for _ in ()).throw(MemoryError("no memory for the copy")))
+        saver.save(engine, 2, 16, {})
+        with pytest.raises(CheckpointError, match=r"Rank 0: MemoryError: no memory for the copy"):
+            saver.finish()
+    assert not saver.pending() and saver.finish() is None
+    save(saver, engine, 3)
+    assert names(saver.directory) == ["00000003", "latest"]
+
+
+ROOM = r"\([\d,]+ bytes needed, [\d,]+ bytes free\)"
+
+
+def refused(saver: Saver, engine: Engine, match: str) -> None:
+    """Saving step 2 raises StorageError as `match`, and checkpoint 1 is the only one, untouched."""
+    with pytest.raises(StorageError, match=match) as caught:
+        save(saver, engine, 2)
+    assert caught.value.exit_code == 3 and "Older checkpoints are untouched" in str(caught.value)
+    assert names(saver.directory) == ["00000001", "latest"]
+    assert Checkpoint.open(saver.directory / "00000001").step == 1
+
+
+def test_too_little_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    saver, engine = prepare(tmp_path, 1)
+    needed = (saver.directory / "00000001" / "rank-00000.safetensors").stat().st_size
+    monkeypatch.setattr(os, "mkdir", lambda *_: pytest.fail("something was written"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
+    match = f"checkpoints: no room for the checkpoint of step 2: {needed:,} bytes needed, {needed - 1:,} bytes free"
+    refused(saver, engine, match)
+    monkeypatch.undo()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed))
+    assert saver.save(engine, 2, 16, {}) is not None
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EROFS", "EACCES", "EIO"])
+@pytest.mark.parametrize("call", ["mkdir", "open", "fsync"])
+def test_whatever_fails_is_named_and_a_later_save_works(tmp_path, monkeypatch, call, code, asynchronous):
+    saver, engine = prepare(tmp_path, 1, asynchronous=asynchronous)
+    number, real = getattr(errno, code), getattr(os, call)
+
+    def fail(path: Any, *arguments: Any, **keywords: Any) -> Any:
+        if call == "open" and not arguments[0] & os.O_CREAT:
+            return real(path, *arguments, **keywords)
+        raise OSError(number, os.strerror(number), None if call == "fsync" else path)
+
+    monkeypatch.setattr(os, call, fail)
+    refused(saver, engine, rf"00000002-\w+\S*: {os.strerror(number)} {ROOM}")
+    monkeypatch.undo()
+    save(saver, engine, 2)
+    assert [Checkpoint.open(path).step for path in list_checkpoints(saver.directory)] == [1, 2]
+
+
+@pytest.mark.parametrize("call", range(5))
+def test_a_disk_that_refuses_at_any_fsync_leaves_no_trace(tmp_path, monkeypatch, call):
+    """Syncs of a rank's file, the manifest, the new directory, the directory above, and `latest`."""
+    saver, engine = prepare(tmp_path, 1)
+    calls, fsync = 0, os.fsync
+
+    def full(descriptor: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call + 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    if call == 4:  # the new checkpoint is complete: only a warning
+        assert saver.save(engine, 2, 16, {}) is not None
+        assert names(saver.directory) == ["00000001", "00000002", "latest"]
+        return
+    refused(saver, engine, rf"No space left on device {ROOM}")
+    assert saver.save(engine, 2, 16, {}) is not None
+
+
+def test_a_write_that_is_cut_short_in_silence_is_noticed(tmp_path, monkeypatch):
+    saver, engine = prepare(tmp_path, 1)
+
+    class Short(io.FileIO):
+        def write(self, numbers: Any) -> int:
+            return super().write(bytes(numbers)[:100])
+
+    monkeypatch.setattr(rank_file.os, "fdopen", lambda descriptor, mode: Short(descriptor, mode))
+    refused(saver, engine, rf"[\d,]+ of [\d,]+ bytes were kept {ROOM}")
+    monkeypatch.undo()
+    assert saver.save(engine, 2, 16, {}) is not None
+
+
+def test_a_folder_that_vanishes_is_named(tmp_path):
+    saver, engine = prepare(tmp_path, 1)
+
+    def vanish(doing: str) -> None:
+        for path in saver.directory.glob(".tmp-*"):
+            shutil.rmtree(path)
+
+    saver.hooks = RunHooks(alive=vanish)
+    refused(saver, engine, rf"manifest.json: No such file or directory {ROOM}")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_training_goes_on_to_the_next_interval_if_configured_so(tmp_path, monkeypatch, capsys, asynchronous):
+    """On two ranks, of which the second cannot write: both go on without, and both have the next checkpoint."""
+    checkpoint = {"on_failure": "continue", "asynchronous": asynchronous}
+    config = tiny_config(tmp_path, checkpoint=checkpoint)
+    fail_in_rank_1(monkeypatch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+    def work(ranks: Ranks) -> list[bool]:
+        paths = save(Saver(identity_of(config), ranks), tiny_engine(config, ranks), 1, 2, 3)
+        return [path is not None for path in paths]
+
+    assert run_in_threads(work) == [[True, False, True]] * 2
+    assert names(tmp_path / "checkpoints") == ["00000001", "00000003", "latest"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "checkpoint.on_failure" in line and "Rank 1" in line and "No space left on device" in line
