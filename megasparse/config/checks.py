@@ -9,9 +9,6 @@ from megasparse.config.schema import Config, MaskingConfig, RunSettings, encoder
 from megasparse.errors import ConfigError
 from megasparse.optimizers import OPTIMIZERS
 
-LONGEST_TRACE = 10
-"""Steps that a trace may have."""
-
 
 def check(config: RunSettings) -> None:
     """Raise ConfigError for the first rule that `config` breaks. The rules that need an import of seconds come last."""
@@ -30,7 +27,6 @@ def check(config: RunSettings) -> None:
     elif isinstance(config, FinetuneConfig):
         _check_start(config)
     _check_batches(config)
-    _check_profile(config)
     deepspeed_section.check_keys(config.deepspeed)
     _check_optimizer(config)
     deepspeed_section.check_values(config.deepspeed)
@@ -152,14 +148,6 @@ def _check_batches(config: RunSettings) -> None:
         problem = f"{training.global_batch} is no multiple of training.micro_batch = {training.micro_batch}"
         hint = "Make it a multiple of training.micro_batch times the number of ranks"
         raise ConfigError("training.global_batch", problem, hint)
-
-
-def _check_profile(config: RunSettings) -> None:
-    """A step of a large model is a trace of tens of megabytes."""
-    steps = config.logging.profile_steps
-    if steps is not None and not steps[0] <= steps[1] < steps[0] + LONGEST_TRACE:
-        problem = f"{list(steps)} is no range of 1 to {LONGEST_TRACE} steps"
-        raise ConfigError("logging.profile_steps", problem, "Give the first and the last step, such as [100, 102]")
 
 
 def _check_optimizer(config: RunSettings) -> None:

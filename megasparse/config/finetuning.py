@@ -38,8 +38,6 @@ class GenerationConfig(Section):
     target_length: Positive = 128
     """Tokens of an answer, its end included. In training longer ones are cut or refused as inputs are (`too_long`)."""
     beams: Positive = 4
-    length_penalty: Annotated[float, Field(ge=0.0)] = 0.6
-    """Exponent of ((5 + length)/6), by which a hypothesis' log-probability is divided (Wu et al. 2016)."""
 
 
 class RecommendationConfig(Section):
@@ -47,8 +45,6 @@ class RecommendationConfig(Section):
 
     history: Positive = 50
     """Clicked news that a user is known by, the latest ones."""
-    negatives: Positive = 4
-    """News of the same impression that were not clicked, against which a clicked one is learned."""
     attention: AttentionConfig = Field(default_factory=lambda: AttentionConfig(pattern=["full"]))
     """Attention over a user's clicked news."""
     heads: Positive = 8
@@ -96,9 +92,6 @@ class TaskConfig(Section):
     """Inputs of more than `max_length` tokens: keep their beginning and report how many, or stop at the first."""
     empty: Literal["refuse", "keep"] = "refuse"
     """Inputs without any token: stop at the first, or keep them and report how many there are."""
-    max_skipped: Rate = 0.01
-    """Part of an official file's rows that may be malformed: they are skipped, counted and named. 0 stops at the first
-    one, as a table of one's own always does."""
     limit: Count = 0
     """Train on so many examples only, chosen by `run.seed`; 0 takes all."""
     text: list[str] = Field(default=["text"], min_length=1, max_length=2)

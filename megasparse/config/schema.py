@@ -194,12 +194,10 @@ class DataConfig(Section):
     split: str = "train"
     sequence_length: Positive = 65536
     """Tokens in a training sequence."""
-    tokenizer: str = "bytes"
-    """`bytes`, `pixels`, or a tokenizer's file: *.model (sentencepiece), *.json (HuggingFace), *.txt (words)."""
     shuffle_shards: Positive = 16
     """Sequences are shuffled over this many shards at a time, the shards themselves over all."""
-    prefetch: Count = 2
-    """Batches read ahead by a background thread; 0 reads in the loop."""
+    tokenizer: str = "bytes"
+    """`bytes`, `pixels`, or a tokenizer's file: *.model (sentencepiece), *.json (HuggingFace), *.txt (words)."""
 
 
 class TrainingConfig(Section):
@@ -214,12 +212,6 @@ class TrainingConfig(Section):
     `model.residual_dtype`."""
     gradient_clipping: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest L2 norm of the gradient; 0 does not clip."""
-    max_skipped_steps: Positive = 20
-    """The run stops after this many steps in a row that were not applied: their loss or gradient was not finite, or
-    they were skipped as loss spikes."""
-    skip_loss_spikes: bool = False
-    """Do not apply a step whose loss is 6 standard deviations above the mean of the last 128; otherwise only report
-    it."""
 
 
 class OptimizerConfig(Section):
@@ -273,12 +265,6 @@ class LoggingConfig(Section):
     environment variables (WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI). null: nothing leaves this machine."""
     attention_quality_every: Count = 0
     """Steps between measurements of how near each attention comes to full attention, on a held-out window; 0 never."""
-    profile_steps: Annotated[tuple[Positive, Positive], JSON_LIST] | None = None
-    """First and last step, 10 at most, that every rank traces with torch's profiler, into traces/. null: none; SIGUSR2
-    to a rank's process traces the next three."""
-    peak_tflops: Annotated[float, Field(gt=0.0)] | None = None
-    """Peak of one device in TFLOP/s, for the utilisations; null knows the A100, H100 and H200 (bf16), and
-    leaves the utilisation out for others."""
 
 
 class LoRAConfig(Section):

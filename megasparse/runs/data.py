@@ -106,7 +106,6 @@ def training_batches(
         world_size=ranks.data_ranks,
         part=(ranks.place, ranks.sequence_size),
         start=position,
-        prefetch=data.prefetch,
         stop_waiting=hooks.stop_wanted,
         alive=hooks.alive,
     )

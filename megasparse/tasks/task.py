@@ -23,7 +23,8 @@ from megasparse.data.files import file_sha256
 from megasparse.errors import ConfigError, DataError, did_you_mean
 
 MOST_LINES = 20
-KEY = "task.max_skipped"
+MAX_SKIPPED = 0.01
+"""Part of an official file's rows that may be malformed."""
 
 
 PARTS = ("train", "validation", "test")
@@ -80,7 +81,7 @@ class Skipping:
             if count == 1:
                 raise first
             problem = f"{count:,} of {self.rows:,} rows are malformed, the first one: {first}"
-            raise DataError(file, problem, f"That is more than {KEY} = {self.limit} allows") from first
+            raise DataError(file, problem, f"At most {self.limit:.0%} may be: replace the file") from first
         shown = [f"skipped: {error}" for error in self.errors[:MOST_LINES]]
         if count > MOST_LINES:
             shown.append(f"{count - MOST_LINES:,} more")
@@ -160,8 +161,8 @@ class Task(ABC):
 
     @contextmanager
     def skipping(self, file: Path) -> Iterator[Skipping]:
-        """Skip malformed rows of an official file within `task.max_skipped`, and name them when it has been read."""
-        rows = Skipping(self.config.max_skipped)
+        """Skip malformed rows of an official file within MAX_SKIPPED, and name them when it has been read."""
+        rows = Skipping(MAX_SKIPPED)
         yield rows
         rows.finish(file)
 

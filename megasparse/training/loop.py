@@ -17,6 +17,9 @@ from megasparse.training.reporting.memory import memory_scalars
 from megasparse.training.reporting.tracing import Tracer
 from megasparse.training.run import RunResult, TrainingRun
 
+MAX_SKIPPED = 20
+"""A run stops after so many steps in a row that were not finite: what drove it there does not pass by itself."""
+
 
 def train(run: TrainingRun) -> RunResult:
     """Train from after `run.start` to `config.training.steps`, saving as `config.checkpoint` says and at the end.
@@ -25,11 +28,11 @@ def train(run: TrainingRun) -> RunResult:
 
     With `checkpoint.bucket` it ends when its last checkpoint is uploaded.
 
-    Raises TrainingError after `training.max_skipped_steps` steps in a row that were not applied; StorageError where a
+    Raises TrainingError after MAX_SKIPPED steps in a row that were not applied; StorageError where a
     checkpoint cannot be written; DataError where a rank cannot read its data, and LostPeer on the other ranks.
     """
     config, saver, tracker, steps = run.config, run.saver, run.tracker, run.config.training.steps
-    state = LoopState(run.start, config.training.skip_loss_spikes, run.selection)
+    state = LoopState(run.start, run.selection)
     last = min(steps, run.stop_at or steps)
     if run.selection is not None:
         saver.best = run.selection.step
@@ -51,7 +54,7 @@ def train(run: TrainingRun) -> RunResult:
             break
         assert isinstance(data, Step)
         rate = learning_rate(step, steps, config.optimizer)
-        result = run.engine.train_step(data.micro_batches, step, rate, state.accepts, run.hooks.progress)
+        result = run.engine.train_step(data.micro_batches, step, rate, run.hooks.progress)
         spike = state.advance(data, result)
 
         scalars = _scalars(run, state, result) | {
@@ -62,10 +65,10 @@ def train(run: TrainingRun) -> RunResult:
         }
         tracker.log(step, scalars)
         _report_trouble(run, step, result, spike)
-        if state.guard.skipped_in_a_row >= config.training.max_skipped_steps:
+        if state.guard.skipped_in_a_row >= MAX_SKIPPED:
             raise TrainingError(
-                f"step {step}: {state.guard.skipped_in_a_row} steps in a row were not applied "
-                f"(training.max_skipped_steps), the last with loss {result.loss} and gradient norm {result.grad_norm}. "
+                f"step {step}: {state.guard.skipped_in_a_row} steps in a row were not applied, "
+                f"the last with loss {result.loss} and gradient norm {result.grad_norm}. "
                 "Lower optimizer.learning_rate, or warm up for longer"
             )
 
@@ -174,9 +177,7 @@ def _evaluate(run: TrainingRun, step: int) -> dict[str, float]:
 
 def _report_trouble(run: TrainingRun, step: int, result: StepResult, spike: bool) -> None:
     if not result.applied:
-        why = "a loss spike" if spike else "not finite"
-        problem = f"({why}): loss {result.loss}, gradient norm {result.grad_norm}"
+        problem = f"(not finite): loss {result.loss}, gradient norm {result.grad_norm}"
         run.tracker.event(step, f"STEP {step} SKIPPED on all ranks {problem}")
     elif spike:
-        advice = "(applied; training.skip_loss_spikes would leave it out)"
-        run.tracker.event(step, f"step {step}: loss spike, {result.loss} {advice}")
+        run.tracker.event(step, f"step {step}: loss spike, {result.loss}")

@@ -26,12 +26,9 @@ class LossGuard:
     """Finds loss spikes, losses far above the last applied ones, before the update (OLMo 2's rule, arXiv:2501.00656).
 
     Decides the same on every rank, and after a resume.
-
-    skip: whether a spike is left out, or only reported.
     """
 
-    def __init__(self, skip: bool):
-        self.skip = skip
+    def __init__(self) -> None:
         self.skipped_in_a_row = 0
         """Steps since the last one that was applied."""
         self.spikes = 0
@@ -128,22 +125,18 @@ class Selection:
 class LoopState:
     """Step, position in the data, loss guard and selection, restored from the checkpoint `start`."""
 
-    def __init__(self, start: Checkpoint | None, skip_loss_spikes: bool, selection: Selection | None):
+    def __init__(self, start: Checkpoint | None, selection: Selection | None):
         state: dict[str, Any] = start.state if start else {}
         self.step = start.step if start else 0
         self.sequences = start.sequences if start else 0
         """Position in the data."""
         self.saved = self.step
         """Step of the newest checkpoint."""
-        self.guard = LossGuard(skip_loss_spikes)
+        self.guard = LossGuard()
         self.guard.restore(state.get("loss_guard", {}))
         self.selection = selection
         if selection is not None:
             selection.restore(state.get("selection", {}))
-
-    def accepts(self, loss: float) -> bool:
-        """True if a step of this loss is to be applied, if it is finite."""
-        return not (self.guard.skip and self.guard.is_spike(loss))
 
     def advance(self, data: Step, result: StepResult) -> bool:
         """Count a step. Return True if its loss is a spike."""

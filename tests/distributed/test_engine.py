@@ -162,8 +162,7 @@ def alone(folder: Path, group: str) -> dict[str, Any]:
 
 
 def skips(folder: Path, name: str, ranks: Ranks, precision: str) -> dict[str, Any]:
-    """Steps poisoned by one sequence on rank 1, by a loss of NaN, of infinity, and by its gradient alone; and one that
-    was not accepted."""
+    """Steps poisoned by one sequence on rank 1, by a loss of NaN, of infinity, and by its gradient alone."""
     training = {"precision": precision}
     config = tiny_config(folder, "deepspeed", training=training, deepspeed={"zero_optimization": ZERO[name]})
     model = TinyModel()
@@ -173,7 +172,7 @@ def skips(folder: Path, name: str, ranks: Ranks, precision: str) -> dict[str, An
     applied, unchanged = [], []
     for step, data in zip(range(1, 8), DummyBatches(config, ranks), strict=False):
         before = weights(engine, ranks)
-        result = engine.train_step(data.micro_batches, step, 0.01, accept=lambda loss, step=step: step != 5)  # type: ignore
+        result = engine.train_step(data.micro_batches, step, 0.01)
         applied.append(result.applied)
         unchanged.append(weights(engine, ranks) == before)
     steps_done = engine.steps_done()
@@ -317,9 +316,9 @@ def test_so_it_is_under_every_stage_and_precision(report, name):
 
 
 def assert_skipped(case: dict[str, Any]) -> None:
-    assert case["applied"] == [True, False, False, False, False, True, True]
-    assert case["unchanged"] == [False, True, True, True, True, False, False]
-    assert case["steps_done"] == 3
+    assert case["applied"] == [True, False, False, False, True, True, True]
+    assert case["unchanged"] == [False, True, True, True, False, False, False]
+    assert case["steps_done"] == 4
 
 
 def test_what_one_rank_knows_all_ranks_act_on(fast):

@@ -59,8 +59,9 @@ def test_a_run_that_is_past_its_last_step_says_why_it_does_not_begin(tmp_path, c
     assert (tmp_path / "metrics.jsonl").read_bytes() == done and len(metrics(config)) == 20
 
 
-def test_every_step_has_one_line_with_every_scalar(tmp_path):
-    config = tiny_config(tmp_path, evaluation={"every": 6}, logging={"peak_tflops": 0.5})
+def test_every_step_has_one_line_with_every_scalar(tmp_path, monkeypatch):
+    monkeypatch.setattr("megasparse.training.reporting.tracker._known_peak", lambda device: 0.5)
+    config = tiny_config(tmp_path, evaluation={"every": 6})
     assert launch(config) == [6, 12, 18]
     written = metrics(config)
     assert [line["step"] for line in written] == list(range(1, 21))
@@ -97,8 +98,9 @@ def test_a_skipped_step_is_reported_and_counted(tmp_path, capsys):
     assert (tmp_path / "metrics.jsonl").read_text().count("null") == 2, "what is not finite is null: NaN is no JSON"
 
 
-def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path):
-    config, model = tiny_config(tmp_path, training={"max_skipped_steps": 3}), TinyModel()
+def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("megasparse.training.loop.MAX_SKIPPED", 3)
+    config, model = tiny_config(tmp_path), TinyModel()
     model.poisoned = {sample: math.nan for sample in (8, 16, *range(88, 200))}  # steps 2 and 3; from step 12 on all
     with pytest.raises(TrainingError, match=r"step 14: 3 steps in a row were not applied.*optimizer.learning_rate"):
         launch(config, model)
@@ -147,16 +149,15 @@ def strange(batches: Iterator[Step], step: int) -> Any:
         yield data
 
 
-@pytest.mark.parametrize("skip", [False, True])
-def test_a_loss_spike_is_reported_and_left_out_if_asked_for(tmp_path, skip):
-    config = tiny_config(tmp_path, training={"steps": 160, "skip_loss_spikes": skip})
+def test_a_loss_spike_is_reported_and_applied(tmp_path):
+    config = tiny_config(tmp_path, training={"steps": 160})
     with tiny_run(config) as run:
         run.batches = strange(run.batches, 150)
         train(run)
     assert [line["train/loss_spikes"] for line in metrics(config)] == [0] * 149 + [1] * 11
-    assert [line["train/skipped_steps"] for line in metrics(config)] == [0] * 149 + [int(skip)] * 11
+    assert [line["train/skipped_steps"] for line in metrics(config)] == [0] * 160
     (event,) = read_metrics(tmp_path, "events.jsonl")
-    assert event["step"] == 150 and ("SKIPPED" in event["message"]) == skip and "loss spike" in event["message"]
+    assert event["step"] == 150 and event["message"].startswith("step 150: loss spike")
 
 
 def test_a_run_whose_last_checkpoint_fails_does_not_end_well(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from megasparse.training.loop_state import DEVIATIONS, FEWEST, HISTORY, LossGuar
 
 
 def after(losses: list[float]) -> LossGuard:
-    guard = LossGuard(skip=False)
+    guard = LossGuard()
     for loss in losses:
         guard.note(loss, applied=True)
     return guard
@@ -70,13 +70,13 @@ def test_after_a_resume_every_decision_is_the_same():
     losses = [10 * loss if step % 50 == 49 else loss for step, loss in enumerate(curve(600, 3))]
 
     def spikes_of(guard: LossGuard, part: list[float]) -> list[bool]:
-        return [guard.note(loss, applied=not (guard.is_spike(loss) and guard.skip)) for loss in part]
+        return [guard.note(loss, applied=not guard.is_spike(loss)) for loss in part]
 
-    straight = LossGuard(skip=True)
+    straight = LossGuard()
     expected = spikes_of(straight, losses)
     assert sum(expected) == 12 == straight.spikes
     for stop in (1, 31, 49, 50, 128, 333):
-        first, second = LossGuard(skip=True), LossGuard(skip=True)
+        first, second = LossGuard(), LossGuard()
         before = spikes_of(first, losses[:stop])
         second.restore(json.loads(json.dumps(first.state())))
         assert second.state() == first.state()

@@ -43,6 +43,8 @@ from megasparse.tasks.task import Example
 
 HISTORY_LAYER = -2
 """Layer number in the draws of the attention over clicked news, which is no layer of the body."""
+NEGATIVES = 4
+"""News K of the same impression that were not clicked, against which a clicked one is learned; NRMS' number."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class NewsRecommender(nn.Module):
     def __init__(self, body: Backbone, config: RecommendationConfig, head: HeadConfig, seed: int):
         """Raise ConfigError where the attention over clicked news does not fit."""
         super().__init__()
-        self.body, self.negatives, self.rate = body, config.negatives, head.dropout
+        self.body, self.rate = body, head.dropout
         hidden, model = head.hidden or body.width, history_model(body.width, config)
         self.news_pooling = AdditivePooling(body.width, hidden, seed, "news")
         self.user_pooling = AdditivePooling(body.width, hidden, seed, "user")
@@ -121,7 +123,7 @@ class NewsRecommender(nn.Module):
         """
         if rng.training:
             assert batch.clicked is not None
-            rows, chosen = drawn_negatives(batch, rng, self.negatives)
+            rows, chosen = drawn_negatives(batch, rng, NEGATIVES)
             vectors, users, auxiliary = self._read(batch, chosen, rng)
             scores = (users[rows].unsqueeze(1) * vectors[chosen]).sum(-1)
             costs = -scores.log_softmax(-1)[:, 0]

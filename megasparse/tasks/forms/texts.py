@@ -141,6 +141,8 @@ class TextModel(nn.Module):
 
 DUMMY_ANSWER = 4
 """Number of tokens of the answers that memory is measured with."""
+LENGTH_PENALTY = 0.6
+"""Exponent of ((5 + length)/6), by which a hypothesis' log-probability is divided (Wu et al. 2016)."""
 
 
 @dataclass(frozen=True)
@@ -249,9 +251,7 @@ class TextForm(Form):
             problem = f"not strictly causal ({', '.join(leaks)}), and answers are predicted token by token"
             raise ConfigError("model.attention", problem, 'Take the strictly causal setting, window = "band"')
         self.tokenizer = tokenizer
-        self.rule = BeamSettings(
-            generation.beams, generation.target_length, end, generation.length_penalty, tokenizer.vocabulary
-        )
+        self.rule = BeamSettings(generation.beams, generation.target_length, end, LENGTH_PENALTY, tokenizer.vocabulary)
         return TextEncoder(self.task, tokenizer, body.vocabulary, end)
 
     def model(self, body: Backbone) -> TextModel:

@@ -329,7 +329,7 @@ class Pathfinder(RowTask):
     Tay et al. train on the first 80 % of a level's images, validate on the next 10 % and test on the last, in the
     shuffled order of their conversion. Here it is so of the metadata files in the order of their numbers (of 200 with
     1,000 images each 160, 20 and 20); the labels in them were drawn image by image. They pass over images whose file is
-    empty, as one of curv_baseline is; so does `task.max_skipped` here.
+    empty, as one of curv_baseline is; so does this reader.
     """
 
     name = "pathfinder"

@@ -29,7 +29,7 @@ HINT = "Put it right, or take the official file"
 
 
 class RowTask(Task):
-    """A task whose official files have an example a row. Malformed rows are skipped within `task.max_skipped`."""
+    """A task whose official files have an example a row. Malformed rows are skipped within MAX_SKIPPED."""
 
     columns: ClassVar[Sequence[str] | None] = None
     """Names of the columns of tab-separated files; None if their first line has them."""

@@ -38,7 +38,6 @@ FREE_TO_CHANGE = (
     "data.cache",
     "data.cache_gb",
     "data.tokenizer",
-    "data.prefetch",
     "start.checkpoint",  # its sha256 counts, as that of the next one
     "start.huggingface",
     "start.activations",
@@ -47,8 +46,6 @@ FREE_TO_CHANGE = (
     "training.epochs",
     "training.steps",
     "training.micro_batch",
-    "training.skip_loss_spikes",
-    "training.max_skipped_steps",
     "parallel.sequence",
     "evaluation",
     "checkpoint",

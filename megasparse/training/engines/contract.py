@@ -40,7 +40,7 @@ class StepResult:
     grad_norm: float
     """L2 norm of the gradient before clipping."""
     applied: bool
-    """False where the loss or the gradient of any rank was not finite, or the loss not accepted: then no weight of any
+    """False where the loss or the gradient of any rank was not finite: then no weight of any
     rank has changed."""
     held: dict[str, tuple[int, int]]
     """Bytes of this rank's weights, gradients and optimizer state, on its device and elsewhere."""
@@ -52,7 +52,7 @@ class StepTotals(NamedTuple):
     loss: float
     """Mean nats a scored token."""
     wanted: bool
-    """True if the step is to be applied: its objective is finite, and its loss accepted."""
+    """True if the step is to be applied: its objective is finite."""
     sums: dict[str, float]
     """The other scalars by their names."""
 
@@ -83,7 +83,6 @@ class Engine(ABC):
         micro_batches: Sequence[Batch],
         step: int,
         learning_rate: float,
-        accept: Callable[[float], bool] = lambda loss: True,
         progress: Progress = silent,
     ) -> StepResult:
         """One optimizer step on this rank's micro-batches, or its parts of those that it shares; all of them, on all
@@ -92,8 +91,7 @@ class Engine(ABC):
         Every scored token of the global batch weighs the same. Without padding and separators all micro-batches have
         equally many; with them, or where ranks share sequences, they are counted first.
 
-        accept: whether to apply a step of this loss (nats a token, the same on all ranks). progress: called before each
-        of a micro-batch's two passes.
+        progress: called before each of a micro-batch's two passes.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -110,12 +108,12 @@ class Engine(ABC):
             for name, value in {**statistics, "objective": objective}.items():
                 sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double()
             if last and self.totals_before_backward:  # it can still poison the gradient of a step not to be applied
-                totals = self._totals(sums, accept)
+                totals = self._totals(sums)
             poison_gradient = totals is not None and not totals.wanted
             self._backward(objective, len(micro_batches), last, poison_gradient)
         gradients = bytes_of(self.gradients(), self.ranks.device)
         if totals is None:
-            totals = self._totals(sums | {"grad_norm": self._gradient_norm().double()}, accept)
+            totals = self._totals(sums | {"grad_norm": self._gradient_norm().double()})
         loss, wanted, total = totals
         grad_norm, applied = self._update(wanted, total.pop("grad_norm", None))
         for module in self.module.modules():  # what moves once a step, and by no gradient
@@ -134,11 +132,11 @@ class Engine(ABC):
             return x.to(device)
         return (x.pin_memory() if device.type == "cuda" and not x.is_cuda else x).to(device, non_blocking=True)
 
-    def _totals(self, sums: dict[str, Tensor], accept: Callable[[float], bool]) -> StepTotals:
+    def _totals(self, sums: dict[str, Tensor]) -> StepTotals:
         """Read the step's sums: the one time in a step that the host waits for the device."""
         total = self._total(sums)
         loss = total.pop("nats") / total.pop("tokens")
-        return StepTotals(loss, math.isfinite(total["objective"]) and accept(loss), total)
+        return StepTotals(loss, math.isfinite(total["objective"]), total)
 
     def gradients(self) -> Iterable[Tensor]:
         """The gradients that the update reads."""

@@ -1,4 +1,4 @@
-"""Traces of torch's profiler on demand: of a range of steps, or of the next ones after a signal."""
+"""Traces of torch's profiler on demand: of the next steps after a signal."""
 
 import gzip
 import os
@@ -21,13 +21,13 @@ STEPS = 3
 class Tracer:
     """Writes run.directory/traces/step-00000012-rank-00000.json.gz, a Chrome trace of a rank from step 12 on.
 
-    `logging.profile_steps` traces those steps on every rank. wanted: whether the next steps are to be traced on this
+    wanted: whether the next steps are to be traced on this
     rank, as if asked once each time it says so. What cannot be traced or written is reported on stderr, and
     training goes on.
     """
 
     def __init__(self, config: RunSettings, ranks: Ranks, wanted: Callable[[], bool]):
-        self._range, self._ranks, self._wanted = config.logging.profile_steps, ranks, wanted
+        self._ranks, self._wanted = ranks, wanted
         self._directory = Path(config.run.directory) / "traces"
         self._profile: profile | None = None
         self._first, self._last = 0, 0
@@ -38,17 +38,11 @@ class Tracer:
             for step in steps:
                 if self._profile is not None and step > self._last:
                     self._end()
-                if self._profile is None and (last := self._asked(step)):
-                    self._begin(step, last)
+                if self._profile is None and self._wanted():
+                    self._begin(step, step + STEPS - 1)
                 yield step
         finally:
             self._end()
-
-    def _asked(self, step: int) -> int:
-        """The last step to trace from here on; 0 where nothing is."""
-        if self._range is not None and self._range[0] <= step <= self._range[1]:
-            return self._range[1]
-        return step + STEPS - 1 if self._wanted() else 0
 
     def _begin(self, step: int, last: int) -> None:
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._ranks.device.type == "cuda")

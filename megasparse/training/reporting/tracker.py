@@ -58,7 +58,7 @@ class Tracker:
     ):
         self.writing = ranks.rank == 0
         self._every, self._steps, self._world_size = config.logging.every, config.training.steps, ranks.world_size
-        self._peak = config.logging.peak_tflops or _known_peak(ranks.device)
+        self._peak = _known_peak(ranks.device)
         self._flops = dict(zip(("model", "hardware"), flops_per_token, strict=False))
         if not self.writing:
             return
