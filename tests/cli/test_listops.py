@@ -1,7 +1,7 @@
 import csv
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,41 +30,36 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(stream, delimiter="\t"))
 
 
-def parsed(tokens: list[str]) -> Any:
-    """The binary tree that the parentheses describe, by recursion; takes its tokens off the list."""
-    token = tokens.pop(0)
-    if token != "(":
-        return token
-    pair = (parsed(tokens), parsed(tokens))
-    assert tokens.pop(0) == ")"
-    return pair
+def parsed(tokens: Iterator[str]) -> Any:
+    """A digit, (operator, arguments), or the end of the arguments."""
+    token = next(tokens)
+    if token[0] == "[":
+        return token, list(iter(lambda: parsed(tokens), "]"))
+    return token if token == "]" else int(token)
 
 
-def flat(node: Any) -> Any:
-    """(operator, arguments) of a binary tree ((((operator, a), b), …), "]"); a digit as it is."""
-    if isinstance(node, str):
-        return int(node)
-    inside, end = node
-    assert end == "]"
-    arguments = []
-    while not isinstance(inside, str):
-        inside, last = inside
-        arguments.insert(0, flat(last))
-    return inside, arguments
-
-
-def numpys(operator: str, numbers: list[int]) -> int:
-    """An operator's value, by numpy."""
-    found = {"[MIN": np.min, "[MAX": np.max, "[MED": np.median, "[SM": np.sum}[operator](numbers)
-    return int(found) % 10
-
-
-def worked(node: Any, apply: Callable[[str, list[int]], int] = numpys) -> int:
-    return node if isinstance(node, int) else apply(node[0], [worked(each, apply) for each in node[1]])
+def binary(node: Any) -> str:
+    """The official notation: ((((operator a) b) …) ])."""
+    if isinstance(node, int):
+        return str(node)
+    inside = node[0]
+    for argument in node[1]:
+        inside = f"( {inside} {binary(argument)} )"
+    return f"( {inside} ] )"
 
 
 def shape(source: str) -> Any:
-    return flat(parsed(source.split()))
+    tree = parsed(token for token in source.split() if token not in "()")
+    assert binary(tree) == source
+    return tree
+
+
+def worked(node: Any) -> int:
+    """The value of a tree, by numpy."""
+    if isinstance(node, int):
+        return node
+    operators = {"[MIN": np.min, "[MAX": np.max, "[MED": np.median, "[SM": np.sum}
+    return int(operators[node[0]]([worked(argument) for argument in node[1]])) % 10
 
 
 def operators(node: Any, depth: int = 1) -> list[tuple[str, int, int]]:

@@ -10,7 +10,7 @@ import pytest
 
 from megasparse.config.schema import Config
 from megasparse.data.index import Index
-from megasparse.data.tokenizers.simple import ByteTokenizer, PixelTokenizer
+from megasparse.data.tokenizers.simple import ByteTokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.runs.data import open_data, open_folder, training_batches
 from megasparse.training.ranks import Ranks, RunHooks
@@ -155,11 +155,6 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.vocabulary: 256 .*data go up to 29999\. Set it to 30000 or more"):
         open_folder(folder, config_of(folder), Larger())
     open_folder(folder, config_of(folder, {"vocabulary": 30_000}), Larger())
-
-
-def test_pixels_are_no_bytes(folders):
-    with pytest.raises(ConfigError, match=r'data\.tokenizer: "pixels" .* were made with "bytes"'):
-        open_folder(folders["a"], config_of(folders["a"]), PixelTokenizer())
 
 
 def test_weights_are_positive_numbers():

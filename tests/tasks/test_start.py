@@ -449,9 +449,8 @@ def test_a_model_of_ours_predicts_what_it_did_in_training(trained):
     [
         {"start": {"attention": {"pattern": ["yoso"], "yoso": {"hashes": 4}}}},
         {"training": {"precision": "bf16"}},
-        {"lora": {"rank": 2}},
     ],
-    ids=["replaced", "bf16", "lora"],
+    ids=["replaced", "bf16"],
 )
 def test_a_bert_predicts_what_it_did_in_training(tmp_path, sections):
     train, validation = files(tmp_path)

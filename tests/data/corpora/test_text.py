@@ -452,20 +452,11 @@ def test_splits_of_their_own_files(tmp_path):
     assert list(index.file.splits) == ["train", "validation"]
 
 
-def test_splits_by_percent_of_the_lines(tmp_path):
-    english, german = written_lines(tmp_path, "a.en", ENGLISH * 10), written_lines(tmp_path, "a.de", GERMAN * 10)
-    index = prepared_parallel(tmp_path, "--source", english, "--target", german, "--split", "80,10,10")
-    assert index.file.source["lines"] == {"train": 56, "validation": 7, "test": 7}
-    assert translations(index, "train") == FITTING * 8 and translations(index, "test") == FITTING
-
-
 @pytest.mark.parametrize(
     ("target", "more", "reported"),
     [
         (GERMAN[:-1], [], "train has 7 lines of the source and 6 of the target"),
         ([], [], "2 files are given, and 1 are found that are not empty"),
-        (GERMAN, ["--split", "50,25"], "--split"),
-        (["x"] * 7, ["--split", "1,1,98"], "too few to give train any"),
         (["too long, all of them"] * 7, ["--split", "100,0,0"], "nothing of it is left for train"),
         (GERMAN, ["--validation-source", "SOURCE", "--validation-target", "SOURCE", "--split", "1,2,97"], "--split"),
         (GERMAN, ["--test-source", "SOURCE"], "test has 7 lines of the source and 0 of the target"),

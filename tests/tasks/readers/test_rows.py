@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-import json
 import zipfile
 
 import pytest
@@ -40,25 +39,20 @@ def test_lines_end_in_lf_or_cr_lf_the_last_one_also_in_nothing(file, end, last):
     assert [(location.line, line) for location, line in lines(file)] == [(1, "a"), (2, ""), (3, "b c ")]
 
 
-def test_what_only_unicode_takes_for_a_line_end_stays_in_the_text(file):
-    text = "one\u2028two\u0085three\x0bfour\x1cfive\rsix"
-    file.write_text(text + "\n", encoding="utf-8", newline="")
+@pytest.mark.parametrize(
+    ("reader", "form"),
+    [
+        (tab_separated, "text\tlabel\n{}\t1\n"),
+        (comma_separated, '"text",label\n"{}",1\n'),
+        (json_lines, '{{"text": "{}"}}\n'),
+    ],
+)
+def test_what_only_unicode_takes_for_a_line_end_stays_and_a_leading_byte_order_mark_goes(file, reader, form):
+    text = "\ufeffone\u2028two\u0085three" + "\x0bfour\x1cfive\rsix" * (reader is not json_lines)
+    file.write_text("\ufeff" + form.format(text), encoding="utf-8", newline="")
+    assert [row["text"] for _, row in reader(file)] == [text]
+    file.write_text(f"\ufeff{text}\n", encoding="utf-8", newline="")
     assert [line for _, line in lines(file)] == [text]
-    file.write_text(f"text\tlabel\n{text}\t1\n", encoding="utf-8", newline="")
-    assert [row["text"] for _, row in tab_separated(file)] == [text]
-    file.write_text(f'text,label\n"{text}",1\n', encoding="utf-8", newline="")
-    assert [row["text"] for _, row in comma_separated(file)] == [text]
-    file.write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n", encoding="utf-8", newline="")
-    assert [row["text"] for _, row in json_lines(file)] == [text]
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_column_and_stays_elsewhere(file):
-    file.write_bytes("\ufefftext\tlabel\n\ufeffa\t1\n".encode())
-    assert [row for _, row in tab_separated(file)] == [{"text": "\ufeffa", "label": "1"}]
-    file.write_bytes('\ufeff"text",label\na,1\n'.encode())
-    assert [row for _, row in comma_separated(file)] == [{"text": "a", "label": "1"}]
-    file.write_bytes('\ufeff{"text": "a"}\n'.encode())
-    assert [row for _, row in json_lines(file)] == [{"text": "a"}]
 
 
 @pytest.mark.parametrize("reader", [lines, tab_separated, comma_separated, json_lines])

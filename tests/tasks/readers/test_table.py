@@ -1,7 +1,6 @@
 """Your own data: columns, classes, numbers, texts and answers, and what is refused."""
 
 import json
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from megasparse.tasks import build_task
 from megasparse.tasks.metrics import METRICS
 from megasparse.tasks.run import read_examples
 from megasparse.tasks.task import split_files
+from tests.data.corpora.pictures import write_zip
 from tests.helpers.finetuning import reviews, table
 from tests.helpers.refusals import refusal
 
@@ -167,23 +167,12 @@ def test_a_row_is_a_text_and_its_answer(tmp_path, suffix):
     assert found[1].location.line == {".csv": 4, ".tsv": 3, ".jsonl": 2}[suffix]
 
 
-def news(folder, form, lacking=()):
-    """25 articles; lacking: number -> what it has none of."""
+def test_of_ten_articles_eight_train_and_what_lacks_a_side_is_named(tmp_path, capsys):
     rows = [[n, "2017/2/7", "http://x", f"title {n}", "", f"text {n}, é"] for n in range(25)]
-    for number, column in lacking:
+    for number, column in ((2, "title"), (3, "text"), (10, "title")):
         rows[number][NEWS_COLUMNS.index(column)] = " "
-    file = table(folder / "NewsArticles.csv", rows, NEWS_COLUMNS)
-    if form == "csv":
-        return file
-    with zipfile.ZipFile(file.with_suffix(".zip"), "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.write(file, file.name)
-    file.unlink()
-    return file.with_suffix(".zip")
-
-
-@pytest.mark.parametrize("form", ["csv", "zip"])
-def test_of_ten_articles_eight_train_and_what_lacks_a_side_is_named(tmp_path, form, capsys):
-    file = news(tmp_path, form, [(2, "title"), (3, "text"), (10, "title")])
+    content = table(tmp_path / "rows.csv", rows, NEWS_COLUMNS).read_bytes()
+    file = write_zip(tmp_path / "NewsArticles.zip", {"NewsArticles.csv": content})
     task = build_task(TaskConfig(name="headlines"))
     found = {}
     for split, (part,) in task.files(tmp_path).items():
