@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from megasparse.attention.contract import AttentionInputs, MechanismSpec
 from megasparse.attention.lsh import LSHAttention, LSHAttentionConfig
-from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
+from megasparse.ops.bucketed_attention import Window
 from tests.helpers.comparing import assert_same_with_gradients
 
 WINDOW = Window("band", 4)
@@ -21,10 +21,6 @@ def random_heads(length, causal=True, dtype=torch.float64, **masks):
 def random_codes(length, rounds=2, buckets=3):
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, buckets, (2, 2, rounds, length), generator=generator) for _ in range(2)]
-
-
-def attended(heads, query_codes, key_codes, window, **rule):
-    return heads.in_buckets(query_codes, BucketedAttentionSpec(window, heads.causal, **rule), key_codes)
 
 
 def together(heads, b):
@@ -61,30 +57,6 @@ def defined(heads, query_codes, key_codes, window, *, scale, exclude_self, count
     blind = ~(count > 0).any(-1)
     total = weight.sum(-1).masked_fill(blind, 1.0)
     return weight @ heads.v / total[..., None], total.log().masked_fill(blind, -torch.inf)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("length,buckets", [(1, 3), (21, 1), (21, 3), (21, 40)])
-def test_separate_codes_are_as_defined_with_gradients(causal, length, buckets):
-    mask = torch.rand(2, length, generator=torch.Generator().manual_seed(2)) > 0.3
-    documents = (torch.arange(length) // 8).expand(2, -1)
-    codes = random_codes(length, buckets=buckets)
-    for exclude_self, count_rounds, masks in itertools.product(
-        [True, False], [True, False], [{}, {"key_mask": mask}, {"segments": documents}]
-    ):
-        rule = dict(scale=0.6, exclude_self=exclude_self, count_rounds=count_rounds)
-        results = []
-        for attend in (attended, defined):
-            heads = random_heads(length, causal, **masks)
-            leaves = [x.requires_grad_() for x in heads[:3]]
-            out, z = attend(heads, *codes, WINDOW, **rule)
-            blind = z == -torch.inf
-            loss = (out * out.detach().roll(1)).sum() + z.masked_fill(blind, 0.0).sin().sum()
-            results.append((out.detach(), z.detach(), *torch.autograd.grad(loss, leaves)))
-        for ours, dense in zip(*results, strict=True):
-            torch.testing.assert_close(ours, dense, rtol=1e-9, atol=1e-9)
-        if masks.get("key_mask") is not None:
-            assert (results[0][0].transpose(1, 2)[~mask] == 0).all()
 
 
 @pytest.mark.parametrize("causal", [True, False])

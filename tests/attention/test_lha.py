@@ -146,18 +146,6 @@ def test_positions_and_normalisation_of_queries_and_keys(kind, settings):
         torch.testing.assert_close(given, wanted, rtol=1e-7, atol=1e-7)
 
 
-def test_a_sample_of_queries_stands_for_all(monkeypatch):
-    """Their mean divergence is the query's part of the loss; the draw changes with the step."""
-    single = lha(False)
-    inputs = single.inputs(40)
-    whole = single(*inputs, training=True).statistics["kl_queries"].item()
-    monkeypatch.setattr(lha_module, "SAMPLES", 10)
-    found = [single(*inputs, training=True, step=step).statistics["kl_queries"].item() for step in range(400)]
-    error = torch.tensor(found).std().item() / len(found) ** 0.5
-    assert 0 < error < 0.1 * whole
-    assert abs(sum(found) / len(found) - whole) < 4 * error
-
-
 @pytest.mark.parametrize("kind", ["mlp", "linear"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_of_the_loss_are_those_of_the_definition(kind, causal, monkeypatch):

@@ -7,27 +7,9 @@ from megasparse.ops.local_attention import LocalAttentionSpec
 from megasparse.ops.local_attention import reference as defined_relative
 from megasparse.ops.positions import sinusoids
 from tests.helpers.comparing import assert_same_with_gradients, softmax_over
-from tests.helpers.huggingface import WIDTH, ours, run, theirs_local, without_wrap
 from tests.helpers.models import Single
 
 CHUNK, LENGTH = 8, 64
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_huggingface_gives_the_same(causal):
-    """A decoder: every token, with HuggingFace's layer untouched. An encoder: HuggingFace lays the ends of the sequence
-    together, so that the first chunk sees the last one and the last the first; all other chunks are compared as it is,
-    and every token once that is taken away (see `without_wrap`).
-    """
-    torch.manual_seed(0)
-    theirs = theirs_local(causal, CHUNK)
-    layer = ours("local", {"chunk": CHUNK}, causal, query=theirs.query, key=theirs.key, value=theirs.value)
-    x = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1)) * 4
-    out, expected = run(layer, x), theirs(x).hidden_states
-    ends = slice(0 if causal else CHUNK, LENGTH if causal else LENGTH - CHUNK)
-    torch.testing.assert_close(out[:, ends], expected[:, ends], rtol=1e-5, atol=1e-5)
-    alone = without_wrap(theirs, LENGTH // CHUNK)(x).hidden_states
-    torch.testing.assert_close(out, alone, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [True, False])

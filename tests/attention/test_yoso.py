@@ -1,7 +1,5 @@
 import pytest
 import torch
-from transformers.models.yoso.configuration_yoso import YosoConfig
-from transformers.models.yoso.modeling_yoso import YosoSelfAttention
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs, MechanismSpec
 from megasparse.attention.yoso import YOSOAttention, YOSOAttentionConfig
@@ -63,31 +61,6 @@ def test_the_bias_of_the_fast_projection_is_small():
     error = (mean - expected[0]).norm().item()
     print(f"mean of samples = {scale:.4f} × expectation; its error is {error / noise:.2f} × the noise")
     assert abs(scale - 1) < 0.02 and error < 1.5 * noise
-
-
-def test_expectation_gives_the_outputs_of_huggingface():
-    """HuggingFace's is right without padding. Its attention_mask is 0 for real tokens."""
-    config = YosoConfig(hidden_size=32, num_attention_heads=2, use_expectation=True, hash_code_len=9, conv_window=None,
-                        attention_probs_dropout_prob=0.0)  # fmt: skip
-    torch.manual_seed(0)
-    theirs = YosoSelfAttention(config).eval()
-    x = torch.randn(2, 50, 32)
-    with torch.no_grad():
-        q, k, v = (p(x).view(2, 50, 2, 16).transpose(1, 2) for p in (theirs.query, theirs.key, theirs.value))
-        expected = theirs(x, torch.zeros(2, 50))[0].view(2, 50, 2, 16).transpose(1, 2)
-        ours = attend(yoso(expectation=True, code_bits=9), AttentionInputs(q, k, v, None, None, False)).out
-    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_the_convolution_is_that_of_huggingface():
-    """Its filters, on the values; in its layer a mask of zeros for real tokens switches the branch off."""
-    config = YosoConfig(hidden_size=32, num_attention_heads=2, conv_window=5)
-    theirs = YosoSelfAttention(config)
-    mechanism, heads = yoso(expectation=True, convolution=5), random_heads(20)
-    with torch.no_grad():
-        mechanism.convolution.weight.copy_(theirs.conv.weight.view(2, 5))
-        branch = attend(mechanism, heads).out - attend(yoso(expectation=True), heads).out
-        torch.testing.assert_close(branch, theirs.conv(heads.v), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [True, False])

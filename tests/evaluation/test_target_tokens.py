@@ -9,7 +9,6 @@ import torch
 from launch import evaluate as launcher
 from megasparse.cli.main import door
 from megasparse.config.schema import Config
-from megasparse.evaluation.bits_per_dim import of_model
 from megasparse.evaluation.results import encoder_decoder_summary as summary
 from megasparse.evaluation.results import evaluate_encoder_decoder as evaluate
 from megasparse.model.build import build_model
@@ -71,17 +70,6 @@ def test_targets_are_scored_and_neither_sources_nor_padding(model):
     one = evaluate(model, stream, protocol_with("bytes", sequence_length=14, stride=14, seeds=[3]), 1, 2, Ranks())
     assert one["standard_deviation"] is None
     assert one["dims"] == sum(token != PADDING for record in data[:2] for token in record[SOURCE:])
-
-
-def test_label_smoothing_is_not_in_what_is_reported(model):
-    tokens, rng = torch.tensor(records(2)), RngContext.evaluation(0, 2)
-    nats, _, count = of_model(model)(tokens, rng, 0)
-    objective, statistics = model(tokens, rng)
-    assert float(statistics["nats"]) == pytest.approx(float(nats)) and statistics["tokens"] == count
-    training = RngContext(0, 1, torch.arange(2), training=True)
-    smoothed, statistics = model(tokens, training)
-    assert abs(float(smoothed.detach()) - float(statistics["nats"] / statistics["tokens"])) > 1e-3
-    assert float(objective.detach()) == pytest.approx(float(nats / count))
 
 
 def test_from_translations_to_a_result(tmp_path, capsys):

@@ -2,7 +2,7 @@
 
 import torch
 from transformers.models.reformer.configuration_reformer import ReformerConfig
-from transformers.models.reformer.modeling_reformer import LocalSelfAttention, LSHSelfAttention
+from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 from megasparse.attention.contract import AttentionContext
 from megasparse.attention.heads import AttentionLayer, Padding
@@ -15,11 +15,6 @@ WIDTH, HEADS = 32, 2
 def theirs_lsh(causal, chunk, rounds, buckets):
     own = {"lsh_attn_chunk_length": chunk, "num_hashes": rounds, "num_buckets": buckets, "lsh_num_chunks_after": 0}
     return LSHSelfAttention(_configured(causal, own)).eval()
-
-
-def theirs_local(causal, chunk):
-    own = {"local_attn_chunk_length": chunk, "local_num_chunks_after": 0 if causal else 1}
-    return LocalSelfAttention(_configured(causal, own)).eval()
 
 
 def _configured(causal, own):

@@ -14,9 +14,7 @@ from megasparse.hub.importing import write_checkpoint
 from megasparse.hub.megasparse_format import FORMAT
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.build import build_model
-from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment, load_weights
-from megasparse.training.checkpoints.manifest import seal
-from megasparse.training.checkpoints.rank_file import RankFile
+from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights
 from tests.helpers.hub import SEED, checkpoint, decoder, encoder, load
 from tests.helpers.models import PARTS, attention, causal_names, encoder_names, random_tokens, small_pair
 from tests.helpers.trained import prepared, trained
@@ -61,33 +59,6 @@ def test_a_model_comes_back_bit_for_bit(tmp_path, config):
     load_weights(other, again)
     tokens = random_tokens(2, 60)
     assert torch.equal(our_logits(model, tokens, SEED), our_logits(other, tokens, SEED))
-
-
-def in_two(path):
-    """A checkpoint's weights anew, as two ranks that share each of them would have written them."""
-    opened = Checkpoint.open(path)
-    manifest, shares = json.loads((path / "manifest.json").read_text()), ([], [])
-    for name in manifest["tensors"]["weight"]:
-        weight = opened.tensor("weight", name)
-        third = weight.numel() // 3
-        for share, start, part in zip(shares, (0, third), weight.flatten().tensor_split([third]), strict=True):
-            share.append(Fragment("weight", name, tuple(weight.shape), start, part))
-        manifest["tensors"]["weight"][name]["pieces"] = []
-    for rank, share in enumerate(shares):
-        name, file = f"rank-{rank:05}.safetensors", RankFile(share)
-        (path / name).unlink(missing_ok=True)
-        digest = file.write(path / name, lambda: None)
-        manifest["files"][name] = {"bytes": file.bytes, "sha256": digest}
-        for _, part, _, piece in file.pieces:
-            manifest["tensors"]["weight"][part]["pieces"].append({"file": name, **piece})
-    (path / "manifest.json").write_text(seal({**manifest, "world_size": 2}))
-
-
-def test_weights_that_several_ranks_share_are_put_together(tmp_path):
-    model, path = checkpoint(decoder("lsh"), tmp_path / "run")
-    in_two(path)
-    file = TensorFile.open(to_hf(tmp_path / "run", tmp_path / "out"))
-    assert all(torch.equal(file.read(f"model.{name}"), value) for name, value in model.state_dict().items())
 
 
 def test_large_models_are_written_in_shards(tmp_path, monkeypatch):

@@ -98,20 +98,6 @@ def test_a_cache_takes_several_more_tokens():
     assert later.past_key_values.get_seq_length() == 30
 
 
-def test_a_reordered_cache_goes_on_with_its_new_rows():
-    """Rows of several lengths change places, are repeated and left out."""
-    hf = wrapped(MegasparseForCausalLM, decoder("lsh"))
-    batch = torch.cat([F.pad(random_tokens(1, n, seed=n), (20 - n, 0), value=256) for n in (20, 7, 13)])
-    mask, rows, more = (batch != 256).long(), torch.tensor([2, 0, 0, 2]), random_tokens(4, 3)
-    with torch.no_grad():
-        cache = hf(batch, attention_mask=mask, use_cache=True).past_key_values
-        cache.reorder_cache(rows)
-        logits = hf(more, past_key_values=cache).logits
-        whole = torch.cat([batch[rows], more], dim=1)
-        expected = hf(whole, attention_mask=F.pad(mask[rows], (0, 3), value=1)).logits[:, -3:]
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("name", ["full", "local", "lsh", "lha", "yoso", "performer", "smart_bird", "routing"])
 def test_beams_with_and_without_a_cache(name):
     """Prompts of several lengths, whose rows have caches of their own; hypotheses change rows."""
