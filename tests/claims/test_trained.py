@@ -5,11 +5,9 @@ import statistics
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
 import torch
 from scipy import stats
 
-from megasparse.cli.main import main
 from megasparse.config.files import find_config
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import load_config, load_settings
@@ -20,7 +18,7 @@ from megasparse.evaluation.attention_quality import record_calls, weights_of
 from megasparse.evaluation.restore import restore
 from megasparse.runs.comparison import call, commands, evaluations, load, spread, train_all
 from megasparse.runs.data import open_folder
-from tests.claims.claim import CLAIMS, Trial, claim
+from tests.claims.claim import CLAIMS, claim
 from tools import study_attention
 
 
@@ -390,36 +388,3 @@ def test_trials_name_comparisons_and_configurations_whose_models_can_be_built():
     duplication = next(case for case in CLAIMS if case.name == "duplication")
     evaluated = comparison_of(duplication.settings)["evaluate"]
     assert all(words[-2:] == ["--hash-seeds", "8"] for words in evaluated.values())
-
-
-@pytest.fixture
-def text(tmp_path):
-    """Settings of a run on a small text."""
-    (tmp_path / "text.txt").write_text("the same words come again, and the same words go. " * 2000)
-    main(["prepare-data", "text", "--source", str(tmp_path / "text.txt"), "--output", str(tmp_path / "data")])
-    return [f"data.path={tmp_path / 'data'}", "training.steps=2"]
-
-
-@pytest.mark.slow
-def test_a_small_trial_of_maps_trains_four_models(tmp_path, text):
-    changes = [*text, "checkpoint.every=2", "model.max_length=64", "data.sequence_length=64"]
-    settings = {**CORPUS, "corpus": None, "changes": changes, "wide": 16, "windows": 2, "length": 32}
-    numbers = measure_maps(Trial(settings, 0, tmp_path))
-    assert {name: len(values) for name, values in numbers.items()} == {"widths": 2, "seeds": 2, "heads": 2}
-    (one, other), (wide, _) = (attention_maps(tmp_path / f"{name}-0", 2, 32) for name in ("narrow", "wide"))
-    assert one.shape == (2, 32, 32) and not torch.equal(one, other)
-    torch.testing.assert_close(one.sum(-1), torch.ones(2, 32))
-    assert numbers["widths"][0] == pytest.approx(
-        statistics.mean(pearson(a, b) for a, b in zip(one, wide, strict=True)), abs=1e-6
-    )
-
-
-@pytest.mark.slow
-def test_a_small_trial_of_utility_trains_a_model_and_hashes(tmp_path, text):
-    utility = next(case for case in CLAIMS if case.name == "lha_utility").settings
-    small = [*text, "model.layers=1", "model.d_model=32", "model.heads=2"]
-    sizes = {"corpus": None, "length": 64, "windows": 2, "hash_steps": 2}
-    numbers = measure_utility(Trial({**utility, **sizes, "changes": [*utility["changes"], *small]}, 0, tmp_path))
-    assert len(numbers["utility"]["lha"]) == 2 and numbers["utility"]["floor"] == [0.25, 0.25]
-    assert all(0.25 <= bound <= 1.0 for bound in numbers["utility"]["bound"])
-    assert numbers["imbalance"].keys() == {"lsh", "lha"}

@@ -1,6 +1,5 @@
 """Beam search against exhaustive search, greedy search, and decoding without a cache."""
 
-import dataclasses
 import itertools
 import math
 
@@ -11,7 +10,6 @@ from megasparse.errors import ConfigError
 from megasparse.evaluation.beam import BeamSettings, Hypothesis, beam_search, check_beams, length_penalty, search
 from megasparse.evaluation.texts import EncodedSource
 from megasparse.model.build import build_model
-from megasparse.ops.random import RngContext
 from tests.helpers.models import random_tokens, small
 
 END = 3
@@ -161,45 +159,6 @@ def test_the_length_penalty_prefers_longer_hypotheses_and_is_that_of_the_paper()
         return sum(len(hypothesis.tokens) for hypothesis in best) / len(best)
 
     assert mean_length(0.0) < mean_length(1.0) < mean_length(3.0)
-
-
-CONFIGS = {
-    "decoder": small(("local", "lsh", "full"), vocabulary=7),
-    "others": small(("yoso", "performer", "smart_bird"), vocabulary=7),
-    "encoder-decoder": small(vocabulary=7, kind="encoder_decoder", source={"length": 12}),
-}
-
-
-@pytest.mark.parametrize(("name", "length"), [("decoder", 0), ("decoder", 20), ("others", 20), ("encoder-decoder", 3)])
-def test_with_and_without_a_cache(name, length):
-    model, prompt = build_model(CONFIGS[name], seed=1), random_tokens(1, length, 7)[0]
-    source, writer, whole = random_tokens(1, 12, 7, seed=3)[0], model, [prompt]
-    if name == "encoder-decoder":
-        writer, before = EncodedSource(model, source[None], hash_seed=5), source
-    else:
-        before = source[:0]
-
-    def logits(sequences: list[torch.Tensor]) -> torch.Tensor:
-        """Logits of the next token, by passes over whole sequences that end with each one there is."""
-        nats = [
-            model.token_scores(
-                torch.stack([torch.cat([before, sequence, torch.tensor([token])]) for token in range(7)]),
-                dataclasses.replace(RngContext.evaluation(5, 7), samples=torch.zeros(7, dtype=torch.long)),
-            ).nats[:, -1]
-            for sequence in sequences
-        ]
-        return -torch.stack(nats)
-
-    def step(rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        chosen = zip(rows.tolist(), tokens.unbind(), strict=True)
-        whole[:] = [torch.cat([whole[row], token[None]]) for row, token in chosen]
-        return logits(whole)
-
-    rule = BeamSettings(beams=4, tokens=12, end=6, alpha=1.0)
-    (cached,) = search(writer, prompt[None], 5, rule)
-    (again,) = beam_search(logits(whole), step, rule)
-    assert [x.tokens for x in cached] == [x.tokens for x in again]
-    assert all(x.score == pytest.approx(y.score, abs=1e-4) for x, y in zip(cached, again, strict=True))
 
 
 @pytest.mark.parametrize(
