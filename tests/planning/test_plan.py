@@ -1,8 +1,9 @@
-"""Predicted memory against what steps allocate; the plan's other figures against counts by hand."""
+"""Predicted memory against what steps allocate and ranks hold; the plan's other figures against counts by hand."""
 
 import json
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from megasparse.cli.main import door
 from megasparse.config.load import build_config, load_config
+from megasparse.config.schema import Config
+from megasparse.data.batches import Batch
 from megasparse.errors import ConfigError, UserError
 from megasparse.model.build import build_model
 from megasparse.ops.positions import cached_sinusoids
@@ -20,9 +23,11 @@ from megasparse.planning.flops import hardware_flops_by_part
 from megasparse.planning.passes import PERIODS, ConfiguredPass, count_pass, dummy_records
 from megasparse.planning.plan import GPUS, RESERVE, Plan, hardware, parse_bytes
 from megasparse.planning.states import BUCKET, MemoryPool, States, Zero, memory, require_fit
+from megasparse.training.engines import build_engine
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers import commands
 from tests.helpers.peak_memory import allocated_peak
+from tests.helpers.run_ranks import run_ranks
 
 A100 = GPUS["A100"]
 ORDINARY = {"blocks": "ordinary", "activations": "stored"}
@@ -254,3 +259,64 @@ def test_a_pretrained_start_is_checked_on_a_gpu_only(monkeypatch):
     free["cpu"] = 65536 * 256 * 4  # half of the inputs of two layers
     with pytest.raises(UserError, match=r"this run cannot fit: .* of CPU memory"):
         require_room(config, ranks)
+
+
+RANKS, SHARED_LENGTH = 2, 128
+CPU = {"device": "cpu"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{precision}, ZeRO {stage}": (precision, {"stage": stage}) for precision in ("fp32", "bf16") for stage in range(4)
+}
+CASES["bf16, ZeRO 2, optimizer on the CPU"] = ("bf16", {"stage": 2, "offload_optimizer": CPU})
+CASES["fp32, ZeRO 1, Adafactor"] = ("fp32", {"stage": 1})
+CASES["bf16, ZeRO 3, Adafactor"] = ("bf16", {"stage": 3})
+CASES["bf16, ZeRO 3, both on the CPU"] = ("bf16", {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU})
+
+
+def zero_config_of(case: str) -> Config:
+    precision, zero = CASES[case]
+    model = {"d_model": 128, "d_ff": 512, "attention": {"pattern": ["lsh"], "lsh": {"chunk": 32, "rounds": 1}}}
+    return config_of(
+        SHARED_LENGTH,
+        model,
+        run={"device": "cpu", "engine": "deepspeed"},
+        training={"global_batch": RANKS, "precision": precision},
+        optimizer={"name": "adafactor" if "Adafactor" in case else "adamw"},
+        deepspeed={"zero_optimization": zero},
+    )
+
+
+def held() -> dict[str, dict[str, int]]:
+    """Bytes that this rank holds after two steps, on its device or elsewhere."""
+    torch.set_num_threads(1)
+    found = {}
+    for case in CASES:
+        config = zero_config_of(case)
+        ranks = start_ranks(config.run)
+        engine = build_engine(build_model(config.model, 0), config, lambda step, x: RngContext(0, step, x, True), ranks)
+        batch = Batch(dummy_records(config.model, 1, SHARED_LENGTH, ranks.rank), torch.tensor([ranks.rank]), 1)
+        for step in range(2):
+            result = engine.train_step([batch], step, 1e-3)
+        found[case] = {kind: sum(sizes) for kind, sizes in result.held.items()}
+        engine.close()
+    return found
+
+
+def predicted(case: str) -> dict[str, int]:
+    plan = Plan(zero_config_of(case), GPUS["A100"], RANKS)
+    every = plan.memory.device | plan.memory.host
+    names = {"weights": ["weights"], "optimizer": ["fp32 weights", "optimizer"]}
+    return {
+        kind: sum(every.get(key, 0) for name in parts for key in (name, f"offloaded {name}"))
+        for kind, parts in names.items()
+    }
+
+
+@pytest.mark.soak
+def test_ranks_hold_what_is_predicted():
+    """One launch of two ranks on the CPU. Compiles DeepSpeed's Adam for the CPU where that has not been done."""
+    found = run_ranks(held, RANKS, timeout=600)
+    for case in CASES:
+        for kind, size in predicted(case).items():
+            for rank in range(RANKS):
+                own = found[rank][case][kind]
+                assert size == pytest.approx(own, rel=0.001), (case, kind)  # counts of steps, padding
