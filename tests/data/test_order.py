@@ -47,14 +47,6 @@ def test_each_epoch_has_every_sequence_once_and_mixes_only_within_groups(case):
             place += count
 
 
-def test_epochs_and_seeds_differ():
-    def epoch(seed: int, number: int) -> list[tuple[int, int]]:
-        order = Order([400, 400], 4, seed, 2)
-        return [order.locate(number * 200 + i) for i in range(200)]
-
-    assert epoch(0, 0) != epoch(0, 1) and epoch(0, 0) != epoch(1, 0)
-
-
 def test_the_order_stays_the_same_for_good():
     """Golden: another order here would break the resuming of every run there is."""
     assert permutation(10, 7, 3, 1).tolist() == GOLDEN
