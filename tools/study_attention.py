@@ -230,7 +230,7 @@ def study_hashes(args: argparse.Namespace) -> dict[str, Any]:
         return record_calls(model, tokens.to(device), seed + number)
 
     order = torch.randperm(args.hash_steps, generator=torch.Generator().manual_seed(seed)).tolist()
-    steps = (calls(config.data.split, n, args.hash_steps) for n in tqdm(order, desc="hashes", disable=None))
+    steps = (calls("train", n, args.hash_steps) for n in tqdm(order, desc="hashes", disable=None))
     hashes, divergence = train_hashes(steps, args.buckets, seed)
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for number in tqdm(range(args.windows), desc="windows", disable=None):

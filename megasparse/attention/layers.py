@@ -30,13 +30,19 @@ class Norm(nn.Module):
         return layer_norm(x, weights["weight"], weights.get("bias"), self.eps, dtype)
 
 
+LLAMA3_TURNS = (1.0, 4.0)
+"""Turns in the original length below which Llama 3 divides a frequency by the factor, and above which it stays."""
+YARN_TURNS = (32.0, 1.0)
+"""The paper's alpha and beta: turns above which YaRN leaves a frequency, and below which it divides it."""
+
+
 class Rotary:
     """Rotation of queries and keys by f_i = base^(−2i/D), or by what `model.positions.scaling` makes of these:
 
     linear: f_i/factor (Chen et al. 2023). ntk: those of base·factor^(D/(D−2)). llama3: f_i of wavelengths up to
-    original_length/high_frequency, f_i/factor from original_length/low_frequency on, between them in proportion to the
-    number of turns. yarn (Peng et al. 2023, "NTK by parts"): likewise between `fast` and `slow` turns in
-    original_length, in proportion to i, and queries and keys are multiplied by attention_factor.
+    original_length/4, f_i/factor from original_length on, between them in proportion to the number of turns. yarn
+    (Peng et al. 2023, "NTK by parts"): likewise between 32 turns and 1 in original_length, in proportion to i, and
+    queries and keys are multiplied by attention_factor.
     """
 
     def __init__(self, positions: PositionsConfig, head_dim: int):
@@ -69,8 +75,7 @@ class Rotary:
         length = scaling.original_length
         assert length is not None
         first, last = (  # of the pairs that make so many turns in the original length
-            self.half * math.log(length / (turns * 2 * math.pi)) / math.log(self.base)
-            for turns in (scaling.fast, scaling.slow)
+            self.half * math.log(length / (turns * 2 * math.pi)) / math.log(self.base) for turns in YARN_TURNS
         )
         first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * self.half - 1)
         return 1 - ((number - first) / max(last - first, 0.001)).clamp(0, 1)
@@ -80,5 +85,5 @@ def _kept_by_turns(frequency: Tensor, scaling: RotaryScalingConfig) -> Tensor:
     """Share of each frequency that Llama 3's scaling leaves as it is."""
     assert scaling.original_length is not None
     turns = scaling.original_length * frequency / (2 * math.pi)
-    low, high = scaling.low_frequency, scaling.high_frequency
+    low, high = LLAMA3_TURNS
     return ((turns - low) / (high - low)).clamp(0, 1)

@@ -231,10 +231,6 @@ def _check_positions(positions: PositionsConfig, model: ModelConfig) -> None:
 
 SCALED_BY = {
     "original_length": ("yarn", "llama3"),
-    "low_frequency": ("llama3",),
-    "high_frequency": ("llama3",),
-    "fast": ("yarn",),
-    "slow": ("yarn",),
     "attention_factor": ("yarn",),
 }
 """Keys of model.positions.scaling that not every kind has."""
@@ -257,9 +253,5 @@ def _check_rotary(positions: PositionsConfig, model: ModelConfig) -> None:
     if scaling.kind in SCALED_BY["original_length"] and scaling.original_length is None:
         problem = f'null, but "{scaling.kind}" scales what is long beside the length of the training before'
         raise ConfigError(f"{section}.original_length", problem, "Give that length, in tokens")
-    for low, high in (("low_frequency", "high_frequency"), ("slow", "fast")):
-        if getattr(scaling, low) >= getattr(scaling, high):
-            problem = f"{getattr(scaling, low)} is not below {high} = {getattr(scaling, high)}"
-            raise ConfigError(f"{section}.{low}", problem, "Make it smaller")
     if scaling.kind == "ntk" and (model.head_dim or model.d_model // model.heads) < 4:
         raise ConfigError(f"{section}.kind", '"ntk" needs heads of 4 or more coordinates', "Raise model.head_dim")

@@ -36,6 +36,17 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "GenerationConfig.length_penalty": (0.6, "The exponent is 0.6, as in the paper: remove the key"),
     "RecommendationConfig.negatives": (4, "Four negatives are drawn, as in the paper: remove the key"),
     "TaskConfig.max_skipped": (0.01, "1% of a file's rows may be malformed: remove the key"),
+    "RotaryScalingConfig.low_frequency": (1.0, "It is 1, as in Llama 3: remove the key"),
+    "RotaryScalingConfig.high_frequency": (4.0, "It is 4, as in Llama 3: remove the key"),
+    "RotaryScalingConfig.fast": (32.0, "It is 32, as in the paper: remove the key"),
+    "RotaryScalingConfig.slow": (1.0, "It is 1, as in the paper: remove the key"),
+    "YOSOAttentionConfig.chunk": (128, "Chunks have 128 positions: remove the key"),
+    "PerformerAttentionConfig.chunk": (128, "Chunks have 128 positions: remove the key"),
+    "DataConfig.split": ("train", 'Training reads the split "train": name it so, and remove the key'),
+    "EvaluationConfig.split": (
+        "validation",
+        'Runs score "validation"; evaluate has --split: remove the key',
+    ),
     "DataConfig.max_damaged": (0, "A damaged shard is an error that names it: remove the key"),
     "RunConfig.corruption_check_every": (0, "There is no check for silent corruption any more: remove the key"),
 }

@@ -35,14 +35,6 @@ class RotaryScalingConfig(Section):
     """Longest length, in original lengths."""
     original_length: Positive | None = None
     """Length of the training before, which yarn and llama3 need; others have none."""
-    low_frequency: Annotated[float, Field(gt=0.0)] = 1.0
-    """llama3 only: frequencies of fewer turns in the original length are divided by `factor`."""
-    high_frequency: Annotated[float, Field(gt=0.0)] = 4.0
-    """llama3 only: frequencies of more turns stay as they are."""
-    fast: Annotated[float, Field(gt=0.0)] = 32.0
-    """yarn only: frequencies of more turns stay as they are."""
-    slow: Annotated[float, Field(gt=0.0)] = 1.0
-    """yarn only: frequencies of fewer turns are divided by `factor`."""
     attention_factor: Annotated[float, Field(gt=0.0)] | None = None
     """yarn only: what queries and keys are multiplied by; null takes 0.1·ln(factor) + 1."""
 
@@ -191,7 +183,6 @@ class DataConfig(Section):
     """Limit of the cache, 10^9 bytes: shards that were not used for longest are deleted first, never one in use."""
     mixture: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default={})
     """Train on several such folders instead, each with its weight among the sequences. Evaluation is on `path`."""
-    split: str = "train"
     sequence_length: Positive = 65536
     """Tokens in a training sequence."""
     shuffle_shards: Positive = 16
@@ -233,7 +224,6 @@ class OptimizerConfig(Section):
 class EvaluationConfig(Section):
     every: Count = 1000
     """Steps between evaluations; 0 never."""
-    split: str = "validation"
     sequences: Positive = 8
     """Held-out sequences scored each time, from the start of the split."""
     sample_tokens: Count = 0

@@ -33,7 +33,7 @@ LEGEND = "a query a row, a key a column; white: not seen; blue: seen; darker: mo
 
 
 def attention_quality(engine: Engine, index: Index, config: Config) -> Callable[[], dict[str, float | str | Tensor]]:
-    """Build a function that measures the attention on the first tokens of `evaluation.split`, an encoder–decoder's
+    """Build a function that measures the attention on the first tokens of the validation split, an encoder–decoder's
     first sequence, whose encoder and decoder are taken together; every rank calls it and has the same result.
 
     For each kind of attention but full, mean over its layers and heads: quality/KIND/output_error, .../recall_top,
@@ -41,7 +41,7 @@ def attention_quality(engine: Engine, index: Index, config: Config) -> Callable[
     .../bucket_largest (see `measure`), and of its first layer .../maps, a picture. Ranks that share sequences measure
     each its own heads, where their number divides the window; the whole of it otherwise.
     """
-    stream = EvaluationStream(index, config.evaluation.split)
+    stream = EvaluationStream(index, "validation")
     longest = WINDOW if config.model.source is None else config.data.sequence_length
     length = min(longest, config.data.sequence_length, stream.tokens)
     ranks = engine.ranks

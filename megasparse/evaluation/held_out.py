@@ -115,13 +115,13 @@ def held_out(
     a decoder also "evaluation/bits_per_dim", whose dim is a token, and, where asked for, "evaluation/sample", a text
     or, of a model of pixels, an image (s, s, 3) uint8, drawn without a prompt.
     Between windows, and while a sample is drawn, it asks `hooks` whether to stop, and then raises StopWanted on all
-    ranks. Raises DataError where the data has no split `evaluation.split`, ConfigError where a sample is asked for of
+    ranks. Raises DataError where the data has no validation split, ConfigError where a sample is asked for of
     sequences of pixels that are no images.
     """
     wants_quality = config.logging.attention_quality_every > 0
     if not config.evaluation.every and not wants_quality:
         return None
-    stream = EvaluationStream(index, config.evaluation.split, hooks.alive)
+    stream = EvaluationStream(index, "validation", hooks.alive)
     quality = attention_quality(engine, index, config) if wants_quality else None
     draw = None
     if config.evaluation.every and config.evaluation.sample_tokens:

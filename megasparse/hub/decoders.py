@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megasparse.attention.layers import LLAMA3_TURNS, YARN_TURNS
 from megasparse.config.attention import heads_of_layer
 from megasparse.config.schema import Config, ModelConfig, PositionsConfig
 from megasparse.errors import HubError
@@ -301,19 +302,21 @@ def start_token(config: Any, path: Path) -> int:
 
 ROPE_KEYS = {
     "original_length": "original_max_position_embeddings",
-    "low_frequency": "low_freq_factor",
-    "high_frequency": "high_freq_factor",
-    "fast": "beta_fast",
-    "slow": "beta_slow",
     "attention_factor": "attention_factor",
 }
 """Our key of model.positions.scaling -> HuggingFace's."""
 ROPE_KINDS = {
     "linear": (),
-    "llama3": ("original_length", "low_frequency", "high_frequency"),
-    "yarn": ("original_length", "fast", "slow", "attention_factor"),
+    "llama3": ("original_length",),
+    "yarn": ("original_length", "attention_factor"),
 }
 """Kinds of scaling that both have, and their keys beside the factor."""
+ROPE_TURNS: dict[str, dict[str, float]] = {
+    "linear": {},
+    "llama3": dict(zip(("low_freq_factor", "high_freq_factor"), LLAMA3_TURNS, strict=True)),
+    "yarn": dict(zip(("beta_fast", "beta_slow"), YARN_TURNS, strict=True)),
+}
+"""HuggingFace's keys whose only values here are these."""
 
 
 def rotary_of(rope: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -327,6 +330,9 @@ def rotary_of(rope: dict[str, Any], path: Path) -> dict[str, Any]:
         raise not_ours(path, "rope_type", kind, ", ".join(map(repr, ("default", *ROPE_KINDS))))
     if not rope.get("truncate", True):
         raise not_ours(path, "truncate", False, "true")
+    for key, only in ROPE_TURNS[kind].items():
+        if (value := rope.get(key)) is not None and value != only:
+            raise not_ours(path, key, value, str(only))
     scaling = {"kind": kind, "factor": float(rope["factor"])}
     scaling |= {key: rope[ROPE_KEYS[key]] for key in ROPE_KINDS[kind] if rope.get(ROPE_KEYS[key]) is not None}
     both = [float(rope.get(key) or 0.0) for key in ("mscale", "mscale_all_dim")]
@@ -347,7 +353,7 @@ def rope_of(positions: PositionsConfig, head_dim: int) -> dict[str, Any]:
     parameters = {key: value for key, value in values.items() if value is not None}
     return {
         "rope_theta": positions.base,
-        "rope_scaling": {"rope_type": scaling.kind, "factor": scaling.factor, **parameters},
+        "rope_scaling": {"rope_type": scaling.kind, "factor": scaling.factor, **parameters, **ROPE_TURNS[scaling.kind]},
     }
 
 

@@ -96,7 +96,7 @@ def training_batches(
     data, training = config.data, config.training
     return TrainingBatches(
         run_data.mixture,
-        data.split,
+        "train",
         sequence_length=data.sequence_length,
         seed=config.run.seed,
         shuffle_shards=data.shuffle_shards,

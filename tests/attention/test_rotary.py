@@ -14,13 +14,13 @@ BASE, DIM = 5000.0, 16
 THEIRS = {
     "linear": ({}, {}),
     "llama3": (
-        {"original_length": 64, "low_frequency": 1.5, "high_frequency": 5.0},
-        {"original_max_position_embeddings": 64, "low_freq_factor": 1.5, "high_freq_factor": 5.0},
+        {"original_length": 64},
+        {"original_max_position_embeddings": 64, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     ),
     "yarn": ({"original_length": 64}, {"original_max_position_embeddings": 64}),
-    "yarn, all": (
-        {"original_length": 300, "fast": 9.0, "slow": 0.5, "attention_factor": 1.25},
-        {"original_max_position_embeddings": 300, "beta_fast": 9, "beta_slow": 0.5, "attention_factor": 1.25},
+    "yarn, attention factor": (
+        {"original_length": 300, "attention_factor": 1.25},
+        {"original_max_position_embeddings": 300, "attention_factor": 1.25},
     ),
 }
 

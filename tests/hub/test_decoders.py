@@ -27,7 +27,7 @@ GPT2 = SIZES | dict(n_embd=30, n_layer=2, n_head=5, n_positions=70)
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 20, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "rope_theta": 500.0}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 3.5, "original_max_position_embeddings": 20, "rope_theta": 500.0,
-        "beta_fast": 20.0, "beta_slow": 2.0}  # fmt: skip
+        "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
 KINDS = {
     "llama": LLAMA,
     "llama as SmolLM": {**LLAMA, "tie_word_embeddings": True, "rope_theta": 100000.0, "num_attention_heads": 8},
@@ -125,6 +125,7 @@ def test_old_files_of_gpt2_are_read(tmp_path, buffer):
     [
         ("llama", {"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
+        ("llama", {"rope_scaling": {**YARN, "beta_fast": 20.0}}, "beta_fast is 20.0"),
         ("llama", {"bos_token_id": None, "eos_token_id": None}, "neither bos_token_id nor eos_token_id"),
         ("llama", {"num_key_value_heads": 3}, "3 does not divide model.heads = 4"),
         ("mistral", {"sliding_window": 40}, 'sliding_window is 40.*Set "max_position_embeddings" to 40'),

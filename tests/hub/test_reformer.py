@@ -272,10 +272,6 @@ OTHERS = [
         "model.attention.lsh.count_rounds: True",
     ),
     ({"attention": {"pattern": ["lsh"], "lsh": {"shared_qk": False}}}, "model.attention.lsh.shared_qk: False"),
-    (
-        {"attention": {"pattern": ["lsh"], "lsh": AS_HUGGINGFACE, "full_below": 200}},
-        "model.attention.full_below: 200",
-    ),
     ({"kind": "encoder", "vocabulary": 257}, "model.kind: 'encoder'"),
 ]
 

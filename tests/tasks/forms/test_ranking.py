@@ -200,7 +200,7 @@ def test_a_bad_news_is_named_by_file_and_line(tmp_path, row, problem):
 
 
 HISTORY = 6
-TASK = {"name": "mind", "max_length": 32, "recommendation": {"history": HISTORY, "negatives": 3, "heads": 4}}
+TASK = {"name": "mind", "max_length": 32, "recommendation": {"history": HISTORY, "heads": 4}}
 STILL = {**ENCODER, "dropout": 0.0}
 
 
@@ -288,7 +288,7 @@ def test_a_training_step_learns_each_click_among_the_drawn_news(run):
     examples = run.train[:5]
     objective, found = trained(run, examples)
     batch = run.form.collate(examples)
-    rows, chosen = drawn_negatives(batch, RngContext(0, 1, torch.arange(5), training=True), 3)
+    rows, chosen = drawn_negatives(batch, RngContext(0, 1, torch.arange(5), training=True), 4)
     costs = []
     for row, news in zip(rows.tolist(), chosen, strict=True):
         scores = straight_scores(run.model, examples[row])
