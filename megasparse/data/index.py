@@ -34,7 +34,6 @@ class Index:
         Raises:
             DataError: there is no index (with the command that makes one), it is not valid, or a shard is missing or
                 has another size than the index says.
-            FetchError: a URL does not give its index; a DataError.
         """
         if is_url(str(directory)):
             remote = RemoteFolder(str(directory), cache or ShardCache())
@@ -62,7 +61,9 @@ class Index:
 
     def path(self, shard: Shard) -> Path:
         """Return the path at which a shard is read: of a remote folder, once it was fetched."""
-        return self.directory.path(shard) if isinstance(self.directory, RemoteFolder) else self.directory / shard.file
+        if isinstance(self.directory, RemoteFolder):
+            return self.directory.cache.path(shard)
+        return self.directory / shard.file
 
     @property
     def sample_bytes(self) -> int:

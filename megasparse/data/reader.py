@@ -79,13 +79,12 @@ class ShardFile:
         path: its path on this machine.
         shard: its entry in the index.
         sample_bytes: size of every sample but the last.
-        descriptor: of the file, if it is open already.
     """
 
-    def __init__(self, path: Path, shard: Shard, sample_bytes: int, descriptor: int | None = None):
+    def __init__(self, path: Path, shard: Shard, sample_bytes: int):
         self.path, self.shard, self._sample_bytes = path, shard, sample_bytes
         try:
-            self.descriptor = _open(path) if descriptor is None else descriptor
+            self.descriptor = _open(path)
         except OSError as error:
             raise unreadable(path, error) from None
         try:
@@ -167,8 +166,12 @@ class ShardReader:
             while len(self._open) >= self.open_files:
                 self._open.popitem(last=False)[1].close()
             entry, remote = self.shards[shard], self.index.remote
-            descriptor = remote.open(entry, self._progress) if remote else None
-            self._open[shard] = ShardFile(self.index.path(entry), entry, self.index.sample_bytes, descriptor)
+            if remote:
+                url = remote / entry.file
+                file = remote.cache.open(entry, url, self.index.sample_bytes, self._progress)
+            else:
+                file = ShardFile(self.index.path(entry), entry, self.index.sample_bytes)
+            self._open[shard] = file
         self._open.move_to_end(shard)
         return self._open[shard].read(start, stop)
 

@@ -1,58 +1,32 @@
-"""Folders of shards at a URL: each shard is fetched whole into a folder of this machine, verified, and read there.
+"""Folders of shards at a URL: each shard is fetched whole into a cache on this machine, verified, and read there.
 
-The cache keeps shards for all processes, and for later runs:
+All processes of the machine, and later runs, share a cache:
 
-    SHA256.tar               a whole shard, named by its content. Who reads it holds a shared lock (flock) on it
-    SHA256.BYTES.partial     what came of one of so many bytes. Who fetches it holds an exclusive lock on it
-    .lock                    held, for moments, by who makes room or begins to fetch
+    SHA256.tar    a whole shard, named by its content. Readers hold a shared lock (flock) on it
+    .lock         held while a process makes room and fetches a shard
 
-The kernel ends the locks of a process that dies. So whatever is not locked is not in use: a shard may be deleted to
-make room, and a partial be taken over by the next who needs it. The last use of a shard is its time of access.
+The kernel releases the locks of a process that dies.
 """
 
-import errno
 import fcntl
 import os
 import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
-from typing import NamedTuple
 
 from megasparse.callbacks import Progress, silent
-from megasparse.data.files import file_sha256, sync_folder
 from megasparse.data.index_file import INDEX_FILE, MOST_BYTES, Shard
-from megasparse.data.urls import (
-    ATTEMPTS,
-    PATIENCE_SECONDS,
-    POLL_SECONDS,
-    FetchError,
-    check_url,
-    fetch_bytes,
-    fetch_file,
-)
+from megasparse.data.reader import ShardFile
+from megasparse.data.urls import ATTEMPTS, POLL_SECONDS, check_url, fetch
 from megasparse.errors import ConfigError, DataError, UserError
 
-ENTRY = re.compile(r"\A[0-9a-f]{64}(?:\.(?P<bytes>[0-9]{1,16})\.partial|\.tar)\Z")
+ENTRY = re.compile(r"[0-9a-f]{64}\.(tar|([0-9]+\.)?partial)")
 GIGABYTE = 10**9
-
-
-class CachedFile(NamedTuple):
-    path: Path
-    bytes: int
-    """Size in bytes; that of a partial is the one that it will have."""
-    used: int
-    """Time of the last use, ns."""
-
-
-class NoRoom(Exception):
-    """The limit leaves no room for a shard now. `fetching`: others are being fetched, whose end may change that."""
-
-    def __init__(self, in_use: int, fetching: bool):
-        self.in_use, self.fetching = in_use, fetching
 
 
 class ShardCache:
@@ -62,258 +36,115 @@ class ShardCache:
         home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         self.folder = Path(home, "megasparse", "shards") if folder is None else Path(folder)
         self.limit = limit
-        self._verified: set[tuple[int, int, int]] = set()  # device, inode and mtime of those whose content was verified
 
     def path(self, shard: Shard) -> Path:
         """Return the path of a shard once it was fetched."""
         return self.folder / f"{shard.sha256}.tar"
 
-    def open(self, shard: Shard, url: str, progress: Progress) -> int:
-        """Return a descriptor of a whole, verified shard, which is safe from deletion until that is closed.
-
-        A shard that is not here is fetched by one process: the others wait.
+    def open(self, shard: Shard, url: str, sample_bytes: int, progress: Progress = silent) -> ShardFile:
+        """Return a whole, verified shard, fetched if needed. It is safe from deletion until it is closed.
 
         Raises:
-            ConfigError: the limit has no room for it next to what is in use.
-            DataError: the folder is of no use.
-            FetchError: it cannot be fetched.
+            ConfigError: the limit has no room for it next to the files in use.
+            DataError: it cannot be fetched, or the folder cannot be used.
         """
-        if shard.bytes > self.limit:
-            raise self._too_small(f"{url} alone has {shard.bytes:,} bytes")
-        last_size, since = -1, time.monotonic()
-        while True:
-            with self._errors_named():
-                descriptor = self._open_verified(shard, lambda: progress(f"verifying {url}"))
-                if descriptor is not None:
-                    return descriptor
-                try:
-                    partial = self._lock_partial(shard, ())
-                except NoRoom as full:
-                    if not full.fetching:
-                        raise self._too_small(f"{full.in_use:,} bytes of it are in use") from None
-                    partial = None
-            if partial is not None:
-                return self._fetch(shard, url, partial, progress, ATTEMPTS)
-            size = 0
-            with suppress(OSError):
-                size = self._partial(shard).stat().st_size
-            if size != last_size:
-                progress(f"waiting for {url}, which another process fetches")
-                last_size, since = size, time.monotonic()
-            elif time.monotonic() > since + PATIENCE_SECONDS:
-                problem = f"another process has it, or the room for it, and nothing came in {PATIENCE_SECONDS:g} s"
-                raise FetchError(url, problem)
-            time.sleep(POLL_SECONDS)
-
-    def fetch_ahead(self, shard: Shard, url: str, keep: Collection[Shard], progress: Progress) -> bool:
-        """Try once to fetch a shard that will be needed, unless that would cost one of `keep`.
-
-        Returns:
-            True if there was room for it.
-        """
-        with self._errors_named():
-            if self.path(shard).exists():
-                return True
-            try:
-                partial = self._lock_partial(shard, {self.path(other).name for other in keep})
-            except NoRoom:
-                return False
-        if partial is not None:
-            os.close(self._fetch(shard, url, partial, progress, 1))
-        return True
-
-    def _open_verified(self, shard: Shard, tick: Callable[[], None]) -> int | None:
-        """Return a descriptor with a shared lock, or None. A cached file with a wrong checksum is deleted."""
         path = self.path(shard)
-        descriptor = _open_locked(path, os.O_RDONLY, fcntl.LOCK_SH)
-        if descriptor is None:
-            return None
-        try:
-            status = os.fstat(descriptor)
-            identity = (status.st_dev, status.st_ino, status.st_mtime_ns)
-            verified = identity in self._verified or file_sha256(descriptor, tick) == shard.sha256
-            if verified and status.st_size == shard.bytes:
-                self._verified.add(identity)
-                with suppress(PermissionError):  # another user's: its last use is what reading makes of it
-                    os.utime(descriptor, ns=(time.time_ns(), status.st_mtime_ns))
-                return descriptor
-            with self._locked():
-                if _is_at(descriptor, path):
-                    path.unlink()
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-        return None
-
-    def _lock_partial(self, shard: Shard, keep: Collection[str]) -> int | None:
-        """Return a locked partial of the shard, with room for the rest; None if another fetches it, or just did.
-
-        Raises NoRoom.
-        """
-        partial = self._partial(shard)
-        with self._locked():
-            if self.path(shard).exists():
-                return None
-            descriptor = _open_locked(partial, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if descriptor is None:
-                return None
+        for is_last in (False, False, True):
+            self.fetch(shard, url, progress)
             try:
-                self._make_room(shard.bytes, partial, keep)
-            except BaseException:
-                _leave(descriptor, partial)
-                raise
-        return descriptor
+                file = ShardFile(path, shard, sample_bytes)
+                fcntl.flock(file.descriptor, fcntl.LOCK_SH)
+                with suppress(OSError):  # another user's: its last use is its time of access
+                    os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+                break
+            except DataError:  # a damaged copy, or another process has just made room
+                if is_last:
+                    raise
+                path.unlink(missing_ok=True)
+        return file
 
-    def _fetch(self, shard: Shard, url: str, descriptor: int, progress: Progress, attempts: int) -> int:
-        """Fetch into a locked partial; then it is the shard, and its descriptor holds a shared lock."""
-        path, partial = self.path(shard), self._partial(shard)
+    def fetch(
+        self, shard: Shard, url: str, progress: Progress, keep: Collection[Shard] = (), attempts: int = ATTEMPTS
+    ) -> None:
+        """Fetch a shard unless it is here; other processes wait. keep: not to be deleted for it. Raises as `open`."""
+        path, partial = self.path(shard), self.folder / f"{shard.sha256}.partial"
         try:
-            fetch_file(url, shard.bytes, shard.sha256, partial, descriptor, progress, attempts)
-            with self._errors_named():
-                os.fsync(descriptor)
-                with self._locked():  # who makes room must see it under one name or the other
-                    os.rename(partial, path)
-                sync_folder(self.folder)
-                fcntl.flock(descriptor, fcntl.LOCK_SH)
-                status = os.fstat(descriptor)
-            self._verified.add((status.st_dev, status.st_ino, status.st_mtime_ns))
-        except BaseException:
-            _leave(descriptor, partial)
-            raise
-        return descriptor
-
-    def _make_room(self, size: int, partial: Path, keep: Collection[str]) -> None:
-        """Delete the least recently used files, none of `keep` and none that is locked, until `size` bytes fit next to
-        all but `partial`. Raises NoRoom.
-        """
-        entries = sorted((entry for entry in self._entries() if entry.path != partial), key=lambda entry: entry.used)
-        room = self.limit - sum(entry.bytes for entry in entries)
-        fetching = False
-        for entry in entries:
-            if room >= size:
+            if path.exists():
                 return
-            if entry.path.name in keep:
-                continue
-            if _delete_unused(entry.path):
-                room += entry.bytes
-            elif entry.path.suffix == ".partial":
-                fetching = True
-        if room < size:
-            raise NoRoom(self.limit - room, fetching)
-
-    def _entries(self) -> Iterator[CachedFile]:
-        with os.scandir(self.folder) as files:
-            for file in files:
-                if match := ENTRY.match(file.name):
-                    try:
-                        status = file.stat(follow_symlinks=False)
-                    except FileNotFoundError:  # an empty partial, or a damaged shard, that another has just deleted
-                        continue
-                    size = max(status.st_size, int(match["bytes"] or 0))
-                    yield CachedFile(Path(file.path), size, max(status.st_atime_ns, status.st_mtime_ns))
-
-    def _partial(self, shard: Shard) -> Path:
-        return self.folder / f"{shard.sha256}.{shard.bytes}.partial"
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
-
-    @contextmanager
-    def _errors_named(self) -> Iterator[None]:
-        try:
-            yield
+            with self._lock(f"waiting for {url}, as another process is fetching", progress):
+                if path.exists():
+                    return
+                self._make_room(shard.bytes, url, {self.path(other) for other in keep})
+                try:
+                    with partial.open("xb") as file:
+                        fetch(url, file, progress, shard.bytes, shard.sha256, attempts)
+                    partial.rename(path)
+                finally:
+                    partial.unlink(missing_ok=True)
         except OSError as error:
-            no_locks = error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-            problem = f"the cache of shards cannot be used: {error.strerror}" + (" (flock)" if no_locks else "")
-            raise DataError(self.folder, problem, "Set data.cache to a folder on a local disk") from None
+            problem = f"the cache of shards cannot be used: {error.strerror}"
+            raise DataError(self.folder, problem, "Make room there, or set data.cache to another local disk") from None
 
-    def _too_small(self, why: str) -> ConfigError:
-        problem = f"{self.limit / GIGABYTE:g} GB are too few for what is needed at once in {self.folder}: {why}"
-        return ConfigError("data.cache_gb", problem, "Raise it, or lower data.shuffle_shards")
+    def _make_room(self, size: int, url: str, keep: Collection[Path]) -> None:
+        """Delete the least recently used shards, none of `keep` and none in use, until `size` bytes fit."""
+        room, entries = self.limit, []
+        for path in self.folder.iterdir():
+            with suppress(FileNotFoundError):  # a damaged one, which its reader has just deleted
+                status = path.stat(follow_symlinks=False)
+                if path.suffix == ".partial" and ENTRY.fullmatch(path.name):
+                    path.unlink()  # of a process that has ended: this one has the lock
+                elif ENTRY.fullmatch(path.name):
+                    entries.append((max(status.st_atime_ns, status.st_mtime_ns), path, status.st_size))
+                    room -= status.st_size
+        for _, path, freed in sorted(entries):
+            if room < size and path not in keep:
+                with suppress(BlockingIOError, FileNotFoundError, PermissionError), path.open("r+b") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+                    room += freed
+        if room < size:
+            need = f"{url} has {size:,} bytes, and {self.limit - room:,} bytes of it are in use"
+            problem = f"{self.limit / GIGABYTE:g} GB are too few for what is needed at once in {self.folder}: {need}"
+            raise ConfigError("data.cache_gb", problem, "Raise it, or lower data.shuffle_shards")
 
-
-def _open_locked(path: Path, flags: int, lock: int) -> int | None:
-    """Return a locked descriptor of the file at `path`; None if there is none, or another has it locked."""
-    while True:
-        try:
-            descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-        except FileNotFoundError:
-            return None
-        try:
-            fcntl.flock(descriptor, lock)
-            if _is_at(descriptor, path):
-                return descriptor
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)  # renamed or deleted while we waited for the lock
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
-    except FileNotFoundError:
-        return False
-
-
-def _leave(descriptor: int, partial: Path) -> None:
-    """Give up a locked partial: others resume it if it has anything."""
-    if os.fstat(descriptor).st_size == 0:
-        partial.unlink(missing_ok=True)
-    os.close(descriptor)
-
-
-def _delete_unused(path: Path) -> bool:
-    """True if nobody had the file locked, and it was deleted."""
-    try:
-        descriptor = _open_locked(path, os.O_RDWR, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if descriptor is None:
-            return not path.exists()
-        path.unlink()
-        os.close(descriptor)
-    except PermissionError:
-        return False
-    return True
+    @contextmanager
+    def _lock(self, doing: str, progress: Progress) -> Iterator[None]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        reported = -1
+        with open(self.folder / ".lock", "ab") as file:
+            while True:
+                with suppress(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                size = 0
+                with suppress(FileNotFoundError):
+                    size = sum(path.stat().st_size for path in self.folder.glob("*.partial"))
+                if size != reported:  # a wait in which nothing comes is no progress
+                    reported = size
+                    progress(doing)
+                time.sleep(POLL_SECONDS)
+            yield
 
 
 class RemoteFolder(os.PathLike[str]):
     """Folder at a URL, used as a Path is: `/` names a file in it, and messages show its URL."""
 
     def __init__(self, url: str, cache: ShardCache):
-        self.url = check_url(url)
-        self.cache = cache
+        self.url, self.cache = check_url(url), cache
 
     def __str__(self) -> str:
         return self.url
 
-    def __fspath__(self) -> str:
-        return self.url
+    __fspath__ = __str__
 
     def __truediv__(self, file: str) -> str:
         return f"{self.url}/{file}"
 
     def read_index(self) -> bytes:
         """Return index.json, fetched again each time. Raises FetchError."""
-        return fetch_bytes(self / INDEX_FILE, MOST_BYTES, silent)
-
-    def path(self, shard: Shard) -> Path:
-        """Return the path of a shard on this machine once it was fetched."""
-        return self.cache.path(shard)
-
-    def open(self, shard: Shard, progress: Progress = silent) -> int:
-        """Return a descriptor of a whole, verified shard, fetched if needed. Raises what `ShardCache.open` does."""
-        return self.cache.open(shard, self / shard.file, progress)
+        content = BytesIO()
+        fetch(self / INDEX_FILE, content, silent, MOST_BYTES)
+        return content.getvalue()
 
 
 class _Closed(Exception):
@@ -321,20 +152,16 @@ class _Closed(Exception):
 
 
 class FetchAhead:
-    """A thread that fetches the shards which will be needed next. What fails here is left to who needs the shard."""
+    """A thread that fetches the shards which will be needed next. Its failures are left to who needs the shard."""
 
     def __init__(self, folder: RemoteFolder):
-        self._folder = folder
+        self._folder, self._closing = folder, threading.Event()
         self._queue: queue.SimpleQueue[list[Shard]] = queue.SimpleQueue()
-        self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
+        threading.Thread(target=self._run, name="shards", daemon=True).start()
 
     def want(self, shards: list[Shard]) -> None:
         """Fetch these next, in this order, instead of those of the call before."""
         self._queue.put(shards)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="shards", daemon=True)
-            self._thread.start()
 
     def close(self) -> None:
         """End the thread, at its next sign of progress."""
@@ -342,15 +169,13 @@ class FetchAhead:
         self._queue.put([])
 
     def _run(self) -> None:
-        folder = self._folder
         while not self._closing.is_set():
             shards = self._queue.get()
             for shard in shards:
                 with suppress(UserError, _Closed):
-                    if self._closing.is_set() or not self._queue.empty():
-                        break
-                    if not folder.cache.fetch_ahead(shard, folder / shard.file, shards, self._check_closing):
-                        break
+                    if self._queue.empty():
+                        url = self._folder / shard.file
+                        self._folder.cache.fetch(shard, url, self._check_closing, shards, attempts=1)
 
     def _check_closing(self, doing: str) -> None:
         if self._closing.is_set():

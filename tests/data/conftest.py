@@ -41,7 +41,7 @@ def impatient(monkeypatch, request):
     monkeypatch.setattr(urls, "STALL_SECONDS", 0.4 if "stall" in (faults or ()) else 20.0)
     monkeypatch.setattr(urls, "LONGEST_PAUSE", 0.01)
     yield
-    urls._store.cache_clear()
+    urls.store.cache_clear()
 
 
 @pytest.fixture

@@ -47,14 +47,14 @@ def proxy(monkeypatch) -> Iterator[S3Proxy]:
         with proxied(*server.get_host_and_port()) as proxy:
             monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
             s3fs.S3FileSystem.clear_instance_cache()
-            urls._store.cache_clear()
+            urls.store.cache_clear()
             s3fs.S3FileSystem().mkdir(BUCKET)
             yield proxy
             proxy.fault = lambda method, path: None
             s3fs.S3FileSystem().rm(BUCKET, recursive=True)
     finally:
         server.stop()
-        urls._store.cache_clear()
+        urls.store.cache_clear()
 
 
 def failing(proxy: S3Proxy, rate: float, seed: int) -> None:

@@ -8,17 +8,21 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from http.client import HTTPException
 from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from tqdm import tqdm
 
+from megasparse.data import urls
 from megasparse.data.files import file_sha256, replacing, sync_folder
-from megasparse.data.urls import OutOfRange, Refused, asked, check_url, data_stores, object_store, open_url
+from megasparse.data.urls import STORES, StoreError, asked, check_url, open_url, store
 from megasparse.errors import ConfigError, DataError
 
 PIECE = 1 << 20
@@ -32,8 +36,9 @@ PINNED = re.compile(r"hf://(datasets/|spaces/)?[^/@]+/[^/@]+@[0-9a-f]{40}(/|\Z)"
 def is_url(location: str) -> bool:
     """True for a URL. Raises ConfigError for one of a kind that is not read here."""
     scheme, separator, _ = location.partition("://")
-    if separator and scheme.lower() not in (schemes := ("http", "https", *data_stores())):
-        raise ConfigError("--source", f'"{scheme}" is not a kind of URL we read', f"Known here: {', '.join(schemes)}")
+    if separator and scheme.lower() not in STORES:
+        problem = f'"{scheme}" is not a kind of URL we read'
+        raise ConfigError("--source", problem, f"Known here: {', '.join(STORES)}")
     return bool(separator)
 
 
@@ -43,7 +48,7 @@ def download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[t
     suffixes: of a folder, only files whose names end so. Raises ConfigError for a HuggingFace URL without a revision:
     what is read must stay the same; what `download` raises.
     """
-    if location.partition("://")[0].lower() not in data_stores():
+    if location.lower().startswith(("http://", "https://")):
         path = download(location, folder)
         return [(path, path.name.partition("-")[2])]
     if location.startswith("hf://") and not PINNED.match(location):
@@ -52,9 +57,8 @@ def download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[t
         raise ConfigError("--source", problem, hint)
     try:
         names = _objects(check_url(location), tuple(suffixes))
-    except (Refused, OSError) as error:
-        problem = f"this cannot be listed: {' '.join(str(error).split())[:200]}"
-        raise DataError(location, problem, "Check the URL, and who may read it") from None
+    except StoreError as error:
+        raise DataError(location, f"this cannot be listed: {error}", "Check the URL, and who may read it") from None
     if not names:
         raise DataError(location, "there are no such files", "Check --source")
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -64,14 +68,15 @@ def download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[t
 
 def _objects(url: str, suffixes: tuple[str, ...]) -> dict[str, str]:
     """URLs of the files that a store has under a URL, or that match it as a pattern, to their names below it."""
-    scheme, system = url.partition("://")[0], object_store(url)
-    base = asked(scheme, lambda: system._strip_protocol(url))
+    scheme = url.partition("://")[0]
+    system = store(scheme)
+    base = asked(lambda: system._strip_protocol(url))
     if "*" in base:
-        names, base = asked(scheme, lambda: system.glob(base)), base.partition("*")[0].rpartition("/")[0]
-    elif asked(scheme, lambda: system.info(base))["type"] == "file":
+        names, base = asked(lambda: system.glob(base)), base.partition("*")[0].rpartition("/")[0]
+    elif asked(lambda: system.info(base))["type"] == "file":
         return {url: PurePosixPath(base).name}
     else:
-        names = asked(scheme, lambda: system.find(base))
+        names = asked(lambda: system.find(base))
         names = [name for name in names if not suffixes or name.lower().endswith(suffixes)]
     below = {name: name.removeprefix(base).lstrip("/") for name in sorted(names)}
     visible = {name: short for name, short in below.items() if not any(p.startswith(".") for p in short.split("/"))}
@@ -92,9 +97,7 @@ def download(url: str, folder: Path) -> Path:
         unfinished, validator = folder / f"{name}.partial", folder / f"{name}.validator"
         try:
             _fetch(url, unfinished, validator)
-        except (Refused, OutOfRange, OSError, EOFError, HTTPException, ValueError) as error:
-            if isinstance(error, OutOfRange):
-                unfinished.unlink()
+        except (StoreError, OSError, EOFError, HTTPException, ValueError) as error:
             have = unfinished.stat().st_size if unfinished.exists() else 0
             reason = f"{str(error) or type(error).__name__} ({have:,} bytes are here)"
             hint = "Run the command again, it goes on from there; or give the path of a file"
@@ -114,7 +117,7 @@ def download(url: str, folder: Path) -> Path:
 def _fetch(url: str, copy: Path, validator: Path) -> None:
     """Append to `copy` what it lacks, or start over if the server's file may be another one by now."""
     have = copy.stat().st_size if copy.exists() and validator.exists() else 0
-    with closing(open_url(url, have, validator.read_text() if have else "")) as body:
+    with closing(_open(url, have, validator.read_text() if have else "")) as body:
         have, total = body.start, body.size
         if total is None:
             raise ValueError("the server does not say how long the file is")
@@ -140,6 +143,54 @@ def _fetch(url: str, copy: Path, validator: Path) -> None:
             os.fsync(file.fileno())
     if have < total:
         raise EOFError(f"the connection ended after {have:,} of {total:,} bytes")
+
+
+class Download(NamedTuple):
+    """Content of a URL from byte `start` on, which is 0 or the requested byte. size: bytes of the whole, if stated."""
+
+    start: int
+    size: int | None
+    tag: str
+    """Changes with the content; empty if the server states none."""
+    read: Callable[[int], bytes]
+    """Return the bytes that have come, at most so many; none at the end."""
+    close: Callable[[], None]
+
+
+def _open(url: str, start: int, tag: str) -> Download:
+    """Open a URL from byte `start` on, or from 0 if its content may have changed since it had `tag`."""
+    if (scheme := urlsplit(url).scheme) not in ("http", "https"):
+        system = store(scheme)
+        key = asked(lambda: str(system.ukey(url)))
+        start, file = start if key == tag else 0, open_url(url)
+        asked(lambda: file.seek(start))
+        return Download(start, file.size, key, lambda size: asked(lambda: bytes(file.read(size))), file.close)
+    ranged = {"Range": f"bytes={start}-", **({"If-Range": tag} if tag else {})} if start else {}
+    request = urllib.request.Request(url, headers={"User-Agent": "megasparse", "Accept-Encoding": "identity", **ranged})
+    try:
+        answer = urllib.request.build_opener(_Redirects()).open(request, timeout=urls.STALL_SECONDS)
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == 416 and start:  # the file is shorter than what came of it before
+            return _open(url, 0, "")
+        raise OSError(f"the server answers {error.code} ({error.reason})") from None
+    tag = answer.headers.get("ETag", "")
+    tag = answer.headers.get("Last-Modified", "") if not tag or tag.startswith("W/") else tag
+    start = start if answer.status == 206 else 0
+    if start and not (shown := answer.headers.get("Content-Range", "")).startswith(f"bytes {start}-"):
+        raise ValueError(f'the server was asked to go on at byte {start} and answers "{shown}"')
+    length = answer.headers.get("Content-Length")
+    return Download(start, None if length is None else start + int(length), tag, answer.read1, answer.close)
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Ten at most, none to ftp, and none from https to http."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        if urlsplit(newurl).scheme not in ("https", req.type):
+            raise urllib.error.HTTPError(req.full_url, code, f"it redirects to {newurl[:6]}", headers, fp)
+        fp.close()  # urllib would read what comes with the redirect to its end
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 def fetch_wheel(requirement: str, name: str, sha256: str, options: Sequence[str] = ()) -> Path:

@@ -2,13 +2,10 @@
 
     BUCKET/00000500/rank-00000.safetensors    as in RUN/checkpoints
     BUCKET/00000500/manifest.json             written last, deleted first: without it there is no checkpoint
-    BUCKET/latest                             the newest, where a store lists late what was written
-    BUCKET/owner                              the run that writes there
+    BUCKET/latest                             the newest, for people and tools
+    BUCKET/owner                              the run that writes there; a run that reads another name there ends
 
-Nothing can be renamed there, and nothing locked: a run that begins puts its name into `owner`, and one that finds
-another's name there ends.
-
-Rank 0 uploads for all ranks, beside training; all ranks hear of what fails.
+Rank 0 uploads for all ranks, next to training; a failure is raised on all ranks.
 """
 
 import json
@@ -28,7 +25,7 @@ from urllib.parse import urlsplit
 from megasparse.callbacks import Progress, silent
 from megasparse.config.schema import RunSettings
 from megasparse.data.files import replacing, sync_folder
-from megasparse.data.urls import FetchError, GaveUp, asked, check_url, fetch_bytes, fetch_file, object_store, retried
+from megasparse.data.urls import STORES, FetchError, asked, check_url, fetch, retried, store
 from megasparse.errors import CheckpointError, DataError, StorageError
 from megasparse.training.checkpoints.manifest import (
     LARGEST_MANIFEST,
@@ -38,16 +35,8 @@ from megasparse.training.checkpoints.manifest import (
     list_checkpoints,
     parse_manifest,
 )
-from megasparse.training.checkpoints.rank_file import durable, free_bytes, make_folder
+from megasparse.training.checkpoints.rank_file import durable, make_folder
 from megasparse.training.ranks import Ranks, RunHooks
-
-LATEST, OWNER = "latest", "owner"
-ATTEMPTS = 5
-"""Attempts of the store's client for each request, a part of a large file; the whole file is tried again beside that.
-"""
-SMALL = 1 << 10
-"""Bytes of `latest` and `owner`, at most."""
-REACH = "Check checkpoint.bucket, and what the credentials here may do; then start again: the run goes on"
 
 T = TypeVar("T")
 
@@ -55,49 +44,39 @@ T = TypeVar("T")
 class Bucket:
     """The checkpoints below a URL. progress: called with what is done whenever some of it is.
 
-    Methods raise StorageError where the store does not answer as it should after several attempts, and CheckpointError
-    where it refuses, or holds what is no checkpoint of ours. So does the constructor for a URL that cannot be used.
+    Methods raise StorageError if the store still fails after several attempts, CheckpointError if it refuses.
     """
 
     def __init__(self, url: str, progress: Progress = silent):
-        self._progress = progress
+        self._progress, self._is_folder = progress, url.startswith("file://")
         try:
-            self.url = check_url(url, file=True)
-            self._system = object_store(url, ATTEMPTS)
+            self.url, self._system = check_url(url, [*STORES, "file"]), store(urlsplit(url).scheme)
         except DataError as error:
             raise CheckpointError(error.path, error.problem, error.hint) from None
-        self._scheme = urlsplit(url).scheme
 
     def newest(self) -> int | None:
-        """The step of the newest complete checkpoint. Listings may be late: each is asked for by its own name."""
-        steps = self._listed()
-        latest = self._read(f"{self.url}/{LATEST}")
-        if latest is not None and re.fullmatch(rb"\d{8,}\n", latest):
-            steps.add(int(latest))
-        return next((step for step in sorted(steps, reverse=True) if self.has(step)), None)
+        """Return the step of the newest complete checkpoint."""
+        return next((step for step in sorted(self._steps(), reverse=True) if self.has(step)), None)
 
     def has(self, step: int) -> bool:
-        """True if the checkpoint of a step is there, complete."""
-        return self._size(f"{self._folder(step)}/{MANIFEST}") is not None
+        """True if the checkpoint of a step is complete."""
+        return MANIFEST in self._names(f"{self.url}/{step:08d}")
 
-    def manifest(self, step: int) -> dict[str, Any]:
-        """The manifest of a checkpoint that is there."""
-        return self._manifest(step)[0]
+    def manifest(self, step: int) -> tuple[dict[str, Any], bytes]:
+        """Return the manifest of a complete checkpoint, parsed and as it is stored."""
+        url = f"{self.url}/{step:08d}/{MANIFEST}"
+        content = self._read(url) or b""
+        return parse_manifest(content, url), content
 
     def fetch(self, step: int, directory: Path) -> None:
         """Fetch a checkpoint into a folder of checkpoints, where it appears complete or not at all."""
-        manifest, content = self._manifest(step)
-        url, temporary = self._folder(step), directory / f"{TEMPORARY}{step:08d}-{uuid.uuid4().hex}"
-        size = sum(file["bytes"] for file in manifest["files"].values())
-        if (free := free_bytes(directory)) < size:
-            problem = f"no room for {url}: {size:,} bytes needed, {free:,} bytes free"
-            raise StorageError(directory, problem, "Make room, or choose another run.directory")
+        manifest, content = self.manifest(step)
+        temporary = directory / f"{TEMPORARY}{step:08d}-{uuid.uuid4().hex}"
         try:
             make_folder(temporary)
             for name, file in sorted(manifest["files"].items()):
-                with durable(temporary / name, file["bytes"]) as out, _as_checkpoint_error():
-                    target = (temporary / name, out.fileno(), self._progress)
-                    fetch_file(f"{url}/{name}", file["bytes"], file["sha256"], *target, listed=MANIFEST)
+                with durable(temporary / name, file["bytes"]) as out, _named():
+                    fetch(f"{self.url}/{step:08d}/{name}", out, self._progress, file["bytes"], file["sha256"])
             with durable(temporary / MANIFEST, len(content)) as out:
                 out.write(content)
             sync_folder(temporary)
@@ -107,158 +86,105 @@ class Bucket:
             raise StorageError(error.filename or directory, str(error.strerror), "Make room, or repair it") from None
 
     def claim(self, name: str) -> None:
-        """Write the name of the run that uploads from now on; every other ends when it sees that."""
-        self._write(f"{self.url}/{OWNER}", name.encode())
+        """Write the name of the run that uploads from now on; every other ends when it reads that."""
+        self._write(f"{self.url}/owner", name.encode())
 
     def upload(self, path: Path, name: str) -> None:
-        """Upload the checkpoint in a folder, as the run of that name, unless the same one is there. A manifest that is
-        there already is deleted first.
-        """
-        step, content = int(path.name), (path / MANIFEST).read_bytes()
-        url = self._folder(step)
-        there = self._read(f"{url}/{MANIFEST}", LARGEST_MANIFEST)
-        if there == content:
+        """Upload the checkpoint in a folder, as the run of that name, unless the same one is there."""
+        url, content = f"{self.url}/{path.name}", (path / MANIFEST).read_bytes()
+        uploaded = self._read(f"{url}/{MANIFEST}")
+        if uploaded == content:
             return
         self._require_owner(name)
-        if there is not None:
-            self._delete(f"{url}/{MANIFEST}")
+        if uploaded is not None:
+            self._remove(int(path.name))
         for file in sorted(json.loads(content)["files"]):
-            self._upload_file(path / file, f"{url}/{file}")
+            self._upload(path / file, f"{url}/{file}")
         self._require_owner(name)
         self._write(f"{url}/{MANIFEST}", content)
-        self._write(f"{self.url}/{LATEST}", f"{path.name}\n".encode())
+        self._write(f"{self.url}/latest", f"{path.name}\n".encode())
 
     def tidy(self, newest: int, keep: int, best: int | None) -> None:
-        """Delete what is older than the `keep` newest checkpoints up to `newest`, and not the best one. Of steps before
-        `newest` also what an interrupted upload left.
-        """
-        older = sorted(step for step in self._listed() if step < newest and step != best)
+        """Delete checkpoints before the `keep` newest up to `newest`, except the best one, and interrupted uploads."""
+        older = sorted(step for step in self._steps() if step < newest and step != best)
         complete = [step for step in older if self.has(step)]
-        retained = complete[max(0, len(complete) + 1 - keep) :]
-        for step in older:
-            if step not in retained:
-                self._remove(step)
+        for step in sorted(set(older) - set(complete[max(0, len(complete) + 1 - keep) :])):
+            self._remove(step)
 
-    def _manifest(self, step: int) -> tuple[dict[str, Any], bytes]:
-        url = f"{self._folder(step)}/{MANIFEST}"
-        with _as_checkpoint_error():
-            content = fetch_bytes(url, LARGEST_MANIFEST, self._progress)
-        return parse_manifest(content, url), content
-
-    def _folder(self, step: int) -> str:
-        return f"{self.url}/{step:08d}"
-
-    def _listed(self) -> set[int]:
-        """Steps of which the store lists anything."""
+    def _steps(self) -> set[int]:
         return {int(name) for name in self._names(self.url) if re.fullmatch(r"\d{8,}", name)}
 
     def _names(self, url: str) -> set[str]:
         def names() -> set[str]:
             self._system.invalidate_cache()
             with suppress(FileNotFoundError):
-                return {str(name).rstrip("/").rpartition("/")[2] for name in self._system.ls(url, detail=False)}
+                return {str(path).rstrip("/").rpartition("/")[2] for path in self._system.ls(url, detail=False)}
             return set()
 
-        return self._ask(f"listing {url}", names)
+        return self._ask("listing", url, names)
 
-    def _size(self, url: str) -> int | None:
-        """Bytes of a file, None where there is none."""
-
-        def size() -> int | None:
-            self._system.invalidate_cache()
-            with suppress(FileNotFoundError):
-                info = self._system.info(url)
-                return int(info["size"]) if info["type"] == "file" else None
-            return None
-
-        return self._ask(f"looking for {url}", size)
-
-    def _read(self, url: str, most: int = SMALL) -> bytes | None:
-        """The content of a small file, None where there is none."""
+    def _read(self, url: str) -> bytes | None:
+        """Return the content of a small file, None if there is none."""
 
         def content() -> bytes | None:
             with suppress(FileNotFoundError):
-                return bytes(self._system.cat_file(url, end=most))
+                return bytes(self._system.cat_file(url, end=LARGEST_MANIFEST))
             return None
 
-        return self._ask(f"reading {url}", content) if self._size(url) is not None else None
+        return self._ask("reading", url, content)
 
     def _write(self, url: str, content: bytes) -> None:
         def write() -> None:
-            if self._scheme != "file":
+            if not self._is_folder:
                 self._system.pipe_file(url, content)
                 return
-            with replacing(_made_path(url)) as file:  # a file is seen before it is whole
+            path = Path(urlsplit(url).path)  # where fsspec's file would be visible before it is whole
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as file:
                 file.write(content)
 
-        self._ask(f"uploading {url}", write)
+        self._ask("uploading", url, write)
 
-    def _upload_file(self, path: Path, url: str) -> None:
-        size = path.stat().st_size
+    def _upload(self, path: Path, url: str) -> None:
+        from fsspec.callbacks import Callback  # installed if there is a bucket
 
-        def upload() -> None:
-            if self._scheme == "file":
-                _made_path(url)
-            from fsspec.callbacks import Callback  # which only runs with a bucket need
-
-            sent = Callback(hooks={"sent": lambda *_, **__: self._progress(f"uploading {url}")})
-            self._system.put_file(str(path), url, callback=sent)
-            self._system.invalidate_cache()
-            if (stored := self._system.info(url)["size"]) != size:
-                raise OSError(f"{stored:,} of {size:,} bytes were kept")
-
-        self._ask(f"uploading {url}", upload, size)
-
-    def _delete(self, url: str) -> None:
-        def delete() -> None:
-            with suppress(FileNotFoundError):
-                self._system.rm_file(url)
-
-        self._ask(f"deleting {url}", delete)
+        sent = Callback(hooks={"sent": lambda *_, **__: self._progress(f"uploading {url}")})
+        self._ask("uploading", url, lambda: self._system.put_file(str(path), url, callback=sent))
 
     def _remove(self, step: int) -> None:
-        url = self._folder(step)
-        self._delete(f"{url}/{MANIFEST}")
-        for name in sorted(self._names(url) - {MANIFEST, ""}):
-            self._delete(f"{url}/{name}")
-        if self._scheme == "file":
-            with suppress(OSError):
-                _made_path(url).rmdir()
+        url = f"{self.url}/{step:08d}"
+        for name in sorted(self._names(url), key=lambda name: name != MANIFEST):
+            self._delete(self._system.rm_file, f"{url}/{name}")
+        if self._is_folder:
+            self._delete(self._system.rmdir, url)
+
+    def _delete(self, delete: Callable[[str], None], url: str) -> None:
+        def call() -> None:
+            with suppress(FileNotFoundError):
+                delete(url)
+
+        self._ask("deleting", url, call)
 
     def _require_owner(self, name: str) -> None:
-        owner = self._read(f"{self.url}/{OWNER}")
+        owner = self._read(f"{self.url}/owner")
         if owner != name.encode():
             problem = f"another run writes there now ({(owner or b'nobody').decode(errors='replace')!a})"
             hint = "End one of the two, or give this one another checkpoint.bucket and run.directory"
             raise CheckpointError(self.url, problem, hint)
 
-    def _ask(self, doing: str, call: Callable[[], T], size: int = 0) -> T:
-        try:
-            self._progress(doing)
-            return retried(doing, lambda _: asked(self._scheme, call), self._progress, size)
-        except GaveUp as error:
-            kind = CheckpointError if error.refused else StorageError
-            raise kind(self.url, f"{doing}: {error}", REACH) from None
-
-
-def _made_path(url: str) -> Path:
-    """The path of a file:// URL, whose folder is made."""
-    path = Path(urlsplit(url).path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
+    def _ask(self, doing: str, url: str, call: Callable[[], T]) -> T:
+        self._progress(f"{doing} {url}")
+        with _named():
+            return retried(doing, url, lambda: asked(call), self._progress)
 
 
 @contextmanager
-def _as_checkpoint_error() -> Iterator[None]:
-    """Fetching raises errors of data: here they are those of a checkpoint."""
+def _named() -> Iterator[None]:
     try:
         yield
-    except DataError as error:
-        refused = isinstance(error, FetchError) and error.refused
-        raise (CheckpointError if refused else StorageError)(error.path, error.problem, error.hint) from None
-
-
-POLL = 0.1
+    except FetchError as error:
+        kind = CheckpointError if error.refused else StorageError
+        raise kind(error.path, error.problem, f"{error.hint}; then start again: the run goes on") from None
 
 
 class Uploads:
@@ -270,63 +196,60 @@ class Uploads:
         self._name = f"{socket.gethostname()}, pid {os.getpid()}, since {now}, {uuid.uuid4().hex[:8]}"
         self._thread: threading.Thread | None = None
         self._problem: CheckpointError | None = None
-        self._doing, self._pieces = "", 0
+        self._progress = (0, "")
 
     def begin_run(self, newest: Path | None, best: int | None) -> None:
         """Claim the bucket for this run, and upload the newest checkpoint if it is not there; all ranks call it.
 
-        Raises CheckpointError or StorageError, the same on every rank, where the bucket cannot be written.
+        Raises CheckpointError or StorageError, the same on every rank, if the bucket cannot be written.
         """
-        if (url := self._settings.bucket) is None:
-            return
 
         def claim() -> None:
-            Bucket(url, self._hooks.alive).claim(self._name)
+            Bucket(str(self._settings.bucket), self._hooks.alive).claim(self._name)
             if newest is not None:
                 self.begin(newest, best)
 
-        on_first_rank(self._ranks, claim)
+        if self._settings.bucket is not None:
+            on_first_rank(self._ranks, claim)
 
     def begin(self, path: Path, best: int | None) -> None:
-        """Begin to upload a checkpoint; rank 0 calls it. One that is under way is waited for."""
-        if (url := self._settings.bucket) is None:
+        """Begin to upload a checkpoint, after the one that is under way; rank 0 calls it."""
+        if self._settings.bucket is not None:
+            self.wait()
+            self._thread = threading.Thread(target=self._upload, args=(path, best), daemon=True)
+            self._thread.start()
+
+    def _upload(self, path: Path, best: int | None) -> None:
+        try:
+            bucket = Bucket(str(self._settings.bucket), self._count)
+            bucket.upload(path, self._name)
+        except CheckpointError as error:
+            self._problem = error
             return
-        self.wait()
+        except OSError as error:
+            self._problem = StorageError(path, f"cannot be read ({error.strerror})", "Repair the storage")
+            return
+        try:
+            bucket.tidy(int(path.name), self._settings.keep, best)
+        except CheckpointError as error:
+            print(f"warning: older checkpoints could not be deleted: {error}", file=sys.stderr)
 
-        def work() -> None:
-            try:
-                bucket = Bucket(url, self._count)
-                bucket.upload(path, self._name)
-            except CheckpointError as error:
-                self._problem = error
-                return
-            except OSError as error:
-                self._problem = StorageError(path, f"cannot be read ({error.strerror})", "Repair the storage")
-                return
-            try:
-                bucket.tidy(int(path.name), self._settings.keep, best)
-            except CheckpointError as error:
-                print(f"warning: older checkpoints could not be deleted: {error}", file=sys.stderr)
-
-        self._thread = threading.Thread(target=work, name=f"uploading {path.name}", daemon=True)
-        self._thread.start()
+    def _count(self, doing: str) -> None:
+        self._progress = (self._progress[0] + 1, doing)
 
     def wait(self) -> None:
         """Wait for the upload that is under way; rank 0 calls it. Its progress is reported."""
-        reported = -1
+        reported = 0
         while self._thread is not None and self._thread.is_alive():
-            if reported != self._pieces:
-                reported = self._pieces
-                self._hooks.alive(self._doing)
-            self._thread.join(POLL)
-        self._thread = None
+            if self._progress[0] != reported:
+                reported, doing = self._progress
+                self._hooks.alive(doing)
+            self._thread.join(0.1)
 
     def check(self, wait: bool = False) -> None:
-        """Raise, the same on every rank, what uploads have failed of since the last call; all ranks call it. Where
-        `checkpoint.on_failure` is "continue", storage that fails is only reported. wait: for the one under way, before.
+        """Raise, the same on every rank, the failure of an upload since the last call; all ranks call it. If
+        `checkpoint.on_failure` is "continue", failing storage is only reported. wait: for the one under way, before.
         """
-        if self._settings.bucket is None:
-            return
 
         def raise_problem() -> None:
             if wait:
@@ -337,73 +260,55 @@ class Uploads:
             elif problem is not None:
                 raise problem
 
-        on_first_rank(self._ranks, raise_problem)
-
-    def _count(self, doing: str) -> None:
-        self._doing = doing
-        self._pieces += 1
+        if self._settings.bucket is not None:
+            on_first_rank(self._ranks, raise_problem)
 
 
 def newest_anywhere(config: RunSettings) -> int | None:
-    """The step of the newest checkpoint of a run, in its folder or in its bucket. Raises what a Bucket does."""
+    """Return the step of the newest checkpoint in a run's folder or bucket. Raises as a Bucket does."""
     local = find_newest(Path(config.run.directory) / "checkpoints")
     steps = [int(local.name)] if local else []
-    if config.checkpoint.bucket is not None:
-        steps += [step for step in [Bucket(config.checkpoint.bucket).newest()] if step is not None]
+    if config.checkpoint.bucket is not None and (remote := Bucket(config.checkpoint.bucket).newest()) is not None:
+        steps.append(remote)
     return max(steps, default=None)
 
 
 def fetch_newest(config: RunSettings, directory: Path, ranks: Ranks, hooks: RunHooks, resume: str) -> None:
-    """Fetch the bucket's newest checkpoint into `directory` where that has none as new, and the run's best one with it.
-    All ranks call it. resume: see `find_start`.
+    """Fetch the bucket's newest checkpoint into `directory` if it is newer, and the run's best one with it. All ranks
+    call it. resume: see `find_start`.
 
-    Raises, the same on every rank, what a Bucket does; CheckpointError where the bucket's newest is later than what
-    `resume` asks for, since going on from there would make it another story.
+    Raises, the same on every rank, as a Bucket does; CheckpointError if the bucket's newest is later than the step
+    that `resume` asks for, because resuming from an older step would fork the run.
     """
-    if (url := config.checkpoint.bucket) is None:
-        return
 
-    def fetch() -> None:
-        bucket = Bucket(url, hooks.alive)
-        newest, local = bucket.newest(), find_newest(directory)
-        if newest is None:
-            return
-        if resume != "auto":
-            _refuse_later(f"{bucket.url}/{newest:08d}", newest, resume)
-        elif local is None or int(local.name) < newest:
+    def get() -> None:
+        bucket = Bucket(str(config.checkpoint.bucket), hooks.alive)
+        newest, local = bucket.newest(), [int(path.name) for path in list_checkpoints(directory)]
+        if newest is not None and resume != "auto":
+            name = Path(resume).name
+            if not name.isdecimal() or int(name) < newest:
+                problem = f"is later than the checkpoint of --resume {resume}, so this run would overwrite it"
+                hint = "Move it away, choose another checkpoint.bucket, or leave --resume out to go on from it"
+                raise CheckpointError(f"{bucket.url}/{newest:08d}", problem, hint)
+        elif newest is not None and max(local, default=-1) < newest:
             print(f"fetching {bucket.url}/{newest:08d}, the newest checkpoint of this run", file=sys.stderr)
-            best = _best(bucket.manifest(newest))
-            local_steps = {int(path.name) for path in list_checkpoints(directory)}
-            if best is not None and best not in {newest, *local_steps} and bucket.has(best):
+            selection = bucket.manifest(newest)[0].get("state", {}).get("selection")
+            best = selection.get("step") if isinstance(selection, dict) else None
+            if isinstance(best, int) and best not in (newest, *local) and bucket.has(best):
                 bucket.fetch(best, directory)
-            bucket.fetch(newest, directory)  # last: were it there alone, nobody would look for the best one
+            bucket.fetch(newest, directory)  # last: with it here, a later start would not look for the best one
 
-    on_first_rank(ranks, fetch)
+    if config.checkpoint.bucket is not None:
+        on_first_rank(ranks, get)
 
 
 def on_first_rank(ranks: Ranks, work: Callable[[], None]) -> None:
-    """Do `work` on rank 0, which the others wait for; a CheckpointError of it is raised on every rank."""
+    """Do `work` on rank 0, while the others wait; its CheckpointError is raised on every rank."""
     problem = None
     if ranks.rank == 0:
         try:
             work()
         except CheckpointError as error:
-            problem = {"storage": isinstance(error, StorageError), "said": [error.path, error.problem, error.hint]}
+            problem = {"storage": isinstance(error, StorageError), "message": [error.path, error.problem, error.hint]}
     if (problem := ranks.gather(problem)[0]) is not None:
-        raise (StorageError if problem["storage"] else CheckpointError)(*problem["said"])
-
-
-def _refuse_later(url: str, newest: int, resume: str) -> None:
-    if resume == "never":
-        hint = "Choose another checkpoint.bucket, or leave --resume out to go on"
-        raise CheckpointError(url, "a new run would overwrite this one", hint)
-    name = Path(resume).name
-    if not name.isdecimal() or int(name) < newest:
-        hint = "Move it away, choose another checkpoint.bucket, or leave --resume out to go on from it"
-        raise CheckpointError(url, f"is later than {resume}, the checkpoint to go on from", hint)
-
-
-def _best(manifest: dict[str, Any]) -> int | None:
-    selection = manifest.get("state", {}).get("selection")
-    best = selection.get("step") if isinstance(selection, dict) else None
-    return best if isinstance(best, int) else None
+        raise (StorageError if problem["storage"] else CheckpointError)(*problem["message"])

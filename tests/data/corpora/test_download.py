@@ -138,12 +138,12 @@ def store(monkeypatch):
     """OBJECTS in the bucket `bucket`."""
     system = fsspec.filesystem("memory")
     system.store.clear()
-    urls._store.cache_clear()
-    monkeypatch.setitem(urls.STORES, "memory", urls.Store("The store", "fsspec", "fsspec"))
+    urls.store.cache_clear()
+    monkeypatch.setitem(urls.STORES, "memory", ("fsspec", "fsspec"))
     for name, content in OBJECTS.items():
         system.pipe_file(f"/bucket/{name}", content)
     yield system
-    urls._store.cache_clear()
+    urls.store.cache_clear()
 
 
 def opened(tmp_path: Any, *locations: str) -> Source:
@@ -210,7 +210,7 @@ def test_what_cannot_be_read_is_one_line(store, tmp_path, location, error, messa
 )
 def test_a_missing_library_is_one_error_with_its_command(tmp_path, monkeypatch, scheme, library, extra):
     monkeypatch.setitem(sys.modules, library, None)
-    urls._store.cache_clear()
+    urls.store.cache_clear()
     with pytest.raises(DataError, match=rf"{library} is not installed\. Run: pip install 'megasparse\[{extra}\]'"):
         opened(tmp_path, f"{scheme}://bucket/a")
 

@@ -38,8 +38,8 @@ def store(monkeypatch):
     """A store without faults so far. Attempts follow each other without a pause."""
     store = FaultyStore()
     store.store.clear()
-    monkeypatch.setitem(urls.STORES, "memory", urls.Store("The store", "fsspec", "fsspec"))
-    monkeypatch.setattr(urls, "_store", lambda scheme, attempts: store)
+    monkeypatch.setitem(urls.STORES, "memory", ("fsspec", "fsspec"))
+    monkeypatch.setattr(urls, "_store", lambda scheme: store)
     monkeypatch.setattr(urls, "LONGEST_PAUSE", 0.0)
     return store
 
@@ -313,7 +313,7 @@ def test_what_is_no_bucket_is_refused_before_anything_else(url):
 
 
 def test_a_missing_library_is_one_error_with_its_command(monkeypatch, tmp_path):
-    urls._store.cache_clear()
+    urls.store.cache_clear()
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(CheckpointError, match=r"^gs://: gcsfs is not installed. Run: pip install 'megasparse\[gs\]'$"):
         start(tmp_path, bucket="gs://bucket/run")
