@@ -76,7 +76,7 @@ class ShardCache:
                     return
                 self._make_room(shard.bytes, url, {self.path(other) for other in keep})
                 try:
-                    with partial.open("xb") as file:
+                    with partial.open("xb", buffering=0) as file:  # its size tells others of progress
                         fetch(url, file, progress, shard.bytes, shard.sha256, attempts)
                     partial.rename(path)
                 finally:

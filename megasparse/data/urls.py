@@ -50,7 +50,9 @@ class FetchError(DataError):
     """Failure of all attempts. refused: True if a further attempt would fail too."""
 
     def __init__(self, url: str, doing: str, error: StoreError, number: int):
-        hint = "Check the URL, and what the credentials here may do" if error.refused else "Repair that"
+        hint = "Start again when that is repaired"
+        if error.refused:
+            hint = "Check the URL, and what the credentials here may do; then start again"
         super().__init__(url, f"{doing} failed: {error}, at attempt {number}", hint)
         self.refused = error.refused
 
@@ -62,9 +64,10 @@ def is_url(path: str) -> bool:
 def check_url(url: str, schemes: Collection[str] = STORES) -> str:
     """Return the URL of a folder without a slash at its end. Raises DataError, without a password, if it is invalid."""
     parts = urlsplit(url)
-    if parts.scheme not in schemes or not re.fullmatch(r"[a-z0-9]+://[!->A-~]+", url) or re.search("[@#]", url):
+    is_valid = parts.scheme in schemes and (parts.hostname or parts.scheme == "file")
+    if not is_valid or not re.fullmatch(r"[!-~]+", url) or re.search("[@?#]", url):
         name = ascii(f"{parts.scheme}://{parts.hostname or ''}{parts.path}")[1:-1]
-        problem = "this is not the URL of a folder: it has no user, password, query or space"
+        problem = "this is not a URL that is read here: those have no user, password, query or space"
         raise DataError(name, problem, f"Known here: {', '.join(schemes)}. Credentials come from the environment")
     return url.rstrip("/")
 
@@ -98,12 +101,14 @@ def asked(call: Callable[[], T]) -> T:
     except StoreError:
         raise
     except Exception as error:
-        kind, status = type(error).__name__, getattr(error, "status", None) or 0
-        reason = re.sub(r"(?<=://)[^/\s]*@|\?[^\s'\")]*", "", str(error)) or kind
+        kind, status = type(error).__name__, getattr(error, "status", 0)
+        reason = f"{status} {getattr(error, 'message', '')}" if status else str(error) or kind
+        reason = re.sub(r"(?<=://)[^/\s]*@|\?[^\s'\")]*", "", reason)
         if "credentials" in kind.lower():
             raise StoreError(f"the store wants credentials, in the environment or its files ({reason})", True) from None
-        refused = isinstance(error, FileNotFoundError | PermissionError)
-        refused |= 300 <= status < 500 and status not in (408, 425, 429)
+        if isinstance(error, FileNotFoundError):
+            raise StoreError("it does not exist", True) from None
+        refused = isinstance(error, PermissionError) or (300 <= status < 500 and status not in (408, 425, 429))
         raise StoreError(f"the store answers: {reason}" if refused else reason, refused) from None
 
 

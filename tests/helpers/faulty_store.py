@@ -7,7 +7,7 @@ from typing import Any
 
 from fsspec.implementations.memory import MemoryFileSystem
 
-OPERATIONS = ("put_file", "pipe_file", "ls", "info", "cat_file", "rm_file", "_open")
+OPERATIONS = ("put_file", "pipe_file", "ls", "cat_file", "rm_file", "_open")
 
 
 class FaultyStore(MemoryFileSystem):
@@ -23,8 +23,6 @@ class FaultyStore(MemoryFileSystem):
     def __init__(self) -> None:
         super().__init__()
         self.faults: list[tuple[str, Any]] = []
-        self.listings: dict[str, Any] = {}
-        """Listings that are given in place of the true ones, as by a store that lists late."""
         self._inside = threading.local()
         self.before: Callable[[str], None] = lambda operation: None
 
@@ -38,11 +36,7 @@ class FaultyStore(MemoryFileSystem):
         self._happen("pipe_file", path, lambda part: self._keep(path, value[:part]), len(value))
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> Any:
-        listed = self._happen("ls", path, lambda _: MemoryFileSystem.ls(self, path, detail))
-        return self.listings.get(path, listed)
-
-    def info(self, path: str, **_: Any) -> Any:
-        return self._happen("info", path, lambda _: MemoryFileSystem.info(self, path))
+        return self._happen("ls", path, lambda _: MemoryFileSystem.ls(self, path, detail))
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         return bytes(self._happen("cat_file", path, lambda _: MemoryFileSystem.cat_file(self, path, start, end)))

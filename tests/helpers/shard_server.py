@@ -9,22 +9,16 @@ import threading
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TypeVar
-
-Server = TypeVar("Server", bound=ThreadingHTTPServer)
 
 
 class ShardServer(ThreadingHTTPServer):
     """`faults[file]`: what becomes of each next GET of it, in turn; then it is answered as it should be.
 
     A number is that status; "stall" sends half and then nothing, "drip" a byte now and then; "cut" sends half and ends;
-    "refuse" ends the connection without an answer; "wrong" sends other bytes, as many; "longer" more of them,
-    "longer unannounced" without saying how many; "shorter" says that there are fewer; "unannounced" says no length and
-    is right; "no ranges" begins at 0; "other range" begins elsewhere; "loop" redirects to itself; "ftp" elsewhere;
-    "page" to itself, with a page that never ends.
+    "refuse" ends the connection without an answer; "wrong" sends other bytes, as many; "longer" more of them;
+    "unannounced" states no length; "no ranges" begins at 0; "ftp" redirects to there.
     """
 
     daemon_threads = True
@@ -74,25 +68,21 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(*((fault, "no\x07") if isinstance(fault, int) else (404, None)))
             self.end_headers()
             return
-        if fault in ("loop", "ftp", "page"):
+        if fault == "ftp":
             self.send_response(302)
-            self.send_header("Location", "ftp://127.0.0.1/x" if fault == "ftp" else self.path)
+            self.send_header("Location", "ftp://127.0.0.1/x")
             self.end_headers()
-            if fault == "page":
-                self.server.stopping.wait(30)
             return
         content = path.read_bytes()
-        if fault in ("wrong", "longer", "longer unannounced"):
-            content = bytes(255 - byte for byte in content) + (b"more" * 100_000 if fault != "wrong" else b"")
-        elif fault == "shorter":
-            content = content[:-1]
+        if fault in ("wrong", "longer"):
+            content = bytes(255 - byte for byte in content) + (b"more" * 100_000 if fault == "longer" else b"")
         start, stop = self._range(content, fault)
         if start >= len(content):
             self.send_response(416)
             self.end_headers()
             return
         content = content[start:stop]
-        if "unannounced" not in str(fault):
+        if fault != "unannounced":
             self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if body:
@@ -105,10 +95,9 @@ class Handler(BaseHTTPRequestHandler):
             start, stop = 0, len(content)
         else:
             start, stop = int(wanted[1]), min(int(wanted[2] or len(content)) + 1, len(content))
-            shown = start + 1 if fault == "other range" else start
             if start < len(content):
                 self.send_response(206)
-                self.send_header("Content-Range", f"bytes {shown}-{stop - 1}/{len(content)}")
+                self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(content)}")
         self.send_header("ETag", tag)
         self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
         return start, stop
@@ -131,13 +120,10 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def serving(folder: Path, port: int = 0) -> AbstractContextManager[ShardServer]:
-    return served(ShardServer(folder, port))
-
-
 @contextlib.contextmanager
-def served(server: Server) -> Iterator[Server]:
-    """Let any server answer in a thread of this process."""
+def serving(folder: Path, port: int = 0) -> Iterator[ShardServer]:
+    """Let a server answer in a thread of this process."""
+    server = ShardServer(folder, port)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import s3fs
 import torch
+from tests.helpers.s3_proxy import S3Proxy, proxied
 
 from megasparse.callbacks import silent
 from megasparse.data import urls
@@ -21,7 +22,6 @@ from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.ranks import Ranks
 from tests.helpers.faults import Run, running
-from tests.helpers.s3_proxy import S3Proxy, proxied
 from tests.helpers.tiny import TinyModel, identity_of, tiny_config, tiny_engine
 
 pytestmark = pytest.mark.soak

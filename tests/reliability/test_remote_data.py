@@ -1,6 +1,5 @@
 """A whole run over http, on a server that fails: to the last bit the run on the same folder."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,7 @@ import pytest
 
 from megasparse.data import urls
 from megasparse.data.corpora.source import Source
-from megasparse.data.index import Index
 from megasparse.data.prepare import prepare
-from tests.helpers.faults import Run, running
 from tests.helpers.shard_server import serving
 from tests.helpers.trained import trained
 
@@ -57,7 +54,7 @@ def impatient(monkeypatch):
 @pytest.mark.usefixtures("impatient")
 def test_a_run_over_http_with_faults_is_the_run_on_the_folder(folder, server, tmp_path, capsys):
     want = run(folder, tmp_path, "local")
-    faults: list[int | str] = ["refuse", 500, "stall", "cut", "wrong", "longer unannounced", "shorter", 503]
+    faults: list[int | str] = ["refuse", 500, "stall", "cut", "wrong", "longer", 503]
     for number, path in enumerate(sorted(folder.glob("*.tar"))):
         fault = faults[number % len(faults)]
         server.faults[path.name].extend([fault, "cut", 500])
@@ -79,33 +76,8 @@ def test_a_run_that_loses_its_server_goes_on_exactly(folder, server, tmp_path, c
             run(server.url, tmp_path, "remote")
         assert ended.value.code == 2
         errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1 and f"{server.url}/{lost.name}: this cannot be fetched" in errors[0], errors
+        assert len(errors) == 1 and f"{server.url}/{lost.name}: fetching failed" in errors[0], errors
     hidden.rename(lost)
     assert run(server.url, tmp_path, "remote") == want
     with serving(folder) as mirror:  # the same content at another place is the same run
         assert run(mirror.url, tmp_path, "remote") == want == run(folder, tmp_path, "remote")
-
-
-@pytest.mark.soak
-def test_a_slow_server_is_no_hang(tmp_path):
-    """Each shard takes four times as long as run.hang_timeout: bytes that come are progress."""
-    (tmp_path / "long.txt").write_bytes(random.Random(1).randbytes(20_000))
-    source, output = Source.open([str(tmp_path / "long.txt")], None, tmp_path / "download"), tmp_path / "long"
-    cut = {"sample_bytes": 1000, "shard_bytes": 2000}
-    prepare("text", source, output, options={"split": "90,5,5"}, command="a test", **cut)
-    smallest = min(shard.bytes for shard in Index.load(output).split("train").shards)
-    with serving(output) as slow:
-        slow.pause, slow.piece = 0.3, 256
-        assert slow.pause * smallest / slow.piece > 4 * 1.5
-        data = {"cache": str(tmp_path / "cache"), "sequence_length": 64, "shuffle_shards": 1}
-        training = {"steps": 100, "global_batch": 31, "micro_batch": 31}
-        run = Run(tmp_path / "slow", Path(), run={"engine": "torch", "hang_timeout": 1.5}, training=training)
-        config = json.loads((run.folder / "config.json").read_text())
-        config["run"] |= {"directory": str(run.directory), "device": "cpu"}
-        config["data"] = {"path": slow.url, **data}
-        (run.folder / "config.json").write_text(json.dumps(config))
-        with running(run):
-            run.start("--stop-at", "5", ranks=None)  # a shard each
-            ended = run.wait()
-        assert ended.code == 0, ended.said
-        assert slow.count() >= 5

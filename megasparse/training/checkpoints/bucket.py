@@ -184,7 +184,7 @@ def _named() -> Iterator[None]:
         yield
     except FetchError as error:
         kind = CheckpointError if error.refused else StorageError
-        raise kind(error.path, error.problem, f"{error.hint}; then start again: the run goes on") from None
+        raise kind(error.path, error.problem, error.hint) from None
 
 
 class Uploads:

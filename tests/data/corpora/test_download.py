@@ -193,11 +193,11 @@ def test_what_came_is_kept_unless_the_object_is_another(store, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("location", "error", "message"),
     [
-        ("memory://bucket/none", DataError, "this cannot be listed: The store answers"),
+        ("memory://bucket/none", DataError, "this cannot be listed: it does not exist"),
         ("memory://bucket/a/*.jsonl", DataError, "there are no such files"),
         ("hf://datasets/owner/name/data/*.parquet", ConfigError, "names no revision"),
         ("hf://datasets/owner/name@main/data/*.parquet", ConfigError, "with the 40 digits of a commit"),
-        ("gs://user:secret@bucket/x", DataError, "has no user, password"),
+        ("gs://user:secret@bucket/x", DataError, "those have no user, password"),
         ("swift://bucket/x", ConfigError, '"swift" is not a kind of URL we read. Known here: http, https, s3, gs, az'),
     ],
 )
