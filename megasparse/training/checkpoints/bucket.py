@@ -54,13 +54,9 @@ class Bucket:
         except DataError as error:
             raise CheckpointError(error.path, error.problem, error.hint) from None
 
-    def newest(self) -> int | None:
-        """Return the step of the newest complete checkpoint."""
-        return next((step for step in sorted(self._steps(), reverse=True) if self.has(step)), None)
-
-    def has(self, step: int) -> bool:
-        """True if the checkpoint of a step is complete."""
-        return MANIFEST in self._names(f"{self.url}/{step:08d}")
+    def steps(self) -> list[int]:
+        """Return the steps of complete checkpoints, in order."""
+        return [step for step in self._folders() if MANIFEST in self._names(f"{self.url}/{step:08d}")]
 
     def manifest(self, step: int) -> tuple[dict[str, Any], bytes]:
         """Return the manifest of a complete checkpoint, parsed and as it is stored."""
@@ -106,13 +102,14 @@ class Bucket:
 
     def tidy(self, newest: int, keep: int, best: int | None) -> None:
         """Delete checkpoints before the `keep` newest up to `newest`, except the best one, and interrupted uploads."""
-        older = sorted(step for step in self._steps() if step < newest and step != best)
-        complete = [step for step in older if self.has(step)]
-        for step in sorted(set(older) - set(complete[max(0, len(complete) + 1 - keep) :])):
-            self._remove(step)
+        complete = [step for step in self.steps() if step < newest and step != best]
+        retained = {best, *complete[max(0, len(complete) + 1 - keep) :]}
+        for step in self._folders():
+            if step < newest and step not in retained:
+                self._remove(step)
 
-    def _steps(self) -> set[int]:
-        return {int(name) for name in self._names(self.url) if re.fullmatch(r"\d{8,}", name)}
+    def _folders(self) -> list[int]:
+        return sorted(int(name) for name in self._names(self.url) if re.fullmatch(r"\d{8,}", name))
 
     def _names(self, url: str) -> set[str]:
         def names() -> set[str]:
@@ -268,8 +265,8 @@ def newest_anywhere(config: RunSettings) -> int | None:
     """Return the step of the newest checkpoint in a run's folder or bucket. Raises as a Bucket does."""
     local = find_newest(Path(config.run.directory) / "checkpoints")
     steps = [int(local.name)] if local else []
-    if config.checkpoint.bucket is not None and (remote := Bucket(config.checkpoint.bucket).newest()) is not None:
-        steps.append(remote)
+    if config.checkpoint.bucket is not None:
+        steps += Bucket(config.checkpoint.bucket).steps()
     return max(steps, default=None)
 
 
@@ -283,18 +280,18 @@ def fetch_newest(config: RunSettings, directory: Path, ranks: Ranks, hooks: RunH
 
     def get() -> None:
         bucket = Bucket(str(config.checkpoint.bucket), hooks.alive)
-        newest, local = bucket.newest(), [int(path.name) for path in list_checkpoints(directory)]
-        if newest is not None and resume != "auto":
-            name = Path(resume).name
-            if not name.isdecimal() or int(name) < newest:
+        steps, local = bucket.steps(), [int(path.name) for path in list_checkpoints(directory)]
+        newest = max(steps, default=-1)
+        if resume != "auto":
+            if newest >= 0 and not (Path(resume).name.isdecimal() and int(Path(resume).name) >= newest):
                 problem = f"is later than the checkpoint of --resume {resume}, so this run would overwrite it"
                 hint = "Move it away, choose another checkpoint.bucket, or leave --resume out to go on from it"
                 raise CheckpointError(f"{bucket.url}/{newest:08d}", problem, hint)
-        elif newest is not None and max(local, default=-1) < newest:
+        elif max(local, default=-1) < newest:
             print(f"fetching {bucket.url}/{newest:08d}, the newest checkpoint of this run", file=sys.stderr)
             selection = bucket.manifest(newest)[0].get("state", {}).get("selection")
             best = selection.get("step") if isinstance(selection, dict) else None
-            if isinstance(best, int) and best not in (newest, *local) and bucket.has(best):
+            if best in steps and best not in (newest, *local):
                 bucket.fetch(best, directory)
             bucket.fetch(newest, directory)  # last: with it here, a later start would not look for the best one
 
