@@ -60,7 +60,8 @@ class ShardCache:
             except DataError:  # a damaged copy, or another process has just made room
                 if is_last:
                     raise
-                path.unlink(missing_ok=True)
+                with suppress(OSError):
+                    path.unlink()
         return file
 
     def fetch(

@@ -101,7 +101,8 @@ def asked(call: Callable[[], T]) -> T:
     except StoreError:
         raise
     except Exception as error:
-        kind, status = type(error).__name__, getattr(error, "status", 0)
+        kind, status = type(error).__name__, getattr(error, "status", 0)  # of aiohttp's errors
+        status = status if isinstance(status, int) else 0
         reason = f"{status} {getattr(error, 'message', '')}" if status else str(error) or kind
         reason = re.sub(r"(?<=://)[^/\s]*@|\?[^\s'\")]*", "", reason)
         if "credentials" in kind.lower():
