@@ -28,8 +28,8 @@ def train(run: TrainingRun) -> RunResult:
 
     With `checkpoint.bucket` it ends when its last checkpoint is uploaded.
 
-    Raises TrainingError after MAX_SKIPPED steps in a row that were not applied; StorageError where a
-    checkpoint cannot be written; DataError where a rank cannot read its data, and LostPeer on the other ranks.
+    Raises TrainingError after MAX_SKIPPED steps in a row that were not applied; StorageError where a checkpoint cannot
+    be written; DataError where a rank cannot read its data, and LostPeer on the other ranks.
     """
     config, saver, tracker, steps = run.config, run.saver, run.tracker, run.config.training.steps
     state = LoopState(run.start, run.selection)

@@ -21,9 +21,8 @@ STEPS = 3
 class Tracer:
     """Writes run.directory/traces/step-00000012-rank-00000.json.gz, a Chrome trace of a rank from step 12 on.
 
-    wanted: whether the next steps are to be traced on this
-    rank, as if asked once each time it says so. What cannot be traced or written is reported on stderr, and
-    training goes on.
+    wanted: returns True once for each request to trace the next steps on this rank. What cannot be traced or written
+    is reported on stderr, and training goes on.
     """
 
     def __init__(self, config: RunSettings, ranks: Ranks, wanted: Callable[[], bool]):
