@@ -112,7 +112,7 @@ def test_cached_greedy_text_is_the_uncached_and_our_own(name):
         assert row == list(own)
 
 
-@pytest.mark.parametrize("name, seed, end", [("reversible", 0, 3), ("hashed", 0, 3), ("others", 10, 2)])
+@pytest.mark.parametrize("name, seed, end", [("reversible", 0, 2), ("hashed", 0, 3), ("others", 10, 2)])
 def test_beams_are_ours_where_hypotheses_end_in_time(name, seed, end):
     """HuggingFace's length_penalty=0 and early_stopping=True are our rule with alpha 0. Other penalties differ:
     HuggingFace divides by length**alpha, we by ((5 + length)/6)**alpha; and at the longest length HuggingFace takes
