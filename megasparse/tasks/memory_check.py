@@ -4,7 +4,7 @@ States are counted by ZeRO's table. Activations are counted in a few short passe
 phase by phase, and continued to the run's longest input by a line, or by a parabola if attention sees all pairs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,19 +47,6 @@ class Curve:
         """Return the peak; gradients: bytes of gradients that exist from the start, None for those of this pass."""
         beside = self.constant + batch * (self.linear * length + self.square * length**2)
         return PassBytes(self.gradients, beside).peak(gradients)
-
-
-def continued(lengths: Sequence[int], passes: Sequence[PassBytes], all_pairs: bool) -> Curve:
-    """Return the curve from passes of three ascending lengths, with a square if `all_pairs`."""
-    first, middle, last = (counted.beside for counted in passes)
-    square = np.zeros_like(last)
-    if all_pairs:
-        steep = (last - middle) / (lengths[2] - lengths[1])
-        flat = (middle - first) / (lengths[1] - lengths[0])
-        square = np.maximum(0.0, (steep - flat) / (lengths[2] - lengths[0]))
-    last, middle = last - square * lengths[2] ** 2, middle - square * lengths[1] ** 2
-    linear = np.maximum(0.0, (last - middle) / (lengths[2] - lengths[1]))
-    return Curve(passes[2].gradients, last - linear * lengths[2], linear, square)
 
 
 @dataclass(frozen=True)
@@ -133,7 +120,9 @@ def predict(run: TaskRun, ranks: Ranks) -> MemoryEstimate:
     if not cuda:
         pools = [MemoryPool("memory", needed.device | host, available // local_ranks(world) + held)]
         return MemoryEstimate(config, trained, frozen, length, pools, str(device))
-    if _activations(run) == "checkpoint_cpu":
+    stack = getattr(model.body, "stack", None)
+    own = config.model or (None if stack is None else stack.config)
+    if (config.start.activations or (own and own.activations)) == "checkpoint_cpu":
         size = 2 if training.precision == "bf16" else 4
         host["offloaded activations"] = batch * length * model.body.width * size * count_layers(model.body)
     pools = [MemoryPool("GPU memory", needed.device, available + held)]
@@ -155,18 +144,17 @@ def _curve(run: TaskRun, ranks: Ranks, length: int, learns: bool) -> Curve:
         one, two = count(1, length), count(2, length)
         linear = np.maximum(two.beside - one.beside, 0) / length
         return Curve(one.gradients, one.beside - linear * length, linear, np.zeros_like(linear))
-    lengths, body = [LONGEST_TRIAL // 4, LONGEST_TRIAL // 2, LONGEST_TRIAL], run.model.body
+    lengths, body = np.array([LONGEST_TRIAL // 4, LONGEST_TRIAL // 2, LONGEST_TRIAL]), run.model.body
+    passes = [count(1, tokens) for tokens in lengths.tolist()]
+    values = np.stack([counted.beside for counted in passes])
     unreplaced = isinstance(body, HuggingFaceBody) and not body.replaced
-    all_pairs = unreplaced or any(isinstance(module, Attention) and module.all_pairs for module in body.modules())
-    return continued(lengths, [count(1, tokens) for tokens in lengths], all_pairs)
-
-
-def _activations(run: TaskRun) -> str:
-    config = run.config
-    if config.model is not None:
-        return config.model.activations
-    stack = getattr(run.model.body, "stack", None)
-    return config.start.activations or (stack.config.activations if stack is not None else "stored")
+    square = np.zeros_like(values[2])
+    if unreplaced or any(isinstance(module, Attention) and module.all_pairs for module in body.modules()):
+        flat, steep = np.diff(values, axis=0) / np.diff(lengths)[:, None]
+        square = np.maximum(0.0, (steep - flat) / (lengths[2] - lengths[0]))
+    values = values - square * (lengths**2)[:, None]
+    linear = np.maximum(0.0, (values[2] - values[1]) / (lengths[2] - lengths[1]))
+    return Curve(passes[2].gradients, values[2] - linear * lengths[2], linear, square)
 
 
 def _at_once(training: FinetuneTrainingConfig, length: int) -> int:

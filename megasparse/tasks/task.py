@@ -31,27 +31,27 @@ PARTS = ("train", "validation", "test")
 
 
 def parts_of(files: Sequence[Path]) -> dict[str, list[Path]]:
-    """The parts of each of the files, by split; none where a file is missing."""
+    """Return the parts of each of the files, by split; none if a file is missing."""
     if not all(file.exists() for file in files):
         return {}
     return {part: [file.with_name(f"{file.name}#{part}") for file in files] for part in PARTS}
 
 
 def split_name(file: Path) -> tuple[Path, str | None]:
-    """A file and the part of it that FILE#part names; None for all of it."""
+    """Return a file and the part of it that FILE#part names; None for all of it."""
     name, _, part = file.name.rpartition("#")
     return (file.with_name(name), part) if name and part in PARTS else (file, None)
 
 
 def is_in(part: str | None, number: int) -> bool:
-    """Whether an example, counted from 0, is in a part."""
+    """True if an example, counted from 0, is in a part."""
     return part is None or part == {0: "test", 1: "validation"}.get(number % 10, "train")
 
 
 class Skipping:
     """The malformed rows of one file. As a context it skips the row whose DataError is raised in it.
 
-    rows: number of rows read, which who reads them counts. limit: the part of them that may be malformed.
+    rows: number of rows read, counted by the reader. limit: the part of them that may be malformed.
     """
 
     def __init__(self, limit: float):
@@ -62,19 +62,13 @@ class Skipping:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> bool:
-        if not isinstance(error, DataError):
+        if not isinstance(error, DataError) or self.limit == 0.0:
             return False
-        self.add(error)
+        self.errors.append(error)
         return True
 
-    def add(self, error: DataError) -> None:
-        """Count a malformed row. Raises the error itself where none may be skipped."""
-        if self.limit == 0.0:
-            raise error
-        self.errors.append(error)
-
     def finish(self, file: Path) -> None:
-        """Name the skipped rows on stderr. Raises the first DataError where there were more than the limit."""
+        """Name the skipped rows on stderr. Raises the first DataError if there were more than the limit."""
         count = len(self.errors)
         if count > self.limit * self.rows:
             first = self.errors[0]
@@ -132,29 +126,29 @@ class Task(ABC):
     segments: int = 1
     """Number of inputs of an example."""
     towers: ClassVar[bool] = False
-    """Whether the two inputs of a pair are read apart and then compared, rather than as one sequence."""
+    """True if the two inputs of a pair are read apart and then compared, rather than as one sequence."""
     source_is_file: ClassVar[bool] = False
-    """Whether `task.source` is the file to train on, rather than the folder of the official files."""
+    """True if `task.source` is the file to train on, rather than the folder of the official files."""
     vocabulary: ClassVar[int | None] = None
     """Number of token ids where the inputs are ids; None where they are texts."""
     classes: tuple[str, ...] | None = None
     """Names of the classes as the files have them, by number; None where a number is predicted."""
 
     def __init__(self, config: TaskConfig):
-        """Raise ConfigError where a setting does not fit the task."""
+        """Raise ConfigError if a setting does not fit the task."""
         self.config = config
 
     def resolved(self) -> TaskConfig:
-        """The configuration completed from the training file, so that a task built from it no longer needs the file."""
+        """Return the configuration completed from the training file, which a task built from it no longer needs."""
         return self.config
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        """The official files that a folder has, by split: "train", "validation", "test" and any others, for `read`."""
+        """Return the official files of a folder, by split: "train", "validation", "test" and any others, for `read`."""
         return existing(folder, self.official, self.inner)
 
     @abstractmethod
     def read(self, file: Path) -> Iterator[Example]:
-        """The examples of one of `files`, or of another file of the same form, in its order.
+        """Read the examples of one of `files`, or of another file of the same form, in its order.
 
         Raises DataError for what is missing or malformed, naming file and line and what to do.
         """
@@ -167,7 +161,7 @@ class Task(ABC):
         rows.finish(file)
 
     def class_of(self, label: str, location: SourceLocation) -> int:
-        """The number of a class by its name. Raises DataError naming the location."""
+        """Return the number of a class by its name. Raises DataError naming the location."""
         assert self.classes is not None
         if label not in self.classes:
             near = did_you_mean(label, self.classes)
@@ -178,33 +172,33 @@ class Task(ABC):
 
 
 def split_files(task: Task, folder: Path, split: str) -> list[Path]:
-    """The official files of one split. Raises DataError where the folder has none."""
+    """Return the official files of one split. Raises DataError if the folder has none."""
     if task.source_is_file and not folder.is_file():
         raise DataError(folder, "no such file", f"Give the file to train on, of which {task.name} reads its examples")
     if not task.source_is_file and not folder.is_dir():
         raise DataError(folder, "no such folder", f"Give the folder of {task.name}'s official files")
-    found = task.files(folder)
-    if not found.get(split):
-        there = f"It has: {', '.join(found)}" if found else f"It has none of {task.name}'s files"
-        raise DataError(folder, f'holds no "{split}" split of {task.name}', f"{there}. See docs/finetuning.md")
-    return found[split]
+    splits = task.files(folder)
+    if not splits.get(split):
+        hint = f"It has: {', '.join(splits)}" if splits else f"It has none of {task.name}'s files"
+        raise DataError(folder, f'holds no "{split}" split of {task.name}', f"{hint}. See docs/finetuning.md")
+    return splits[split]
 
 
 def existing(folder: Path, names: Mapping[str, str | Sequence[str]], inner: str = "") -> dict[str, list[Path]]:
-    """The splits whose files are all there.
+    """Return the splits whose files all exist.
 
-    names: the official file, or files, of each split. inner: the folder that an archive unpacks to, which is taken
-    where `folder` has it.
+    names: the official file, or files, of each split. inner: the folder that an archive unpacks to, read if it exists.
     """
     folder = folder / inner if (folder / inner).is_dir() else folder
     paths = {
-        split: [folder / name for name in ([own] if isinstance(own, str) else own)] for split, own in names.items()
+        split: [folder / name for name in ([files] if isinstance(files, str) else files)]
+        for split, files in names.items()
     }
     return {split: files for split, files in paths.items() if all(file.exists() for file in files)}
 
 
 def chosen_files(task: Task, sources: Sequence[str], split: str | None) -> tuple[str | None, list[Path]]:
-    """The split and its files.
+    """Return the split and its files.
 
     sources: the folder of the task's official files, or one or more files of their form, which have no split. split:
     None takes "test" where it has labels, else "validation". Raises DataError where there are no such files, and
@@ -220,21 +214,18 @@ def chosen_files(task: Task, sources: Sequence[str], split: str | None) -> tuple
         problem = "is a folder, where files are wanted" if task.source_is_file else "is a folder, and one of several"
         hint = "" if task.source_is_file else ", or the one folder of its official files"
         raise DataError(folder, problem, f"Give files that {task.name} can read{hint}")
-    split = split or ("test" if _labelled(task, task.files(folder).get("test", [])) else "validation")
+    if split is None:
+        tests = task.files(folder).get("test", [])  # all their examples have labels, or none
+        first = next(iter(task.read(tests[0])), None) if tests else None
+        split = "validation" if first is None or first.label is None else "test"
     return split, split_files(task, folder, split)
 
 
-def _labelled(task: Task, files: list[Path]) -> bool:
-    """Whether official files have labels, which all their examples have or none."""
-    first = next(iter(task.read(files[0])), None) if files else None
-    return first is not None and first.label is not None
-
-
 def sha256_of(file: Path) -> str:
-    """The digest of a file, whole where the task reads a part; of a folder that of its files' names and digests."""
+    """Return the digest of a file, whole if the task reads a part; of a folder that of its files' names and digests."""
     path, _ = split_name(file)
     if not path.is_dir():
         return file_sha256(path)
-    inside = sorted(each for each in path.rglob("*") if each.is_file())
-    text = "".join(f"{each.relative_to(path)} {file_sha256(each)}\n" for each in inside)
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    text = "".join(f"{file.relative_to(path)} {file_sha256(file)}\n" for file in files)
     return hashlib.sha256(text.encode()).hexdigest()
