@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megasparse.config.files import find_file
-from megasparse.config.finetuning import FinetuneConfig, TaskConfig
+from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_settings
 from megasparse.data.batches import Steps, check_shares
 from megasparse.data.order import permutation
@@ -47,7 +47,7 @@ class Finetuned:
 
 
 def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str | None = None) -> Finetuned:
-    """The model of a fine-tuning run.
+    """Return the model of a fine-tuning run.
 
     directory: a run's folder, whose best checkpoint by its validation is taken (the newest where there was none yet),
     or one of its checkpoints. overrides: `section.key=value`, on the configuration that the checkpoint holds. task: the
@@ -61,13 +61,23 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
         hint = "Evaluate it with megasparse evaluate --data, or fine-tune it first: megasparse finetune"
         raise CheckpointError(checkpoint.path, "is of a pretrained model, which knows no task", hint)
     trained = build_task(settings.task)
-    values = settings.model_dump(mode="json")
-    config = build_settings(values, [*overrides, *_in_place_of(trained, task)], FinetuneConfig)
+    changes = []
+    if task not in (None, trained.name):
+        changes.append(f"task.name={json.dumps(task)}")
+        if task == "table":
+            changes.append(f"task.labels={json.dumps(list(trained.classes or ()))}")
+    config = build_settings(settings.model_dump(mode="json"), [*overrides, *changes], FinetuneConfig)
     for key in ("model", "lora"):
         if getattr(config, key) != getattr(settings, key):
             raise ConfigError(key, "a fine-tuned model is read as it was trained", f"Leave out --set {key}…")
     chosen = build_task(config.task)
-    _require_alike(trained, chosen)
+    if chosen.classes != trained.classes:
+        names = [", ".join(one.classes)[:100] if one.classes else "a number" for one in (chosen, trained)]
+        problem = f'"{chosen.name}" has {names[0]}; the model was trained on "{trained.name}", {names[1]}'
+        raise ConfigError("--task", problem, f"Give --task {trained.name}, or another task of the same classes")
+    if (chosen.form, chosen.towers, chosen.vocabulary) != (trained.form, trained.towers, trained.vocabulary):
+        problem = f'"{chosen.name}" has other inputs than "{trained.name}", which the model was trained on'
+        raise ConfigError("--task", problem, f"Give --task {trained.name}")
     run = Path(os.path.abspath(checkpoint.path)).parents[1]
     form = form_of(chosen, config)
     body, tokenizer = body_of_run(run, settings.model_copy(update={"start": config.start}), form, checkpoint)
@@ -88,32 +98,13 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
 
 
 def chosen_checkpoint(directory: Path) -> Path:
-    """`directory` itself if it is a checkpoint, else the best one of a run by its validation, else its newest."""
+    """Return `directory` if it is a checkpoint, else the best one of a run by its validation, else its newest."""
     newest = find_checkpoint(directory)
     if newest == directory:
         return directory
     selection = read_manifest(newest).get("state", {}).get("selection")
     best = selection.get("step") if isinstance(selection, dict) else None
     return newest.with_name(f"{best:08d}") if isinstance(best, int) else newest
-
-
-def _in_place_of(trained: Task, name: str | None) -> list[str]:
-    """Overrides that make the configuration one of another task; for `table` they name the classes."""
-    if name in (None, trained.name):
-        return []
-    labels = [f"task.labels={json.dumps(list(trained.classes or ()))}"] if name == "table" else []
-    return [f"task.name={json.dumps(name)}", *labels]
-
-
-def _require_alike(trained: Task, chosen: Task) -> None:
-    if chosen.classes != trained.classes:
-        known, wanted = (", ".join(task.classes) if task.classes else "a number" for task in (trained, chosen))
-        problem = f'"{chosen.name}" has {wanted[:100]}; the model was trained on "{trained.name}", {known[:100]}'
-        raise ConfigError("--task", problem, f"Give --task {trained.name}, or another task of the same classes")
-    kinds = [(task.form, task.towers, task.vocabulary) for task in (trained, chosen)]
-    if kinds[0] != kinds[1]:
-        problem = f'"{chosen.name}" has other inputs than "{trained.name}", which the model was trained on'
-        raise ConfigError("--task", problem, f"Give --task {trained.name}")
 
 
 HELD_OUT = 1 << 20
@@ -140,21 +131,16 @@ class TaskRun:
         return fingerprint(self.train)
 
     def batches(self, ranks: Ranks, position: int) -> Steps:
-        """This rank's steps from the global sample number `position` on. Raises ConfigError naming
-        training.global_batch where the ranks cannot share it out.
+        """Return this rank's steps from the global sample number `position` on. Raises ConfigError if the ranks cannot
+        share out training.global_batch.
         """
         training = self.config.training
         check_shares(training.global_batch, training.micro_batch, ranks.world_size)
         kind: Any = TokenBatches if training.batch_unit == "tokens" else ExampleBatches
         return kind(
-            self.train,
-            seed=self.config.run.seed,
-            global_batch=training.global_batch,
-            micro_batch=training.micro_batch,
-            ranks=ranks,
-            collate=self.form.collate,
-            start=position,
-        )
+            self.train, seed=self.config.run.seed, global_batch=training.global_batch, ranks=ranks, start=position,
+            micro_batch=training.micro_batch, collate=self.form.collate,
+        )  # fmt: skip
 
 
 def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
@@ -199,7 +185,11 @@ def read_examples(task: Task, config: FinetuneConfig) -> tuple[list[Example], li
     settings, seed, source = config.task, config.run.seed, find_file(config.task.source)
     files = split_files(task, source, "train")
     official = settings.validation is not None or "validation" in task.files(source)
-    held_out_files = _validation_files(task, settings) if official else []
+    held_out_files = []
+    if official:  # the official part of the source, or your own folder or file
+        other = Path(settings.validation or settings.source)
+        single = settings.validation is not None and not other.is_dir()
+        held_out_files = [other] if single else split_files(task, other, "validation")
     train = list(read_files(task, files))
     if official:
         held_out = list(read_files(task, held_out_files))
@@ -215,39 +205,33 @@ def read_examples(task: Task, config: FinetuneConfig) -> tuple[list[Example], li
     return list(labelled(train, "training", source)), list(labelled(held_out, "validation", source))
 
 
-def _validation_files(task: Task, settings: TaskConfig) -> list[Path]:
-    """The official part of the source, or a folder or file of one's own. A series' source is a file with parts."""
-    other = Path(settings.validation or settings.source)
-    return [other] if settings.validation and not other.is_dir() else split_files(task, other, "validation")
-
-
 def read_split(task: Task, folder: Path, split: str) -> list[Example]:
-    """The examples of a split, all of them."""
+    """Return all examples of a split."""
     return list(read_files(task, split_files(task, folder, split)))
 
 
 def read_files(task: Task, files: Sequence[Path]) -> Iterator[Example]:
-    """The examples of all files of a split."""
+    """Read the examples of all files of a split."""
     for file in files:
         yield from task.read(file)
 
 
 def labelled(examples: Iterable[Example], name: str, source: str | Path) -> Iterator[Example]:
-    """The examples. Raises DataError where there are none, or one has no label."""
-    found = False
+    """Yield the examples. Raises DataError if there are none, or one has no label."""
+    empty = True
     for example in examples:
-        found = True
+        empty = False
         if example.label is None:
             hint = "Give a labelled file; megasparse predict labels others"
             raise DataError(str(example.location), "has no label to learn from or to compare with", hint)
         yield example
-    if not found:
+    if empty:
         raise DataError(source, f"has no {name} examples", "Give files that have some")
 
 
 def scheduled(config: FinetuneConfig, number: int, batch: int | None = None) -> FinetuneConfig:
-    """The configuration with the numbers of steps that depend on the number of training examples, or of packs of them.
-    batch: how many of these a step takes; None takes training.global_batch.
+    """Return the configuration with the numbers of steps that depend on the number of training examples or packs.
+    batch: number of these per step; None takes training.global_batch.
     """
     training, optimizer, evaluation = config.training, config.optimizer, config.evaluation
     batch = batch or training.global_batch
@@ -266,7 +250,7 @@ def scheduled(config: FinetuneConfig, number: int, batch: int | None = None) -> 
 
 
 def _resolved(config: FinetuneConfig, task: Task, start: Start, model: Any, train: Sequence[Any]) -> FinetuneConfig:
-    """The configuration with what depends on data and weights. Epochs of packs count as long as the first."""
+    """Return the configuration completed from data and weights. Epochs of packs count as long as the first."""
     training = config.training
     if training.batch_unit == "tokens":
         packs = packed(sizes_of(train, training.micro_batch), training.micro_batch, config.run.seed, 0)

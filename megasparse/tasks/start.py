@@ -34,7 +34,7 @@ OURS = ("megasparse", "reformer", "yoso")
 TWO_SIDES = "is of an encoder-decoder, which has no one state a sequence", "Give a decoder's or an encoder's"
 ONE_SIDE = "is no encoder-decoder of ours, which the task needs", "Give such a checkpoint, or a model in place of start"
 """Problems and their hints."""
-LONGER = "Lower it, or give a model that was trained on longer inputs"
+COPY = "Copy the run's folder again, whole"
 
 
 @dataclass(frozen=True)
@@ -62,51 +62,56 @@ class Start:
 
 
 def open_start(config: FinetuneConfig, form: Form, labels: int) -> Start:
-    """The body that a configuration names, for tasks of a form.
+    """Return the body that a configuration names, for tasks of a form.
 
     labels: number of classes that a Smart Bird sketch learns to predict. Raises ConfigError, CheckpointError and
-    HubError for what is missing, damaged, too short for `task.max_length`, or not the weights of `start.sha256`.
+    HubError for weights that are missing, damaged, too short for `task.max_length`, or not those of `start.sha256`.
     """
-    start = config.start
     if config.model is not None:
-        found = _initial(config, config.model, form, labels)
-    elif start.checkpoint is not None:
-        found = _of_checkpoint(config, Path(start.checkpoint), form, labels)
+        start = _initial(config, config.model, form, labels)
+    elif config.start.checkpoint is not None:
+        start = _of_checkpoint(config, Path(config.start.checkpoint), form, labels)
     else:
-        found = _of_huggingface(config, Path(str(start.huggingface)), form, labels)
-    if start.sha256 is not None and start.sha256 != found.sha256:
+        start = _of_huggingface(config, Path(str(config.start.huggingface)), form, labels)
+    expected = config.start.sha256
+    if expected is not None and expected != start.sha256:
         hint = "Give the weights that the run began with, or choose another run.directory and remove start.sha256"
-        raise ConfigError("start.sha256", f"{show(start.sha256)}, but the weights have {show(found.sha256)}", hint)
-    if config.task.max_length > found.body.longest:
-        problem = f"{config.task.max_length} tokens are more than the {found.body.longest} that the model reads"
-        raise ConfigError("task.max_length", problem, LONGER)
-    return found
+        raise ConfigError("start.sha256", f"{show(expected)}, but the weights have {show(start.sha256)}", hint)
+    if config.task.max_length > start.body.longest:
+        problem = f"{config.task.max_length} tokens are more than the {start.body.longest} that the model reads"
+        raise ConfigError("task.max_length", problem, "Lower it, or give a model that was trained on longer inputs")
+    return start
 
 
 def rebuild(run: Path, form: Form, checkpoint: Checkpoint) -> tuple[Backbone, Tokenizer]:
-    """The body of a run, its weights yet to be filled from a checkpoint, and its tokenizer.
+    """Return the body of a run, its weights not filled yet, and its tokenizer.
 
-    Raises CheckpointError where the record cannot be read, or describes one of our bodies with other weights.
+    Raises CheckpointError if the record cannot be read, or does not describe the checkpoint's weights.
     """
     with _record_of(run) as (record, tokenizer):
         if record["kind"] == "megasparse":
             model = ModelConfig.model_validate(record["model"])
 
-            def body() -> Any:
-                made: Any = form.body(model)
+            def build() -> Any:
+                body: Any = form.body(model)
                 if record.get("pooler"):
-                    made.norm = None
-                return made
+                    body.norm = None
+                return body
 
-            _check_body(on_meta(checkpoint, model, body), checkpoint)
-            return body(), tokenizer
+            stored = checkpoint.manifest["tensors"].get("weight", {})
+            for name, parameter in on_meta(checkpoint, model, build).named_parameters():
+                entry = stored.get(f"body.{name}")
+                if entry is not None and entry["shape"] != list(parameter.shape):
+                    problem = f"body.{name} has shape {entry['shape']}, in the run's record {list(parameter.shape)}"
+                    raise CheckpointError(checkpoint.path, problem, COPY)
+            return build(), tokenizer
         model = _empty_transformer(record["config"], checkpoint)
         return _huggingface_body(model, record["causal"], record["activations"]), tokenizer
 
 
 @contextmanager
 def _record_of(run: Path) -> Iterator[tuple[dict[str, Any], Tokenizer]]:
-    """The record and the tokenizer in a run's folder. Raises CheckpointError where reading or using them fails."""
+    """Yield the record and the tokenizer in a run's folder. Raises CheckpointError if reading or using them fails."""
     folder = run / FOLDER
     try:
         record = json.loads((folder / RECORD).read_bytes())
@@ -114,28 +119,26 @@ def _record_of(run: Path) -> Iterator[tuple[dict[str, Any], Tokenizer]]:
         yield record, build_tokenizer(name if name in NAMED else str(folder / Path(name).name))
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"cannot be read ({type(error).__name__})"
-        raise CheckpointError(folder / RECORD, problem, "Copy the run's folder again, whole") from None
-
-
-def _check_body(body: torch.nn.Module, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError where a weight of a body has another shape than the one of its name in the checkpoint."""
-    stored = checkpoint.manifest["tensors"].get("weight", {})
-    for name, parameter in body.named_parameters():
-        if (entry := stored.get(f"body.{name}")) is not None and entry["shape"] != list(parameter.shape):
-            problem = f"body.{name} has shape {entry['shape']}, in the run's record {list(parameter.shape)}"
-            raise CheckpointError(checkpoint.path, problem, "Copy the run's folder again, whole")
+        raise CheckpointError(folder / RECORD, problem, COPY) from None
 
 
 def body_of_run(run: Path, config: FinetuneConfig, form: Form, checkpoint: Checkpoint) -> tuple[Backbone, Tokenizer]:
-    """The body of a run of this configuration, its trained weights yet to be filled from a checkpoint, and its
-    tokenizer. The frozen weights of a run with adapters are in no checkpoint: they are read again from `start`.
+    """Return the body of a run of this configuration, its trained weights not filled yet, and its tokenizer.
 
-    Raises CheckpointError where the run's record cannot be read, or the pretrained weights are not where they were.
+    The frozen weights of a run with adapters are in no checkpoint: they are read again from `start`. Raises
+    CheckpointError if the run's record cannot be read, or the pretrained weights are not where they were.
     """
     if config.lora is None:
         return rebuild(run, form, checkpoint)
     with _record_of(run) as (record, tokenizer):
-        labels = _sketch_labels(record)
+        if record["kind"] == "megasparse":
+            entry = record["model"]
+        else:
+            from megasparse.hub.replace import ENTRY
+
+            entry = record["config"].get(ENTRY) or {}
+        sections = [section for section in entry.get("attention", {}).values() if isinstance(section, dict)]
+        labels = next((section["labels"] for section in sections if section.get("labels")), 2)
     try:
         body = open_start(config, form, labels).body
     except (CheckpointError, ConfigError, HubError) as error:
@@ -146,22 +149,10 @@ def body_of_run(run: Path, config: FinetuneConfig, form: Form, checkpoint: Check
     return body, tokenizer
 
 
-def _sketch_labels(record: dict[str, Any]) -> int:
-    """Number of classes that mechanisms of a body learn to predict by themselves, if any do."""
-    if record["kind"] == "megasparse":
-        entry = record["model"]
-    else:
-        from megasparse.hub.replace import ENTRY
-
-        entry = record["config"].get(ENTRY) or {}
-    sections = [section for section in entry.get("attention", {}).values() if isinstance(section, dict)]
-    return next((section["labels"] for section in sections if section.get("labels")), 2)
-
-
 def _initial(config: FinetuneConfig, model: ModelConfig, form: Form, labels: int) -> Start:
     if (model.kind == "encoder_decoder") != form.two_sided:
-        wanted = '"encoder_decoder"' if form.two_sided else '"encoder" or "decoder"'
-        raise ConfigError("model.kind", f'"{model.kind}", and {form.task.name} has another form', f"Set it to {wanted}")
+        kinds = '"encoder_decoder"' if form.two_sided else '"encoder" or "decoder"'
+        raise ConfigError("model.kind", f'"{model.kind}", and {form.task.name} has another form', f"Set it to {kinds}")
     body = _megasparse_body(_for_task(model, form, labels, config.start), form, config.run.seed)
     tokenizer = build_tokenizer(config.task.tokenizer)
     if config.start.glove is not None:
@@ -198,7 +189,8 @@ def _of_huggingface(config: FinetuneConfig, named: Path, form: Form, labels: int
     require_transformers()
     folder = find_folder(named)
     values = read_config(folder)
-    sha256 = _weights_sha256(folder)
+    digests = "".join(f"{file.name} {file_sha256(file)}\n" for file in sorted(folder.glob("*.safetensors")))
+    sha256 = hashlib.sha256(digests.encode()).hexdigest()
     if values.get("model_type") in OURS:
         foreign = HFModel.open(folder)
         if (foreign.config.model.kind == "encoder_decoder") != form.two_sided:
@@ -217,16 +209,16 @@ def _of_huggingface(config: FinetuneConfig, named: Path, form: Form, labels: int
 
 
 def _transformer(config: FinetuneConfig, folder: Path, labels: int) -> tuple[Backbone, dict[str, Any]]:
-    """A model that stays a transformers model, with its attention replaced where the configuration asks for it."""
+    """Return a model that stays a transformers model, with its attention replaced if the configuration asks for it."""
     from transformers import AutoModel
 
     from megasparse.hub.replace import ENCODERS, ENTRY, extend_positions, load_replaced, positions, replace_attention
     from megasparse.hub.tensor_file import TensorFile
 
     TensorFile.open(folder)
-    wanted, longest = config.start.attention, config.task.max_length
+    attention, longest = config.start.attention, config.task.max_length
     try:
-        model, found = AutoModel.from_pretrained(
+        model, report = AutoModel.from_pretrained(
             folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, dtype=torch.float32,
             output_loading_info=True,
         )  # fmt: skip
@@ -235,30 +227,25 @@ def _transformer(config: FinetuneConfig, folder: Path, labels: int) -> tuple[Bac
         raise HubError(folder, problem, "Give the folder of a model that it loads") from None
     if model.config.is_encoder_decoder:
         raise HubError(folder, *TWO_SIDES)
-    missing = sorted(found["missing_keys"])
+    missing = sorted(report["missing_keys"])
     if lost := [name for name in missing if not name.startswith("pooler.")]:
         problem = f"has no weight {lost[0]}, nor {len(lost) - 1} others of the model"
         raise HubError(folder, problem, "Copy it again, whole, with its own config.json")
-    if wanted is None and getattr(model.config, ENTRY, None) is not None:
+    if attention is not None:
+        settings = _with_sketch_labels(attention, labels).model_dump(mode="json", exclude_unset=True)
+        replace_attention(model, settings, max_length=longest, seed=config.run.seed)
+    elif getattr(model.config, ENTRY, None) is not None:
         model = load_replaced(folder, type(model))
-    elif wanted is not None:
-        given = _with_sketch_labels(wanted, labels).model_dump(mode="json", exclude_unset=True)
-        replace_attention(model, given, max_length=longest, seed=config.run.seed)
     elif model.config.model_type in ENCODERS and longest > positions(model):
         extend_positions(model, longest)
-    record: dict[str, Any] = {"causal": not _is_encoder(model), "activations": config.start.activations or "stored"}
-    pooler = None if missing else _pooler(model)
+    encoder = model.config.model_type in ENCODERS and not getattr(model.config, "is_decoder", False)
+    causal = not encoder and any(getattr(module, "is_causal", False) for module in model.modules())
+    record: dict[str, Any] = {"causal": causal, "activations": config.start.activations or "stored"}
+    dense = getattr(getattr(model, "pooler", None), "dense", None)  # a BERT's, over the first token's state
     body = _huggingface_body(model, **record)
-    body.pooler = pooler
+    if isinstance(dense, torch.nn.Linear) and dense.bias is not None and dense.weight.shape[0] == dense.in_features:
+        body.pooler = None if missing else (dense.weight.detach().clone(), dense.bias.detach().clone())
     return body, {"kind": "transformers", "config": model.config.to_dict(), **record}
-
-
-def _pooler(model: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """A BERT's dense layer over the first token's state."""
-    dense = getattr(getattr(model, "pooler", None), "dense", None)
-    if not isinstance(dense, torch.nn.Linear) or dense.bias is None or dense.in_features != dense.out_features:
-        return None
-    return dense.weight.detach().clone(), dense.bias.detach().clone()
 
 
 def _huggingface_body(model: Any, causal: bool, activations: str) -> HuggingFaceBody:
@@ -272,7 +259,7 @@ def _huggingface_body(model: Any, causal: bool, activations: str) -> HuggingFace
 
 
 def _empty_transformer(values: dict[str, Any], checkpoint: Checkpoint) -> Any:
-    """A model of a configuration, attention replaced. Raises CheckpointError for more layers than weights."""
+    """Return a model with its attention replaced. Raises CheckpointError for more layers than weights."""
     from transformers import AutoConfig, AutoModel
 
     from megasparse.hub.replace import ENTRY, replace_attention
@@ -280,20 +267,12 @@ def _empty_transformer(values: dict[str, Any], checkpoint: Checkpoint) -> Any:
 
     if (layers := depth(values)) > (weights := len(checkpoint.manifest["tensors"].get("weight", {}))):
         problem = f"has {weights} weights, in the run's record {layers} layers"
-        raise CheckpointError(checkpoint.path, problem, "Copy the run's folder again, whole")
+        raise CheckpointError(checkpoint.path, problem, COPY)
     config = AutoConfig.for_model(**values)
     model = AutoModel.from_config(config, trust_remote_code=False, dtype=torch.float32)
     if (entry := values.get(ENTRY)) is not None:
         replace_attention(model, entry["attention"], max_length=entry["max_length"], seed=entry["seed"])
     return model
-
-
-def _is_encoder(model: Any) -> bool:
-    """Whether every token's state knows both sides."""
-    from megasparse.hub.replace import ENCODERS
-
-    known = model.config.model_type in ENCODERS and not getattr(model.config, "is_decoder", False)
-    return known or not any(getattr(module, "is_causal", False) for module in model.modules())
 
 
 def _megasparse_body(model: ModelConfig, form: Form, seed: int) -> Any:
@@ -308,10 +287,11 @@ def _record(body: Any) -> dict[str, Any]:
 
 
 def _for_task(model: ModelConfig, form: Form, labels: int, start: StartConfig) -> ModelConfig:
-    """The model's configuration for a task. A Smart Bird sketch's objective becomes the task's, unless that is to
-    predict tokens as in pretraining. Lengths are known here, so the padding token is one like any other.
+    """Return the model's configuration for a task.
+
+    A Smart Bird sketch's objective becomes the task's, unless that is to predict tokens as in pretraining. Lengths are
+    known here, so the padding token is one like any other.
     """
-    activations = start.activations
     changes: dict[str, Any] = {"padding_token": None, "document_separator": None, "loss_tiles": 1}
     if start.attention is not None:
         model = model.model_copy(update={"attention": start.attention})
@@ -319,13 +299,13 @@ def _for_task(model: ModelConfig, form: Form, labels: int, start: StartConfig) -
     if form.pooled_sketch:
         changes["attention"] = _with_sketch_labels(model.attention, labels)
         if model.source is not None:
-            own = _with_sketch_labels(model.source.attention, labels)
-            changes["source"] = model.source.model_copy(update={"attention": own})
-    if activations is not None:
-        if (model.blocks == "reversible") != (activations == "reversible"):
-            problem = f'"{activations}" is for models of ordinary blocks, and this one recomputes its inputs already'
+            attention = _with_sketch_labels(model.source.attention, labels)
+            changes["source"] = model.source.model_copy(update={"attention": attention})
+    if start.activations is not None:
+        if model.blocks == "reversible":
+            problem = f'"{start.activations}" is for ordinary blocks, and this model recomputes its inputs already'
             raise ConfigError("start.activations", problem, "Set it to null")
-        changes["activations"] = activations
+        changes["activations"] = start.activations
     return model.model_copy(update=changes)
 
 
@@ -345,10 +325,3 @@ def _fill(body: Any, read: Any, path: Path) -> None:
             hint = "Give a checkpoint of the same model, or set start.attention to null to keep the checkpoint's own"
             raise CheckpointError(path, f"has no weight {name}", hint)
         tensor.data.copy_(value)
-
-
-def _weights_sha256(folder: Path) -> str:
-    """The digest of the names and digests of a folder's safetensors files."""
-    files = sorted(folder.glob("*.safetensors"))
-    text = "".join(f"{file.name} {file_sha256(file)}\n" for file in files)
-    return hashlib.sha256(text.encode()).hexdigest()
