@@ -48,13 +48,13 @@ class Encoded:
     @property
     def length(self) -> int:
         """Number of tokens of the longest sequence."""
-        return max(len(each.tokens) for each in self.sequences)
+        return max(len(sequence.tokens) for sequence in self.sequences)
 
     def content(self) -> Iterator[bytes]:
-        """The bytes of all that is learned from the example."""
-        yield f"{self.label!r} {[len(each.tokens) for each in self.sequences]}\n".encode()
-        for each in self.sequences:
-            yield each.tokens.tobytes()
+        """Yield the bytes of all that is learned from the example."""
+        yield f"{self.label!r} {[len(sequence.tokens) for sequence in self.sequences]}\n".encode()
+        for sequence in self.sequences:
+            yield sequence.tokens.tobytes()
 
 
 @dataclass
@@ -73,21 +73,21 @@ class Counts:
     """Number of examples of each class."""
 
     def lines(self, split: str, limit: int) -> list[str]:
-        """The lines that a run prints about a split."""
-        found = [f"{split}: {self.examples:,} examples, the longest of {self.longest:,} tokens"]
+        """Return the lines that a run prints about a split."""
+        title = f"{split}: {self.examples:,} examples, the longest of {self.longest:,} tokens"
         if self.labels:
-            found[0] += "; " + ", ".join(f"{name} {count:,}" for name, count in sorted(self.labels.items()))
-        return found + self.notes(f"{split}: {{:,}} inputs", limit, "task.max_length to read")
+            title += "; " + ", ".join(f"{name} {count:,}" for name, count in sorted(self.labels.items()))
+        return [title, *self.notes(split, "inputs", limit, "task.max_length to read")]
 
-    def notes(self, which: str, limit: int, hint: str) -> list[str]:
-        """The lines about what was cut or empty. which: begins them, with a place for their number."""
-        found = []
+    def notes(self, split: str, noun: str, limit: int, hint: str) -> list[str]:
+        """Return the lines about inputs that were cut or empty. noun: their name."""
+        notes = []
         if self.cut:
-            cut = f"{which.format(self.cut)} of more than {limit:,} tokens keep only their beginning"
-            found.append(f"{cut}, the first in {self.first_cut}. Raise {hint} more of them")
+            cut = f"{split}: {self.cut:,} {noun} of more than {limit:,} tokens keep only their beginning"
+            notes.append(f"{cut}, the first in {self.first_cut}. Raise {hint} more of them")
         if self.empty:
-            found.append(f"{which.format(self.empty)} are empty, the first in {self.first_empty}")
-        return found
+            notes.append(f"{split}: {self.empty:,} {noun} are empty, the first in {self.first_empty}")
+        return notes
 
 
 class Encoder:
@@ -107,7 +107,7 @@ class Encoder:
 
     def encode(self, examples: Iterable[Example]) -> Iterator[Encoded]:
         """Encode each example, and count in `counts`. Raises DataError naming the location of an input that is empty
-        or too long, where the configuration refuses these; ConfigError where task.max_length has no room for any text.
+        or too long, if the configuration refuses these; ConfigError if task.max_length has no room for any text.
         """
         self.counts = Counts()
         for example in examples:
@@ -115,39 +115,34 @@ class Encoder:
             if self.task.classes is not None and example.label is not None:
                 name = self.task.classes[int(example.label)]
                 self.counts.labels[name] = self.counts.labels.get(name, 0) + 1
-            groups = [(each,) for each in example.inputs] if self.task.towers else [example.inputs]
+            groups = [(value,) for value in example.inputs] if self.task.towers else [example.inputs]
             sequences = tuple(self._join(group, example.location) for group in groups)
             yield Encoded(sequences, example.label, example.location, example.name)
 
     def _join(self, inputs: tuple[Input, ...], location: SourceLocation) -> Segments:
-        parts = [self._ids(each, location) for each in inputs]
+        parts = [self._ids(value, location) for value in inputs]
         frame = self._frame(len(parts))
-        whole = sum(map(len, parts)) + sum(map(len, frame))
-        self.counts.longest = max(self.counts.longest, whole)
-        if whole > self.config.max_length:
-            self._refuse_or_count_cut(whole, location)
-            special = sum(map(len, frame))
+        special = sum(map(len, frame))
+        if self.is_cut(sum(map(len, parts)) + special, location):
             room = self.config.max_length - special
             if room < len(parts):
                 problem = f"{self.config.max_length} leaves no room for a text beside {special} special tokens"
                 raise ConfigError("task.max_length", problem, "Raise it")
             parts = cut(parts, room)
-        pieces = [frame[0]]
-        for part, end in zip(parts, frame[1:], strict=True):
-            pieces += [part, end]
         first = len(frame[0]) + len(parts[0]) + len(frame[1])
-        tokens = np.concatenate(pieces)
+        ends = (piece for pair in zip(parts, frame[1:], strict=True) for piece in pair)
+        tokens = np.concatenate([frame[0], *ends])
         return Segments(tokens, (np.arange(len(tokens)) >= first).astype(np.int64))
 
     def _frame(self, segments: int) -> list[np.ndarray]:
-        """The special tokens before, between and after the segments."""
+        """Return the special tokens before, between and after the segments."""
         if self.special is None:
             between = [LINE_END] if self.tokenizer is not None and self.tokenizer.name == "bytes" else []
             ids: list[list[int]] = [[], *[between] * (segments - 1), []]
         else:
             separator = [self.special.separator]
             ids = [[self.special.begin], *[separator * self.separators] * (segments - 1), separator]
-        return [np.array(each, dtype=np.int64) for each in ids]
+        return [np.array(tokens, dtype=np.int64) for tokens in ids]
 
     def _ids(self, value: Input, location: SourceLocation) -> np.ndarray:
         if isinstance(value, str):
@@ -156,26 +151,39 @@ class Encoder:
         else:
             tokens = value
         if not len(tokens):
-            if self.config.empty == "refuse":
-                problem = "is empty: the model has nothing to read"
-                hint = 'Remove it, or keep such examples, which are counted: --set task.empty="keep"'
-                raise DataError(str(location), problem, hint)
-            self.counts.empty += 1
-            self.counts.first_empty = self.counts.first_empty or location
+            self.count_empty(self.counts, "is empty: the model has nothing to read", location)
         return tokens
 
-    def _refuse_or_count_cut(self, whole: int, location: SourceLocation) -> None:
-        limit = self.config.max_length
+    def count_empty(self, counts: Counts, problem: str, location: SourceLocation) -> None:
+        """Count an empty input. Raises DataError if the configuration refuses these."""
+        if self.config.empty == "refuse":
+            hint = 'Remove it, or keep such examples, which are counted: --set task.empty="keep"'
+            raise DataError(str(location), problem, hint)
+        counts.empty, counts.first_empty = counts.empty + 1, counts.first_empty or location
+
+    def is_cut(self, length: int, location: SourceLocation, counts: Counts | None = None) -> bool:
+        """Count an input's tokens; return True if it is too long. Raises DataError if the configuration refuses these.
+
+        counts: of answers; None counts inputs.
+        """
+        key, noun, limit = "task.max_length", "", self.config.max_length
+        if counts is not None:
+            key, noun, limit = "task.generation.target_length", "its answer's ", self.config.generation.target_length
+        counts = counts or self.counts
+        counts.longest = max(counts.longest, length)
+        if length <= limit:
+            return False
         if self.config.too_long == "refuse":
-            hint = 'Raise task.max_length, or keep the beginning of such examples: --set task.too_long="cut"'
-            raise DataError(str(location), f"{whole:,} tokens are more than task.max_length = {limit:,}", hint)
-        self.counts.cut += 1
-        self.counts.first_cut = self.counts.first_cut or location
+            problem = f"{noun}{length:,} tokens are more than {key} = {limit:,}"
+            raise DataError(str(location), problem, 'Raise it, or keep the beginning: --set task.too_long="cut"')
+        counts.cut, counts.first_cut = counts.cut + 1, counts.first_cut or location
+        return True
 
 
 def cut(parts: list[np.ndarray], room: int) -> list[np.ndarray]:
-    """The beginnings of the parts, `room` tokens together, as HuggingFace's tokenizers cut them (longest first): of two
-    the longer one alone, but not below half; of equal ones the second is the longer.
+    """Return the beginnings of the parts, `room` tokens together, cut as Hugging Face's tokenizers do (longest first).
+
+    Of two only the longer one is cut, but not below half; of equal ones the second counts as the longer.
     """
     lengths = [len(part) for part in parts]
     if len(parts) == 1:
@@ -188,14 +196,14 @@ def cut(parts: list[np.ndarray], room: int) -> list[np.ndarray]:
 
 
 def require_vocabulary(body: Any, needed: int, task: str | None = None) -> None:
-    """Raise ConfigError where a body has no embedding for some ids: of a task's own, or of its tokenizer's."""
+    """Raise ConfigError if a body has no embedding for some ids: of a task's own, or of its tokenizer's."""
     if needed > body.vocabulary:
         problem = f"{body.vocabulary} ids, and {task or 'its tokenizer'} has {needed}"
         raise ConfigError("model.vocabulary", problem, f"Set it to {needed} or more")
 
 
 def separators_of(body: Any) -> int:
-    """Number of separators between two segments."""
+    """Return the number of separators between two segments."""
     model = getattr(body, "model", None)
     return 2 if model is not None and model.config.model_type in DOUBLED else 1
 
@@ -210,14 +218,14 @@ class Movable:
     """A dataclass of tensors, of other such classes, and of what has no device."""
 
     def to(self, device: torch.device) -> Any:
-        """The same on a device."""
-        return type(self)(*(_moved(getattr(self, field.name), device) for field in fields(self)))  # type: ignore[arg-type]
+        """Return the same on a device."""
 
+        def moved(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(moved, value))
+            return value.to(device) if isinstance(value, Tensor | Movable) else value
 
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_moved(each, device) for each in value)
-    return value.to(device) if isinstance(value, Tensor | Movable) else value
+        return type(self)(*(moved(getattr(self, field.name)) for field in fields(self)))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -250,35 +258,31 @@ class Inputs(Movable):
 
     def numel(self) -> int:
         """Number of tokens read, without padding."""
-        return sum(int(each.lengths.sum()) for each in self.sequences)
+        return sum(int(sequence.lengths.sum()) for sequence in self.sequences)
 
 
 def collate(examples: Sequence[Encoded], limit: int) -> Inputs:
-    """A batch of padded sequences of at most `limit` tokens. An example without any token reads the id 0."""
-    towers = range(len(examples[0].sequences))
-    labels = [example.label for example in examples]
-    known = None
-    if all(label is not None for label in labels):
-        known = torch.tensor(labels)
-        known = known.float() if known.is_floating_point() else known
-    return Inputs(tuple(_padded([example.sequences[i] for example in examples], limit) for i in towers), known)
+    """Return a batch of padded sequences of at most `limit` tokens. An example without any token reads the id 0."""
+    labels, sequences = None, []
+    if all(example.label is not None for example in examples):
+        labels = torch.tensor([example.label for example in examples])
+        labels = labels.float() if labels.is_floating_point() else labels
+    for tower in zip(*(example.sequences for example in examples), strict=True):
+        lengths = [max(1, len(sequence.tokens)) for sequence in tower]
+        width = min(limit, -(-max(lengths) // MULTIPLE) * MULTIPLE)
+        tokens, types = (np.zeros((len(tower), width), dtype=np.int64) for _ in range(2))
+        for row, sequence in enumerate(tower):
+            tokens[row, : len(sequence.tokens)] = sequence.tokens
+            types[row, : len(sequence.types)] = sequence.types
+        sequences.append(Padded(torch.from_numpy(tokens), torch.from_numpy(types), torch.tensor(lengths)))
+    return Inputs(tuple(sequences), labels)
 
 
 def dummy_tokens(vocabulary: int, batch: int, length: int, generator: torch.Generator | None = None) -> Padded:
-    """Random tokens whose last one is padding, so that there is a mask."""
+    """Return random tokens whose last one is padding, so that there is a mask."""
     generator = generator or torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (batch, length), generator=generator)
     return Padded(tokens, torch.zeros_like(tokens), torch.full((batch,), max(1, length - 1)))
-
-
-def _padded(sequences: Sequence[Any], limit: int) -> Padded:
-    lengths = [max(1, len(each.tokens)) for each in sequences]
-    width = min(limit, -(-max(lengths) // MULTIPLE) * MULTIPLE)
-    tokens, types = (np.zeros((len(sequences), width), dtype=np.int64) for _ in range(2))
-    for row, each in enumerate(sequences):
-        tokens[row, : len(each.tokens)] = each.tokens
-        types[row, : len(each.types)] = each.types
-    return Padded(torch.from_numpy(tokens), torch.from_numpy(types), torch.tensor(lengths))
 
 
 class ExampleBatches(Steps):
@@ -309,13 +313,13 @@ class ExampleBatches(Steps):
     def __next__(self) -> Step:
         samples = range(self.position, self.position + self.global_batch)
         self.position = samples.stop
-        located = sorted(((self._locate(sample), sample) for sample in samples), key=lambda one: one[0].length)
+        located = sorted(((self._locate(sample), sample) for sample in samples), key=lambda pair: pair[0].length)
         share = self.micro_batch * self.ranks.world_size
         batches = []
         for first in range(self.ranks.rank * self.micro_batch, self.global_batch, share):
-            mine = located[first : first + self.micro_batch]
-            numbers = torch.tensor([sample for _, sample in mine])
-            inputs: Any = self.collate([example for example, _ in mine])
+            share_of_rank = located[first : first + self.micro_batch]
+            numbers = torch.tensor([sample for _, sample in share_of_rank])
+            inputs: Any = self.collate([example for example, _ in share_of_rank])
             batches.append(Batch(inputs, numbers, self.position))
         return Step(batches, self.position, 0.0)
 
@@ -327,7 +331,7 @@ class ExampleBatches(Steps):
 
 
 def fingerprint(examples: Sequence[Encoded]) -> str:
-    """The sha256 of the training data: tokens and labels, in order."""
+    """Return the sha256 of the training data: tokens and labels, in order."""
     digest = hashlib.sha256()
     for example in examples:
         for piece in example.content():

@@ -301,19 +301,17 @@ class ChoiceEncoder(Encoder):
 
     def _encoded(self, example: Choice) -> EncodedChoice:
         begin, separator = self._frame(2)[:2]
-        ids = [np.concatenate([self._ids(each, example.location), separator]) for each in example.inputs]
+        ids = [np.concatenate([self._ids(value, example.location), separator]) for value in example.inputs]
         asked = 1 + example.candidates
         marks = len(begin) + np.cumsum([len(each) for each in ids[:asked]])[1:] - 1
         tokens = np.concatenate([begin, *ids])
         first = len(begin) + sum(map(len, ids[:asked]))
         limit, location = self.config.max_length, example.location
-        self.counts.longest = max(self.counts.longest, len(tokens))
         if first > limit:
             problem = f"question and {example.candidates} candidates of {example.name} alone are {first:,} tokens"
             hint = "Raise it, or remove the example: they are never cut"
             raise DataError(str(location), f"{problem}, more than task.max_length = {limit:,}", hint)
-        if len(tokens) > limit:
-            self._refuse_or_count_cut(len(tokens), location)
+        if self.is_cut(len(tokens), location):
             tokens = tokens[:limit]
         types = (np.arange(len(tokens)) >= first).astype(np.int64)
         names = tuple(str(each) for each in example.inputs[1:asked])

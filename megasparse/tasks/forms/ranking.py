@@ -99,7 +99,7 @@ class NewsRecommender(nn.Module):
     varying_token_counts = True
 
     def __init__(self, body: Backbone, config: RecommendationConfig, head: HeadConfig, seed: int):
-        """Raise ConfigError where the attention over clicked news does not fit."""
+        """Raise ConfigError if the attention over clicked news does not fit."""
         super().__init__()
         self.body, self.rate = body, head.dropout
         hidden, model = head.hidden or body.width, history_model(body.width, config)
@@ -108,13 +108,13 @@ class NewsRecommender(nn.Module):
         self.attention = AttentionLayer(model, 0)
         initialise(self.attention, model, derive(seed, "attention over clicked news"))
         self.unknown_user = nn.Parameter(torch.zeros(body.width))
-        own = (self.attention.mechanism(kind).task_weight for kind in self.attention.split)
-        self.task_weight = min(body.task_weight, *own)
+        weights = (self.attention.mechanism(kind).task_weight for kind in self.attention.split)
+        self.task_weight = min(body.task_weight, *weights)
 
     def forward(
         self, batch: Impressions, rng: RngContext, divisor: float | None = None
     ) -> tuple[Tensor, dict[str, Tensor | list[Tensor]]]:
-        """The objective, auxiliary losses included, and the statistics of tasks/form.py.
+        """Return the objective, auxiliary losses included, and the statistics of tasks/form.py.
 
         In training every click is an example of weight 1: its cost is −ln softmax of its score among those of itself
         and K news of its impression that were not clicked. divisor: of the sum of costs, in place of M. Otherwise all
@@ -129,59 +129,58 @@ class NewsRecommender(nn.Module):
             costs = -scores.log_softmax(-1)[:, 0]
             count = torch.tensor(len(costs), device=costs.device)
             loss = costs.sum() / (len(costs) if divisor is None else divisor)
-            found: dict[str, Tensor | list[Tensor]] = {"nats": costs.sum().detach(), "tokens": count}
-            return self.task_weight * loss + auxiliary, found
+            return self.task_weight * loss + auxiliary, {"nats": costs.sum().detach(), "tokens": count}
         real = _first(batch.shown, batch.candidates.shape[1])
         vectors, users, auxiliary = self._read(batch, batch.candidates[real], rng)
         scores = (users.unsqueeze(1) * vectors[batch.candidates]).sum(-1)
-        found = {"predicted": [row[:count] for row, count in zip(scores, batch.shown.tolist(), strict=True)]}
+        statistics: dict[str, Any] = {
+            "predicted": [row[:count] for row, count in zip(scores, batch.shown.tolist(), strict=True)]
+        }
         loss, count = scores.new_zeros(()), scores.new_tensor(float(len(scores)))
         if batch.clicked is not None:
             others = scores.masked_fill(~real | batch.clicked, -torch.inf).logsumexp(-1, keepdim=True)
             costs = torch.where(batch.clicked, F.softplus(others - scores), 0.0).sum(-1)
             weights = batch.clicked.sum(-1).float()
             loss, count = costs.sum() / weights.sum(), weights.sum()
-            found |= {"costs": costs, "weights": weights}
-        return self.task_weight * loss + auxiliary, found | {"nats": loss.detach() * count, "tokens": count}
+            statistics |= {"costs": costs, "weights": weights}
+        return self.task_weight * loss + auxiliary, statistics | {"nats": loss.detach() * count, "tokens": count}
 
     def count_scored(self, batch: Impressions) -> Tensor:
-        """Number of clicks to predict."""
+        """Return the number of clicks to predict."""
         assert batch.clicked is not None
         return batch.clicked.sum()
 
-    def _read(self, batch: Impressions, wanted: Tensor, rng: RngContext) -> tuple[Tensor, Tensor, Tensor]:
-        """The vectors of clicked and wanted news (N, E), 0 for others; those of users (B, E); auxiliary losses."""
-        mask = _first(batch.clicks, batch.history.shape[1])
-        needed = torch.cat([batch.history[mask], wanted.flatten()]).unique()
-        news = batch.news
+    def _read(self, batch: Impressions, candidates: Tensor, rng: RngContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the vectors of clicked news and candidates (N, E), 0 for others; those of users (B, E); auxiliary
+        losses.
+        """
+        mask, news, popular = _first(batch.clicks, batch.history.shape[1]), batch.news, None
+        needed = torch.cat([batch.history[mask], candidates.flatten()]).unique()
+        if rng.training:  # a sketch learns the news that some user of the batch clicked, now or before: 1, others 0
+            assert batch.clicked is not None
+            popular = batch.numbers.new_zeros(len(batch.numbers))
+            popular[batch.history[mask]] = 1
+            popular[batch.candidates[batch.clicked]] = 1
+            popular = popular[needed]
         read = Padded(news.tokens[needed], news.types[needed], news.lengths[needed])
-        own = replace(rng, samples=batch.numbers[needed])
-        states, auxiliary = self.body(read, own, self._popular(batch, needed) if rng.training else None)
+        rng_of_news = replace(rng, samples=batch.numbers[needed])
+        states, auxiliary = self.body(read, rng_of_news, popular)
         real = _first(read.lengths, read.tokens.shape[1])
-        pooled = self.news_pooling(self._dropped(states, own, "news dropout"), real)
+        pooled = self.news_pooling(self._dropped(states, rng_of_news, "news dropout"), real)
         vectors = pooled.new_zeros(len(news.tokens), self.body.width).index_copy(0, needed, pooled)
         users, further = self._users(vectors[batch.history], mask, rng)
         return vectors, users, auxiliary + further
 
     def _users(self, clicked: Tensor, mask: Tensor, rng: RngContext) -> tuple[Tensor, Tensor]:
-        """The users' vectors (B, E) fp32, and the auxiliary loss. clicked: (B, H, E). mask: (B, H)."""
-        known = mask.any(-1, keepdim=True)
-        seen = mask.clone()
-        seen[:, 0] = True  # else a user without clicks has a softmax over nothing, and NaN spreads
-        given = torch.where(mask.unsqueeze(-1), clicked, 0.0).to(self.attention.query.weight.dtype)
+        """Return the users' vectors (B, E) fp32, and the auxiliary loss. clicked: (B, H, E). mask: (B, H)."""
+        visible = mask.clone()
+        visible[:, 0] = True  # else a user without clicks has a softmax over nothing, and NaN spreads
+        x = torch.where(mask.unsqueeze(-1), clicked, 0.0).to(self.attention.query.weight.dtype)
         context = AttentionContext(HISTORY_LAYER, rng)
-        out, auxiliary, *_ = self.attention(given, context, Padding(None if bool(seen.all()) else seen))
-        users = self.user_pooling(self._dropped(out.float(), rng, "user dropout"), seen)
-        users = torch.where(known, users, self.unknown_user.float())
+        out, auxiliary, *_ = self.attention(x, context, Padding(None if bool(visible.all()) else visible))
+        users = self.user_pooling(self._dropped(out.float(), rng, "user dropout"), visible)
+        users = torch.where(mask.any(-1, keepdim=True), users, self.unknown_user.float())
         return users, users.new_zeros(()) if auxiliary is None else auxiliary
-
-    def _popular(self, batch: Impressions, needed: Tensor) -> Tensor:
-        """(needed,) int64: 1 for news that some user of the batch clicked, now or before; a sketch learns it."""
-        assert batch.clicked is not None
-        popular = batch.numbers.new_zeros(len(batch.numbers))
-        popular[batch.history[_first(batch.clicks, batch.history.shape[1])]] = 1
-        popular[batch.candidates[batch.clicked]] = 1
-        return popular[needed]
 
     def _dropped(self, x: Tensor, rng: RngContext, purpose: str) -> Tensor:
         if not rng.training:
@@ -190,7 +189,7 @@ class NewsRecommender(nn.Module):
 
 
 def history_model(width: int, config: RecommendationConfig) -> ModelConfig:
-    """The one-layer encoder whose attention reads clicked news. Raises ConfigError naming task.recommendation."""
+    """Return the one-layer encoder that reads clicked news. Raises ConfigError naming task.recommendation."""
     section = "task.recommendation"
     if width % config.heads:
         problem = f"{config.heads} heads do not divide the width of the news' vectors, {width}"
@@ -203,13 +202,13 @@ def history_model(width: int, config: RecommendationConfig) -> ModelConfig:
         check_model(model)
         check_targets(model, f"{section}.attention")  # a history has neither labels nor tokens
     except ConfigError as error:
-        own = [text.replace("model.max_length", f"{section}.history") for text in (error.problem, error.hint)]
-        raise ConfigError(error.key.replace("model", section, 1), *own) from None
+        texts = [text.replace("model.max_length", f"{section}.history") for text in (error.problem, error.hint)]
+        raise ConfigError(error.key.replace("model", section, 1), *texts) from None
     return model
 
 
 def drawn_negatives(batch: Impressions, rng: RngContext, count: int) -> tuple[Tensor, Tensor]:
-    """The impression of each click (M,), and the news that it is learned among: (M, 1 + count), the click first.
+    """Return the impression of each click (M,), and the news that it is learned among: (M, 1 + count), the click first.
 
     The others are drawn without replacement from those that its impression shows and that were not clicked; where
     there are fewer, all of them in a drawn order, again and again. A draw depends on seed, step, the impression's
@@ -227,7 +226,7 @@ def drawn_negatives(batch: Impressions, rng: RngContext, count: int) -> tuple[Te
 
 
 def _first(counts: Tensor, width: int) -> Tensor:
-    """A mask (…, width) of the first `counts` entries."""
+    """Return a mask (…, width) of the first `counts` entries."""
     return torch.arange(width, device=counts.device) < counts.unsqueeze(-1)
 
 
@@ -243,13 +242,13 @@ class Impression(Encoded):
 
     @property
     def length(self) -> int:
-        return max(len(each.tokens) for each in (*self.history, *self.sequences))
+        return max(len(text.tokens) for text in (*self.history, *self.sequences))
 
     def content(self) -> Iterator[bytes]:
         read = (*self.history, *self.sequences)
-        lengths = [len(each.tokens) for each in read]
+        lengths = [len(text.tokens) for text in read]
         yield f"{self.label!r} {len(self.history)} {lengths}\n".encode()
-        yield b"".join([each.tokens.tobytes() for each in read])
+        yield b"".join([text.tokens.tobytes() for text in read])
 
 
 @dataclass
@@ -262,11 +261,11 @@ class RankingCounts(Counts):
     """Number of impressions of users who clicked nothing before."""
 
     def lines(self, split: str, limit: int) -> list[str]:
-        found = super().lines(split, limit)
-        found[0] += f"; {self.texts:,} distinct texts" + (f", {self.clicks:,} clicks" if self.clicks else "")
+        lines = super().lines(split, limit)
+        lines[0] += f"; {self.texts:,} distinct texts" + (f", {self.clicks:,} clicks" if self.clicks else "")
         if self.unknown:
-            found.append(f"{split}: {self.unknown:,} impressions have no history: one learned vector stands for it")
-        return found
+            lines.append(f"{split}: {self.unknown:,} impressions have no history: one learned vector stands for it")
+        return lines
 
 
 class RankingEncoder(Encoder):
@@ -333,7 +332,7 @@ class RankingForm(Form):
             shown.append([row(text, example) for text in example.sequences])
             labels.append(example.label)
         (news,) = collate(distinct, self.config.task.max_length).sequences
-        numbers = [zlib.crc32(each.sequences[0].tokens.tobytes()) >> 1 for each in distinct]
+        numbers = [zlib.crc32(text.sequences[0].tokens.tobytes()) >> 1 for text in distinct]
         history, clicks = _table(histories, self.config.task.recommendation.history)
         candidates, counts = _table(shown, max(map(len, shown)))
         clicked = None if None in labels else _table(labels, candidates.shape[1])[0].bool()
@@ -342,10 +341,9 @@ class RankingForm(Form):
     def dummy_batch(self, body: Backbone, batch: int, length: int) -> Impressions:
         """Impressions of full histories and 40 candidates, no two news of which are the same."""
         history = self.config.task.recommendation.history
-        each = history + CANDIDATES
-        news = dummy_tokens(body.vocabulary, batch * each, length)
-        numbers = torch.arange(batch * each)
-        rows = numbers.view(batch, each)
+        count = history + CANDIDATES
+        news, numbers = dummy_tokens(body.vocabulary, batch * count, length), torch.arange(batch * count)
+        rows = numbers.view(batch, count)
         clicked = torch.arange(CANDIDATES).expand(batch, -1) == 0
         counts = (torch.full((batch,), history), torch.full((batch,), CANDIDATES))
         return Impressions(news, numbers, rows[:, :history], counts[0], rows[:, history:], counts[1], clicked)

@@ -60,8 +60,8 @@ class Texts(Movable):
 
 def side_by_side(sequences: Sequence[np.ndarray]) -> Padded:
     """Sequences of token ids, at least 1 each, padded to the longest."""
-    tokens = pad_sequence([torch.from_numpy(each) for each in sequences], batch_first=True)
-    return Padded(tokens, torch.zeros_like(tokens), torch.tensor([len(each) for each in sequences]))
+    tokens = pad_sequence([torch.from_numpy(sequence) for sequence in sequences], batch_first=True)
+    return Padded(tokens, torch.zeros_like(tokens), torch.tensor([len(sequence) for sequence in sequences]))
 
 
 class SequenceToSequenceBody(Backbone):
@@ -79,18 +79,18 @@ class SequenceToSequenceBody(Backbone):
     def forward(
         self, read: Padded, rng: RngContext, classes: Tensor | None, answer: Targets | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The encoder's states (B, S, E) fp32 of the sources, and the sum of its mechanisms' losses. answer: the
+        """Return the encoder's states (B, S, E) fp32 of the sources, and the sum of its mechanisms' losses. answer: the
         targets' tokens, from which the encoder's sketch learns.
         """
         states, auxiliary, _ = self.stack.encoder(read.tokens, rng, read.mask, answer)
         return states, auxiliary
 
     def attention(self) -> dict[str, Any]:
-        """The settings of both sides; the decoder's attention to the source is `source`'s `cross_attention`."""
+        """Return the settings of both sides; the decoder's attention to the source is `source`'s `cross_attention`."""
         config = self.stack.config
         assert config.source is not None
-        own = {**attention_settings(encoder_part(config)), "cross_attention": config.source.cross_attention}
-        return {**attention_settings(config), "source": own}
+        source = {**attention_settings(encoder_part(config)), "cross_attention": config.source.cross_attention}
+        return {**attention_settings(config), "source": source}
 
 
 class TextModel(nn.Module):
@@ -108,8 +108,8 @@ class TextModel(nn.Module):
         return batch.target.lengths.sum()
 
     def forward(self, batch: Texts, rng: RngContext, divisor: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective, mean nats of a target token (in training with label smoothing) plus auxiliary losses; and the
-        statistics of tasks/form.py, a token weighing 1, and `accuracy`. Without targets the loss is 0.
+        """Return the objective, mean nats of a target token (in training with label smoothing) plus auxiliary losses;
+        and the statistics of tasks/form.py, each token with weight 1, and `accuracy`. Without targets the loss is 0.
 
         Out of training `predicted` has the token ids (n,) of each example's best hypothesis, without its end; a single
         NaN where the model's probabilities are not finite.
@@ -119,24 +119,22 @@ class TextModel(nn.Module):
         states, auxiliary = self.body(batch.source, rng, None, answer)
         memory = Source(states, batch.source.mask)
         loss = torch.zeros((), device=states.device)
-        found: dict[str, Any] = {"nats": loss, "tokens": loss}
+        sums: dict[str, Any] = {"nats": loss, "tokens": loss}
         if batch.target is not None:
             target = batch.target
-            scores, cost, own, statistics = stack.score_targets(target.tokens, rng, target.mask, memory)
+            scores, cost, losses, statistics = stack.score_targets(target.tokens, rng, target.mask, memory)
             loss, predicted = mean_cost(scores, cost, divisor)
-            auxiliary, found = auxiliary + own, statistics | predicted
+            auxiliary, sums = auxiliary + losses, statistics | predicted
             if not rng.training:
-                found["costs"] = torch.where(scores.scored, scores.nats, 0.0).sum(1)
-                found["weights"] = target.lengths.float()
+                sums["costs"] = torch.where(scores.scored, scores.nats, 0.0).sum(1)
+                sums["weights"] = target.lengths.float()
         if not rng.training:
-            found["predicted"] = self._best(memory, rng, batch.rule)
-        return self.body.task_weight * loss + auxiliary, found
-
-    def _best(self, memory: Source, rng: RngContext, rule: BeamSettings) -> list[Tensor]:
-        stack = self.body.stack
-        nothing = torch.zeros(len(memory.states), 0, dtype=torch.int64, device=memory.states.device)
-        best = search_with(stack, nothing, stack.cache_beside(memory, rng), rule)
-        return [torch.tensor(each[0].tokens if each else [math.nan], dtype=torch.float64) for each in best]
+            prompt = torch.zeros(len(memory.states), 0, dtype=torch.int64, device=memory.states.device)
+            best = search_with(stack, prompt, stack.cache_beside(memory, rng), batch.rule)
+            sums["predicted"] = [
+                torch.tensor(beams[0].tokens if beams else [math.nan], dtype=torch.float64) for beams in best
+            ]
+        return self.body.task_weight * loss + auxiliary, sums
 
 
 DUMMY_ANSWER = 4
@@ -169,11 +167,11 @@ class TextCounts(Counts):
     answer_limit: int = 0
 
     def lines(self, split: str, limit: int) -> list[str]:
-        found, answers = super().lines(split, limit), self.answers
+        lines, answers = super().lines(split, limit), self.answers
         if answers.examples:
-            found[0] += f"; {answers.examples:,} answers, the longest of {answers.longest:,} tokens"
+            lines[0] += f"; {answers.examples:,} answers, the longest of {answers.longest:,} tokens"
         hint = "task.generation.target_length to learn"
-        return found + answers.notes(f"{split}: {{:,}} answers", self.answer_limit, hint)
+        return lines + answers.notes(split, "answers", self.answer_limit, hint)
 
 
 class TextEncoder(Encoder):
@@ -187,12 +185,12 @@ class TextEncoder(Encoder):
 
     def encode(self, examples: Iterable[Example]) -> Iterator[Encoded]:
         """Encode sources and answers. Raises DataError as Encoder.encode does, and for an answer that is empty or
-        longer than task.generation.target_length, where the configuration refuses these.
+        longer than task.generation.target_length, if the configuration refuses these.
         """
         answers = Counts()
-        for found in super().encode(examples):
-            target = None if found.label is None else self._target(found.label, found.location, answers)
-            yield EncodedText(found.sequences, found.label, found.location, found.name, target)
+        for example in super().encode(examples):
+            target = None if example.label is None else self._target(example.label, example.location, answers)
+            yield EncodedText(example.sequences, example.label, example.location, example.name, target)
         self.counts = TextCounts(
             **vars(self.counts), answers=answers, answer_limit=self.config.generation.target_length
         )
@@ -203,19 +201,10 @@ class TextEncoder(Encoder):
     def _target(self, answer: str, location: SourceLocation, counts: Counts) -> np.ndarray:
         assert self.tokenizer is not None
         tokens, limit = self.tokenizer.encode(answer).numpy(), self.config.generation.target_length
-        whole = len(tokens) + 1
-        counts.examples, counts.longest = counts.examples + 1, max(counts.longest, whole)
+        counts.examples += 1
         if not len(tokens):
-            if self.config.empty == "refuse":
-                hint = 'Remove it, or keep such examples, which are counted: --set task.empty="keep"'
-                raise DataError(str(location), "its answer is empty: the model has nothing to predict", hint)
-            counts.empty, counts.first_empty = counts.empty + 1, counts.first_empty or location
-        if whole > limit:
-            if self.config.too_long == "refuse":
-                problem = f"its answer's {whole:,} tokens are more than task.generation.target_length = {limit:,}"
-                hint = 'Raise it, or keep the beginning of such answers: --set task.too_long="cut"'
-                raise DataError(str(location), problem, hint)
-            counts.cut, counts.first_cut = counts.cut + 1, counts.first_cut or location
+            self.count_empty(counts, "its answer is empty: the model has nothing to predict", location)
+        self.is_cut(len(tokens) + 1, location, counts)
         return np.concatenate([tokens, self.end])[:limit]
 
 
@@ -260,9 +249,8 @@ class TextForm(Form):
 
     def collate(self, examples: Sequence[Any]) -> Texts:
         targets = [example.target for example in examples]
-        known = all(target is not None for target in targets)
-        sources = side_by_side([example.source for example in examples])
-        return Texts(sources, side_by_side(targets) if known else None, self.rule)
+        target = None if any(target is None for target in targets) else side_by_side(targets)
+        return Texts(side_by_side([example.source for example in examples]), target, self.rule)
 
     def dummy_batch(self, body: Backbone, batch: int, length: int) -> Texts:
         """Random tokens; targets of the longest length. A search is short: its caches have room for the longest answer
@@ -274,7 +262,7 @@ class TextForm(Form):
         return Texts(source, target, replace(self.rule, tokens=min(self.rule.tokens, DUMMY_ANSWER)))
 
     def answer(self, example: Encoded, predicted: np.ndarray) -> str:
-        """The text of the tokens, stripped of white space; empty where the probabilities were not finite."""
+        """Return the text of the tokens, stripped of white space; empty if the probabilities were not finite."""
         return "".join(self.tokenizer.text(int(token) for token in predicted if np.isfinite(token))).strip()
 
 
@@ -285,7 +273,7 @@ PACKS = 1
 
 
 def sizes_of(examples: Sequence[EncodedText], most: int) -> np.ndarray:
-    """Tokens of each source and target (N, 2). Raises DataError for an example that fits into no pack of `most`."""
+    """Return tokens of each source and target (N, 2). Raises DataError for an example that fits no pack of `most`."""
     sizes = np.array([(len(x.source), 0 if x.target is None else len(x.target)) for x in examples], dtype=np.int64)
     if (too_long := np.flatnonzero(sizes.sum(1) > most)).size:
         example, tokens = examples[too_long[0]], sizes[too_long[0]].sum()
@@ -296,7 +284,7 @@ def sizes_of(examples: Sequence[EncodedText], most: int) -> np.ndarray:
 
 
 def packed(sizes: np.ndarray, most: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """The numbers of the examples of each pack of an epoch: a pure function of the arguments, every example once.
+    """Return the numbers of the examples of each pack of an epoch, every example once: a function of the arguments.
 
     Examples in random order are sorted in pools, by their source's length, of equal ones by their target's; a pack
     takes the next ones as long as its padded sources and targets together are at most `most` tokens. Packs are then put
@@ -354,14 +342,14 @@ class TokenBatches(Steps):
             raise ConfigError("training.micro_batch", problem, "Put back the one that the run began with")
 
     def __next__(self) -> Step:
-        found: list[tuple[np.ndarray, torch.Tensor]] = []
+        packs: list[tuple[np.ndarray, torch.Tensor]] = []
         for _ in range(self.packs_a_step):
             pack = next(self._packs)
-            found.append((pack, torch.arange(self.position, self.position + len(pack))))
+            packs.append((pack, torch.arange(self.position, self.position + len(pack))))
             self.position += len(pack)
         batches = [
             Batch(self.collate([self.examples[i] for i in pack]), samples, self.position)
-            for pack, samples in found[self.ranks.rank :: self.ranks.world_size]
+            for pack, samples in packs[self.ranks.rank :: self.ranks.world_size]
         ]
         return Step(batches, self.position, 0.0)
 

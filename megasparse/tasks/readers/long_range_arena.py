@@ -20,12 +20,12 @@ from megasparse.data.corpora.images import MOST_BYTES, SUFFIXES, decode
 from megasparse.data.files import natural
 from megasparse.errors import ConfigError, DataError
 from megasparse.hub.output_folder import appearing
-from megasparse.tasks.readers.rows import RowTask, field, lines, whole_text
+from megasparse.tasks.readers.rows import RowTask, field, lines, whole_bytes, whole_text
 from megasparse.tasks.task import Example, Skipping, SourceLocation, Task, existing
 
 
 def image(file: Path, side: int) -> np.ndarray:
-    """The pixels of an image file, uint8 (S, S, 3): red, green and blue.
+    """Return the pixels of an image file, uint8 (S, S, 3): red, green and blue.
 
     Raises DataError naming a file that cannot be read, is damaged, of another size, or not of 8 bits a colour.
     """
@@ -82,7 +82,7 @@ MOST_TRIES = 100_000
 
 
 class Sizes(NamedTuple):
-    """Which trees are examples."""
+    """Sizes of the trees that are examples."""
 
     min_length: int
     max_length: int
@@ -92,14 +92,6 @@ class Sizes(NamedTuple):
     max_args: int
 
 
-class Open(NamedTuple):
-    """An operator of which not all arguments are drawn yet."""
-
-    operator: str
-    arguments: int
-    values: list[int]
-
-
 def write_listops(output: Path, numbers: dict[str, int], sizes: Sizes, seed: int) -> None:
     """Write a folder with a file for each of `numbers` (name -> examples), which no two files share.
 
@@ -107,56 +99,56 @@ def write_listops(output: Path, numbers: dict[str, int], sizes: Sizes, seed: int
     """
     examples = distinct(random.Random(seed), sizes)
     with appearing(output) as folder, tqdm(total=sum(numbers.values()), unit="tree", disable=None) as progress:
-        for name, wanted in numbers.items():
+        for name, count in numbers.items():
             with open(folder / name, "w", encoding="utf-8", newline="\n") as stream:
                 stream.write("Source\tTarget\n")
-                for _ in range(wanted):
+                for _ in range(count):
                     source, target = next(examples)
                     stream.write(f"{source}\t{target}\n")
                     progress.update()
 
 
 def distinct(draw: random.Random, sizes: Sizes) -> Iterator[tuple[str, int]]:
-    """Source and target of one example after another, none twice. Raises ConfigError where no more are found."""
-    seen = set()
+    """Draw source and target of one example after another, none twice. Raises ConfigError if no more are found."""
+    digests = set()
     tries = 0
     while tries < MOST_TRIES:
         tries += 1
         if (example := tree(draw, sizes)) is None:
             continue
         digest = hashlib.blake2b(example[0].encode(), digest_size=16).digest()
-        if digest not in seen:
-            seen.add(digest)
+        if digest not in digests:
+            digests.add(digest)
             tries = 0
             yield example
-    problem = f"{sizes.max_length}, with the other options, leaves too few trees: {len(seen):,} were found"
+    problem = f"{sizes.max_length}, with the other options, leaves too few trees: {len(digests):,} were found"
     raise ConfigError("--max-length", problem, "Allow more lengths, more depth or more arguments, or ask for fewer")
 
 
 def tree(draw: random.Random, sizes: Sizes) -> tuple[str, int] | None:
-    """One tree, as text, and its value; None where it does not have the wanted length, which ends the drawing early."""
+    """Draw one tree, as text, and its value; None if its length is out of bounds, which ends the drawing early."""
     parts: list[str] = []
     length = 0
-    unfinished: list[Open] = []
+    unfinished: list[tuple[str, int, list[int]]] = []  # operators, their numbers of arguments, the values so far
     while length < sizes.max_length:
         if len(unfinished) + 1 < sizes.max_depth and draw.random() < OPERATOR_PROBABILITY:
             arguments = 2 + _below(draw, sizes.max_args - 1)
             operator = OPERATORS[_below(draw, len(OPERATORS))]
             parts += ["("] * (arguments + 1) + [operator]
-            unfinished.append(Open(operator, arguments, []))
+            unfinished.append((operator, arguments, []))
             length += 2  # its end too
             continue
         value = _below(draw, len(DIGITS))
         parts.append(DIGITS[value])
         length += 1
         while unfinished:
-            last = unfinished[-1]
+            operator, arguments, values = unfinished[-1]
             parts.append(")")
-            last.values.append(value)
-            if len(last.values) < last.arguments:
+            values.append(value)
+            if len(values) < arguments:
                 break
             parts += [END, ")"]
-            value = evaluate(last.operator, last.values)
+            value = evaluate(operator, values)
             unfinished.pop()
         if not unfinished:
             return (" ".join(parts), value) if sizes.min_length < length < sizes.max_length else None
@@ -164,7 +156,7 @@ def tree(draw: random.Random, sizes: Sizes) -> tuple[str, int] | None:
 
 
 def evaluate(operator: str, values: Sequence[int]) -> int:
-    """The value of an operator of OPERATORS on digits, itself a digit."""
+    """Return the value of an operator of OPERATORS on digits, itself a digit."""
     if operator == "[MIN":
         return min(values)
     if operator == "[MAX":
@@ -175,7 +167,7 @@ def evaluate(operator: str, values: Sequence[int]) -> int:
 
 
 def _below(draw: random.Random, number: int) -> int:
-    """A number of 0 … number − 1. Only `random.random` is promised to stay the same in later Pythons."""
+    """Draw a number of 0 … number − 1. Only `random.random` is promised to stay the same in later Pythons."""
     return int(draw.random() * number)
 
 
@@ -194,7 +186,7 @@ class ByteIMDb(Task):
     official: ClassVar = {"train": "train", "test": "test"}
 
     def read(self, file: Path) -> Iterator[Example]:
-        """The reviews of a folder with neg and pos: first neg's, each class by the numbers in the files' names."""
+        """Read the reviews of a folder with neg and pos: first neg's, each class by the numbers in the files' names."""
         with self.skipping(file) as skipping:
             for label, name in enumerate(self.classes):
                 reviews = sorted((file / name).glob("*.txt"), key=lambda path: natural(path.name))
@@ -258,17 +250,17 @@ class GreyCIFAR10(Task):
     classes = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        """The official batches, else folders of images. Raises DataError for the pickled version, which is not read."""
-        for found in (*folder.glob("*_batch*"), *folder.glob(f"{PICKLED_FOLDER}/*_batch*")):
-            if PICKLED.match(found.name):
+        """Return the official batches, else folders of images. Raises DataError for the pickled version."""
+        for path in (*folder.glob("*_batch*"), *folder.glob(f"{PICKLED_FOLDER}/*_batch*")):
+            if PICKLED.match(path.name):
                 problem = "this batch is a pickle, which could run anything when it is read"
-                raise DataError(found, problem, "Give the binary version, cifar-10-binary.tar.gz")
+                raise DataError(path, problem, "Give the binary version, cifar-10-binary.tar.gz")
         *train, test = BATCHES
         official = existing(folder, {"train": train, "test": test}, OFFICIAL_FOLDER)
         return official or existing(folder, {"train": "train", "test": "test"})
 
     def read(self, file: Path) -> Iterator[Example]:
-        """The images of a batch in its order; of a folder class by class, by the numbers in their names."""
+        """Read the images of a batch in its order; of a folder class by class, by the numbers in their names."""
         return self._images(file) if file.is_dir() else self._records(file)
 
     def _records(self, file: Path) -> Iterator[Example]:
@@ -291,14 +283,14 @@ class GreyCIFAR10(Task):
             raise DataError(file, f"cannot be read ({error.strerror})", "Give a batch of CIFAR-10") from None
 
     def _images(self, folder: Path) -> Iterator[Example]:
-        for name in sorted(each.name for each in folder.iterdir() if each.is_dir()):
+        for name in sorted(path.name for path in folder.iterdir() if path.is_dir()):
             self.class_of(name, SourceLocation(folder / name))
         for label, name in enumerate(self.classes):
-            found = [path for path in (folder / name).glob("*") if path.name.lower().endswith(SUFFIXES)]
-            if not found:
+            paths = [path for path in (folder / name).glob("*") if path.name.lower().endswith(SUFFIXES)]
+            if not paths:
                 hint = f"Give a folder with one folder of images for each class: {', '.join(self.classes)}"
                 raise DataError(folder / name, "holds no images", hint)
-            for path in sorted(found, key=lambda path: natural(path.name)):
+            for path in sorted(paths, key=lambda path: natural(path.name)):
                 yield Example((grey(image(path, SIDE)),), label, SourceLocation(path), f"{name}/{path.stem}")
 
 
@@ -338,18 +330,20 @@ class Pathfinder(RowTask):
     classes = ("0", "1")
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        """The metadata files by split. Raises DataError for the folder of all levels: a run reads one of them."""
+        """Return the metadata files by split. Raises DataError for the folder of all levels: a run reads one."""
         levels = [level for level in LEVELS if (folder / level).is_dir()]
         if levels:
             hint = f"Give one of them: {folder / levels[-1]}"
             raise DataError(folder, f"has {len(levels)} levels, of which a run reads one", hint)
-        found = sorted((folder / "metadata").glob("*.npy"), key=lambda path: natural(path.name))
-        first, second = len(found) * 8 // 10, len(found) * 9 // 10
-        splits = {"train": found[:first], "validation": found[first:second], "test": found[second:]}
+        paths = sorted((folder / "metadata").glob("*.npy"), key=lambda path: natural(path.name))
+        first, second = len(paths) * 8 // 10, len(paths) * 9 // 10
+        splits = {"train": paths[:first], "validation": paths[first:second], "test": paths[second:]}
         return {split: files for split, files in splits.items() if files}
 
     def rows(self, file: Path, skipping: Skipping) -> Iterator[tuple[SourceLocation, str]]:
-        _refuse_arrays(file)
+        if whole_bytes(file).startswith(NUMPY):
+            problem = "this is a numpy array, which can hold pickles, and those could run anything when they are read"
+            raise DataError(file, problem, "Give lra_release's, which is text, or write text: imgs/0 sample_7.png 7 1")
         return lines(file, skipping)
 
     def example(self, row: str, location: SourceLocation, number: str) -> Example:
@@ -362,19 +356,8 @@ class Pathfinder(RowTask):
         return Example((pixels,), self.class_of(label, location), location, f"{folder}/{name}")
 
 
-def _refuse_arrays(file: Path) -> None:
-    try:
-        with open(file, "rb") as stream:
-            begin = stream.read(len(NUMPY))
-    except OSError as error:
-        raise DataError(file, f"cannot be read ({error.strerror})", "Give a file of metadata") from None
-    if begin == NUMPY:
-        problem = "this is a numpy array, which can hold pickles, and those could run anything when they are read"
-        raise DataError(file, problem, "Give lra_release's, which is text, or write text: imgs/0 sample_7.png 7 1")
-
-
 def _pixels(path: Path, location: SourceLocation) -> np.ndarray:
-    """The grey values of an image, int64 (1024,)."""
+    """Return the grey values of an image, int64 (1024,)."""
     if not path.is_file():
         raise DataError(str(location), f"{path} is not there", "Unpack lra_release again, or delete this line")
     if not path.stat().st_size:
