@@ -35,11 +35,11 @@ def checkpoint_layers(model: nn.Module, offload_to_cpu: bool) -> None:
     offload_to_cpu: keep the layers' inputs in CPU memory. Raises ConfigError where the model has no layers that can be
     recomputed.
     """
-    found = list(_layers(model))
-    if not found:
+    layers = list(_layers(model))
+    if not layers:
         problem = f"{type(model).__name__} has no layers that can be recomputed"
         raise ConfigError("start.activations", problem, 'Set it to "stored"')
-    for layer in found:
+    for layer in layers:
         layer.forward = _Layer(layer, offload_to_cpu).run
 
 
@@ -81,13 +81,13 @@ class _Layer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The sum of the losses or None, whether there is a single output, and the outputs."""
-        known = kwargs[PASS].losses if kwargs.get(PASS) is not None else []
-        before = len(known)
+        losses = kwargs[PASS].losses if kwargs.get(PASS) is not None else []
+        before = len(losses)
         outputs = type(self.layer).forward(self.layer, *args, **kwargs)
-        own = known[before:]
-        del known[before:]
+        added = losses[before:]
+        del losses[before:]
         single = isinstance(outputs, Tensor)
-        return torch.stack(own).sum() if own else None, single, *((outputs,) if single else outputs)
+        return torch.stack(added).sum() if added else None, single, *((outputs,) if single else outputs)
 
 
 def _uncached(value: Any) -> Any:
@@ -99,12 +99,7 @@ def _uncached(value: Any) -> Any:
 
 def count_layers(body: nn.Module) -> int:
     """Layers that can be checkpointed."""
-    return len(_own_blocks(body)) or len(list(_layers(body)))
-
-
-def _own_blocks(body: nn.Module) -> list[Block]:
-    """The blocks of one of our models, of both sides where it has two."""
-    return [module for module in body.modules() if isinstance(module, Block)]
+    return sum(isinstance(module, Block) for module in body.modules()) or len(list(_layers(body)))
 
 
 class Backbone(nn.Module, ABC):
@@ -230,17 +225,10 @@ def add_adapters(body: Backbone, config: LoRAConfig, seed: int) -> None:
     """`model.adapters.add_adapters` of a body, whose norm over the states, where it has one, is trained as well: it is
     not pretrained.
     """
-    norm = body.norm if isinstance(body, MegasparseBody) else None
+    norm, kinds = getattr(body, "norm", None), adapters.LINEAR
+    if not isinstance(body, MegasparseBody):
+        from transformers.pytorch_utils import Conv1D  # GPT-2's linear layers
+
+        norm, kinds = None, (*kinds, Conv1D)
     new = () if norm is None else norm.parameters()
-    adapters.add_adapters(
-        body, config, seed, kinds=_kinds(body), new=new, draws=isinstance(body, HuggingFaceBody)
-    )  # fmt: skip
-
-
-def _kinds(body: Backbone) -> adapters.Kinds:
-    """The classes of linear layers: transformers has one for GPT-2."""
-    if isinstance(body, MegasparseBody):
-        return adapters.LINEAR
-    from transformers.pytorch_utils import Conv1D
-
-    return (*adapters.LINEAR, Conv1D)
+    adapters.add_adapters(body, config, seed, kinds=kinds, new=new, draws=isinstance(body, HuggingFaceBody))

@@ -48,7 +48,7 @@ def bootstrap_interval(
 
 
 def t_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Student's t interval of the mean of two or more independent runs' values."""
+    """Return Student's t interval of the mean of two or more independent runs' values."""
     from scipy.stats import t
 
     mean, deviation = statistics.fmean(values), statistics.stdev(values)
@@ -60,21 +60,18 @@ CACHED_RANKINGS = 1 << 19
 """Number of impressions whose metrics are cached: more than MIND's validation set has."""
 
 
-Each = Callable[[tuple[int, ...], tuple[float, ...]], float]
-
-
-def _mean(each: Each) -> Callable[[np.ndarray, np.ndarray], float]:
-    """The mean over impressions, (labels, answers) -> the metric, of the metric of one."""
-    kept = lru_cache(CACHED_RANKINGS)(each)
+def _mean(one: Callable[[tuple[int, ...], tuple[float, ...]], float]) -> Callable[[np.ndarray, np.ndarray], float]:
+    """Return the mean over impressions, (labels, answers) -> the metric, of the metric of one."""
+    cached = lru_cache(CACHED_RANKINGS)(one)
 
     def metric(labels: np.ndarray, predicted: np.ndarray) -> float:
-        return statistics.fmean(kept(*one) for one in zip(labels, predicted, strict=True))
+        return statistics.fmean(map(cached, labels, predicted))
 
     return metric
 
 
 def ranking(scores: Sequence[float]) -> np.ndarray:
-    """(C,) int64: the candidates' indices, the one of highest score first."""
+    """Return the candidates' indices, (C,) int64, the one of highest score first."""
     return np.argsort(np.asarray(scores), kind="stable")[::-1]
 
 
@@ -139,7 +136,7 @@ def _mean_rouge(labels: np.ndarray, predicted: np.ndarray, name: str) -> float:
     """Mean over examples of the F1 of words, stemmed by Porter's rules (Lin 2004), 0 to 1. rouge-score knows the
     letters a to z and digits alone: it is a measure of English.
     """
-    return float(np.mean([_rouge(label, own)[name] for label, own in zip(labels, predicted, strict=True)]))
+    return float(np.mean([_rouge(label, answer)[name] for label, answer in zip(labels, predicted, strict=True)]))
 
 
 TEXT_METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
@@ -150,7 +147,7 @@ TEXT_METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
 
 
 def signature(name: str) -> str | None:
-    """The settings and version that a library wants reported beside its metric; None for metrics without any."""
+    """Return the settings and version that a library reports with its metric; None for metrics without any."""
     if name == "chrf" or name in BLEUS:
         scorer = _scorer(name)
         scorer.corpus_score(["a"], [["a"]])
@@ -172,8 +169,8 @@ def _scorer(name: str, sentence: bool = False) -> Any:
 @lru_cache(maxsize=CACHED_PAIRS)
 def _bleu_counts(name: str, reference: str, hypothesis: str) -> tuple[int, ...]:
     """Lengths of hypothesis and reference, n-grams that are right, n-grams, of each order."""
-    found = _scorer(name, sentence=True).sentence_score(hypothesis, [reference])
-    return found.sys_len, found.ref_len, *found.counts, *found.totals
+    score = _scorer(name, sentence=True).sentence_score(hypothesis, [reference])
+    return score.sys_len, score.ref_len, *score.counts, *score.totals
 
 
 @lru_cache(maxsize=CACHED_PAIRS)
@@ -194,8 +191,8 @@ def _rouge_scorer() -> Any:
 @lru_cache(maxsize=CACHED_PAIRS)
 def _rouge(reference: str, hypothesis: str) -> dict[str, float]:
     """F1 of each of ROUGE_TYPES."""
-    found = _rouge_scorer().score(reference, hypothesis)
-    return {name: found[name].fmeasure for name in ROUGE_TYPES}
+    scores = _rouge_scorer().score(reference, hypothesis)
+    return {name: scores[name].fmeasure for name in ROUGE_TYPES}
 
 
 def _summed(counts: Callable[[str, str], tuple[int, ...]], labels: np.ndarray, predicted: np.ndarray) -> list[int]:
@@ -255,7 +252,7 @@ def mae(labels: np.ndarray, predicted: np.ndarray) -> float:
 
 
 METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
-    **{each.__name__: each for each in (accuracy, f1, macro_f1, matthews, pearson, spearman, mse, mae)},
+    **{metric.__name__: metric for metric in (accuracy, f1, macro_f1, matthews, pearson, spearman, mse, mae)},
     **TEXT_METRICS,
     **RANKING_METRICS,
 }
@@ -267,7 +264,7 @@ LOWER_IS_BETTER: tuple[str, ...] = ("mse", "mae")
 
 
 def require_metrics() -> None:
-    """Raise UserError where the libraries are not installed."""
+    """Raise UserError if the libraries are not installed."""
     try:
         import rouge_score  # noqa: F401
         import sacrebleu  # noqa: F401
@@ -283,5 +280,5 @@ def _vary(labels: np.ndarray, predicted: np.ndarray) -> bool:
 
 
 def _numbers(values: np.ndarray) -> np.ndarray:
-    """All numbers in one dimension, from numbers or arrays of them."""
+    """Return all numbers in one dimension, from numbers or arrays of them."""
     return np.concatenate([np.ravel(value) for value in values])

@@ -89,8 +89,8 @@ class VectorStacks(Stack):
         mean of its streams, normalised, (B, O + H, E) fp32, and the sum of auxiliary losses.
         """
         memory, of_encoder, _ = self.encoder(read, rng, None, targets)
-        streams, own, _ = self.streams(seen, rng, Padding(), targets, source=Source(memory, None))
-        return self.norm(mean_stream(streams)), of_encoder + own
+        streams, of_decoder, _ = self.streams(seen, rng, Padding(), targets, source=Source(memory, None))
+        return self.norm(mean_stream(streams)), of_encoder + of_decoder
 
 
 class ForecastBody(Backbone):
@@ -141,7 +141,7 @@ class Forecaster(nn.Module):
         draw_normal(self.output.weight, DEVIATION, seed, "initial head", "output")
 
     def forward(self, windows: Windows, rng: RngContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective, mean squared error of a predicted number plus auxiliary losses; and the statistics of
+        """Return the objective, mean squared error of a predicted number plus auxiliary losses; and the statistics of
         tasks/form.py, an example weighing H·T. `predicted` is (B, H, T) fp32. Without labels the loss is 0.
 
         Smart Bird's sketches learn whether an example's targets are above their training mean.
@@ -158,10 +158,10 @@ class Forecaster(nn.Module):
             predicted = predicted + level[..., self.anchors]
         weights = torch.full((len(predicted),), float(predicted[0].numel()), device=predicted.device)
         costs = torch.zeros_like(weights) if labels is None else (predicted - labels).square().sum((1, 2))
-        found = {"nats": costs.detach().sum(), "tokens": weights.sum()}
+        statistics = {"nats": costs.detach().sum(), "tokens": weights.sum()}
         if not rng.training:
-            found |= {"predicted": predicted} | ({} if labels is None else {"costs": costs, "weights": weights})
-        return self.body.task_weight * costs.sum() / weights.sum() + auxiliary, found
+            statistics |= {"predicted": predicted} | ({} if labels is None else {"costs": costs, "weights": weights})
+        return self.body.task_weight * costs.sum() / weights.sum() + auxiliary, statistics
 
 
 @dataclass(frozen=True)
@@ -260,9 +260,9 @@ class ForecastForm(Form):
         }
 
     def in_units(self, scaled: np.ndarray) -> dict[str, list[float]]:
-        """Targets (rows, T), by column and in the units of the file."""
-        own = self.series.target_places
-        values = scaled * self.series.scale[own] + self.series.mean[own]
+        """Return targets (rows, T), by column and in the units of the file."""
+        indices = self.series.target_places
+        values = scaled * self.series.scale[indices] + self.series.mean[indices]
         return {column: values[:, i].tolist() for i, column in enumerate(self.series.targets)}
 
 

@@ -22,25 +22,24 @@ HINT = "Put the rows in order of time, one each step, and fill the gaps"
 def parse_date(text: str, location: SourceLocation) -> datetime:
     """Parse a date and time. Raises DataError for anything else, and for a time zone, whose days vary in length."""
     try:
-        found = datetime.fromisoformat(text.strip())
+        date = datetime.fromisoformat(text.strip())
     except ValueError:
         problem = f'"{text[:80]}" is no date and time'
         raise DataError(str(location), problem, "Write it as 2016-07-01 13:00:00") from None
-    if found.tzinfo is not None:
-        raise DataError(
-            str(location), f'"{text[:80]}" names a time zone', "Give all times in one zone, without its name"
-        )
-    return found
+    if date.tzinfo is not None:
+        hint = "Give all times in one zone, without its name"
+        raise DataError(str(location), f'"{text[:80]}" names a time zone', hint)
+    return date
 
 
 def require_step(earlier: datetime, later: datetime, step: timedelta | None, location: SourceLocation) -> timedelta:
-    """The step from a row to the next. Raises DataError where it is not `step`, unless that is None (not yet known)."""
-    own = later - earlier
-    if own <= timedelta(0):
+    """Return the step from a row to the next. Raises DataError if it is not `step`, unless that is None (unknown)."""
+    difference = later - earlier
+    if difference <= timedelta(0):
         raise DataError(str(location), f"{later} comes after {earlier}, which is no earlier", HINT)
-    if step is not None and own != step:
-        raise DataError(str(location), f"{later} is {own} after the row before it, where a step is {step}", HINT)
-    return own
+    if step is not None and difference != step:
+        raise DataError(str(location), f"{later} is {difference} after the row before it, where a step is {step}", HINT)
+    return difference
 
 
 def time_features(dates: np.ndarray, step: float) -> np.ndarray:
@@ -100,13 +99,13 @@ class Series(Task):
     def __init__(self, config: TaskConfig):
         """Read the training file where the configuration lacks columns, mean, scale or step. Raises DataError too."""
         super().__init__(config)
-        own = config.forecast
-        if None in (own.inputs, own.targets, own.mean, own.scale, own.step):
-            own = self._fitted(own)
-        self.forecast = own
-        self.inputs, self.targets = own.inputs or [], own.targets or []
+        forecast = config.forecast
+        if None in (forecast.inputs, forecast.targets, forecast.mean, forecast.scale, forecast.step):
+            forecast = self._fitted(forecast)
+        self.forecast = forecast
+        self.inputs, self.targets = forecast.inputs or [], forecast.targets or []
         self.columns = list(dict.fromkeys([*self.inputs, *self.targets]))
-        mean, scale, self.step = own.mean or {}, own.scale or {}, own.step or 0.0
+        mean, scale, self.step = forecast.mean or {}, forecast.scale or {}, forecast.step or 0.0
         for column in self.columns:
             if column not in mean or column not in scale:
                 hint = "Set forecast.mean and forecast.scale to null: the training file has them"
@@ -170,24 +169,31 @@ class Series(Task):
             raise DataError(file, f"{problem}read and {horizon} to predict", hint)
         return begins
 
-    def _fitted(self, own: ForecastConfig) -> ForecastConfig:
+    def _fitted(self, forecast: ForecastConfig) -> ForecastConfig:
         """The settings completed from the training file: columns, step, and mean and scale of the training rows."""
-        for key, names in (("inputs", own.inputs), ("targets", own.targets)):
+        for key, names in (("inputs", forecast.inputs), ("targets", forecast.targets)):
             if names is not None and (not names or len(set(names)) < len(names)):
                 problem = f"{json.dumps(names)[:80]} are no columns"
                 raise ConfigError(f"task.forecast.{key}", problem, "Name one or more, each once")
         file = self.file_of(Path(self.config.source))
-        wanted = None if own.inputs is None else list(dict.fromkeys([*own.inputs, *(own.targets or [])]))
-        rows = _rows(file, own.date, wanted, None)
-        inputs = own.inputs or rows.columns
-        targets = own.targets or inputs
+        columns = None
+        if forecast.inputs is not None:
+            columns = list(dict.fromkeys([*forecast.inputs, *(forecast.targets or [])]))
+        rows = _rows(file, forecast.date, columns, None)
+        inputs = forecast.inputs or rows.columns
+        targets = forecast.targets or inputs
         for column in targets:
             field(dict.fromkeys(rows.columns), column, SourceLocation(file, 1))
         self._begins("train", len(rows.dates), file)
         assert rows.step is not None
         first, end = self.borders(len(rows.dates), file)["train"]
-        found: dict[str, Any] = {"inputs": inputs, "targets": targets, "step": rows.step.total_seconds()}
-        return own.model_copy(update={**found, **_scaling(rows.columns, rows.values[first:end])})
+        settings: dict[str, Any] = {"inputs": inputs, "targets": targets, "step": rows.step.total_seconds()}
+        from sklearn.preprocessing import StandardScaler  # mean and population standard deviation of each column
+
+        scaler = StandardScaler().fit(rows.values[first:end])
+        for name, values in (("mean", scaler.mean_), ("scale", scaler.scale_)):
+            settings[name] = dict(zip(rows.columns, values.tolist(), strict=True))
+        return forecast.model_copy(update=settings)
 
 
 class ETT(Series):
@@ -256,12 +262,3 @@ def _number(text: str, column: str, location: SourceLocation) -> float:
         problem = f'"{text[:80]}" in the column "{column}" is no number'
         raise DataError(str(location), problem, "Write one, such as 3.5, or name other columns: task.forecast.inputs")
     return value
-
-
-def _scaling(columns: list[str], values: np.ndarray) -> dict[str, dict[str, float]]:
-    """Mean and population standard deviation of each column."""
-    from sklearn.preprocessing import StandardScaler
-
-    found = StandardScaler().fit(values)
-    named = (dict(zip(columns, each.tolist(), strict=True)) for each in (found.mean_, found.scale_))
-    return dict(zip(("mean", "scale"), named, strict=True))

@@ -36,22 +36,22 @@ class WikiHop(Task):
     inner = "wikihop"
 
     def read(self, file: Path) -> Iterator[Example]:
-        seen: set[str] = set()
+        names: set[str] = set()
         rows = _array(file)
         with self.skipping(file) as skipping:
             skipping.rows = len(rows)
             for number, row in enumerate(rows, start=1):
                 with skipping:
                     example = _example(row, SourceLocation(file, number))
-                    if example.name in seen:
+                    if example.name in names:
                         problem = f'example {number}: the id "{example.name[:80]}" is another example\'s too'
                         raise DataError(str(example.location), problem, "Give each an id of its own")
-                    seen.add(example.name)
+                    names.add(example.name)
                     yield example
 
 
 def _array(file: Path) -> list[Any]:
-    """The array that a JSON file holds. Raises DataError naming the location of what is no JSON."""
+    """Return the array of a JSON file. Raises DataError naming the location of what is not JSON."""
     try:
         with open(file, encoding="utf-8-sig") as stream:
             values = json.load(stream)
@@ -72,7 +72,7 @@ def _array(file: Path) -> list[Any]:
 
 
 def _example(row: Any, location: SourceLocation) -> Choice:
-    """The example of one object. Raises DataError naming file, number and id where it is malformed."""
+    """Return the example of one object. Raises DataError naming file, number and id if it is malformed."""
     named = isinstance(row, dict) and isinstance(row.get("id"), str)
     which = f"example {location.line}" + (f' ("{row["id"][:80]}")' if named else "")
 
@@ -85,11 +85,11 @@ def _example(row: Any, location: SourceLocation) -> Choice:
         if key not in row:
             raise refuse(f'has no "{key}"', FORM)
         if not isinstance(row[key], kind):
-            wanted = "text" if kind is str else "list of texts"
-            raise refuse(f'"{key}" is no {wanted} but {json.dumps(row[key])[:80]}', FORM)
-        for each in row[key] if kind is list else ():
-            if not isinstance(each, str):
-                raise refuse(f'"{key}" has {json.dumps(each)[:80]}, which is no text', FORM)
+            expected = "text" if kind is str else "list of texts"
+            raise refuse(f'"{key}" is no {expected} but {json.dumps(row[key])[:80]}', FORM)
+        for text in row[key] if kind is list else ():
+            if not isinstance(text, str):
+                raise refuse(f'"{key}" has {json.dumps(text)[:80]}, which is no text', FORM)
     candidates, answer = row["candidates"], row.get("answer")
     for key in ("id", "query"):
         if not row[key].strip():
@@ -99,7 +99,7 @@ def _example(row: Any, location: SourceLocation) -> Choice:
     if "" in map(str.strip, candidates):
         raise refuse("one of the candidates is empty")
     if len(set(candidates)) < len(candidates):
-        twice = next(each for each in candidates if candidates.count(each) > 1)
+        twice = next(text for text in candidates if candidates.count(text) > 1)
         raise refuse(f'"{twice[:80]}" is twice among the candidates', "Remove one of the two")
     if answer is not None and answer not in candidates:
         hint = f"Its candidates are: {', '.join(candidates)[:200]}. Without an answer leave the key out"
