@@ -112,7 +112,6 @@ REACHED = {
     "evaluate": ("runs.api", RUNS | {"evaluation"}),
     "generate": ("evaluation.texts", RUNS | {"evaluation"}),
     "predict": ("tasks.evaluate", RUNS | {"evaluation", "tasks"}),
-    "supervise": ("training.supervisor", RUNS),
     "prepare-data": ("data.prepare", {"cli", "config", "errors", "callbacks", "data", "optimizers"}),
     "compare": ("runs.comparison", RUNS),
     "report": ("runs.report", RUNS),

@@ -58,7 +58,7 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError("--checkpoint", problem, "Evaluate them one by one, or give --task of fine-tuned ones")
         return
     if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-        raise ConfigError("--task", f"is evaluated by one rank, and {ranks} were started", "Start it without supervise")
+        raise ConfigError("--task", f"is evaluated by one rank, and {ranks} were started", "Start it without torchrun")
     if not args.source:
         raise ConfigError("--source", "is missing", f"Give the folder of {args.task}'s official files, or a file")
     if args.predictions is None:
@@ -101,7 +101,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
         megasparse evaluate --checkpoint runs/quickstart --data data/quickstart --json runs/quickstart/test.json
         megasparse evaluate --checkpoint runs/quickstart --data data/quickstart --stride 1024 --rounds 8
-        megasparse supervise --ranks 2 evaluate --checkpoint runs/quickstart --set parallel.sequence=2
+        torchrun --nproc-per-node 2 -m megasparse evaluate --checkpoint runs/quickstart --set parallel.sequence=2
         megasparse evaluate --task rte --checkpoint runs/rte --source glue_data/RTE --predictions rte.jsonl
         megasparse evaluate --task rte --checkpoint runs/rte_0 runs/rte_1 runs/rte_2 --source glue_data/RTE
 
@@ -151,7 +151,7 @@ def generate(args: argparse.Namespace) -> None:
         megasparse generate --checkpoint runs/quickstart --prompt "The history of " --tokens 300 --temperature 0.8
         megasparse generate --checkpoint runs/pixels --images 16 --output samples
         megasparse generate --checkpoint runs/pixels --complete cat.png dog.png --output completions
-        megasparse supervise --ranks 2 generate --checkpoint runs/quickstart --set parallel.sequence=2
+        torchrun --nproc-per-node 2 -m megasparse generate --checkpoint runs/quickstart --set parallel.sequence=2
         megasparse generate --checkpoint runs/translation --source "Ein Satz." --beams 4 --length-penalty 0.6
 
     Several ranks write a decoder's text together: each has the decoding caches of its part of the heads.
@@ -165,7 +165,7 @@ def generate(args: argparse.Namespace) -> None:
         for option in ("images", "complete", "source", "source_file"):
             if getattr(args, option) is not None:
                 problem = "several ranks continue a decoder's text, and nothing else"
-                raise ConfigError(f"--{option.replace('_', '-')}", problem, "Start it without supervise")
+                raise ConfigError(f"--{option.replace('_', '-')}", problem, "Start it without torchrun")
     from megasparse.evaluation.bits_per_dim import refuse_leaks
     from megasparse.evaluation.generate import Sampling, shared_decoder
     from megasparse.evaluation.images import complete_images, draw_images, shape_of

@@ -19,7 +19,6 @@ COMMANDS = {
     "compress": "compress a file with a decoder's predictions",
     "decompress": "restore a compressed file, byte for byte",
     "predict": "predictions of a fine-tuned model for new examples",
-    "supervise": "run several ranks, pass signals on, and restart them after a failure",
     "configs": "list the shipped configurations",
     "prepare-data": "turn a corpus into shards",
     "train-tokenizer": "train a tokenizer on text",
@@ -34,7 +33,7 @@ COMMANDS = {
 }
 """Subcommand -> what it does, in the order of `megasparse --help`."""
 MODULES = {
-    "train": ("quickstart", "pretrain", "finetune", "supervise", "plan"),
+    "train": ("quickstart", "pretrain", "finetune", "plan"),
     "data": ("prepare-data", "train-tokenizer", "listops"),
     "hub": ("convert to-hf", "convert from-hf", "replace-attention", "teach"),
     "evaluation": ("evaluate", "generate", "predict", "compress", "decompress"),

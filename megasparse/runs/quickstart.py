@@ -46,7 +46,7 @@ def quickstart(small: bool = False) -> None:
     wheel = fetch_wheel("gensim==4.4.0", WHEEL, WHEEL_SHA256, PLATFORM)
     megasparse("prepare-data", "text", "--source", wheel, "--member", MEMBER, "--output", SHARDS)
     say("2/5  training (its curves: tensorboard --logdir runs)")
-    megasparse(*training_command(small))
+    train(small)
     say("3/5  bits/dim of held-out text, every byte of the test split scored")
     evaluate(run)
     say("4/5  the same text as a file, compressed by the model")
@@ -59,13 +59,13 @@ def quickstart(small: bool = False) -> None:
     report(run, text, held_out)
 
 
-def training_command(small: bool) -> list[str]:
-    """Two ranks share the batch of two sequences on a CPU of two cores or more; a GPU, or one core, takes both."""
+def train(small: bool) -> None:
+    """Train on two ranks, a sequence of the batch each, on a CPU of two cores or more; on one elsewhere."""
     import torch
 
     alone = torch.cuda.is_available() or len(os.sched_getaffinity(0)) < 2
     changes = [word for setting in (SMALL if small else ()) for word in ("--set", setting)]
-    return [*([] if alone else ["supervise", "--ranks", "2"]), "pretrain", "quickstart", *changes]
+    megasparse("pretrain", "quickstart", *changes, ranks=1 if alone else 2)
 
 
 def evaluate(run: Path) -> None:
@@ -100,11 +100,13 @@ def report(run: Path, text: Path, held_out: EvaluationStream) -> None:
     print(NEXT.format(run=run))
 
 
-def megasparse(*words: object) -> None:
-    """Print a command and run it. Raises UserError where it fails."""
-    shown = shlex.join(["megasparse", *map(str, words)])
+def megasparse(*words: object, ranks: int = 1) -> None:
+    """Print a command and run it, several ranks by torchrun. Raises UserError where it fails."""
+    options = [] if ranks == 1 else ["--standalone", "--nproc-per-node", str(ranks), "-m", "megasparse"]
+    shown = shlex.join([*(["torchrun", *options] if options else ["megasparse"]), *map(str, words)])
     print(f"$ {shown}", flush=True)
-    code = subprocess.run([sys.executable, "-m", "megasparse", *map(str, words)], check=False).returncode
+    program = ["torch.distributed.run", *options] if options else ["megasparse"]
+    code = subprocess.run([sys.executable, "-m", *program, *map(str, words)], check=False).returncode
     if code != 0:
         raise UserError(f"{shown} ended with exit code {code}. Its message is above; correct it and run again")
 

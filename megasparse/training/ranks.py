@@ -255,7 +255,9 @@ def _choose_device(run: RunConfig) -> torch.device:
     local, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local >= devices:
         problem = f"rank {local} of {socket.gethostname()} has no GPU of its own; PyTorch sees {devices} there"
-        raise ConfigError("LOCAL_RANK", problem, "Start no more ranks a node than it has GPUs: --ranks, or slots=")
+        raise ConfigError(
+            "LOCAL_RANK", problem, "Start no more ranks per node than it has GPUs: --nproc-per-node, or slots="
+        )
     return torch.device("cuda", local)
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.faults import LIMIT, SUPERVISE, Run, running
+from tests.helpers.faults import LIMIT, Run, running
 from tests.helpers.hosts import Host, hosts, require
 from tests.helpers.slurm import Slurm
 from tests.helpers.trained import prepared
 
-PRETRAIN = SUPERVISE.with_name("pretrain.py")
+ROOT = Path(__file__).resolve().parents[2]
+PRETRAIN = ROOT / "launch" / "pretrain.py"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 NOBODY = "10.77.0.9"
 """An address of the same network that no host has."""
@@ -23,7 +24,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GOMP_SPINCOUNT": "0",
     "GLOO_SOCKET_IFNAME": "eth0",
-    "PYTHONPATH": str(SUPERVISE.parents[1]),
+    "PYTHONPATH": str(ROOT),
     "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "torch_extensions")),
 }
 """What every rank is given, on whichever node."""
@@ -41,13 +42,6 @@ def cluster_run(folder: Path, data: Path, **sections: dict[str, Any]) -> Run:
     return Run(folder, data, **(own | sections))
 
 
-def first_rank(host: Host) -> int:
-    """The one rank of a host in its first start: neither its supervisor nor in reserve."""
-    others = {*host.processes("supervise"), *host.processes("megasparse.runs.spare")}
-    (rank,) = set(host.processes("launch/pretrain.py", "--config")) - others
-    return rank
-
-
 @dataclass
 class TwoNodes:
     """Two hosts that know each other as node-a and node-b; everything is started on node-a."""
@@ -63,13 +57,6 @@ class TwoNodes:
         script = [str(PRETRAIN), "--config", str(run.folder / "config.json"), "--stop-at", str(stop_at)]
         deepspeed = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(path), *options]
         self._launch(run, [*deepspeed, *script])
-
-    def supervise(self, run: Run, *options: str) -> None:
-        """A supervisor on each node, started by one pdsh."""
-        place = f"--ranks 1 --nodes 2 --node-rank %n --address node-a:29500 {' '.join(options)}"
-        script = f"{PRETRAIN} --config {run.folder}/config.json"
-        command = f"cd {run.folder}; env {' '.join(SETTINGS)} {sys.executable} -u {SUPERVISE} {place} {script}"
-        self._launch(run, ["env", "PDSH_RCMD_TYPE=ssh", "pdsh", "-S", "-w", "node-a,node-b", command])
 
     def _launch(self, run: Run, command: list[str]) -> None:
         run.launch(self.a.command(*command, folder=run.folder), **ENVIRONMENT)

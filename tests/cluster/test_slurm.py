@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import ENVIRONMENT, STEPS, cluster_run, first_rank
+from tests.cluster.conftest import ENVIRONMENT, STEPS, cluster_run
 from tests.helpers.faults import Run
 from tests.helpers.hosts import require
 from tests.helpers.slurm import Slurm
@@ -59,14 +59,15 @@ def test_requeued_preempted_and_out_of_time_it_goes_on_to_the_end(slurm, run, cl
     state = slurm.wait_for(job, "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
     assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "3"), said(run)
     assert said(run).count("saving and stopping after this step") >= 3
-    assert said(run).count("time is up, and the run has saved; queued again") == 1
+    assert said(run).count("time is up, and the run has saved; requeued") == 1
     assert run.losses() == clean.losses()
 
 
 def test_a_killed_rank_is_restarted_without_the_queue(slurm, pair, run, clean):
     job = submit(slurm, run)
     wait_for_step(slurm, run, 20)
-    os.kill(first_rank(pair[1]), signal.SIGKILL)
+    (rank,) = pair[1].processes("launch/pretrain.py", "--config")
+    os.kill(rank, signal.SIGKILL)
     state = slurm.wait_for(job, "COMPLETED", "FAILED")
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "0"), said(run)
     assert run.losses() == clean.losses()
@@ -76,7 +77,7 @@ def test_a_mistake_is_not_queued_again(slurm, run):
     job = submit(slurm, run, "--set", "model.heads=7")
     state = slurm.wait_for(job, "COMPLETED", "FAILED")
     assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "2:0", "0"), said(run)
-    assert "model.heads" in said(run) and "queued again" not in said(run)
+    assert "model.heads" in said(run) and "requeued" not in said(run)
 
 
 def test_a_cancelled_job_saves_and_is_not_queued_again(slurm, run):
@@ -84,7 +85,7 @@ def test_a_cancelled_job_saves_and_is_not_queued_again(slurm, run):
     wait_for_step(slurm, run, 5)
     slurm.first.do("scancel", job)
     slurm.wait_for(job, "CANCELLED")
-    assert "queued again" not in said(run)
+    assert "requeued" not in said(run)
     assert max(run.checkpoints()) == max(run.losses()) < STEPS
 
 
@@ -94,7 +95,7 @@ def test_the_real_time_limit_and_the_limit_of_requeues(slurm, run, figures):
     job = submit(slurm, run, "--set", "training.steps=100000", options=options, MEGASPARSE_REQUEUES="1")
     state = slurm.wait_for(job, "COMPLETED", "FAILED", "TIMEOUT", limit=480)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), said(run)
-    assert said(run).count("time is up, and the run has saved; queued again") == 1
-    assert "not queued again: that has happened 1 times" in said(run)
+    assert said(run).count("time is up, and the run has saved; requeued") == 1
+    assert "not requeued: that has happened 1 times" in said(run)
     assert max(run.checkpoints()) == max(run.losses())
     figures(steps_in_four_minutes_of_queue=max(run.losses()))

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from megasparse.errors import HANG
-from tests.cluster.conftest import NOBODY, STEPS, TwoNodes, cluster_run, first_rank
+from tests.cluster.conftest import NOBODY, STEPS, TwoNodes, cluster_run
 from tests.helpers.faults import LIMIT, Run, patience
 
 pytestmark = pytest.mark.cluster
@@ -99,27 +99,6 @@ def test_two_nodes_one_and_two_again_go_on_with_the_same_batch(two_nodes, run, c
         if step <= 40:
             assert run.losses()[step] == loss
         assert float.fromhex(run.losses()[step]) == pytest.approx(float.fromhex(loss), rel=1e-5), step
-
-
-def test_supervisors_on_both_nodes_start_again_by_themselves(two_nodes, run, clean):
-    two_nodes.supervise(run, "--restarts", "2")
-    run.wait_for_step(25)
-    os.kill(first_rank(two_nodes.b), signal.SIGKILL)
-    ended = run.wait()
-    assert ended.code == 0, ended.said
-    assert run.losses() == clean.losses()
-    assert "rank 1 (pid" in ended.said and "was killed by SIGKILL" in ended.said
-    assert "rank 0 (pid" in ended.said and "lost another rank" in ended.said
-    assert ended.said.count("starting again in 1 s") == 2
-
-
-def test_one_signal_to_one_node_stops_both(two_nodes, run):
-    two_nodes.supervise(run)
-    run.wait_for_step(5)
-    os.kill(min(two_nodes.b.processes("supervise.py")), signal.SIGUSR1)
-    ended = run.wait()
-    assert ended.code == 0, ended.said
-    assert max(run.checkpoints()) == max(run.losses()) < STEPS
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,8 @@ def test_the_quality_of_attention_is_that_of_one_rank(folder, found, name):
 
 
 def started(command: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
-    line = [sys.executable, ROOT / "launch/supervise.py", "--ranks", 2, command, *arguments]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    line = [sys.executable, *torchrun, "-m", "megasparse", command, *arguments]
     return subprocess.run([*map(str, line)], capture_output=True, text=True, timeout=120, cwd=ROOT)
 
 

@@ -56,8 +56,9 @@ def test_a_launched_run_goes_on_alone(folder):
     run(pretrain, "--config", write_run(folder / "alone", folder / "data"))
     shared, zero = folder / "shared", {"zero_optimization": {"stage": 2}}
     config = write_run(shared, folder / "data", deepspeed=zero, **SHARED)
-    launch = [ROOT / "launch/supervise.py", "--ranks", "2", ROOT / "launch/pretrain.py", "--config", config]
-    subprocess.run([sys.executable, *map(str, launch), "--stop-at", "4"], check=True)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch = [ROOT / "launch/pretrain.py", "--config", config, "--stop-at", "4"]
+    subprocess.run([*torchrun, *map(str, launch)], check=True)
     assert [line["step"] for line in read_metrics(shared)] == [1, 2, 3, 4]
     run(pretrain, "--config", write_run(shared, folder / "data"))
     expected, reported = read_metrics(folder / "alone"), read_metrics(shared)

@@ -20,8 +20,10 @@ def commands(text: str) -> list[list[str]]:
     block = re.sub(r"\\\n\s*", " ", "\n".join(re.findall(r"^ {4,}(.*)$", text, re.M)))
     found = []
     for line in _unrolled(block.splitlines()):
-        if launched := re.match(r"deepspeed launch/(pretrain|finetune)\.py (.*)", line):
-            line = " ".join(("megasparse", *launched.groups()))
+        if launched := re.match(
+            r"(?:deepspeed|torchrun) .*?(?:launch/(?=\w+\.py )|-m megasparse )([\w-]+)(?:\.py)?(.*)", line
+        ):
+            line = "".join(("megasparse ", *launched.groups()))
         if line.startswith("megasparse ") and "..." not in line:
             found.append(shlex.split(line, comments=True)[1:])
     return found
@@ -52,8 +54,6 @@ def runs(words: list[str]) -> list[Config | FinetuneConfig]:
     name, rest = split(words)
     assert name is not None, shlex.join(words)
     args = parser_of(name).parse_args(rest)
-    if name == "supervise":
-        return runs([args.script, *args.arguments])
     if name in ("pretrain", "plan", "finetune"):
         kind = FinetuneConfig if name == "finetune" else Config
         config = args.config or args.name

@@ -14,7 +14,8 @@ from typing import Any
 
 from megasparse.training.checkpoints.manifest import list_checkpoints
 
-SUPERVISE = Path(__file__).resolve().parents[2] / "launch" / "supervise.py"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--shutdown-timeout", "10"]
+"""torchrun, which kills what has not ended ten seconds after it was asked to."""
 SCRIPT = Path(__file__).with_name("faulty_pretrain.py")
 LIMIT = 120.0
 """Seconds that anything may take; a test that waits longer has found a hang."""
@@ -62,21 +63,23 @@ class Run:
         *arguments: str,
         ranks: int | None = 2,
         faults: Sequence[Fault] = (),
-        supervise: Sequence[str] = (),
-        torchrun: Sequence[str] = (),
+        restarts: int = 0,
+        script: Path = SCRIPT,
     ) -> None:
-        """Start it with `arguments` for the script and `supervise` for the launcher, or by torchrun with the options
-        `torchrun`; `ranks=None` starts one process without a launcher. `faults`: see faulty_pretrain.py.
+        """Start it with `arguments` for the script by torchrun, which restarts a failed run so many times; `ranks=None`
+        starts one process without a launcher. `faults`: see faulty_pretrain.py.
         """
-        script = [str(SCRIPT), "--config", str(self.folder / "config.json"), *arguments]
-        if torchrun:
-            script = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *torchrun, *script]
-        elif ranks is not None:
-            script = [str(SUPERVISE), "--ranks", str(ranks), *supervise, *script]
+        words = [str(script), "--config", str(self.folder / "config.json"), *arguments]
+        if ranks is None:
+            command = [sys.executable, *words]
+        else:
+            options = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+            signals = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+            command = [*TORCHRUN, *options, "--signals-to-handle", signals, *words]
         injected = json.dumps({"folder": str(self.folder), "faults": list(faults)})
         for note in self.folder.glob("fault-*.json"):
             note.unlink()
-        self.launch([sys.executable, *script], MEGASPARSE_FAULTS=injected)
+        self.launch(command, MEGASPARSE_FAULTS=injected)
 
     def launch(self, command: list[str], **environment: str) -> None:
         """Start any command as this run's launcher."""

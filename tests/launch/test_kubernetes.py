@@ -1,29 +1,20 @@
-"""The manifest for Kubernetes: valid by the published models of JobSet, and its script as a pod runs it."""
+"""The manifest for Kubernetes: valid by the published models of JobSet, and its command as torchrun parses it."""
 
 import copy
-import os
-import signal
-import subprocess
-import time
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from kubeflow_trainer_api import models
+from torch.distributed.run import get_args_parser
 
 from megasparse.cli.main import parser_of
+from megasparse.config.load import load_settings
+from megasparse.config.schema import Config
 
 MANIFEST = Path(__file__).parents[2] / "launch" / "kubernetes" / "pretrain.yaml"
-
-FAKE = """#!/bin/bash
-printf '%s\\n' "$@" > "$NOTES/arguments"
-trap 'echo > "$NOTES/asked"; exit 0' TERM
-touch "$NOTES/ready"
-[ -z "$CODE" ] || exit "$CODE"
-while :; do sleep 0.05; done
-"""
-"""What stands for `megasparse` in a pod: it runs until SIGTERM, then saves and ends with 0; or ends with $CODE."""
 
 
 def manifest() -> dict[str, Any]:
@@ -71,45 +62,21 @@ def test_its_numbers_agree_and_its_job_is_the_one_that_the_policies_name():
     environment = {each["name"]: each.get("value") for each in pod["env"]}
     assert job(values)["completions"] == job(values)["parallelism"] == int(environment["NODES"])
     assert pod["resources"]["limits"]["nvidia.com/gpu"] == int(environment["RANKS"])
-    (rule,) = job(values)["podFailurePolicy"]["rules"]
-    assert rule["onExitCodes"]["containerName"] == pod["name"] and rule["onExitCodes"]["values"] == [2, 4, 7]
     names = [each["name"] for each in values["spec"]["replicatedJobs"]]
     assert values["spec"]["coordinator"]["replicatedJob"] in names
     volumes = {each["name"] for each in job(values)["template"]["spec"]["volumes"]}
     assert {mount["name"] for mount in pod["volumeMounts"]} == volumes
 
 
-def pod_process(folder: Path, code: str = "") -> subprocess.Popen[bytes]:
-    """The container's command with its arguments, as node 1, where `megasparse` is FAKE."""
-    program = folder / "bin" / "megasparse"
-    program.parent.mkdir()
-    program.write_text(FAKE)
-    program.chmod(0o755)
+def test_torchrun_and_the_run_accept_the_command():
+    """Every option of the container's command, and the configuration and keys that its arguments name."""
     pod = container(manifest())
-    environment = {each["name"]: each["value"] for each in pod["env"] if "value" in each}
-    environment |= {"JOB_COMPLETION_INDEX": "1", "COORDINATOR": "first.pod", "NOTES": str(folder), "CODE": code}
-    environment["PATH"] = f"{program.parent}:{os.environ['PATH']}"
-    return subprocess.Popen([*pod["command"], *pod["args"]], env=environment)
-
-
-@pytest.mark.parametrize("code", [0, 2, 5])
-def test_a_run_that_ends_by_itself_keeps_its_exit_code_and_its_arguments_are_valid(tmp_path, code):
-    assert pod_process(tmp_path, str(code)).wait(30) == code
-    words = (tmp_path / "arguments").read_text().splitlines()
-    assert words[0] == "supervise"
-    args = parser_of("supervise").parse_args(words[1:])
-    assert (args.ranks, args.nodes, args.node_rank, args.address) == (8, 2, 1, ("first.pod", 29500))
-    assert args.script == "pretrain"
-    given = parser_of("pretrain").parse_args(args.arguments)
-    assert given.name == "reformer_64k" and "run.directory=/mnt/megasparse/runs/reformer_64k" in given.set
-
-
-def test_a_pod_that_is_asked_to_stop_waits_for_the_save_and_does_not_look_complete(tmp_path):
-    process = pod_process(tmp_path)
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "ready").exists():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 143
-    assert (tmp_path / "asked").exists()
+    values = {item["name"]: item["value"] for item in pod["env"] if "value" in item} | {"COORDINATOR": "first.pod"}
+    words = [re.sub(r"\$\((\w+)\)", lambda match: values[match[1]], word) for word in [*pod["command"], *pod["args"]]]
+    assert words[0] == "torchrun"
+    options = get_args_parser().parse_args(words[1:])
+    assert (options.nnodes, options.nproc_per_node, options.rdzv_endpoint) == ("2", "8", "first.pod:29500")
+    assert options.module and options.training_script == "megasparse"
+    command, *arguments = options.training_script_args
+    args = parser_of(command).parse_args(arguments)
+    assert command == "pretrain" and load_settings(args.name, args.set, Config).parallel.sequence == 8

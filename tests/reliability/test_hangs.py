@@ -32,7 +32,7 @@ def test_a_rank_that_hangs_is_named_in_time(data, tmp_path, how, figures):
     figures(hangs=1, longest_detection_seconds=detected)
     assert note["rank"] == 1
     assert TIMEOUT - 1 < detected < TIMEOUT + 2
-    assert ended.code == HANG
+    assert ended.code == 1 and f"exitcode  : {HANG} (" in ended.said
     verdict = next(line for line in ended.said.splitlines() if "HANG:" in line)
     culprits = verdict.partition("HANG: ")[2].partition("Rank 0, at")[0]
     assert "rank 1 on" in culprits and "rank 0 on" not in culprits, verdict

@@ -67,9 +67,9 @@ def test_every_step_runs_and_the_file_is_as_long_as_evaluation_promises(tmp_path
         wheel.writestr(steps.MEMBER, bz2.compress(text))
     started = steps.megasparse
 
-    def command(*words):
+    def command(*words, ranks=1):
         """The training is started as users have it; the others run here, where what they need is imported."""
-        started(*words) if words[0] == "supervise" else main([str(word) for word in words])
+        started(*words, ranks=ranks) if words[0] == "pretrain" else main([str(word) for word in words])
 
     monkeypatch.setattr(steps, "megasparse", command)
     monkeypatch.setattr(steps, "fetch_wheel", lambda *_: tmp_path / "wheel")

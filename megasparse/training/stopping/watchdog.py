@@ -26,35 +26,7 @@ from typing import Any
 from megasparse.errors import HANG
 
 SIZE = 4096
-"""Bytes of such a file, always: rewriting it in place needs no space on a full disk."""
-
-
-def write_beat(path: Path, fields: dict[str, Any]) -> None:
-    """Put `fields` in the place of what the file had. Raises OSError where that fails."""
-    text = json.dumps({"crc32": _checksum(fields), "heartbeat": fields}).ljust(SIZE - 1) + "\n"
-    # Opened anew each time: on a network file system it is closing that shows it to the others.
-    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-    try:
-        if os.pwrite(file, text.encode(), 0) < len(text):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    finally:
-        os.close(file)
-
-
-def read_beat(path: Path) -> dict[str, Any] | None:
-    """Return the content of the file; None while it is being written. Raises OSError if it cannot be read."""
-    try:
-        record = json.loads(path.read_bytes())
-        fields = record["heartbeat"]
-        return dict(fields) if record["crc32"] == _checksum(fields) else None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
-def _checksum(fields: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(fields).encode())
-
-
+"""Bytes of a heartbeat, always: rewriting it in place needs no space on a full disk."""
 HEARTBEATS = "heartbeats"
 """The folder of a run's heartbeats, in its own."""
 START = 10
@@ -207,7 +179,7 @@ class Watchdog:
 
     def _write(self, heartbeat: Heartbeat) -> None:
         try:
-            write_beat(self._path(self._rank), asdict(heartbeat))
+            write_heartbeat(self._path(self._rank), heartbeat)
         except OSError as error:
             self._storage_failed(error)
 
@@ -314,13 +286,31 @@ class Watchdog:
         return f'{where} has been at "{beat.doing}" for {beat.age + silence:.1f} s'
 
 
-def read_heartbeat(path: Path) -> Heartbeat | None:
-    """Read a heartbeat; None where it was being written. Raises OSError where the file cannot be read."""
+def write_heartbeat(path: Path, heartbeat: Heartbeat) -> None:
+    """Replace the content of the file by a heartbeat. Raises OSError where that fails."""
+    fields = asdict(heartbeat)
+    text = json.dumps({"crc32": _checksum(fields), "heartbeat": fields}).ljust(SIZE - 1) + "\n"
+    # Opened again each time: on a network file system it is closing that shows it to the others.
+    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
-        fields = read_beat(path)
-        return None if fields is None else Heartbeat(**fields)
-    except TypeError:
+        if os.pwrite(file, text.encode(), 0) < len(text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finally:
+        os.close(file)
+
+
+def read_heartbeat(path: Path) -> Heartbeat | None:
+    """Read a heartbeat; None while it is being written. Raises OSError if the file cannot be read."""
+    try:
+        record = json.loads(path.read_bytes())
+        fields = record["heartbeat"]
+        return Heartbeat(**fields) if record["crc32"] == _checksum(fields) else None
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def _checksum(fields: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(fields).encode())
 
 
 def _state(process: int) -> str:
