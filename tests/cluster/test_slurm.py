@@ -1,4 +1,4 @@
-"""Runs of launch/slurm/pretrain.sbatch on a Slurm of two nodes: preempted, out of time, killed, wrong, and queued
+"""Runs of launch/slurm/pretrain.sbatch on a Slurm of two nodes: preempted, out of time, killed, wrong, and
 again."""
 
 import os

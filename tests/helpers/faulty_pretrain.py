@@ -142,7 +142,7 @@ def watch_model(faults: Faults) -> None:
         model.register_forward_pre_hook(before)
         return model
 
-    for holder in (build, pretraining):  # the latter may have been imported before, by a rank in reserve
+    for holder in (build, pretraining):
         holder.deferred_model = build_and_watch  # type: ignore[attr-defined]
 
 
