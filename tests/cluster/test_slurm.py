@@ -1,5 +1,5 @@
-"""Runs of launch/slurm/pretrain.sbatch on a Slurm of two nodes: preempted, out of time, killed, wrong, and
-again."""
+"""Runs of launch/slurm/pretrain.sbatch on a Slurm of two nodes: preempted, out of time, killed, wrong and
+requeued."""
 
 import os
 import signal
