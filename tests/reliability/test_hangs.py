@@ -16,8 +16,9 @@ HANGS: dict[str, Fault] = {
 }
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("how", HANGS)
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=pytest.mark.slow if how == "stopped" else pytest.mark.soak) for how in HANGS]
+)
 def test_a_rank_that_hangs_is_named_in_time(data, tmp_path, how, figures):
     run = Run(tmp_path / "run", data, run={"hang_timeout": TIMEOUT})
     with running(run):
