@@ -62,14 +62,11 @@ class PositiveFeatures:
         )
 
 
-CHUNK = 128
-"""In decoders, pairs of tokens this near are scored one by one, farther ones meet in running sums: a tile of scores as
-large as the sums."""
-
-
 class PerformerAttentionConfig(MechanismSection):
     features: Positive = 256
     """Number of positive random features."""
+    chunk: Positive = 128
+    """Decoders only: pairs of tokens this near are scored one by one, farther ones meet in running sums."""
 
     no_probabilities = True
 
@@ -95,14 +92,14 @@ class PerformerAttention(Attention):
         return AttentionOutput(attend_each(inputs, features), None, {})
 
     def _features(self, projection: Tensor) -> PositiveFeatures:
-        return PositiveFeatures(projection, self.scale, CHUNK)
+        return PositiveFeatures(projection, self.scale, self.config.chunk)
 
     def flops(self, length: int) -> Passes:
         """Features of q and of k, 6·D each a feature, and 12·D a feature in place of a key; causal: pairs inside a
         chunk, whose scores are products of features.
         """
         dim, features = self.spec.head_dim, self.config.features
-        inside = (min(CHUNK, length) + 1) / 2 if self.spec.causal else 0.0
+        inside = (min(self.config.chunk, length) + 1) / 2 if self.spec.causal else 0.0
         return product(self.spec.heads * (8.0 * dim * features + 2.0 * (features + dim) * inside))
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> PerformerCache:

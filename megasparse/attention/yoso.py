@@ -60,6 +60,8 @@ class YOSOAttentionConfig(MechanismSection):
     """`hadamard`: fast, slightly biased. `gaussian`: dense projections, unbiased."""
     convolution: Positive | None = None
     """Kernel size (odd) of a depth-wise convolution of the values that is added to the output; null for none."""
+    chunk: Positive = 128
+    """Decoders on a CPU only: tables grow chunk by chunk; inside a chunk collisions are found pair by pair."""
 
     rounds_key = "hashes"
     no_probabilities = True
@@ -137,7 +139,7 @@ class YOSOAttention(Attention):
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         q, k, v, mask = unit_vectors(inputs.q), unit_vectors(inputs.k), inputs.v, inputs.key_mask
-        spec = HashTableAttentionSpec(self.code_bits, inputs.causal)
+        spec = HashTableAttentionSpec(self.code_bits, inputs.causal, self.config.chunk)
         if self.config.expectation:
             out, met = expected_attention(q, k, v, spec, mask, mask, inputs.segments)
         else:

@@ -40,8 +40,6 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "RotaryScalingConfig.high_frequency": (4.0, "It is 4, as in Llama 3: remove the key"),
     "RotaryScalingConfig.fast": (32.0, "It is 32, as in the paper: remove the key"),
     "RotaryScalingConfig.slow": (1.0, "It is 1, as in the paper: remove the key"),
-    "YOSOAttentionConfig.chunk": (128, "Chunks have 128 positions: remove the key"),
-    "PerformerAttentionConfig.chunk": (128, "Chunks have 128 positions: remove the key"),
     "DataConfig.split": ("train", 'Training reads the split "train": name it so, and remove the key'),
     "EvaluationConfig.split": (
         "validation",

@@ -20,7 +20,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "local": {"chunk": 8},
     "lsh": {"chunk": 8, "rounds": 2},
     "lha": {"chunk": 8},
-    "yoso": {"hashes": 8, "code_bits": 4},
+    "yoso": {"hashes": 8, "code_bits": 4, "chunk": 16},
     "smart_bird": {"keys": 6},
     "smyrf": {"chunk": 8},
     "routing": {"chunk": 8},
@@ -28,7 +28,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "sparse_transformer": {"stride": 8},
     "longformer": {"chunk": 8, "globals": 3},
     "bigbird": {"chunk": 8, "random": 2},
-    "performer": {"features": 32},
+    "performer": {"features": 32, "chunk": 16},
     "linformer": {"projected": 16},
     "ngram": {"lengths": [1, 3], "chunk": 8},
 }

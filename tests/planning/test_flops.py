@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megasparse.attention import lha, performer
+from megasparse.attention import lha
 from megasparse.config.load import build_config
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import build_model
@@ -94,13 +94,12 @@ def lha_sample(queries, keys, known):
         ("longformer", {"chunk": 8, "globals": 2}, 12 * 32 * (4.5 + 8 * 56 / 64 + 2)),
         ("bigbird", {"chunk": 8, "globals": 1, "random": 1}, 12 * 32 * (4.5 + 8 * 56 / 64 + 16)),
         ("bigbird", {"chunk": 32}, 12 * 32 * 32.5),  # no more than there are
-        ("performer", {"features": 16}, 4 * (24 * 8 * 16 + 6 * (16 + 8) * 4.5)),
+        ("performer", {"features": 16, "chunk": 8}, 4 * (24 * 8 * 16 + 6 * (16 + 8) * 4.5)),
     ],
 )
 def test_causal_mechanisms_by_hand(kind, section, flops, monkeypatch):
     monkeypatch.setattr(lha, "SAMPLES", 20)
     monkeypatch.setattr(lha, "SAMPLED_KEYS", 24)
-    monkeypatch.setattr(performer, "CHUNK", 8)
     found = model_flops_per_token(model(attention=attention(kind, **{kind: section})), 64)
     shared = section.get("shared_qk", kind in ("lsh", "routing"))  # routing's decoders have no keys of their own
     assert found == pytest.approx(rest(3 if shared else 4) + flops)
