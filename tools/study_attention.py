@@ -168,7 +168,7 @@ def train_hashes(steps: Iterator[list[Call]], buckets: int, seed: int) -> tuple[
             rng = RngContext(seed, step, torch.arange(len(call.x)), training=True)
             context = dataclasses.replace(call.context, rng=rng, recompute=RecomputeCache())
             loss = mechanism.learn(call.x, unmasked(call), context)[0]
-            losses.append(loss * (mechanism.spec.layers / mechanism.config.weight))
+            losses.append(loss * (mechanism.spec.layers / mechanism.auxiliary_weight))
         optimizer.zero_grad()
         torch.stack(losses).sum().backward()
         optimizer.step()

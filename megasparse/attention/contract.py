@@ -231,6 +231,8 @@ class Attention(nn.Module, ABC):
     """True if it hashes the tokens themselves, see AttentionContext.tokens."""
     task_weight: float = 1.0
     """Weight of the task's loss beside the auxiliary loss (LHA's convex combination)."""
+    auxiliary_weight: float = 1.0
+    """Weight of the mechanism's own loss, which `learn` returns divided among the layers."""
     leak: str | None = None
     """Why a later token can move an earlier output, for a mechanism that keeps a paper's leaking window; else None."""
     normalises: bool = False

@@ -140,6 +140,8 @@ class LHAAttention(BandAttention):
     task trains everything else. The numbers of buckets and of their members are those of the longest length.
     """
 
+    auxiliary_weight = WEIGHT
+
     def __init__(self, config: LHAAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
         sides = ("query", "key") if config.project_positions else ()

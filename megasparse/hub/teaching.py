@@ -124,7 +124,7 @@ class Teacher:
             for update in range(max(1, updates)):
                 rng = RngContext(self.seed, step + update, torch.arange(len(call.x)), training=True)
                 drawn = replace(context, rng=rng, recompute=RecomputeCache())
-                loss = mechanism.learn(call.x, heads, drawn)[0] * (mechanism.spec.layers / mechanism.config.weight)
+                loss = mechanism.learn(call.x, heads, drawn)[0] * (mechanism.spec.layers / mechanism.auxiliary_weight)
                 if updates:
                     optimizer.zero_grad()
                     loss.backward()
