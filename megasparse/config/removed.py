@@ -3,6 +3,7 @@
 A row drops a key whose value asks for the behaviour that is left; any other value is an error with the row's hint.
 """
 
+import json
 from typing import Any
 
 from pydantic_core import PydanticCustomError
@@ -82,5 +83,6 @@ def without_removed(section: type, values: dict[str, Any]) -> dict[str, Any]:
 
 def removed_error(key: str, value: Any, hint: str) -> PydanticCustomError:
     """Return the error of a removed key or value, which messages.py turns into a ConfigError."""
-    message = "{key}: {value} was removed from megasparse. {hint}"
-    return PydanticCustomError("removed", message, {"key": key, "value": value, "hint": hint})
+    message = "{key}: {text} was removed from megasparse. {hint}"
+    text = json.dumps(value, default=str)[:80]
+    return PydanticCustomError("removed", message, {"key": key, "value": value, "text": text, "hint": hint})

@@ -121,8 +121,8 @@ def predict(run: TaskRun, ranks: Ranks) -> MemoryEstimate:
         pools = [MemoryPool("memory", needed.device | host, available // local_ranks(world) + held)]
         return MemoryEstimate(config, trained, frozen, length, pools, str(device))
     stack = getattr(model.body, "stack", None)
-    own = config.model or (None if stack is None else stack.config)
-    if (config.start.activations or (own and own.activations)) == "checkpoint_cpu":
+    settings = config.model or (None if stack is None else stack.config)
+    if (config.start.activations or (settings and settings.activations)) == "checkpoint_cpu":
         size = 2 if training.precision == "bf16" else 4
         host["offloaded activations"] = batch * length * model.body.width * size * count_layers(model.body)
     pools = [MemoryPool("GPU memory", needed.device, available + held)]

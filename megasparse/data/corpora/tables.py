@@ -133,8 +133,8 @@ class HuggingFace(RecordCorpus):
         parts = [part for name in chosen for part in ordered if of_split[part] == name]
         _require_one(location, parts)
         facts = {"revision": revision(location), "other_files": sorted(part.name for part in {*files} - {*parts})}
-        own = [of_split[part] or "" for part in parts] if len(chosen) > 1 else None
-        return RecordSource.examine(locations, parts, dataset_texts, settings, workers, own=own, facts=facts)
+        splits = [of_split[part] or "" for part in parts] if len(chosen) > 1 else None
+        return RecordSource.examine(locations, parts, dataset_texts, settings, workers, own=splits, facts=facts)
 
 
 def add_column_argument(parser: argparse.ArgumentParser) -> None:

@@ -152,8 +152,8 @@ def _in_share(codes: Tensor, spec: BucketedAttentionSpec, key_mask: Tensor | Non
             first = mask[:, None, None].expand_as(codes).gather(-1, order).to(torch.int64)
             order = order.gather(-1, first.argsort(dim=-1, stable=True))
     places = spec.places(codes.shape[-1])
-    place = order.argsort(-1)
-    return (place >= places.start) & (place < places.stop)
+    rank_in_order = order.argsort(-1)
+    return (rank_in_order >= places.start) & (rank_in_order < places.stop)
 
 
 def reference_attention(

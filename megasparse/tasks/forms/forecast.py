@@ -114,11 +114,11 @@ class ForecastBody(Backbone):
         """Run the model on windows. read: Windows. The states are those of the rows to predict, (B, H, E) fp32."""
         length = read.values.shape[1]
         first, horizon = max(0, length - self.overlap), read.marks.shape[1] - length
-        known = torch.cat([read.values, read.marks[:, :length]], dim=-1)
+        encoder_rows = torch.cat([read.values, read.marks[:, :length]], dim=-1)
         rows = F.pad(read.values[:, first:], (0, 0, 0, horizon))
-        seen = torch.cat([rows, read.marks[:, first:]], dim=-1)
+        decoder_rows = torch.cat([rows, read.marks[:, first:]], dim=-1)
         targets = Targets(classes, None) if classes is not None and self.pooled_sketch else None
-        states, auxiliary = self.stack(known, seen, rng, targets)
+        states, auxiliary = self.stack(encoder_rows, decoder_rows, rng, targets)
         return states[:, -horizon:], auxiliary
 
     def attention(self) -> dict[str, Any]:
