@@ -1,5 +1,6 @@
 """Encoders, which make the tokens in shards of a corpus' pieces."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,7 +25,7 @@ class Encoded(NamedTuple):
     """Reference words, by which a word perplexity is counted; 0 where the corpus has none."""
 
 
-class Encoder:
+class Encoder(ABC):
     """Makes tokens of pieces, in several processes. Pickled to them, what is large is built again there."""
 
     name: str
@@ -40,9 +41,9 @@ class Encoder:
     file: Path | None = None
     """The tokenizer's file, which is copied beside the shards as tokenizer.SUFFIX."""
 
+    @abstractmethod
     def encode(self, piece: bytes) -> Encoded:
         """Return the tokens of a piece, a function of it alone. Raises a UserError that names what is wrong with it."""
-        raise NotImplementedError
 
 
 class RecordEncoder(Encoder):

@@ -1,6 +1,7 @@
 """The base class of corpora, and what they share: options, splits by percent, pieces of text."""
 
 import argparse
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -28,7 +29,7 @@ CorpusSplits = Iterable[tuple[str, Iterable[Document]]]
 for, so that only one piece is in memory."""
 
 
-class Corpus:
+class Corpus(ABC):
     """A kind of source that `megasparse prepare-data NAME` reads. The docstring of the class is in the command's help.
 
     A new corpus is a subclass and one line in `CORPORA`.
@@ -60,15 +61,15 @@ class Corpus:
         """
         return {}
 
+    @abstractmethod
     def encoder(self, settings: CorpusSettings) -> Encoder:
         """Return the encoder that makes tokens of a piece, in several processes at once."""
-        raise NotImplementedError
 
+    @abstractmethod
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
         """Return the splits: a pure function of the source's content and the settings, so that an interrupted
         preparation can resume by counting.
         """
-        raise NotImplementedError
 
 
 class TextCorpus(Corpus):

@@ -1,6 +1,7 @@
 """Corpora whose sequences are drawn here: a sequence is a sample and a record, and there is no source."""
 
 import argparse
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -37,9 +38,9 @@ class DrawnCorpus(Corpus):
     def encoder(self, settings: CorpusSettings) -> RecordEncoder:
         return RecordEncoder(settings["sample_bytes"])
 
+    @abstractmethod
     def draw(self, settings: CorpusSettings) -> Draw:
         """Return what draws a sequence of `sample_bytes` bytes. Raises ConfigError for impossible settings."""
-        raise NotImplementedError
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
         draw, sequences, seed = self.draw(settings), settings["sequences"], settings["seed"]
