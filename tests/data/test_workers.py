@@ -50,10 +50,11 @@ def test_results_come_in_order_and_errors_are_the_users(monkeypatch):
 
 
 RUNS = """
-import multiprocessing, threading, time
+import multiprocessing, signal, threading, time
 from megasparse.data.workers import Workers
 from tests.helpers.encoders import Doubling
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background inherit that it is ignored
     def release():
         while len(multiprocessing.active_children()) < 2:
             time.sleep(0.05)
