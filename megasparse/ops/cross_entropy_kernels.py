@@ -17,13 +17,19 @@ from megasparse.ops.operator import Function
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e38)  # a running maximum that is finite, so that differences of two are no NaN
+IGNORED = tl.constexpr(-100)
+"""The target of a token without one."""
 
 
 @triton.jit
 def scores_forward(
     logits, targets, lse, scores, stride, width, smoothing, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Compute scores (N, COLUMNS), and lse (N,), the logarithm of the sum of exponentials."""
+    """Compute scores (N, COLUMNS), and lse (N,), the logarithm of the sum of exponentials.
+
+    A target outside the vocabulary that is not `IGNORED` makes lse NaN, and so the token's scores and its gradient: a
+    kernel cannot raise an error, and must not read beyond the logits.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     highest, total, sums = tl.full((), LOWEST, tl.float32), tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
@@ -39,15 +45,16 @@ def scores_forward(
             sums += tl.sum(tl.where(ids < width, x, 0.0), 0)
         highest = higher
     target = tl.load(targets + row)
-    chosen = tl.load(logits + target, mask=target >= 0, other=0.0).to(tl.float32)
-    rest = tl.log(total)
-    nats = tl.where(target >= 0, (highest - chosen) + rest, 0.0)
+    inside = (target >= 0) & (target < width)
+    chosen = tl.load(logits + target, mask=inside, other=0.0).to(tl.float32)
+    rest = tl.where(inside | (target == IGNORED), tl.log(total), float("nan"))
+    nats = tl.where(target == IGNORED, 0.0, (highest - chosen) + rest)
     scores += row * COLUMNS
     tl.store(lse + row, highest + rest)
     tl.store(scores, nats)
     tl.store(scores + 1, tl.where(target == likeliest, 1.0, 0.0))
     if COLUMNS == 3:
-        tl.store(scores + 2, tl.where(target >= 0, nats + smoothing * (chosen - sums / width), 0.0))
+        tl.store(scores + 2, tl.where(target == IGNORED, 0.0, nats + smoothing * (chosen - sums / width)))
 
 
 @triton.jit
@@ -66,7 +73,7 @@ def scores_backward(
         of_all = smooth * smoothing / width
     target = tl.load(targets + row)
     slope = total * tl.exp2((x - tl.load(lse + row)) * LOG2E) - tl.where(ids == target, of_target, 0.0) - of_all
-    slope = tl.where(target >= 0, slope, 0.0)
+    slope = tl.where(target == IGNORED, 0.0, slope)
     tl.store(slopes + row * width + ids, slope.to(slopes.dtype.element_ty), mask=ids < width)
 
 
@@ -75,7 +82,7 @@ _PER_WARP = 512
 
 
 def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Compute `cross_entropy.token_scores` for logits in fp32, bf16 or fp16."""
+    """Compute `cross_entropy.token_scores` for fp32, bf16 or fp16. A target outside the vocabulary gives NaN."""
     return _TokenScores.apply(logits, targets, smoothing)
 
 

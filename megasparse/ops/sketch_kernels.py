@@ -303,9 +303,10 @@ def choose(
     TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Compute out (B, H, Lq, K) int32 of a program's rows. numbers: (B, Lq) int64, of the rows. seeds: (H, tiles, 2)
-    int32, the halves of the keys of every head and tile of TILE keys; None for nothing drawn. PLACES: K, up to a power
-    of two.
+    int32, the halves of the keys of every head and tile of TILE keys, a multiple of COLUMNS; None for nothing drawn.
+    PLACES: K, up to a power of two. Loops are not nested in branches: assemblers have erred on that shape.
     """
+    tl.static_assert(TILE % COLUMNS == 0)
     batch, head = (tl.program_id(1) // HEADS).to(tl.int64), tl.program_id(1) % HEADS
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # causal rows that see most start first
     rows, columns, slots = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, PLACES)
@@ -326,27 +327,27 @@ def choose(
     index = tl.zeros((ROWS, 1), tl.int32) - 1 - slots[None, :]
     best = tl.where(index >= -COUNT, worst[:, None], _LAST)
     end = tl.max(last, 0) + 1
-    for first_key in range(0, end, TILE):
-        if seeds is not None:
-            number = tl.load(numbers + batch * queries + rows, mask=inside, other=0)
-            row, shift = row_seeds(seeds + (head * ((length + TILE - 1) // TILE) + first_key // TILE) * 2, number)
-        for start in range(first_key, tl.minimum(end, first_key + TILE), COLUMNS):
-            keys = start + columns
-            score = product(query, vectors(k, keys, length, WIDTH), WIDTH)
-            score = rounded(score) if seeds is None else likelihood(score, row_lse[:, None], SAMPLING)
-            visible = (keys[None, :] <= last[:, None]) & (keys < first_key + TILE)[None, :]
-            visible &= document[:, None] == document_of(keys, documents, length)[None, :]
-            score = tl.where(visible, score, -float("inf"))
-            rank = ranked(score, SIGNED)
-            promising = tl.max((rank > worst[:, None]).to(tl.int32))
+    if seeds is not None:
+        number = tl.load(numbers + batch * queries + rows, mask=inside, other=0)
+        seeds += head * ((length + TILE - 1) // TILE) * 2
+    for start in range(0, end, COLUMNS):
+        keys = start + columns
+        score = product(query, vectors(k, keys, length, WIDTH), WIDTH)
+        score = rounded(score) if seeds is None else likelihood(score, row_lse[:, None], SAMPLING)
+        visible = keys[None, :] <= last[:, None]
+        visible &= document[:, None] == document_of(keys, documents, length)[None, :]
+        score = tl.where(visible, score, -float("inf"))
+        rank = ranked(score, SIGNED)
+        promising = tl.max((rank > worst[:, None]).to(tl.int32))
+        if seeds is not None:  # noqa: SIM102  (which Triton decides while compiling)
             if promising > 0:  # u < 1: else nothing drawn could beat what is kept
-                if seeds is not None:
-                    u = uniform(row, mix((keys - first_key).to(tl.uint32) + shift))
-                    rank = ranked(score + tl.log(u) if SAMPLING == "raw" else score * u, SIGNED)
-                    promising = tl.max((rank > worst[:, None]).to(tl.int32))
-                while promising > 0:
-                    rank, best, index, worst = insert(rank, keys, best, index, worst)
-                    promising = tl.max((rank > worst[:, None]).to(tl.int32))
+                row, shift = row_seeds(seeds + start // TILE * 2, number)
+                u = uniform(row, mix((keys % TILE).to(tl.uint32) + shift))
+                rank = ranked(score + tl.log(u) if SAMPLING == "raw" else score * u, SIGNED)
+                promising = tl.max((rank > worst[:, None]).to(tl.int32))
+        while promising > 0:
+            rank, best, index, worst = insert(rank, keys, best, index, worst)
+            promising = tl.max((rank > worst[:, None]).to(tl.int32))
     best = tl.where(slots[None, :] < COUNT, best, _TAKEN)
     index = tl.where(slots[None, :] < COUNT, index, _LAST)
     write(out + tl.program_id(1).to(tl.int64) * queries * COUNT, rows, queries, best, index, COUNT)

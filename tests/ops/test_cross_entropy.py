@@ -72,6 +72,23 @@ def test_a_token_without_a_target_has_scores_and_a_gradient_of_zero(smoothing):
     torch.testing.assert_close(out[1:3], exact)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_target_outside_the_vocabulary_is_an_error_or_nan(implementation, smoothing):
+    """Kernels read no logit for it: their NaN is that token's alone, though the logits around the rows are finite."""
+    device = DEVICE if implementation == "triton" else "cpu"  # on a GPU the error ends the process
+    logits = torch.linspace(-1, 1, 250, device=device)[:200].view(4, 50)
+    targets = torch.tensor([3, 50, -1, -100], device=device)
+    if implementation == "blockwise":
+        with pytest.raises(IndexError, match="out of bounds"):
+            token_scores(logits, targets, smoothing)
+        return
+    out, slope = results(token_scores, logits, targets, smoothing)
+    assert out[1:3, 0].isnan().all() and out[1:3, 2:].isnan().all() and slope[1:3].isnan().all()
+    exact, exact_slope = results(token_scores, logits[::3], targets[::3], smoothing)
+    assert torch.equal(out[::3], exact) and exact.isfinite().all()
+    assert slope[::3].isfinite().all() and (slope[3] == 0).all() and (exact_slope[1] == 0).all()
+
+
 V, E = 90, 12
 CUTOFFS = [[10, 30, 60], [89], [1]]
 

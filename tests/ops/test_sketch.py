@@ -174,7 +174,7 @@ def test_the_exact_projection_is_that_of_float64_and_each_rows_own(width):
 def kernels(monkeypatch):
     monkeypatch.setenv("MEGASPARSE_OPS", "triton")
     for where in (module, sketch_kernels):
-        monkeypatch.setattr(where, "KEYS", 24)  # tiles that the columns of a program do not divide
+        monkeypatch.setattr(where, "KEYS", 64)  # the columns of a program, so that there are several tiles
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -244,7 +244,7 @@ def check_kind(sampling, length, first, causal, count, **mask):
 
 @pytest.mark.parametrize("sampling", KINDS)
 def test_kernels_choose_the_keys_of_the_definition(sampling, kernels):
-    check_kind(sampling, 41, 38, False, 3, **masks(41, DEVICE)[3])
+    check_kind(sampling, 70, 67, False, 3, **masks(70, DEVICE)[3])
     check_kind(sampling, 6, 0, True, 3)
 
 
@@ -282,8 +282,8 @@ def test_a_row_alone_chooses_what_it_does_among_others():
 
 def test_kernels_draw_the_numbers_of_the_other_implementations(kernels):
     """Where nothing but u ranks the keys, the choice is exactly the same."""
-    q, k, _ = random_sketch(40, device=DEVICE)
-    noise = some_noise(40, heads=range(6, 8), device=DEVICE)
+    q, k, _ = random_sketch(70, device=DEVICE)
+    noise = some_noise(70, heads=range(6, 8), device=DEVICE)
     noise = noise._replace(rows=noise.rows[:, :4], key=2**63 + 5)
     rule = dict(causal=False, sampling="random", noise=noise)
     assert torch.equal(choose(q[:, :4], k, 7, **rule), choose(q[:, :4], k, 7, function=reference_choice, **rule))
