@@ -29,7 +29,8 @@ def check(config: RunSettings) -> None:
     _check_batches(config)
     deepspeed_section.check_keys(config.deepspeed)
     _check_optimizer(config)
-    deepspeed_section.check_values(config.deepspeed)
+    if config.run.engine == "deepspeed":  # plain torch must load the configuration where DeepSpeed is not installed
+        deepspeed_section.check_values(config.deepspeed)
 
 
 def _check_directory(config: RunSettings) -> None:

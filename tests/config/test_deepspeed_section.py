@@ -153,3 +153,22 @@ print(hasattr(deepspeed, "initialize"), "mlflow" in sys.modules, importlib.util.
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert found.stdout.splitlines()[-1] == "True False True"
+
+
+def test_shipped_configurations_load_on_the_torch_engine_without_deepspeed():
+    code = """
+import sys
+sys.modules["deepspeed"] = None
+from megasparse.config.files import shipped_configs
+from megasparse.config.finetuning import FinetuneConfig
+from megasparse.config.load import load_settings
+from megasparse.config.schema import Config
+for name, path in shipped_configs().items():
+    if not name.startswith("comparisons/"):
+        finetune = name.startswith("finetune/")
+        overrides = ["run.engine=torch"] + ([] if finetune else ["parallel.sequence=1"])
+        load_settings(path, overrides, FinetuneConfig if finetune else Config)
+print("loaded")
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert found.stdout == "loaded\n", found.stderr
