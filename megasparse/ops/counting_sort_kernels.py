@@ -23,7 +23,7 @@ def _digits(keys, order, slots, valid, shift, DIGITS: tl.constexpr):
     return tokens, (key.to(tl.int32) >> shift) & (DIGITS - 1), key
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "shift"])
 def count(keys, order, counts, length, tiles, shift, DIGITS: tl.constexpr, TILE: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     row, tile = program // tiles, program % tiles
@@ -35,7 +35,7 @@ def count(keys, order, counts, length, tiles, shift, DIGITS: tl.constexpr, TILE:
     tl.store(counts + program * DIGITS + tl.arange(0, DIGITS), tl.histogram(digits, DIGITS, valid))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def add_up(counts, totals, tiles, DIGITS: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr):
     """Sum the counts of WIDE digits of a row over its earlier tiles, in place, TILES tiles at a time."""
     row = tl.program_id(0).to(tl.int64)
@@ -54,7 +54,7 @@ def add_up(counts, totals, tiles, DIGITS: tl.constexpr, WIDE: tl.constexpr, TILE
     tl.store(totals + row * DIGITS + digits, before)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "tiles", "shift"])
 def place(
     keys, order, counts, totals, out, ordered, length, tiles, shift, DIGITS: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr, REVERSED: tl.constexpr,
@@ -89,6 +89,7 @@ def place(
 
 
 _DIGIT_BITS = 11  # the buckets of 64K tokens in one pass
+_FEWEST = 32  # digits of a pass: Triton makes histograms of fewer with as many bins as a warp has lanes
 _TILE = 1024  # tokens that share a row of counts: at most 4 KB for 4 KB of places; of 11 bits four times as many
 _BLOCK = 64  # tokens that are ranked against each other
 _TILES_AT_ONCE = 128
@@ -105,7 +106,7 @@ def counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None, revers
     rows, length = keys.shape
     passes = -(-bits // _DIGIT_BITS)
     digit_bits = -(-bits // passes)
-    digits = max(_WIDE, 1 << digit_bits)
+    digits = max(_FEWEST, 1 << digit_bits)
     tile = _TILE if digits <= _TILE else 4 * _TILE
     tiles = -(-length // tile)
     counts = torch.empty(rows, tiles, digits, dtype=torch.int32, device=keys.device)

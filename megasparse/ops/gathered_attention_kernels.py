@@ -36,7 +36,7 @@ def _gathered(x, row, valid, stride, D: tl.constexpr, WIDTH: tl.constexpr):
     return tl.load(address, mask=valid[:, :, None] & (d < D), other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "queries", "blocks"])
 def attend(
     q, k, v, index, out, lse, scale, heads, queries, slots, blocks, index_batch, index_head,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
@@ -79,7 +79,7 @@ def attend(
     tl.store(lse + number, row_lse, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "queries", "blocks"])
 def query_gradients(
     q, k, v, index, out, lse, grad, grad_lse, dq, pairs, scale, heads, queries, slots, blocks, index_batch, index_head,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, grad_batch, grad_head, grad_token,
@@ -142,7 +142,7 @@ def _keep(sums, x, parts, key, slot, whole, cut, D: tl.constexpr, WIDTH: tl.cons
     tl.store(parts + slot[:, None] * D + d, sums, mask=cut[:, None] & (d < D))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "entries", "key_count", "tiles"])
 def tile_gradients(
     order, keys, pairs, q, grad, dk, dv, key_parts, value_parts, scale, heads, entries, slots, key_count, tiles,
     order_batch, order_head, q_batch, q_head, q_token, grad_batch, grad_head, grad_token,
@@ -185,7 +185,7 @@ def tile_gradients(
         _keep(sums, dk + row * key_count * D, key_parts, key, slot, whole, cut, D, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "entries", "key_count", "tiles"])
 def join_tiles(
     order, keys, dk, dv, key_parts, value_parts, heads, entries, key_count, tiles, order_batch, order_head,
     D: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,

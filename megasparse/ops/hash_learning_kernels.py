@@ -69,7 +69,7 @@ def _log_softmax(scores, places, valid):
     return score - high - tl.log(tl.sum(tl.exp(score - high), 1))[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def unit_sum_kernel(utility, count, buckets, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     _, places, valid = _places(count, buckets, ROWS, WIDTH)
     value = tl.load(utility + places, mask=valid, other=0.0)
@@ -77,7 +77,7 @@ def unit_sum_kernel(utility, count, buckets, ROWS: tl.constexpr, WIDTH: tl.const
     tl.store(utility + places, tl.where(total > 0, value / tl.where(total > 0, total, 1.0), 0.0), mask=valid)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first", "blocks"])
 def ranks_kernel(scores, out, first, tokens, buckets, blocks, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """out (B·H, N, T): the bits of −ln softmax(scores), and the token's number below them."""
     head = (tl.program_id(0) // blocks).to(tl.int64)
@@ -89,7 +89,7 @@ def ranks_kernel(scores, out, first, tokens, buckets, blocks, ROWS: tl.constexpr
     tl.store(out + (head * buckets + bucket)[None, :] * tokens + token[:, None], rank, mask=valid)
 
 
-@triton.jit(do_not_specialize=["weight"])
+@triton.jit(do_not_specialize=["weight", "count"])
 def divergence_kernel(
     scores, utility, codes, sums, weight, count, buckets, LEARN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):

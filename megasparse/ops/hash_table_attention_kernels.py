@@ -64,7 +64,7 @@ def _store_rows(x, row, valid, columns, value, ADD: tl.constexpr, D: tl.constexp
     tl.store(address, value.to(x.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["hashes", "length", "spans"])
 def sum_runs(
     values, order, buckets, sums, tails, hashes, length, spans,
     D: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
@@ -96,7 +96,7 @@ def sum_runs(
     tl.store(tails + (row_hash * spans + span) * D + columns, carried, mask=columns < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "spans", "segments", "parts"])
 def join_spans(
     tails, buckets, length, spans, segments, parts, wide,
     SPAN: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr,
@@ -126,7 +126,7 @@ def join_spans(
         span = tl.where(active | (span + 1 < stop), span + 1, spans)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["targets", "length", "blocks", "steps"])
 def find_windows(
     target_buckets, buckets, order, first, end, targets, length, blocks, steps,
     CAUSAL: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr,
@@ -161,7 +161,7 @@ def find_windows(
     tl.store(end + row_hash * targets + target, low, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["hashes", "targets", "length", "spans", "blocks"])
 def read_sums(
     sums, tails, first, end, out, met, scale, met_scale, hashes, targets, length, spans, blocks,
     D: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
@@ -190,7 +190,7 @@ def read_sums(
         tl.store(met + row * targets + target, count, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["hashes", "length", "spans", "parts"])
 def sum_products(
     left, right, order, buckets, products, hashes, length, spans, parts,
     D: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
@@ -217,7 +217,7 @@ def sum_products(
     tl.store(products + slot, total.to(products.dtype.element_ty), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["hashes", "targets", "length", "spans", "blocks", "parts"])
 def weighted_sums(
     target_left, target_order, first, end, left, right, order, products, out,
     hashes, targets, length, spans, blocks, parts,
@@ -272,7 +272,7 @@ def weighted_sums(
     _store_rows(out, row_hash * targets + target, slot < targets, columns, total, False, D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["hashes", "targets", "blocks"])
 def add_hashes(
     partial, out, scale, hashes, targets, blocks,
     D: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,

@@ -47,7 +47,7 @@ def _projected(x, token, length, stride, matrix, columns, last, matrix_stride, D
     return score
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "heads", "rounds"])
 def angular(
     x, rotations, codes, length, heads, rounds, batch_stride, head_stride, stride, columns, FACTORS: tl.constexpr,
     D: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
@@ -83,7 +83,7 @@ def angular(
     tl.store(place, code.to(codes.dtype.element_ty), mask=token < length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "heads"])
 def hidden_units(
     x, weight, bias, out, length, heads, batch_stride, head_stride, stride, width, first, D: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
@@ -103,7 +103,7 @@ def hidden_units(
     tl.store(place, tl.maximum(score, 0.0), mask=(token < length)[:, None] & (unit < D)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "heads"])
 def best_bucket(
     x, weight, bias, codes, length, heads, buckets, D: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -129,7 +129,7 @@ def best_bucket(
     tl.store(codes + row * length + token, code.to(codes.dtype.element_ty), mask=token < length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "bits"])
 def sides(
     x, normals, codes, length, heads, hashes, bits, batch_stride, head_stride, stride, D: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
@@ -178,7 +178,7 @@ def _part(x, part, LEVELS: tl.constexpr, PARTS_LEVELS: tl.constexpr, FIRST: tl.c
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "hashes", "bits"])
 def transformed_sides(
     x, diagonals, codes, length, heads, hashes, bits, batch_stride, head_stride, stride, again, D: tl.constexpr,
     LEVELS: tl.constexpr, PARTS_LEVELS: tl.constexpr, FIRST: tl.constexpr, TOKENS: tl.constexpr,

@@ -2,6 +2,10 @@
 
 Kernels are started by `launch` only, so that `observed` sees every one of them with the very settings it runs with:
 ahead-of-time compilation needs no list of its own.
+
+Triton compiles a kernel again if an integer argument is 1 or a multiple of 16. Kernels exclude counts and lengths from
+that (`do_not_specialize`), so that a new length compiles nothing. Strides are not excluded, nor lengths that mask the
+contiguous dimension: a load of several elements needs to know that these are multiples of 16.
 """
 
 import contextlib

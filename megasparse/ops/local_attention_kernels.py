@@ -110,7 +110,7 @@ def _last_tile(tile, length, chunk, T: tl.constexpr):
     return (tl.minimum((tile * T + T - 1) // chunk * chunk + 2 * chunk, length) - 1) // T
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "length"])
 def local_keys_bias(
     k, u, order, keys_bias, k_batch, k_head, k_token, heads, length,
     D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,
@@ -125,7 +125,7 @@ def local_keys_bias(
     tl.store(line + tl.arange(0, T), tl.sum(keys * _vector(u + head * D, D, BD)[None, :], 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "length", "reach", "blocks"])
 def local_forward(
     q, k, v, r, keys_bias, r_bias, order, document, out, lse2,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
@@ -176,7 +176,7 @@ def local_forward(
     tl.store(lse2 + line + tile * T + tl.arange(0, T), tl.where(blind, 0.0, highest + tl.log2(total)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "length", "reach", "blocks"])
 def local_backward_queries(
     q, k, v, r, keys_bias, r_bias, order, document, grad, out, lse2, delta, dq,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, grad_batch, grad_head, grad_token,
@@ -245,7 +245,7 @@ def _transposed(
     return weight, weight * (dot(values, tl.trans(grads), PRECISION) - delta[None, :]) * scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "length", "reach", "blocks"])
 def local_backward_keys(
     q, k, v, r, u, keys_bias, r_bias, order, document, grad, lse2, delta, dk, dv, du,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, grad_batch, grad_head, grad_token,
@@ -293,7 +293,7 @@ def local_backward_keys(
     tl.store(part + depth, tl.sum(columns[:, None] * keys.to(tl.float32), 0), mask=depth < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "length", "reach", "blocks", "tiles", "total", "per_group"])
 def local_backward_distances(
     q, k, v, r, w, keys_bias, r_bias, order, document, grad, lse2, delta, dr, dw,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, grad_batch, grad_head, grad_token,

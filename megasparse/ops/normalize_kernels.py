@@ -38,7 +38,7 @@ def norm(x, weight, bias, out, width, eps, CENTRED: tl.constexpr, WIDTH: tl.cons
     tl.store(out + offsets, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["eps", "programs"])
+@triton.jit(do_not_specialize=["eps", "programs", "rows"])
 def norm_gradient(x, weight, grad, dx, sums, rows, width, programs, eps, CENTRED: tl.constexpr, WIDTH: tl.constexpr):
     """Compute dx (rows, E), and each program's sums over its rows of the weights' gradients, (programs, 1 or 2, E)."""
     columns = tl.arange(0, WIDTH)
@@ -131,7 +131,7 @@ def _over(x, divisor):
     return tl.where(divisor > 0, x / tl.where(divisor > 0, divisor, 1.0), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "length", "blocks"])
 def unit(
     q, k, q_batch, q_head, q_stride, k_batch, k_head, k_stride, heads, length, blocks, shortest, D: tl.constexpr,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr,
@@ -143,7 +143,7 @@ def unit(
     store_rows(k + batch * k_batch + head * k_head, token, _over(x, divisor), inside, k_stride, D, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "length", "blocks"])
 def unit_gradient(
     q, grad_q, grad_k, dq, q_batch, q_head, q_stride, gq_batch, gq_head, gq_stride, gk_batch, gk_head, gk_stride,
     dq_batch, dq_head, dq_stride, heads, length, blocks, shortest, D: tl.constexpr, WIDTH: tl.constexpr,

@@ -34,7 +34,7 @@ def _bits_of(row_seed, column, high):
     return mix(row_seed + mix(column.to(tl.uint32) + high)).to(tl.int32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["low", "high", "threshold", "scale"])
+@triton.jit(do_not_specialize=["low", "high", "threshold", "scale", "count"])
 def _dropout(
     x, rows, stream, out, count, width, low, high, threshold, scale, SIGN: tl.constexpr, RELU: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -103,7 +103,7 @@ def relu_gradient(grad: Tensor, out: Tensor, scale: float) -> Tensor:
     return dx
 
 
-@triton.jit(do_not_specialize=["first", "low", "high"])
+@triton.jit(do_not_specialize=["first", "low", "high", "count"])
 def _bits(rows, out, columns, low, high, first, count, COLUMNS: tl.constexpr):
     """rows: the rows' numbers, or None for `count` of every head from `first` on."""
     row = tl.program_id(0).to(tl.int64)
@@ -134,7 +134,7 @@ def _draw_bits(out: Tensor, rows: Tensor | None, key: int, first: int, count: in
     return out
 
 
-@triton.jit(do_not_specialize=["first", "low", "high", "other_low", "other_high"])
+@triton.jit(do_not_specialize=["first", "low", "high", "other_low", "other_high", "count"])
 def _normals(out, first, count, columns, low, high, other_low, other_high, COLUMNS: tl.constexpr):
     """Normal numbers of (head, number) `program_id(0)`; low, high and other_low, other_high: the keys of the radius and
     of the angle.

@@ -198,7 +198,7 @@ def grad_keys(
     store(grad_v + batch * length * WIDTH, keys, length, value_sums, 1.0, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def project(x, weight, out, count, width_in, width, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Compute out (N, d) = x (N, E)·weightᵀ, weight (d, E), in float64. Every row is summed alike."""
     row, output = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.arange(0, WIDTH)
