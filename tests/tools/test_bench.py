@@ -2,8 +2,11 @@
 
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from megasparse.config.load import build_config
 from tests.helpers.commands import refused, run
-from tools.bench import attention, decoders, gpu_check, kernels, measuring, training
+from tools.bench import attention, decoders, gpu_check, jobs, kernels, measuring, operators, training
 from tools.bench.attention import MECHANISMS, PEERS, Case, Inputs, crossover, measure, model_of
 
 ROOT = Path(__file__).parents[2]
@@ -176,28 +179,60 @@ def test_a_passkey_is_hidden_once_and_asked_for_at_the_end():
 
 
 @pytest.mark.slow
-def test_gpu_check_runs_at_tiny_sizes(tmp_path):
+def test_gpu_check_runs_at_tiny_sizes_and_resumes(tmp_path):
     command = [sys.executable, ROOT / "tools/bench/gpu_check.py", "--small", "--output", tmp_path]
+    with subprocess.Popen(command, cwd=ROOT) as interrupted:
+        while not any(row["name"] == "done" for row in jobs.rows_of(tmp_path / "results.jsonl")):
+            time.sleep(0.1)
+        interrupted.kill()
+    before = (tmp_path / "results.jsonl").read_text()
     subprocess.run(command, check=True, cwd=ROOT)
-    reports = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in gpu_check.STAGES}
-    assert all(row["right"] is not False for report in reports.values() for row in report["rows"])
+    text = (tmp_path / "results.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    done = [row["job"] for row in rows if row["name"] == "done"]
+    assert text.startswith(before) and all(row["right"] is not False for row in rows)
+    assert sorted(done) == sorted(job.name for phase in gpu_check.phases(True) for job in phase)
+    assert {path.name for path in tmp_path.iterdir()} == {"results.jsonl", "table.md", "log.txt"}
+
+
+def test_a_job_that_crashes_is_a_row_and_the_others_run(tmp_path):
+    def crash(report):
+        os.write(2, b"the last words\n")
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    work = [jobs.Job("bad", crash, 1, together=True), jobs.Job("good", lambda report: report.add("x", {"n": 1}), 1)]
+    jobs.run_jobs([*work, jobs.Job("long", crash, 100)], tmp_path, time.monotonic() + 50)
+    bad, figure, good = jobs.rows_of(tmp_path / "results.jsonl")
+    assert bad["right"] is False and bad["note"].startswith("exit code -11: the last words / Fatal")
+    assert (figure["job"], figure["figures"], good["name"]) == ("good", {"n": 1}, "done")
+
+
+def test_a_process_that_dies_takes_one_task_with_it():
+    def double(number):
+        if number == 3:
+            os._exit(1)
+        return 2 * number
+
+    results = {task: (result, problem) for task, result, problem in jobs.spread(double, range(9), 2)}
+    assert results.pop(3) == (None, "its process died")
+    assert results == {number: (2 * number, None) for number in (0, 1, 2, 4, 5, 6, 7, 8)}
 
 
 def test_gpu_check_sees_a_wrong_or_unsteady_operator(monkeypatch):
-    tiny = gpu_check.Problem(7, 16, torch.device("cpu"))
-    assert gpu_check.check_smooth("unit_keys", tiny, torch.float32)[0]
-    assert gpu_check.check_exact("random_bits", tiny) == (True, 0.0, "")
-    make, least = gpu_check.EXACT["random_bits"]
+    tiny = operators.Problem(7, 16, torch.device("cpu"))
+    assert operators.check_smooth("unit_keys", tiny, torch.float32)[0]
+    assert operators.check_exact("random_bits", tiny) == (True, 0.0, "")
+    make, least = operators.EXACT["random_bits"]
     numbers = iter(range(9))
-    monkeypatch.setitem(gpu_check.EXACT, "random_bits", (lambda p: lambda: make(p)() + next(numbers), least))
-    assert gpu_check.check_exact("random_bits", tiny)[2] == "two runs differ"
+    monkeypatch.setitem(operators.EXACT, "random_bits", (lambda p: lambda: make(p)() + next(numbers), least))
+    assert operators.check_exact("random_bits", tiny)[2] == "two runs differ"
 
 
 def test_every_operator_with_kernels_is_checked_and_recorded():
-    operators = {path.stem.removesuffix("_kernels") for path in (ROOT / "megasparse/ops").glob("*_kernels.py")}
+    names = {path.stem.removesuffix("_kernels") for path in (ROOT / "megasparse/ops").glob("*_kernels.py")}
     checks = {"hashing": "angular_hash", "sketch": "sketched_attention", "local_attention": "relative_local_attention"}
     checks |= {"normalize": "unit_keys", "random": "random_bits"}
     cases = {"hashing": "angular_hash", "normalize": "unit_keys", "random": "random_numbers"}
-    assert len(operators) > 8
-    assert {checks.get(name, name) for name in operators} <= gpu_check.SMOOTH.keys() | gpu_check.EXACT.keys()
-    assert {cases.get(name, name) for name in operators} <= kernels.CASES.keys()
+    assert len(names) > 8
+    assert {checks.get(name, name) for name in names} <= operators.SMOOTH.keys() | operators.EXACT.keys()
+    assert {cases.get(name, name) for name in names} <= kernels.CASES.keys()

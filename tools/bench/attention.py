@@ -173,7 +173,7 @@ class Inputs:
 
     def __init__(self, case: Case, device: torch.device):
         model = case.model
-        self._generator = torch.Generator(device).manual_seed(case.seed)
+        self._generator = None if device.type == "meta" else torch.Generator(device).manual_seed(case.seed)
         self._dtype, self._device = DTYPES[case.dtype], device
         shape = (case.batch, model.heads, model.max_length, head_dim(model))
         self.q, self.k, self.v, self.g = (self._normal(*shape) for _ in range(4))
@@ -249,8 +249,8 @@ def _passes(attend: Callable[[], list[Tensor]], leaves: list[Tensor], g: Tensor)
     return forward
 
 
-def _sdpa(case: Case, heads: Inputs) -> tuple[Pass, str]:
-    """PyTorch's attention, on a GPU by the fastest of its fused backends."""
+def sdpa(case: Case, heads: Inputs) -> Pass:
+    """PyTorch's attention, by the backend that torch chooses."""
     leaves = _leaves(heads.q, heads.k, heads.v)
     causal = case.model.kind != "encoder"
 
@@ -258,7 +258,12 @@ def _sdpa(case: Case, heads: Inputs) -> tuple[Pass, str]:
         q, k, v = leaves
         return [F.scaled_dot_product_attention(q, k, v, is_causal=causal)]
 
-    run = _passes(attend, leaves, heads.g)
+    return _passes(attend, leaves, heads.g)
+
+
+def _fastest_sdpa(case: Case, heads: Inputs) -> tuple[Pass, str]:
+    """PyTorch's attention, on a GPU by the fastest of its fused backends."""
+    run = sdpa(case, heads)
     if heads.q.device.type != "cuda":
         return run, ""
 
@@ -270,7 +275,7 @@ def _sdpa(case: Case, heads: Inputs) -> tuple[Pass, str]:
         return forward
 
     times = dict(_tried(by, heads.q.device))
-    for leaf in leaves:  # what is measured after it allocates its own
+    for leaf in (heads.q, heads.k, heads.v):  # what is measured after it allocates its own
         leaf.grad = None
     if not times:
         return run, ""
@@ -344,7 +349,7 @@ def _reformer_pytorch(case: Case, heads: Inputs) -> tuple[Pass, str]:
 
 
 PEERS: dict[str, Callable[[Case, Inputs], tuple[Pass, str]]] = {
-    "sdpa": _sdpa,
+    "sdpa": _fastest_sdpa,
     "hf": _hf,
     "reformer-pytorch": _reformer_pytorch,
 }

@@ -1,27 +1,32 @@
-r"""Check a GPU: every kernel against its definition, attention and training steps beside torch's flash attention.
+r"""Check a GPU in minutes: kernels against their definitions, attention and training steps beside torch's attention.
 
-    python tools/bench/gpu_check.py                                # all stages: ten minutes on an H100 or H200
-    python tools/bench/gpu_check.py --stages ceilings,correct      # some of them
-    python tools/bench/gpu_check.py --small                        # a CPU: tiny sizes in Triton's interpreter
+    python tools/bench/gpu_check.py --output results --seconds 330        # an H100 or H200
+    python tools/bench/gpu_check.py --output more --skip results/results.jsonl   # on another machine, what is left
+    python tools/bench/gpu_check.py --only attention train                # jobs by the beginnings of their names
+    python tools/bench/gpu_check.py --list                                # their names and expected seconds
+    python tools/bench/gpu_check.py --small                               # a CPU: tiny sizes in Triton's interpreter
 
-Stages: ceilings (copy, product), correct (each operator against its definition in float64, twice, in memory that holds
-NaN; more than 2^31 numbers), attention (forward and backward), training (reformer_64k, and the same with full
-attention). Each result is a line, and in OUTPUT/STAGE.json; a wrong one ends the command with exit code 2. The tests of
-the kernels run on a GPU by `pytest -m "kernels or not soak" tests/ops`.
+Every job runs in a process of its own with a limit of time; one that crashes is a row, and the others run. Jobs are in
+order of value, and none starts that cannot end within --seconds. The same command resumes; jobs that have run are
+skipped unless --only names them. OUTPUT gets results.jsonl (a row a result, written at once), table.md and log.txt.
+A wrong result ends the command with exit code 2. What jobs launch is recorded on torch's meta device and compiled
+beforehand in parallel; "compiled late" counts what that missed. The tests of the kernels run on a GPU by
+`pytest -m "kernels or not soak" tests/ops`.
 
 B batch, H heads, L length, D head dim, R rounds, M window.
 """
 
 import argparse
-import json
 import os
+import shutil
 import statistics
+import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,361 +35,411 @@ if "--small" in sys.argv:  # before any kernel is defined
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+import triton
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megasparse.config.load import build_config, load_config
+from megasparse.config.schema import Config
 from megasparse.errors import ConfigError, UserError, did_you_mean, report_user_errors
-from megasparse.ops.operator import VARIABLE, Implementation
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention, gpu
+from megasparse.ops.kernels import Launch, observed
 from megasparse.planning.dry_run import trial_engine
+from megasparse.planning.passes import META, ConfiguredPass, LiveBytes, as_on_a_gpu
+from megasparse.planning.plan import GPUS, RESERVE, Plan
 from megasparse.training.ranks import start_ranks
-from tools.bench.attention import MECHANISMS, Case, build, model_of
-from tools.bench.measuring import machine, peak, reset_peak, time_passes
+from tools.bench.attention import MECHANISMS, Case, Inputs, build, model_of, sdpa
+from tools.bench.jobs import RESULTS, Job, Report, compile_all, gpu_facts, rows_of, run_jobs
+from tools.bench.measuring import machine, mark, peak, reset_peak, seconds_between
+from tools.bench.operators import (
+    EXACT,
+    SMOOTH,
+    Problem,
+    check_exact,
+    check_smooth,
+    implementation,
+    with_gradients,
+)
+from tools.bench.order import causal, causal_rows, order, order_rows
 from tools.bench.training import models, step_seconds
 
-Outputs = Sequence[Tensor]
-BARS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 3e-2), torch.float16: (1e-2, 3e-2)}
-"""Relative errors that outputs and gradients may have, by norms."""
-AGREEMENT = 0.998
-"""Least part of equal codes and choices: two scores that are equal up to rounding may go either way."""
 
-
-@dataclass(frozen=True)
-class Problem:
-    """Random inputs of an operator. heads: of B = 1, H = 2."""
-
-    length: int
-    head_dim: int
-    device: torch.device
-
-    def normal(self, *shape: int) -> Tensor:
-        """Float64 numbers that depend on the shape alone."""
-        generator = torch.Generator().manual_seed(sum(shape))
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(self.device)
-
-    def integers(self, below: int, *shape: int) -> Tensor:
-        generator = torch.Generator().manual_seed(below)
-        return torch.randint(below, shape, generator=generator).to(self.device)
-
-    def heads(self, count: int = 3) -> list[Tensor]:
-        """Different vectors (1, 2, L, D)."""
-        return list(self.normal(count, 1, 2, self.length, self.head_dim))
-
-    def padding(self) -> Tensor:
-        """(1, L) bool: the last eighth is padding."""
-        return (torch.arange(self.length, device=self.device) < self.length - self.length // 8)[None]
-
-    def documents(self) -> Tensor:
-        """(1, L): three documents."""
-        return (torch.arange(self.length, device=self.device) * 3 // self.length)[None]
-
-
-Make = Callable[[Problem], tuple[list[Tensor], Callable[..., Outputs]]]
-SMOOTH: dict[str, Make] = {}
-"""Operators with gradients: inputs in float64, and a function of them that gives the outputs."""
-EXACT: dict[str, tuple[Callable[[Problem], Callable[[], Tensor]], float]] = {}
-"""Operators of integers and draws: a function that gives them, and the least part of them that must be equal."""
-
-
-def smooth(make: Make) -> Make:
-    SMOOTH[make.__name__] = make
-    return make
-
-
-def exact(least: float = 1.0) -> Callable[[Any], Any]:
-    def add(make: Callable[[Problem], Callable[[], Tensor]]) -> Any:
-        EXACT[make.__name__] = make, least
-        return make
-
-    return add
-
-
-@smooth
-def bucketed_attention(p: Problem) -> tuple[list[Tensor], Callable[..., Outputs]]:
-    """LSH in a decoder: two rounds, a band of 128."""
-    from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
-
-    codes = p.integers(max(2, p.length // 64), 1, 2, 2, p.length).to(torch.int16)
-    spec = BucketedAttentionSpec(Window("band", 128), causal=True, scale=p.head_dim**-0.5)
-    return p.heads(), lambda q, k, v: bucketed_attention(q, k, v, codes, spec)
-
-
-@smooth
-def bucketed_attention_of_separate_codes(p: Problem) -> tuple[list[Tensor], Callable[..., Outputs]]:
-    """LHA in an encoder with padding and documents. Its definition takes a step a query: at most 1,027 tokens."""
-    from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
-
-    p = Problem(min(p.length, 1027), p.head_dim, p.device)
-    codes = p.integers(max(2, p.length // 64), 2, 1, 2, 1, p.length).to(torch.int16)
-    spec = BucketedAttentionSpec(Window("band", 64), False, p.head_dim**-0.5, exclude_self=False)
-    masks = p.padding(), p.documents()
-    return p.heads(), lambda q, k, v: bucketed_attention(q, k, v, codes[0], spec, *masks, key_codes=codes[1])
-
-
-@smooth
-def windows_of_positions(p: Problem) -> tuple[list[Tensor], Callable[..., Outputs]]:
-    """Local attention in a decoder, of documents."""
-    from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
-
-    spec = BucketedAttentionSpec(Window("chunk", 128), True, p.head_dim**-0.5, exclude_self=False)
-    return p.heads(), lambda q, k, v: bucketed_attention(q, k, v, None, spec, None, p.documents())
-
-
-@smooth
-def relative_local_attention(p: Problem) -> tuple[list[Tensor], Callable[..., Outputs]]:
-    from megasparse.ops.local_attention import LocalAttentionSpec, distances, relative_local_attention
-
-    spec = LocalAttentionSpec(64, True, p.head_dim**-0.5)
-    r, u, w = p.normal(2, len(distances(64, True)), p.head_dim), p.normal(2, p.head_dim), p.normal(2, p.head_dim)
-    return [*p.heads(), r, u, w], lambda q, k, v, r, u, w: [relative_local_attention(q, k, v, r, u, w, spec)]
-
-
-@smooth
-def gathered_attention(p: Problem) -> tuple[list[Tensor], Callable[..., Outputs]]:
-    from megasparse.ops.gathered_attention import gathered_attention
-
-    index = p.integers(p.length + 1, 1, 2, p.length, 20) - 1
-    return p.heads(), lambda q, k, v: gathered_attention(q, k, v, index, scale=p.head_dim**-0.5)
-
-
-@smooth
-def hash_table_attention(p: Problem) -> tuple[list[Tensor], Callable[..., Outputs]]:
-    """YOSO in a decoder: four hashes, buckets of 64 tokens."""
-    from megasparse.ops.hash_table_attention import HashTableAttentionSpec, hash_table_attention
-
-    bits = max(1, (p.length // 64).bit_length())
-    codes = p.integers(1 << bits, 2, 1, 2, 4, p.length).to(torch.int16)
-    spec = HashTableAttentionSpec(bits, True)
-    q, k, v = p.heads()
-    heads = [torch.nn.functional.normalize(q, dim=-1), torch.nn.functional.normalize(k, dim=-1), v]
-    return heads, lambda q, k, v: hash_table_attention(q, k, v, codes[0], codes[1], spec)[:1]
-
-
-@smooth
-def sketched_attention(p: Problem) -> tuple[list[Tensor], Callable[..., Outputs]]:
-    from megasparse.ops.sketch import sketched_attention
-
-    return list(p.normal(3, 1, p.length, 4)), lambda q, k, v: sketched_attention(q, k, v, causal=True)
-
-
-@smooth
-def cross_entropy(p: Problem) -> tuple[list[Tensor], Callable[..., Outputs]]:
-    from megasparse.ops.cross_entropy import token_scores
-
-    words = min(30522, 8 * p.length)
-    targets = p.integers(words, min(p.length, 1027))
-    return [p.normal(len(targets), words)], lambda logits: [token_scores(logits, targets, 0.1)[:, [0, 2]]]
-
-
-@smooth
-def layer_norm(p: Problem) -> tuple[list[Tensor], Callable[..., Outputs]]:
-    from megasparse.ops.normalize import layer_norm
-
-    return [p.normal(1, p.length, 1024), p.normal(1024), p.normal(1024)], lambda x, weight, bias: [
-        layer_norm(x, weight, bias, 1e-5)
-    ]
-
-
-@smooth
-def unit_keys(p: Problem) -> tuple[list[Tensor], Callable[..., Outputs]]:
-    from megasparse.ops.normalize import unit_keys
-
-    return p.heads(1), lambda q: unit_keys(q)
-
-
-@exact(AGREEMENT)
-def angular_hash(p: Problem) -> Callable[[], Tensor]:
-    from megasparse.ops.hashing import angular_hash
-
-    x, rotations = p.heads(1)[0].float(), p.normal(2, 2, p.head_dim, 32).float()
-    return lambda: angular_hash(x, rotations, [64])
-
-
-@exact(AGREEMENT)
-def sign_codes(p: Problem) -> Callable[[], Tensor]:
-    from megasparse.ops.hashing import sign_codes
-
-    return lambda: sign_codes(p.heads(1)[0].float(), 1234, range(2), 32, 9, "hadamard")
-
-
-@exact(AGREEMENT)
-def hash_learning(p: Problem) -> Callable[[], Tensor]:
-    from megasparse.ops.hash_learning import ranks
-
-    scores = p.normal(1, 2, p.length, 16).float()
-    return lambda: ranks(scores, 0).argsort(-1)  # their order: the ranks themselves hold a logarithm's last bits
-
-
-@exact(AGREEMENT)
-def chosen_keys(p: Problem) -> Callable[[], Tensor]:
-    from megasparse.ops.sketch import KeyChoiceSpec, chosen_keys
-
-    q, k = p.normal(2, 1, p.length, 4).float()
-    return lambda: chosen_keys(q, k, KeyChoiceSpec(20, True, "top_k"), None)
-
-
-@exact()
-def counting_sort(p: Problem) -> Callable[[], Tensor]:
-    from megasparse.ops.counting_sort import counting_sort
-
-    return lambda: counting_sort(p.integers(1 << 12, 4, p.length).to(torch.int16), 12)
-
-
-@exact()
-def random_bits(p: Problem) -> Callable[[], Tensor]:
-    from megasparse.ops.random import random_bits
-
-    return lambda: random_bits(1234, torch.arange(p.length, device=p.device) << 20, 192)
-
-
-@exact()
-def dropout(p: Problem) -> Callable[[], Tensor]:
-    from megasparse.ops.random import dropout
-
-    rows = torch.arange(p.length, device=p.device)[None]
-    return lambda: dropout(p.normal(1, p.length, 192).float(), 0.1, 1234, rows)
-
-
-def check_smooth(name: str, p: Problem, dtype: torch.dtype) -> tuple[bool, float, str]:
-    """Compare an operator's outputs and gradients with its definition's: whether they are right, the largest relative
-    error, and what is wrong.
-    """
-    inputs, call = SMOOTH[name](p)
-    inputs = [x.to(dtype) for x in inputs]
-    with implementation("reference"):
-        expected = with_gradients(call, [x.double() for x in inputs])
-    with implementation("triton"), poisoned_memory():
-        ours, again = (with_gradients(call, inputs) for _ in range(2))
-    if not all(torch.equal(a, b) for a, b in zip(ours, again, strict=True)):
-        return False, float("nan"), "two runs differ"
-    bars, outputs, worst = BARS[dtype], len(ours) - len(inputs), 0.0
-    for number, (a, b) in enumerate(zip(ours, expected, strict=True)):
-        seen = b > -torch.inf
-        if not torch.equal(a > -torch.inf, seen):
-            return False, float("nan"), f"output {number} is −∞ elsewhere"
-        error = ((a[seen].double() - b[seen]).norm() / b[seen].norm().clamp_min(1e-30)).item()
-        worst = max(worst, error)
-        if not error <= bars[number >= outputs]:
-            what = f"output {number}" if number < outputs else f"the gradient of input {number - outputs}"
-            return False, error, f"{what} is {error:.2g} off"
-    return True, worst, ""
-
-
-def check_exact(name: str, p: Problem) -> tuple[bool, float, str]:
-    """Compare integers or draws with those of blockwise torch; the second result is the part of them that differs."""
-    make, least = EXACT[name]
-    with implementation("blockwise"):
-        expected = make(p)()
-    with implementation("triton"), poisoned_memory():
-        ours, again = make(p)(), make(p)()
-    if not torch.equal(ours, again):
-        return False, float("nan"), "two runs differ"
-    equal = (ours == expected).double().mean().item()
-    return equal >= least, 1 - equal, "" if equal >= least else f"{1 - equal:.2g} of them differ"
-
-
-def with_gradients(call: Callable[..., Outputs], inputs: list[Tensor]) -> list[Tensor]:
-    """The outputs, and the inputs' gradients toward fixed random directions of the outputs."""
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    outs = list(call(*leaves))
-    generator = torch.Generator().manual_seed(7)
-    directions = [torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out) for out in outs]
-    directions = [d.masked_fill(out == -torch.inf, 0.0) for d, out in zip(directions, outs, strict=True)]
-    return [*(out.detach() for out in outs), *torch.autograd.grad(outs, leaves, directions)]
-
-
-@contextmanager
-def implementation(name: Implementation) -> Iterator[None]:
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = name
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = before
-
-
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """Memory that is allocated inside holds NaN, or the largest integer, until it is written."""
-    before = torch.are_deterministic_algorithms_enabled()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # operations that have no deterministic variant say so
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before)
-
-
-@dataclass
-class Report:
-    """Results of a stage, written to a file after each: name, right (None where nothing can be wrong), figures."""
-
-    path: Path
-    about: dict[str, Any]
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, name: str, right: bool | None, **figures: Any) -> None:
-        self.rows.append({"name": name, "right": right, **figures})
-        self.path.write_text(json.dumps({"about": self.about, "rows": self.rows}, indent=1) + "\n")
-        word = {None: "", True: "right", False: "WRONG"}[right]
-        shown = ", ".join(
-            f"{key} {value:.4g}" if isinstance(value, float) else f"{value}" for key, value in figures.items()
-        )
-        print(f"{name:70} {word:6} {shown}", flush=True)
-
-    def check(self, name: str, check: Callable[..., tuple[bool, float, str]], *arguments: Any) -> None:
-        """Add the result of check(*arguments), or the exception that it raised."""
-        try:
-            right, error, note = check(*arguments)
-        except Exception as exception:
-            lines = str(exception).strip().splitlines() or [""]
-            self.add(name, False, note=f"{type(exception).__name__}: {lines[0][:160]}")
-            if "CUDA error" in str(exception):  # no later call would succeed
-                raise
-            return
-        self.add(name, right, error=error, note=note)
-
-
-def ceilings(report: Report, small: bool, device: torch.device) -> None:
-    """Copy and bf16 product: the bandwidth and peak that this device reaches."""
+def about(report: Report, small: bool) -> None:
+    """Name the machine, and measure a copy and a bf16 product: the bandwidth and peak that it reaches."""
+    device = device_of(small)
+    report.add("machine", note="; ".join(f"{key} {value}" for key, value in machine(device).items()))
+    if not small:
+        facts = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit", "temperature.gpu")
+        report.add("nvidia-smi", note=", ".join(map(" ".join, zip(facts, gpu_facts(*facts), strict=True))))
+        ptxas = triton.knobs.nvidia.ptxas
+        report.add("ptxas", note=f"{ptxas.version} {ptxas.path}")
     numbers, width = (1 << 20, 256) if small else (1 << 29, 8192)
     x, y = (torch.ones(numbers, dtype=torch.bfloat16, device=device) for _ in range(2))
     a, b = (torch.randn(width, width, dtype=torch.bfloat16, device=device) for _ in range(2))
-    for name, run, work in (
-        ("copy, GB/s", lambda: y.copy_(x), 4e-9 * numbers),
-        ("bf16 product, TFLOP/s", lambda: a @ b, 2e-12 * width**3),
-    ):
-
-        def forward(run: Callable[[], Any] = run) -> Callable[[], None]:
-            run()
-            return lambda: None
-
-        report.add(name, None, rate=work / min(seconds for seconds, _ in time_passes(forward, device, 5, 2)))
+    report.add("copy", {"GB/s": 4e-9 * numbers / seconds_a_call(lambda: y.copy_(x), device)})
+    report.add("bf16 product", {"TFLOP/s": 2e-12 * width**3 / seconds_a_call(lambda: a @ b, device)})
 
 
-def correct(report: Report, small: bool, device: torch.device) -> None:
-    """Each operator against its definition in float64, twice, in memory that holds NaN; then beyond 2^31 numbers."""
-    sizes = [(37, 16, torch.float32)]
+def device_of(small: bool) -> torch.device:
+    return torch.device("cpu" if small else "cuda")
+
+
+def seconds_a_call(call: Callable[[], object], device: torch.device, least: float = 0.1, repeats: int = 3) -> float:
+    """Return the median seconds of a call among several that do not wait for each other, `least` seconds in all."""
+    for _ in range(2):
+        start = mark(device)
+        call()
+        seconds = seconds_between(start, mark(device), device)
+    calls, times = max(1, min(50, int(least / seconds))), []
+    for _ in range(repeats if calls > 1 or least > 0 else 1):
+        start = mark(device)
+        for _ in range(calls):
+            call()
+        times.append(seconds_between(start, mark(device), device) / calls)
+    return statistics.median(times)
+
+
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+Sizes = tuple[int, int, int, int]
+"""Heads, head dim, rounds and window."""
+LSH, HF, TINY = (8, 64, 2, 128), (8, 64, 4, 64), (2, 16, 2, 32)
+
+
+def attention_pass(
+    name: str, length: int, rows: int, small: bool, sizes: Sizes, device: torch.device | None = None
+) -> Callable[[], Callable[[], None]]:
+    """Return a forward pass that gives back its backward. name: one of BACKENDS, MECHANISMS, "sdpa" and "hf". rows:
+    B·H."""
+    model = model_of(MECHANISMS.get(name, "full"), length, *(TINY if small else sizes))
+    kind = device_of(small) if device is None else device
+    case = Case(name, model, max(1, rows // model.heads), "fp32" if small else "bf16", kind.type, 1, 0)
+    if name not in BACKENDS:
+        return build(case, kind)[0]
+    run = sdpa(case, Inputs(case, kind))
+
+    def forward() -> Callable[[], None]:
+        with nullcontext() if kind.type != "cuda" else sdpa_kernel(BACKENDS[name]):
+            return run()
+
+    return forward
+
+
+def attention_launches(names: Sequence[str], lengths: Sequence[int], rows: int, sizes: Sizes) -> None:
+    for name in names:
+        for length in lengths if name in MECHANISMS else ():
+            attention_pass(name, length, rows, False, sizes, META)()()
+
+
+def attention(
+    report: Report, small: bool, names: Sequence[str], lengths: Sequence[int], rows: int, graphs: bool = False,
+    sizes: Sizes = LSH, least: float = 0.1,
+) -> None:  # fmt: skip
+    """Attention forward and backward: milliseconds, the peak of memory beside the counted one, and launches. graphs:
+    also in a CUDA graph, which has the same rotations in every replay.
+    """
+    device, lengths = device_of(small), [128] if small else lengths
+    for name in names:
+        for length in lengths:
+            run = attention_pass(name, length, rows, small, sizes)
+            launches = launches_of(run)
+            before = reset_peak(device)
+            run()()
+            memory = (peak(device) - before) / 1e9
+            figures = {
+                "forward ms": 1e3 * seconds_a_call(run, device, least),
+                "both ms": 1e3 * seconds_a_call(both(run), device, least),
+            }
+            figures |= {"GB": memory, "launches": launches}
+            if name != "hf":
+                figures["GB counted"] = counted_bytes(name, length, rows, small, sizes) / 1e9
+            report.add(title(name, length, rows), figures)
+            del run
+    for name in names if graphs and not small else ():
+        for length in lengths:
+            try:
+                replay = captured(attention_pass(name, length, rows, small, sizes))
+            except Exception as error:
+                note = f"{type(error).__name__}: {error}"[:300]
+                report.add(f"{title(name, length, rows)}, graph", right=False, note=note)
+                continue
+            milliseconds = 1e3 * seconds_a_call(replay, device, least)
+            report.add(f"{title(name, length, rows)}, graph", {"both ms": milliseconds})
+            del replay
+
+
+def launches_of(run: Callable[[], Callable[[], None]]) -> int:
+    """Count the kernels that a pass starts, those of torch left out."""
+    seen: list[Launch] = []
+
+    def see(launch: Launch) -> None:
+        seen.append(launch)
+        launch.start()
+
+    with observed(see):
+        run()()
+    return len(seen)
+
+
+def both(run: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+    """Return a call that runs a pass forward and backward."""
+    return lambda: run()()
+
+
+def title(name: str, length: int, rows: int) -> str:
+    return f"{name}, {length:,} tokens, batch × heads {rows}"
+
+
+def counted_bytes(name: str, length: int, rows: int, small: bool, sizes: Sizes) -> int:
+    """Count the peak of a pass, without its inputs, on the meta device."""
+    run = attention_pass(name, length, rows, small, sizes, META)
+    with observed(lambda launch: None), as_on_a_gpu(), LiveBytes() as counter:
+        run()()
+    return counter.peak
+
+
+def captured(run: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+    """Return the replay of a CUDA graph of a forward and backward pass."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()()
+    return graph.replay
+
+
+def profile(report: Report, small: bool, length: int) -> None:
+    """Microseconds of each kernel in a pass of LSH."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    passes, device = 3, device_of(small)
+    run = attention_pass("lsh", 128 if small else length, 8, small, LSH)
+    seconds_a_call(both(run), device, 0.01, 1)
+    with profiler(activities=[ProfilerActivity.CPU if small else ProfilerActivity.CUDA]) as profile:
+        for _ in range(passes):
+            run()()
+        mark(device)
+        if not small:
+            torch.cuda.synchronize()
+    events = [
+        (event.self_cpu_time_total if small else event.self_device_time_total, event)
+        for event in profile.key_averages()
+    ]
+    for time_total, event in sorted(events, key=lambda pair: -pair[0])[:20]:
+        figures = {"µs a pass": time_total / passes, "launches": event.count / passes}
+        report.add(f"lsh, {event.key[:60]}", figures)
+
+
+def train_config(name: str, small: bool) -> Config:
+    overrides = ["data.sequence_length=256", "model.max_length=256"] if small else []
+    config = load_config("quickstart" if small else "reformer_64k", [*overrides, "run.engine=torch"])
+    return build_config(models(config)[name])
+
+
+def train(report: Report, small: bool, name: str, steps: int) -> None:
+    """Steps of configs/reformer_64k after a first one, or of a variant of it."""
+    config = train_config(name, small)
+    ranks = start_ranks(config.run.model_copy(update={"device": device_of(small).type}))
+    before = reset_peak(ranks.device)
+    engine, batch = trial_engine(config, ranks)
+    seconds = [step_seconds(engine, batch, step, config.optimizer.learning_rate) for step in range(1 + steps)]
+    middle, memory = statistics.median(seconds[1:]), (peak(ranks.device) - before) / 1e9
+    tokens = config.training.micro_batch * config.data.sequence_length
+    figures = {"s": middle, "tokens/s": tokens / middle, "GB": memory, "first s": seconds[0]}
+    report.add(f"step, {name}", figures)
+
+
+def plan(report: Report, small: bool, name: str) -> None:
+    """What `megasparse plan` says of the step."""
+    planned = Plan(train_config(name, small), GPUS["H100"])
+    figures = {"s": planned.step_seconds, "GB": (planned.peak - RESERVE) / 1e9}
+    report.add(f"planned, {name}", figures, note="GB without the CUDA context")
+
+
+def kernels_once(device: torch.device) -> None:
+    """LSH forward and backward, its hash and sort, and keys and scores, at L = 256, D = 64."""
+    problem = Problem(256, 64, device)
+    with implementation("triton"):
+        for name in ("bucketed_attention", "unit_keys", "windows_of_positions"):
+            inputs, call = SMOOTH[name](problem)
+            with_gradients(call, [x.bfloat16() for x in inputs])
+        for name in ("angular_hash", "counting_sort"):
+            EXACT[name][0](problem)()
+
+
+def memcheck(report: Report) -> None:
+    """Run kernels under compute-sanitizer."""
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, __file__, "--kernels-once"]
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+    print(ended.stdout, ended.stderr)
+    lines = [line for line in ended.stdout.splitlines() if "=====" in line]
+    note = f"exit code {ended.returncode}: {' / '.join(lines[:1] + lines[-1:])}"[:300]
+    report.add("memcheck", right=ended.returncode == 0, note=note)
+
+
+def other_assembler() -> None:
+    for name in ("TRITON_PTXAS_PATH", "PTXAS_OPTIONS"):
+        os.environ.pop(name, None)
+
+
+def other_tiles(**changes: int) -> Callable[[], None]:
+    """Return a function that changes the forward's tiles in this process."""
+
+    def change() -> None:
+        chosen = gpu.tiles
+
+        def tiles(*arguments: Any) -> Any:
+            tiles = chosen(*arguments)
+            return tiles._replace(forward=tiles.forward._replace(**changes))
+
+        gpu.tiles = tiles  # type: ignore[assignment]
+
+    return change
+
+
+VARIANTS: dict[str, Callable[[], None]] = {
+    "as it is": lambda: None,
+    "Triton's own ptxas": other_assembler,
+    "forward: 128 queries, 8 warps": other_tiles(queries=128, warps=8),
+    "forward: 3 stages": other_tiles(stages=3),
+    "forward: 32 keys": other_tiles(keys=32),
+}
+
+
+def variant(report: Report, small: bool, name: str) -> None:
+    VARIANTS[name]()
+    length = 128 if small else 65536
     if not small:
-        sizes = [(4099, 64, torch.float32), (8192, 64, torch.bfloat16), (4099, 64, torch.float16)]
-        sizes.append((4099, 128, torch.bfloat16))
-    for length, dim, dtype in sizes:
-        problem = Problem(length, dim, device)
-        for name in SMOOTH:
-            report.check(f"{name}, {dtype}, L = {length:,}, D = {dim}", check_smooth, name, problem, dtype)
-    for name in EXACT:
-        report.check(f"{name}, L = {sizes[0][0]:,}", check_exact, name, Problem(*sizes[0][:2], device))
-    if small or torch.cuda.mem_get_info(device)[0] > 64e9:
-        report.check("the last head of more than 2^31 numbers", beyond_32_bits, device, small)
+        compile_all(report, "compiled", [partial(attention_launches, ["lsh"], [length], 8, LSH)])
+        triton.runtime.driver.reset_active()
+    device, run = device_of(small), attention_pass("lsh", length, 8, small, LSH)
+    figures = {
+        "forward ms": 1e3 * seconds_a_call(run, device),
+        "both ms": 1e3 * seconds_a_call(both(run), device),
+    }
+    report.add(f"lsh, {length:,} tokens, {name}", figures)
 
 
-def beyond_32_bits(device: torch.device, small: bool) -> tuple[bool, float, str]:
+@dataclass(frozen=True)
+class Check:
+    """An operator at a size: a job's arguments."""
+
+    name: str
+    length: int
+    dim: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        kind = f"{str(self.dtype).removeprefix('torch.')}, " if self.name in SMOOTH else ""
+        return f"{self.name}, {kind}L = {self.length:,}, D = {self.dim}"
+
+    def run(self, report: Report, small: bool) -> None:
+        problem = Problem(self.length, self.dim, device_of(small))
+        if self.name in SMOOTH:
+            right, error, note = check_smooth(self.name, problem, self.dtype)
+        else:
+            right, error, note = check_exact(self.name, problem)
+        report.add("definition", {"error": error}, right, note)
+
+    def launches(self) -> None:
+        problem = Problem(self.length, self.dim, META)
+        if self.name in SMOOTH:
+            inputs, call = SMOOTH[self.name](problem)
+            with_gradients(call, [x.to(self.dtype) for x in inputs])
+        else:
+            EXACT[self.name][0](problem)()
+
+    def job(self, small: bool) -> Job:
+        return Job(f"correct {self}", partial(self.run, small=small), 6, self.launches, together=True)
+
+
+FIRST = (
+    *("bucketed_attention", "bucketed_attention_of_separate_codes", "bucketed_attention_of_small_buckets"),
+    *("windows_of_positions", "unit_keys", "cross_entropy", "layer_norm"),
+    *("angular_hash", "counting_sort", "dropout"),
+)
+"""Operators that the attention and training jobs run."""
+LENGTHS = (4096, 8192, 16384, 65536)
+STEPS = {"as configured": 3, "all layers full": 1, "hashed layers full": 1}
+
+
+def phases(small: bool) -> tuple[list[Job], list[Job]]:
+    """Return the jobs until the main answers are there, and the rest, both in order of value."""
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    operators = [*SMOOTH, *EXACT]
+    later = [name for name in operators if name not in FIRST]
+
+    def attend(
+        job: str, seconds: float, names: Sequence[str], lengths: Sequence[int], rows: int = 8, **settings: Any
+    ) -> Job:
+        run = partial(attention, small=small, names=names, lengths=lengths, rows=rows, **settings)
+        used = settings.get("sizes", LSH)
+        return Job(f"attention {job}", run, seconds, partial(attention_launches, names, lengths, rows, used))
+
+    if small:
+        first = [Check(name, 37, 16, fp32) for name in FIRST]
+        rest = [Check(name, 37, 16, fp32) for name in later]
+    else:
+        first = [Check(name, 8192, 64, bf16) for name in FIRST] + [Check("bucketed_attention", 4099, 64, bf16)]
+        rest = [Check(name, 8192, 64, bf16) for name in later]
+        sizes = (128, bf16), (64, fp16), (64, fp32)
+        rest += [Check(name, 4099, dim, dtype) for dim, dtype in sizes for name in SMOOTH]
+    tokens, middle = 4096, [16384, 65536]
+    lsh = partial(attention_launches, ["lsh"], [65536], 8, LSH)
+    plans, variants = (list(STEPS)[:1], list(VARIANTS)[:1]) if small else (list(STEPS), list(VARIANTS))
+    summed = partial(order, device=device_of(small), rows=128 if small else 4096)
+    shifted = partial(causal, device=device_of(small), length=48 if small else tokens, dim=16 if small else 64)
+    main = [
+        Job("about", partial(about, small=small), 8),
+        *(check.job(small) for check in first),
+        attend("lsh", 8, ["lsh"], LENGTHS, graphs=True),
+        attend("flash", 8, ["flash"], LENGTHS, graphs=True),
+        Job("attention profile", partial(profile, small=small, length=65536), 5, lsh),
+        *(
+            Job(f"train {name}", partial(train, small=small, name=name, steps=steps), 12, partial(train_launches, name))
+            for name, steps in STEPS.items()
+        ),
+        attend("cudnn", 8, ["cudnn"], LENGTHS, graphs=True),
+        Job("order", summed, 8, lambda: [*order_rows(META, 128)]),
+        Job("causal", shifted, 8, lambda: [*causal_rows(META, tokens, 64)]),
+    ]
+    others = [
+        *(check.job(small) for check in rest),
+        *(Job(f"plan {name}", partial(plan, small=small, name=name), 20, together=True) for name in plans),
+        Job("correct beyond 2^31 numbers", partial(beyond_32_bits, small=small), 12, partial(many_heads, META, False)),
+        *(attend(name, 8, [name], middle) for name in ("local", "yoso", "lha", "smart_bird")),
+        attend("of 64 heads", 10, ["lsh", "flash"], middle, rows=64),
+        attend("lsh of 512K tokens", 8, ["lsh"], [1 << 19], least=0.0),
+        attend("flash of 512K tokens", 20, ["flash"], [1 << 19], least=0.0),
+        attend("hf", 10, ["hf", "lsh"], [16384], sizes=HF),
+        *(Job(f"variant {name}", partial(variant, small=small, name=name), 12) for name in variants),
+    ]
+    if small:
+        return [replace(job, seconds=60) for job in main], [replace(job, seconds=60) for job in others]
+    others.insert(-len(VARIANTS), Job("memcheck", memcheck, 40))
+    return main, others
+
+
+def train_launches(name: str) -> None:
+    config = train_config(name, False)
+    ConfiguredPass(config).count(config.data.sequence_length)
+
+
+def beyond_32_bits(report: Report, small: bool) -> None:
     """Local attention of so many heads that their numbers are more than 2^31: the last head is as it is alone."""
-    from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
+    all_heads, last = many_heads(device_of(small), small)
+    right = all(torch.equal(a, b) for a, b in zip(all_heads, last, strict=True))
+    report.add("the last of many heads", right=right, note="" if right else "it differs from the head alone")
 
+
+def many_heads(device: torch.device, small: bool) -> list[list[Tensor]]:
+    """Return the last head's output and gradients, from a call with all heads and from one with it alone."""
     heads, length, dim = (2, 37, 16) if small else (33, 1 << 19, 128)
     spec = BucketedAttentionSpec(Window("chunk", 128), True, dim**-0.5, exclude_self=False)
     q, k, v, g = (torch.randn(1, heads, length, dim, dtype=torch.bfloat16, device=device) for _ in range(4))
@@ -394,77 +449,58 @@ def beyond_32_bits(device: torch.device, small: bool) -> tuple[bool, float, str]
         out, _ = bucketed_attention(leaves[0], leaves[1], leaves[2], None, spec)
         results.append([x[:, -1:].clone() for x in (out.detach(), *torch.autograd.grad(out, leaves, g[:, part]))])
         del out, leaves
-    right = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    return right, 0.0, "" if right else "it differs from the head alone"
-
-
-def attention(report: Report, small: bool, device: torch.device) -> None:
-    """Attention forward and backward beside torch's: heads of 64, 8 a sequence, a window of 128, 2 rounds, bf16."""
-    everything = ("sdpa", "lsh", "local", "yoso", "lha", "smart_bird")
-    cases = [(length, heads, everything, 5) for heads in (8, 64) for length in (4096, 16384, 65536)]
-    for length, heads, names, repeats in (
-        [(128, 8, everything, 1)] if small else [*cases, (524288, 8, ("sdpa", "lsh"), 1)]
-    ):
-        flash = None
-        for name in names:
-            sizes = (2, 16, 2, 32) if small else (8, 64, 2, 128)
-            model = model_of(MECHANISMS.get(name, "full"), length, *sizes)
-            run, note = build(
-                Case(name, model, heads // 8, "fp32" if small else "bf16", device.type, repeats, 0), device
-            )
-            before = reset_peak(device)
-            seconds = statistics.median(both for _, both in time_passes(run, device, repeats, min(2, repeats)))
-            flash = flash or seconds
-            figures = {"milliseconds": 1e3 * seconds, "x flash": flash / seconds, "GB": (peak(device) - before) / 1e9}
-            report.add(f"{name}, {length:,} tokens, batch × heads {heads}", None, **figures, note=note)
-            del run
-            if not small:
-                torch.cuda.empty_cache()
-
-
-def training(report: Report, small: bool, device: torch.device) -> None:
-    """Steps of configs/reformer_64k, and of the same with full attention in place of hashes."""
-    overrides = ["data.sequence_length=256", "model.max_length=256"] if small else []
-    config = load_config("quickstart" if small else "reformer_64k", overrides)
-    full = build_config(models(config)["hashed layers full"])
-    for name, version, steps in (("as configured", config, 3), ("hashed layers full", full, 1)):
-        ranks = start_ranks(version.run.model_copy(update={"engine": "torch", "device": device.type}))
-        before = reset_peak(ranks.device)
-        engine, batch = trial_engine(version, ranks)
-        seconds = [step_seconds(engine, batch, step, version.optimizer.learning_rate) for step in range(1 + steps)]
-        middle = statistics.median(seconds[1:])
-        rate = version.training.micro_batch * version.data.sequence_length / middle
-        memory = (peak(ranks.device) - before) / 1e9
-        report.add(f"step, {name}", None, **{"seconds": middle, "tokens/s": rate, "GB": memory})
-        engine.close()
-
-
-STAGES = {"ceilings": ceilings, "correct": correct, "attention": attention, "training": training}
+    return results
 
 
 @report_user_errors
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("gpu-check"), metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--stages", default=",".join(STAGES), metavar="A,B", help="default: all")
+    parser.add_argument("--seconds", type=float, default=600, metavar="N", help="for all jobs (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="jobs whose names begin so, also if they have run")
+    parser.add_argument("--skip", type=Path, metavar="FILE", help="results.jsonl with jobs not to run again")
+    parser.add_argument("--list", action="store_true", help="print the jobs and their expected seconds")
     parser.add_argument("--small", action="store_true", help="on a CPU, in Triton's interpreter, at tiny sizes")
+    parser.add_argument("--kernels-once", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(words)
-    names = args.stages.split(",")
-    for name in names:
-        if name not in STAGES:
-            raise ConfigError("--stages", f'there is no "{name}"', did_you_mean(name, STAGES))
-    if not args.small and not torch.cuda.is_available():
-        raise ConfigError("--small", "is not given, and torch sees no GPU here", "Give it, for tiny sizes on a CPU")
-    device = torch.device("cpu" if args.small else "cuda")
+    deadline = time.monotonic() + args.seconds
+    if args.kernels_once:
+        kernels_once(device_of(False))
+        torch.cuda.synchronize()
+        return
+    main_jobs, others = phases(args.small)
+    names = [job.name for job in main_jobs + others]
+    for word in args.only or ():
+        if not any(name.startswith(word) for name in names):
+            raise ConfigError("--only", f'no job begins with "{word}"', did_you_mean(word, names))
+    if args.skip is not None and not args.skip.is_file():
+        raise ConfigError("--skip", f"{args.skip} is not a file", "Name a results.jsonl of an earlier check")
+    if args.list:
+        print("\n".join(f"{job.seconds:4g} s  {job.name}" for job in main_jobs + others))
+        return
+    if not args.small and not gpu_facts("compute_cap"):
+        raise ConfigError(
+            "--small", "is not given, and nvidia-smi sees no GPU here", "Give it, for tiny sizes on a CPU"
+        )
     args.output.mkdir(parents=True, exist_ok=True)
-    wrong = []
-    for name in names:
-        report, start = Report(args.output / f"{name}.json", machine(device)), time.perf_counter()
-        STAGES[name](report, args.small, device)
-        print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
-        wrong += [row["name"] for row in report.rows if row["right"] is False]
+    results = args.output / RESULTS
+    earlier = rows_of(results) + ([] if args.skip is None else rows_of(args.skip))
+    ran = {row["job"] for row in earlier if row["name"] in ("done", "failed")}
+    torch.set_num_threads(1 if not args.small else torch.get_num_threads())
+    jobs: list[Job] = []
+    for phase, part in (("A", main_jobs), ("B", others)):
+        part = [
+            job for job in part if (job.name not in ran if args.only is None else job.name.startswith(tuple(args.only)))
+        ]
+        launches = [job.launches for job in part if job.launches is not None]
+        if launches and not args.small:
+            place = part[:1] != [] and part[0].name == "about"
+            part.insert(place, Job(f"warm {phase}", partial(compile_all, name="compiled", functions=launches), 30))
+        jobs += part
+    run_jobs(jobs, args.output, deadline)
+    wrong = [row["job"] for row in rows_of(results) if row["right"] is False]
     if wrong:
-        raise UserError(f"{args.output}: {len(wrong)} results are wrong, the first: {wrong[0]}")
+        raise UserError(f"{results}: {len(wrong)} results are wrong, the first of {wrong[0]}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 from megasparse.errors import UserError
 from megasparse.planning.dry_run import peak, reset_peak
 
-__all__ = ["MeasurementError", "alone", "machine", "peak", "reset_peak", "time_passes"]
+__all__ = ["MeasurementError", "alone", "machine", "mark", "peak", "reset_peak", "seconds_between", "time_passes"]
 Result = TypeVar("Result")
 PATIENCE = 600.0
 """Seconds after which no further run is started."""
@@ -72,19 +72,20 @@ def time_passes(
     for number in range(warm_up + repeats):
         if len(times) and time.perf_counter() - started > PATIENCE:
             break
-        marks = [_mark(device)]
+        marks = [mark(device)]
         backward = forward()
-        marks.append(_mark(device))
+        marks.append(mark(device))
         backward()
-        marks.append(_mark(device))
+        marks.append(mark(device))
         del backward
-        seconds = _seconds(marks[0], marks[1], device), _seconds(marks[0], marks[2], device)
+        seconds = seconds_between(marks[0], marks[1], device), seconds_between(marks[0], marks[2], device)
         if number >= warm_up:
             times.append(seconds)
     return times
 
 
-def _mark(device: torch.device) -> Any:
+def mark(device: torch.device) -> Any:
+    """Return the present moment on the device's stream, or on the CPU's clock."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -92,7 +93,8 @@ def _mark(device: torch.device) -> Any:
     return event
 
 
-def _seconds(start: Any, end: Any, device: torch.device) -> float:
+def seconds_between(start: Any, end: Any, device: torch.device) -> float:
+    """Return the seconds between two moments of `mark`; waits for the second."""
     if device.type != "cuda":
         return end - start
     end.synchronize()

@@ -8,6 +8,7 @@ micro-batch per step:
 
     as configured
     full, checkpointed    every layer has full attention, in ordinary blocks with activation checkpointing
+    all layers full       full attention in every layer, all else as configured
     hashed layers full    full attention in place of every mechanism but local attention
     2 layers, 20 layers   as configured, but for the depth; of 2 layers each has another mechanism
 
@@ -74,6 +75,7 @@ def models(config: Config) -> dict[str, dict[str, Any]]:
     made: dict[str, dict[str, Any]] = {
         AS_CONFIGURED: {},
         "full, checkpointed": {"pattern": ["full"], "blocks": "ordinary", "activations": "checkpoint"},
+        "all layers full": {"pattern": ["full"]},
         "hashed layers full": {"pattern": [in_full(entry) for entry in entries]},
     }
     for depth in DEPTHS:

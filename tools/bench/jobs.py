@@ -1,0 +1,317 @@
+"""Jobs in forked processes with limits of time and rows in a file, and the compilation of kernels ahead of them.
+
+The process that forks must not have started CUDA; every job has a CUDA context of its own.
+"""
+
+import ctypes
+import faulthandler
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import triton
+from torch import Tensor
+
+from megasparse.ops.kernels import Launch, observed
+from megasparse.planning.passes import META, as_on_a_gpu
+from tools.bench.kernels import distinct
+
+RESULTS = "results.jsonl"
+FAULT = "\n\nCurrent thread"
+"""What faulthandler's stacks begin with."""
+TOGETHER = 4
+"""Jobs at a time, of those that may be together: definitions in float64 take up to 15 GB."""
+PROCESSES = min(15, max(1, (os.cpu_count() or 2) - 1))
+Task = TypeVar("Task")
+
+
+class Report:
+    """Rows of one job, appended to a file one by one and printed unless `quiet`; several processes may write to it."""
+
+    def __init__(self, path: Path, job: str, terminal: int = 1):
+        self.quiet = False
+        self.path, self.job, self.terminal, self.start = path, job, terminal, time.monotonic()
+
+    def add(
+        self, name: str, figures: Mapping[str, float] | None = None, right: bool | None = None, note: str = ""
+    ) -> None:
+        """right: None where nothing can be wrong. note: one line."""
+        seconds, figures = round(time.monotonic() - self.start, 2), dict(figures or {})
+        row = {"job": self.job, "name": name, "right": right, "figures": figures, "note": note, "seconds": seconds}
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        if self.quiet:
+            return
+        verdict = {None: "", True: "right ", False: "WRONG "}[right]
+        line = f"{self.job}: {name}: {verdict}{_shown(figures)} {note}".replace(f"{self.job}: definition", self.job)
+        os.write(self.terminal, f"{line[:150].rstrip()}\n".encode())
+
+
+def _shown(figures: Mapping[str, float]) -> str:
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in figures.items()
+    )
+
+
+def write_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write the rows as a Markdown table."""
+    lines = ["| job | result | right | figures | note |", "|---|---|---|---|---|"]
+    for row in rows:
+        verdict = {None: "", True: "yes", False: "**no**"}[row["right"]]
+        cells = (row["job"], row["name"], verdict, _shown(row["figures"]), row["note"].replace("|", "/"))
+        lines.append(f"| {' | '.join(cells)} |")
+    path.write_text("\n".join(lines) + "\n")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A part of the check. seconds: expected. launches: starts, with tensors of the meta device, the kernels of the
+    job. together: it runs next to others.
+    """
+
+    name: str
+    run: Callable[[Report], None]
+    seconds: float
+    launches: Callable[[], object] | None = None
+    together: bool = False
+
+
+class Running:
+    """A job in a forked process."""
+
+    def __init__(self, job: Job, output: Path, deadline: float):
+        self.job, self.output, self.start = job, output, time.monotonic()
+        self.limit = min(self.start + 20 + 4 * job.seconds, deadline + 20)
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115  (open while the job runs)
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._run()
+
+    def _run(self) -> None:
+        code = 1
+        try:
+            end_with_parent()
+            terminal = os.dup(1)
+            for stream in (1, 2):
+                os.dup2(self.log.fileno(), stream)
+            faulthandler.enable(2)
+            report, late = Report(self.output / RESULTS, self.job.name, terminal), count_compilations()
+            self.job.run(report)
+            if late:
+                report.add("compiled late", {"binaries": len(late)}, note=", ".join(sorted(set(late))))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)  # a broken CUDA context would end the interpreter's own way out
+
+    def ended(self) -> bool:
+        """Reap the process, and report how it ended."""
+        late = time.monotonic() > self.limit
+        if late:
+            os.kill(self.pid, signal.SIGKILL)
+        pid, status = os.waitpid(self.pid, 0 if late else os.WNOHANG)
+        if pid == 0:
+            return False
+        self.log.seek(0)
+        text = self.log.read().decode(errors="replace")
+        with (self.output / "log.txt").open("a") as file:
+            file.write(f"=== {self.job.name}\n{text}")
+        report = Report(self.output / RESULTS, self.job.name)
+        report.start = self.start
+        code = os.waitstatus_to_exitcode(status)
+        if code == 0:
+            report.quiet = True
+            report.add("done")
+        else:
+            cause = "over its limit of time" if late else f"exit code {code}"
+            tail = " / ".join(line.strip() for line in text.split(FAULT)[0].strip().splitlines()[-3:])
+            report.add("failed", right=False, note=f"{cause}: {tail[-400:]}")
+        return True
+
+
+def end_with_parent() -> None:
+    """Let Linux kill this process when the one that forked it ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def run_jobs(jobs: Sequence[Job], output: Path, deadline: float) -> None:
+    """Run the jobs in order, those that may be together up to TOGETHER at a time, and skip what would be too late."""
+    waiting, running, late = deque(jobs), list[Running](), []
+    while waiting or running:
+        while waiting and (
+            not running or (len(running) < TOGETHER and waiting[0].together and running[-1].job.together)
+        ):
+            job = waiting.popleft()
+            if time.monotonic() + job.seconds > deadline:
+                late.append(job.name)
+            else:
+                running.append(Running(job, output, deadline))
+        time.sleep(0.01)
+        for process in list(running):
+            if process.ended():
+                running.remove(process)
+                write_table(rows_of(output / RESULTS), output / "table.md")
+    if late:
+        print("no time for", ", ".join(late), flush=True)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Read rows; the last one may have been cut off."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = []
+    for line in lines:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def count_compilations() -> list[str]:
+    """Return a list to which the names of kernels are added that Triton compiles from now on."""
+    names: list[str] = []
+
+    def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            names.append(src.name)
+
+    triton.knobs.compilation.listener = listen
+    return names
+
+
+def spread(
+    function: Callable[[Task], Any], tasks: Sequence[Task], processes: int
+) -> Iterator[tuple[Task, Any, str | None]]:
+    """Call function(task) in forked processes, and yield tasks with their results, or None and the problem. A process
+    that dies takes one task with it.
+    """
+    waiting, busy, children = deque(range(len(tasks))), dict[Any, int](), list[int]()
+
+    def work(connection: Any) -> None:
+        end_with_parent()
+        while True:
+            number = connection.recv()
+            try:
+                connection.send((function(tasks[number]), None))
+            except Exception as error:
+                connection.send((None, f"{type(error).__name__}: {str(error).strip()[-300:]}"))
+
+    def start() -> Any:
+        ours, theirs = multiprocessing.Pipe()
+        children.append(os.fork())
+        if children[-1] == 0:
+            try:
+                work(theirs)
+            finally:
+                os._exit(1)
+        theirs.close()
+        return ours
+
+    idle = [start() for _ in range(min(processes, len(tasks)))]
+    while waiting or busy:
+        while waiting and idle:
+            connection, number = idle.pop(), waiting.popleft()
+            connection.send(number)
+            busy[connection] = number
+        for connection in cast(list[Any], wait(list(busy))):
+            number = busy.pop(connection)
+            try:
+                result, problem = connection.recv()
+                idle.append(connection)
+            except (EOFError, OSError):
+                result, problem = None, "its process died"
+                idle.append(start())
+            yield tasks[number], result, problem
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def recorded_launches(launches: Callable[[], object]) -> list[tuple[Any, ...]]:
+    """Record what a function launches with tensors of the meta device: modules and names of the kernels, arguments with
+    dtypes for tensors, and settings.
+    """
+    seen: list[Launch] = []
+    Launch.start = lambda self: seen.append(self)  # type: ignore[method-assign]
+    with observed(seen.append), as_on_a_gpu():
+        launches()
+    rows = []
+    for item in distinct(seen):
+        arguments = tuple(x.dtype if isinstance(x, Tensor) else x for x in item.arguments)
+        rows.append((item.kernel.fn.__module__, item.kernel.fn.__name__, arguments, item.settings))
+    return rows
+
+
+def launch_of(module: str, kernel: str, arguments: tuple[Any, ...], settings: dict[str, Any]) -> Launch:
+    tensors = [torch.empty(1, dtype=x, device=META) if isinstance(x, torch.dtype) else x for x in arguments]
+    return Launch(getattr(importlib.import_module(module), kernel), (1,), tuple(tensors), settings)
+
+
+def compile_launch(launch: Launch) -> float:
+    """Compile a kernel and its launcher into Triton's cache, as the launch would. Returns the seconds."""
+    start = time.perf_counter()
+    compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.settings)
+    triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
+    return time.perf_counter() - start
+
+
+def compile_all(report: Report, name: str, functions: Sequence[Callable[[], object]]) -> None:
+    """Compile what functions launch with tensors of the meta device, in processes without a CUDA context."""
+    start, seconds, failed, rows = time.perf_counter(), 0.0, 0, dict[str, tuple[Any, ...]]()
+    for _, result, problem in spread(recorded_launches, functions, PROCESSES):
+        if problem is not None:
+            report.add(f"{name}: recording", right=False, note=problem)
+        rows |= {repr(row): row for row in result or []}
+    launches, recording = distinct(launch_of(*row) for row in rows.values()), time.perf_counter() - start
+    launches.sort(key=lambda item: ("attention" in item.kernel.fn.__module__, len(item.kernel.src)), reverse=True)
+    without_context()
+    for item, taken, problem in spread(compile_launch, launches, PROCESSES):
+        if problem is not None:
+            failed += 1
+            report.add(f"{name}: {item.kernel.fn.__module__}.{item.kernel.fn.__name__}", right=False, note=problem)
+        seconds += taken or 0.0
+    figures = {"binaries": len(launches), "failed": failed, "recording s": recording, "CPU s": seconds}
+    report.add(name, figures | {"wall s": time.perf_counter() - start}, failed == 0)
+
+
+def without_context() -> None:
+    """Let Triton compile for the GPU of this machine without its own CUDA context in each process."""
+    from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
+
+    class Compiler(CudaDriver):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.utils, self.launcher_cls = CudaUtils(), CudaLauncher
+            self.get_current_device = lambda: 0
+            self.get_current_stream = lambda device=0: 0
+            self.get_device_capability = lambda device=0: (int(major), int(minor))
+
+    major, minor = gpu_facts("compute_cap")[0].split(".")
+    triton.runtime.driver.set_active(Compiler())
+
+
+def gpu_facts(*names: str) -> list[str]:
+    """Ask nvidia-smi, which starts no CUDA context, for facts about the first GPU; none where there is no GPU."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [word.strip() for word in lines[0].split(",")] if lines else []
