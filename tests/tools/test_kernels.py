@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 
 from tools.bench.kernel_cases import CASES, HEAD_DIMS, ONE, ONE_WIDTH
 from tools.bench.kernels import SHARED_MEMORY
+from tools.bench.sass import instructions, reuses
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "docs" / "kernels.json"
@@ -26,6 +27,20 @@ def compiled(tmp_path, *options):
     command = [sys.executable, ROOT / "tools/bench/kernels.py", "--output", tmp_path / "kernels.json", *options]
     subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     return json.loads((tmp_path / "kernels.json").read_text())["kernels"]
+
+
+def run(tmp_path, program):
+    """Return what a program prints that compiles kernels."""
+    (tmp_path / "program.py").write_text(program)  # Triton reads a kernel's source from its file
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": str(ROOT),
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "TRITON_INTERPRET": "0",
+    }
+    return subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def check(table):
@@ -94,6 +109,59 @@ SPILLS = {
 large arguments; registers beyond 168, which ptxas gives up so that three programs fit a multiprocessor; and a few for
 sm_80 under Triton 3.7.1 (docs/performance.md)."""
 
+LOOP = """
+        /*0100*/                   HGMMA.64x64x16.F32.BF16 R56, R36, gdesc[UR8].tnspB, R56 ;   /* 0x4 */
+        /*0110*/                   HGMMA.64x64x16.F32.BF16 R56, R24, gdesc[UR20].tnspB, R56, gsb0 ;
+        /*0120*/                   {0} ;
+        /*0130*/                   HGMMA.64x64x16.F32.BF16 R88, gdesc[UR8], RZ, !UPT, gsb0 ;
+        /*0140*/                   WARPGROUP.DEPBAR.LE gsb0, {1} ;
+        /*0150*/                   {2} ;
+        /*0160*/              @!P3 BRA 0x0100 ;
+        /*0170*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0180*/                   IMAD.MOV.U32 R24, RZ, RZ, R36 ;
+        /*0190*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(
+    "before,pending,after,products",
+    [
+        ("FADD R23, R24, R36", "0x1", "MOV R36, R1", 0),  # at most the later group is pending
+        ("FADD R24, R23, R36", "0x1", "MOV R36, R1", 1),
+        ("LDG.E.128 R24, desc[UR4][R2.64]", "0x0", "NOP", 1),
+        ("LDS.64 R23, [R2]", "0x0", "NOP", 1),  # and R24
+        ("@P0 SHFL.BFLY PT, R39, R2, 0x1, 0x1f", "0x0", "NOP", 1),
+        ("ISETP.GE.AND P0, PT, R24, R36, PT", "0x0", "STS.128 [R24], R36", 0),
+        ("@P1 BRA 0x0150", "0x0", "MOV R36, R1", 1),  # around the wait
+        ("CS2R R26, SRZ", "0x2", "MOV R39, R1", 2),
+        ("NOP", "0x3", "MOV R36, R1", 1),
+    ],
+)
+def test_a_register_of_a_product_reused_before_the_wait_is_found(before, pending, after, products):
+    assert reuses(instructions(LOOP.format(before, pending, after))) == products
+
+
+WITHOUT_WAITS = """
+import torch
+from megasparse.ops.kernels import recorded
+from tools.bench.kernel_cases import CASES
+from tools.bench.kernels import assemble
+from tools.bench.sass import instructions, reuses
+
+with recorded() as launches:
+    CASES["bucketed_attention"](torch.bfloat16, 64)
+launch = next(x for x in launches if x.kernel.__name__ == "forward")
+code = instructions(assemble(launch, 90).code)
+print(reuses(code), reuses([x for x in code if not x.name.startswith("WARPGROUP.DEPBAR")]))
+"""
+
+
+@pytest.mark.slow
+def test_without_their_waits_all_products_with_registers_are_found(tmp_path):
+    """Products of weights and values, on an H100: four with 16 of 64 keys each."""
+    assert run(tmp_path, WITHOUT_WAITS).split() == ["0", "4"]
+
+
 PROGRAM = """
 import torch, triton, triton.language as tl
 from megasparse.ops.kernels import dot, launch, precision, recorded
@@ -120,18 +188,8 @@ for dtype, size in ((torch.bfloat16, 64), (torch.float32, 32), (torch.float32, 6
 
 @pytest.mark.slow
 def test_registers_spills_shared_memory_and_tensor_cores_are_read_from_the_binary(tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)  # Triton reads a kernel's source from its file
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "PYTHONPATH": str(ROOT),
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "TRITON_INTERPRET": "0",
-    }
-    result = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-    )
     bf16_80, bf16_90, small_80, _, large_80, large_90 = (
-        [int(n) for n in line.split()] for line in result.stdout.splitlines()
+        [int(n) for n in line.split()] for line in run(tmp_path, PROGRAM).splitlines()
     )
     assert bf16_80[3] == 64 * 64 * 64 // (16 * 8 * 16) // 4  # each of four warps' m16n8k16
     assert bf16_90[3] == 64 // 16  # one warpgroup's m64n64k16

@@ -6,8 +6,9 @@
 
 Each operator is called forward and backward as models call it (kernel_cases.py), and every kernel that it starts is
 compiled with the settings it is started with. The table has, over all variants of a kernel, the most registers per
-thread, the most instructions that spill registers to memory, the most bytes of shared memory per program, and the
-fewest tensor-core instructions.
+thread, the most instructions that spill registers to memory, the most bytes of shared memory per program, the fewest
+tensor-core instructions, and the most asynchronous products whose registers are reused before the wait (sass.py). One
+of these is a fault of the assembler: the command then ends with exit code 1, and records nothing.
 """
 
 import argparse
@@ -37,6 +38,7 @@ from megasparse.data.files import replacing
 from megasparse.errors import ConfigError, report_user_errors
 from megasparse.ops.kernels import INTERPRETED, Launch, recorded
 from tools.bench.kernel_cases import CASES, HEAD_DIMS, ONE, ONE_WIDTH
+from tools.bench.sass import instructions, reuses
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that a program may have, by compute capability (CUDA C programming guide, table of technical
@@ -50,13 +52,14 @@ _TYPES |= {torch.bool: "i1"}
 @dataclass(frozen=True)
 class Resources:
     """Resources of a compiled kernel. registers: a thread's. spills: instructions that move registers to and from local
-    memory. shared: bytes a program. tensor_cores: matrix instructions.
+    memory. shared: bytes a program. tensor_cores: matrix instructions. reuses: see `sass.reuses`.
     """
 
     registers: int
     spills: int
     shared: int
     tensor_cores: int
+    reuses: int
 
 
 def distinct(launches: Iterable[Launch]) -> list[Launch]:
@@ -69,21 +72,35 @@ def distinct(launches: Iterable[Launch]) -> list[Launch]:
     return list(first.values())
 
 
-def compile_ahead(launch: Launch, capability: int) -> Resources:
-    """Compiles a recorded launch for a compute capability (80 is the A100's, 90 the H100's)."""
+class Assembly(NamedTuple):
+    """A compiled kernel as cuobjdump prints it. shared: bytes a program."""
+
+    usage: str
+    code: str
+    shared: int
+
+
+def assemble(launch: Launch, capability: int) -> Assembly:
+    """Compile a recorded launch for a compute capability (80 is the A100's, 90 the H100's)."""
     source, options = _source(launch)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, _WARP), options=options)
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(compiled.asm["cubin"])
-        usage, code = _dump("--dump-resource-usage", binary), _dump("-sass", binary)
+        return Assembly(_dump("--dump-resource-usage", binary), _dump("-sass", binary), compiled.metadata.shared)
+
+
+def compile_ahead(launch: Launch, capability: int) -> Resources:
+    """Return the resources of a recorded launch's binary for a compute capability."""
+    usage, code, shared = assemble(launch, capability)
     registers = re.search(r"REG:(\d+)", usage)
     assert registers is not None, usage
     return Resources(
         registers=int(registers[1]),
         spills=len(re.findall(r"\b(?:LDL|STL)\b", code)),
-        shared=compiled.metadata.shared,
+        shared=shared,
         tensor_cores=len(re.findall(r"\sHG?MMA\.", code)),
+        reuses=reuses(instructions(code)),
     )
 
 
@@ -183,16 +200,22 @@ def worst(a: Resources, b: Resources) -> Resources:
         max(a.spills, b.spills),
         max(a.shared, b.shared),
         min(a.tensor_cores, b.tensor_cores),
+        max(a.reuses, b.reuses),
     )
 
 
 def markdown(table: Table) -> Iterator[str]:
-    yield "| kernel | dtype | head dim | for | registers | spills | shared KiB | tensor-core instructions |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield (
+        "| kernel | dtype | head dim | for | registers | spills | shared KiB | tensor-core instructions "
+        "| registers of products reused before the wait |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|"
     for key, resources in sorted(table.items()):
         excess = " (too much)" if resources.shared > SHARED_MEMORY[key.capability] else ""
         shared = f"{resources.shared / 1024:.1f}{excess}"
-        counts = f"{resources.registers} | {resources.spills} | {shared} | {resources.tensor_cores}"
+        counts = (
+            f"{resources.registers} | {resources.spills} | {shared} | {resources.tensor_cores} | {resources.reuses}"
+        )
         yield f"| {key.kernel} | {key.dtype} | {key.head_dim} | sm_{key.capability} | {counts} |"
 
 
@@ -223,6 +246,10 @@ def main(words: Sequence[str] | None = None) -> None:
     args = parser.parse_args(words)
     table = kernel_table(args.operators, args.dtypes, args.head_dims, args.capabilities, args.jobs)
     print("\n".join(markdown(table)))
+    if any(resources.reuses for resources in table.values()):
+        sys.exit(
+            "registers of products are reused before the wait: set TRITON_PTXAS_PATH to ptxas of CUDA 13.3 or later"
+        )
     if args.output is not None:
         record(table, args.output)
 
