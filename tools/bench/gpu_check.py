@@ -49,7 +49,7 @@ from megasparse.planning.passes import META, ConfiguredPass, LiveBytes, as_on_a_
 from megasparse.planning.plan import GPUS, RESERVE, Plan
 from megasparse.training.ranks import start_ranks
 from tools.bench.attention import MECHANISMS, Case, Inputs, build, model_of, sdpa
-from tools.bench.jobs import RESULTS, Job, Report, compile_all, gpu_facts, rows_of, run_jobs
+from tools.bench.jobs import RESULTS, Job, Report, compile_all, end_with_parent, gpu_facts, rows_of, run_jobs
 from tools.bench.measuring import machine, mark, peak, reset_peak, seconds_between
 from tools.bench.operators import (
     EXACT,
@@ -60,7 +60,7 @@ from tools.bench.operators import (
     implementation,
     with_gradients,
 )
-from tools.bench.order import causal, causal_rows, order, order_rows
+from tools.bench.order import causal, causal_rows, order, order_rows, powers
 from tools.bench.training import models, step_seconds
 
 
@@ -71,13 +71,22 @@ def about(report: Report, small: bool) -> None:
     if not small:
         facts = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit", "temperature.gpu")
         report.add("nvidia-smi", note=", ".join(map(" ".join, zip(facts, gpu_facts(*facts), strict=True))))
-        ptxas = triton.knobs.nvidia.ptxas
-        report.add("ptxas", note=f"{ptxas.version} {ptxas.path}")
     numbers, width = (1 << 20, 256) if small else (1 << 29, 8192)
     x, y = (torch.ones(numbers, dtype=torch.bfloat16, device=device) for _ in range(2))
     a, b = (torch.randn(width, width, dtype=torch.bfloat16, device=device) for _ in range(2))
     report.add("copy", {"GB/s": 4e-9 * numbers / seconds_a_call(lambda: y.copy_(x), device)})
     report.add("bf16 product", {"TFLOP/s": 2e-12 * width**3 / seconds_a_call(lambda: a @ b, device)})
+
+
+ASSEMBLER = ("TRITON_PTXAS_PATH", "PTXAS_OPTIONS")
+
+
+def assembler(report: Report) -> None:
+    """Run a kernel of the assembler that TRITON_PTXAS_PATH names: drivers refuse binaries of a much newer one."""
+    x = torch.arange(-64, 64, device="cuda").float()
+    right = torch.allclose(powers(x), torch.ldexp(torch.ones_like(x), x.int()))
+    ptxas = triton.knobs.nvidia.ptxas
+    report.add("ptxas", right=right, note=f"{ptxas.version} {ptxas.path}")
 
 
 def device_of(small: bool) -> torch.device:
@@ -142,6 +151,7 @@ def attention(
         for length in lengths:
             run = attention_pass(name, length, rows, small, sizes)
             launches = launches_of(run)
+            run()  # without the gradients of the pass before
             before = reset_peak(device)
             run()()
             memory = (peak(device) - before) / 1e9
@@ -222,7 +232,6 @@ def profile(report: Report, small: bool, length: int) -> None:
     with profiler(activities=[ProfilerActivity.CPU if small else ProfilerActivity.CUDA]) as profile:
         for _ in range(passes):
             run()()
-        mark(device)
         if not small:
             torch.cuda.synchronize()
     events = [
@@ -276,7 +285,7 @@ def memcheck(report: Report) -> None:
     tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, __file__, "--kernels-once"]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, preexec_fn=end_with_parent)
     print(ended.stdout, ended.stderr)
     lines = [line for line in ended.stdout.splitlines() if "=====" in line]
     note = f"exit code {ended.returncode}: {' / '.join(lines[:1] + lines[-1:])}"[:300]
@@ -284,7 +293,7 @@ def memcheck(report: Report) -> None:
 
 
 def other_assembler() -> None:
-    for name in ("TRITON_PTXAS_PATH", "PTXAS_OPTIONS"):
+    for name in ASSEMBLER:
         os.environ.pop(name, None)
 
 
@@ -387,8 +396,8 @@ def phases(small: bool) -> tuple[list[Job], list[Job]]:
         rest = [Check(name, 37, 16, fp32) for name in later]
     else:
         first = [Check(name, 8192, 64, bf16) for name in FIRST] + [Check("bucketed_attention", 4099, 64, bf16)]
-        rest = [Check(name, 8192, 64, bf16) for name in later]
         sizes = (128, bf16), (64, fp16), (64, fp32)
+        rest = [Check(name, 4099, 64, bf16) for name in later]
         rest += [Check(name, 4099, dim, dtype) for dim, dtype in sizes for name in SMOOTH]
     tokens, middle = 4096, [16384, 65536]
     lsh = partial(attention_launches, ["lsh"], [65536], 8, LSH)
@@ -497,6 +506,11 @@ def main(words: Sequence[str] | None = None) -> None:
             place = part[:1] != [] and part[0].name == "about"
             part.insert(place, Job(f"warm {phase}", partial(compile_all, name="compiled", functions=launches), 30))
         jobs += part
+    if not args.small:
+        run_jobs([Job("assembler", assembler, 5)], args.output, deadline)
+        if any(row["job"] == "assembler" and row["right"] is False for row in rows_of(results)):
+            other_assembler()
+            run_jobs([Job("assembler of Triton", assembler, 5)], args.output, deadline)
     run_jobs(jobs, args.output, deadline)
     wrong = [row["job"] for row in rows_of(results) if row["right"] is False]
     if wrong:

@@ -42,6 +42,13 @@ def _powers(x, out, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
     tl.store(out + place, tl.exp2(tl.load(x + place)))
 
 
+def powers(x: Tensor) -> Tensor:
+    """Return 2 to the power of each of a multiple of 128 numbers, by a kernel."""
+    out = torch.empty_like(x)
+    launch(_powers, (len(x) // 128,), x, out, NUMBERS=128, num_warps=4)
+    return out
+
+
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -137,12 +144,6 @@ def order_rows(device: torch.device, rows: int) -> Iterator[tuple[str, Tensor, T
         for shift in (16, 5):
             fact = f"16 terms, zeros elsewhere, {shift} later"
             yield f"tl.sum, {tile} rows: {fact}", sums(some), sums(some.roll(shift, 1))
-
-    def powers(x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        launch(_powers, (len(x) // 128,), x, out, NUMBERS=128, num_warps=4)
-        return out
-
     whole = torch.arange(-126, 130, device=device).clamp_max(127).float()
     yield "exp2 of an integer is a power of two", powers(whole), torch.ldexp(torch.ones_like(whole), whole.int())
     fraction = torch.arange(-(1 << 12), 0, device=device) / (1 << 12)  # exact, and so is its sum with an integer
