@@ -141,6 +141,42 @@ def test_a_register_of_a_product_reused_before_the_wait_is_found(before, pending
     assert reuses(instructions(LOOP.format(before, pending, after))) == products
 
 
+LENGTHS = """
+import torch
+from megasparse.ops.hash_table_attention import HashTableAttentionSpec
+from megasparse.ops.hash_table_attention_kernels import hash_table_attention
+from megasparse.ops.kernels import recorded
+from megasparse.ops.local_attention import LocalAttentionSpec, distances
+from megasparse.ops.local_attention_kernels import relative_local_attention
+from megasparse.ops.normalize_kernels import unit_keys
+from tools.bench.kernels import distinct
+
+torch.set_default_device("meta")
+
+def pass_at(length):
+    q, k, v = (torch.zeros(1, 2, length, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    codes = torch.zeros(1, 2, 2, length, dtype=torch.int16)
+    hash_table_attention(q, k, v, codes, codes, HashTableAttentionSpec(11, True))[0].sum().backward()
+    r = torch.zeros(2, len(distances(128, True)), 64)
+    u, w = (torch.zeros(2, 64) for _ in range(2))
+    relative_local_attention(q, k, v, r, u, w, LocalAttentionSpec(128, True, 0.125)).sum().backward()
+    unit_keys(q)[1].sum().backward()
+
+found = []
+for length in (512, 2048, 4096, 4112, 65536):
+    with recorded() as launches:
+        pass_at(length)
+    found += launches
+    print(len(distinct(found)))
+"""
+
+
+def test_a_new_length_compiles_nothing(tmp_path):
+    """Multiples of 16, whose numbers of blocks, tiles and spans are 1, multiples of 16, and neither."""
+    first, *others = run(tmp_path, LENGTHS).split()
+    assert int(first) > 15 and set(others) == {first}
+
+
 WITHOUT_WAITS = """
 import torch
 from megasparse.ops.kernels import recorded
