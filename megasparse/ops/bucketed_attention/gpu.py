@@ -269,7 +269,7 @@ class _BucketedAttention(Function):
         for round_ in range(call.rounds):
             launch(
                 kernels.forward, call.grid(tile.queries), q, k, v, partial, out, lse2, lse, *call.layout(round_),
-                *steps, *call.sizes, round_, spec.scale, **call.settings, **tile.settings(),
+                *steps, *call.sizes, spec.scale, **call.settings_of(round_), **tile.settings(),
             )  # fmt: skip
         ctx.spec, ctx.separate = spec, separate
         ctx.save_for_backward(q, k, v, out, lse2, *layout)
@@ -297,13 +297,13 @@ class _BucketedAttention(Function):
             order = call.layout(round_)
             launch(
                 kernels.query_gradient, call.grid(around_queries.queries), q, k, v, grad, grad_lse, lse2,
-                delta, *to_sort, partial_q, dq, *order, *strides(q, k, v, grad, dq), *call.sizes, round_, spec.scale,
-                **call.settings, **around_queries.settings(),
+                delta, *to_sort, partial_q, dq, *order, *strides(q, k, v, grad, dq), *call.sizes, spec.scale,
+                **call.settings_of(round_), **around_queries.settings(),
             )  # fmt: skip
             launch(
                 kernels.key_gradient, call.grid(around_keys.keys), q, k, v, grad, grad_lse, lse2, *sorted_,
-                partial_k, partial_v, dk, dv, *order, *meeting, *strides(q, k, v, grad, dk), *call.sizes, round_,
-                spec.scale, **call.settings, **around_keys.settings(),
+                partial_k, partial_v, dk, dv, *order, *meeting, *strides(q, k, v, grad, dk), *call.sizes,
+                spec.scale, **call.settings_of(round_), **around_keys.settings(),
             )  # fmt: skip
         return dq, dk, dv, None, None, *[None] * len(layout)
 
@@ -320,12 +320,14 @@ class _Call:
         self.dims = {"HEAD_DIM": head_dim, "BLOCK_D": block(head_dim)}
         self.settings: dict[str, Any] = self.dims | {
             "ROUNDS": self.rounds,
-            "COUNT": 0 if intervals.token_index is None else 1 if spec.share is None else 2,
             "RULE": _order_rule(spec, separate),
             "JUMP": separate,
             "SELF": spec.self_at_last and (spec.exclude_self or separate),  # who sees nothing sees itself
             "PRECISION": precision(),
         }
+
+    def settings_of(self, round_: int) -> dict[str, Any]:
+        return self.settings | {"ROUND": round_, "EARLIER": 0 if self.intervals.token_index is None else round_}
 
     def grid(self, size: int) -> tuple[int]:
         return (-(-self.length // size) * self.rows,)
@@ -337,16 +339,16 @@ class _Call:
         return x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
 
     def layout(self, round_: int) -> tuple[Tensor | None, ...]:
-        """Orders and bounds of all rounds, and the bounds and places of all others in this round's order."""
+        """Return orders and bounds of all rounds, and the bounds and places of earlier ones in this round's order."""
         x = self.intervals
         bounds = (x.query_order, x.key_order, x.low, x.high)
-        if x.token_index is None:
+        if x.token_index is None or round_ == 0:
             return (*bounds, None, None, None)
         layouts = len(x.token_index)
-        others = [x.low.new_empty(layouts, self.rounds - 1, self.length) for _ in range(3)]
+        earlier = [x.low.new_empty(layouts, round_, self.length) for _ in range(3)]
         launch(
-            kernels.other_rounds, (-(-self.length // _ORDERED_TOKENS) * layouts,), x.token_low, x.token_high,
-            x.token_index, x.query_order, x.key_order, *others, self.length, round_, ROUNDS=self.rounds,
+            kernels.earlier_rounds, (-(-self.length // _ORDERED_TOKENS) * layouts,), x.token_low, x.token_high,
+            x.token_index, x.query_order, x.key_order, *earlier, self.length, ROUND=round_, ROUNDS=self.rounds,
             TOKENS=_ORDERED_TOKENS,
         )  # fmt: skip
-        return (*bounds, *others)
+        return (*bounds, *earlier)

@@ -43,16 +43,13 @@ def gather(x, token, stride, mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 
 
 @triton.jit
-def keep(
-    x, sums, result, token, stride, mask, round_, ROUNDS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Vectors of tokens into fp32 sums, which lie as the result does, or after the last round into the result."""
+def keep(x, sums, result, token, stride, mask, LAST: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store vectors of tokens into fp32 sums, strided as the result is, or after the last round into the result."""
     offset, inside = cells(token, stride, mask, HEAD_DIM, BLOCK_D)
-    if round_ == ROUNDS - 1:  # branches, as both sets of addresses at once would cost registers
+    if LAST:
         tl.store(result + offset, x.to(result.dtype.element_ty), mask=inside)
     else:
-        if ROUNDS > 1:
-            tl.store(sums + offset, x, mask=inside)
+        tl.store(sums + offset, x, mask=inside)
 
 
 @triton.jit
@@ -91,24 +88,19 @@ def visible(low, high, index, query, key, RULE: tl.constexpr, KEYS_FIRST: tl.con
 
 
 @triton.jit
-def share(low, high, index, query_index, key_index, length, ROUNDS: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """1 / N: N is one more than the number of other rounds in which the key is in the query's window.
+def shown_first(
+    shown, low, high, index, query_index, key_index, length, EARLIER: tl.constexpr, KEYS_FIRST: tl.constexpr
+):
+    """Return `shown` without the pairs that one of the EARLIER rounds before this one shows.
 
-    low, high, index: bounds and places in the other rounds, in this round's order (see `other_rounds`).
+    low, high, index: bounds and places in the earlier rounds, in this round's order (see `earlier_rounds`).
     """
-    part = 1.0
-    for other in tl.static_range(ROUNDS - 1):
-        lows = tl.load(low + other * length + query_index, mask=query_index < length, other=0)
-        highs = tl.load(high + other * length + query_index, mask=query_index < length, other=0)
-        places = tl.load(index + other * length + key_index, mask=key_index < length, other=0)
-        shown = within(lows, highs, places, KEYS_FIRST)
-        if ROUNDS == 2:
-            part = tl.where(shown, 0.5, 1.0)
-        else:
-            part += shown.to(tl.float32)
-    if ROUNDS > 2:
-        part = 1.0 / part
-    return part
+    for earlier in tl.static_range(EARLIER):
+        lows = tl.load(low + earlier * length + query_index, mask=query_index < length, other=0)
+        highs = tl.load(high + earlier * length + query_index, mask=query_index < length, other=0)
+        places = tl.load(index + earlier * length + key_index, mask=key_index < length, other=0)
+        shown &= within(lows, highs, places, KEYS_FIRST) == 0
+    return shown
 
 
 @triton.jit
@@ -193,22 +185,22 @@ def meeting(lows, highs, first, end, length, count, steps, BLOCK: tl.constexpr, 
     tl.store(end + row * count + block, not_above(lows, row * length, length, last, steps), mask=block < count)
 
 
-@triton.jit(do_not_specialize=["round_"])
-def other_rounds(
-    token_low, token_high, token_index, query_order, key_order, low, high, index, length, round_, ROUNDS: tl.constexpr,
-    TOKENS: tl.constexpr,
+@triton.jit
+def earlier_rounds(
+    token_low, token_high, token_index, query_order, key_order, low, high, index, length, ROUND: tl.constexpr,
+    ROUNDS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Bounds and places (G, R − 1, L) of all other rounds in this round's order, so that tiles read them in a row."""
+    """Store bounds and places (G, ROUND, L) of the rounds before ROUND in its order, so that tiles read a run."""
     blocks = tl.cdiv(length, TOKENS)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     at = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
     inside = at < length
-    origin = (row * ROUNDS + round_) * length
+    origin = (row * ROUNDS + ROUND) * length
     query = tl.load(query_order + origin + at, mask=inside, other=0)
     key = tl.load(key_order + origin + at, mask=inside, other=0)
-    for other in tl.static_range(ROUNDS - 1):
-        source = (row * ROUNDS + (round_ + 1 + other) % ROUNDS) * length
-        target = (row * (ROUNDS - 1) + other) * length + at
+    for earlier in tl.static_range(ROUND):
+        source = (row * ROUNDS + earlier) * length
+        target = (row * ROUND + earlier) * length + at
         tl.store(low + target, tl.load(token_low + source + query, mask=inside), mask=inside)
         tl.store(high + target, tl.load(token_high + source + query, mask=inside), mask=inside)
         tl.store(index + target, tl.load(token_index + source + key, mask=inside), mask=inside)
@@ -216,9 +208,9 @@ def other_rounds(
 
 @triton.jit
 def attend(
-    q, top, total, out, start, low, high, query_index, query, k, v, key_order, other_low, other_high, other_index,
-    origin, k_stride, v_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
-    ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
+    q, top, total, out, start, low, high, query_index, query, k, v, key_order, past_low, past_high, past_index, origin,
+    k_stride, v_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
+    EARLIER: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One step of the softmax, over the keys at places `start` and after: the new top, total and out."""
     index = start + tl.arange(0, KEYS)
@@ -227,12 +219,11 @@ def attend(
     k_tile = gather(k, key, k_stride, inside, HEAD_DIM, BLOCK_D)
     score = dot(q, tl.trans(k_tile), PRECISION) * (scale * LOG2E)
     shown = visible(low, high, index, query, key, RULE, False)
+    shown = shown_first(shown, past_low, past_high, past_index, query_index, index, length, EARLIER, False)
     score = tl.where(shown, score, -float("inf"))
     highest = tl.maximum(top, tl.max(score, 1))
     base = tl.where(highest == -float("inf"), 0.0, highest)
     weight = tl.exp2(score - base[:, None])
-    if COUNT:
-        weight *= share(other_low, other_high, other_index, query_index, index, length, ROUNDS, False)
     fade = tl.exp2(top - base)
     v_tile = gather(v, key, v_stride, inside, HEAD_DIM, BLOCK_D)
     out = out * fade[:, None] + dot(weight.to(v_tile.dtype), v_tile, PRECISION)
@@ -245,12 +236,12 @@ def after(start, low, high):
     return tl.min(tl.where(high > tl.maximum(low, start), tl.maximum(low, start), NOWHERE))
 
 
-@triton.jit(do_not_specialize=["round_"])
+@triton.jit
 def forward(
-    q, k, v, partial, out, lse2, lse, query_order, key_order, lows, highs, other_low, other_high, other_index, q_batch,
+    q, k, v, partial, out, lse2, lse, query_order, key_order, lows, highs, past_low, past_high, past_index, q_batch,
     q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride, out_batch, out_head, out_stride, heads,
-    sharing, length, round_, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr,
+    sharing, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    ROUND: tl.constexpr, ROUNDS: tl.constexpr, EARLIER: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr,
     SELF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute out, lse2 and (after the last round) lse of a block of queries.
@@ -262,7 +253,7 @@ def forward(
     blocks = tl.cdiv(length, QUERIES)
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     layout = (row // sharing).to(tl.int64) * ROUNDS * length
-    origin = layout + round_ * length
+    origin = layout + ROUND * length
     index = block * QUERIES + tl.arange(0, QUERIES)
     inside = index < length
     query = token_at(query_order, origin, index, inside)
@@ -271,15 +262,15 @@ def forward(
     high = tl.where(real, tl.load(highs + origin + index, mask=inside, other=0), 0)
     k_row, v_row = row_of(k, row, heads, k_batch, k_head), row_of(v, row, heads, v_batch, v_head)
     q_tile = gather(row_of(q, row, heads, q_batch, q_head), query, q_stride, real, HEAD_DIM, BLOCK_D)
-    if COUNT:
-        others = (row // sharing).to(tl.int64) * (ROUNDS - 1) * length
-        other_low, other_high, other_index = other_low + others, other_high + others, other_index + others
+    if EARLIER:
+        skipped = (row // sharing).to(tl.int64) * EARLIER * length
+        past_low, past_high, past_index = past_low + skipped, past_high + skipped, past_index + skipped
     statistic = row.to(tl.int64) * length + query
     top = tl.full([QUERIES], -float("inf"), tl.float32)
     result = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     if ROUNDS > 1:
         partial = row_of(partial, row, heads, out_batch, out_head)
-        if round_ > 0:
+        if ROUND > 0:
             top = tl.load(lse2 + statistic, mask=inside, other=-float("inf"))
             result = gather(partial, query, out_stride, inside, HEAD_DIM, BLOCK_D)
     total = tl.where(top != -float("inf"), 1.0, 0.0)
@@ -287,17 +278,17 @@ def forward(
         start = after(0, low, high)
         while start < length:
             top, total, result = attend(
-                q_tile, top, total, result, start, low, high, index, query, k_row, v_row, key_order, other_low,
-                other_high, other_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS, ROUNDS,
-                COUNT, RULE, PRECISION,
+                q_tile, top, total, result, start, low, high, index, query, k_row, v_row, key_order, past_low,
+                past_high, past_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS, EARLIER,
+                RULE, PRECISION,
             )  # fmt: skip
             start = after(start + KEYS, low, high)
     else:
         for start in range(tl.min(low), tl.max(high), KEYS):
             top, total, result = attend(
-                q_tile, top, total, result, start, low, high, index, query, k_row, v_row, key_order, other_low,
-                other_high, other_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS, ROUNDS,
-                COUNT, RULE, PRECISION,
+                q_tile, top, total, result, start, low, high, index, query, k_row, v_row, key_order, past_low,
+                past_high, past_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS, EARLIER,
+                RULE, PRECISION,
             )  # fmt: skip
     query = token_at(query_order, origin, index, inside)  # again: kept, it would cost registers
     statistic = row.to(tl.int64) * length + query
@@ -306,7 +297,7 @@ def forward(
     result = result / total[:, None]
     end = tl.where(nonzero, top + tl.log2(total), -float("inf"))
     natural = end * LN2
-    if SELF and round_ == ROUNDS - 1:
+    if SELF and ROUND == ROUNDS - 1:
         lonely = inside & real & (end == -float("inf"))
         own_q = gather(row_of(q, row, heads, q_batch, q_head), query, q_stride, lonely, HEAD_DIM, BLOCK_D)
         own_k = gather(k_row, query, k_stride, lonely, HEAD_DIM, BLOCK_D)
@@ -316,9 +307,10 @@ def forward(
         result = tl.where(lonely[:, None], own_v.to(tl.float32), result)
         end = tl.where(real, end, float("inf"))
     tl.store(lse2 + statistic, end, mask=inside)
-    tl.store(lse + statistic, natural, mask=inside & (round_ == ROUNDS - 1))
+    if ROUND == ROUNDS - 1:
+        tl.store(lse + statistic, natural, mask=inside)
     out_row = row_of(out, row, heads, out_batch, out_head)
-    keep(result, partial, out_row, query, out_stride, inside, round_, ROUNDS, HEAD_DIM, BLOCK_D)
+    keep(result, partial, out_row, query, out_stride, inside, ROUND == ROUNDS - 1, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
@@ -341,28 +333,19 @@ def products(
 
 
 @triton.jit
-def score_gradient(
-    a, b, c, d, lse2, delta, shown, part, scale, COUNT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The weights of pairs and the gradients of their scores: scores are scale·a·bᵀ, gradients of weights c·dᵀ. COUNT:
-    0, 1, or 2 in a share of the pairs.
-    """
+def score_gradient(a, b, c, d, lse2, delta, shown, scale, PRECISION: tl.constexpr):
+    """The weights of pairs and the gradients of their scores: scores are scale·a·bᵀ, gradients of weights c·dᵀ."""
     score = dot(a, tl.trans(b), PRECISION) * (scale * LOG2E)
-    # Nothing weighs more than 1: were it not for this, scores of 1e8, known to 8, could give exp(8).
-    if COUNT == 2:  # before it is divided a pair may, where others have its other rounds
-        weight = tl.minimum(tl.where(shown, tl.exp2(score - lse2) * part, 0.0), 1.0)
-    else:
-        weight = tl.where(shown, tl.exp2(tl.minimum(score - lse2, 0.0)), 0.0)
-        if COUNT:
-            weight *= part
+    # No weight is above 1: were it not for this, scores of 1e8, which fp32 knows to 8, could give exp(8).
+    weight = tl.where(shown, tl.exp2(tl.minimum(score - lse2, 0.0)), 0.0)
     return weight, weight * (dot(c, tl.trans(d), PRECISION) - delta)
 
 
 @triton.jit
 def query_step(
-    dq, q, grad, lse2, delta, start, low, high, query_index, query, k, v, key_order, other_low, other_high,
-    other_index, origin, k_stride, v_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    KEYS: tl.constexpr, ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
+    dq, q, grad, lse2, delta, start, low, high, query_index, query, k, v, key_order, past_low, past_high, past_index,
+    origin, k_stride, v_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
+    EARLIER: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return dq / scale with what the keys at places `start` and after add."""
     index = start + tl.arange(0, KEYS)
@@ -371,22 +354,21 @@ def query_step(
     k_tile = gather(k, key, k_stride, inside, HEAD_DIM, BLOCK_D)
     v_tile = gather(v, key, v_stride, inside, HEAD_DIM, BLOCK_D)
     shown = visible(low, high, index, query, key, RULE, False)
-    part = 1.0
-    if COUNT:
-        part = share(other_low, other_high, other_index, query_index, index, length, ROUNDS, False)
+    shown = shown_first(shown, past_low, past_high, past_index, query_index, index, length, EARLIER, False)
     _, slope = score_gradient(
-        q, k_tile, grad, v_tile, lse2[:, None], delta[:, None], shown, part, scale, COUNT, PRECISION,
+        q, k_tile, grad, v_tile, lse2[:, None], delta[:, None], shown, scale, PRECISION,
     )  # fmt: skip
     return dq + dot(slope.to(k_tile.dtype), k_tile, PRECISION)
 
 
-@triton.jit(do_not_specialize=["round_"])
+@triton.jit
 def query_gradient(
     q, k, v, grad, grad_lse, lse2, delta, sorted_level, sorted_delta, partial, dq, query_order, key_order, lows, highs,
-    other_low, other_high, other_index, q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
-    grad_batch, grad_head, grad_stride, dq_batch, dq_head, dq_stride, heads, sharing, length, round_, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, ROUNDS: tl.constexpr,
-    COUNT: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr, SELF: tl.constexpr, PRECISION: tl.constexpr,
+    past_low, past_high, past_index, q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
+    grad_batch, grad_head, grad_stride, dq_batch, dq_head, dq_stride, heads, sharing, length, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, ROUND: tl.constexpr,
+    ROUNDS: tl.constexpr, EARLIER: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr, SELF: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of a block of queries. Arguments as in `forward`; partial: dq in fp32 between rounds. sorted_level and
     sorted_delta: lse2 and delta in this round's order, for `key_gradient`; None where that is the tokens' order.
@@ -394,7 +376,7 @@ def query_gradient(
     blocks = tl.cdiv(length, QUERIES)
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     layout = (row // sharing).to(tl.int64) * ROUNDS * length
-    origin = layout + round_ * length
+    origin = layout + ROUND * length
     index = block * QUERIES + tl.arange(0, QUERIES)
     inside = index < length
     query = token_at(query_order, origin, index, inside)
@@ -410,47 +392,47 @@ def query_gradient(
     if sorted_level is not None:
         tl.store(sorted_level + row.to(tl.int64) * length + index, end, mask=inside)
         tl.store(sorted_delta + row.to(tl.int64) * length + index, common, mask=inside)
-    if COUNT:
-        others = (row // sharing).to(tl.int64) * (ROUNDS - 1) * length
-        other_low, other_high, other_index = other_low + others, other_high + others, other_index + others
+    if EARLIER:
+        skipped = (row // sharing).to(tl.int64) * EARLIER * length
+        past_low, past_high, past_index = past_low + skipped, past_high + skipped, past_index + skipped
     result = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     if JUMP:
         start = after(0, low, high)
         while start < length:
             result = query_step(
                 result, q_tile, grad_tile, end, common, start, low, high, index, query, k_row, v_row, key_order,
-                other_low, other_high, other_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS,
-                ROUNDS, COUNT, RULE, PRECISION,
+                past_low, past_high, past_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS,
+                EARLIER, RULE, PRECISION,
             )  # fmt: skip
             start = after(start + KEYS, low, high)
     else:
         for start in range(tl.min(low), tl.max(high), KEYS):
             result = query_step(
                 result, q_tile, grad_tile, end, common, start, low, high, index, query, k_row, v_row, key_order,
-                other_low, other_high, other_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS,
-                ROUNDS, COUNT, RULE, PRECISION,
+                past_low, past_high, past_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS,
+                EARLIER, RULE, PRECISION,
             )  # fmt: skip
     result *= scale
     query = token_at(query_order, origin, index, inside)  # again: kept, it would cost registers
     if ROUNDS > 1:
         partial = row_of(partial, row, heads, dq_batch, dq_head)
-        if round_ > 0:
+        if ROUND > 0:
             result += gather(partial, query, dq_stride, inside, HEAD_DIM, BLOCK_D)
-    if SELF and round_ == ROUNDS - 1:
+    if SELF and ROUND == ROUNDS - 1:
         statistic = row.to(tl.int64) * length + query
         lonely = tl.load(lse2 + statistic, mask=inside, other=0.0) == -float("inf")
         slope = tl.load(grad_lse + statistic, mask=lonely, other=0.0) * scale
         own_k = gather(k_row, query, k_stride, lonely, HEAD_DIM, BLOCK_D)
         result += slope[:, None] * own_k.to(tl.float32)
     dq_row = row_of(dq, row, heads, dq_batch, dq_head)
-    keep(result, partial, dq_row, query, dq_stride, inside, round_, ROUNDS, HEAD_DIM, BLOCK_D)
+    keep(result, partial, dq_row, query, dq_stride, inside, ROUND == ROUNDS - 1, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
 def key_step(
-    dk, dv, k, v, key_index, key, start, q, grad, lse2, delta, query_order, lows, highs, other_low, other_high,
-    other_index, origin, q_stride, grad_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    QUERIES: tl.constexpr, ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
+    dk, dv, k, v, key_index, key, start, q, grad, lse2, delta, query_order, lows, highs, past_low, past_high,
+    past_index, origin, q_stride, grad_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    QUERIES: tl.constexpr, EARLIER: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return dk / scale and dv with what the queries at places `start` and after add."""
     index = start + tl.arange(0, QUERIES)
@@ -464,23 +446,21 @@ def key_step(
     end = tl.load(lse2 + index, mask=real, other=0.0)
     common = tl.load(delta + index, mask=real, other=0.0)
     shown = visible(low, high, key_index, query, key, RULE, True)
-    part = 1.0
-    if COUNT:
-        part = share(other_low, other_high, other_index, index, key_index, length, ROUNDS, True)
+    shown = shown_first(shown, past_low, past_high, past_index, index, key_index, length, EARLIER, True)
     weight, slope = score_gradient(
-        k, q_tile, v, grad_tile, end[None, :], common[None, :], shown, part, scale, COUNT, PRECISION,
+        k, q_tile, v, grad_tile, end[None, :], common[None, :], shown, scale, PRECISION,
     )  # fmt: skip
     dv += dot(weight.to(grad_tile.dtype), grad_tile, PRECISION)
     return dk + dot(slope.to(q_tile.dtype), q_tile, PRECISION), dv
 
 
-@triton.jit(do_not_specialize=["round_"])
+@triton.jit
 def key_gradient(
     q, k, v, grad, grad_lse, token_level, lse2, delta, partial_k, partial_v, dk, dv, query_order, key_order, lows,
-    highs, other_low, other_high, other_index, first_query, end_query, q_batch, q_head, q_stride, k_batch, k_head,
+    highs, past_low, past_high, past_index, first_query, end_query, q_batch, q_head, q_stride, k_batch, k_head,
     k_stride, v_batch, v_head, v_stride, grad_batch, grad_head, grad_stride, dk_batch, dk_head, dk_stride, heads,
-    sharing, length, round_, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, ROUNDS: tl.constexpr, COUNT: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr,
+    sharing, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    ROUND: tl.constexpr, ROUNDS: tl.constexpr, EARLIER: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr,
     SELF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of a block of keys, which lie alike. Arguments as in `forward`; lse2, delta: in this round's
@@ -490,7 +470,7 @@ def key_gradient(
     blocks = tl.cdiv(length, KEYS)
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     layout = (row // sharing).to(tl.int64) * ROUNDS * length
-    origin = layout + round_ * length
+    origin = layout + ROUND * length
     index = block * KEYS + tl.arange(0, KEYS)
     inside = index < length
     key = token_at(key_order, origin, index, inside)
@@ -499,32 +479,32 @@ def key_gradient(
     k_tile = gather(row_of(k, row, heads, k_batch, k_head), key, k_stride, inside, HEAD_DIM, BLOCK_D)
     v_tile = gather(row_of(v, row, heads, v_batch, v_head), key, v_stride, inside, HEAD_DIM, BLOCK_D)
     statistics = row.to(tl.int64) * length
-    if COUNT:
-        others = (row // sharing).to(tl.int64) * (ROUNDS - 1) * length
-        other_low, other_high, other_index = other_low + others, other_high + others, other_index + others
-    meeting = ((row // sharing) * ROUNDS + round_) * blocks + block
+    if EARLIER:
+        skipped = (row // sharing).to(tl.int64) * EARLIER * length
+        past_low, past_high, past_index = past_low + skipped, past_high + skipped, past_index + skipped
+    meeting = ((row // sharing) * ROUNDS + ROUND) * blocks + block
     to_k = tl.zeros([KEYS, BLOCK_D], tl.float32)
     to_v = tl.zeros([KEYS, BLOCK_D], tl.float32)
     for start in range(tl.load(first_query + meeting), tl.load(end_query + meeting), QUERIES):
         to_k, to_v = key_step(
             to_k, to_v, k_tile, v_tile, index, key, start, q_row, grad_row, lse2 + statistics, delta + statistics,
-            query_order, lows, highs, other_low, other_high, other_index, origin, q_stride, grad_stride, length, scale,
-            HEAD_DIM, BLOCK_D, QUERIES, ROUNDS, COUNT, RULE, PRECISION,
+            query_order, lows, highs, past_low, past_high, past_index, origin, q_stride, grad_stride, length, scale,
+            HEAD_DIM, BLOCK_D, QUERIES, EARLIER, RULE, PRECISION,
         )  # fmt: skip
     to_k *= scale
     key = token_at(key_order, origin, index, inside)  # again: kept, it would cost registers
     if ROUNDS > 1:
         partial_k = row_of(partial_k, row, heads, dk_batch, dk_head)
         partial_v = row_of(partial_v, row, heads, dk_batch, dk_head)
-        if round_ > 0:
+        if ROUND > 0:
             to_k += gather(partial_k, key, dk_stride, inside, HEAD_DIM, BLOCK_D)
             to_v += gather(partial_v, key, dk_stride, inside, HEAD_DIM, BLOCK_D)
-    if SELF and round_ == ROUNDS - 1:
+    if SELF and ROUND == ROUNDS - 1:
         lonely = tl.load(token_level + statistics + key, mask=inside, other=0.0) == -float("inf")
         slope = tl.load(grad_lse + statistics + key, mask=lonely, other=0.0) * scale
         own_q = gather(q_row, key, q_stride, lonely, HEAD_DIM, BLOCK_D)
         to_k += slope[:, None] * own_q.to(tl.float32)
         to_v += gather(grad_row, key, grad_stride, lonely, HEAD_DIM, BLOCK_D).to(tl.float32)
     dk_row, dv_row = row_of(dk, row, heads, dk_batch, dk_head), row_of(dv, row, heads, dk_batch, dk_head)
-    keep(to_k, partial_k, dk_row, key, dk_stride, inside, round_, ROUNDS, HEAD_DIM, BLOCK_D)
-    keep(to_v, partial_v, dv_row, key, dk_stride, inside, round_, ROUNDS, HEAD_DIM, BLOCK_D)
+    keep(to_k, partial_k, dk_row, key, dk_stride, inside, ROUND == ROUNDS - 1, HEAD_DIM, BLOCK_D)
+    keep(to_v, partial_v, dv_row, key, dk_stride, inside, ROUND == ROUNDS - 1, HEAD_DIM, BLOCK_D)
