@@ -122,6 +122,26 @@ def test_windows_far_apart_are_all_met():
         assert_as_defined(random_heads(length), codes, BAND, key_codes=key_codes, causal=causal, exclude_self=False)
 
 
+@pytest.mark.parametrize("buckets", [2, 20, 300])
+@pytest.mark.parametrize("separate", [False, True], ids=["shared", "separate"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_later_tokens_change_no_bit(dtype, separate, buckets):
+    """Buckets of more keys than a tile, of fewer, and of one to three: later tokens move all of these."""
+    length, window, rule = 250, Window("band", 70), {"causal": True, "scale": 0.6}
+    heads, other = (random_heads(length, dtype=dtype, seed=seed) for seed in (0, 3))
+    codes, key_codes, other_codes = (random_codes(length, 2, buckets, seed=seed) for seed in (1, 5, 7))
+
+    def outputs(heads, codes, key_codes):
+        return call(kernels.bucketed_attention, heads, codes, window, **rule, key_codes=key_codes if separate else None)
+
+    whole = outputs(heads, codes, key_codes)
+    for first in (61, 130, 249):
+        changed = [torch.cat((x[:, :, :first], y[:, :, first:]), 2) for x, y in zip(heads, other, strict=True)]
+        moved = [torch.cat((x[..., :first], other_codes[..., first:]), -1) for x in (codes, key_codes)]
+        for a, b in zip(whole, outputs(changed, *moved), strict=True):
+            assert torch.equal(a[:, :, :first], b[:, :, :first])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_within_its_bar(dtype):
     heads = random_heads(45, dim=24, dtype=dtype)

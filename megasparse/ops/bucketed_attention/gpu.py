@@ -38,7 +38,6 @@ _BITS = {torch.int16: 15, torch.int32: 31}
 _BLOCKS = 256  # of keys, of a program that finds whom they meet
 _PLACES = 512  # of a program that finds bounds
 _TOKENS = 32  # of a program that gathers no keys
-_ORDERED_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,8 @@ class Intervals:
 
     query_order, key_order: the token at each sorted index; None: sorted order is that of positions. low, high: bounds
     of the query at each sorted index. token_low, token_high, token_index: the bounds of a query and the index of a key
-    by token; None where no other round is asked about.
+    by token; None where no other round is asked about. groups: sorted keys, equal in a bucket of a document; only the
+    forward reads them; None without codes.
     """
 
     query_order: Tensor | None
@@ -57,9 +57,29 @@ class Intervals:
     token_low: Tensor | None
     token_high: Tensor | None
     token_index: Tensor | None
+    groups: Tensor | None = None
 
     def tensors(self) -> list[Tensor | None]:
-        return [getattr(self, field.name) for field in fields(self)]
+        """Return all but the groups."""
+        return [getattr(self, field.name) for field in fields(self)[:-1]]
+
+    def slots(self, tile: int) -> tuple[Tensor, Tensor]:
+        """Return the slot of each sorted key (G, R, L), and the token in each slot (G, R, 4·L), −1 where it is empty.
+
+        Slots make the forward strictly causal to the bit. Later tokens move sorted places: a bucket's keys would be split
+        among other tiles, and be in other columns. Slots move by multiples of `tile`, and in a bucket of fewer keys by
+        multiples of a power of two that holds them, which no sum in blocks of powers of two can tell.
+        """
+        assert self.groups is not None and self.key_order is not None
+        rows, length = self.groups.flatten(0, 1).shape
+        starts, widths, key_slot = (torch.empty_like(self.key_order) for _ in range(3))
+        slot_key = torch.full((*starts.shape[:2], 4 * length), -1, dtype=torch.int32, device=starts.device)
+        grid = (-(-length // _PLACES) * rows,)
+        settings = {"KEYS": tile, "TOKENS": _PLACES, "num_warps": 4}
+        launch(kernels.runs, grid, self.groups, starts, widths, length, length.bit_length(), **settings)
+        sums = widths.cumsum(-1, dtype=torch.int32)
+        launch(kernels.slots, grid, starts, sums, self.key_order, key_slot, slot_key, length, **settings)
+        return key_slot, slot_key
 
     def of_queries(self, places: range) -> "Intervals":
         """The same, where the queries at no other sorted places see anything; padding keeps its bounds."""
@@ -116,17 +136,18 @@ def separate_intervals(
         key_range(query_codes[:, :, r], key_codes[:, :, r], spec.window.chunk, spec.causal, key_mask, segments)
         for r in range(query_codes.shape[2])
     ]
-    key_order, index, low, high = (
-        torch.stack(parts, dim=2).flatten(0, 1).to(torch.int32) for parts in zip(*rounds, strict=True)
+    key_order, index, low, high, groups = (
+        torch.stack(parts, dim=2).flatten(0, 1) for parts in zip(*rounds, strict=True)
     )
+    key_order, index, low, high = (x.to(torch.int32) for x in (key_order, index, low, high))
     if key_mask is not None:
         padding = ~key_mask[:, None, None].expand(query_codes.shape).flatten(0, 1)
         low, high = low.masked_fill_(padding, NOWHERE), high.masked_fill_(padding, NOWHERE)
     _, query_order = _sort(query_codes, key_mask, segments, spec.buckets)
     sorted_low, sorted_high = (x.gather(-1, query_order.long()) for x in (low, high))
     if len(rounds) == 1 or not spec.count_rounds:
-        return Intervals(query_order, key_order, sorted_low, sorted_high, None, None, None)
-    return Intervals(query_order, key_order, sorted_low, sorted_high, low, high, index)
+        return Intervals(query_order, key_order, sorted_low, sorted_high, None, None, None, groups)
+    return Intervals(query_order, key_order, sorted_low, sorted_high, low, high, index, groups)
 
 
 def _sort(
@@ -177,7 +198,7 @@ def _bounds(
         kernels.bounds, (-(-length // _PLACES) * shape[0] * shape[1],), None if one_group else sorted_key, order,
         *bounds, *numbers, **settings, num_warps=4,
     )  # fmt: skip
-    return Intervals(order, order, *bounds)
+    return Intervals(order, order, *bounds, sorted_key)
 
 
 def bucketed_attention(
@@ -199,8 +220,11 @@ def bucketed_attention(
             intervals = separate_intervals(codes, key_codes, spec, key_mask, segments)
         if spec.share is not None:
             intervals = intervals.of_queries(spec.places(q.shape[2]))
-    separate = key_codes is not None
-    out, lse = _BucketedAttention.apply(q, k, v, spec, separate, *intervals.tensors())
+        separate = key_codes is not None
+        slots: tuple[Tensor | None, Tensor | None] = (None, None)
+        if codes is not None and spec.causal and spec.window.same_bucket and spec.window.kind == "band":
+            slots = intervals.slots(tiles(q.shape[3], q.dtype, separate).forward.keys)
+    out, lse = _BucketedAttention.apply(q, k, v, spec, separate, slots, *intervals.tensors())
     return out, lse
 
 
@@ -257,7 +281,8 @@ def tiles(head_dim: int, dtype: torch.dtype, separate: bool) -> Tiles:
 class _BucketedAttention(Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: BucketedAttentionSpec, separate: bool, *layout: Tensor | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: BucketedAttentionSpec, separate: bool,
+        slots: tuple[Tensor | None, Tensor | None], *layout: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         q, k, v = (whole_vectors(x) for x in (q, k, v))
         call = _Call(q, spec, separate, Intervals(*layout))  # type: ignore[arg-type]
@@ -266,10 +291,11 @@ class _BucketedAttention(Function):
         partial = call.partial(out)
         steps = strides(q, k, v, out)
         tile = call.tiles.forward
+        jump = {"JUMP": separate or slots[0] is not None}
         for round_ in range(call.rounds):
             launch(
-                kernels.forward, call.grid(tile.queries), q, k, v, partial, out, lse2, lse, *call.layout(round_),
-                *steps, *call.sizes, spec.scale, **call.settings_of(round_), **tile.settings(),
+                kernels.forward, call.grid(tile.queries), q, k, v, partial, out, lse2, lse, *call.layout[:4], *slots,
+                *call.layout[4:], *steps, *call.sizes, spec.scale, **(call.settings(round_) | jump), **tile.settings(),
             )  # fmt: skip
         ctx.spec, ctx.separate = spec, separate
         ctx.save_for_backward(q, k, v, out, lse2, *layout)
@@ -294,18 +320,17 @@ class _BucketedAttention(Function):
         around_queries, around_keys = call.tiles.queries, call.tiles.keys
         meeting = call.intervals.meeting(around_keys.keys)
         for round_ in range(call.rounds):
-            order = call.layout(round_)
             launch(
                 kernels.query_gradient, call.grid(around_queries.queries), q, k, v, grad, grad_lse, lse2,
-                delta, *to_sort, partial_q, dq, *order, *strides(q, k, v, grad, dq), *call.sizes, spec.scale,
-                **call.settings_of(round_), **around_queries.settings(),
+                delta, *to_sort, partial_q, dq, *call.layout, *strides(q, k, v, grad, dq), *call.sizes, spec.scale,
+                **call.settings(round_), **around_queries.settings(),
             )  # fmt: skip
             launch(
                 kernels.key_gradient, call.grid(around_keys.keys), q, k, v, grad, grad_lse, lse2, *sorted_,
-                partial_k, partial_v, dk, dv, *order, *meeting, *strides(q, k, v, grad, dk), *call.sizes,
-                spec.scale, **call.settings_of(round_), **around_keys.settings(),
+                partial_k, partial_v, dk, dv, *call.layout, *meeting, *strides(q, k, v, grad, dk), *call.sizes,
+                spec.scale, **call.settings(round_), **around_keys.settings(),
             )  # fmt: skip
-        return dq, dk, dv, None, None, *[None] * len(layout)
+        return dq, dk, dv, None, None, None, *[None] * len(layout)
 
 
 class _Call:
@@ -318,16 +343,18 @@ class _Call:
         self.sizes = (self.heads, self.rows // layouts, self.length)
         self.tiles = tiles(head_dim, q.dtype, separate)
         self.dims = {"HEAD_DIM": head_dim, "BLOCK_D": block(head_dim)}
-        self.settings: dict[str, Any] = self.dims | {
-            "ROUNDS": self.rounds,
+        x = intervals
+        self.layout = (x.query_order, x.key_order, x.low, x.high, x.token_low, x.token_high, x.token_index)
+        self.rule = {
             "RULE": _order_rule(spec, separate),
             "JUMP": separate,
             "SELF": spec.self_at_last and (spec.exclude_self or separate),  # who sees nothing sees itself
             "PRECISION": precision(),
         }
 
-    def settings_of(self, round_: int) -> dict[str, Any]:
-        return self.settings | {"ROUND": round_, "EARLIER": 0 if self.intervals.token_index is None else round_}
+    def settings(self, round_: int) -> dict[str, Any]:
+        earlier = 0 if self.intervals.token_index is None else round_
+        return self.dims | {"ROUND": round_, "ROUNDS": self.rounds, "EARLIER": earlier} | self.rule
 
     def grid(self, size: int) -> tuple[int]:
         return (-(-self.length // size) * self.rows,)
@@ -337,18 +364,3 @@ class _Call:
         if self.rounds == 1:
             return None
         return x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
-
-    def layout(self, round_: int) -> tuple[Tensor | None, ...]:
-        """Return orders and bounds of all rounds, and the bounds and places of earlier ones in this round's order."""
-        x = self.intervals
-        bounds = (x.query_order, x.key_order, x.low, x.high)
-        if x.token_index is None or round_ == 0:
-            return (*bounds, None, None, None)
-        layouts = len(x.token_index)
-        earlier = [x.low.new_empty(layouts, round_, self.length) for _ in range(3)]
-        launch(
-            kernels.earlier_rounds, (-(-self.length // _ORDERED_TOKENS) * layouts,), x.token_low, x.token_high,
-            x.token_index, x.query_order, x.key_order, *earlier, self.length, ROUND=round_, ROUNDS=self.rounds,
-            TOKENS=_ORDERED_TOKENS,
-        )  # fmt: skip
-        return (*bounds, *earlier)

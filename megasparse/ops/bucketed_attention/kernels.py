@@ -89,17 +89,18 @@ def visible(low, high, index, query, key, RULE: tl.constexpr, KEYS_FIRST: tl.con
 
 @triton.jit
 def shown_first(
-    shown, low, high, index, query_index, key_index, length, EARLIER: tl.constexpr, KEYS_FIRST: tl.constexpr
-):
+    shown, past_low, past_high, past_index, query, key, real, inside, length, EARLIER: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
+):  # fmt: skip
     """Return `shown` without the pairs that one of the EARLIER rounds before this one shows.
 
-    low, high, index: bounds and places in the earlier rounds, in this round's order (see `earlier_rounds`).
+    past_low, past_high, past_index: bounds of queries and places of keys in these rounds, by token.
     """
     for earlier in tl.static_range(EARLIER):
-        lows = tl.load(low + earlier * length + query_index, mask=query_index < length, other=0)
-        highs = tl.load(high + earlier * length + query_index, mask=query_index < length, other=0)
-        places = tl.load(index + earlier * length + key_index, mask=key_index < length, other=0)
-        shown &= within(lows, highs, places, KEYS_FIRST) == 0
+        low = tl.load(past_low + earlier * length + query, mask=real, other=NOWHERE)
+        high = tl.load(past_high + earlier * length + query, mask=real, other=0)
+        index = tl.load(past_index + earlier * length + key, mask=inside, other=0)
+        shown &= within(low, high, index, KEYS_FIRST) == 0
     return shown
 
 
@@ -185,41 +186,75 @@ def meeting(lows, highs, first, end, length, count, steps, BLOCK: tl.constexpr, 
     tl.store(end + row * count + block, not_above(lows, row * length, length, last, steps), mask=block < count)
 
 
-@triton.jit
-def earlier_rounds(
-    token_low, token_high, token_index, query_order, key_order, low, high, index, length, ROUND: tl.constexpr,
-    ROUNDS: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Store bounds and places (G, ROUND, L) of the rounds before ROUND in its order, so that tiles read a run."""
+@triton.jit(do_not_specialize=["length", "steps"])
+def runs(keys, starts, widths, length, steps, KEYS: tl.constexpr, TOKENS: tl.constexpr):
+    """Store where the run of keys equal to each sorted key starts, and at that place the slots that the run takes, 0
+    elsewhere; see `slots`.
+    """
+    blocks = tl.cdiv(length, TOKENS)
+    origin = (tl.program_id(0) // blocks).to(tl.int64) * length
+    index = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
+    inside = index < length
+    key = tl.load(keys + origin + index, mask=inside, other=0)
+    start, stop = tl.zeros_like(index), index
+    left, right = index + 1, tl.zeros_like(index) + length
+    for _ in range(steps):
+        middle = (start + stop) // 2
+        same = tl.load(keys + origin + middle, mask=inside, other=0) == key
+        start, stop = tl.where(same, start, middle + 1), tl.where(same, middle, stop)
+        middle = (left + right) // 2
+        same = tl.load(keys + origin + middle, mask=inside & (middle < length), other=0) == key
+        open_ = left < right
+        left, right = tl.where(open_ & same, middle + 1, left), tl.where(open_ & (same == 0), middle, right)
+    size = left - stop
+    power = size - 1  # its bits below the highest one become 1: of the next power of two, less 1
+    for shift in tl.static_range(5):
+        power |= power >> (1 << shift)
+    width = tl.where(size > KEYS, tl.cdiv(size, KEYS) * KEYS, power + 1)
+    tl.store(starts + origin + index, stop, mask=inside)
+    tl.store(widths + origin + index, tl.where(index == stop, width, 0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["length"])
+def slots(starts, sums, order, key_slot, slot_key, length, KEYS: tl.constexpr, TOKENS: tl.constexpr):
+    """Store the slot of each sorted key, and the token in each slot.
+
+    A run of w slots starts at a multiple of w, or of KEYS where w is more. sums: of the widths of `runs` up to a place.
+    Of 2·w slots from twice the sum before a run on, w start at such a multiple, and no other run takes them.
+    """
     blocks = tl.cdiv(length, TOKENS)
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    at = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
-    inside = at < length
-    origin = (row * ROUNDS + ROUND) * length
-    query = tl.load(query_order + origin + at, mask=inside, other=0)
-    key = tl.load(key_order + origin + at, mask=inside, other=0)
-    for earlier in tl.static_range(ROUND):
-        source = (row * ROUNDS + earlier) * length
-        target = (row * ROUND + earlier) * length + at
-        tl.store(low + target, tl.load(token_low + source + query, mask=inside), mask=inside)
-        tl.store(high + target, tl.load(token_high + source + query, mask=inside), mask=inside)
-        tl.store(index + target, tl.load(token_index + source + key, mask=inside), mask=inside)
+    origin = row * length
+    index = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
+    inside = index < length
+    start = tl.load(starts + origin + index, mask=inside, other=0)
+    total = tl.load(sums + origin + start, mask=inside, other=1)
+    before = tl.load(sums + origin + start - 1, mask=inside & (start > 0), other=0)
+    unit = tl.minimum(total - before, KEYS)
+    slot = tl.cdiv(2 * before, unit) * unit + index - start
+    tl.store(key_slot + origin + index, slot, mask=inside)
+    token = tl.load(order + origin + index, mask=inside, other=0)
+    tl.store(slot_key + row * 4 * length + slot, token, mask=inside)
 
 
 @triton.jit
 def attend(
-    q, top, total, out, start, low, high, query_index, query, k, v, key_order, past_low, past_high, past_index, origin,
-    k_stride, v_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
+    q, top, total, out, start, low, high, real, query, k, v, key_order, slot_key, past_low, past_high, past_index,
+    origin, k_stride, v_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
     EARLIER: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One step of the softmax, over the keys at places `start` and after: the new top, total and out."""
+    """One step of the softmax, over the keys at places, or slots, `start` and after: the new top, total and out."""
     index = start + tl.arange(0, KEYS)
-    inside = index < length
-    key = token_at(key_order, origin, index, inside)
+    if slot_key is None:
+        inside = index < length
+        key = token_at(key_order, origin, index, inside)
+    else:
+        key = tl.load(slot_key + 4 * origin + index, mask=index < 4 * length, other=-1)
+        inside = key >= 0
     k_tile = gather(k, key, k_stride, inside, HEAD_DIM, BLOCK_D)
     score = dot(q, tl.trans(k_tile), PRECISION) * (scale * LOG2E)
     shown = visible(low, high, index, query, key, RULE, False)
-    shown = shown_first(shown, past_low, past_high, past_index, query_index, index, length, EARLIER, False)
+    shown = shown_first(shown, past_low, past_high, past_index, query, key, real, inside, length, EARLIER, False)
     score = tl.where(shown, score, -float("inf"))
     highest = tl.maximum(top, tl.max(score, 1))
     base = tl.where(highest == -float("inf"), 0.0, highest)
@@ -238,11 +273,11 @@ def after(start, low, high):
 
 @triton.jit
 def forward(
-    q, k, v, partial, out, lse2, lse, query_order, key_order, lows, highs, past_low, past_high, past_index, q_batch,
-    q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride, out_batch, out_head, out_stride, heads,
-    sharing, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    ROUND: tl.constexpr, ROUNDS: tl.constexpr, EARLIER: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr,
-    SELF: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, partial, out, lse2, lse, query_order, key_order, lows, highs, key_slot, slot_key, past_low, past_high,
+    past_index, q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride, out_batch, out_head,
+    out_stride, heads, sharing, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, ROUND: tl.constexpr, ROUNDS: tl.constexpr, EARLIER: tl.constexpr, RULE: tl.constexpr,
+    JUMP: tl.constexpr, SELF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute out, lse2 and (after the last round) lse of a block of queries.
 
@@ -263,8 +298,7 @@ def forward(
     k_row, v_row = row_of(k, row, heads, k_batch, k_head), row_of(v, row, heads, v_batch, v_head)
     q_tile = gather(row_of(q, row, heads, q_batch, q_head), query, q_stride, real, HEAD_DIM, BLOCK_D)
     if EARLIER:
-        skipped = (row // sharing).to(tl.int64) * EARLIER * length
-        past_low, past_high, past_index = past_low + skipped, past_high + skipped, past_index + skipped
+        past_low, past_high, past_index = past_low + layout, past_high + layout, past_index + layout
     statistic = row.to(tl.int64) * length + query
     top = tl.full([QUERIES], -float("inf"), tl.float32)
     result = tl.zeros([QUERIES, BLOCK_D], tl.float32)
@@ -274,19 +308,23 @@ def forward(
             top = tl.load(lse2 + statistic, mask=inside, other=-float("inf"))
             result = gather(partial, query, out_stride, inside, HEAD_DIM, BLOCK_D)
     total = tl.where(top != -float("inf"), 1.0, 0.0)
+    if slot_key is not None:
+        seeing = low < high
+        slot = tl.load(key_slot + origin + low, mask=seeing, other=0)
+        low, high = slot, tl.where(seeing, slot + high - low, 0)
     if JUMP:
-        start = after(0, low, high)
-        while start < length:
+        start = after(0, low, high) // KEYS * KEYS
+        while start < 4 * length:
             top, total, result = attend(
-                q_tile, top, total, result, start, low, high, index, query, k_row, v_row, key_order, past_low,
+                q_tile, top, total, result, start, low, high, real, query, k_row, v_row, key_order, slot_key, past_low,
                 past_high, past_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS, EARLIER,
                 RULE, PRECISION,
             )  # fmt: skip
-            start = after(start + KEYS, low, high)
+            start = after(start + KEYS, low, high) // KEYS * KEYS
     else:
         for start in range(tl.min(low), tl.max(high), KEYS):
             top, total, result = attend(
-                q_tile, top, total, result, start, low, high, index, query, k_row, v_row, key_order, past_low,
+                q_tile, top, total, result, start, low, high, real, query, k_row, v_row, key_order, slot_key, past_low,
                 past_high, past_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS, EARLIER,
                 RULE, PRECISION,
             )  # fmt: skip
@@ -343,8 +381,8 @@ def score_gradient(a, b, c, d, lse2, delta, shown, scale, PRECISION: tl.constexp
 
 @triton.jit
 def query_step(
-    dq, q, grad, lse2, delta, start, low, high, query_index, query, k, v, key_order, past_low, past_high, past_index,
-    origin, k_stride, v_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
+    dq, q, grad, lse2, delta, start, low, high, real, query, k, v, key_order, past_low, past_high, past_index, origin,
+    k_stride, v_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
     EARLIER: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return dq / scale with what the keys at places `start` and after add."""
@@ -354,7 +392,7 @@ def query_step(
     k_tile = gather(k, key, k_stride, inside, HEAD_DIM, BLOCK_D)
     v_tile = gather(v, key, v_stride, inside, HEAD_DIM, BLOCK_D)
     shown = visible(low, high, index, query, key, RULE, False)
-    shown = shown_first(shown, past_low, past_high, past_index, query_index, index, length, EARLIER, False)
+    shown = shown_first(shown, past_low, past_high, past_index, query, key, real, inside, length, EARLIER, False)
     _, slope = score_gradient(
         q, k_tile, grad, v_tile, lse2[:, None], delta[:, None], shown, scale, PRECISION,
     )  # fmt: skip
@@ -393,14 +431,13 @@ def query_gradient(
         tl.store(sorted_level + row.to(tl.int64) * length + index, end, mask=inside)
         tl.store(sorted_delta + row.to(tl.int64) * length + index, common, mask=inside)
     if EARLIER:
-        skipped = (row // sharing).to(tl.int64) * EARLIER * length
-        past_low, past_high, past_index = past_low + skipped, past_high + skipped, past_index + skipped
+        past_low, past_high, past_index = past_low + layout, past_high + layout, past_index + layout
     result = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     if JUMP:
         start = after(0, low, high)
         while start < length:
             result = query_step(
-                result, q_tile, grad_tile, end, common, start, low, high, index, query, k_row, v_row, key_order,
+                result, q_tile, grad_tile, end, common, start, low, high, real, query, k_row, v_row, key_order,
                 past_low, past_high, past_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS,
                 EARLIER, RULE, PRECISION,
             )  # fmt: skip
@@ -408,7 +445,7 @@ def query_gradient(
     else:
         for start in range(tl.min(low), tl.max(high), KEYS):
             result = query_step(
-                result, q_tile, grad_tile, end, common, start, low, high, index, query, k_row, v_row, key_order,
+                result, q_tile, grad_tile, end, common, start, low, high, real, query, k_row, v_row, key_order,
                 past_low, past_high, past_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS,
                 EARLIER, RULE, PRECISION,
             )  # fmt: skip
@@ -430,8 +467,8 @@ def query_gradient(
 
 @triton.jit
 def key_step(
-    dk, dv, k, v, key_index, key, start, q, grad, lse2, delta, query_order, lows, highs, past_low, past_high,
-    past_index, origin, q_stride, grad_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    dk, dv, k, v, key_index, key, key_inside, start, q, grad, lse2, delta, query_order, lows, highs, past_low,
+    past_high, past_index, origin, q_stride, grad_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     QUERIES: tl.constexpr, EARLIER: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return dk / scale and dv with what the queries at places `start` and after add."""
@@ -446,7 +483,7 @@ def key_step(
     end = tl.load(lse2 + index, mask=real, other=0.0)
     common = tl.load(delta + index, mask=real, other=0.0)
     shown = visible(low, high, key_index, query, key, RULE, True)
-    shown = shown_first(shown, past_low, past_high, past_index, index, key_index, length, EARLIER, True)
+    shown = shown_first(shown, past_low, past_high, past_index, query, key, real, key_inside, length, EARLIER, True)
     weight, slope = score_gradient(
         k, q_tile, v, grad_tile, end[None, :], common[None, :], shown, scale, PRECISION,
     )  # fmt: skip
@@ -480,16 +517,15 @@ def key_gradient(
     v_tile = gather(row_of(v, row, heads, v_batch, v_head), key, v_stride, inside, HEAD_DIM, BLOCK_D)
     statistics = row.to(tl.int64) * length
     if EARLIER:
-        skipped = (row // sharing).to(tl.int64) * EARLIER * length
-        past_low, past_high, past_index = past_low + skipped, past_high + skipped, past_index + skipped
+        past_low, past_high, past_index = past_low + layout, past_high + layout, past_index + layout
     meeting = ((row // sharing) * ROUNDS + ROUND) * blocks + block
     to_k = tl.zeros([KEYS, BLOCK_D], tl.float32)
     to_v = tl.zeros([KEYS, BLOCK_D], tl.float32)
     for start in range(tl.load(first_query + meeting), tl.load(end_query + meeting), QUERIES):
         to_k, to_v = key_step(
-            to_k, to_v, k_tile, v_tile, index, key, start, q_row, grad_row, lse2 + statistics, delta + statistics,
-            query_order, lows, highs, past_low, past_high, past_index, origin, q_stride, grad_stride, length, scale,
-            HEAD_DIM, BLOCK_D, QUERIES, EARLIER, RULE, PRECISION,
+            to_k, to_v, k_tile, v_tile, index, key, inside, start, q_row, grad_row, lse2 + statistics, delta +
+            statistics, query_order, lows, highs, past_low, past_high, past_index, origin, q_stride, grad_stride,
+            length, scale, HEAD_DIM, BLOCK_D, QUERIES, EARLIER, RULE, PRECISION,
         )  # fmt: skip
     to_k *= scale
     key = token_at(key_order, origin, index, inside)  # again: kept, it would cost registers

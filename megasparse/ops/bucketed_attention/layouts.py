@@ -367,7 +367,7 @@ class RangeLayout(NamedTuple):
         for r in range(query_codes.shape[2]):
             codes = query_codes[:, :, r], key_codes[:, :, r]
             of_round = key_range(*codes, spec.window.chunk, spec.causal, key_mask, segments)
-            for tensor, part in zip(layout, of_round, strict=True):
+            for tensor, part in zip(layout, of_round[:4], strict=True):
                 tensor[:, :, r] = part
         return layout
 

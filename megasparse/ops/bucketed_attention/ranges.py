@@ -55,12 +55,15 @@ def windows_by_key_rank(
 
 
 class KeyRange(NamedTuple):
-    """One round. order: (B, H, Lk), keys by sorted place; rank: its inverse. A query sees places [low, high)."""
+    """One round. order: (B, H, Lk), keys by sorted place; rank: its inverse; group: of each place, the same in a bucket
+    of a document. A query sees places [low, high).
+    """
 
     order: Tensor
     rank: Tensor
     low: Tensor
     high: Tensor
+    group: Tensor
 
 
 def key_range(
@@ -95,7 +98,7 @@ def key_range(
     rank = torch.empty_like(order).scatter_(
         -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
     )
-    return KeyRange(order, rank, low, high)
+    return KeyRange(order, rank, low, high, group)
 
 
 def _pick(x: Tensor, index: Tensor) -> Tensor:
