@@ -34,7 +34,7 @@ from megasparse.optimizers import OPTIMIZERS
 from megasparse.planning.states import States
 
 META = torch.device("meta")
-PERIODS = 4, 8
+PERIODS = 7, 8
 """Periods of the pattern in the two shallow models from which the pass of a deeper one is continued by a line."""
 VIEWS = {
     *("alias", "as_strided", "detach", "diagonal", "expand", "is_same_size", "lift_fresh", "narrow", "permute"),

@@ -66,17 +66,17 @@ class Intervals:
     def slots(self, tile: int) -> tuple[Tensor, Tensor]:
         """Return the slot of each sorted key (G, R, L), and the token in each slot (G, R, 4·L), −1 where it is empty.
 
-        Slots make the forward strictly causal to the bit. Later tokens move sorted places: a bucket's keys would be split
-        among other tiles, and be in other columns. Slots move by multiples of `tile`, and in a bucket of fewer keys by
-        multiples of a power of two that holds them, which no sum in blocks of powers of two can tell.
+        Slots make the forward strictly causal to the bit. Later tokens move sorted places: a bucket's keys would be
+        split among other tiles, and be in other columns. Slots move by multiples of `tile`, and in a bucket of fewer
+        keys by multiples of a power of two that holds them, which no sum in blocks of powers of two can tell.
         """
         assert self.groups is not None and self.key_order is not None
         rows, length = self.groups.flatten(0, 1).shape
         starts, widths, key_slot = (torch.empty_like(self.key_order) for _ in range(3))
-        slot_key = torch.full((*starts.shape[:2], 4 * length), -1, dtype=torch.int32, device=starts.device)
+        slot_key = starts.new_empty(*starts.shape[:2], 4 * length)
         grid = (-(-length // _PLACES) * rows,)
         settings = {"KEYS": tile, "TOKENS": _PLACES, "num_warps": 4}
-        launch(kernels.runs, grid, self.groups, starts, widths, length, length.bit_length(), **settings)
+        launch(kernels.runs, grid, self.groups, starts, widths, slot_key, length, length.bit_length(), **settings)
         sums = widths.cumsum(-1, dtype=torch.int32)
         launch(kernels.slots, grid, starts, sums, self.key_order, key_slot, slot_key, length, **settings)
         return key_slot, slot_key

@@ -187,14 +187,16 @@ def meeting(lows, highs, first, end, length, count, steps, BLOCK: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["length", "steps"])
-def runs(keys, starts, widths, length, steps, KEYS: tl.constexpr, TOKENS: tl.constexpr):
+def runs(keys, starts, widths, slot_key, length, steps, KEYS: tl.constexpr, TOKENS: tl.constexpr):
     """Store where the run of keys equal to each sorted key starts, and at that place the slots that the run takes, 0
-    elsewhere; see `slots`.
+    elsewhere; and −1 into all slots. See `slots`.
     """
     blocks = tl.cdiv(length, TOKENS)
     origin = (tl.program_id(0) // blocks).to(tl.int64) * length
     index = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
     inside = index < length
+    for quarter in tl.static_range(4):
+        tl.store(slot_key + 4 * origin + quarter * length + index, -1, mask=inside)
     key = tl.load(keys + origin + index, mask=inside, other=0)
     start, stop = tl.zeros_like(index), index
     left, right = index + 1, tl.zeros_like(index) + length
