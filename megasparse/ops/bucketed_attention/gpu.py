@@ -198,7 +198,7 @@ def _bounds(
         kernels.bounds, (-(-length // _PLACES) * shape[0] * shape[1],), None if one_group else sorted_key, order,
         *bounds, *numbers, **settings, num_warps=4,
     )  # fmt: skip
-    return Intervals(order, order, *bounds, groups=sorted_key)
+    return Intervals(order, order, *[*bounds, sorted_key])
 
 
 def bucketed_attention(
