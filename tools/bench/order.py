@@ -166,8 +166,10 @@ CAUSAL: dict[str, tuple[int, BucketedAttentionSpec]] = {
 """Tokens a bucket (0: no buckets), and settings."""
 
 
-def causal_rows(device: torch.device, length: int, dim: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield a mechanism's name, and outputs before some token, without and with changes from that token on."""
+def causal_rows(
+    device: torch.device, length: int, dim: int, places: Sequence[int]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield a mechanism's name, and outputs before each of these tokens, without and with changes from it on."""
     problem = Problem(length, dim, device)
 
     def outputs(name: str, heads: Sequence[Tensor], codes: Tensor | None) -> Outputs:
@@ -181,7 +183,7 @@ def causal_rows(device: torch.device, length: int, dim: int) -> Iterator[tuple[s
             rounds = 1 if name == "n-grams" else 2
             codes = problem.integers(max(2, length // tokens), 1, 2, rounds, length).short() if tokens else None
             before = outputs(name, heads, codes)
-            for t in (1, length // 64 + 1, length // 5, length // 2 + 5, length - 3):
+            for t in places:
                 late = torch.arange(length, device=device) >= t
                 mixed = [torch.where(late[:, None], 1.7 * x.flip(2), x) for x in heads]
                 after = outputs(name, mixed, None if codes is None else torch.where(late, codes.flip(3), codes))
@@ -189,9 +191,9 @@ def causal_rows(device: torch.device, length: int, dim: int) -> Iterator[tuple[s
                     yield f"{name}, {str(dtype).removeprefix('torch.')}", x[:, :, :t], y[:, :, :t]
 
 
-def causal(report: Report, device: torch.device, length: int, dim: int) -> None:
+def causal(report: Report, device: torch.device, length: int, dim: int, places: Sequence[int]) -> None:
     """Report how many outputs change by how much when queries, keys, values and codes of later tokens change."""
-    for name, pairs in groupby(causal_rows(device, length, dim), lambda row: row[0]):
+    for name, pairs in groupby(causal_rows(device, length, dim, places), lambda row: row[0]):
         changed, numbers, largest = 0, 0, 0.0
         for _, x, y in pairs:
             difference = torch.where(x == y, 0.0, (x - y).abs().float())
