@@ -316,12 +316,19 @@ def other_tiles(**changes: int) -> Callable[[], None]:
     return change
 
 
+def unaligned() -> None:
+    """Let tiles of keys begin where later tokens move them."""
+    gpu.Intervals.slots = lambda *_: (None, None)  # type: ignore[method-assign,assignment]
+
+
 VARIANTS: dict[str, Callable[[], None]] = {
     "as it is": lambda: None,
+    "unaligned": unaligned,
     "Triton's own ptxas": other_assembler,
     "forward: 128 queries, 8 warps": other_tiles(queries=128, warps=8),
     "forward: 3 stages": other_tiles(stages=3),
     "forward: 32 keys": other_tiles(keys=32),
+    "forward: 32 keys, 128 queries, 8 warps": other_tiles(keys=32, queries=128, warps=8),
 }
 
 
