@@ -100,7 +100,9 @@ class NGramAttention(Attention):
             moved, True, scale, exclude_self=True, buckets=self.buckets, self_at_last=False
         )
         far = Window("band", config.chunk - 1)
-        self.far = BucketedAttentionSpec(far, True, scale, exclude_self=False, self_at_last=False)
+        self.far = BucketedAttentionSpec(
+            far, True, scale, exclude_self=False, buckets=self.buckets + 1, self_at_last=False
+        )
 
     def assign(self, context: AttentionContext, key_mask: Tensor | None, segments: Tensor | None) -> Tensor:
         """The buckets of queries, (B, R, L), the same of all heads."""

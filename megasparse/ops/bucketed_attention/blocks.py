@@ -21,6 +21,7 @@ from megasparse.ops.operator import Function
 from megasparse.ops.random import PairDropout
 
 _LOG2_E = math.log2(math.e)
+_LN_2 = math.log(2.0)
 
 
 def bucketed_attention(
@@ -71,26 +72,28 @@ class _BucketedAttention(Function):
         out = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
         lse2 = torch.full(q.shape[:3], LOWEST, dtype=dtype, device=q.device)
         layout: SortedLayout | RangeLayout
-        if key_codes is None:
+        ctx.shared_codes = key_codes is None
+        if codes is None or spec.window.kind == "chunk" or (ctx.shared_codes and not spec.causal):
             layout = SortedLayout.of(q, codes, spec.window, key_mask, segments)
         else:
-            assert codes is not None
             layout = RangeLayout.of(codes, key_codes, spec, key_mask, segments)
-        for rows in row_groups(layout, q, k, v, spec, dropout):
+        for rows in row_groups(layout, q, k, v, spec, ctx.shared_codes, dropout):
             row_out, row_lse2 = out.flatten(0, 1)[rows.index], lse2.flatten(0, 1)[rows.index]
             for block in rows.layout.blocks(rows):
                 block_q = block.queries(rows.q).mul_(spec.scale * _LOG2_E)
                 score = block.scores(block_q, block.keys(rows.k))  # (n, T, K)
                 highest = score.amax(-1, keepdim=True).clamp_min_(LOWEST)
-                weight = score.sub_(highest).exp2_()
+                weight = _exp2(score.sub_(highest))
                 total = weight.sum(-1, keepdim=True).clamp_min_(torch.finfo(dtype).tiny)
                 if rows.dropout is not None:
                     weight *= block.factors(rows.dropout)
                 part = torch.bmm(weight, block.keys(rows.v)).div_(total)  # (n, T, D)
                 this = merged = highest.add_(total.log2_()).squeeze(-1)
                 if not block.first_round:  # rounds are merged by log-sum-exp
-                    merged = torch.logaddexp2(block.queries(row_lse2), this)
-                    part = torch.lerp(block.queries(row_out), part, (this - merged).exp2_().unsqueeze(-1))
+                    before = block.queries(row_lse2)
+                    merged = torch.maximum(before, this).add_(_power(-(before - this).abs_()).add_(1.0).log2_())
+                    shares = (_power(x - merged).unsqueeze(-1) for x in (before, this))
+                    part = block.queries(row_out).mul_(next(shares)).add_(part.mul_(next(shares)))
                 block.put_queries(row_out, part)
                 block.put_queries(row_lse2, merged)
         blind = lse2 < 0.5 * LOWEST
@@ -120,7 +123,7 @@ class _BucketedAttention(Function):
         if key_mask is not None:
             grad_out = grad_out.masked_fill(~key_mask[:, None, :, None], 0.0)
         dq, dk, dv = (torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format) for _ in range(3))
-        for rows in row_groups(ctx.layout(*layout), q, k, v, spec, ctx.dropout):
+        for rows in row_groups(ctx.layout(*layout), q, k, v, spec, ctx.shared_codes, ctx.dropout):
             row_grad, row_out, row_grad_lse, row_lse2 = (
                 take_rows(x, rows.index) for x in (grad_out, out, grad_lse, lse2)
             )
@@ -129,7 +132,7 @@ class _BucketedAttention(Function):
             for block in rows.layout.blocks(rows):
                 block_q, grad = block.queries(rows.q).mul_(spec.scale * _LOG2_E), block.queries(row_grad)
                 block_k, block_v = block.keys(rows.k), block.keys(rows.v)
-                weight = block.scores(block_q, block_k).sub_(block.queries(row_lse2).unsqueeze(-1)).exp2_()
+                weight = block.scores(block_q, block_k).sub_(block.real_lse(row_lse2).unsqueeze(-1)).exp2_()
                 score_grad, dropped = torch.bmm(grad, block_v.transpose(1, 2)), weight  # (n, T, K)
                 if rows.dropout is not None:
                     factors = block.factors(rows.dropout)
@@ -148,6 +151,20 @@ class _BucketedAttention(Function):
             dk[lonely] += slope * q[lonely]
             dv[lonely] += _own_value(grad_out[lonely], lonely, ctx.dropout, v.shape[2])
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None, None
+
+
+def _exp2(x: Tensor) -> Tensor:
+    """Compute 2^x in place, with the same bits wherever in x a number is: torch computes the last elements of a part of
+    a thread by another function unless it holds whole vectors, as tiles do, and one thread takes 2^15 or fewer.
+    """
+    for part in x.view(-1).split(1 << 15):
+        part.exp2_()
+    return x
+
+
+def _power(x: Tensor) -> Tensor:
+    """Compute 2^x in place by exp, which is slower, and has no such function."""
+    return x.mul_(_LN_2).exp_()
 
 
 def _own_value(x: Tensor, lonely: tuple[Tensor, ...], dropout: PairDropout | None, keys: int) -> Tensor:

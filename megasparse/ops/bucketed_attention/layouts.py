@@ -4,8 +4,9 @@ A row is one batch element's head. Each round orders its tokens so that a tile o
 
     SortedLayout   queries and keys share codes: one order by (segment, bucket, position); a tile's keys are the S tiles
                    around it
-    RangeLayout    keys have codes of their own: keys are sorted like that, queries by the end of their range of sorted
-                   keys; a tile's keys are one run, at most as long as the band and what the ends moved by
+    RangeLayout    causal bands, and keys with codes of their own: keys are sorted like that, queries by the end of
+                   their range of sorted keys; a tile's keys are one run. Causal tiles are cut by ranks in a bucket
+                   alone, so that later tokens change no bit
 
 A block is some tiles. It gathers its own tokens from q, k and v, so no sorted copy of a row exists. Visibility is
 arithmetic on floats, as comparisons to bool and masked_fill_ run one element at a time: a hidden pair has a multiple of
@@ -22,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec, Window
@@ -30,6 +32,7 @@ from megasparse.ops.random import PairDropout
 
 SCORE_ELEMENTS = 1 << 18  # scores in a block: 1 MB of fp32
 _LAYOUT_ELEMENTS = 1 << 21  # tokens sorted at a time
+_SMALLEST_TILE = 8  # queries of a bucket's first tile, where buckets have few tokens
 EXACT = 1 << 24  # fp32 represents every integer up to here
 HIDDEN = 2.0**100  # far above any score, and its multiples are finite
 LOWEST = -(2.0**90)  # below any score and far above hidden ones: the highest score where nothing is visible
@@ -44,6 +47,7 @@ class Rows:
         q, k, v: (G, L, D).
         layout: tensors (G, R, L).
         dtype: of the computation.
+        shared_codes: keys have the codes of queries.
         dropout: of the probabilities; its queries are those of the group, (G, L).
     """
 
@@ -54,12 +58,13 @@ class Rows:
     layout: "SortedLayout | RangeLayout"
     spec: BucketedAttentionSpec
     dtype: torch.dtype
+    shared_codes: bool
     dropout: PairDropout | None = None
 
 
 def row_groups(
     layout: "SortedLayout | RangeLayout", q: Tensor, k: Tensor, v: Tensor, spec: BucketedAttentionSpec,
-    dropout: PairDropout | None,
+    shared_codes: bool, dropout: PairDropout | None,
 ) -> Iterator[Rows]:  # fmt: skip
     """Yield groups of whole rows that fit into a block, or single rows. layout: tensors (B, H, R, L), 1 for B or H
     where all have the same.
@@ -72,7 +77,7 @@ def row_groups(
         index = slice(start, min(start + step, batch * heads))
         q_rows, k_rows, v_rows, *parts = (take_rows(x, index) for x in (q, k, v, *tensors))
         group_dropout = None if dropout is None else replace(dropout, queries=take_rows(dropout.queries, index))
-        yield Rows(index, q_rows, k_rows, v_rows, type(layout)(*parts), spec, dtype, group_dropout)
+        yield Rows(index, q_rows, k_rows, v_rows, type(layout)(*parts), spec, dtype, shared_codes, group_dropout)
 
 
 def take_rows(x: Tensor, index: slice) -> Tensor:
@@ -87,6 +92,11 @@ def tile_size(window: Window) -> int:
     return window.chunk if window.kind == "chunk" else min(window.chunk, 32 if window.chunk <= 64 else 64)
 
 
+def ranked_tile_size(window: Window) -> int:
+    """Return T of tiles by rank, a power of two: the largest that they grow to."""
+    return min(max(8, 1 << (window.chunk.bit_length() - 1)), 32 if window.chunk <= 64 else 64)
+
+
 class Block(ABC):
     """Some tiles of a round. Tokens are numbered over the rows of their group.
 
@@ -94,6 +104,7 @@ class Block(ABC):
         first_round: the block is of the first round.
         query_tokens, key_tokens: the tokens that it gathers.
         length, dtype: of a row, and of the computation.
+        real: (n, T) bool, False for places that repeat a query, or None where there are none.
     """
 
     first_round: bool
@@ -101,6 +112,7 @@ class Block(ABC):
     key_tokens: Tensor
     length: int
     dtype: torch.dtype
+    real: Tensor | None = None
 
     def queries(self, x: Tensor) -> Tensor:
         """Return each tile's queries of x (G, L, ...): (n, T, ...)."""
@@ -109,6 +121,11 @@ class Block(ABC):
     def keys(self, x: Tensor) -> Tensor:
         """Return each tile's keys of x (G, L, D): (n, K, D)."""
         return self.key_tiles(self._gathered(x, self.key_tokens))
+
+    def real_lse(self, x: Tensor) -> Tensor:
+        """Return `queries` of log-sum-exps x (G, L), ∞ at places that repeat a query: they add to no gradient."""
+        lse = self.queries(x)
+        return lse if self.real is None else lse.masked_fill_(~self.real, torch.inf)
 
     def put_queries(self, x: Tensor, values: Tensor) -> None:
         """Set the queries of x (G, L, ...) to values (n, T, ...)."""
@@ -181,16 +198,9 @@ class SortedLayout(NamedTuple):
         """Sort the tokens of q (B, H, L, D) by codes (B, H, R, L), or (B, 1, R, L); None: one bucket and round."""
         if codes is None:
             codes = q.new_zeros((q.shape[0], 1, 1, q.shape[2]), dtype=torch.int16)
-        heads, rounds, length = codes.shape[1:]
         order, slot = (torch.empty(codes.shape, dtype=torch.int32, device=q.device) for _ in range(2))
-        step = max(1, _LAYOUT_ELEMENTS // (heads * rounds * length))
-        head_step = max(1, _LAYOUT_ELEMENTS // (rounds * length))
-        for start in range(0, len(codes), step):
-            batch = slice(start, start + step)
-            masks = [None if x is None else x[batch] for x in (key_mask, segments)]
-            for head in range(0, heads, head_step):
-                piece = (batch, slice(head, head + head_step))
-                order[piece], slot[piece] = _sort(codes[piece], window, *masks)
+        for piece, masks in _pieces(codes, key_mask, segments):
+            order[piece], slot[piece] = _slots(codes[piece], window, *masks)
         return cls(order, slot)
 
     def pairs(self, spec: BucketedAttentionSpec, length: int) -> int:
@@ -209,15 +219,34 @@ class SortedLayout(NamedTuple):
                 yield SortedBlock(round_, start, min(start + step, tiles.stop))
 
 
-def _sort(codes: Tensor, window: Window, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the order, the token at each sorted index, int64, and the slots by token, int32: (B, H, R, L) each."""
+def _pieces(codes: Tensor, *masks: Tensor | None) -> Iterator[tuple[tuple[slice, slice], list[Tensor | None]]]:
+    """Cut codes (B, H, R, L) into batch elements and heads that are sorted at a time. Yield these, with their masks."""
+    heads, rounds, length = codes.shape[1:]
+    step = max(1, _LAYOUT_ELEMENTS // (heads * rounds * length))
+    head_step = max(1, _LAYOUT_ELEMENTS // (rounds * length))
+    for start in range(0, len(codes), step):
+        batch = slice(start, start + step)
+        for head in range(0, heads, head_step):
+            yield (batch, slice(head, head + head_step)), [None if x is None else x[batch] for x in masks]
+
+
+def _sort(codes: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the sorted numbers of (segment, bucket), the segment in the upper 32 bits, padding last, and the order,
+    the token at each sorted index: (B, H, R, L) int64 each.
+    """
     segment = torch.zeros_like(codes[:, :1, :1], dtype=torch.int64)  # (B, 1, 1, L), broadcast
     if segments is not None:
         segment = segments[:, None, None].to(torch.int64)
     if key_mask is not None:
         segment = segment.masked_fill(~key_mask[:, None, None], torch.iinfo(torch.int32).max)
-    sorted_key, order = torch.sort((segment << 32) + codes, dim=-1, stable=True)
-    group = sorted_key if window.same_bucket else sorted_key >> 32
+    group, order = torch.sort((segment << 32) + codes, dim=-1, stable=True)
+    return group, order
+
+
+def _slots(codes: Tensor, window: Window, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the order, int64, and the slots by token, int32: (B, H, R, L) each."""
+    group, order = _sort(codes, key_mask, segments)
+    group = group if window.same_bucket else group >> 32
     rank = torch.zeros_like(order)
     rank[..., 1:] = (group[..., 1:] != group[..., :-1]).cumsum(dim=-1)
     index = torch.arange(codes.shape[-1], device=codes.device)
@@ -305,7 +334,7 @@ class SortedBlock(Block):
         lead = round_.lead
         self.query_tokens = round_.token[:, lead + start * self.tile : lead + stop * self.tile]  # (G, n/G·T)
         self.key_tokens = round_.token[:, start * self.tile : (stop + self.span - 1) * self.tile]
-        self.real = min(stop * self.tile, self.length) - start * self.tile  # the last tile's other places are empty
+        self.places = min(stop * self.tile, self.length) - start * self.tile  # the last tile's other places are empty
 
     def query_tiles(self, x: Tensor) -> Tensor:
         return x.view(-1, self.tile, *x.shape[2:])
@@ -316,7 +345,7 @@ class SortedBlock(Block):
 
     def real_queries(self, values: Tensor) -> tuple[Tensor, Tensor]:
         by_row = values.view(*self.query_tokens.shape, *values.shape[2:])
-        return self.query_tokens[:, : self.real].flatten(), by_row[:, : self.real].flatten(0, 1)
+        return self.query_tokens[:, : self.places].flatten(), by_row[:, : self.places].flatten(0, 1)
 
     def add_to_keys(self, x: Tensor, weight: Tensor, values: Tensor) -> None:
         group = len(self.key_tokens)
@@ -349,24 +378,35 @@ class SortedBlock(Block):
 
 class RangeLayout(NamedTuple):
     """Each query's range of sorted keys, (B, H, R, L) int32, or (B, 1, R, L) where all heads have the same codes.
-    order: the key at each sorted place. rank: its inverse. low, high: a query sees the places [low, high).
+
+    A query sees the last W places of [first, high). Where attention is causal W is M and `first` the first key of its
+    bucket; else W is 2M, which is all of the range.
+
+    order: the key at each sorted place. rank: its inverse.
     """
 
     order: Tensor
     rank: Tensor
-    low: Tensor
+    first: Tensor
     high: Tensor
 
     @classmethod
     def of(
-        cls, query_codes: Tensor, key_codes: Tensor, spec: BucketedAttentionSpec, key_mask: Tensor | None,
+        cls, codes: Tensor, key_codes: Tensor | None, spec: BucketedAttentionSpec, key_mask: Tensor | None,
         segments: Tensor | None,
     ) -> "RangeLayout":  # fmt: skip
-        """codes: (B, H, R, L) or (B, 1, R, L), any integer type."""
-        layout = cls(*(torch.empty(query_codes.shape, dtype=torch.int32, device=query_codes.device) for _ in range(4)))
-        for r in range(query_codes.shape[2]):
-            codes = query_codes[:, :, r], key_codes[:, :, r]
-            of_round = key_range(*codes, spec.window.chunk, spec.causal, key_mask, segments)
+        """codes: (B, H, R, L) or (B, 1, R, L), any integer type. key_codes: None, keys have the codes of queries; only
+        where attention is causal.
+        """
+        layout = cls(*(torch.empty(codes.shape, dtype=torch.int32, device=codes.device) for _ in range(4)))
+        if key_codes is None:
+            for piece, masks in _pieces(codes, key_mask, segments):
+                for tensor, part in zip(layout, _own_ranges(codes[piece], *masks), strict=True):
+                    tensor[piece] = part
+            return layout
+        chunk = codes.shape[-1] if spec.causal else spec.window.chunk
+        for r in range(codes.shape[2]):
+            of_round = key_range(codes[:, :, r], key_codes[:, :, r], chunk, spec.causal, key_mask, segments)
             for tensor, part in zip(layout, of_round[:4], strict=True):
                 tensor[:, :, r] = part
         return layout
@@ -376,68 +416,194 @@ class RangeLayout(NamedTuple):
         return length * (tile_size(spec.window) + spec.window.chunk)
 
     def blocks(self, rows: Rows) -> "Iterator[Block]":
-        """Yield all tiles that attend and see a key, round after round. rows: the group whose layout this is.
-
-        Runs differ in length: a block has tiles of about one length, the longest first, and shorter ones see places
-        after their run as hidden.
-        """
+        """Yield all tiles that attend and see a key, round after round. rows: the group whose layout this is."""
         for number in range(self.order.shape[1]):
             round_ = RangeRound(rows, number)
-            runs, tiles = (round_.end - round_.first).sort(descending=True, stable=True)
-            lengths, start = runs.tolist(), 0
-            while start < len(lengths) and lengths[start] > 0:
-                step = max(1, SCORE_ELEMENTS // (tile_size(rows.spec.window) * lengths[start]))
-                yield RangeBlock(round_, tiles[start : start + step], lengths[start], number == 0)
-                start += step
+            for tiles in round_.ranked_tiles() if rows.spec.causal else round_.short_tiles():
+                yield RangeBlock(round_, tiles)
+
+
+def _own_ranges(codes: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, ...]:
+    """Return order, rank, first and high of causal attention in buckets that queries and keys share."""
+    group, order = _sort(codes, key_mask, segments)
+    place = torch.arange(codes.shape[-1], device=codes.device).expand_as(order)
+    first = torch.zeros_like(order)
+    first[..., 1:] = place[..., 1:].where(group[..., 1:] != group[..., :-1], 0)
+    first = first.cummax(-1).values
+    rank, first = (torch.empty_like(order).scatter_(-1, order, x) for x in (place, first))
+    high = rank + 1
+    if key_mask is not None:
+        first, high = (x.masked_fill(~key_mask[:, None, None], 0) for x in (first, high))
+    return order, rank, first, high
+
+
+class Tiles(NamedTuple):
+    """Tiles of a round with equally long runs of sorted keys.
+
+    queries: (n, T), numbered over the rows of their group. real: (n, T) bool, False for places that repeat a query, or
+    None where there are none. row: (n). start, end: (n), sorted places of their row: a tile's keys are `run` from
+    `start` on; those at `end` and after are not gathered. hidden: (T, K), what `Block.hidden` counts in the first
+    round, where it is the same in all tiles; or None.
+    """
+
+    queries: Tensor
+    real: Tensor | None
+    row: Tensor
+    start: Tensor
+    end: Tensor
+    run: int
+    hidden: Tensor | None = None
+
+    def take(self, index: Tensor | slice) -> "Tiles":
+        real = None if self.real is None else self.real[index]
+        return Tiles(
+            self.queries[index], real, self.row[index], self.start[index], self.end[index], self.run, self.hidden
+        )
 
 
 class RangeRound:
     """One round of a group of rows, its queries in the order of the ends of their ranges.
 
-    All runs of keys of a round together are at most L + M·⌈L / T⌉ keys long, whatever the buckets.
-
     Attributes:
-        queries, row: tokens of each tile, (tiles, T), and its row.
-        real: (tiles, T) bool, False for places that repeat a row's last query; None where there are none.
-        first, end: (tiles), the run of sorted keys of each tile.
+        order: (G·L), the key at each sorted place, rows one after another, numbered over them.
         low, high: by token, the range of its keys; earlier: (rank, low, high) of the rounds that hide its pairs.
     """
 
     def __init__(self, rows: Rows, number: int):
         layout: Any = rows.layout
-        order, low, high = (x[:, number] for x in (layout.order, layout.low, layout.high))
-        group, self.length = order.shape
-        self.rows_dtype, self.exclude_self = rows.dtype, rows.spec.exclude_self
+        spec, self.first_round = rows.spec, number == 0
+        order, first, high = (x[:, number] for x in (layout.order, layout.first, layout.high))
+        self.group, self.length = order.shape
+        self.spec, self.rows_dtype = spec, rows.dtype
         self.dtype = rows.dtype if self.length < EXACT else torch.float64
-        tile, places, device = tile_size(rows.spec.window), rows.spec.places(self.length), order.device
-        query = places.start + high[:, places.start : places.stop].argsort(dim=-1, stable=True)  # (G, N)
-        tiles = -(-query.shape[1] // tile)
-        index = torch.arange(tiles * tile, device=device)
-        self.real = None if len(index) == query.shape[1] else (index < query.shape[1]).expand(group, -1)
-        query = query.index_select(1, index.clamp_max_(query.shape[1] - 1))
-        first, end = low.gather(1, query), high.gather(1, query)
-        self.first, self.end = first.view(-1, tile).amin(1), end.view(-1, tile).amax(1)
-        self.order = order
-        self.row = torch.arange(group, device=device).repeat_interleave(tiles)
-        self.queries = query.view(-1, tile) + self.row[:, None] * self.length
-        if self.real is not None:
-            self.real = self.real.reshape(-1, tile)
-        counted = range(0 if rows.spec.count_rounds else number, number + 1)
-        rounds = [tuple(x[:, r].flatten().to(self.dtype) for x in layout[1:]) for r in counted]
+        self.tile, places = tile_size(spec.window), spec.places(self.length)
+        self.row_start = torch.arange(self.group, device=order.device)[:, None] * self.length
+        self.order = (order + self.row_start).flatten()
+        self.shared_codes = rows.shared_codes
+        self.aligned = rows.shared_codes and len(places) == self.length  # a query's row in its tile is its rank
+        if self.aligned:
+            query = order.long()
+        else:
+            query = places.start + high[:, places.start : places.stop].argsort(dim=-1, stable=True)  # (G, N)
+        self.query, self.query_first, self.query_high = query, first.gather(1, query), high.gather(1, query)
+        width = spec.window.chunk * (1 if spec.causal else 2)
+        counted = range(0 if spec.count_rounds else number, number + 1)
+        rounds = []
+        for r in counted:
+            rank, first, high = (x[:, r].flatten().to(self.dtype) for x in layout[1:])
+            rounds.append((rank, torch.maximum(first, high - width), high))
         self.earlier, (_, self.low, self.high) = rounds[:-1], rounds[-1]
+
+    def short_tiles(self) -> Iterator[Tiles]:
+        """Yield tiles of T neighbouring queries, with the run of keys that they see. All runs together are at most L +
+        W·⌈L / T⌉ keys long, whatever the buckets.
+
+        Runs differ in length: a block has tiles of about one length, the longest first, and shorter ones see places
+        after their run as hidden.
+        """
+        tiles = -(-self.query.shape[1] // self.tile)
+        index = torch.arange(tiles * self.tile, device=self.query.device)
+        real = None
+        if len(index) > self.query.shape[1]:
+            real = (index < self.query.shape[1]).expand(self.group, -1).reshape(-1, self.tile)
+            index.clamp_max_(self.query.shape[1] - 1)
+        query, first, high = (
+            x.index_select(1, index).view(-1, self.tile)
+            for x in (self.query + self.row_start, self.query_first, self.query_high)
+        )
+        first, end = first.amin(1), high.amax(1)
+        row = torch.arange(self.group, device=query.device).repeat_interleave(tiles)
+        lengths, by_length = (end - first).sort(descending=True, stable=True)
+        every = Tiles(query, real, row, first, end, 0).take(by_length)
+        runs, start = lengths.tolist(), 0
+        while start < len(runs) and runs[start] > 0:
+            step = max(1, SCORE_ELEMENTS // (self.tile * runs[start]))
+            yield every.take(slice(start, start + step))._replace(run=runs[start])
+            start += step
+
+    def ranked_tiles(self) -> Iterator[Tiles]:
+        """Yield tiles of queries that see keys of one bucket up to a rank in [a, a + T), with the keys of ranks
+        [a − back, a + T). T doubles with a, up to `tile_size`: a bucket fills its tiles by half at least.
+
+        Causal to the bit: a bucket's earlier tokens alone decide a query's row, its keys' columns and the shape of its
+        tile, and later keys get weights of exactly 0, so a row is one sum of the same terms at the same places
+        whatever comes later. That rests on properties of the CPU libraries that tests hold: a row of a product of two
+        or more matrices, of a sum, of exp and of log2 has the same bits wherever in the batch it is.
+        """
+        tile, length = ranked_tile_size(self.spec.window), self.length
+        mean = length // (self.spec.buckets or 1)  # tokens of a bucket
+        smallest = min(max(_SMALLEST_TILE, 1 << mean.bit_length() >> 1), tile)
+        back_most = -(-(self.spec.window.chunk - 1) // 8) * 8
+        count = self.query_high - self.query_first
+        seen = count > 0
+        if self.shared_codes and self.spec.exclude_self:  # a bucket's only token sees nothing
+            only = torch.ones_like(seen)
+            only[:, :-1] = self.query_first[:, 1:] != self.query_first[:, :-1]
+            seen &= (count > 1) | ~only
+        seen = seen.flatten().nonzero().squeeze(1)
+        rank, first, high = (
+            x.flatten().index_select(0, seen) for x in (count - 1, self.query_first + self.row_start, self.query_high)
+        )
+        query = (self.query + self.row_start).flatten().index_select(0, seen)
+        starts = torch.arange(tile, device=query.device)  # a, of ranks below T
+        starts = torch.where(starts < smallest, 0, 2 ** starts.clamp_min(1).log2().int())
+        start = torch.where(rank < tile, starts.index_select(0, rank.clamp_max(tile - 1)), rank & -tile)
+        place = first + start
+        tile_place, size = place.unique_consecutive(return_counts=True)
+        end = size.cumsum(0)
+        begin = end - size
+        start, last = start[begin], high[end - 1]
+        kind = start.clamp_max(-(-back_most // tile) * tile)
+        for a in kind.unique().tolist():
+            wide, back = tile if a >= tile else max(a, smallest), min(a, back_most)
+            of_kind = (kind == a).nonzero().squeeze(1)
+            first, stop = begin[of_kind], end[of_kind]
+            if not (self.aligned):  # any number of queries may see keys up to these ranks
+                several = -(-size[of_kind] // wide)
+                of_kind = of_kind.repeat_interleave(several)
+                number = torch.arange(len(of_kind), device=of_kind.device)
+                number = number - (several.cumsum(0) - several).repeat_interleave(several)
+                first, stop = begin[of_kind] + number * wide, end[of_kind]
+            index = first[:, None] + torch.arange(wide, device=of_kind.device)
+            real = index < stop[:, None]
+            row = tile_place[of_kind] // length
+            place = tile_place[of_kind] - row * length - back
+            tiles = Tiles(
+                query.take(torch.minimum(index, stop[:, None] - 1)), real, row, place, last[of_kind], back + wide,
+                self._hidden(wide, back) if self.aligned else None,
+            )  # fmt: skip
+            step = max(2, SCORE_ELEMENTS // (wide * (back + wide)))
+            for at in range(0, len(real), step):
+                piece = tiles.take(slice(at, at + step))
+                if len(piece.row) == 1:  # the product of a single matrix may be another sum
+                    twice = piece.take(piece.row.new_zeros(2))
+                    piece = twice._replace(real=F.pad(real[at : at + 1], (0, 0, 0, 1)))
+                yield piece
+
+    def _hidden(self, tile: int, back: int) -> Tensor:
+        """Return 1 where a tile's key is hidden from its query because of their ranks, (T, K), of tokens that share
+        their buckets.
+        """
+        query = torch.arange(tile, device=self.order.device)[:, None]
+        key = torch.arange(-back, tile, device=self.order.device)
+        later = key >= query if self.spec.exclude_self else key > query
+        return (later | (key <= query - self.spec.window.chunk)).to(self.dtype)
 
 
 class RangeBlock(Block):
     """Some tiles of a round, `run` keys each."""
 
-    def __init__(self, round_: RangeRound, tiles: Tensor, run: int, first_round: bool):
-        self.round, self.first_round, self.length, self.dtype = round_, first_round, round_.length, round_.rows_dtype
-        self.query_tokens = round_.queries[tiles]  # (n, T)
-        self.real = None if round_.real is None else round_.real[tiles]
-        index = round_.first[tiles, None] + torch.arange(run, device=tiles.device)  # (n, K)
-        row = round_.row[tiles, None] * round_.length
-        inside = torch.minimum(index, round_.end[tiles, None] - 1)  # a place after a tile's run repeats its last key
-        self.key_tokens = row + round_.order.flatten()[row + inside]
+    def __init__(self, round_: RangeRound, tiles: Tiles):
+        self.round, self.first_round, self.length, self.dtype = (
+            round_, round_.first_round, round_.length, round_.rows_dtype
+        )  # fmt: skip
+        self.query_tokens, self.same_hidden = tiles.queries, tiles.hidden
+        if tiles.real is not None and not bool(tiles.real.all()):
+            self.real = tiles.real
+        self.real_places = None if self.real is None else self.real.flatten().nonzero().squeeze(1)
+        index = tiles.start[:, None] + torch.arange(tiles.run, device=tiles.start.device)  # (n, K)
+        inside = torch.minimum(index, tiles.end[:, None] - 1)  # a place after a tile's run repeats its last key
+        self.key_tokens = round_.order.take(inside + tiles.row[:, None] * round_.length)
         self.index = index.to(round_.dtype)
 
     def query_tiles(self, x: Tensor) -> Tensor:
@@ -447,23 +613,26 @@ class RangeBlock(Block):
         return x
 
     def real_queries(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        if self.real is None:
+        if self.real_places is None:
             return self.query_tokens.flatten(), values.flatten(0, 1)
-        return self.query_tokens[self.real], values[self.real]
+        values = values.flatten(0, 1).index_select(0, self.real_places)
+        return self.query_tokens.flatten().index_select(0, self.real_places), values
 
     def add_to_keys(self, x: Tensor, weight: Tensor, values: Tensor) -> None:
-        if self.real is not None:
-            weight = weight * self.real.unsqueeze(-1)
         total = torch.bmm(weight.transpose(1, 2), values)
         x.flatten(0, 1).index_add_(0, self.key_tokens.flatten(), total.flatten(0, 1))
 
     def hidden(self) -> Tensor:
         round_, index = self.round, self.index.unsqueeze(1)
-        hidden, above, below = (index.new_empty(*self.query_tokens.shape, index.shape[2]) for _ in range(3))
-        torch.lt(index, round_.low[self.query_tokens].unsqueeze(-1), out=hidden)
-        hidden += torch.ge(index, round_.high[self.query_tokens].unsqueeze(-1), out=above)
-        if round_.exclude_self:
-            hidden += torch.eq(self.key_tokens.unsqueeze(1), self.query_tokens.unsqueeze(2), out=above)
+        shape = (*self.query_tokens.shape, index.shape[2])
+        above, below = (index.new_empty(shape) for _ in range(2))
+        if self.same_hidden is not None:
+            hidden = self.same_hidden.expand(shape).clone(memory_format=torch.contiguous_format)
+        else:
+            hidden = torch.lt(index, round_.low[self.query_tokens].unsqueeze(-1), out=index.new_empty(shape))
+            hidden += torch.ge(index, round_.high[self.query_tokens].unsqueeze(-1), out=above)
+            if round_.spec.exclude_self:
+                hidden += torch.eq(self.key_tokens.unsqueeze(1), self.query_tokens.unsqueeze(2), out=above)
         for places, low, high in round_.earlier:
             index = places[self.key_tokens].unsqueeze(1)
             low, high = (x[self.query_tokens].unsqueeze(-1) for x in (low, high))
