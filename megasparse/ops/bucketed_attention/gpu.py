@@ -75,10 +75,10 @@ class Intervals:
         starts, widths, key_slot = (torch.empty_like(self.key_order) for _ in range(3))
         slot_key = starts.new_empty(*starts.shape[:2], 4 * length)
         grid = (-(-length // _PLACES) * rows,)
+        sums = starts.new_empty(grid)
         settings = {"KEYS": tile, "TOKENS": _PLACES, "num_warps": 4}
-        launch(kernels.runs, grid, self.groups, starts, widths, slot_key, length, length.bit_length(), **settings)
-        sums = widths.cumsum(-1, dtype=torch.int32)
-        launch(kernels.slots, grid, starts, sums, self.key_order, key_slot, slot_key, length, **settings)
+        launch(kernels.runs, grid, self.groups, starts, widths, sums, slot_key, length, length.bit_length(), **settings)
+        launch(kernels.slots, grid, starts, widths, sums, self.key_order, key_slot, slot_key, length, **settings)
         return key_slot, slot_key
 
     def of_queries(self, places: range) -> "Intervals":

@@ -187,9 +187,9 @@ def meeting(lows, highs, first, end, length, count, steps, BLOCK: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["length", "steps"])
-def runs(keys, starts, widths, slot_key, length, steps, KEYS: tl.constexpr, TOKENS: tl.constexpr):
+def runs(keys, starts, widths, sums, slot_key, length, steps, KEYS: tl.constexpr, TOKENS: tl.constexpr):
     """Store where the run of keys equal to each sorted key starts, and at that place the slots that the run takes, 0
-    elsewhere; and −1 into all slots. See `slots`.
+    elsewhere; each block's sum of these; and −1 into all slots. See `slots`.
     """
     blocks = tl.cdiv(length, TOKENS)
     origin = (tl.program_id(0) // blocks).to(tl.int64) * length
@@ -214,26 +214,32 @@ def runs(keys, starts, widths, slot_key, length, steps, KEYS: tl.constexpr, TOKE
         power |= power >> (1 << shift)
     width = tl.where(size > KEYS, tl.cdiv(size, KEYS) * KEYS, power + 1)
     tl.store(starts + origin + index, stop, mask=inside)
-    tl.store(widths + origin + index, tl.where(index == stop, width, 0), mask=inside)
+    width = tl.where(inside & (index == stop), width, 0)
+    tl.store(widths + origin + index, width, mask=inside)
+    tl.store(sums + tl.program_id(0), tl.sum(width))
 
 
 @triton.jit(do_not_specialize=["length"])
-def slots(starts, sums, order, key_slot, slot_key, length, KEYS: tl.constexpr, TOKENS: tl.constexpr):
+def slots(starts, widths, sums, order, key_slot, slot_key, length, KEYS: tl.constexpr, TOKENS: tl.constexpr):
     """Store the slot of each sorted key, and the token in each slot.
 
-    A run of w slots starts at a multiple of w, or of KEYS where w is more. sums: of the widths of `runs` up to a place.
-    Of 2·w slots from twice the sum before a run on, w start at such a multiple, and no other run takes them.
+    A run of w slots starts at a multiple of w, or of KEYS where w is more: of 2·w slots from twice the sum of earlier
+    widths on, w start at such a multiple, and no other run takes them.
     """
     blocks = tl.cdiv(length, TOKENS)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
+    row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     origin = row * length
-    index = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
+    index = block * TOKENS + tl.arange(0, TOKENS)
     inside = index < length
+    total = tl.zeros([TOKENS], tl.int32)
+    for first in range(0, block, TOKENS):
+        earlier = first + tl.arange(0, TOKENS)
+        total += tl.load(sums + row * blocks + earlier, mask=earlier < block, other=0)
     start = tl.load(starts + origin + index, mask=inside, other=0)
-    total = tl.load(sums + origin + start, mask=inside, other=1)
-    before = tl.load(sums + origin + start - 1, mask=inside & (start > 0), other=0)
-    unit = tl.minimum(total - before, KEYS)
-    slot = tl.cdiv(2 * before, unit) * unit + index - start
+    width = tl.load(widths + origin + start, mask=inside, other=1)
+    last = tl.sum(total) + tl.cumsum(tl.load(widths + origin + index, mask=inside, other=0), 0)
+    unit = tl.minimum(width, KEYS)
+    slot = tl.cdiv(2 * (last - width), unit) * unit + index - start
     tl.store(key_slot + origin + index, slot, mask=inside)
     token = tl.load(order + origin + index, mask=inside, other=0)
     tl.store(slot_key + row * 4 * length + slot, token, mask=inside)
