@@ -225,13 +225,13 @@ def captured(run: Callable[[], Callable[[], None]]) -> Callable[[], None]:
     return graph.replay
 
 
-def profile(report: Report, small: bool, length: int) -> None:
-    """Microseconds of each kernel in a pass of LSH."""
+def profile(report: Report, small: bool, name: str, length: int) -> None:
+    """Microseconds of each kernel in a pass of attention."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
     passes, device = 3, device_of(small)
-    run = attention_pass("lsh", 128 if small else length, 8, small, LSH)
+    run = attention_pass(name, 128 if small else length, 8, small, LSH)
     seconds_a_call(both(run), device, 0.01, 1)
     with profiler(activities=[ProfilerActivity.CPU if small else ProfilerActivity.CUDA]) as profile:
         for _ in range(passes):
@@ -244,7 +244,7 @@ def profile(report: Report, small: bool, length: int) -> None:
     ]
     for time_total, event in sorted(events, key=lambda pair: -pair[0])[:20]:
         figures = {"µs a pass": time_total / passes, "launches": event.count / passes}
-        report.add(f"lsh, {event.key[:60]}", figures)
+        report.add(f"{name}, {event.key[:60]}", figures)
 
 
 def train_config(name: str, small: bool) -> Config:
@@ -301,15 +301,15 @@ def other_assembler() -> None:
         os.environ.pop(name, None)
 
 
-def other_tiles(**changes: int) -> Callable[[], None]:
-    """Return a function that changes the forward's tiles in this process."""
+def other_tiles(part: str, **changes: int) -> Callable[[], None]:
+    """Return a function that changes a kernel's tiles in this process. part: a field of `Tiles`."""
 
     def change() -> None:
         chosen = gpu.tiles
 
         def tiles(*arguments: Any) -> Any:
             tiles = chosen(*arguments)
-            return tiles._replace(forward=tiles.forward._replace(**changes))
+            return tiles._replace(**{part: getattr(tiles, part)._replace(**changes)})
 
         gpu.tiles = tiles  # type: ignore[assignment]
 
@@ -325,10 +325,10 @@ VARIANTS: dict[str, Callable[[], None]] = {
     "as it is": lambda: None,
     "unaligned": unaligned,
     "Triton's own ptxas": other_assembler,
-    "forward: 128 queries, 8 warps": other_tiles(queries=128, warps=8),
-    "forward: 3 stages": other_tiles(stages=3),
-    "forward: 32 keys": other_tiles(keys=32),
-    "forward: 32 keys, 128 queries, 8 warps": other_tiles(keys=32, queries=128, warps=8),
+    "forward: 32 keys": other_tiles("forward", keys=32),
+    "dq: 64 keys": other_tiles("queries", keys=64),
+    "dk, dv: 64 queries": other_tiles("keys", queries=64),
+    "dk, dv: 64 queries, 8 warps": other_tiles("keys", queries=64, warps=8),
 }
 
 
@@ -420,7 +420,7 @@ def phases(small: bool) -> tuple[list[Job], list[Job]]:
         *(check.job(small) for check in first),
         attend("lsh", 8, ["lsh"], LENGTHS, graphs=True),
         attend("flash", 8, ["flash"], LENGTHS, graphs=True),
-        Job("attention profile", partial(profile, small=small, length=65536), 5, lsh),
+        Job("profile lsh", partial(profile, small=small, name="lsh", length=65536), 5, lsh),
         *(
             Job(f"train {name}", partial(train, small=small, name=name, steps=steps), 12, partial(train_launches, name))
             for name, steps in STEPS.items()
@@ -430,6 +430,10 @@ def phases(small: bool) -> tuple[list[Job], list[Job]]:
         Job("causal", lambda report: causal(report, device_of(small), *late), 8, lambda: [*causal_rows(META, *late)]),
     ]
     others = [
+        *(
+            Job(f"profile {name}", partial(profile, small=small, name=name, length=16384), 6)
+            for name in ("yoso", "lha", "smart_bird")
+        ),
         *(check.job(small) for check in rest),
         *(Job(f"plan {name}", partial(plan, small=small, name=name), 20, together=True) for name in plans),
         Job("correct beyond 2^31 numbers", partial(beyond_32_bits, small=small), 12, partial(many_heads, META, False)),
