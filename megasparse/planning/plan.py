@@ -37,7 +37,8 @@ STREAMED = 0.8
 OPTIMIZER_BYTES = 30
 REACH = 0.4
 """Share of the peak that products and attention of an H100 are assumed to reach, and .55 of an A100's: with these,
-published steps come out within 20 %."""
+published steps come out within 20 %. Measured steps of reformer_64k on an H200, hashed and full, come out within 8 %
+with .5."""
 STEPS = 64
 """Lengths are searched in multiples of the configured one divided by this."""
 LARGEST = 1 << 14
@@ -64,7 +65,7 @@ class Hardware:
 GPUS = {
     "A100": Hardware("A100", PEAK_TFLOPS["A100"] * 1e12),
     "H100": Hardware("H100", PEAK_TFLOPS["H100"] * 1e12, bandwidth=3.35e12, reach=REACH, host=614e9),
-    "H200": Hardware("H200", PEAK_TFLOPS["H200"] * 1e12, 141 * 10**9, 4.8e12, REACH, 614e9),
+    "H200": Hardware("H200", PEAK_TFLOPS["H200"] * 1e12, 141 * 10**9, 4.8e12, 0.5, 614e9),
 }
 """NVIDIA's data sheets of the SXM modules, the A100's of 80 GB; 16 channels of DDR4-3200 or DDR5-4800 per node."""
 
@@ -195,6 +196,8 @@ class Plan:
         counted, bandwidth = self.passes.count(self.config.data.sequence_length // ranks), gpu.bandwidth * STREAMED
         seconds["attention"] = max(seconds["attention"], self.micro_batches * counted.by_attention / bandwidth)
         seconds["elementwise"] = self.micro_batches * counted.moved / bandwidth
+        # The GPU waits where launches take the host longer than it computes.
+        seconds["launches"] = max(0.0, self.micro_batches * counted.host - sum(seconds.values()))
         weights = self.states.trained / (self.gpus if self.zero.stage > 0 else 1)
         host = gpu.host * STREAMED / min(self.gpus, self.per_node)
         seconds["optimizer"] = OPTIMIZER_BYTES * weights / (host if self.zero.optimizer_offload else bandwidth)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,8 +29,10 @@ from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers import commands
 from tests.helpers.peak_memory import allocated_peak
 from tests.helpers.run_ranks import run_ranks
+from tools.bench.training import models
 
 A100 = GPUS["A100"]
+MEASURED = Path(__file__).parents[2] / "docs" / "measured" / "h200.jsonl"
 ORDINARY = {"blocks": "ordinary", "activations": "stored"}
 BF16 = {"training": {"precision": "bf16"}}
 DECODER = {
@@ -176,6 +179,21 @@ def test_seconds_by_hand():
     slow = Plan(config, replace(A100, bandwidth=1e6), 2)
     assert slow.seconds["attention"] == pytest.approx(2 * counted.by_attention / 0.8e6)  # bound by the bytes it moves
     assert slow.step_seconds == sum(slow.seconds.values())
+    assert slow.seconds["launches"] == 0
+    fast = Plan(config, replace(A100, peak=1e18, bandwidth=1e18), 2)
+    computing = sum(fast.seconds[part] for part in fast.seconds if part not in ("launches", "optimizer"))
+    assert fast.seconds["launches"] + computing == pytest.approx(2 * counted.host)  # the host is slower than the GPU
+
+
+def test_steps_on_an_h200_are_planned_as_measured():
+    """A micro-batch of reformer_64k, and of the same with full attention: time and memory."""
+    rows = map(json.loads, MEASURED.read_text().splitlines())
+    measured = {row["name"]: row["figures"] for row in rows if row["job"].startswith("train") and "s" in row["figures"]}
+    config = load_config("reformer_64k", ["run.engine=torch"])
+    for name in ("as configured", "all layers full", "hashed layers full"):
+        plan, figures = Plan(build_config(models(config)[name]), GPUS["H200"]), measured[f"step, {name}"]
+        assert plan.step_seconds / plan.micro_batches == pytest.approx(figures["s"], rel=0.1)
+        assert (plan.peak - RESERVE) / 1e9 == pytest.approx(figures["GB"], rel=0.1)
 
 
 def test_a_published_step_is_predicted_within_20_percent():
