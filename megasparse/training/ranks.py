@@ -60,17 +60,27 @@ class Ranks:
         return self.world_size // self.sequence_size
 
     def gather(self, value: Any) -> list[Any]:
-        """The JSON value of every rank, in the order of the ranks, on every rank. Waits for all of them."""
+        """Return the JSON value of every rank, in the order of the ranks, on every rank. Waits for all of them."""
+        return self._gather(value, range(self.world_size))
+
+    def gather_to_first(self, value: Any) -> list[Any]:
+        """Return the JSON value of every rank on rank 0, an empty list on the others. Waits for all of them."""
+        return self._gather(value, range(1))
+
+    def _gather(self, value: Any, receivers: range) -> list[Any]:
         if self.world_size == 1:
             return [value]
         message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world_size)]
         torch.distributed.all_gather(sizes, torch.tensor([message.numel()], device=self.device))
-        longest = max(int(size) for size in sizes)
-        padded = torch.nn.functional.pad(message, (0, longest - message.numel()))
-        texts = [torch.empty_like(padded) for _ in range(self.world_size)]
-        torch.distributed.all_gather(texts, padded)
-        return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
+        lengths = torch.cat(sizes).tolist()  # waits for the device once
+        padded = torch.nn.functional.pad(message, (0, max(lengths) - message.numel()))
+        texts = [torch.empty_like(padded) for _ in lengths] if self.rank in receivers else []
+        if len(receivers) == self.world_size:
+            torch.distributed.all_gather(texts, padded)
+        else:
+            torch.distributed.gather(padded, texts or None)
+        return [json.loads(text[:length].cpu().numpy().tobytes()) for text, length in zip(texts, lengths, strict=False)]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Elementwise sum of `values` over the ranks, on every rank, in place."""

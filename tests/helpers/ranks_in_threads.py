@@ -21,6 +21,13 @@ class ThreadRanks(Ranks):
     """What each rank has said, which all share."""
 
     def gather(self, value: Any) -> list[Any]:
+        return self._exchange(value)
+
+    def gather_to_first(self, value: Any) -> list[Any]:
+        values = self._exchange(value)
+        return values if self.rank == 0 else []
+
+    def _exchange(self, value: Any) -> list[Any]:
         self.texts[self.rank] = json.dumps(value)
         self.barrier.wait()
         values = [json.loads(text) for text in self.texts]

@@ -14,6 +14,7 @@ from megasparse.config.schema import RunConfig
 from megasparse.errors import HANG, ConfigError
 from megasparse.training import ranks
 from megasparse.training.ranks import start_ranks
+from tests.helpers.run_ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 MEET = """
@@ -60,3 +61,16 @@ def test_each_start_of_torchrun_has_a_name_of_its_own_in_the_store_that_outlives
     found = [names_of_a_start(store, size) for size in (3, 3, 2, 4)]
     assert all(len(set(names)) == 1 for names in found)
     assert len({names[0] for names in found}) == 4
+
+
+def messages_of_three() -> list[list[object]]:
+    own = start_ranks(RunConfig(directory="unused", device="cpu"))
+    message = {"rank": own.rank, "text": "\u00fc" * 1000 * own.rank}
+    return [own.gather(message), own.gather_to_first(message), own.gather_to_first(None), own.gather(own.rank)]
+
+
+def test_messages_reach_every_rank_or_only_the_first():
+    messages = [{"rank": rank, "text": "\u00fc" * 1000 * rank} for rank in range(3)]
+    found = run_ranks(messages_of_three, 3)
+    assert found[0] == [messages, messages, [None] * 3, [0, 1, 2]]
+    assert found[1:] == [[messages, [], [], [0, 1, 2]]] * 2

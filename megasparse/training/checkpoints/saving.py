@@ -117,11 +117,11 @@ class Saver:
             return None
         save.join(self.hooks.alive)
         self.hooks.progress(f"step {save.step}: saved, waiting for the other ranks' parts")
-        reports = self.ranks.gather({"part": save.part, "problem": save.problem})
         try:
-            self._refuse(save, [report["problem"] for report in reports])
+            self._refuse(save, self.ranks.gather(save.problem))
+            parts = self.ranks.gather_to_first(save.part)
             if self.ranks.rank == 0:
-                save.attempt(lambda: self._publish(save, [report["part"] for report in reports]))
+                save.attempt(lambda: self._publish(save, parts))
             self._refuse(save, self.ranks.gather(save.problem))
         except StorageError as error:
             self._go_on_without(error)

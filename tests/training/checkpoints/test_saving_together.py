@@ -1,5 +1,6 @@
 """What ranks agree on when they save: the same thing, all of it or nothing."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from megasparse.training.checkpoints.manifest import RunIdentity
 from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.ranks import Ranks
-from tests.helpers.ranks_in_threads import run_in_threads
+from tests.helpers.ranks_in_threads import ThreadRanks, run_in_threads
 from tests.helpers.tiny import identity_of, tiny_config, tiny_engine
 from tests.training.checkpoints.test_saving import fail_in_rank_1, names
 
@@ -56,6 +57,26 @@ def test_the_same_on_all_is_saved_once(tmp_path):
     opened = Checkpoint.open(tmp_path / "checkpoints" / "00000002")
     assert (opened.step, opened.sequences, opened.state) == tuple(SAME.values())
     assert len(opened.manifest["files"]) == 5
+
+
+def test_only_rank_0_receives_the_manifests_of_the_ranks(tmp_path, monkeypatch):
+    received: dict[int, list[str]] = {0: [], 1: [], 2: []}
+
+    def note(name: str) -> None:
+        gather = getattr(ThreadRanks, name)
+
+        def noting(ranks: Ranks, value: Any) -> list[Any]:
+            values: list[Any] = gather(ranks, value)
+            received[ranks.rank] += map(json.dumps, values)
+            return values
+
+        monkeypatch.setattr(ThreadRanks, name, noting)
+
+    note("gather")
+    note("gather_to_first")
+    assert save_twice(tmp_path, 3) == [None] * 3
+    of_pieces = {rank: sum('"numel"' in text for text in texts) for rank, texts in received.items()}
+    assert of_pieces == {0: 2 * 3, 1: 0, 2: 0}
 
 
 class Bug(Exception):
