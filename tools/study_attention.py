@@ -219,7 +219,7 @@ def same_bucket(queries: Tensor, keys: Tensor) -> Tensor:
 
 def study_hashes(args: argparse.Namespace) -> dict[str, Any]:
     """Measure every layer; every number is {"mean", "half" of the 95 % interval over windows, "windows"}."""
-    model, config, checkpoint, device = restore(args.checkpoint, args.set)
+    model, config, checkpoint, ranks = restore(args.checkpoint, args.set)
     index = open_folder(args.data or config.data.path, config, build_tokenizer(config.data.tokenizer))
     length, seed = args.length or min(1024, config.data.sequence_length), config.run.seed
     if args.buckets < 2 or args.buckets % 2 or args.buckets > length:
@@ -227,7 +227,7 @@ def study_hashes(args: argparse.Namespace) -> dict[str, Any]:
 
     def calls(split: str, number: int, windows: int) -> list[Call]:
         tokens = window(EvaluationStream(index, split), number, windows, length, index.record or 1)
-        return record_calls(model, tokens.to(device), seed + number)
+        return record_calls(model, tokens.to(ranks.device), seed + number)
 
     order = torch.randperm(args.hash_steps, generator=torch.Generator().manual_seed(seed)).tolist()
     steps = (calls("train", n, args.hash_steps) for n in tqdm(order, desc="hashes", disable=None))
@@ -330,7 +330,7 @@ def coverage_sums(
 
 def study_coverage(args: argparse.Namespace) -> dict[str, Any]:
     """Measure every layer of a decoder: means over heads and queries, by distance."""
-    model, config, checkpoint, device = restore(args.checkpoint, args.set)
+    model, config, checkpoint, ranks = restore(args.checkpoint, args.set)
     if not isinstance(model, Decoder):
         raise ConfigError("--checkpoint", f"{args.checkpoint} is no decoder", "Give a causal language model")
     index = open_folder(args.data or config.data.path, config, build_tokenizer(config.data.tokenizer))
@@ -338,7 +338,7 @@ def study_coverage(args: argparse.Namespace) -> dict[str, Any]:
     bounds = [*(bound for bound in (64, 512, 2048) if bound < length), length]
     stream = EvaluationStream(index, args.split)
     for number in tqdm(range(args.windows), desc="windows", disable=None):
-        tokens = window(stream, number, args.windows, length, index.record or 1).to(device)
+        tokens = window(stream, number, args.windows, length, index.record or 1).to(ranks.device)
         for call in record_calls(model, tokens, config.run.seed):
             layer = layers.setdefault(f"layer {call.context.layer} {call.kind}", defaultdict(int))
             own = coverage_sums(call, tokens, config.model.attention, bounds, args.queries)

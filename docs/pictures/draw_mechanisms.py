@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megasparse.config.load import build_config
 from megasparse.evaluation.attention_quality import record_calls, weights_of
-from megasparse.evaluation.figure import COLOURS, GREY
+from megasparse.evaluation.outputs import COLOURS, GREY
 from megasparse.model.build import build_model
 
 FOLDER = Path(__file__).parent

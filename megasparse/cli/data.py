@@ -18,7 +18,7 @@ def report_records(source: Any, output: Path) -> None:
     """Write report.json and lengths.svg of a corpus of records, and print its numbers."""
     from megasparse.data.corpora.records import write_report
     from megasparse.data.index import Index
-    from megasparse.evaluation.figure import draw_lengths
+    from megasparse.evaluation.outputs import draw_lengths
 
     report = write_report(source, Index.load(output), output / "report.json")
     print(f"  {report.records:,} records in {report.files:,} files")

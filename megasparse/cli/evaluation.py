@@ -169,11 +169,11 @@ def generate(args: argparse.Namespace) -> None:
     from megasparse.evaluation.bits_per_dim import refuse_leaks
     from megasparse.evaluation.generate import Sampling, shared_decoder
     from megasparse.evaluation.images import complete_images, draw_images, shape_of
-    from megasparse.evaluation.restore import restore_on_ranks, trained_tokenizer
+    from megasparse.evaluation.restore import restore, trained_tokenizer
     from megasparse.evaluation.texts import Request, read_sources, texts
     from megasparse.model.encoder import Encoder
 
-    model, config, checkpoint, ranks = restore_on_ranks(args.checkpoint, args.set)
+    model, config, checkpoint, ranks = restore(args.checkpoint, args.set)
     if isinstance(model, Encoder):
         raise ConfigError("--checkpoint", "an encoder predicts masked tokens and writes no text", "Give a decoder's")
     refuse_leaks(model.leaks)

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from tqdm import tqdm
 
 from megasparse.errors import ConfigError, UserError
 from megasparse.model.stack import cut
 from megasparse.ops.random import RngContext
+from megasparse.training.ranks import Ranks
 
 Scorer = Callable[[Tensor, RngContext, int], tuple[Tensor, Tensor, Tensor]]
 """(tokens (B, T) int64, random draws, n) -> sum of the nats, number of right predictions, and number of what was
@@ -102,60 +103,53 @@ def score(
     rounds: int | None = None,
     batch: int = 1,
     limit: int | None = None,
-    device: torch.device | str = "cpu",
+    ranks: Ranks | None = None,
     progress: bool = False,
-    ranks_a_window: int = 1,
 ) -> Score:
     """Score a split, or its first `limit` windows.
 
     scorer: the model, see `of_model` and `of_engine`. seed: seed of the random draws (hash rotations, an encoder's
-    masks). rounds: hash rounds in place of the configured ones. batch: windows scored at once; it changes nothing but
-    speed. In a process group every rank must call this: the ranks share the windows, make equally many calls of the
-    model (as ZeRO-3 needs), and all get the same Score. ranks_a_window: neighbouring ranks that score each window
-    together: their scorers are given the whole of it, and each returns its part of the sums. Raises ConfigError for a
-    stride or limit that cannot be, UserError where the model's nats are not finite.
+    masks). rounds: hash rounds instead of the configured ones. batch: windows scored at once; it changes only the
+    speed. Every one of several ranks must call this: they share the windows, make equally many calls of the model (as
+    ZeRO-3 needs), and all get the same Score. Ranks that share sequences score each window together: their scorers
+    are given the whole of it, and each returns its part of the sums. Raises ConfigError for an invalid stride or
+    limit, UserError if the model's nats are not finite.
     """
+    ranks = ranks or Ranks()
     if limit is not None and limit < 1:
         raise ConfigError("--limit", f"{limit} windows cannot be scored", "Give 1 or more, or leave it out for all")
     batches = list(_batches(list(windows(stream.tokens, sequence_length, stride, score_from))[:limit], batch))
     if not batches:
         raise ConfigError("model.score_from", f"{score_from} leaves nothing of this split to score", "Lower it")
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, correct, dims
-    at_once = world_size // ranks_a_window
-    for first in tqdm(
-        range(0, len(batches), at_once), desc="scoring", unit="batch", disable=None if progress else True
-    ):
-        number = first + rank // ranks_a_window
+    sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)  # nats, correct, dims
+    steps = range(0, len(batches), ranks.data_ranks)
+    for first in tqdm(steps, desc="scoring", unit="batch", disable=None if progress else True):
+        number = first + ranks.data_rank
         group = batches[min(number, len(batches) - 1)]
-        tokens = torch.stack([stream.read(window.start, window.stop) for window in group]).to(device)
-        # A window is known by its start: what is drawn for its tokens is the same whatever batch it stands in.
+        tokens = torch.stack([stream.read(window.start, window.stop) for window in group]).to(ranks.device)
+        # Draws depend on a window's start, so they are the same in any batch.
         samples = torch.tensor([window.start for window in group])
         rng = dataclasses.replace(RngContext.evaluation(seed, len(group), rounds), samples=samples)
         parts = scorer(tokens, rng, group[0].shape[1])
         if number < len(batches):
-            sums += torch.stack([part.to(device, torch.float64) for part in parts])
-    if world_size > 1:
-        dist.all_reduce(sums)
-    # Checked only here, where all ranks know it: one that stopped alone would leave the rest waiting.
-    if not sums.isfinite().all():
+            sums += torch.stack([part.to(ranks.device, torch.float64) for part in parts])
+    # Checked only here, where all ranks have the sums: one that stopped earlier would leave the rest waiting.
+    if not ranks.sum(sums).isfinite().all():
         raise UserError("the model's nats are not finite on this split: evaluate an earlier checkpoint, or in fp32")
     return Score(float(sums[0]), float(sums[1]), int(sums[2]))
 
 
-def of_model(model: Any, sequence: dist.ProcessGroup | None = None) -> Scorer:
-    """Scorer of a model with `token_scores`. sequence: ranks that share each window, of which this one is one."""
-
-    def here(tokens: Tensor, rng: RngContext) -> tuple[Any, int]:
-        """Scores of the tokens that are here, and the position of the first."""
-        if sequence is None:
-            return model.token_scores(tokens, rng), 0
-        local_tokens, padding = cut(tokens, model.config, sequence)
-        return model.token_scores(local_tokens, rng, padding), padding.part.rank * local_tokens.shape[1]
+def of_model(model: Any, sequence: ProcessGroup | None = None) -> Scorer:
+    """Return the scorer of a model with `token_scores`. sequence: ranks that share each window with this one."""
 
     def sums(tokens: Tensor, rng: RngContext, skip: int) -> tuple[Tensor, Tensor, Tensor]:
-        scores, first = here(tokens, rng)
-        nats, correct, scored = (x[:, max(0, skip - first) :] for x in scores)
+        if sequence is None:
+            scores = model.token_scores(tokens, rng)
+        else:
+            tokens, padding = cut(tokens, model.config, sequence)
+            scores = model.token_scores(tokens, rng, padding)
+            skip = max(0, skip - padding.part.rank * tokens.shape[1])
+        nats, correct, scored = (x[:, skip:] for x in scores)
         return nats[scored].double().sum(), correct[scored].sum(), scored.sum()
 
     return sums

@@ -4,8 +4,8 @@ and xz need for the same bytes.
 Tokens are cut into windows of T, each predicted from its own start, as evaluation cuts them. The encoder has a window's
 logits from one pass over the whole of it, the decoder one token at a time from a cache. Both are computed in fp64 and
 rounded to a grid of 1/64 nat below the likeliest token, so both have the same probabilities, and one range coder serves
-both. Where a number of the encoder's lies within MARGIN of the middle between two grid points, the two could be rounded
-apart: which one was taken is written down beside the code (an exception; a few in ten million bytes).
+both. If a number of the encoder's is within MARGIN of the middle between two grid points, the two could be rounded
+apart: the file then says which one was taken (an exception; a few in ten million bytes).
 
 The file: MAGIC; 3 bytes of the model's digest; the text's CRC-32; twice the number of tokens, plus one where exceptions
 follow; these, their number first; the range coder's words without the zeros at their end. CRC and words are
@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megasparse.data.files import replacing
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.evaluation.bits_per_dim import Stream, refuse_leaks
+from megasparse.evaluation.outputs import whole_file
 from megasparse.evaluation.restore import restore, trained_tokenizer
 from megasparse.model.decoder import Decoder
 from megasparse.ops.random import RngContext
@@ -233,7 +233,8 @@ def unpack(path: Path, raw: bytes, digest: bytes, vocabulary: int) -> tuple[Code
 
 
 def damaged(path: Path) -> DataError:
-    return DataError(path, "it is damaged, or this machine computes otherwise than the one that made it", "Get it anew")
+    problem = "it is damaged, or this machine computes other numbers than the one that made it"
+    return DataError(path, problem, "Copy it again")
 
 
 def _varint(number: int) -> bytes:
@@ -245,7 +246,7 @@ def _varint(number: int) -> bytes:
 
 
 def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
-    """The number at a place, and the place behind it. Raises IndexError where there is none, or one above 2^63."""
+    """Return the number at a position, and the position after it. Raises IndexError for none, or one above 2^63."""
     number = 0
     for shift in range(0, 63, 7):
         byte = raw[at]
@@ -271,8 +272,8 @@ def compress(checkpoint: Path, source: Path, output: Path) -> tuple[int, int, fl
 
     Raises ConfigError for a model that cannot, DataError for a file that cannot be read, is empty, or exists already.
     """
-    refuse_existing(output)
-    coder, text = open_coder(checkpoint), read(source)
+    text = read(source, output)
+    coder = open_coder(checkpoint)
     tokens = coder.tokenizer.encode(text)
     end = coder.model.config.document_separator
     if end is not None and (tokens == end).any():
@@ -281,7 +282,8 @@ def compress(checkpoint: Path, source: Path, output: Path) -> tuple[int, int, fl
     with tqdm(total=len(tokens), desc="compressing", unit="token", disable=None) as bar:
         code = encode(coder.model, tokens, coder.window, coder.seed, bar.update)
     packed = pack(code, len(tokens), text, coder.digest)
-    write(output, packed)
+    with whole_file(output) as file:
+        file.write(packed)
     return len(text), len(packed), time.monotonic() - begun
 
 
@@ -289,8 +291,8 @@ def decompress(checkpoint: Path, source: Path, output: Path) -> tuple[int, float
     """Write what `compress` read. Returns its bytes and the seconds taken. Raises DataError for a wrong or damaged
     file, before `output` exists.
     """
-    refuse_existing(output)
-    coder, raw = open_coder(checkpoint), read(source)
+    raw = read(source, output)
+    coder = open_coder(checkpoint)
     code, count, crc = unpack(source, raw, coder.digest, coder.model.config.vocabulary)
     begun = time.monotonic()
     with tqdm(total=count, desc="decompressing", unit="token", disable=None) as bar:
@@ -301,7 +303,8 @@ def decompress(checkpoint: Path, source: Path, output: Path) -> tuple[int, float
         raise damaged(source) from None
     if zlib.crc32(text) != crc:
         raise damaged(source)
-    write(output, text)
+    with whole_file(output) as file:
+        file.write(text)
     return len(text), time.monotonic() - begun
 
 
@@ -320,7 +323,10 @@ def open_coder(checkpoint: Path) -> Coder:
     return Coder(model.double(), tokenizer, seed, window, model_digest(model, seed, window))
 
 
-def read(path: Path) -> bytes:
+def read(path: Path, output: Path) -> bytes:
+    """Return a file's bytes. Raises DataError where it cannot be read or is empty, and where `output` exists."""
+    if output.exists():
+        raise DataError(output, "there is a file already", "Name another with --output")
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -328,19 +334,6 @@ def read(path: Path) -> bytes:
     if not raw:
         raise DataError(path, "the file is empty", "There is nothing to do")
     return raw
-
-
-def refuse_existing(path: Path) -> None:
-    if path.exists():
-        raise DataError(path, "there is a file already", "Name another with --output")
-
-
-def write(path: Path, content: bytes) -> None:
-    try:
-        with replacing(path) as file:
-            file.write(content)
-    except OSError as error:
-        raise DataError(path, f"cannot be written: {error.strerror}", "Name another with --output") from None
 
 
 # gzip and xz
@@ -360,15 +353,14 @@ def xz_size(pieces: Iterable[bytes]) -> int:
     return _size(lzma.LZMACompressor(lzma.FORMAT_XZ, lzma.CHECK_CRC64, preset=9), pieces)
 
 
-def bits_per_byte(stream: Stream, limit: int | None = None) -> dict[str, float]:
-    """{"gzip", "xz"}: bits per byte of a split of byte tokens, or of its first `limit` bytes."""
-    total = stream.tokens if limit is None else min(limit, stream.tokens)
-
-    def pieces() -> Iterator[bytes]:
-        for start in range(0, total, PIECE):
-            yield bytes(stream.read(start, min(start + PIECE, total)).tolist())
-
-    return {"gzip": 8 * gzip_size(pieces()) / total, "xz": 8 * xz_size(pieces()) / total}
+def bits_per_byte(stream: Stream) -> dict[str, float]:
+    """Return {"gzip", "xz"}: bits per byte of a split of byte tokens."""
+    starts = range(0, stream.tokens, PIECE)
+    sizes = {}
+    for name, size in (("gzip", gzip_size), ("xz", xz_size)):
+        pieces = (bytes(stream.read(start, min(start + PIECE, stream.tokens)).tolist()) for start in starts)
+        sizes[name] = 8 * size(pieces) / stream.tokens
+    return sizes
 
 
 def _size(compressor: "zlib._Compress | lzma.LZMACompressor", pieces: Iterable[bytes]) -> int:

@@ -73,7 +73,7 @@ class HeldOut:
         return results
 
     def _score(self, scorer: Scorer) -> Score:
-        config, ranks = self.config, self.engine.ranks
+        config = self.config
         return score(
             scorer,
             self.stream,
@@ -81,14 +81,12 @@ class HeldOut:
             config.run.seed,
             score_from=config.model.score_from,
             limit=config.evaluation.sequences,
-            device=ranks.device,
-            ranks_a_window=ranks.sequence_size,
+            ranks=self.engine.ranks,
         )
 
     def _order(self, tokens: Tensor, rng: Any, skip: int) -> tuple[Tensor, Tensor, Tensor]:
         check_stop(self.hooks, self.engine.ranks, "evaluation of sentence order")
-        model: Any = self.engine.module
-        return order_sums(model, tokens, rng)
+        return order_sums(self.engine.module, tokens, rng)
 
     def _window(self, tokens: Tensor, rng: Any) -> tuple[Tensor, dict[str, Tensor]]:
         check_stop(self.hooks, self.engine.ranks, "evaluation")

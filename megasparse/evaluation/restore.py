@@ -4,8 +4,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from megasparse.config.load import build_config
 from megasparse.config.schema import Config
 from megasparse.data.tokenizers import Tokenizer, build_tokenizer
@@ -15,44 +13,31 @@ from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoi
 from megasparse.training.ranks import Ranks, start_ranks
 
 
-def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Model, Config, Checkpoint, torch.device]:
-    """Build the model of a checkpoint, with its weights, in the precision and on the device that its run used.
+def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Model, Config, Checkpoint, Ranks]:
+    """Build the model of a checkpoint, with its weights, in the precision and on the device that its run used, on each
+    of the ranks that were started. Of several ranks `parallel.sequence` share every sequence; a single rank has whole
+    sequences, however many shared them in training.
 
     directory: a checkpoint, or a run's folder, whose newest checkpoint is taken. overrides: `section.key=value`, on the
     configuration that the checkpoint holds.
-    Raises CheckpointError where there is none or it is damaged, ConfigError for a wrong override.
-    """
-    checkpoint = Checkpoint.open(find_checkpoint(Path(directory)), build=empty_model)
-    config = build_config(checkpoint.config.model_dump(mode="json"), overrides)
-    device = start_ranks(config.run.model_copy(update={"engine": "torch"})).device
-    return _built(config, checkpoint, device), config, checkpoint, device
-
-
-def restore_on_ranks(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Model, Config, Checkpoint, Ranks]:
-    """`restore` on each of the ranks that were started, of which `parallel.sequence` share every sequence; each has the
-    whole model. One rank alone has whole sequences, however many shared them in training.
-
-    Raises ConfigError also where their number is no multiple of that.
+    Raises CheckpointError where there is none or it is damaged, ConfigError for a wrong override, and for a number of
+    ranks that is not a multiple of `parallel.sequence`.
     """
     checkpoint = Checkpoint.open(find_checkpoint(Path(directory)), build=empty_model)
     values, alone = checkpoint.config.model_dump(mode="json"), int(os.environ.get("WORLD_SIZE", "1")) == 1
-    values["run"]["engine"] = "deepspeed"  # for the rules alone: whatever trained it, nothing is trained here
     if alone:
         values["parallel"]["sequence"] = 1
+    else:
+        values["run"]["engine"] = "deepspeed"  # the rules allow shared sequences only with it
     config = build_config(values, overrides)
     run = config.run.model_copy(update={"engine": "torch" if alone else "deepspeed"})
     ranks = start_ranks(run, config.parallel.sequence)
-    return _built(config, checkpoint, ranks.device), config, checkpoint, ranks
-
-
-def _built(config: Config, checkpoint: Checkpoint, device: torch.device) -> Model:
-    """The model with its weights, in the precision that its run used."""
     model = build_model(config.model, config.run.seed)
     load_weights(model, checkpoint)
     if config.training.precision == "bf16":
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
-    return model.to(device).eval()
+    return model.to(ranks.device).eval(), config, checkpoint, ranks
 
 
 def trained_tokenizer(config: Config, checkpoint: Checkpoint) -> Tokenizer:

@@ -15,12 +15,13 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from megasparse.config.attention import evaluation_rounds
-from megasparse.config.schema import Config
+from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.index import Index
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError
@@ -31,7 +32,9 @@ from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.ranks import Ranks
 
 OF_SOURCE = ("downsampling", "verified")
-"""Facts about the data's source in its index that a score depends on; where the source lay is none."""
+"""Facts about the data's source in its index that a score depends on; the source's path is none."""
+START = "learned start vector"
+"""What the first token of a window is predicted from."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +136,8 @@ def score_seeds(
             rounds=protocol.rounds,
             batch=batch,
             limit=limit,
-            device=ranks.device,
+            ranks=ranks,
             progress=ranks.rank == 0,
-            ranks_a_window=ranks.sequence_size,
         )
         for seed in protocol.seeds
     ]
@@ -221,7 +223,7 @@ def evaluate_decoder(
         "symbols": f"tokens of {kind}",
         "leaks": decoder.leaks,
         "code_length": protocol.lossless and not decoder.leaks,
-        "context_start": "learned start vector",
+        "context_start": START,
         "split_dims": stream.tokens,
         "coverage": dims / stream.tokens,
         "left_out": {name: _reason(name, counts) for name, value in numbers.items() if value is None},
@@ -253,7 +255,7 @@ UNITS = {
 
 
 def decoder_summary(result: Mapping[str, Any]) -> str:
-    """The line that megasparse evaluate prints."""
+    """Return the line that megasparse evaluate prints."""
     protocol, shown = result["protocol"], {name: result[name] for name in UNITS if result.get(name) is not None}
     if not protocol["lossless"]:  # cheap where words are predicted as unknown ones: not to be compared with compressors
         shown.pop("bits_per_byte", None)
@@ -262,9 +264,8 @@ def decoder_summary(result: Mapping[str, Any]) -> str:
     primary, *further = shown
     parts = [f"{shown[primary]:.4f} {UNITS[primary]}", f"accuracy {100 * result['accuracy']:.2f} %"]
     parts += [f"{UNITS[name]} {shown[name]:.4f}" for name in further if shown[name] != shown[primary]]
-    covered = f"{result['dims']:,} of {protocol['split_dims']:,} symbols of {protocol['split']}"
-    windows = f"windows of {protocol['sequence_length']}, stride {protocol['stride']}"
-    return f"{', '.join(parts)} ({covered}; {windows}; step {protocol['checkpoint_step']})"
+    covered = f"{result['dims']:,} of {protocol['split_dims']:,} symbols"
+    return f"{', '.join(parts)} ({covered} {_windows(protocol)})"
 
 
 def _reason(name: str, counts: Counts) -> str:
@@ -277,111 +278,75 @@ def _deviation(values: Sequence[float | None]) -> float | None:
     return statistics.stdev(numbers) if len(values) == len(numbers) > 1 else None
 
 
-# Encoders: masked tokens
+# Encoders: masked tokens. Encoder–decoders: target tokens
 
 
-def evaluate_encoder(
-    encoder: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, ranks: Ranks
+def evaluate_predictions(
+    model: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, ranks: Ranks
 ) -> dict[str, Any]:
     """Score a split by a protocol: {"loss", "perplexity", "accuracy", "nats", "dims", "standard_deviation",
     "protocol"}.
 
-    dims: masked tokens that were scored. loss: mean nats of one; perplexity: exp(loss). Each seed hashes, and masks,
-    anew: sums are over all of them, and the deviation is the sample standard deviation of their losses.
-    With model.sentence_order also "sentence_order": {"loss", "accuracy", "pairs"}, the mean nats of a pair, half of
+    dims: tokens that were scored, an encoder's masked ones, or those of targets and what ends them, without padding.
+    loss: mean nats per token, without label smoothing; perplexity: exp(loss). Each seed masks other tokens, so an
+    encoder's nats and dims are sums over all seeds; an encoder–decoder's are of the mean code length. The deviation is
+    the sample standard deviation of the losses.
+    With model.sentence_order also "sentence_order": {"loss", "accuracy", "pairs"}, the mean nats per pair, half of
     which are swapped by the same draws, in a second pass.
     """
-    scores = score_seeds(encoder, stream, protocol, batch, limit, ranks)
-    nats, masked = math.fsum(s.nats for s in scores), sum(s.dims for s in scores)
-    losses = [s.nats / s.dims for s in scores]
-    facts = {"masking": encoder.config.masking.model_dump(), "split_tokens": stream.tokens}
+    config: ModelConfig = model.config
+    scores = score_seeds(model, stream, protocol, batch, limit, ranks)
+    losses, total = [sums.nats / sums.dims for sums in scores], sum(sums.dims for sums in scores)
+    facts: dict[str, Any] = {"split_tokens": stream.tokens}
     order = {}
-    if encoder.config.sentence_order is not None:
-        order = {"sentence_order": _sentence_order(encoder, stream, protocol, batch, limit, ranks)}
+    if config.source is None:
+        nats, dims = math.fsum(sums.nats for sums in scores), total
+        loss = nats / dims
+        facts |= {"masking": config.masking.model_dump()}
+        if config.sentence_order is not None:
+            pairs = score_seeds(model, stream, protocol, batch, limit, ranks, partial(order_sums, model))
+            order = {"sentence_order": _sentence_order(pairs)}
+    else:
+        loss, dims = math.fsum(losses) / len(losses), scores[0].dims
+        nats = loss * dims
+        facts |= {"leaks": model.leaks, "context_start": START, "source_length": config.source.length}
     return {
-        "loss": nats / masked,
-        "perplexity": math.exp(nats / masked),
-        "accuracy": sum(s.correct for s in scores) / masked,
+        "loss": loss,
+        "perplexity": math.exp(loss),
+        "accuracy": math.fsum(sums.correct for sums in scores) / total,
         "nats": nats,
-        "dims": masked,
-        "standard_deviation": statistics.stdev(losses) if len(losses) > 1 else None,
+        "dims": dims,
+        "standard_deviation": _deviation(losses),
         **order,
         "protocol": {**asdict(protocol), **facts},
     }
 
 
-def _sentence_order(
-    encoder: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, ranks: Ranks
-) -> dict[str, Any]:
-    scores = score_seeds(
-        encoder, stream, protocol, batch, limit, ranks, lambda tokens, rng, skip: order_sums(encoder, tokens, rng)
-    )
-    pairs = sum(s.dims for s in scores)
-    return {
-        "loss": math.fsum(s.nats for s in scores) / max(1, pairs),
-        "accuracy": sum(s.correct for s in scores) / max(1, pairs),
-        "pairs": pairs,
-    }
-
-
-def order_sums(encoder: Any, tokens: Tensor, rng: RngContext) -> tuple[Tensor, Tensor, Tensor]:
-    """Nats, number of right predictions, and number of the pairs among sequences (B, L), whose order is predicted."""
+def order_sums(encoder: Any, tokens: Tensor, rng: RngContext, skip: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Score the order of the pairs among sequences (B, L), as a `Scorer`."""
     nats, correct, scored = encoder.sentence_order_scores(tokens, rng)
     return nats[scored].double().sum(), correct[scored].sum(), scored.sum()
 
 
-def encoder_summary(result: dict[str, Any]) -> str:
+def _sentence_order(scores: Sequence[Score]) -> dict[str, Any]:
+    pairs = sum(sums.dims for sums in scores)
+    nats, correct = math.fsum(sums.nats for sums in scores), sum(sums.correct for sums in scores)
+    return {"loss": nats / max(1, pairs), "accuracy": correct / max(1, pairs), "pairs": pairs}
+
+
+def prediction_summary(result: Mapping[str, Any]) -> str:
     """Return the lines that megasparse evaluate prints."""
     protocol = result["protocol"]
-    head = f"{result['loss']:.4f} nats a masked token, perplexity {result['perplexity']:.3f}"
-    covered = f"{result['dims']:,} masked tokens of {protocol['split']}"
-    windows = f"windows of {protocol['sequence_length']}, stride {protocol['stride']}"
-    line = (
-        f"{head}, accuracy {100 * result['accuracy']:.2f} % ({covered}; {windows}; step {protocol['checkpoint_step']})"
-    )
+    kind = "target" if "source_length" in protocol else "masked"
+    head = f"{result['loss']:.4f} nats a {kind} token, perplexity {result['perplexity']:.3f}"
+    line = f"{head}, accuracy {100 * result['accuracy']:.2f} % ({result['dims']:,} {kind} tokens {_windows(protocol)})"
     if order := result.get("sentence_order"):
         line += f"\nsentence order: {order['loss']:.4f} nats a pair, accuracy {100 * order['accuracy']:.2f} % "
         line += f"({order['pairs']:,} pairs)"
     return line
 
 
-# Encoder–decoders: target tokens
-
-
-def evaluate_encoder_decoder(
-    model: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, ranks: Ranks
-) -> dict[str, Any]:
-    """Score a split by a protocol: {"loss", "perplexity", "accuracy", "nats", "dims", "standard_deviation",
-    "protocol"}.
-
-    dims: target tokens, those that end the targets among them, padding not. loss: mean nats of one, without label
-    smoothing; perplexity: exp(loss). Over several hash seeds all are of the mean code length; the deviation is the
-    sample standard deviation of the losses.
-    """
-    scores = score_seeds(model, stream, protocol, batch, limit, ranks)
-    dims = scores[0].dims
-    losses = [sums.nats / dims for sums in scores]
-    facts = {
-        "leaks": model.leaks,
-        "context_start": "learned start vector",
-        "source_length": model.config.source.length,
-        "split_tokens": stream.tokens,
-    }
-    loss = math.fsum(losses) / len(losses)
-    return {
-        "loss": loss,
-        "perplexity": math.exp(loss),
-        "accuracy": math.fsum(sums.correct for sums in scores) / (dims * len(scores)),
-        "nats": loss * dims,
-        "dims": dims,
-        "standard_deviation": statistics.stdev(losses) if len(losses) > 1 else None,
-        "protocol": {**asdict(protocol), **facts},
-    }
-
-
-def encoder_decoder_summary(result: Mapping[str, Any]) -> str:
-    """The line that megasparse evaluate prints."""
-    protocol = result["protocol"]
-    head = f"{result['loss']:.4f} nats a target token, perplexity {result['perplexity']:.3f}"
-    covered = f"{result['dims']:,} target tokens of {protocol['split']}, step {protocol['checkpoint_step']}"
-    return f"{head}, accuracy {100 * result['accuracy']:.2f} % ({covered})"
+def _windows(protocol: Mapping[str, Any]) -> str:
+    """Return which windows of the data were scored."""
+    windows = f"windows of {protocol['sequence_length']}, stride {protocol['stride']}"
+    return f"of {protocol['split']}; {windows}; step {protocol['checkpoint_step']}"

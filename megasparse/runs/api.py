@@ -15,7 +15,7 @@ from megasparse.data.tokenizers import Tokenizer
 from megasparse.evaluation import results
 from megasparse.evaluation.bits_per_dim import refuse_leaks
 from megasparse.evaluation.generate import Sampling
-from megasparse.evaluation.restore import restore, restore_on_ranks, trained_tokenizer
+from megasparse.evaluation.restore import restore, trained_tokenizer
 from megasparse.evaluation.texts import Request, texts
 from megasparse.model.build import Model
 from megasparse.model.decoder import Causal
@@ -59,16 +59,8 @@ def load_checkpoint(directory: str | Path, overrides: Sequence[str] = ()) -> Loa
     >>> len(tokens), loaded.model.training
     (15, False)
     """
-    model, config, checkpoint, device = restore(directory, overrides)
-    return LoadedCheckpoint(model, config, trained_tokenizer(config, checkpoint), device)
-
-
-MEASURES: dict[str, Any] = {
-    "decoder": (results.evaluate_decoder, results.decoder_summary),
-    "encoder": (results.evaluate_encoder, results.encoder_summary),
-    "encoder_decoder": (results.evaluate_encoder_decoder, results.encoder_decoder_summary),
-}
-"""Kind of a model -> the functions that score a split and that print the numbers."""
+    model, config, checkpoint, ranks = restore(directory, overrides)
+    return LoadedCheckpoint(model, config, trained_tokenizer(config, checkpoint), ranks.device)
 
 
 def evaluate_split(
@@ -98,7 +90,7 @@ def evaluate_split(
         >>> numbers["bits_per_dim"] > 0
         True
     """
-    model, config, checkpoint, ranks = restore_on_ranks(directory, overrides)
+    model, config, checkpoint, ranks = restore(directory, overrides)
     if isinstance(model, Causal) and not allow_leaking_attention:
         refuse_leaks(model.leaks)
     tokenizer = trained_tokenizer(config, checkpoint)
@@ -106,9 +98,10 @@ def evaluate_split(
     if isinstance(model, Encoder) and config.model.masking.whole_words:
         model.set_word_starts(tokenizer.word_starts())
     protocol = results.protocol_of(config, checkpoint, index, tokenizer, split, stride, rounds, hash_seeds)
-    evaluate, summary = MEASURES[config.model.kind]
+    decoder = config.model.kind == "decoder"
+    evaluate = results.evaluate_decoder if decoder else results.evaluate_predictions
     result = evaluate(model, EvaluationStream(index, split), protocol, batch, limit, ranks)
-    return result, summary(result)
+    return result, (results.decoder_summary if decoder else results.prediction_summary)(result)
 
 
 def evaluate(directory: str | Path, data: str | Path | None = None, **options: Any) -> dict[str, Any]:

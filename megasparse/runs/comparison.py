@@ -167,7 +167,7 @@ def plot(output: Path, arms: Sequence[str]) -> None:
     """Draw held-out bits/dim of every arm that has run in `output`, the mean over its seeds and these faintly, into
     curves.svg; the numbers go into curves.json. Nothing is written if no arm evaluates held-out text.
     """
-    from megasparse.evaluation.figure import COLOURS, new_figure, save_figure
+    from megasparse.evaluation.outputs import COLOURS, new_figure, save_figure
 
     curves: dict[str, dict[str, dict[str, Any]]] = {}
     for arm in arms:

@@ -331,12 +331,12 @@ def measure_maps(trial):
 
 def attention_maps(run, windows, length):
     """A model's attention matrices on windows spread over the validation split, of each layer: (layers, L, L)."""
-    model, config, _, device = restore(str(run))
+    model, config, _, ranks = restore(str(run))
     index = open_folder(config.data.path, config, build_tokenizer(config.data.tokenizer))
     stream, record, maps = EvaluationStream(index, "validation"), index.record or 1, []
     for number in range(windows):
         start = number * (stream.tokens - length) // max(1, windows - 1) // record * record
-        tokens = stream.read(start, start + length).unsqueeze(0).to(device)
+        tokens = stream.read(start, start + length).unsqueeze(0).to(ranks.device)
         calls = record_calls(model, tokens, config.run.seed)
         maps.append(torch.stack([weights_of(call, call.exact())[0].mean(0) for call in calls]))
     stream.close()

@@ -23,7 +23,7 @@ from megasparse.data.index import Index
 from megasparse.errors import ConfigError
 from megasparse.evaluation.attention_quality import attention_quality
 from megasparse.evaluation.generate import shared_decoder
-from megasparse.evaluation.restore import restore_on_ranks
+from megasparse.evaluation.restore import restore
 from megasparse.hub.importing import write_checkpoint
 from megasparse.model.build import build_model
 from megasparse.runs.api import evaluate_split
@@ -80,7 +80,7 @@ def folder(tmp_path_factory):
 
 
 def quality(checkpoint: Path, *overrides: str) -> dict[str, Any]:
-    model, config, _, ranks = restore_on_ranks(checkpoint, overrides)
+    model, config, _, ranks = restore(checkpoint, overrides)
     engine: Any = SimpleNamespace(module=model, ranks=ranks)
     found = attention_quality(engine, Index.load(config.data.path), config)()
     return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in found.items()}

@@ -25,7 +25,7 @@ def protocol(seeds: list[int]):
 
 def test_sentence_order_is_reported_with_its_loss_accuracy_and_pairs():
     model, records = encoder(layers=1, **BERT), pairs(7, LENGTH)
-    result = results.evaluate_encoder(model, Stream(records), protocol([0, 1]), 3, None, Ranks())
+    result = results.evaluate_predictions(model, Stream(records), protocol([0, 1]), 3, None, Ranks())
     nats, correct = [], []
     for seed in (0, 1):
         rng = dataclasses.replace(RngContext.evaluation(seed, 7), samples=torch.arange(7) * LENGTH)
@@ -34,7 +34,7 @@ def test_sentence_order_is_reported_with_its_loss_accuracy_and_pairs():
     order = result["sentence_order"]
     assert order["pairs"] == 14 and order["accuracy"] == pytest.approx(sum(correct) / 14)
     assert order["loss"] == pytest.approx(sum(nats) / 14, rel=1e-5)
-    line = results.encoder_summary(result)
+    line = results.prediction_summary(result)
     assert f"sentence order: {order['loss']:.4f} nats a pair" in line and "(14 pairs)" in line
 
 
@@ -43,7 +43,7 @@ def test_the_evaluation_inside_training_is_that_of_a_checkpoint():
     config = Config(model=model.config).model_copy(update={"data": DataConfig(sequence_length=LENGTH)})
     engine = SimpleNamespace(module=model, ranks=Ranks(), evaluate=model)
     found = HeldOut(engine, config, RunHooks(), stream, None, None)._losses()
-    result = results.evaluate_encoder(model.eval(), stream, protocol([0]), 3, config.evaluation.sequences, Ranks())
+    result = results.evaluate_predictions(model.eval(), stream, protocol([0]), 3, config.evaluation.sequences, Ranks())
     order = result["sentence_order"]
     assert found["evaluation/loss"] == pytest.approx(result["loss"], rel=1e-5)
     assert found["evaluation/sentence_order_nats"] == pytest.approx(order["loss"], rel=1e-5)
@@ -52,5 +52,5 @@ def test_the_evaluation_inside_training_is_that_of_a_checkpoint():
 
 def test_without_it_nothing_is_said_of_it():
     model = encoder(layers=1, sentence_order=None, **BERT)
-    result = results.evaluate_encoder(model, Stream(pairs(4, LENGTH)), protocol([0]), 2, None, Ranks())
-    assert "sentence_order" not in result and "sentence order" not in results.encoder_summary(result)
+    result = results.evaluate_predictions(model, Stream(pairs(4, LENGTH)), protocol([0]), 2, None, Ranks())
+    assert "sentence_order" not in result and "sentence order" not in results.prediction_summary(result)

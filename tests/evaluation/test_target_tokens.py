@@ -9,8 +9,8 @@ import torch
 from launch import evaluate as launcher
 from megasparse.cli.main import door
 from megasparse.config.schema import Config
-from megasparse.evaluation.results import encoder_decoder_summary as summary
-from megasparse.evaluation.results import evaluate_encoder_decoder as evaluate
+from megasparse.evaluation.results import evaluate_predictions as evaluate
+from megasparse.evaluation.results import prediction_summary as summary
 from megasparse.model.build import build_model
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.training.ranks import Ranks
