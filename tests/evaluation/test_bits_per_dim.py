@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from megasparse.errors import ConfigError, UserError
-from megasparse.evaluation import bits_per_dim
 from megasparse.evaluation.bits_per_dim import Score, of_engine, of_model, refuse_leaks, score, windows
 from megasparse.model.stack import TokenScores
 from megasparse.ops.random import RngContext
+from megasparse.training.ranks import Ranks
 from tests.helpers.scoring import Stream
 
 
@@ -135,13 +135,10 @@ def test_limit_scores_the_first_windows():
 def test_several_ranks_give_the_same_sums_in_equally_many_calls(monkeypatch):
     stream, whole, calls = random_bytes(1003), score(of_model(Model()), random_bytes(1003), 16, seed=0, batch=4), []
     totals = torch.zeros(3, dtype=torch.float64)
-    monkeypatch.setattr(bits_per_dim.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(bits_per_dim.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda sums: sums.copy_(totals.add_(sums)))
     for rank in range(3):  # one rank after the other; each adds its part of the sums to those before
-        monkeypatch.setattr(bits_per_dim.dist, "get_rank", lambda rank=rank: rank)
-        monkeypatch.setattr(bits_per_dim.dist, "all_reduce", lambda sums: sums.copy_(totals.add_(sums)))
         model = Model()
-        together = score(of_model(model), stream, 16, seed=0, batch=4)
+        together = score(of_model(model), stream, 16, seed=0, batch=4, ranks=Ranks(rank, 3))
         calls.append(len(model.rng))
     assert together == Score(pytest.approx(whole.nats, rel=1e-9), whole.correct, whole.dims)
     assert calls == [6, 6, 6]  # 17 batches: 16 of 4 windows less one, and the ragged one
