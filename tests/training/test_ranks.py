@@ -64,9 +64,10 @@ def test_each_start_of_torchrun_has_a_name_of_its_own_in_the_store_that_outlives
 
 
 def messages_of_three() -> list[list[object]]:
-    own = start_ranks(RunConfig(directory="unused", device="cpu"))
-    message = {"rank": own.rank, "text": "\u00fc" * 1000 * own.rank}
-    return [own.gather(message), own.gather_to_first(message), own.gather_to_first(None), own.gather(own.rank)]
+    process = start_ranks(RunConfig(directory="unused", device="cpu"))
+    message = {"rank": process.rank, "text": "\u00fc" * 1000 * process.rank}
+    to_first = [process.gather_to_first(value) for value in (message, None)]
+    return [process.gather(message), *to_first, process.gather(process.rank)]
 
 
 def test_messages_reach_every_rank_or_only_the_first():

@@ -185,57 +185,80 @@ def _named() -> Iterator[None]:
 
 
 class Uploads:
-    """At most one upload at a time, in a thread of rank 0. Without `checkpoint.bucket` no method does anything."""
+    """A queue of uploads, done in order by a thread of rank 0. Without `checkpoint.bucket` no method does anything."""
 
     def __init__(self, config: RunSettings, ranks: Ranks, hooks: RunHooks):
         self._settings, self._ranks, self._hooks = config.checkpoint, ranks, hooks
         now = datetime.now().astimezone().isoformat(" ", "seconds")
         self._name = f"{socket.gethostname()}, pid {os.getpid()}, since {now}, {uuid.uuid4().hex[:8]}"
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._queue: list[tuple[Path, int | None]] = []
+        """Checkpoints, each with the best step when it was saved; the first is being uploaded."""
         self._problem: CheckpointError | None = None
         self._progress = (0, "")
 
-    def begin_run(self, newest: Path | None, best: int | None) -> None:
-        """Claim the bucket for this run, and upload the newest checkpoint if it is not there; all ranks call it.
+    def begin_run(self, paths: list[Path], best: int | None) -> None:
+        """Claim the bucket for this run, and upload the checkpoints that are not there; all ranks call it.
 
         Raises CheckpointError or StorageError, the same on every rank, if the bucket cannot be written.
         """
 
         def claim() -> None:
             Bucket(str(self._settings.bucket), self._hooks.alive).claim(self._name)
-            if newest is not None:
-                self.begin(newest, best)
+            for path in paths:
+                self.begin(path, best)
 
         if self._settings.bucket is not None:
             on_first_rank(self._ranks, claim)
 
     def begin(self, path: Path, best: int | None) -> None:
-        """Begin to upload a checkpoint, after the one that is under way; rank 0 calls it."""
+        """Upload a checkpoint after those in the queue, without waiting; rank 0 calls it."""
         if self._settings.bucket is not None:
-            self.wait()
-            self._thread = threading.Thread(target=self._upload, args=(path, best), daemon=True)
-            self._thread.start()
+            with self._lock:
+                self._queue.append((path, best))
+                if len(self._queue) == 1:
+                    self._thread = threading.Thread(target=self._upload_all, daemon=True)
+                    self._thread.start()
+
+    def release(self, path: Path) -> bool:
+        """Remove a checkpoint that is to be deleted from the queue; False while it is being uploaded."""
+        with self._lock:
+            self._queue[1:] = [entry for entry in self._queue[1:] if entry[0] != path]
+            return path not in [entry[0] for entry in self._queue]
+
+    def _upload_all(self) -> None:
+        more = True
+        while more:
+            self._upload(*self._queue[0])
+            with self._lock:  # with the last one `begin` starts another thread
+                del self._queue[: 1 if self._problem is None else None]
+                more = bool(self._queue)
 
     def _upload(self, path: Path, best: int | None) -> None:
         try:
             bucket = Bucket(str(self._settings.bucket), self._count)
             bucket.upload(path, self._name)
         except CheckpointError as error:
-            self._problem = error
-            return
+            return self._fail(error)
         except OSError as error:
-            self._problem = StorageError(path, f"cannot be read ({error.strerror})", "Repair the storage")
-            return
+            return self._fail(StorageError(path, f"cannot be read ({error.strerror})", "Repair the storage"))
         try:
             bucket.tidy(int(path.name), self._settings.keep, best)
         except CheckpointError as error:
             print(f"warning: older checkpoints could not be deleted: {error}", file=sys.stderr)
 
+    def _fail(self, problem: CheckpointError) -> None:
+        if isinstance(problem, StorageError) and self._settings.on_failure == "continue":
+            print(f"warning: going on, as checkpoint.on_failure says: {problem}", file=sys.stderr)
+        else:
+            self._problem = problem
+
     def _count(self, doing: str) -> None:
         self._progress = (self._progress[0] + 1, doing)
 
     def wait(self) -> None:
-        """Wait for the upload that is under way; rank 0 calls it. Its progress is reported."""
+        """Wait for the uploads in the queue; rank 0 calls it. Their progress is reported."""
         reported = 0
         while self._thread is not None and self._thread.is_alive():
             if self._progress[0] != reported:
@@ -244,18 +267,15 @@ class Uploads:
             self._thread.join(0.1)
 
     def check(self, wait: bool = False) -> None:
-        """Raise, the same on every rank, the failure of an upload since the last call; all ranks call it. If
-        `checkpoint.on_failure` is "continue", failing storage is only reported. wait: for the one under way, before.
+        """Raise, the same on every rank, the failure that ended the uploads; all ranks call it. If
+        `checkpoint.on_failure` is "continue", failing storage ends none. wait: for all in the queue, before.
         """
 
         def raise_problem() -> None:
             if wait:
                 self.wait()
-            problem, self._problem = self._problem, None
-            if isinstance(problem, StorageError) and self._settings.on_failure == "continue":
-                print(f"warning: going on, as checkpoint.on_failure says: {problem}", file=sys.stderr)
-            elif problem is not None:
-                raise problem
+            if self._problem is not None:
+                raise self._problem
 
         if self._settings.bucket is not None:
             on_first_rank(self._ranks, raise_problem)

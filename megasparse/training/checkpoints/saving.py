@@ -108,9 +108,9 @@ class Saver:
         return self._under_way is not None and self._under_way.writing()
 
     def finish(self) -> Path | None:
-        """End the save that is under way, waiting for all ranks' threads, and begin to upload it; all ranks call it.
-        Returns the checkpoint's path, None where nothing was under way. Raises as `save` does, and as `finish_uploads`
-        for the upload before.
+        """End the save that is under way, waiting for all ranks' threads, and queue its upload; all ranks call it.
+        Returns the checkpoint's path, None if nothing was under way. Raises as `save` does, and as `finish_uploads`
+        for earlier uploads.
         """
         save, self._under_way = self._under_way, None
         if save is None:
@@ -130,16 +130,20 @@ class Saver:
         return save.final
 
     def begin_uploads(self) -> None:
-        """Take `checkpoint.bucket` for this run, and upload the newest checkpoint if it is not there, beside training;
-        all ranks call it, once. Raises StorageError and CheckpointError, the same on every rank.
+        """Claim `checkpoint.bucket` for this run, and upload the best and the newest checkpoint during training if
+        they are not there; all ranks call it, once. Raises StorageError and CheckpointError, the same on every rank.
         """
-        self._uploads.begin_run(find_newest(self.directory), self.best)
+        newest = find_newest(self.directory)
+        paths = [path for path in list_checkpoints(self.directory) if path == newest or int(path.name) == self.best]
+        self._uploads.begin_run(paths, self.best)
 
     def finish_uploads(self) -> None:
-        """Wait for the upload that is under way; all ranks call it. Raises, the same on every rank: StorageError where
-        one has failed, unless `checkpoint.on_failure` is "continue"; CheckpointError where another run uploads there.
+        """Wait for all uploads; all ranks call it. Raises, the same on every rank: StorageError if one has failed,
+        unless `checkpoint.on_failure` is "continue"; CheckpointError if another run uploads there.
         """
         self._uploads.check(wait=True)
+        if self.ranks.rank == 0 and self.config.checkpoint.bucket and (newest := find_newest(self.directory)):
+            self._tidy(newest)  # of what could not be deleted during its upload
 
     def _agree(self, engine: Saved, step: int, sequences: int, state: dict[str, Any]) -> "tuple[_Save, RankFile]":
         """Begin a save on all ranks or on none, where they save the same and there is room for it."""
@@ -182,7 +186,6 @@ class Saver:
         except OSError:
             os.rename(save.final, save.temporary)  # to be deleted as after any failure
             raise
-        self._uploads.wait()  # of what may be deleted now
         self._tidy(save.final)
         self._uploads.begin(save.final, self.best)
 
@@ -199,8 +202,9 @@ class Saver:
             older = [path for path in list_checkpoints(self.directory) if int(path.name) < int(newest.name)]
             older = [path for path in older if int(path.name) != self.best]
             for old in older[: max(0, len(older) + 1 - self.config.checkpoint.keep)]:
-                self.hooks.alive(f"deleting {old}")
-                remove(old)
+                if self._uploads.release(old):
+                    self.hooks.alive(f"deleting {old}")
+                    remove(old)
             remove_leftovers(self.directory)  # of a save that failed so badly that it could not be cleaned up
         except OSError as error:
             print(f"warning: {newest} is saved, but older ones could not be deleted: {error}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 import shutil
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -88,22 +87,44 @@ def test_the_newest_and_the_best_are_in_the_bucket_as_on_the_disk(store, tmp_pat
             assert store.cat_file(f"{URL}/{path.name}/{file.name}") == file.read_bytes()
 
 
-def test_training_waits_for_no_upload_but_the_one_before(store, tmp_path):
+def test_training_waits_for_no_upload_and_the_queue_is_what_the_disk_keeps(store, tmp_path):
     saver, engine = prepare(tmp_path)
     gate = threading.Event()
     store.faults.append((f"put_file .*{FILE}", gate))
-    assert saver.save(engine, 1, 8, {}) is not None, "saved, while its upload stands still"
-    assert in_bucket(store) == ["owner"]
-    second = threading.Thread(target=saver.save, args=(engine, 2, 16, {}))
-    second.start()
-    while len(list_checkpoints(saver.directory)) < 2:
-        time.sleep(0.01)
-    second.join(0.2)
-    assert second.is_alive() and [path.name for path in list_checkpoints(saver.directory)] == ["00000001", "00000002"]
+    saves = threading.Thread(target=lambda: [saver.save(engine, step, step * 8, {}) for step in (1, 2, 3, 4)])
+    saves.start()
+    saves.join(30)
+    waiting, names = saves.is_alive(), [path.name for path in list_checkpoints(saver.directory)]
+    uploaded = in_bucket(store)
     gate.set()
-    second.join()
+    saves.join()
     saver.finish_uploads()
-    assert in_bucket(store) == [*checkpoints(1, 2), "latest", "owner"]
+    assert not waiting, "saved, while the upload of the first stands still"
+    assert names == ["00000001", "00000003", "00000004"] and uploaded == ["owner"]
+    assert [path.name for path in list_checkpoints(saver.directory)] == ["00000003", "00000004"]
+    assert in_bucket(store) == [*checkpoints(3, 4), "latest", "owner"]
+
+
+def test_nothing_is_uploaded_after_what_ends_the_run(store, tmp_path):
+    saver, engine = prepare(tmp_path)
+    gate = threading.Event()
+    store.faults = [("cat_file", gate), ("put_file", PermissionError("AccessDenied"))]
+    for step in (1, 2):
+        saver.save(engine, step, step * 8, {})
+    gate.set()
+    with pytest.raises(CheckpointError, match="AccessDenied"):
+        saver.finish_uploads()
+    assert in_bucket(store) == ["owner"]
+
+
+def test_a_start_uploads_the_best_and_the_newest_that_are_missing(store, tmp_path):
+    prepare(tmp_path, 1, 2, 3, bucket=None, keep=3)
+    saver, _ = prepare(tmp_path / "unused")
+    saver.directory, saver.best = tmp_path / "checkpoints", 1
+    saver.begin_uploads()
+    saver.finish_uploads()
+    assert in_bucket(store) == [*checkpoints(1, 3), "latest", "owner"]
+    assert store.cat_file(f"{URL}/latest") == b"00000003\n"
 
 
 def test_whenever_a_run_dies_a_checkpoint_is_complete_or_absent(store, tmp_path, monkeypatch):
