@@ -44,11 +44,15 @@ class DeepSpeedEngine(Engine):
                 self._partition(weights, settings)
             trained, shapes = self._trained.values(), self._shapes.values()
             self.optimizer = build_optimizer(trained, config.optimizer, self._stage > 0, shapes)
-            groups = [list(group["params"]) for group in self.optimizer.param_groups]
+            groups = enumerate(self.optimizer.param_groups)
+            self._group_of = {self._names[id(p)]: number for number, group in groups for p in group["params"]}
             self._engine = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)[0]
         self.optimizer.state.clear()  # ZeRO 0 in bf16 made one with a step of zeros, which would count as an update
         if isinstance(self.optimizer, PartitionedAdafactor):
-            self.optimizer.attach(dict(self._contents(groups)), self._total_of_ranks)
+            contents: dict[Tensor, list[Piece]] = {}
+            for flat, piece in self._pieces():
+                contents.setdefault(flat, []).append(piece)
+            self.optimizer.attach(contents, lambda values: ranks.sum(values.to(ranks.device)).to(values.device))
 
     def _partition(self, weights: Weights, settings: dict[str, Any]) -> None:
         """Partition the model, one weight after another, as `deepspeed.initialize` would under ZeRO 3; it wants all of
@@ -111,7 +115,7 @@ class DeepSpeedEngine(Engine):
     def _state(self) -> Iterator[Fragment]:
         if self._stage == 0:
             return whole_fragments(self._masters(), self.optimizer)
-        return self._partitioned() if self._stage == 3 else self._flattened()
+        return self._partitioned()
 
     def _state_owners(self) -> Iterator[Tensor]:
         if self._stage < 3:
@@ -127,27 +131,34 @@ class DeepSpeedEngine(Engine):
         groups = zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
         return {self._names[id(p)]: master for pair in groups for p, master in zip(*pair, strict=True)}
 
-    def _total_of_ranks(self, values: Tensor) -> Tensor:
-        return self.ranks.sum(values.to(self.ranks.device)).to(values.device)
+    def _pieces(self) -> Iterator[tuple[Tensor, Piece]]:
+        """Yield the piece of each trained weight under ZeRO 1 to 3, empty where this rank has none of it, after the
+        vector that it lies in.
 
-    def _contents(self, groups: list[list[Tensor]]) -> Iterator[tuple[Tensor, list[Piece]]]:
-        """Yield each vector that the optimizer updates with its pieces. groups: the weights of each parameter group."""
+        ZeRO 1 and 2: a parameter group is one vector, of which each rank updates a slice. ZeRO 3: each weight is cut
+        evenly among the ranks, the last piece padded, and the pieces of a sub-group are one vector.
+        """
+        p: Any
         if self._stage < 3:
-            places = {name: (start, offset, numel) for name, _, start, offset, numel in self._cuts()}
-            for number, group in enumerate(groups):
-                names = [self._names[id(p)] for p in group]
-                yield (
-                    self.optimizer.param_groups[number]["params"][0],
-                    [self._piece(name, *places.get(name, (0, 0, 0))) for name in names],
+            for name, p in self._trained.items():
+                flat, piece = (
+                    self.optimizer.param_groups[self._group_of[name]]["params"][0],
+                    Piece(name, self._shapes[name]),
                 )
+                if (mapping := p._hp_mapping) is not None:
+                    start, address = mapping.lp_fragment_address.start, mapping.hp_fragment_address
+                    piece = Piece(name, self._shapes[name], start, address.numel, address.start)
+                yield flat, piece
             return
         zero = self._engine.optimizer
         for number, group in enumerate(zero.fp16_groups):
-            pieces = [self._piece(self._names[id(p)], *self._cut(p)) for p in group]
-            yield zero.fp32_partitioned_groups_flat[number], pieces
-
-    def _piece(self, name: str, start: int, offset: int, numel: int) -> Piece:
-        return Piece(name, self._shapes[name], start, numel, offset)
+            for p in group:
+                name, size = self._names[id(p)], p.ds_tensor.ds_numel
+                start, piece = self.ranks.rank * size, Piece(name, self._shapes[name])
+                if (numel := min(size, p.ds_numel - start)) > 0:
+                    offset = zero.grad_position[zero.get_param_id(p)][1]
+                    piece = Piece(name, self._shapes[name], start, numel, offset)
+                yield zero.fp32_partitioned_groups_flat[number], piece
 
     def _aligned_state(self, flat: Tensor) -> dict[str, Tensor]:
         """The fp32 weights of a vector, and the state that has a number for each of them."""
@@ -159,43 +170,11 @@ class DeepSpeedEngine(Engine):
             for kind, piece, shape, numbers in self.optimizer.factors():
                 yield Fragment(kind, piece.name, shape, 0, numbers)
 
-    def _cuts(self) -> Iterator[tuple[str, Tensor, int, int, int]]:
-        """Yield the pieces under ZeRO 1 and 2: weight, vector, place in the weight, place in the vector, size."""
-        p: Any
-        for p in self._trained.values():
-            mapping = p._hp_mapping
-            if mapping is None:  # all of it is in another rank's slice
-                continue
-            flat = self.optimizer.param_groups[mapping.param_group_index]["params"][0]
-            address = mapping.hp_fragment_address
-            yield self._names[id(p)], flat, mapping.lp_fragment_address.start, address.start, address.numel
-
-    def _cut(self, p: Any) -> tuple[int, int, int]:
-        """A weight's piece under ZeRO 3: place in the weight, place in the vector, size (0 where it is all padding)."""
-        zero, size = self._engine.optimizer, p.ds_tensor.ds_numel
-        start = self.ranks.rank * size
-        numel = max(0, min(size, p.ds_numel - start))
-        return (start, zero.grad_position[zero.get_param_id(p)][1], numel) if numel else (0, 0, 0)
-
-    def _flattened(self) -> Iterator[Fragment]:
-        """Yield the pieces under ZeRO 1 and 2: a parameter group is one vector, of which each rank updates a slice."""
-        for name, flat, start, offset, numel in self._cuts():
-            for kind, tensor in self._aligned_state(flat).items():
-                piece = tensor.detach().narrow(0, offset, numel)
-                yield Fragment(kind, name, self._shapes[name], start, piece)
-
     def _partitioned(self) -> Iterator[Fragment]:
-        """Yield the pieces under ZeRO 3: each parameter is cut evenly among the ranks, the last piece padded, and the
-        pieces of a sub-group are one vector."""
-        zero = self._engine.optimizer
-        for number, group in enumerate(zero.fp16_groups):
-            flat = zero.fp32_partitioned_groups_flat[number]
-            for p in group:
-                name, (start, offset, numel) = self._names[id(p)], self._cut(p)
-                if not numel:
-                    continue
-                for kind, tensor in self._aligned_state(flat).items():
-                    yield Fragment(kind, name, self._shapes[name], start, tensor.detach().narrow(0, offset, numel))
+        """Yield the fragments under ZeRO 1 to 3."""
+        for flat, piece in self._pieces():
+            for kind, tensor in self._aligned_state(flat).items() if piece.numel else ():
+                yield Fragment(kind, piece.name, piece.shape, piece.start, piece.of(tensor.detach()))
 
     def close(self) -> None:
         self._engine.destroy()
