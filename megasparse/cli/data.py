@@ -21,12 +21,13 @@ def report_records(source: Any, output: Path) -> None:
     from megasparse.evaluation.outputs import draw_lengths
 
     report = write_report(source, Index.load(output), output / "report.json")
-    print(f"  {report.records:,} records in {report.files:,} files")
-    print(f"  kept: {report.documents:,} documents of {report.bytes:,} bytes, {report.lengths.mean:,.0f} in the mean")
-    for reason, count in report.left_out.items():
+    print(f"  {report['records']:,} records in {report['files']:,} files")
+    size = f"{report['documents']:,} documents of {report['bytes']:,} bytes"
+    print(f"  kept: {size}, {report['lengths']['mean']:,.0f} in the mean")
+    for reason, count in report["left_out"].items():
         print(f"  left out: {count:,} {reason}")
     try:
-        draw_lengths(report.lengths, output / "lengths.svg")
+        draw_lengths(report["lengths"], output / "lengths.svg")
     except ConfigError as without_matplotlib:
         print(f"  no picture of the lengths: {without_matplotlib}")
 

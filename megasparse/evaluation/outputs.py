@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from megasparse.data.corpora.records import Lengths
 from megasparse.data.files import replacing
 from megasparse.errors import ConfigError, UserError
 
@@ -79,13 +78,17 @@ def save_figure(figure: Any, path: Path) -> None:
         figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
-def draw_lengths(lengths: Lengths, path: Path) -> None:
-    """Draw documents, and their bytes, by length into an SVG. Raises ConfigError where matplotlib is not installed."""
+def draw_lengths(lengths: dict[str, Any], path: Path) -> None:
+    """Draw documents, and their bytes, by length into an SVG. Raises ConfigError where matplotlib is not installed.
+
+    lengths: as report.json of a corpus of records has them.
+    """
     figure, (by_number, by_size) = new_figure(2)
-    positions = range(len(lengths.documents))
-    labels = [_size(edge) for edge in lengths.edges[:-1]]
-    by_number.bar(positions, lengths.documents, color=COLOURS[0], label=f"median {lengths.quantiles['0.5']:,} bytes")
-    by_size.bar(positions, lengths.bytes, color=COLOURS[1])
+    positions = range(len(lengths["documents"]))
+    labels = [_size(edge) for edge in lengths["edges"][:-1]]
+    median = f"median {lengths['quantiles']['0.5']:,} bytes"
+    by_number.bar(positions, lengths["documents"], color=COLOURS[0], label=median)
+    by_size.bar(positions, lengths["bytes"], color=COLOURS[1])
     every = -(-len(labels) // 8)
     for axes, title in ((by_number, "documents by length"), (by_size, "bytes by length of their document")):
         axes.set_xticks([position - 0.5 for position in positions][::every], labels[::every])

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from megasparse.data.batches import Step, WaitingStopped
 from megasparse.errors import LostPeer, StorageError, TrainingError
+from megasparse.optimizers import learning_rate
 from megasparse.training.engines.contract import StepResult
 from megasparse.training.loop_state import LoopState
-from megasparse.training.optimizer import learning_rate
 from megasparse.training.ranks import StopWanted
 from megasparse.training.reporting.memory import memory_scalars
 from megasparse.training.reporting.tracing import Tracer

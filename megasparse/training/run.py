@@ -24,7 +24,7 @@ from megasparse.training.engines import build_engine
 from megasparse.training.engines.contract import Engine, Initial, MakeRng
 from megasparse.training.loop_state import Selection
 from megasparse.training.ranks import Ranks, RunHooks
-from megasparse.training.reporting.memory_shortage import is_out_of_memory, shortage
+from megasparse.training.reporting.memory import is_out_of_memory, shortage
 from megasparse.training.reporting.tracker import Tracker
 from megasparse.training.stopping.signals import StopSignals
 from megasparse.training.stopping.watchdog import HEARTBEATS, Watchdog

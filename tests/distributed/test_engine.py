@@ -21,12 +21,12 @@ from megasparse.data.tokenizers.simple import ByteTokenizer
 from megasparse.evaluation.generate import generate
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
+from megasparse.optimizers import learning_rate
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import find_newest
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines import build_engine
 from megasparse.training.engines.contract import Engine
-from megasparse.training.optimizer import learning_rate
 from megasparse.training.ranks import Ranks, RunHooks, StopWanted, check_stop, start_ranks
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import DummyBatches, TinyModel, identity_of, make_rng, tiny_config

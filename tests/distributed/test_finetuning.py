@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megasparse.ops.random import RngContext
+from megasparse.optimizers import learning_rate
 from megasparse.tasks.evaluate import predict_examples, validation
 from megasparse.tasks.run import open_run
 from megasparse.training.engines import build_engine
-from megasparse.training.optimizer import learning_rate
 from megasparse.training.ranks import Ranks, RunHooks, start_ranks
 from tests.helpers.finetuning import ENCODER, configured, reviews
 from tests.helpers.run_ranks import run_ranks

@@ -10,10 +10,17 @@ from torch import Tensor
 from megasparse.config.load import build_config
 from megasparse.config.schema import OptimizerConfig
 from megasparse.errors import ConfigError
-from megasparse.optimizers import OPTIMIZERS, OptimizerSpec, Settings
+from megasparse.optimizers import (
+    OPTIMIZERS,
+    OptimizerSpec,
+    build_optimizer,
+    create_state,
+    set_steps_done,
+    state_tensors,
+    steps_done,
+)
 from megasparse.planning.dry_run import trial_engine
 from megasparse.planning.passes import ConfiguredPass
-from megasparse.training.optimizer import build_optimizer, create_state, set_steps_done, state_tensors, steps_done
 from megasparse.training.ranks import Ranks
 
 
@@ -38,7 +45,7 @@ class SignSGD(torch.optim.Optimizer):
 class SignSGDSpec(OptimizerSpec):
     bytes_per_weight = 4
 
-    def build(self, groups: list[dict[str, Any]], settings: Settings) -> torch.optim.Optimizer:
+    def build(self, groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
         return SignSGD(groups, settings.betas[0])
 
     def initial_state(self, weight: Tensor) -> dict[str, Tensor]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megasparse.config.schema import OptimizerConfig
+from megasparse.optimizers import build_optimizer
 from megasparse.optimizers.partitioned_adafactor import PartitionedAdafactor, Piece
-from megasparse.training.optimizer import build_optimizer
 
 SHAPES = {"matrix": (7, 5), "stack": (3, 4, 6), "row": (1, 9), "column": (8, 1), "four": (2, 2, 3, 2)}
 VECTORS = {"bias": (11,), "norm": (4,)}

@@ -11,9 +11,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megasparse.config.schema import Config
 from megasparse.data.batches import Step
 from megasparse.errors import StorageError, TrainingError
+from megasparse.optimizers import learning_rate
 from megasparse.training.checkpoints.manifest import list_checkpoints
 from megasparse.training.loop import train
-from megasparse.training.optimizer import learning_rate
 from megasparse.training.ranks import RunHooks, StopWanted
 from tests.helpers.tiny import TinyModel, metrics, read_metrics, tiny_config, tiny_run
 

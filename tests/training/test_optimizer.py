@@ -5,7 +5,7 @@ import math
 import pytest
 
 from megasparse.config.schema import OptimizerConfig
-from megasparse.training.optimizer import learning_rate
+from megasparse.optimizers import learning_rate
 
 
 def config(**values: object) -> OptimizerConfig:

@@ -7,6 +7,7 @@ digest. A text belongs to the split that its first byte lies in, of those that a
 
 import argparse
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel
 from tqdm import tqdm
 
 from megasparse.data.corpora.corpus import (
@@ -282,82 +282,54 @@ def _refuse_damaged(parts: Sequence[Part], files: Sequence[Examined]) -> None:
         raise DataError(str(part), problem, f"Up to {MOST_DAMAGED:.0%} are left out; check the source and its column")
 
 
-# report.json, beside the shards: what was read, and what is kept of it.
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
-class Lengths(BaseModel):
-    """Lengths of the documents, in bytes."""
+def write_report(source: RecordSource, index: Index, path: Path) -> dict[str, Any]:
+    """Write the report of a source whose shards have this index, and return it. It depends on nothing but the two.
 
-    mean: float
-    quantiles: dict[str, int]
-    edges: list[int]
-    """Powers of two: the i-th class is of lengths from edges[i] to below edges[i + 1]."""
-    documents: list[int]
-    """Documents of each class."""
-    bytes: list[int]
-    """Bytes of all documents of each class."""
-
-
-class RecordsReport(BaseModel):
-    """A source of records: what there was, and what is kept of it."""
-
-    source: list[str]
-    revision: str | None
-    """The revision of the source, if it has one."""
-    sha256: str
-    files: int
-    records: int
-    documents: int
-    bytes: int
-    left_out: dict[str, int]
-    """Records by the reason for which they are left out."""
-    lengths: Lengths
-    splits: dict[str, dict[str, int | float]]
-    """Documents, bytes, tokens and bytes a token of each."""
-    read: list[dict[str, str | int]]
-    """Each file, its records and documents."""
-
-
-def write_report(source: RecordSource, index: Index, path: Path) -> RecordsReport:
-    """Write the report of a source whose shards have this index. It depends on nothing but the two."""
+    It counts files, records, documents and bytes, the records left out by reason, the lengths of documents (see
+    `_lengths`), of each split its documents, bytes and tokens, and of each file its records and documents.
+    """
     lengths, counts, splits = source.lengths(), index.file.source["documents"], {}
     for name, split in index.file.splits.items():
         size = {"documents": counts[name], "bytes": split.raw_bytes or 0, "tokens": split.tokens}
         splits[name] = {**size, "bytes_per_token": round(size["bytes"] / split.tokens, 4)}
-    report = RecordsReport(
-        source=list(source.locations),
-        revision=source.facts.get("revision"),
-        sha256=source.sha256,
-        files=len(source.parts),
-        records=sum(file.records for file in source.examined),
-        documents=sum(map(len, lengths)),
-        bytes=source.total_bytes,
-        left_out=source.left_out(),
-        lengths=_lengths(np.concatenate(lengths)),
-        splits=splits,
-        read=[
+    report = {
+        "source": list(source.locations),
+        "revision": source.facts.get("revision"),
+        "sha256": source.sha256,
+        "files": len(source.parts),
+        "records": sum(file.records for file in source.examined),
+        "documents": sum(map(len, lengths)),
+        "bytes": source.total_bytes,
+        "left_out": source.left_out(),
+        "lengths": _lengths(np.concatenate(lengths)),
+        "splits": splits,
+        "read": [
             {"file": part.name, "records": file.records, "documents": len(taken)}
             for part, file, taken in zip(source.parts, source.examined, lengths, strict=True)
         ],
-    )
+    }
     with replacing(path) as file:
-        file.write(report.model_dump_json(indent=1).encode() + b"\n")
+        file.write(json.dumps(report, indent=1, ensure_ascii=False).encode() + b"\n")
     return report
 
 
-def _lengths(lengths: np.ndarray) -> Lengths:
-    """Return statistics of lengths, int64 (documents,), each above 0."""
+def _lengths(lengths: np.ndarray) -> dict[str, Any]:
+    """Return statistics of the bytes of documents, int64 (documents,), each above 0.
+
+    The i-th of `documents` and `bytes` are of the documents of edges[i] to below edges[i + 1] bytes, powers of two.
+    """
     classes = np.frexp(lengths.astype(np.float64))[1] - 1  # 2^class <= length < 2^(class + 1)
     first, last = int(classes.min()), int(classes.max())
-    count = last - first + 1
-    size = np.zeros(count, dtype=np.int64)
+    size = np.zeros(last - first + 1, dtype=np.int64)
     np.add.at(size, classes - first, lengths)
     quantiles = np.quantile(lengths, QUANTILES, method="inverted_cdf").tolist()
-    return Lengths(
-        mean=round(float(lengths.mean()), 2),
-        quantiles={str(part): int(value) for part, value in zip(QUANTILES, quantiles, strict=True)},
-        edges=[1 << power for power in range(first, last + 2)],
-        documents=np.bincount(classes - first, minlength=count).tolist(),
-        bytes=size.tolist(),
-    )
+    return {
+        "mean": round(float(lengths.mean()), 2),
+        "quantiles": {str(part): int(value) for part, value in zip(QUANTILES, quantiles, strict=True)},
+        "edges": [1 << power for power in range(first, last + 2)],
+        "documents": np.bincount(classes - first).tolist(),
+        "bytes": size.tolist(),
+    }

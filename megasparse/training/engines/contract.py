@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from megasparse.callbacks import Progress, silent
 from megasparse.config.schema import RunSettings
 from megasparse.data.batches import Batch
+from megasparse.optimizers import create_state, set_steps_done, state_tensors, steps_done
 from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment, persistent_buffers
-from megasparse.training.optimizer import create_state, set_steps_done, state_tensors, steps_done
 from megasparse.training.ranks import Ranks
 from megasparse.training.reporting.memory import bytes_of
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from megasparse.config.deepspeed_section import import_deepspeed, overlaps_communication
 from megasparse.config.schema import RunSettings
 from megasparse.data.batches import check_shares
+from megasparse.optimizers import build_optimizer, state_tensors
 from megasparse.optimizers.partitioned_adafactor import FACTORS, PartitionedAdafactor, Piece
 from megasparse.training.checkpoints.checkpoint import Fragment
 from megasparse.training.engines.contract import Engine, MakeRng, Weights, move_buffers, put, whole_fragments
-from megasparse.training.optimizer import build_optimizer, state_tensors
 from megasparse.training.ranks import Ranks
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from megasparse.config.schema import RunSettings
+from megasparse.optimizers import build_optimizer
 from megasparse.training.checkpoints.checkpoint import Fragment
 from megasparse.training.engines.contract import Engine, MakeRng, Weights, whole_fragments
-from megasparse.training.optimizer import build_optimizer
 from megasparse.training.ranks import Ranks
 
 

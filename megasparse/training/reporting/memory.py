@@ -1,15 +1,30 @@
-"""Memory of a rank by kind, in bytes."""
+"""Memory of a rank by kind, in bytes, and the report of a run that runs out of it."""
 
+import json
+import re
 import resource
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from megasparse.data.files import replacing
+from megasparse.errors import MemoryShortage
+from megasparse.training.ranks import Ranks
+
+if TYPE_CHECKING:
+    from megasparse.training.engines.contract import Engine
+
 KINDS = ("weights", "gradients", "optimizer")
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+HINT = (
+    "Use a smaller training.micro_batch, shorter sequences, a higher zero_optimization stage or more ranks; "
+    "`--dry-run` and `megasparse plan` predict the memory of a change"
+)
 
 
 def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> tuple[int, int]:
@@ -79,3 +94,43 @@ def _of_process() -> dict[str, int]:
         for name, field in (("resident", "VmRSS"), ("swapped", "VmSwap")):
             scalars[f"memory/{name}_bytes"] = 1024 * int(status.split(f"\n{field}:", 1)[1].split(maxsplit=1)[0])
     return scalars
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if Python, torch's allocators or CUDA report that memory did not suffice."""
+    texts = ("can't allocate memory", "CUDA error: out of memory")
+    by_text = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or by_text
+
+
+def requested_bytes(error: BaseException) -> int:
+    """Return the size of the failed allocation in torch's message; 0 if the message has none."""
+    match = re.search(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", str(error), re.IGNORECASE)
+    return int(float(match[1]) * UNITS[match[2]]) if match else 0
+
+
+def shortage(error: BaseException, engine: "Engine | None", ranks: Ranks, directory: Path) -> MemoryShortage:
+    """Print the held memory, write it to `directory`/out-of-memory-rank-N.json, and return the error to raise.
+
+    engine: None if memory did not suffice to build it.
+    """
+    device, held = ranks.device, dict.fromkeys(KINDS, 0)
+    if engine is not None:
+        parts = {"gradients": bytes_of(engine.gradients(), device), **engine.held()}
+        held |= {kind: on_device for kind, (on_device, _) in parts.items()}
+    used = torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
+    held["other"] = max(0, peak_bytes(device) - sum(held.values()))
+    requested, limit = requested_bytes(error), used + available_bytes(device)
+    rows = {("activations and other" if kind == "other" else kind): size for kind, size in held.items()}
+    rows |= {"peak": sum(held.values()), "failed allocation": requested, "limit": limit}
+    print("\n".join(f"{name:24} {size / 1e9:9,.2f} GB" for name, size in rows.items()), file=sys.stderr)
+    path = directory / f"out-of-memory-rank-{ranks.rank}.json"
+    counted = {"held": held, "requested": requested, "limit": limit}
+    facts: dict[str, Any] = {"error": str(error), "device": str(device), "counted": counted}
+    if device.type == "cuda":
+        facts |= {"statistics": torch.cuda.memory_stats(device), "segments": torch.cuda.memory_snapshot()}
+    with suppress(OSError), replacing(path) as file:
+        file.write(json.dumps(facts, indent=1).encode() + b"\n")
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    where = f"rank {ranks.rank} on {device}"
+    return MemoryShortage(f"{where} is out of memory ({reason.rstrip('.')}). {HINT}. All figures: {path}")

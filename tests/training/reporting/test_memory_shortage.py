@@ -9,8 +9,8 @@ from megasparse.config.load import load_config
 from megasparse.errors import MemoryShortage
 from megasparse.model.build import build_model
 from megasparse.training.engines.plain import TorchEngine
-from megasparse.training.reporting import memory_shortage
-from megasparse.training.reporting.memory_shortage import is_out_of_memory, requested_bytes
+from megasparse.training.reporting import memory
+from megasparse.training.reporting.memory import is_out_of_memory, requested_bytes
 from tests.helpers.tiny import tiny_config, tiny_run
 from tests.helpers.trained import prepared, trained
 
@@ -56,8 +56,8 @@ def test_a_pretraining_ends_with_a_table_of_what_was_held(tmp_path, monkeypatch,
     """The counts are those of the definition: fp32 weights, AdamW's two moments and its counters of steps."""
     data, run = prepared(tmp_path), tmp_path / "run"
     fail_in_step(monkeypatch, 3, torch.OutOfMemoryError(SAID))
-    monkeypatch.setattr(memory_shortage, "resident_bytes", lambda: 1000)
-    monkeypatch.setattr(memory_shortage, "available_bytes", lambda device: 24)
+    monkeypatch.setattr(memory, "resident_bytes", lambda: 1000)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 24)
     with pytest.raises(SystemExit) as ended:
         trained(data, run, ["local", "lsh"], 5)
     assert ended.value.code == MemoryShortage.exit_code == 7
