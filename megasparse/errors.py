@@ -14,6 +14,7 @@ traceback, with an exit code that says what to do. A bug of ours keeps its trace
 """
 
 import contextlib
+import copyreg
 import difflib
 import functools
 import os
@@ -21,7 +22,7 @@ import select
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 HANG = 5
 LOST_PEER = 6
@@ -36,6 +37,9 @@ class UserError(Exception):
     """Something the user can correct. The message is one line: what is wrong, where, its value, and what to do."""
 
     exit_code = 2
+
+    def __reduce__(self) -> tuple[Any, ...]:  # unpickled without the constructor, which takes other arguments
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class ConfigError(UserError):

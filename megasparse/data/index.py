@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from megasparse.data.index_file import INDEX_FILE, IndexFile, Shard, Split, TokenizerEntry, parse, parse_content
+from megasparse.data.index_file import INDEX_FILE, IndexFile, Shard, Split, parse, parse_content
 from megasparse.data.reader import check_size
 from megasparse.data.remote import RemoteFolder, ShardCache
 from megasparse.data.tokenizers import Tokenizer
@@ -77,10 +77,6 @@ class Index:
         record: int | None = self.file.settings.get("record")
         return record
 
-    @property
-    def tokenizer(self) -> TokenizerEntry:
-        return self.file.tokenizer
-
     @cached_property
     def fingerprint(self) -> str:
         """The sha256 over all that decides which tokens a run sees: tokenizer, and each split's shards in order."""
@@ -93,7 +89,7 @@ class Index:
 
     def require_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raise ConfigError unless the shards were made with exactly this tokenizer."""
-        made = self.tokenizer
+        made = self.file.tokenizer
         if (made.name, made.sha256) != (tokenizer.name, tokenizer.sha256):
             problem = (
                 f'"{tokenizer.name}" (sha256 {tokenizer.sha256[:12]}…), but the shards in {self.directory} '

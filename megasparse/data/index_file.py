@@ -2,7 +2,6 @@
 
 import json
 import os
-import stat
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from megasparse.data.files import replacing
+from megasparse.data.files import open_regular, replacing
 from megasparse.errors import DataError
 
 INDEX_FILE = "index.json"
@@ -128,7 +127,8 @@ def parse(path: Path, kind: type[File]) -> File:
 def parse_content(raw: bytes, path: Path | str, kind: type[File]) -> File:
     """Return the index file that is at `path`, a URL too, and has this content. Raises DataError as `parse` does."""
     try:
-        _check_json(raw)
+        # Refuse what JSON parsers take in different ways, before pydantic's reads it
+        json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant)
         file = kind.model_validate_json(raw)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
@@ -144,23 +144,13 @@ def parse_content(raw: bytes, path: Path | str, kind: type[File]) -> File:
 
 def _read(path: Path) -> bytes:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a fifo must not hold us up
-        with open(descriptor, "rb") as stream:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise DataError(path, "this is not a regular file", ANEW)
-            if status.st_size > MOST_BYTES:
-                raise DataError(
-                    path, f"{status.st_size:,} bytes are too many for an index (at most {MOST_BYTES:,})", ANEW
-                )
-            return stream.read(status.st_size)
+        with open(open_regular(path), "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size > MOST_BYTES:
+                raise DataError(path, f"{size:,} bytes are too many for an index (at most {MOST_BYTES:,})", ANEW)
+            return stream.read(size)
     except OSError as error:
         raise DataError(path, f"cannot be read: {error.strerror}", "Check the path and its permissions") from None
-
-
-def _check_json(raw: bytes) -> None:
-    """Raise ValueError for what JSON parsers take in different ways, RecursionError for too deep a nesting."""
-    json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -202,7 +202,12 @@ def _plan(
 
 def _write(plan: Progress, streams: CorpusSplits, encoder: Encoder, workers: Workers[Encoded], output: Path) -> bool:
     finished, ends = _finished(plan, output)
-    copy = _copy_tokenizer(encoder.file, output) if encoder.file else None
+    copy = None
+    if encoder.file:
+        copy, content = output / f"tokenizer{encoder.file.suffix}", encoder.file.read_bytes()
+        if not copy.exists() or copy.read_bytes() != content:
+            with replacing(copy) as out:
+                out.write(content)
     complete = (output / INDEX_FILE).exists()
     if complete and all(_is_whole(output, shard) for shard in finished.values()):
         return False
@@ -290,15 +295,6 @@ def _write_shard(path: Path, samples: Iterable[tuple[int, bytes]], width: Litera
         sha256=sha256,
         crc32="".join(crc32),
     )
-
-
-def _copy_tokenizer(tokenizer: Path, output: Path) -> Path:
-    """Return the copy of a tokenizer's file in the folder, written if it is not there."""
-    copy, content = output / f"tokenizer{tokenizer.suffix}", tokenizer.read_bytes()
-    if not copy.exists() or copy.read_bytes() != content:
-        with replacing(copy) as file:
-            file.write(content)
-    return copy
 
 
 def _finished(plan: Progress, output: Path) -> tuple[dict[str, Shard], dict[str, StreamPosition]]:

@@ -5,7 +5,6 @@ missing or damaged shard is an error that names it.
 """
 
 import os
-import stat
 import zlib
 from collections import OrderedDict
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megasparse.callbacks import Progress, silent
-from megasparse.data.files import file_sha256
+from megasparse.data.files import file_sha256, open_regular
 from megasparse.data.index_file import AGAIN, INDEX_FILE, TAR_HEADER, Shard, tar_stride
 from megasparse.errors import DataError
 
@@ -84,7 +83,7 @@ class ShardFile:
     def __init__(self, path: Path, shard: Shard, sample_bytes: int):
         self.path, self.shard, self._sample_bytes = path, shard, sample_bytes
         try:
-            self.descriptor = _open(path)
+            self.descriptor = open_regular(path)
         except OSError as error:
             raise unreadable(path, error) from None
         try:
@@ -132,15 +131,6 @@ class ShardFile:
                 raise DataError(self.path, problem, AGAIN)
             view, position = view[count:], position + count
         return torch.from_numpy(np.frombuffer(raw, dtype=f"<u{width}").astype(np.int64))
-
-
-def _open(path: Path) -> int:
-    """Return a descriptor of the file. Raises OSError also for a fifo, which would never end, and for a folder."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(None, "this is not a regular file")
-    return descriptor
 
 
 class ShardReader:

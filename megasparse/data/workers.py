@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import resource_tracker
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
-from megasparse.errors import ConfigError, UserError
+from megasparse.errors import ConfigError
 
 BATCH_BYTES, BATCH_PIECES = 1 << 20, 256  # of a task: small pieces go together
 
@@ -40,7 +40,7 @@ class Workers(Generic[Result]):
         if self._count == 1:
             yield from map(self._work, pieces)
             return
-        waiting: deque[Future[list[Result] | Refused]] = deque()
+        waiting: deque[Future[list[Result]]] = deque()
         for batch in grouped(pieces, BATCH_BYTES, self._task_pieces):
             waiting.append(self._submit(batch))
             if len(waiting) == 2 * self._count:
@@ -48,7 +48,7 @@ class Workers(Generic[Result]):
         while waiting:
             yield from _result(waiting.popleft())
 
-    def _submit(self, batch: list[bytes]) -> "Future[list[Result] | Refused]":
+    def _submit(self, batch: list[bytes]) -> "Future[list[Result]]":
         if self._pool is None:
             resource_tracker.ensure_running()  # its own start would undo the mask below
             spawn = multiprocessing.get_context("spawn")
@@ -77,24 +77,11 @@ def grouped(pieces: Iterable[bytes], most_bytes: int, most_pieces: int | None = 
         yield group
 
 
-class Refused(NamedTuple):
-    """A UserError on its way here: those with several arguments cannot be unpickled."""
-
-    kind: type[UserError]
-    message: str
-    entries: dict[str, Any]
-
-
-def _result(task: "Future[list[Result] | Refused]") -> list[Result]:
+def _result(task: "Future[list[Result]]") -> list[Result]:
     try:
-        result = task.result()
+        return task.result()
     except BrokenProcessPool:
         raise _killed() from None
-    if isinstance(result, Refused):
-        error = result.kind.__new__(result.kind, result.message)
-        error.__dict__.update(result.entries)
-        raise error
-    return result
 
 
 def _killed() -> ConfigError:
@@ -117,11 +104,8 @@ def _start(work: Callable[[bytes], Any]) -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-def _results(batch: list[bytes]) -> list[Any] | Refused:
-    try:
-        return [_work(piece) for piece in batch]
-    except UserError as error:
-        return Refused(type(error), str(error), vars(error))
+def _results(batch: list[bytes]) -> list[Any]:
+    return [_work(piece) for piece in batch]
 
 
 _work: Callable[[bytes], Any]

@@ -92,13 +92,13 @@ def train(run: TrainingRun) -> RunResult:
 
 
 def _result(run: TrainingRun, state: LoopState) -> RunResult:
-    complete = state.step >= run.config.training.steps or state.ended_early
+    complete = state.step >= run.config.training.steps or bool(state.ended_early)
     return RunResult(Path(run.config.run.directory), state.step, complete)
 
 
 def _nothing_to_do(state: LoopState, steps: int, last: int) -> str:
     if state.ended_early:
-        return f"nothing left to do: {state.verdict}"
+        return f"nothing left to do: {state.ended_early}"
     if state.step < steps:
         where = "is" if last == state.step else "lies behind"
         return f"--stop-at {last}: step {last} {where} the run's step {state.step} of {steps}. Give a later one"
@@ -109,7 +109,7 @@ def _last_words(state: LoopState, steps: int) -> str:
     if state.step == steps:
         return f"done: {steps} steps"
     if state.ended_early:
-        return f"done early, after step {state.step} of {steps}: {state.verdict}"
+        return f"done early, after step {state.step} of {steps}: {state.ended_early}"
     return f"stopped after step {state.step} of {steps}, as asked; started again, the run goes on from there"
 
 

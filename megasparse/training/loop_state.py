@@ -145,14 +145,9 @@ class LoopState:
         return self.guard.note(result.loss, result.applied)
 
     @property
-    def ended_early(self) -> bool:
-        """True if the selection has ended training."""
-        return self.selection is not None and self.selection.exhausted
-
-    @property
-    def verdict(self) -> str:
-        """Reason why the selection ended training."""
-        return "" if self.selection is None else self.selection.verdict()
+    def ended_early(self) -> str:
+        """Reason why the selection ended training; empty if it did not."""
+        return self.selection.verdict() if self.selection is not None and self.selection.exhausted else ""
 
     def save(self, engine: Engine, saver: Saver) -> None:
         """Save this step, unless it is saved or being saved."""

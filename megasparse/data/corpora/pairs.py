@@ -17,6 +17,7 @@ from megasparse.data.corpora.corpus import (
     Corpus,
     CorpusSettings,
     CorpusSplits,
+    add_sample_argument,
     add_source_arguments,
     add_split_argument,
     add_tokenizer_argument,
@@ -165,38 +166,32 @@ class DocumentSpan(NamedTuple):
     """Its lines that are not empty, and an empty one."""
 
 
-def text_documents(source: Source, ends: str) -> Iterator[DocumentSpan]:
-    """Yield all documents in turn. ends: one of ENDS."""
-    start = 0
-    for part in source.parts:
-        yield from _documents(part, start, ends)
-        start += part.size
-
-
 def packed(documents: Iterable[DocumentSpan]) -> Iterator[bytes]:
     """Join as many documents to a piece as fit 1 MiB."""
     return map(b"".join, grouped((document.text for document in documents), PIECE))
 
 
-def _documents(part: Part, position: int, ends: str) -> Iterator[DocumentSpan]:
-    """Yield the documents of one file, whose first byte is at `position` of the source."""
-    text_lines: list[bytes] = []
-    size, start = 0, -1
-    for line in (line for piece in text_pieces(part.pieces()) for line in piece.splitlines(keepends=True)):
-        text = line.strip()
-        border = not text if ends == "empty-lines" else ends == "doc-tags" and _TAG.match(text) is not None
-        if text_lines and (border or size + len(text) + 2 > PIECE):
+def text_documents(source: Source, ends: str) -> Iterator[DocumentSpan]:
+    """Yield all documents in turn. ends: one of ENDS."""
+    position = 0
+    for part in source.parts:
+        text_lines: list[bytes] = []
+        size, start = 0, -1
+        for line in (line for piece in text_pieces(part.pieces()) for line in piece.splitlines(keepends=True)):
+            text = line.strip()
+            border = not text if ends == "empty-lines" else ends == "doc-tags" and _TAG.match(text) is not None
+            if text_lines and (border or size + len(text) + 2 > PIECE):
+                yield DocumentSpan(start, b"\n".join([*text_lines, b"", b""]))
+                text_lines, size = [], 0
+            if border:
+                start = -1
+            elif text:
+                start = position if start < 0 else start
+                text_lines.append(text)
+                size += len(text) + 1
+            position += len(line)
+        if text_lines:
             yield DocumentSpan(start, b"\n".join([*text_lines, b"", b""]))
-            text_lines, size = [], 0
-        if border:
-            start = -1
-        elif text:
-            start = position if start < 0 else start
-            text_lines.append(text)
-            size += len(text) + 1
-        position += len(line)
-    if text_lines:
-        yield DocumentSpan(start, b"\n".join([*text_lines, b"", b""]))
 
 
 def sentences(line: str) -> list[str]:
@@ -270,9 +265,7 @@ class Parallel(Corpus):
                 metavar="TOKENS",
                 help=f"of the {side} in a record, its end included (default: %(default)s)",
             )
-        parser.add_argument(
-            "--sample-bytes", type=positive, default=65_536, help="bytes in a sample (default: %(default)s)"
-        )
+        add_sample_argument(parser)
 
     def encoder(self, settings: CorpusSettings) -> "ParallelEncoder":
         return ParallelEncoder(settings["tokenizer"], settings["source_length"], settings["target_length"])

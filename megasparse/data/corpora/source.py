@@ -255,26 +255,18 @@ def read(part: Part) -> Iterator[bytes]:
     """Yield the content of a part, decompressed, up to 1 MiB at a time. Raises DataError when it cannot be read."""
     try:
         compressed, size = part.path.stat().st_size, 0
+        name = part.member or part.path.name
+        decompress = None if part.raw else DECOMPRESS.get(Path(name).suffix.lower())
         with ExitStack() as stack:
-            stream = _open(part, stack)
+            opened = part.path.open("rb") if part.member is None else _archive(part.path).open(part.member)
+            stream: IO[bytes] = stack.enter_context(opened)
+            stream = stack.enter_context(decompress(stream)) if decompress else stream
             while piece := stream.read(PIECE):
                 size += len(piece)
                 _refuse_bomb(part, size, compressed)
                 yield piece
     except UNREADABLE as error:
         raise _unreadable(part, error) from None
-
-
-def _open(part: Part, stack: ExitStack) -> IO[bytes]:
-    """Return the stream of a part, decompressed unless it is taken as it is."""
-    stream: IO[bytes]
-    if part.member is None:
-        stream = stack.enter_context(part.path.open("rb"))
-    else:
-        stream = stack.enter_context(_archive(part.path).open(part.member))
-    name = part.member or part.path.name
-    decompress = None if part.raw else DECOMPRESS.get(Path(name).suffix.lower())
-    return stack.enter_context(decompress(stream)) if decompress else stream
 
 
 def _refuse_bomb(what: Part | Path, size: int, compressed: int) -> None:

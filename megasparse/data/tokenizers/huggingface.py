@@ -183,13 +183,10 @@ class HuggingFaceTokenizer(Tokenizer):
     def _byte_table(self) -> list[bytes]:
         added = {token["id"] for token in self._values["added_tokens"]}
         special = set(self._special_ids.values())
-        table = []
-        for token, name in enumerate(self._names):
-            if name is None or token in special:
-                table.append(b"")
-            else:
-                table.append(name.encode() if token in added else raw(name))
-        return table
+        names = (None if token in special else name for token, name in enumerate(self._names))
+        return [
+            b"" if name is None else name.encode() if token in added else raw(name) for token, name in enumerate(names)
+        ]
 
 
 def _parts(value: Any, key: str) -> Iterator[dict[str, Any]]:

@@ -188,7 +188,12 @@ def train_sentencepiece(lines: Iterator[str], vocabulary: int, model_type: str, 
             minloglevel=1,
         )
     except RuntimeError as error:
-        raise _as_config_error(vocabulary, str(error)) from None
+        problem, hint = f"sentencepiece: {' '.join(str(error).split())}", "Give another one, or other text"
+        if match := re.search(r"too high.*<= (\d+)", str(error)):
+            problem, hint = f"{vocabulary} pieces are not in so little text", f"Give at most {match[1]}, or more text"
+        elif match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
+            problem, hint = f"{vocabulary} is too small for the characters", f"Give more than {match[1]}"
+        raise ConfigError("--vocabulary", problem, hint) from None
     return _rounded(written.getvalue()) if model_type == "unigram" else written.getvalue()
 
 
@@ -202,15 +207,3 @@ def _rounded(model: bytes) -> bytes:
         piece.score = round(piece.score * GRID) / GRID
     data: bytes = proto.SerializeToString(deterministic=True)
     return data
-
-
-def _as_config_error(vocabulary: int, problem: str) -> ConfigError:
-    """Return the error for what sentencepiece says of a vocabulary that does not fit the text."""
-    if match := re.search(r"too high.*<= (\d+)", problem):
-        hint = f"Give at most {match[1]}, or more text"
-        return ConfigError("--vocabulary", f"{vocabulary} pieces are not in so little text", hint)
-    if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", problem):
-        return ConfigError(
-            "--vocabulary", f"{vocabulary} is too small for the characters", f"Give more than {match[1]}"
-        )
-    return ConfigError("--vocabulary", f"sentencepiece: {' '.join(problem.split())}", "Give another one, or other text")

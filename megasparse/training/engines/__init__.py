@@ -22,17 +22,12 @@ def build_engine(
     if checkpoint is not None:
         load_buffers(model, checkpoint)
     weights = Weights(model, initial, checkpoint)
-    engine = _engine_class(config)(model, config, make_rng, ranks, weights)
+    engine_class: Callable[[nn.Module, RunSettings, MakeRng, Ranks, Weights], Engine]
+    if config.run.engine == "torch":
+        from megasparse.training.engines.plain import TorchEngine as engine_class
+    else:
+        from megasparse.training.engines.deepspeed import DeepSpeedEngine as engine_class  # takes seconds to import
+    engine = engine_class(model, config, make_rng, ranks, weights)
     if checkpoint is not None:
         engine.load(checkpoint)
     return engine
-
-
-def _engine_class(config: RunSettings) -> Callable[[nn.Module, RunSettings, MakeRng, Ranks, Weights], Engine]:
-    if config.run.engine == "torch":
-        from megasparse.training.engines.plain import TorchEngine
-
-        return TorchEngine
-    from megasparse.training.engines.deepspeed import DeepSpeedEngine  # takes seconds to import
-
-    return DeepSpeedEngine

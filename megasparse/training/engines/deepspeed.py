@@ -66,18 +66,14 @@ class DeepSpeedEngine(Engine):
         for name, weight in weights.model.named_parameters():
             size = -(-weight.numel() // ranks)
             start = min(self.ranks.rank % ranks * size, weight.numel())
-            put(weight, self._with_piece(weights, name, weight, start, min(size, weight.numel() - start)))
+            stop, dtype = min(start + size, weight.numel()), torch.bfloat16 if self._rounded else weight.dtype
+            piece = weights.read(name, weight, start, stop - start)
+            whole = torch.empty(weight.shape, dtype=dtype, device=self.ranks.device)  # nothing else of it is written
+            whole.view(-1)[start:stop] = piece
+            put(weight, whole)
             init._convert_to_deepspeed_param(weight)
             weight.partition()
         move_buffers(weights.model, self.ranks.device)
-
-    def _with_piece(self, weights: Weights, name: str, weight: Tensor, start: int, numel: int) -> Tensor:
-        """A weight of which nothing is written but the elements [start, start + numel), on the device."""
-        dtype = torch.bfloat16 if self._rounded else weight.dtype
-        piece = weights.read(name, weight, start, numel)
-        whole = torch.empty(weight.shape, dtype=dtype, device=self.ranks.device)
-        whole.view(-1)[start : start + numel] = piece
-        return whole
 
     def evaluate(self, tokens: Tensor, rng: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():

@@ -202,7 +202,7 @@ def test_shards_hold_the_pixels_of_whole_images(tmp_path):
         again = prepare("images", source, output, options=OPTIONS, sample_bytes=500, shard_bytes=900, command="a test")
         assert again is written
     index = Index.load(output)
-    assert index.record == 192 and index.sample_bytes == 384 and index.tokenizer.name == "pixels"
+    assert index.record == 192 and index.sample_bytes == 384 and index.file.tokenizer.name == "pixels"
     assert [shard.samples for shard in index.split("train").shards] == [2, 2, 1]
     for name, first in (("train", 0), ("test", 1)):
         assert everything(index, name).tolist() == ALL[first::2].reshape(-1).tolist()
