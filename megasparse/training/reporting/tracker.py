@@ -1,10 +1,10 @@
 """A run's records: every scalar of every step to metrics.jsonl, some to TensorBoard, one more backend and the progress
 line.
 
-docs/monitoring.md lists the scalars. Only rank 0 writes. Storage or a terminal that fails ends no training.
+docs/monitoring.md lists the scalars. Only rank 0 writes. Storage or a terminal that fails ends no training: stderr may
+be a pipe whose reader is gone, or a file on a full disk.
 """
 
-import contextlib
 import importlib.util
 import json
 import math
@@ -14,10 +14,10 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ class Tracker:
         self._every, self._steps, self._world_size = config.logging.every, config.training.steps, ranks.world_size
         self._peak = _known_peak(ranks.device)
         self._flops = dict(zip(("model", "hardware"), flops_per_token, strict=False))
+        self._backends: dict[str, Any] = {}
         if not self.writing:
             return
         self._bar = tqdm(total=self._steps, initial=start_step, unit="step", dynamic_ncols=True, disable=None)
@@ -80,10 +81,10 @@ class Tracker:
         if sink is not None and importlib.util.find_spec(sink) is None:
             hint = f"pip install 'megasparse[{sink}]', or null"
             raise ConfigError("logging.sink", f'"{sink}" is not installed', hint)
-        self._backends: dict[str, Any] = {}
-        for name in ("TensorBoard", sink):
-            if name is not None:
-                self._guard(name, partial(self._open, name, directory, start_step + 1, config))
+        settings = config.model_dump(mode="json")
+        for name in filter(None, ("TensorBoard", sink)):
+            if backend := self._guard(name, partial(BACKENDS[name], directory, start_step + 1, settings)):
+                self._backends[name] = backend
 
     def speed(self, tokens: int, step_seconds: float, data_seconds: float) -> dict[str, float]:
         """Return the scalars of speed for a step of `tokens` tokens over all ranks, which waited for its data."""
@@ -105,7 +106,7 @@ class Tracker:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
         self._metrics.append({"step": step, **finite})
-        with _no_terminal_matters():
+        with suppress(OSError):
             self._bar.update()
         evaluated = any(name.startswith(("evaluation/", "quality/")) for name in scalars)
         if step % self._every == 0 or step == self._steps or evaluated:
@@ -114,13 +115,11 @@ class Tracker:
 
     def text(self, step: int, name: str, text: str) -> None:
         """Write a text sample to the backends."""
-        if self.writing:
-            self._each("text", step, name, f"```\n{text}\n```")
+        self._each("text", step, name, f"```\n{text}\n```")
 
     def image(self, step: int, name: str, picture: Tensor) -> None:
         """Write a picture (height, width, 3) uint8 to the backends."""
-        if self.writing:
-            self._each("image", step, name, picture)
+        self._each("image", step, name, picture)
 
     def event(self, step: int, message: str) -> None:
         """Report something out of the ordinary to stderr, the backends and events.jsonl, which restarts keep."""
@@ -133,23 +132,21 @@ class Tracker:
     def say(self, message: str) -> None:
         """Print a line for people on rank 0's stderr."""
         if self.writing:
-            with _no_terminal_matters():
+            with suppress(OSError):
                 self._bar.write(message, file=sys.stderr)
-
-    def _open(self, name: str, directory: Path, first_step: int, config: RunSettings) -> None:
-        self._backends[name] = BACKENDS[name](directory, first_step, config.model_dump(mode="json"))
 
     def _each(self, method: str, *arguments: Any) -> None:
         for name, backend in list(self._backends.items()):
             self._guard(name, partial(getattr(backend, method), *arguments))
 
-    def _guard(self, name: str, call: Callable[[], None]) -> None:
-        """Call a backend; an error switches it off."""
+    def _guard(self, name: str, call: Callable[[], Any]) -> Any:
+        """Return the result of a call to a backend, None after an error, which switches it off."""
         try:
-            call()
+            return call()
         except Exception as error:  # a background thread's is raised at the next call, of whatever kind it was
             self._backends.pop(name, None)
             self.say(f"{name} is switched off until the run is started again ({error}). metrics.jsonl has every number")
+            return None
 
     def _show_progress(self, step: int, scalars: dict[str, float], evaluated: bool) -> None:
         parts = [f"loss {scalars['train/loss']:.4f}"]
@@ -159,17 +156,15 @@ class Tracker:
             f"lr {scalars['optimizer/learning_rate']:.2e}",
             f"{scalars['speed/tokens_per_second']:,.0f} tokens/s",
         ]
-        if "evaluation/bits_per_dim" in scalars:
-            parts.append(f"held-out {scalars['evaluation/bits_per_dim']:.4f} bits/dim")
-        elif "evaluation/loss" in scalars:
-            metrics = [
-                f"{name.removeprefix('evaluation/')} {x:.4f}"
-                for name, x in scalars.items()
-                if name.startswith("evaluation/")
-            ]
-            parts.append(f"held-out {', '.join(metrics)}")
+        held_out = {
+            name.removeprefix("evaluation/"): x for name, x in scalars.items() if name.startswith("evaluation/")
+        }
+        if "bits_per_dim" in held_out:
+            parts.append(f"held-out {held_out['bits_per_dim']:.4f} bits/dim")
+        elif "loss" in held_out:
+            parts.append(f"held-out {', '.join(f'{name} {x:.4f}' for name, x in held_out.items())}")
         if not self._bar.disable:
-            with _no_terminal_matters():
+            with suppress(OSError):
                 self._bar.set_postfix_str(", ".join(parts))
             return
         now = time.monotonic()
@@ -178,27 +173,20 @@ class Tracker:
             left = (now - self._began) / (step - self._start_step) * (self._steps - step)
             minutes, seconds = divmod(int(left), 60)
             clock = f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
-            with _no_terminal_matters():
+            with suppress(OSError):
                 print(f"step {step}/{self._steps}: {', '.join(parts)}, {clock} left", file=sys.stderr, flush=True)
 
     def __enter__(self) -> "Tracker":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self.writing:
-            with _no_terminal_matters():
+            with suppress(OSError):
                 self._bar.close()
             self._metrics.close()
             self._events.close()
             self._each("close")
             self._backends.clear()
-
-
-def _no_terminal_matters() -> contextlib.suppress:
-    """Write to stderr, which may be a pipe whose reader is gone, or a file on a full disk."""
-    return contextlib.suppress(OSError)
 
 
 def _known_peak(device: torch.device) -> float | None:
@@ -235,15 +223,16 @@ class JsonLines:
             self._write()
         except OSError as error:
             if not self._failing:
-                self._report(
-                    f"{self.path} cannot be written ({error.strerror}; {_free(self.path)}): its lines are kept in "
-                    "memory and written when it works again. Training goes on"
-                )
+                free = "free space unknown"
+                with suppress(OSError):
+                    free = f"{shutil.disk_usage(self.path.parent).free:,} bytes are free"
+                problem = f"{self.path} cannot be written ({error.strerror}; {free})"
+                self._report(f"{problem}: its lines are kept in memory and written when it works again")
             self._failing = True
-            return
-        if self._failing:
+        else:
+            if self._failing:
+                self._report(f"{self.path} can be written again: no line is missing")
             self._failing = False
-            self._report(f"{self.path} can be written again: no line is missing")
 
     def close(self) -> None:
         """Write the lines that wait, and report those that could not be written."""
@@ -263,11 +252,11 @@ class JsonLines:
             while written < len(data):
                 written += os.pwrite(descriptor, data[written:], self._length + written)
         except OSError:
-            with contextlib.suppress(OSError):  # or when it works again
+            with suppress(OSError):  # or when it works again
                 os.ftruncate(descriptor, self._length or 0)
             raise
         finally:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.close(descriptor)
         self._length += len(data)
         self._waiting.clear()
@@ -289,13 +278,6 @@ def _is_until(line: bytes, last_step: int | None) -> bool:
         return last_step is None or json.loads(line)["step"] <= last_step
     except (ValueError, KeyError, TypeError):
         return False
-
-
-def _free(path: Path) -> str:
-    try:
-        return f"{shutil.disk_usage(path.parent).free:,} bytes are free"
-    except OSError:
-        return "free space unknown"
 
 
 class TensorBoard:
