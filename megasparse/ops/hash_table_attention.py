@@ -341,7 +341,8 @@ def _pair_gradients(q: Tensor, k: Tensor, v: Tensor, g: Tensor, meet: Buckets, c
     q, g: (G, Lq, D). k, v: (G, Lk, D). causal: only j <= i.
     """
     runs = _key_runs(meet, causal)
-    into_q, into_k = torch.zeros_like(q), torch.zeros_like(k)
+    # Contiguous whatever the strides of q and k: `flatten` of the targets must not copy
+    into_q, into_k = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k))
     sources, targets = [x.flatten(0, 1) for x in (q, k, v, g)], [x.flatten(0, 1) for x in (into_q, into_k)]
     for first, last in _query_ranges(runs.size):
         query, key, count = _colliding(runs, first, last, q.shape[1])

@@ -135,6 +135,14 @@ def test_auto_takes_the_procedure_with_less_to_do(code_bits, chosen, monkeypatch
     assert set(calls) == {chosen}
 
 
+@PROCEDURES
+def test_heads_inside_tokens_of_one_sequence(backward):
+    """As a projection leaves them; batch and heads then merge without a copy, and keep their strides."""
+    heads = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in random_heads(20, batch=1)]
+    codes = random_codes(heads, 2, 3)
+    assert_equal_to_the_definition(hash_table_attention, heads, codes, backward, code_bits=3, causal=True)
+
+
 def test_two_runs_are_bit_identical(implementation):
     heads = random_heads(20, dim=8, dtype=torch.float32, device=DEVICE)
     for backward in ["auto"] if implementation == "triton" else ["tables", "pairs"]:
