@@ -15,6 +15,9 @@ import torch.distributed
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+_all_gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
+"""Its name from torch 2.13 on, where the old one warns."""
+
 
 @dataclass(frozen=True)
 class SequencePart:
@@ -97,8 +100,7 @@ class SequencePart:
         if self.size == 1:
             return x
         wide = x.to(torch.uint8) if x.dtype == torch.bool else x
-        pieces = _Exchange.apply(wide.expand(self.size, *x.shape), self.group)
-        return torch.cat(pieces.unbind(0), dim).to(x.dtype)
+        return _Gather.apply(wide, self.group).movedim(0, dim).flatten(dim, dim + 1).to(x.dtype)
 
     def gather_heads(self, x: Tensor) -> Tensor:
         """(B, H/W, ...) of each rank's heads to (B, H, ...) of all, on every rank."""
@@ -112,18 +114,19 @@ class SequencePart:
         """(B, H, L/S, D) each, of all heads, to (B, H/W, L, D) each, of this rank's heads. One message."""
         if self.size == 1:
             return tensors
-        by_way = torch.stack([x.unflatten(1, (self.ways, -1)).movedim(1, 0) for x in tensors], dim=1)
-        received = _Exchange.apply(by_way.repeat_interleave(self.copies, dim=0), self.group)  # (S, n, B, H/W, L/S, D)
-        return received.movedim(0, 3).flatten(3, 4).unbind(0)
+        by_way = [x.transpose(1, 2).unflatten(2, (self.ways, 1, -1)).movedim((2, 3, 1), (0, 1, 2)) for x in tensors]
+        sent = torch.stack([x.expand(-1, self.copies, *x.shape[2:]) for x in by_way], dim=3).flatten(0, 1)
+        # (S, L/S, n, B, H/W, D): tokens before heads, so that all tokens are a view of what arrives
+        received = _Exchange.apply(sent, self.group).flatten(0, 1)
+        return tuple(x.permute(1, 2, 0, 3) for x in received.unbind(1))
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """Back: (B, H/W, L, D), which C ranks have alike, to (B, H, L/S, D). Each token comes from one of them."""
         if self.size == 1:
             return x
-        by_rank = x.unflatten(2, (self.size, -1)).movedim(2, 0)  # (S, B, H/W, L/S, D)
-        if self.copies > 1:
-            by_rank = by_rank[torch.tensor(self.answers, device=x.device)]
-        return _Exchange.apply(by_rank, self.group, self.answers).movedim(0, 1).flatten(1, 2)
+        pieces = zip(x.chunk(self.size, dim=2), self.answers, strict=True)
+        sent = torch.stack([piece for piece, answered in pieces if answered])  # (W, B, H/W, L/S, D)
+        return _Exchange.apply(sent, self.group, self.answers).movedim(0, 1).flatten(1, 2)
 
     def parts_to_tokens(self, out: Tensor, lse: Tensor) -> list[tuple[Tensor, Tensor]]:
         """`to_tokens` of what C ranks have found for all tokens, out (B, H/W, L, D) and lse (B, H/W, L): C of each."""
@@ -170,6 +173,26 @@ class _Exchange(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _exchanged(grads[0], ctx.group, ctx.ranks), None, None
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather x (...) of S ranks to (S, ...).
+
+    The backward is an all-to-all and a sum in the order of the ranks. It sends as many bytes as a reduce-scatter, whose
+    order of summation depends on the backend and which rounds after each addition.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+        ctx.group = group
+        out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+        _all_gather(out, x.contiguous(), group=group)
+        return out.unflatten(0, (-1, x.shape[0]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchanged(grads[0], ctx.group, None).sum(0), None
 
 
 def _exchanged(x: Tensor, group: torch.distributed.ProcessGroup, ranks: list[bool] | None) -> Tensor:

@@ -1,0 +1,56 @@
+"""Copies and messages of shared sequences, counted with a process group that sends nothing."""
+
+import pytest
+import torch
+import torch.distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megasparse.attention.sequence_part import SequencePart
+from tests.helpers.peak_memory import PeakMemory
+
+RANKS, LENGTH, DIM = 4, 6, 8
+
+
+class Allocations(PeakMemory):
+    """Also `made`, the bytes of all storages made."""
+
+    made = 0
+
+    def _made(self, size: int) -> None:
+        super()._made(size)
+        self.made += size
+
+
+@pytest.fixture
+def part():
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=RANKS)
+    yield SequencePart.of(torch.distributed.group.WORLD)
+    torch.distributed.destroy_process_group()
+
+
+def projected(heads: int) -> torch.Tensor:
+    """Heads as a projection leaves them, (1, H, L/S, D)."""
+    return torch.randn(1, LENGTH, heads, DIM).transpose(1, 2).requires_grad_()
+
+
+@pytest.mark.parametrize(("heads", "copies"), [(8, 1), (2, 2)])
+def test_an_exchange_of_heads_copies_once_before_and_not_after(part, heads, copies):
+    """Forward: what is sent and what arrives, of which all tokens are a view. Backward: the same, and the gradient."""
+    tensors = [projected(heads) for _ in range(3)]
+    sent = sum(x.numel() for x in tensors) * 4 * copies
+    with Allocations() as forward:
+        moved = part.of_heads(heads).to_heads(*tensors)
+    assert {x.shape for x in moved} == {(1, heads * copies // RANKS, LENGTH * RANKS, DIM)}
+    assert forward.made == 2 * sent
+    gradients = [torch.randn_like(x) for x in moved]
+    with Allocations() as backward:
+        torch.autograd.grad(moved, tensors, gradients)
+    assert backward.made == 2 * sent + sent // copies
+
+
+def test_a_gather_makes_only_what_it_returns(part):
+    x = torch.randn(1, LENGTH, DIM)
+    with Allocations() as memory:
+        whole = part.gather(x, 1)
+    assert whole.shape == (1, LENGTH * RANKS, DIM)
+    assert memory.made == whole.numel() * 4
