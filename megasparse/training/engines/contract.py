@@ -71,8 +71,10 @@ class Engine(ABC):
         self._clipping = config.training.gradient_clipping
         self._shared: dict[str, Any] = {} if ranks.sequence is None else {"sequence": ranks.sequence}
         """Arguments of the model's forward where ranks share sequences."""
-        self._counting = bool(self._shared) or getattr(model, "varying_token_counts", False)
-        """True if micro-batches, or the ranks' parts of them, can have different numbers of scored tokens."""
+        self._varying = getattr(model, "varying_token_counts", False)
+        """True if micro-batches can have different numbers of scored tokens."""
+        self._fixed_divisors: dict[Any, float] = {}
+        """Where they cannot, but the ranks' parts of them can: `_mean_scored` by the shapes of the micro-batches."""
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         """Weights that the optimizer updates and a checkpoint stores; frozen ones are not among them."""
         self._shapes = {name: tuple(p.shape) for name, p in self._trained.items()}
@@ -89,7 +91,7 @@ class Engine(ABC):
         ranks, have equally many tokens.
 
         Every scored token of the global batch weighs the same. Without padding and separators all micro-batches have
-        equally many; with them, or where ranks share sequences, they are counted first.
+        equally many; with them they are counted first, and where ranks share sequences, once for each shape.
 
         progress: called before each of a micro-batch's two passes.
         """
@@ -97,7 +99,7 @@ class Engine(ABC):
             group["lr"] = learning_rate
         sums: dict[str, Tensor] = {}
         inputs = [(self._moved(batch.tokens), self._moved(batch.samples)) for batch in micro_batches]
-        divisor = self._mean_scored(micro_batches) if self._counting else None
+        divisor = self._divisor(micro_batches)
         totals: StepTotals | None = None
         for number, (tokens, samples) in enumerate(inputs, start=1):
             progress(f"step {step}, micro-batch {number}")
@@ -168,6 +170,17 @@ class Engine(ABC):
             prefix = name.removesuffix("layers")
             total |= {f"{prefix}layer_{layer}": value for layer, value in enumerate(entry) if not math.isnan(value)}
         return total
+
+    def _divisor(self, micro_batches: Sequence[Batch]) -> float | None:
+        """Return what the sums of nats are divided by; None for each micro-batch's own scored tokens."""
+        if self._varying:
+            return self._mean_scored(micro_batches)
+        if not self._shared:
+            return None
+        shapes = tuple(batch.tokens.shape for batch in micro_batches)
+        if shapes not in self._fixed_divisors:
+            self._fixed_divisors[shapes] = self._mean_scored(micro_batches)
+        return self._fixed_divisors[shapes]
 
     def _mean_scored(self, micro_batches: Sequence[Batch]) -> float:
         """Scored tokens a micro-batch of this step, mean over all ranks."""

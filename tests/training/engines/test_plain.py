@@ -7,6 +7,8 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megasparse.data.batches import Batch
 from megasparse.errors import CheckpointError, ConfigError
@@ -137,3 +139,32 @@ def test_what_deepspeed_prints_and_logs_goes_into_the_runs_folder(tmp_path, caps
     log = (tmp_path / "deepspeed.log").read_text()
     assert log == "first MA 0.51 GB\nfirst setting\nsecond MA 0.51 GB\nsecond setting\n"
     assert capsys.readouterr().out == "afterwards\n" and not (tmp_path / "missing").exists()
+
+
+class Counted(TinyModel):
+    """Counts the calls of `count_scored`."""
+
+    calls = 0
+
+    def __init__(self, varying: bool):
+        super().__init__()
+        self.varying_token_counts = varying
+
+    def count_scored(self, tokens: torch.Tensor, sequence: object) -> torch.Tensor:
+        self.calls += 1
+        return torch.tensor(tokens.numel())
+
+    def forward(self, tokens, rng, divisor, sequence):
+        return super().forward(tokens, rng)
+
+
+@pytest.mark.parametrize(("varying", "steps"), [(False, 1), (True, 3)])
+def test_shared_sequences_are_counted_once_if_counts_do_not_vary(tmp_path, varying, steps):
+    config, model = tiny_config(tmp_path), Counted(varying)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        engine = tiny_engine(config, Ranks(0, 2, sequence=torch.distributed.group.WORLD), model)
+        train_steps(engine, config, 1, 3)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert model.calls == steps * 4  # micro-batches
