@@ -83,7 +83,7 @@ def config_from(args: argparse.Namespace, kind: type[Settings]) -> Settings:
         raise ConfigError("--config", problem, "Name one, such as quickstart or FILE.json")
     base = None
     if getattr(args, "start", None) is not None:
-        from megasparse.hub.starting import base_values  # imports torch
+        from megasparse.hub.importing import base_values  # imports torch
 
         base = base_values(args.start)
     config = load_settings(args.config or args.name, args.set, kind, base)

@@ -42,8 +42,8 @@ def convert_from_hf(args: argparse.Namespace) -> None:
 
     require_transformers()
     from megasparse.hub.hf_model import HFModel
-    from megasparse.hub.importing import turned, write_checkpoint
-    from megasparse.hub.output_folder import refuse_existing
+    from megasparse.hub.importing import with_first_token, write_checkpoint
+    from megasparse.hub.tensor_file import refuse_existing
 
     refuse_existing(args.output)
     model = HFModel.open(args.model)
@@ -57,7 +57,7 @@ def convert_from_hf(args: argparse.Namespace) -> None:
     config = build_config(values)
     tokens = model.compare()
     print(f"{model.folder}: the same logits as ours on {tokens} tokens", file=sys.stderr)
-    tensors, beside = turned(model.tensors, args.first_byte), {} if tokenizer is None else model.beside
+    tensors, beside = with_first_token(model.tensors, args.first_byte), {} if tokenizer is None else model.beside
     print(write_checkpoint(config, tensors, args.output, tokenizer, beside))
 
 
@@ -189,9 +189,9 @@ def teach(args: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    from megasparse.hub.output_folder import refuse_existing
     from megasparse.hub.replace import load_replaced, replacement_of, save_replaced
     from megasparse.hub.teaching import Teacher, read_windows
+    from megasparse.hub.tensor_file import refuse_existing
 
     refuse_existing(args.output)
     disable_progress_bar()

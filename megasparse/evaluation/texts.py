@@ -16,8 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from megasparse.config.schema import Config
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError, DataError
-from megasparse.evaluation.beam import BeamSettings, check_beams, search
-from megasparse.evaluation.generate import Sampling, check_length, generate
+from megasparse.evaluation.generate import BeamSettings, Sampling, check_beams, check_length, generate, search
 
 DECODER_TOKENS = 200
 """Tokens that a decoder adds by default; an encoder–decoder stops by itself."""

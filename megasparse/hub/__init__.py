@@ -14,23 +14,14 @@ from typing import TYPE_CHECKING, Any
 from megasparse.errors import HubError
 
 if TYPE_CHECKING:
-    from megasparse.hub.export import to_hf as to_hf
-    from megasparse.hub.replace import auxiliary_loss as auxiliary_loss
-    from megasparse.hub.replace import extend_positions as extend_positions
-    from megasparse.hub.replace import load_replaced as load_replaced
-    from megasparse.hub.replace import replace_attention as replace_attention
-    from megasparse.hub.replace import save_replaced as save_replaced
-    from megasparse.hub.teaching import Teacher as Teacher
     from megasparse.model.build import Model
 
 _PLACES = {
     "to_hf": "export",
-    "replace_attention": "replace",
-    "auxiliary_loss": "replace",
-    "extend_positions": "replace",
-    "load_replaced": "replace",
-    "save_replaced": "replace",
     "Teacher": "teaching",
+    **dict.fromkeys(
+        ("replace_attention", "auxiliary_loss", "extend_positions", "load_replaced", "save_replaced"), "replace"
+    ),
 }
 """Name -> module."""
 

@@ -9,19 +9,19 @@ from torch import Tensor
 
 from megasparse.attention.heads import build_mechanism
 from megasparse.attention.yoso import YOSOAttention
-from megasparse.config.attention import heads_of_layer
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.hub.formats import (
     Exported,
+    Format,
     Imported,
     Weight,
-    check_parts,
     check_tied,
+    hf_sizes,
     model_of,
-    must_be,
     not_ours,
     read_configuration,
     readers,
+    sizes_of,
     weights_of,
 )
 from megasparse.hub.tensor_file import TensorFile
@@ -50,7 +50,7 @@ SECOND_BIAS = "cls.predictions.decoder.bias"
 """The same parameter as `HEAD_BIAS` where embeddings are tied, and the one that counts where they are not."""
 
 
-class BERTFormat:
+class BERTFormat(Format):
     """`BertForMaskedLM`. Every parameter of either model is one of the other's, bit for bit, but for what follows.
 
     Token types: the table is kept whole, though tokens of ours are all of the first type; where ours has no table,
@@ -80,7 +80,6 @@ class BERTFormat:
     """Beginning of the names of the head's tensors."""
 
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
-        """See formats.Format."""
         model = config.model
         self._check_expressible(model)
         files = tokenizer_files(config, model.max_length, room=model.vocabulary)
@@ -95,7 +94,7 @@ class BERTFormat:
         return Exported(self._hf_config(model), tensors, files)
 
     def load(self, hf_config: dict[str, Any], tensors: TensorFile) -> Imported:
-        """See formats.Format. A model without its head, whose tensors may lack the prefix of its type, has no weights
+        """A model without its head, whose tensors may lack the prefix of its type, has no weights
         for ours.
         """
         path = tensors.path / "config.json"
@@ -118,7 +117,6 @@ class BERTFormat:
 
     @torch.no_grad()
     def logits(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Tensor:
-        """See formats.Format."""
         network: Any = model
         return network(attention_mask=torch.ones_like(tokens), **self.inputs(tokens)).logits.float()
 
@@ -140,42 +138,32 @@ class BERTFormat:
 
     def hf_attention(self, model: ModelConfig) -> dict[str, Any]:
         """Keys of config.json. Raises HubError naming our key that they cannot express."""
-        self.must_be("attention.full.shared_qk", model.attention.full.shared_qk, False)
+        self.must_be(model, "attention.full.shared_qk", False)
         return {"attention_probs_dropout_prob": model.attention.dropout}
 
     def attention_weights(self, model: ModelConfig) -> list[Weight]:
         """Weights of the mechanism itself."""
         return []
 
-    def must_be(self, key: str, value: Any, *only: Any) -> None:
-        must_be(self.name, key, value, *only)
-
     def _check_expressible(self, model: ModelConfig) -> None:
-        self.must_be("kind", model.kind, "encoder")
-        self.must_be("style", model.style, "bert")
-        self.must_be("positions.kind", model.positions.kind, "learned")
-        self.must_be("positions.offset", model.positions.offset, *range(self.offset + 1))
-        self.must_be("head_dim", model.head_dim, None, model.d_model / model.heads)
-        check_parts(self.name, model)
-        for number, entry in enumerate(model.attention.pattern):
-            if heads_of_layer(model, number) != {self.attention: model.heads}:
-                self.must_be(f"attention.pattern[{number}]", entry, self.attention)
+        self.must_be(model, "kind", "encoder")
+        self.must_be(model, "style", "bert")
+        self.must_be(model, "positions.kind", "learned")
+        self.must_be(model, "positions.offset", *range(self.offset + 1))
+        self.must_be(model, "head_dim", None, model.d_model / model.heads)
+        self.check_parts(model)
+        self.check_pattern(model, self.attention)
 
     def _hf_config(self, model: ModelConfig) -> dict[str, Any]:
         return {
             "model_type": self.name,
             "architectures": [self.architecture],
-            "vocab_size": model.vocabulary,
-            "hidden_size": model.d_model,
-            "num_hidden_layers": model.layers,
-            "num_attention_heads": model.heads,
+            **hf_sizes(model),
             "intermediate_size": model.d_ff,
             "hidden_act": "gelu",
             "hidden_dropout_prob": model.dropout,
-            "max_position_embeddings": model.max_length,
             "type_vocab_size": max(1, model.token_types),
             "layer_norm_eps": model.norm_eps,
-            "tie_word_embeddings": model.tied_embeddings,
             "bos_token_id": None,
             "eos_token_id": None,
             "pad_token_id": None,
@@ -201,17 +189,12 @@ class BERTFormat:
         section = {
             "kind": "encoder",
             "style": "bert",
-            "vocabulary": config.vocab_size,
-            "max_length": config.max_position_embeddings,
-            "layers": config.num_hidden_layers,
-            "d_model": config.hidden_size,
+            **sizes_of(config),
             "d_ff": config.intermediate_size,
-            "heads": config.num_attention_heads,
             "blocks": "ordinary",
             "activations": "stored",
             "dropout": float(config.hidden_dropout_prob),
             "norm_eps": float(config.layer_norm_eps),
-            "tied_embeddings": config.tie_word_embeddings,
             "token_types": config.type_vocab_size,
             "positions": {"kind": "learned", "offset": self.offset},
             "attention": self.attention_of(config, path),
@@ -325,7 +308,7 @@ class YOSOFormat(BERTFormat):
     def hf_attention(self, model: ModelConfig) -> dict[str, Any]:
         yoso = model.attention.yoso
         if not yoso.expectation:
-            self.must_be("attention.yoso.evaluation_hashes", yoso.evaluation_hashes, None, yoso.hashes)
+            self.must_be(model, "attention.yoso.evaluation_hashes", None, yoso.hashes)
         with torch.device("meta"):
             mechanism = build_mechanism("yoso", model, model.heads)
         assert isinstance(mechanism, YOSOAttention)
@@ -359,9 +342,7 @@ class YOSOFormat(BERTFormat):
             for part, value in zip(parts, before, strict=True):
                 part.use_expectation = value
 
-    @staticmethod
-    def comparable(config: Config) -> Config:
-        """The configuration, of the same parameters, whose logits are those of `logits`."""
+    def comparable(self, config: Config) -> Config:
         yoso = config.model.attention.yoso.model_copy(update={"expectation": True})
         attention = config.model.attention.model_copy(update={"yoso": yoso})
         return config.model_copy(update={"model": config.model.model_copy(update={"attention": attention})})

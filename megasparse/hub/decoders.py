@@ -1,7 +1,7 @@
 """HuggingFace's decoders (Llama, as SmolLM2 is one, Mistral, Qwen2, Qwen3, GPT-2), and ours of ordinary blocks."""
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,18 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.attention.layers import LLAMA3_TURNS, YARN_TURNS
-from megasparse.config.attention import heads_of_layer
 from megasparse.config.schema import Config, ModelConfig, PositionsConfig
 from megasparse.errors import HubError
 from megasparse.hub.formats import (
     Exported,
+    Format,
     Imported,
     check_tied,
+    hf_sizes,
     model_of,
-    must_be,
     not_ours,
     read_configuration,
     readers,
+    sizes_of,
     weights_of,
 )
 from megasparse.hub.tensor_file import TensorFile
@@ -68,7 +69,7 @@ GPT2 = """
 """
 
 
-class DecoderFormat(ABC):
+class DecoderFormat(Format):
     """A causal language model. Every parameter of either model is one of the other's, bit for bit.
 
     Start: our decoder predicts token t from the tokens before it, the first one from the embedding of
@@ -79,7 +80,6 @@ class DecoderFormat(ABC):
     """
 
     note = "An input begins with the token `bos_token_id`, as in training; its tokenizer may leave that to you."
-    """Note for the model card."""
     architecture: str
     base: str
     """Name of the part without the output projection, with which names of tensors begin."""
@@ -90,7 +90,6 @@ class DecoderFormat(ABC):
         self.name = name
 
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
-        """See formats.Format."""
         model = config.model
         files = chat_files(config, model.max_length, room=model.vocabulary)
         hf_config = {
@@ -108,7 +107,6 @@ class DecoderFormat(ABC):
         return Exported(hf_config, lambda: ((entry.theirs, entry.write(weight)) for entry in weights), files)
 
     def load(self, hf_config: dict[str, Any], tensors: TensorFile) -> Imported:
-        """See formats.Format."""
         path = tensors.path / "config.json"
         config = read_configuration(self.name, hf_config, path)
         if config.hidden_size % config.num_attention_heads and not getattr(config, "head_dim", None):
@@ -122,14 +120,9 @@ class DecoderFormat(ABC):
             )
         section = {
             "kind": "decoder",
-            "vocabulary": config.vocab_size,
-            "max_length": config.max_position_embeddings,
-            "layers": config.num_hidden_layers,
-            "d_model": config.hidden_size,
-            "heads": config.num_attention_heads,
+            **sizes_of(config),
             "blocks": "ordinary",
             "activations": "stored",
-            "tied_embeddings": config.tie_word_embeddings,
             "logit_scale": 1.0,
             "start_token": start_token(config, path),
             "attention": {"pattern": ["full"]},
@@ -148,7 +141,6 @@ class DecoderFormat(ABC):
 
     @torch.no_grad()
     def logits(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Tensor:
-        """See formats.Format."""
         network: Any = model
         read = F.pad(tokens[:, :-1], (1, 0), value=start_token(model.config, Path(self.name)))
         return network(input_ids=read, use_cache=False).logits.float()
@@ -163,23 +155,18 @@ class DecoderFormat(ABC):
     def hf_config(self, model: ModelConfig) -> dict[str, Any]:
         """Keys of config.json. Raises HubError naming our key that they cannot express."""
 
-    def must_be(self, key: str, value: Any, *only: Any) -> None:
-        must_be(self.name, key, value, *only)
-
     def _check_expressible(self, model: ModelConfig) -> None:
-        self.must_be("kind", model.kind, "decoder")
-        self.must_be("style", model.style, "reformer")
-        self.must_be("blocks", model.blocks, "ordinary")
-        self.must_be("output_bias", model.output_bias, False)
-        self.must_be("adaptive_cutoffs", model.adaptive_cutoffs, [])
-        self.must_be("logit_scale", model.logit_scale, 1.0, *([] if model.tied_embeddings else [None]))
+        self.must_be(model, "kind", "decoder")
+        self.must_be(model, "style", "reformer")
+        self.must_be(model, "blocks", "ordinary")
+        self.must_be(model, "output_bias", False)
+        self.must_be(model, "adaptive_cutoffs", [])
+        self.must_be(model, "logit_scale", 1.0, *([] if model.tied_embeddings else [None]))
         if model.start_token is None:
             problem = f"null, a learned start vector, which HuggingFace's {self.name} has not"
             raise HubError("model.start_token", problem, "Export to another format, such as megasparse")
-        for number, entry in enumerate(model.attention.pattern):
-            if heads_of_layer(model, number) != {"full": model.heads}:
-                self.must_be(f"attention.pattern[{number}]", entry, "full")
-        self.must_be("attention.full.shared_qk", model.attention.full.shared_qk, False)
+        self.check_pattern(model, "full")
+        self.must_be(model, "attention.full.shared_qk", False)
 
 
 class LlamaFormat(DecoderFormat):
@@ -219,23 +206,20 @@ class LlamaFormat(DecoderFormat):
     def hf_config(self, model: ModelConfig) -> dict[str, Any]:
         activations: dict[str | None, str] = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
         biases = model.attention_biases or "none"
-        self.must_be("norm", model.norm, "rms")
-        self.must_be("positions.kind", model.positions.kind, "rotary")
-        self.must_be("feed_forward", model.feed_forward, *activations)
-        self.must_be("attention_biases", biases, *self.biases)
-        self.must_be("query_key_norm", model.query_key_norm, self.normed)
+        self.must_be(model, "norm", "rms")
+        self.must_be(model, "positions.kind", "rotary")
+        self.must_be(model, "feed_forward", *activations)
+        self.must_be(model, "attention_biases", *self.biases, *([None] if "none" in self.biases else []))
+        self.must_be(model, "query_key_norm", self.normed)
         if self.name != "llama":
-            self.must_be("feed_forward_biases", model.feed_forward_biases, False)
+            self.must_be(model, "feed_forward_biases", False)
         width = model.head_dim or model.d_model // model.heads
         return {
-            "hidden_size": model.d_model,
+            **hf_sizes(model),
             "intermediate_size": model.d_ff,
-            "num_hidden_layers": model.layers,
-            "num_attention_heads": model.heads,
             "num_key_value_heads": model.key_heads or model.heads,
             "head_dim": width,
             "hidden_act": activations[model.feed_forward],
-            "max_position_embeddings": model.max_length,
             "rms_norm_eps": model.norm_eps,
             **({"attention_bias": biases == "all"} if "all" in self.biases else {}),
             **({"mlp_bias": model.feed_forward_biases} if self.name == "llama" else {}),
@@ -269,15 +253,15 @@ class GPT2Format(DecoderFormat):
 
     def hf_config(self, model: ModelConfig) -> dict[str, Any]:
         activations = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu", None: "relu"}
-        self.must_be("norm", model.norm, "layer")
-        self.must_be("positions.kind", model.positions.kind, "learned")
-        self.must_be("positions.offset", model.positions.offset, 0)
-        self.must_be("feed_forward", model.feed_forward, *activations)
-        self.must_be("feed_forward_biases", model.feed_forward_biases, True)
-        self.must_be("attention_biases", model.attention_biases, "all")
-        self.must_be("query_key_norm", model.query_key_norm, False)
-        self.must_be("key_heads", model.key_heads, None, model.heads)
-        self.must_be("head_dim", model.head_dim, None, model.d_model / model.heads)
+        self.must_be(model, "norm", "layer")
+        self.must_be(model, "positions.kind", "learned")
+        self.must_be(model, "positions.offset", 0)
+        self.must_be(model, "feed_forward", *activations)
+        self.must_be(model, "feed_forward_biases", True)
+        self.must_be(model, "attention_biases", "all")
+        self.must_be(model, "query_key_norm", False)
+        self.must_be(model, "key_heads", None, model.heads)
+        self.must_be(model, "head_dim", None, model.d_model / model.heads)
         return {
             "n_embd": model.d_model,
             "n_inner": model.d_ff,

@@ -3,26 +3,21 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megasparse.config.schema import Config, ModelConfig
+from megasparse.config.schema import ModelConfig
 from megasparse.errors import HubError
 from megasparse.hub.card import card
-from megasparse.hub.compare import TOLERANCE, compared_length, difference, our_logits, padded
-from megasparse.hub.formats import Exported, Format, comparable, format_named
+from megasparse.hub.formats import TOLERANCE, compared_length, disagreement, format_named, hf_class, our_logits, padded
 from megasparse.hub.importing import identity
-from megasparse.hub.output_folder import appearing, refuse_existing
-from megasparse.hub.tensor_file import INDEX, WEIGHTS
+from megasparse.hub.tensor_file import INDEX, WEIGHTS, appearing, refuse_existing
 from megasparse.hub.tokenizer_files import Files
 from megasparse.model.build import build_model, empty_model
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, load_weights
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 SHARD_BYTES = 5_000_000_000
 """Largest file of tensors, unless one tensor is larger; so many bytes are in memory as they are written."""
@@ -51,8 +46,10 @@ def to_hf(
     format, output = format_named(to), Path(output)
     refuse_existing(output)
     opened = Checkpoint.open(find_checkpoint(Path(checkpoint)), build=empty_model)
-    config = opened.config
-    check_tokenizer(opened)
+    config, seed = opened.config, opened.config.run.seed
+    if identity(config.data.tokenizer) != opened.manifest["tokenizer"]:
+        problem = f"{config.data.tokenizer} is not the tokenizer that the model was trained with"
+        raise HubError("data.tokenizer", problem, "Put its file back")
     exported = format.export(config, lambda name: opened.tensor("weight", name))
     text = card(opened, exported, to, evaluation)
     with appearing(output) as folder:
@@ -64,15 +61,16 @@ def to_hf(
         for name, content in files.items():
             (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
         write_tensors(exported.tensors(), folder)
-        check(opened, config, exported, format, folder, output)
+        texts, model = text_tokens(config.model), build_model(format.comparable(config).model, seed).eval()
+        load_weights(model, opened)
+        ours = [our_logits(model, tokens, seed) for tokens in texts]
+        del model
+        theirs = load_exported(exported.config["architectures"][0], folder)
+        pairs = ((x, format.logits(theirs, tokens, seed)) for x, tokens in zip(ours, texts, strict=True))
+        if difference := disagreement(pairs):
+            problem = f"not written: HuggingFace's logits differ from ours by {difference:.2g} (over {TOLERANCE})"
+            raise HubError(output, problem, "Please report this with the run's configuration")
     return output
-
-
-def check_tokenizer(opened: Checkpoint) -> None:
-    """Raise HubError where the file that `data.tokenizer` names is no longer the one of the training."""
-    if identity(opened.config.data.tokenizer) != opened.manifest["tokenizer"]:
-        problem = f"{opened.config.data.tokenizer} is not the tokenizer that the model was trained with"
-        raise HubError("data.tokenizer", problem, "Put its file back")
 
 
 def write_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
@@ -104,42 +102,15 @@ def write_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def check(opened: Checkpoint, config: Config, exported: Exported, format: Format, folder: Path, output: Path) -> None:
-    """Raise HubError unless the written model computes what ours does.
-
-    One text on which they agree is enough: a wrong weight differs on each, a hash that the last bits of two bucket
-    scores decide on one.
-    """
-    seed, texts = config.run.seed, text_tokens(config.model)
-    model = build_model(comparable(format, config).model, seed).eval()
-    load_weights(model, opened)
-    ours = [our_logits(model, tokens, seed) for tokens in texts]
-    del model
-    theirs = load_exported(exported, folder).eval()
-    differences = []
-    for tokens, logits in zip(texts, ours, strict=True):
-        differences.append(difference(logits, format.logits(theirs, tokens, seed)))
-        if differences[-1] <= TOLERANCE:
-            return
-    problem = f"not written: HuggingFace's logits differ from ours by {differences[0]:.2g} (over {TOLERANCE})"
-    raise HubError(output, problem, "Please report this with the run's configuration")
-
-
-def load_exported(exported: Exported, folder: Path) -> "PreTrainedModel":
+def load_exported(architecture: str, folder: Path) -> Any:
     """The model that transformers loads from a folder, in fp32. Raises HubError unless each parameter has one value."""
-    classes: Any
-    if exported.config["model_type"] == "megasparse":
-        from megasparse.hub import modelling as classes
-    else:
-        import transformers as classes
-
-    loader = getattr(classes, exported.config["architectures"][0])
-    model, info = loader.from_pretrained(folder, dtype=torch.float32, local_files_only=True, output_loading_info=True)
+    settings: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True, "output_loading_info": True}
+    model, info = hf_class(architecture).from_pretrained(folder, **settings)
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[problem]:
             named = f"transformers finds {problem} in it: {sorted(map(str, info[problem]))[0]}"
             raise HubError(folder, named, "Please report this with the run's configuration")
-    return cast("PreTrainedModel", model)
+    return model.eval()
 
 
 def text_tokens(model: ModelConfig) -> list[Tensor]:

@@ -1,22 +1,32 @@
-"""The architectures of Hugging Face that a model of ours can be written as and read from, and tables of weights."""
+"""The architectures of Hugging Face that a model of ours can be written as and read from, and tables of weights; both
+models on the same tokens. B batch, L length, S of them a source's, V vocabulary.
+"""
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor
 
+from megasparse.attention.heads import Padding
+from megasparse.config.attention import heads_of_layer
 from megasparse.config.model_checks import check_model
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import ConfigError, HubError, did_you_mean
 from megasparse.hub.tensor_file import TensorFile
+from megasparse.model.build import Model
+from megasparse.model.decoder import Causal, EncoderDecoder
+from megasparse.model.stack import padding_of
+from megasparse.ops.random import RngContext
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,26 +54,55 @@ class Imported:
     """Our name of every parameter and learned buffer, and its value (fp32), read when called."""
 
 
-class Format(Protocol):
+class Format(ABC):
     """An architecture of Hugging Face beside ours."""
 
     name: str
     """`model_type` of its config.json."""
+    note = ""
+    """Note for the model card."""
 
+    @abstractmethod
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
         """Return the exported tensors and files. weight: the value (fp32) of our parameter of a name.
 
         Raises HubError naming the key of the configuration, and its value, that the architecture cannot express.
         """
 
+    @abstractmethod
     def load(self, hf_config: dict[str, Any], tensors: TensorFile) -> Imported:
         """Raises HubError for what ours cannot express, and for missing, unexpected and wrong-shaped tensors."""
 
+    @abstractmethod
     def logits(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Tensor:
-        """Return the logits (B, L, V) of Hugging Face's model as `compare.our_logits` defines them.
+        """Return the logits (B, L, V) of Hugging Face's model as `our_logits` defines them.
 
         tokens: (B, L). seed: of the run that trained the model, on which random hashes depend.
         """
+
+    def comparable(self, config: Config) -> Config:
+        """Return the configuration of ours, of the same weights, whose logits are those that `logits` gives."""
+        return config
+
+    def must_be(self, model: ModelConfig, key: str, *only: Any) -> None:
+        """Raise HubError unless a key of ours has one of the values that the architecture has."""
+        if (value := attrgetter(key)(model)) not in only:
+            raise self.inexpressible(key, value, " or ".join(map(repr, only)))
+
+    def inexpressible(self, key: str, value: Any, only: str) -> HubError:
+        problem = f"{value!r} is not in HuggingFace's {self.name}, which has only {only} there"
+        return HubError(f"model.{key}", problem, "Export to another format, such as megasparse")
+
+    def check_parts(self, model: ModelConfig) -> None:
+        """Raise HubError for another value of one of PARTS than its default."""
+        for key in PARTS:
+            self.must_be(model, key, ModelConfig.model_fields[key].default)
+
+    def check_pattern(self, model: ModelConfig, kind: str) -> None:
+        """Raise HubError unless all heads have attention of this kind."""
+        for number, entry in enumerate(model.attention.pattern):
+            if heads_of_layer(model, number) != {kind: model.heads}:
+                raise self.inexpressible(f"attention.pattern[{number}]", entry, repr(kind))
 
 
 DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
@@ -93,26 +132,36 @@ def format_named(name: str) -> Format:
     return cast(Format, module[name] if isinstance(module, dict) else module)
 
 
-def comparable(format: Format, config: Config) -> Config:
-    """Return the configuration of ours, of the same weights, whose logits are those that `format.logits` gives."""
-    return cast(Config, getattr(format, "comparable", lambda same: same)(config))
+def hf_class(name: str) -> Any:
+    """Return a class of transformers, or one of ours behind its interface."""
+    if name.startswith("Megasparse"):
+        from megasparse.hub import modelling as classes
+    else:
+        import transformers as classes  # type: ignore[no-redef]
+    return getattr(classes, name)
 
 
 # Configurations
 
+SIZES = {
+    "vocabulary": "vocab_size",
+    "max_length": "max_position_embeddings",
+    "layers": "num_hidden_layers",
+    "d_model": "hidden_size",
+    "heads": "num_attention_heads",
+    "tied_embeddings": "tie_word_embeddings",
+}
+"""Key of our `model` section -> Hugging Face's."""
 
-def must_be(architecture: str, key: str, value: Any, *only: Any) -> None:
-    """Raise HubError for a value of our configuration that an architecture of Hugging Face's has not."""
-    if value not in only:
-        allowed = " or ".join(map(repr, only))
-        problem = f"{value!r} is not in HuggingFace's {architecture}, which has only {allowed} there"
-        raise HubError(f"model.{key}", problem, "Export to another format, such as megasparse")
+
+def sizes_of(config: Any) -> dict[str, Any]:
+    """Return our keys of SIZES from Hugging Face's configuration."""
+    return {ours: getattr(config, theirs) for ours, theirs in SIZES.items()}
 
 
-def check_parts(architecture: str, model: ModelConfig) -> None:
-    """Raise HubError for another value of one of PARTS than its default."""
-    for key in PARTS:
-        must_be(architecture, key, getattr(model, key), ModelConfig.model_fields[key].default)
+def hf_sizes(model: ModelConfig) -> dict[str, Any]:
+    """Return Hugging Face's keys of SIZES from our configuration."""
+    return {theirs: getattr(model, ours) for ours, theirs in SIZES.items()}
 
 
 def not_ours(path: Path, key: str, value: Any, only: str) -> HubError:
@@ -244,3 +293,72 @@ def check_tied(tensors: TensorFile, copy: str, of: str) -> None:
     if copy in tensors.names() and not torch.equal(tensors.read(copy), tensors.read(of)):
         problem = f"{copy} and {of} differ, though by its config.json they are one"
         raise HubError(tensors.path, problem, 'Set "tie_word_embeddings" to false there, or remove the first one')
+
+
+# Both models on the same tokens
+
+TOLERANCE = 1e-4
+"""Largest difference of the logits of two models in fp32 that count as the same."""
+LONGEST = 512
+"""Tokens of a sequence on which they are compared; of a source and its target half of them each."""
+
+
+def compared_length(config: ModelConfig) -> int:
+    """Tokens of a sequence that both models read."""
+    if config.source is None:
+        return min(config.max_length, LONGEST)
+    return min(config.source.length, LONGEST // 2) + min(config.max_length, LONGEST // 2)
+
+
+def sides(tokens: Tensor, config: ModelConfig) -> list[Tensor]:
+    """Source (B, S) and target (B, L − S) of an encoder–decoder's sequences of `compared_length`."""
+    assert config.source is not None
+    return list(tokens.tensor_split([min(config.source.length, LONGEST // 2)], dim=1))
+
+
+def padded(tokens: Tensor, config: ModelConfig) -> Tensor:
+    """Tokens (B, L) as they are in the model's data: an encoder–decoder's padding stands at the end of a source and of
+    a target only, here a quarter of the last sequence's.
+    """
+    padding = config.padding_token
+    if config.source is None or padding is None:
+        return tokens
+    tokens = tokens.where(tokens != padding, (padding + 1) % config.vocabulary)
+    for side in sides(tokens, config):
+        side[-1, side.shape[1] - side.shape[1] // 4 :] = padding
+    return tokens
+
+
+@torch.no_grad()
+def our_logits(model: Model, tokens: Tensor, seed: int) -> Tensor:
+    """Return the logits (B, L, V) in evaluation, with the draws of a run's seed; of an encoder–decoder its target's.
+
+    tokens: (B, L); a decoder's logits at t predict token t from those before it, an encoder reads them as they are.
+    """
+    rng, padding, source = RngContext.evaluation(seed, len(tokens)), Padding(), None
+    if isinstance(model, EncoderDecoder):
+        before, tokens = sides(tokens, model.config)
+        source, padding = model.encode(before, seed), padding_of(tokens, model.config)
+    read = tokens[:, :-1] if isinstance(model, Causal) else tokens
+    streams, _, _ = model.streams(read, rng, padding, source=source)
+    return model.logits(streams)
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference of two models' logits; infinite where one is not a number."""
+    assert ours.shape == theirs.shape, f"{ours.shape} is compared with {theirs.shape}"
+    largest = float((ours.double() - theirs.double()).abs().max())
+    return largest if largest < torch.inf else torch.inf
+
+
+def disagreement(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Return 0 if our and their logits agree in one of the pairs, else their difference in the first pair.
+
+    One is enough: a wrong weight differs in each, a hash that the last bits of two bucket scores decide in one.
+    """
+    differences = []
+    for ours, theirs in pairs:
+        differences.append(difference(ours, theirs))
+        if differences[-1] <= TOLERANCE:
+            return 0.0
+    return differences[0]

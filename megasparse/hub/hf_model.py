@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,20 +15,26 @@ from megasparse.config.load import build_config
 from megasparse.config.schema import Config, ModelConfig, SourceConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError, did_you_mean
-from megasparse.hub.compare import TOLERANCE, compared_length, difference, our_logits, padded
-from megasparse.hub.formats import DECODERS, FORMATS, TASKS, Format, comparable, format_named
+from megasparse.hub.formats import (
+    DECODERS,
+    FORMATS,
+    TASKS,
+    Format,
+    compared_length,
+    disagreement,
+    format_named,
+    hf_class,
+    our_logits,
+    padded,
+)
 from megasparse.hub.gguf_file import unpack_gguf
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.hub.tokenizer_files import FILE, GENERATION, SPECIAL, Files, beside, found_tokenizer
 from megasparse.model.build import Model, build_model
 from megasparse.training.checkpoints.checkpoint import persistent_buffers
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 DRAWS_COMPARED = 3
-"""Draws of the tokens of which one must agree. A wrong weight differs in all of them; a hash that the last bits of two
-bucket scores decide, in one."""
+"""Draws of the tokens of which one must agree."""
 
 
 @dataclass(frozen=True)
@@ -96,40 +102,31 @@ class HFModel:
                 weight.copy_(self.tensors[name]())
         return model.eval()
 
-    def load_original(self) -> "PreTrainedModel":
+    def load_original(self) -> Any:
         """HuggingFace's own model, in fp32."""
-        classes: Any
-        if self.format.name == "megasparse":
-            from megasparse.hub import modelling as classes
-
-            prefix = "Megasparse"
-        else:
-            import transformers as classes
-
-            prefix = "AutoModel"
-        task = TASKS[self.config.model.kind]
+        prefix = "Megasparse" if self.format.name == "megasparse" else "AutoModel"
+        settings = {"local_files_only": True, "use_safetensors": True, "dtype": torch.float32}
         try:
-            return getattr(classes, prefix + task).from_pretrained(
-                self.folder, local_files_only=True, use_safetensors=True, dtype=torch.float32
-            )
+            return hf_class(prefix + TASKS[self.config.model.kind]).from_pretrained(self.folder, **settings)
         except (OSError, ValueError, RuntimeError) as error:
             problem = f"transformers does not load it ({' '.join(str(error).split())})"
             raise HubError(self.folder, problem, "Give a model that it loads") from None
 
     def compare(self) -> int:
         """Run both models on the same random tokens; returns their number. Raises HubError where they differ."""
-        ours, theirs = self.build(comparable(self.format, self.config)), self.load_original()
+        ours, theirs = self.build(self.format.comparable(self.config)), self.load_original()
         model, seed = self.config.model, self.config.run.seed
         length = compared_length(model)
-        differences = []
-        for draw in range(DRAWS_COMPARED):
+
+        def logits(draw: int) -> tuple[Tensor, Tensor]:
             generator = torch.Generator().manual_seed(draw)
             tokens = padded(torch.randint(model.vocabulary, (1, length), generator=generator), model)
-            differences.append(difference(our_logits(ours, tokens, seed), self.format.logits(theirs, tokens, seed)))
-            if differences[-1] <= TOLERANCE:
-                return length
-        problem = f"our model's logits differ from its by {differences[0]:.2g}"
-        raise HubError(self.folder, problem, "Report it, with the model's config.json")
+            return our_logits(ours, tokens, seed), self.format.logits(theirs, tokens, seed)
+
+        if difference := disagreement(map(logits, range(DRAWS_COMPARED))):
+            problem = f"our model's logits differ from its by {difference:.2g}"
+            raise HubError(self.folder, problem, "Report it, with the model's config.json")
+        return length
 
 
 def find_folder(name: str | Path) -> Path:

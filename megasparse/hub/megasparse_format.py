@@ -13,8 +13,7 @@ from megasparse.config.model_checks import check_model
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError
-from megasparse.hub.compare import sides
-from megasparse.hub.formats import TASKS, Exported, Imported
+from megasparse.hub.formats import TASKS, Exported, Format, Imported, sides
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.hub.tokenizer_files import GENERATION, chat_files, own_name, separator
 from megasparse.model.build import empty_model
@@ -50,7 +49,7 @@ so that `save_pretrained` writes these files again.
 """
 
 
-class MegasparseFormat:
+class MegasparseFormat(Format):
     """The format of our own architecture: config.json holds the `model` section whole and the run's seed; names of
     tensors are ours behind `model.`.
     """
@@ -95,7 +94,7 @@ class MegasparseFormat:
 
     @torch.no_grad()
     def logits(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Tensor:
-        """See formats.Format. The seed is in the model's own configuration. HuggingFace's logits leave out a decoder's
+        """The seed is in the model's own configuration. HuggingFace's logits leave out a decoder's
         first token: its are made of what the last layer gives the head.
         """
         network: Any = model

@@ -32,18 +32,13 @@ from megasparse.attention.cross import Source
 from megasparse.attention.heads import Padding
 from megasparse.config.attention import predicts
 from megasparse.config.schema import ModelConfig
+from megasparse.hub.formats import TASKS
 from megasparse.model.build import empty_model, initialise
 from megasparse.model.decoder import DecodingCache
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 
 IGNORED = -100
 """A label that does not count, as everywhere in HuggingFace's."""
-AUTO = {
-    "decoder": "AutoModelForCausalLM",
-    "encoder": "AutoModelForMaskedLM",
-    "encoder_decoder": "AutoModelForSeq2SeqLM",
-}
-"""Map of transformers' class of each kind of model that predicts tokens."""
 
 
 class MegasparseConfig(PretrainedConfig):
@@ -169,7 +164,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
         self.settings: Any = ModelConfig.model_validate(config.model)
         kind, source = self.settings.kind, self.settings.source
         if kind not in self.kinds:
-            raise ValueError(f"this model is of kind {kind}: load it with {AUTO[kind]}")
+            raise ValueError(f"this model is of kind {kind}: load it with AutoModel{TASKS[kind]}")
         self._tied_weights_keys = {}
         if self.settings.tied_embeddings:
             self._tied_weights_keys["model.head.weight"] = "model.embedding.weight"
@@ -214,9 +209,9 @@ class MegasparsePreTrainedModel(PreTrainedModel):
         if length > longest:
             raise ValueError(f"{length} tokens are more than the {longest} that this model takes")
 
-    def objective(self, loss: Tensor, auxiliary: Tensor) -> Tensor:
-        """The loss that training minimises: in evaluation the task's alone."""
-        return self.model.task_weight * loss + auxiliary if self.training else loss
+    def objective(self, loss: Tensor | None, auxiliary: Tensor) -> Tensor | None:
+        """The loss that training minimises: in evaluation the task's alone. None without labels."""
+        return self.model.task_weight * loss + auxiliary if self.training and loss is not None else loss
 
     def refuse_leaks(self) -> None:
         """Raise ValueError where a cache cannot give what whole sequences do."""
@@ -301,9 +296,8 @@ class MegasparseForCausalLM(MegasparseWriter):
         0 keeps all.
         """
         if past_key_values is not None:
-            return CausalLMOutputWithPast(
-                logits=self.from_cache(input_ids, past_key_values), past_key_values=past_key_values
-            )
+            logits = self.from_cache(input_ids, past_key_values)
+            return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
         rows = Rows(input_ids, attention_mask)
         if use_cache and labels is None and not self.training:
             return self._into_cache(rows, logits_to_keep)
@@ -531,10 +525,9 @@ class MegasparseForMaskedLM(MegasparsePreTrainedModel):
             values = rows.align(labels)
             targets = Targets(values.masked_fill(values == IGNORED, 0), values != IGNORED)
         streams, auxiliary = self.run(rows, targets)
-        logits = self.model.logits(tuple(rows.restore(x) for x in streams))
-        if labels is None:
-            return MaskedLMOutput(logits=logits)
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        logits, loss = self.model.logits(tuple(rows.restore(x) for x in streams)), None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return MaskedLMOutput(loss=self.objective(loss, auxiliary), logits=logits)
 
 
@@ -565,8 +558,7 @@ class MegasparseForSequenceClassification(MegasparsePreTrainedModel):
         else:
             real = torch.arange(hidden.shape[1], device=hidden.device) < lengths[:, None]
             pooled = (hidden * real.unsqueeze(-1)).sum(1) / lengths[:, None].clamp_min(1)
-        logits = self.classifier(pooled.to(self.classifier.weight.dtype)).float()
-        if labels is None:
-            return SequenceClassifierOutput(logits=logits)
-        loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+        logits, loss = self.classifier(pooled.to(self.classifier.weight.dtype)).float(), None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
         return SequenceClassifierOutput(loss=self.objective(loss, auxiliary), logits=logits)

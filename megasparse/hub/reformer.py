@@ -24,10 +24,9 @@ from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import HubError
 from megasparse.hub.formats import (
     Exported,
+    Format,
     Imported,
     Weight,
-    check_parts,
-    must_be,
     not_ours,
     read_configuration,
     readers,
@@ -72,7 +71,7 @@ WEIGHTS = """
 """
 
 
-class ReformerFormat:
+class ReformerFormat(Format):
     """Every parameter of either model is one of the other's, bit for bit, but for what follows.
 
     Start: our decoder predicts token t from the tokens before it, the first one from a start vector. HuggingFace's
@@ -108,20 +107,17 @@ class ReformerFormat:
         "between two draws of its own rotations. A sequence that does not fill its last chunk is filled up, and must "
         "fit max_position_embeddings so."
     )
-    """Note for the model card."""
 
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
-        """See formats.Format."""
         model = config.model
-        _check_expressible(model)
-        check_parts(self.name, model)
+        self._check_expressible(model)
+        self.check_parts(model)
         start = weight("embedding.start")
         rows = (weight("embedding.weight").view(torch.int32) == start.view(torch.int32)).all(dim=1).nonzero()
         bos = int(rows[0]) if len(rows) else model.vocabulary
         return Exported(hf_config(model, bos), lambda: _export(model, weight, bos), other_files(config, bos))
 
     def load(self, hf_config: dict[str, Any], tensors: TensorFile) -> Imported:
-        """See formats.Format."""
         theirs = read_config(hf_config, tensors.path / "config.json")
         rows, width = theirs.vocab_size, theirs.hidden_size
         bias = _read_bias(tensors, rows)
@@ -153,11 +149,31 @@ class ReformerFormat:
         return Imported(sections, read)
 
     def logits(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Tensor:
-        """See formats.Format and reformer_logits."""
+        """See reformer_logits."""
         head: Any = model.lm_head
         bos = start_token(model.config)
         vocabulary = model.config.vocab_size - added_start(bos, head.decoder.weight, head.bias)
         return reformer_logits(model, bos, vocabulary, tokens, seed)
+
+    def _check_expressible(self, model: ModelConfig) -> None:
+        """Raise HubError for the first setting that HuggingFace's Reformer has not."""
+        required = {"kind": "decoder", "blocks": "reversible", "tied_embeddings": False, "adaptive_cutoffs": []}
+        if "local" in kinds(model):
+            required |= {"attention.local.relative": False, "attention.local.sinks": 0}
+        if "lsh" in kinds(model):
+            lsh = {"shared_qk": True, "window": "chunk", "same_bucket": False, "count_rounds": False, "local": False}
+            required |= {f"attention.lsh.{key}": only for key, only in lsh.items()}
+        for key, value in required.items():
+            self.must_be(model, key, value)
+        for layer in range(model.layers):
+            if len(split := heads_of_layer(model, layer)) > 1 or not split.keys() <= {"local", "lsh"}:
+                kind = split if len(split) > 1 else next(iter(split))
+                key = f"attention.pattern[{layer % len(model.attention.pattern)}]"
+                raise self.inexpressible(key, kind, "'local' or 'lsh'")
+        self.must_be(model, "positions.kind", "axial", "learned", *CONSTANT_TABLES)
+        self.must_be(model, "positions.offset", 0)
+        if (shape := model.positions.axial_shape) and len(shape) != 2:
+            raise self.inexpressible("positions.axial_shape", shape, "two axes")
 
 
 def start_token(hf_config: Any) -> int:
@@ -171,45 +187,6 @@ def start_token(hf_config: Any) -> int:
 def added_start(bos: int, head: Tensor, bias: Tensor) -> bool:
     """True if the last token is one that `ReformerFormat.export` has added for our start vector."""
     return bos == len(head) - 1 and bias[bos].item() == NEVER and not head[bos].any()
-
-
-def _check_expressible(model: ModelConfig) -> None:
-    """Raise HubError for the first setting that HuggingFace's Reformer has not."""
-    lsh, mechanisms = model.attention.lsh, kinds(model)
-    required: list[tuple[str, Any, Any]] = [
-        ("kind", model.kind, "decoder"),
-        ("blocks", model.blocks, "reversible"),
-        ("tied_embeddings", model.tied_embeddings, False),
-        ("adaptive_cutoffs", model.adaptive_cutoffs, []),
-    ]
-    if "local" in mechanisms:
-        local = model.attention.local
-        required += [("attention.local.relative", local.relative, False), ("attention.local.sinks", local.sinks, 0)]
-    if "lsh" in mechanisms:
-        required += [
-            ("attention.lsh.shared_qk", lsh.shared_qk, True),
-            ("attention.lsh.window", lsh.window, "chunk"),
-            ("attention.lsh.same_bucket", lsh.same_bucket, False),
-            ("attention.lsh.count_rounds", lsh.count_rounds, False),
-            ("attention.lsh.local", lsh.local, False),
-        ]
-    for key, value, only in required:
-        must_be("Reformer", key, value, only)
-    for layer in range(model.layers):
-        if len(split := heads_of_layer(model, layer)) > 1 or not split.keys() <= {"local", "lsh"}:
-            kind = split if len(split) > 1 else next(iter(split))
-            raise _inexpressible(f"attention.pattern[{layer % len(model.attention.pattern)}]", kind, "'local' or 'lsh'")
-    positions = model.positions
-    if positions.kind not in ("axial", "learned", *CONSTANT_TABLES):
-        raise _inexpressible("positions.kind", positions.kind, "'axial', 'learned', 'sinusoidal' or 'none'")
-    must_be("Reformer", "positions.offset", positions.offset, 0)
-    if positions.axial_shape and len(positions.axial_shape) != 2:
-        raise _inexpressible("positions.axial_shape", positions.axial_shape, "two axes")
-
-
-def _inexpressible(key: str, value: Any, only: str) -> HubError:
-    problem = f"{value!r} is not in HuggingFace's Reformer, which has only {only} there"
-    return HubError(f"model.{key}", problem, "Export to another format, such as megasparse")
 
 
 def _plain(model: ModelConfig) -> list[Weight]:

@@ -24,9 +24,8 @@ from megasparse.config.messages import as_config_error, show
 from megasparse.config.model_checks import check_model
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError, HubError, did_you_mean
-from megasparse.hub.output_folder import appearing
 from megasparse.hub.replaced_layer import NAME, Mechanisms, Pass, ReplacedCacheLayer
-from megasparse.hub.tensor_file import TensorFile
+from megasparse.hub.tensor_file import TensorFile, appearing
 from megasparse.model.build import initialise
 
 ENTRY = "megasparse_attention"

@@ -1,8 +1,13 @@
-"""The tensors of a HuggingFace model's folder, read one at a time: safetensors only, nothing is unpickled."""
+"""Folders of HuggingFace models: tensors read one at a time, safetensors only, nothing unpickled; folders that appear
+whole or not at all.
+"""
 
 import json
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megasparse.data.files import sync_folder
 from megasparse.errors import HubError
 
 LAYERS = {"layers", "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"}
@@ -125,3 +131,35 @@ def _opened(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise HubError(path, f"is no whole safetensors file ({error})", _AGAIN) from None
+
+
+def refuse_existing(output: Path) -> None:
+    """Raise HubError where there is something of this name."""
+    if os.path.lexists(output):
+        raise HubError(output, "exists already", "Give the name of a new folder")
+
+
+@contextmanager
+def appearing(output: Path) -> Iterator[Path]:
+    """A folder to fill, which gets the name `output` when the block ends, on disk by then, and vanishes when it fails.
+
+    Raises HubError where `output` exists or cannot be written.
+    """
+    refuse_existing(output)
+    temporary = output.with_name(f".{output.name}-{uuid.uuid4().hex}")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for folder, _, files in os.walk(temporary, topdown=False):
+            for name in files:
+                with open(Path(folder, name), "rb") as file:
+                    os.fsync(file.fileno())
+            sync_folder(Path(folder))
+        temporary.rename(output)
+        sync_folder(output.parent)
+    except OSError as error:
+        raise HubError(
+            output, f"cannot be written ({error.strerror or error})", "Make room, or choose another"
+        ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -32,7 +32,7 @@ def pretrain(
 
     resume: "auto" goes on from the newest checkpoint of that folder, "never" begins anew and refuses a folder that has
         checkpoints, a path names the checkpoint to go on from.
-    start: a folder with weights that a run without checkpoints begins with, see `hub.starting`; resume is then "auto".
+    start: a folder with weights that a run without checkpoints begins with, see `hub.importing`; resume is then "auto".
     texts: one's own texts, which take the place of `data.path`, see `runs.data.with_texts`.
     allow_changed_config: go on although the configuration would make it another run.
     stop_at: save and end after this step.
@@ -44,7 +44,7 @@ def pretrain(
     PosixPath('runs/again')
     """
     if start is None and config.lora is not None:
-        from megasparse.hub.starting import require_base
+        from megasparse.hub.importing import require_base
 
         require_base(config)
     data = open_data(config) if texts is None else None  # what is wrong with the data is said before ranks start
@@ -54,13 +54,13 @@ def pretrain(
     data = data or open_data(config)
     if start is not None:
         require_room(config, ranks)
-        from megasparse.hub.starting import resumed_from
+        from megasparse.hub.importing import resumed_from
 
         resume = resumed_from(config, start, ranks)
 
     def model() -> Any:
         if config.lora is not None:
-            from megasparse.hub.starting import adapted
+            from megasparse.hub.importing import adapted
 
             built: Any = adapted(config)
         else:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megasparse.errors import ConfigError
-from megasparse.evaluation.beam import BeamSettings, Hypothesis, beam_search, check_beams, length_penalty, search
+from megasparse.evaluation.generate import BeamSettings, Hypothesis, beam_search, check_beams, length_penalty, search
 from megasparse.evaluation.texts import EncodedSource
 from megasparse.model.build import build_model
 from tests.helpers.models import random_tokens, small

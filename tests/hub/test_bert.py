@@ -21,8 +21,7 @@ from megasparse.attention.heads import Padding
 from megasparse.config.load import build_config
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError, HubError
-from megasparse.hub.compare import difference, our_logits
-from megasparse.hub.formats import format_named
+from megasparse.hub.formats import difference, format_named, our_logits
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext

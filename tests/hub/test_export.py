@@ -8,8 +8,8 @@ from megasparse import hub
 from megasparse.config.attention import MECHANISMS
 from megasparse.errors import CheckpointError, ConfigError, HubError
 from megasparse.hub import export
-from megasparse.hub.compare import our_logits
 from megasparse.hub.export import text_tokens, to_hf
+from megasparse.hub.formats import our_logits
 from megasparse.hub.importing import write_checkpoint
 from megasparse.hub.megasparse_format import FORMAT
 from megasparse.hub.tensor_file import TensorFile

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from megasparse.attention.heads import Padding
-from megasparse.evaluation.beam import BeamSettings, search
-from megasparse.evaluation.generate import generate
+from megasparse.evaluation.generate import BeamSettings, generate, search
 from megasparse.hub.modelling import (
     MegasparseConfig,
     MegasparseForCausalLM,

@@ -12,7 +12,7 @@ from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 from megasparse.config.load import build_config
 from megasparse.errors import HubError, UserError
 from megasparse.evaluation.generate import generate
-from megasparse.hub.compare import difference, our_logits
+from megasparse.hub.formats import difference, our_logits
 from megasparse.hub.reformer import FORMAT, NEVER, buckets
 from megasparse.hub.tensor_file import TensorFile
 from megasparse.model.build import build_model

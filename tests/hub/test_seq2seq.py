@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megasparse.evaluation.beam import BeamSettings, search
-from megasparse.evaluation.generate import generate
+from megasparse.evaluation.generate import BeamSettings, generate, search
 from megasparse.evaluation.texts import EncodedSource
 from megasparse.hub.modelling import (
     MegasparseForCausalLM,

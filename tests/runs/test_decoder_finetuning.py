@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from megasparse.cli.main import door
 from megasparse.evaluation.restore import restore
-from megasparse.hub.starting import adapted
+from megasparse.hub.importing import adapted
 from megasparse.model.stack import padding_of
 from megasparse.ops.random import RngContext
 from megasparse.training.checkpoints.checkpoint import Checkpoint

@@ -12,7 +12,7 @@ import torch
 from megasparse.config.finetuning import HeadConfig
 from megasparse.data.batches import Batch, Step
 from megasparse.errors import ConfigError, DataError
-from megasparse.evaluation.beam import BeamSettings
+from megasparse.evaluation.generate import BeamSettings
 from megasparse.ops.random import RngContext
 from megasparse.tasks.batches import Encoded, ExampleBatches, Inputs, Segments, collate, fingerprint
 from megasparse.tasks.forms.labels import TaskModel

@@ -22,7 +22,7 @@ from megasparse.data.batches import Batch, Step, Steps
 from megasparse.data.order import permutation
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError, DataError
-from megasparse.evaluation.beam import BeamSettings, search_with
+from megasparse.evaluation.generate import BeamSettings, search_with
 from megasparse.model.decoder import EncoderDecoder
 from megasparse.model.stack import mean_cost
 from megasparse.ops.random import RngContext

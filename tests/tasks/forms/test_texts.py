@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError
-from megasparse.evaluation.beam import BeamSettings, length_penalty
+from megasparse.evaluation.generate import BeamSettings, length_penalty
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks.evaluate import answers, predict_examples, predict_texts
 from megasparse.tasks.form import Form
