@@ -1,14 +1,16 @@
 """Notice that a rank makes no progress, report which one and what it was doing, and end this process.
 
-Each rank rewrites one small file, its heartbeat, and reads those of the others. Only the writer's clock measures how
-long ago its progress was, and only the reader's how long a heartbeat has stood still: no clock is compared across
-hosts. One thread exchanges heartbeats; another decides, because the first may be inside a file system that has stopped
-answering.
+Each rank rewrites one small file, its heartbeat. Rank 0 reads those of the others and writes all of them into a table,
+which the others read: N ranks open 3N files per period. While the table stands still, each rank reads all heartbeats
+itself. Only the writer's clock measures how long ago its progress was, and only the reader's how long a heartbeat has
+stood still: no clock is compared across hosts. One thread exchanges heartbeats; another decides, because the first may
+be inside a file system that has stopped answering.
 """
 
 import errno
 import faulthandler
 import json
+import math
 import os
 import re
 import socket
@@ -29,6 +31,10 @@ SIZE = 4096
 """Bytes of a heartbeat, always: rewriting it in place needs no space on a full disk."""
 HEARTBEATS = "heartbeats"
 """The folder of a run's heartbeats, in its own."""
+TABLE = "ranks.jsonl"
+"""File with the heartbeats of all ranks, one per line, those of rank 0 last: a table cut short lacks that line."""
+STANDSTILL = 4
+"""Periods without a new line of rank 0 after which the table is not relied on."""
 START = 10
 """Times the time-out that starting, and the first step, may take."""
 GAPS = 4
@@ -95,6 +101,7 @@ class Watchdog:
         self._first_step: str | None = None
         self._longest: float | None = None  # None: still in the first step
         self._beats, self._storage_fails = 0, False
+        self._table = (0, -math.inf)  # beats of rank 0 in its table, and when they were new to us
         self._others: list[tuple[Heartbeat, float] | None] = [None] * world_size  # and when it was new to us
         self._over = threading.Event()
         self._exchange_thread = threading.Thread(target=self._exchange_all, name="heartbeats", daemon=True)
@@ -167,19 +174,24 @@ class Watchdog:
                 return
 
     def exchange(self) -> None:
-        """Write this rank's heartbeat and read those of the others."""
+        """Write this rank's heartbeat and read those of the others, from rank 0's table if that is up to date."""
         self._beats += 1
-        self._write(self._own())
-        for rank in range(self._world_size):
-            if rank != self._rank:
-                self._read(rank)
+        local = encode(self._own())
+        self._write(self._path(self._rank), local)
+        if self._rank and self._table_is_new():
+            return
+        contents = [self._read(self._path(rank)) for rank in range(self._world_size) if rank != self._rank]
+        lines = b"\n".join(content.strip() for content in contents if content)
+        self._note_heartbeats(lines)
+        if self._rank == 0 and contents and None not in contents:  # else the others may be able to read more
+            self._write(self._directory / TABLE, lines + b"\n" + local.strip())
 
     def _path(self, rank: int) -> Path:
         return self._directory / f"rank-{rank:05}.json"
 
-    def _write(self, heartbeat: Heartbeat) -> None:
+    def _write(self, path: Path, content: bytes) -> None:
         try:
-            write_heartbeat(self._path(self._rank), heartbeat)
+            overwrite(path, content)
         except OSError as error:
             self._storage_failed(error)
 
@@ -187,23 +199,36 @@ class Watchdog:
         self._over.set()
         self._exchange_thread.join(LAST_WORDS / 4)
         if not self._exchange_thread.is_alive():  # or it is stuck in the file system, as this thread would be
-            self._write(replace(heartbeat, beats=self._beats + 1))
+            self._write(self._path(self._rank), encode(replace(heartbeat, beats=self._beats + 1)))
 
-    def _read(self, rank: int) -> None:
+    def _read(self, path: Path) -> bytes | None:
         try:
-            heartbeat = read_heartbeat(self._path(rank))
+            return path.read_bytes()
         except FileNotFoundError:
-            return  # not started yet
+            return b""  # not started yet
         except OSError as error:
             self._storage_failed(error)
-            return
-        entry = self._others[rank]
-        if (
-            heartbeat is not None
-            and heartbeat.launch == self._launch
-            and (entry is None or entry[0].beats != heartbeat.beats)
-        ):
-            self._others[rank] = (heartbeat, self._clock())
+            return None
+
+    def _table_is_new(self) -> bool:
+        """Read the table; True if rank 0 has rewritten it lately."""
+        last = self._note_heartbeats(self._read(self._directory / TABLE) or b"")
+        if last is not None and last.rank == 0 and last.beats > self._table[0]:
+            self._table = (last.beats, self._clock())
+        return self._clock() - self._table[1] < STANDSTILL * self._period
+
+    def _note_heartbeats(self, content: bytes) -> Heartbeat | None:
+        """Note the heartbeats of this launch that are newer than known ones; return that of the last line."""
+        last = None
+        for line in content.splitlines():
+            last = decode(line)
+            if last is None or last.launch != self._launch:
+                last = None
+            elif last.rank != self._rank:
+                entry = self._others[last.rank]
+                if entry is None or entry[0].beats < last.beats:  # a table that stands still has older ones
+                    self._others[last.rank] = (last, self._clock())
+        return last
 
     def _storage_failed(self, error: OSError) -> None:
         if not self._storage_fails:
@@ -286,27 +311,32 @@ class Watchdog:
         return f'{where} has been at "{beat.doing}" for {beat.age + silence:.1f} s'
 
 
-def write_heartbeat(path: Path, heartbeat: Heartbeat) -> None:
-    """Replace the content of the file by a heartbeat. Raises OSError where that fails."""
+def encode(heartbeat: Heartbeat) -> bytes:
+    """Return the content of a heartbeat's file, one line."""
     fields = asdict(heartbeat)
-    text = json.dumps({"crc32": _checksum(fields), "heartbeat": fields}).ljust(SIZE - 1) + "\n"
-    # Opened again each time: on a network file system it is closing that shows it to the others.
-    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-    try:
-        if os.pwrite(file, text.encode(), 0) < len(text):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    finally:
-        os.close(file)
+    return json.dumps({"crc32": _checksum(fields), "heartbeat": fields}).encode().ljust(SIZE - 1) + b"\n"
 
 
-def read_heartbeat(path: Path) -> Heartbeat | None:
-    """Read a heartbeat; None while it is being written. Raises OSError if the file cannot be read."""
+def decode(line: bytes) -> Heartbeat | None:
+    """Return the heartbeat in a line; None while it is being written."""
     try:
-        record = json.loads(path.read_bytes())
+        record = json.loads(line)
         fields = record["heartbeat"]
         return Heartbeat(**fields) if record["crc32"] == _checksum(fields) else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def overwrite(path: Path, content: bytes) -> None:
+    """Replace the content of a file in place. Raises OSError if that fails."""
+    # Opened again each time: on a network file system it is closing that shows it to the others.
+    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        if os.pwrite(file, content, 0) < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.ftruncate(file, len(content))
+    finally:
+        os.close(file)
 
 
 def _checksum(fields: dict[str, Any]) -> int:

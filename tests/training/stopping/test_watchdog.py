@@ -204,16 +204,17 @@ def test_the_heartbeat_file_is_rewritten_in_place(two, tmp_path):
     assert len(seen) == 1 and path.stat().st_mode & 0o022 == 0
 
 
-def test_a_damaged_record_is_never_believed_and_the_one_before_stays(two, tmp_path):
-    two.stop_wanted.add(0)
-    two.exchange(0)
-    path = tmp_path / "heartbeats" / "rank-00000.json"
+@pytest.mark.parametrize(("stopped", "name"), [(1, "rank-00001.json"), (0, "ranks.jsonl")])
+def test_a_damaged_record_is_never_believed_and_the_one_before_stays(two, tmp_path, stopped, name):
+    two.stop_wanted.add(stopped)
+    two.exchange(stopped)
+    path = tmp_path / "heartbeats" / name
     good = path.read_bytes()
-    digit = good.index(b'"pid": ') + len(b'"pid": ')
+    digit = good.rindex(b'"pid": ') + len(b'"pid": ')
     wrong = good[:digit] + bytes([good[digit] ^ 1]) + good[digit + 1 :]
     damaged = [b"", good[:1], good[:60], good[: len(good.rstrip()) - 1], b"\0" * len(good), b"\xff\xfe", b"[1, 2]"]
     damaged += [wrong, b"[" * 4096, b'{"crc32": 1}', good.replace(b"doing", b"being")]
-    listener = two.ranks[1]
+    listener = two.ranks[1 - stopped]
     for content in damaged:
         path.write_bytes(content)
         listener.exchange()
@@ -224,6 +225,40 @@ def test_a_damaged_record_is_never_believed_and_the_one_before_stays(two, tmp_pa
     path.write_bytes(good[:60])
     listener.exchange()
     assert listener.stop_elsewhere()
+
+
+RECORDS: list[list[str]] = []
+"""Lists to which the process appends each path that it opens."""
+sys.addaudithook(lambda event, values: [paths.append(str(values[0])) for paths in RECORDS] if event == "open" else None)
+
+
+@pytest.fixture
+def opened():
+    RECORDS.append([])
+    yield RECORDS[0]
+    RECORDS.clear()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8, 64])
+def test_ranks_open_three_files_each_per_period(tmp_path, timers, opened, world_size):
+    ranks = started(Ranks(tmp_path, world_size))
+    ranks.pass_time(0.5)
+    opened.clear()
+    ranks.exchange()
+    files = [path for path in opened if path.startswith(str(tmp_path))]
+    assert len(files) == (3 * world_size - 1 if world_size > 1 else 1)
+
+
+@pytest.mark.parametrize("silent", [(0,), (0, 3), (3,)])
+def test_ranks_that_fall_silent_are_named_though_rank_0_is_one_of_them(tmp_path, timers, silent):
+    ranks = started(Ranks(tmp_path, 4))
+    ranks.exchange(*silent)  # rank 3 writes what is not in the table of rank 0 yet
+    for _ in range(25):
+        ranks.pass_time(0.5, *{0, 1, 2, 3}.difference(silent))
+    for observer in (1, 2):
+        names = re.findall(r"rank (\d) on \S+ \(pid [^)]*\)+ has been silent for 1\d\.\d s", ranks.culprits(observer))
+        assert names == [str(rank) for rank in silent]
+        assert ranks.culprits(observer).count(" on ") == len(silent)
 
 
 # Processes that hang, on the real clock. They wait as long as it takes to be ended; no test measures how long.
