@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, MechanismSpec
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
 from megasparse.attention.full import Cache, KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import DocumentRanks, merge, sink_attention
@@ -166,20 +166,20 @@ class BandAttention(Attention):
 
     def attend(
         self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None, part: SequencePart = WHOLE
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attention in the buckets, in the window that the mechanism has beside them, and to the sinks: the output and,
-        where ranks share out the pairs, its log-sum-exp. See `Codes`.
-        """
+    ) -> AttentionOutput:
+        """Attend in the buckets, in the window that the mechanism has beside them, and to the sinks. See `Codes`."""
         codes = self._seen_codes(query_codes, key_codes)
         if not self.sinks and part.share is None:
             spec = BucketedAttentionSpec(self.window, inputs.causal, buckets=self.buckets, **self.rule)
             q, k, v, key_mask, segments, _, dropout = inputs
-            return bucketed_attention(q, k, v, codes[0], spec, key_mask, segments, codes[1], dropout=dropout)[0], None
+            out, _ = bucketed_attention(q, k, v, codes[0], spec, key_mask, segments, codes[1], dropout=dropout)
+            return AttentionOutput(out, None, {})
         parts = [self._in_buckets(inputs, *codes, part)]
         if self.sinks:
             sink_rule = {name: self.rule[name] for name in ("scale", "exclude_self")}
             parts.append(sink_attention(self.sinks, inputs, part, **sink_rule))
-        return _see_self_at_last(inputs, *merge(parts), part)
+        out, lse = _see_self_at_last(inputs, *merge(parts), part)
+        return AttentionOutput(out, None, {}, lse)
 
     def _in_buckets(
         self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None, part: SequencePart

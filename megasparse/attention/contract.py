@@ -292,6 +292,11 @@ class Attention(nn.Module, ABC):
         """
         return None
 
+    def rounds(self, rng: RngContext) -> int:
+        """Return the hash rounds (YOSO: hashes) of a pass: those of the context, or of the settings."""
+        section = self.config
+        return rng.rounds or (getattr(section, section.rounds_key) if rng.training else section.rounds_in_evaluation)
+
     def pair_dropout(self, q: Tensor, context: AttentionContext) -> PairDropout | None:
         """Return the dropout of the probabilities of the queries q (B, H, L, D) of this rank's heads; None without."""
         rng, first = context.rng, context.head_offset

@@ -3,7 +3,7 @@
 B batch, H heads, L length, n tokens of a document, D head dim, W clusters, M places of a cluster.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -40,11 +40,6 @@ def begins_with_real_tokens(key_mask: Tensor | None, segments: Tensor | None) ->
     return key_mask is None or key_mask.is_meta or bool((key_mask[:, :-1] >= key_mask[:, 1:]).all())
 
 
-def most_documents(segments: Tensor) -> int:
-    """The largest number of documents in a row; 1 on the meta device."""
-    return 1 if segments.is_meta else int(segments.max()) + 1
-
-
 def documents(key_mask: Tensor | None, segments: Tensor | None) -> Iterator[Document]:
     """Yield the documents of a batch. key_mask: (B, L) bool, true for real tokens. segments: (B, L) document numbers.
     With neither, the whole batch comes as one: its rows are alike and apart. On the meta device a row is one document.
@@ -77,27 +72,19 @@ def attend_each(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Ten
     if begins_with_real_tokens(inputs.key_mask, inputs.segments):
         out = attend(inputs)
         return out if inputs.key_mask is None else out.masked_fill(~inputs.key_mask[:, None, :, None], 0.0)
-    separate = list(documents(inputs.key_mask, inputs.segments))
-    return _join([attend(_alone(inputs, document)) for document in separate], separate, inputs.q)
-
-
-def _alone(inputs: AttentionInputs, document: Document) -> AttentionInputs:
-    """The heads of one document's real tokens, without masks."""
-    q, k, v = (document.take(x) for x in (inputs.q, inputs.k, inputs.v))
-    dropout = inputs.dropout
-    if dropout is not None:
-        dropout = replace(dropout, queries=document.take(dropout.queries))
-    return inputs._replace(q=q, k=k, v=v, key_mask=None, segments=None, dropout=dropout)
-
-
-def _join(parts: Sequence[Tensor], separate: Sequence[Document], like: Tensor) -> Tensor:
-    """Outputs (1, H, n, D) of documents at the places of their tokens, 0 elsewhere. like: (B, H, L, D)."""
+    parts, slots = [], []
+    batch, heads, length, head_dim = inputs.q.shape
+    for document in documents(inputs.key_mask, inputs.segments):
+        q, k, v = (document.take(x) for x in inputs[:3])
+        dropout = inputs.dropout
+        if dropout is not None:
+            dropout = replace(dropout, queries=document.take(dropout.queries))
+        alone = inputs._replace(q=q, k=k, v=v, key_mask=None, segments=None, dropout=dropout)
+        parts.append(attend(alone)[0].transpose(0, 1))  # (n, H, D)
+        slots.append(document.rows.start * length + document.tokens)
     if not parts:
-        return like.masked_fill(torch.ones_like(like, dtype=torch.bool), 0.0)  # has a gradient, 0, as ever
-    batch, heads, length, head_dim = like.shape
-    slots = torch.cat([document.rows.start * length + document.tokens for document in separate])
-    out = like.new_zeros(batch * length, heads, head_dim)
-    out = out.index_copy(0, slots, torch.cat([part[0].transpose(0, 1) for part in parts]))
+        return inputs.q.masked_fill(torch.ones_like(inputs.q, dtype=torch.bool), 0.0)  # has a gradient, 0, as ever
+    out = inputs.q.new_zeros(batch * length, heads, head_dim).index_copy(0, torch.cat(slots), torch.cat(parts))
     return out.view(batch, length, heads, head_dim).transpose(1, 2)
 
 

@@ -9,7 +9,6 @@ B batch, H heads, L length, D head dim, N buckets, M chunk, W clusters, S sample
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -27,7 +26,6 @@ from megasparse.attention.contract import (
     Buckets,
     MechanismSpec,
     Passes,
-    Workload,
     product,
 )
 from megasparse.attention.documents import (
@@ -36,7 +34,6 @@ from megasparse.attention.documents import (
     attend_in_clusters,
     clusters_by_document,
     documents,
-    most_documents,
 )
 from megasparse.attention.far_attention import Near, best_far, collision_loss, drawn_positions
 from megasparse.attention.lha_hash import (
@@ -50,7 +47,6 @@ from megasparse.attention.lha_hash import (
     scores_of,
     thresholds,
 )
-from megasparse.attention.sequence_part import SequencePart
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
@@ -160,7 +156,10 @@ class LHAAttention(BandAttention):
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         assigned = context.recompute.keep(lambda: self.assign(inputs, context))
         if assigned.members is None:
-            output = self._band(inputs, assigned, context.part)
+            key_codes = None if self._joint(inputs) else assigned.key_codes.unsqueeze(2)
+            output = self.attend(inputs, assigned.query_codes.unsqueeze(2), key_codes, context.part)
+            if not inputs.causal:
+                output = output._replace(statistics=_balance(inputs, assigned, self.buckets))
         else:
             out, uncovered = attend_in_clusters(inputs, assigned.members, self.rule["scale"], self.config.count_buckets)
             output = AttentionOutput(out, None, {"queries_in_no_bucket": uncovered})
@@ -192,16 +191,15 @@ class LHAAttention(BandAttention):
         if self.config.window == "band":
             return Assignment(query_codes, key_codes)
 
+        def members(hashed: HashInputs, document: Document) -> Tensor:
+            vectors = tuple(document.take(x) for x in hashed.inputs)
+            return bucket_members(HashInputs(vectors, hashed.weights), self.buckets, self.bucket_size)
+
         def best_members(document: Document) -> ClusterIndices:
-            best = self._members(queries, document)
-            return best, best if joint else self._members(keys, document)
+            best = members(queries, document)
+            return best, best if joint else members(keys, document)
 
         return Assignment(query_codes, key_codes, clusters_by_document(inputs, best_members))
-
-    def _members(self, hashed: HashInputs, document: Document) -> Tensor:
-        """A document's tokens of the highest scores in each bucket."""
-        inputs = tuple(document.take(x) for x in hashed.inputs)
-        return bucket_members(HashInputs(inputs, hashed.weights), self.buckets, self.bucket_size)
 
     def _joint(self, inputs: AttentionInputs) -> bool:
         return inputs.causal and self.config.joint
@@ -214,11 +212,6 @@ class LHAAttention(BandAttention):
         assigned = self.assign(inputs, context)
         return Buckets(assigned.query_codes, assigned.key_codes, self.buckets)
 
-    def _band(self, inputs: AttentionInputs, assigned: Assignment, part: SequencePart) -> AttentionOutput:
-        key_codes = None if self._joint(inputs) else assigned.key_codes.unsqueeze(2)
-        out, lse = self.attend(inputs, assigned.query_codes.unsqueeze(2), key_codes, part)
-        return AttentionOutput(out, None, {} if inputs.causal else _balance(inputs, assigned, self.buckets), lse)
-
     def learn(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, assigned: Assignment | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -229,10 +222,7 @@ class LHAAttention(BandAttention):
             return self._collisions(inputs, context)
         assigned = assigned or self.assign(inputs, context)
         token_key, draw_key = (context.rng.key(context.layer, purpose) for purpose in ("lha sample", "lha keys"))
-        config = HashLossConfig(
-            self._joint(inputs), self.buckets, self.bucket_size, SAMPLES, SAMPLED_KEYS,
-            token_key, draw_key,
-        )  # fmt: skip
+        config = HashLossConfig(self._joint(inputs), self.buckets, self.bucket_size, token_key, draw_key)
         sums = sampled_divergences(
             inputs.q.detach(), inputs.k.detach(), (assigned.query_codes, assigned.key_codes),
             (inputs.key_mask, inputs.segments), self.hash(inputs.q, context), config,
@@ -269,29 +259,32 @@ class LHAAttention(BandAttention):
         return loss * (WEIGHT / self.spec.layers), {"collision_loss": loss.detach()}
 
     def flops(self, length: int) -> Passes:
-        return self._pairs(length) + self._hashing_flops(length)
-
-    def _pairs(self, length: int) -> Passes:
-        work = self.spec.workload(length)
-        return work.pairs(self._window_keys(length)) * (1 + self.local) + work.pairs(self.sinks)
+        """Pairs in windows, where each bucket has as many keys; and the hash functions."""
+        work, band = self.spec.workload(length), self.config.window == "band"
+        keys = work.band(self.config.chunk, False) if band else work.clusters(self.buckets, self.bucket_size)
+        return work.pairs(keys) * (1 + self.local) + work.pairs(self.sinks) + self._hashing_flops(length)
 
     def _hashing_flops(self, length: int) -> Passes:
-        """Both hash functions (random ones forward only), and what they learn from a sample, forward only."""
-        work, dim, buckets = self.spec.workload(length), self.spec.head_dim, self.buckets
-        if self.config.hash == "random":
-            return Passes(work.heads * 2 * 2.0 * dim * buckets)
-        weights = dim * buckets + (dim * dim if self.config.hash == "mlp" else 0)
-        samples, keys, joint = SAMPLES, SAMPLED_KEYS, work.causal and self.config.joint
-        if self.config.utility == "sampled":
-            return (Passes(2 * 2.0 * weights) + sample_flops(work, samples, keys, buckets, weights, joint)) * work.heads
-        return (product(2 * 2.0 * weights) + Passes(min(samples, length) * 2.0 * dim)) * work.heads
+        """Both hash functions (random ones forward only), and what they learn from a sample, forward only.
 
-    def _window_keys(self, length: int) -> float:
-        """Keys of a query, where its bucket has as many."""
-        work = self.spec.workload(length)
-        if self.config.window == "band":
-            return work.band(self.config.chunk, shared_codes=False)
-        return work.clusters(self.buckets, self.bucket_size)
+        The sample, by token of the document: hash functions (both for each token of the joint hash) of S queries and C
+        keys, with gradients, and of those that the other side learns by; both of the U tokens of the thresholds. Scores
+        of S queries and all keys; of S queries and C keys, three times; their attention's sums over N buckets for both
+        sides.
+        """
+        heads, dim, buckets = self.spec.heads, self.spec.head_dim, self.buckets
+        if self.config.hash == "random":
+            return Passes(heads * 2 * 2.0 * dim * buckets)
+        weights = dim * buckets + (dim * dim if self.config.hash == "mlp" else 0)
+        queries, keys = min(SAMPLES, length), min(SAMPLED_KEYS, length)
+        if self.config.utility == "collisions":
+            return (product(2 * 2.0 * weights) + Passes(queries * 2.0 * dim)) * heads
+        joint, tokens = self.spec.causal and self.config.joint, min(length, _sample_size(buckets))
+        hashed = 2.0 * weights * (1 + joint) * (queries + keys)
+        pairs = queries * keys * (3 * 2.0 * dim + 2 * 2.0 * buckets)
+        received = queries * length * 2.0 * dim if keys < length else 0.0
+        sample = product(hashed) + Passes(hashed + 2.0 * weights * 2 * tokens + pairs + received)
+        return (Passes(2 * 2.0 * weights) + sample * (1 / length)) * heads
 
 
 def _projection(spec: MechanismSpec) -> nn.Linear:
@@ -312,7 +305,8 @@ def _balance(inputs: AttentionInputs, codes: Assignment, buckets: int) -> dict[s
     queries, keys = codes.query_codes.long(), codes.key_codes.long()
     if inputs.segments is not None:
         first = inputs.segments.unsqueeze(1) * buckets
-        queries, keys, buckets = queries + first, keys + first, buckets * most_documents(inputs.segments)
+        documents_in_row = 1 if inputs.segments.is_meta else int(inputs.segments.max()) + 1  # at most
+        queries, keys, buckets = queries + first, keys + first, buckets * documents_in_row
     real = queries.new_ones(()) if inputs.key_mask is None else inputs.key_mask.unsqueeze(1).long()
     counts = [
         torch.zeros(*x.shape[:2], buckets, dtype=torch.int64, device=x.device).scatter_add_(-1, x, real.expand_as(x))
@@ -326,22 +320,19 @@ def _balance(inputs: AttentionInputs, codes: Assignment, buckets: int) -> dict[s
     }
 
 
-_TOKENS_A_BUCKET = 4
-"""U, in buckets, where that is more than C."""
+def _sample_size(buckets: int) -> int:
+    """U: 4 tokens a bucket, where that is more than C."""
+    return max(SAMPLED_KEYS, SAMPLES, 4 * buckets)
 
 
-@dataclass(frozen=True)
-class HashLossConfig:
+class HashLossConfig(NamedTuple):
     """Numbers of the loss. joint: one hash, H_Q(q) + H_K(k), for both sides. buckets, size: how many buckets there are,
-    and how many members each has. queries, keys: S and C of a document. token_key, draw_key: those of the draws of
-    tokens and of keys.
+    and how many members each has. token_key, draw_key: those of the draws of tokens and of keys.
     """
 
     joint: bool
     buckets: int
     size: int
-    queries: int
-    keys: int
     token_key: int
     draw_key: int
 
@@ -368,7 +359,7 @@ def sampled_divergences(
     """
     of_queries, of_keys = [], []
     for document in documents(*masks):
-        sample = Sample.draw(document.take(q), document.take(k), weights, config)
+        sample = Sample(document.take(q), document.take(k), weights, config)
         of_queries.append(sample.of_queries(document.take(codes[0])))
         of_keys.append(sample.of_keys(document.take(codes[1])))
     sides = hash_inputs(q, k, config.joint, weights)
@@ -378,7 +369,6 @@ def sampled_divergences(
     )
 
 
-@dataclass(frozen=True)
 class Sample:
     """Tokens of a document that its hash functions learn from in one step, drawn evenly without replacement.
 
@@ -387,45 +377,28 @@ class Sample:
     H, S). bars: of the queries' and of the keys' hash, what a member of each bucket scores at least, (B, H, N).
     """
 
-    length: int
-    tokens: Tensor
-    q: Tensor
-    k: Tensor
-    queries: int
-    keys: int
-    draws: Draws
-    drawn_q: Tensor
-    normalizer: Tensor
-    bars: tuple[Tensor, Tensor]
-    weights: tuple[Weights, Weights]
-    joint: bool
-
-    @staticmethod
     @torch.no_grad()
-    def draw(q: Tensor, k: Tensor, weights: tuple[Weights, Weights], config: HashLossConfig) -> "Sample":
-        """Draw the sample of a document's queries and keys (B, H, L, D), the same token numbers in every head and
-        sequence, but for the draws.
+    def __init__(self, q: Tensor, k: Tensor, weights: tuple[Weights, Weights], config: HashLossConfig):
+        """Draw from a document's queries and keys (B, H, L, D), the same token numbers in every head and sequence, but
+        for the draws.
         """
-        length, count, scale = q.shape[2], config.keys, q.shape[-1] ** -0.5
-        most = max(count, config.queries, _TOKENS_A_BUCKET * config.buckets)
-        tokens = drawn_positions(config.token_key, length, most, q.device)
-        some_q, some_k = q.index_select(2, tokens), k.index_select(2, tokens)
-        queries = some_q[:, :, : config.queries]
-        if length <= count:
-            draws, drawn_q = Draws(some_k, tokens, torch.zeros(length, device=q.device)), some_q
+        self.length, self.scale, self.weights, self.joint = q.shape[2], q.shape[-1] ** -0.5, weights, config.joint
+        self.tokens = drawn_positions(config.token_key, self.length, _sample_size(config.buckets), q.device)
+        self.q, self.k = q.index_select(2, self.tokens), k.index_select(2, self.tokens)
+        self.queries, self.keys = min(SAMPLES, self.length), min(SAMPLED_KEYS, self.length)
+        queries = self.q[:, :, : self.queries]
+        if self.length <= SAMPLED_KEYS:
+            self.draws, self.drawn_q = Draws(self.k, self.tokens, torch.zeros(self.length, device=q.device)), self.q
         else:
-            bits = random_bits(config.draw_key, torch.arange(count, device=q.device), 1).squeeze(-1)
-            draws = hash_learning.draw_keys(queries, k, (bits.double() + 2.0**31) / 2.0**32, scale=scale)
-            drawn_q = hash_learning.at_tokens(q, draws.tokens)
-        normalizer = hash_learning.sampled_normalizer(queries, draws, scale=scale)
-        size = max(1, round(config.size * len(tokens) / length))
-        sides = hash_inputs(some_q, some_k, config.joint, weights)
+            bits = random_bits(config.draw_key, torch.arange(SAMPLED_KEYS, device=q.device), 1).squeeze(-1)
+            uniform = (bits.double() + 2.0**31) / 2.0**32
+            self.draws = hash_learning.draw_keys(queries, k, uniform, scale=self.scale)
+            self.drawn_q = hash_learning.at_tokens(q, self.draws.tokens)
+        self.normalizer = hash_learning.sampled_normalizer(queries, self.draws, scale=self.scale)
+        size = max(1, round(config.size * len(self.tokens) / self.length))
+        sides = hash_inputs(self.q, self.k, self.joint, weights)
         of_queries = thresholds(sides[0], config.buckets, size)
-        bars = of_queries, of_queries if config.joint else thresholds(sides[1], config.buckets, size)
-        return Sample(
-            length, tokens, some_q, some_k, queries.shape[2], min(count, length), draws, drawn_q, normalizer, bars,
-            weights, config.joint,
-        )  # fmt: skip
+        self.bars = of_queries, of_queries if self.joint else thresholds(sides[1], config.buckets, size)
 
     def of_queries(self, codes: Tensor) -> Iterator[Example]:
         """Yield what queries learn. codes: (B, H, L), the buckets of the document's queries."""
@@ -443,10 +416,6 @@ class Sample:
         hashed = hash_inputs(self.q, self.k, self.joint, self.weights)[1]
         for part, utility in hash_learning.sampled_keys(queries, keys, self.normalizer, inside, scale=self.scale):
             yield self._example(part, utility, hashed, codes, self.keys)
-
-    @property
-    def scale(self) -> float:
-        return float(self.q.shape[-1] ** -0.5)
 
     def _example(self, part: slice, utility: Tensor, hashed: HashInputs, codes: Tensor, count: int) -> Example:
         inputs = tuple(x[:, :, part] for x in hashed.inputs)
@@ -493,19 +462,3 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         grads = [(grad_outputs[0][0] * g).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
         return None, None, None, *grads
-
-
-def sample_flops(work: Workload, queries: int, keys: int, buckets: int, weights: int, joint: bool) -> Passes:
-    """Return the FLOPs of a head's sample, by token of the document. weights: those of one hash function.
-
-    Hash functions (both for each token of a `joint` hash) of S queries and C keys, with gradients, and of those
-    that the other side learns by; both of the U tokens of the thresholds. Scores of S queries and all keys; of S
-    queries and C keys, three times; their attention's sums over N buckets for both sides.
-    """
-    queries, keys = min(queries, work.length), min(keys, work.length)
-    tokens = min(work.length, max(keys, queries, _TOKENS_A_BUCKET * buckets))
-    hashed = 2.0 * weights * (1 + joint) * (queries + keys)
-    pairs = queries * keys * (3 * 2.0 * work.head_dim + 2 * 2.0 * buckets)
-    received = queries * work.length * 2.0 * work.head_dim if keys < work.length else 0.0
-    forward = Passes(hashed + 2.0 * weights * 2 * tokens + pairs + received)
-    return (product(hashed) + forward) * (1 / work.length)

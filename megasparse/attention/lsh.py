@@ -146,11 +146,9 @@ class LSHAttention(BandAttention):
             )
 
     def assign(self, inputs: AttentionInputs, context: AttentionContext) -> Codes:
-        rng = context.rng
-        rounds = self.config.rounds if rng.training else self.config.rounds_in_evaluation
         numbers = range(context.head_offset, context.head_offset + inputs.q.shape[1])
-        key = rng.key(context.layer, "lsh rotation")
-        matrices = rotations(key, numbers, rng.rounds or rounds, inputs.q.shape[3], self.factors, inputs.q.device)
+        key, rounds = context.rng.key(context.layer, "lsh rotation"), self.rounds(context.rng)
+        matrices = rotations(key, numbers, rounds, inputs.q.shape[3], self.factors, inputs.q.device)
         queries = angular_hash(inputs.q.detach(), matrices, self.factors)
         return queries, None if self.shared_qk else angular_hash(inputs.k.detach(), matrices, self.factors)
 
@@ -164,8 +162,7 @@ class LSHAttention(BandAttention):
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         queries, keys = context.recompute.keep(lambda: self.assign(inputs, context))
-        out, lse = self.attend(inputs, queries, keys, context.part)
-        return AttentionOutput(out, None, {}, lse)
+        return self.attend(inputs, queries, keys, context.part)
 
     def flops(self, length: int) -> Passes:
         """Pairs in windows. Codes, forward only: in each round 2·D for each of half as many rotation vectors as there
@@ -173,13 +170,9 @@ class LSHAttention(BandAttention):
         """
         hashed, width = 1 if self.shared_qk else 2, self.spec.heads * self.spec.head_dim
         codes = float(self.config.rounds * hashed * width * sum(self.factors))
-        work, keys = self.spec.workload(length), self._window_keys(length)
-        return work.pairs(keys) * (self.config.rounds + self.local) + work.pairs(self.sinks) + Passes(codes)
-
-    def _window_keys(self, length: int) -> float:
-        """Keys of a query in a round, where its bucket has as many."""
         work, chunk = self.spec.workload(length), self.config.chunk
-        return work.band(chunk, self.shared_qk) if self.config.window == "band" else work.chunks(chunk)
+        keys = work.band(chunk, self.shared_qk) if self.config.window == "band" else work.chunks(chunk)
+        return work.pairs(keys) * (self.config.rounds + self.local) + work.pairs(self.sinks) + Passes(codes)
 
     def cached_rounds(self, rounds: int | None) -> int:
         return rounds or self.config.rounds_in_evaluation

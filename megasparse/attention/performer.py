@@ -1,8 +1,13 @@
-"""Performer attention (Choromanski et al. 2020, FAVOR+). B batch, H heads, L length, D head dim, F features."""
+"""Performer attention (Choromanski et al. 2020, FAVOR+) and Linformer attention (Wang et al. 2020).
+
+B batch, H heads, L length, D head dim, F features, P projected length.
+"""
 
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from megasparse.attention.contract import (
     Attention,
@@ -14,6 +19,7 @@ from megasparse.attention.contract import (
     product,
 )
 from megasparse.attention.documents import attend_each
+from megasparse.attention.full import attend_to_all
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Positive
@@ -30,36 +36,6 @@ class PerformerCache:
     def select(self, rows: Tensor) -> None:
         if self.state is not None:
             self.state = State(self.state.total[rows], self.state.level[rows])
-
-
-@dataclass(frozen=True)
-class PositiveFeatures:
-    """Attention by features of the rows ω of a projection (H, F, D). Causal: pairs less than `chunk` apart are scored
-    one by one.
-    """
-
-    projection: Tensor
-    scale: float
-    chunk: int
-
-    def __call__(self, inputs: AttentionInputs) -> Tensor:
-        if inputs.causal:
-            return self.causal(inputs, None)[0]
-        heads = inputs.q, inputs.k, inputs.v, self.projection
-        return linear_attention(*heads, scale=self.scale, key_mask=inputs.key_mask)
-
-    def causal(self, inputs: AttentionInputs, state: State | None) -> tuple[Tensor, State]:
-        """The output, and the sums over these tokens and those of the state."""
-        return causal_linear_attention(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            self.projection,
-            scale=self.scale,
-            chunk=self.chunk,
-            key_mask=inputs.key_mask,
-            state=state,
-        )
 
 
 class PerformerAttentionConfig(MechanismSection):
@@ -88,11 +64,19 @@ class PerformerAttention(Attention):
         return orthogonal_projections(key, heads, self.config.features, q.shape[3], q.device)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
-        features = self._features(self.projection(inputs.q, context))
-        return AttentionOutput(attend_each(inputs, features), None, {})
+        projection = self.projection(inputs.q, context)
 
-    def _features(self, projection: Tensor) -> PositiveFeatures:
-        return PositiveFeatures(projection, self.scale, self.config.chunk)
+        def attend(inputs: AttentionInputs) -> Tensor:
+            if inputs.causal:
+                return self._causal(inputs, projection, None)[0]
+            return linear_attention(*inputs[:3], projection, scale=self.scale, key_mask=inputs.key_mask)
+
+        return AttentionOutput(attend_each(inputs, attend), None, {})
+
+    def _causal(self, inputs: AttentionInputs, projection: Tensor, state: State | None) -> tuple[Tensor, State]:
+        """The output, and the sums over these tokens and those of the state. projection: (H, F, D)."""
+        rule: dict[str, Any] = {"scale": self.scale, "chunk": self.config.chunk, "key_mask": inputs.key_mask}
+        return causal_linear_attention(*inputs[:3], projection, state=state, **rule)
 
     def flops(self, length: int) -> Passes:
         """Features of q and of k, 6·D each a feature, and 12·D a feature in place of a key; causal: pairs inside a
@@ -113,5 +97,55 @@ class PerformerAttention(Attention):
     ) -> Tensor:
         if cache.projection is None:
             cache.projection = self.projection(inputs.q, context)
-        out, cache.state = self._features(cache.projection).causal(inputs, cache.state)
+        out, cache.state = self._causal(inputs, cache.projection, cache.state)
         return out
+
+
+class SequenceProjection(nn.Module):
+    """A learned matrix (P, max_length) over positions; a shorter sequence uses its first columns."""
+
+    def __init__(self, projected: int, max_length: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(projected, max_length))
+
+    def forward(self, length: int, dtype: torch.dtype) -> Tensor:
+        """(P, length) in this dtype, a copy: ranks that share the matrix have it whole within this call alone."""
+        return self.weight[:, :length].to(dtype, copy=True)
+
+
+class LinformerAttentionConfig(MechanismSection):
+    projected: Positive = 256
+    """Length k: keys and values are projected from max_length to this many."""
+
+    bidirectional_only = "it projects the whole sequence"
+
+
+@mechanism("linformer", LinformerAttentionConfig)
+class LinformerAttention(Attention):
+    """Linformer, softmax(q(E k)ᵀ/√D) F v, with keys and values projected over the sequence to P by E and F, shared by
+    the heads.
+
+    Padding is projected as zeros. A packed document is projected by itself, its positions counted from its first real
+    token. Every projected key mixes all tokens, so there is no causal form.
+    """
+
+    def __init__(self, config: LinformerAttentionConfig, spec: MechanismSpec):
+        super().__init__(config, spec)
+        self.keys = SequenceProjection(config.projected, spec.max_length)
+        self.values = SequenceProjection(config.projected, spec.max_length)
+
+    def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
+        inputs = inputs.of_one_dtype()
+        keys, values = (side(inputs.k.shape[2], inputs.k.dtype) for side in (self.keys, self.values))
+
+        def attend(inputs: AttentionInputs) -> Tensor:
+            k, v, length = inputs.k, inputs.v, inputs.k.shape[2]
+            if inputs.key_mask is not None:
+                k, v = (x.masked_fill(~inputs.key_mask[:, None, :, None], 0.0) for x in (k, v))
+            return attend_to_all(inputs.q, keys[:, :length] @ k, values[:, :length] @ v, None, inputs.dropout)
+
+        return AttentionOutput(attend_each(inputs, attend), None, {})
+
+    def flops(self, length: int) -> Passes:
+        """P projected keys, and the projections of keys and of values, 6·D each a projected one."""
+        return product(self.spec.heads * 8.0 * self.spec.head_dim * self.keys.weight.shape[0])

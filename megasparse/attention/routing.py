@@ -1,10 +1,10 @@
-"""Routing attention (Roy et al. 2021): clusters around centroids that follow queries and keys as a moving average.
+"""Routing attention (Roy et al. 2021): clusters around centroids that follow queries and keys as a moving average; and
+attention inside buckets drawn at random, whatever the tokens are: the floor of every hash (LHA's "Rand.").
 
 B batch, H heads, L length, n tokens of a document, D head dim, N centroids, W clusters, M places of a cluster.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -19,34 +19,12 @@ from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Count, Positive, Rate
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.operator import at_least_fp32
-from megasparse.ops.random import derive, normal
+from megasparse.ops.random import derive, normal, random_bits
 
 if TYPE_CHECKING:
     from megasparse.config.schema import ModelConfig
 
 _TILE_ELEMENTS = 1 << 22  # similarities at a time
-
-
-@dataclass(frozen=True)
-class NearestTokens:
-    """The `chunk` tokens of a document with the highest μ·x of every centroid: (B, H, N, min(chunk, n)), for x the
-    queries and for x the keys.
-    """
-
-    queries: HashInputs
-    keys: HashInputs
-    chunk: int
-
-    def __call__(self, document: Document) -> ClusterIndices:
-        return self._nearest(self.queries, document), self._nearest(self.keys, document)
-
-    def _nearest(self, side: HashInputs, document: Document) -> Tensor:
-        """Some centroids at a time, so that no tensor holds all tokens with all centroids."""
-        x, centroids = document.take(side.inputs[0]).transpose(-1, -2), side.weights[0][0].transpose(1, 2)
-        step = max(1, _TILE_ELEMENTS // (x[..., 0, :].numel()))
-        size = min(self.chunk, x.shape[-1])
-        tiles = centroids.to(x.dtype).split(step, dim=1)
-        return torch.cat([(tile @ x).topk(size, dim=-1, sorted=False).indices for tile in tiles], dim=2)
 
 
 class RoutingAttentionConfig(MechanismSection):
@@ -111,8 +89,7 @@ class RoutingAttention(BandAttention):
             out, uncovered = attend_in_clusters(inputs, routes, self.rule["scale"], count_clusters=True)
             return AttentionOutput(out, None, {"queries_in_no_cluster": uncovered})
         queries, keys = (codes.unsqueeze(2) for codes in routes)
-        out, lse = self.attend(inputs, queries, None if inputs.causal else keys, context.part)
-        return AttentionOutput(out, None, {}, lse)
+        return self.attend(inputs, queries, None if inputs.causal else keys, context.part)
 
     @torch.no_grad()
     def _decide(self, inputs: AttentionInputs, context: AttentionContext) -> ClusterIndices:
@@ -124,7 +101,15 @@ class RoutingAttention(BandAttention):
             self._remember(inputs, queries, keys, context)
         if self.config.window == "band":
             return self._codes(queries, keys)
-        return clusters_by_document(inputs, NearestTokens(queries, keys, self.config.chunk))
+
+        def nearest(side: HashInputs, document: Document) -> Tensor:
+            """The tokens with the highest μ·x of every centroid, some centroids at a time: (B, H, N, min(chunk, n))."""
+            x, centroids = document.take(side.inputs[0]).transpose(-1, -2), side.weights[0][0].transpose(1, 2)
+            tiles = centroids.to(x.dtype).split(max(1, _TILE_ELEMENTS // x[..., 0, :].numel()), dim=1)
+            size = min(self.config.chunk, x.shape[-1])
+            return torch.cat([(tile @ x).topk(size, dim=-1, sorted=False).indices for tile in tiles], dim=2)
+
+        return clusters_by_document(inputs, lambda document: (nearest(queries, document), nearest(keys, document)))
 
     def _sides(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[HashInputs, HashInputs]:
         """Vectors that are compared with the centroids: unit queries and unit keys, in a decoder one and the same."""
@@ -177,3 +162,45 @@ class RoutingAttention(BandAttention):
         band = self.config.window == "band"
         keys = work.band(chunk, shared_codes=False) if band else work.clusters(self.buckets, chunk)
         return work.pairs(keys) * (1 + self.local) + work.pairs(self.sinks) + Passes(codes)
+
+
+class RandomAttentionConfig(MechanismSection):
+    chunk: Positive = 64
+    """Tokens a bucket; max_length/chunk buckets, rounded up, drawn at random whatever the tokens are."""
+
+
+@mechanism("random", RandomAttentionConfig)
+class RandomAttention(BandAttention):
+    """Random attention, softmax(qkᵀ/√D)v inside a band of one's own bucket, max_length/chunk buckets that queries and
+    keys share.
+
+    A bucket depends on head and position only, never on a token or its sequence, so no pattern can be learned but that
+    of positions; while training each step draws anew, in evaluation they stay.
+    """
+
+    def __init__(self, config: RandomAttentionConfig, spec: MechanismSpec):
+        super().__init__(config, spec)
+        self.window = Window("band", min(config.chunk, spec.max_length))
+        self.buckets = -(-spec.max_length // config.chunk)
+        self.rule = {"scale": spec.head_dim**-0.5, "exclude_self": False, "count_rounds": False}
+
+    def assign(self, inputs: AttentionInputs, first: int, context: AttentionContext) -> Tensor:
+        """The bucket of every position from `first` on: (B, H, 1, L). Padding has no position."""
+        batch, count, length = inputs.q.shape[:3]
+        head = torch.arange(context.head_offset, context.head_offset + count, device=inputs.q.device)
+        position = torch.arange(first, first + length, device=inputs.q.device).expand(batch, -1)
+        if inputs.key_mask is not None:
+            position = (inputs.key_mask.cumsum(-1) - 1).clamp_min(0)
+        rows = head[:, None] * (1 << 32) + position[:, None]  # (B, H, L)
+        bits = random_bits(context.rng.key(context.layer, "random bucket"), rows, 1)
+        return torch.remainder(bits, self.buckets).transpose(-1, -2)
+
+    def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> tuple[Tensor, None]:
+        return self.assign(inputs, position, context), None
+
+    def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
+        return self.attend(inputs, self.assign(inputs, 0, context), None, context.part)
+
+    def flops(self, length: int) -> Passes:
+        work = self.spec.workload(length)
+        return work.pairs(work.band(self.window.chunk, shared_codes=True))

@@ -258,38 +258,26 @@ class SmartBirdAttention(Attention):
         return x if self.reads_tokens else part.gather(x, 1)
 
     def flops(self, length: int) -> Passes:
-        return self._gathered_flops(length) + self._window_flops(length) + self._sketch_flops(length)
-
-    def _gathered_flops(self, length: int) -> Passes:
-        return self.spec.workload(length).pairs(self.config.keys + self.config.sinks)
-
-    def _window_flops(self, length: int) -> Passes:
         work = self.spec.workload(length)
-        return work.pairs(work.chunks(self.near.window.chunk)) * self.config.local
+        window = work.pairs(work.chunks(self.near.window.chunk)) * self.config.local
+        return work.pairs(self.config.keys + self.config.sinks) + window + self._sketch_flops(length, work.visible)
 
-    def _sketch_flops(self, length: int) -> Passes:
+    def _sketch_flops(self, length: int, visible: float) -> Passes:
         """The sketch, one of all heads: 12·d a key, 2·d more to choose by, its projections of an input without gradient
-        (4 a weight), the rest of its layer, and its objective's output over the vocabulary.
+        (4 a weight), the rest of its layer, and its objective's output over the vocabulary. Sketches that learn
+        attention: 2·d a key to choose by, their two projections, and for a sample of the queries the scores of all
+        heads, without gradient, and of the sketches.
         """
-        visible, weights = self.spec.workload(length).visible, 3 * self.width
+        wide, width = self.config.sketch_dim, self.width
         if self.config.objective == "attention":
-            return self._learning_flops(length, visible)
+            heads, dim, sampled = self.spec.heads, self.spec.head_dim, min(SAMPLES, length) / length
+            width = heads * dim if self.config.sketch == "heads" else width
+            scores = (Passes(2.0 * visible) + product(2.0 * visible * sampled)) * (wide * self.groups)
+            return Passes(4.0 * width, 4.0 * width) * wide + scores + Passes(2.0 * dim * heads * visible * sampled)
         outputs = self.spec.vocabulary if self.config.objective == "token" else 0
         attended = product(4.0 * visible) + Passes(2.0 * visible)
-        layer = 9 * self.width if self.layer is not None else 0
-        return (attended + Passes(2.0 * weights, 2.0 * weights) + product(2.0 * (outputs + layer))) * (
-            self.config.sketch_dim
-        )
-
-    def _learning_flops(self, length: int, visible: float) -> Passes:
-        """Sketches that learn attention: 2·d a key to choose by, their two projections, and for a sample of the queries
-        the scores of all heads, without gradient, and of the sketches.
-        """
-        heads, dim, sampled = self.spec.heads, self.spec.head_dim, min(SAMPLES, length) / length
-        width = heads * dim if self.config.sketch == "heads" else self.width
-        projected = Passes(4.0 * width, 4.0 * width) * self.config.sketch_dim
-        scores = (Passes(2.0 * visible) + product(2.0 * visible * sampled)) * (self.config.sketch_dim * self.groups)
-        return projected + scores + Passes(2.0 * dim * heads * visible * sampled)
+        layer = 9 * width if self.layer is not None else 0
+        return (attended + Passes(6.0 * width, 6.0 * width) + product(2.0 * (outputs + layer))) * wide
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> SketchCache:
         capacity, groups = self.spec.max_length, self.groups if self.groups == 1 else self.groups // part.shares

@@ -3,41 +3,17 @@
 B batch, H heads, R rounds, L length, n tokens of a document, D head dim, W clusters, M places of a cluster.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.contract import (
-    Attention,
-    AttentionContext,
-    AttentionInputs,
-    AttentionOutput,
-    MechanismSpec,
-    Passes,
-)
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, Passes
 from megasparse.attention.documents import ClusterIndices, Document, clusters_by_document
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Positive
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import normal
-
-
-@dataclass(frozen=True)
-class EqualClusters:
-    """Clusters of `chunk` tokens of a document, by their order along lines (H, R, D + 2). q, k: (B, H, L, D)."""
-
-    q: Tensor
-    k: Tensor
-    lines: Tensor
-    chunk: int
-
-    def __call__(self, document: Document) -> ClusterIndices:
-        vectors = asymmetric(document.take(self.q), document.take(self.k))
-        queries, keys = (equal_clusters(self.lines.to(x.dtype) @ x.transpose(-1, -2), self.chunk) for x in vectors)
-        return queries, keys
 
 
 class SMYRFAttentionConfig(MechanismSection):
@@ -60,18 +36,20 @@ class SMYRFAttention(Attention):
 
     shares_pairs = True
 
-    def __init__(self, config: SMYRFAttentionConfig, spec: MechanismSpec):
-        super().__init__(config, spec)
-
     @torch.no_grad()
     def assign(self, inputs: AttentionInputs, context: AttentionContext) -> ClusterIndices:
         rng, device = context.rng, inputs.q.device
-        rounds = self.config.rounds if rng.training else self.config.rounds_in_evaluation
         head = torch.arange(context.head_offset, context.head_offset + inputs.q.shape[1], device=device)
-        rows = head[:, None] * (1 << 16) + torch.arange(rng.rounds or rounds, device=device)
+        rows = head[:, None] * (1 << 16) + torch.arange(self.rounds(rng), device=device)
         lines = normal(rng.key(context.layer, "smyrf projection"), rows, inputs.q.shape[3] + 2)  # (H, R, D + 2)
 
-        return clusters_by_document(inputs, EqualClusters(inputs.q, inputs.k, lines, self.config.chunk))
+        def clusters(document: Document) -> ClusterIndices:
+            q, k = asymmetric(document.take(inputs.q), document.take(inputs.k))
+            along = lines.to(q.dtype)
+            queries, keys = (equal_clusters(along @ x.transpose(-1, -2), self.config.chunk) for x in (q, k))
+            return queries, keys
+
+        return clusters_by_document(inputs, clusters)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         queries, keys = context.recompute.keep(lambda: self.assign(inputs, context))

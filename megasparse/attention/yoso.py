@@ -29,7 +29,6 @@ from megasparse.errors import ConfigError
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import sign_codes
 from megasparse.ops.normalize import unit_vectors
-from megasparse.ops.random import RngContext
 
 if TYPE_CHECKING:
     from megasparse.config.schema import ModelConfig
@@ -127,10 +126,6 @@ class YOSOAttention(Attention):
         if self.convolution is not None:
             nn.init.zeros_(self.convolution.weight)
 
-    def hashes(self, rng: RngContext) -> int:
-        usual = self.config.hashes if rng.training else self.config.rounds_in_evaluation
-        return rng.rounds or usual
-
     def codes(self, x: Tensor, hashes: int, context: AttentionContext) -> Tensor:
         """(B, H, m, L). Queries and keys are hashed alike."""
         heads = range(context.head_offset, context.head_offset + x.shape[1])
@@ -143,7 +138,7 @@ class YOSOAttention(Attention):
         if self.config.expectation:
             out, met = expected_attention(q, k, v, spec, mask, mask, inputs.segments)
         else:
-            hashes = self.hashes(context.rng)
+            hashes = self.rounds(context.rng)
             codes = self.codes(q, hashes, context), self.codes(k, hashes, context)
             out, met = hash_table_attention(q, k, v, *codes, spec, mask, mask, inputs.segments)
         out = unit_vectors(out, inputs.q.dtype if self.convolution is None else None)
@@ -166,13 +161,12 @@ class YOSOAttention(Attention):
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> YOSOCache:
         spec, width = self.spec.on_rank(part), self.spec.head_dim
-        heads = spec.heads
-        recent = like.new_zeros(batch, heads, (self.config.convolution or 1) - 1, width)
+        recent = like.new_zeros(batch, spec.heads, (self.config.convolution or 1) - 1, width)
         if self.config.expectation:
             return YOSOCache(None, KeyValueCache.empty(batch, spec, spec.max_length, like), recent)
         hashes = rounds or self.config.rounds_in_evaluation
         dtype = torch.promote_types(like.dtype, torch.float32)
-        tables = torch.zeros(batch, heads, hashes, 1 << self.code_bits, width, dtype=dtype, device=like.device)
+        tables = torch.zeros(batch, spec.heads, hashes, 1 << self.code_bits, width, dtype=dtype, device=like.device)
         return YOSOCache(tables, None, recent)
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: YOSOCache, context: AttentionContext) -> None:

@@ -3,11 +3,10 @@
 schema.py             the sections of a pretraining run, their keys, types, defaults and meaning
 finetuning.py         those of a fine-tuning run
 attention.py          `model.attention`, and the registry of mechanisms, whose files hold their own sections
-section.py            the base class of sections
+section.py            the base class of sections; keys of earlier releases, which are dropped or refused
 files.py              strict JSON, shipped configurations, and what a file extends
 load.py               file + `--set section.key=value` -> Config
-removed.py            keys of earlier releases, which are dropped or refused
 messages.py           pydantic's errors as one line: the key, the value, the hint
-checks.py             what must hold between keys of a run; model_checks.py: of a model
+checks.py             what must hold between keys of a run, and of a model
 deepspeed_section.py  every key of the `deepspeed` section, checked against DeepSpeed's own models
 """

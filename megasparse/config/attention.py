@@ -89,19 +89,13 @@ def mechanism(kind: str, section: type[MechanismSection]) -> Callable[[Mechanism
     def register(cls: Mechanism) -> Mechanism:
         MECHANISMS[kind] = cls
         AttentionConfig.__pydantic_fields__[kind] = FieldInfo(annotation=section, default=section())
-        _rebuild_schemas()
+        rebuild_schemas()
         return cls
 
     return register
 
 
-def forget_mechanism(kind: str) -> None:
-    """Undo `mechanism`, so that another class can have the name."""
-    del MECHANISMS[kind], AttentionConfig.__pydantic_fields__[kind]
-    _rebuild_schemas()
-
-
-def _rebuild_schemas() -> None:
+def rebuild_schemas() -> None:
     """Rebuild `AttentionConfig`, whose fields have changed, and all schemas that contain it."""
     kinds: Any = Literal[tuple(MECHANISMS)]
     split: Any = Annotated[dict[kinds, Positive], Field(min_length=1)]
@@ -156,12 +150,6 @@ def heads_of_layer(model: "ModelConfig", layer: int) -> dict[str, int]:
     return {kind: entry[kind] for kind in MECHANISMS if kind in entry}
 
 
-def section(model: "ModelConfig", kind: str) -> MechanismSection:
-    """The settings of a mechanism."""
-    settings: MechanismSection = getattr(model.attention, kind)
-    return settings
-
-
 def layers_with(model: "ModelConfig", kind: str) -> int:
     """Number of layers that have heads of this kind."""
     return sum(kind in heads_of_layer(model, layer) for layer in range(model.layers))
@@ -175,20 +163,20 @@ def kinds(model: "ModelConfig") -> list[str]:
 
 def evaluation_rounds(model: "ModelConfig") -> dict[str, int]:
     """Hash rounds (YOSO: hashes) in evaluation of each of a model's mechanisms that has any."""
-    rounds = {kind: section(model, kind).rounds_in_evaluation for kind in kinds(model)}
+    rounds = {kind: getattr(model.attention, kind).rounds_in_evaluation for kind in kinds(model)}
     return {kind: number for kind, number in rounds.items() if number is not None}
 
 
 def predicts(model: "ModelConfig", target: str) -> bool:
     """Return True if a mechanism of the model learns to predict this target, see `MechanismSection.predicts`."""
-    return any(section(model, kind).predicts == target for kind in kinds(model))
+    return any(getattr(model.attention, kind).predicts == target for kind in kinds(model))
 
 
 def check_attention(model: "ModelConfig") -> None:
     """Raise ConfigError for the first rule that the attention of one stack breaks."""
     for kind in kinds(model):
-        section(model, kind).check(f"model.attention.{kind}", model)
-        if model.attention.dropout > 0.0 and section(model, kind).no_probabilities:
+        getattr(model.attention, kind).check(f"model.attention.{kind}", model)
+        if model.attention.dropout > 0.0 and getattr(model.attention, kind).no_probabilities:
             problem = f'{model.attention.dropout} is given, but "{kind}" forms no probabilities that could be dropped'
             raise ConfigError("model.attention.dropout", problem, "Set it to 0")
 
@@ -202,7 +190,7 @@ def check_heads(model: "ModelConfig") -> None:
             problem = f"{split} has {total} heads, but model.heads = {model.heads}"
             raise ConfigError(key, problem, f"Make the numbers sum to {model.heads}")
         for kind in split:
-            settings = section(model, kind)
+            settings = getattr(model.attention, kind)
             for stack, other, why, lacking in (
                 ("decoder", "encoder", settings.bidirectional_only, "be causal"),
                 ("encoder", "decoder", settings.causal_only, "see both ways"),
@@ -220,7 +208,7 @@ def check_head_groups(model: "ModelConfig") -> None:
     key = "model.attention.head_groups"
     for layer in range(len(model.attention.pattern)):
         for kind, heads in heads_of_layer(model, layer).items():
-            settings, size = section(model, kind), heads // groups
+            settings, size = getattr(model.attention, kind), heads // groups
             if settings.joined is not None:
                 problem = f"{groups} groups, but the heads of {show(kind)} are not independent: {settings.joined}"
                 raise ConfigError(key, problem, "Set it to 1, or choose another mechanism")
@@ -238,7 +226,7 @@ def check_targets(model: "ModelConfig", prefix: str, *targets: str) -> None:
     prefix: key of the model's attention in the configuration.
     """
     for kind in kinds(model):
-        objective = section(model, kind).predicts
+        objective = getattr(model.attention, kind).predicts
         if objective is not None and objective not in targets:
             problem = f'"{objective}" is not what this stack learns to predict'
             raise ConfigError(f"{prefix}.{kind}.objective", problem, f'Set it to "{(*targets, "attention")[0]}"')

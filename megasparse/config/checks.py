@@ -1,11 +1,24 @@
-"""Rules between the keys of a run. Each raises a ConfigError that names the key, its value and a hint."""
+"""Rules between the keys of a run and of a model. Each raises a ConfigError: the key, its value and a hint."""
+
+import math
+from typing import Any
+
+from pydantic import BaseModel
 
 from megasparse.config import deepspeed_section
-from megasparse.config.attention import check_targets
+from megasparse.config.attention import check_attention, check_head_groups, check_heads, check_targets, heads_of_layer
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
-from megasparse.config.model_checks import check_model, check_sizes
-from megasparse.config.schema import Config, MaskingConfig, RunSettings, encoder_part
+from megasparse.config.schema import (
+    Config,
+    MaskingConfig,
+    ModelConfig,
+    PositionsConfig,
+    RotaryScalingConfig,
+    RunSettings,
+    decoder_part,
+    encoder_part,
+)
 from megasparse.errors import ConfigError
 from megasparse.optimizers import OPTIMIZERS
 
@@ -180,3 +193,250 @@ def _check_length(key: str, length: int, size: int) -> None:
         nearest = max(1, round(length / size)) * size
         problem = f"{length} tokens do not divide among parallel.sequence = {size} ranks"
         raise ConfigError(key, problem, f"Set it to {nearest}, or parallel.sequence to a divisor")
+
+
+LARGEST = 2**31 - 1
+"""Largest whole number of a configuration: the largest side of a tensor, and position."""
+
+
+def check_sizes(section: str, values: BaseModel) -> None:
+    """Raise ConfigError for a whole number that is too large. section: the key of `values`, "" of a configuration."""
+
+    def walk(key: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for name, part in value.items():
+                walk(f"{key}.{name}" if key else name, part)
+        elif isinstance(value, list | tuple):
+            for number, part in enumerate(value):
+                walk(f"{key}[{number}]", part)
+        elif isinstance(value, int) and value > (largest := 2**63 - 1 if key == "run.seed" else LARGEST):
+            raise ConfigError(key, f"{show(value)} is too large", f"Set it to {largest} or less")
+
+    walk(section, values.model_dump(exclude={"deepspeed"}))
+
+
+def check_model(model: ModelConfig) -> None:
+    """Raise ConfigError for the first rule that a model breaks, whatever it reads."""
+    check_sizes("model", model)
+    _check_tokens(model)
+    _check_sentence_order(model)
+    _check_source(model)
+    if model.source is None:
+        _check_stack(model)
+        return
+    _check_stack(decoder_part(model))
+    if model.source.cross_attention == "lsh":
+        longest = max(model.max_length, model.source.length)
+        model.attention.lsh.check("model.attention.lsh", model.model_copy(update={"max_length": longest}))
+    try:
+        _check_stack(encoder_part(model))
+    except ConfigError as error:  # the encoder's keys are those of model.source
+        key = error.key.replace("model.", "model.source.", 1)
+        raise ConfigError(key if key.split(".")[2] in SOURCE_KEYS else error.key, error.problem, error.hint) from None
+
+
+SOURCE_KEYS = ("layers", "positions", "attention")
+
+
+def _check_stack(model: ModelConfig) -> None:
+    _check_model(model)
+    _check_positions(model.positions, model)
+    _check_rotary(model.positions, model)
+    check_attention(model)
+
+
+def _check_model(model: ModelConfig) -> None:
+    if model.head_dim is None and model.d_model % model.heads:
+        around = range(max(1, model.heads - 1000), model.heads + 1000)
+        near = min((n for n in around if model.d_model % n == 0), key=lambda n: abs(n - model.heads), default=1)
+        problem = f"{model.heads} heads do not divide model.d_model = {model.d_model}"
+        raise ConfigError("model.heads", problem, f"Set model.heads to a divisor (such as {near}), or model.head_dim")
+    _check_style(model)
+    needed = {"reversible": "reversible", "checkpoint": "ordinary", "checkpoint_cpu": "ordinary"}
+    blocks = needed.get(model.activations, model.blocks)
+    if blocks != model.blocks:
+        fitting = '"reversible"' if blocks == "ordinary" else '"stored", "checkpoint" or "checkpoint_cpu"'
+        problem = f'"{model.activations}" needs {blocks} blocks, but model.blocks = "{model.blocks}"'
+        hint = f'Set model.activations to {fitting}, or model.blocks to "{blocks}"'
+        raise ConfigError("model.activations", problem, hint)
+    if model.residual_dtype == "bf16" and model.style == "bert":
+        problem = 'bf16, but model.style = "bert" normalises its stream after each sum, in fp32'
+        raise ConfigError("model.residual_dtype", problem, 'Set it to "fp32"')
+    if len(model.attention.pattern) > model.layers:
+        problem = f"{len(model.attention.pattern)} layers are listed, but model.layers = {model.layers}"
+        hint = f"Shorten the pattern to {model.layers} or fewer, or raise model.layers"
+        raise ConfigError("model.attention.pattern", problem, hint)
+    check_heads(model)
+    _check_key_heads(model)
+    check_head_groups(model)
+
+
+def _check_style(model: ModelConfig) -> None:
+    if model.style == "bert":
+        for key, value, needed in (("kind", model.kind, "encoder"), ("blocks", model.blocks, "ordinary")):
+            if value != needed:
+                problem = f'"bert" needs model.{key} = "{needed}", but it is "{value}"'
+                hint = f'Set model.{key} to "{needed}", or model.style to "reformer"'
+                raise ConfigError("model.style", problem, hint)
+    elif model.token_types and model.sentence_order is None:
+        raise ConfigError(
+            "model.token_types",
+            f'{model.token_types} is given, but model.style = "{model.style}" has none without model.sentence_order',
+            'Set it to 0, or model.style to "bert"',
+        )
+
+
+def _check_key_heads(model: ModelConfig) -> None:
+    if model.key_heads is None:
+        return
+    if model.heads % model.key_heads:
+        problem = f"{model.key_heads} does not divide model.heads = {model.heads}"
+        raise ConfigError("model.key_heads", problem, "Set it to a divisor, or to null")
+    group = model.heads // model.key_heads
+    for number in range(len(model.attention.pattern)):
+        for kind, heads in heads_of_layer(model, number).items():
+            if heads % group:
+                problem = f"{heads} heads of {kind} are no whole groups of {group}, which share keys by model.key_heads"
+                raise ConfigError(f"model.attention.pattern[{number}]", problem, f"Make it a multiple of {group}")
+
+
+def _check_tokens(model: ModelConfig) -> None:
+    separator = model.sentence_order.separator if model.sentence_order else None
+    special = {
+        "model.padding_token": model.padding_token,
+        "model.start_token": model.start_token,
+        "model.document_separator": model.document_separator,
+        "model.sentence_order.separator": separator,
+    }
+    for key, token in special.items():
+        if token is not None and token >= model.vocabulary:
+            hint = f"Set it below {model.vocabulary}, or raise model.vocabulary"
+            raise ConfigError(key, f"{token} is no token of model.vocabulary = {model.vocabulary}", hint)
+        if token is not None and key.endswith("separator") and token == model.padding_token:
+            raise ConfigError(key, f"{token} is model.padding_token too", "Give each its own id")
+        if token is not None and model.kind == "encoder" and token == model.masking.token:
+            raise ConfigError(key, f"{token} is model.masking.token too", "Give each its own id")
+    if model.start_token is not None and model.kind != "decoder":
+        problem = f'{model.start_token} is given, but model.kind = "{model.kind}"'
+        raise ConfigError("model.start_token", problem, "Set it to null")
+    cutoffs = model.adaptive_cutoffs
+    if cutoffs != sorted(set(cutoffs)) or (cutoffs and cutoffs[-1] >= model.vocabulary):
+        problem = f"{cutoffs} does not ascend below model.vocabulary = {model.vocabulary}"
+        hint = "Give where each cluster begins, such as [20000, 40000, 200000]"
+        raise ConfigError("model.adaptive_cutoffs", problem, hint)
+    for key, present in (
+        ("model.label_smoothing", model.label_smoothing > 0),
+        ("model.output_bias", model.output_bias),
+        ("model.style", model.style == "bert"),
+    ):
+        if cutoffs and present:
+            raise ConfigError(key, "does not go together with model.adaptive_cutoffs", "Leave one of them out")
+
+
+def _check_sentence_order(model: ModelConfig) -> None:
+    if model.sentence_order is None:
+        return
+    separator = model.document_separator
+    for key, broken, problem, hint in (
+        (
+            "sentence_order",
+            model.kind != "encoder",
+            f'is for encoders, but model.kind = "{model.kind}"',
+            "Set it to null",
+        ),
+        (
+            "padding_token",
+            model.padding_token is None,
+            "null, but the pairs of model.sentence_order are padded",
+            "Give the padding's id",
+        ),
+        (
+            "document_separator",
+            separator is not None,
+            f"{separator} would hide the two segments of model.sentence_order from each other",
+            "Set it to null",
+        ),
+        (
+            "max_length",
+            model.max_length < 5,
+            f"{model.max_length} is too short for two segments",
+            "Set it to 5 or more",
+        ),
+    ):
+        if broken:
+            raise ConfigError(f"model.{key}", problem, hint)
+
+
+def _check_source(model: ModelConfig) -> None:
+    if (model.kind == "encoder_decoder") != (model.source is not None):
+        state = "null" if model.source is None else "given"
+        problem = f'{state}, but model.kind = "{model.kind}"'
+        hint = 'Give it with "encoder_decoder", such as {"length": 512}, and only with that'
+        raise ConfigError("model.source", problem, hint)
+    if model.source is not None:
+        for key, value in (("score_from", model.score_from), ("document_separator", model.document_separator)):
+            if value:
+                raise ConfigError(f"model.{key}", f'{value} does not go with kind "encoder_decoder"', "Leave it out")
+        check_targets(encoder_part(model), "model.source.attention", "answer", "pooled")
+
+
+def _check_positions(positions: PositionsConfig, model: ModelConfig) -> None:
+    head_dim = model.head_dim or model.d_model // model.heads
+    if positions.kind == "rotary" and head_dim % 2:
+        problem = f'"rotary" turns pairs of coordinates, but a head has {head_dim}'
+        raise ConfigError("model.positions.kind", problem, "Set model.head_dim to an even number")
+    if positions.offset and positions.kind != "learned":
+        problem = f'{positions.offset} is given, but model.positions.kind = "{positions.kind}" has no table'
+        raise ConfigError("model.positions.offset", problem, 'Set it to 0, or model.positions.kind to "learned"')
+    shape, dims = positions.axial_shape, positions.axial_dims
+    axial = positions.kind == "axial"
+    for key, value in (("axial_shape", shape), ("axial_dims", dims)):
+        if not axial and value is not None:
+            problem = f'{value} is given, but model.positions.kind = "{positions.kind}"'
+            hint = f'Set model.positions.kind to "axial", or {key} to null'
+            raise ConfigError(f"model.positions.{key}", problem, hint)
+        if axial and not value:
+            problem = f"{'null' if value is None else value} does not fit axial positions"
+            hint = "Give one number an axis, such as axial_shape [128, 512] with axial_dims [256, 768]"
+            raise ConfigError(f"model.positions.{key}", problem, hint)
+    if not axial:
+        return
+    assert shape and dims
+    if len(shape) != len(dims):
+        problem = f"{dims} has {len(dims)} axes, axial_shape = {shape} has {len(shape)}"
+        raise ConfigError("model.positions.axial_dims", problem, "Give as many widths as axes")
+    if math.prod(shape) < model.max_length:
+        problem = f"{shape} holds {math.prod(shape)} positions, but model.max_length = {model.max_length}"
+        hint = "Make the product of axial_shape at least model.max_length, or lower model.max_length"
+        raise ConfigError("model.positions.axial_shape", problem, hint)
+    if sum(dims) != model.d_model:
+        problem = f"{dims} sums to {sum(dims)}, but model.d_model = {model.d_model}"
+        raise ConfigError("model.positions.axial_dims", problem, f"Make the widths sum to {model.d_model}")
+
+
+SCALED_BY = {
+    "original_length": ("yarn", "llama3"),
+    "attention_factor": ("yarn",),
+}
+"""Keys of model.positions.scaling that not every kind has."""
+
+
+def _check_rotary(positions: PositionsConfig, model: ModelConfig) -> None:
+    for key, value in (("base", positions.base), ("scaling", positions.scaling)):
+        if positions.kind != "rotary" and value != PositionsConfig.model_fields[key].default:
+            problem = f'given, but model.positions.kind = "{positions.kind}" has no frequencies'
+            hint = 'Leave it out, or set model.positions.kind to "rotary"'
+            raise ConfigError(f"model.positions.{key}", problem, hint)
+    if (scaling := positions.scaling) is None:
+        return
+    section = "model.positions.scaling"
+    for key, having in SCALED_BY.items():
+        value = getattr(scaling, key)
+        if value != RotaryScalingConfig.model_fields[key].default and scaling.kind not in having:
+            problem = f'{value} is given, but "{scaling.kind}" has none'
+            raise ConfigError(f"{section}.{key}", problem, "Leave it out")
+    if scaling.kind in SCALED_BY["original_length"] and scaling.original_length is None:
+        problem = f'null, but "{scaling.kind}" scales what is long beside the length of the training before'
+        raise ConfigError(f"{section}.original_length", problem, "Give that length, in tokens")
+    if scaling.kind == "ntk" and (model.head_dim or model.d_model // model.heads) < 4:
+        raise ConfigError(f"{section}.kind", '"ntk" needs heads of 4 or more coordinates', "Raise model.head_dim")

@@ -28,7 +28,7 @@ class RunConfig(Section):
 
 
 class RotaryScalingConfig(Section):
-    """Scaling of rotary frequencies to longer sequences than a model was trained on, see attention/layers.py."""
+    """Scaling of rotary frequencies to longer sequences than a model was trained on, see attention/heads.py."""
 
     kind: Literal["linear", "ntk", "yarn", "llama3"]
     factor: Annotated[float, Field(ge=1.0)]

@@ -1,16 +1,99 @@
-"""The base class of the schema's sections, and the types of their numbers."""
+"""The base class of the schema's sections, the types of their numbers, and the keys that earlier releases had.
 
+A checkpoint stores its whole configuration, so its old keys must still load. A row of REMOVED drops a key whose value
+asks for the behaviour that is left; any other value is an error with the row's hint.
+"""
+
+import json
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-
-from megasparse.config.removed import without_removed
+from pydantic_core import PydanticCustomError
 
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 JSON_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 """Lets a field of a strict schema read its tuple from a list, the only notation that JSON has for it."""
+
+ANY = object()
+"""The key may have any value: it changed nothing that is left."""
+
+REMOVED: dict[str, tuple[Any, str]] = {
+    "YOSOAttentionConfig.backward": ("auto", "The cheaper way is taken: remove the key"),
+    "SMYRFAttentionConfig.evaluation_rounds": (None, "Evaluation takes `rounds`: remove the key"),
+    "YOSOAttentionConfig.normalization": ("length", "Outputs are scaled to length 1, as in the paper: remove the key"),
+    "LHAAttentionConfig.features": (ANY, "Remove the key"),
+    "LHAAttentionConfig.samples": (256, "256 queries a step learn: remove the key"),
+    "LHAAttentionConfig.sampled_keys": (1024, "1,024 keys of a document learn: remove the key"),
+    "LHAAttentionConfig.weight": (0.05, "The weight is 0.05, as in the paper: remove the key"),
+    "SmartBirdAttentionConfig.weight": (1.0, "The sketch's objective has weight 1: remove the key"),
+    "SentenceOrderConfig.weight": (1.0, "The order's nats have weight 1: remove the key"),
+    "AttentionConfig.full_below": (None, 'Set the pattern to "full", with full.shared_qk for lsh, and remove the key'),
+    "AttentionConfig.output_dropout": (None, "Attention's output has `model.dropout`: remove the key"),
+    "LHAAttentionConfig.visible_utility": (False, "The utility counts all keys, as in the paper: remove the key"),
+    "ModelConfig.embedding_once": (
+        lambda model: model.get("kind") == "encoder_decoder" and model.get("blocks", "reversible") == "reversible",
+        "It is true in encoder–decoders of reversible blocks, false in all others: remove the key",
+    ),
+    "ModelConfig.residual_bits": (None, "Reversible streams are floating-point numbers: remove the key"),
+    "DataConfig.prefetch": (ANY, "Remove the key"),
+    "TrainingConfig.max_skipped_steps": (20, "A run stops after 20 skipped steps in a row: remove the key"),
+    "TrainingConfig.skip_loss_spikes": (False, "Loss spikes are reported and applied: remove the key"),
+    "LoggingConfig.profile_steps": (None, "SIGUSR2 to a rank's process traces its next 3 steps: remove the key"),
+    "LoggingConfig.peak_tflops": (ANY, "Remove the key"),
+    "GenerationConfig.length_penalty": (0.6, "The exponent is 0.6, as in the paper: remove the key"),
+    "RecommendationConfig.negatives": (4, "Four negatives are drawn, as in the paper: remove the key"),
+    "TaskConfig.max_skipped": (0.01, "1% of a file's rows may be malformed: remove the key"),
+    "RotaryScalingConfig.low_frequency": (1.0, "It is 1, as in Llama 3: remove the key"),
+    "RotaryScalingConfig.high_frequency": (4.0, "It is 4, as in Llama 3: remove the key"),
+    "RotaryScalingConfig.fast": (32.0, "It is 32, as in the paper: remove the key"),
+    "RotaryScalingConfig.slow": (1.0, "It is 1, as in the paper: remove the key"),
+    "DataConfig.split": ("train", 'Training reads the split "train": name it so, and remove the key'),
+    "EvaluationConfig.split": (
+        "validation",
+        'Runs score "validation"; evaluate has --split: remove the key',
+    ),
+    "DataConfig.max_damaged": (0, "A damaged shard is an error that names it: remove the key"),
+    "RunConfig.corruption_check_every": (0, "There is no check for silent corruption any more: remove the key"),
+}
+"""By "Section.key", the name of a class of the schema and its old key: the value that is accepted, a tuple of several,
+a function of the section's values that returns it, or ANY; and what to do about another one. The row of a whole section
+accepts ANY or null."""
+
+REMOVED_VALUES: dict[str, dict[Any, str]] = {
+    "LHAAttentionConfig.utility": dict.fromkeys(("features", "exact"), 'Set it to "sampled"'),
+}
+"""By "Section.key" of a key that is left: each value that it has lost, and what to do."""
+
+
+def without_removed(section: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Return `values` of a section of the schema without its removed keys.
+
+    Raises PydanticCustomError for a value whose feature was removed.
+    """
+    names = [base.__name__ for base in section.__mro__]
+    remaining = dict(values)
+    for key, value in values.items():
+        for name in names:
+            accepted, hint = REMOVED.get(f"{name}.{key}", (None, ""))
+            if hint:
+                if callable(accepted):
+                    accepted = accepted(values)
+                if accepted is not ANY and value not in (accepted if isinstance(accepted, tuple) else (accepted,)):
+                    raise removed_error(key, value, hint)
+                del remaining[key]
+            lost = REMOVED_VALUES.get(f"{name}.{key}", {})
+            if isinstance(value, str | int | float) and value in lost:
+                raise removed_error(key, value, lost[value])
+    return remaining
+
+
+def removed_error(key: str, value: Any, hint: str) -> PydanticCustomError:
+    """Return the error of a removed key or value, which messages.py turns into a ConfigError."""
+    message = "{key}: {text} was removed from megasparse. {hint}"
+    text = json.dumps(value, default=str)[:80]
+    return PydanticCustomError("removed", message, {"key": key, "value": value, "text": text, "hint": hint})
 
 
 class Section(BaseModel):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.layers import LLAMA3_TURNS, YARN_TURNS
+from megasparse.attention.heads import LLAMA3_TURNS, YARN_TURNS
 from megasparse.config.schema import Config, ModelConfig, PositionsConfig
 from megasparse.errors import HubError
 from megasparse.hub.formats import (

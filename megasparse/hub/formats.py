@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megasparse.attention.heads import Padding
 from megasparse.config.attention import heads_of_layer
-from megasparse.config.model_checks import check_model
+from megasparse.config.checks import check_model
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import ConfigError, HubError, did_you_mean
 from megasparse.hub.tensor_file import TensorFile

@@ -20,8 +20,8 @@ from transformers import AutoConfig, PreTrainedModel
 
 from megasparse.attention.contract import Attention, Targets
 from megasparse.config.attention import MECHANISMS, AttentionConfig, kinds
+from megasparse.config.checks import check_model
 from megasparse.config.messages import as_config_error, show
-from megasparse.config.model_checks import check_model
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError, HubError, did_you_mean
 from megasparse.hub.replaced_layer import NAME, Mechanisms, Pass, ReplacedCacheLayer

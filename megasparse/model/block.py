@@ -33,7 +33,6 @@ class AttentionBranch(Branch):
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, layer)
-        self.rate = config.dropout
         self.attention = AttentionLayer(config, layer)
         self.gathered_at_once = self.attention.groups > 1
 
@@ -65,7 +64,6 @@ class CrossAttentionBranch(Branch):
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, layer)
-        self.rate = config.dropout
         self.attention = CrossAttention(config)
 
     def forward(

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megasparse.attention.contract import RecomputeCache, Targets
-from megasparse.attention.heads import Padding
-from megasparse.attention.layers import Norm
+from megasparse.attention.heads import Norm, Padding
 from megasparse.config.schema import ModelConfig
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import RngContext, add_dropout, add_dropout_, dropout

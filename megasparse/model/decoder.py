@@ -14,8 +14,7 @@ from torch.distributed import ProcessGroup
 
 from megasparse.attention.contract import Targets
 from megasparse.attention.cross import Source
-from megasparse.attention.heads import Padding
-from megasparse.attention.layers import Norm
+from megasparse.attention.heads import Norm, Padding
 from megasparse.attention.sequence_part import WHOLE, DecodingPart, SequencePart
 from megasparse.config.schema import ModelConfig, encoder_part
 from megasparse.model.branch import Pass, mean_stream

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.attention.contract import Attention
-from megasparse.attention.layers import Norm
+from megasparse.attention.heads import Norm
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import DataError
 from megasparse.ops.operator import at_least_fp32

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megasparse.attention.cross import Source
-from megasparse.attention.heads import Padding
-from megasparse.attention.layers import Norm
+from megasparse.attention.heads import Norm, Padding
 from megasparse.attention.sequence_part import SequencePart
 from megasparse.config.schema import ModelConfig
 from megasparse.model.branch import Streams, mean_stream

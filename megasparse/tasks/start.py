@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from megasparse.config.attention import AttentionConfig
+from megasparse.config.checks import check_model
 from megasparse.config.finetuning import FinetuneConfig, StartConfig
 from megasparse.config.messages import show
-from megasparse.config.model_checks import check_model
 from megasparse.config.schema import ModelConfig
 from megasparse.data.files import file_sha256, replacing
 from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer

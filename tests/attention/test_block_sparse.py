@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megasparse.attention.contract import MechanismSpec
-from megasparse.attention.fixed_patterns import RandomBlocks
+from megasparse.attention.fixed_patterns import random_blocks
 from megasparse.config.attention import MECHANISMS, AttentionConfig
 from megasparse.ops.random import derive
 from tests.helpers.comparing import assert_same_with_gradients, softmax_over
@@ -57,8 +57,8 @@ def drawn_blocks(settings, causal, max_length=40):
     chunk = min(settings["chunk"], max_length)
     total = -(-max_length // chunk)
     key = derive(0, 0, "bigbird blocks")
-    drawn = RandomBlocks(key, range(2), settings["globals"], None if causal else total, settings["random"])
-    return drawn(torch.arange(total)).tolist()
+    numbers = settings["globals"], None if causal else total, settings["random"]
+    return random_blocks(torch.arange(total), key, range(2), *numbers).tolist()
 
 
 def pattern(kind, settings, causal, length):
@@ -100,7 +100,7 @@ def test_forward_and_gradients_are_those_of_the_definition(kind, settings, causa
 @pytest.mark.parametrize("global_blocks", [0, 1, 5, 20])
 @pytest.mark.parametrize("count", [1, 3, 30])
 def test_random_blocks_are_different_candidates(total, global_blocks, count):
-    table = RandomBlocks(7, range(4), global_blocks, total, count)(torch.arange(12))
+    table = random_blocks(torch.arange(12), 7, range(4), global_blocks, total, count)
     assert table.shape == (4, 12, count)
     for h in range(4):
         for w in range(12):
@@ -112,15 +112,15 @@ def test_random_blocks_are_different_candidates(total, global_blocks, count):
 
 
 def test_random_blocks_are_uniform_and_those_of_the_global_head_and_block():
-    table = RandomBlocks(7, range(4000), 1, 12, 3)(torch.arange(12))
+    table = random_blocks(torch.arange(12), 7, range(4000), 1, 12, 3)
     counts = torch.bincount(table[:, 5].flatten(), minlength=12)
     candidates = [1, 2, 3, 7, 8, 9, 10, 11]
     assert counts.sum() == counts[candidates].sum() == 12000
     share = 3 / 8  # of the heads have a given block
     assert (counts[candidates] - 4000 * share).abs().max() < 5 * (4000 * share * (1 - share)) ** 0.5
-    part = RandomBlocks(7, range(2, 4), 1, 12, 3)(torch.arange(4, 6))
+    part = random_blocks(torch.arange(4, 6), 7, range(2, 4), 1, 12, 3)
     assert torch.equal(part, table[2:4, 4:6])
-    assert not torch.equal(RandomBlocks(8, range(4000), 1, 12, 3)(torch.arange(12)), table)
+    assert not torch.equal(random_blocks(torch.arange(12), 8, range(4000), 1, 12, 3), table)
 
 
 def test_bigbird_keeps_its_pattern_over_the_steps():

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megasparse.attention.layers import Rotary
+from megasparse.attention.heads import Rotary
 from megasparse.config.schema import PositionsConfig
 
 BASE, DIM = 5000.0, 16

@@ -7,7 +7,7 @@ import torch
 
 import megasparse
 from megasparse.attention.contract import Attention, AttentionOutput, Passes
-from megasparse.config.attention import AttentionConfig, MechanismSection, forget_mechanism, mechanism
+from megasparse.config.attention import MECHANISMS, AttentionConfig, MechanismSection, mechanism, rebuild_schemas
 from megasparse.config.load import build_config
 from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
@@ -46,8 +46,9 @@ def registered():
     mechanism("toy_mean", MeanConfig)(MeanAttention)
     mechanism("toy_uncounted", MeanConfig)(UncountedAttention)
     yield
-    forget_mechanism("toy_mean")
-    forget_mechanism("toy_uncounted")
+    for name in ("toy_mean", "toy_uncounted"):
+        del MECHANISMS[name], AttentionConfig.__pydantic_fields__[name]
+    rebuild_schemas()
 
 
 def config(pattern="toy_mean", **section):

@@ -92,7 +92,7 @@ def test_training_and_evaluation_have_their_numbers_of_hashes_and_can_be_overrul
     heads = random_heads(30)
     mechanism = yoso(hashes=4, evaluation_hashes=16)
     for training, rounds, hashes in ((True, None, 4), (False, None, 16), (True, 7, 7), (False, 7, 7)):
-        assert mechanism.hashes(RngContext(0, 0, torch.arange(2), training, rounds)) == hashes
+        assert mechanism.rounds(RngContext(0, 0, torch.arange(2), training, rounds)) == hashes
     plain = yoso(hashes=16)
     torch.testing.assert_close(attend(mechanism, heads).out, attend(plain, heads).out)
     torch.testing.assert_close(attend(mechanism, heads, training=True).out, attend(plain, heads, True, 4).out)

@@ -3,8 +3,8 @@
 import pytest
 
 from megasparse.config.load import build_config
-from megasparse.config.removed import ANY, REMOVED, REMOVED_VALUES
 from megasparse.config.schema import Config
+from megasparse.config.section import ANY, REMOVED, REMOVED_VALUES, Section
 from megasparse.errors import ConfigError
 from tests.helpers.refusals import refusal
 
@@ -58,8 +58,6 @@ def test_another_value_is_one_error(values, message):
 
 
 def test_every_row_has_a_hint_and_names_a_section():
-    from megasparse.config.section import Section
-
     def names(section):
         return {section.__name__}.union(*map(names, section.__subclasses__()))
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import Targets
 from megasparse.attention.cross import Source
-from megasparse.attention.heads import Padding, projection
-from megasparse.attention.layers import Norm
+from megasparse.attention.heads import Norm, Padding, projection
 from megasparse.config.attention import predicts
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import ModelConfig, encoder_part

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from megasparse.attention.contract import AttentionContext
 from megasparse.attention.heads import AttentionLayer, Padding
 from megasparse.config.attention import check_targets
+from megasparse.config.checks import check_model
 from megasparse.config.finetuning import HeadConfig, RecommendationConfig
-from megasparse.config.model_checks import check_model
 from megasparse.config.schema import ModelConfig, PositionsConfig
 from megasparse.errors import ConfigError
 from megasparse.model.build import initialise

@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megasparse.callbacks import Progress, silent
+from megasparse.config.checks import check_model
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.config.model_checks import check_model
 from megasparse.config.schema import Config, LoRAConfig, ModelConfig, RunSettings
 from megasparse.data.files import file_sha256
 from megasparse.errors import CheckpointError, ConfigError
