@@ -3,15 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from megasparse.data.index_file import Width
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.data.tokenizers.simple import ByteTokenizer
 from megasparse.errors import ConfigError
-
-Width = Literal[1, 2, 4]
 
 
 class Encoded(NamedTuple):

@@ -34,15 +34,9 @@ class Piece:
         return math.prod(self.shape)
 
     @property
-    def sides(self) -> tuple[int, int, int]:
-        """A, R and C."""
-        return math.prod(self.shape[:-2]), self.shape[-2], self.shape[-1]
-
-    @property
     def factor_sizes(self) -> tuple[int, int]:
         """Numbers of the row and of the column factor."""
-        matrices, rows, columns = self.sides
-        return matrices * rows, matrices * columns
+        return self.size // self.shape[-1], self.size // self.shape[-2]
 
     def of(self, vector: Tensor) -> Tensor:
         return vector.narrow(0, self.offset, self.numel)
@@ -59,7 +53,7 @@ class Piece:
         """Each matrix that the piece touches: its number, its rows among `rows`, and the same among all A·R."""
         if not self.numel:
             return
-        _, rows, columns = self.sides
+        rows, columns = self.shape[-2:]
         first, last = self.start // columns, -(-(self.start + self.numel) // columns)
         for number in range(first // rows, (last - 1) // rows + 1):
             begin, end = max(first, number * rows), min(last, (number + 1) * rows)

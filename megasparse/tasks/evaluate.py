@@ -34,7 +34,7 @@ from megasparse.tasks.metrics import (
 from megasparse.tasks.run import Finetuned, TaskRun, chosen_checkpoint, encode_all, labelled, read_files, restore_task
 from megasparse.tasks.task import Example, SourceLocation, chosen_files, sha256_of
 from megasparse.training.engines.contract import Engine
-from megasparse.training.loop_state import Selection
+from megasparse.training.loop import Selection
 from megasparse.training.ranks import Ranks, RunHooks, check_stop
 from megasparse.training.run import Evaluate
 

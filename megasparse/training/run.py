@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -22,20 +23,18 @@ from megasparse.training.checkpoints.run_lock import run_lock
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines import build_engine
 from megasparse.training.engines.contract import Engine, Initial, MakeRng
-from megasparse.training.loop_state import Selection
 from megasparse.training.ranks import Ranks, RunHooks
 from megasparse.training.reporting.memory import is_out_of_memory, shortage
 from megasparse.training.reporting.tracker import Tracker
 from megasparse.training.stopping.signals import StopSignals
 from megasparse.training.stopping.watchdog import HEARTBEATS, Watchdog
 
+if TYPE_CHECKING:
+    from megasparse.training.loop import Selection
+
 Evaluate = Callable[[int], Mapping[str, float | str | Tensor]]
 """Maps a step to scalars, and to texts and pictures for TensorBoard, by name; to nothing where no evaluation is due.
 Called after every step on every rank, where it may raise StopWanted, on all of them together."""
-
-
-def no_evaluation(engine: Engine, hooks: RunHooks) -> Evaluate | None:
-    return None
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,10 @@ class Recipe:
     """Initial values of what the model has on the meta device."""
     open_data: Callable[[int, RunHooks], Steps]
     """Opens this rank's steps from a global sample number on."""
-    build_evaluation: Callable[[Engine, RunHooks], Evaluate | None] = no_evaluation
+    build_evaluation: Callable[[Engine, RunHooks], Evaluate | None] = lambda engine, hooks: None
     flops_per_token: tuple[float, float] | tuple[()] = ()
     """FLOPs that the model needs for a token, and those that its devices do; empty where they are not known."""
-    selection: Selection | None = None
+    selection: "Selection | None" = None
 
 
 @dataclass
@@ -66,7 +65,7 @@ class TrainingRun:
     start: Checkpoint | None = None
     """The checkpoint to go on from; None begins at step 0."""
     evaluate: Evaluate | None = None
-    selection: Selection | None = None
+    selection: "Selection | None" = None
     """Keeps the best checkpoint, and ends training when it is exhausted."""
     stop_at: int | None = None
     """The step after which to save and end. Schedules still end at `training.steps`: the run can go on exactly."""

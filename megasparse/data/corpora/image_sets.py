@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, ClassVar, NamedTuple
+from typing import IO, Any, ClassVar
 
 import numpy as np
 from numpy.lib import format as npy
@@ -111,12 +111,8 @@ PICKLED_NPZ = re.compile(r"\A(train_data_batch_[0-9]+|val_data)\Z")
 ARRAY = "data.npy"
 
 
-class NumberBatch(NamedTuple):
-    """A batch of images in an npz file or in a zip archive of them."""
-
-    part: Part
-    name: str
-    train: bool
+NumberBatch = tuple[Path, str]
+"""(file, name) of a batch of images in an npz file or in a zip archive of them."""
 
 
 class ImageNet64(Corpus):
@@ -159,7 +155,9 @@ class ImageNet64(Corpus):
         Raises DataError for an official archive that has not, ConfigError if the version is missing or wrong.
         """
         verified = verify_official(source, self.SHA256)
-        official = "box" if self._batches(source) else "pixelrnn" if self._is_pixelrnn(source) else None
+        official = "box" if self._batches(source) else None
+        if not official and all(any(PIXELRNN.search(name) for name in folders(source, p)) for p in source.parts):
+            official = "pixelrnn"
         requested = settings["downsampling"]
         if official and requested not in (None, official):
             problem = f'"{requested}" is not how these official files were made'
@@ -179,16 +177,15 @@ class ImageNet64(Corpus):
             return images.labelled(source, images.shared_out(source, settings) or self._by_folder(source))
         if settings["split"] is not None:
             raise ConfigError("--split", "the official batches are split already", "Leave it out")
-        train, test = ([batch for batch in batches if batch.train is which] for which in (True, False))
+        train, test = (
+            [batch for batch in batches if _stem(batch).startswith("train") is part] for part in (True, False)
+        )
         streams = {
             "train": _rows(train, lambda image: (image + 1) % self.VALIDATION_EVERY != 0),
             "validation": _rows(train, lambda image: (image + 1) % self.VALIDATION_EVERY == 0),
             "test": _rows(test, lambda image: image >= 0),
         }
         return ((name, [stream]) for name, stream in streams.items())
-
-    def _is_pixelrnn(self, source: Source) -> bool:
-        return all(any(PIXELRNN.search(name) for name in folders(source, part)) for part in source.parts)
 
     def _by_folder(self, source: Source) -> list[str]:
         """Return the split of each image by its folders; without a test set, validation is the official one."""
@@ -210,21 +207,24 @@ class ImageNet64(Corpus):
                 problem = "this batch is a pickle, which could run anything when it is read"
                 raise DataError(str(part), problem, "Give the npz version: Imagenet64_*_npz.zip, or what is in it")
             if name.endswith((".npz", ".zip")):
-                stems = [(batch, PurePosixPath(batch).name) for batch in npz_batches(part.path)]
-                batches += [NumberBatch(part, batch, stem.startswith("train")) for batch, stem in stems]
+                batches += [(part.path, batch) for batch in npz_batches(part.path)]
             else:
                 others.append(part)
         if batches and others:
             problem = "this is no npz batch, as others of the source are"
             raise DataError(str(others[0]), problem, "Leave it out of --source")
-        return sorted(batches, key=lambda batch: natural(PurePosixPath(batch.name).name))
+        return sorted(batches, key=lambda batch: natural(_stem(batch)))
+
+
+def _stem(batch: NumberBatch) -> str:
+    return PurePosixPath(batch[1]).name
 
 
 def _rows(batches: Sequence[NumberBatch], select: Callable[[np.ndarray], np.ndarray]) -> Iterator[bytes]:
     """Yield the images of batches whose number, counted through all of them, is selected."""
     first = 0
-    for batch in batches:
-        for piece in npz_rows(batch.part.path, batch.name, 3 * IMAGENET_SIDE**2):
+    for path, name in batches:
+        for piece in npz_rows(path, name, 3 * IMAGENET_SIDE**2):
             planes = np.frombuffer(piece, dtype=np.uint8).reshape(-1, 3 * IMAGENET_SIDE**2)
             keep = select(np.arange(first, first + len(planes)))
             first += len(planes)

@@ -7,7 +7,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -88,9 +88,9 @@ class Pairs(Corpus):
         def grouped_by_split() -> CorpusSplits:
             missing = dict.fromkeys(sizes)
             spans = text_documents(source, settings["documents"])
-            for name, group in groupby(spans, key=lambda document: split_at(document.start, sizes)):
+            for name, group in groupby(spans, key=lambda document: split_at(document[0], sizes)):
                 del missing[name]
-                yield name, [packed(group)]
+                yield name, [map(b"".join, grouped((text for _, text in group), PIECE))]
             if missing:
                 hint = "Give more text, another --split, or check --documents"
                 raise DataError(source.name, f"no document begins in the part that is for {next(iter(missing))}", hint)
@@ -157,22 +157,11 @@ def _target(room: int, words: Words) -> int:
 # Sentences of documents
 
 
-class DocumentSpan(NamedTuple):
-    """A document, or a part of up to 1 MiB of one that is longer."""
+def text_documents(source: Source, ends: str) -> Iterator[tuple[int, bytes]]:
+    """Yield all documents in turn, or parts of up to 1 MiB of those that are longer. ends: one of ENDS.
 
-    start: int
-    """Byte of the source at which the document starts."""
-    text: bytes
-    """Its lines that are not empty, and an empty one."""
-
-
-def packed(documents: Iterable[DocumentSpan]) -> Iterator[bytes]:
-    """Join as many documents to a piece as fit 1 MiB."""
-    return map(b"".join, grouped((document.text for document in documents), PIECE))
-
-
-def text_documents(source: Source, ends: str) -> Iterator[DocumentSpan]:
-    """Yield all documents in turn. ends: one of ENDS."""
+    Of each the byte of the source at which the document starts; and its lines that are not empty, and an empty one.
+    """
     position = 0
     for part in source.parts:
         text_lines: list[bytes] = []
@@ -181,7 +170,7 @@ def text_documents(source: Source, ends: str) -> Iterator[DocumentSpan]:
             text = line.strip()
             border = not text if ends == "empty-lines" else ends == "doc-tags" and _TAG.match(text) is not None
             if text_lines and (border or size + len(text) + 2 > PIECE):
-                yield DocumentSpan(start, b"\n".join([*text_lines, b"", b""]))
+                yield start, b"\n".join([*text_lines, b"", b""])
                 text_lines, size = [], 0
             if border:
                 start = -1
@@ -191,7 +180,7 @@ def text_documents(source: Source, ends: str) -> Iterator[DocumentSpan]:
                 size += len(text) + 1
             position += len(line)
         if text_lines:
-            yield DocumentSpan(start, b"\n".join([*text_lines, b"", b""]))
+            yield start, b"\n".join([*text_lines, b"", b""])
 
 
 def sentences(line: str) -> list[str]:

@@ -52,8 +52,10 @@ class Unfit(NamedTuple):
     """It is not what a record should be; otherwise nobody wants it."""
 
 
-Texts = Callable[[Part, str], Iterator[tuple[int, bytes | Unfit]]]
-"""(file, column) to (place of the record from 1 on, its text in UTF-8 or why it has none), in order."""
+Records = Iterator[tuple[int, bytes | Unfit]]
+"""(place of the record from 1 on, its text in UTF-8 or why it has none), in order."""
+Texts = Callable[[Part, str], Records]
+"""Maps (file, column) to the records."""
 EMPTY = Unfit("empty")
 NOT_UTF8 = Unfit("not UTF-8", damaged=True)
 ZERO = Unfit("byte 0, which stands between documents", damaged=True)
@@ -73,7 +75,7 @@ class RecordReader:
     copies: bool
     """Take digests, by which copies are found."""
 
-    def read(self, number: int) -> Iterator[tuple[int, bytes | Unfit]]:
+    def read(self, number: int) -> Records:
         """Yield (place from 1 on, text or why it is left out) of a file's records."""
         for place, text in self.texts(self.parts[number], self.column):
             yield place, text if isinstance(text, Unfit) else self._unfit(text) or text

@@ -21,8 +21,8 @@ from megasparse.data.corpora.corpus import (
     add_split_argument,
     lines,
 )
-from megasparse.data.corpora.records import EMPTY, NOT_UTF8, RecordCorpus, RecordSource, Unfit
-from megasparse.data.corpora.source import DECOMPRESS, Part, arrow, find_parts, read
+from megasparse.data.corpora.records import EMPTY, NOT_UTF8, RecordCorpus, Records, RecordSource, Unfit
+from megasparse.data.corpora.source import DECOMPRESS, Part, arrow, find_parts, read, reason
 from megasparse.data.files import natural
 from megasparse.errors import ConfigError, DataError, did_you_mean
 
@@ -36,8 +36,6 @@ BATCH_ROWS = 512  # decoded at once
 LARGEST_FOOTER = 1 << 26
 """Bytes of any text, and numbers of any list, in a Parquet file's own description."""
 JSON_SUFFIXES = [f".{name}{packed}" for name in ("jsonl", "ndjson", "json") for packed in ("", *DECOMPRESS)]
-Records = Iterator[tuple[int, bytes | Unfit]]
-"""(line or row from 1 on, its text or why it has none)."""
 
 
 class JsonLines(RecordCorpus):
@@ -119,7 +117,9 @@ class HuggingFace(RecordCorpus):
         the column.
         """
         (location,) = locations
-        files = [part for part in find_parts(locations, None, downloads, "raw", self.SUFFIXES) if _is_data(part)]
+        parts = find_parts(locations, None, downloads, "raw", self.SUFFIXES)
+        # `datasets` keeps results of map and filter next to the dataset
+        files = [part for part in parts if not PurePosixPath(part.name).name.startswith(("cache-", "tmp"))]
         if not files:
             raise DataError(location, "there are only intermediate results in it", "Give the folder of a dataset")
         _require_all(files)
@@ -270,8 +270,7 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (arrow().ArrowException, OSError, MemoryError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise DataError(path, f"cannot be read: {reason}", "Check that it is complete; get it again") from None
+        raise DataError(path, f"cannot be read: {reason(error)}", "Check that it is complete; get it again") from None
 
 
 # The files of a dataset
@@ -308,11 +307,6 @@ def revision(location: str) -> str | None:
             if pinned := PINNED_URL.search(url):
                 return pinned[1]
     return None
-
-
-def _is_data(part: Part) -> bool:
-    """False for results of map or filter, which `datasets` keeps next to what they were made of."""
-    return not PurePosixPath(part.name).name.startswith(("cache-", "tmp"))
 
 
 def _require_one(location: str, parts: Sequence[Part]) -> None:

@@ -110,8 +110,11 @@ class DeepSpeedEngine(Engine):
 
     def _state(self) -> Iterator[Fragment]:
         if self._stage == 0:
-            return whole_fragments(self._masters(), self.optimizer)
-        return self._partitioned()
+            yield from whole_fragments(self._masters(), self.optimizer)
+            return
+        for flat, piece in self._pieces():
+            for kind, tensor in self._aligned_state(flat).items() if piece.numel else ():
+                yield Fragment(kind, piece.name, piece.shape, piece.start, piece.of(tensor.detach()))
 
     def _state_owners(self) -> Iterator[Tensor]:
         if self._stage < 3:
@@ -165,12 +168,6 @@ class DeepSpeedEngine(Engine):
         if isinstance(self.optimizer, PartitionedAdafactor):
             for kind, piece, shape, numbers in self.optimizer.factors():
                 yield Fragment(kind, piece.name, shape, 0, numbers)
-
-    def _partitioned(self) -> Iterator[Fragment]:
-        """Yield the fragments under ZeRO 1 to 3."""
-        for flat, piece in self._pieces():
-            for kind, tensor in self._aligned_state(flat).items() if piece.numel else ():
-                yield Fragment(kind, piece.name, piece.shape, piece.start, piece.of(tensor.detach()))
 
     def close(self) -> None:
         self._engine.destroy()

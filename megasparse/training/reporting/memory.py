@@ -39,18 +39,15 @@ def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> tuple[int, int]
 
 def memory_scalars(device: torch.device, held: dict[str, tuple[int, int]]) -> dict[str, float]:
     """Return the scalars memory/... of this rank (docs/monitoring.md). held: of each of KINDS what `bytes_of` found."""
-    scalars = {f"memory/{kind}_bytes": held[kind][0] for kind in KINDS if kind in held}
+    scalars: dict[str, float] = {f"memory/{kind}_bytes": held[kind][0] for kind in KINDS if kind in held}
     peak = peak_bytes(device)
     scalars |= {"memory/peak_bytes": peak, "memory/other_bytes": max(0, peak - sum(scalars.values()))}
     scalars |= _of_process()
     if device.type == "cuda":
         reserved = torch.cuda.max_memory_reserved(device)
-        scalars |= {
-            "memory/offloaded_bytes": sum(elsewhere for _, elsewhere in held.values()),
-            "memory/reserved_bytes": reserved,
-        }
-        return {**scalars, "memory/fragmentation": 1 - peak / max(1, reserved)}
-    return {**scalars}
+        scalars |= {"memory/offloaded_bytes": sum(elsewhere for _, elsewhere in held.values())}
+        scalars |= {"memory/reserved_bytes": reserved, "memory/fragmentation": 1 - peak / max(1, reserved)}
+    return scalars
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -18,57 +18,50 @@ STEPS = 3
 """That a signal traces."""
 
 
-class Tracer:
-    """Writes run.directory/traces/step-00000012-rank-00000.json.gz, a Chrome trace of a rank from step 12 on.
+def traced(steps: Iterable[int], config: RunSettings, ranks: Ranks, wanted: Callable[[], bool]) -> Iterator[int]:
+    """Yield the steps; write run.directory/traces/step-00000012-rank-00000.json.gz, a Chrome trace from step 12 on.
 
     wanted: returns True once for each request to trace the next steps on this rank. What cannot be traced or written
     is reported on stderr, and training goes on.
     """
+    tracing, first = None, 0
+    try:
+        for step in steps:
+            if tracing is not None and step >= first + STEPS:
+                _end(tracing, first, config, ranks)
+                tracing = None
+            if tracing is None and wanted():
+                tracing, first = _begin(step, ranks), step
+            yield step
+    finally:
+        if tracing is not None:
+            _end(tracing, first, config, ranks)
 
-    def __init__(self, config: RunSettings, ranks: Ranks, wanted: Callable[[], bool]):
-        self._ranks, self._wanted = ranks, wanted
-        self._directory = Path(config.run.directory) / "traces"
-        self._profile: profile | None = None
-        self._first, self._last = 0, 0
 
-    def steps(self, steps: Iterable[int]) -> Iterator[int]:
-        """The steps, with tracing started and ended between them."""
-        try:
-            for step in steps:
-                if self._profile is not None and step > self._last:
-                    self._end()
-                if self._profile is None and self._wanted():
-                    self._begin(step, step + STEPS - 1)
-                yield step
-        finally:
-            self._end()
+def _begin(step: int, ranks: Ranks) -> profile | None:
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (ranks.device.type == "cuda")
+    tracing = profile(activities=activities)
+    try:
+        tracing.start()
+    except RuntimeError as error:  # another profiler has the device
+        _say(ranks, f"steps {step} to {step + STEPS - 1} cannot be traced ({str(error).splitlines()[0]})")
+        return None
+    return tracing
 
-    def _begin(self, step: int, last: int) -> None:
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._ranks.device.type == "cuda")
-        tracing = profile(activities=activities)
-        try:
-            tracing.start()
-        except RuntimeError as error:  # another profiler has the device
-            self._say(f"steps {step} to {last} cannot be traced ({str(error).splitlines()[0]})")
-            return
-        self._profile, self._first, self._last = tracing, step, last
 
-    def _end(self) -> None:
-        tracing, self._profile = self._profile, None
-        if tracing is None:
-            return
-        path = self._directory / f"step-{self._first:08d}-rank-{self._ranks.rank:05d}.json.gz"
-        try:
-            tracing.stop()
-            _write(tracing, path)
-        except (OSError, RuntimeError) as error:
-            self._say(f"{path} cannot be written ({error}). Training goes on")
-            return
-        self._say(f"{path}: a trace; open it at https://ui.perfetto.dev or chrome://tracing")
+def _end(tracing: profile, first: int, config: RunSettings, ranks: Ranks) -> None:
+    path = Path(config.run.directory) / "traces" / f"step-{first:08d}-rank-{ranks.rank:05d}.json.gz"
+    try:
+        tracing.stop()
+        _write(tracing, path)
+        _say(ranks, f"{path}: a trace; open it at https://ui.perfetto.dev or chrome://tracing")
+    except (OSError, RuntimeError) as error:
+        _say(ranks, f"{path} cannot be written ({error}). Training goes on")
 
-    def _say(self, message: str) -> None:
-        with suppress(OSError):
-            os.write(2, f"rank {self._ranks.rank}: {message}\n".encode())
+
+def _say(ranks: Ranks, message: str) -> None:
+    with suppress(OSError):
+        os.write(2, f"rank {ranks.rank}: {message}\n".encode())
 
 
 def _write(tracing: profile, path: Path) -> None:
