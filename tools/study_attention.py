@@ -49,7 +49,6 @@ from megasparse.errors import ConfigError, report_user_errors
 from megasparse.evaluation.attention_quality import (
     attention_utility,
     imbalance,
-    largest_error,
     recall_of_top,
     record_calls,
     relative_error,
@@ -211,6 +210,14 @@ def full_weights(call: Call) -> Tensor:
     """Full attention (B, H, L, L) without a mask, as in the paper."""
     q, k = (at_least_fp32(x) for x in call.inputs[:2])
     return torch.softmax(q @ k.transpose(-1, -2) * call.scale, dim=-1)
+
+
+def largest_error(out: Tensor, exact: Tensor) -> Tensor:
+    """‖out − exact‖∞ / ‖exact‖∞, the largest difference of a number over the largest number, over the tokens of each
+    head (YOSO's Figure 5): (B, H) from (B, H, L, D).
+    """
+    difference, size = ((x.double()).abs().amax((-1, -2)) for x in (out - exact, exact))
+    return difference / size.clamp_min(torch.finfo(torch.float64).tiny)
 
 
 def same_bucket(queries: Tensor, keys: Tensor) -> Tensor:

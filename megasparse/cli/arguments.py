@@ -19,12 +19,6 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """--checkpoint and --set."""
-    add_checkpoint_alone(parser)
-    add_overrides(parser)
-
-
-def add_checkpoint_alone(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", required=True, metavar="DIR", help="a checkpoint's folder, or a run's (its newest checkpoint)"
     )
@@ -33,7 +27,7 @@ def add_checkpoint_alone(parser: argparse.ArgumentParser) -> None:
 def add_coding(parser: argparse.ArgumentParser, output: str) -> None:
     """A file, the checkpoint that codes it, and where the result goes; `output` says where by default."""
     parser.add_argument("file", type=Path, metavar="FILE")
-    add_checkpoint_alone(parser)
+    add_checkpoint(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help=output)
 
 
@@ -50,16 +44,6 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-changed-config", action="store_true", help="resume although the configuration differs")
     parser.add_argument("--stop-at", type=int, metavar="STEP", help="save and end after this step")
     parser.add_argument("--dry-run", action="store_true", help="predict the memory that it takes; write nothing")
-
-
-def add_texts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--texts", type=Path, nargs="+", required=True, metavar="FILE", help="text files, or folders with *.txt"
-    )
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers and how they were measured there")
 
 
 def add_start(parser: argparse.ArgumentParser) -> None:

@@ -101,21 +101,6 @@ SUFFIXES = {"sentencepiece": ".model", "words": ".txt"}
 PURPOSES = {"sentencepiece": "pieces of words, and all bytes", "words": "whole words, for adaptive softmax"}
 
 
-def check_round_trip(path: Path, sample: Any) -> None:
-    """Print how the tokenizer encodes held-out text. Raises DataError if decoding does not give that text back."""
-    from megasparse.data.tokenizers import build_tokenizer
-
-    tokenizer = build_tokenizer(str(path))
-    tokens = tokenizer.encode(sample.held_out)
-    size, where = len(sample.held_out), "held-out" if sample.is_held_out else "training"
-    rate = f"{size / max(1, len(tokens)):.3f} bytes a token on {size:,} {where} bytes"
-    print(f"{path}: {tokenizer.vocabulary:,} tokens, {rate}")
-    if tokenizer.lossless and tokenizer.decode(tokens) != sample.held_out:
-        path.unlink()
-        raise DataError(path, "text did not come back from it, so it was removed", "Please report this")
-    print("they came back unchanged" if tokenizer.lossless else "text does not come back unchanged from words")
-
-
 def add_train_tokenizer(parser: argparse.ArgumentParser) -> None:
     from megasparse.data.corpora.corpus import positive
 
@@ -178,6 +163,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     from megasparse.data.corpora.corpus import LineSample
     from megasparse.data.corpora.source import Source
     from megasparse.data.files import replacing
+    from megasparse.data.tokenizers import build_tokenizer
     from megasparse.data.tokenizers.sentence_piece import train_sentencepiece
     from megasparse.data.tokenizers.simple import vocabulary_file
 
@@ -200,7 +186,15 @@ def train_tokenizer(args: argparse.Namespace) -> None:
         data = vocabulary_file(sample.all(), args.vocabulary)
     with replacing(args.output) as file:
         file.write(data)
-    check_round_trip(args.output, sample)
+    tokenizer = build_tokenizer(str(args.output))
+    tokens = tokenizer.encode(sample.held_out)
+    size, where = len(sample.held_out), "held-out" if sample.is_held_out else "training"
+    rate = f"{size / max(1, len(tokens)):.3f} bytes a token on {size:,} {where} bytes"
+    print(f"{args.output}: {tokenizer.vocabulary:,} tokens, {rate}")
+    if tokenizer.lossless and tokenizer.decode(tokens) != sample.held_out:
+        args.output.unlink()
+        raise DataError(args.output, "text did not come back from it, so it was removed", "Please report this")
+    print("they came back unchanged" if tokenizer.lossless else "text does not come back unchanged from words")
 
 
 NUMBERS = (
@@ -213,8 +207,6 @@ NUMBERS = (
     ("--max-args", 10, "arguments of an operator, at most"),
     ("--seed", 0, "seed of all draws"),
 )
-
-
 LEAST = {"train": 1, "validation": 1, "test": 1, "min_length": 0, "max_depth": 1, "max_args": 2, "seed": 0}
 
 

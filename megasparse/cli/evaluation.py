@@ -8,41 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megasparse.cli.arguments import add_checkpoint, add_coding, add_json, add_overrides, positive
+from megasparse.cli.arguments import add_checkpoint, add_coding, add_overrides, positive
 from megasparse.errors import ConfigError
 
 OF_PRETRAINED = ("data", "stride", "rounds", "hash_seeds", "limit", "allow_leaking_attention")
 OF_TASKS = ("source", "predictions")
 """Options that only one kind of model has; the default of each is false."""
-
-
-def _evaluate_split(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    from megasparse.runs.api import evaluate_split
-
-    return evaluate_split(
-        args.checkpoint[0],
-        args.data,
-        split=args.split or "test",
-        overrides=args.set,
-        stride=args.stride,
-        rounds=args.rounds,
-        hash_seeds=args.hash_seeds or 1,
-        batch=args.batch or 1,
-        limit=args.limit,
-        allow_leaking_attention=args.allow_leaking_attention,
-    )
-
-
-def _evaluate_task(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """The result and its summary. Writes the predictions where these are asked for."""
-    from megasparse.tasks.evaluate import evaluate_checkpoints, summary, write_predictions
-
-    overrides = args.set + ([f"evaluation.batch={args.batch}"] if args.batch else [])
-    log = lambda line: print(line, file=sys.stderr)  # noqa: E731
-    result, rows = evaluate_checkpoints(args.checkpoint, overrides, args.task, args.source, args.split, log)
-    if args.predictions:
-        write_predictions(args.predictions, rows)
-    return result, summary(result)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -78,7 +49,7 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
     parser.add_argument("--split", help='default: "test"; "validation" for a task without test labels')
     parser.add_argument("--batch", type=positive, help="windows or examples scored at once")
-    add_json(parser)
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers and how they were measured there")
     pretrained = parser.add_argument_group("pretrained models")
     pretrained.add_argument(
         "--hash-seeds", type=positive, metavar="N", help="repeat with N draws of the rotations (and masks)"
@@ -116,16 +87,30 @@ def evaluate(args: argparse.Namespace) -> None:
     from megasparse.evaluation.outputs import require_writable, write_json
 
     require_writable(args.json, args.predictions, sources=args.source or ())
-    result, summary = _evaluate_task(args) if args.task else _evaluate_split(args)
+    if args.task is None:
+        from megasparse.runs.api import evaluate_split
+
+        options = {name: getattr(args, name) for name in ("stride", "rounds", "limit", "allow_leaking_attention")}
+        options |= {"split": args.split or "test", "hash_seeds": args.hash_seeds or 1, "batch": args.batch or 1}
+        result, text = evaluate_split(args.checkpoint[0], args.data, overrides=args.set, **options)
+    else:
+        from megasparse.tasks.evaluate import evaluate_checkpoints, summary, write_predictions
+
+        overrides = args.set + ([f"evaluation.batch={args.batch}"] if args.batch else [])
+        result, rows = evaluate_checkpoints(args.checkpoint, overrides, args.task, args.source, args.split, log)
+        if args.predictions:
+            write_predictions(args.predictions, rows)
+        text = summary(result)
     if int(os.environ.get("RANK", "0")) > 0:
         return
-    print(summary)
+    print(text)
     if args.json:
         write_json(args.json, result)
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
+    add_overrides(parser)
     parser.add_argument("--prompt", default="", help="text to continue")
     parser.add_argument("--tokens", type=int, metavar="N", help="how many tokens to add (default: 200)")
     kind = parser.add_mutually_exclusive_group()
@@ -202,6 +187,7 @@ def log(line: str) -> None:
 
 def add_predict(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
+    add_overrides(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--source", nargs="+", metavar="FILE", help="files in the task's format")
     source.add_argument("--text", action="append", metavar="TEXT", help="one example; for a pair give it twice")

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megasparse.cli.arguments import add_checkpoint_alone, add_texts
+from megasparse.cli.arguments import add_checkpoint
 
 
 def add_convert_from_hf(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +41,7 @@ def convert_from_hf(args: argparse.Namespace) -> None:
     from megasparse.hub import require_transformers
 
     require_transformers()
-    from megasparse.hub.hf_model import HFModel
-    from megasparse.hub.importing import with_first_token, write_checkpoint
+    from megasparse.hub.importing import HFModel, with_first_token, write_checkpoint
     from megasparse.hub.tensor_file import refuse_existing
 
     refuse_existing(args.output)
@@ -64,7 +63,7 @@ def convert_from_hf(args: argparse.Namespace) -> None:
 def add_convert_to_hf(parser: argparse.ArgumentParser) -> None:
     from megasparse.hub.formats import FORMATS
 
-    add_checkpoint_alone(parser)
+    add_checkpoint(parser)
     parser.add_argument("--output", type=Path, required=True, metavar="OUT", help="the folder to write, a new one")
     parser.add_argument(
         "--to", choices=sorted(FORMATS), default="megasparse", help="architecture (default: %(default)s)"
@@ -154,7 +153,8 @@ def add_teach(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=Path, required=True, metavar="DIR", help="a folder that `megasparse replace-attention` wrote"
     )
-    add_texts(parser)
+    files = "text files, or folders with *.txt"
+    parser.add_argument("--texts", type=Path, nargs="+", required=True, metavar="FILE", help=files)
     parser.add_argument("--length", type=int, metavar="TOKENS", help="of a window; by default the model's longest")
     parser.add_argument("--passes", type=int, default=24, help="windows to learn from (default: %(default)s)")
     parser.add_argument("--held-out", type=int, default=1, metavar="N", help="windows measured (default: %(default)s)")

@@ -33,11 +33,10 @@ COMMANDS = {
 }
 """Subcommand -> what it does, in the order of `megasparse --help`."""
 MODULES = {
-    "train": ("quickstart", "pretrain", "finetune", "plan"),
+    "train": ("quickstart", "pretrain", "finetune", "plan", "configs", "compare", "report"),
     "data": ("prepare-data", "train-tokenizer", "listops"),
     "hub": ("convert to-hf", "convert from-hf", "replace-attention", "teach"),
     "evaluation": ("evaluate", "generate", "predict", "compress", "decompress"),
-    "tools": ("configs", "compare", "report"),
 }
 """Module of megasparse.cli -> its subcommands. `convert to-hf` is the function `convert_to_hf`, whose docstring is its
 help, and `add_convert_to_hf(parser)` declares its options."""

@@ -164,14 +164,6 @@ def relative_error(out: Tensor, exact: Tensor) -> Tensor:
     return difference / exact.double().norm(dim=(-1, -2)).clamp_min(torch.finfo(torch.float64).tiny)
 
 
-def largest_error(out: Tensor, exact: Tensor) -> Tensor:
-    """‖out − exact‖∞ / ‖exact‖∞, the largest difference of a number over the largest number, over the tokens of each
-    head (YOSO's Figure 5): (B, H) from (B, H, L, D).
-    """
-    difference, size = ((x.double()).abs().amax((-1, -2)) for x in (out - exact, exact))
-    return difference / size.clamp_min(torch.finfo(torch.float64).tiny)
-
-
 class Imbalance(NamedTuple):
     """Shares of the buckets, (B, H) each.
 

@@ -225,11 +225,8 @@ def unpack(path: Path, raw: bytes, digest: bytes, vocabulary: int) -> tuple[Code
         raise damaged(path)
     words += bytes(8 + -len(words) % 4)
     noted = np.array(exceptions, dtype=np.int64).reshape(-1, 2)
-    return (
-        Code(np.frombuffer(words, dtype="<u4").astype(np.uint32), noted),
-        tokens,
-        int.from_bytes(raw[head - 4 : head], "little"),
-    )
+    code = Code(np.frombuffer(words, dtype="<u4").astype(np.uint32), noted)
+    return code, tokens, int.from_bytes(raw[head - 4 : head], "little")
 
 
 def damaged(path: Path) -> DataError:

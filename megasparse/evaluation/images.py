@@ -117,12 +117,6 @@ def sheet(
     return np.asarray(drawn)
 
 
-def grid(pictures: Sequence[Picture]) -> list[Sequence[Picture]]:
-    """Rows of pictures, as near to a square as can be."""
-    columns = math.ceil(len(pictures) ** 0.5)
-    return [pictures[first : first + columns] for first in range(0, len(pictures), columns)]
-
-
 def png_bits_per_dim(stream: Stream, length: int, limit: int | None = None) -> float:
     """Bits per sub-pixel of the images of `length` tokens each that a split consists of, or of its first `limit`.
 
@@ -191,7 +185,9 @@ def draw_images(
     for number, tokens in enumerate(_drawn(decoder, nothing, shape, hash_seed, sampling)):
         pictures.append(picture_of(tokens, shape))
         write_png(output / f"{number:04}.png", pictures[-1])
-    write_png(output / SHEET, sheet(grid(pictures)))
+    columns = math.ceil(count**0.5)
+    rows = [pictures[first : first + columns] for first in range(0, count, columns)]
+    write_png(output / SHEET, sheet(rows))
 
 
 def complete_images(
@@ -218,17 +214,9 @@ def _drawn(decoder: Any, prefixes: Tensor, shape: Shape, hash_seed: int, samplin
     for first in range(0, len(prefixes), AT_ONCE):
         prompts = prefixes[first : first + AT_ONCE]
         missing = shape.tokens - prefixes.shape[1]
-        steps = continuations(
-            decoder,
-            prompts.to(device),
-            missing,
-            hash_seed=hash_seed,
-            sampling=sampling,
-            first_row=first,
-            vocabulary=256,
-        )
-        what = f"images {first + 1}-{first + len(prompts)} of {len(prefixes)}"
-        columns = [
-            torch.tensor(tokens) for tokens in tqdm(steps, desc=what, total=missing, unit="sub-pixel", disable=None)
-        ]
+        draws: dict[str, Any] = {"hash_seed": hash_seed, "sampling": sampling, "first_row": first, "vocabulary": 256}
+        steps = continuations(decoder, prompts.to(device), missing, **draws)
+        part = f"images {first + 1}-{first + len(prompts)} of {len(prefixes)}"
+        progress = tqdm(steps, desc=part, total=missing, unit="sub-pixel", disable=None)
+        columns = [torch.tensor(tokens) for tokens in progress]
         yield from torch.cat([prompts, torch.stack(columns, dim=1)], dim=1)

@@ -77,7 +77,10 @@ def texts(
     prompt = tokenizer.encode(request.prompt)
     if end is not None and (prompt == end).any():
         raise ConfigError("--prompt", f"it holds the token that ends a text ({end})", "Leave that out")
-    tokens = _length(request.tokens, len(prompt), config)
+    tokens, room = request.tokens, max(0, config.model.max_length - len(prompt))
+    if tokens is None:
+        tokens = min(DECODER_TOKENS, room) if config.model.source is None else room
+    check_length(len(prompt), tokens, config.model.max_length)
     writer = _Writer(tokenizer, request, tokens, config.run.seed, end)
     if config.model.source is None:
         if sources:
@@ -126,15 +129,6 @@ class _Writer:
         settings = BeamSettings(self.request.beams, self.tokens, self.end, alpha, width)
         best = [hypotheses[0].tokens for hypotheses in search(decoder, prompts, self.hash_seed, settings)]
         return [self.tokenizer.text([*prompt, *tokens]) for prompt, tokens in zip(prompts.tolist(), best, strict=True)]
-
-
-def _length(asked: int | None, prompt: int, config: Config) -> int:
-    """Return the number of tokens to add."""
-    room = max(0, config.model.max_length - prompt)
-    if asked is None:
-        asked = min(DECODER_TOKENS, room) if config.model.source is None else room
-    check_length(prompt, asked, config.model.max_length)
-    return asked
 
 
 def _separator(tokenizer: Tokenizer, config: Config) -> int:

@@ -55,6 +55,6 @@ def from_pretrained(name: str | Path) -> "Model":
     >>> megasparse.from_pretrained(folder).training
     False
     """
-    from megasparse.hub.hf_model import HFModel
+    from megasparse.hub.importing import HFModel
 
     return HFModel.open(name).build()

@@ -1,4 +1,4 @@
-"""A checkpoint of ours as a folder that HuggingFace's classes load. V vocabulary."""
+"""A checkpoint of ours as a folder that HuggingFace's classes load, with its model card. V vocabulary."""
 
 import json
 from collections.abc import Iterable
@@ -9,15 +9,30 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megasparse.config.schema import ModelConfig
+from megasparse import __version__
+from megasparse.config.attention import kinds
+from megasparse.config.schema import Config, ModelConfig, encoder_part
+from megasparse.data.tokenizers import NAMED, build_tokenizer
 from megasparse.errors import HubError
-from megasparse.hub.card import card
-from megasparse.hub.formats import TOLERANCE, compared_length, disagreement, format_named, hf_class, our_logits, padded
+from megasparse.hub.formats import (
+    TASKS,
+    TOLERANCE,
+    Exported,
+    compared_length,
+    disagreement,
+    format_named,
+    hf_class,
+    our_logits,
+    padded,
+)
 from megasparse.hub.importing import identity
+from megasparse.hub.megasparse_format import unfilled
 from megasparse.hub.tensor_file import INDEX, WEIGHTS, appearing, refuse_existing
-from megasparse.hub.tokenizer_files import Files
+from megasparse.hub.tokenizer_files import FILE, Files
 from megasparse.model.build import build_model, empty_model
+from megasparse.model.decoder import Causal
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, load_weights
+from megasparse.training.checkpoints.manifest import NO_DATA
 
 SHARD_BYTES = 5_000_000_000
 """Largest file of tensors, unless one tensor is larger; so many bytes are in memory as they are written."""
@@ -123,3 +138,115 @@ def text_tokens(model: ModelConfig) -> list[Tensor]:
     if model.kind == "encoder":
         tokens[:, :, ::7] = model.masking.token
     return [padded(text, model) for text in tokens % model.vocabulary]
+
+
+# The model card: README.md with the metadata that Hugging Face reads
+
+PIPELINES = {"decoder": "text-generation", "encoder": "fill-mask", "encoder_decoder": "translation"}
+USE = {
+    "decoder": 'inputs = tokenizer("The ", return_tensors="pt")\nprint(tokenizer.decode(model.generate(**inputs)[0]))',
+    "encoder": 'inputs = tokenizer("The [MASK]", return_tensors="pt")\nlogits = model(**inputs).logits',
+    "encoder_decoder": 'inputs = tokenizer(["A source."], return_tensors="pt")\n'
+    "print(tokenizer.batch_decode(model.generate(**inputs, num_beams=4), skip_special_tokens=True))",
+}
+MEASURES = (
+    "bits_per_dim", "bits_per_token", "bits_per_byte", "token_perplexity", "word_perplexity", "loss", "accuracy",
+)  # fmt: skip
+"""Numbers of a result of megasparse evaluate that the card repeats."""
+
+
+def card(checkpoint: Checkpoint, exported: Exported, to: str, evaluation: str | Path | None) -> str:
+    """README.md of a checkpoint that is exported as `to`; evaluation: see `measurements`. Raises HubError."""
+    config, model = checkpoint.config, checkpoint.config.model
+    built, tokenizer = unfilled(model), build_tokenizer(config.data.tokenizer)
+    stacks = [model] if model.source is None else [encoder_part(model), model]
+    attention = list(dict.fromkeys(kind for stack in stacks for kind in kinds(stack)))
+    tags = ["megasparse", "long-context", *(f"{kind.replace('_', '-')}-attention" for kind in attention)]
+    layers = f"{model.layers}" if model.source is None else f"{model.source.layers or model.layers} and {model.layers}"
+    read = "" if model.source is None else f"{model.source.length:,} of source and "
+    weights = sum(weight.numel() for weight in built.parameters())
+    lines = ["---", "library_name: transformers", f"pipeline_tag: {PIPELINES[model.kind]}", "tags:"]
+    lines += [*(f"- {tag}" for tag in tags), "---", ""]
+    lines += [f"# megasparse {model.kind.replace('_', '-')} over {tokenizer.name}", ""]
+    lines += [
+        f"{weights:,} weights, for up to {read}{model.max_length:,} tokens: {layers} layers of width {model.d_model}, "
+        f"attention {', '.join(attention)}. Written by megasparse {__version__}."
+    ]
+    if isinstance(built, Causal):
+        causal = "It is strictly causal: no output depends on a later token."
+        leaks = "; ".join(built.leaks)
+        lines += ["", f"**It is not strictly causal** ({leaks})." if leaks else causal]
+    lines += ["", "Its licence is for those who publish it to state.", "", "## Use", "", *_use(config, exported, to)]
+    lines += ["", "## Training", "", *_training(checkpoint, config)]
+    if results := measurements(checkpoint, evaluation):
+        lines += ["", "## Evaluation", "", *map(_measured, results)]
+    elsewhere: Any = {"run": {"directory"}, "data": {"path", "mixture"}}  # of the machine that it ran on
+    if config.data.tokenizer not in NAMED:
+        elsewhere["data"].add("tokenizer")
+    lines += ["", "## Configuration", "", "```json", config.model_dump_json(indent=2, exclude=elsewhere), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _use(config: Config, exported: Exported, to: str) -> list[str]:
+    if to != "megasparse":
+        architecture = exported.config["architectures"][0]
+        code = f"from transformers import {architecture}\n\nmodel = {architecture}.from_pretrained(FOLDER)"
+        return ["```python", code, "```", "", format_named(to).note]
+    auto, name = f"AutoModel{TASKS[config.model.kind]}", str(exported.config["tokenizer"])
+    code = f"model = {auto}.from_pretrained(FOLDER, trust_remote_code=True)  # pip install megasparse"
+    if FILE not in exported.files:
+        note = f"Tokens are `{name}`, 0 to 255 a sub-pixel." if name == "pixels" else ""
+        note = note or f"No tokenizer.json can be exactly its tokenizer; `{name}` is read by megasparse."
+        return ["```python", f"from transformers import {auto}\n\n{code}", "```", "", note]
+    load = f"from transformers import {auto}, AutoTokenizer\n\ntokenizer = AutoTokenizer.from_pretrained(FOLDER)"
+    return ["```python", f"{load}\n{code}\n{USE[config.model.kind]}", "```", "", f"Its tokenizer is `{name}`."]
+
+
+def _training(checkpoint: Checkpoint, config: Config) -> list[str]:
+    fingerprint, training = checkpoint.manifest["data_fingerprint"], config.training
+    if fingerprint == NO_DATA:
+        return ["The weights were imported, and not trained further."]
+    sequences = f"{training.global_batch} sequences of {config.data.sequence_length:,} tokens"
+    rate = f"{config.optimizer.name}, learning rate {config.optimizer.learning_rate:g}, {training.precision}"
+    tokenizer = checkpoint.manifest["tokenizer"].get("name")
+    return [
+        f"- {checkpoint.step:,} steps of {sequences}, {rate}",
+        f"- data: index {fingerprint}, tokenizer {tokenizer}",
+    ]
+
+
+def measurements(checkpoint: Checkpoint, path: str | Path | None) -> list[dict[str, Any]]:
+    """Results of megasparse evaluate for this checkpoint: the one in the file `path`, or those in the run's folder.
+    Raises HubError where the file is none, or is of another checkpoint.
+    """
+    results = []
+    for file in sorted(checkpoint.path.parent.parent.glob("*.json")) if path is None else [Path(path)]:
+        result = _result(file)
+        protocol = {} if result is None else result["protocol"]
+        step, data = protocol.get("checkpoint_step"), protocol.get("trained_on_fingerprint")
+        if result is not None and (step, data) == (checkpoint.step, checkpoint.manifest["data_fingerprint"]):
+            results.append(result)
+        elif path is not None and result is None:
+            raise HubError(path, "is no result of megasparse evaluate", "Give the file that its --json wrote")
+        elif path is not None:
+            problem = f"was measured at step {step} of {protocol.get('checkpoint')}"
+            raise HubError(path, problem, f"Evaluate {checkpoint.path}, or export that one")
+    return results
+
+
+def _result(path: Path) -> dict[str, Any] | None:
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    good = isinstance(result, dict) and isinstance(result.get("protocol"), dict)
+    return result if good and any(name in result for name in MEASURES[:-1]) else None
+
+
+def _measured(result: dict[str, Any]) -> str:
+    protocol = result["protocol"]
+    left_out = {"bits_per_byte"} if protocol.get("lossless") is False else set()
+    numbers = [f"{name} {result[name]:.4f}" for name in MEASURES if result.get(name) and name not in left_out]
+    windows = f"windows of {protocol.get('sequence_length')}, stride {protocol.get('stride')}"
+    where = f"split `{protocol.get('split')}` ({windows}, data {protocol.get('data_fingerprint')})"
+    return f"- {', '.join(numbers)}, over {result['dims']:,} tokens of {where}"

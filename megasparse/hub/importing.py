@@ -1,27 +1,44 @@
-"""A checkpoint of ours out of weights that were not trained here, and a run that begins with those of another model,
-whose attention and task may be others.
+"""Models of HuggingFace's as ours: opened from a local folder, written as a checkpoint, and as the start of a run whose
+attention and task may be others.
 """
 
 import json
 import math
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from megasparse.config.files import parse_json
-from megasparse.config.schema import Config
+from megasparse.config.load import build_config
+from megasparse.config.schema import Config, ModelConfig, SourceConfig
 from megasparse.data.tokenizers import build_tokenizer
-from megasparse.errors import ConfigError, HubError, UserError
+from megasparse.errors import ConfigError, HubError, UserError, did_you_mean
 from megasparse.hub import require_transformers
+from megasparse.hub.formats import (
+    DECODERS,
+    FORMATS,
+    TASKS,
+    Format,
+    compared_length,
+    disagreement,
+    format_named,
+    hf_class,
+    our_logits,
+    padded,
+)
+from megasparse.hub.gguf_file import unpack_gguf
 from megasparse.hub.megasparse_format import shapes, unfilled
-from megasparse.hub.tensor_file import appearing
+from megasparse.hub.tensor_file import TensorFile, appearing
+from megasparse.hub.tokenizer_files import FILE, GENERATION, SPECIAL, Files, beside, found_tokenizer
 from megasparse.model.adapters import add_adapters
-from megasparse.model.build import deferred_model, empty_model, initial_weight
+from megasparse.model.build import Model, build_model, deferred_model, empty_model, initial_weight
 from megasparse.training.checkpoints.bucket import newest_anywhere
 from megasparse.training.checkpoints.checkpoint import (
     Checkpoint,
@@ -33,6 +50,158 @@ from megasparse.training.checkpoints.checkpoint import (
 from megasparse.training.checkpoints.manifest import FORMAT, MANIFEST, NO_DATA, read_manifest, seal, versions
 from megasparse.training.checkpoints.rank_file import RankFile, durable, make_folder
 from megasparse.training.ranks import Ranks
+
+DRAWS_COMPARED = 3
+"""Draws of the tokens of which one must agree."""
+
+
+@dataclass(frozen=True)
+class HFModel:
+    """A model of HuggingFace's that ours can express."""
+
+    folder: Path
+    format: Format
+    config: Config
+    """Configuration of our model, which is in no run yet."""
+    tensors: dict[str, Callable[[], Tensor]]
+    """Our name of every weight, and its value, read when called."""
+    temporary: TemporaryDirectory[str] | None = None
+    """Parent of the folder if it was unpacked from a GGUF file."""
+
+    @staticmethod
+    def open(name: str | Path) -> "HFModel":
+        """Open a model. name: a folder, a GGUF file, or the name of a model in transformers' local cache. Nothing is
+        downloaded, and no code that comes with a model is run.
+
+        Raises HubError for what is missing, damaged or of an architecture that ours does not express; ConfigError where
+        the settings it gives do not go together.
+        """
+        unpacked = unpack_gguf(Path(name)) if Path(name).suffix == ".gguf" else None
+        folder = find_folder(name if unpacked is None else unpacked.name)
+        values = read_config(folder)
+        kind = format_named(_known_type(values, folder))
+        if kind.name in ("bert", "roberta", *DECODERS) and not (folder / FILE).is_file():
+            hint = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
+            raise HubError(folder / FILE, "is missing, without which its tokens mean nothing", hint)
+        imported = kind.load(values, TensorFile.open(folder))
+        model = imported.config["model"]
+        length = model.get("max_length", ModelConfig().max_length)
+        if model.get("source") is not None:
+            length += model["source"].get("length", SourceConfig().length)
+        data = {"sequence_length": length, **imported.config.get("data", {})}
+        data["tokenizer"] = found_tokenizer(folder, data.get("tokenizer"))
+        sections = _with_special(folder, {**imported.config, "data": data})
+        return HFModel(folder, kind, build_config(sections), imported.tensors, unpacked)
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """Path of the tokenizer's file in the folder; None where the tokenizer needs none."""
+        return build_tokenizer(self.config.data.tokenizer).file
+
+    @property
+    def beside(self) -> Files:
+        """A decoder's chat template, and what else lies beside its tokenizer; the tokens that end and pad a text."""
+        if self.format.name not in DECODERS:
+            return {}
+        values = read_config(self.folder)
+        ids = {key: values[key] for key in SPECIAL if values.get(key) is not None}
+        return {GENERATION: json.dumps(ids, indent=2) + "\n", **beside(self.folder)}
+
+    def build(self, config: Config | None = None) -> Model:
+        """Our model with its weights, in evaluation mode. config: another one with the same weights."""
+        config = config or self.config
+        model = build_model(config.model, config.run.seed)
+        weights = {**dict(model.named_parameters()), **persistent_buffers(model)}
+        if lost := [name for name in weights if name not in self.tensors]:
+            problem = f"has no weight for {lost[0]}, as a model without the head that predicts tokens"
+            raise HubError(self.folder, problem, "Start a run from it: megasparse pretrain CONFIG --start FOLDER")
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(self.tensors[name]())
+        return model.eval()
+
+    def load_original(self) -> Any:
+        """HuggingFace's own model, in fp32."""
+        prefix = "Megasparse" if self.format.name == "megasparse" else "AutoModel"
+        settings = {"local_files_only": True, "use_safetensors": True, "dtype": torch.float32}
+        try:
+            return hf_class(prefix + TASKS[self.config.model.kind]).from_pretrained(self.folder, **settings)
+        except (OSError, ValueError, RuntimeError) as error:
+            problem = f"transformers does not load it ({' '.join(str(error).split())})"
+            raise HubError(self.folder, problem, "Give a model that it loads") from None
+
+    def compare(self) -> int:
+        """Run both models on the same random tokens; returns their number. Raises HubError where they differ."""
+        ours, theirs = self.build(self.format.comparable(self.config)), self.load_original()
+        model, seed = self.config.model, self.config.run.seed
+        length = compared_length(model)
+
+        def logits(draw: int) -> tuple[Tensor, Tensor]:
+            generator = torch.Generator().manual_seed(draw)
+            tokens = padded(torch.randint(model.vocabulary, (1, length), generator=generator), model)
+            return our_logits(ours, tokens, seed), self.format.logits(theirs, tokens, seed)
+
+        if difference := disagreement(map(logits, range(DRAWS_COMPARED))):
+            problem = f"our model's logits differ from its by {difference:.2g}"
+            raise HubError(self.folder, problem, "Report it, with the model's config.json")
+        return length
+
+
+def find_folder(name: str | Path) -> Path:
+    """`name` itself if it is a folder, else that of a model in the local cache."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(name), local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError, OSError):
+        hint = "Give the folder of a model, or download it first with the `hf download` command"
+        raise HubError(name, "is no folder, and no model of this name is in transformers' local cache", hint) from None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder. Raises HubError where there is none, ConfigError where it is no JSON."""
+    path = folder / "config.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "no UTF-8"
+        raise HubError(path, f"cannot be read ({reason})", "Give the folder of a HuggingFace model") from None
+    values = parse_json(text, str(path))
+    if not isinstance(values, dict):
+        raise HubError(path, "is no configuration", "Give the folder of a HuggingFace model")
+    return values
+
+
+def _with_special(folder: Path, sections: dict[str, Any]) -> dict[str, Any]:
+    """The same sections, with the tokenizer's mask token, if it has one. Raises HubError where the model lacks it."""
+    tokenizer = build_tokenizer(sections["data"]["tokenizer"])
+    model = dict(sections["model"])
+    if tokenizer.file is None:
+        return sections
+    highest = max([tokenizer.vocabulary - 1, *(tokenizer.special or ())])
+    if highest >= (rows := model.get("vocabulary", ModelConfig().vocabulary)):
+        problem = f"{tokenizer.file.name} has the token {highest}, and the model {rows} tokens"
+        raise HubError(folder, problem, "Give a model with its own tokenizer")
+    if model.get("kind") == "encoder" and tokenizer.special is not None:
+        model["masking"] = {**model.get("masking", {}), "token": tokenizer.special.mask}
+    return {**sections, "model": model}
+
+
+def _known_type(values: dict[str, Any], folder: Path) -> str:
+    name = values.get("model_type")
+    if isinstance(name, str) and name in FORMATS:
+        return name
+    path = folder / "config.json"
+    if "auto_map" in values:
+        problem = f"model_type is {name!r}, whose code comes with the model, and such code is not run"
+        raise HubError(path, problem, f"Give a model of a known architecture: {', '.join(sorted(FORMATS))}")
+    raise HubError(path, f"model_type is {name!r}, which cannot be imported", did_you_mean(str(name), FORMATS))
+
+
+# Checkpoints of weights that were not trained here
 
 VOCABULARY = ("embedding.weight", "head.weight", "head.bias")
 """Weights that have a row for each token."""
@@ -138,12 +307,8 @@ def base_values(source: str | Path) -> dict[str, Any]:
 
     Raises HubError and CheckpointError where there is no such model.
     """
-    path = Path(source)
-    if _is_huggingface(path):
-        require_transformers()
-        from megasparse.hub.hf_model import HFModel
-
-        config = HFModel.open(path).config
+    if (model := _hf_model(path := Path(source))) is not None:
+        config = model.config
     else:
         checkpoint = find_checkpoint(path)
         config = Checkpoint(checkpoint, read_manifest(checkpoint)).config
@@ -208,7 +373,13 @@ def write_start(config: Config, source: Path, output: Path) -> list[str]:
     What it has beyond the model, such as another attention's own weights, is left out. Raises HubError where a weight
     has another shape, or the tokens are another tokenizer's.
     """
-    pretrained, tokenizer = (_of_huggingface if _is_huggingface(source) else _of_checkpoint)(source)
+    if (hf_model := _hf_model(source)) is not None:
+        pretrained: Readers = hf_model.tensors
+        tokenizer = identity(hf_model.config.data.tokenizer)
+    else:
+        checkpoint = Checkpoint.open(find_checkpoint(source), build=empty_model)
+        names, tokenizer = checkpoint.manifest["tensors"]["weight"], checkpoint.manifest["tokenizer"]
+        pretrained = {name: partial(checkpoint.tensor, "weight", name) for name in names}
     if tokenizer != identity(config.data.tokenizer):
         problem = f"its tokenizer ({tokenizer['name']}) is another than data.tokenizer = {config.data.tokenizer}"
         raise HubError(source, problem, "Prepare the data with the model's own tokenizer, and name it there")
@@ -217,48 +388,28 @@ def write_start(config: Config, source: Path, output: Path) -> list[str]:
     weights = {**dict(model.named_parameters()), **persistent_buffers(model)}
     if "embedding.weight" not in pretrained:
         raise HubError(source, "has no embedding of tokens", "Give a pretrained decoder or encoder")
-    readers: Readers = {
-        name: partial(_pretrained, source, name, pretrained[name], weight)
-        if name in pretrained
-        else partial(_initial, config, name, weight)
-        for name, weight in weights.items()
-    }
+
+    def read(name: str, weight: Tensor) -> Tensor:
+        if name not in pretrained:
+            initial = initial_weight(config.model, config.run.seed, name, weight.shape) if weight.is_meta else weight
+            return initial.detach().view(weight.shape)
+        value = pretrained[name]()
+        if value.shape != weight.shape:
+            problem = f"{name} has shape {list(value.shape)}, and {list(weight.shape)} in the configured model"
+            raise HubError(source, problem, "Give the model the sizes of what it starts from (model.*)")
+        return value
+
+    readers = {name: partial(read, name, weight) for name, weight in weights.items()}
     write_checkpoint(config.model_copy(update={"lora": None}), readers, output)
     return new
 
 
-def _initial(config: Config, name: str, weight: Tensor) -> Tensor:
-    if not weight.is_meta:
-        return weight.detach()
-    return initial_weight(config.model, config.run.seed, name, weight.shape).view(weight.shape)
-
-
-def _pretrained(source: Path, name: str, read: Callable[[], Tensor], weight: Tensor) -> Tensor:
-    value = read()
-    if value.shape != weight.shape:
-        problem = f"{name} has shape {list(value.shape)}, and {list(weight.shape)} in the configured model"
-        raise HubError(source, problem, "Give the model the sizes of what it starts from (model.*)")
-    return value
-
-
-def _is_huggingface(source: Path) -> bool:
-    """A run of ours has a config.json too, which names no type."""
+def _hf_model(source: Path) -> HFModel | None:
+    """Open a HuggingFace model's folder; None for a run of ours, whose config.json names no type."""
     try:
-        values = parse_json((source / "config.json").read_text(encoding="utf-8"), str(source))
-    except (OSError, UnicodeDecodeError):
-        return False
-    return isinstance(values, dict) and "model_type" in values
-
-
-def _of_huggingface(source: Path) -> tuple[Readers, dict[str, str]]:
+        if "model_type" not in read_config(source):
+            return None
+    except HubError:
+        return None
     require_transformers()
-    from megasparse.hub.hf_model import HFModel
-
-    model = HFModel.open(source)
-    return model.tensors, identity(model.config.data.tokenizer)
-
-
-def _of_checkpoint(source: Path) -> tuple[Readers, dict[str, str]]:
-    checkpoint = Checkpoint.open(find_checkpoint(source), build=empty_model)
-    names = checkpoint.manifest["tensors"]["weight"]
-    return {name: partial(checkpoint.tensor, "weight", name) for name in names}, checkpoint.manifest["tokenizer"]
+    return HFModel.open(source)

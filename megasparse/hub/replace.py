@@ -82,12 +82,14 @@ def replace_attention(
     if config.kind == "decoder":
         _require_length(model, config.max_length)
     base: Any = model.base_model
-    modules: list[nn.Module] = [
-        module for module in base.modules() if isinstance(module, _self_attention(model.config.model_type))
-    ]
+    attention_class = _self_attention(model.config.model_type)
+    modules: list[nn.Module] = [module for module in base.modules() if isinstance(module, attention_class)]
     layers = [Mechanisms(config, layer) for layer in range(len(modules))]
     _require_decodable(layers)
-    _initialise(layers, config, seed)
+    initialise(nn.ModuleList(layers), config, seed)
+    for layer in layers:
+        for mechanism in mechanisms(layer):
+            mechanism.start_from_pretrained()  # the pretrained values stay as they are
     if config.max_length > positions(model):
         extend_positions(model, config.max_length)
     for attention_module, layer in zip(modules, layers, strict=True):
@@ -138,11 +140,9 @@ class _State:
 
 
 def _self_attention(kind: str) -> type[nn.Module]:
-    module = kind.replace("-", "_")
-    attention: type[nn.Module] = getattr(
-        importlib.import_module(f"transformers.models.{module}.modeling_{module}"), SELF_ATTENTION[kind]
-    )
-    return attention
+    name = kind.replace("-", "_")
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    return cast(type[nn.Module], getattr(module, SELF_ATTENTION[kind]))
 
 
 def _require_known(model: PreTrainedModel) -> None:
@@ -224,14 +224,6 @@ def _sections(attention: dict[str, Any] | AttentionConfig) -> dict[str, Any]:
         attention = {"pattern": [kind], kind: settings}
     lsh = attention.get("lsh", {})
     return {**attention, "lsh": {"shared_qk": False, **lsh} if isinstance(lsh, dict) else lsh}
-
-
-def _initialise(layers: list[Mechanisms], config: ModelConfig, seed: int) -> None:
-    """Initialise as a model of ours, but YOSO's convolution at 0: the pretrained values stay as they are."""
-    initialise(nn.ModuleList(layers), config, seed)
-    for layer in layers:
-        for mechanism in mechanisms(layer):
-            mechanism.start_from_pretrained()
 
 
 def _state(model: nn.Module) -> _State:
@@ -417,11 +409,10 @@ def positions(model: PreTrainedModel) -> int:
 
 
 @torch.no_grad()
-def extend_positions(model: PreTrainedModel, length: int, tokenizer: Any = None) -> None:
+def extend_positions(model: PreTrainedModel, length: int) -> None:
     """Let a pretrained encoder take `length` tokens, in place: position i gets the embedding of position i mod P.
 
-    The configuration, the buffers that hold positions, and the tokenizer where one is given, follow. Raises HubError
-    where the model has more positions already.
+    The configuration and the buffers that hold positions follow. Raises HubError where the model has more already.
     """
     old, offset = positions(model), position_offset(model)
     if length < old:
@@ -436,5 +427,3 @@ def extend_positions(model: PreTrainedModel, length: int, tokenizer: Any = None)
     embeddings.position_ids = torch.arange(len(longer), device=longer.device).expand(1, -1)
     if hasattr(embeddings, "token_type_ids"):
         embeddings.token_type_ids = torch.zeros_like(embeddings.position_ids)
-    if tokenizer is not None:
-        tokenizer.model_max_length = length

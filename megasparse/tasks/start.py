@@ -183,7 +183,7 @@ def _of_checkpoint(config: FinetuneConfig, path: Path, form: Form, labels: int) 
 
 def _of_huggingface(config: FinetuneConfig, named: Path, form: Form, labels: int) -> Start:
     from megasparse.hub import require_transformers
-    from megasparse.hub.hf_model import HFModel, find_folder, read_config
+    from megasparse.hub.importing import HFModel, find_folder, read_config
     from megasparse.hub.tokenizer_files import found_tokenizer
 
     require_transformers()

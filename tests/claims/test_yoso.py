@@ -8,13 +8,13 @@ import statistics
 import torch
 import torch.nn.functional as F
 
-from megasparse.evaluation.attention_quality import largest_error
 from megasparse.ops.hash_table_attention import HashTableAttentionSpec, expected_attention, hash_table_attention
 from megasparse.ops.hashing import sign_codes
 from megasparse.ops.random import derive
 from megasparse.runs.comparison import spread
 from tests.claims.claim import claim, mean_of
 from tools.bench.attention import Case, build, kept_bytes, model_of
+from tools.study_attention import largest_error
 
 
 def unit(generator, *shape):

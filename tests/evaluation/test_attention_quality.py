@@ -11,7 +11,6 @@ from megasparse.evaluation.attention_quality import (
     attention_map,
     attention_utility,
     imbalance,
-    largest_error,
     measure,
     recall_of_top,
     record_calls,
@@ -25,6 +24,7 @@ from megasparse.ops.normalize import unit_vectors
 from megasparse.ops.random import RngContext
 from tests.helpers.models import EVERY, named, random_tokens, small
 from tests.helpers.trained import prepared, trained
+from tools.study_attention import largest_error
 
 NAMES = {"output_error", "recall_top", "utility", "utility_bound", "utility_floor"}
 

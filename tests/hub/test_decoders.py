@@ -13,7 +13,7 @@ from megasparse.config.load import build_config
 from megasparse.errors import HubError
 from megasparse.hub import from_pretrained
 from megasparse.hub.formats import format_named
-from megasparse.hub.hf_model import HFModel
+from megasparse.hub.importing import HFModel
 from megasparse.ops.random import RngContext
 from tests.helpers.models import random_tokens
 from tests.helpers.tokenizers import byte_level, written

@@ -7,7 +7,7 @@ import pytest
 
 from megasparse.errors import HubError
 from megasparse.hub.gguf_file import check_gguf
-from megasparse.hub.hf_model import HFModel
+from megasparse.hub.importing import HFModel
 
 
 def text(value: bytes) -> bytes:

@@ -226,15 +226,14 @@ def test_positions_are_extended_by_repeating_them(kind):
     old, before = positions(model), values(model, inputs())
     assert old == (64 if "oberta" in kind or "Roberta" in kind else 66)
     table = model.base_model.embeddings.position_embeddings.weight.detach().clone()
-    tokenizer = type("Tokenizer", (), {"model_max_length": 512})()
-    extend_positions(model, 180, tokenizer)
+    extend_positions(model, 180)
     longer = model.base_model.embeddings.position_embeddings.weight
     offset = len(table) - old
     assert torch.equal(longer[: len(table)], table)
     assert torch.equal(longer[offset + old : offset + 2 * old], table[offset:])
     assert torch.equal(longer[offset + 2 * old :], table[offset : offset + 180 - 2 * old])
     assert model.config.max_position_embeddings == len(longer) == 180 + offset
-    assert positions(model) == tokenizer.model_max_length == 180
+    assert positions(model) == 180
     assert torch.equal(values(model, inputs()), before)
     assert values(model, inputs(length=180)).shape[1] == 180
     with pytest.raises(HubError, match="more than the 179 asked for"):

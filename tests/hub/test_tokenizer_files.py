@@ -16,8 +16,7 @@ from megasparse.data.tokenizers import build_tokenizer
 from megasparse.data.tokenizers.simple import vocabulary_file
 from megasparse.errors import ConfigError, HubError
 from megasparse.hub.export import to_hf
-from megasparse.hub.hf_model import HFModel
-from megasparse.hub.importing import write_start
+from megasparse.hub.importing import HFModel, write_start
 from megasparse.hub.tokenizer_files import files_with_start, found_tokenizer, of_bytes, of_unigram, tokenizer_files
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.helpers.hub import SEED, decoder, encoder, made, write_model

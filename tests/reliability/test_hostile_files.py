@@ -26,7 +26,7 @@ from megasparse.data.tokenizers import build_tokenizer
 from megasparse.evaluation.restore import restore
 from megasparse.hub.export import to_hf
 from megasparse.hub.gguf_file import check_gguf
-from megasparse.hub.hf_model import HFModel
+from megasparse.hub.importing import HFModel
 from megasparse.training.checkpoints.manifest import MANIFEST, seal
 from tests.data.folders import ramp, write_folder
 from tests.helpers import fuzzing
