@@ -69,15 +69,8 @@ class Counts:
     """Number of tokens of the longest input before it was cut."""
     first_cut: SourceLocation | None = None
     first_empty: SourceLocation | None = None
-    labels: dict[str, int] = field(default_factory=dict)
-    """Number of examples of each class."""
-
-    def lines(self, split: str, limit: int) -> list[str]:
-        """Return the lines that a run prints about a split."""
-        title = f"{split}: {self.examples:,} examples, the longest of {self.longest:,} tokens"
-        if self.labels:
-            title += "; " + ", ".join(f"{name} {count:,}" for name, count in sorted(self.labels.items()))
-        return [title, *self.notes(split, "inputs", limit, "task.max_length to read")]
+    kinds: dict[str, int] = field(default_factory=dict)
+    """Number of examples of each class, and of what else a form counts."""
 
     def notes(self, split: str, noun: str, limit: int, hint: str) -> list[str]:
         """Return the lines about inputs that were cut or empty. noun: their name."""
@@ -114,10 +107,18 @@ class Encoder:
             self.counts.examples += 1
             if self.task.classes is not None and example.label is not None:
                 name = self.task.classes[int(example.label)]
-                self.counts.labels[name] = self.counts.labels.get(name, 0) + 1
+                self.counts.kinds[name] = self.counts.kinds.get(name, 0) + 1
             groups = [(value,) for value in example.inputs] if self.task.towers else [example.inputs]
             sequences = tuple(self._join(group, example.location) for group in groups)
             yield Encoded(sequences, example.label, example.location, example.name)
+
+    def lines(self, split: str) -> list[str]:
+        """Return the lines that a run prints about the split encoded last."""
+        counts = self.counts
+        title = f"{split}: {counts.examples:,} examples, the longest of {counts.longest:,} tokens"
+        if counts.kinds:
+            title += "; " + ", ".join(f"{name} {count:,}" for name, count in sorted(counts.kinds.items()))
+        return [title, *counts.notes(split, "inputs", self.config.max_length, "task.max_length to read")]
 
     def _join(self, inputs: tuple[Input, ...], location: SourceLocation) -> Segments:
         parts = [self._ids(value, location) for value in inputs]
@@ -261,6 +262,15 @@ class Inputs(Movable):
         return sum(int(sequence.lengths.sum()) for sequence in self.sequences)
 
 
+def side_by_side(rows: Sequence[Any], limit: int) -> tuple[Tensor, Tensor]:
+    """Return rows of integers as (B, W) int64, padded with 0, W a multiple of 8 or the limit; and lengths (B,)."""
+    width = min(limit, -(-max(1, *map(len, rows)) // MULTIPLE) * MULTIPLE)
+    table = np.zeros((len(rows), width), dtype=np.int64)
+    for number, row in enumerate(rows):
+        table[number, : len(row)] = row
+    return torch.from_numpy(table), torch.tensor([len(row) for row in rows])
+
+
 def collate(examples: Sequence[Encoded], limit: int) -> Inputs:
     """Return a batch of padded sequences of at most `limit` tokens. An example without any token reads the id 0."""
     labels, sequences = None, []
@@ -268,13 +278,9 @@ def collate(examples: Sequence[Encoded], limit: int) -> Inputs:
         labels = torch.tensor([example.label for example in examples])
         labels = labels.float() if labels.is_floating_point() else labels
     for tower in zip(*(example.sequences for example in examples), strict=True):
-        lengths = [max(1, len(sequence.tokens)) for sequence in tower]
-        width = min(limit, -(-max(lengths) // MULTIPLE) * MULTIPLE)
-        tokens, types = (np.zeros((len(tower), width), dtype=np.int64) for _ in range(2))
-        for row, sequence in enumerate(tower):
-            tokens[row, : len(sequence.tokens)] = sequence.tokens
-            types[row, : len(sequence.types)] = sequence.types
-        sequences.append(Padded(torch.from_numpy(tokens), torch.from_numpy(types), torch.tensor(lengths)))
+        tokens, lengths = side_by_side([sequence.tokens for sequence in tower], limit)
+        types, _ = side_by_side([sequence.types for sequence in tower], limit)
+        sequences.append(Padded(tokens, types, lengths.clamp(min=1)))
     return Inputs(tuple(sequences), labels)
 
 
@@ -311,17 +317,19 @@ class ExampleBatches(Steps):
         self._epoch: tuple[int, np.ndarray] | None = None
 
     def __next__(self) -> Step:
+        micro_batches = self._deal()
+        batches = []
+        for share in micro_batches[self.ranks.rank :: self.ranks.world_size]:
+            inputs: Any = self.collate([example for example, _ in share])
+            batches.append(Batch(inputs, torch.tensor([sample for _, sample in share]), self.position))
+        return Step(batches, self.position, 0.0)
+
+    def _deal(self) -> list[list[tuple[Encoded, int]]]:
+        """Return the micro-batches of all ranks, as examples with their sample numbers, and move the position on."""
         samples = range(self.position, self.position + self.global_batch)
         self.position = samples.stop
         located = sorted(((self._locate(sample), sample) for sample in samples), key=lambda pair: pair[0].length)
-        share = self.micro_batch * self.ranks.world_size
-        batches = []
-        for first in range(self.ranks.rank * self.micro_batch, self.global_batch, share):
-            share_of_rank = located[first : first + self.micro_batch]
-            numbers = torch.tensor([sample for _, sample in share_of_rank])
-            inputs: Any = self.collate([example for example, _ in share_of_rank])
-            batches.append(Batch(inputs, numbers, self.position))
-        return Step(batches, self.position, 0.0)
+        return [located[first : first + self.micro_batch] for first in range(0, len(samples), self.micro_batch)]
 
     def _locate(self, sample: int) -> Encoded:
         epoch, index = divmod(sample, len(self.examples))

@@ -6,7 +6,7 @@ import json
 import math
 import platform
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from megasparse.tasks.metrics import (
     t_interval,
 )
 from megasparse.tasks.run import Finetuned, TaskRun, chosen_checkpoint, encode_all, labelled, read_files, restore_task
-from megasparse.tasks.task import Example, SourceLocation, chosen_files, sha256_of
+from megasparse.tasks.task import SourceLocation, chosen_files, sha256_of
 from megasparse.training.engines.contract import Engine
 from megasparse.training.loop import Selection
 from megasparse.training.ranks import Ranks, RunHooks, check_stop
@@ -124,11 +124,6 @@ Row = dict[str, Any]
 unknown), `predicted`, and what the task's form adds, such as `probabilities` of classes."""
 
 
-def read(model: Finetuned, examples: Iterable[Example], name: str, say: Callable[[str], None]) -> list[Encoded]:
-    """Encode examples for the model. say: prints their counts."""
-    return list(encode_all(model.encoder, name, examples, say))
-
-
 def predicted(model: Finetuned, examples: Sequence[Encoded]) -> list[Prediction]:
     """Predict with a progress bar. Raises UserError if a prediction is not finite."""
     total = -(-len(examples) // model.config.evaluation.batch)
@@ -156,7 +151,7 @@ def predictions(form: Form, examples: Sequence[Encoded], table: Sequence[Predict
 def predict(model: Finetuned, sources: Sequence[str], say: Callable[[str], None]) -> list[Row]:
     """Predict every example of the files, in their order. Raises DataError if there is none."""
     _, files = chosen_files(model.task, sources, None)
-    encoded = read(model, read_files(model.task, files), "new", say)
+    encoded = encode_all(model.encoder, "new", read_files(model.task, files), say)
     if not encoded:
         raise DataError(sources[0], "has no examples", "Give files that have some")
     return predictions(model.form, encoded, predicted(model, encoded))
@@ -164,7 +159,7 @@ def predict(model: Finetuned, sources: Sequence[str], say: Callable[[str], None]
 
 def predict_texts(model: Finetuned, texts: Sequence[str], say: Callable[[str], None]) -> Row:
     """Predict one example, given by its texts. Raises ConfigError if the task has other inputs."""
-    encoded = read(model, [model.form.example(texts)], "new", say)
+    encoded = encode_all(model.encoder, "new", [model.form.example(texts)], say)
     return predictions(model.form, encoded, predicted(model, encoded))[0]
 
 
@@ -266,7 +261,8 @@ def evaluate_checkpoints(
         if first and first[0].task.classes != task.classes:
             raise ConfigError("--checkpoint", f"{directory} was trained on other classes", "Evaluate it on its own")
         split_name = chosen or "given"
-        encoded = read(model, labelled(read_files(task, files), split_name, files[0]), split_name, say)
+        examples = labelled(read_files(task, files), split_name, files[0])
+        encoded = encode_all(model.encoder, split_name, examples, say)
         table = predicted(model, encoded)
         outputs, counts = answers(form, encoded, table), model.encoder.counts
         entry = {

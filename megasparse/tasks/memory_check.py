@@ -34,22 +34,6 @@ HINT = (
 
 
 @dataclass(frozen=True)
-class Curve:
-    """Live bytes of a pass of B inputs of L tokens, in each of its phases: constant + B·(linear·L + square·L²)."""
-
-    gradients: np.ndarray
-    """Bytes of weights' gradients that exist in each phase, not part of the others, (phases,)."""
-    constant: np.ndarray
-    linear: np.ndarray
-    square: np.ndarray
-
-    def peak(self, batch: int, length: int, gradients: int | None = None) -> int:
-        """Return the peak; gradients: bytes of gradients that exist from the start, None for those of this pass."""
-        beside = self.constant + batch * (self.linear * length + self.square * length**2)
-        return PassBytes(self.gradients, beside).peak(gradients)
-
-
-@dataclass(frozen=True)
 class MemoryEstimate:
     """The predicted memory of a run."""
 
@@ -98,28 +82,29 @@ def predict(run: TaskRun, ranks: Ranks) -> MemoryEstimate:
     held = sum(weight.nbytes for weight in weights)
     longest = max(example.length for example in run.train)
     length = min(config.task.max_length, -(-max(longest, 1) // MULTIPLE) * MULTIPLE)
+    batch = _at_once(training, length)
     with _unchanged(model, training.precision):
         try:
-            learning, scoring = (_curve(run, ranks, length, learns) for learns in (True, False))
+            learning = _pass_bytes(run, ranks, batch, length, learns=True)
+            scoring = _pass_bytes(run, ranks, config.evaluation.batch, length, learns=False)
         except torch.OutOfMemoryError:
             problem = f"this run cannot fit: not even one sequence of {min(length, LONGEST_TRIAL)} tokens does"
             raise UserError(f"{problem}. Choose a smaller model, or lower task.max_length") from None
-    batch = _at_once(training, length)
     moments = OPTIMIZERS[config.optimizer.name].bytes_per_weight * trained
     needed = memory(
         States(trained, frozen, max(sizes), moments, training.precision == "bf16"),
         Zero.of(config.run.engine, config.deepspeed, world > 1 and cuda),
         world,
-        passing=learning.peak(batch, length),
-        again=learning.peak(batch, length, gradients=0),
+        passing=learning.peak(),
+        again=learning.peak(gradients=0),
         accumulated=training.global_batch > training.micro_batch * world,
-        other=scoring.peak(config.evaluation.batch, length, gradients=0),
+        other=scoring.peak(gradients=0),
         on_gpu=cuda,
     )
     available, host = available_bytes(device), {name: size for name, size in needed.host.items() if size}
     if not cuda:
-        pools = [MemoryPool("memory", needed.device | host, available // local_ranks(world) + held)]
-        return MemoryEstimate(config, trained, frozen, length, pools, str(device))
+        pool = MemoryPool("memory", needed.device | host, available // local_ranks(world) + held)
+        return MemoryEstimate(config, trained, frozen, length, [pool], str(device))
     stack = getattr(model.body, "stack", None)
     settings = config.model or (None if stack is None else stack.config)
     if (config.start.activations or (settings and settings.activations)) == "checkpoint_cpu":
@@ -131,19 +116,21 @@ def predict(run: TaskRun, ranks: Ranks) -> MemoryEstimate:
     return MemoryEstimate(config, trained, frozen, length, pools, str(device))
 
 
-def _curve(run: TaskRun, ranks: Ranks, length: int, learns: bool) -> Curve:
-    """Count passes of the run's model, with their backward if `learns`."""
+def _pass_bytes(run: TaskRun, ranks: Ranks, batch: int, length: int, learns: bool) -> PassBytes:
+    """Return the bytes of a pass of B inputs of L tokens, with its backward if `learns`: in each phase
+    constant + B·(linear·L + square·L²), continued from short passes of the run's model.
+    """
 
-    def count(batch: int, tokens: int) -> PassBytes:
-        inputs = run.form.dummy_batch(run.model.body, batch, tokens).to(ranks.device)
+    def count(examples: int, tokens: int) -> PassBytes:
+        inputs = run.form.dummy_batch(run.model.body, examples, tokens).to(ranks.device)
         step = 0 if learns else EVALUATION_STEP
-        rng = RngContext(run.config.run.seed, step, torch.arange(batch, device=ranks.device), training=learns)
+        rng = RngContext(run.config.run.seed, step, torch.arange(examples, device=ranks.device), training=learns)
         return count_pass(run.model, lambda: run.model.train(learns)(inputs, rng)[0], learns)
 
     if length <= LONGEST_TRIAL:  # no need to continue: one sequence, and two
         one, two = count(1, length), count(2, length)
         linear = np.maximum(two.beside - one.beside, 0) / length
-        return Curve(one.gradients, one.beside - linear * length, linear, np.zeros_like(linear))
+        return PassBytes(one.gradients, one.beside - linear * length + batch * (linear * length))
     lengths, body = np.array([LONGEST_TRIAL // 4, LONGEST_TRIAL // 2, LONGEST_TRIAL]), run.model.body
     passes = [count(1, tokens) for tokens in lengths.tolist()]
     values = np.stack([counted.beside for counted in passes])
@@ -154,7 +141,8 @@ def _curve(run: TaskRun, ranks: Ranks, length: int, learns: bool) -> Curve:
         square = np.maximum(0.0, (steep - flat) / (lengths[2] - lengths[0]))
     values = values - square * (lengths**2)[:, None]
     linear = np.maximum(0.0, (values[2] - values[1]) / (lengths[2] - lengths[1]))
-    return Curve(passes[2].gradients, values[2] - linear * lengths[2], linear, square)
+    constant = values[2] - linear * lengths[2]
+    return PassBytes(passes[2].gradients, constant + batch * (linear * length + square * length**2))
 
 
 def _at_once(training: FinetuneTrainingConfig, length: int) -> int:

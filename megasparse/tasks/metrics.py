@@ -199,68 +199,43 @@ def _summed(counts: Callable[[str, str], tuple[int, ...]], labels: np.ndarray, p
     return np.array(list(map(counts, labels, predicted))).sum(0).tolist()
 
 
-def accuracy(labels: np.ndarray, predicted: np.ndarray) -> float:
-    from sklearn.metrics import accuracy_score
-
-    return float(accuracy_score(labels, predicted))
-
-
-def f1(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """F1 of class 1, as GLUE has it for MRPC and QQP."""
-    from sklearn.metrics import f1_score
-
-    return float(f1_score(labels, predicted, zero_division=0.0))
-
-
-def macro_f1(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """Mean F1 of the classes that occur among labels or predictions."""
-    from sklearn.metrics import f1_score
-
-    return float(f1_score(labels, predicted, average="macro", zero_division=0.0))
+SKLEARN: dict[str, tuple[str, dict[str, Any]]] = {
+    "accuracy": ("accuracy_score", {}),
+    "f1": ("f1_score", {"zero_division": 0.0}),
+    "macro_f1": ("f1_score", {"average": "macro", "zero_division": 0.0}),
+    "matthews": ("matthews_corrcoef", {}),
+    "mse": ("mean_squared_error", {}),
+    "mae": ("mean_absolute_error", {}),
+}
+"""Functions of scikit-learn and their settings by metric. f1 is that of class 1, as GLUE has it for MRPC and QQP;
+macro_f1 the mean of the classes that occur among labels or predictions; Matthews' correlation is CoLA's metric."""
+CORRELATIONS = ("matthews", "pearson", "spearman")
+LOWER_IS_BETTER = ("mse", "mae")
+"""Metrics for which lower is better; for all others higher is. They take all numbers of all examples."""
 
 
-def matthews(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """Matthews' correlation, CoLA's metric."""
-    from sklearn.metrics import matthews_corrcoef
+def _of_labels(labels: np.ndarray, predicted: np.ndarray, name: str) -> float:
+    from scipy import stats
+    from sklearn import metrics
 
-    return float(matthews_corrcoef(labels, predicted)) if _vary(labels, predicted) else 0.0
-
-
-def pearson(labels: np.ndarray, predicted: np.ndarray) -> float:
-    from scipy.stats import pearsonr
-
-    return float(pearsonr(labels, predicted).statistic) if _vary(labels, predicted) else 0.0
-
-
-def spearman(labels: np.ndarray, predicted: np.ndarray) -> float:
-    from scipy.stats import spearmanr
-
-    return float(spearmanr(labels, predicted).statistic) if _vary(labels, predicted) else 0.0
-
-
-def mse(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """Mean squared error of all numbers of all examples."""
-    from sklearn.metrics import mean_squared_error
-
-    return float(mean_squared_error(_numbers(labels), _numbers(predicted)))
-
-
-def mae(labels: np.ndarray, predicted: np.ndarray) -> float:
-    from sklearn.metrics import mean_absolute_error
-
-    return float(mean_absolute_error(_numbers(labels), _numbers(predicted)))
+    if name in CORRELATIONS and not (len(labels) > 1 and np.ptp(labels) > 0 and np.ptp(predicted) > 0):
+        return 0.0
+    if name in LOWER_IS_BETTER:
+        labels, predicted = (np.concatenate([*map(np.ravel, values)]) for values in (labels, predicted))
+    if name in SKLEARN:
+        function, settings = SKLEARN[name]
+        return float(getattr(metrics, function)(labels, predicted, **settings))
+    return float(getattr(stats, f"{name}r")(labels, predicted).statistic)
 
 
 METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
-    **{metric.__name__: metric for metric in (accuracy, f1, macro_f1, matthews, pearson, spearman, mse, mae)},
+    **{name: partial(_of_labels, name=name) for name in (*SKLEARN, "pearson", "spearman")},
     **TEXT_METRICS,
     **RANKING_METRICS,
 }
 """(labels (N,), answers (N,)) -> the metric: class numbers, numbers, or objects of another form, of these texts. A
 correlation with a constant, which is not defined, is 0. BLEU and chrF go from 0 to 100, as everyone gives them, ROUGE
 from 0 to 1."""
-LOWER_IS_BETTER: tuple[str, ...] = ("mse", "mae")
-"""Metrics for which lower is better; for all others higher is."""
 
 
 def require_metrics() -> None:
@@ -273,12 +248,3 @@ def require_metrics() -> None:
     except ImportError as error:
         hint = 'Install what fine-tuning needs: pip install "megasparse[tasks]"'
         raise UserError(f"{error.name}: is not installed, and computes the official metrics. {hint}") from None
-
-
-def _vary(labels: np.ndarray, predicted: np.ndarray) -> bool:
-    return len(labels) > 1 and bool(np.ptp(labels) > 0 and np.ptp(predicted) > 0)
-
-
-def _numbers(values: np.ndarray) -> np.ndarray:
-    """Return all numbers in one dimension, from numbers or arrays of them."""
-    return np.concatenate([np.ravel(value) for value in values])

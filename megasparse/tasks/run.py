@@ -164,20 +164,17 @@ def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
     if config.lora is not None:
         add_adapters(start.body, config.lora, config.run.seed)
     model, encoder = form.model(start.body), form.encoder(start)
-    encoded = [
-        list(encode_all(encoder, split, examples, say))
-        for split, examples in (("training", train), ("validation", validation))
-    ]
+    encoded = [encode_all(encoder, *split, say) for split in (("training", train), ("validation", validation))]
     return TaskRun(_resolved(config, task, start, model, encoded[0]), task, form, start, model, *encoded)
 
 
-def encode_all(
-    encoder: Encoder, split: str, examples: Iterable[Example], say: Callable[[str], None]
-) -> Iterator[Encoded]:
-    """Encode with a progress bar, and print the counts at the end."""
-    yield from encoder.encode(tqdm(examples, desc=f"reading {split} examples", unit="", leave=False, disable=None))
-    for line in encoder.counts.lines(split, encoder.task.config.max_length):
+def encode_all(encoder: Encoder, split: str, examples: Iterable[Example], say: Callable[[str], None]) -> list[Encoded]:
+    """Encode with a progress bar, and print the counts by `say`."""
+    bar = tqdm(examples, desc=f"reading {split} examples", unit="", leave=False, disable=None)
+    encoded = list(encoder.encode(bar))
+    for line in encoder.lines(split):
         say(line)
+    return encoded
 
 
 def read_examples(task: Task, config: FinetuneConfig) -> tuple[list[Example], list[Example]]:
@@ -203,11 +200,6 @@ def read_examples(task: Task, config: FinetuneConfig) -> tuple[list[Example], li
     if settings.limit and settings.limit < len(train):
         train = [train[i] for i in sorted(permutation(len(train), seed, HELD_OUT, 1)[: settings.limit])]
     return list(labelled(train, "training", source)), list(labelled(held_out, "validation", source))
-
-
-def read_split(task: Task, folder: Path, split: str) -> list[Example]:
-    """Return all examples of a split."""
-    return list(read_files(task, split_files(task, folder, split)))
 
 
 def read_files(task: Task, files: Sequence[Path]) -> Iterator[Example]:

@@ -16,7 +16,7 @@ from megasparse.evaluation.generate import BeamSettings
 from megasparse.ops.random import RngContext
 from megasparse.tasks.batches import Encoded, ExampleBatches, Inputs, Segments, collate, fingerprint
 from megasparse.tasks.forms.labels import TaskModel
-from megasparse.tasks.forms.texts import Texts, TokenBatches, packed, side_by_side, sizes_of
+from megasparse.tasks.forms.texts import Texts, TokenBatches, packed, padded, sizes_of
 from megasparse.tasks.task import SourceLocation
 from megasparse.training.ranks import Ranks
 from tests.helpers.finetuning import our_body
@@ -41,7 +41,7 @@ SIZES = sizes_of(PAIRS, PACK)
 
 
 def texts(examples: Any) -> Texts:
-    source, target = (side_by_side([getattr(each, side) for each in examples]) for side in ("source", "target"))
+    source, target = (padded([getattr(each, side) for each in examples]) for side in ("source", "target"))
     return Texts(source, target, BeamSettings(1, 1, None))
 
 

@@ -114,7 +114,7 @@ def test_empty_inputs_are_kept_and_counted():
     found = list(ours.encode(examples(("a",), ("",), ("",))))
     assert [len(each.sequences[0].tokens) for each in found] == [3, 2, 2]
     assert ours.counts.empty == 2 and str(ours.counts.first_empty) == "made.tsv:6"
-    assert ours.counts.lines("training", 40)[-1] == "training: 2 inputs are empty, the first in made.tsv:6"
+    assert ours.lines("training")[-1] == "training: 2 inputs are empty, the first in made.tsv:6"
 
 
 def test_too_long_an_input_is_refused_where_it_stands():
@@ -128,7 +128,7 @@ def test_what_is_cut_is_counted_and_printed():
     found = list(ours.encode(examples(("abcd",), ("abcdefgh",), ("ab", "cdef"), ("x",))))
     assert [len(each.sequences[0].tokens) for each in found] == [6, 6, 6, 3]
     assert (ours.counts.examples, ours.counts.cut, ours.counts.longest) == (4, 2, 10)
-    said = ours.counts.lines("training", 6)
+    said = ours.lines("training")
     assert said[0] == "training: 4 examples, the longest of 10 tokens; no 2, yes 2"
     assert said[1].startswith("training: 2 inputs of more than 6 tokens keep only their beginning")
     assert "made.tsv:6" in said[1] and "task.max_length" in said[1] and len(said) == 2

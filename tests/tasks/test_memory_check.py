@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from megasparse.errors import UserError
+from megasparse.planning.passes import PassBytes
 from megasparse.planning.states import require_fit
 from megasparse.tasks import memory_check
-from megasparse.tasks.memory_check import HINT, Curve, predict
+from megasparse.tasks.memory_check import HINT, predict
 from megasparse.training.ranks import Ranks
 from tests.helpers import finetuning
 from tests.helpers.step_memory import predicted_and_measured
@@ -91,7 +92,6 @@ def test_predicting_leaves_model_and_generators_as_they_were(tmp_path):
         assert weight.dtype == torch.float32 and weight.equal(before[name]) and weight.grad is None
 
 
-def test_a_curve_is_the_largest_of_its_phases():
-    curve = Curve(*(np.array(values, dtype=float) for values in ([0, 100], [50, 10], [3, 1], [0, 2])))
-    assert curve.peak(2, 10) == max(0 + 50 + 2 * 30, 100 + 10 + 2 * (10 + 200))
-    assert curve.peak(2, 10, gradients=7) == 7 + 10 + 2 * (10 + 200)
+def test_a_peak_is_the_largest_of_its_phases():
+    counted = PassBytes(np.array([0.0, 100.0]), np.array([110.0, 430.0]))
+    assert counted.peak() == 530 and counted.peak(gradients=7) == 437

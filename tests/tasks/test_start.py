@@ -28,8 +28,8 @@ from megasparse.hub.replace import mechanisms, replace_attention, save_replaced
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks.backbones import Backbone, HuggingFaceBody, MegasparseBody
 from megasparse.tasks.batches import Inputs, Padded, collate
-from megasparse.tasks.evaluate import answers, predicted, read
-from megasparse.tasks.run import restore_task
+from megasparse.tasks.evaluate import answers, predicted
+from megasparse.tasks.run import encode_all, restore_task
 from megasparse.tasks.start import Start, rebuild
 from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment, load_weights, persistent_buffers
 from megasparse.training.checkpoints.manifest import RunIdentity
@@ -409,7 +409,7 @@ def test_an_export_of_ours_with_more_layers_than_weights_is_refused(tmp_path):
 
 def scores(run, file):
     found = restore_task(run)
-    examples = read(found, list(found.task.read(file)), "new", lambda line: None)
+    examples = encode_all(found.encoder, "new", found.task.read(file), lambda line: None)
     return found, found.form.measures(examples, answers(found.form, examples, predicted(found, examples)))
 
 

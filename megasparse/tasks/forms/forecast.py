@@ -180,20 +180,18 @@ class Window(Encoded):
             yield np.ascontiguousarray(part).tobytes()
 
 
-class WindowCounts(Counts):
-    def lines(self, split: str, limit: int) -> list[str]:
-        return [f"{split}: {self.examples:,} windows of {limit:,} rows"]
-
-
 class WindowEncoder(Encoder):
     """Encoder that takes examples as they are: the task has scaled them, and all are equally long."""
 
     def encode(self, examples: Iterable[Example]) -> Iterator[Encoded]:
-        self.counts = WindowCounts(longest=self.config.max_length)
+        self.counts = Counts()
         for example in examples:
             self.counts.examples += 1
             values, marks = (part for part in example.inputs if isinstance(part, np.ndarray))
             yield Window((), example.label, example.location, example.name, values, marks)
+
+    def lines(self, split: str) -> list[str]:
+        return [f"{split}: {self.counts.examples:,} windows of {self.config.max_length:,} rows"]
 
 
 class ForecastForm(Form):

@@ -25,7 +25,6 @@ from megasparse.model.build import initialise
 from megasparse.ops.random import RngContext, derive, dropout, random_bits
 from megasparse.tasks.backbones import Backbone
 from megasparse.tasks.batches import (
-    MULTIPLE,
     Counts,
     Encoded,
     Encoder,
@@ -36,6 +35,7 @@ from megasparse.tasks.batches import (
     dummy_tokens,
     require_vocabulary,
     separators_of,
+    side_by_side,
 )
 from megasparse.tasks.form import Form
 from megasparse.tasks.forms.labels import draw_normal
@@ -251,37 +251,18 @@ class Impression(Encoded):
         yield b"".join([text.tokens.tobytes() for text in read])
 
 
-@dataclass
-class RankingCounts(Counts):
-    """Counts in which `cut`, `empty` and `longest` are those of distinct texts."""
-
-    texts: int = 0
-    clicks: int = 0
-    unknown: int = 0
-    """Number of impressions of users who clicked nothing before."""
-
-    def lines(self, split: str, limit: int) -> list[str]:
-        lines = super().lines(split, limit)
-        lines[0] += f"; {self.texts:,} distinct texts" + (f", {self.clicks:,} clicks" if self.clicks else "")
-        if self.unknown:
-            lines.append(f"{split}: {self.unknown:,} impressions have no history: one learned vector stands for it")
-        return lines
-
-
 class RankingEncoder(Encoder):
-    """Encoder of each distinct text once."""
-
-    counts: RankingCounts
+    """Encoder of each distinct text once: those that are cut or empty are counted once, too."""
 
     def encode(self, examples: Iterable[Example]) -> Iterator[Encoded]:
-        self.counts = counts = RankingCounts()
+        self.counts = counts = Counts(kinds={"clicks": 0, "distinct texts": 0, "users without clicks": 0})
         texts: dict[str, Segments] = {}
         histories: dict[tuple[str, ...], tuple[Segments, ...]] = {}
 
         def read(text: str, example: Example) -> Segments:
             if text not in texts:
                 texts[text] = self._join((text,), example.location)
-                counts.texts += 1
+                counts.kinds["distinct texts"] += 1
             return texts[text]
 
         for example in examples:
@@ -289,8 +270,8 @@ class RankingEncoder(Encoder):
             shown: Any
             history, shown = example.inputs
             counts.examples += 1
-            counts.clicks += sum(example.label or ())
-            counts.unknown += not history
+            counts.kinds["clicks"] += sum(example.label or ())
+            counts.kinds["users without clicks"] += not history
             if history not in histories:
                 histories[history] = tuple(read(text, example) for text in history)
             candidates = tuple(read(text, example) for text in shown)
@@ -333,9 +314,9 @@ class RankingForm(Form):
             labels.append(example.label)
         (news,) = collate(distinct, self.config.task.max_length).sequences
         numbers = [zlib.crc32(text.sequences[0].tokens.tobytes()) >> 1 for text in distinct]
-        history, clicks = _table(histories, self.config.task.recommendation.history)
-        candidates, counts = _table(shown, max(map(len, shown)))
-        clicked = None if None in labels else _table(labels, candidates.shape[1])[0].bool()
+        history, clicks = side_by_side(histories, self.config.task.recommendation.history)
+        candidates, counts = side_by_side(shown, max(map(len, shown)))
+        clicked = None if None in labels else side_by_side(labels, candidates.shape[1])[0].bool()
         return Impressions(news, torch.tensor(numbers), history, clicks, candidates, counts, clicked)
 
     def dummy_batch(self, body: Backbone, batch: int, length: int) -> Impressions:
@@ -355,12 +336,3 @@ class RankingForm(Form):
     def row(self, example: Encoded, predicted: np.ndarray) -> dict[str, Any]:
         label = None if example.label is None else list(example.label)
         return {"label": label, "predicted": predicted.tolist()}
-
-
-def _table(rows: Sequence[Sequence[int]], limit: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows side by side, (B, W) int64, W a multiple of 8 or the limit, padded with 0; and their lengths (B,)."""
-    width = min(limit, -(-max(1, *map(len, rows)) // MULTIPLE) * MULTIPLE)
-    table = np.zeros((len(rows), width), dtype=np.int64)
-    for number, row in enumerate(rows):
-        table[number, : len(row)] = row
-    return torch.from_numpy(table), torch.tensor([len(row) for row in rows])

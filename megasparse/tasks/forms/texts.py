@@ -6,7 +6,8 @@ Micro-batches have about equally many tokens, of like length (Vaswani et al. 201
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from megasparse.attention.contract import Targets
 from megasparse.attention.cross import Source
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import ModelConfig, encoder_part
-from megasparse.data.batches import Batch, Step, Steps
 from megasparse.data.order import permutation
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError, DataError
@@ -28,10 +28,10 @@ from megasparse.model.stack import mean_cost
 from megasparse.ops.random import RngContext
 from megasparse.tasks.backbones import Backbone, attention_settings
 from megasparse.tasks.batches import (
-    Collate,
     Counts,
     Encoded,
     Encoder,
+    ExampleBatches,
     Movable,
     Padded,
     dummy_tokens,
@@ -39,7 +39,6 @@ from megasparse.tasks.batches import (
 )
 from megasparse.tasks.form import Form
 from megasparse.tasks.task import Example, SourceLocation, Task
-from megasparse.training.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Texts(Movable):
         return int(self.source.lengths.sum()) + target
 
 
-def side_by_side(sequences: Sequence[np.ndarray]) -> Padded:
+def padded(sequences: Sequence[np.ndarray]) -> Padded:
     """Sequences of token ids, at least 1 each, padded to the longest."""
     tokens = pad_sequence([torch.from_numpy(sequence) for sequence in sequences], batch_first=True)
     return Padded(tokens, torch.zeros_like(tokens), torch.tensor([len(sequence) for sequence in sequences]))
@@ -161,19 +160,6 @@ class EncodedText(Encoded):
             yield self.target.tobytes()
 
 
-@dataclass
-class TextCounts(Counts):
-    answers: Counts = field(default_factory=Counts)
-    answer_limit: int = 0
-
-    def lines(self, split: str, limit: int) -> list[str]:
-        lines, answers = super().lines(split, limit), self.answers
-        if answers.examples:
-            lines[0] += f"; {answers.examples:,} answers, the longest of {answers.longest:,} tokens"
-        hint = "task.generation.target_length to learn"
-        return lines + answers.notes(split, "answers", self.answer_limit, hint)
-
-
 class TextEncoder(Encoder):
     """Sources are cut, refused and counted as other inputs are, but keep their end. A target that is cut has no end:
     it would teach to end too early.
@@ -187,24 +173,28 @@ class TextEncoder(Encoder):
         """Encode sources and answers. Raises DataError as Encoder.encode does, and for an answer that is empty or
         longer than task.generation.target_length, if the configuration refuses these.
         """
-        answers = Counts()
+        self.answers = Counts()
         for example in super().encode(examples):
-            target = None if example.label is None else self._target(example.label, example.location, answers)
+            target = None if example.label is None else self._target(example.label, example.location)
             yield EncodedText(example.sequences, example.label, example.location, example.name, target)
-        self.counts = TextCounts(
-            **vars(self.counts), answers=answers, answer_limit=self.config.generation.target_length
-        )
+
+    def lines(self, split: str) -> list[str]:
+        lines, answers = super().lines(split), self.answers
+        if answers.examples:
+            lines[0] += f"; {answers.examples:,} answers, the longest of {answers.longest:,} tokens"
+        limit, hint = self.config.generation.target_length, "task.generation.target_length to learn"
+        return lines + answers.notes(split, "answers", limit, hint)
 
     def _frame(self, segments: int) -> list[np.ndarray]:
         return [self.end[:0], self.end]
 
-    def _target(self, answer: str, location: SourceLocation, counts: Counts) -> np.ndarray:
+    def _target(self, answer: str, location: SourceLocation) -> np.ndarray:
         assert self.tokenizer is not None
         tokens, limit = self.tokenizer.encode(answer).numpy(), self.config.generation.target_length
-        counts.examples += 1
+        self.answers.examples += 1
         if not len(tokens):
-            self.count_empty(counts, "its answer is empty: the model has nothing to predict", location)
-        self.is_cut(len(tokens) + 1, location, counts)
+            self.count_empty(self.answers, "its answer is empty: the model has nothing to predict", location)
+        self.is_cut(len(tokens) + 1, location, self.answers)
         return np.concatenate([tokens, self.end])[:limit]
 
 
@@ -249,8 +239,8 @@ class TextForm(Form):
 
     def collate(self, examples: Sequence[Any]) -> Texts:
         targets = [example.target for example in examples]
-        target = None if any(target is None for target in targets) else side_by_side(targets)
-        return Texts(side_by_side([example.source for example in examples]), target, self.rule)
+        target = None if any(target is None for target in targets) else padded(targets)
+        return Texts(padded([example.source for example in examples]), target, self.rule)
 
     def dummy_batch(self, body: Backbone, batch: int, length: int) -> Texts:
         """Random tokens; targets of the longest length. A search is short: its caches have room for the longest answer
@@ -305,7 +295,7 @@ def packed(sizes: np.ndarray, most: int, seed: int, epoch: int) -> list[np.ndarr
     return [packs[i] for i in permutation(len(packs), seed, epoch, PACKS)]
 
 
-class TokenBatches(Steps):
+class TokenBatches(ExampleBatches):
     """Endless iterator of `Step`s over examples in memory: the packs of one epoch follow those of another.
 
     A step takes the next global_batch/micro_batch packs whatever the number of ranks, of which rank r has every
@@ -313,47 +303,30 @@ class TokenBatches(Steps):
     depend on.
     """
 
-    def __init__(
-        self,
-        examples: Sequence[EncodedText],
-        *,
-        seed: int,
-        global_batch: int,
-        micro_batch: int,
-        ranks: Ranks,
-        collate: Collate,
-        start: int = 0,
-    ):
-        """Prepare the batches of a run. global_batch, micro_batch: in tokens, the first a multiple of the second times
-        the ranks. start: a checkpoint's position.
+    def __init__(self, examples: Sequence[EncodedText], **settings: Any):
+        """Prepare the batches of a run. settings: those of ExampleBatches, with batches in tokens.
 
-        Raises DataError as `sizes_of` does, and ConfigError where other packs led to `start`.
+        Raises DataError as `sizes_of` does, and ConfigError where other packs led to the position to begin at.
         """
-        assert global_batch % (micro_batch * ranks.world_size) == 0
-        self.examples, self.seed, self.most = examples, seed, micro_batch
-        self.packs_a_step, self.ranks, self.collate = global_batch // micro_batch, ranks, collate
-        self.sizes, self.position = sizes_of(examples, micro_batch), start
-        epoch, passed = divmod(start, len(examples))
+        super().__init__(examples, **settings)
+        self.sizes = sizes_of(examples, self.micro_batch)
+        epoch, passed = divmod(self.position, len(examples))
         self._packs = self._from(epoch)
         while passed > 0:
             passed -= len(next(self._packs))
         if passed:
-            problem = f"{micro_batch}, and the checkpoint's position ({start}) is the end of no batch of such a size"
-            raise ConfigError("training.micro_batch", problem, "Put back the one that the run began with")
+            problem = f"{self.micro_batch}, and the checkpoint's position ({self.position}) is the end of no batch of"
+            hint = "Put back the one that the run began with"
+            raise ConfigError("training.micro_batch", f"{problem} such a size", hint)
 
-    def __next__(self) -> Step:
-        packs: list[tuple[np.ndarray, torch.Tensor]] = []
-        for _ in range(self.packs_a_step):
-            pack = next(self._packs)
-            packs.append((pack, torch.arange(self.position, self.position + len(pack))))
+    def _deal(self) -> list[list[tuple[Encoded, int]]]:
+        micro_batches = []
+        for pack in islice(self._packs, self.global_batch // self.micro_batch):
+            micro_batches.append([(self.examples[i], self.position + place) for place, i in enumerate(pack)])
             self.position += len(pack)
-        batches = [
-            Batch(self.collate([self.examples[i] for i in pack]), samples, self.position)
-            for pack, samples in packs[self.ranks.rank :: self.ranks.world_size]
-        ]
-        return Step(batches, self.position, 0.0)
+        return micro_batches
 
     def _from(self, epoch: int) -> Iterator[np.ndarray]:
         while True:
-            yield from packed(self.sizes, self.most, self.seed, epoch)
+            yield from packed(self.sizes, self.micro_batch, self.seed, epoch)
             epoch += 1

@@ -9,13 +9,13 @@ reports accuracy), Matthews' correlation for CoLA, Pearson's for STS-B.
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 from xml.parsers import expat
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
 from megasparse.tasks.readers.rows import HINT, RowTask, field, lines, tab_separated, whole_bytes
-from megasparse.tasks.task import Example, Skipping, SourceLocation, Task, existing
+from megasparse.tasks.task import Example, Skipping, SourceLocation, existing
 
 COLUMNS = ("genre", "file", "year", "old_index", "score", "sentence1", "sentence2")
 """Rows of some genres have two more: the source of each sentence, with its licence."""
@@ -199,7 +199,7 @@ ENTAILMENT = {
 }
 
 
-class RTEChallenge(Task):
+class RTEChallenge(RowTask):
     """The first three challenges of recognising textual entailment (Dagan et al. 2006, Bar-Haim et al. 2006,
     Giampiccolo et al. 2007), the sets that GLUE's RTE is made of, as their XML files: rteN_dev.xml and rteN_test.xml,
     N from 1 to 3.
@@ -220,18 +220,19 @@ class RTEChallenge(Task):
     }
     inner = "rte"
 
-    def read(self, file: Path) -> Iterator[Example]:
-        with self.skipping(file) as skipping:
-            for location, attributes, texts in pairs(file):
-                skipping.rows += 1
-                with skipping:
-                    if "id" not in attributes:
-                        raise DataError(str(location), "a pair without an id", HINT)
-                    if missing := [name for name in ("t", "h") if name not in texts]:
-                        raise DataError(str(location), f"pair {attributes['id']} has no <{missing[0]}>", HINT)
-                    answer = attributes.get("entailment", attributes.get("value"))
-                    label = None if answer is None else self.class_of(ENTAILMENT.get(answer, answer), location)
-                    yield Example((texts["t"], texts["h"]), label, location, attributes["id"])
+    def rows(self, file: Path, skipping: Skipping) -> Iterator[tuple[SourceLocation, Any]]:
+        for skipping.rows, (location, *pair) in enumerate(pairs(file), start=1):
+            yield location, pair
+
+    def example(self, row: list[dict[str, str]], location: SourceLocation, number: str) -> Example:
+        attributes, texts = row
+        if "id" not in attributes:
+            raise DataError(str(location), "a pair without an id", HINT)
+        if missing := [name for name in ("t", "h") if name not in texts]:
+            raise DataError(str(location), f"pair {attributes['id']} has no <{missing[0]}>", HINT)
+        answer = attributes.get("entailment", attributes.get("value"))
+        label = None if answer is None else self.class_of(ENTAILMENT.get(answer, answer), location)
+        return Example((texts["t"], texts["h"]), label, location, attributes["id"])
 
 
 def pairs(file: Path) -> list[tuple[SourceLocation, dict[str, str], dict[str, str]]]:

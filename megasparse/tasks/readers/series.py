@@ -14,7 +14,7 @@ from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.readers.rows import comma_separated, field
 from megasparse.tasks.task import Example, SourceLocation, Task, parts_of, split_name
 
-HOUR, DAY = 3600.0, 86400.0
+HOUR = 3600.0
 """Seconds."""
 HINT = "Put the rows in order of time, one each step, and fill the gaps"
 
@@ -60,11 +60,6 @@ def time_features(dates: np.ndarray, step: float) -> np.ndarray:
     if step % HOUR:
         parts.insert(0, (minutes % 60, 59))
     return np.stack([values / largest - 0.5 for values, largest in parts], axis=1)
-
-
-def season(step: float) -> int | None:
-    """Number of rows a day; None where a day is not two or more whole steps."""
-    return round(DAY / step) if step <= DAY / 2 and DAY % step == 0 else None
 
 
 class Rows(NamedTuple):

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 from megasparse.errors import DataError
 from megasparse.tasks.forms.labels import Choice
+from megasparse.tasks.readers.rows import HINT, whole_text
 from megasparse.tasks.task import Example, SourceLocation, Task
 
-WHOLE = "Put it right, or take the official file again, whole"
 KEYS: dict[str, type] = {"id": str, "query": str, "candidates": list, "supports": list}
 """Keys of an example, with the kind of their values; a known `answer`, a text, comes in addition."""
 FORM = (
@@ -37,35 +37,23 @@ class WikiHop(Task):
 
     def read(self, file: Path) -> Iterator[Example]:
         names: set[str] = set()
-        rows = _array(file)
         with self.skipping(file) as skipping:
-            skipping.rows = len(rows)
-            for number, row in enumerate(rows, start=1):
+            for skipping.rows, row in enumerate(_array(file), start=1):
                 with skipping:
-                    example = _example(row, SourceLocation(file, number))
+                    example = _example(row, SourceLocation(file, skipping.rows))
                     if example.name in names:
-                        problem = f'example {number}: the id "{example.name[:80]}" is another example\'s too'
+                        problem = f'example {skipping.rows}: the id "{example.name[:80]}" is another example\'s too'
                         raise DataError(str(example.location), problem, "Give each an id of its own")
                     names.add(example.name)
                     yield example
 
 
 def _array(file: Path) -> list[Any]:
-    """Return the array of a JSON file. Raises DataError naming the location of what is not JSON."""
+    """Return the array of a JSON file. Raises DataError for anything else."""
     try:
-        with open(file, encoding="utf-8-sig") as stream:
-            values = json.load(stream)
-    except json.JSONDecodeError as error:
-        problem = f"is no JSON ({error.msg}, in column {error.colno}, {error.pos:,} characters into the file)"
-        raise DataError(str(SourceLocation(file, error.lineno)), problem, WHOLE) from None
-    except UnicodeDecodeError as error:
-        problem = f"is no UTF-8 (byte 0x{error.object[error.start]:02x})"
-        raise DataError(file, problem, WHOLE) from None
-    except RecursionError:
-        raise DataError(file, "is nested too deeply", WHOLE) from None
-    except OSError as error:
-        problem = f"cannot be read ({error.strerror or error})"
-        raise DataError(file, problem, "Give train.json, dev.json, or another file of their form") from None
+        values = json.loads(whole_text(file).removeprefix("\ufeff"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(file, f"is no JSON ({error})", HINT) from None
     if not isinstance(values, list):
         raise DataError(file, "is no JSON array of examples", f"Write [EXAMPLE, ...]. {FORM}")
     return values
@@ -76,7 +64,7 @@ def _example(row: Any, location: SourceLocation) -> Choice:
     named = isinstance(row, dict) and isinstance(row.get("id"), str)
     which = f"example {location.line}" + (f' ("{row["id"][:80]}")' if named else "")
 
-    def refuse(problem: str, hint: str = WHOLE) -> DataError:
+    def refuse(problem: str, hint: str = HINT) -> DataError:
         return DataError(str(location), f"{which}: {problem}", hint)
 
     if not isinstance(row, dict):
@@ -84,20 +72,13 @@ def _example(row: Any, location: SourceLocation) -> Choice:
     for key, kind in KEYS.items():
         if key not in row:
             raise refuse(f'has no "{key}"', FORM)
-        if not isinstance(row[key], kind):
+        if not isinstance(row[key], kind) or not all(isinstance(text, str) for text in row[key]):
             expected = "text" if kind is str else "list of texts"
             raise refuse(f'"{key}" is no {expected} but {json.dumps(row[key])[:80]}', FORM)
-        for text in row[key] if kind is list else ():
-            if not isinstance(text, str):
-                raise refuse(f'"{key}" has {json.dumps(text)[:80]}, which is no text', FORM)
+        texts = [row[key]] if kind is str else row[key]
+        if key != "supports" and (not texts or "" in map(str.strip, texts)):
+            raise refuse(f'"{key}" is empty, or has an empty text')
     candidates, answer = row["candidates"], row.get("answer")
-    for key in ("id", "query"):
-        if not row[key].strip():
-            raise refuse(f'"{key}" is empty')
-    if not candidates:
-        raise refuse('"candidates" is empty: there is nothing to choose from')
-    if "" in map(str.strip, candidates):
-        raise refuse("one of the candidates is empty")
     if len(set(candidates)) < len(candidates):
         twice = next(text for text in candidates if candidates.count(text) > 1)
         raise refuse(f'"{twice[:80]}" is twice among the candidates', "Remove one of the two")

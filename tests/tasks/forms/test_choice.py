@@ -89,9 +89,9 @@ def test_the_end_of_the_texts_is_cut_and_counted(tmp_path):
         assert np.array_equal(made.sequences[0].types, whole.sequences[0].types[:limit])
         assert np.array_equal(made.marks, whole.marks)
         assert (ours.counts.cut, ours.counts.longest, str(ours.counts.first_cut)) == (1, 27, "made.json:3")
-        assert f"1 inputs of more than {limit} tokens keep only their beginning" in ours.counts.lines("new", limit)[1]
+        assert f"1 inputs of more than {limit} tokens keep only their beginning" in ours.lines("new")[1]
     ours = encoder(tmp_path, max_length=27)
-    assert one(ours, QUESTION).length == 27 and ours.counts.cut == 0 and len(ours.counts.lines("new", 27)) == 1
+    assert one(ours, QUESTION).length == 27 and ours.counts.cut == 0 and len(ours.lines("new")) == 1
 
 
 def test_question_and_candidates_are_never_cut(tmp_path):

@@ -20,7 +20,8 @@ from megasparse.ops.random import RngContext
 from megasparse.tasks.backbones import count_layers
 from megasparse.tasks.forms.forecast import ForecastForm, Windows
 from megasparse.tasks.memory_check import predict as predicted_memory
-from megasparse.tasks.run import TaskRun, read_split, restore_task
+from megasparse.tasks.run import TaskRun, read_files, restore_task
+from megasparse.tasks.task import split_files
 from megasparse.training.ranks import Ranks
 from tests.helpers import finetuning
 from tests.helpers.models import SMALL, can_be_causal, encoder_names
@@ -69,7 +70,7 @@ def test_a_batch_is_the_rows_of_the_windows(tmp_path, file):
     windows = batch(run)
     assert windows.values.shape == (3, L, 3) and windows.marks.shape == (3, L + H, 4)
     assert windows.labels is not None and windows.labels.shape == (3, H, 1) and windows.numel() == 3 * L
-    train = read_split(run.task, file, "train")[:3]
+    train = list(read_files(run.task, split_files(run.task, file, "train")))[:3]
     for i, example in enumerate(train):
         np.testing.assert_allclose(windows.values[i], example.inputs[0], rtol=1e-6)
         np.testing.assert_allclose(windows.labels[i], example.label, rtol=1e-6)

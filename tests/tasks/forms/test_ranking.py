@@ -117,10 +117,9 @@ def test_each_text_and_each_history_is_encoded_once():
     ]  # fmt: skip
     assert found[0].history is found[2].history
     distinct = {id(each) for one in found for each in (*one.history, *one.sequences)}
-    assert len(distinct) == own.counts.texts == 4
-    first, second = own.counts.lines("training", 16)
-    assert first == "training: 3 examples, the longest of 3 tokens; 4 distinct texts, 3 clicks"
-    assert second == "training: 1 impressions have no history: one learned vector stands for it"
+    assert len(distinct) == own.counts.kinds["distinct texts"] == 4
+    counts = "clicks 3, distinct texts 4, users without clicks 1"
+    assert own.lines("training") == [f"training: 3 examples, the longest of 3 tokens; {counts}"]
 
 
 def test_a_batch_has_every_text_once(tmp_path):

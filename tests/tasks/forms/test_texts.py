@@ -17,7 +17,7 @@ from megasparse.evaluation.generate import BeamSettings, length_penalty
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks.evaluate import answers, predict_examples, predict_texts
 from megasparse.tasks.form import Form
-from megasparse.tasks.forms.texts import EncodedText, TextModel, Texts, side_by_side
+from megasparse.tasks.forms.texts import EncodedText, TextModel, Texts, padded
 from megasparse.tasks.run import TaskRun, restore_task
 from megasparse.tasks.task import Example, SourceLocation
 from megasparse.training.checkpoints.checkpoint import Checkpoint
@@ -47,7 +47,7 @@ def encoded(run: TaskRun, *pairs: tuple[str, str | None]) -> tuple[list[Any], li
         Example((text,), answer, SourceLocation(Path("x.en"), n), str(n)) for n, (text, answer) in enumerate(pairs, 1)
     ]
     found = list(encoder.encode(given))
-    return found, encoder.counts.lines("new", run.config.task.max_length)
+    return found, encoder.lines("new")
 
 
 def test_both_sides_end_with_the_separator(data, tmp_path):
@@ -202,8 +202,8 @@ LENGTHS = ((21, 9), (4, 30), (40, 2), (33, 17))
 
 def batch(examples: list[EncodedText], rule: BeamSettings = RULE) -> Texts:
     targets = [each.target for each in examples if each.target is not None]
-    predicted = side_by_side(targets) if len(targets) == len(examples) else None
-    return Texts(side_by_side([each.source for each in examples]), predicted, rule)
+    predicted = padded(targets) if len(targets) == len(examples) else None
+    return Texts(padded([each.source for each in examples]), predicted, rule)
 
 
 def evaluated(*samples: int) -> RngContext:

@@ -9,8 +9,8 @@ import pytest
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
 from megasparse.tasks import TASK_MODULES, build_task
-from megasparse.tasks.run import read_split
-from megasparse.tasks.task import Example, SourceLocation, Task
+from megasparse.tasks.run import read_files
+from megasparse.tasks.task import Example, SourceLocation, Task, split_files
 from tests.helpers.finetuning import ENCODER, launch
 
 
@@ -46,7 +46,8 @@ def folder(monkeypatch, tmp_path):
 
 
 def test_it_is_read_and_learned(folder):
-    examples = read_split(build_task(TaskConfig(name="shouting")), folder, "validation")
+    shouting = build_task(TaskConfig(name="shouting"))
+    examples = list(read_files(shouting, split_files(shouting, folder, "validation")))
     assert [(x.inputs, x.label) for x in examples[:2]] == [(("word 0 of many",), 0), (("WORD 1 OF MANY",), 1)]
     task = {"name": "shouting", "source": str(folder), "max_length": 32}
     model, training = {**ENCODER, "dropout": 0.0}, {"steps": 30}
