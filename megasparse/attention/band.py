@@ -178,8 +178,20 @@ class BandAttention(Attention):
         if self.sinks:
             sink_rule = {name: self.rule[name] for name in ("scale", "exclude_self")}
             parts.append(sink_attention(self.sinks, inputs, part, **sink_rule))
-        out, lse = _see_self_at_last(inputs, *merge(parts), part)
-        return AttentionOutput(out, None, {}, lse)
+        out, lse = merge(parts)
+        # A real token that sees nothing sees itself. Where ranks share out the pairs, it may see others' pairs yet:
+        # itself then counts as nothing beside them.
+        blind = lse.isneginf()
+        if inputs.key_mask is not None:
+            blind = blind & inputs.key_mask[:, None]
+        values = inputs.v.to(out.dtype)
+        if (dropout := inputs.dropout) is not None:
+            factors = dropout.factors(dropout.queries, dropout.keys(values.shape[2]), values.dtype)
+            values = values * factors.unsqueeze(-1)
+        if part.share is not None:
+            blind = blind & part.answered(lse.shape[2], lse.device)
+        out = torch.where(blind.unsqueeze(-1), values, out)
+        return AttentionOutput(out, None, {}, None if part.share is None else lse.masked_fill(blind, _LAST))
 
     def _in_buckets(
         self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None, part: SequencePart
@@ -233,24 +245,6 @@ class BandAttention(Attention):
             keys = (queries if keys is None else keys).to(torch.int64, copy=True)
             keys[..., : self.sinks - position] = self.buckets
         return queries, keys
-
-
-def _see_self_at_last(
-    inputs: AttentionInputs, out: Tensor, lse: Tensor, part: SequencePart
-) -> tuple[Tensor, Tensor | None]:
-    """Out (B, H, L, D), where a real token that sees nothing sees itself. Where ranks share out the pairs, it may see
-    others' pairs yet: itself then counts as nothing beside them.
-    """
-    blind = lse.isneginf()
-    if inputs.key_mask is not None:
-        blind = blind & inputs.key_mask[:, None]
-    values = inputs.v.to(out.dtype)
-    if (dropout := inputs.dropout) is not None:
-        values = values * dropout.factors(dropout.queries, dropout.keys(values.shape[2]), values.dtype).unsqueeze(-1)
-    if part.share is not None:
-        blind = blind & part.answered(lse.shape[2], lse.device)
-    out = torch.where(blind.unsqueeze(-1), values, out)
-    return out, None if part.share is None else lse.masked_fill(blind, _LAST)
 
 
 def _gather(x: Tensor, tokens: Tensor) -> Tensor:

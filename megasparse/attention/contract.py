@@ -124,9 +124,6 @@ class Passes:
     def __add__(self, other: "Passes") -> "Passes":
         return Passes(self.forward + other.forward, self.backward + other.backward)
 
-    def __sub__(self, other: "Passes") -> "Passes":
-        return self + other * -1.0
-
     def __mul__(self, times: float) -> "Passes":
         return Passes(self.forward * times, self.backward * times)
 

@@ -141,7 +141,9 @@ class LHAAttention(BandAttention):
     def __init__(self, config: LHAAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
         sides = ("query", "key") if config.project_positions else ()
-        self.position_projections = nn.ModuleDict({side: _projection(spec) for side in sides})
+        linear = {"bias": False, "device": torch.get_default_device()}
+        projections = {side: skip_init(nn.Linear, spec.d_model, spec.heads * spec.head_dim, **linear) for side in sides}
+        self.position_projections = nn.ModuleDict(projections)
         self.window = Window("band", min(config.chunk, spec.max_length))
         self.local, self.sinks, self.shares_pairs = config.local, config.sinks, config.window == "band"
         self.buckets = -(-spec.max_length // config.chunk)
@@ -285,11 +287,6 @@ class LHAAttention(BandAttention):
         received = queries * length * 2.0 * dim if keys < length else 0.0
         sample = product(hashed) + Passes(hashed + 2.0 * weights * 2 * tokens + pairs + received)
         return (Passes(2 * 2.0 * weights) + sample * (1 / length)) * heads
-
-
-def _projection(spec: MechanismSpec) -> nn.Linear:
-    width, device = spec.heads * spec.head_dim, torch.get_default_device()
-    return skip_init(nn.Linear, spec.d_model, width, bias=False, device=device)
 
 
 def _real(inputs: AttentionInputs) -> Tensor | int:

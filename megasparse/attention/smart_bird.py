@@ -320,30 +320,23 @@ class SmartBirdAttention(Attention):
         d), and all keys, of each.
         """
         heads, indices = inputs.q.shape[1] // len(sketches), []
-        for number, (q, k) in enumerate(sketches):
-            group = range(number * heads, (number + 1) * heads)
-            indices.append(self._chosen(q, k, group, inputs, context, first_query))
-        if len(indices) == 1:
-            return indices[0]
-        return torch.cat([index.expand(-1, heads, -1, -1) for index in indices], dim=1)
-
-    def _chosen(
-        self, q: Tensor, k: Tensor, heads: range, inputs: AttentionInputs, context: AttentionContext, first_query: int
-    ) -> Tensor:
-        """`_choose` of one sketch. heads: those here that have it."""
         sampling, rng = self.config.sampling, context.rng
-        noise, lse = None, None
-        if sampling == "random" or (sampling != "top_k" and (rng.training or self.config.evaluation == "draws")):
-            rows = rng.rows(first_query + q.shape[1], q.device)[:, first_query:]
-            numbers = range(context.head_offset + heads.start, context.head_offset + heads.stop)
-            noise = Noise(rng.key(context.layer, "sampled keys"), numbers, rows)
-            if sampling.startswith("inverse_log"):
-                if first_query:  # decoding: the one query sees all keys there are
-                    lse = torch.logsumexp((q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5, dim=-1)
-                else:
-                    _, lse = _sketch(q.float(), k.float(), k.float(), inputs)
         spec = KeyChoiceSpec(self.config.keys, inputs.causal, sampling)
-        return chosen_keys(q, k, spec, noise, lse, inputs.key_mask, inputs.segments, first_query)
+        draws = sampling == "random" or (sampling != "top_k" and (rng.training or self.config.evaluation == "draws"))
+        for number, (q, k) in enumerate(sketches):
+            noise, lse = None, None
+            if draws:
+                rows = rng.rows(first_query + q.shape[1], q.device)[:, first_query:]
+                first = context.head_offset + number * heads
+                noise = Noise(rng.key(context.layer, "sampled keys"), range(first, first + heads), rows)
+                if sampling.startswith("inverse_log"):
+                    if first_query:  # decoding: the one query sees all keys there are
+                        lse = torch.logsumexp((q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5, dim=-1)
+                    else:
+                        _, lse = _sketch(q.float(), k.float(), k.float(), inputs)
+            index = chosen_keys(q, k, spec, noise, lse, inputs.key_mask, inputs.segments, first_query)
+            indices.append(index if len(sketches) == 1 else index.expand(-1, heads, -1, -1))
+        return indices[0] if len(indices) == 1 else torch.cat(indices, dim=1)
 
 
 class Projection(nn.Module):

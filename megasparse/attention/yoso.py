@@ -109,7 +109,10 @@ class YOSOAttention(Attention):
 
     def __init__(self, config: YOSOAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
-        self.code_bits = config.code_bits or _code_bits(config.hashes, spec)
+        bits = round(math.log2(spec.max_length))
+        if spec.causal:  # no more than keeps m·2^τ below 2·max_length
+            bits = min(bits, ((2 * spec.max_length - 1) // config.hashes).bit_length() - 1)
+        self.code_bits = config.code_bits or max(1, bits)
         self.convolution = None if config.convolution is None else _Convolution(spec.heads, config.convolution)
 
     def without_additions(self) -> "YOSOAttention":
@@ -201,14 +204,6 @@ class YOSOAttention(Attention):
             for table, number in zip(cache.tables.unbind(2), code.unbind(2), strict=True):  # of one hash
                 table.scatter_add_(2, number[..., None].expand(v.shape), v.to(table.dtype))
         cache.recent = torch.cat([cache.recent, v.to(cache.recent.dtype)], dim=2)[:, :, v.shape[2] :]
-
-
-def _code_bits(hashes: int, spec: MechanismSpec) -> int:
-    """Return τ = log₂(max_length); in a decoder no more than keeps m·2^τ below 2·max_length, but one at least."""
-    bits = round(math.log2(spec.max_length))
-    if spec.causal:
-        bits = min(bits, ((2 * spec.max_length - 1) // hashes).bit_length() - 1)
-    return max(1, bits)
 
 
 class _Convolution(nn.Module):

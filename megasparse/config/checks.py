@@ -14,7 +14,6 @@ from megasparse.config.schema import (
     MaskingConfig,
     ModelConfig,
     PositionsConfig,
-    RotaryScalingConfig,
     RunSettings,
     decoder_part,
     encoder_part,
@@ -26,8 +25,14 @@ from megasparse.optimizers import OPTIMIZERS
 def check(config: RunSettings) -> None:
     """Raise ConfigError for the first rule that `config` breaks. The rules that need an import of seconds come last."""
     check_sizes("", config)
-    _check_directory(config)
-    _check_bucket(config)
+    if "://" in config.run.directory:
+        problem = f"{show(config.run.directory)} is a URL: object storage can neither rename a folder nor lock a file"
+        hint = "Choose a folder of a file system, such as NFS or Lustre, and set checkpoint.bucket to the URL"
+        raise ConfigError("run.directory", problem, hint)
+    bucket = config.checkpoint.bucket
+    if bucket is not None and not bucket.startswith(BUCKETS):
+        problem = f"{show(bucket)} is no URL of an object store"
+        raise ConfigError("checkpoint.bucket", problem, f"It begins with {', '.join(BUCKETS)}")
     if isinstance(config, Config):
         check_model(config.model)
         _check_tokenizer(config)
@@ -39,28 +44,20 @@ def check(config: RunSettings) -> None:
         check_parallel(config)
     elif isinstance(config, FinetuneConfig):
         _check_start(config)
-    _check_batches(config)
+    training, name = config.training, config.optimizer.name
+    if training.global_batch % training.micro_batch:
+        problem = f"{training.global_batch} is no multiple of training.micro_batch = {training.micro_batch}"
+        hint = "Make it a multiple of training.micro_batch times the number of ranks"
+        raise ConfigError("training.global_batch", problem, hint)
     deepspeed_section.check_keys(config.deepspeed)
-    _check_optimizer(config)
+    if name not in OPTIMIZERS:
+        hint = f"It must be {' or '.join(map(show, OPTIMIZERS))}"
+        raise ConfigError("optimizer.name", f"{show(name)} does not fit", hint)
     if config.run.engine == "deepspeed":  # plain torch must load the configuration where DeepSpeed is not installed
         deepspeed_section.check_values(config.deepspeed)
 
 
-def _check_directory(config: RunSettings) -> None:
-    if "://" in config.run.directory:
-        problem = f"{show(config.run.directory)} is a URL: object storage can neither rename a folder nor lock a file"
-        hint = "Choose a folder of a file system, such as NFS or Lustre, and set checkpoint.bucket to the URL"
-        raise ConfigError("run.directory", problem, hint)
-
-
 BUCKETS = ("s3://", "gs://", "az://", "file:///")
-
-
-def _check_bucket(config: RunSettings) -> None:
-    bucket = config.checkpoint.bucket
-    if bucket is not None and not bucket.startswith(BUCKETS):
-        problem = f"{show(bucket)} is no URL of an object store"
-        raise ConfigError("checkpoint.bucket", problem, f"It begins with {', '.join(BUCKETS)}")
 
 
 def _check_start(config: FinetuneConfig) -> None:
@@ -156,22 +153,6 @@ def _check_masking(config: Config) -> None:
             raise ConfigError(key, f'{value} is for decoders, but model.kind = "encoder"', "Set it to 0")
 
 
-def _check_batches(config: RunSettings) -> None:
-    training = config.training
-    if training.global_batch % training.micro_batch:
-        problem = f"{training.global_batch} is no multiple of training.micro_batch = {training.micro_batch}"
-        hint = "Make it a multiple of training.micro_batch times the number of ranks"
-        raise ConfigError("training.global_batch", problem, hint)
-
-
-def _check_optimizer(config: RunSettings) -> None:
-    """The optimizer exists."""
-    name = config.optimizer.name
-    if name not in OPTIMIZERS:
-        hint = f"It must be {' or '.join(map(show, OPTIMIZERS))}"
-        raise ConfigError("optimizer.name", f"{show(name)} does not fit", hint)
-
-
 def check_parallel(config: Config) -> None:
     """Raise ConfigError for a run whose sequences `parallel.sequence` ranks cannot share."""
     size, model, length = config.parallel.sequence, config.model, config.data.sequence_length
@@ -183,16 +164,12 @@ def check_parallel(config: Config) -> None:
     if model.sentence_order is not None:
         problem = f"given, but parallel.sequence = {size}: such sequences cannot be shared"
         raise ConfigError("model.sentence_order", problem, "Set parallel.sequence to 1")
-    _check_length("data.sequence_length", length, size)
-    if model.source is not None:
-        _check_length("model.source.length", model.source.length, size)
-
-
-def _check_length(key: str, length: int, size: int) -> None:
-    if length % size:
-        nearest = max(1, round(length / size)) * size
-        problem = f"{length} tokens do not divide among parallel.sequence = {size} ranks"
-        raise ConfigError(key, problem, f"Set it to {nearest}, or parallel.sequence to a divisor")
+    of_source = model.source.length if model.source else 0
+    for key, tokens in (("data.sequence_length", length), ("model.source.length", of_source)):
+        if tokens % size:
+            nearest = max(1, round(tokens / size)) * size
+            problem = f"{tokens} tokens do not divide among parallel.sequence = {size} ranks"
+            raise ConfigError(key, problem, f"Set it to {nearest}, or parallel.sequence to a divisor")
 
 
 LARGEST = 2**31 - 1
@@ -251,9 +228,20 @@ def _check_model(model: ModelConfig) -> None:
         near = min((n for n in around if model.d_model % n == 0), key=lambda n: abs(n - model.heads), default=1)
         problem = f"{model.heads} heads do not divide model.d_model = {model.d_model}"
         raise ConfigError("model.heads", problem, f"Set model.heads to a divisor (such as {near}), or model.head_dim")
-    _check_style(model)
-    needed = {"reversible": "reversible", "checkpoint": "ordinary", "checkpoint_cpu": "ordinary"}
-    blocks = needed.get(model.activations, model.blocks)
+    if model.style == "bert":
+        for key, value, needed in (("kind", model.kind, "encoder"), ("blocks", model.blocks, "ordinary")):
+            if value != needed:
+                problem = f'"bert" needs model.{key} = "{needed}", but it is "{value}"'
+                hint = f'Set model.{key} to "{needed}", or model.style to "reformer"'
+                raise ConfigError("model.style", problem, hint)
+    elif model.token_types and model.sentence_order is None:
+        raise ConfigError(
+            "model.token_types",
+            f'{model.token_types} is given, but model.style = "{model.style}" has none without model.sentence_order',
+            'Set it to 0, or model.style to "bert"',
+        )
+    fitting_blocks = {"reversible": "reversible", "checkpoint": "ordinary", "checkpoint_cpu": "ordinary"}
+    blocks = fitting_blocks.get(model.activations, model.blocks)
     if blocks != model.blocks:
         fitting = '"reversible"' if blocks == "ordinary" else '"stored", "checkpoint" or "checkpoint_cpu"'
         problem = f'"{model.activations}" needs {blocks} blocks, but model.blocks = "{model.blocks}"'
@@ -269,21 +257,6 @@ def _check_model(model: ModelConfig) -> None:
     check_heads(model)
     _check_key_heads(model)
     check_head_groups(model)
-
-
-def _check_style(model: ModelConfig) -> None:
-    if model.style == "bert":
-        for key, value, needed in (("kind", model.kind, "encoder"), ("blocks", model.blocks, "ordinary")):
-            if value != needed:
-                problem = f'"bert" needs model.{key} = "{needed}", but it is "{value}"'
-                hint = f'Set model.{key} to "{needed}", or model.style to "reformer"'
-                raise ConfigError("model.style", problem, hint)
-    elif model.token_types and model.sentence_order is None:
-        raise ConfigError(
-            "model.token_types",
-            f'{model.token_types} is given, but model.style = "{model.style}" has none without model.sentence_order',
-            'Set it to 0, or model.style to "bert"',
-        )
 
 
 def _check_key_heads(model: ModelConfig) -> None:
@@ -336,7 +309,7 @@ def _check_tokens(model: ModelConfig) -> None:
 def _check_sentence_order(model: ModelConfig) -> None:
     if model.sentence_order is None:
         return
-    separator = model.document_separator
+    separator, length = model.document_separator, model.max_length
     for key, broken, problem, hint in (
         (
             "sentence_order",
@@ -347,21 +320,11 @@ def _check_sentence_order(model: ModelConfig) -> None:
         (
             "padding_token",
             model.padding_token is None,
-            "null, but the pairs of model.sentence_order are padded",
-            "Give the padding's id",
+            "null, but pairs of model.sentence_order are padded",
+            "Give its id",
         ),
-        (
-            "document_separator",
-            separator is not None,
-            f"{separator} would hide the two segments of model.sentence_order from each other",
-            "Set it to null",
-        ),
-        (
-            "max_length",
-            model.max_length < 5,
-            f"{model.max_length} is too short for two segments",
-            "Set it to 5 or more",
-        ),
+        ("document_separator", separator is not None, f"{separator} would hide segments of a pair", "Set it to null"),
+        ("max_length", length < 5, f"{length} is too short for two segments", "Set it to 5 or more"),
     ):
         if broken:
             raise ConfigError(f"model.{key}", problem, hint)
@@ -414,13 +377,6 @@ def _check_positions(positions: PositionsConfig, model: ModelConfig) -> None:
         raise ConfigError("model.positions.axial_dims", problem, f"Make the widths sum to {model.d_model}")
 
 
-SCALED_BY = {
-    "original_length": ("yarn", "llama3"),
-    "attention_factor": ("yarn",),
-}
-"""Keys of model.positions.scaling that not every kind has."""
-
-
 def _check_rotary(positions: PositionsConfig, model: ModelConfig) -> None:
     for key, value in (("base", positions.base), ("scaling", positions.scaling)):
         if positions.kind != "rotary" and value != PositionsConfig.model_fields[key].default:
@@ -430,12 +386,15 @@ def _check_rotary(positions: PositionsConfig, model: ModelConfig) -> None:
     if (scaling := positions.scaling) is None:
         return
     section = "model.positions.scaling"
-    for key, having in SCALED_BY.items():
-        value = getattr(scaling, key)
-        if value != RotaryScalingConfig.model_fields[key].default and scaling.kind not in having:
+    by_length = scaling.kind in ("yarn", "llama3")
+    for key, value, belongs in (
+        ("original_length", scaling.original_length, by_length),
+        ("attention_factor", scaling.attention_factor, scaling.kind == "yarn"),
+    ):
+        if value is not None and not belongs:
             problem = f'{value} is given, but "{scaling.kind}" has none'
             raise ConfigError(f"{section}.{key}", problem, "Leave it out")
-    if scaling.kind in SCALED_BY["original_length"] and scaling.original_length is None:
+    if by_length and scaling.original_length is None:
         problem = f'null, but "{scaling.kind}" scales what is long beside the length of the training before'
         raise ConfigError(f"{section}.original_length", problem, "Give that length, in tokens")
     if scaling.kind == "ntk" and (model.head_dim or model.d_model // model.heads) < 4:

@@ -66,8 +66,21 @@ def check_keys(section: dict[str, Any]) -> None:
     if "aio" in section:
         raise ConfigError("deepspeed.aio", "sets how a disk is read", NO_DISKS)
     _validate(DeepSpeedSection, section, "deepspeed")
+    # A stage that does not exist, or lacks the offloading: DeepSpeed reports it after the model is built, or never.
     zero = section.get("zero_optimization", {})
-    _check_stage(zero)
+    stage = zero.get("stage", 0)
+    if type(stage) is not int or not 0 <= stage <= 3:  # DeepSpeed would take "3" too, and true
+        hint = "It must be 0 or 1 or 2 or 3"
+        raise ConfigError("deepspeed.zero_optimization.stage", f"{show(stage)} does not fit", hint)
+    for key, least in (("offload_param", 3), ("offload_optimizer", 1)):
+        offload = zero.get(key)
+        device = offload.get("device") if isinstance(offload, dict) else None
+        if device == "nvme":
+            raise ConfigError(f"deepspeed.zero_optimization.{key}.device", '"nvme" is not supported', NO_DISKS)
+        if device == "cpu" and stage < least:
+            problem = f"{show(device)} needs stage {least} or more, but stage = {stage}"
+            hint = f"Set deepspeed.zero_optimization.stage to {least}{' or more' if least < 3 else ''}, or remove {key}"
+            raise ConfigError(f"deepspeed.zero_optimization.{key}.device", problem, hint)
 
 
 def check_values(section: dict[str, Any]) -> None:
@@ -84,7 +97,15 @@ def check_values(section: dict[str, Any]) -> None:
 
     # strict: without it DeepSpeed drops every "auto", which only HuggingFace's trainer fills in
     _validate(DeepSpeedZeroConfig, zero, "deepspeed.zero_optimization", strict=True)
-    _check_supported(zero)
+    for key, supported in ZERO_SUPPORTED.items():
+        *parts, last = key.split(".")
+        values = zero
+        for part in parts:
+            values = values.get(part) or {}
+        if values.get(last, supported[0]) not in supported:
+            problem = f"{show(values[last])} puts the optimizer's state where checkpoints cannot find it"
+            hint = f"Remove it, or set it to {show(supported[0])}"
+            raise ConfigError(f"deepspeed.zero_optimization.{key}", problem, hint)
 
 
 def import_deepspeed() -> Any:
@@ -99,20 +120,17 @@ def import_deepspeed() -> Any:
     finally:
         if unimported:
             del sys.modules["mlflow"]
-    _import_muon()
-    return deepspeed
-
-
-def _import_muon() -> None:
-    """Import DeepSpeed's Muon, whose class every start asks for, uncompiled: its decorator would load torch.compile's
-    back end, one and a half seconds in every process, for an optimizer that nothing here runs."""
     from deepspeed.runtime import compiler
+
+    # Import its Muon, whose class every start asks for, uncompiled: its decorator would load torch.compile's back end,
+    # one and a half seconds in every process, for an optimizer that nothing here runs.
 
     decorator, compiler.compile = compiler.compile, lambda: lambda function: function
     try:
-        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+        import deepspeed.runtime.zero.muon.muon_optimizer
     finally:
         compiler.compile = decorator
+    return deepspeed
 
 
 def _validate(model: type[BaseModel], values: dict[str, Any], prefix: str, **options: bool) -> None:
@@ -122,34 +140,3 @@ def _validate(model: type[BaseModel], values: dict[str, Any], prefix: str, **opt
         raise as_config_error(error, model, values, prefix) from None
     except (TypeError, AttributeError, ValueError) as error:  # a validator of DeepSpeed's stumbled over a value
         raise ConfigError(prefix, f"DeepSpeed refuses it: {error}", "Compare with DeepSpeed's documentation") from None
-
-
-def _check_stage(zero: dict[str, Any]) -> None:
-    """Raise ConfigError for a stage that does not exist, and for offloading that needs another: DeepSpeed reports these
-    only after the model is built, or never."""
-    stage = zero.get("stage", 0)
-    if type(stage) is not int or not 0 <= stage <= 3:  # DeepSpeed would take "3" too, and true
-        hint = "It must be 0 or 1 or 2 or 3"
-        raise ConfigError("deepspeed.zero_optimization.stage", f"{show(stage)} does not fit", hint)
-    for key, least in (("offload_param", 3), ("offload_optimizer", 1)):
-        offload = zero.get(key)
-        device = offload.get("device") if isinstance(offload, dict) else None
-        if device == "nvme":
-            raise ConfigError(f"deepspeed.zero_optimization.{key}.device", '"nvme" is not supported', NO_DISKS)
-        if device == "cpu" and stage < least:
-            problem = f"{show(device)} needs stage {least} or more, but stage = {stage}"
-            hint = f"Set deepspeed.zero_optimization.stage to {least}{' or more' if least < 3 else ''}, or remove {key}"
-            raise ConfigError(f"deepspeed.zero_optimization.{key}.device", problem, hint)
-
-
-def _check_supported(zero: dict[str, Any]) -> None:
-    """Raise ConfigError for settings that put the optimizer's state where checkpoints do not look for it."""
-    for key, supported in ZERO_SUPPORTED.items():
-        *parts, last = key.split(".")
-        section = zero
-        for part in parts:
-            section = section.get(part) or {}
-        if section.get(last, supported[0]) not in supported:
-            problem = f"{show(section[last])} puts the optimizer's state where checkpoints cannot find it"
-            hint = f"Remove it, or set it to {show(supported[0])}"
-            raise ConfigError(f"deepspeed.zero_optimization.{key}", problem, hint)

@@ -139,8 +139,15 @@ class Branch(nn.Module):
         if residual.d_written is None:
             out, auxiliary = compute(residual.read)
         else:
-            grad = output_gradient(self, residual.d_written, run.rng, rows)
-            out, auxiliary = recomputed(compute, residual, grad), None
+            assert residual.d_read is not None and residual.d_auxiliary is not None
+            grads = output_gradient(self, residual.d_written, run.rng, rows), residual.d_auxiliary
+            x = residual.read.detach().requires_grad_()
+            with torch.enable_grad():
+                outputs = [y for y in compute(x) if y is not None]
+            torch.autograd.backward(outputs, [g.to(y.dtype) for y, g in zip(outputs, grads, strict=False)])
+            assert x.grad is not None
+            residual.d_read.add_(x.grad)
+            out, auxiliary = outputs[0].detach(), None
         self.add(residual.written, out, run.rng, rows, residual.sign, in_place=True)
         return auxiliary
 
@@ -151,23 +158,6 @@ def output_gradient(branch: Branch, grad: Tensor, rng: RngContext, rows: Tensor)
     if not (rng.training and branch.rate > 0.0):
         return grad.to(dtype)
     return dropout(grad, branch.rate, rng.key(branch.layer, branch.purpose), rows, dtype)
-
-
-def recomputed(compute: Compute, residual: Residual, grad: Tensor) -> Tensor:
-    """Return a branch's output. The gradient of what it reads is added to the residual's; weights and source accumulate
-    theirs.
-
-    grad: gradient of the output.
-    """
-    assert residual.d_read is not None and residual.d_auxiliary is not None
-    x = residual.read.detach().requires_grad_()
-    with torch.enable_grad():
-        outputs = [y for y in compute(x) if y is not None]
-    grads = grad, residual.d_auxiliary
-    torch.autograd.backward(outputs, [g.to(y.dtype) for y, g in zip(outputs, grads, strict=False)])
-    assert x.grad is not None
-    residual.d_read.add_(x.grad)
-    return outputs[0].detach()
 
 
 class Tiles:

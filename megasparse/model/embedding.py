@@ -40,20 +40,17 @@ class Positions(nn.Module):
 
     def forward(self, first: int, count: int, device: torch.device) -> Tensor | None:
         if self.kind == "axial":
-            return self._axial(first, count)
+            position = torch.arange(first, first + count, device=self.axes[0].device)
+            parts, below = [], math.prod(self.axial_shape)
+            for table, size in zip(self.axes, self.axial_shape, strict=True):
+                below //= size
+                parts.append(table[position // below % size])
+            return torch.cat(parts, dim=-1)
         if self.kind == "learned":
             return self.table[self.offset + first : self.offset + first + count]
         if self.kind == "sinusoidal":
             return sinusoids(first, count, self.width, device)
         return None  # rotary positions turn queries and keys instead
-
-    def _axial(self, first: int, count: int) -> Tensor:
-        position = torch.arange(first, first + count, device=self.axes[0].device)
-        parts, below = [], math.prod(self.axial_shape)
-        for table, size in zip(self.axes, self.axial_shape, strict=True):
-            below //= size
-            parts.append(table[position // below % size])
-        return torch.cat(parts, dim=-1)
 
 
 class Embedding(nn.Module):
@@ -90,20 +87,16 @@ class Embedding(nn.Module):
             x = x + 0.0 * self.start  # where ranks share a sequence, ZeRO expects a gradient of it from every one
         x = at_least_fp32(x)
         if self.token_types is not None:
-            x = x + at_least_fp32(self._types(tokens))
+            types = self.token_types[0]
+            if self.separator is not None and len(self.token_types) > 1:
+                ends = (tokens == self.separator).long()
+                behind = ends.cumsum(1) > ends
+                types = torch.where(behind.unsqueeze(-1), self.token_types[1], types)
+            x = x + at_least_fp32(types)
         positions = self.positions(first, x.shape[1], x.device)
         if positions is not None:
             x = x + positions.to(x.device, x.dtype)
         return x if self.norm is None else self.norm(x)
-
-    def _types(self, tokens: Tensor) -> Tensor:
-        """The embeddings of the tokens' types: of the first one, and behind the first separator of the second one."""
-        assert self.token_types is not None
-        if self.separator is None or len(self.token_types) < 2:
-            return self.token_types[0]
-        ends = (tokens == self.separator).long()
-        behind = ends.cumsum(1) > ends
-        return torch.where(behind.unsqueeze(-1), self.token_types[1], self.token_types[0])
 
 
 _LONGEST_LINE = 1 << 20  # bytes: what is longer is no GloVe file
