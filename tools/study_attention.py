@@ -55,7 +55,7 @@ from megasparse.evaluation.attention_quality import (
     upper_bound,
 )
 from megasparse.evaluation.outputs import write_json
-from megasparse.evaluation.restore import restore
+from megasparse.evaluation.results import restore
 from megasparse.model.decoder import Decoder
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import RngContext, derive, normal, random_bits, rotations

@@ -5,31 +5,12 @@ import inspect
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from megasparse.errors import ConfigError, DataError
 
 COMMON = {"command", "corpus", "source", "member", "output", "sample_bytes", "shard_bytes", "workers"}
 WORKER_BYTES = 8 << 20
 """Bytes of the source below which another worker takes longer to start than it saves."""
-
-
-def report_records(source: Any, output: Path) -> None:
-    """Write report.json and lengths.svg of a corpus of records, and print its numbers."""
-    from megasparse.data.corpora.records import write_report
-    from megasparse.data.index import Index
-    from megasparse.evaluation.outputs import draw_lengths
-
-    report = write_report(source, Index.load(output), output / "report.json")
-    print(f"  {report['records']:,} records in {report['files']:,} files")
-    size = f"{report['documents']:,} documents of {report['bytes']:,} bytes"
-    print(f"  kept: {size}, {report['lengths']['mean']:,.0f} in the mean")
-    for reason, count in report["left_out"].items():
-        print(f"  left out: {count:,} {reason}")
-    try:
-        draw_lengths(report["lengths"], output / "lengths.svg")
-    except ConfigError as without_matplotlib:
-        print(f"  no picture of the lengths: {without_matplotlib}")
 
 
 def add_prepare_data(parser: argparse.ArgumentParser) -> None:
@@ -66,9 +47,10 @@ def prepare_data(args: argparse.Namespace) -> None:
     lengths.svg beside the shards say what was read, what was left out, and how long the texts are.
     """
     from megasparse.data.corpora import CORPORA
-    from megasparse.data.corpora.records import RecordSource
+    from megasparse.data.corpora.records import RecordSource, write_report
     from megasparse.data.index import Index
     from megasparse.data.prepare import prepare
+    from megasparse.evaluation.outputs import draw_lengths
 
     options = {key: value for key, value in vars(args).items() if key not in COMMON}
     cores = len(os.sched_getaffinity(0))
@@ -93,8 +75,18 @@ def prepare_data(args: argparse.Namespace) -> None:
         records = f"{split.tokens // index.record:,} records, " if index.record else ""
         size = f"{split.tokens:,} tokens in {split.samples:,} samples, {len(split.shards)} shards{words}"
         print(f"  {name}: {records}{size}")
-    if isinstance(source, RecordSource):
-        report_records(source, args.output)
+    if not isinstance(source, RecordSource):
+        return
+    report = write_report(source, index, args.output / "report.json")
+    print(f"  {report['records']:,} records in {report['files']:,} files")
+    size = f"{report['documents']:,} documents of {report['bytes']:,} bytes"
+    print(f"  kept: {size}, {report['lengths']['mean']:,.0f} in the mean")
+    for reason, count in report["left_out"].items():
+        print(f"  left out: {count:,} {reason}")
+    try:
+        draw_lengths(report["lengths"], args.output / "lengths.svg")
+    except ConfigError as without_matplotlib:
+        print(f"  no picture of the lengths: {without_matplotlib}")
 
 
 SUFFIXES = {"sentencepiece": ".model", "words": ".txt"}

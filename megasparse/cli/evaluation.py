@@ -154,7 +154,7 @@ def generate(args: argparse.Namespace) -> None:
     from megasparse.evaluation.bits_per_dim import refuse_leaks
     from megasparse.evaluation.generate import Sampling, shared_decoder
     from megasparse.evaluation.images import complete_images, draw_images, shape_of
-    from megasparse.evaluation.restore import restore, trained_tokenizer
+    from megasparse.evaluation.results import restore, trained_tokenizer
     from megasparse.evaluation.texts import Request, read_sources, texts
     from megasparse.model.encoder import Encoder
 

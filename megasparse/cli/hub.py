@@ -38,6 +38,7 @@ def convert_from_hf(args: argparse.Namespace) -> None:
     again, in float64.
     """
     from megasparse.config.load import build_config
+    from megasparse.data.tokenizers import build_tokenizer
     from megasparse.hub import require_transformers
 
     require_transformers()
@@ -48,7 +49,7 @@ def convert_from_hf(args: argparse.Namespace) -> None:
     model = HFModel.open(args.model)
     values = model.config.model_dump(mode="json")
     values["run"]["directory"] = str(args.output)
-    tokenizer = None if args.first_byte else model.tokenizer_file
+    tokenizer = None if args.first_byte else build_tokenizer(model.config.data.tokenizer).file
     if args.first_byte:
         values["data"]["tokenizer"] = "bytes"
     elif tokenizer is not None:

@@ -13,6 +13,7 @@ import math
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -167,14 +168,9 @@ def of_engine(evaluate: Callable[[Tensor, RngContext], tuple[Tensor, dict[str, T
 
 def _batches(cut: list[Window], batch: int) -> Iterator[list[Window]]:
     """Windows in groups of at most `batch` that have one shape: the first and the ragged last one may stand alone."""
-    group: list[Window] = []
-    for window in cut:
-        if group and (len(group) == batch or window.shape != group[0].shape):
-            yield group
-            group = []
-        group.append(window)
-    if group:
-        yield group
+    for _, group in groupby(cut, key=lambda window: window.shape):
+        same = list(group)
+        yield from (same[first : first + batch] for first in range(0, len(same), batch))
 
 
 def refuse_leaks(leaks: list[str]) -> None:

@@ -37,7 +37,7 @@ from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.evaluation.bits_per_dim import Stream, refuse_leaks
 from megasparse.evaluation.outputs import whole_file
-from megasparse.evaluation.restore import restore, trained_tokenizer
+from megasparse.evaluation.results import restore, trained_tokenizer
 from megasparse.model.decoder import Decoder
 from megasparse.ops.random import RngContext
 

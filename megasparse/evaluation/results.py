@@ -1,4 +1,4 @@
-"""Results of evaluating a split, by kind of model, with the protocol that they were measured by.
+"""Trained models out of checkpoints, and results of evaluating a split, by kind of model, with their protocol.
 
 A decoder has a code length, in the units that papers compare:
 
@@ -12,29 +12,71 @@ predicted from both its sides. An encoder–decoder predicts its targets.
 """
 
 import math
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from megasparse.config.attention import evaluation_rounds
+from megasparse.config.load import build_config
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.index import Index
-from megasparse.data.tokenizers import Tokenizer
+from megasparse.data.tokenizers import Tokenizer, build_tokenizer
 from megasparse.errors import ConfigError
 from megasparse.evaluation.bits_per_dim import Score, Scorer, Stream, of_model, score
 from megasparse.evaluation.images import image_shape, png_bits_per_dim
+from megasparse.model.build import Model, build_model, empty_model
 from megasparse.ops.random import RngContext
-from megasparse.training.checkpoints.checkpoint import Checkpoint
-from megasparse.training.ranks import Ranks
+from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, load_weights
+from megasparse.training.ranks import Ranks, start_ranks
 
 OF_SOURCE = ("downsampling", "verified")
 """Facts about the data's source in its index that a score depends on; the source's path is none."""
 START = "learned start vector"
 """What the first token of a window is predicted from."""
+
+
+def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Model, Config, Checkpoint, Ranks]:
+    """Build the model of a checkpoint, with its weights, in the precision and on the device that its run used, on each
+    of the ranks that were started. Of several ranks `parallel.sequence` share every sequence; a single rank has whole
+    sequences, however many shared them in training.
+
+    directory: a checkpoint, or a run's folder, whose newest checkpoint is taken. overrides: `section.key=value`, on the
+    configuration that the checkpoint holds.
+    Raises CheckpointError where there is none or it is damaged, ConfigError for a wrong override, and for a number of
+    ranks that is not a multiple of `parallel.sequence`.
+    """
+    checkpoint = Checkpoint.open(find_checkpoint(Path(directory)), build=empty_model)
+    values, alone = checkpoint.config.model_dump(mode="json"), int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if alone:
+        values["parallel"]["sequence"] = 1
+    else:
+        values["run"]["engine"] = "deepspeed"  # the rules allow shared sequences only with it
+    config = build_config(values, overrides)
+    run = config.run.model_copy(update={"engine": "torch" if alone else "deepspeed"})
+    ranks = start_ranks(run, config.parallel.sequence)
+    model = build_model(config.model, config.run.seed)
+    load_weights(model, checkpoint)
+    if config.training.precision == "bf16":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+    return model.to(ranks.device).eval(), config, checkpoint, ranks
+
+
+def trained_tokenizer(config: Config, checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer of a configuration. Raises ConfigError where it cannot be read, or is not the checkpoint's."""
+    tokenizer, trained = build_tokenizer(config.data.tokenizer), checkpoint.manifest["tokenizer"]
+    identity = {"name": tokenizer.name, "sha256": tokenizer.sha256}
+    if identity != trained:
+        names = [f'"{x.get("name")}" (sha256 {x.get("sha256", "")[:12]}…)' for x in (identity, trained)]
+        problem = f"{names[0]}, but the checkpoint was trained with {names[1]}"
+        raise ConfigError("data.tokenizer", problem, "Give the one that it was trained with")
+    return tokenizer
 
 
 @dataclass(frozen=True)
@@ -83,8 +125,8 @@ def protocol_of(
 ) -> Protocol:
     """The protocol of scoring a checkpoint on a split. stride: None takes the windows' whole length.
 
-    index, tokenizer: those of the configuration, as runs.data.open_folder and restore.trained_tokenizer have
-    checked. Raises ConfigError where windows would begin inside records; DataError where there is no such split.
+    index, tokenizer: those of the configuration, as runs.data.open_folder and `trained_tokenizer` have checked.
+    Raises ConfigError where windows would begin inside records; DataError where there is no such split.
     """
     length, section = config.data.sequence_length, index.split(split)
     if index.record is not None and stride not in (None, length):

@@ -1,5 +1,6 @@
 """HuggingFace's decoders (Llama, as SmolLM2 is one, Mistral, Qwen2, Qwen3, GPT-2), and ours of ordinary blocks."""
 
+import json
 import math
 from abc import abstractmethod
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from megasparse.hub.formats import (
     weights_of,
 )
 from megasparse.hub.tensor_file import TensorFile
-from megasparse.hub.tokenizer_files import chat_files, special_ids
+from megasparse.hub.tokenizer_files import GENERATION, SPECIAL, chat_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -92,13 +93,14 @@ class DecoderFormat(Format):
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
         model = config.model
         files = chat_files(config, model.max_length, room=model.vocabulary)
+        generation = json.loads(files.get(GENERATION, "{}"))
         hf_config = {
             "model_type": self.name,
             "architectures": [self.architecture],
             "vocab_size": model.vocabulary,
             "tie_word_embeddings": model.tied_embeddings,
             "dtype": "float32",
-            **special_ids(files),
+            **{key: generation.get(key) for key in SPECIAL},  # the tokens, or null, that end and pad a text
             "bos_token_id": model.start_token,
             **self.hf_config(model),
         }

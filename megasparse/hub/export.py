@@ -177,7 +177,15 @@ def card(checkpoint: Checkpoint, exported: Exported, to: str, evaluation: str | 
         leaks = "; ".join(built.leaks)
         lines += ["", f"**It is not strictly causal** ({leaks})." if leaks else causal]
     lines += ["", "Its licence is for those who publish it to state.", "", "## Use", "", *_use(config, exported, to)]
-    lines += ["", "## Training", "", *_training(checkpoint, config)]
+    lines += ["", "## Training", ""]
+    if (fingerprint := checkpoint.manifest["data_fingerprint"]) == NO_DATA:
+        lines += ["The weights were imported, and not trained further."]
+    else:
+        training, optimizer, name = config.training, config.optimizer, checkpoint.manifest["tokenizer"].get("name")
+        sequences = f"{training.global_batch} sequences of {config.data.sequence_length:,} tokens"
+        rate = f"{optimizer.name}, learning rate {optimizer.learning_rate:g}, {training.precision}"
+        lines += [f"- {checkpoint.step:,} steps of {sequences}, {rate}"]
+        lines += [f"- data: index {fingerprint}, tokenizer {name}"]
     if results := measurements(checkpoint, evaluation):
         lines += ["", "## Evaluation", "", *map(_measured, results)]
     elsewhere: Any = {"run": {"directory"}, "data": {"path", "mixture"}}  # of the machine that it ran on
@@ -200,19 +208,6 @@ def _use(config: Config, exported: Exported, to: str) -> list[str]:
         return ["```python", f"from transformers import {auto}\n\n{code}", "```", "", note]
     load = f"from transformers import {auto}, AutoTokenizer\n\ntokenizer = AutoTokenizer.from_pretrained(FOLDER)"
     return ["```python", f"{load}\n{code}\n{USE[config.model.kind]}", "```", "", f"Its tokenizer is `{name}`."]
-
-
-def _training(checkpoint: Checkpoint, config: Config) -> list[str]:
-    fingerprint, training = checkpoint.manifest["data_fingerprint"], config.training
-    if fingerprint == NO_DATA:
-        return ["The weights were imported, and not trained further."]
-    sequences = f"{training.global_batch} sequences of {config.data.sequence_length:,} tokens"
-    rate = f"{config.optimizer.name}, learning rate {config.optimizer.learning_rate:g}, {training.precision}"
-    tokenizer = checkpoint.manifest["tokenizer"].get("name")
-    return [
-        f"- {checkpoint.step:,} steps of {sequences}, {rate}",
-        f"- data: index {fingerprint}, tokenizer {tokenizer}",
-    ]
 
 
 def measurements(checkpoint: Checkpoint, path: str | Path | None) -> list[dict[str, Any]]:

@@ -94,11 +94,6 @@ class HFModel:
         return HFModel(folder, kind, build_config(sections), imported.tensors, unpacked)
 
     @property
-    def tokenizer_file(self) -> Path | None:
-        """Path of the tokenizer's file in the folder; None where the tokenizer needs none."""
-        return build_tokenizer(self.config.data.tokenizer).file
-
-    @property
     def beside(self) -> Files:
         """A decoder's chat template, and what else lies beside its tokenizer; the tokens that end and pad a text."""
         if self.format.name not in DECODERS:

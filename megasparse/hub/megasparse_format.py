@@ -58,10 +58,13 @@ class MegasparseFormat(Format):
 
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
         model, names = config.model, list(shapes(config.model))
+        further = () if model.kind == "encoder_decoder" else ("Model", "ForSequenceClassification")
+        classes = (TASKS[model.kind], *further)
+        autos = {f"AutoModel{name.removeprefix('Model')}": f"modeling_megasparse.Megasparse{name}" for name in classes}
         hf_config = {
             "model_type": self.name,
             "architectures": [f"Megasparse{TASKS[model.kind]}"],
-            "auto_map": auto_map(model.kind),
+            "auto_map": {"AutoConfig": "configuration_megasparse.MegasparseConfig", **dict(sorted(autos.items()))},
             "dtype": "float32",
             "model": json.loads(model.model_dump_json()),
             "seed": config.run.seed,
@@ -109,15 +112,6 @@ class MegasparseFormat(Format):
         logits = network(input_ids=tokens[:, :-1]).logits
         handle.remove()
         return torch.cat([network.model.logits([x[:, :1] for x in last]), logits], dim=1).float()
-
-
-def auto_map(kind: str) -> dict[str, str]:
-    """Return the class that each of transformers' auto classes loads for a kind of model."""
-    classes = [TASKS[kind]]
-    if kind != "encoder_decoder":
-        classes += ["Model", "ForSequenceClassification"]
-    autos = {f"AutoModel{name.removeprefix('Model')}": f"modeling_megasparse.Megasparse{name}" for name in classes}
-    return {"AutoConfig": "configuration_megasparse.MegasparseConfig", **dict(sorted(autos.items()))}
 
 
 def special_tokens(config: Config) -> dict[str, int]:

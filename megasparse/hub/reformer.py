@@ -128,7 +128,9 @@ class ReformerFormat(Format):
         vocabulary = rows - added_start(bos, tensors.read(HEAD, (rows, 2 * width)), bias)
         section = model_section(theirs) | {"vocabulary": vocabulary, "output_bias": bool(bias[:vocabulary].any())}
         if not theirs.axial_pos_embds:
-            section["positions"] = _positions_of(tensors.read(TABLE, (section["max_length"], width)))
+            table = tensors.read(TABLE, (section["max_length"], width))
+            same = [kind for kind, constant in CONSTANT_TABLES.items() if torch.equal(table, constant(*table.shape))]
+            section["positions"] = {"kind": [*same, "learned"][0]}
         sections = {"model": section, "data": {"sequence_length": section["max_length"]}}
         model = build_config(sections).model
         special = {WORDS: (rows, width), HEAD: (rows, 2 * width), HEAD_BIAS: (rows,)}
@@ -239,13 +241,6 @@ def _is_ignored(name: str) -> bool:
     return name == OLD_HEAD_BIAS or name.endswith(
         tuple(f".{mask}_value_float{bits}" for mask in ("mask", "self_mask") for bits in (16, 32))
     )
-
-
-def _positions_of(table: Tensor) -> dict[str, Any]:
-    for kind, constant in CONSTANT_TABLES.items():
-        if torch.equal(table, constant(*table.shape)):
-            return {"kind": kind}
-    return {"kind": "learned"}
 
 
 # The two configurations, and the files beside them

@@ -265,7 +265,8 @@ def _finish(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: A
     if run.owner is not model or not run.losses:
         return None
     auxiliary = torch.stack(run.losses).sum()
-    if torch.is_grad_enabled() and not auxiliary.requires_grad and _learns(model):
+    learns = any(weight.requires_grad for mechanism in mechanisms(model) for weight in mechanism.parameters())
+    if torch.is_grad_enabled() and not auxiliary.requires_grad and learns:
         raise HubError(
             type(model).__name__,
             "gradient checkpointing with use_reentrant=True hides what its attention learns from",
@@ -280,10 +281,6 @@ def _finish(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: A
         return (loss, *output[1:])
     output["loss"] = loss
     return output
-
-
-def _learns(model: nn.Module) -> bool:
-    return any(parameter.requires_grad for mechanism in mechanisms(model) for parameter in mechanism.parameters())
 
 
 def _targets(model: PreTrainedModel, named: dict[str, Any]) -> Targets | None:
@@ -394,13 +391,9 @@ def _read_mechanisms(model: PreTrainedModel, file: TensorFile) -> None:
 # Longer inputs for a pretrained encoder: its table of positions, repeated (as LHA and YOSO do it)
 
 
-POSITIONS_OFFSET = {"roberta", "xlm-roberta"}
-"""Families whose first token has the position pad_token_id + 1."""
-
-
 def position_offset(model: PreTrainedModel) -> int:
-    """Rows of the table before that of the first token."""
-    return model.config.pad_token_id + 1 if model.config.model_type in POSITIONS_OFFSET else 0
+    """Rows of the table before that of the first token, whose position is pad_token_id + 1 in RoBERTa's families."""
+    return model.config.pad_token_id + 1 if model.config.model_type in ("roberta", "xlm-roberta") else 0
 
 
 def positions(model: PreTrainedModel) -> int:

@@ -47,7 +47,11 @@ def tokenizer_files(config: Config, longest: int, room: int | None = None) -> Fi
         return {}
     content = tokenizer.file.read_bytes()
     files: Files = {own_name(tokenizer, model.kind): content}
-    values = _as_fast(tokenizer, content)
+    values: dict[str, Any] | None  # content of tokenizer.json; None if no such file is exactly the tokenizer
+    if tokenizer.name == "huggingface":
+        values = json.loads(content)
+    else:
+        values = of_words(content.decode().split()) if tokenizer.name == "words" else of_unigram(content)
     if values is None:
         return files
     if end is not None:
@@ -69,12 +73,6 @@ def chat_files(config: Config, longest: int, room: int | None = None) -> Files:
 def beside(folder: Path) -> Files:
     """Name and content of what lies beside a tokenizer.json in a folder of a decoder."""
     return {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()}
-
-
-def special_ids(files: Files) -> dict[str, Any]:
-    """The tokens, or null, that end and pad a text by generation_config.json."""
-    values = json.loads(files.get(GENERATION, "{}"))
-    return {key: values.get(key) for key in SPECIAL}
 
 
 def byte_files(
@@ -144,14 +142,6 @@ def found_tokenizer(folder: Path, named: str | None) -> str:
     except (ValueError, RecursionError):
         of_text = True  # it is damaged, which is reported where it is opened
     return str(file) if of_text else "bytes"
-
-
-def _as_fast(tokenizer: Tokenizer, content: bytes) -> dict[str, Any] | None:
-    """Content of tokenizer.json; None where no such file is exactly the tokenizer."""
-    if tokenizer.name == "huggingface":
-        values: dict[str, Any] = json.loads(content)
-        return values
-    return of_words(content.decode().split()) if tokenizer.name == "words" else of_unigram(content)
 
 
 def _ended(values: dict[str, Any], longest: int, end: int) -> Files:

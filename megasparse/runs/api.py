@@ -15,7 +15,7 @@ from megasparse.data.tokenizers import Tokenizer
 from megasparse.evaluation import results
 from megasparse.evaluation.bits_per_dim import refuse_leaks
 from megasparse.evaluation.generate import Sampling
-from megasparse.evaluation.restore import restore, trained_tokenizer
+from megasparse.evaluation.results import restore, trained_tokenizer
 from megasparse.evaluation.texts import Request, texts
 from megasparse.model.build import Model
 from megasparse.model.decoder import Causal

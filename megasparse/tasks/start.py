@@ -161,7 +161,7 @@ def _initial(config: FinetuneConfig, model: ModelConfig, form: Form, labels: int
 
 
 def _of_checkpoint(config: FinetuneConfig, path: Path, form: Form, labels: int) -> Start:
-    from megasparse.evaluation.restore import trained_tokenizer
+    from megasparse.evaluation.results import trained_tokenizer
 
     checkpoint = Checkpoint.open(find_checkpoint(path), build=empty_model)
     pretrained = checkpoint.config

@@ -14,7 +14,7 @@ from megasparse.data.corpora.download import fetch_wheel
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.evaluation.attention_quality import record_calls, weights_of
-from megasparse.evaluation.restore import restore
+from megasparse.evaluation.results import restore
 from megasparse.runs.comparison import call, load, runs_of, spread, train_all
 from megasparse.runs.data import open_folder
 from tests.claims.claim import CLAIMS, claim

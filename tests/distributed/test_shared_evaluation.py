@@ -23,7 +23,7 @@ from megasparse.data.index import Index
 from megasparse.errors import ConfigError
 from megasparse.evaluation.attention_quality import attention_quality
 from megasparse.evaluation.generate import shared_decoder
-from megasparse.evaluation.restore import restore
+from megasparse.evaluation.results import restore
 from megasparse.hub.importing import write_checkpoint
 from megasparse.model.build import build_model
 from megasparse.runs.api import evaluate_split

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from launch import generate, pretrain
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
-from megasparse.evaluation.restore import restore
+from megasparse.evaluation.results import restore
 from megasparse.ops.random import RngContext
 from tests.helpers.commands import refused, run
 from tests.helpers.scoring import likeliest

@@ -13,7 +13,7 @@ import torch
 from launch import evaluate, generate, pretrain
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
-from megasparse.evaluation.restore import restore
+from megasparse.evaluation.results import restore
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from tests.helpers.commands import refused, run
 from tests.helpers.scoring import likeliest

@@ -23,7 +23,7 @@ from megasparse.data.corpora.image_sets import npz_batches, npz_rows
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import build_tokenizer
-from megasparse.evaluation.restore import restore
+from megasparse.evaluation.results import restore
 from megasparse.hub.export import to_hf
 from megasparse.hub.gguf_file import check_gguf
 from megasparse.hub.importing import HFModel

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megasparse.cli.main import door
-from megasparse.evaluation.restore import restore
+from megasparse.evaluation.results import restore
 from megasparse.hub.importing import adapted
 from megasparse.model.stack import padding_of
 from megasparse.ops.random import RngContext

@@ -17,7 +17,7 @@ import torch
 
 from launch import evaluate, finetune, generate, pretrain
 from megasparse.errors import CheckpointError
-from megasparse.evaluation.restore import restore
+from megasparse.evaluation.results import restore
 from megasparse.hub.export import to_hf
 from megasparse.model import build, stack
 from megasparse.tasks.run import restore_task
