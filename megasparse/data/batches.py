@@ -39,8 +39,6 @@ class Batch:
     """Tokens, int64 (micro_batch, T)."""
     samples: Tensor
     """Global sample numbers, int64 (micro_batch,)."""
-    position: int
-    """First global sample number of the next step."""
 
 
 @dataclass(frozen=True)
@@ -271,13 +269,13 @@ class TrainingBatches(Steps):
         while True:
             after = position + self.global_batch
             firsts = [position + (m * self.world_size + self.rank) * self.micro_batch for m in range(micro_batches)]
-            yield Step([self._read_micro_batch(first, after) for first in firsts], after, 0.0)
+            yield Step([self._read_micro_batch(first) for first in firsts], after, 0.0)
             position = after
 
-    def _read_micro_batch(self, first: int, position: int) -> Batch:
+    def _read_micro_batch(self, first: int) -> Batch:
         samples = range(first, first + self.micro_batch)
         rows = [self.corpora[corpus].read(number) for corpus, number in map(self.mixture.locate, samples)]
-        return Batch(torch.stack(rows), torch.tensor(samples), position)
+        return Batch(torch.stack(rows), torch.tensor(samples))
 
     def close(self) -> None:
         """End the background thread and close the shards. May be called twice.

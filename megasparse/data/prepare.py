@@ -182,8 +182,6 @@ def _plan(
     size = max(1, settings["sample_bytes"] // unit) * unit
     stated = {key: value for key, value in settings.items() if not (value is None or value is False)}
     stated.pop("tokenizer", None)
-    record = {"record": encoder.record} if encoder.record else {}
-    layout = {"layout": source.layout} if source.layout else {}
     return Progress(
         tokenizer=TokenizerEntry(name=encoder.name, sha256=encoder.sha256),
         corpus=corpus,
@@ -193,10 +191,10 @@ def _plan(
             "member": source.member,
             "bytes": source.total_bytes,
             "sha256": source.sha256,
-            **layout,
+            **({"layout": source.layout} if source.layout else {}),
             **about,
         },
-        settings={**stated, "sample_bytes": size, **record},
+        settings={**stated, "sample_bytes": size, **({"record": encoder.record} if encoder.record else {})},
     )
 
 

@@ -95,7 +95,7 @@ def trial_engine(config: Config, ranks: Ranks) -> tuple[Engine, Batch]:
         add_adapters(model, config.lora, run.seed)
     engine = build_engine(model, config, lambda step, samples: RngContext(run.seed, step, samples, True), ranks)
     tokens = dummy_records(config.model, micro, config.data.sequence_length, run.seed)
-    return engine, Batch(tokens, torch.arange(micro), micro)
+    return engine, Batch(tokens, torch.arange(micro))
 
 
 def reset_peak(device: torch.device) -> int:

@@ -321,7 +321,7 @@ class ExampleBatches(Steps):
         batches = []
         for share in micro_batches[self.ranks.rank :: self.ranks.world_size]:
             inputs: Any = self.collate([example for example, _ in share])
-            batches.append(Batch(inputs, torch.tensor([sample for _, sample in share]), self.position))
+            batches.append(Batch(inputs, torch.tensor([sample for _, sample in share])))
         return Step(batches, self.position, 0.0)
 
     def _deal(self) -> list[list[tuple[Encoded, int]]]:

@@ -92,7 +92,7 @@ class DummyBatches(Steps):
             samples = torch.arange(first, first + micro)
             tokens = torch.stack([dummy_sample(int(sample)) for sample in samples])
             own = tokens.chunk(ranks.sequence_size, dim=1)[ranks.place]
-            batches.append(Batch(own, samples, self.position + whole))
+            batches.append(Batch(own, samples))
         self.position += whole
         return Step(batches, self.position, 0.0)
 

@@ -311,7 +311,7 @@ def held() -> dict[str, dict[str, int]]:
         config = zero_config_of(case)
         ranks = start_ranks(config.run)
         engine = build_engine(build_model(config.model, 0), config, lambda step, x: RngContext(0, step, x, True), ranks)
-        batch = Batch(dummy_records(config.model, 1, SHARED_LENGTH, ranks.rank), torch.tensor([ranks.rank]), 1)
+        batch = Batch(dummy_records(config.model, 1, SHARED_LENGTH, ranks.rank), torch.tensor([ranks.rank]))
         for step in range(2):
             result = engine.train_step([batch], step, 1e-3)
         found[case] = {kind: sum(sizes) for kind, sizes in result.held.items()}

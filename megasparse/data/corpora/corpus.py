@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from tqdm import tqdm
 
@@ -272,7 +272,8 @@ class LineSample:
         """Lines without their ends; those of over `LONGEST` characters come in parts."""
         held_out, first = bytearray(), bytearray()
         read = taken = 0
-        for number, line in enumerate(self._all_lines()):
+        all_lines = (line for piece in self._pieces() for line in segments(piece.decode()))
+        for number, line in enumerate(all_lines):
             raw = line.encode()
             read += len(raw)
             if number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 and len(held_out) + len(raw) <= HELD_OUT_BYTES:
@@ -287,22 +288,18 @@ class LineSample:
 
     def all(self) -> Iterator[bytes]:
         """Yield everything, with nothing held out: pieces that end with a line, or with a file."""
-        self.held_out = b""
-        with self._bar() as bar:
+        self.held_out = last = b""
+        for piece in self._pieces():
+            self.held_out = self.held_out or piece[:HELD_OUT_BYTES]
+            yield piece or (b"" if last.endswith(b"\n") else b"\n")
+            last = piece
+
+    def _pieces(self) -> Iterator[bytes]:
+        """Yield all pieces, and an empty one at the end of each file."""
+        total = self._source.total_bytes
+        with tqdm(desc="learning from", total=total, unit="B", unit_scale=True, disable=None) as bar:
             for part in self._source.parts:
-                piece = b""
                 for piece in text_pieces(part.pieces()):
-                    self.held_out = self.held_out or piece[:HELD_OUT_BYTES]
                     bar.update(len(piece))
                     yield piece
-                yield b"" if piece.endswith(b"\n") else b"\n"
-
-    def _all_lines(self) -> Iterator[str]:
-        with self._bar() as bar:
-            for part in self._source.parts:
-                for piece in text_pieces(part.pieces()):
-                    bar.update(len(piece))
-                    yield from segments(piece.decode())
-
-    def _bar(self) -> "tqdm[NoReturn]":
-        return tqdm(desc="learning from", total=self._source.total_bytes, unit="B", unit_scale=True, disable=None)
+                yield b""

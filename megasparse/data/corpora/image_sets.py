@@ -174,7 +174,12 @@ class ImageNet64(Corpus):
         """
         batches = self._batches(source)
         if not batches:
-            return images.labelled(source, images.shared_out(source, settings) or self._by_folder(source))
+            if not (labels := images.shared_out(source, settings)):
+                labels = images.splits_by_folder(source)
+                if "test" not in labels:  # validation is the official one
+                    tests = ["test" if name == "validation" else name for name in labels]
+                    labels = images.hold_out(tests, self.VALIDATION_EVERY)
+            return images.labelled(source, labels)
         if settings["split"] is not None:
             raise ConfigError("--split", "the official batches are split already", "Leave it out")
         train, test = (
@@ -186,13 +191,6 @@ class ImageNet64(Corpus):
             "test": _rows(test, lambda image: image >= 0),
         }
         return ((name, [stream]) for name, stream in streams.items())
-
-    def _by_folder(self, source: Source) -> list[str]:
-        """Return the split of each image by its folders; without a test set, validation is the official one."""
-        labels = images.splits_by_folder(source)
-        if "test" in labels:
-            return labels
-        return images.hold_out(["test" if name == "validation" else name for name in labels], self.VALIDATION_EVERY)
 
     def _batches(self, source: Source) -> list[NumberBatch]:
         """Return the batches of numbers of a source, those of the training set in the order of their numbers.

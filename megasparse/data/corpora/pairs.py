@@ -140,7 +140,8 @@ def segments(sentences: Sequence[np.ndarray], room: int, words: Words) -> Iterat
     """
     start, mean = 0, sum(map(len, sentences)) / max(1, len(sentences))
     while start < len(sentences):
-        stop = start + max(2, round(_target(room, words) / mean))
+        target = 2 + words.below(room - 1) if words.below(1000) < 1000 * SHORTER else room
+        stop = start + max(2, round(target / mean))
         chunk = list(sentences[start:stop])
         while sum(map(len, chunk)) > room:
             chunk.pop(-words.below(2))
@@ -148,10 +149,6 @@ def segments(sentences: Sequence[np.ndarray], room: int, words: Words) -> Iterat
             border = 1 + words.below(len(chunk) - 1)
             yield np.concatenate(chunk[:border]), np.concatenate(chunk[border:])
         start = stop
-
-
-def _target(room: int, words: Words) -> int:
-    return 2 + words.below(room - 1) if words.below(1000) < 1000 * SHORTER else room
 
 
 # Sentences of documents

@@ -41,7 +41,7 @@ def test_micro_batches_without_a_scored_token_do_not_shrink_the_loss(tmp_path):
         assert model.count_scored(tokens) == 1
         config = tiny_config(tmp_path, training={"global_batch": 4, "micro_batch": size})
         engine = build_engine(model, config, partial(RngContext, 0, training=True), Ranks())
-        parts = [Batch(*part, 4) for part in zip(tokens.split(size), torch.arange(4).split(size), strict=True)]
+        parts = [Batch(*part) for part in zip(tokens.split(size), torch.arange(4).split(size), strict=True)]
         result = engine.train_step(parts, 1, 0.01)
         objectives.append((result.statistics["objective"], result.grad_norm))
     assert objectives[1] == pytest.approx(objectives[0], rel=1e-5)
