@@ -65,8 +65,7 @@ class TokenStream:
     def __init__(
         self, documents: Iterable[Document], encoder: Encoder, workers: Workers[Encoded], start: StreamPosition
     ):
-        items = islice(_items(documents, encoder.end is not None), start.item, None)
-        self._encoded = _encode(items, encoder, workers)
+        self._encoded = _encode(documents, encoder, workers, start.item)
         self.width = encoder.width
         self._before = start.model_copy(update={"token": 0})
         self._current: Encoded | None = None
@@ -107,22 +106,23 @@ class TokenStream:
         return self._current is not None
 
 
-def _items(documents: Iterable[Document], ends: bool) -> Iterator[bytes | None]:
-    """Yield the pieces that are not empty; with `ends`, None after each document that has any."""
-    for document in documents:
-        has_pieces = False
-        for piece in filter(None, document):
-            has_pieces = True
-            yield piece
-        if has_pieces and ends:
-            yield None
-
-
-def _encode(items: Iterable[bytes | None], encoder: Encoder, workers: Workers[Encoded]) -> Iterator[Encoded]:
+def _encode(
+    documents: Iterable[Document], encoder: Encoder, workers: Workers[Encoded], first: int
+) -> Iterator[Encoded]:
+    """Yield the items from number `first` on: pieces that are not empty, and each document's end if it has any."""
     is_end: deque[bool] = deque()  # of the items that are with the workers
 
+    def items() -> Iterator[bytes | None]:
+        for document in documents:
+            has_pieces = False
+            for piece in filter(None, document):
+                has_pieces = True
+                yield piece
+            if has_pieces and encoder.end is not None:
+                yield None
+
     def pieces() -> Iterator[bytes]:
-        for item in items:
+        for item in islice(items(), first, None):
             is_end.append(item is None)
             if item is not None:
                 yield item

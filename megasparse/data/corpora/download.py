@@ -55,32 +55,26 @@ def download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[t
         problem = f"{location} names no revision, so that it may be another tomorrow"
         hint = "Write hf://datasets/OWNER/NAME@REVISION/..., with the 40 digits of a commit"
         raise ConfigError("--source", problem, hint)
+    url, scheme = check_url(location), location.partition("://")[0]
+    system = store(scheme)
     try:
-        names = _objects(check_url(location), tuple(suffixes))
+        base = asked(lambda: system._strip_protocol(url))
+        if "*" in base:
+            paths, base = asked(lambda: system.glob(base)), base.partition("*")[0].rpartition("/")[0]
+        elif asked(lambda: system.info(base))["type"] == "file":
+            return [(download(url, folder), PurePosixPath(base).name)]
+        else:
+            paths = asked(lambda: system.find(base))
+            paths = [path for path in paths if not suffixes or path.lower().endswith(tuple(suffixes))]
     except StoreError as error:
         raise DataError(location, f"this cannot be listed: {error}", "Check the URL, and who may read it") from None
+    names = {path: path.removeprefix(base).lstrip("/") for path in sorted(paths)}
+    names = {path: name for path, name in names.items() if not any(p.startswith(".") for p in name.split("/"))}
     if not names:
         raise DataError(location, "there are no such files", "Check --source")
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        copies = list(pool.map(lambda url: download(url, folder), names))
+        copies = list(pool.map(lambda path: download(f"{scheme}://{path.lstrip('/')}", folder), names))
     return list(zip(copies, names.values(), strict=True))
-
-
-def _objects(url: str, suffixes: tuple[str, ...]) -> dict[str, str]:
-    """URLs of the files that a store has under a URL, or that match it as a pattern, to their names below it."""
-    scheme = url.partition("://")[0]
-    system = store(scheme)
-    base = asked(lambda: system._strip_protocol(url))
-    if "*" in base:
-        names, base = asked(lambda: system.glob(base)), base.partition("*")[0].rpartition("/")[0]
-    elif asked(lambda: system.info(base))["type"] == "file":
-        return {url: PurePosixPath(base).name}
-    else:
-        names = asked(lambda: system.find(base))
-        names = [name for name in names if not suffixes or name.lower().endswith(suffixes)]
-    below = {name: name.removeprefix(base).lstrip("/") for name in sorted(names)}
-    visible = {name: short for name, short in below.items() if not any(p.startswith(".") for p in short.split("/"))}
-    return {f"{scheme}://{name.lstrip('/')}": short for name, short in visible.items()}
 
 
 def download(url: str, folder: Path) -> Path:

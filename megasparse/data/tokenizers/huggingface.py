@@ -91,9 +91,17 @@ class HuggingFaceTokenizer(Tokenizer):
         for name, token in ids.items():
             self._names[token] = name
         self.special, self.separator = special_tokens(self._special_ids.get)
-        self.lossless = self._is_lossless()
-        self._table = self._byte_table() if self.lossless else []
-        self._bytes = [ids[character] for character in alphabet()] if self.lossless else []
+        split = _parts(values.get("pre_tokenizer"), "pretokenizers")
+        plain = values.get("normalizer") is None and not any(part.get("add_prefix_space") for part in split)
+        self.lossless = plain and self._byte_level() and BYTE_OF.keys() <= set(self._names)
+        if self.lossless:
+            self._bytes = [ids[character] for character in alphabet()]
+            added, special = {token["id"] for token in values["added_tokens"]}, set(self._special_ids.values())
+            texts = (None if token in special else name for token, name in enumerate(self._names))
+            self._table = [
+                b"" if text is None else text.encode() if token in added else raw(text)
+                for token, text in enumerate(texts)
+            ]
         return unknown
 
     def encode(self, text: str | bytes) -> Tensor:
@@ -174,19 +182,6 @@ class HuggingFaceTokenizer(Tokenizer):
     def _byte_level(self) -> bool:
         decoder = self._values.get("decoder")
         return any(part["type"] == "ByteLevel" for part in _parts(decoder, "decoders"))
-
-    def _is_lossless(self) -> bool:
-        split = _parts(self._values.get("pre_tokenizer"), "pretokenizers")
-        plain = self._values.get("normalizer") is None and not any(part.get("add_prefix_space") for part in split)
-        return plain and self._byte_level() and BYTE_OF.keys() <= {name for name in self._names if name}
-
-    def _byte_table(self) -> list[bytes]:
-        added = {token["id"] for token in self._values["added_tokens"]}
-        special = set(self._special_ids.values())
-        names = (None if token in special else name for token, name in enumerate(self._names))
-        return [
-            b"" if name is None else name.encode() if token in added else raw(name) for token, name in enumerate(names)
-        ]
 
 
 def _parts(value: Any, key: str) -> Iterator[dict[str, Any]]:

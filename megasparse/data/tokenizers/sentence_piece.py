@@ -156,6 +156,7 @@ def train_sentencepiece(lines: Iterator[str], vocabulary: int, model_type: str, 
         ConfigError: the vocabulary is too small or too large for the text.
     """
     from sentencepiece import SentencePieceTrainer
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 
     least = 1 + len(CONTROL) + 256
     if vocabulary <= least:
@@ -194,16 +195,11 @@ def train_sentencepiece(lines: Iterator[str], vocabulary: int, model_type: str, 
         elif match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
             problem, hint = f"{vocabulary} is too small for the characters", f"Give more than {match[1]}"
         raise ConfigError("--vocabulary", problem, hint) from None
-    return _rounded(written.getvalue()) if model_type == "unigram" else written.getvalue()
-
-
-def _rounded(model: bytes) -> bytes:
-    """Return the same model with its scores on the `GRID`."""
-    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
-
-    proto = ModelProto()
-    proto.ParseFromString(model)
-    for piece in proto.pieces:
+    if model_type != "unigram":
+        return written.getvalue()
+    model = ModelProto()
+    model.ParseFromString(written.getvalue())
+    for piece in model.pieces:
         piece.score = round(piece.score * GRID) / GRID
-    data: bytes = proto.SerializeToString(deterministic=True)
+    data: bytes = model.SerializeToString(deterministic=True)
     return data

@@ -170,9 +170,8 @@ class Tracker:
         now = time.monotonic()
         if now - self._last_plain >= PLAIN_LINE_SECONDS or step == self._steps or evaluated:
             self._last_plain = now
-            left = (now - self._began) / (step - self._start_step) * (self._steps - step)
-            minutes, seconds = divmod(int(left), 60)
-            clock = f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+            seconds = (now - self._began) / (step - self._start_step) * (self._steps - step)
+            clock = tqdm.format_interval(seconds)
             with suppress(OSError):
                 print(f"step {step}/{self._steps}: {', '.join(parts)}, {clock} left", file=sys.stderr, flush=True)
 
