@@ -133,9 +133,8 @@ class Saver:
         """Claim `checkpoint.bucket` for this run, and upload the best and the newest checkpoint during training if
         they are not there; all ranks call it, once. Raises StorageError and CheckpointError, the same on every rank.
         """
-        newest = find_newest(self.directory)
-        paths = [path for path in list_checkpoints(self.directory) if path == newest or int(path.name) == self.best]
-        self._uploads.begin_run(paths, self.best)
+        paths = list_checkpoints(self.directory)
+        self._uploads.begin_run([p for p in paths if p == paths[-1] or int(p.name) == self.best], self.best)
 
     def finish_uploads(self) -> None:
         """Wait for all uploads; all ranks call it. Raises, the same on every rank: StorageError if one has failed,

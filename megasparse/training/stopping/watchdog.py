@@ -10,7 +10,6 @@ be inside a file system that has stopped answering.
 import errno
 import faulthandler
 import json
-import math
 import os
 import re
 import socket
@@ -101,7 +100,7 @@ class Watchdog:
         self._first_step: str | None = None
         self._longest: float | None = None  # None: still in the first step
         self._beats, self._storage_fails = 0, False
-        self._table = (0, -math.inf)  # beats of rank 0 in its table, and when they were new to us
+        self._table = (0, float("-inf"))  # beats of rank 0 in its table, and when they were new to us
         self._others: list[tuple[Heartbeat, float] | None] = [None] * world_size  # and when it was new to us
         self._over = threading.Event()
         self._exchange_thread = threading.Thread(target=self._exchange_all, name="heartbeats", daemon=True)
@@ -213,18 +212,16 @@ class Watchdog:
     def _table_is_new(self) -> bool:
         """Read the table; True if rank 0 has rewritten it lately."""
         last = self._note_heartbeats(self._read(self._directory / TABLE) or b"")
-        if last is not None and last.rank == 0 and last.beats > self._table[0]:
+        if last is not None and (last.launch, last.rank) == (self._launch, 0) and last.beats > self._table[0]:
             self._table = (last.beats, self._clock())
         return self._clock() - self._table[1] < STANDSTILL * self._period
 
     def _note_heartbeats(self, content: bytes) -> Heartbeat | None:
-        """Note the heartbeats of this launch that are newer than known ones; return that of the last line."""
+        """Note the heartbeats of this launch that are newer than known ones. Returns that of the last line."""
         last = None
         for line in content.splitlines():
             last = decode(line)
-            if last is None or last.launch != self._launch:
-                last = None
-            elif last.rank != self._rank:
+            if last is not None and last.launch == self._launch and last.rank != self._rank:
                 entry = self._others[last.rank]
                 if entry is None or entry[0].beats < last.beats:  # a table that stands still has older ones
                     self._others[last.rank] = (last, self._clock())
