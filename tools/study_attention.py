@@ -197,7 +197,7 @@ def measure_hashes(
     if call.kind != "full":
         kinds[call.kind] = call.mechanism.without_additions()
     for kind, mechanism in kinds.items():
-        other = call.replaced(mechanism)
+        other = dataclasses.replace(call, mechanism=mechanism)
         exact = other.run(other.exact())
         for rounds in ROUNDS.get(kind, (None,)):
             out, name = other.run(mechanism, rounds=rounds), f"{kind}/{rounds or 'as configured'}"

@@ -30,16 +30,6 @@ class Document(NamedTuple):
         return x if self.tokens is None else x.index_select(2, self.tokens)
 
 
-def begins_with_real_tokens(key_mask: Tensor | None, segments: Tensor | None) -> bool:
-    """True if every row is one document with its padding, if any, behind it: positions are then those of the row.
-
-    True for a key mask on the meta device, which has no values: memory is counted for sequences without padding.
-    """
-    if segments is not None:
-        return False
-    return key_mask is None or key_mask.is_meta or bool((key_mask[:, :-1] >= key_mask[:, 1:]).all())
-
-
 def documents(key_mask: Tensor | None, segments: Tensor | None) -> Iterator[Document]:
     """Yield the documents of a batch. key_mask: (B, L) bool, true for real tokens. segments: (B, L) document numbers.
     With neither, the whole batch comes as one: its rows are alike and apart. On the meta device a row is one document.
@@ -69,12 +59,14 @@ def attend_each(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Ten
 
     So what depends on positions counts them from the document's first real token. Padding gets 0.
     """
-    if begins_with_real_tokens(inputs.key_mask, inputs.segments):
+    mask = inputs.key_mask
+    # On the meta device a mask has no values: memory is counted for sequences without padding.
+    if inputs.segments is None and (mask is None or mask.is_meta or bool((mask[:, :-1] >= mask[:, 1:]).all())):
         out = attend(inputs)
-        return out if inputs.key_mask is None else out.masked_fill(~inputs.key_mask[:, None, :, None], 0.0)
+        return out if mask is None else out.masked_fill(~mask[:, None, :, None], 0.0)
     parts, slots = [], []
     batch, heads, length, head_dim = inputs.q.shape
-    for document in documents(inputs.key_mask, inputs.segments):
+    for document in documents(mask, inputs.segments):
         q, k, v = (document.take(x) for x in inputs[:3])
         dropout = inputs.dropout
         if dropout is not None:

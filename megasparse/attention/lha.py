@@ -222,13 +222,19 @@ class LHAAttention(BandAttention):
         """
         if self.config.utility == "collisions":
             return self._collisions(inputs, context)
-        assigned = assigned or self.assign(inputs, context)
-        token_key, draw_key = (context.rng.key(context.layer, purpose) for purpose in ("lha sample", "lha keys"))
-        config = HashLossConfig(self._joint(inputs), self.buckets, self.bucket_size, token_key, draw_key)
-        sums = sampled_divergences(
-            inputs.q.detach(), inputs.k.detach(), (assigned.query_codes, assigned.key_codes),
-            (inputs.key_mask, inputs.segments), self.hash(inputs.q, context), config,
-        )  # fmt: skip
+        assigned, joint = assigned or self.assign(inputs, context), self._joint(inputs)
+        draws = [context.rng.key(context.layer, purpose) for purpose in ("lha sample", "lha keys")]
+        q, k, weights = inputs.q.detach(), inputs.k.detach(), self.hash(inputs.q, context)
+        of_queries, of_keys = [], []
+        for document in documents(inputs.key_mask, inputs.segments):
+            sample = Sample(document.take(q), document.take(k), weights, joint, self.buckets, self.bucket_size, *draws)
+            of_queries.append(sample.of_queries(document.take(assigned.query_codes)))
+            of_keys.append(sample.of_keys(document.take(assigned.key_codes)))
+        of_q, of_k = hash_inputs(q, k, joint, weights)
+        sums = (
+            divergence(chain.from_iterable(of_queries), of_q.weights),
+            divergence(chain.from_iterable(of_keys), of_k.weights),
+        )
         (queries, attended, negative_q), (keys, _, negative_k) = ((x / _real(inputs)).unbind() for x in sums)
         statistics = {
             "kl_queries": queries,
@@ -322,18 +328,6 @@ def _sample_size(buckets: int) -> int:
     return max(SAMPLED_KEYS, SAMPLES, 4 * buckets)
 
 
-class HashLossConfig(NamedTuple):
-    """Numbers of the loss. joint: one hash, H_Q(q) + H_K(k), for both sides. buckets, size: how many buckets there are,
-    and how many members each has. token_key, draw_key: those of the draws of tokens and of keys.
-    """
-
-    joint: bool
-    buckets: int
-    size: int
-    token_key: int
-    draw_key: int
-
-
 class Example(NamedTuple):
     """A tile of tokens, as in `HashInputs.inputs`, the utilities (B, H, T, N) that their hash has to predict, their
     buckets (B, H, T), and how many tokens each of them stands for.
@@ -345,27 +339,6 @@ class Example(NamedTuple):
     weight: float = 1.0
 
 
-def sampled_divergences(
-    q: Tensor, k: Tensor, codes: tuple[Tensor, Tensor], masks: tuple[Tensor | None, Tensor | None],
-    weights: tuple[Weights, Weights], config: HashLossConfig,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return `divergence` of what H_Q learns and of what H_K learns, from a sample of each document: (3,) each.
-
-    q, k: (B, H, L, D), without gradient. codes: their buckets (B, H, L). masks: key_mask and segments, as in
-    AttentionInputs.
-    """
-    of_queries, of_keys = [], []
-    for document in documents(*masks):
-        sample = Sample(document.take(q), document.take(k), weights, config)
-        of_queries.append(sample.of_queries(document.take(codes[0])))
-        of_keys.append(sample.of_keys(document.take(codes[1])))
-    sides = hash_inputs(q, k, config.joint, weights)
-    return (
-        divergence(chain.from_iterable(of_queries), sides[0].weights),
-        divergence(chain.from_iterable(of_keys), sides[1].weights),
-    )
-
-
 class Sample:
     """Tokens of a document that its hash functions learn from in one step, drawn evenly without replacement.
 
@@ -375,27 +348,31 @@ class Sample:
     """
 
     @torch.no_grad()
-    def __init__(self, q: Tensor, k: Tensor, weights: tuple[Weights, Weights], config: HashLossConfig):
-        """Draw from a document's queries and keys (B, H, L, D), the same token numbers in every head and sequence, but
-        for the draws.
+    def __init__(
+        self, q: Tensor, k: Tensor, weights: tuple[Weights, Weights], joint: bool, buckets: int, bucket_size: int,
+        token_key: int, draw_key: int,
+    ):  # fmt: skip
+        """Draw from a document's queries and keys (B, H, L, D), without gradient, the same token numbers in every head
+        and sequence, but for the draws. joint: one hash, H_Q(q) + H_K(k), for both sides. token_key, draw_key: of the
+        draws of tokens and of keys.
         """
-        self.length, self.scale, self.weights, self.joint = q.shape[2], q.shape[-1] ** -0.5, weights, config.joint
-        self.tokens = drawn_positions(config.token_key, self.length, _sample_size(config.buckets), q.device)
+        self.length, self.scale, self.weights, self.joint = q.shape[2], q.shape[-1] ** -0.5, weights, joint
+        self.tokens = drawn_positions(token_key, self.length, _sample_size(buckets), q.device)
         self.q, self.k = q.index_select(2, self.tokens), k.index_select(2, self.tokens)
         self.queries, self.keys = min(SAMPLES, self.length), min(SAMPLED_KEYS, self.length)
         queries = self.q[:, :, : self.queries]
         if self.length <= SAMPLED_KEYS:
             self.draws, self.drawn_q = Draws(self.k, self.tokens, torch.zeros(self.length, device=q.device)), self.q
         else:
-            bits = random_bits(config.draw_key, torch.arange(SAMPLED_KEYS, device=q.device), 1).squeeze(-1)
+            bits = random_bits(draw_key, torch.arange(SAMPLED_KEYS, device=q.device), 1).squeeze(-1)
             uniform = (bits.double() + 2.0**31) / 2.0**32
             self.draws = hash_learning.draw_keys(queries, k, uniform, scale=self.scale)
             self.drawn_q = hash_learning.at_tokens(q, self.draws.tokens)
         self.normalizer = hash_learning.sampled_normalizer(queries, self.draws, scale=self.scale)
-        size = max(1, round(config.size * len(self.tokens) / self.length))
+        size = max(1, round(bucket_size * len(self.tokens) / self.length))
         sides = hash_inputs(self.q, self.k, self.joint, weights)
-        of_queries = thresholds(sides[0], config.buckets, size)
-        self.bars = of_queries, of_queries if self.joint else thresholds(sides[1], config.buckets, size)
+        of_queries = thresholds(sides[0], buckets, size)
+        self.bars = of_queries, of_queries if self.joint else thresholds(sides[1], buckets, size)
 
     def of_queries(self, codes: Tensor) -> Iterator[Example]:
         """Yield what queries learn. codes: (B, H, L), the buckets of the document's queries."""

@@ -212,18 +212,12 @@ def _following(codes: Tensor, inputs: AttentionInputs, buckets: int) -> Tensor:
     """The buckets of keys (B, R, L), in which the positions before them are as queries. That of a document's first key
     is `buckets`, which no query has.
     """
-    return F.pad(codes.int(), (1, -1)).masked_fill(~_continues(inputs)[:, None], buckets)
-
-
-def _continues(inputs: AttentionInputs) -> Tensor:
-    """True if a token is real and follows a real one of its document, (B, L) or (1, L)."""
-    length = inputs.q.shape[2]
-    continues = (torch.arange(length, device=inputs.q.device) > 0)[None]
+    continues = (torch.arange(inputs.q.shape[2], device=inputs.q.device) > 0)[None]  # (B or 1, L)
     if inputs.segments is not None:
         continues = continues & (_earlier(inputs.segments, 1, -1) == inputs.segments)
     if inputs.key_mask is not None:
         continues = continues & inputs.key_mask & _earlier(inputs.key_mask, 1, False)
-    return continues
+    return F.pad(codes.int(), (1, -1)).masked_fill(~continues[:, None], buckets)
 
 
 def _earlier(x: Tensor, steps: int, fill: int | bool) -> Tensor:

@@ -43,10 +43,6 @@ class Call:
         heads, length, width = self.inputs.q.shape[1:]
         return MechanismSpec(heads, width, self.x.shape[-1], length, self.inputs.causal)
 
-    def replaced(self, mechanism: Attention) -> "Call":
-        """The same call of another mechanism."""
-        return dataclasses.replace(self, mechanism=mechanism)
-
     def exact(self) -> Attention:
         """Return the mechanism that this one approximates: full attention, or what it names itself."""
         full = FullAttentionConfig(shared_qk=self.mechanism.shared_qk)

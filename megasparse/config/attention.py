@@ -182,14 +182,20 @@ def check_attention(model: "ModelConfig") -> None:
 
 
 def check_heads(model: "ModelConfig") -> None:
-    """Raise ConfigError for the first entry of the pattern that does not fit the heads or the kind of the stack."""
+    """Raise ConfigError for the first entry of the pattern that does not fit the heads of a stack, those that share
+    keys or attend together, or its kind.
+    """
+    if model.heads % (key_heads := model.key_heads or model.heads):
+        problem = f"{key_heads} does not divide model.heads = {model.heads}"
+        raise ConfigError("model.key_heads", problem, "Set it to a divisor, or to null")
+    groups, shared = model.attention.head_groups, model.heads // key_heads
     for layer in range(len(model.attention.pattern)):
         split = heads_of_layer(model, layer)
         key = f"model.attention.pattern[{layer}]"
         if (total := sum(split.values())) != model.heads:
             problem = f"{split} has {total} heads, but model.heads = {model.heads}"
             raise ConfigError(key, problem, f"Make the numbers sum to {model.heads}")
-        for kind in split:
+        for kind, heads in split.items():
             settings = getattr(model.attention, kind)
             for stack, other, why, lacking in (
                 ("decoder", "encoder", settings.bidirectional_only, "be causal"),
@@ -198,26 +204,27 @@ def check_heads(model: "ModelConfig") -> None:
                 if model.kind == stack and why:
                     hint = f'Choose another mechanism, or set model.kind to "{other}"'
                     raise ConfigError(key, f'"{kind}" cannot {lacking}: {why}', hint)
+            if heads % shared:
+                problem = (
+                    f"{heads} heads of {kind} are no whole groups of {shared}, which share keys by model.key_heads"
+                )
+                raise ConfigError(key, problem, f"Make it a multiple of {shared}")
+            if groups > 1:
+                _check_groups(model, layer, kind, heads, shared)
 
 
-def check_head_groups(model: "ModelConfig") -> None:
+def _check_groups(model: "ModelConfig", layer: int, kind: str, heads: int, shared: int) -> None:
     """Raise ConfigError if `attention.head_groups` does not divide the heads of a mechanism, or what they share."""
-    groups, shared = model.attention.head_groups, model.heads // (model.key_heads or model.heads)
-    if groups == 1:
-        return
-    key = "model.attention.head_groups"
-    for layer in range(len(model.attention.pattern)):
-        for kind, heads in heads_of_layer(model, layer).items():
-            settings, size = getattr(model.attention, kind), heads // groups
-            if settings.joined is not None:
-                problem = f"{groups} groups, but the heads of {show(kind)} are not independent: {settings.joined}"
-                raise ConfigError(key, problem, "Set it to 1, or choose another mechanism")
-            if heads // settings.heads_together % groups:
-                problem = f"{groups} groups cannot share out the {heads} heads of {show(kind)} in layer {layer}"
-                raise ConfigError(key, problem, "Set it to a divisor of the heads (or sketches) of every mechanism")
-            if size % shared and shared % size:
-                problem = f"groups of {size} heads divide the {shared} heads that share keys by model.key_heads"
-                raise ConfigError(key, problem, f"Make them a divisor or a multiple of {shared}")
+    key, groups, settings = "model.attention.head_groups", model.attention.head_groups, getattr(model.attention, kind)
+    if settings.joined is not None:
+        problem = f"{groups} groups, but the heads of {show(kind)} are not independent: {settings.joined}"
+        raise ConfigError(key, problem, "Set it to 1, or choose another mechanism")
+    if heads // settings.heads_together % groups:
+        problem = f"{groups} groups cannot share out the {heads} heads of {show(kind)} in layer {layer}"
+        raise ConfigError(key, problem, "Set it to a divisor of the heads (or sketches) of every mechanism")
+    if (size := heads // groups) % shared and shared % size:
+        problem = f"groups of {size} heads divide the {shared} heads that share keys by model.key_heads"
+        raise ConfigError(key, problem, f"Make them a divisor or a multiple of {shared}")
 
 
 def check_targets(model: "ModelConfig", prefix: str, *targets: str) -> None:

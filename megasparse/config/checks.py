@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from megasparse.config import deepspeed_section
-from megasparse.config.attention import check_attention, check_head_groups, check_heads, check_targets, heads_of_layer
+from megasparse.config.attention import check_attention, check_heads, check_targets
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
 from megasparse.config.schema import (
@@ -216,13 +216,6 @@ SOURCE_KEYS = ("layers", "positions", "attention")
 
 
 def _check_stack(model: ModelConfig) -> None:
-    _check_model(model)
-    _check_positions(model.positions, model)
-    _check_rotary(model.positions, model)
-    check_attention(model)
-
-
-def _check_model(model: ModelConfig) -> None:
     if model.head_dim is None and model.d_model % model.heads:
         around = range(max(1, model.heads - 1000), model.heads + 1000)
         near = min((n for n in around if model.d_model % n == 0), key=lambda n: abs(n - model.heads), default=1)
@@ -255,22 +248,9 @@ def _check_model(model: ModelConfig) -> None:
         hint = f"Shorten the pattern to {model.layers} or fewer, or raise model.layers"
         raise ConfigError("model.attention.pattern", problem, hint)
     check_heads(model)
-    _check_key_heads(model)
-    check_head_groups(model)
-
-
-def _check_key_heads(model: ModelConfig) -> None:
-    if model.key_heads is None:
-        return
-    if model.heads % model.key_heads:
-        problem = f"{model.key_heads} does not divide model.heads = {model.heads}"
-        raise ConfigError("model.key_heads", problem, "Set it to a divisor, or to null")
-    group = model.heads // model.key_heads
-    for number in range(len(model.attention.pattern)):
-        for kind, heads in heads_of_layer(model, number).items():
-            if heads % group:
-                problem = f"{heads} heads of {kind} are no whole groups of {group}, which share keys by model.key_heads"
-                raise ConfigError(f"model.attention.pattern[{number}]", problem, f"Make it a multiple of {group}")
+    _check_positions(model.positions, model)
+    _check_rotary(model.positions, model)
+    check_attention(model)
 
 
 def _check_tokens(model: ModelConfig) -> None:

@@ -108,20 +108,9 @@ def _set(values: dict[str, Any], override: str) -> None:
         if not isinstance(values, dict):
             path = ".".join(parts[: depth + 1])
             raise ConfigError(f"--set {key}", f"{path} is {show(values)}, which has no keys", f"Set {path} itself")
-    values[parts[-1]] = _override_value(key, text)
-
-
-def _override_value(key: str, text: str) -> Any:
     try:
-        json.loads(text, parse_constant=_refuse)
-    except ValueError:
+        values[parts[-1]] = parse_json(text, f"--set {key}")
+    except ConfigError:
         if text.lstrip()[:1] in ("{", "[", '"'):  # meant as JSON: an error in it must not become a text
-            return parse_json(text, f"--set {key}")
-        return text
-    except RecursionError:
-        pass
-    return parse_json(text, f"--set {key}")
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)
+            raise
+        values[parts[-1]] = text

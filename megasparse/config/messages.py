@@ -29,7 +29,10 @@ def as_config_error(error: ValidationError, model: type[BaseModel], values: obje
     )
     further = len({str(problem_) for problem_, _ in problems if problem_[: len(top)] != top})
     more = f" ({further} more such problem{'s' if further > 1 else ''})" if further else ""
-    key, value, field = dotted(location, prefix), _value_at(values, location), _field_at(model, location)
+    value: Any = values
+    for part in location:
+        value = value[part]
+    key, field = dotted(location, prefix), _field_at(model, location)
     is_key = first["loc"][-1:] == ("[key]",)
     if first["type"] == "extra_forbidden" or is_key:
         if field and not is_key:  # one of DeepSpeed's keys that have two names
@@ -82,12 +85,6 @@ def _real_location(location: Location, values: Any) -> list[int | str]:
             continue
         real.append(part)
     return real
-
-
-def _value_at(values: Any, location: Location) -> object:
-    for part in location:
-        values = values[part]
-    return values
 
 
 def _models_in(annotation: object) -> Iterator[type[BaseModel]]:

@@ -1,5 +1,6 @@
 """Measures of attention against their definitions, the matrices that they read, and a run that reports them."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -198,5 +199,5 @@ def test_measures_of_local_attention_are_those_of_its_band():
     assert found["utility"] == pytest.approx(float((exact * band).sum(-1).mean()), rel=1e-5)
     assert found["utility_floor"] == pytest.approx(float((band.sum(-1) / (row + 1)).mean()), rel=1e-5)
     assert 0 < found["output_error"] < 2
-    itself = measure(call.replaced(call.exact()), exact, exact)
+    itself = measure(dataclasses.replace(call, mechanism=call.exact()), exact, exact)
     assert itself == {name: pytest.approx(float(name != "output_error")) for name in NAMES}
