@@ -6,7 +6,7 @@ B batch, L length, H heads, D head dim, E width.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -179,27 +179,45 @@ def split_heads_by_mechanism(
             this rank's part of its heads.
     """
     all_q, all_k, all_v = projected
-    rng = context.rng.at(0)
     first, first_key = 0, 0
     for kind, heads in split.items():
         mechanism = mechanisms[kind]
-        part = mechanism.part_of(padding.part, heads)
         q, v = all_q[:, first : first + heads], all_v[:, first : first + heads]
         k = q
         if not mechanism.shared_qk:
             k = all_k[:, first_key : first_key + heads]
             first_key += heads
-        q, k = mechanism.prepare(q, k, first_position)
-        if mechanism.shared_qk:
-            q, v = part.to_heads(q, v)
-            q, k = unit_keys(q)
-        else:
-            q, k, v = part.to_heads(q, k, v)
-        offset = context.head_offset + first + part.way * (heads // part.ways)
-        local = dataclasses.replace(context, head_offset=offset, rng=rng, part=part)
-        dropout = mechanism.pair_dropout(q, local)
-        yield kind, AttentionInputs(q, k, v, padding.key_mask, padding.segments, causal, dropout), local
+        own = dataclasses.replace(context, head_offset=context.head_offset + first)
+        yield kind, *start_exchange(mechanism, (q, k, v), padding, causal, own, first_position)()
         first += heads
+
+
+def start_exchange(
+    mechanism: Attention,
+    projected: tuple[Tensor, Tensor, Tensor],
+    padding: Padding,
+    causal: bool,
+    context: AttentionContext,
+    first_position: int,
+) -> Callable[[], tuple[AttentionInputs, AttentionContext]]:
+    """Start sending all q, k, v (B, H, L, D) of a mechanism to the ranks of their heads. Returns a function that waits
+    for this rank's. context: with the first of all H heads.
+    """
+    q, k, v = projected
+    heads = q.shape[1]
+    part = mechanism.part_of(padding.part, heads)
+    q, k = mechanism.prepare(q, k, first_position)
+    arrive = part.start_to_heads(*((q, v) if mechanism.shared_qk else (q, k, v)))
+    offset = context.head_offset + part.way * (heads // part.ways)
+    local = dataclasses.replace(context, head_offset=offset, rng=context.rng.at(0), part=part)
+
+    def arrived() -> tuple[AttentionInputs, AttentionContext]:
+        q, *keys, v = arrive()
+        q, k = (q, *keys) if keys else unit_keys(q)
+        dropout = mechanism.pair_dropout(q, local)
+        return AttentionInputs(q, k, v, padding.key_mask, padding.segments, causal, dropout), local
+
+    return arrived
 
 
 def to_tokens(output: AttentionOutput, part: SequencePart) -> Tensor:

@@ -6,6 +6,7 @@ B batch, H heads, L length, D head dim, S ranks that share a sequence, W ways in
 ranks that have the same heads.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
@@ -112,13 +113,23 @@ class SequencePart:
 
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """(B, H, L/S, D) each, of all heads, to (B, H/W, L, D) each, of this rank's heads. One message."""
+        return self.start_to_heads(*tensors)()
+
+    def start_to_heads(self, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        """Start `to_heads`. Returns a function that waits for its result."""
         if self.size == 1:
-            return tensors
+            return lambda: tensors
         by_way = [x.transpose(1, 2).unflatten(2, (self.ways, 1, -1)).movedim((2, 3, 1), (0, 1, 2)) for x in tensors]
         sent = torch.stack([x.expand(-1, self.copies, *x.shape[2:]) for x in by_way], dim=3).flatten(0, 1)
         # (S, L/S, n, B, H/W, D): tokens before heads, so that all tokens are a view of what arrives
-        received = _Exchange.apply(sent, self.group).flatten(0, 1)
-        return tuple(x.permute(1, 2, 0, 3) for x in received.unbind(1))
+        works: list[Any] = []
+        received = _Exchange.apply(sent, self.group, None, works).flatten(0, 1)
+
+        def arrive() -> tuple[Tensor, ...]:
+            works.pop().wait()
+            return tuple(x.permute(1, 2, 0, 3) for x in received.unbind(1))
+
+        return arrive
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """Back: (B, H/W, L, D), which C ranks have alike, to (B, H, L/S, D). Each token comes from one of them."""
@@ -150,9 +161,9 @@ class DecodingPart(SequencePart):
         """x itself: of tokens, which are all here."""
         return x
 
-    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def start_to_heads(self, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         """(B, H, n, D) each, of all heads, to (B, H/W, n, D) each, of this rank's heads."""
-        return tuple(self.local_part(x, 1) for x in tensors)
+        return lambda: tuple(self.local_part(x, 1) for x in tensors)
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """Back: (B, H/W, n, D) of each rank to (B, H, n, D), on every rank."""
@@ -162,17 +173,22 @@ class DecodingPart(SequencePart):
 class _Exchange(torch.autograd.Function):
     """Exchange of pieces x (n, ...), one for each rank, or for each of those that are given: the first piece goes to
     the first of them, and what came from it is the first piece. Its own adjoint.
+
+    works: a list that gets the handle to wait for; without one the forward waits, as the backward does.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: torch.distributed.ProcessGroup, ranks: list[bool] | None = None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, group: torch.distributed.ProcessGroup, ranks: list[bool] | None = None,
+        works: list[Any] | None = None,
+    ) -> Tensor:  # fmt: skip
         ctx.group, ctx.ranks = group, ranks
-        return _exchanged(x, group, ranks)
+        return _exchanged(x, group, ranks, works)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchanged(grads[0], ctx.group, ctx.ranks), None, None
+        return _exchanged(grads[0], ctx.group, ctx.ranks), None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -195,10 +211,15 @@ class _Gather(torch.autograd.Function):
         return _exchanged(grads[0], ctx.group, None).sum(0), None
 
 
-def _exchanged(x: Tensor, group: torch.distributed.ProcessGroup, ranks: list[bool] | None) -> Tensor:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+def _exchanged(
+    x: Tensor, group: torch.distributed.ProcessGroup, ranks: list[bool] | None, works: list[Any] | None = None
+) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
     sizes = None if ranks is None or all(ranks) else [int(counts) for counts in ranks]
-    torch.distributed.all_to_all_single(out, x.contiguous(), sizes, sizes, group=group)
+    work = torch.distributed.all_to_all_single(out, x, sizes, sizes, group=group, async_op=works is not None)
+    if works is not None:
+        works.append(work)
     return out
 
 

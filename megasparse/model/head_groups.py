@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasparse.attention.contract import AttentionContext
-from megasparse.attention.heads import AttentionLayer, merge_heads, split_heads, split_heads_by_mechanism, to_tokens
+from megasparse.attention.contract import AttentionContext, AttentionInputs
+from megasparse.attention.heads import AttentionLayer, merge_heads, split_heads, start_exchange, to_tokens
 from megasparse.model.branch import Branch, Pass, Residual, Tiles, cut, inside
 from megasparse.ops.operator import Function, at_least_fp32, autocast_off, remember_autocast
 from megasparse.ops.tiled import GradientSums
@@ -26,6 +26,8 @@ from megasparse.ops.tiled import GradientSums
 READING = ("norm", "query", "key", "value", "query_norm", "key_norm")
 """Parts of a branch that read the stream."""
 Weights = dict[str, Tensor]
+Arrive = Callable[[], tuple[AttentionInputs, AttentionContext]]
+"""Waits for what a group's mechanism is called with."""
 Write = Callable[[int, Tensor], None]
 """Takes the output of a group, (B, T, E), on the tile of a number."""
 
@@ -51,9 +53,10 @@ class HeadGroups:
         """Attend. Returns the auxiliary loss and the statistics, means over the groups."""
         total: Tensor | None = None
         statistics: dict[str, Tensor] = {}
-        for group in self._groups():
+        for group, heads, arrive in self._exchanges():
+            out, auxiliary, means = self._attend(group, arrive)
+            del heads, arrive
             weights = self._weights(group, self._piece)
-            out, auxiliary, means = self._attend(group, *self._project_all(weights))
             for number, tile in enumerate(out.tensor_split(len(self.tiles), dim=2)):
                 write(number, _output(tile, weights))
             del out
@@ -73,11 +76,9 @@ class HeadGroups:
         write: takes the output once more. grad: the gradient of the output on a tile.
         """
         sums = GradientSums(self.weights)
-        for group in self._groups():
-            weights = self._weights(group, self._piece)
-            leaves = [x.requires_grad_() for x in self._project_all(weights)]
+        for group, leaves, arrive in self._exchanges(again=True):
             with torch.enable_grad():
-                out, auxiliary, _ = self._attend(group, *leaves)
+                out, auxiliary, _ = self._attend(group, arrive)
             d_out = self._output_again(out.detach(), group, sums, write, grad)
             outputs, grads = [out], [d_out]
             if auxiliary is not None and d_auxiliary is not None and auxiliary.requires_grad:
@@ -86,7 +87,7 @@ class HeadGroups:
                 if name.startswith(f"attention.mechanisms.{group.kind}."):
                     sums.itself(name)
             d_heads = sums.take(outputs, grads, leaves)
-            del out, d_out, outputs, grads, auxiliary, leaves
+            del out, d_out, outputs, grads, auxiliary, leaves, arrive
             self._project_again(d_heads, group, sums, dx)
             del d_heads
         return sums
@@ -186,20 +187,38 @@ class HeadGroups:
             start += x.shape[1]
         return whole
 
-    def _attend(
-        self, group: HeadGroup, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+    def _exchanges(self, again: bool = False) -> Iterator[tuple[HeadGroup, tuple[Tensor, ...], Arrive]]:
+        """Yield the groups with their queries, keys and values, on their way to the ranks that have their heads. Where
+        ranks share sequences, those of the next group are sent while one attends.
+
+        again: for a backward, with gradients of the queries, keys and values.
+        """
+        ahead = int(self.run.padding.part.size > 1)
+        started: list[tuple[HeadGroup, tuple[Tensor, ...], Arrive]] = []
+        for group in self._groups():
+            started.append(self._start(group, again))
+            if len(started) > ahead:
+                yield started.pop(0)
+        while started:  # not `yield from`, which would keep the last group's tensors
+            yield started.pop()
+
+    def _start(self, group: HeadGroup, again: bool) -> tuple[HeadGroup, tuple[Tensor, ...], Arrive]:
         layer, run = self.layer, self.run
-        mechanism = layer.mechanism(group.kind)
         part = replace(run.padding.part, groups=layer.groups, number=group.number)
         decisions = run.recompute["attention", self.branch.layer]
         context = AttentionContext(self.branch.layer, run.rng, group.first, decisions, run.targets, tokens=run.tokens)
-        ((_, inputs, local),) = split_heads_by_mechanism(
-            {group.kind: mechanism}, {group.kind: group.heads}, (q, k, v), replace(run.padding, part=part),
-            layer.causal, context, run.rng.first,
-        )  # fmt: skip
-        with autocast_off(q):
-            output = mechanism(self.tiles[0], inputs, local)
+        q, k, v = (x.requires_grad_(again) for x in self._project_all(self._weights(group, self._piece)))
+        with torch.set_grad_enabled(again):
+            arrive = start_exchange(
+                layer.mechanism(group.kind), (q, k, v), replace(run.padding, part=part), layer.causal, context,
+                run.rng.first,
+            )  # fmt: skip
+        return group, (q, k, v), arrive
+
+    def _attend(self, group: HeadGroup, arrive: Arrive) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        inputs, local = arrive()
+        with autocast_off(inputs.q):
+            output = self.layer.mechanism(group.kind)(self.tiles[0], inputs, local)
         return to_tokens(output, local.part), output.auxiliary_loss, output.statistics
 
 

@@ -120,7 +120,10 @@ class Plan:
         )
         tokens = training.micro_batch * part
         if self.config.parallel.sequence > 1:  # q, k, v and out, once more as they are sent
-            rank.device["all-to-all"] = int(4 * tokens * model.heads * head_dim(model) * self.states.size)
+            groups = model.attention.head_groups
+            # Groups: q, k, v received, and those of the next group, projected, sent and received
+            exchanged = 4 if groups == 1 else max(4, 12 / groups)
+            rank.device["all-to-all"] = int(exchanged * tokens * model.heads * head_dim(model) * self.states.size)
         rank.device["CUDA context, libraries (assumed)"] = RESERVE
         if model.activations == "checkpoint_cpu":
             rank.host["offloaded activations"] = int(tokens * model.layers * model.d_model * 4)

@@ -5,7 +5,10 @@ import torch
 import torch.distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megasparse.attention.full import FullAttention
 from megasparse.attention.sequence_part import SequencePart
+from megasparse.model.build import build_model
+from tests.helpers.models import attention, random_tokens, small, training_draws
 from tests.helpers.peak_memory import PeakMemory
 
 RANKS, LENGTH, DIM = 4, 6, 8
@@ -23,7 +26,7 @@ class Allocations(PeakMemory):
 
 @pytest.fixture
 def part():
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=RANKS)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     yield SequencePart.of(torch.distributed.group.WORLD)
     torch.distributed.destroy_process_group()
 
@@ -54,3 +57,23 @@ def test_a_gather_makes_only_what_it_returns(part):
         whole = part.gather(x, 1)
     assert whole.shape == (1, LENGTH * RANKS, DIM)
     assert memory.made == whole.numel() * 4
+
+
+@pytest.mark.parametrize("activations", ["stored", "reversible"])
+def test_the_next_group_of_heads_is_sent_while_one_attends(part, monkeypatch, activations):
+    events, exchange, attend = [], torch.distributed.all_to_all_single, FullAttention.forward
+    monkeypatch.setattr(
+        torch.distributed, "all_to_all_single", lambda *a, **k: events.append("exchange") or exchange(*a, **k)
+    )
+    monkeypatch.setattr(FullAttention, "forward", lambda *a: events.append("attend") or attend(*a))
+    heads = attention("full").model_copy(update={"head_groups": 3})
+    blocks = {"activations": activations, "blocks": "reversible" if activations == "reversible" else "ordinary"}
+    model = build_model(small(heads=12, d_model=36, layers=1, attention=heads, positions={"kind": "none"}, **blocks), 0)
+    objective, _ = model(random_tokens(1, LENGTH), training_draws(1), divisor=1.0, sequence=part.group)
+    ahead, end = ["exchange", "exchange", "attend"], ["exchange"]
+    assert events == [*ahead, *ahead, *end, "attend", *end]  # heads of 1 and 2, attend 1; outputs of 1, heads of 3, ...
+    events.clear()
+    objective.backward()
+    gradients = ["exchange", "exchange"]
+    done = [*end, *gradients]
+    assert events == [*ahead, *done, "exchange", "attend", *done, "attend", *done]
