@@ -223,7 +223,11 @@ def train(run: TrainingRun) -> RunResult:
             **_evaluate(run, step),
         }
         tracker.log(step, scalars)
-        _report_trouble(run, step, result, spike)
+        if not result.applied:
+            problem = f"(not finite): loss {result.loss}, gradient norm {result.grad_norm}"
+            tracker.event(step, f"STEP {step} SKIPPED on all ranks {problem}")
+        elif spike:
+            tracker.event(step, f"step {step}: loss spike, {result.loss}")
         if state.guard.skipped_in_a_row >= MAX_SKIPPED:
             raise TrainingError(
                 f"step {step}: {state.guard.skipped_in_a_row} steps in a row were not applied, "
@@ -332,11 +336,3 @@ def _evaluate(run: TrainingRun, step: int) -> dict[str, float]:
         else:
             scalars[name] = value
     return scalars
-
-
-def _report_trouble(run: TrainingRun, step: int, result: StepResult, spike: bool) -> None:
-    if not result.applied:
-        problem = f"(not finite): loss {result.loss}, gradient norm {result.grad_norm}"
-        run.tracker.event(step, f"STEP {step} SKIPPED on all ranks {problem}")
-    elif spike:
-        run.tracker.event(step, f"step {step}: loss spike, {result.loss}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from megasparse.callbacks import never
-from megasparse.config.schema import RunConfig, RunSettings
+from megasparse.config.schema import RunSettings
 from megasparse.data.batches import Steps
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import RunIdentity
@@ -103,11 +103,26 @@ def open_training(
 ) -> Iterator[TrainingRun]:
     """Wire a run. All ranks call it together.
 
-    resume, allow_changed_config: see `find_start`. stop_at: see `TrainingRun`. signals: see `monitored`.
+    It holds the lock of `run.directory`, and watches the ranks: a signal to any of them stops all, and one that hangs
+    ends the run.
+
+    resume, allow_changed_config: see `find_start`. stop_at: see `TrainingRun`. signals: those of a process that belongs
+    to the run. Without them, as in a notebook, no signal stops the run, and a single process is not watched, because
+    the watchdog could only end it.
+
     Raises what `run_lock`, `find_start` and `build_engine` raise, and MemoryShortage, also for what is raised inside.
     """
-    config = recipe.identity.config
-    with monitored(config.run, ranks, signals) as hooks, ExitStack() as opened:
+    config, hooks = recipe.identity.config, RunHooks()
+    directory, launch = Path(config.run.directory), ranks.gather(uuid.uuid4().hex)[0]
+    with run_lock(directory, ranks), ExitStack() as opened:
+        if signals is not None or ranks.world_size > 1:
+            signalled = (lambda: signals.wanted is not None) if signals else never
+            heartbeats, timeout = directory / HEARTBEATS, config.run.hang_timeout
+            watchdog = Watchdog(heartbeats, launch, ranks.rank, ranks.world_size, timeout, signalled)
+            opened.enter_context(watchdog)
+            stop_wanted = lambda: signalled() or watchdog.stop_elsewhere()  # noqa: E731
+            trace_wanted = signals.trace_wanted if signals else never
+            hooks = RunHooks(stop_wanted, watchdog.progress, watchdog.alive, trace_wanted)
         engine: Engine | None = None
         try:
             start = find_start(recipe.identity, ranks, hooks, resume=resume, allow_changed_config=allow_changed_config)
@@ -124,27 +139,4 @@ def open_training(
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            raise shortage(error, engine, ranks, Path(config.run.directory)) from None
-
-
-@contextmanager
-def monitored(run: RunConfig, ranks: Ranks, signals: StopSignals | None) -> Iterator[RunHooks]:
-    """Lock `run.directory` and watch the ranks: a signal to any of them stops all, and one that hangs ends the run.
-
-    signals: those of a process that belongs to the run. Without them, as in a notebook, no signal stops the run, and a
-    single process is not watched, because the watchdog could only end it.
-
-    Raises UserError, the same on every rank, where another run holds the folder.
-    """
-    directory = Path(run.directory)
-    launch = ranks.gather(uuid.uuid4().hex)[0]
-    with run_lock(directory, ranks):
-        if signals is None and ranks.world_size == 1:
-            yield RunHooks()
-            return
-        signalled = (lambda: signals.wanted is not None) if signals else never
-        watchdog = Watchdog(directory / HEARTBEATS, launch, ranks.rank, ranks.world_size, run.hang_timeout, signalled)
-        with watchdog:
-            stop_wanted = lambda: signalled() or watchdog.stop_elsewhere()  # noqa: E731
-            trace_wanted = signals.trace_wanted if signals else never
-            yield RunHooks(stop_wanted, watchdog.progress, watchdog.alive, trace_wanted)
+            raise shortage(error, engine, ranks, directory) from None

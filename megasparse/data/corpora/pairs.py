@@ -233,7 +233,7 @@ class Parallel(Corpus):
                     f"--{side}" if split == "train" else f"--{split}-{side}",
                     dest="source",
                     action=Files,
-                    role=_role(split, side),
+                    role=f"{split} {side}",
                     required=split == "train",
                     help=f"{split}: files with a sentence a line; .gz, .bz2 and .xz are decompressed",
                 )
@@ -263,8 +263,7 @@ class Parallel(Corpus):
         lines_of: dict[str, int] = {}
         for split in NAMES:
             counts = {
-                side: sum(1 for _ in _sentence_lines(files.get(_role(split, side), [])))
-                for side in ("source", "target")
+                side: sum(1 for _ in _sentence_lines(files.get(f"{split} {side}", []))) for side in ("source", "target")
             }
             if counts["source"] != counts["target"]:
                 problem = f"{split} has {counts['source']:,} lines of the source and {counts['target']:,} of the target"
@@ -288,7 +287,7 @@ class Parallel(Corpus):
         pairs: Iterator[tuple[bytes, bytes]] = iter(())
         for split, count in counts.items():
             if apart or split == "train":
-                sides = [_sentence_lines(files[_role(split, side)]) for side in ("source", "target")]
+                sides = [_sentence_lines(files[f"{split} {side}"]) for side in ("source", "target")]
                 pairs = zip(*sides, strict=True)
             yield split, [_pair_pieces(islice(pairs, count))]
 
@@ -313,10 +312,6 @@ class ParallelEncoder(PaddedEncoder):
                     records.append(self.padded([side, self.special.separator], length))
                 raw_bytes, words = raw_bytes + len(pair[1].encode()), words + len(pair[1].split())
         return Encoded(self.joined(records), raw_bytes, words)
-
-
-def _role(split: str, side: str) -> str:
-    return f"{split} {side}"
 
 
 def _files(source: Source, roles: Sequence[str]) -> dict[str, list[Part]]:

@@ -162,12 +162,26 @@ class RecordSource(Source):
         with Workers(reader.examine, min(workers, len(parts)), task_pieces=1) as pool:
             numbers = (str(number).encode() for number in range(len(parts)))
             files = list(tqdm(pool.map(numbers), "reading the source", len(parts), unit="file", disable=None))
-        _refuse_damaged(parts, files)
-        selected = _first_copies(files) if copies else [np.ones(len(file.lengths), dtype=bool) for file in files]
+        records = sum(file.records for file in files)
+        damaged = sum(count for file in files for unfit, count in file.unfit.items() if unfit.damaged)
+        if damaged > MOST_DAMAGED * records:
+            part, first = next((part, file) for part, file in zip(parts, files, strict=True) if file.first_damaged)
+            place, unfit = first.first_damaged or (0, EMPTY)
+            problem = (
+                f"{damaged:,} of {records:,} records are damaged, the first is record {place} here: {unfit.reason}"
+            )
+            raise DataError(
+                str(part), problem, f"Up to {MOST_DAMAGED:.0%} are left out; check the source and its column"
+            )
+        taken = np.ones(sum(len(file.lengths) for file in files), dtype=bool)
+        if copies:  # of each content the first
+            taken[:] = False
+            taken[np.unique(np.concatenate([file.copies for file in files]), return_index=True)[1]] = True
+        selected = np.split(taken, np.cumsum([len(file.lengths) for file in files])[:-1])
         total = sum(int(file.lengths[select].sum()) for file, select in zip(files, selected, strict=True))
         if not total:
-            unfit = sorted(sum((file.unfit for file in files), Counter()).items())
-            reasons = ", ".join(f"{count:,} {why.reason}" for why, count in unfit) or "no records"
+            counts = sorted(sum((file.unfit for file in files), Counter()).items())
+            reasons = ", ".join(f"{count:,} {why.reason}" for why, count in counts) or "no records"
             raise DataError(" ".join(locations), f"no text is left of it ({reasons})", "Check --source")
         digest = hashlib.sha256(b"".join(file.sha256 for file in files))
         digest.update("".join(f"{name}\0" for name in own or ()).encode())
@@ -264,24 +278,6 @@ class RecordCorpus(TextCorpus):
 def _add(digest: "hashlib._Hash", text: bytes) -> None:
     digest.update(len(text).to_bytes(LENGTH_BYTES, "little"))
     digest.update(text)
-
-
-def _first_copies(files: Sequence[Examined]) -> list[np.ndarray]:
-    """Return, for each file, which texts are the first of their content."""
-    copies = np.concatenate([file.copies for file in files])
-    first = np.zeros(len(copies), dtype=bool)
-    first[np.unique(copies, return_index=True)[1]] = True
-    return np.split(first, np.cumsum([len(file.copies) for file in files])[:-1])
-
-
-def _refuse_damaged(parts: Sequence[Part], files: Sequence[Examined]) -> None:
-    records = sum(file.records for file in files)
-    damaged = sum(count for file in files for unfit, count in file.unfit.items() if unfit.damaged)
-    if damaged > MOST_DAMAGED * records:
-        part, first = next((part, file) for part, file in zip(parts, files, strict=True) if file.first_damaged)
-        place, unfit = first.first_damaged or (0, EMPTY)
-        problem = f"{damaged:,} of {records:,} records are damaged, the first is record {place} here: {unfit.reason}"
-        raise DataError(str(part), problem, f"Up to {MOST_DAMAGED:.0%} are left out; check the source and its column")
 
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)

@@ -72,11 +72,10 @@ class WordTokenizer(Tokenizer):
 
     def encode(self, text: str | bytes) -> Tensor:
         ids, unknown, tokens = self._ids, self._unknown, list[int]()
-        *lines, rest = utf8(text).decode("utf-8", "replace").split("\n")
-        for line in lines:
+        for line in utf8(text).decode("utf-8", "replace").split("\n"):
             tokens += [ids.get(word, unknown) for word in line.split()]
             tokens.append(self.end)
-        tokens += [ids.get(word, unknown) for word in rest.split()]
+        tokens.pop()  # no line ends behind the last one
         return torch.from_numpy(np.array(tokens, dtype=np.int64))
 
     def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
