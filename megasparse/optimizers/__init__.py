@@ -6,7 +6,7 @@ A new one subclasses OptimizerSpec, with an entry in OPTIMIZERS.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +14,18 @@ from torch.optim import Adafactor, AdamW, Optimizer
 
 from megasparse.optimizers.partitioned_adafactor import PartitionedAdafactor
 
-if TYPE_CHECKING:
-    from megasparse.config.schema import OptimizerConfig
+
+class Settings(Protocol):
+    """The configuration's section `optimizer`."""
+
+    name: Any
+    learning_rate: float
+    schedule: Any
+    warmup_steps: int
+    final_fraction: float
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
 
 
 class OptimizerSpec(ABC):
@@ -28,10 +38,10 @@ class OptimizerSpec(ABC):
     the weights. False: each rank holds all of it."""
 
     @abstractmethod
-    def build(self, groups: list[dict[str, Any]], settings: "OptimizerConfig") -> Optimizer:
+    def build(self, groups: list[dict[str, Any]], settings: Settings) -> Optimizer:
         """Build the optimizer over parameter groups, each with its weight decay, at learning rate 0."""
 
-    def build_partitioned(self, groups: list[dict[str, Any]], settings: "OptimizerConfig") -> Optimizer:
+    def build_partitioned(self, groups: list[dict[str, Any]], settings: Settings) -> Optimizer:
         """Build the optimizer for vectors that hold pieces of the weights, which are all that ZeRO 1 to 3 give it.
 
         One that treats every number alike is what `build` builds.
@@ -59,7 +69,7 @@ class AdamWSpec(OptimizerSpec):
 
     bytes_per_weight = 8
 
-    def build(self, groups: list[dict[str, Any]], settings: "OptimizerConfig") -> Optimizer:
+    def build(self, groups: list[dict[str, Any]], settings: Settings) -> Optimizer:
         # fused: one pass over memory and no temporaries as large as the weights, on the CPU as on a GPU
         return AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
 
@@ -75,10 +85,10 @@ class AdafactorSpec(OptimizerSpec):
     bytes_per_weight = 0
     state_per_number = False
 
-    def build(self, groups: list[dict[str, Any]], settings: "OptimizerConfig") -> Optimizer:
+    def build(self, groups: list[dict[str, Any]], settings: Settings) -> Optimizer:
         return Adafactor(groups, lr=0.0)
 
-    def build_partitioned(self, groups: list[dict[str, Any]], settings: "OptimizerConfig") -> Optimizer:
+    def build_partitioned(self, groups: list[dict[str, Any]], settings: Settings) -> Optimizer:
         return PartitionedAdafactor(groups)
 
     def initial_state(self, weight: Tensor) -> dict[str, Tensor]:
@@ -104,7 +114,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {"adamw": AdamWSpec(), "adafactor": Adafa
 
 
 def build_optimizer(
-    parameters: Iterable[Tensor], config: "OptimizerConfig", partitioned: bool = False,
+    parameters: Iterable[Tensor], config: Settings, partitioned: bool = False,
     shapes: Iterable[Sequence[int]] | None = None,
 ) -> Optimizer:  # fmt: skip
     """Build an optimizer over `parameters`. Matrices decay, vectors (norms, biases) do not.
@@ -127,7 +137,7 @@ def build_optimizer(
     return build([group for group in groups if group["params"]], config)
 
 
-def learning_rate(step: int, steps: int, config: "OptimizerConfig") -> float:
+def learning_rate(step: int, steps: int, config: Settings) -> float:
     """Return the learning rate of optimizer step `step` (1 is the first) of a run of `steps` steps, a pure function.
 
     Linear from 0 at step 0 to the peak at `warmup_steps`; after that
