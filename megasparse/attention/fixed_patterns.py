@@ -72,10 +72,10 @@ class BlockSparseAttention(FixedPatternAttention):
         lists = [_tokens(blocks[:, None] + near, self.chunk, length)[None], first[None]]
         if (further := self.further(blocks, inputs.q.shape[1], inputs.causal, context)) is not None:
             lists = [*(x.expand(len(further), -1, -1) for x in lists), _tokens(further, self.chunk, length)]
-        out = _clusters(inputs, queries[None, None], torch.cat(lists, dim=-1)[None])
+        out, _ = _clusters(inputs, queries[None, None], torch.cat(lists, dim=-1)[None])
         if self.first and not inputs.causal:
             every_token = torch.arange(length, device=device)[None, None, None]
-            out = out + _clusters(inputs, every_token[..., : self.first], every_token)
+            out = out + _clusters(inputs, every_token[..., : self.first], every_token)[0]
         return out
 
     def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:
@@ -96,10 +96,9 @@ def _tokens(blocks: Tensor, chunk: int, length: int) -> Tensor:
     return token.masked_fill((token < 0) | (token >= length), -1)
 
 
-def _clusters(inputs: AttentionInputs, query_index: Tensor, key_index: Tensor) -> Tensor:
+def _clusters(inputs: AttentionInputs, query_index: Tensor, key_index: Tensor) -> tuple[Tensor, Tensor]:
     spec = ClusterAttentionSpec(inputs.causal, inputs.q.shape[-1] ** -0.5, count_clusters=False)
-    heads = (inputs.q, inputs.k, inputs.v)
-    return cluster_attention(*heads, query_index, key_index, spec, inputs.key_mask, dropout=inputs.dropout)[0]
+    return cluster_attention(*inputs[:3], query_index, key_index, spec, inputs.key_mask, dropout=inputs.dropout)
 
 
 class SparseTransformerAttentionConfig(MechanismSection):
@@ -148,8 +147,7 @@ class SparseTransformerAttention(FixedPatternAttention):
         rows = -(-length // stride)
         token = torch.arange(rows * stride, device=inputs.q.device)
         token = token.masked_fill(token >= length, -1).view(rows, stride).T[None, None]  # (1, 1, S, L/S)
-        spec = ClusterAttentionSpec(inputs.causal, inputs.q.shape[-1] ** -0.5, count_clusters=False)
-        return cluster_attention(inputs.q, inputs.k, inputs.v, token, token, spec, dropout=inputs.dropout)
+        return _clusters(inputs, token, token)
 
     def flops(self, length: int) -> Passes:
         """The last S positions (both ways S on either side) and every S-th one."""

@@ -301,7 +301,13 @@ class Rotary:
             return frequency
         if scaling.kind == "linear":
             return frequency / scaling.factor
-        share = self._kept_by_number(number, scaling) if scaling.kind == "yarn" else _kept_by_turns(frequency, scaling)
+        if scaling.kind == "yarn":
+            share = self._kept_by_number(number, scaling)
+        else:
+            assert scaling.original_length is not None
+            low, high = LLAMA3_TURNS
+            turns = scaling.original_length * frequency / (2 * math.pi)
+            share = ((turns - low) / (high - low)).clamp(0, 1)
         return frequency * (share + (1 - share) / scaling.factor)
 
     def _kept_by_number(self, number: Tensor, scaling: RotaryScalingConfig) -> Tensor:
@@ -313,11 +319,3 @@ class Rotary:
         )
         first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * self.half - 1)
         return 1 - ((number - first) / max(last - first, 0.001)).clamp(0, 1)
-
-
-def _kept_by_turns(frequency: Tensor, scaling: RotaryScalingConfig) -> Tensor:
-    """Share of each frequency that Llama 3's scaling leaves as it is."""
-    assert scaling.original_length is not None
-    turns = scaling.original_length * frequency / (2 * math.pi)
-    low, high = LLAMA3_TURNS
-    return ((turns - low) / (high - low)).clamp(0, 1)

@@ -67,28 +67,6 @@ REMOVED_VALUES: dict[str, dict[Any, str]] = {
 """By "Section.key" of a key that is left: each value that it has lost, and what to do."""
 
 
-def without_removed(section: type, values: dict[str, Any]) -> dict[str, Any]:
-    """Return `values` of a section of the schema without its removed keys.
-
-    Raises PydanticCustomError for a value whose feature was removed.
-    """
-    names = [base.__name__ for base in section.__mro__]
-    remaining = dict(values)
-    for key, value in values.items():
-        for name in names:
-            accepted, hint = REMOVED.get(f"{name}.{key}", (None, ""))
-            if hint:
-                if callable(accepted):
-                    accepted = accepted(values)
-                if accepted is not ANY and value not in (accepted if isinstance(accepted, tuple) else (accepted,)):
-                    raise removed_error(key, value, hint)
-                del remaining[key]
-            lost = REMOVED_VALUES.get(f"{name}.{key}", {})
-            if isinstance(value, str | int | float) and value in lost:
-                raise removed_error(key, value, lost[value])
-    return remaining
-
-
 def removed_error(key: str, value: Any, hint: str) -> PydanticCustomError:
     """Return the error of a removed key or value, which messages.py turns into a ConfigError."""
     message = "{key}: {text} was removed from megasparse. {hint}"
@@ -106,4 +84,19 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_removed_keys(cls, values: Any) -> Any:
-        return without_removed(cls, values) if isinstance(values, dict) else values
+        if not isinstance(values, dict):
+            return values
+        remaining = dict(values)
+        for key, value in values.items():
+            for name in (base.__name__ for base in cls.__mro__):
+                accepted, hint = REMOVED.get(f"{name}.{key}", (None, ""))
+                if hint:
+                    if callable(accepted):
+                        accepted = accepted(values)
+                    if accepted is not ANY and value not in (accepted if isinstance(accepted, tuple) else (accepted,)):
+                        raise removed_error(key, value, hint)
+                    del remaining[key]
+                lost = REMOVED_VALUES.get(f"{name}.{key}", {})
+                if isinstance(value, str | int | float) and value in lost:
+                    raise removed_error(key, value, lost[value])
+        return remaining
