@@ -47,10 +47,11 @@ def pretrain(args: argparse.Namespace) -> None:
     if not args.dry_run:
         signals.follow_launcher()
     # Imported when the configuration is known to be right: a mistake in it should be reported at once.
-    from megasparse.runs.pretraining import pretrain, pretrain_dry_run
+    from megasparse.planning.dry_run import dry_run_report
+    from megasparse.runs.pretraining import pretrain
 
     if args.dry_run:
-        for part in pretrain_dry_run(config):
+        for part in dry_run_report(config):
             print(part, flush=True)
         return
     options = {"resume": args.resume, "allow_changed_config": args.allow_changed_config, "stop_at": args.stop_at}

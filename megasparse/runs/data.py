@@ -150,7 +150,8 @@ def with_texts(config: Config, texts: str, ranks: Ranks) -> Config:
 def _prepare(texts: str, tokenizer: str, output: Path) -> bool:
     """Write the shards. Returns True if the texts are documents, each with a separator after it."""
     downloads, share = output / ".download", HELD_OUT[0]
-    if _are_json_lines(Path(texts)):
+    files = Path(texts).rglob("*") if Path(texts).is_dir() else [Path(texts)]
+    if any(file.name.lower().endswith(tuple(JSON_SUFFIXES)) for file in files):
         corpus, documents = "jsonl", True
         options = _options(corpus, texts, tokenizer, share)
         source = CORPORA[corpus].open([texts], None, downloads, options, 1)
@@ -164,12 +165,6 @@ def _prepare(texts: str, tokenizer: str, output: Path) -> bool:
     sample, command = options.pop("sample_bytes"), "megasparse pretrain --data"
     prepare(corpus, source, output, options=options, sample_bytes=sample, shard_bytes=SHARD, command=command)
     return documents
-
-
-def _are_json_lines(path: Path) -> bool:
-    """True if a file, or any file of a folder, is named as JSON lines are."""
-    files = path.rglob("*") if path.is_dir() else [path]
-    return any(file.name.lower().endswith(tuple(JSON_SUFFIXES)) for file in files)
 
 
 def _options(corpus: str, texts: str, tokenizer: str, share: int, *flags: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.ops.random import RngContext
 from megasparse.planning.flops import warn_if_long
 from megasparse.planning.states import require_fit
+from megasparse.tasks.batches import fingerprint
 from megasparse.tasks.evaluate import selection_of, validation
 from megasparse.tasks.memory_check import HINT, predict
 from megasparse.tasks.run import TaskRun, open_run
@@ -50,7 +51,7 @@ def finetune(
 
     tokenizer = {"name": task.start.tokenizer.name, "sha256": task.start.tokenizer.sha256}
     recipe = Recipe(
-        RunIdentity(config, task.fingerprint, tokenizer),
+        RunIdentity(config, fingerprint(task.train), tokenizer),
         make_rng=partial(RngContext, config.run.seed, training=True),
         build_model=lambda: task.model,
         open_data=lambda position, hooks: task.batches(ranks, position),

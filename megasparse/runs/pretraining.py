@@ -1,7 +1,6 @@
 """A pretraining run, top to bottom: shards, model, engine, evaluation, loop."""
 
 import sys
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -86,15 +85,6 @@ def pretrain(
         result = train(run)
     ranks.stop()
     return result
-
-
-def pretrain_dry_run(config: Config) -> Iterator[str]:
-    """Plan a run and take one step on dummy data in this process, which writes nothing. Yields each part when it is
-    known.
-    """
-    from megasparse.planning.dry_run import dry_run_report
-
-    return dry_run_report(config)
 
 
 def require_room(config: Config, ranks: Ranks) -> None:

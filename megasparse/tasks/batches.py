@@ -256,6 +256,8 @@ class Inputs(Movable):
     """One sequence an example, or two where the task has towers."""
     labels: Tensor | None
     """(B,) int64 classes or fp32 numbers; None where the files have no labels."""
+    marks: Tensor | None = None
+    """Places, int64 (B, K), where a choice reads the scores of each example's own candidates, then -1."""
 
     def numel(self) -> int:
         """Number of tokens read, without padding."""

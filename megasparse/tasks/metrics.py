@@ -96,14 +96,6 @@ def _ndcg(clicked: tuple[int, ...], scores: tuple[float, ...], k: int) -> float:
     return float(ndcg_score([clicked], [order], k=k))
 
 
-RANKING_METRICS = {
-    "auc": _mean(_auc),
-    "mrr": _mean(_mrr),
-    "ndcg5": _mean(partial(_ndcg, k=5)),
-    "ndcg10": _mean(partial(_ndcg, k=10)),
-}
-
-
 CACHED_PAIRS = 1 << 17
 """Number of pairs of texts whose statistics are cached at most."""
 BLEUS: dict[str, dict[str, Any]] = {
@@ -137,13 +129,6 @@ def _mean_rouge(labels: np.ndarray, predicted: np.ndarray, name: str) -> float:
     letters a to z and digits alone: it is a measure of English.
     """
     return float(np.mean([_rouge(label, answer)[name] for label, answer in zip(labels, predicted, strict=True)]))
-
-
-TEXT_METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
-    **{name: partial(_bleu, name=name) for name in BLEUS},
-    "chrf": _chrf,
-    **{name: partial(_mean_rouge, name=name) for name in ROUGE_TYPES},
-}
 
 
 def signature(name: str) -> str | None:
@@ -230,8 +215,13 @@ def _of_labels(labels: np.ndarray, predicted: np.ndarray, name: str) -> float:
 
 METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     **{name: partial(_of_labels, name=name) for name in (*SKLEARN, "pearson", "spearman")},
-    **TEXT_METRICS,
-    **RANKING_METRICS,
+    **{name: partial(_bleu, name=name) for name in BLEUS},
+    "chrf": _chrf,
+    **{name: partial(_mean_rouge, name=name) for name in ROUGE_TYPES},
+    "auc": _mean(_auc),
+    "mrr": _mean(_mrr),
+    "ndcg5": _mean(partial(_ndcg, k=5)),
+    "ndcg10": _mean(partial(_ndcg, k=10)),
 }
 """(labels (N,), answers (N,)) -> the metric: class numbers, numbers, or objects of another form, of these texts. A
 correlation with a constant, which is not defined, is 0. BLEU and chrF go from 0 to 100, as everyone gives them, ROUGE

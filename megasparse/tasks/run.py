@@ -20,7 +20,7 @@ from megasparse.data.order import permutation
 from megasparse.errors import CheckpointError, ConfigError, DataError, did_you_mean
 from megasparse.tasks import build_task
 from megasparse.tasks.backbones import add_adapters
-from megasparse.tasks.batches import Encoded, Encoder, ExampleBatches, fingerprint
+from megasparse.tasks.batches import Encoded, Encoder, ExampleBatches
 from megasparse.tasks.form import Form, form_of
 from megasparse.tasks.forms.texts import TokenBatches, packed, sizes_of
 from megasparse.tasks.metrics import require_metrics
@@ -125,11 +125,6 @@ class TaskRun:
     train: Sequence[Encoded]
     validation: Sequence[Encoded]
 
-    @property
-    def fingerprint(self) -> str:
-        """The sha256 of the training examples."""
-        return fingerprint(self.train)
-
     def batches(self, ranks: Ranks, position: int) -> Steps:
         """Return this rank's steps from the global sample number `position` on. Raises ConfigError if the ranks cannot
         share out training.global_batch.
@@ -221,40 +216,26 @@ def labelled(examples: Iterable[Example], name: str, source: str | Path) -> Iter
         raise DataError(source, f"has no {name} examples", "Give files that have some")
 
 
-def scheduled(config: FinetuneConfig, number: int, batch: int | None = None) -> FinetuneConfig:
-    """Return the configuration with the numbers of steps that depend on the number of training examples or packs.
-    batch: number of these per step; None takes training.global_batch.
+def _resolved(config: FinetuneConfig, task: Task, start: Start, model: Any, train: Sequence[Any]) -> FinetuneConfig:
+    """Return the configuration completed from data and weights: numbers of steps that depend on the number of training
+    examples, of which a pack of tokens counts as one, are those of the first epoch.
     """
     training, optimizer, evaluation = config.training, config.optimizer, config.evaluation
-    batch = batch or training.global_batch
-    epoch = math.ceil(number / batch)
-    steps = training.steps
+    number, batch, steps = len(train), training.global_batch, training.steps
+    if training.batch_unit == "tokens":
+        number = len(packed(sizes_of(train, training.micro_batch), training.micro_batch, config.run.seed, 0))
+        batch = max(1, training.global_batch // training.micro_batch)
     if training.epochs:
         steps = max(1, math.ceil(training.epochs * number / batch))
     warmup = round(optimizer.warmup_fraction * steps) if optimizer.warmup_fraction else optimizer.warmup_steps
-    return config.model_copy(
-        update={
-            "training": training.model_copy(update={"steps": steps}),
-            "optimizer": optimizer.model_copy(update={"warmup_steps": warmup}),
-            "evaluation": evaluation.model_copy(update={"every": evaluation.every or epoch}),
-        }
-    )
-
-
-def _resolved(config: FinetuneConfig, task: Task, start: Start, model: Any, train: Sequence[Any]) -> FinetuneConfig:
-    """Return the configuration completed from data and weights. Epochs of packs count as long as the first."""
-    training = config.training
-    if training.batch_unit == "tokens":
-        packs = packed(sizes_of(train, training.micro_batch), training.micro_batch, config.run.seed, 0)
-        config = scheduled(config, len(packs), max(1, training.global_batch // training.micro_batch))
-    else:
-        config = scheduled(config, len(train))
-    metric = config.evaluation.metric or task.metrics[0]
-    return config.model_copy(
-        update={
-            "start": config.start.model_copy(update={"sha256": start.sha256}),
-            "task": task.resolved(),
-            "head": config.head.model_copy(update={"pooling": getattr(model, "pooling", None)}),
-            "evaluation": config.evaluation.model_copy(update={"metric": metric}),
-        }
-    )
+    changes = {
+        "training": {"steps": steps},
+        "optimizer": {"warmup_steps": warmup},
+        "evaluation": {
+            "every": evaluation.every or math.ceil(number / batch), "metric": evaluation.metric or task.metrics[0],
+        },
+        "start": {"sha256": start.sha256},
+        "head": {"pooling": getattr(model, "pooling", None)},
+    }  # fmt: skip
+    sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
+    return config.model_copy(update={**sections, "task": task.resolved()})

@@ -11,9 +11,10 @@ import pytest
 from megasparse.cli.main import main
 from megasparse.config.load import build_config
 from megasparse.errors import CheckpointError
+from megasparse.planning.dry_run import dry_run_report
 from megasparse.runs import quickstart as steps
 from megasparse.runs.finetuning import finetune, finetune_dry_run
-from megasparse.runs.pretraining import pretrain, pretrain_dry_run
+from megasparse.runs.pretraining import pretrain
 from megasparse.training.run import RunResult
 from megasparse.training.stopping.signals import STOPPING
 from tests.helpers.finetuning import bert, configured, reviews
@@ -32,7 +33,7 @@ def test_pretraining_goes_on_where_it_stopped(tmp_path):
         "training": {"steps": 3, "global_batch": 2, "micro_batch": 2},
     }
     config = build_config(settings, [])
-    plan, _, trial = pretrain_dry_run(config)  # what needs no step comes before the step
+    plan, _, trial = dry_run_report(config)  # what needs no step comes before the step
     assert "planned" in plan and "untrained" in trial and not run.exists()
     handlers = [signal.getsignal(number) for number in STOPPING]
     assert pretrain(config, stop_at=2) == RunResult(run, 2, complete=False)

@@ -4,7 +4,7 @@ B batch, L length, E width, C classes (1 for a number), K candidates.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ from megasparse.tasks.batches import (
     Encoded,
     Encoder,
     Inputs,
-    Movable,
     Padded,
     Segments,
     collate,
@@ -41,6 +40,13 @@ def draw_normal(weight: Tensor, deviation: float, seed: int, *purpose: str) -> N
     """Fill a weight with normal draws: a pure function of seed and purpose."""
     generator = torch.Generator().manual_seed(derive(seed, *purpose) >> 1)
     weight.copy_(torch.randn(weight.shape, generator=generator) * deviation)
+
+
+def dropped(x: Tensor, rate: float, rng: RngContext, purpose: str) -> Tensor:
+    """Apply dropout to states (B, L, E) in training, by draws for this purpose."""
+    if not rng.training:
+        return x
+    return dropout(x, rate, rng.key(-1, purpose), rng.rows(x.shape[1], x.device))
 
 
 def mean_of(costs: Tensor | None, predicted: Tensor, rng: RngContext) -> tuple[Tensor, dict[str, Any]]:
@@ -76,15 +82,10 @@ class Head(nn.Module):
         if self.towers:
             u, v = pooled
             x = torch.cat([u, v, u * v, u - v], dim=-1)
-        x = self._dropped(x.to(self.dense.weight.dtype), self.rate_before, rng, "head dropout")
-        x = self._dropped(torch.tanh(self.dense(x)), self.rate, rng, "second head dropout")
-        return self.output(x).float()
-
-    @staticmethod
-    def _dropped(x: Tensor, rate: float, rng: RngContext, purpose: str) -> Tensor:
-        if not rng.training:
-            return x
-        return dropout(x.unsqueeze(1), rate, rng.key(-1, purpose), rng.rows(1, x.device)).squeeze(1)
+        x = x.to(self.dense.weight.dtype).unsqueeze(1)
+        x = dropped(x, self.rate_before, rng, "head dropout").squeeze(1)
+        x = torch.tanh(self.dense(x)).unsqueeze(1)
+        return self.output(dropped(x, self.rate, rng, "second head dropout").squeeze(1)).float()
 
 
 class TaskModel(nn.Module):
@@ -212,20 +213,6 @@ class EncodedChoice(Encoded):
         yield self.marks.tobytes()
 
 
-@dataclass(frozen=True)
-class ChoiceBatch(Movable):
-    """A micro-batch of questions."""
-
-    inputs: Inputs
-    """The sequences, one an example; labels are numbers of candidates."""
-    marks: Tensor
-    """Places, int64 (B, K): the marks of each example's own candidates, then -1."""
-
-    def numel(self) -> int:
-        """Number of tokens read, without padding."""
-        return self.inputs.numel()
-
-
 class ChoiceModel(nn.Module):
     """Model that scores the candidates of a question: a candidate's score is w·dropout(h), h the body's final state at
     its mark, as Longformer's model of WikiHop has it (Beltagy et al. 2020); p = softmax of the scores of an example's
@@ -241,33 +228,32 @@ class ChoiceModel(nn.Module):
         self.output = nn.Linear(body.width, 1, bias=False)  # a softmax does not see a bias
         draw_normal(self.output.weight, DEVIATION, seed, "initial head", "choice")
 
-    def forward(self, batch: ChoiceBatch, rng: RngContext) -> tuple[Tensor, dict[str, Any]]:
+    def forward(self, inputs: Inputs, rng: RngContext) -> tuple[Tensor, dict[str, Any]]:
         """Return the objective, mean cross-entropy of an example in nats plus auxiliary losses; and the statistics of
         tasks/form.py, each example with weight 1, and `accuracy`. `predicted` is (its K,) fp32 for each example.
         Without labels the loss is 0.
         """
-        scores, auxiliary = self.scores(batch, rng)
-        labels = batch.inputs.labels
+        scores, auxiliary = self.scores(inputs, rng)
+        labels, marks = inputs.labels, inputs.marks
         costs = None if labels is None else F.cross_entropy(scores, labels, reduction="none")
         loss, statistics = mean_of(costs, scores, rng)
         if labels is not None:
             statistics["accuracy"] = (scores.argmax(1) == labels).float().mean()
-        if not rng.training:
-            counts = (batch.marks >= 0).sum(1).tolist()
+        if not rng.training and marks is not None:
+            counts = (marks >= 0).sum(1).tolist()
             statistics["predicted"] = [row[:count] for row, count in zip(scores, counts, strict=True)]
         weight: Any = self.body.task_weight
         return weight * loss + auxiliary, statistics
 
-    def scores(self, batch: ChoiceBatch, rng: RngContext) -> tuple[Tensor, Tensor]:
+    def scores(self, inputs: Inputs, rng: RngContext) -> tuple[Tensor, Tensor]:
         """Return the scores (B, K) fp32, -inf if an example has no such candidate; and the auxiliary losses."""
-        states, auxiliary = self.body(batch.inputs.sequences[0], rng, None)
+        states, auxiliary = self.body(inputs.sequences[0], rng, None)
+        marks = inputs.marks
+        assert marks is not None
         rows = torch.arange(len(states), device=states.device).unsqueeze(1)
-        marked = states[rows, batch.marks.clamp(min=0)].to(self.output.weight.dtype)
-        if rng.training:
-            key, rows = rng.key(-1, "choice dropout"), rng.rows(marked.shape[1], marked.device)
-            marked = dropout(marked, self.rate, key, rows)
-        scores = self.output(marked).squeeze(-1).float()
-        return scores.masked_fill(batch.marks < 0, -torch.inf), auxiliary
+        marked = states[rows, marks.clamp(min=0)].to(self.output.weight.dtype)
+        scores = self.output(dropped(marked, self.rate, rng, "choice dropout")).squeeze(-1).float()
+        return scores.masked_fill(marks < 0, -torch.inf), auxiliary
 
 
 DUMMY_CANDIDATES = 79
@@ -336,17 +322,17 @@ class ChoiceForm(Form):
     def model(self, body: Backbone) -> ChoiceModel:
         return ChoiceModel(body, self.config.head.dropout, self.config.run.seed)
 
-    def collate(self, examples: Sequence[Any]) -> ChoiceBatch:
+    def collate(self, examples: Sequence[Any]) -> Inputs:
         marks = np.full((len(examples), max(len(example.marks) for example in examples)), -1)
         for row, example in enumerate(examples):
             marks[row, : len(example.marks)] = example.marks
-        return ChoiceBatch(collate(examples, self.config.task.max_length), torch.from_numpy(marks))
+        return replace(collate(examples, self.config.task.max_length), marks=torch.from_numpy(marks))
 
-    def dummy_batch(self, body: Backbone, batch: int, length: int) -> ChoiceBatch:
+    def dummy_batch(self, body: Backbone, batch: int, length: int) -> Inputs:
         """Random tokens and many candidates, of which the first is right."""
         read = dummy_tokens(body.vocabulary, batch, length)
         marks = torch.arange(min(DUMMY_CANDIDATES, int(read.lengths[0]))).repeat(batch, 1)
-        return ChoiceBatch(Inputs((read,), torch.zeros(batch, dtype=torch.int64)), marks)
+        return Inputs((read,), torch.zeros(batch, dtype=torch.int64), marks)
 
     def answer(self, example: Encoded, predicted: np.ndarray) -> int:
         """The candidate of the highest score; of equal ones the first."""

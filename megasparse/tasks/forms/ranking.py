@@ -22,7 +22,7 @@ from megasparse.config.finetuning import HeadConfig, RecommendationConfig
 from megasparse.config.schema import ModelConfig, PositionsConfig
 from megasparse.errors import ConfigError
 from megasparse.model.build import initialise
-from megasparse.ops.random import RngContext, derive, dropout, random_bits
+from megasparse.ops.random import RngContext, derive, random_bits
 from megasparse.tasks.backbones import Backbone
 from megasparse.tasks.batches import (
     Counts,
@@ -38,7 +38,7 @@ from megasparse.tasks.batches import (
     side_by_side,
 )
 from megasparse.tasks.form import Form
-from megasparse.tasks.forms.labels import draw_normal
+from megasparse.tasks.forms.labels import draw_normal, dropped
 from megasparse.tasks.task import Example
 
 HISTORY_LAYER = -2
@@ -166,7 +166,7 @@ class NewsRecommender(nn.Module):
         rng_of_news = replace(rng, samples=batch.numbers[needed])
         states, auxiliary = self.body(read, rng_of_news, popular)
         real = _first(read.lengths, read.tokens.shape[1])
-        pooled = self.news_pooling(self._dropped(states, rng_of_news, "news dropout"), real)
+        pooled = self.news_pooling(dropped(states, self.rate, rng_of_news, "news dropout"), real)
         vectors = pooled.new_zeros(len(news.tokens), self.body.width).index_copy(0, needed, pooled)
         users, further = self._users(vectors[batch.history], mask, rng)
         return vectors, users, auxiliary + further
@@ -178,14 +178,9 @@ class NewsRecommender(nn.Module):
         x = torch.where(mask.unsqueeze(-1), clicked, 0.0).to(self.attention.query.weight.dtype)
         context = AttentionContext(HISTORY_LAYER, rng)
         out, auxiliary, *_ = self.attention(x, context, Padding(None if bool(visible.all()) else visible))
-        users = self.user_pooling(self._dropped(out.float(), rng, "user dropout"), visible)
+        users = self.user_pooling(dropped(out.float(), self.rate, rng, "user dropout"), visible)
         users = torch.where(mask.any(-1, keepdim=True), users, self.unknown_user.float())
         return users, users.new_zeros(()) if auxiliary is None else auxiliary
-
-    def _dropped(self, x: Tensor, rng: RngContext, purpose: str) -> Tensor:
-        if not rng.training:
-            return x
-        return dropout(x, self.rate, rng.key(-1, purpose), rng.rows(x.shape[1], x.device))
 
 
 def history_model(width: int, config: RecommendationConfig) -> ModelConfig:

@@ -4,7 +4,6 @@ ListOps' generator is LRA's: trees of MIN, MAX, MED and SM over digits.
 """
 
 import hashlib
-import os
 import random
 import re
 import statistics
@@ -264,23 +263,17 @@ class GreyCIFAR10(Task):
         return self._images(file) if file.is_dir() else self._records(file)
 
     def _records(self, file: Path) -> Iterator[Example]:
-        try:
-            with open(file, "rb") as stream:
-                size = os.fstat(stream.fileno()).st_size
-                if size % RECORD or (file.name in BATCHES and size != RECORDS * RECORD):
-                    whole = f"{RECORDS * RECORD:,}" if file.name in BATCHES else f"a multiple of {RECORD:,}"
-                    hint = "Get it again: it is damaged, or of another data set"
-                    raise DataError(file, f"this batch has {size:,} bytes, {whole} are expected", hint)
-                for number in range(size // RECORD):
-                    record = np.frombuffer(stream.read(RECORD), dtype=np.uint8)
-                    location, label = SourceLocation(file, number + 1), int(record[0])
-                    if label >= len(self.classes):
-                        problem = f"the label {label} is none of 0 … {len(self.classes) - 1}"
-                        raise DataError(str(location), problem, "Get the file again: it is damaged")
-                    planes = record[1:].reshape(3, SIDE * SIDE)
-                    yield Example((grey(planes.T),), label, location, str(number))
-        except OSError as error:
-            raise DataError(file, f"cannot be read ({error.strerror})", "Give a batch of CIFAR-10") from None
+        data = whole_bytes(file)
+        if len(data) % RECORD or (file.name in BATCHES and len(data) != RECORDS * RECORD):
+            whole = f"{RECORDS * RECORD:,}" if file.name in BATCHES else f"a multiple of {RECORD:,}"
+            hint = "Get it again: it is damaged, or of another data set"
+            raise DataError(file, f"this batch has {len(data):,} bytes, {whole} are expected", hint)
+        for number, record in enumerate(np.frombuffer(data, dtype=np.uint8).reshape(-1, RECORD)):
+            location, label = SourceLocation(file, number + 1), int(record[0])
+            if label >= len(self.classes):
+                problem = f"the label {label} is none of 0 … {len(self.classes) - 1}"
+                raise DataError(str(location), problem, "Get the file again: it is damaged")
+            yield Example((grey(record[1:].reshape(3, SIDE * SIDE).T),), label, location, str(number))
 
     def _images(self, folder: Path) -> Iterator[Example]:
         for name in sorted(path.name for path in folder.iterdir() if path.is_dir()):

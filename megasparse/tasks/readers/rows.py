@@ -191,11 +191,7 @@ def whole_bytes(file: Path) -> bytes:
 
 def whole_text(file: Path) -> str:
     """Return the text of a UTF-8 file as it is. Raises DataError if it cannot be read, or is not UTF-8."""
-    try:
-        return whole_bytes(file).decode()
-    except UnicodeDecodeError as error:
-        problem = f"is no UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start})"
-        raise DataError(file, problem, "Convert the file: iconv -f latin1 -t utf-8") from None
+    return _decoded(whole_bytes(file), SourceLocation(file))
 
 
 def field(row: dict[str, Any], column: str, location: SourceLocation, key: str = "") -> Any:

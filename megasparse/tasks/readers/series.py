@@ -19,29 +19,6 @@ HOUR = 3600.0
 HINT = "Put the rows in order of time, one each step, and fill the gaps"
 
 
-def parse_date(text: str, location: SourceLocation) -> datetime:
-    """Parse a date and time. Raises DataError for anything else, and for a time zone, whose days vary in length."""
-    try:
-        date = datetime.fromisoformat(text.strip())
-    except ValueError:
-        problem = f'"{text[:80]}" is no date and time'
-        raise DataError(str(location), problem, "Write it as 2016-07-01 13:00:00") from None
-    if date.tzinfo is not None:
-        hint = "Give all times in one zone, without its name"
-        raise DataError(str(location), f'"{text[:80]}" names a time zone', hint)
-    return date
-
-
-def require_step(earlier: datetime, later: datetime, step: timedelta | None, location: SourceLocation) -> timedelta:
-    """Return the step from a row to the next. Raises DataError if it is not `step`, unless that is None (unknown)."""
-    difference = later - earlier
-    if difference <= timedelta(0):
-        raise DataError(str(location), f"{later} comes after {earlier}, which is no earlier", HINT)
-    if step is not None and difference != step:
-        raise DataError(str(location), f"{later} is {difference} after the row before it, where a step is {step}", HINT)
-    return difference
-
-
 def time_features(dates: np.ndarray, step: float) -> np.ndarray:
     """Informer's time features (Zhou et al. 2020), float64 (N, 4), each from −1/2 to 1/2: hour of the day/23, day of
     the week/6 (from Monday), day of the month/30 and day of the year/365 (both counted from 0), less 1/2 each. Where
@@ -235,11 +212,25 @@ def _rows(file: Path, date: str, columns: list[str] | None, step: timedelta | No
     dates: list[datetime] = []
     values: list[list[float]] = []
     for location, row in comma_separated(file):
-        when = parse_date(field(row, date, location), location)
+        text = field(row, date, location)
+        try:
+            when = datetime.fromisoformat(text.strip())
+        except ValueError:
+            problem = f'"{text[:80]}" is no date and time'
+            raise DataError(str(location), problem, "Write it as 2016-07-01 13:00:00") from None
+        if when.tzinfo is not None:  # the days of a time zone vary in length
+            hint = "Give all times in one zone, without its name"
+            raise DataError(str(location), f'"{text[:80]}" names a time zone', hint)
         if columns is None:
             columns = [name for name in row if name != date]
         if dates:
-            step = require_step(dates[-1], when, step, location)
+            difference = when - dates[-1]
+            if difference <= timedelta(0):
+                raise DataError(str(location), f"{when} comes after {dates[-1]}, which is no earlier", HINT)
+            if step is not None and difference != step:
+                problem = f"{when} is {difference} after the row before it, where a step is {step}"
+                raise DataError(str(location), problem, HINT)
+            step = difference
         lines.append(location.line or 0)
         dates.append(when)
         values.append([_number(field(row, column, location), column, location) for column in columns])

@@ -17,7 +17,7 @@ from megasparse.hub.replace import mechanisms, replace_attention
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks.backbones import Backbone, HuggingFaceBody
 from megasparse.tasks.batches import Encoded, Padded, Segments, collate
-from megasparse.tasks.forms.labels import Head, TaskModel
+from megasparse.tasks.forms.labels import Head, TaskModel, dropped
 from megasparse.tasks.task import SourceLocation
 from tests.helpers.finetuning import bert, our_body
 
@@ -144,14 +144,13 @@ def test_a_head_of_towers():
 
 def test_dropout_of_a_head_is_an_examples_own():
     """Half of each layer's inputs, the same wherever the sample stands, another at another step."""
-    head = Head(400, 3, HeadConfig(dropout=0.5), False, seed=1)
-    x = torch.ones(2, 400)
-    kept = head._dropped(x, 0.5, training(7, 8), "head dropout")
+    x = torch.ones(2, 1, 400)
+    kept = dropped(x, 0.5, training(7, 8), "head dropout")
     assert set(kept.unique().tolist()) == {0.0, 2.0} and 150 < (kept[0] > 0).sum() < 250
-    swapped = head._dropped(x, 0.5, training(8, 7), "head dropout")
+    swapped = dropped(x, 0.5, training(8, 7), "head dropout")
     assert torch.equal(swapped.flip(0), kept) and not torch.equal(kept[0], kept[1])
-    assert not torch.equal(head._dropped(x, 0.5, training(7, 8, step=2), "head dropout"), kept)
-    assert torch.equal(head._dropped(x, 0.5, evaluation(7, 8), "head dropout"), x)
+    assert not torch.equal(dropped(x, 0.5, training(7, 8, step=2), "head dropout"), kept)
+    assert torch.equal(dropped(x, 0.5, evaluation(7, 8), "head dropout"), x)
 
 
 def test_a_pooler_reads_what_no_dropout_has_touched():

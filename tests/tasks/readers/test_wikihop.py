@@ -74,7 +74,7 @@ def test_a_malformed_example_is_named_by_file_number_and_id(changes, said, tmp_p
         (b'[{"id": "a",\n "query": "b', ": is no JSON (Unterminated string starting at: line 2 column 11 (char 23)"),
         (b"", ": is no JSON"),
         (b"[" * 200_000, ": is no JSON (maximum recursion depth exceeded"),
-        (b'["\xff"]', ": is no UTF-8 (byte 0xff at 2)"),
+        (b'["\xff"]', ": is no UTF-8 (byte 0xff in column 3)"),
         (b'{"id": "a"}', ": is no JSON array of examples"),
         (b'["a"]', ':1: example 1: "a" is no object'),
         (json.dumps([ROWS[0], ROWS[0]]).encode(), ':2: example 2: the id "WH_dev_0" is another example\'s too'),
