@@ -41,14 +41,22 @@ Next:
 
 def quickstart(small: bool = False) -> None:
     """Run every step. Raises UserError where one fails. small: with a training of a minute."""
+    import torch
+
     run = Path("runs/quickstart_small" if small else "runs/quickstart")
     say("1/5  a sample of Wikipedia, as webdataset shards")
     wheel = fetch_wheel("gensim==4.4.0", WHEEL, WHEEL_SHA256, PLATFORM)
     megasparse("prepare-data", "text", "--source", wheel, "--member", MEMBER, "--output", SHARDS)
     say("2/5  training (its curves: tensorboard --logdir runs)")
-    train(small)
+    alone = torch.cuda.is_available() or len(os.sched_getaffinity(0)) < 2
+    changes = [word for setting in (SMALL if small else ()) for word in ("--set", setting)]
+    megasparse("pretrain", "quickstart", *changes, ranks=1 if alone else 2)  # a sequence of the batch each
     say("3/5  bits/dim of held-out text, every byte of the test split scored")
-    evaluate(run)
+    result, newest = run / "evaluation.json", find_newest(run / "checkpoints")
+    if result.exists() and newest and json.loads(result.read_text())["protocol"]["checkpoint_step"] == int(newest.name):
+        print(f"  {result}: already there")
+    else:
+        megasparse("evaluate", "--checkpoint", run, "--data", SHARDS, "--json", result)
     say("4/5  the same text as a file, compressed by the model")
     text, held_out = run / "held_out.txt", EvaluationStream(Index.load(SHARDS), "test")
     text.write_bytes(bytes(held_out.read(0, held_out.tokens).tolist()))
@@ -57,24 +65,6 @@ def quickstart(small: bool = False) -> None:
     megasparse("generate", "--checkpoint", run, "--prompt", "The history of ", "--tokens", 300, "--temperature", 0.8)
     megasparse("report", run)
     report(run, text, held_out)
-
-
-def train(small: bool) -> None:
-    """Train on two ranks, a sequence of the batch each, on a CPU of two cores or more; on one elsewhere."""
-    import torch
-
-    alone = torch.cuda.is_available() or len(os.sched_getaffinity(0)) < 2
-    changes = [word for setting in (SMALL if small else ()) for word in ("--set", setting)]
-    megasparse("pretrain", "quickstart", *changes, ranks=1 if alone else 2)
-
-
-def evaluate(run: Path) -> None:
-    """Score the test split with the newest checkpoint, unless that is done."""
-    result, newest = run / "evaluation.json", find_newest(run / "checkpoints")
-    if result.exists() and newest and json.loads(result.read_text())["protocol"]["checkpoint_step"] == int(newest.name):
-        print(f"  {result}: already there")
-    else:
-        megasparse("evaluate", "--checkpoint", run, "--data", SHARDS, "--json", result)
 
 
 def compress(run: Path, text: Path) -> None:

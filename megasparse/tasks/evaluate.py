@@ -150,8 +150,8 @@ def predictions(form: Form, examples: Sequence[Encoded], table: Sequence[Predict
 
 def predict(model: Finetuned, sources: Sequence[str], say: Callable[[str], None]) -> list[Row]:
     """Predict every example of the files, in their order. Raises DataError if there is none."""
-    _, files = chosen_files(model.task, sources, None)
-    encoded = encode_all(model.encoder, "new", read_files(model.task, files), say)
+    _, files = chosen_files(model.form.task, sources, None)
+    encoded = encode_all(model.encoder, "new", read_files(model.form.task, files), say)
     if not encoded:
         raise DataError(sources[0], "has no examples", "Give files that have some")
     return predictions(model.form, encoded, predicted(model, encoded))
@@ -256,7 +256,7 @@ def evaluate_checkpoints(
     runs, first = [], None
     for directory in directories:
         model = restore_task(directory, overrides, name)
-        form, task = model.form, model.task
+        form, task = model.form, model.form.task
         chosen, files = chosen_files(task, sources, split)
         if first and first[0].task.classes != task.classes:
             raise ConfigError("--checkpoint", f"{directory} was trained on other classes", "Evaluate it on its own")
@@ -286,7 +286,7 @@ def evaluate_checkpoints(
         if len(runs) > 1:
             interval, deviation = t_interval(values), statistics.stdev(values)
         else:
-            labels = column([form.label(example) for example in encoded])
+            labels = column([example.label for example in encoded])
             with tqdm(total=RESAMPLES, desc=f"resampling {metric}", leave=False, disable=None) as bar:
                 seed = runs[0]["seed"]
                 interval = bootstrap_interval(METRICS[metric], labels, column(outputs), seed, bar.update)

@@ -84,12 +84,9 @@ class Form(ABC):
     def answer(self, example: Encoded, predicted: np.ndarray) -> Any:
         """Return the answer that metrics compare with `label`. predicted: the model's output, flat float64."""
 
-    def label(self, example: Encoded) -> Any:
-        return example.label
-
     def row(self, example: Encoded, predicted: np.ndarray) -> dict[str, Any]:
         """Return the JSON values of a prediction: `label` or null, `predicted`, and what the form adds."""
-        return {"label": self.label(example), "predicted": self.answer(example, predicted)}
+        return {"label": example.label, "predicted": self.answer(example, predicted)}
 
     def example(self, texts: Sequence[str]) -> Example:
         """Return an example of texts from the command line. Raises ConfigError if the task has other inputs."""
@@ -102,7 +99,7 @@ class Form(ABC):
 
     def measures(self, examples: Sequence[Encoded], answers: Sequence[Any]) -> dict[str, float]:
         """Return the task's metrics, by name."""
-        labels = column([self.label(example) for example in examples])
+        labels = column([example.label for example in examples])
         return {name: METRICS[name](labels, column(answers)) for name in self.task.metrics}
 
 

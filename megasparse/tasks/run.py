@@ -37,9 +37,8 @@ class Finetuned:
 
     model: Any
     """The model of `form.model` with its weights, in evaluation mode, in the precision and on the device of its run."""
-    task: Task
-    """The task that it was trained on, or another of the same form and classes."""
     form: Form
+    """That of the task that it was trained on, or of another one with the same form and classes."""
     encoder: Encoder
     config: FinetuneConfig
     checkpoint: Checkpoint
@@ -94,7 +93,7 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
     encoder = form.encoder(Start(body, tokenizer, {}, None))
-    return Finetuned(model.to(ranks.device).eval(), chosen, form, encoder, config, checkpoint, ranks)
+    return Finetuned(model.to(ranks.device).eval(), form, encoder, config, checkpoint, ranks)
 
 
 def chosen_checkpoint(directory: Path) -> Path:
@@ -117,7 +116,6 @@ class TaskRun:
 
     config: FinetuneConfig
     """The configuration with numbers of steps, labels and the digest of the pretrained weights filled in."""
-    task: Task
     form: Form
     start: Start
     model: Any
@@ -160,7 +158,7 @@ def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
         add_adapters(start.body, config.lora, config.run.seed)
     model, encoder = form.model(start.body), form.encoder(start)
     encoded = [encode_all(encoder, *split, say) for split in (("training", train), ("validation", validation))]
-    return TaskRun(_resolved(config, task, start, model, encoded[0]), task, form, start, model, *encoded)
+    return TaskRun(_resolved(config, task, start, model, encoded[0]), form, start, model, *encoded)
 
 
 def encode_all(encoder: Encoder, split: str, examples: Iterable[Example], say: Callable[[str], None]) -> list[Encoded]:

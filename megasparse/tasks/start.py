@@ -14,7 +14,7 @@ import torch
 
 from megasparse.config.attention import AttentionConfig
 from megasparse.config.checks import check_model
-from megasparse.config.finetuning import FinetuneConfig, StartConfig
+from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
 from megasparse.config.schema import ModelConfig
 from megasparse.data.files import file_sha256, replacing
@@ -153,7 +153,7 @@ def _initial(config: FinetuneConfig, model: ModelConfig, form: Form, labels: int
     if (model.kind == "encoder_decoder") != form.two_sided:
         kinds = '"encoder_decoder"' if form.two_sided else '"encoder" or "decoder"'
         raise ConfigError("model.kind", f'"{model.kind}", and {form.task.name} has another form', f"Set it to {kinds}")
-    body = _megasparse_body(_for_task(model, form, labels, config.start), form, config.run.seed)
+    body = _megasparse_body(config, model, form, labels)
     tokenizer = build_tokenizer(config.task.tokenizer)
     if config.start.glove is not None:
         initialise_from_glove(body.stack, config.start.glove, words_of(tokenizer))
@@ -167,8 +167,7 @@ def _of_checkpoint(config: FinetuneConfig, path: Path, form: Form, labels: int) 
     pretrained = checkpoint.config
     if (pretrained.model.kind == "encoder_decoder") != form.two_sided:
         raise CheckpointError(checkpoint.path, *(ONE_SIDE if form.two_sided else TWO_SIDES))
-    model = _for_task(pretrained.model, form, labels, config.start)
-    body = _megasparse_body(model, form, config.run.seed)
+    body = _megasparse_body(config, pretrained.model, form, labels)
     stored = checkpoint.manifest["tensors"]["weight"]
 
     def read(name: str) -> torch.Tensor | None:
@@ -176,7 +175,7 @@ def _of_checkpoint(config: FinetuneConfig, path: Path, form: Form, labels: int) 
 
     _fill(body, read, checkpoint.path)
     weight, bias = read("sentence_order.dense"), read("sentence_order.dense_bias")
-    if weight is not None and bias is not None and model.style == "bert" and form.reads_pooler:
+    if weight is not None and bias is not None and pretrained.model.style == "bert" and form.reads_pooler:
         body.pooler, body.norm = (weight, bias), None
     return Start(body, trained_tokenizer(pretrained, checkpoint), _record(body), checkpoint.manifest["sha256"])
 
@@ -195,7 +194,7 @@ def _of_huggingface(config: FinetuneConfig, named: Path, form: Form, labels: int
         foreign = HFModel.open(folder)
         if (foreign.config.model.kind == "encoder_decoder") != form.two_sided:
             raise HubError(folder, *(ONE_SIDE if form.two_sided else TWO_SIDES))
-        body = _megasparse_body(_for_task(foreign.config.model, form, labels, config.start), form, config.run.seed)
+        body = _megasparse_body(config, foreign.config.model, form, labels)
         _fill(body, lambda name: foreign.tensors[name]() if name in foreign.tensors else None, folder)
         return Start(body, build_tokenizer(foreign.config.data.tokenizer), _record(body), sha256)
     if form.two_sided:
@@ -275,23 +274,18 @@ def _empty_transformer(values: dict[str, Any], checkpoint: Checkpoint) -> Any:
     return model
 
 
-def _megasparse_body(model: ModelConfig, form: Form, seed: int) -> Any:
-    body: Any = form.body(model)
-    initialise(body.stack, model, seed)
-    return body
-
-
 def _record(body: Any) -> dict[str, Any]:
     record = {"kind": "megasparse", "model": json.loads(body.stack.config.model_dump_json())}
     return record if body.pooler is None else {**record, "pooler": True}
 
 
-def _for_task(model: ModelConfig, form: Form, labels: int, start: StartConfig) -> ModelConfig:
-    """Return the model's configuration for a task.
+def _megasparse_body(config: FinetuneConfig, model: ModelConfig, form: Form, labels: int) -> Any:
+    """Return one of our models with initial weights, its configuration changed for a task.
 
     A Smart Bird sketch's objective becomes the task's, unless that is to predict tokens as in pretraining. Lengths are
     known here, so the padding token is one like any other.
     """
+    start = config.start
     changes: dict[str, Any] = {"padding_token": None, "document_separator": None, "loss_tiles": 1}
     if start.attention is not None:
         model = model.model_copy(update={"attention": start.attention})
@@ -306,7 +300,10 @@ def _for_task(model: ModelConfig, form: Form, labels: int, start: StartConfig) -
             problem = f'"{start.activations}" is for ordinary blocks, and this model recomputes its inputs already'
             raise ConfigError("start.activations", problem, "Set it to null")
         changes["activations"] = start.activations
-    return model.model_copy(update=changes)
+    model = model.model_copy(update=changes)
+    body: Any = form.body(model)
+    initialise(body.stack, model, config.run.seed)
+    return body
 
 
 def _with_sketch_labels(attention: AttentionConfig, labels: int) -> AttentionConfig:

@@ -146,10 +146,10 @@ def test_a_run_is_restored_from_its_adapters_and_the_pretrained_weights(tmp_path
     found = restore_task(checkpoint.path)
     examples = finetuning.opened(tmp_path / "other", source, **sections).validation
     predicted = predict_examples(found.model, found.form, examples, found.config, found.ranks)
-    metric = f"evaluation/{found.task.metrics[0]}"
+    metric = f"evaluation/{found.form.task.metrics[0]}"
     last = [line[metric] for line in scalars if metric in line][-1]
     measured = found.form.measures(examples, answers(found.form, examples, predicted))
-    assert measured[found.task.metrics[0]] == last
+    assert measured[found.form.task.metrics[0]] == last
 
     moved = pretrained.rename(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match=r"has adapters alone.*name their folder by start\.huggingface"):

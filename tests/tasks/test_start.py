@@ -409,7 +409,7 @@ def test_an_export_of_ours_with_more_layers_than_weights_is_refused(tmp_path):
 
 def scores(run, file):
     found = restore_task(run)
-    examples = encode_all(found.encoder, "new", found.task.read(file), lambda line: None)
+    examples = encode_all(found.encoder, "new", found.form.task.read(file), lambda line: None)
     return found, found.form.measures(examples, answers(found.form, examples, predicted(found, examples)))
 
 
@@ -479,7 +479,7 @@ def test_what_is_no_fine_tuned_model_is_refused(tmp_path, trained):
 
 
 def test_another_task_takes_its_place_only_with_the_same_classes(trained):
-    assert restore_task(trained / "run", task="table").task.classes == ("bad", "good")
+    assert restore_task(trained / "run", task="table").form.task.classes == ("bad", "good")
     other = r'--task: "rte" has entailment, not_entailment; the model was trained on "table", bad, good\. Give --task'
     with pytest.raises(ConfigError, match=other):
         restore_task(trained / "run", task="rte")

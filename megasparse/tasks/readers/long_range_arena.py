@@ -63,16 +63,12 @@ class ListOps(RowTask):
 
     def example(self, row: dict[str, str], location: SourceLocation, number: str) -> Example:
         source, target = field(row, "Source", location), field(row, "Target", location)
-        return Example((_ids(source, location),), self.class_of(target, location), location, number)
-
-
-def _ids(source: str, location: SourceLocation) -> np.ndarray:
-    tokens = [token for token in source.split() if token not in PARENTHESES]
-    try:
-        return np.array([IDS[token] for token in tokens], dtype=np.int64)
-    except KeyError as error:
-        problem = f'Source has "{error.args[0][:80]}", which is no token of ListOps'
-        raise DataError(str(location), problem, f"Its tokens are: ( ) {' '.join(TOKENS)}") from None
+        tokens = [token for token in source.split() if token not in PARENTHESES]
+        if unknown := [token for token in tokens if token not in IDS]:
+            problem = f'Source has "{unknown[0][:80]}", which is no token of ListOps'
+            raise DataError(str(location), problem, f"Its tokens are: ( ) {' '.join(TOKENS)}")
+        ids = np.array([IDS[token] for token in tokens], dtype=np.int64)
+        return Example((ids,), self.class_of(target, location), location, number)
 
 
 OPERATOR_PROBABILITY = 0.25
@@ -345,17 +341,14 @@ class Pathfinder(RowTask):
             hint = "Write: imgs/0 sample_7.png 7 1"
             raise DataError(str(location), f'"{row[:80]}" is no line of metadata', hint)
         folder, name, _, label = fields[:4]
-        pixels = _pixels(location.file.parent.parent / folder / name, location)
+        path = location.file.parent.parent / folder / name
+        if not path.is_file():
+            raise DataError(str(location), f"{path} is not there", "Unpack lra_release again, or delete this line")
+        if not path.stat().st_size:
+            hint = "Delete this line: Long Range Arena leaves such images out"
+            raise DataError(str(location), f"{path} is empty", hint)
+        colours = image(path, PATHFINDER_SIDE)
+        if (colours != colours[..., :1]).any():
+            raise DataError(path, "this image has colours, grey is expected", "Convert it to grey")
+        pixels = colours[..., 0].astype(np.int64).reshape(-1)
         return Example((pixels,), self.class_of(label, location), location, f"{folder}/{name}")
-
-
-def _pixels(path: Path, location: SourceLocation) -> np.ndarray:
-    """Return the grey values of an image, int64 (1024,)."""
-    if not path.is_file():
-        raise DataError(str(location), f"{path} is not there", "Unpack lra_release again, or delete this line")
-    if not path.stat().st_size:
-        raise DataError(str(location), f"{path} is empty", "Delete this line: Long Range Arena leaves such images out")
-    colours = image(path, PATHFINDER_SIDE)
-    if (colours != colours[..., :1]).any():
-        raise DataError(path, "this image has colours, grey is expected", "Convert it to grey")
-    return colours[..., 0].astype(np.int64).reshape(-1)

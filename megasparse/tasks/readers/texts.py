@@ -99,11 +99,19 @@ class ParallelText(TextTask):
 
     def read(self, file: Path) -> Iterator[Example]:
         other = self.translation(file)
-        if other is not None:
-            yield from aligned(file, other)
+        if other is None:
+            for number, (location, line) in enumerate(lines(file)):
+                yield Example((line.strip(),), None, location, str(number))
             return
-        for number, (location, text) in enumerate(lines(file)):
-            yield Example((text.strip(),), None, location, str(number))
+        sides = lines(file), lines(other)
+        for number, (text, answer) in enumerate(zip_longest(*sides)):
+            if text is None or answer is None:
+                counts = [number + (side is not None) + sum(1 for _ in rest)
+                          for side, rest in zip((text, answer), sides, strict=True)]  # fmt: skip
+                problem = f"{counts[0]:,} lines, and {other} has {counts[1]:,}"
+                raise DataError(file, problem, "Give files whose lines are translations of each other")
+            location, line = text
+            yield Example((line.strip(),), answer[1].strip(), location, str(number))
 
     def translation(self, file: Path) -> Path | None:
         """Return the target file of a source file. Raises DataError if the file itself is the target's."""
@@ -123,19 +131,6 @@ class WMT14(ParallelText):
     name = "wmt14"
     metrics = ("bleu", "bleu_intl", "bleu_intl_uncased", "chrf")
     stems: ClassVar[dict[str, str]] = {"train": "train", "newstest2013": "validation", "newstest2014": "test"}
-
-
-def aligned(source: Path, target: Path) -> Iterator[Example]:
-    """Read an example a line, located in the source file. Raises DataError if a file has more lines than the other."""
-    sides = lines(source), lines(target)
-    for number, (text, answer) in enumerate(zip_longest(*sides)):
-        if text is None or answer is None:
-            counts = [number + (each is not None) + sum(1 for _ in side)
-                      for each, side in zip((text, answer), sides, strict=True)]  # fmt: skip
-            problem = f"{counts[0]:,} lines, and {target} has {counts[1]:,}"
-            raise DataError(source, problem, "Give files whose lines are translations of each other")
-        location, line = text
-        yield Example((line.strip(),), answer[1].strip(), location, str(number))
 
 
 LISTS = {"train": "all_train.txt", "validation": "all_val.txt", "test": "all_test.txt"}

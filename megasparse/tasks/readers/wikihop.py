@@ -37,8 +37,14 @@ class WikiHop(Task):
 
     def read(self, file: Path) -> Iterator[Example]:
         names: set[str] = set()
+        try:
+            rows = json.loads(whole_text(file).removeprefix("\ufeff"))
+        except (ValueError, RecursionError) as error:
+            raise DataError(file, f"is no JSON ({error})", HINT) from None
+        if not isinstance(rows, list):
+            raise DataError(file, "is no JSON array of examples", f"Write [EXAMPLE, ...]. {FORM}")
         with self.skipping(file) as skipping:
-            for skipping.rows, row in enumerate(_array(file), start=1):
+            for skipping.rows, row in enumerate(rows, start=1):
                 with skipping:
                     example = _example(row, SourceLocation(file, skipping.rows))
                     if example.name in names:
@@ -46,17 +52,6 @@ class WikiHop(Task):
                         raise DataError(str(example.location), problem, "Give each an id of its own")
                     names.add(example.name)
                     yield example
-
-
-def _array(file: Path) -> list[Any]:
-    """Return the array of a JSON file. Raises DataError for anything else."""
-    try:
-        values = json.loads(whole_text(file).removeprefix("\ufeff"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(file, f"is no JSON ({error})", HINT) from None
-    if not isinstance(values, list):
-        raise DataError(file, "is no JSON array of examples", f"Write [EXAMPLE, ...]. {FORM}")
-    return values
 
 
 def _example(row: Any, location: SourceLocation) -> Choice:

@@ -70,7 +70,7 @@ def test_a_batch_is_the_rows_of_the_windows(tmp_path, file):
     windows = batch(run)
     assert windows.values.shape == (3, L, 3) and windows.marks.shape == (3, L + H, 4)
     assert windows.labels is not None and windows.labels.shape == (3, H, 1) and windows.numel() == 3 * L
-    train = list(read_files(run.task, split_files(run.task, file, "train")))[:3]
+    train = list(read_files(run.form.task, split_files(run.form.task, file, "train")))[:3]
     for i, example in enumerate(train):
         np.testing.assert_allclose(windows.values[i], example.inputs[0], rtol=1e-6)
         np.testing.assert_allclose(windows.labels[i], example.label, rtol=1e-6)
@@ -103,7 +103,7 @@ def test_nothing_of_the_future_is_seen(tmp_path, file, source):
     changed = [*lines[:first], *(f"{line.split(',')[0]},1e3,1e3,1e3" for line in lines[first:])]
     other = tmp_path / "other.csv"
     other.write_text("\n".join(changed) + "\n")
-    again = next(each for each in run.task.read(Path(f"{other}#train")) if each.name == example.name)
+    again = next(each for each in run.form.task.read(Path(f"{other}#train")) if each.name == example.name)
     (encoded,) = form.encoder(run.start).encode([again])
     windows = form.collate([encoded])
     assert windows.labels is not None and windows.labels.min() > 50
@@ -186,7 +186,7 @@ def test_answers_are_scaled_and_rows_in_units(tmp_path, file):
     row = form.row(example, flat)
     np.testing.assert_allclose(row["label"]["OT"], ot[84:88], rtol=1e-12)
     np.testing.assert_allclose(row["predicted"]["OT"], ot[:84].mean() + flat * ot[:84].std(), rtol=1e-12)
-    labels = [form.label(each) for each in run.validation[:2]]
+    labels = [each.label for each in run.validation[:2]]
     made = form.measures(run.validation[:2], [labels[0] + 1.0, labels[1] - 2.0])
     assert made == pytest.approx({"mse": (1 + 4) / 2, "mae": 1.5})
 

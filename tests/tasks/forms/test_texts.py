@@ -146,7 +146,7 @@ def test_a_resumed_run_is_the_same_to_the_bit_and_is_restored(data, tmp_path, un
 
     found = restore_task(path)
     assert isinstance(found.model, TextModel)
-    read = list(found.encoder.encode(found.task.read(data / "val.en")))
+    read = list(found.encoder.encode(found.form.task.read(data / "val.en")))
     with torch.no_grad():
         predicted = predict_examples(found.model, found.form, read, found.config, found.ranks)
     loss = sum(each.cost for each in predicted) / sum(each.weight for each in predicted)
