@@ -67,21 +67,6 @@ class Skipping:
         self.errors.append(error)
         return True
 
-    def finish(self, file: Path) -> None:
-        """Name the skipped rows on stderr. Raises the first DataError if there were more than the limit."""
-        count = len(self.errors)
-        if count > self.limit * self.rows:
-            first = self.errors[0]
-            if count == 1:
-                raise first
-            problem = f"{count:,} of {self.rows:,} rows are malformed, the first one: {first}"
-            raise DataError(file, problem, f"At most {self.limit:.0%} may be: replace the file") from first
-        shown = [f"skipped: {error}" for error in self.errors[:MOST_LINES]]
-        if count > MOST_LINES:
-            shown.append(f"{count - MOST_LINES:,} more")
-        if count:
-            print(*shown, f"{file}: skipped {count:,} of {self.rows:,} rows", sep="\n", file=sys.stderr)
-
 
 Input = str | np.ndarray
 """A text, or int64 token ids (L,) of the task's own vocabulary."""
@@ -155,10 +140,24 @@ class Task(ABC):
 
     @contextmanager
     def skipping(self, file: Path) -> Iterator[Skipping]:
-        """Skip malformed rows of an official file within MAX_SKIPPED, and name them when it has been read."""
+        """Skip malformed rows of an official file, and name them on stderr when it has been read.
+
+        Raises the first row's DataError if there were more than MAX_SKIPPED.
+        """
         rows = Skipping(MAX_SKIPPED)
         yield rows
-        rows.finish(file)
+        count = len(rows.errors)
+        if count > rows.limit * rows.rows:
+            first = rows.errors[0]
+            if count == 1:
+                raise first
+            problem = f"{count:,} of {rows.rows:,} rows are malformed, the first one: {first}"
+            raise DataError(file, problem, f"At most {rows.limit:.0%} may be: replace the file") from first
+        shown = [f"skipped: {error}" for error in rows.errors[:MOST_LINES]]
+        if count > MOST_LINES:
+            shown.append(f"{count - MOST_LINES:,} more")
+        if count:
+            print(*shown, f"{file}: skipped {count:,} of {rows.rows:,} rows", sep="\n", file=sys.stderr)
 
     def class_of(self, label: str, location: SourceLocation) -> int:
         """Return the number of a class by its name. Raises DataError naming the location."""

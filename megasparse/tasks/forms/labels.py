@@ -283,27 +283,22 @@ class ChoiceEncoder(Encoder):
         for example in examples:
             assert isinstance(example, Choice), 'a task of the form "choice" reads choices'
             self.counts.examples += 1
-            yield self._encoded(example)
-
-    def _encoded(self, example: Choice) -> EncodedChoice:
-        begin, separator = self._frame(2)[:2]
-        ids = [np.concatenate([self._ids(value, example.location), separator]) for value in example.inputs]
-        asked = 1 + example.candidates
-        marks = len(begin) + np.cumsum([len(each) for each in ids[:asked]])[1:] - 1
-        tokens = np.concatenate([begin, *ids])
-        first = len(begin) + sum(map(len, ids[:asked]))
-        limit, location = self.config.max_length, example.location
-        if first > limit:
-            problem = f"question and {example.candidates} candidates of {example.name} alone are {first:,} tokens"
-            hint = "Raise it, or remove the example: they are never cut"
-            raise DataError(str(location), f"{problem}, more than task.max_length = {limit:,}", hint)
-        if self.is_cut(len(tokens), location):
-            tokens = tokens[:limit]
-        types = (np.arange(len(tokens)) >= first).astype(np.int64)
-        names = tuple(str(each) for each in example.inputs[1:asked])
-        sequence = Segments(tokens, types)
-        # A candidate without tokens, where there are no separators either, may end before anything begins.
-        return EncodedChoice((sequence,), example.label, location, example.name, np.maximum(marks, 0), names)
+            begin, separator = self._frame(2)[:2]
+            ids = [np.concatenate([self._ids(value, example.location), separator]) for value in example.inputs]
+            asked = 1 + example.candidates
+            marks = len(begin) + np.cumsum([len(part) for part in ids[:asked]])[1:] - 1
+            tokens = np.concatenate([begin, *ids])
+            first = len(begin) + sum(map(len, ids[:asked]))
+            limit, location = self.config.max_length, example.location
+            if first > limit:
+                problem = f"question and {example.candidates} candidates of {example.name} alone are {first:,} tokens"
+                hint = "Raise it, or remove the example: they are never cut"
+                raise DataError(str(location), f"{problem}, more than task.max_length = {limit:,}", hint)
+            tokens = tokens[:limit] if self.is_cut(len(tokens), location) else tokens
+            sequence = Segments(tokens, (np.arange(len(tokens)) >= first).astype(np.int64))
+            # A candidate without tokens, where there are no separators either, may end before anything begins.
+            marks, names = np.maximum(marks, 0), tuple(map(str, example.inputs[1:asked]))
+            yield EncodedChoice((sequence,), example.label, location, example.name, marks, names)
 
 
 class ChoiceForm(Form):

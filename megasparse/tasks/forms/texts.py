@@ -7,7 +7,7 @@ Micro-batches have about equally many tokens, of like length (Vaswani et al. 201
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
@@ -311,7 +311,8 @@ class TokenBatches(ExampleBatches):
         super().__init__(examples, **settings)
         self.sizes = sizes_of(examples, self.micro_batch)
         epoch, passed = divmod(self.position, len(examples))
-        self._packs = self._from(epoch)
+        epochs = (packed(self.sizes, self.micro_batch, self.seed, number) for number in count(epoch))
+        self._packs = chain.from_iterable(epochs)
         while passed > 0:
             passed -= len(next(self._packs))
         if passed:
@@ -325,8 +326,3 @@ class TokenBatches(ExampleBatches):
             micro_batches.append([(self.examples[i], self.position + place) for place, i in enumerate(pack)])
             self.position += len(pack)
         return micro_batches
-
-    def _from(self, epoch: int) -> Iterator[np.ndarray]:
-        while True:
-            yield from packed(self.sizes, self.micro_batch, self.seed, epoch)
-            epoch += 1

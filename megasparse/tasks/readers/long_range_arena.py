@@ -7,7 +7,7 @@ import hashlib
 import random
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -37,7 +37,13 @@ def image(file: Path, side: int) -> np.ndarray:
 
 
 DIGITS = tuple("0123456789")
-OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
+OPERATORS: dict[str, Callable[[list[int]], int]] = {
+    "[MIN": min,
+    "[MAX": max,
+    "[MED": lambda values: int(statistics.median(values)),
+    "[SM": lambda values: sum(values) % 10,
+}
+"""Operators on digits, whose values are digits."""
 END = "]"
 TOKENS = (*DIGITS, *OPERATORS, END)
 """Tokens by id."""
@@ -128,7 +134,7 @@ def tree(draw: random.Random, sizes: Sizes) -> tuple[str, int] | None:
     while length < sizes.max_length:
         if len(unfinished) + 1 < sizes.max_depth and draw.random() < OPERATOR_PROBABILITY:
             arguments = 2 + _below(draw, sizes.max_args - 1)
-            operator = OPERATORS[_below(draw, len(OPERATORS))]
+            operator = [*OPERATORS][_below(draw, len(OPERATORS))]
             parts += ["("] * (arguments + 1) + [operator]
             unfinished.append((operator, arguments, []))
             length += 2  # its end too
@@ -143,22 +149,11 @@ def tree(draw: random.Random, sizes: Sizes) -> tuple[str, int] | None:
             if len(values) < arguments:
                 break
             parts += [END, ")"]
-            value = evaluate(operator, values)
+            value = OPERATORS[operator](values)
             unfinished.pop()
         if not unfinished:
             return (" ".join(parts), value) if sizes.min_length < length < sizes.max_length else None
     return None
-
-
-def evaluate(operator: str, values: Sequence[int]) -> int:
-    """Return the value of an operator of OPERATORS on digits, itself a digit."""
-    if operator == "[MIN":
-        return min(values)
-    if operator == "[MAX":
-        return max(values)
-    if operator == "[MED":
-        return int(statistics.median(values))
-    return sum(values) % 10
 
 
 def _below(draw: random.Random, number: int) -> int:

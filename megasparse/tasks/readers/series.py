@@ -77,6 +77,7 @@ class Series(Task):
         self.forecast = forecast
         self.inputs, self.targets = forecast.inputs or [], forecast.targets or []
         self.columns = list(dict.fromkeys([*self.inputs, *self.targets]))
+        self.target_places = [self.columns.index(column) for column in self.targets]
         mean, scale, self.step = forecast.mean or {}, forecast.scale or {}, forecast.step or 0.0
         for column in self.columns:
             if column not in mean or column not in scale:
@@ -91,11 +92,6 @@ class Series(Task):
     def time_features(self) -> int:
         """Number of time features of a row."""
         return time_features(np.array(["2000-01-01"], dtype="datetime64[us]"), self.step).shape[1]
-
-    @property
-    def target_places(self) -> list[int]:
-        """Indices of the targets among the columns."""
-        return [self.columns.index(column) for column in self.targets]
 
     def file_of(self, source: Path) -> Path:
         return source

@@ -1,4 +1,6 @@
-"""Tasks whose examples are a text and the text that answers it: translation, summaries, headlines."""
+"""Tasks whose examples are a text and the text that answers it: translation, summaries, headlines. Labels are texts,
+stripped of white space; empty ones are errors, as empty inputs are.
+"""
 
 import hashlib
 import sys
@@ -25,14 +27,6 @@ ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 """Metrics of summaries, whose sentences stand on lines of their own."""
 
 
-class TextTask(Task):
-    """Examples have one input, a text; labels are texts, stripped of white space. The form refuses empty labels as it
-    does empty inputs.
-    """
-
-    form: ClassVar[str] = "texts"
-
-
 def names_of(config: TaskConfig) -> tuple[str, str]:
     """Return the names that `task.text` and `task.label` give to the two sides. Raises ConfigError unless one each."""
     if len(config.text) != 1:
@@ -44,7 +38,7 @@ def names_of(config: TaskConfig) -> tuple[str, str]:
     return source, answer
 
 
-class ParallelText(TextTask):
+class ParallelText(Task):
     """A folder of train.SOURCE and train.TARGET, validation files called val, valid or dev, and test files whose names
     begin with test, each as it is or as .gz. `task.text` names the source's suffix, `task.label` the target's:
     ["en"] and "de" translate English.
@@ -55,6 +49,7 @@ class ParallelText(TextTask):
     """
 
     name = "parallel_text"
+    form = "texts"
     metrics: tuple[str, ...] = ("bleu", "chrf")
     stems: ClassVar[dict[str, str]] = {
         "train": "train", "val": "validation", "valid": "validation", "dev": "validation",
@@ -197,7 +192,7 @@ BEGIN, END = "<S>", "</S>"
 """Marks around each sentence of an abstract."""
 
 
-class PubMed(RowTask, TextTask):
+class PubMed(RowTask):
     """Papers of PubMed: train.txt, val.txt and test.txt of JSON objects, one a line, in the folder or its
     pubmed-dataset/: `article_id`, `article_text` and `abstract_text`, lists of sentences. A paper's sentences are
     joined by spaces, those of its abstract stand on lines of their own, without their <S> and </S>. A paper without
@@ -205,6 +200,7 @@ class PubMed(RowTask, TextTask):
     """
 
     name = "pubmed"
+    form = "texts"
     metrics = ROUGE
     official: ClassVar = {"train": "train.txt", "validation": "val.txt", "test": "test.txt"}
     inner = "pubmed-dataset"
@@ -225,7 +221,7 @@ def _sentences(row: dict[str, Any], column: str, location: SourceLocation) -> li
     return [sentence.strip() for sentence in sentences]
 
 
-class Headlines(TextTask):
+class Headlines(Task):
     """The `title` of a `text`. The file is read where it is, in NewsArticles.zip or beside it; the splits are made of
     it, see tasks/task.py.
 
@@ -234,6 +230,7 @@ class Headlines(TextTask):
     """
 
     name = "headlines"
+    form = "texts"
     metrics = ROUGE
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
@@ -255,12 +252,13 @@ class Headlines(TextTask):
             print(f"{left_out}: lines {', '.join(map(str, lacking))}", file=sys.stderr)
 
 
-class TextTable(TextTask):
+class TextTable(Task):
     """A CSV, TSV or JSONL file as `table` reads it. `task.text` names the column of the texts, `task.label` that of
     their answers. The file to train on is the task's source; a row without the column of answers has no label.
     """
 
     name = "text_table"
+    form = "texts"
     source_is_file: ClassVar[bool] = True
     metrics = (*ROUGE, "bleu", "chrf")
 
