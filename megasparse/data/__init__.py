@@ -14,7 +14,7 @@ A run then goes through four stages:
                   first token is used, and again when the file changes. Evaluation reads a split as one stream
     batches.py    this rank's micro-batches of each optimizer step, read ahead by a background thread
 
-A folder may be at a URL: `remote.py` fetches each shard whole into a cache on this machine, and `urls.py` knows the
-stores. The whole state of the data is the global sample number of the next step, the same on every rank: resuming,
+A folder may be at a URL: `urls.py` knows the stores, and fetches each shard whole into a cache on this machine.
+The whole state of the data is the global sample number of the next step, the same on every rank: resuming,
 also on another number of ranks, is arithmetic on it.
 """

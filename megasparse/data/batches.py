@@ -19,7 +19,7 @@ from megasparse.callbacks import Progress, never, silent
 from megasparse.data.index import Index
 from megasparse.data.order import Mixture, Order
 from megasparse.data.reader import ShardReader
-from megasparse.data.remote import FetchAhead
+from megasparse.data.urls import FetchAhead
 from megasparse.errors import ConfigError
 
 MOST_OPEN_FILES = 256  # well under the usual limit of 1,024 descriptors a process

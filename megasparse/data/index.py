@@ -9,9 +9,8 @@ from pathlib import Path
 
 from megasparse.data.index_file import INDEX_FILE, IndexFile, Shard, Split, parse, parse_content
 from megasparse.data.reader import check_size
-from megasparse.data.remote import RemoteFolder, ShardCache
 from megasparse.data.tokenizers import Tokenizer
-from megasparse.data.urls import is_url
+from megasparse.data.urls import RemoteFolder, ShardCache, is_url
 from megasparse.errors import ConfigError, DataError, did_you_mean
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megasparse.config.schema import Config, ModelConfig
-from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer
-from megasparse.data.tokenizers.contract import BEGIN, MASK, PADDING, SEPARATOR
+from megasparse.data.tokenizers import BEGIN, MASK, NAMED, PADDING, SEPARATOR, Tokenizer, build_tokenizer
 from megasparse.data.tokenizers.huggingface import alphabet
 from megasparse.data.tokenizers.sentence_piece import GRID
 from megasparse.data.tokenizers.simple import END, UNKNOWN

@@ -15,8 +15,8 @@ from megasparse.data.corpora.tables import JSON_SUFFIXES
 from megasparse.data.index import Index
 from megasparse.data.index_file import INDEX_FILE
 from megasparse.data.prepare import prepare
-from megasparse.data.remote import GIGABYTE, ShardCache
 from megasparse.data.tokenizers import Tokenizer, build_tokenizer
+from megasparse.data.urls import GIGABYTE, ShardCache
 from megasparse.errors import ConfigError, UserError
 from megasparse.training.ranks import Ranks, RunHooks
 

@@ -18,8 +18,7 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
 from megasparse.config.schema import ModelConfig
 from megasparse.data.files import file_sha256, replacing
-from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer
-from megasparse.data.tokenizers.contract import words_of
+from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer, words_of
 from megasparse.errors import CheckpointError, ConfigError, HubError
 from megasparse.model.build import empty_model, initialise
 from megasparse.model.embedding import initialise_from_glove

@@ -4,7 +4,7 @@ import pytest
 
 from megasparse.data import urls
 from megasparse.data.index import Index
-from megasparse.data.remote import ShardCache
+from megasparse.data.urls import ShardCache
 from tests.data.folders import ramp, write_folder
 from tests.helpers.shard_server import serving
 from tests.helpers.trained import prepare_text

@@ -12,12 +12,11 @@ import pytest
 import s3fs
 import torch
 
-from megasparse.data import remote as remote_module
 from megasparse.data import urls
 from megasparse.data.batches import WaitingStopped
 from megasparse.data.index import Index
 from megasparse.data.reader import ShardReader
-from megasparse.data.remote import ShardCache
+from megasparse.data.urls import ShardCache
 from megasparse.errors import ConfigError, DataError
 from tests.data.folders import batches, do, everything, flip, largest, wait_until
 from tests.helpers.shard_server import serving
@@ -94,7 +93,7 @@ def test_a_server_that_is_gone_is_named(folder, server, remote, cache):
     [(404, "it does not exist"), ("wrong", "is not the JSON of an index"), ("longer", "more than 100,000 bytes")],
 )
 def test_an_index_that_does_not_come_is_named(server, cache, monkeypatch, fault, problem):
-    monkeypatch.setattr(remote_module, "MOST_BYTES", 100_000)
+    monkeypatch.setattr(urls, "MOST_BYTES", 100_000)
     server.faults["index.json"].append(fault)
     with pytest.raises(DataError, match=rf"^{server.url}/index.json: .*{problem}"):
         Index.load(server.url, cache=cache)
@@ -207,7 +206,7 @@ READ_ALL = """
 import hashlib, sys
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
-from megasparse.data.remote import ShardCache
+from megasparse.data.urls import ShardCache
 url, cache = sys.argv[1:]
 index = Index.load(url, ShardCache(cache))
 print("ready", flush=True)

@@ -5,8 +5,7 @@ import torch
 
 from megasparse.config.checks import check
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.data.tokenizers import build_tokenizer
-from megasparse.data.tokenizers.contract import words_of
+from megasparse.data.tokenizers import build_tokenizer, words_of
 from megasparse.errors import ConfigError, DataError
 from megasparse.model.build import build_model
 from megasparse.model.embedding import initialise_from_glove, pca, read_glove

@@ -1,33 +1,138 @@
-"""Text (or pixels) to tokens and back, one file a kind of tokenizer.
+"""Text (or pixels) to tokens and back: the base class of tokenizers, and what those of a file share.
 
-Adding a kind is writing a Tokenizer, and naming it here.
+Adding a kind is writing a Tokenizer in a file here, and naming it in `build_tokenizer`.
 """
 
-from collections.abc import Callable
+import codecs
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from megasparse.data.tokenizers.contract import Tokenizer
-from megasparse.data.tokenizers.huggingface import HuggingFaceTokenizer
-from megasparse.data.tokenizers.sentence_piece import SentencePieceTokenizer
-from megasparse.data.tokenizers.simple import ByteTokenizer, PixelTokenizer, WordTokenizer
+from torch import Tensor
+
 from megasparse.errors import ConfigError, did_you_mean
 
-NAMED: dict[str, type[Tokenizer]] = {"bytes": ByteTokenizer, "pixels": PixelTokenizer}
+WHITE_SPACE = b" \t\n\r\v\f"
+NAMED = ("bytes", "pixels")
 """Tokenizers that need no file."""
 
-OF_FILES: dict[str, Callable[[Path], Tokenizer]] = {
-    ".model": SentencePieceTokenizer,
-    ".json": HuggingFaceTokenizer,
-    ".txt": WordTokenizer,
-}
-"""Tokenizers by the suffix of their file."""
+
+class SpecialTokens(NamedTuple):
+    """Ids that no text has."""
+
+    begin: int
+    """First of a sequence of segments (BERT's [CLS])."""
+    separator: int
+    """After each segment (BERT's [SEP])."""
+    padding: int
+    mask: int
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back. Pickled by its worker processes, it is built anew from its name or file."""
+
+    name: str
+    """Its kind."""
+    vocabulary: int
+    """Ids that text can have are below this; `special` ones may lie above (bytes) or among them."""
+    sha256: str
+    """Identifies what the tokens mean; an index made under another meaning is refused."""
+    lossless: bool = True
+    """True if any bytes come back unchanged from their tokens."""
+    separator: int | None = None
+    """Id of the token after each document of a corpus of documents; None where there is none."""
+    special: SpecialTokens | None = None
+    file: Path | None = None
+    """The file that it was read from."""
+
+    @abstractmethod
+    def encode(self, text: str | bytes) -> Tensor:
+        """Tokens of a text: int64 (length,). A str is taken as UTF-8; lone surrogates are kept ("surrogatepass")."""
+
+    @abstractmethod
+    def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
+        """Yield the bytes each token adds to a text, none for special ones. Raises ValueError for another number."""
+
+    def decode(self, tokens: Tensor) -> bytes:
+        """Bytes of tokens (length,). Raises ValueError for a number that is no token."""
+        return b"".join(self.pieces(tokens.tolist()))
+
+    def text(self, tokens: Iterable[int]) -> Iterator[str]:
+        """Tokens as text, as soon as each character is whole; what is no UTF-8 becomes U+FFFD."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for piece in self.pieces(tokens):
+            if text := decoder.decode(piece):
+                yield text
+        if text := decoder.decode(b"", final=True):
+            yield text
+
+    @abstractmethod
+    def word_starts(self) -> Tensor:
+        """Return a mask of the ids that begin a word: bool (highest id + 1,)."""
+
+
+def words_of(tokenizer: Tokenizer) -> list[str]:
+    """Return the word that each token is, "" for special ones and pieces that a word does not begin with."""
+    starts = tokenizer.word_starts().tolist()[: tokenizer.vocabulary]
+    return ["".join(tokenizer.text([token])).strip() if start else "" for token, start in enumerate(starts)]
+
+
+def utf8(text: str | bytes) -> bytes:
+    """Return a text's bytes, as `Tokenizer.encode` takes them."""
+    return text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+
+
+# Files: read, identified, and their special tokens found by their usual names
+
+BEGIN = ("[CLS]", "<s>", "<cls>")
+SEPARATOR = ("[SEP]", "</s>", "<sep>", "<|endoftext|>", "<|end_of_text|>")
+PADDING = ("[PAD]", "<pad>")
+MASK = ("[MASK]", "<mask>")
+USUAL = (BEGIN, SEPARATOR, PADDING, MASK)
+
+
+def read(path: Path) -> bytes:
+    """Return all of a tokenizer's file. Raises ConfigError."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        hint = "Give the path of a tokenizer's file; tokenizers/README.md says how one is made"
+        raise ConfigError("data.tokenizer", f"{path} cannot be read ({error.strerror or error})", hint) from None
+
+
+def identity(kind: str, data: bytes) -> str:
+    """Return the sha256 of a file of a kind of tokenizer."""
+    return hashlib.sha256(kind.encode() + b"\0" + data).hexdigest()
+
+
+def damaged(path: Path, problem: str, hint: str) -> ConfigError:
+    """Return the error that a tokenizer's file cannot be used."""
+    return ConfigError("data.tokenizer", f"{path}: {' '.join(problem.split())}", hint)
+
+
+def special_tokens(find: Callable[[str], int | None]) -> tuple[SpecialTokens | None, int | None]:
+    """Return the special tokens, where all four are there, and the documents' separator. find: a name's id, or None."""
+    ids = [next((token for name in names if (token := find(name)) is not None), None) for names in USUAL]
+    begin, separator, padding, mask = ids
+    if begin is None or separator is None or padding is None or mask is None:
+        return None, separator
+    return SpecialTokens(begin, separator, padding, mask), separator
 
 
 def build_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer that `data.tokenizer` names: one of NAMED, or a file's. Raises ConfigError."""
+    from megasparse.data.tokenizers.huggingface import HuggingFaceTokenizer
+    from megasparse.data.tokenizers.sentence_piece import SentencePieceTokenizer
+    from megasparse.data.tokenizers.simple import ByteTokenizer, PixelTokenizer, WordTokenizer
+
     if name in NAMED:
-        return NAMED[name]()
-    if (kind := OF_FILES.get(Path(name).suffix)) is not None:
+        return ByteTokenizer() if name == "bytes" else PixelTokenizer()
+    kinds: dict[str, Callable[[Path], Tokenizer]] = {
+        ".model": SentencePieceTokenizer, ".json": HuggingFaceTokenizer, ".txt": WordTokenizer,
+    }  # fmt: skip
+    if (kind := kinds.get(Path(name).suffix)) is not None:
         return kind(Path(name))
-    hint = f"{did_you_mean(name, NAMED)} Or give the path of a tokenizer: FILE{', FILE'.join(OF_FILES)}"
+    hint = f"{did_you_mean(name, NAMED)} Or give the path of a tokenizer: FILE{', FILE'.join(kinds)}"
     raise ConfigError("data.tokenizer", f'there is no tokenizer "{name}"', hint)

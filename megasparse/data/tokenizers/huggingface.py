@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megasparse.data.tokenizers.contract import (
+from megasparse.data.tokenizers import (
     USUAL,
     WHITE_SPACE,
     Tokenizer,

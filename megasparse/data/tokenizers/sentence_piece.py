@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megasparse.data.tokenizers.contract import WHITE_SPACE, Tokenizer, damaged, identity, read, special_tokens, utf8
+from megasparse.data.tokenizers import WHITE_SPACE, Tokenizer, damaged, identity, read, special_tokens, utf8
 from megasparse.errors import ConfigError
 
 SPACE = "\u2581"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megasparse.data.tokenizers.contract import WHITE_SPACE, SpecialTokens, Tokenizer, damaged, identity, read, utf8
+from megasparse.data.tokenizers import WHITE_SPACE, SpecialTokens, Tokenizer, damaged, identity, read, utf8
 
 UNKNOWN, END = "<unk>", "<eos>"
 HINT = "Make it again with megasparse train-tokenizer words"

@@ -18,7 +18,7 @@ from megasparse.data.corpora import download as download_module
 from megasparse.data.corpora.download import download
 from megasparse.data.corpora.source import Source
 from megasparse.data.index import Index
-from megasparse.data.remote import ShardCache
+from megasparse.data.urls import ShardCache
 from megasparse.errors import ConfigError, DataError
 from tests.data.folders import everything, ramp, write_folder
 from tests.helpers.refusals import refusal
