@@ -223,7 +223,7 @@ def bucketed_attention(
         separate = key_codes is not None
         slots: tuple[Tensor | None, Tensor | None] = (None, None)
         if codes is not None and spec.causal and spec.window.same_bucket and spec.window.kind == "band":
-            slots = intervals.slots(tiles(q.shape[3], q.dtype, separate).forward.keys)
+            slots = intervals.slots(tiles(q.shape[3], q.dtype, separate, True).forward.keys)
     out, lse = _BucketedAttention.apply(q, k, v, spec, separate, slots, *intervals.tensors())
     return out, lse
 
@@ -255,9 +255,10 @@ class Tiles(NamedTuple):
     keys: Tile
 
 
-def tiles(head_dim: int, dtype: torch.dtype, separate: bool) -> Tiles:
-    """Chosen so that nothing in half precision spills up to D = 128, and two programs share a multiprocessor's memory
-    where they can. Loops that jump, where codes are separate, keep more in registers.
+def tiles(head_dim: int, dtype: torch.dtype, separate: bool, aligned: bool = False) -> Tiles:
+    """Return tiles that do not spill in half precision up to D = 128, and of which two programs share a
+    multiprocessor's memory where they can. Loops that jump, where codes are separate or keys `aligned` in slots, keep
+    more in registers.
     """
     wide = block(head_dim)
     if dtype == torch.float32:  # exact products keep whole rows in registers
@@ -272,9 +273,11 @@ def tiles(head_dim: int, dtype: torch.dtype, separate: bool) -> Tiles:
     if wide <= 64:
         return Tiles(Tile(64, 64, 4, 5), Tile(64, 32, 4, 5), Tile(32, 64, 4, 3))
     if separate:
-        return Tiles(Tile(32, 32, wide // 32, 3), Tile(32, 32, wide // 32, 3), Tile(32, 8192 // wide, 8, 3))
+        around_queries = Tile(32, 16 if wide <= 128 else 32, wide // 32, 3)
+        return Tiles(Tile(32, 32, wide // 32, 3), around_queries, Tile(32, 8192 // wide, 8, 3))
     if wide <= 128:
-        return Tiles(Tile(64, 32, 4, 5), Tile(64, 32, 4, 3), Tile(32, 64, 8, 3))
+        forward = Tile(32, 32, 4, 3) if aligned else Tile(64, 32, 4, 5)
+        return Tiles(forward, Tile(64, 32, 4, 3), Tile(32, 64, 8, 3))
     return Tiles(Tile(64, 32, 8, 3), Tile(64, 32, 8, 3), Tile(32, 32, 8, 3))
 
 
@@ -290,7 +293,7 @@ class _BucketedAttention(Function):
         lse, lse2 = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
         partial = call.partial(out)
         steps = strides(q, k, v, out)
-        tile = call.tiles.forward
+        tile = tiles(q.shape[3], q.dtype, separate, slots[0] is not None).forward
         jump = {"JUMP": separate or slots[0] is not None}
         for round_ in range(call.rounds):
             launch(
