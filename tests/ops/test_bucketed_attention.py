@@ -11,6 +11,7 @@ import megasparse.ops.bucketed_attention.ranges as ranges
 from megasparse.attention.sinks import merge
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention, windows_by_key_rank
 from megasparse.ops.bucketed_attention.blocks import bucketed_attention as blockwise
+from megasparse.ops.bucketed_attention.blocks import row_groups
 from megasparse.ops.bucketed_attention.definition import reference_attention as defined
 from megasparse.ops.random import PairDropout
 from tests.helpers import operators
@@ -206,7 +207,7 @@ def test_the_pairs_of_all_tiles_are_linear_in_length(buckets, spread):
     for causal in (True, False):
         spec = BucketedAttentionSpec(Window("band", band), causal, exclude_self=False, buckets=buckets)
         layout = layouts.RangeLayout.of(queries, keys, spec, None, None)
-        (rows,) = layouts.row_groups(layout, *heads, spec, False, None)
+        (rows,) = row_groups(layout, *heads, spec, False, None)
         blocks = list(layout.blocks(rows))
         pairs = sum(block.query_tokens.numel() * block.key_tokens.shape[1] for block in blocks)
         assert pairs <= (2 if causal else 1.25) * tile * (length + 2 * band * length // tile)

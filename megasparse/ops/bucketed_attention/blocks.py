@@ -10,13 +10,15 @@ B batch, H heads, R rounds, L length, D head dim, G rows at a time; tiles as in 
 """
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec
-from megasparse.ops.bucketed_attention.layouts import LOWEST, RangeLayout, SortedLayout, row_groups, take_rows
+from megasparse.ops.bucketed_attention.layouts import LOWEST, SCORE_ELEMENTS, RangeLayout, Rows, SortedLayout
 from megasparse.ops.operator import Function
 from megasparse.ops.random import PairDropout
 
@@ -60,6 +62,31 @@ def bucketed_attention(
     assert key_codes is None or spec.window.kind == "band", "the chunk window needs codes that queries and keys share"
     out, lse = _BucketedAttention.apply(q, k, v, codes, spec, key_mask, segments, key_codes, dropout)
     return out, lse
+
+
+def row_groups(
+    layout: SortedLayout | RangeLayout, q: Tensor, k: Tensor, v: Tensor, spec: BucketedAttentionSpec,
+    shared_codes: bool, dropout: PairDropout | None,
+) -> Iterator[Rows]:  # fmt: skip
+    """Yield groups of whole rows that fit into a block, or single rows. layout: tensors (B, H, R, L), 1 for B or H
+    where all have the same.
+    """
+    batch, heads, length, _ = q.shape
+    tensors = [x.expand(-1, heads, -1, -1) for x in layout]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    step = max(1, SCORE_ELEMENTS // layout.pairs(spec, length))
+    for start in range(0, batch * heads, step):
+        index = slice(start, min(start + step, batch * heads))
+        q_rows, k_rows, v_rows, *parts = (take_rows(x, index) for x in (q, k, v, *tensors))
+        group_dropout = None if dropout is None else replace(dropout, queries=take_rows(dropout.queries, index))
+        yield Rows(index, q_rows, k_rows, v_rows, type(layout)(*parts), spec, dtype, shared_codes, group_dropout)
+
+
+def take_rows(x: Tensor, index: slice) -> Tensor:
+    """Return rows of x (B, H, ...) as (G, ...): a view, or a copy of these rows only."""
+    if x.is_contiguous():
+        return x.flatten(0, 1)[index]
+    return torch.stack([x[divmod(row, x.shape[1])] for row in range(index.start, index.stop)])
 
 
 class _BucketedAttention(Function):

@@ -19,7 +19,7 @@ empty ones around them.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -60,31 +60,6 @@ class Rows:
     dtype: torch.dtype
     shared_codes: bool
     dropout: PairDropout | None = None
-
-
-def row_groups(
-    layout: "SortedLayout | RangeLayout", q: Tensor, k: Tensor, v: Tensor, spec: BucketedAttentionSpec,
-    shared_codes: bool, dropout: PairDropout | None,
-) -> Iterator[Rows]:  # fmt: skip
-    """Yield groups of whole rows that fit into a block, or single rows. layout: tensors (B, H, R, L), 1 for B or H
-    where all have the same.
-    """
-    batch, heads, length, _ = q.shape
-    tensors = [x.expand(-1, heads, -1, -1) for x in layout]
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    step = max(1, SCORE_ELEMENTS // layout.pairs(spec, length))
-    for start in range(0, batch * heads, step):
-        index = slice(start, min(start + step, batch * heads))
-        q_rows, k_rows, v_rows, *parts = (take_rows(x, index) for x in (q, k, v, *tensors))
-        group_dropout = None if dropout is None else replace(dropout, queries=take_rows(dropout.queries, index))
-        yield Rows(index, q_rows, k_rows, v_rows, type(layout)(*parts), spec, dtype, shared_codes, group_dropout)
-
-
-def take_rows(x: Tensor, index: slice) -> Tensor:
-    """Return rows of x (B, H, ...) as (G, ...): a view, or a copy of these rows only."""
-    if x.is_contiguous():
-        return x.flatten(0, 1)[index]
-    return torch.stack([x[divmod(row, x.shape[1])] for row in range(index.start, index.stop)])
 
 
 def tile_size(window: Window) -> int:
@@ -152,13 +127,13 @@ class Block(ABC):
         rows = x.flatten(0, 1).index_select(0, tokens.flatten())
         return rows.to(self.dtype).view(*tokens.shape, *x.shape[2:])
 
-    @abstractmethod
     def query_tiles(self, x: Tensor) -> Tensor:
         """Return values (*query_tokens.shape, ...) as tiles (n, T, ...)."""
+        return x
 
-    @abstractmethod
     def key_tiles(self, x: Tensor) -> Tensor:
         """Return values (*key_tokens.shape, ...) as tiles (n, K, ...)."""
+        return x
 
     @abstractmethod
     def real_queries(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,8 +214,7 @@ def _sort(codes: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tu
         segment = segments[:, None, None].to(torch.int64)
     if key_mask is not None:
         segment = segment.masked_fill(~key_mask[:, None, None], torch.iinfo(torch.int32).max)
-    group, order = torch.sort((segment << 32) + codes, dim=-1, stable=True)
-    return group, order
+    return torch.sort((segment << 32) + codes, dim=-1, stable=True)
 
 
 def _slots(codes: Tensor, window: Window, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -298,10 +272,8 @@ class SortedRound:
         # In this round empty places neither see nor are seen, and queries of other shares do not see.
         slot_of_round, low, high = slots[-1], slots[-1] - width, slots[-1] + after
         places = spec.places(self.length)
-        low[:, : self.lead + places.start] = torch.inf
-        low[:, self.lead + places.stop :] = torch.inf
-        slot_of_round[:, : self.lead] = -torch.inf
-        slot_of_round[:, self.lead + self.length :] = -torch.inf
+        low[:, : self.lead + places.start] = low[:, self.lead + places.stop :] = torch.inf
+        slot_of_round[:, : self.lead] = slot_of_round[:, self.lead + self.length :] = -torch.inf
         self.window = self._ranges(slot_of_round, low, high)
         # A bucket's tokens are in the order of positions: all that a causal query may see is sorted before it.
         self.in_order = spec.causal and spec.window.same_bucket
@@ -455,10 +427,8 @@ class Tiles(NamedTuple):
     hidden: Tensor | None = None
 
     def take(self, index: Tensor | slice) -> "Tiles":
-        real = None if self.real is None else self.real[index]
-        return Tiles(
-            self.queries[index], real, self.row[index], self.start[index], self.end[index], self.run, self.hidden
-        )
+        queries, row, start, end = (x[index] for x in (self.queries, self.row, self.start, self.end))
+        return Tiles(queries, None if self.real is None else self.real[index], row, start, end, self.run, self.hidden)
 
 
 class RangeRound:
@@ -471,10 +441,10 @@ class RangeRound:
 
     def __init__(self, rows: Rows, number: int):
         layout: Any = rows.layout
-        spec, self.first_round = rows.spec, number == 0
+        self.spec = spec = rows.spec
+        self.first_round, self.rows_dtype = number == 0, rows.dtype
         order, first, high = (x[:, number] for x in (layout.order, layout.first, layout.high))
         self.group, self.length = order.shape
-        self.spec, self.rows_dtype = spec, rows.dtype
         self.dtype = rows.dtype if self.length < EXACT else torch.float64
         self.tile, places = tile_size(spec.window), spec.places(self.length)
         self.row_start = torch.arange(self.group, device=order.device)[:, None] * self.length
@@ -548,8 +518,7 @@ class RangeRound:
         starts = torch.arange(tile, device=query.device)  # a, of ranks below T
         starts = torch.where(starts < smallest, 0, 2 ** starts.clamp_min(1).log2().int())
         start = torch.where(rank < tile, starts.index_select(0, rank.clamp_max(tile - 1)), rank & -tile)
-        place = first + start
-        tile_place, size = place.unique_consecutive(return_counts=True)
+        tile_place, size = (first + start).unique_consecutive(return_counts=True)
         end = size.cumsum(0)
         begin = end - size
         start, last = start[begin], high[end - 1]
@@ -558,7 +527,7 @@ class RangeRound:
             wide, back = tile if a >= tile else max(a, smallest), min(a, back_most)
             of_kind = (kind == a).nonzero().squeeze(1)
             first, stop = begin[of_kind], end[of_kind]
-            if not (self.aligned):  # any number of queries may see keys up to these ranks
+            if not self.aligned:  # any number of queries may see keys up to these ranks
                 several = -(-size[of_kind] // wide)
                 of_kind = of_kind.repeat_interleave(several)
                 number = torch.arange(len(of_kind), device=of_kind.device)
@@ -576,8 +545,7 @@ class RangeRound:
             for at in range(0, len(real), step):
                 piece = tiles.take(slice(at, at + step))
                 if len(piece.row) == 1:  # the product of a single matrix may be another sum
-                    twice = piece.take(piece.row.new_zeros(2))
-                    piece = twice._replace(real=F.pad(real[at : at + 1], (0, 0, 0, 1)))
+                    piece = piece.take(piece.row.new_zeros(2))._replace(real=F.pad(real[at : at + 1], (0, 0, 0, 1)))
                 yield piece
 
     def _hidden(self, tile: int, back: int) -> Tensor:
@@ -594,10 +562,8 @@ class RangeBlock(Block):
     """Some tiles of a round, `run` keys each."""
 
     def __init__(self, round_: RangeRound, tiles: Tiles):
-        self.round, self.first_round, self.length, self.dtype = (
-            round_, round_.first_round, round_.length, round_.rows_dtype
-        )  # fmt: skip
-        self.query_tokens, self.same_hidden = tiles.queries, tiles.hidden
+        self.round, self.first_round, self.length = round_, round_.first_round, round_.length
+        self.dtype, self.query_tokens, self.same_hidden = round_.rows_dtype, tiles.queries, tiles.hidden
         if tiles.real is not None and not bool(tiles.real.all()):
             self.real = tiles.real
         self.real_places = None if self.real is None else self.real.flatten().nonzero().squeeze(1)
@@ -605,12 +571,6 @@ class RangeBlock(Block):
         inside = torch.minimum(index, tiles.end[:, None] - 1)  # a place after a tile's run repeats its last key
         self.key_tokens = round_.order.take(inside + tiles.row[:, None] * round_.length)
         self.index = index.to(round_.dtype)
-
-    def query_tiles(self, x: Tensor) -> Tensor:
-        return x
-
-    def key_tiles(self, x: Tensor) -> Tensor:
-        return x
 
     def real_queries(self, values: Tensor) -> tuple[Tensor, Tensor]:
         if self.real_places is None:
