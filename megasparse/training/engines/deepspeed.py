@@ -71,6 +71,7 @@ class DeepSpeedEngine(Engine):
             whole = torch.empty(weight.shape, dtype=dtype, device=self.ranks.device)  # nothing else of it is written
             whole.view(-1)[start:stop] = piece
             put(weight, whole)
+            del piece, whole  # else a weight stays until the next one is made
             init._convert_to_deepspeed_param(weight)
             weight.partition()
         move_buffers(weights.model, self.ranks.device)
