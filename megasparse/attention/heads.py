@@ -187,8 +187,8 @@ def split_heads_by_mechanism(
         if not mechanism.shared_qk:
             k = all_k[:, first_key : first_key + heads]
             first_key += heads
-        own = dataclasses.replace(context, head_offset=context.head_offset + first)
-        yield kind, *start_exchange(mechanism, (q, k, v), padding, causal, own, first_position)()
+        shifted = dataclasses.replace(context, head_offset=context.head_offset + first)
+        yield kind, *start_exchange(mechanism, (q, k, v), padding, causal, shifted, first_position)()
         first += heads
 
 

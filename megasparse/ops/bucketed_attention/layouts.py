@@ -398,11 +398,11 @@ class RangeLayout(NamedTuple):
 def _own_ranges(codes: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, ...]:
     """Return order, rank, first and high of causal attention in buckets that queries and keys share."""
     group, order = _sort(codes, key_mask, segments)
-    place = torch.arange(codes.shape[-1], device=codes.device).expand_as(order)
+    index = torch.arange(codes.shape[-1], device=codes.device).expand_as(order)
     first = torch.zeros_like(order)
-    first[..., 1:] = place[..., 1:].where(group[..., 1:] != group[..., :-1], 0)
+    first[..., 1:] = index[..., 1:].where(group[..., 1:] != group[..., :-1], 0)
     first = first.cummax(-1).values
-    rank, first = (torch.empty_like(order).scatter_(-1, order, x) for x in (place, first))
+    rank, first = (torch.empty_like(order).scatter_(-1, order, x) for x in (index, first))
     high = rank + 1
     if key_mask is not None:
         first, high = (x.masked_fill(~key_mask[:, None, None], 0) for x in (first, high))
@@ -505,16 +505,16 @@ class RangeRound:
         smallest = min(max(_SMALLEST_TILE, 1 << mean.bit_length() >> 1), tile)
         back_most = -(-(self.spec.window.chunk - 1) // 8) * 8
         count = self.query_high - self.query_first
-        seen = count > 0
+        live = count > 0
         if self.shared_codes and self.spec.exclude_self:  # a bucket's only token sees nothing
-            only = torch.ones_like(seen)
+            only = torch.ones_like(live)
             only[:, :-1] = self.query_first[:, 1:] != self.query_first[:, :-1]
-            seen &= (count > 1) | ~only
-        seen = seen.flatten().nonzero().squeeze(1)
+            live &= (count > 1) | ~only
+        live = live.flatten().nonzero().squeeze(1)
         rank, first, high = (
-            x.flatten().index_select(0, seen) for x in (count - 1, self.query_first + self.row_start, self.query_high)
+            x.flatten().index_select(0, live) for x in (count - 1, self.query_first + self.row_start, self.query_high)
         )
-        query = (self.query + self.row_start).flatten().index_select(0, seen)
+        query = (self.query + self.row_start).flatten().index_select(0, live)
         starts = torch.arange(tile, device=query.device)  # a, of ranks below T
         starts = torch.where(starts < smallest, 0, 2 ** starts.clamp_min(1).log2().int())
         start = torch.where(rank < tile, starts.index_select(0, rank.clamp_max(tile - 1)), rank & -tile)
@@ -536,9 +536,9 @@ class RangeRound:
             index = first[:, None] + torch.arange(wide, device=of_kind.device)
             real = index < stop[:, None]
             row = tile_place[of_kind] // length
-            place = tile_place[of_kind] - row * length - back
+            key_start = tile_place[of_kind] - row * length - back
             tiles = Tiles(
-                query.take(torch.minimum(index, stop[:, None] - 1)), real, row, place, last[of_kind], back + wide,
+                query.take(torch.minimum(index, stop[:, None] - 1)), real, row, key_start, last[of_kind], back + wide,
                 self._hidden(wide, back) if self.aligned else None,
             )  # fmt: skip
             step = max(2, SCORE_ELEMENTS // (wide * (back + wide)))
