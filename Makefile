@@ -1,5 +1,5 @@
 # make quickstart   from nothing to held-out bits/dim of a model trained on real text: 9 minutes on two quiet cores
-# make test         the tests: every promise once                        make checks   ruff, mypy, the site's links
+# make test         the tests: every promise once                        make checks   ruff, mypy, turns of phrase, the site's links
 # make test-all     the grids and long cases that `make test` leaves out (marked slow)
 # make kernels      every GPU kernel in Triton's interpreter, and compiled for the A100 and the H100 (no GPU needed)
 # make soak         the tests that take minutes to hours        make clean    the virtual environment and caches
@@ -32,6 +32,7 @@ checks: .venv/installed-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/python tools/prose.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 docs: .venv/installed-dev
