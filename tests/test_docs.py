@@ -19,9 +19,7 @@ ROOT = Path(__file__).parents[1]
 NAMED = ("README.md", "CONTRIBUTING.md", "tokenizers/README.md")
 DOCUMENTS = [
     *(ROOT / name for name in NAMED),
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs/reference").glob("*.md")),
-    *sorted((ROOT / "docs/tutorials").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 FOLDERS = ("megasparse", "launch", "tools", "configs", "tests", "docs", "tokenizers")
 MADE = ("tokenizers/books.model", "tokenizers/bert.json", "tokenizers/multi30k.model", "tokenizers/small.model")
@@ -70,6 +68,7 @@ def test_pretrainings_of_a_document_dry_run_scaled_down(path):
 def test_commands_are_found_in_documents():
     text = "Text.\n\n    megasparse plan quickstart \\\n      --gpus 8    # a comment\n\n    python x.py\n"
     assert commands(text) == [["plan", "quickstart", "--gpus", "8"]]
+    assert commands("```bash\nmegasparse plan quickstart\n```\n") == [["plan", "quickstart"]]
     assert sum(len(commands(path.read_text(encoding="utf-8"))) for path in DOCUMENTS) > 30
 
 

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from megasparse.runs import comparison
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words of every command in an indented block, as `megasparse` takes them: continued lines joined, loops of
-    the shell written out. Left out are commands with `...`, which show a form.
+    """Return the words of every command in an indented block or a bash fence, as `megasparse` takes them: continued
+    lines joined, loops of the shell written out. Commands with `...`, which show a form, are left out.
     """
+    text = re.sub(r"^```bash\n(.*?)^```", lambda fence: textwrap.indent(fence[1], "    "), text, flags=re.M | re.S)
     block = re.sub(r"\\\n\s*", " ", "\n".join(re.findall(r"^ {4,}(.*)$", text, re.M)))
     found = []
     for line in _unrolled(block.splitlines()):
