@@ -36,8 +36,8 @@ class ArmRun(NamedTuple):
 def load(name: str | Path, corpora: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     """Return the comparisons of a file by corpus, all or those of `corpora`; the name of a single corpus is "".
 
-    A corpus gives `prepare` and `wheels`, and settings (`set`) that are added to those of every arm. Raises ConfigError
-    for a file that is no comparison.
+    A corpus gives `prepare` and `wheels`, and settings (`set`) that are added to those of every arm. Every arm trains on
+    the folder that `prepare` writes, unless it sets `data.path`. Raises ConfigError for a file of another form.
     """
     values, parts = read_values(name), {}
     choices = values.pop("corpora", {"": {}})
@@ -47,7 +47,9 @@ def load(name: str | Path, corpora: Sequence[str] | None = None) -> dict[str, di
         if part.keys() - {"wheels"} != KEYS:
             hint = f"Give it exactly the keys {', '.join(sorted(KEYS))}, or `corpora` in place of `prepare`"
             raise ConfigError(f"{name}: {corpus}" if corpus else str(name), "is no comparison", hint)
-        part["arms"] = {arm: [*changes, *settings] for arm, changes in part["arms"].items()}
+        words = part["prepare"]
+        path = [f"data.path={words[words.index('--output') + 1]}"] if "--output" in words[:-1] else []
+        part["arms"] = {arm: [*path, *changes, *settings] for arm, changes in part["arms"].items()}
         part["evaluate"] = part["evaluate"] if isinstance(part["evaluate"], dict) else {"": part["evaluate"]}
         parts[corpus] = part
     return parts
@@ -190,6 +192,6 @@ def plot(output: Path, arms: Sequence[str]) -> None:
         seconds = min(run["step_seconds"] for run in seeds.values())
         by_step.plot([*map(int, common)], values, color=colour, label=arm)
         by_second.plot([int(step) * seconds for step in common], values, color=colour)
-    by_step.set(title="held-out bits/dim over steps", xlabel="steps")
+    by_step.set(title="bits/dim of the validation split, over steps", xlabel="steps")
     by_second.set(title="over seconds of training", xlabel="seconds")
     save_figure(figure, output / "curves.svg")

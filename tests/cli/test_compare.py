@@ -76,7 +76,9 @@ def test_each_corpus_has_its_data_its_settings_and_its_folder(tmp_path, capsys):
     (tmp_path / "two.json").write_text(json.dumps(comparison))
     parts = load(tmp_path / "two.json")
     assert [part["prepare"][-1] for part in parts.values()] == ["a", "b"]
-    assert parts["b"]["arms"]["local"] == [*comparison["arms"]["local"], "data.path=b"]
+    shared = f"data.path={prepare[-1]}"  # `prepare` ends with --output: a comparison trains on what it prepares
+    assert load(small_comparison(tmp_path))[""]["arms"]["full"][0] == shared
+    assert parts["b"]["arms"]["local"] == [shared, *comparison["arms"]["local"], "data.path=b"]
     main(["compare", str(tmp_path / "two.json"), "--dry-run", "--arms", "full", "--output", "out"])
     printed = capsys.readouterr().out
     assert "run.directory=out/a/full-0" in printed and "run.directory=out/b/full-0" in printed
