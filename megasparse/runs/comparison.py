@@ -36,8 +36,8 @@ class ArmRun(NamedTuple):
 def load(name: str | Path, corpora: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     """Return the comparisons of a file by corpus, all or those of `corpora`; the name of a single corpus is "".
 
-    A corpus gives `prepare` and `wheels`, and settings (`set`) that are added to those of every arm. Every arm trains on
-    the folder that `prepare` writes, unless it sets `data.path`. Raises ConfigError for a file of another form.
+    A corpus gives `prepare` and `wheels`, and settings (`set`) that are added to those of every arm. Every arm trains
+    on the folder that `prepare` writes, unless it sets `data.path`. Raises ConfigError for a file of another form.
     """
     values, parts = read_values(name), {}
     choices = values.pop("corpora", {"": {}})
