@@ -12,16 +12,17 @@ ROOT = Path(__file__).parents[1]
 
 MAY_IMPORT = {
     "errors": set(),
+    "files": set(),
     "callbacks": set(),
     "ops": {"errors"},
     "optimizers": {"errors"},
-    "config": {"errors", "optimizers"},
-    "data": {"errors", "callbacks"},
+    "config": {"errors", "files", "optimizers"},
+    "data": {"errors", "files", "callbacks"},
     "attention": {"errors", "ops", "config"},
-    "training": {"errors", "callbacks", "optimizers", "config", "data"},
-    "model": {"errors", "ops", "config", "attention"},
+    "training": {"errors", "files", "callbacks", "optimizers", "config", "data"},
+    "model": {"errors", "files", "ops", "config", "attention"},
 }
-ALL_BELOW = {"errors", "callbacks", "ops", "optimizers", "config", "data", "attention", "training", "model"}
+ALL_BELOW = {"errors", "files", "callbacks", "ops", "optimizers", "config", "data", "attention", "training", "model"}
 for floor in ("evaluation", "planning", "hub"):
     MAY_IMPORT[floor] = ALL_BELOW
 MAY_IMPORT["tasks"] = ALL_BELOW | {"evaluation", "planning", "hub"}  # it starts from their models, and plans them
@@ -105,14 +106,27 @@ def test_the_check_sees_every_kind_of_import(tmp_path):
     assert imported(path) == {"data", "ops", "model"}
 
 
-RUNS = {"cli", "runs", "config", "errors", "callbacks", "data", "ops", "attention", "model", "optimizers", "training"}
+RUNS = {
+    "cli",
+    "runs",
+    "config",
+    "errors",
+    "files",
+    "callbacks",
+    "data",
+    "ops",
+    "attention",
+    "model",
+    "optimizers",
+    "training",
+}
 REACHED = {
     "pretrain": ("runs.pretraining", RUNS | {"evaluation", "planning"}),
     "finetune": ("runs.finetuning", RUNS | {"evaluation", "planning", "tasks"}),
     "evaluate": ("runs.api", RUNS | {"evaluation"}),
     "generate": ("evaluation.texts", RUNS | {"evaluation"}),
     "predict": ("tasks.evaluate", RUNS | {"evaluation", "tasks"}),
-    "prepare-data": ("data.prepare", {"cli", "config", "errors", "callbacks", "data", "optimizers"}),
+    "prepare-data": ("data.prepare", {"cli", "config", "errors", "files", "callbacks", "data", "optimizers"}),
     "compare": ("runs.comparison", RUNS),
     "report": ("runs.report", RUNS),
     "plan": ("planning.plan", RUNS | {"planning"}),

@@ -154,10 +154,10 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     """
     from megasparse.data.corpora.corpus import LineSample
     from megasparse.data.corpora.source import Source
-    from megasparse.data.files import replacing
     from megasparse.data.tokenizers import build_tokenizer
     from megasparse.data.tokenizers.sentence_piece import train_sentencepiece
     from megasparse.data.tokenizers.simple import vocabulary_file
+    from megasparse.files import replacing
 
     suffix = SUFFIXES[args.kind]
     if args.output.suffix != suffix:

@@ -15,6 +15,7 @@ from typing import Any
 
 from megasparse.config.messages import show
 from megasparse.errors import ConfigError
+from megasparse.files import read_file
 
 KEY = "extends"
 LONGEST_CHAIN = 8
@@ -93,7 +94,7 @@ def _find_base(path: Path, base: object) -> Path:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path).decode()
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path with a null character
         reason = getattr(error, "strerror", None) or str(error)
         hint = "Give a JSON file, or the name of one in configs/"

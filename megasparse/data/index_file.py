@@ -1,7 +1,6 @@
 """The entries of index.json, and its parser, which validates everything: the file may come from anyone."""
 
 import json
-import os
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,8 +8,8 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from megasparse.data.files import open_regular, replacing
 from megasparse.errors import DataError
+from megasparse.files import read_file, replacing
 
 INDEX_FILE = "index.json"
 AGAIN = "Prepare the data again with megasparse prepare-data: it rewrites what is damaged"
@@ -144,11 +143,7 @@ def parse_content(raw: bytes, path: Path | str, kind: type[File]) -> File:
 
 def _read(path: Path) -> bytes:
     try:
-        with open(open_regular(path), "rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            if size > MOST_BYTES:
-                raise DataError(path, f"{size:,} bytes are too many for an index (at most {MOST_BYTES:,})", ANEW)
-            return stream.read(size)
+        return read_file(path, MOST_BYTES)
     except OSError as error:
         raise DataError(path, f"cannot be read: {error.strerror}", "Check the path and its permissions") from None
 

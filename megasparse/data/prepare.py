@@ -27,7 +27,6 @@ from megasparse.data.corpora import CORPORA
 from megasparse.data.corpora.corpus import CorpusSplits
 from megasparse.data.corpora.source import Document, Source
 from megasparse.data.encoders import Encoded, Encoder
-from megasparse.data.files import file_sha256, partial_name, replacing
 from megasparse.data.index_file import (
     INDEX_FILE,
     MOST_SAMPLES,
@@ -41,6 +40,7 @@ from megasparse.data.index_file import (
 )
 from megasparse.data.workers import Workers
 from megasparse.errors import DataError, UserError
+from megasparse.files import PARTIAL, file_sha256, replacing
 
 PROGRESS_FILE = ".progress.json"
 LOCK_FILE = ".lock"
@@ -199,6 +199,8 @@ def _plan(
 
 
 def _write(plan: Progress, streams: CorpusSplits, encoder: Encoder, workers: Workers[Encoded], output: Path) -> bool:
+    for leftover in output.glob(f".*{PARTIAL}"):  # of a preparation that was killed
+        leftover.unlink()
     finished, ends = _finished(plan, output)
     copy = None
     if encoder.file:
@@ -283,7 +285,7 @@ def _write_shard(path: Path, samples: Iterable[tuple[int, bytes]], width: Litera
                 crc32.append(f"{zlib.crc32(sample):08x}")
                 data_bytes += len(sample)
         file.flush()
-        size, sha256 = file.tell(), file_sha256(partial_name(path))
+        size, sha256 = file.tell(), file_sha256(file.fileno())
     return Shard(
         file=path.name,
         samples=len(crc32),

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megasparse.callbacks import Progress, silent
-from megasparse.data.files import file_sha256, open_regular
 from megasparse.data.index_file import AGAIN, INDEX_FILE, TAR_HEADER, Shard, tar_stride
 from megasparse.errors import DataError
+from megasparse.files import file_sha256, open_regular
 
 if TYPE_CHECKING:
     from megasparse.data.index import Index

@@ -19,10 +19,10 @@ from tqdm import tqdm
 
 from megasparse.config.schema import Config
 from megasparse.data.corpora.images import MOST_BYTES, decode
-from megasparse.data.files import replacing
 from megasparse.errors import ConfigError, DataError
 from megasparse.evaluation.bits_per_dim import Stream
 from megasparse.evaluation.generate import Sampling, continuations
+from megasparse.files import replacing
 
 Picture = np.ndarray
 """(s, s, 3) uint8."""

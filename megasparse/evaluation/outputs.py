@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from megasparse.data.files import replacing
 from megasparse.errors import ConfigError, UserError
+from megasparse.files import replacing
 
 HINT = "Make room, or choose another"
 
@@ -34,7 +34,7 @@ def require_writable(*paths: Path | None, sources: Sequence[str] = ()) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file through `data.files.replacing`, and make its folder. Raises UserError where it cannot be written."""
+    """Write a file through `files.replacing`, and make its folder. Raises UserError where it cannot be written."""
     require_writable(path)
     try:
         with replacing(path) as out:

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from megasparse.attention.contract import Attention, RecomputeCache
 from megasparse.attention.heads import Padding
 from megasparse.attention.observation import Call, each_call
-from megasparse.data.files import replacing
 from megasparse.errors import DataError, HubError
+from megasparse.files import replacing
 from megasparse.hub.replace import ENTRY
 from megasparse.hub.replaced_layer import NAME, Mechanisms
 from megasparse.ops.random import RngContext

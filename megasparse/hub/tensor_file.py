@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megasparse.data.files import sync_folder
 from megasparse.errors import HubError
+from megasparse.files import sync_folder
 
 LAYERS = {"layers", "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"}
 """Keys of a config.json that hold a number of layers."""

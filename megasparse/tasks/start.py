@@ -17,9 +17,9 @@ from megasparse.config.checks import check_model
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
 from megasparse.config.schema import ModelConfig
-from megasparse.data.files import file_sha256, replacing
 from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer, words_of
 from megasparse.errors import CheckpointError, ConfigError, HubError
+from megasparse.files import file_sha256, replacing
 from megasparse.model.build import empty_model, initialise
 from megasparse.model.embedding import initialise_from_glove
 from megasparse.tasks.backbones import Backbone, HuggingFaceBody, add_adapters, checkpoint_layers

@@ -19,8 +19,8 @@ import numpy as np
 
 from megasparse.config.files import find_file
 from megasparse.config.finetuning import TaskConfig
-from megasparse.data.files import file_sha256
 from megasparse.errors import ConfigError, DataError, did_you_mean
+from megasparse.files import file_sha256
 
 MOST_LINES = 20
 MAX_SKIPPED = 0.01

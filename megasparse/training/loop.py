@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from megasparse.data.batches import Step, WaitingStopped
-from megasparse.data.files import replacing
 from megasparse.errors import LostPeer, StorageError, TrainingError
+from megasparse.files import replacing
 from megasparse.optimizers import learning_rate
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.saving import Saver

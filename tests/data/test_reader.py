@@ -328,7 +328,7 @@ def test_what_cannot_be_an_index_is_not_even_read(tmp_path, kind):
         path.mkdir()
     else:
         path.symlink_to("/dev/zero")
-    problem = r"index\.json: (1,073,741,825 bytes are too many|cannot be read: this is not a regular file)"
+    problem = r"index\.json: cannot be read: (1,073,741,825 bytes are too many|this is not a regular file)"
 
     def load():
         with pytest.raises(DataError, match=problem):

@@ -98,8 +98,13 @@ def watch_files(faults: Faults) -> None:
 
     def audit(name: str, arguments: tuple[Any, ...]) -> None:
         if name == "open":
-            path, _, flags = arguments
-            if isinstance(path, str | os.PathLike) and flags & WRITING and "/checkpoints/" in os.fspath(path):
+            path, mode, flags = arguments  # `open` with an opener is reported twice, by os.open without a mode
+            if (
+                mode is None
+                and isinstance(path, str | os.PathLike)
+                and flags & WRITING
+                and "/checkpoints/" in os.fspath(path)
+            ):
                 faults.happen(f"write {os.fspath(path)}")
         elif name == "os.rename":
             if "/checkpoints/" in str(arguments[0]):

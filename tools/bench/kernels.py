@@ -34,8 +34,8 @@ from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megasparse.data.files import replacing
 from megasparse.errors import ConfigError, report_user_errors
+from megasparse.files import replacing
 from megasparse.ops.kernels import INTERPRETED, Launch, recorded
 from tools.bench.kernel_cases import CASES, HEAD_DIMS, ONE, ONE_WIDTH
 from tools.bench.sass import instructions, reuses

@@ -21,9 +21,9 @@ from urllib.parse import unquote, urlsplit
 from tqdm import tqdm
 
 from megasparse.data import urls
-from megasparse.data.files import file_sha256, replacing, sync_folder
 from megasparse.data.urls import STORES, StoreError, asked, check_url, open_url, store
 from megasparse.errors import ConfigError, DataError
+from megasparse.files import file_sha256, replacing, sync_folder
 
 PIECE = 1 << 20
 TIMEOUT_SECONDS = 60

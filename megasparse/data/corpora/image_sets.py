@@ -18,8 +18,8 @@ from megasparse.data.corpora import images
 from megasparse.data.corpora.corpus import Corpus, CorpusSettings, CorpusSplits
 from megasparse.data.corpora.images import ARCHIVE, PixelEncoder, folders, members, part_content, planar_piece, reading
 from megasparse.data.corpora.source import PIECE, Part, Source
-from megasparse.data.files import natural
 from megasparse.errors import ConfigError, DataError
+from megasparse.files import natural
 
 SIDE = 32
 IMAGE = 3 * SIDE * SIDE

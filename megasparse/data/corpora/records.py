@@ -32,10 +32,10 @@ from megasparse.data.corpora.corpus import (
     text_pieces,
 )
 from megasparse.data.corpora.source import Part, Source
-from megasparse.data.files import replacing
 from megasparse.data.index import Index
 from megasparse.data.workers import Workers
 from megasparse.errors import ConfigError, DataError
+from megasparse.files import replacing
 
 MOST_DAMAGED = 0.01
 """Part of the records that may be damaged: with more, the source is not what it was taken for."""

@@ -23,8 +23,8 @@ from megasparse.data.corpora.corpus import (
 )
 from megasparse.data.corpora.records import EMPTY, NOT_UTF8, RecordCorpus, Records, RecordSource, Unfit
 from megasparse.data.corpora.source import DECOMPRESS, Part, arrow, find_parts, read, reason
-from megasparse.data.files import natural
 from megasparse.errors import ConfigError, DataError, did_you_mean
+from megasparse.files import natural
 
 LONGEST_LINE = 1 << 26  # bytes
 NOT_JSON = Unfit("not JSON", damaged=True)

@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 from megasparse.data.corpora.image_sets import BATCHES, PICKLED, RECORD, RECORDS, SIDE
 from megasparse.data.corpora.images import MOST_BYTES, SUFFIXES, decode
-from megasparse.data.files import natural
 from megasparse.errors import ConfigError, DataError
+from megasparse.files import natural
 from megasparse.hub.tensor_file import appearing
 from megasparse.tasks.readers.rows import RowTask, field, lines, whole_bytes, whole_text
 from megasparse.tasks.task import Example, Skipping, SourceLocation, Task, existing

@@ -24,9 +24,9 @@ from urllib.parse import urlsplit
 
 from megasparse.callbacks import Progress, silent
 from megasparse.config.schema import RunSettings
-from megasparse.data.files import replacing, sync_folder
 from megasparse.data.urls import STORES, FetchError, asked, check_url, fetch, retried, store
 from megasparse.errors import CheckpointError, DataError, StorageError
+from megasparse.files import read_file, replacing, sync_folder
 from megasparse.training.checkpoints.manifest import (
     LARGEST_MANIFEST,
     MANIFEST,
@@ -87,7 +87,7 @@ class Bucket:
 
     def upload(self, path: Path, name: str) -> None:
         """Upload the checkpoint in a folder, as the run of that name, unless the same one is there."""
-        url, content = f"{self.url}/{path.name}", (path / MANIFEST).read_bytes()
+        url, content = f"{self.url}/{path.name}", read_file(path / MANIFEST)
         uploaded = self._read(f"{url}/{MANIFEST}")
         if uploaded == content:
             return

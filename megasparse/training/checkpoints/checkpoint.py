@@ -24,8 +24,8 @@ from megasparse.callbacks import Progress, silent
 from megasparse.config.checks import check_model
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import Config, LoRAConfig, ModelConfig, RunSettings
-from megasparse.data.files import file_sha256
 from megasparse.errors import CheckpointError, ConfigError
+from megasparse.files import file_sha256
 from megasparse.training.checkpoints.manifest import MANIFEST, RESTORE, find_newest, read_manifest, size_of
 
 FORGED = "Do not trust it"

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megasparse.config.schema import RunSettings
 from megasparse.errors import CheckpointError
+from megasparse.files import open_file, read_file
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -97,7 +98,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         problem = f"{size} bytes, and a manifest of what its files hold has no more than {most}"
         raise CheckpointError(file, problem, RESTORE)
     try:
-        content = file.read_bytes()
+        content = read_file(file)
     except OSError as error:
         raise CheckpointError(file, f"cannot be read ({type(error).__name__})", RESTORE) from None
     return parse_manifest(content, file)
@@ -140,7 +141,7 @@ def _most_bytes(path: Path) -> int:
     for file in path.glob("rank-*.safetensors"):
         size = size_of(file)
         try:
-            with file.open("rb") as stream:
+            with open_file(file) as stream:
                 headers += min(size, int.from_bytes(stream.read(8), "little"))
         except OSError as error:
             raise CheckpointError(file, f"cannot be read ({error.strerror})", RESTORE) from None

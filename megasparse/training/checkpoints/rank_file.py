@@ -10,12 +10,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from megasparse.errors import TrainingError
+from megasparse.files import open_file
 from megasparse.training.checkpoints.checkpoint import Fragment
 
 BLOCK = 1 << 24
@@ -88,10 +89,9 @@ class RankFile:
 
 
 @contextmanager
-def durable(path: Path, size: int) -> Iterator[BinaryIO]:
+def durable(path: Path, size: int) -> Iterator[IO[bytes]]:
     """A new file, not writable by others whatever the umask; on disk, with `size` bytes, when the block ends."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    with os.fdopen(descriptor, "wb") as file:
+    with open_file(path, "xb") as file:
         yield file
         _sync(file)
         if (there := os.fstat(file.fileno()).st_size) != size:
@@ -119,6 +119,6 @@ def _check_finite(fragment: Fragment, block: Tensor) -> None:
         raise TrainingError(f"{fragment.kind} of {fragment.name} holds a number that is not finite")
 
 
-def _sync(file: BinaryIO) -> None:
+def _sync(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())

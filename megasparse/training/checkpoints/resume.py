@@ -13,6 +13,7 @@ from typing import Any
 from megasparse.callbacks import Progress
 from megasparse.config.schema import Config, RunSettings
 from megasparse.errors import CheckpointError, ConfigError
+from megasparse.files import open_file, read_file
 from megasparse.training.checkpoints.bucket import fetch_newest, on_first_rank
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import (
@@ -249,7 +250,7 @@ def _last_loss(checkpoint: Checkpoint) -> float | None:
 def _lines(path: Path, step: int) -> tuple[int, dict[str, Any]]:
     """The last step that has a whole line, 0 where none has, and the line of `step`, {} where it has none."""
     last, match = b"", b""
-    with suppress(FileNotFoundError), path.open("rb") as file:
+    with suppress(FileNotFoundError), open_file(path) as file:
         for line in file:
             if line.endswith(b"\n"):
                 last = line
@@ -268,7 +269,7 @@ def _read(line: bytes) -> dict[str, Any]:
 def _saved_for_certain(directory: Path, last: int) -> int:
     """The newest step that the run before, which came to step `last`, must have saved; 0 where none must have been."""
     try:
-        settings = json.loads((directory / "config.json").read_bytes())["checkpoint"]
+        settings = json.loads(read_file(directory / "config.json"))["checkpoint"]
         every, waits = int(settings["every"]), bool(settings["asynchronous"])
         if settings["on_failure"] != "stop":
             return 0

@@ -3,7 +3,6 @@
 The kernel keeps it (flock) and releases it when the process that holds it ends, by SIGKILL too.
 """
 
-import fcntl
 import os
 import socket
 import sys
@@ -13,49 +12,13 @@ from datetime import datetime
 from pathlib import Path
 
 from megasparse.errors import ConfigError, UserError
+from megasparse.files import FileLock, open_file
 from megasparse.training.ranks import Ranks
 
 LOCK = ".lock"
 """Name of the file in `run.directory`. It stays when the run has ended; only the lock on it counts."""
 LONGEST = 1024
 """Bytes of the lock file that are read, at most."""
-
-
-class FileLock:
-    """An exclusive lock (flock) on the file at `path` until `release`, or until this process ends.
-
-    The kernel keeps such a lock while any process has the open file, and a forked child inherits open files. Children
-    therefore close theirs: those made by os.fork (multiprocessing too) at once, others when they start a program.
-
-    Raises BlockingIOError where another holds the lock, and OSError where the file cannot be opened or its file system
-    has no locks.
-    """
-
-    def __init__(self, path: Path):
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self.descriptor)
-            raise
-        _held.add(self)
-
-    def release(self) -> None:
-        """Let others take the lock. A second call, or one in a forked child, does nothing."""
-        if self in _held:
-            _held.remove(self)
-            os.close(self.descriptor)
-
-
-_held: set[FileLock] = set()
-
-
-def _close_in_child() -> None:
-    for lock in list(_held):
-        lock.release()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 @contextmanager
@@ -109,7 +72,7 @@ def _take(directory: Path) -> FileLock | None:
 
 def _holder(path: Path) -> str:
     """The name that the holder wrote into the lock file, if that is one printable line; "" otherwise."""
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), open_file(path) as file:
         text = file.read(LONGEST).decode(errors="replace")
         if text and text.isprintable():
             return text

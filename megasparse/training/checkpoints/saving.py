@@ -24,8 +24,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megasparse.data.files import sync_folder
 from megasparse.errors import CheckpointError, StorageError, TrainingError, UserError
+from megasparse.files import sync_folder
 from megasparse.training.checkpoints.bucket import Uploads
 from megasparse.training.checkpoints.checkpoint import Fragment
 from megasparse.training.checkpoints.manifest import (

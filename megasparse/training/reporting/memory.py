@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megasparse.data.files import replacing
 from megasparse.errors import MemoryShortage
+from megasparse.files import replacing
 from megasparse.training.ranks import Ranks
 
 if TYPE_CHECKING:

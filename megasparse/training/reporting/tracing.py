@@ -11,7 +11,7 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile
 
 from megasparse.config.schema import RunSettings
-from megasparse.data.files import replacing
+from megasparse.files import replacing
 from megasparse.training.ranks import Ranks
 
 STEPS = 3

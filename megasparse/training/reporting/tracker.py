@@ -25,8 +25,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megasparse.config.schema import RunSettings
-from megasparse.data.files import replacing
 from megasparse.errors import ConfigError
+from megasparse.files import open_regular, read_file, replacing
 from megasparse.training.ranks import Ranks
 
 PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0}
@@ -243,7 +243,7 @@ class JsonLines:
         if self._length is None:
             cut_lines(self.path, self._last_step)
         data, written = b"".join(self._waiting), 0
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
+        descriptor = open_regular(self.path, os.O_WRONLY | os.O_CREAT)
         try:
             if self._length is None:
                 self._length = os.fstat(descriptor).st_size
@@ -265,7 +265,7 @@ def cut_lines(path: Path, last_step: int | None) -> None:
     """Drop a line that a crash cut short, and the lines of steps after `last_step`. The file changes all at once."""
     if not path.exists():
         return
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = read_file(path, sys.maxsize).splitlines(keepends=True)
     valid = [line for line in lines if line.endswith(b"\n") and _is_until(line, last_step)]
     if valid != lines:
         with replacing(path) as file:
@@ -275,7 +275,7 @@ def cut_lines(path: Path, last_step: int | None) -> None:
 def _is_until(line: bytes, last_step: int | None) -> bool:
     try:
         return last_step is None or json.loads(line)["step"] <= last_step
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from megasparse.errors import HANG
+from megasparse.files import open_regular, read_file
 
 SIZE = 4096
 """Bytes of a heartbeat, always: rewriting it in place needs no space on a full disk."""
@@ -202,7 +203,7 @@ class Watchdog:
 
     def _read(self, path: Path) -> bytes | None:
         try:
-            return path.read_bytes()
+            return read_file(path)
         except FileNotFoundError:
             return b""  # not started yet
         except OSError as error:
@@ -327,7 +328,7 @@ def decode(line: bytes) -> Heartbeat | None:
 def overwrite(path: Path, content: bytes) -> None:
     """Replace the content of a file in place. Raises OSError if that fails."""
     # Opened again each time: on a network file system it is closing that shows it to the others.
-    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    file = open_regular(path, os.O_WRONLY | os.O_CREAT)
     try:
         if os.pwrite(file, content, 0) < len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -399,7 +399,7 @@ def test_a_write_that_is_cut_short_in_silence_is_noticed(tmp_path, monkeypatch):
         def write(self, numbers: Any) -> int:
             return super().write(bytes(numbers)[:100])
 
-    monkeypatch.setattr(rank_file.os, "fdopen", lambda descriptor, mode: Short(descriptor, mode))
+    monkeypatch.setattr(rank_file, "open_file", lambda path, mode: Short(path, mode))
     refused(saver, engine, rf"[\d,]+ of [\d,]+ bytes were kept {ROOM}")
     monkeypatch.undo()
     assert saver.save(engine, 2, 16, {}) is not None

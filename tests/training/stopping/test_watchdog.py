@@ -228,8 +228,12 @@ def test_a_damaged_record_is_never_believed_and_the_one_before_stays(two, tmp_pa
 
 
 RECORDS: list[list[str]] = []
-"""Lists to which the process appends each path that it opens."""
-sys.addaudithook(lambda event, values: [paths.append(str(values[0])) for paths in RECORDS] if event == "open" else None)
+"""Lists to which the process appends each path that it opens with os.open, as `files.open_regular` does."""
+sys.addaudithook(
+    lambda event, values: (
+        [p.append(str(values[0])) for p in RECORDS] if (event, values[1:2]) == ("open", (None,)) else 0
+    )
+)
 
 
 @pytest.fixture

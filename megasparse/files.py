@@ -1,0 +1,143 @@
+"""Files: opened only if regular, replaced whole or not at all, locked, and identified by their content.
+
+A reader of a named pipe would wait for ever, and a writer would follow a planted symbolic link to another file. Paths
+that come from outside the package are therefore opened with `open_file`, `read_file`, `replacing` and `FileLock`.
+"""
+
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+LARGEST = 1 << 28
+"""Bytes of a file that is read whole, by default."""
+NOT_REGULAR = "this is not a regular file"
+REASONS = {errno.ELOOP: "this is a symbolic link, which is not written through", errno.ENXIO: NOT_REGULAR}
+
+
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """Return a descriptor of a regular file; usable as the `opener` of `open`. No symbolic link is written through.
+
+    Raises OSError, also for a named pipe, a device and a folder, without waiting.
+    """
+    if flags & (os.O_WRONLY | os.O_RDWR):
+        flags |= os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        raise OSError(error.errno, REASONS.get(error.errno or 0, error.strerror), os.fspath(path)) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, NOT_REGULAR, os.fspath(path))
+    return descriptor
+
+
+def open_file(path: str | os.PathLike[str], mode: str = "rb") -> IO[bytes]:
+    """Open a regular file in a binary mode of `open`. Raises OSError as `open_regular` does."""
+    return open(path, mode, opener=open_regular)
+
+
+def read_file(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
+    """Return the content of a regular file. Raises OSError, also for more than `most` bytes, which are not read."""
+    with open_file(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise OSError(errno.EFBIG, f"{size:,} bytes are too many, at most {most:,} are read", os.fspath(path))
+        return file.read(size)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A new file to write, which takes the name `path` when the block ends and vanishes when it fails.
+
+    It is on disk before it has its name: after a crash at any moment `path` is the old file or the whole new one.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+    try:
+        with open_file(partial, "x+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        sync_folder(path.parent)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+PARTIAL = ".partial"
+"""Ending of the name of a file while it is being written; a crash may leave one."""
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder as durable as the files."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class FileLock:
+    """An exclusive lock (flock) on the file at `path` until `release`, or until this process ends.
+
+    The kernel keeps such a lock while any process has the open file, and a forked child inherits open files. Children
+    therefore close theirs: those made by os.fork (multiprocessing too) at once, others when they start a program.
+
+    Raises BlockingIOError where another holds the lock, and OSError where the file cannot be opened or its file system
+    has no locks.
+    """
+
+    def __init__(self, path: Path):
+        self.descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self.descriptor)
+            raise
+        _held.add(self)
+
+    def release(self) -> None:
+        """Let others take the lock. A second call, or one in a forked child, does nothing."""
+        if self in _held:
+            _held.remove(self)
+            os.close(self.descriptor)
+
+    def __enter__(self) -> "FileLock":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+_held: set[FileLock] = set()
+
+
+def _close_in_child() -> None:
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def file_sha256(file: str | os.PathLike[str] | int, progress: Callable[[], None] = lambda: None) -> str:
+    """Return the sha256 of a regular file, given by its path or an open descriptor; `progress` is called every MB."""
+    digest = hashlib.sha256()
+    with open(file, "rb", closefd=False) if isinstance(file, int) else open_file(file) as stream:
+        stream.seek(0)
+        while piece := stream.read(1 << 20):
+            digest.update(piece)
+            progress()
+    return digest.hexdigest()
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Return a sort key by which batch_2 precedes batch_10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
