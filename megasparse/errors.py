@@ -33,10 +33,24 @@ PIPE_CLOSED = 141
 """Exit code, as in a shell, of a program whose reader has ended, such as `head`: no error of either."""
 
 
+LONGEST_MESSAGE = 4000
+
+
+def one_line(text: str, longest: int = 200) -> str:
+    """Return a text from a path, a key, a file or a server shortened, with what a terminal would act on escaped."""
+    return "".join(
+        character if character.isprintable() else ascii(character)[1:-1]
+        for character in (text if len(text) <= longest else f"{text[:longest]}…")
+    )
+
+
 class UserError(Exception):
     """Something the user can correct. The message is one line: what is wrong, where, its value, and what to do."""
 
     exit_code = 2
+
+    def __init__(self, message: str):
+        super().__init__(one_line(message, LONGEST_MESSAGE))
 
     def __reduce__(self) -> tuple[Any, ...]:  # unpickled without the constructor, which takes other arguments
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]

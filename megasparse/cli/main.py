@@ -56,6 +56,10 @@ def main(words: Sequence[str] | None = None) -> None:
     # The deepspeed launcher adds --local_rank=N; the engine reads the environment instead.
     words = sys.argv[1:] if words is None else words
     words = [str(word) for word in words if not str(word).startswith(("--local_rank=", "--local-rank="))]
+    for word in words:
+        if word.encode(errors="ignore").decode() != word:
+            hint = "Rename the file, or give the folder that it is in"
+            raise UserError(f"{word}: this argument is not UTF-8, and cannot be recorded. {hint}")
     if not words or words[0] in ("-h", "--help"):
         print(overview(COMMANDS))
         return

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from megasparse.errors import DataError
+from megasparse.errors import DataError, one_line
 from megasparse.files import read_file, replacing
 
 INDEX_FILE = "index.json"
@@ -162,11 +162,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
-
-
-def one_line(text: str) -> str:
-    """Text that comes from a file or a server, on one line."""
-    return text if len(text) <= 200 and text.isprintable() else ascii(text[:200])
 
 
 def _check_counts(path: Path | str, file: IndexFile) -> None:

@@ -27,9 +27,9 @@ from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
 from megasparse.callbacks import Progress, silent
-from megasparse.data.index_file import INDEX_FILE, MOST_BYTES, Shard, one_line
+from megasparse.data.index_file import INDEX_FILE, MOST_BYTES, Shard
 from megasparse.data.reader import ShardFile
-from megasparse.errors import ConfigError, DataError, UserError
+from megasparse.errors import ConfigError, DataError, UserError, one_line
 
 STALL_SECONDS = 30.0  # without a byte for so long, a connection counts as broken
 ATTEMPTS = 8
@@ -82,7 +82,7 @@ def check_url(url: str, schemes: Collection[str] = STORES) -> str:
     parts = urlsplit(url)
     is_valid = parts.scheme in schemes and (parts.hostname or parts.scheme == "file")
     if not is_valid or not re.fullmatch(r"[!-~]+", url) or re.search("[@?#]", url):
-        name = ascii(f"{parts.scheme}://{parts.hostname or ''}{parts.path}")[1:-1]
+        name = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"
         problem = "this is not a URL that is read here: those have no user, password, query or space"
         raise DataError(name, problem, f"Known here: {', '.join(schemes)}. Credentials come from the environment")
     return url.rstrip("/")

@@ -17,7 +17,7 @@ from typing import IO
 
 import torch
 
-from megasparse.errors import HubError
+from megasparse.errors import HubError, one_line
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 TEXT, ARRAY = 8, 9
@@ -105,7 +105,7 @@ def _check(stream: IO[bytes], size: int) -> None:
         if key.endswith(f".{LAYERS}") and value > tensors:
             raise _Bad(f"it has {value:,} layers, more than its {tensors:,} tensors")
         if key.endswith(WIDTHS) and value > widest:
-            raise _Bad(f"{ascii(key)[1:-1][:60]} is {value:,}, more than any size of a tensor, {widest:,} at most")
+            raise _Bad(f"{one_line(key, 60)} is {value:,}, more than any size of a tensor, {widest:,} at most")
 
 
 def _number(stream: IO[bytes], letter: str) -> int:

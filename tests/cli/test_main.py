@@ -88,6 +88,8 @@ def test_a_door_works_from_any_folder_and_under_deepspeed(tmp_path):
         (["pretrain"], "--config: no configuration is given. Name one"),
         (["pretrain", "quickstart", "--config", QUICKSTART], "--config: quickstart is given as well"),
         (["pretrian"], 'pretrian: there is no such subcommand. Did you mean "pretrain"?'),
+        (["evaluate", "--checkpoint", "a\nb\x1b[2J"], "a\\nb\\x1b[2J: "),
+        (["pretrain", "caf\udce9.json"], "caf\\udce9.json: this argument is not UTF-8"),
         (["convert", "to-fh"], 'convert to-fh: there is no such subcommand. Did you mean "convert to-hf"?'),
     ],
 )

@@ -98,10 +98,10 @@ def _is_batch(name: str, shown: str, size: int) -> bool:
     name = PurePosixPath(name).name
     if PICKLED.match(name):
         problem = "this batch is a pickle, which could run anything when it is read"
-        raise DataError(ascii(shown)[1:-1], problem, "Give the binary version, cifar-10-binary.tar.gz")
+        raise DataError(shown, problem, "Give the binary version, cifar-10-binary.tar.gz")
     if name in BATCHES and size != RECORDS * RECORD:
         problem = f"this batch has {size:,} bytes, {RECORDS * RECORD:,} are expected"
-        raise DataError(ascii(shown)[1:-1], problem, "Get it again: it is damaged, or of another data set")
+        raise DataError(shown, problem, "Get it again: it is damaged, or of another data set")
     return name in BATCHES
 
 
@@ -241,7 +241,7 @@ def npz_batches(path: Path) -> list[str]:
         return [path.name]
     batches = [name for name in names if name.endswith(".npz")]
     if not batches:
-        some = ", ".join(ascii(name)[1:-1] for name in names[:3])
+        some = ", ".join(names[:3])
         hint = "Give the npz version: batches without a suffix are pickles, which could run anything"
         raise DataError(path, f"there is no npz batch here ({some})", hint)
     return batches

@@ -92,14 +92,13 @@ def decode(name: str, content: bytes, side: int) -> bytes:
     The size is looked at before anything is decoded, so that no file can ask for more than S·S pixels. Raises
     DataError naming the file: for another size, transparency, other colours, more than 8 bits, damage.
     """
-    shown = ascii(name)[1:-1]
     if len(content) > MOST_BYTES:
-        raise DataError(shown, f"{len(content):,} bytes are too many for an image of {side}×{side}", "Leave it out")
+        raise DataError(name, f"{len(content):,} bytes are too many for an image of {side}×{side}", "Leave it out")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a bomb is recognised by its size, whatever Pillow warns of
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-                _check(shown, image, content, side)
+                _check(name, image, content, side)
                 image.load()
                 return image.convert("RGB").tobytes()
     except DataError:
@@ -108,14 +107,14 @@ def decode(name: str, content: bytes, side: int) -> bytes:
         unknown = isinstance(error, Image.UnidentifiedImageError)
         problem = "no image of a known kind" if unknown else reason(error)
         hint = f"Repair it or leave it out ({', '.join(FORMATS)} are read)"
-        raise DataError(shown, f"cannot be decoded: {problem}", hint) from None
+        raise DataError(name, f"cannot be decoded: {problem}", hint) from None
 
 
-def _check(shown: str, image: Image.Image, content: bytes, side: int) -> None:
+def _check(name: str, image: Image.Image, content: bytes, side: int) -> None:
     if image.size != (side, side):
         width, height = image.size
         hint = "Scale or crop it to that"
-        raise DataError(shown, f"this image has {width}×{height} pixels, {side}×{side} are expected", hint)
+        raise DataError(name, f"this image has {width}×{height} pixels, {side}×{side} are expected", hint)
     mode = f"mode {image.mode}"
     if image.format == "PNG" and content[24] > 8:  # IHDR's bit depth: Pillow would cut RGB to 8 bits
         mode = DEEP
@@ -125,7 +124,7 @@ def _check(shown: str, image: Image.Image, content: bytes, side: int) -> None:
         mode = "several frames"
     elif image.mode in CONVERTED:
         return
-    raise DataError(shown, f"this image has {mode}, not just red, green and blue", "Convert it to RGB of 8 bits")
+    raise DataError(name, f"this image has {mode}, not just red, green and blue", "Convert it to RGB of 8 bits")
 
 
 class ImageFile(NamedTuple):
@@ -175,7 +174,7 @@ def _members(path: Path, around: tuple[str, ...]) -> Iterator[ImageFile]:
         shown = f"{os.fspath(path)}:{member.name}"
         if not member.isreg() or member.issparse():
             problem = f"at byte {member.offset} this is neither a file nor a folder (a link, or a device)"
-            raise DataError(ascii(shown)[1:-1], problem, "Pack the files themselves")
+            raise DataError(shown, problem, "Pack the files themselves")
         if name.suffix.lower() in SUFFIXES:
             yield ImageFile(shown, (*name.parent.parts, *around), read)
 
@@ -264,7 +263,7 @@ def splits_by_folder(source: Source) -> list[str]:
         name = split_named(image.folders)
         if name is None:
             problem = "no folder names the split of this image"
-            raise DataError(ascii(image.name)[1:-1], problem, "Move it below train, validation or test")
+            raise DataError(image.name, problem, "Move it below train, validation or test")
         labels.append(name)
     if not labels:
         kinds = ", ".join(SUFFIXES)

@@ -310,7 +310,7 @@ def write_report(source: RecordSource, index: Index, path: Path) -> dict[str, An
         ],
     }
     with replacing(path) as file:
-        file.write(json.dumps(report, indent=1, ensure_ascii=False).encode() + b"\n")
+        file.write(json.dumps(report, indent=1, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
     return report
 
 

@@ -13,8 +13,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megasparse.errors import ConfigError, did_you_mean
+from megasparse.files import read_file
 
 WHITE_SPACE = b" \t\n\r\v\f"
+MOST_BYTES = 1 << 26  # of a file: those of 250,000 tokens have 20 million
 NAMED = ("bytes", "pixels")
 """Tokenizers that need no file."""
 
@@ -94,9 +96,9 @@ USUAL = (BEGIN, SEPARATOR, PADDING, MASK)
 
 
 def read(path: Path) -> bytes:
-    """Return all of a tokenizer's file. Raises ConfigError."""
+    """Return all of a tokenizer's file. Raises ConfigError, also for one of more than MOST_BYTES."""
     try:
-        return path.read_bytes()
+        return read_file(path, MOST_BYTES)
     except OSError as error:
         hint = "Give the path of a tokenizer's file; tokenizers/README.md says how one is made"
         raise ConfigError("data.tokenizer", f"{path} cannot be read ({error.strerror or error})", hint) from None

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def raw(piece: str) -> bytes:
 
 class HuggingFaceTokenizer(Tokenizer):
     """Tokens of a text alone: nothing is put before or after it, nothing is cut off, and no text becomes a special
-    token, though it be its name.
+    token, though it be its name: the first such name in a text, as of a chat template, is reported on stderr.
 
     Byte-level ones give back any bytes (`lossless`): what is no UTF-8, or would come back otherwise, is encoded byte by
     byte. Others do not; BERT's leaves out case, accents and white space, and unknown words. Special tokens, the
@@ -74,12 +75,14 @@ class HuggingFaceTokenizer(Tokenizer):
         for name, token in self._special_ids.items():
             if token != unknown and any(token in self._ids(text) for text in (name, _hidden(name))):
                 raise damaged(file, f"a text can become its special token {name!r}", "Use another tokenizer")
+        names = "|".join(re.escape(name) for name, token in self._special_ids.items() if token != unknown)
+        self._markers = re.compile(names) if names else None
 
     def _load(self, values: dict[str, Any]) -> int | None:
         """Returns the id of the unknown token. Raises anything for a file that is damaged."""
         from tokenizers import Tokenizer as Package
 
-        self._values = values
+        self._values, self._markers = values, None
         self._special_ids, unknown = _disguise(values)
         self._tokenizer = Package.from_str(json.dumps(values))
         self._tokenizer.encode_special_tokens = True
@@ -87,6 +90,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocabulary = max(ids.values(), default=-1) + 1
         if self.vocabulary > MOST:
             raise ValueError(f"has the id {self.vocabulary - 1}")
+        for name, token in self._special_ids.items():
+            if ids[_hidden(name)] != token:
+                raise ValueError(f"the special token {name!r} has the id {token} and the id {ids[_hidden(name)]}")
         self._names: list[str | None] = [None] * self.vocabulary
         for name, token in ids.items():
             self._names[token] = name
@@ -136,7 +142,17 @@ class HuggingFaceTokenizer(Tokenizer):
         return torch.tensor([byte != b"" and byte in WHITE_SPACE for byte in first])
 
     def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if self._markers and (marker := self._markers.search(text)):
+            problem = f"a text contains {marker[0]!r}, which is encoded as ordinary text and not as the special token"
+            print(f"{self.file}: {problem}", file=sys.stderr)
+            self._markers = None
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except BaseException as error:  # a panic of `tokenizers`, as of a regex that backtracks too long
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            problem = f"cannot encode a text of {len(text):,} characters ({error})"
+            raise damaged(self.file, problem, "Use another tokenizer: its pattern does not suit the text") from None
         return ids
 
     def _checked(self, text: str) -> list[int]:

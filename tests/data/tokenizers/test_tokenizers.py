@@ -1,6 +1,7 @@
 """Tokens of bytes, of words, of tokenizer.json files and of sentencepiece's models."""
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -47,8 +48,17 @@ def test_the_file_of_a_tokenizer_must_be_readable(tmp_path):
     for name in ("x.model", "x.json", "x.txt"):
         with pytest.raises(ConfigError, match=rf"data\.tokenizer: .*{name} cannot be read \(No such file"):
             build_tokenizer(str(tmp_path / name))
-        (tmp_path / name).mkdir()
-        with pytest.raises(ConfigError, match=rf"data\.tokenizer: .*{name} cannot be read \(Is a directory"):
+        for make in (os.mkdir, os.mkfifo):
+            make(tmp_path / name)
+            with pytest.raises(ConfigError, match=rf"data\.tokenizer: .*{name} cannot be read \(this is not a regular"):
+                build_tokenizer(str(tmp_path / name))
+            (tmp_path / name).rename(tmp_path / f"{name}.{make.__name__}")
+        with (tmp_path / name).open("wb") as holes:
+            holes.truncate(1 << 40)
+        with pytest.raises(
+            ConfigError,
+            match=rf"data\.tokenizer: .*{name} cannot be read \([0-9,]* bytes are too many, at most 67,108,864",
+        ):
             build_tokenizer(str(tmp_path / name))
     with pytest.raises(ConfigError, match=r"FILE\.model, FILE\.json, FILE\.txt"):
         build_tokenizer("tokenizer.bin")
@@ -254,6 +264,7 @@ def damages(values: dict[str, Any]) -> dict[str, Any]:
         "vocabulary of text": with_model(vocab="abc"),
         "negative ids": with_model(vocab={"a": -1}),
         "huge ids": with_model(vocab={"[UNK]": 0, "a": 1 << 25}),
+        "huge special id": json.dumps({**values, "added_tokens": [{**values["added_tokens"][3], "id": 1 << 31}]}),
         "pre-tokenizer": json.dumps({**values, "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}}}),
         "merges": json.dumps({**byte_level(), "model": {**byte_level()["model"], "merges": ["x y z", "q"]}}),
     }
@@ -265,6 +276,24 @@ def test_a_damaged_file_is_one_line(tmp_path, damage):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     refusal(lambda: build_tokenizer(str(path)), ConfigError, r"^data\.tokenizer: .*tokenizer\.json")
+
+
+def test_a_pattern_that_backtracks_too_long_is_one_line(tmp_path):
+    values = byte_level()
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Sequence", "pretokenizers": [split, {**values["pre_tokenizer"], "use_regex": False}]}
+    tokenizer = built(tmp_path, {**values, "pre_tokenizer": split})
+    said = refusal(lambda: tokenizer.encode("a" * 1000 + "b"), ConfigError, "cannot encode a text of 1,001 characters")
+    assert "retry-limit" in said
+
+
+def test_markers_in_a_text_are_reported_once(tmp_path, capsys):
+    tokenizer = built(tmp_path, byte_level())
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        assert tokenizer.decode(tokenizer.encode("</s>the<mask>")) == b"</s>the<mask>"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("contains '</s>', which is encoded as ordinary text and not as the special token")
 
 
 TYPES = ("unigram", "bpe")
