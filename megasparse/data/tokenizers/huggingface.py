@@ -59,6 +59,8 @@ class HuggingFaceTokenizer(Tokenizer):
     """
 
     name = "huggingface"
+    file: Path
+    _special_ids: dict[str, int]
 
     def __init__(self, file: Path):
         """Raise ConfigError for what is no tokenizer.json, and where a text could become a special token."""
