@@ -123,6 +123,12 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top-p", type=float, default=1.0, help="sample from the likeliest tokens with this total probability"
     )
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, help="sample from tokens of this share of the likeliest one's probability"
+    )
+    parser.add_argument(
+        "--repetition-penalty", type=float, default=1.0, help="divides positive logits of tokens that occurred"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: %(default)s)")
     parser.add_argument("--beams", type=int, metavar="K", help="beam search in place of sampling")
     parser.add_argument(
@@ -163,7 +169,8 @@ def generate(args: argparse.Namespace) -> None:
         raise ConfigError("--checkpoint", "an encoder predicts masked tokens and writes no text", "Give a decoder's")
     refuse_leaks(model.leaks)
     tokenizer = trained_tokenizer(config, checkpoint)
-    sampling, seed = Sampling(args.temperature, args.top_p, args.seed), config.run.seed
+    seed = config.run.seed
+    sampling = Sampling(args.temperature, args.top_p, args.min_p, args.repetition_penalty, args.seed)
     if args.images is not None:
         draw_images(model, shape_of(config, "--images"), args.images, seed, sampling, args.output)
     elif args.complete:

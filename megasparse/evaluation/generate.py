@@ -4,8 +4,9 @@ likeliest beginnings.
 B batch, n tokens of a prompt, K beams, V vocabulary.
 """
 
+import json
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megasparse.config.messages import show
+from megasparse.config.schema import Config
+from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError
 from megasparse.ops.random import derive
 from megasparse.training.ranks import Ranks
@@ -24,17 +28,25 @@ class Sampling:
     """Settings of `sample`. seed: row 0 draws by the seed itself, every other one by (seed, row)."""
 
     temperature: float = 1.0
+    """0 takes the likeliest token."""
     top_p: float = 1.0
+    """Nucleus: the fewest likeliest tokens whose probabilities sum to this or more."""
+    min_p: float = 0.0
+    """Smallest probability of a token, as a share of the likeliest one's."""
+    repetition_penalty: float = 1.0
+    """Divisor of positive and factor of negative logits of the tokens in the prompt and the text so far."""
     seed: int = 0
 
     def check(self) -> None:
         """Raise ConfigError for settings out of range."""
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ConfigError(
-                "--temperature", f"{self.temperature} is not a number >= 0", "0 takes the likeliest token, 1 samples"
-            )
-        if not 0.0 < self.top_p <= 1.0:
-            raise ConfigError("--top-p", f"{self.top_p} is not in (0, 1]", "1 samples from all tokens")
+        for name, valid, interval, hint in (
+            ("temperature", 0.0 <= self.temperature < math.inf, "is not a number >= 0", "0 takes the likeliest token"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "is not in (0, 1]", "1 samples from all tokens"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "is not in [0, 1]", "0 samples from all tokens"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "is not a number > 0", "1 is no penalty"),
+        ):
+            if not valid:
+                raise ConfigError(f"--{name.replace('_', '-')}", f"{getattr(self, name)} {interval}", hint)
 
     def generator(self, row: int) -> torch.Generator:
         return torch.Generator().manual_seed(derive(self.seed, "sampled row", row) >> 1 if row else self.seed)
@@ -68,25 +80,50 @@ def check_length(prompt: int, tokens: int, max_length: int) -> None:
         raise ConfigError("--tokens", problem, hint)
 
 
+LARGEST_SETTINGS = 1 << 20
+"""Bytes of the largest generation_config.json that is read."""
+
+
+def end_tokens(config: Config, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids that end a decoder's text: its `document_separator`, and for an imported model the `eos_token_id`
+    (one or a list) of the generation_config.json next to its tokenizer.json.
+
+    Raises ConfigError for a damaged generation_config.json.
+    """
+    separator, values = config.model.document_separator, None
+    settings = None if tokenizer.file is None else tokenizer.file.with_name("generation_config.json")
+    if config.model.kind == "decoder" and settings is not None and settings.is_file():
+        problem = "is not a JSON object"
+        try:
+            if settings.stat().st_size <= LARGEST_SETTINGS:
+                values = json.loads(settings.read_bytes()).get("eos_token_id")
+                problem = f"eos_token_id = {show(values)} is not an id, or a list of ids"
+        except (OSError, ValueError, AttributeError, RecursionError):
+            values = ""
+        values = [] if values is None else values if isinstance(values, list) else [values]
+        if not all(type(token) is int and 0 <= token < config.model.vocabulary for token in values):
+            hint = f"Restore the file, or set eos_token_id to ids below {config.model.vocabulary}"
+            raise ConfigError(str(settings), problem, hint)
+    return frozenset(values or ()) | (set() if separator is None else {separator})
+
+
 def generate(
     model: Any,
     prompt: Tensor,
     tokens: int,
     *,
     hash_seed: int,
-    seed: int = 0,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
     vocabulary: int | None = None,
-    end: int | None = None,
+    ends: Collection[int] = (),
+    **sampling: Any,
 ) -> Iterator[int]:
-    """Yield `tokens` token ids that continue `prompt` (n,) int64, or those before `end`. See `continuations`."""
-    sampling = Sampling(temperature, top_p, seed)
-    continuation = continuations(
-        model, prompt[None], tokens, hash_seed=hash_seed, sampling=sampling, vocabulary=vocabulary, end=end
-    )
-    for (token,) in continuation:
-        if token == end:
+    """Yield `tokens` token ids that continue `prompt` (n,) int64, or those before one of `ends`.
+
+    See `continuations`. sampling: fields of `Sampling`.
+    """
+    settings: dict[str, Any] = {"hash_seed": hash_seed, "vocabulary": vocabulary, "ends": ends}
+    for (token,) in continuations(model, prompt[None], tokens, sampling=Sampling(**sampling), **settings):
+        if token in ends:
             return
         yield token
 
@@ -101,51 +138,52 @@ def continuations(
     sampling: Sampling = Sampling(),
     first_row: int = 0,
     vocabulary: int | None = None,
-    end: int | None = None,
+    ends: Collection[int] = (),
 ) -> Iterator[list[int]]:
     """Yield `tokens` times the next token id of each of the prompts (B, n) int64, which stand on the model's device.
 
     model: has new_cache(batch, seed), and prefill((B, n) tokens, cache) and decode((B,) tokens, cache), which return
     the next token's logits (B, V). hash_seed: of the rotations, the run's seed. first_row: the first prompt's number
     among all that are drawn with this seed; which other ones stand beside it changes nothing but rounding. vocabulary,
-    end: see `restricted`.
+    ends: see `restricted`.
     """
     generators = [sampling.generator(first_row + row) for row in range(len(prompts))]
-    cache = model.new_cache(len(prompts), hash_seed)
+    cache, texts = model.new_cache(len(prompts), hash_seed), prompts.tolist()
     logits = model.prefill(prompts, cache) if tokens else None
     for count in range(tokens):
         assert logits is not None
-        rows = restricted(logits.float().cpu(), vocabulary, end)
-        picks = [
-            sample(row, sampling.temperature, sampling.top_p, generator)
-            for row, generator in zip(rows, generators, strict=True)
-        ]
+        rows = restricted(logits.float().cpu(), vocabulary, ends)
+        picks = [sample(*row_of, sampling) for row_of in zip(rows, texts, generators, strict=True)]
         yield picks
+        for text, pick in zip(texts, picks, strict=True):
+            text.append(pick)
         if count + 1 < tokens:
             logits = model.decode(torch.tensor(picks, device=prompts.device), cache)
 
 
-def restricted(logits: Tensor, vocabulary: int | None, end: int | None) -> Tensor:
+def restricted(logits: Tensor, vocabulary: int | None, ends: Collection[int]) -> Tensor:
     """Logits (B, V) with −∞ for the ids that are never drawn: those from `vocabulary` on (a softmax may be wider than
-    the tokenizer; None: all may be drawn), except `end`.
+    the tokenizer; None: all may be drawn), except `ends`.
     """
     if vocabulary is None:
         return logits
     hidden = torch.arange(logits.shape[1], device=logits.device) >= vocabulary
-    if end is not None:
-        hidden[end] = False
+    hidden[list(ends)] = False
     return logits.masked_fill(hidden, -torch.inf)
 
 
-def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """One token id from logits (V,): the likeliest at temperature 0, else drawn from the nucleus, the fewest likeliest
-    tokens whose probabilities at this temperature sum to `top_p` or more."""
-    if temperature == 0.0:
+def sample(logits: Tensor, text: Sequence[int], generator: torch.Generator, settings: Sampling) -> int:
+    """Draw one token id from logits (V,), as `settings` say, after the tokens of a text."""
+    logits, penalty = logits.double(), settings.repetition_penalty
+    if penalty != 1.0:
+        repeated = torch.zeros(len(logits), dtype=torch.bool).index_fill(0, torch.tensor(text, dtype=torch.long), True)
+        logits = torch.where(repeated, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+    if settings.temperature == 0.0:
         return int(logits.argmax())
-    scaled = (logits.double() - logits.double().max()) / temperature
-    probabilities, order = torch.softmax(scaled, dim=0).sort(descending=True, stable=True)
+    probabilities = torch.softmax((logits - logits.max()) / settings.temperature, dim=0)
+    probabilities, order = probabilities.sort(descending=True, stable=True)
     before = probabilities.cumsum(0) - probabilities  # of the likelier tokens
-    nucleus = probabilities * (before < top_p)
+    nucleus = probabilities * (before < settings.top_p) * (probabilities >= settings.min_p * probabilities[0])
     return int(order[torch.multinomial(nucleus, 1, generator=generator)])
 
 
@@ -158,7 +196,7 @@ belong to, repeats allowed, each followed by its token."""
 
 class Hypothesis(NamedTuple):
     tokens: list[int]
-    """The text's tokens, without the end token."""
+    """The text's tokens, without the one that ended it."""
     log_probability: float
     """Log-probability in nats of the tokens and, where it has ended, of the end token."""
     score: float
@@ -190,13 +228,13 @@ def length_penalty(length: int, alpha: float) -> float:
 
 @dataclass(frozen=True)
 class BeamSettings:
-    """Settings of a search. At most `beams` hypotheses of at most `tokens` tokens are followed, which end with the
-    token `end`, if any. vocabulary: see `restricted`.
+    """Settings of a search. At most `beams` hypotheses of at most `tokens` tokens are followed, which end with one of
+    the tokens `ends`. vocabulary: see `restricted`.
     """
 
     beams: int
     tokens: int
-    end: int | None
+    ends: Collection[int] = ()
     alpha: float = 0.0
     """Exponent of the length penalty."""
     vocabulary: int | None = None
@@ -240,10 +278,10 @@ def _follow(settings: BeamSettings) -> Generator[list[tuple[int, int]], Tensor, 
     for length in range(1, settings.tokens + 1):
         likely = _likeliest((yield steps), live, settings)
         for row, token, total in likely[: settings.beams]:
-            if token == settings.end:
+            if token in settings.ends:
                 score = total / length_penalty(length, settings.alpha)
                 ended.append(Hypothesis(live[row].tokens, total, score, True))
-        survivors = [(row, token, total) for row, token, total in likely if token != settings.end][: settings.beams]
+        survivors = [pick for pick in likely if pick[1] not in settings.ends][: settings.beams]
         live = [_Live([*live[row].tokens, token], total) for row, token, total in survivors]
         steps = [(row, token) for row, token, _ in survivors]
         if not live or len(ended) >= settings.beams or _decided(live, ended, settings):
@@ -254,12 +292,16 @@ def _follow(settings: BeamSettings) -> Generator[list[tuple[int, int]], Tensor, 
 
 
 def _likeliest(logits: Tensor, live: list[_Live], settings: BeamSettings) -> list[tuple[int, int, float]]:
-    """The 2·K likeliest continuations, likeliest first: number in `live`, token, log-probability. K of them may end."""
-    log_probabilities = torch.log_softmax(restricted(logits, settings.vocabulary, settings.end).double(), dim=-1)
+    """The (1 + ends)·K likeliest continuations, likeliest first: number in `live`, token, log-probability. As many as
+    end may be among the first, and K others remain."""
+    log_probabilities = torch.log_softmax(restricted(logits, settings.vocabulary, settings.ends).double(), dim=-1)
     totals = log_probabilities + torch.tensor(
         [[x.log_probability] for x in live], dtype=log_probabilities.dtype, device=log_probabilities.device
     )
-    best, index = (x[: 2 * settings.beams].tolist() for x in totals.flatten().sort(descending=True, stable=True))
+    best, index = (
+        x[: (1 + len(settings.ends)) * settings.beams].tolist()
+        for x in totals.flatten().sort(descending=True, stable=True)
+    )
     width = totals.shape[1]
     return [(i // width, i % width, total) for i, total in zip(index, best, strict=True) if total > -math.inf]
 

@@ -15,7 +15,7 @@ from megasparse.data.reader import EvaluationStream
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.evaluation.attention_quality import attention_quality
 from megasparse.evaluation.bits_per_dim import Score, Scorer, of_engine, score
-from megasparse.evaluation.generate import SharedDecoder, generate
+from megasparse.evaluation.generate import SharedDecoder, end_tokens, generate
 from megasparse.evaluation.images import image_shape, picture_of
 from megasparse.evaluation.results import order_sums
 from megasparse.model.stack import cut
@@ -133,6 +133,7 @@ def sampler(decoder: Any, config: Config, ranks: Ranks, pause: Callable[[], None
     ZeRO-3 each step gathers the weights from all of them. Ranks that share sequences share out the heads.
     """
     tokenizer, tokens = build_tokenizer(config.data.tokenizer), config.evaluation.sample_tokens
+    ends = end_tokens(config, tokenizer)
     shape = image_shape(config.data.sequence_length) if tokenizer.name == "pixels" else None
 
     model = decoder if ranks.sequence is None else SharedDecoder(decoder, ranks.sequence)
@@ -144,7 +145,7 @@ def sampler(decoder: Any, config: Config, ranks: Ranks, pause: Callable[[], None
             count,
             hash_seed=config.run.seed,
             vocabulary=tokenizer.vocabulary,
-            end=config.model.document_separator,
+            ends=ends,
         )
         for number, token in enumerate(stream):
             if number % PAUSE == 0:

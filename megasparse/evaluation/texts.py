@@ -4,7 +4,7 @@ S tokens of a source.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,15 @@ from torch.nn.utils.rnn import pad_sequence
 from megasparse.config.schema import Config
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError, DataError
-from megasparse.evaluation.generate import BeamSettings, Sampling, check_beams, check_length, generate, search
+from megasparse.evaluation.generate import (
+    BeamSettings,
+    Sampling,
+    check_beams,
+    check_length,
+    end_tokens,
+    generate,
+    search,
+)
 
 DECODER_TOKENS = 200
 """Tokens that a decoder adds by default; an encoder–decoder stops by itself."""
@@ -73,15 +81,15 @@ def texts(
         raise ConfigError("--checkpoint", "its model predicts pixels, not text", hint)
     request.sampling.check()
     check_beams(1 if request.beams is None else request.beams, request.length_penalty)
-    end = config.model.document_separator if config.model.source is None else _separator(tokenizer, config)
+    ends = end_tokens(config, tokenizer) if config.model.source is None else {_separator(tokenizer, config)}
     prompt = tokenizer.encode(request.prompt)
-    if end is not None and (prompt == end).any():
-        raise ConfigError("--prompt", f"it holds the token that ends a text ({end})", "Leave that out")
+    if held := sorted(ends & set(prompt.tolist())):
+        raise ConfigError("--prompt", f"it holds the token that ends a text ({held[0]})", "Leave that out")
     tokens, room = request.tokens, max(0, config.model.max_length - len(prompt))
     if tokens is None:
         tokens = min(DECODER_TOKENS, room) if config.model.source is None else room
     check_length(len(prompt), tokens, config.model.max_length)
-    writer = _Writer(tokenizer, request, tokens, config.run.seed, end)
+    writer = _Writer(tokenizer, request, tokens, config.run.seed, ends)
     if config.model.source is None:
         if sources:
             raise ConfigError("--source", "this is a decoder, which reads no source", "Give it a --prompt to continue")
@@ -99,13 +107,13 @@ class _Writer:
     request: Request
     tokens: int
     hash_seed: int
-    end: int | None
+    ends: Set[int]
 
     def text(self, decoder: Any, prompt: Tensor) -> Iterator[str]:
         """The text of the prompt and what continues it."""
         if self.request.beams is None:
             options: dict[str, Any] = {"hash_seed": self.hash_seed, "vocabulary": self.tokenizer.vocabulary}
-            tokens = generate(decoder, prompt, self.tokens, end=self.end, **options, **asdict(self.request.sampling))
+            tokens = generate(decoder, prompt, self.tokens, ends=self.ends, **options, **asdict(self.request.sampling))
             return self.tokenizer.text(itertools.chain(prompt.tolist(), tokens))
         (text,) = self._searched(decoder, prompt[None])
         return text
@@ -126,7 +134,7 @@ class _Writer:
     def _searched(self, decoder: Any, prompts: Tensor) -> list[Iterator[str]]:
         assert self.request.beams is not None
         width, alpha = self.tokenizer.vocabulary, self.request.length_penalty
-        settings = BeamSettings(self.request.beams, self.tokens, self.end, alpha, width)
+        settings = BeamSettings(self.request.beams, self.tokens, self.ends, alpha, width)
         best = [hypotheses[0].tokens for hypotheses in search(decoder, prompts, self.hash_seed, settings)]
         return [self.tokenizer.text([*prompt, *tokens]) for prompt, tokens in zip(prompts.tolist(), best, strict=True)]
 

@@ -125,6 +125,8 @@ def generate(
     source: str | None = None,
     temperature: float = 1.0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
     seed: int = 0,
     beams: int | None = None,
     length_penalty: float = 0.0,
@@ -132,7 +134,8 @@ def generate(
     """Continue a prompt with a decoder, or write the target of `source` with an encoder-decoder.
 
     checkpoint: a run's folder, or what `load_checkpoint` returned, which saves loading it again. tokens: how many to
-    add at most (200). beams: beam search in place of sampling. Returns the prompt and what follows it.
+    add at most (200). temperature, top_p, min_p, repetition_penalty: see `Sampling`, whose definitions are those of
+    transformers. beams: beam search in place of sampling. Returns the prompt and what follows it.
     Raises UserError for a request that this model cannot meet.
 
     >>> megasparse.generate("runs/quickstart", "The history of ", 20, temperature=0.8).startswith("The history of ")
@@ -141,7 +144,8 @@ def generate(
     loaded = checkpoint if isinstance(checkpoint, LoadedCheckpoint) else load_checkpoint(checkpoint)
     if loaded.config.model.kind != "encoder":
         refuse_leaks(loaded.model.leaks)  # type: ignore[union-attr, arg-type]
-    request = Request(prompt.encode(), tokens, Sampling(temperature, top_p, seed), beams, length_penalty)
+    sampling = Sampling(temperature, top_p, min_p, repetition_penalty, seed)
+    request = Request(prompt.encode(), tokens, sampling, beams, length_penalty)
     sources = [] if source is None else [source.encode()]
     (pieces,) = texts(loaded.model, loaded.config, loaded.tokenizer, request, sources, loaded.device)
     return "".join(pieces)

@@ -67,7 +67,7 @@ def test_a_wide_beam_is_an_exhaustive_search(seed, alpha):
     chain = Chain(seed)
     wanted = exhaustive(chain, 5, alpha)
     assert len(wanted) == 1 + 3 + 9 + 27 + 81
-    found = beam_search(chain.first(), chain.step, BeamSettings(beams=500, tokens=5, end=END, alpha=alpha))[0]
+    found = beam_search(chain.first(), chain.step, BeamSettings(beams=500, tokens=5, ends={END}, alpha=alpha))[0]
     assert close(found[:1], wanted[:1])
     for hypothesis in found:  # it may stop before it has seen all, and what it found is scored by the definition
         assert any(close([hypothesis], [each]) for each in wanted)
@@ -77,7 +77,7 @@ def test_without_an_end_the_likeliest_of_full_length():
     chain = Chain(9)
     every = [[*tokens] for tokens in itertools.product(range(4), repeat=4)]
     best = max(every, key=chain.cost)
-    found = beam_search(chain.first(), chain.step, BeamSettings(beams=256, tokens=4, end=None, alpha=1.0))[0]
+    found = beam_search(chain.first(), chain.step, BeamSettings(beams=256, tokens=4, alpha=1.0))[0]
     assert len(found) == 256
     assert close(found[:1], [Hypothesis(best, chain.cost(best), chain.cost(best) / 1.5, False)])
 
@@ -95,7 +95,7 @@ def test_a_narrow_beam_is_the_textbooks(seed, beams):
         if len(ended) >= beams:
             break
     wanted = sorted(ended, key=lambda x: chain.cost(x) / length_penalty(len(x), 5.0), reverse=True)[:beams]
-    found = beam_search(chain.first(), chain.step, BeamSettings(beams=beams, tokens=7, end=END, alpha=5.0))[0]
+    found = beam_search(chain.first(), chain.step, BeamSettings(beams=beams, tokens=7, ends={END}, alpha=5.0))[0]
     assert found[0].tokens == wanted[0][:-1]
     assert {tuple(x.tokens) for x in found} <= {tuple(x[:-1]) for x in ended}  # it may know sooner who wins
 
@@ -111,7 +111,7 @@ class Table:
             self.steps += 1
             return self.odds[1].expand(len(rows), -1)
 
-        return beam_search(self.odds[0], step, BeamSettings(end=1, **rule))[0]
+        return beam_search(self.odds[0], step, BeamSettings(ends={1}, **rule))[0]
 
 
 def test_it_stops_as_soon_as_none_that_goes_on_can_win():
@@ -131,18 +131,18 @@ def test_one_beam_is_greedy(seed, alpha):
     chain, greedy = Chain(seed), []
     while len(greedy) < 12 and (token := int(chain.logits(greedy).argmax())) != END:
         greedy.append(token)
-    (found,) = beam_search(chain.first(), chain.step, BeamSettings(beams=1, tokens=12, end=END, alpha=alpha))[0]
+    (found,) = beam_search(chain.first(), chain.step, BeamSettings(beams=1, tokens=12, ends={END}, alpha=alpha))[0]
     assert (found.tokens, found.ended) == (greedy, len(greedy) < 12)
     assert set(chain.asked) <= {1}
 
 
-@pytest.mark.parametrize("end", [5, None])
-def test_ids_of_no_text_are_never_predicted_but_the_end_is(end):
+@pytest.mark.parametrize("ends", [{5}, {4, 5}, ()])
+def test_ids_of_no_text_are_never_predicted_but_ends_are(ends):
     predicted = []
     for seed in range(6):
         chain = Chain(seed, width=6)
-        found = beam_search(chain.first(), chain.step, BeamSettings(beams=8, tokens=6, end=end, vocabulary=2))[0]
-        assert all(hypothesis.ended == (end is not None) for hypothesis in found)
+        found = beam_search(chain.first(), chain.step, BeamSettings(beams=8, tokens=6, ends=ends, vocabulary=2))[0]
+        assert all(hypothesis.ended == bool(ends) for hypothesis in found)
         predicted += [token for hypothesis in found for token in hypothesis.tokens]
     assert set(predicted) == {0, 1}
 
@@ -154,7 +154,7 @@ def test_the_length_penalty_prefers_longer_hypotheses_and_is_that_of_the_paper()
     def mean_length(alpha: float) -> float:
         chains = [Chain(seed) for seed in range(12)]
         best = [
-            beam_search(c.first(), c.step, BeamSettings(beams=20, tokens=8, end=END, alpha=alpha))[0][0] for c in chains
+            beam_search(c.first(), c.step, BeamSettings(20, tokens=8, ends={END}, alpha=alpha))[0][0] for c in chains
         ]
         return sum(len(hypothesis.tokens) for hypothesis in best) / len(best)
 
@@ -178,7 +178,7 @@ def test_searches_side_by_side_are_those_of_each_alone():
     """Sources of several lengths, which are padded, and hypotheses that end at different steps."""
     model = build_model(small(vocabulary=8, kind="encoder_decoder", source={"length": 12}, padding_token=7), seed=9)
     sources = [random_tokens(1, length, 7, seed=length)[0] for length in (12, 3, 7, 5)]
-    rule = BeamSettings(beams=3, tokens=20, end=6, alpha=3.0, vocabulary=6)
+    rule = BeamSettings(beams=3, tokens=20, ends={6}, alpha=3.0, vocabulary=6)
     nothing = torch.empty(1, 0, dtype=torch.long)
     alone = [search(EncodedSource(model, source[None], 0), nothing, 0, rule)[0] for source in sources]
     group = torch.nn.utils.rnn.pad_sequence(sources, batch_first=True, padding_value=7)

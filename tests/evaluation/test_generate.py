@@ -2,6 +2,12 @@
 
 import pytest
 import torch
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from megasparse.errors import ConfigError
 from megasparse.evaluation.generate import Sampling, check_length, continuations, generate, sample
@@ -65,46 +71,83 @@ def test_a_seed_gives_the_same_text_and_leaves_the_global_generator_alone():
     assert draw(5) != first
 
 
+def draws(logits, count, seed=0, text=(), **settings):
+    generator = torch.Generator().manual_seed(seed)
+    return [sample(logits, text, generator, Sampling(**settings)) for _ in range(count)]
+
+
 def test_one_row_draws_by_the_seed_itself():
     """A seed keeps giving the same text from version to version."""
-    generator, predicted = torch.Generator().manual_seed(4), [10]
+    generator, predicted, settings = torch.Generator().manual_seed(4), [10], {"temperature": 5.0, "top_p": 0.9}
     for _ in range(20):
-        predicted.append(sample(Counter()._logits([0, predicted[-1]])[0], 5.0, 0.9, generator))
-    assert predicted[1:] == list(generate(Counter(), prompt(10), 20, hash_seed=0, seed=4, temperature=5.0, top_p=0.9))
+        predicted.append(sample(Counter()._logits([0, predicted[-1]])[0], (), generator, Sampling(**settings)))
+    assert predicted[1:] == list(generate(Counter(), prompt(10), 20, hash_seed=0, seed=4, **settings))
 
 
-def test_top_p_keeps_the_fewest_likeliest_tokens():
-    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
-    generator = torch.Generator().manual_seed(0)
+@pytest.mark.parametrize(
+    ("settings", "support"),
+    [
+        ({"top_p": 0.3}, {1}),
+        ({"top_p": 0.41}, {1, 3}),
+        ({"top_p": 0.69}, {1, 3}),
+        ({"top_p": 0.71}, {1, 2, 3}),
+        ({"top_p": 1.0}, {0, 1, 2, 3}),
+        ({"min_p": 0.26}, {1, 2, 3}),
+        ({"min_p": 0.51}, {1, 3}),
+        ({"min_p": 0.51, "top_p": 0.3}, {1}),
+        ({"min_p": 1.0}, {1}),
+    ],
+)
+def test_top_p_and_min_p_keep_the_likeliest_tokens(settings, support):
+    assert set(draws(torch.tensor([0.1, 0.4, 0.2, 0.3]).log(), 300, **settings)) == support
 
-    def support(top_p):
-        return {sample(logits, 1.0, top_p, generator) for _ in range(300)}
 
-    assert support(0.3) == {1}
-    assert support(0.41) == {1, 3}
-    assert support(0.69) == {1, 3}
-    assert support(0.71) == {1, 2, 3}
-    assert support(1.0) == {0, 1, 2, 3}
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repetition_penalty": 1.7},
+        {"repetition_penalty": 0.6, "temperature": 0.7},
+        {"top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.2, "temperature": 1.3},
+    ],
+)
+def test_probabilities_are_those_of_transformers(settings):
+    """Drawn shares within 4 standard deviations, and the same tokens left out."""
+    logits, text, count = 2.0 * torch.randn(12, generator=torch.Generator().manual_seed(3)), (1, 4, 4, 7), 4000
+    temperature, top_p = settings.get("temperature", 1.0), settings.get("top_p", 1.0)
+    scores = RepetitionPenaltyLogitsProcessor(settings["repetition_penalty"])(torch.tensor([text]), logits[None])
+    for process in (TemperatureLogitsWarper(temperature), TopPLogitsWarper(top_p), MinPLogitsWarper(0.05)):
+        if "min_p" in settings or not isinstance(process, MinPLogitsWarper):
+            scores = process(torch.tensor([text]), scores)
+    expected = torch.softmax(scores[0], dim=0)
+    shares = torch.bincount(torch.tensor(draws(logits, count, 1, text, **settings)), minlength=12) / count
+    assert ((shares - expected).abs() <= 4 * (expected * (1 - expected) / count).sqrt()).all()
+    assert draws(logits, 1, text=text, **(settings | {"temperature": 0.0})) == [int(scores.argmax())]
+
+
+def test_the_penalty_counts_the_prompt_and_the_text_so_far(monkeypatch):
+    monkeypatch.setattr(Counter, "_logits", lambda model, cache: -torch.arange(1.0, 10.0)[None])
+    settings = {"hash_seed": 0, "temperature": 0.0, "repetition_penalty": 100.0}
+    assert list(generate(Counter(), prompt(1), 4, **settings)) == [0, 2, 3, 4]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_temperature_sharpens_as_defined(temperature):
     logits, count = torch.tensor([0.0, 1.0, 2.0]), 4000
-    generator = torch.Generator().manual_seed(1)
-    drawn = torch.tensor([sample(logits, temperature, 1.0, generator) for _ in range(count)])
+    drawn = torch.tensor(draws(logits, count, 1, temperature=temperature))
     wanted = torch.softmax(logits / temperature, dim=0)
     found = torch.bincount(drawn, minlength=3) / count
     assert ((found - wanted).abs() < 4 * (wanted * (1 - wanted) / count).sqrt()).all()  # 4 standard deviations
 
 
 def test_a_tiny_temperature_is_greedy_and_not_nan():
-    assert sample(torch.tensor([1.0, 3.0, 2.0]), 1e-300, 1.0, torch.Generator().manual_seed(0)) == 1
+    assert draws(torch.tensor([1.0, 3.0, 2.0]), 1, temperature=1e-300) == [1]
 
 
 def test_the_end_is_allowed_beyond_the_vocabulary_and_ends_the_text():
     taken = {"hash_seed": 0, "temperature": 0.0, "vocabulary": 256}
-    assert list(generate(Counter(), prompt(253), 9, end=256, **taken)) == [254, 255]
-    assert list(generate(Counter(), prompt(253), 9, end=255, **taken)) == [254]
+    assert list(generate(Counter(), prompt(253), 9, ends={256}, **taken)) == [254, 255]
+    assert list(generate(Counter(), prompt(253), 9, ends={255}, **taken)) == [254]
+    assert list(generate(Counter(), prompt(250), 9, ends={258, 253}, **taken)) == [251, 252]
 
 
 class Rows(Counter):
@@ -155,6 +198,8 @@ def test_lengths_that_do_not_fit(request_, message):
         (Sampling(float("nan"), 1.0), r"--temperature: nan"),
         (Sampling(1.0, 0.0), r"--top-p: 0.0"),
         (Sampling(1.0, 1.5), r"--top-p: 1.5"),
+        (Sampling(min_p=1.5), r"--min-p: 1.5"),
+        (Sampling(repetition_penalty=0.0), r"--repetition-penalty: 0.0"),
     ],
 )
 def test_sampling_that_cannot_be(way, message):

@@ -5,16 +5,20 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megasparse.cli.main import door
 from megasparse.config.load import build_config
-from megasparse.errors import HubError
+from megasparse.errors import ConfigError, HubError
+from megasparse.evaluation.generate import BeamSettings, end_tokens, generate, search
 from megasparse.hub import from_pretrained
 from megasparse.hub.formats import format_named
 from megasparse.hub.importing import HFModel
 from megasparse.ops.random import RngContext
+from megasparse.runs.api import load_checkpoint
 from tests.helpers.models import random_tokens
 from tests.helpers.tokenizers import byte_level, written
 
@@ -106,6 +110,34 @@ def test_in_and_out_again_is_the_same_model(tmp_path, name, capsys):
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / part)
         prompts.append((tokenizer.apply_chat_template(chat, tokenize=False), tokenizer("Is it?").input_ids))
     assert prompts[0] == prompts[1] and prompts[0][0] == "<s>the end</s>"
+
+
+@pytest.mark.parametrize("ends", [5, [9, 5]])
+def test_the_models_own_end_ends_texts_and_is_exported(tmp_path, ends):
+    model = saved("llama", tmp_path / "theirs")
+    with torch.no_grad():
+        model.lm_head.weight[5] += 0.2 * model.lm_head.weight.norm(dim=1).max()
+    model.config.eos_token_id = model.generation_config.eos_token_id = ends
+    model.save_pretrained(tmp_path / "theirs")
+    door("convert from-hf")(["--model", str(tmp_path / "theirs"), "--output", str(tmp_path / "run")])
+    loaded = load_checkpoint(tmp_path / "run")
+    settings = {"hash_seed": 0, "temperature": 0.0, "ends": end_tokens(loaded.config, loaded.tokenizer)}
+    options, lengths = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 1}, set()
+    for seed in range(8):
+        tokens = random_tokens(1, 6, seed=seed)
+        text = model.generate(F.pad(tokens, (1, 0)), **options)[0, 7:].tolist()
+        ended = text[-1] in settings["ends"]
+        assert list(generate(loaded.model, tokens[0], 20, **settings)) == text[: len(text) - ended]
+        ((best, *_),) = search(loaded.model, tokens, 0, BeamSettings(1, 20, settings["ends"]))
+        assert (best.tokens, best.ended) == (text[: len(text) - ended], ended)
+        lengths.add(len(text))
+    assert len(lengths) > 2
+    for to in ("llama", "megasparse"):
+        door("convert to-hf")(["--checkpoint", f"{tmp_path}/run", "--output", f"{tmp_path}/{to}", "--to", to])
+        assert transformers.GenerationConfig.from_pretrained(tmp_path / to).eos_token_id == ends
+    (loaded.tokenizer.file.parent / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(ConfigError, match=r'generation_config.json: eos_token_id = "</s>" is not an id'):
+        end_tokens(loaded.config, loaded.tokenizer)
 
 
 @pytest.mark.parametrize("buffer", [False, True])

@@ -110,7 +110,7 @@ def test_beams_with_and_without_a_cache(name):
     cached, before = found.sequences, found.beam_indices
     assert (before[:, 1:] != before[:, :-1]).any(), "hypotheses that stay in their rows need no cache to change"
     assert torch.equal(cached, hf.generate(batch, **settings, use_cache=False))
-    rule = BeamSettings(beams=3, tokens=8, end=None)
+    rule = BeamSettings(beams=3, tokens=8)
     for row, prompt in enumerate(prompts):
         own = search(made(config), prompt, SEED, rule)[0]
         assert cached[2 * row : 2 * row + 2, 20:].tolist() == [each.tokens for each in own[:2]]

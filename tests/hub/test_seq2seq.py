@@ -126,7 +126,7 @@ def test_beams_are_ours_where_hypotheses_end_in_time(name, seed, end):
     settings |= {"return_dict_in_generate": True, "output_scores": True}
     cached, uncached = (hf.generate(batch, **settings, use_cache=use_cache) for use_cache in (True, False))
     assert torch.equal(cached.sequences, uncached.sequences)
-    rule, nothing = BeamSettings(beams=3, tokens=40, end=end), torch.empty(3, 0, dtype=torch.long)
+    rule, nothing = BeamSettings(beams=3, tokens=40, ends={end}), torch.empty(3, 0, dtype=torch.long)
     found = search(EncodedSource(ours, batch, SEED), nothing, SEED, rule)
     for (best, *_), row, score in zip(found, cached.sequences.tolist(), cached.sequences_scores.tolist(), strict=True):
         assert best.ended

@@ -42,7 +42,7 @@ SIZES = sizes_of(PAIRS, PACK)
 
 def texts(examples: Any) -> Texts:
     source, target = (padded([getattr(each, side) for each in examples]) for side in ("source", "target"))
-    return Texts(source, target, BeamSettings(1, 1, None))
+    return Texts(source, target, BeamSettings(1, 1))
 
 
 def batches(unit: str = "examples", ranks: Ranks = Ranks(), start: int = 0, micro: int = 0) -> Any:  # noqa: B008

@@ -230,7 +230,9 @@ class TextForm(Form):
             problem = f"not strictly causal ({', '.join(leaks)}), and answers are predicted token by token"
             raise ConfigError("model.attention", problem, 'Take the strictly causal setting, window = "band"')
         self.tokenizer = tokenizer
-        self.rule = BeamSettings(generation.beams, generation.target_length, end, LENGTH_PENALTY, tokenizer.vocabulary)
+        self.rule = BeamSettings(
+            generation.beams, generation.target_length, {end}, LENGTH_PENALTY, tokenizer.vocabulary
+        )
         return TextEncoder(self.task, tokenizer, body.vocabulary, end)
 
     def model(self, body: Backbone) -> TextModel:

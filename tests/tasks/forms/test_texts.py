@@ -100,7 +100,7 @@ def test_batches_are_padded_to_their_longest_and_predicted_without_answers_too(d
     batch = run.form.collate(found)
     assert batch.source.tokens.tolist() == [[97, 98, END, 0, 0, 0], [*b"abcde", END]]
     assert batch.target.tokens.tolist() == [[*b"ABC", END], [65, END, 0, 0]]
-    assert batch.numel() == 15 and (batch.rule.end, batch.rule.vocabulary, batch.rule.beams) == (END, 256, 2)
+    assert batch.numel() == 15 and (batch.rule.ends, batch.rule.vocabulary, batch.rule.beams) == ({END}, 256, 2)
     assert run.form.collate(encoded(run, ("ab", "A"), ("b", None))[0]).target is None
     made = run.form.dummy_batch(run.model.body, 3, 16)
     assert made.source.tokens.shape == (3, 16) and made.target.tokens.shape == (3, 24)
@@ -175,7 +175,7 @@ def test_a_decoders_sketch_learns_the_predicted_tokens(data, tmp_path):
 
 
 STOP = 257
-RULE = BeamSettings(beams=1, tokens=12, end=STOP)
+RULE = BeamSettings(beams=1, tokens=12, ends={STOP})
 NAMES = ("full", "lha", "lsh", "yoso", "smart_bird")
 BLOCKS: dict[str, dict[str, Any]] = {
     "reversible": {},
@@ -249,9 +249,9 @@ def test_draws_go_by_the_sample_and_not_by_the_place_in_the_batch():
     config = pair().model_copy(update={"attention": random_keys})
     model, (first, second) = text_model(config), sentences((20, 25), (20, 25))
     with torch.no_grad():
-        together = model(batch([first, second], BeamSettings(3, 20, STOP)), evaluated(4, 9))[1]
-        alone = model(batch([second], BeamSettings(3, 20, STOP)), evaluated(9))[1]
-        other = model(batch([second], BeamSettings(3, 20, STOP)), evaluated(0))[1]
+        together = model(batch([first, second], BeamSettings(3, 20, {STOP})), evaluated(4, 9))[1]
+        alone = model(batch([second], BeamSettings(3, 20, {STOP})), evaluated(9))[1]
+        other = model(batch([second], BeamSettings(3, 20, {STOP})), evaluated(0))[1]
     assert alone["costs"].item() == pytest.approx(together["costs"][1].item(), rel=1e-5)
     assert alone["predicted"][0].tolist() == together["predicted"][1].tolist()
     assert abs(other["costs"].item() - alone["costs"].item()) > 1e-2
@@ -280,11 +280,11 @@ def test_a_wide_beam_finds_the_best_of_all_texts(alpha):
     source = [2, 0, 3, end]
     texts = [list(x) for size in range(tokens) for x in itertools.product(range(end), repeat=size)]
     with torch.no_grad():
-        all_of_them = batch([example(source, [*text, end]) for text in texts], BeamSettings(1, 1, end))
+        all_of_them = batch([example(source, [*text, end]) for text in texts], BeamSettings(1, 1, {end}))
         costs = model(all_of_them, evaluated(*[0] * len(texts)))[1]["costs"].tolist()
         scores = [-cost / length_penalty(len(text) + 1, alpha) for text, cost in zip(texts, costs, strict=True)]
         best = texts[max(range(len(texts)), key=lambda i: scores[i])]
-        found = model(batch([example(source, None)], BeamSettings(200, tokens, end, alpha)), evaluated(0))[1]
+        found = model(batch([example(source, None)], BeamSettings(200, tokens, {end}, alpha)), evaluated(0))[1]
     assert found["predicted"][0].tolist() == best
     assert "costs" not in found and found["nats"] == found["tokens"] == 0
 
