@@ -18,6 +18,7 @@ import copyreg
 import difflib
 import functools
 import os
+import re
 import select
 import sys
 import traceback
@@ -44,13 +45,21 @@ def one_line(text: str, longest: int = 200) -> str:
     )
 
 
+QUERY = re.compile(r"""(://(?:(?!://)[^\s'"?#])*)[?#](?:[^\s'"]|['"](?=[\w&=%]))*(?<![:;,.)])""")
+
+
+def without_secrets(text: str) -> str:
+    """Return a text whose URLs have no user, password, query or fragment: a presigned URL's signature is its query."""
+    return QUERY.sub(r"\1", re.sub(r"""(?<=://)[^/\s'"]*@""", "", text))
+
+
 class UserError(Exception):
     """Something the user can correct. The message is one line: what is wrong, where, its value, and what to do."""
 
     exit_code = 2
 
     def __init__(self, message: str):
-        super().__init__(one_line(message, LONGEST_MESSAGE))
+        super().__init__(one_line(without_secrets(message), LONGEST_MESSAGE))
 
     def __reduce__(self) -> tuple[Any, ...]:  # unpickled without the constructor, which takes other arguments
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
@@ -100,6 +109,10 @@ class MemoryShortage(UserError):
 
 class HubError(FileError):
     """A HuggingFace model that is damaged, or that the other side cannot express."""
+
+
+class SourceError(DataError):
+    """A source that changed while it was read, or does not fit the settings: shards made of it are of no use."""
 
 
 class LostPeer(UserError):

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from megasparse.errors import DataError
+
 LARGEST = 1 << 28
 """Bytes of a file that is read whole, by default."""
 NOT_REGULAR = "this is not a regular file"
@@ -114,6 +116,25 @@ class FileLock:
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+LOCK_FILE = ".lock"
+"""Name of the file in a locked folder. It may stay; only the lock on it counts."""
+
+
+@contextmanager
+def locked(folder: Path, doing: str) -> Iterator[None]:
+    """Lock a folder, which is made if there is none, until the block ends.
+
+    Raises DataError if another process has the lock. doing: what that process does, for the message.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = FileLock(folder / LOCK_FILE)
+    except BlockingIOError:
+        raise DataError(folder, f"another process is {doing} here", "Wait for it to end") from None
+    with lock:
+        yield
 
 
 _held: set[FileLock] = set()

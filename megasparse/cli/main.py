@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 
 from megasparse import __version__
-from megasparse.errors import UserError, did_you_mean, report_user_errors
+from megasparse.errors import UserError, did_you_mean, report_user_errors, without_secrets
 
 COMMANDS = {
     "quickstart": "prepare real text, train a small model on it and evaluate it: 9 minutes on two cores",
@@ -72,7 +72,7 @@ def main(words: Sequence[str] | None = None) -> None:
         return
     try:
         args = parser_of(name).parse_args(rest)
-        args.command = shlex.join(["megasparse", *words])
+        args.command = shlex.join(["megasparse", *map(without_secrets, words)])
         command_of(name)[1](args)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from megasparse.errors import DataError, one_line
+from megasparse.errors import DataError, one_line, without_secrets
 from megasparse.files import read_file, replacing
 
 INDEX_FILE = "index.json"
@@ -86,15 +86,28 @@ class TokenizerEntry(Entry):
     sha256: Sha256
 
 
+def public(value: Any) -> Any:
+    """Return a JSON value whose URLs have no secrets: folders of shards are published."""
+    if isinstance(value, dict):
+        return {key: public(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [public(item) for item in value]
+    return without_secrets(value) if isinstance(value, str) else value
+
+
+Value = TypeVar("Value")
+Public = Annotated[Value, AfterValidator(public)]
+
+
 class IndexFile(Entry):
     """The content of index.json as it is on disk."""
 
     format: Literal[1] = 1
     tokenizer: TokenizerEntry
     corpus: str
-    command: str
+    command: Public[str]
     """The command that made the folder."""
-    source: dict[str, Any]
+    source: Public[dict[str, Any]]
     """Origin of the corpus: as the user named it, with the size and sha256 of its text."""
     settings: dict[str, Any]
     """Settings by which it was cut."""

@@ -5,15 +5,14 @@
 A shard appears under its name only when it is whole, index.json after the last of them. `.progress.json` lists the
 shards finished so far and the place where each ended: run again, the preparation verifies and keeps those, and goes on
 behind them; the others come out the same byte for byte, whatever the number of workers. A folder that was begun from
-another source, tokenizer or other settings is refused. What was begun from a source that turns out to be unfit is
-deleted.
+another source, tokenizer or other settings is refused. Finished shards stay when a worker is killed or a source
+vanishes; those made of a source that changed while it was read, or that fills no split, are deleted.
 """
 
-import fcntl
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -35,15 +34,15 @@ from megasparse.data.index_file import (
     Shard,
     Split,
     TokenizerEntry,
+    one_line,
     parse,
     save,
 )
 from megasparse.data.workers import Workers
-from megasparse.errors import DataError, UserError
-from megasparse.files import PARTIAL, file_sha256, replacing
+from megasparse.errors import DataError, SourceError, UserError
+from megasparse.files import LOCK_FILE, PARTIAL, file_sha256, locked, replacing
 
 PROGRESS_FILE = ".progress.json"
-LOCK_FILE = ".lock"
 Number = Annotated[int, Field(ge=0)]
 
 
@@ -166,8 +165,7 @@ def prepare(
     encoder = CORPORA[corpus].encoder(settings)
     plan = _plan(corpus, source, about, encoder, settings, command)
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        with _lock(output), Workers(encoder.encode, workers) as pool:
+        with locked(output, "preparing data"), Workers(encoder.encode, workers) as pool:
             return _write(plan, streams, encoder, pool, output)
     except OSError as error:
         problem = f"cannot be written: {error.strerror or error}"
@@ -234,10 +232,10 @@ def _write(plan: Progress, streams: CorpusSplits, encoder: Encoder, workers: Wor
                         save(plan.model_copy(update={"splits": splits, "ends": ends}), output / PROGRESS_FILE)
                 if not shards:
                     location = " ".join(plan.source["location"])
-                    raise DataError(location, f"nothing of it is left for {name}", "Give more, or other settings")
+                    raise SourceError(location, f"nothing of it is left for {name}", "Give more, or other settings")
                 splits[name] = Split.of(shards, stream.position.raw_bytes or None, stream.position.words or None)
-    except UserError:
-        if not complete:  # the corrected command takes the same folder
+    except UserError as error:
+        if not complete and (isinstance(error, SourceError) or not ends):  # the corrected command takes the same folder
             for name in (*ends, PROGRESS_FILE, LOCK_FILE):
                 (output / name).unlink(missing_ok=True)
             if copy and encoder.file and not copy.samefile(encoder.file):
@@ -325,7 +323,7 @@ def _refuse_another(plan: IndexFile, earlier: IndexFile, output: Path) -> None:
     missing = {"record"} - old.keys()  # from folders of earlier versions; what it follows from is compared
     differing = [key for key in {**old, **new} if key not in missing and old.get(key) != new.get(key)]
     if differing:
-        changes = ", ".join(f"{key} {old.get(key)} (now {new.get(key)})" for key in differing)
+        changes = ", ".join(one_line(f"{key} {old.get(key)} (now {new.get(key)})") for key in differing[:9])
         problem = f"this folder was prepared with another {changes}"
         raise DataError(output, problem, "Choose another --output, or delete this folder")
 
@@ -333,14 +331,3 @@ def _refuse_another(plan: IndexFile, earlier: IndexFile, output: Path) -> None:
 def _is_whole(output: Path, shard: Shard) -> bool:
     path = output / shard.file
     return path.is_file() and path.stat().st_size == shard.bytes and file_sha256(path) == shard.sha256
-
-
-@contextmanager
-def _lock(output: Path) -> Iterator[None]:
-    """Keep a second preparation out of the folder."""
-    with (output / LOCK_FILE).open("wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(output, "another preparation is writing here", "Wait for it to end") from None
-        yield

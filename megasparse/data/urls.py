@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 from megasparse.callbacks import Progress, silent
 from megasparse.data.index_file import INDEX_FILE, MOST_BYTES, Shard
 from megasparse.data.reader import ShardFile
-from megasparse.errors import ConfigError, DataError, UserError, one_line
+from megasparse.errors import ConfigError, DataError, UserError, one_line, without_secrets
 
 STALL_SECONDS = 30.0  # without a byte for so long, a connection counts as broken
 ATTEMPTS = 8
@@ -54,7 +54,7 @@ class StoreError(Exception):
     """Failed request to a store. refused: True if the same request would fail again."""
 
     def __init__(self, reason: str, refused: bool = False):
-        super().__init__(one_line(reason))
+        super().__init__(without_secrets(one_line(reason)))
         self.refused = refused
 
 
@@ -120,7 +120,6 @@ def asked(call: Callable[[], T]) -> T:
         kind, status = type(error).__name__, getattr(error, "status", 0)  # of aiohttp's errors
         status = status if isinstance(status, int) else 0
         reason = f"{status} {getattr(error, 'message', '')}" if status else str(error) or kind
-        reason = re.sub(r"(?<=://)[^/\s]*@|\?[^\s'\")]*", "", reason)
         if "credentials" in kind.lower():
             raise StoreError(f"the store wants credentials, in the environment or its files ({reason})", True) from None
         if isinstance(error, FileNotFoundError):

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from megasparse.data.corpora import CORPORA
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from tests.helpers.commands import refused, run
+from tests.helpers.shard_server import serving
 
 main = door("prepare-data")
 
@@ -67,6 +69,23 @@ def test_killed_in_the_middle_of_a_shard_it_completes_with_the_same_bytes(tmp_pa
 
     run(main, *command, "--output", tmp_path / "killed")
     assert "already prepared" in capsys.readouterr().out
+
+
+def test_the_signature_of_a_url_is_in_no_file(tmp_path, capsys):
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "a.jsonl?Signature=SECRET").write_text('{"text": "some words"}\n' * 90)
+    with serving(tmp_path / "served") as server:
+        url = f"{server.url}/a.jsonl?Signature=SECRET"
+        options = ["jsonl", "--source", url, "--output", tmp_path / "data", "--workers", 1]
+        run(main, *options)
+        server.faults["a.jsonl?Signature=SECRET"].append(404)
+        shutil.rmtree(tmp_path / "data" / ".download")
+        shown = capsys.readouterr()
+        assert "SECRET" not in refused(capsys, main, *options) + shown.out + shown.err
+    index = Index.load(tmp_path / "data").file
+    assert index.source["location"] == [url.partition("?")[0]] and "a.jsonl --output" in index.command
+    written = [path for path in tmp_path.joinpath("data").rglob("*") if path.is_file()]
+    assert len(written) > 4 and not [path for path in written if b"SECRET" in path.read_bytes()]
 
 
 def test_records_have_a_report_with_a_picture(tmp_path, capsys):

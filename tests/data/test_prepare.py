@@ -1,11 +1,11 @@
 """Preparation: shards that do not depend on crashes or workers, documents and tokenizers, and streams that resume."""
 
-import fcntl
 import os
 import pickle
 import random
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from megasparse.data.encoders import Encoded, TextEncoder
 from megasparse.data.index import Index
 from megasparse.data.prepare import StreamPosition, TokenStream
 from megasparse.data.workers import Workers
-from megasparse.errors import ConfigError, DataError
+from megasparse.errors import ConfigError, DataError, SourceError
+from megasparse.files import locked
 from tests.data.corpora.pictures import write_files
 from tests.data.folders import crashing, everything, files, prepared, source_of
 from tests.helpers.encoders import Doubling
@@ -109,10 +110,14 @@ def test_another_source_or_setting_is_refused(make_index, corpus):
 
 def test_two_at_a_time_are_refused(make_index, corpus):
     folder = make_index(corpus).directory
-    with (folder / ".lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(DataError, match="another preparation is writing here"):
-            make_index(corpus)
+    with locked(folder, "preparing data"):
+        refusal(lambda: make_index(corpus), match=r"data: another process is preparing data here\. Wait for it to end")
+    (folder / ".lock").unlink()
+    (folder / ".lock").symlink_to(folder / "index.json")
+    before = files(folder)
+    with pytest.raises(DataError, match="this is a symbolic link, which is not written"):
+        make_index(corpus)
+    assert files(folder) == before
 
 
 def test_a_full_disk_is_an_error_that_says_what_to_do(make_index, corpus, tmp_path, monkeypatch):
@@ -293,6 +298,40 @@ def test_any_number_of_workers_writes_the_same_bytes(make, books, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("event", "error", "message"),
+    [
+        ("killed", ConfigError, "a worker process was killed"),
+        ("vanished", DataError, r"39\.txt: cannot be read: .*No such file"),
+        ("changed", SourceError, r"39\.txt: it changed while it was read"),
+    ],
+)
+def test_finished_shards_stay_unless_their_source_changed(make, books, tmp_path, monkeypatch, event, error, message):
+    want, last = files(make("whole", documents=True).directory), tmp_path / "books" / "39.txt"
+    write, written = prepare_module._write_shard, list[str]()
+
+    def failing(path: Path, *rest: Any) -> Any:
+        written.append(path.name)
+        if len(written) == 4 and event == "killed":
+            raise ConfigError("--workers", "a worker process was killed", "Run the command again")
+        if len(written) == 4:
+            last.rename(tmp_path / "moved") if event == "vanished" else last.write_text("other words\n")
+        return write(path, *rest)
+
+    monkeypatch.setattr(prepare_module, "_write_shard", failing)
+    refusal(lambda: make(documents=True), error, message)
+    last.write_text(books[-1])
+    if event == "changed":
+        assert not (tmp_path / "data").exists()
+    else:
+        left = files(tmp_path / "data")
+        left.pop(".progress.json")
+        assert len(left) >= 3 and left.items() <= want.items()
+        written[:] = [""] * 4
+        assert files(make(documents=True).directory) == want
+        assert not left.keys() & set(written), "what was finished is not written again"
+
+
+@pytest.mark.parametrize(
     ("content", "options", "error", "message"),
     [
         (b"good\n\xff\xfe", {"documents": True}, DataError, r"books/07\.txt: byte 5 is not UTF-8\. Convert it"),
@@ -313,7 +352,7 @@ def test_what_does_not_fit_is_one_line_and_nothing_is_written(
 @pytest.mark.parametrize("tokenizer", ["words.txt", "data/tokenizer.txt"])
 def test_a_split_without_tokens_is_refused_and_what_was_in_the_folder_stays(make, tmp_path, tokenizer):
     write_files(tmp_path, {"books/x.txt": b"w1 w2 w3 w4" + b" " * 30, tokenizer: WORDS})
-    with pytest.raises(DataError, match=r"books: nothing of it is left for validation\. Give more"):
+    with pytest.raises(SourceError, match=r"books: nothing of it is left for validation\. Give more"):
         make(tokenizer=str(tmp_path / tokenizer), split="50,25,25")
     if tokenizer == "words.txt":
         assert not (tmp_path / "data").exists()

@@ -1,4 +1,7 @@
-"""Files from an http(s) URL or an object store, downloaded once: an interrupted download goes on where it stopped."""
+"""Files from an http(s) URL or an object store, downloaded once: an interrupted download resumes where it stopped.
+
+One process at a time downloads into a folder. No file and no message contains the query of a URL.
+"""
 
 import hashlib
 import json
@@ -22,12 +25,13 @@ from tqdm import tqdm
 
 from megasparse.data import urls
 from megasparse.data.urls import STORES, StoreError, asked, check_url, open_url, store
-from megasparse.errors import ConfigError, DataError
-from megasparse.files import file_sha256, replacing, sync_folder
+from megasparse.errors import ConfigError, DataError, without_secrets
+from megasparse.files import file_sha256, locked, open_file, read_file, replacing, sync_folder
 
 PIECE = 1 << 20
 TIMEOUT_SECONDS = 60
 LEAST_BYTES = 60_000  # that must come in each such time: a server that drips would hold us up for ever
+LARGEST_RECORD = 1 << 16  # bytes
 WHEELS = Path("data/.download")
 AT_ONCE = 8  # objects of a store
 PINNED = re.compile(r"hf://(datasets/|spaces/)?[^/@]+/[^/@]+@[0-9a-f]{40}(/|\Z)")
@@ -46,9 +50,21 @@ def download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[t
     """Return (local copy, name) of each file of a URL: a file; in an object store, a folder too, or a pattern.
 
     suffixes: of a folder, only files whose names end so. Raises ConfigError for a HuggingFace URL without a revision:
-    what is read must stay the same; what `download` raises.
+    what is read must stay the same; DataError if another process is downloading here; what `download` raises.
     """
+    try:
+        with locked(folder, "downloading"):
+            return _download_all(location, folder, suffixes)
+    except OSError as error:
+        problem = f"downloads cannot be written here: {error.strerror or error}"
+        raise DataError(folder, problem, "Fix that and run the command again") from None
+
+
+def _download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[tuple[Path, str]]:
     if location.lower().startswith(("http://", "https://")):
+        if "@" in urlsplit(location).netloc:
+            problem = "a user and password in a URL are not read"
+            raise DataError(location, problem, "Give a presigned URL, or the path of a file")
         path = download(location, folder)
         return [(path, path.name.partition("-")[2])]
     if location.startswith("hf://") and not PINNED.match(location):
@@ -80,9 +96,9 @@ def download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[t
 def download(url: str, folder: Path) -> Path:
     """Return the local copy of `url` in `folder`, downloaded unless it is there already.
 
-    Beside it NAME.json records the URL and the sha256 of what came. Raises DataError if the server refuses, the
+    NAME.json records the URL without its query and the sha256 of the copy. Raises DataError if the server refuses, the
     connection ends early or hardly gets on (the next call resumes there), the disk has no room for what the server
-    announces, or the copy was altered since.
+    announces, the copy was altered since, or its record is damaged.
     """
     name = unquote(urlsplit(url).path).rsplit("/", 1)[-1]
     name = f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{re.sub(r'[^A-Za-z0-9._-]', '_', name)[-120:]}"
@@ -97,13 +113,19 @@ def download(url: str, folder: Path) -> Path:
             hint = "Run the command again, it goes on from there; or give the path of a file"
             raise DataError(url, f"the download did not complete: {reason}", hint) from None
         validator.unlink(missing_ok=True)
+        record.unlink(missing_ok=True)  # of an earlier copy, which was deleted
         unfinished.replace(copy)
         sync_folder(folder)
+    sha256 = file_sha256(copy)
     if not record.exists():
-        content = {"url": url, "bytes": copy.stat().st_size, "sha256": file_sha256(copy)}
+        content = {"url": without_secrets(url), "bytes": copy.stat().st_size, "sha256": sha256}
         with replacing(record) as file:
             file.write(json.dumps(content, indent=2).encode() + b"\n")
-    elif json.loads(record.read_bytes())["sha256"] != file_sha256(copy):
+    try:
+        is_intact = json.loads(read_file(record, LARGEST_RECORD))["sha256"] == sha256
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        raise DataError(record, "this record is damaged", f"Delete it and {copy.name}, and run again") from None
+    if not is_intact:
         raise DataError(copy, "this download was altered since", "Delete it and run the command again")
     return copy
 
@@ -111,19 +133,18 @@ def download(url: str, folder: Path) -> Path:
 def _fetch(url: str, copy: Path, validator: Path) -> None:
     """Append to `copy` what it lacks, or start over if the server's file may be another one by now."""
     have = copy.stat().st_size if copy.exists() and validator.exists() else 0
-    with closing(_open(url, have, validator.read_text() if have else "")) as body:
+    with closing(_open(url, have, read_file(validator, LARGEST_RECORD).decode() if have else "")) as body:
         have, total = body.start, body.size
         if total is None:
             raise ValueError("the server does not say how long the file is")
         copy.parent.mkdir(parents=True, exist_ok=True)
         if total - have > (free := shutil.disk_usage(copy.parent).free):
             raise OSError(f"the server announces {total - have:,} bytes more, the disk has {free:,} free")
-        with copy.open("r+b" if have else "wb") as file:
+        with open_file(copy, "ab") as file:
             validator.unlink(missing_ok=True)  # what it notes is always of what is in the file
             if body.tag:
                 validator.write_text(body.tag)
-            file.seek(have)
-            file.truncate()
+            file.truncate(have)
             with tqdm(desc="downloading", total=total, initial=have, unit="B", unit_scale=True, disable=None) as bar:
                 due, enough = time.monotonic() + TIMEOUT_SECONDS, have + LEAST_BYTES
                 while have < total and (piece := body.read(min(PIECE, total - have))):

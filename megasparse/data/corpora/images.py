@@ -41,7 +41,7 @@ from megasparse.data.corpora.corpus import (
 from megasparse.data.corpora.source import PIECE, UNREADABLE, Part, Source, reason
 from megasparse.data.encoders import Encoded, Encoder
 from megasparse.data.tokenizers.simple import PixelTokenizer
-from megasparse.errors import DataError
+from megasparse.errors import DataError, SourceError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM")
 """Formats that Pillow may read: none of them runs another program or reads another file."""
@@ -320,7 +320,7 @@ def labelled(source: Source, labels: Sequence[str]) -> CorpusSplits:
     def pieces(name: str) -> Iterator[bytes]:
         for label, image in zip_longest(labels, image_files(source)):
             if label is None or image is None:
-                raise DataError(source.name, "it changed while it was read", UNCHANGED)
+                raise SourceError(source.name, "it changed while it was read", UNCHANGED)
             if label == name:
                 yield file_piece(image.name, image.read())
 

@@ -33,8 +33,9 @@ from megasparse.data.corpora.corpus import (
 )
 from megasparse.data.corpora.source import Part, Source
 from megasparse.data.index import Index
+from megasparse.data.index_file import public
 from megasparse.data.workers import Workers
-from megasparse.errors import ConfigError, DataError
+from megasparse.errors import ConfigError, DataError, SourceError
 from megasparse.files import replacing
 
 MOST_DAMAGED = 0.01
@@ -207,7 +208,7 @@ class RecordSource(Source):
                 if next(selected, False):
                     yield text
         if whole.digest() != self.examined[number].sha256:
-            raise DataError(str(self.parts[number]), "it changed while it was read", UNCHANGED)
+            raise SourceError(str(self.parts[number]), "it changed while it was read", UNCHANGED)
 
     def lengths(self) -> list[np.ndarray]:
         """Return the bytes of each text that is taken of each file."""
@@ -289,12 +290,12 @@ def write_report(source: RecordSource, index: Index, path: Path) -> dict[str, An
     It counts files, records, documents and bytes, the records left out by reason, the lengths of documents (see
     `_lengths`), of each split its documents, bytes and tokens, and of each file its records and documents.
     """
-    lengths, counts, splits = source.lengths(), index.file.source["documents"], {}
+    lengths, counts, splits = source.lengths(), source.documents(index.file.settings.get("split")), {}
     for name, split in index.file.splits.items():
         size = {"documents": counts[name], "bytes": split.raw_bytes or 0, "tokens": split.tokens}
         splits[name] = {**size, "bytes_per_token": round(size["bytes"] / split.tokens, 4)}
     report = {
-        "source": list(source.locations),
+        "source": public(list(source.locations)),
         "revision": source.facts.get("revision"),
         "sha256": source.sha256,
         "files": len(source.parts),

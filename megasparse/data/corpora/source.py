@@ -21,7 +21,7 @@ from typing import IO, Any, Literal, cast
 from tqdm import tqdm
 
 from megasparse.data.corpora.download import download_all, is_url
-from megasparse.errors import ConfigError, DataError, did_you_mean
+from megasparse.errors import ConfigError, DataError, SourceError, did_you_mean
 
 PIECE = 1 << 20
 BOMB_BYTES, BOMB_RATIO = 1 << 30, 200
@@ -82,7 +82,7 @@ class Part:
             crc32 = zlib.crc32(piece, crc32)
             yield piece
         if crc32 != self.crc32:
-            raise DataError(str(self), "it changed while it was read", "Leave it alone and run the command again")
+            raise SourceError(str(self), "it changed while it was read", "Leave it alone and run the command again")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from megasparse.data.corpora.source import Source
 from megasparse.data.index import Index
 from megasparse.data.urls import ShardCache
 from megasparse.errors import ConfigError, DataError
+from megasparse.files import locked
 from tests.data.folders import everything, ramp, write_folder
 from tests.helpers.refusals import refusal
 
@@ -53,8 +54,10 @@ def test_downloads_once_and_records_the_sha256(server, url, copies, folder):
     assert download(url, copies) == copy
     assert server.gets == [(FILE, None)]
     assert len(list(copy.parent.iterdir())) == 2
-    (folder / FILE).rename(folder / f"{FILE}?version=2")
-    assert download(f"{url}?version=2", copies) != copy
+    (folder / FILE).rename(folder / f"{FILE}?Signature=secret")
+    signed = download(f"{url}?Signature=secret", copies)
+    assert signed != copy and signed.read_bytes() == BODY
+    assert not [path for path in copies.iterdir() if b"secret" in path.name.encode() + path.read_bytes()]
 
 
 def test_a_truncated_body_is_an_error_and_the_next_call_goes_on(server, url, copies):
@@ -97,6 +100,39 @@ def test_an_altered_copy_is_refused(url, copies):
     download(url, copies).write_bytes(BODY[:-1])
     with pytest.raises(DataError, match="altered"):
         download(url, copies)
+
+
+@pytest.mark.parametrize("record", [b"", b"{", b"[]", b"3", b'{"url": 1}', b"[" * 99_999, b"\xff", b"9" * 5000])
+def test_a_damaged_record_is_one_line(url, copies, record):
+    copy = download(url, copies)
+    (copies / f"{copy.name}.json").write_bytes(record)
+    refusal(
+        lambda: download(url, copies), match=r"corpus\.txt\.json: this record is damaged\. Delete it and \w+-corpus"
+    )
+    assert copy.read_bytes() == BODY
+
+
+def test_a_copy_that_was_deleted_is_downloaded_again(url, copies, folder):
+    download(url, copies).unlink()
+    (folder / FILE).write_bytes(BODY[::-1])
+    assert download(url, copies).read_bytes() == BODY[::-1]
+
+
+def test_one_process_at_a_time_downloads(url, copies):
+    with locked(copies, "downloading"):
+        refusal(
+            lambda: Source.open([url], None, copies), match=r"\.download: another process is downloading here\. Wait"
+        )
+    assert Source.open([url], None, copies).total_bytes == len(BODY)
+
+
+@pytest.mark.parametrize("name", [".lock", "{}-corpus.txt.partial"])
+def test_a_planted_link_is_not_written_through(url, copies, tmp_path, name):
+    (tmp_path / "target").write_text("precious")
+    copies.mkdir(parents=True)
+    (copies / name.format(hashlib.sha256(url.encode()).hexdigest()[:8])).symlink_to(tmp_path / "target")
+    refusal(lambda: Source.open([url], None, copies), match="this is a symbolic link, which is not written")
+    assert (tmp_path / "target").read_text() == "precious"
 
 
 def test_more_than_the_disk_holds_is_refused_before_it_comes(url, copies, monkeypatch):
@@ -198,6 +234,16 @@ def test_what_came_is_kept_unless_the_object_is_another(store, tmp_path, monkeyp
         ("hf://datasets/owner/name/data/*.parquet", ConfigError, "names no revision"),
         ("hf://datasets/owner/name@main/data/*.parquet", ConfigError, "with the 40 digits of a commit"),
         ("gs://user:secret@bucket/x", DataError, "those have no user, password"),
+        (
+            "https://user:secret@host/x?y=secret",
+            DataError,
+            "^https://host/x: a user and password in a URL",
+        ),
+        (
+            "http://127.0.0.1:9/x?X-Amz-Signature=secret",
+            DataError,
+            "^http://127.0.0.1:9/x: the download did",
+        ),
         ("swift://bucket/x", ConfigError, '"swift" is not a kind of URL we read. Known here: http, https, s3, gs, az'),
     ],
 )
