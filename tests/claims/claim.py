@@ -1,10 +1,11 @@
-"""A claim of a paper as a test: its sentence, its rule of acceptance in words, and its budgets.
+"""A claim of a paper as a test: its statement, its rule of acceptance in words, and its budgets.
 
-    pytest -m claims -k "yoso and cpu"      # trials on a CPU, into runs/claims; a finished seed is not measured again
-    pytest -m claims                        # all, those for a GPU too where there is one
-    cat runs/claims/claims.md               # the table, written anew after each claim
+    pytest -m claims -k "yoso and cpu"      # trials on a CPU, in runs/claims; finished seeds are skipped
+    pytest -m claims                        # all of them, including those for a GPU if there is one
+    cat runs/claims/claims.md               # the table, updated after each claim
 
-A failing test is a refuted claim. Rules and budgets were written before the trials.
+A test fails unless every part of its claim is shown. The rules judge the paper's statement, with equivalence bounds and
+paired seeds. They replaced rules that left out a part of the statement, and were written after the recorded trials.
 """
 
 import json
@@ -12,14 +13,14 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from scipy import stats
 
 OUTPUT = Path("runs/claims")
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="a trial of hours on a GPU")
@@ -30,11 +31,11 @@ Numbers = dict[str, Any]
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim at one budget. settings: the trial's size, its "minutes" a seed among them."""
+    """A claim at one budget. settings: the size of a trial, and its "minutes" per seed."""
 
     name: str
     paper: str
-    says: str
+    statement: str
     rule: str
     budget: str
     settings: Settings
@@ -42,24 +43,24 @@ class Claim:
 
 
 CLAIMS: list[Claim] = []
-"""All claims at all budgets, in the order of the files."""
+"""All claims at all budgets, in file order."""
 NOT_ATTEMPTED = {
     "enwik8": ("Reformer, section 5", "1.19 and 1.05 bits/dim on enwik8", "23 and 150 hours of an A100, enwik8"),
-    "glue": ("YOSO, Tables 1 and 2", "GLUE as BERT's after pretraining", "500,000 steps of pretraining, GLUE"),
+    "glue": ("YOSO, Table 2", "GLUE level with BERT after pretraining", "500,000 steps of pretraining, GLUE"),
 }
-"""Name -> paper, claim, what a trial would take."""
+"""Name -> paper, claim, resources that a trial needs."""
 
 
-def claim(paper: str, says: str, rule: str, seeds: Sequence[int] = (0, 1, 2), **budgets: Settings) -> Callable:
+def claim(paper: str, statement: str, rule: str, seeds: Sequence[int] = (0, 1, 2), **budgets: Settings) -> Callable:
     """Mark a test as a trial of a claim, which takes the fixture `trials`. budgets: `cpu` and `gpu` run with
-    `-m claims`; `small` is an ordinary test of the trial's code, at a size at which the rule holds too.
+    `-m claims`; `small` is an ordinary test of the trial's code, at a size at which the rule also holds.
     """
     marks = {"small": [pytest.mark.slow], "cpu": [pytest.mark.claims], "gpu": [pytest.mark.claims, NO_GPU]}
 
     def wrap(test: Callable) -> Callable:
         whole = {name: {**budgets["cpu"], **sizes} if name == "small" else sizes for name, sizes in budgets.items()}
         name = test.__name__.removeprefix("test_")
-        cases = [Claim(name, paper, says, rule, budget, settings, seeds) for budget, settings in whole.items()]
+        cases = [Claim(name, paper, statement, rule, budget, settings, seeds) for budget, settings in whole.items()]
         CLAIMS.extend(cases)
         params = [pytest.param(case, id=case.budget, marks=marks[case.budget]) for case in cases]
         return pytest.mark.parametrize("trials", params, indirect=True)(test)
@@ -76,7 +77,7 @@ class Trial(NamedTuple):
 
 
 class Trials:
-    """The trials of a claim at a budget, in a folder that keeps the numbers of each seed."""
+    """The trials of a claim at a budget, in a folder that stores the numbers of each seed."""
 
     def __init__(self, claim: Claim, folder: Path):
         self.claim, self.folder = claim, folder
@@ -100,26 +101,37 @@ class Trials:
     def _path(self, seed: int) -> Path:
         return self.folder / f"seed-{seed}.json"
 
-    @contextmanager
-    def verdict(self, sentence: str, table: Sequence[Sequence[str]] = ()) -> Iterator[None]:
-        """Assert the rule inside the `with`; the outcome, `sentence` and `table` go into the table of claims."""
-        status = "refuted"
-        try:
-            yield
-            status = "verified"
-        finally:
-            records = [json.loads(self._path(seed).read_text()) for seed in self.claim.seeds]
-            seconds = statistics.mean(record["seconds"] for record in records)
-            commits = ", ".join(sorted({str(record["commit"]) for record in records}))
-            effort = f"{self.claim.budget}: {len(records)} × {seconds:.0f} s, commit {commits}"
-            rows = "; ".join(" ".join(row) for row in table)
-            result = {"status": status, "found": f"{sentence}. {rows}".rstrip(". "), "trials": effort}
-            (self.folder / "result.json").write_text(json.dumps(result) + "\n")
-            write_table(self.folder.parent)
+    def verdict(self, sentence: str, parts: dict[str, bool | None], table: Sequence[Sequence[str]] = ()) -> None:
+        """Judge the claim and write its outcome to the table of claims.
+
+        Args:
+            sentence: The measured result.
+            parts: Parts of the claim -> True if the numbers show it, False if they show the opposite, else None.
+            table: Rows of the measured numbers.
+
+        Raises:
+            AssertionError: Unless every part is shown.
+        """
+        values = [*parts.values()]
+        if any(values):
+            status = "verified" if all(values) else "partly"
+        else:
+            status = "refuted" if False in values else "not shown"
+        records = [json.loads(self._path(seed).read_text()) for seed in self.claim.seeds]
+        seconds = statistics.mean(record["seconds"] for record in records)
+        commits = ", ".join(sorted({str(record["commit"]) for record in records}))
+        effort = f"{self.claim.budget}: {len(records)} × {seconds:.0f} s, commit {commits}"
+        words = {True: "shown", False: "refuted", None: "not shown"}
+        judged = "; ".join(f"{part}: {words[value]}" for part, value in parts.items())
+        rows = "; ".join(" ".join(row) for row in table)
+        result = {"status": status, "result": f"{sentence}. {judged}. {rows}".rstrip(". "), "trials": effort}
+        (self.folder / "result.json").write_text(json.dumps(result) + "\n")
+        write_table(self.folder.parent)
+        assert status == "verified", f"{self.claim.name}: {judged}"
 
 
 def commit() -> str | None:
-    """Return this source tree's commit, with a + if it was changed; None outside a repository."""
+    """Return the commit of this source tree, with a + if it was changed; None outside a repository."""
     try:
         command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--abbrev=12"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -128,17 +140,17 @@ def commit() -> str | None:
 
 
 def write_table(output: Path) -> None:
-    """Write OUTPUT/claims.md, a row for each claim, from the results below OUTPUT."""
-    head = ["claim", "paper", "status", "found", "rule", "trials"]
+    """Write OUTPUT/claims.md, one row per claim, from the results below OUTPUT."""
+    head = ["claim", "paper", "status", "result", "rule", "trials"]
     rows = [head, ["---"] * len(head)]
     for case in CLAIMS:
         path = output / f"{case.name}-{case.budget}" / "result.json"
         if path.exists():
             result = json.loads(path.read_text())
-            cells = [case.name, f"{case.paper}: {case.says}", result["status"], result["found"], case.rule]
+            cells = [case.name, f"{case.paper}: {case.statement}", result["status"], result["result"], case.rule]
             rows.append([*cells, result["trials"]])
-    for name, (paper, says, missing) in NOT_ATTEMPTED.items():
-        rows.append([name, f"{paper}: {says}", "not attempted", f"takes {missing}", "", ""])
+    for name, (paper, statement, missing) in NOT_ATTEMPTED.items():
+        rows.append([name, f"{paper}: {statement}", "not attempted", f"takes {missing}", "", ""])
     lines = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
     (output / "claims.md").write_text("\n".join(["# Claims", "", *lines]) + "\n", encoding="utf-8")
 
@@ -146,3 +158,18 @@ def write_table(output: Path) -> None:
 def mean_of(runs: Sequence[Numbers], key: str) -> list[float]:
     """Return the mean over the seeds of a list of numbers."""
     return [statistics.mean(column) for column in zip(*(run[key] for run in runs), strict=True)]
+
+
+def shown_below(differences: Sequence[float], bound: float = 0.0) -> bool | None:
+    """Compare the mean of paired differences with a bound by its one-sided 95 % interval (Student's t): True if the
+    whole interval is below the bound, False if it is above, None if it contains it.
+    """
+    half = float(stats.t.ppf(0.95, len(differences) - 1)) * statistics.stdev(differences) / len(differences) ** 0.5
+    mean = statistics.mean(differences)
+    return True if mean + half < bound else False if mean - half > bound else None
+
+
+def together(values: Iterable[bool | None]) -> bool | None:
+    """Join verdicts on the cases of one part: True if all are shown, False if one is refuted, else None."""
+    verdicts = [*values]
+    return False if False in verdicts else None if None in verdicts else True

@@ -58,9 +58,9 @@ def measure_rounds(trial):
 
 @claim(
     "Reformer, Figure 4",
-    "LSH attention approximates full attention, and the better the more rounds.",
-    "For random and for clustered queries the output's error falls and the mass found grows with every doubling of the "
-    "rounds, means over seeds. The mass at 8 rounds is reported.",
+    "LSH attention approximates full attention, and more rounds approximate it better.",
+    "For random and for clustered queries the error of the output falls and the attention mass in the buckets grows "
+    "with every doubling of the rounds, means over seeds. The mass at 8 rounds is reported.",
     cpu={"length": 1024, "head_dim": 64, "chunk": 64, "rounds": [1, 2, 4, 8, 16], "minutes": 1},
     small={"length": 256, "chunk": 16, "rounds": [1, 2, 8]},
 )
@@ -73,10 +73,11 @@ def test_lsh_rounds(trials):
         table.append([f"{kind}: error", *(f"{x:.3f}" for x in errors[kind])])
         table.append([f"{kind}: mass found", *(f"{x:.3f}" for x in masses[kind])])
     at_8 = [run["clustered mass"][rounds.index(8)] for run in runs]
-    with trials.verdict(f"8 rounds find {spread(at_8)} of the clustered inputs' mass", table):
-        for kind in INPUTS:
-            assert errors[kind] == sorted(errors[kind], reverse=True)
-            assert masses[kind] == sorted(masses[kind])
+    parts = {
+        "the error falls": all(values == sorted(values, reverse=True) for values in errors.values()),
+        "the mass grows": all(values == sorted(values) for values in masses.values()),
+    }
+    trials.verdict(f"8 rounds find {spread(at_8)} of the mass of clustered inputs", parts, table)
 
 
 def measure_cost(trial):
@@ -97,10 +98,10 @@ def measure_cost(trial):
 
 @claim(
     "Reformer, Figure 5 right",
-    "At a fixed number of tokens LSH attention takes as long for long sequences as for short ones; full attention "
-    "takes longer.",
-    "Counted, not timed: bytes moved by the GPU path and FLOPs a token change by at most 15 % from 1,024 to 65,536 "
-    "tokens.",
+    "At a fixed number of tokens LSH attention costs as many bytes and FLOPs for long sequences as for short ones, "
+    "full attention more. (The paper shows time, which this trial does not measure.)",
+    "Bytes moved by the GPU path and FLOPs per token change by at most 15 % from 1,024 to 65,536 tokens; the FLOPs of "
+    "full attention grow.",
     cpu={"lengths": [1024, 4096, 16384, 65536], "tokens": 65536, "heads": 8, "minutes": 1},
     small={"lengths": [1024, 2048], "tokens": 2048, "heads": 2},
     seeds=(0,),
@@ -114,5 +115,6 @@ def test_lsh_cost(trials):
     sentence = (
         f"LSH's bytes change by {changes[0]:.1%}, FLOPs by {changes[1]:.1%}; full attention's grow {grown:.0f} times"
     )
-    with trials.verdict(sentence, table):
-        assert max(changes) <= 0.15
+    trials.verdict(
+        sentence, {"LSH costs the same": max(changes) <= 0.15, "full attention costs more": grown > 1}, table
+    )
