@@ -335,7 +335,8 @@ def our_logits(model: Model, tokens: Tensor, seed: int) -> Tensor:
 
     tokens: (B, L); a decoder's logits at t predict token t from those before it, an encoder reads them as they are.
     """
-    rng, padding, source = RngContext.evaluation(seed, len(tokens)), Padding(), None
+    padding = Padding(segments=padding_of(tokens, model.config).segments)
+    rng, source = RngContext.evaluation(seed, len(tokens)), None
     if isinstance(model, EncoderDecoder):
         before, tokens = sides(tokens, model.config)
         source, padding = model.encode(before, seed), padding_of(tokens, model.config)

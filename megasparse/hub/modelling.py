@@ -193,10 +193,20 @@ class MegasparsePreTrainedModel(PreTrainedModel):
     def run(self, rows: Rows, targets: Targets | None) -> tuple[tuple[Tensor, ...], Tensor]:
         """The final streams, (B, n, E) in the rows' order, in a decoder (B, n + 1, E); and the auxiliary losses."""
         self.check_length(rows.tokens.shape[1])
-        rng = self.rng(len(rows.tokens))
-        padding = Padding(key_mask=rows.key_mask(start=self.config.is_decoder))
+        rng, padding = self.rng(len(rows.tokens)), Padding(rows.key_mask(start=self.config.is_decoder))
+        if bool((ends := self._document_ends(rows)).any()):
+            before = ends.long().cumsum(1)  # a decoder's position i predicts token i, an encoder's reads it
+            segments = F.pad(before, (1, 0)) if self.config.is_decoder else before - ends.long()
+            padding = Padding(padding.key_mask, segments)
         streams, auxiliary, _ = self.model.streams(rows.tokens, rng, padding, targets)
         return streams, auxiliary
+
+    def _document_ends(self, rows: Rows) -> Tensor:
+        """Real tokens that end a document, (B, n) bool."""
+        if (separator := self.settings.document_separator) is None:
+            return torch.zeros_like(rows.tokens, dtype=torch.bool)
+        ends = rows.tokens == separator
+        return ends if rows.real is None else ends & rows.real
 
     def rng(self, batch: int) -> RngContext:
         if not self.training:
@@ -329,6 +339,8 @@ class MegasparseForCausalLM(MegasparseWriter):
         """All rows of a length go into a cache of their own, numbered as in the batch, on which draws may depend."""
         self.refuse_leaks()
         self.check_length(rows.tokens.shape[1])
+        if bool(self._document_ends(rows).any()):
+            raise ValueError("input_ids hold several documents, and a cache only one: give use_cache=False")
         groups, width = [], rows.tokens.shape[1]
         shape = (*rows.tokens.shape[:1], max(1, width))
         logits = torch.zeros(*shape, self.config.vocab_size, device=rows.tokens.device)
@@ -537,6 +549,7 @@ class MegasparseForSequenceClassification(MegasparsePreTrainedModel):
     """
 
     def add_head(self) -> None:
+        self.settings = self.settings.model_copy(update={"document_separator": None})  # a text, or a pair of them
         streams = 2 if self.settings.blocks == "reversible" else 1
         self.classifier = nn.Linear(streams * self.settings.d_model, self.config.num_labels or 2)
 

@@ -16,6 +16,7 @@ from megasparse.attention.contract import AttentionContext
 from megasparse.attention.cross import CrossAttention, Source, SourceKeys
 from megasparse.attention.heads import AttentionLayer
 from megasparse.config.schema import GATED, ModelConfig
+from megasparse.errors import ConfigError
 from megasparse.model.branch import Branch, Compute, Pass, Residual, in_tiles, inject_gradients, inside, owned
 from megasparse.model.head_groups import attend_in_groups, rewrite_in_groups
 from megasparse.ops.operator import Function, remember_autocast
@@ -220,6 +221,9 @@ class Reversible(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d1, d2, d_auxiliary = grads
+        if not torch.autograd._is_checkpoint_valid():  # each branch's backward fills `.grad`, which .grad() never reads
+            problem = '"reversible" cannot return gradients of weights from torch.autograd.grad or backward(inputs=...)'
+            raise ConfigError("model.activations", problem, 'Call backward() without inputs, or set it to "stored"')
         y1, y2, source = ctx.saved_tensors
         d1, d2 = owned([d1, d2]) if ctx.given_away else (d1.clone(), d2.clone())
         if not ctx.given_away:

@@ -30,17 +30,23 @@ def wrapped(kind, config, model=None, **settings):
     return hf
 
 
+@pytest.mark.parametrize("documents", [False, True])
 @by_path("name", causal_names())
-def test_a_decoders_logits_predict_the_token_after_each_position(name):
+def test_a_decoders_logits_predict_the_token_after_each_position(name, documents):
     config = decoder(name)
+    config = config.model_copy(update={"document_separator": 7}) if documents else config
     ours, hf = made(config), wrapped(MegasparseForCausalLM, config)
     tokens = random_tokens(2, LENGTH)
+    tokens[0, 5], tokens[:, 20] = 7, 7
     nats = ours.token_scores(tokens, RngContext.evaluation(SEED, 2)).nats
     with torch.no_grad():
         logits = torch.cat([hf(tokens[:, :0]).logits, hf(tokens[:, :-1]).logits], dim=1)
     predicted = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none").view(2, LENGTH)
     first = 1 if ours.leaks else 0  # a later token moves the first one's logits, and an empty input has none
     torch.testing.assert_close(predicted[:, first:], nats[:, first:], atol=1e-5, rtol=0)
+    if documents and not ours.leaks:
+        with pytest.raises(ValueError, match="several documents, and a cache only one"):
+            hf(tokens, use_cache=True)
 
 
 @by_path("name", encoder_names())
@@ -189,6 +195,7 @@ def test_the_loss_is_ours_but_for_the_first_token():
     config = decoder("lsh", dropout=0.1)
     ours, hf = made(config), wrapped(MegasparseForCausalLM, config)
     tokens = random_tokens(2, LENGTH)
+    tokens[0, 5], tokens[:, 20] = 7, 7
     nats = ours.token_scores(tokens, RngContext.evaluation(SEED, 2)).nats
     labels = tokens.clone()
     labels[0, 10:20] = -100

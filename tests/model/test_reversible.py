@@ -5,6 +5,7 @@ import torch
 
 from megasparse.attention.contract import Attention, AttentionOutput, MechanismSpec
 from megasparse.attention.heads import Padding
+from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext, relu_dropout
 from tests.helpers.comparing import error, gradients
@@ -51,6 +52,17 @@ def test_the_backward_computes_under_the_autocast_of_the_forward():
         objective.backward()
         found.append({name: p.grad for name, p in model.named_parameters()})
     assert error(*found) < 1e-5
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gradients_that_it_cannot_return_are_one_line(groups):
+    """Each branch's backward fills `.grad`, so torch.autograd.grad would return None for every weight of a block."""
+    model = build_model(small(attention={**attention("local", "lsh").model_dump(), "head_groups": groups}), 0)
+    tokens, message = random_tokens(1, 32), r"model.activations: \"reversible\" cannot return.*Call backward\(\)"
+    with pytest.raises(ConfigError, match=message):
+        torch.autograd.grad(model(tokens)[0], list(model.parameters()))
+    with pytest.raises(ConfigError, match=message):
+        model(tokens)[0].backward(inputs=[model.embedding.weight])
 
 
 def test_tiles_inside_reversible_blocks_change_nothing():
