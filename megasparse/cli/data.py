@@ -3,7 +3,6 @@
 import argparse
 import inspect
 import os
-import sys
 from pathlib import Path
 
 from megasparse.errors import ConfigError, DataError
@@ -56,8 +55,6 @@ def prepare_data(args: argparse.Namespace) -> None:
     cores = len(os.sched_getaffinity(0))
     corpus, downloads = CORPORA[args.corpus], args.output / ".download"
     source = corpus.open(args.source, getattr(args, "member", None), downloads, options, args.workers or cores)
-    if source.empty:
-        print(f"left out, because they are empty: {len(source.empty)} files ({source.empty[0]}, …)", file=sys.stderr)
     written = prepare(
         args.corpus,
         source,

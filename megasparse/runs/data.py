@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.batches import TrainingBatches
 from megasparse.data.corpora import CORPORA
-from megasparse.data.corpora.source import Source
-from megasparse.data.corpora.tables import JSON_SUFFIXES
+from megasparse.data.corpora.records import RecordSource
+from megasparse.data.corpora.source import Part, Source, find_parts, report_left_out
+from megasparse.data.corpora.tables import JSON_SUFFIXES, json_texts
 from megasparse.data.index import Index
 from megasparse.data.index_file import INDEX_FILE
 from megasparse.data.prepare import prepare
@@ -122,10 +124,10 @@ def with_texts(config: Config, texts: str, ranks: Ranks) -> Config:
     """The configuration of a run on `texts`, which rank 0 prepares in RUN/data where they are not there yet. Every rank
     calls it.
 
-    texts: text files, each a document, or JSON lines with a field `text`; a file, a folder, or a URL. The last 5 % of
-    the bytes are held out, up to 30 % where documents are long; with fewer documents all are one running text.
-    Documents do not see each other. A folder of shards is taken as `data.path`, as it is. Raises UserError, on all
-    ranks, where the texts cannot be prepared.
+    texts: text files, each a document, or JSON lines with a field `text`; a file, a folder, or a URL. Of a folder with
+    both, those of more bytes are read, and the others are reported. The last 5 % of the bytes are held out, up to 30 %
+    where documents are long; with fewer documents all are one running text. Documents do not see each other. A folder
+    of shards is taken as `data.path`, as it is. Raises UserError, on all ranks, if the texts cannot be prepared.
     """
     if (Path(texts) / INDEX_FILE).exists():
         return config.model_copy(update={"data": config.data.model_copy(update={"path": texts})})
@@ -150,13 +152,17 @@ def with_texts(config: Config, texts: str, ranks: Ranks) -> Config:
 def _prepare(texts: str, tokenizer: str, output: Path) -> bool:
     """Write the shards. Returns True if the texts are documents, each with a separator after it."""
     downloads, share = output / ".download", HELD_OUT[0]
-    files = Path(texts).rglob("*") if Path(texts).is_dir() else [Path(texts)]
-    if any(file.name.lower().endswith(tuple(JSON_SUFFIXES)) for file in files):
+    parts = find_parts([texts], None, downloads, "files")
+    records = [part for part in parts if part.name.lower().endswith(tuple(JSON_SUFFIXES))]
+    others = [part for part in parts if part not in {*records}]
+    more, less = sorted((others, records), key=_bytes_on_disk, reverse=True)
+    report_left_out(texts, len(more), [part.name for part in less], "of texts and JSON lines the more bytes are read")
+    if more is records:
         corpus, documents = "jsonl", True
         options = _options(corpus, texts, tokenizer, share)
-        source = CORPORA[corpus].open([texts], None, downloads, options, 1)
+        source: Source = RecordSource.examine([texts], records, json_texts, options, 1)
     else:
-        corpus, source = "text", Source.open([texts], None, downloads, "files")
+        corpus, source = "text", Source.open([texts], None, downloads, "files", others)
         before_last = 1 - source.parts[-1].size / source.total_bytes
         shares = [percent for percent in HELD_OUT if before_last >= 1 - percent / 100]
         documents = bool(shares) and build_tokenizer(tokenizer).separator is not None
@@ -165,6 +171,10 @@ def _prepare(texts: str, tokenizer: str, output: Path) -> bool:
     sample, command = options.pop("sample_bytes"), "megasparse pretrain --data"
     prepare(corpus, source, output, options=options, sample_bytes=sample, shard_bytes=SHARD, command=command)
     return documents
+
+
+def _bytes_on_disk(parts: Sequence[Part]) -> int:
+    return sum(path.stat().st_size for path in {part.path for part in parts})
 
 
 def _options(corpus: str, texts: str, tokenizer: str, share: int, *flags: str) -> dict[str, Any]:

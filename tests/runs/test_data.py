@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megasparse.config.schema import Config
+from megasparse.config.schema import Config, RunConfig
 from megasparse.data.index import Index
 from megasparse.data.tokenizers.simple import ByteTokenizer
 from megasparse.errors import ConfigError, DataError
-from megasparse.runs.data import open_data, open_folder, training_batches
+from megasparse.runs.data import open_data, open_folder, training_batches, with_texts
 from megasparse.training.ranks import Ranks, RunHooks
+from tests.data.corpora.pictures import write_files
 from tests.data.folders import edit, ramp, write_folder
 from tests.helpers.refusals import refusal
 from tests.helpers.tiny import tiny_config
@@ -22,6 +23,20 @@ from tests.helpers.tiny import tiny_config
 def config_of(folder: Path, model: dict[str, Any] | None = None, **data: Any) -> Config:
     given = {"path": str(folder), "sequence_length": 30, **data}
     return tiny_config("runs/none", model={"vocabulary": 256, **(model or {})}, data=given)
+
+
+@pytest.mark.parametrize("larger", ["texts", "lines", "texts below a hidden file"])
+def test_of_texts_and_json_lines_the_more_bytes_are_read_and_the_others_reported(tmp_path, capsys, larger):
+    texts = {f"shelf/{n:02}.txt": f"book {n} ".encode() * (5 if larger == "lines" else 50) for n in range(20)}
+    lines = b"".join(b'{"text": "an entry of %d"}\n' % number for number in range(100))
+    write_files(tmp_path, {**texts, f"shelf/{'.hidden/' if 'hidden' in larger else ''}metadata.jsonl": lines})
+    config = config_of(tmp_path / "none").model_copy(update={"run": RunConfig(directory=str(tmp_path / "run"))})
+    made = with_texts(config, str(tmp_path / "shelf"), Ranks())
+    index = Index.load(made.data.path).file
+    assert index.corpus == ("jsonl" if larger == "lines" else "text")
+    count, left_out = (1, "20 left out (00.txt, 01.txt, 02.txt, …)") if larger == "lines" else (20, "1 left out (")
+    assert f"shelf: {count} files are read, {left_out}" in capsys.readouterr().err
+    assert index.source["bytes"] == (1390 if larger == "lines" else sum(map(len, texts.values())))
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import lzma
 import os
+import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,7 @@ from typing import IO, Any, Literal, cast
 from tqdm import tqdm
 
 from megasparse.data.corpora.download import download_all, is_url
-from megasparse.errors import ConfigError, DataError, SourceError, did_you_mean
+from megasparse.errors import ConfigError, DataError, SourceError, did_you_mean, one_line
 
 PIECE = 1 << 20
 BOMB_BYTES, BOMB_RATIO = 1 << 30, 200
@@ -51,6 +52,14 @@ DECOMPRESS = cast(dict[str, Opener], {".gz": gzip.open, ".bz2": bz2.open, ".xz":
 UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
 """Exceptions for a file that is missing, damaged, encrypted, or compressed in an unknown way."""
 INTACT = "Check that it is complete and of the kind its name says"
+SIGNATURES = {
+    "a gzip file": (0, b"\x1f\x8b"), "a bzip2 file": (4, b"1AY&SY"), "an xz file": (0, b"\xfd7zXZ\0"),
+    "a Zstandard file": (0, b"\x28\xb5\x2f\xfd"), "a zip archive": (0, b"PK\3\4"), "a tar archive": (257, b"ustar"),
+    "a 7z archive": (0, b"7z\xbc\xaf\x27\x1c"), "a RAR archive": (0, b"Rar!\x1a\x07"), "a PDF file": (0, b"%PDF-"),
+    "a Parquet file": (0, b"PAR1"), "an Arrow file": (0, b"ARROW1"),
+    "text in UTF-16": (0, b"\xff\xfe"), "text in UTF-16, big endian": (0, b"\xfe\xff"),
+}  # fmt: skip
+"""Offset and bytes by which a file is recognised that would pass for text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +113,21 @@ class Source:
     """The sha256 over names and sizes of the parts, if files are kept apart."""
 
     @classmethod
-    def open(cls, locations: Sequence[str], member: str | None, downloads: Path, kind: Kind = "stream") -> "Source":
+    def open(
+        cls,
+        locations: Sequence[str],
+        member: str | None,
+        downloads: Path,
+        kind: Kind = "stream",
+        parts: Sequence[Part] | None = None,
+    ) -> "Source":
         """Find (or download into `downloads`) every file, and read all of it once to know its size and digests.
 
         kind: "stream", one stream of bytes, archives of several files are refused without `member`; "files", kept
-        apart, all members of archives among them; "raw", files as they are. Raises DataError naming the file that
-        cannot be read, or the source that is empty.
+        apart, all members of archives among them; "raw", files as they are. parts: those of `find_parts` to read, all
+        by default. Raises DataError naming the file that cannot be read, or the source that is empty.
         """
-        parts = find_parts(locations, member, downloads, kind)
+        parts = find_parts(locations, member, downloads, kind) if parts is None else parts
         sha256, md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
         with tqdm(desc="reading the source", unit="B", unit_scale=True, disable=None) as bar:
 
@@ -122,14 +138,17 @@ class Source:
 
             parts = [_examine(part, see) for part in parts]
         full = tuple(part for part in parts if part.size)
-        if locations and not full:
+        empty = tuple(str(part) for part in parts if not part.size)
+        if full:
+            report_left_out(" ".join(locations), len(full), empty, "they are empty")
+        elif locations:
             raise DataError(" ".join(locations), "there is nothing in it", "Check --source")
         layout = "".join(f"{part.name}\0{part.size}\n" for part in full).encode(errors="surrogateescape")
         return cls(
             locations=tuple(locations),
             member=member,
             parts=full,
-            empty=tuple(str(part) for part in parts if not part.size),
+            empty=empty,
             total_bytes=sum(part.size for part in full),
             sha256=sha256.hexdigest(),
             md5=md5.hexdigest(),
@@ -181,13 +200,23 @@ def _files(location: str, downloads: Path, suffixes: tuple[str, ...]) -> list[tu
         return [(path, path.name)]
     if downloads.resolve().is_relative_to(path.resolve()):
         raise DataError(location, "the output is inside this folder", "Choose an --output outside of the source")
-    inside = sorted(p for p in path.rglob("*") if p.is_file())
-    files = [p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+    inside = sorted(p for p in path.rglob("*") if p.is_symlink() or not p.is_dir())
+    files = [p for p in inside if p.is_file() and not any(part.startswith(".") for part in p.relative_to(path).parts)]
     named = [p for p in files if p.name.lower().endswith(suffixes)] if suffixes else files
     if not named:
         files_named = f"files named *{', *'.join(suffixes)}" if files else "files"
         raise DataError(location, f"there are no {files_named} in this folder", "Check --source")
+    reason = f"they are hidden, no files{', or of other suffixes' if suffixes else ''}"
+    report_left_out(location, len(named), [str(p.relative_to(path)) for p in inside if p not in {*named}], reason)
     return [(p, p.relative_to(path).as_posix()) for p in named]
+
+
+def report_left_out(location: str, count: int, left_out: Sequence[str], reason: str) -> None:
+    """Print how many files of a source are read, and which are not, if there are any."""
+    if left_out:
+        some = ", ".join(map(one_line, left_out[:3])) + (", …" if len(left_out) > 3 else "")
+        line = f"{one_line(location)}: {count:,} files are read, {len(left_out):,} left out ({some}): {reason}"
+        print(line, file=sys.stderr)
 
 
 def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Part]:
@@ -205,9 +234,10 @@ def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Pa
     _refuse_bomb(file, sum(info.file_size for info in infos), file.stat().st_size)
     if kind == "stream" or member is not None:
         members = _members(file, members, member)
-    for name_inside in members:
-        if member is not None or not any(part.startswith((".", "__MACOSX")) for part in name_inside.split("/")):
-            yield Part(file, name_inside, name_inside, False)
+    is_hidden = lambda name: any(part.startswith((".", "__MACOSX")) for part in name.split("/"))  # noqa: E731
+    chosen = [name for name in members if member is not None or not is_hidden(name)]
+    report_left_out(str(file), len(chosen), [name for name in members if name not in {*chosen}], "they are hidden")
+    yield from (Part(file, name, name, False) for name in chosen)
 
 
 def _is_archive(file: Path) -> bool:
@@ -252,7 +282,10 @@ def _examine(part: Part, see: Callable[[bytes], None]) -> Part:
 
 
 def read(part: Part) -> Iterator[bytes]:
-    """Yield the content of a part, decompressed, up to 1 MiB at a time. Raises DataError when it cannot be read."""
+    """Yield the content of a part, up to 1 MiB at a time: unless it is raw, decompressed, without a byte-order mark.
+
+    Raises DataError when it cannot be read, and for what is not text by its first bytes.
+    """
     try:
         compressed, size = part.path.stat().st_size, 0
         name = part.member or part.path.name
@@ -262,11 +295,21 @@ def read(part: Part) -> Iterator[bytes]:
             stream: IO[bytes] = stack.enter_context(opened)
             stream = stack.enter_context(decompress(stream)) if decompress else stream
             while piece := stream.read(PIECE):
+                if not size and not part.raw:
+                    _require_text(part, piece)
                 size += len(piece)
                 _refuse_bomb(part, size, compressed)
-                yield piece
+                yield piece.removeprefix(codecs.BOM_UTF8) if size == len(piece) and not part.raw else piece
     except UNREADABLE as error:
         raise _unreadable(part, error) from None
+
+
+def _require_text(part: Part, start: bytes) -> None:
+    for kind, (offset, signature) in SIGNATURES.items():
+        if start.startswith(signature, offset):
+            hint = "Unpack it: .gz, .bz2, .xz, .zst and .zip are read as they are if their names end so"
+            hint = "Convert it: iconv -f utf-16 -t utf-8" if "UTF-16" in kind else hint
+            raise DataError(str(part), f"this is {kind}, not plain text", hint)
 
 
 def _refuse_bomb(what: Part | Path, size: int, compressed: int) -> None:

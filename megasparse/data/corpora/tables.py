@@ -31,7 +31,6 @@ NOT_JSON = Unfit("not JSON", damaged=True)
 NO_OBJECT = Unfit("no JSON object", damaged=True)
 TOO_LONG = Unfit(f"a line of more than {LONGEST_LINE:,} bytes", damaged=True)
 SURROGATE = Unfit("half a surrogate pair", damaged=True)
-BOM = b"\xef\xbb\xbf"
 BATCH_ROWS = 512  # decoded at once
 LARGEST_FOOTER = 1 << 26
 """Bytes of any text, and numbers of any list, in a Parquet file's own description."""
@@ -151,8 +150,6 @@ def json_texts(part: Part, field: str) -> Records:
         if line is None:
             yield number, TOO_LONG
             continue
-        if number == 1:
-            line = line.removeprefix(BOM)
         if not line.strip():
             continue
         try:

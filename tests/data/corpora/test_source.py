@@ -14,8 +14,9 @@ from megasparse.data.corpora import source as source_module
 from megasparse.data.corpora.source import Source
 from megasparse.data.corpora.text import Enwik8
 from megasparse.errors import ConfigError, DataError
-from tests.data.corpora.pictures import write_files, write_zip
+from tests.data.corpora.pictures import write_files, write_tar, write_zip
 from tests.data.folders import source_of
+from tests.helpers.refusals import refusal
 from tests.helpers.traced import traced_peak
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -60,13 +61,46 @@ def test_members_of_an_archive(tmp_path):
         open_source(tmp_path / "plain", member="x")
 
 
-def test_a_folder_in_the_order_of_paths_without_hidden_files(tmp_path):
+def test_a_folder_in_the_order_of_paths_without_hidden_files(tmp_path, capsys):
     content = {"b.txt": b"2", "a/z.txt": b"1", "c.txt.gz": gzip.compress(b"3"), ".hidden": b"x", ".git/y": b"x"}
     write_files(tmp_path, {**content, "more": b"4"})
+    (tmp_path / "linked").symlink_to(tmp_path / "a")
     assert b"".join(open_source(tmp_path).pieces()) == b"1234"
+    said = capsys.readouterr().err
+    assert f"{tmp_path}: 4 files are read, 3 left out (.git/y, .hidden, linked): they are hidden, " in said
     assert b"".join(open_source(tmp_path / "more", tmp_path / "b.txt").pieces()) == b"42"
     with pytest.raises(DataError, match="the output is inside this folder"):
         Source.open([str(tmp_path)], None, tmp_path / "out" / ".download")
+
+
+@pytest.mark.parametrize("name", ["x.tar", "x.tar.gz", "x.tgz", "x.txt", "x.zip", "le.txt", "be.csv", "x.parquet"])
+@pytest.mark.parametrize("kind", ["stream", "files"])
+def test_a_packed_file_is_not_taken_for_text(tmp_path, name, kind):
+    tar = write_tar(tmp_path / "whole.tar", {"1.txt": b"one", "2.txt": b"two"}).read_bytes()
+    contents = {
+        "x.tar": tar, "x.tar.gz": gzip.compress(tar), "x.tgz": gzip.compress(tar), "x.txt": gzip.compress(b"one"),
+        "le.txt": "one".encode("utf-16"), "be.csv": b"\xfe\xff\0o", "x.parquet": b"PAR1\0",
+    }  # fmt: skip
+    if name == "x.zip":
+        write_zip(tmp_path / name, {"x.tar": tar})
+    else:
+        (tmp_path / name).write_bytes(contents[name])
+    hint = "iconv -f utf-16 -t utf-8" if name in ("le.txt", "be.csv") else "Unpack it"
+    refusal(
+        lambda: source_of(tmp_path / name, kind=kind), DataError, rf"{name}.*: this is .*, not plain text\. .*{hint}"
+    )
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.txt.gz", "x.zip"])
+def test_a_byte_order_mark_is_no_text(tmp_path, name):
+    marked = b"\xef\xbb\xbfa \xef\xbb\xbf"
+    write_files(tmp_path, {"x.txt": marked, "x.txt.gz": gzip.compress(marked), "only": marked[:3]})
+    write_zip(tmp_path / "x.zip", {"x.txt": marked})
+    source = open_source(tmp_path / name, tmp_path / name)
+    assert b"".join(source.pieces()) == 2 * marked[3:] and source.total_bytes == 10 and not source.parts[0].not_utf8
+    (raw,) = source_of(tmp_path / "x.txt", kind="raw").parts
+    assert b"".join(raw.pieces()) == marked
+    assert open_source(tmp_path / "only", tmp_path / "x.txt").empty == (str(tmp_path / "only"),)
 
 
 def test_a_zip_member_with_a_flipped_bit_is_named(tmp_path):
@@ -102,11 +136,15 @@ def test_memory_does_not_grow_with_the_source(tmp_path):
     assert traced_peak(read) < 10_000_000
 
 
-def test_files_are_kept_apart_and_empty_ones_left_out(tmp_path):
+def test_files_are_kept_apart_and_empty_ones_left_out(tmp_path, capsys):
     write_files(tmp_path / "in", {"b/x.txt": b"one", "a.txt.gz": gzip.compress(b"two"), "nothing.txt": b""})
     names = ("z/2.txt", "z/10.txt", "__MACOSX/._2.txt", ".hidden", "z/")
     write_zip(tmp_path / "in" / "c.zip", {name: name if name != "z/" else "" for name in names})
     source = source_of(tmp_path / "in")
+    assert capsys.readouterr().err.splitlines() == [
+        f"{tmp_path}/in/c.zip: 2 files are read, 2 left out (.hidden, __MACOSX/._2.txt): they are hidden",
+        f"{tmp_path}/in: 4 files are read, 1 left out ({tmp_path}/in/nothing.txt): they are empty",
+    ]
     found = [(part.name, b"".join(part.pieces()), part.size) for part in source.parts]
     assert found == [
         ("a.txt.gz", b"two", 3),
