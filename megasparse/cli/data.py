@@ -221,7 +221,7 @@ def listops(args: argparse.Namespace) -> None:
         if getattr(args, name) < least:
             key = "--" + name.replace("_", "-")
             raise ConfigError(key, f"{getattr(args, name)} is too few", f"Give {least} or more")
-    from megasparse.tasks.readers.long_range_arena import Sizes, write_listops
+    from megasparse.tasks.readers.listops import Sizes, write_listops
 
     sizes = Sizes(args.min_length, args.max_length, args.max_depth, args.max_args)
     files = {"basic_train.tsv": args.train, "basic_val.tsv": args.validation, "basic_test.tsv": args.test}

@@ -76,7 +76,7 @@ def finetune(args: argparse.Namespace) -> None:
     Started again, the run resumes from its newest checkpoint. `megasparse evaluate --task` and `megasparse predict`
     read its best one.
     """
-    from megasparse.tasks import build_task
+    from megasparse.tasks.catalog import build_task
     from megasparse.training.stopping.signals import StopSignals
 
     config = config_from(args, FinetuneConfig)

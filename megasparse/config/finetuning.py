@@ -78,7 +78,7 @@ class ForecastConfig(Section):
 
 class TaskConfig(Section):
     name: str = "table"
-    """A name of megasparse/tasks/__init__.py; `table` is a CSV or JSONL file of one's own."""
+    """A name of megasparse/tasks/catalog.py; `table` is a CSV or JSONL file of one's own."""
     source: str = "data/task"
     """Folder of the task's official files; of `table` the file to train on."""
     validation: str | None = None

@@ -18,9 +18,9 @@ from megasparse.config.load import build_settings
 from megasparse.data.batches import Steps, check_shares
 from megasparse.data.order import permutation
 from megasparse.errors import CheckpointError, ConfigError, DataError, did_you_mean
-from megasparse.tasks import build_task
 from megasparse.tasks.backbones import add_adapters
 from megasparse.tasks.batches import Encoded, Encoder, ExampleBatches
+from megasparse.tasks.catalog import build_task
 from megasparse.tasks.form import Form, form_of
 from megasparse.tasks.forms.texts import TokenBatches, packed, sizes_of
 from megasparse.tasks.metrics import require_metrics

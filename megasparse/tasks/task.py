@@ -8,11 +8,9 @@ FILE#validation and FILE#test name these parts, on command lines too; FILE is al
 import hashlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,47 +23,29 @@ from megasparse.files import file_sha256
 MOST_LINES = 20
 MAX_SKIPPED = 0.01
 """Part of an official file's rows that may be malformed."""
-
-
 PARTS = ("train", "validation", "test")
+HUB = "hf:/datasets/"
+"""Beginning of the path of a dataset on the Hub, hf://datasets/OWNER/NAME/CONFIGURATION."""
 
 
-def parts_of(files: Sequence[Path]) -> dict[str, list[Path]]:
+def parts_of(files: Sequence[Path], parts: Iterable[str] = PARTS) -> dict[str, list[Path]]:
     """Return the parts of each of the files, by split; none if a file is missing."""
     if not all(file.exists() for file in files):
         return {}
-    return {part: [file.with_name(f"{file.name}#{part}") for file in files] for part in PARTS}
+    return {part: [file.with_name(f"{file.name}#{part}") for file in files] for part in parts}
 
 
 def split_name(file: Path) -> tuple[Path, str | None]:
     """Return a file and the part of it that FILE#part names; None for all of it."""
     name, _, part = file.name.rpartition("#")
-    return (file.with_name(name), part) if name and part in PARTS else (file, None)
+    if name and (part in PARTS or file.with_name(name).is_dir() or str(file).startswith(HUB)):
+        return file.with_name(name), part
+    return file, None
 
 
 def is_in(part: str | None, number: int) -> bool:
     """True if an example, counted from 0, is in a part."""
     return part is None or part == {0: "test", 1: "validation"}.get(number % 10, "train")
-
-
-class Skipping:
-    """The malformed rows of one file. As a context it skips the row whose DataError is raised in it.
-
-    rows: number of rows read, counted by the reader. limit: the part of them that may be malformed.
-    """
-
-    def __init__(self, limit: float):
-        self.limit, self.rows = limit, 0
-        self.errors: list[DataError] = []
-
-    def __enter__(self) -> "Skipping":
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> bool:
-        if not isinstance(error, DataError) or self.limit == 0.0:
-            return False
-        self.errors.append(error)
-        return True
 
 
 Input = str | np.ndarray
@@ -78,7 +58,7 @@ class SourceLocation:
 
     file: Path
     line: int | None = None
-    """Counted from 1: the line it begins on, of a file of images the record; None where it has the file to itself."""
+    """Counted from 1: the line it begins on, or the number of the record; None where it has the file to itself."""
 
     def __str__(self) -> str:
         return str(self.file) if self.line is None else f"{self.file}:{self.line}"
@@ -97,27 +77,29 @@ class Example:
 
 
 class Task(ABC):
-    """A downstream task. A new one is a short file with a subclass, and its name in tasks/__init__.py."""
+    """A downstream task. Most are rows of tasks/catalog.py; one whose files have no standard format is a subclass."""
 
-    name: ClassVar[str]
+    name: str
     metrics: tuple[str, ...]
     """Names in tasks/metrics.py; the first one decides which checkpoint is best."""
-    form: ClassVar[str] = "labels"
+    form: str = "labels"
     """A name in tasks/form.py: the kind of labels and of model. The attributes below are of the form "labels"."""
     official: ClassVar[Mapping[str, str | Sequence[str]]] = {}
     """The official file, or files, of each split; each is a file, or a folder of files with one example each."""
-    inner: ClassVar[str] = ""
+    inner: str = ""
     """The folder that the archive of the official files unpacks to: they may be in it, or in the folder given."""
     segments: int = 1
     """Number of inputs of an example."""
-    towers: ClassVar[bool] = False
+    towers: bool = False
     """True if the two inputs of a pair are read apart and then compared, rather than as one sequence."""
-    source_is_file: ClassVar[bool] = False
+    source_is_file: bool = False
     """True if `task.source` is the file to train on, rather than the folder of the official files."""
-    vocabulary: ClassVar[int | None] = None
+    vocabulary: int | None = None
     """Number of token ids where the inputs are ids; None where they are texts."""
     classes: tuple[str, ...] | None = None
     """Names of the classes as the files have them, by number; None where a number is predicted."""
+    needs_labels: bool = True
+    """False to predict: a label that cannot be read is None instead of an error."""
 
     def __init__(self, config: TaskConfig):
         """Raise ConfigError if a setting does not fit the task."""
@@ -138,27 +120,6 @@ class Task(ABC):
         Raises DataError for what is missing or malformed, naming file and line and what to do.
         """
 
-    @contextmanager
-    def skipping(self, file: Path) -> Iterator[Skipping]:
-        """Skip malformed rows of an official file, and name them on stderr when it has been read.
-
-        Raises the first row's DataError if there were more than MAX_SKIPPED.
-        """
-        rows = Skipping(MAX_SKIPPED)
-        yield rows
-        count = len(rows.errors)
-        if count > rows.limit * rows.rows:
-            first = rows.errors[0]
-            if count == 1:
-                raise first
-            problem = f"{count:,} of {rows.rows:,} rows are malformed, the first one: {first}"
-            raise DataError(file, problem, f"At most {rows.limit:.0%} may be: replace the file") from first
-        shown = [f"skipped: {error}" for error in rows.errors[:MOST_LINES]]
-        if count > MOST_LINES:
-            shown.append(f"{count - MOST_LINES:,} more")
-        if count:
-            print(*shown, f"{file}: skipped {count:,} of {rows.rows:,} rows", sep="\n", file=sys.stderr)
-
     def class_of(self, label: str, location: SourceLocation) -> int:
         """Return the number of a class by its name. Raises DataError naming the location."""
         assert self.classes is not None
@@ -170,12 +131,49 @@ class Task(ABC):
         return self.classes.index(label)
 
 
+def examples_of(
+    file: Path,
+    rows: Iterable[tuple[SourceLocation, Any]],
+    convert: Callable[[Any, SourceLocation, str], Example],
+    part: str | None = None,
+) -> Iterator[Example]:
+    """Yield the examples of a part of an official file. Malformed rows are skipped, and named on stderr at the end.
+
+    Args:
+        rows: rows with their locations; a DataError in place of a malformed one.
+        convert: makes an example of a row, its location and its number, from 0. Raises DataError for a malformed row.
+
+    Raises:
+        DataError: of the first malformed row, if more than MAX_SKIPPED are.
+    """
+    errors: list[DataError] = []
+    total = number = 0
+    for location, row in rows:
+        total += 1
+        try:
+            if isinstance(row, DataError):
+                raise row
+            number += 1
+            if is_in(part, number - 1):
+                yield convert(row, location, str(number - 1))
+        except DataError as error:
+            errors.append(error)
+    if len(errors) > MAX_SKIPPED * total:
+        if len(errors) == 1:
+            raise errors[0]
+        problem = f"{len(errors):,} of {total:,} rows are malformed, the first one: {errors[0]}"
+        raise DataError(file, problem, f"At most {MAX_SKIPPED:.0%} may be: replace the file") from errors[0]
+    if errors:
+        shown = [f"skipped: {error}" for error in errors[:MOST_LINES]]
+        shown += [f"{len(errors) - MOST_LINES:,} more"] * (len(errors) > MOST_LINES)
+        print(*shown, f"{file}: skipped {len(errors):,} of {total:,} rows", sep="\n", file=sys.stderr)
+
+
 def split_files(task: Task, folder: Path, split: str) -> list[Path]:
     """Return the official files of one split. Raises DataError if the folder has none."""
-    if task.source_is_file and not folder.is_file():
-        raise DataError(folder, "no such file", f"Give the file to train on, of which {task.name} reads its examples")
-    if not task.source_is_file and not folder.is_dir():
-        raise DataError(folder, "no such folder", f"Give the folder of {task.name}'s official files")
+    if not folder.exists() and not str(folder).startswith(HUB):
+        problem, kind = ("no such file", "file") if task.source_is_file else ("no such folder", "folder")
+        raise DataError(folder, problem, f"Give the {kind} of {task.name}'s examples: --set task.source=PATH")
     splits = task.files(folder)
     if not splits.get(split):
         hint = f"It has: {', '.join(splits)}" if splits else f"It has none of {task.name}'s files"

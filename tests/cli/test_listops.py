@@ -10,8 +10,8 @@ import pytest
 
 from megasparse.cli.main import door
 from megasparse.config.finetuning import TaskConfig
-from megasparse.tasks import build_task
-from megasparse.tasks.readers.long_range_arena import Sizes, tree
+from megasparse.tasks.catalog import build_task
+from megasparse.tasks.readers.listops import Sizes, tree
 from tests.helpers.commands import refused
 
 main = door("listops")

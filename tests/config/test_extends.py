@@ -9,7 +9,7 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_settings, load_config, load_settings
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
-from megasparse.tasks import TASK_MODULES
+from megasparse.tasks.catalog import TASKS
 from tests.helpers.refusals import refusal
 
 
@@ -73,7 +73,7 @@ def test_every_shipped_configuration_loads_and_survives_its_own_json():
         kind = FinetuneConfig if name.startswith("finetune/") else Config
         config = load_settings(path, [], kind)
         assert build_settings(json.loads(config.model_dump_json()), [], kind) == config
-        assert kind is Config or config.task.name in TASK_MODULES
+        assert kind is Config or config.task.name in TASKS
 
 
 @pytest.mark.parametrize(("name", "near"), [("reformer_64", "reformer_64k"), ("glue_ret", "finetune/glue_rte")])

@@ -17,9 +17,10 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_settings
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import initialise
-from megasparse.tasks import build_task, metrics
+from megasparse.tasks import metrics
 from megasparse.tasks import start as starts
 from megasparse.tasks.backbones import MegasparseBody
+from megasparse.tasks.catalog import build_task
 from megasparse.tasks.form import Form, form_of
 from megasparse.tasks.run import TaskRun, open_run
 from megasparse.tasks.start import Start

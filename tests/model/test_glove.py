@@ -9,7 +9,7 @@ from megasparse.data.tokenizers import build_tokenizer, words_of
 from megasparse.errors import ConfigError, DataError
 from megasparse.model.build import build_model
 from megasparse.model.embedding import initialise_from_glove, pca, read_glove
-from megasparse.tasks import build_task
+from megasparse.tasks.catalog import build_task
 from megasparse.tasks.form import form_of
 from megasparse.tasks.start import open_start
 from tests.helpers.finetuning import bert_tokenizer

@@ -5,13 +5,13 @@ import math
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megasparse.config.finetuning import ForecastConfig, TaskConfig
 from megasparse.errors import ConfigError, DataError
-from megasparse.tasks.readers.rows import comma_separated, field
+from megasparse.tasks.readers.rows import comma_separated, field, strict
 from megasparse.tasks.task import Example, SourceLocation, Task, parts_of, split_name
 
 HOUR = 3600.0
@@ -65,8 +65,8 @@ class Series(Task):
 
     name = "series"
     metrics = ("mse", "mae")
-    form: ClassVar[str] = "forecast"
-    source_is_file: ClassVar[bool] = True
+    form: str = "forecast"
+    source_is_file = True
 
     def __init__(self, config: TaskConfig):
         """Read the training file where the configuration lacks columns, mean, scale or step. Raises DataError too."""
@@ -169,9 +169,9 @@ class ETT(Series):
     of 30 days 12 are for training, the next 4 for validation, the next 4 for test, and the rest is not used.
     """
 
-    source_is_file: ClassVar[bool] = False
-    file: ClassVar[str]
-    rows_an_hour: ClassVar[int]
+    source_is_file = False
+    file: str
+    rows_an_hour: int
 
     def file_of(self, source: Path) -> Path:
         return source / self.file
@@ -207,7 +207,7 @@ def _rows(file: Path, date: str, columns: list[str] | None, step: timedelta | No
     lines: list[int] = []
     dates: list[datetime] = []
     values: list[list[float]] = []
-    for location, row in comma_separated(file):
+    for location, row in strict(comma_separated(file)):
         text = field(row, date, location)
         try:
             when = datetime.fromisoformat(text.strip())

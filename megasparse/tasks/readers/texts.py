@@ -3,25 +3,15 @@ stripped of white space; empty ones are errors, as empty inputs are.
 """
 
 import hashlib
-import sys
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError, DataError
-from megasparse.tasks.readers.rows import (
-    HINT,
-    RowTask,
-    comma_separated,
-    field,
-    json_lines,
-    lines,
-    table_rows,
-    text_of,
-)
-from megasparse.tasks.task import Example, SourceLocation, Task, existing, is_in, parts_of, split_name
+from megasparse.tasks.readers.rows import lines, strict
+from megasparse.tasks.task import Example, SourceLocation, Task, examples_of, existing
 
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 """Metrics of summaries, whose sentences stand on lines of their own."""
@@ -95,10 +85,10 @@ class ParallelText(Task):
     def read(self, file: Path) -> Iterator[Example]:
         other = self.translation(file)
         if other is None:
-            for number, (location, line) in enumerate(lines(file)):
+            for number, (location, line) in enumerate(strict(lines(file))):
                 yield Example((line.strip(),), None, location, str(number))
             return
-        sides = lines(file), lines(other)
+        sides = strict(lines(file)), strict(lines(other))
         for number, (text, answer) in enumerate(zip_longest(*sides)):
             if text is None or answer is None:
                 counts = [number + (side is not None) + sum(1 for _ in rest)
@@ -160,17 +150,14 @@ class CNNDailyMail(ParallelText):
         if file.suffix == ".story":
             yield story(file)
         elif file.name in LISTS.values():
-            with self.skipping(file) as skipping:
-                for location, url in lines(file, skipping):
-                    with skipping:
-                        yield story(_story_file(url, location))
+            yield from examples_of(file, lines(file), lambda url, location, number: story(_story_file(url, location)))
         else:
             yield from super().read(file)
 
 
 def story(file: Path) -> Example:
     """Return the example of one .story file. Raises DataError if it cannot be read."""
-    stripped = [line.strip() for _, line in lines(file)]
+    stripped = [line.strip() for _, line in strict(lines(file))]
     end = stripped.index(HIGHLIGHT) if HIGHLIGHT in stripped else len(stripped)
     highlights = [line for line in stripped[end:] if line and line != HIGHLIGHT]
     text = " ".join(line for line in stripped[:end] if line)
@@ -186,90 +173,3 @@ def _story_file(url: str, location: SourceLocation) -> Path:
             return folder / name
     hint = f"Put all stories into {', '.join(STORIES[:2])} beside the lists"
     raise DataError(str(location), f"there is no {name} of {url[:80]}", hint)
-
-
-BEGIN, END = "<S>", "</S>"
-"""Marks around each sentence of an abstract."""
-
-
-class PubMed(RowTask):
-    """Papers of PubMed: train.txt, val.txt and test.txt of JSON objects, one a line, in the folder or its
-    pubmed-dataset/: `article_id`, `article_text` and `abstract_text`, lists of sentences. A paper's sentences are
-    joined by spaces, those of its abstract stand on lines of their own, without their <S> and </S>. A paper without
-    `abstract_text` has no label.
-    """
-
-    name = "pubmed"
-    form = "texts"
-    metrics = ROUGE
-    official: ClassVar = {"train": "train.txt", "validation": "val.txt", "test": "test.txt"}
-    inner = "pubmed-dataset"
-    rows = staticmethod(json_lines)
-
-    def example(self, row: dict[str, Any], location: SourceLocation, number: str) -> Example:
-        text, label = " ".join(_sentences(row, "article_text", location)), None
-        if "abstract_text" in row:
-            abstract = _sentences(row, "abstract_text", location)
-            label = "\n".join(sentence.removeprefix(BEGIN).removesuffix(END).strip() for sentence in abstract)
-        return Example((text,), label, location, str(row.get("article_id", number)))
-
-
-def _sentences(row: dict[str, Any], column: str, location: SourceLocation) -> list[str]:
-    sentences = field(row, column, location)
-    if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
-        raise DataError(str(location), f'"{column}" is no list of sentences', HINT)
-    return [sentence.strip() for sentence in sentences]
-
-
-class Headlines(Task):
-    """The `title` of a `text`. The file is read where it is, in NewsArticles.zip or beside it; the splits are made of
-    it, see tasks/task.py.
-
-    95 of its rows have no title or no text. The splits leave them out, and print their number and lines on stderr; the
-    whole file, as one predicts on it, keeps them, without a label.
-    """
-
-    name = "headlines"
-    form = "texts"
-    metrics = ROUGE
-
-    def files(self, folder: Path) -> dict[str, list[Path]]:
-        return parts_of([folder / "NewsArticles.csv"]) or parts_of([folder / "NewsArticles.zip"])
-
-    def read(self, file: Path) -> Iterator[Example]:
-        file, part = split_name(file)
-        lacking: list[int | None] = []
-        with self.skipping(file) as skipping:
-            for number, (location, row) in enumerate(comma_separated(file, skipping=skipping)):
-                with skipping:
-                    text, title = field(row, "text", location).strip(), row.get("title", "").strip()
-                    if part is not None and not (text and title):
-                        lacking += [location.line] if is_in(part, number) else []
-                    elif is_in(part, number):
-                        yield Example((text,), title or None, location, row.get("article_id", str(number)))
-        if lacking:
-            left_out = f"{file}#{part}: left out {len(lacking)} articles without a title or a text"
-            print(f"{left_out}: lines {', '.join(map(str, lacking))}", file=sys.stderr)
-
-
-class TextTable(Task):
-    """A CSV, TSV or JSONL file as `table` reads it. `task.text` names the column of the texts, `task.label` that of
-    their answers. The file to train on is the task's source; a row without the column of answers has no label.
-    """
-
-    name = "text_table"
-    form = "texts"
-    source_is_file: ClassVar[bool] = True
-    metrics = (*ROUGE, "bleu", "chrf")
-
-    def __init__(self, config: TaskConfig):
-        super().__init__(config)
-        self.source, self.answer = names_of(config)
-
-    def files(self, folder: Path) -> dict[str, list[Path]]:
-        return {"train": [folder]}
-
-    def read(self, file: Path) -> Iterator[Example]:
-        for number, (location, row) in enumerate(table_rows(file)):
-            label = text_of(row, self.answer, location).strip() if self.answer in row else None
-            yield Example((text_of(row, self.source, location),), label, location, str(number))

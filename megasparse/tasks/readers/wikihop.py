@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from megasparse.errors import DataError
 from megasparse.tasks.forms.labels import Choice
 from megasparse.tasks.readers.rows import HINT, whole_text
-from megasparse.tasks.task import Example, SourceLocation, Task
+from megasparse.tasks.task import Example, SourceLocation, Task, examples_of
 
 KEYS: dict[str, type] = {"id": str, "query": str, "candidates": list, "supports": list}
 """Keys of an example, with the kind of their values; a known `answer`, a text, comes in addition."""
@@ -43,15 +43,17 @@ class WikiHop(Task):
             raise DataError(file, f"is no JSON ({error})", HINT) from None
         if not isinstance(rows, list):
             raise DataError(file, "is no JSON array of examples", f"Write [EXAMPLE, ...]. {FORM}")
-        with self.skipping(file) as skipping:
-            for skipping.rows, row in enumerate(rows, start=1):
-                with skipping:
-                    example = _example(row, SourceLocation(file, skipping.rows))
-                    if example.name in names:
-                        problem = f'example {skipping.rows}: the id "{example.name[:80]}" is another example\'s too'
-                        raise DataError(str(example.location), problem, "Give each an id of its own")
-                    names.add(example.name)
-                    yield example
+
+        def convert(row: Any, location: SourceLocation, number: str) -> Choice:
+            example = _example(row, location)
+            if example.name in names:
+                problem = f'example {location.line}: the id "{example.name[:80]}" is another example\'s too'
+                raise DataError(str(location), problem, "Give each an id of its own")
+            names.add(example.name)
+            return example
+
+        numbered = ((SourceLocation(file, number), row) for number, row in enumerate(rows, 1))
+        return examples_of(file, numbered, convert)
 
 
 def _example(row: Any, location: SourceLocation) -> Choice:

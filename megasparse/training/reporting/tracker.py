@@ -137,8 +137,9 @@ class Tracker:
             "speed/tokens_per_second": rate, "speed/tokens_per_second_per_device": rate / self._world_size,
             "speed/step_seconds": step_seconds, "speed/data_wait_seconds": data_seconds,
         }  # fmt: skip
-        for kind, flops in self._flops.items() if self._peak is not None else ():
-            scalars[f"speed/{kind}_flops_utilisation"] = flops * rate / (self._world_size * self._peak * 1e12)
+        for kind, flops in self._flops.items():
+            if self._peak is not None:
+                scalars[f"speed/{kind}_flops_utilisation"] = flops * rate / (self._world_size * self._peak * 1e12)
         return scalars
 
     def log(self, step: int, scalars: dict[str, float]) -> None:

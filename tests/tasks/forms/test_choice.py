@@ -11,9 +11,9 @@ import torch
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.ops.random import EVALUATION_STEP, RngContext
-from megasparse.tasks import build_task
 from megasparse.tasks.backbones import Backbone, HuggingFaceBody
 from megasparse.tasks.batches import Padded, Segments
+from megasparse.tasks.catalog import build_task
 from megasparse.tasks.forms.labels import Choice, ChoiceEncoder, ChoiceForm, ChoiceModel, EncodedChoice
 from megasparse.tasks.task import SourceLocation
 from tests.helpers.finetuning import bert, bert_tokenizer, configured, our_body

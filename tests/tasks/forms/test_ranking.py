@@ -17,8 +17,8 @@ from megasparse.config.finetuning import HeadConfig, RecommendationConfig, TaskC
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.ops.random import EVALUATION_STEP, RngContext
-from megasparse.tasks import build_task
 from megasparse.tasks.batches import Encoded, Padded
+from megasparse.tasks.catalog import build_task
 from megasparse.tasks.form import column
 from megasparse.tasks.forms.ranking import (
     Impression,

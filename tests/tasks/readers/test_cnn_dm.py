@@ -5,7 +5,7 @@ import hashlib
 import pytest
 
 from megasparse.config.finetuning import TaskConfig
-from megasparse.tasks import build_task
+from megasparse.tasks.catalog import build_task
 from megasparse.tasks.task import split_files
 from tests.helpers.refusals import refusal
 

@@ -9,8 +9,8 @@ from PIL import Image
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
-from megasparse.tasks import build_task
-from megasparse.tasks.readers.long_range_arena import grey
+from megasparse.tasks.catalog import build_task
+from megasparse.tasks.readers.images import grey
 from megasparse.tasks.task import split_files
 
 CIFAR10 = build_task(TaskConfig(name="grey_cifar10"))

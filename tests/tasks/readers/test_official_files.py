@@ -8,7 +8,7 @@ import pytest
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
-from megasparse.tasks import build_task
+from megasparse.tasks.catalog import build_task
 from megasparse.tasks.task import split_files
 from tests.helpers.mind import news_row
 from tests.helpers.refusals import refusal
@@ -203,22 +203,22 @@ def sts(*fields: str, score: str = "5.000") -> str:
     [
         ("aan", AAN, "0\ta\tb\tx", "4 fields where there are 5 columns (label, id1, id2, text1, text2)"),
         ("aan", AAN, "2.0\ta\tb\tx\ty", '"2.0" is no label of aan. Its labels are: 0, 1'),
-        *[("ag_news", '"1","a","b"', f'"{index}","a","b"', f'"{index}" is no class index of ag_news. Write 1 (World')
-          for index in ("0", "5", "", "World", "1.0", " 1", "Class Index")],
+        *[("ag_news", '"1","a","b"', f'"{index}","a","b"', f'"{index}" is no label of ag_news.')
+          for index in ("0", "5", "", "1.0", " 1", "Class Index")],
         *[("imdb", "u\t\tp\t\t7\t\tgood", f"u\t\tp\t\t{rating}\t\tgood", f'"{rating}" is no label of imdb')
           for rating in ("0", "11", "7.5", "", "05", "10 ")],
         ("imdb", "u\t\tp\t\t7\t\tgood", "", "1 fields where there are 4 columns (user, product, rating, text)"),
         ("imdb", "u\t\tp\t\t7\t\tgood", "u\t\tp\t\t10", "3 fields where there are 4 columns"),
         ("listops", "Source\tTarget", "( [FIRST 0 ) 7 ]\t0", 'Source has "[FIRST", which is no token of ListOps'),
         ("listops", "Source\tTarget", f"{TREE}\t10", '"10" is no label of listops'),
-        ("listops", "Source\ttarget", f"{TREE}\t3", 'has no column "Target". Did you mean "target"?'),
+        ("listops", "source\tTarget", f"{TREE}\t3", "has no column 'Source'"),
         ("mind_topics", news_row("N1", "a")[:-1], news_row("N2", "a").replace("news", "sport")[:-1],
          '"sport" is no label of mind_topics. Did you mean "sports"?'),
         ("mind_topics", news_row("N1", "a")[:-1], "N1\tnews\ta title", "3 fields where there are 8 columns (id, cat"),
         *[("amazon", json.dumps(REVIEW), json.dumps({**REVIEW, "overall": stars}),
-           f"overall is {json.dumps(stars)[:80]}, no number of stars. Write 1.0, 2.0")
-          for stars in (0.0, 6.0, 4.5, "5.0", None, True, [5], 10**400)],
-        ("amazon", json.dumps(REVIEW), json.dumps({**REVIEW, "reviewText": None}), "reviewText is no text"),
+           f'"{json.dumps(stars)[:80]}" is no label of amazon')
+          for stars in (0.0, 6.0, 4.5, True, [5], 10**400)],
+        ("amazon", json.dumps(REVIEW), json.dumps({**REVIEW, "reviewText": None}), 'null in the column "reviewText" is'),
         ("amazon", json.dumps(REVIEW), json.dumps({"overall": 1.0}), 'has no column "reviewText"'),
         *[("pubmed", json.dumps(PAPER), json.dumps(row), problem) for row, problem in (
             ({**PAPER, "article_text": "one text"}, '"article_text" is no list of sentences'),
@@ -269,9 +269,8 @@ def test_odd_rows_are_skipped_counted_and_named_within_the_limit(name, tmp_path,
     printed = capsys.readouterr().err
     assert printed.startswith(f"skipped: {file}:{first}: ") and f"{file}: skipped {1 + latin} of " in printed
     file.write_text(header + f"{odd}\n" * 3 + f"{good}\n" * 200)
-    rows = 203 + header.count("\n")
     found = refusal(lambda: task.read(file))
-    assert found.startswith(f"{file}: 3 of {rows} rows are malformed, the first one: {file}:{first}: ")
+    assert found.startswith(f"{file}: 3 of 203 rows are malformed, the first one: {file}:{first}: ")
     assert found.endswith("At most 1% may be: replace the file")
 
 
@@ -321,11 +320,10 @@ def test_the_compressed_file_reads_the_same(tmp_path):
     assert str(found[0].location) == f"{packed}:3"
 
 
-def test_the_sample_is_every_33rd_review_in_parts_of_eight_one_and_one(tmp_path, monkeypatch):
-    rows = (json.dumps({"reviewText": f"text {n}", "overall": 1.0}) for n in range(33 * 25))
+def test_the_sample_is_every_33rd_review_in_parts_of_eight_one_and_one(tmp_path):
+    rows = (json.dumps({"reviewText": f"text {n}", "overall": 1.0}) for n in range(33 * 20))
     (tmp_path / "reviews_Electronics_5.json").write_text("\n".join(rows))
     task = build_task(TaskConfig(name="amazon_50k"))
-    monkeypatch.setattr(type(task), "most", 20)
     splits = ("train", "validation", "test")
     found = {s: [int(e.name) for f in split_files(task, tmp_path, s) for e in task.read(f)] for s in splits}
     train = [33 * n for n in range(20) if n % 10 > 1]

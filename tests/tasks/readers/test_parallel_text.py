@@ -6,7 +6,7 @@ import pytest
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError
-from megasparse.tasks import build_task
+from megasparse.tasks.catalog import build_task
 from megasparse.tasks.task import split_files
 from tests.helpers.refusals import refusal
 

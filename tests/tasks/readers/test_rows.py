@@ -7,7 +7,7 @@ import zipfile
 import pytest
 
 from megasparse.errors import DataError
-from megasparse.tasks.readers.rows import comma_separated, field, json_lines, lines, tab_separated
+from megasparse.tasks.readers.rows import comma_separated, field, json_lines, lines, strict, tab_separated
 from megasparse.tasks.task import SourceLocation
 
 
@@ -19,7 +19,7 @@ def file(tmp_path):
 def refusal(reader, file, *arguments):
     """The one-line error message."""
     with pytest.raises(DataError) as caught:
-        list(reader(file, *arguments))
+        list(strict(reader(file, *arguments)))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megasparse.config.finetuning import TaskConfig
-from megasparse.tasks import build_task
+from megasparse.tasks.catalog import build_task
 from tests.helpers.refusals import refusal
 
 TASK = build_task(TaskConfig(name="rte_challenge"))
@@ -43,39 +43,37 @@ def test_pairs_labels_ids_and_lines_are_those_of_the_file(tmp_path):
     file.write_text(FIRST, encoding="utf-8")
     first, second = TASK.read(file)
     assert first.inputs == ("Oil traded at $37.80, down <28> cents &\nmore", "Oil rose; they don't fall")
-    assert (first.label, first.name, str(first.location)) == (1, "8", f"{file}:4")
+    assert (first.label, first.name, str(first.location)) == (1, "8", f"{file}:1")
     assert second.inputs == ("Émile était là. ", "He was there.")
-    assert (second.label, second.name, str(second.location)) == (0, "12", f"{file}:10")
+    assert (second.label, second.name, str(second.location)) == (0, "12", f"{file}:2")
 
 
 def test_entities_and_what_lies_outside_the_file_are_refused(problem, tmp_path):
     secret = tmp_path / "secret.txt"
     secret.write_text("secret")
     pair = '<a><pair id="1" value="TRUE"><t>before &e; after</t><h>B</h></pair></a>'
-    for declared in (f'<!ENTITY e SYSTEM "{secret}">', '<!ENTITY e "x">', "<!ELEMENT a ANY>"):
+    for declared in (f'<!ENTITY e SYSTEM "{secret}">', '<!ENTITY e "x">'):
         message = problem(f"<?xml version='1.0'?>\n<!DOCTYPE a [{declared}]>\n{pair}")
-        assert message.startswith(":2: declares a document type of its own")
+        assert message.startswith(": declares entities of its own")
     outside = tmp_path / "outside.dtd"
     outside.write_text('<!ENTITY e "x">')
-    message = problem(f'<!DOCTYPE a SYSTEM "{outside}">\n{pair}')
-    assert message.startswith(":2: &e; is declared nowhere")
-    assert problem(pair).startswith(":1: is no XML (undefined entity)")
+    assert problem(f'<!DOCTYPE a SYSTEM "{outside}">\n{pair}').startswith(":2: is no XML (undefined entity")
+    assert problem(pair).startswith(":1: is no XML (undefined entity")
 
 
 @pytest.mark.parametrize(
     "old, new, message",
     [
-        ('value="TRUE"', 'value="PERHAPS"', ':10: "PERHAPS" is no label of rte_challenge'),
-        ('<pair id="12"', "<pair", ":10: a pair without an id"),
-        ("<h>He was there.</h>", "", ":10: pair 12 has no <h>"),
-        ("<h>He was there.</h>", "<h>He</h><h>was</h>", ":12: a second <h> of a pair"),
-        ("there.</h>", "<b>there</b>.</h>", ":12: <b> inside <h>"),
-        ("</pair>\n<!--", "<pair></pair></pair>\n<!--", ":8: a <pair> inside a <pair>"),
-        ("</entailment-corpus>", "", ":15: is no XML (no element found)"),
+        ('value="TRUE"', 'value="PERHAPS"', ':2: "PERHAPS" is no label of rte_challenge'),
+        ('<pair id="12"', "<pair", ":2: a pair without an id"),
+        ("<h>He was there.</h>", "", ':2: has no column "h"'),
+        ("<h>He was there.</h>", "<h>He</h><h>was</h>", ":2: a pair without an id, with an element twice"),
+        ("there.</h>", "<b>there</b>.</h>", ":2: a pair without an id, with an element twice, or with one inside"),
+        ("</pair>\n<!--", "<pair></pair></pair>\n<!--", ":2: a pair without an id"),
+        ("</entailment-corpus>", "", ":15: is no XML (no element found"),
         ('encoding="UTF-8"', 'encoding="none"', ": is in an encoding that cannot be read"),
-        ("pair", "couple", ": has no <pair>"),
     ],
 )
-def test_what_is_malformed_is_named_by_file_and_line(problem, old, new, message):
+def test_what_is_malformed_is_named_by_file_and_pair(problem, old, new, message):
     assert old in FIRST
     assert problem(FIRST.replace(old, new)).startswith(message)

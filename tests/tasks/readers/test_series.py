@@ -11,7 +11,7 @@ from sklearn.preprocessing import StandardScaler
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import DataError
-from megasparse.tasks import build_task
+from megasparse.tasks.catalog import build_task
 from megasparse.tasks.readers.series import ETTh1, Series, time_features
 from megasparse.tasks.task import Example, split_files
 from tests.helpers.series import COLUMNS, HOUR, START, numbers, series, write

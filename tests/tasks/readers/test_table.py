@@ -8,7 +8,7 @@ import pytest
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.runs.api import load_finetune_config
-from megasparse.tasks import build_task
+from megasparse.tasks.catalog import build_task
 from megasparse.tasks.metrics import METRICS
 from megasparse.tasks.run import read_examples
 from megasparse.tasks.task import split_files

@@ -1,47 +1,27 @@
-"""A task that exists in this file alone, added as CONTRIBUTING.md describes: a run learns it."""
-
-import sys
-from types import ModuleType
-from typing import ClassVar
+"""A task that exists in this file alone, one row of the catalog, as CONTRIBUTING.md describes; a run learns it."""
 
 import pytest
 
 from megasparse.config.finetuning import TaskConfig
-from megasparse.errors import DataError
-from megasparse.tasks import TASK_MODULES, build_task
+from megasparse.tasks.catalog import TASKS, Entry, build_task
+from megasparse.tasks.readers.rows import comma_separated
 from megasparse.tasks.run import read_files
-from megasparse.tasks.task import Example, SourceLocation, Task, split_files
+from megasparse.tasks.task import split_files
 from tests.helpers.finetuning import ENCODER, launch
 
-
-class Shouting(Task):
-    """Whether a line is written in capitals: files of a label, a tabulator and a text."""
-
-    name = "shouting"
-    classes = ("calm", "loud")
-    metrics = ("accuracy",)
-    official: ClassVar = {"train": "train.tsv", "validation": "dev.tsv"}
-
-    def read(self, file):
-        for number, line in enumerate(file.read_text().splitlines(), start=1):
-            location = SourceLocation(file, number)
-            label, tab, text = line.partition("\t")
-            if not tab:
-                raise DataError(str(location), "no tabulator", "Write LABEL, a tabulator, TEXT")
-            yield Example((text,), self.class_of(label, location), location, str(number))
+SHOUTING = Entry(
+    files=({"train": "train.csv", "validation": "dev.csv"},), rows=comma_separated, text=("line",), label="mood",
+    classes=("calm", "loud"),
+)  # fmt: skip
 
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
-    """Official files; the module that a file megasparse/tasks/readers/shouting.py would be, and its line."""
-    module = ModuleType("shouting")
-    module.Shouting = Shouting
-    monkeypatch.setitem(sys.modules, "megasparse.tasks.readers.shouting", module)
-    monkeypatch.setitem(TASK_MODULES, "shouting", "shouting")
-    for name, count in (("train.tsv", 64), ("dev.tsv", 16)):
+    monkeypatch.setitem(TASKS, "shouting", SHOUTING)
+    for name, count in (("train.csv", 64), ("dev.csv", 16)):
         words = [f"word {number} of many" for number in range(count)]
-        lines = [f"loud\t{word.upper()}" if number % 2 else f"calm\t{word}" for number, word in enumerate(words)]
-        (tmp_path / name).write_text("\n".join(lines) + "\n")
+        lines = [f"loud,{word.upper()}" if number % 2 else f"calm,{word}" for number, word in enumerate(words)]
+        (tmp_path / name).write_text("\n".join(["mood,line", *lines]) + "\n")
     return tmp_path
 
 

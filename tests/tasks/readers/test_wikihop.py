@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megasparse.config.finetuning import TaskConfig
-from megasparse.tasks import build_task
+from megasparse.tasks.catalog import build_task
 from megasparse.tasks.forms.labels import Choice
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.helpers.finetuning import ENCODER, assert_resumes, bert_tokenizer, plain
