@@ -16,7 +16,6 @@ import numpy as np
 from tqdm import tqdm
 
 from megasparse.errors import ConfigError
-from megasparse.hub.tensor_file import appearing
 
 DIGITS = tuple("0123456789")
 OPERATORS: dict[str, Callable[[list[int]], int]] = {
@@ -62,6 +61,8 @@ def write_listops(output: Path, numbers: dict[str, int], sizes: Sizes, seed: int
 
     Raises ConfigError where there are too few different trees, HubError where `output` exists or cannot be written.
     """
+    from megasparse.hub.tensor_file import appearing
+
     examples = distinct(random.Random(seed), sizes)
     with appearing(output) as folder, tqdm(total=sum(numbers.values()), unit="tree", disable=None) as progress:
         for name, count in numbers.items():
