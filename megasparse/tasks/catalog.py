@@ -18,8 +18,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 from megasparse.config.finetuning import TaskConfig
-from megasparse.data.files import natural
 from megasparse.errors import ConfigError, DataError, did_you_mean
+from megasparse.files import natural
 from megasparse.tasks.readers.listops import DIGITS, TOKENS, token_ids
 from megasparse.tasks.readers.mind import NEWS_COLUMNS
 from megasparse.tasks.readers.rows import (

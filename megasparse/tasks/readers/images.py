@@ -8,8 +8,8 @@ import numpy as np
 
 from megasparse.data.corpora.image_sets import BATCHES, PICKLED, RECORD, RECORDS, SIDE
 from megasparse.data.corpora.images import MOST_BYTES, SUFFIXES, decode
-from megasparse.data.files import natural
 from megasparse.errors import DataError
+from megasparse.files import natural
 from megasparse.tasks.readers.rows import lines, whole_bytes
 from megasparse.tasks.task import Example, SourceLocation, Task, examples_of, existing
 

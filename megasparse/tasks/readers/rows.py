@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from megasparse.errors import DataError, did_you_mean
+from megasparse.files import open_file, read_file
 from megasparse.tasks.task import HUB, SourceLocation
 
-LONGEST_LINE = 1 << 26
-"""Bytes of a line, and characters of a CSV field."""
+LONGEST_LINE, LARGEST = 1 << 26, 1 << 31
+"""Bytes of a line, and characters of a CSV field; bytes of a file that is read whole (WikiHop's have 400 MB)."""
 UNREADABLE = (OSError, EOFError, zlib.error, zipfile.BadZipFile, RuntimeError)
 """Errors of opening or decompressing; RuntimeError is that of an encrypted archive."""
 HINT = "Put it right, or take the official file"
@@ -68,10 +69,10 @@ def _decoded(raw: bytes, location: SourceLocation, encoding: str = "utf-8") -> s
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     if file.suffix != ".zip":
-        with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as stream:
+        with open_file(file) as plain, gzip.open(plain) if file.suffix == ".gz" else plain as stream:
             yield stream
         return
-    with zipfile.ZipFile(file) as archive:
+    with open_file(file) as packed, zipfile.ZipFile(packed) as archive:
         members = [member for member in archive.infolist() if not member.is_dir()]
         if len(members) != 1:
             raise DataError(file, f"has {len(members)} files, where one is read", "Unpack the one that is meant")
@@ -208,7 +209,7 @@ def dataset_rows(path: Path, split: str) -> Rows:
 def whole_bytes(file: Path) -> bytes:
     """Return the content of a file. Raises DataError if it cannot be read."""
     try:
-        return file.read_bytes()
+        return read_file(file, LARGEST)
     except OSError as error:
         raise DataError(file, f"cannot be read ({error.strerror})", "Give a file of the task") from None
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megasparse.config.schema import RunSettings
-from megasparse.files import replacing
 from megasparse.errors import ConfigError
+from megasparse.files import replacing
 from megasparse.training.ranks import Ranks
 from megasparse.training.reporting.json_lines import JsonLines
 

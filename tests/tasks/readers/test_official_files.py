@@ -218,7 +218,7 @@ def sts(*fields: str, score: str = "5.000") -> str:
         *[("amazon", json.dumps(REVIEW), json.dumps({**REVIEW, "overall": stars}),
            f'"{json.dumps(stars)[:80]}" is no label of amazon')
           for stars in (0.0, 6.0, 4.5, True, [5], 10**400)],
-        ("amazon", json.dumps(REVIEW), json.dumps({**REVIEW, "reviewText": None}), 'null in the column "reviewText" is'),
+        ("amazon", json.dumps(REVIEW), json.dumps({**REVIEW, "reviewText": None}), 'null in the column "reviewText"'),
         ("amazon", json.dumps(REVIEW), json.dumps({"overall": 1.0}), 'has no column "reviewText"'),
         *[("pubmed", json.dumps(PAPER), json.dumps(row), problem) for row, problem in (
             ({**PAPER, "article_text": "one text"}, '"article_text" is no list of sentences'),
