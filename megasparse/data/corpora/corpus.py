@@ -15,6 +15,8 @@ from megasparse.data.tokenizers.sentence_piece import segments
 from megasparse.errors import ConfigError
 
 NAMES = ("train", "validation", "test")
+SPLIT_NAMES = {**{name: name for name in NAMES}, "valid": "validation", "val": "validation", "dev": "validation"}
+"""Name of a folder or file -> the split that it stands for."""
 SPLIT = "90,5,5"
 UNCHANGED = "Leave it alone and run the command again"
 

@@ -84,7 +84,7 @@ class Cifar10(Corpus):
     def _batches(self, source: Source) -> Iterator[tuple[str, Callable[[], bytes]]]:
         """Yield name and content of each batch in files and tar archives; of the latter only until the next one."""
         for part in source.parts:
-            if not ARCHIVE.search(part.name):
+            if part.name.lower().endswith(".zip") or not ARCHIVE.search(part.name):
                 if _is_batch(part.name, str(part), part.size):
                     yield PurePosixPath(part.name).name, partial(part_content, part)
                 continue
@@ -119,7 +119,8 @@ class ImageNet64(Corpus):
     """ImageNet at 64×64 pixels, 12,288 tokens an image. There are two versions, and their bits/dim cannot be compared:
 
         box       Chrabaszcz, Loshchilov and Hutter 2017: Imagenet64_*_npz.zip, or the npz batches in them
-        pixelrnn  van den Oord, Kalchbrenner and Kavukcuoglu 2016: train_64x64.tar, valid_64x64.tar (older papers)
+        pixelrnn  van den Oord, Kalchbrenner and Kavukcuoglu 2016: train_64x64.tar, valid_64x64.tar, or .zip (older
+                  papers)
 
     As in the papers, figures are reported on the official validation set: it is the split `test`. Of the training set,
     which is in no known order, every 128th image is the split `validation`.
@@ -204,10 +205,9 @@ class ImageNet64(Corpus):
             if PICKLED_NPZ.match(name):
                 problem = "this batch is a pickle, which could run anything when it is read"
                 raise DataError(str(part), problem, "Give the npz version: Imagenet64_*_npz.zip, or what is in it")
-            if name.endswith((".npz", ".zip")):
-                batches += [(part.path, batch) for batch in npz_batches(part.path)]
-            else:
-                others.append(part)
+            names = npz_batches(part.path) if name.endswith((".npz", ".zip")) else []
+            batches += [(part.path, batch) for batch in names]
+            others += [] if names else [part]
         if batches and others:
             problem = "this is no npz batch, as others of the source are"
             raise DataError(str(others[0]), problem, "Leave it out of --source")
@@ -231,16 +231,16 @@ def _rows(batches: Sequence[NumberBatch], select: Callable[[np.ndarray], np.ndar
 
 
 def npz_batches(path: Path) -> list[str]:
-    """Return the names of the npz batches in a zip archive; of an npz file its own.
+    """Return the names of the npz batches in a zip archive, none if it holds images; of an npz file its own.
 
-    Raises DataError if there is none.
+    Raises DataError if there is neither.
     """
     with reading(path), zipfile.ZipFile(path) as archive:
         names = archive.namelist()
     if ARRAY in names:
         return [path.name]
     batches = [name for name in names if name.endswith(".npz")]
-    if not batches:
+    if not batches and not any(name.lower().endswith(images.SUFFIXES) for name in names):
         some = ", ".join(names[:3])
         hint = "Give the npz version: batches without a suffix are pickles, which could run anything"
         raise DataError(path, f"there is no npz batch here ({some})", hint)

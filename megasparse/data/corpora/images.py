@@ -3,9 +3,9 @@
 What an image corpus hands on is a piece an image: the name it is known by, a zero byte, and the encoded file as it
 is; or, without a name, pixels as the archives of numbers have them, all red ones first.
 
-Image files of folders and tar archives are recognised by the suffix of their name; others are left out, as are hidden
-files. Nothing is extracted, no archive is held in memory. Names in archives only give the split and stand in messages:
-they are never used as paths.
+Image files of folders, tar and zip archives are recognised by the suffix of their name; others are left out, as are
+hidden files. Nothing is extracted, no archive is held in memory. Names in archives only give the split and stand in
+messages: they are never used as paths.
 
 S side of an image.
 """
@@ -14,11 +14,13 @@ import argparse
 import io
 import os
 import re
+import sys
 import tarfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from itertools import islice, zip_longest
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -38,7 +40,7 @@ from megasparse.data.corpora.corpus import (
     positive,
     split_sizes,
 )
-from megasparse.data.corpora.source import PIECE, UNREADABLE, Part, Source, reason
+from megasparse.data.corpora.source import PIECE, UNREADABLE, Part, Source, open_zip, reason, report_left_out
 from megasparse.data.encoders import Encoded, Encoder
 from megasparse.data.tokenizers.simple import PixelTokenizer
 from megasparse.errors import DataError, SourceError
@@ -46,13 +48,13 @@ from megasparse.errors import DataError, SourceError
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM")
 """Formats that Pillow may read: none of them runs another program or reads another file."""
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".pgm")
-CONVERTED = ("RGB", "L", "P", "1")
-"""Modes whose colours are three numbers of a byte each: RGB, grey, palette, black and white."""
+MODES = {"RGB": "RGB", "L": "grey", "P": "palette", "1": "black-and-white"}
+"""Modes of Pillow whose colours are three numbers of a byte each."""
 MOST_BYTES = 1 << 24  # of an encoded file: 64 × 64 pixels take 12,288 unencoded
 DEEP = "more than 8 bits a colour"
 
 
-ARCHIVE = re.compile(r"\.(tar(\.(gz|xz|bz2))?|tgz|txz|tbz2?)\Z", re.IGNORECASE)
+ARCHIVE = re.compile(r"\.(zip|tar(\.(gz|xz|bz2))?|tgz|txz|tbz2?)\Z", re.IGNORECASE)
 SPLIT_NAME = re.compile(r"\A(train|valid|val|test)(ing|ation)?([_.-]?[0-9][0-9x_.-]*)?\Z", re.IGNORECASE)
 
 
@@ -87,7 +89,7 @@ def planar_piece(planes: bytes) -> bytes:
 
 
 def decode(name: str, content: bytes, side: int) -> bytes:
-    """Return the pixels of an image file: S·S·3 bytes. Grey, black-and-white and palette images become RGB.
+    """Return the pixels of an image file: S·S·3 bytes. Images of other MODES become RGB, which is reported once each.
 
     The size is looked at before anything is decoded, so that no file can ask for more than S·S pixels. Raises
     DataError naming the file: for another size, transparency, other colours, more than 8 bits, damage.
@@ -122,9 +124,15 @@ def _check(name: str, image: Image.Image, content: bytes, side: int) -> None:
         mode += " with transparency"
     elif getattr(image, "n_frames", 1) > 1:
         mode = "several frames"
-    elif image.mode in CONVERTED:
-        return
+    elif image.mode in MODES:
+        return _report_conversion(image.mode)
     raise DataError(name, f"this image has {mode}, not just red, green and blue", "Convert it to RGB of 8 bits")
+
+
+@cache
+def _report_conversion(mode: str) -> None:
+    if mode != "RGB":
+        print(f"{MODES[mode]} images are converted to RGB: three tokens a pixel", file=sys.stderr)
 
 
 class ImageFile(NamedTuple):
@@ -146,7 +154,9 @@ def image_files(source: Source) -> Iterator[ImageFile]:
         if name.lower().endswith(SUFFIXES) or ARCHIVE.search(name):
             raise DataError(name, "this file is empty", "Get it again, or leave it out")
     for part in source.parts:
-        if ARCHIVE.search(part.name):
+        if part.name.lower().endswith(".zip"):
+            yield from _zip_members(part, folders(source, part))
+        elif ARCHIVE.search(part.name):
             yield from _members(part.path, folders(source, part))
         elif part.name.lower().endswith(SUFFIXES):
             yield ImageFile(str(part), folders(source, part), partial(part_content, part, MOST_BYTES))
@@ -177,6 +187,15 @@ def _members(path: Path, around: tuple[str, ...]) -> Iterator[ImageFile]:
             raise DataError(shown, problem, "Pack the files themselves")
         if name.suffix.lower() in SUFFIXES:
             yield ImageFile(shown, (*name.parent.parts, *around), read)
+
+
+def _zip_members(part: Part, around: tuple[str, ...]) -> Iterator[ImageFile]:
+    with reading(part.path):
+        infos = open_zip(part.path).infolist()
+    for info in infos:
+        name, member = PurePosixPath(info.filename), replace(part, member=info.filename, crc32=info.CRC)
+        if name.suffix.lower() in SUFFIXES and not any(folder.startswith((".", "__MACOSX")) for folder in name.parts):
+            yield ImageFile(str(member), (*name.parent.parts, *around), partial(part_content, member, MOST_BYTES))
 
 
 def members(path: Path, most: int = 1 << 26) -> Iterator[tuple[tarfile.TarInfo, Callable[[], bytes]]]:
@@ -316,6 +335,9 @@ def hold_out(labels: Sequence[str], every: int) -> list[str]:
 
 def labelled(source: Source, labels: Sequence[str]) -> CorpusSplits:
     """Return the splits of a source's images by the label of each."""
+    names = [part.name for part in source.parts]
+    others = [name for name in names if not (name.lower().endswith(SUFFIXES) or ARCHIVE.search(name))]
+    report_left_out(source.name, len(labels), others, "their names end otherwise than those of images and archives")
 
     def pieces(name: str) -> Iterator[bytes]:
         for label, image in zip_longest(labels, image_files(source)):

@@ -22,7 +22,7 @@ from typing import IO, Any, Literal, cast
 from tqdm import tqdm
 
 from megasparse.data.corpora.download import download_all, is_url
-from megasparse.errors import ConfigError, DataError, SourceError, did_you_mean, one_line
+from megasparse.errors import ConfigError, DataError, SourceError, did_you_mean, one_line, without_secrets
 
 PIECE = 1 << 20
 BOMB_BYTES, BOMB_RATIO = 1 << 30, 200
@@ -215,8 +215,8 @@ def report_left_out(location: str, count: int, left_out: Sequence[str], reason: 
     """Print how many files of a source are read, and which are not, if there are any."""
     if left_out:
         some = ", ".join(map(one_line, left_out[:3])) + (", …" if len(left_out) > 3 else "")
-        line = f"{one_line(location)}: {count:,} files are read, {len(left_out):,} left out ({some}): {reason}"
-        print(line, file=sys.stderr)
+        line = f"{count:,} files are read, {len(left_out):,} left out ({some}): {reason}"
+        print(f"{one_line(without_secrets(location))}: {line}", file=sys.stderr)
 
 
 def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Part]:
@@ -227,7 +227,7 @@ def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Pa
         yield Part(file, None, name, kind == "raw")
         return
     try:
-        infos = [info for info in _archive(file).infolist() if not info.is_dir()]
+        infos = [info for info in open_zip(file).infolist() if not info.is_dir()]
     except UNREADABLE as error:
         raise _unreadable(file, error) from None
     members = sorted(info.filename for info in infos)
@@ -253,7 +253,8 @@ def _is_archive(file: Path) -> bool:
     return False
 
 
-def _archive(file: Path) -> zipfile.ZipFile:
+def open_zip(file: Path) -> zipfile.ZipFile:
+    """Return a zip archive, which stays open."""
     status = file.stat()
     return _opened(file, status.st_size, status.st_mtime_ns)
 
@@ -291,7 +292,7 @@ def read(part: Part) -> Iterator[bytes]:
         name = part.member or part.path.name
         decompress = None if part.raw else DECOMPRESS.get(Path(name).suffix.lower())
         with ExitStack() as stack:
-            opened = part.path.open("rb") if part.member is None else _archive(part.path).open(part.member)
+            opened = part.path.open("rb") if part.member is None else open_zip(part.path).open(part.member)
             stream: IO[bytes] = stack.enter_context(opened)
             stream = stack.enter_context(decompress(stream)) if decompress else stream
             while piece := stream.read(PIECE):

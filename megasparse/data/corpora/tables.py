@@ -15,6 +15,7 @@ from typing import Any
 
 from megasparse.data.corpora.corpus import (
     NAMES,
+    SPLIT_NAMES,
     CorpusSettings,
     add_sample_argument,
     add_source_arguments,
@@ -22,7 +23,7 @@ from megasparse.data.corpora.corpus import (
     lines,
 )
 from megasparse.data.corpora.records import EMPTY, NOT_UTF8, RecordCorpus, Records, RecordSource, Unfit
-from megasparse.data.corpora.source import DECOMPRESS, Part, arrow, find_parts, read, reason
+from megasparse.data.corpora.source import DECOMPRESS, Part, arrow, find_parts, read, reason, report_left_out
 from megasparse.errors import ConfigError, DataError, did_you_mean
 from megasparse.files import natural
 
@@ -131,7 +132,9 @@ class HuggingFace(RecordCorpus):
         ordered = sorted(files, key=lambda part: natural(part.name))
         parts = [part for name in chosen for part in ordered if of_split[part] == name]
         _require_one(location, parts)
-        facts = {"revision": revision(location), "other_files": sorted(part.name for part in {*files} - {*parts})}
+        others = sorted(part.name for part in {*files} - {*parts})
+        report_left_out(location, len(parts), others, f"they are of no split of {', '.join(chosen)}")
+        facts = {"revision": revision(location), "other_files": others}
         splits = [of_split[part] or "" for part in parts] if len(chosen) > 1 else None
         return RecordSource.examine(locations, parts, dataset_texts, settings, workers, own=splits, facts=facts)
 
@@ -272,7 +275,6 @@ def _reading(path: Path) -> Iterator[None]:
 
 # The files of a dataset
 
-SPLIT_NAMES = {**{name: name for name in NAMES}, "valid": "validation", "val": "validation", "dev": "validation"}
 NAMED_SPLIT = re.compile(rf"(?<![a-z])({'|'.join(SPLIT_NAMES)})(?![a-z])")
 NUMBERED = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})\.")
 REVISION = re.compile(r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])")

@@ -4,8 +4,9 @@ import argparse
 import csv
 import hashlib
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate, chain, groupby
 from operator import itemgetter
 from pathlib import Path, PurePath
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 
 from megasparse.data.corpora.corpus import (
     NAMES,
+    SPLIT_NAMES,
     CorpusSettings,
     CorpusSplits,
     TextCorpus,
@@ -22,7 +24,7 @@ from megasparse.data.corpora.corpus import (
     split_sizes,
     text_pieces,
 )
-from megasparse.data.corpora.source import Part, Source
+from megasparse.data.corpora.source import Part, Source, report_left_out
 from megasparse.data.encoders import TextEncoder
 from megasparse.errors import DataError
 
@@ -121,14 +123,17 @@ class BookCorpus(TextCorpus):
     books.
 
     Lines stay as they are; empty ones go, and the tokenizer's separator is put after each book. A book belongs to the
-    split that its first byte lies in. The published books_large_p1.txt and books_large_p2.txt have no empty lines: each
-    is one document. Nobody publishes checksums of them. Reference words: what stands between white space.
+    split that its first byte lies in. The published books_large_p1.txt and books_large_p2.txt have no empty lines: two
+    documents, or, if that leaves a split without any, one running text that is split by byte position. Nobody publishes
+    checksums of them. Reference words: what stands between white space.
     """
 
     HELP = "text files of a sentence a line, an empty line or a file's end between books"
     EXAMPLE = "--source books_in_sentences/ --split 98,1,1 --output data/bookcorpus"
     KIND = "files"
     DOCUMENTS = True
+    SHORT = 10_000
+    """Bytes of a book in the mean, of which fewer are reported."""
     EMPTY_LINE = re.compile(rb"(?m)^[ \t\r\f\v]*\n")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -136,12 +141,21 @@ class BookCorpus(TextCorpus):
         add_split_argument(parser)
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return the number of books of each split. Raises DataError for text that is not UTF-8, and an empty split."""
+        """Return the number of books of each split, none of running text, and report books that look like paragraphs.
+
+        Raises DataError for text that is not UTF-8, and an empty split.
+        """
         source.require_text(zeros=not as_bytes(settings))
         sizes = split_sizes(settings["split"], source.total_bytes)
-        books = Counter(split_at(start, sizes) for start, _ in groupby(self._books(source), key=itemgetter(0)))
+        books = self._counts(source, sizes)
+        if not books:
+            print(f"{source.name}: no empty line is between books, one running text is split", file=sys.stderr)
+        elif (mean := source.total_bytes // books.total()) < self.SHORT:
+            problem = f"{books.total():,} books of {mean:,} bytes in the mean: an empty line ends a book"
+            hint = "Where it ends a paragraph, prepare the corpus text with --documents: each file is a book"
+            print(f"{source.name}: {problem}. {hint}", file=sys.stderr)
         for name in sizes:
-            if not books[name]:
+            if books and not books[name]:
                 problem = f"{books.total()} books are too few to give {name} any"
                 hint = "Give another --split; the corpus `text` splits by byte position, also inside a book"
                 raise DataError(source.name, problem, hint)
@@ -149,8 +163,18 @@ class BookCorpus(TextCorpus):
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
         sizes = split_sizes(settings["split"], source.total_bytes)
+        if not self._counts(source, sizes):
+            for name, text in cut(source.pieces(), sizes, whole_characters=True):
+                yield name, [text_pieces(text)]
+            return
         for name, lines in groupby(self._books(source), key=lambda piece: split_at(piece[0], sizes)):
             yield name, (map(itemgetter(1), book) for _, book in groupby(lines, key=itemgetter(0)))
+
+    def _counts(self, source: Source, sizes: Mapping[str, int]) -> Counter[str]:
+        """Return the books of each split; none if no file has an empty line, and a split would get nothing."""
+        books = Counter(split_at(start, sizes) for start, _ in groupby(self._books(source), key=itemgetter(0)))
+        is_running_text = books.total() == len(source.parts) and len(books) < len(sizes)
+        return Counter() if is_running_text else books
 
     def _books(self, source: Source) -> Iterator[tuple[int, bytes]]:
         """Yield (byte of the source that a book starts at, its next lines): each book a piece or more."""
@@ -170,7 +194,8 @@ class BookCorpus(TextCorpus):
 
 
 class PG19(TextCorpus):
-    """PG-19 (Rae et al. 2020): books of Project Gutenberg from before 1919, in folders train/, validation/ and test/.
+    """PG-19 (Rae et al. 2020): books of Project Gutenberg from before 1919, in folders train/, validation/ (or valid/)
+    and test/.
 
     Each file NNN.txt is a book, NNN its number there, and a document. metadata.csv (number, title, date, link), if it
     is next to them, gives index.json the title and date of each book, in the order of the shards. No checksums are
@@ -197,7 +222,11 @@ class PG19(TextCorpus):
         books = self._books(source)
         counts = {name: len(parts) for name, parts in books.items()}
         facts: dict[str, Any] = {"books": counts, "official": counts == self.OFFICIAL}
-        if metadata := next((part for part in source.parts if PurePath(part.name).name == self.METADATA), None):
+        metadata = next((part for part in source.parts if PurePath(part.name).name == self.METADATA), None)
+        read = {metadata, *(part for parts in books.values() for part in parts.values())}
+        others = [part.name for part in source.parts if part not in read]
+        report_left_out(source.name, sum(counts.values()), others, "they are no books")
+        if metadata:
             rows = self._rows(metadata)
             with_metadata = sum(number in rows for parts in books.values() for number in parts)
             if not with_metadata:
@@ -219,8 +248,8 @@ class PG19(TextCorpus):
             path = part.path if part.member is None else PurePath(part.member)
             if ".txt" not in path.suffixes:
                 continue
-            split, number = path.parent.name, path.name.partition(".")[0]
-            if split not in books or not (number.isascii() and number.isdigit()):
+            split, number = SPLIT_NAMES.get(path.parent.name), path.name.partition(".")[0]
+            if split is None or not (number.isascii() and number.isdigit()):
                 problem = "this is not a book of PG-19, which are train/NNN.txt, validation/NNN.txt and test/NNN.txt"
                 raise DataError(str(part), problem, "Leave it out; the corpus `text` with --documents takes any files")
             for other, parts in books.items():
@@ -288,6 +317,8 @@ class WikiText103(TextCorpus):
         """
         source.require_text()
         kind, files = self._files(source)
+        others = [part.name for part in source.parts if part not in files.values()]
+        report_left_out(source.name, len(files), others, "they are no splits of WikiText-103")
         official = 0
         for name, part in files.items():
             digest, lines = hashlib.sha1(usedforsecurity=False), 0

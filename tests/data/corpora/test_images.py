@@ -60,7 +60,8 @@ def test_planes_become_pixels():
     assert (encoder.record, encoder.width, encoder.end, encoder.name) == (192, 1, None, "pixels")
 
 
-def test_what_has_three_colours_of_a_byte_is_converted():
+def test_what_has_three_colours_of_a_byte_is_converted_and_reported(capsys):
+    images._report_conversion.cache_clear()
     grey = IMAGE[:, :, 0]
     three = np.repeat(grey[:, :, None], 3, axis=2)
     assert (pixels(png(grey, GREY)) == three).all()
@@ -69,6 +70,9 @@ def test_what_has_three_colours_of_a_byte_is_converted():
     assert (pixels(png(grey, PALETTE, more=chunk(b"PLTE", palette))) == colours[grey]).all()
     bits = np.packbits(grey > 127, axis=1)
     black_and_white = png(bits, GREY, depth=1, size=(8, 8))
+    pixels(png(grey, GREY))
+    said = [f"{kind} images are converted to RGB: three tokens a pixel" for kind in ("grey", "palette")]
+    assert capsys.readouterr().err.splitlines() == said
     assert (pixels(black_and_white) == np.where(three > 127, 255, 0)).all()
     ppm = b"P6\n8 8\n255\n" + IMAGE.tobytes()
     assert (pixels(ppm) == IMAGE).all()
@@ -156,15 +160,22 @@ def sizes(*places: Path, **options: Any) -> dict[str, int]:
     return {name: len(found) for name, found in shared_out(*places, **options).items()}
 
 
-@pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz"])
-def test_folders_and_archives_name_the_split(tmp_path, mode):
+@pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz", "zip"])
+def test_folders_and_archives_name_the_split(tmp_path, mode, capsys):
     files = under("train", "deep/validation/cats", "test")
     want = {"train": list(range(0, 20, 3)), "validation": list(range(1, 20, 3)), "test": list(range(2, 20, 3))}
     write_files(tmp_path / "folder", {**files, "train/labels.csv": b"x", ".hidden/x.png": b"x", "train/.x.png": b"x"})
     suffix = mode.replace("w", ".tar").replace(":", ".")
-    archive = write_tar(tmp_path / f"all{suffix}", {"./README": b"x", "./._x.png": b"x", **files}, mode)
+    inside = {"./README": b"x", "./._x.png": b"x", **files}
+    if mode == "zip":
+        archive = write_zip(tmp_path / "all.zip", {"__MACOSX/a.png": b"x", **inside})
+    else:
+        archive = write_tar(tmp_path / f"all{suffix}", inside, mode)
     for place in (tmp_path / "folder", archive):
         assert shared_out(place) == want
+    (hidden, others) = capsys.readouterr().err.splitlines()
+    assert "folder: 21 files are read, 2 left out (.hidden/x.png, train/.x.png): they are hidden" in hidden
+    assert "folder: 20 files are read, 1 left out (train/labels.csv): their names end otherwise" in others
 
 
 @pytest.mark.parametrize(
@@ -395,7 +406,8 @@ def test_the_older_version_is_recognised_by_its_names(tmp_path):
         write_tar(tmp_path / "valid_64x64.tgz", valid),
     ]
     folder = write_files(tmp_path / "extracted", {**train, **valid})
-    for places in (archives, [folder], [folder / "train_64x64", folder / "valid_64x64"]):
+    zips = [write_zip(tmp_path / "train_64x64.zip", train), write_zip(tmp_path / "valid_64x64.zip", valid)]
+    for places in (archives, zips, [folder], [folder / "train_64x64", folder / "valid_64x64"]):
         found = read_corpus("imagenet64", *places)
         assert (found["train"] == np.delete(TRAIN[:130], 127, axis=0)).all()
         assert (found["validation"] == TRAIN[127:128]).all() and (found["test"] == VALID).all()

@@ -118,6 +118,24 @@ def test_books_end_at_empty_lines_and_files(book_source, monkeypatch, piece):
     assert CORPORA["bookcorpus"].about(book_source, BOOK_SETTINGS) == {"books": {"train": 5}}
 
 
+def test_the_published_files_without_empty_lines_are_one_running_text(tmp_path, capsys):
+    """Each of the two files is a document; with 90,5,5 of the bytes, validation and test would get none."""
+    files = {f"books_large_p{number}.txt": b"a sentence of a book .\n" * 50 for number in (1, 2)}
+    source = source_of(write_files(tmp_path / "in", files))
+    index = prepared("bookcorpus", source, tmp_path / "data", 100, 1000, **{**BOOK_SETTINGS, "split": "90,5,5"})
+    content = {name: bytes(everything(index, name).tolist()) for name in index.file.splits}
+    assert {name: len(text) for name, text in content.items()} == {"train": 2071, "validation": 116, "test": 116}
+    assert b"".join(text.removesuffix(b"\0") for text in content.values()) == b"".join(files.values())
+    assert "no empty line is between books, one running text is split" in capsys.readouterr().err
+    apart = book_splits(source, {**BOOK_SETTINGS, "split": "50,0,50"})
+    assert apart == {"train": [files["books_large_p1.txt"]], "test": [files["books_large_p2.txt"]]}
+
+
+def test_books_that_look_like_paragraphs_are_reported(book_source, capsys):
+    CORPORA["bookcorpus"].about(book_source, BOOK_SETTINGS)
+    assert "5 books of 19 bytes in the mean: an empty line ends a book. Where it ends a p" in capsys.readouterr().err
+
+
 def test_too_few_books_are_refused(book_source):
     with pytest.raises(DataError, match="5 books are too few to give validation any"):
         CORPORA["bookcorpus"].about(book_source, {**BOOK_SETTINGS, "split": "98,1,1"})
@@ -164,7 +182,8 @@ def test_folders_named_apart_and_archives_are_read_alike(tmp_path, monkeypatch):
     folder = written(tmp_path / "in", PG19_FILES)
     whole = source_of(folder)
     apart = source_of(*(folder / name for name in ("test", "train", "validation", "metadata.csv")))
-    zipped = source_of(write_zip(tmp_path / "x.zip", {f"pg19/{name}": text for name, text in PG19_FILES.items()}))
+    files = {f"pg19/{name.replace('validation', 'valid')}": text for name, text in PG19_FILES.items()}
+    zipped = source_of(write_zip(tmp_path / "x.zip", files))
 
     def texts(source: Source) -> dict[str, list[bytes]]:
         return {name: [b"".join(book) for book in books] for name, books in CORPORA["pg19"].splits(source, BYTES)}
