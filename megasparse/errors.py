@@ -121,11 +121,11 @@ class LostPeer(UserError):
     exit_code = LOST_PEER
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`Did you mean "x"?` for the nearest of `known`, or the list of them where none is near."""
-    known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f'Did you mean "{near[0]}"?' if near else f"Known here: {', '.join(known)}"
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """`Did you mean "x"?` for the nearest of `names`, or the list of them where none is near."""
+    names = sorted(names)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f'Did you mean "{near[0]}"?' if near else f"Known here: {', '.join(names)}"
 
 
 def report_user_errors(main: Callable[..., None]) -> Callable[..., None]:

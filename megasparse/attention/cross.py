@@ -20,7 +20,7 @@ from megasparse.ops.hashing import angular_hash
 from megasparse.ops.random import PairDropout, rotations
 
 
-class Source(NamedTuple):
+class EncoderOutput(NamedTuple):
     """The encoder's output. states: (B, S, E). key_mask: (B, S) bool, true for real tokens, or None. Where ranks share
     sequences: states of the tokens that are here, the mask of all.
     """
@@ -66,7 +66,7 @@ class CrossAttention(nn.Module):
         self.output = projection(width, config.d_model, biased=False)
 
     def forward(
-        self, x: Tensor, source: Source | SourceKeys, context: AttentionContext, first_position: int = 0
+        self, x: Tensor, source: EncoderOutput | SourceKeys, context: AttentionContext, first_position: int = 0
     ) -> Tensor:
         """Attend to the source. x: (B, T, E), target tokens from `first_position` on; where ranks share sequences,
         those that are here. Returns (B, T, E).
@@ -80,7 +80,7 @@ class CrossAttention(nn.Module):
             out = attend_to_all(q, keys.k, keys.v, keys.key_mask, self._dropout(q, context))
         return self.output(merge_heads(part.to_tokens(out)))
 
-    def read(self, source: Source, context: AttentionContext) -> SourceKeys:
+    def read(self, source: EncoderOutput, context: AttentionContext) -> SourceKeys:
         """Keys and values of the sources."""
         states = source.states.to(self.query.weight.dtype)
         part = context.part.of_heads(self.heads)
@@ -105,7 +105,7 @@ class CrossAttention(nn.Module):
         if not rng.training or self.dropout == 0.0:
             return None
         key = rng.key(context.layer, "cross-attention probability dropout")
-        return PairDropout.of(self.dropout, key, rng.at(0).rows(q.shape[2], q.device), self._here(q, context))
+        return PairDropout.of(self.dropout, key, rng.at(0).rows(q.shape[2], q.device), self._rows(q, context))
 
     def _hashed(self, q: Tensor, keys: SourceKeys, context: AttentionContext, first_position: int) -> Tensor:
         assert keys.codes is not None
@@ -127,10 +127,10 @@ class CrossAttention(nn.Module):
         rng = context.rng
         key = rng.key(context.layer, "cross-attention rotation")
         rounds = rng.rounds or (self.lsh.rounds if rng.training else self.lsh.rounds_in_evaluation)
-        matrices = rotations(key, self._here(x, context), rounds, self.head_dim, self.factors, x.device)
+        matrices = rotations(key, self._rows(x, context), rounds, self.head_dim, self.factors, x.device)
         return angular_hash(x, matrices, self.factors)
 
-    def _here(self, x: Tensor, context: AttentionContext) -> range:
+    def _rows(self, x: Tensor, context: AttentionContext) -> range:
         """The numbers of the heads x (B, H, L, D) that are here."""
         first = context.part.of_heads(self.heads).way * x.shape[1]
         return range(first, first + x.shape[1])

@@ -328,7 +328,7 @@ def _sample_size(buckets: int) -> int:
     return max(SAMPLED_KEYS, SAMPLES, 4 * buckets)
 
 
-class Example(NamedTuple):
+class HashExample(NamedTuple):
     """A tile of tokens, as in `HashInputs.inputs`, the utilities (B, H, T, N) that their hash has to predict, their
     buckets (B, H, T), and how many tokens each of them stands for.
     """
@@ -374,7 +374,7 @@ class Sample:
         of_queries = thresholds(sides[0], buckets, size)
         self.bars = of_queries, of_queries if self.joint else thresholds(sides[1], buckets, size)
 
-    def of_queries(self, codes: Tensor) -> Iterator[Example]:
+    def of_queries(self, codes: Tensor) -> Iterator[HashExample]:
         """Yield what queries learn. codes: (B, H, L), the buckets of the document's queries."""
         drawn = hash_inputs(self.drawn_q, self.draws.k, self.joint, self.weights)[1]
         inside, queries = in_buckets(drawn, self.bars[1]), self.q[:, :, : self.queries]
@@ -382,7 +382,7 @@ class Sample:
         hashed = hash_inputs(self.q, self.k, self.joint, self.weights)[0]
         yield self._example(slice(0, self.queries), utility, hashed, codes, self.queries)
 
-    def of_keys(self, codes: Tensor) -> Iterator[Example]:
+    def of_keys(self, codes: Tensor) -> Iterator[HashExample]:
         """Yield what keys learn. codes: those of the keys."""
         queries, keys = self.q[:, :, : self.queries], self.k[:, :, : self.keys]
         sampled = hash_inputs(queries, self.k[:, :, : self.queries], self.joint, self.weights)[0]
@@ -391,12 +391,12 @@ class Sample:
         for part, utility in hash_learning.sampled_keys(queries, keys, self.normalizer, inside, scale=self.scale):
             yield self._example(part, utility, hashed, codes, self.keys)
 
-    def _example(self, part: slice, utility: Tensor, hashed: HashInputs, codes: Tensor, count: int) -> Example:
+    def _example(self, part: slice, utility: Tensor, hashed: HashInputs, codes: Tensor, count: int) -> HashExample:
         inputs = tuple(x[:, :, part] for x in hashed.inputs)
-        return Example(inputs, utility, codes.index_select(2, self.tokens[part]), self.length / count)
+        return HashExample(inputs, utility, codes.index_select(2, self.tokens[part]), self.length / count)
 
 
-def divergence(examples: Iterable[Example], weights: tuple[Weights, ...]) -> Tensor:
+def divergence(examples: Iterable[HashExample], weights: tuple[Weights, ...]) -> Tensor:
     """Return Σ KL(ψ ‖ softmax(H)) over all examples' tokens and heads (Eq. 13); Σ ψ[bucket], the utility of their
     buckets; and Σ ψ·ln ψ, the negative entropy of their utilities (Figure 4): (3,).
 
@@ -412,7 +412,7 @@ class _Divergence(torch.autograd.Function):
     """The gradient is made with the loss, tile by tile: neither scores nor targets are kept, or made twice."""
 
     @staticmethod
-    def forward(ctx: Any, examples: Iterable[Example], sides: int, learn: bool, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, examples: Iterable[HashExample], sides: int, learn: bool, *weights: Tensor) -> Tensor:
         wide = [w.detach().to(torch.promote_types(w.dtype, torch.float32)).requires_grad_(learn) for w in weights]
         count = len(wide) // sides
         grouped = [tuple(wide[i * count : (i + 1) * count]) for i in range(sides)]

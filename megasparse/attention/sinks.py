@@ -45,15 +45,15 @@ def sink_index(sinks: int, inputs: AttentionInputs, *, exclude_self: bool = Fals
     its own chunk of so many tokens or in a neighbouring one.
     """
     order, number, rank = (x.unsqueeze(-1) for x in DocumentRanks.of(inputs))
-    length, which = rank.shape[1], torch.arange(sinks, device=rank.device)
-    position = number - rank + which  # of the sinks in the order
+    length, sink = rank.shape[1], torch.arange(sinks, device=rank.device)
+    position = number - rank + sink  # of the sinks in the order
     token = order[..., 0].gather(-1, position.clamp(0, length - 1).flatten(1)).view(position.shape)
-    of_document = rank[..., 0].gather(-1, token.flatten(1)).view(position.shape) == which
+    of_document = rank[..., 0].gather(-1, token.flatten(1)).view(position.shape) == sink
     visible = of_document & (position < length) & (rank < length)
     if inputs.causal:
-        visible = visible & (which <= rank)
+        visible = visible & (sink <= rank)
     if exclude_self:
-        visible = visible & (which != rank)
+        visible = visible & (sink != rank)
     if chunk is not None:
         visible = visible & ((number // chunk - position // chunk).abs() > 1)
     return token.masked_fill(~visible, -1)[:, None].to(torch.int32)

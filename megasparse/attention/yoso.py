@@ -68,10 +68,10 @@ class YOSOAttentionConfig(MechanismSection):
     @model_validator(mode="before")
     @classmethod
     def _no_softmax(cls, values: Any) -> Any:
-        asked = [key for key in ("local", "sinks") if isinstance(values, dict) and key in values]
-        if asked:
+        extra = [key for key in ("local", "sinks") if isinstance(values, dict) and key in values]
+        if extra:
             raise ValueError(
-                f"{asked[0]} joins a softmax, but YOSO has no softmax, and weighs every token already. A window beside "
+                f"{extra[0]} joins a softmax, but YOSO has no softmax, and weighs every token already. A window beside "
                 'it is convolution, or other heads, {"local": 2, "yoso": 2}'
             )
         return values

@@ -57,7 +57,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Window:
+class ScoredWindow:
     """Tokens start..stop of the split, of which first..stop are scored."""
 
     start: int
@@ -70,7 +70,7 @@ class Window:
         return self.stop - self.start, self.first - self.start
 
 
-def windows(total: int, length: int, stride: int | None = None, score_from: int = 0) -> Iterator[Window]:
+def windows(total: int, length: int, stride: int | None = None, score_from: int = 0) -> Iterator[ScoredWindow]:
     """Cut `total` tokens so that each is scored exactly once; the last window is ragged.
 
     score_from: the first so many tokens of a window are never scored (model.score_from, 0 for text).
@@ -86,7 +86,7 @@ def windows(total: int, length: int, stride: int | None = None, score_from: int 
         stop = min(start + length, total)
         first = max(scored, start + score_from)
         if first < stop:
-            yield Window(start, stop, first)
+            yield ScoredWindow(start, stop, first)
         scored = stop
         if stop == total:
             return
@@ -166,7 +166,7 @@ def of_engine(evaluate: Callable[[Tensor, RngContext], tuple[Tensor, dict[str, T
     return sums
 
 
-def _batches(cut: list[Window], batch: int) -> Iterator[list[Window]]:
+def _batches(cut: list[ScoredWindow], batch: int) -> Iterator[list[ScoredWindow]]:
     """Windows in groups of at most `batch` that have one shape: the first and the ragged last one may stand alone."""
     for _, group in groupby(cut, key=lambda window: window.shape):
         same = list(group)

@@ -192,7 +192,7 @@ BYTES, PIXELS = "bytes", "pixels"
 
 
 @dataclass(frozen=True)
-class Counts:
+class UnitCounts:
     """Units that a sum of nats covers: scored tokens, and the bytes and reference words that they stand for."""
 
     tokens: int
@@ -202,17 +202,19 @@ class Counts:
     """Why a count is None."""
 
 
-def counts_of(protocol: Protocol, scored: int, tokens: int) -> Counts:
+def counts_of(protocol: Protocol, scored: int, tokens: int) -> UnitCounts:
     """The counts of `scored` of a split's `tokens`. Bytes and words of a part are known only where tokens are bytes."""
     if scored == tokens:
         all_bytes = tokens if protocol.tokenizer["name"] == BYTES else None
         raw_bytes = all_bytes if protocol.split_bytes is None else protocol.split_bytes
-        return Counts(scored, raw_bytes or None, protocol.split_words or None, "the index of the data does not have it")
+        return UnitCounts(
+            scored, raw_bytes or None, protocol.split_words or None, "the index of the data does not have it"
+        )
     part = f"known only of the whole split, of which {scored:,} of {tokens:,} tokens were scored"
-    return Counts(scored, scored if protocol.tokenizer["name"] == BYTES else None, None, part)
+    return UnitCounts(scored, scored if protocol.tokenizer["name"] == BYTES else None, None, part)
 
 
-def measures(nats: float, counts: Counts, tokenizer: str) -> dict[str, float | None]:
+def measures(nats: float, counts: UnitCounts, tokenizer: str) -> dict[str, float | None]:
     """The measures usual for a text's tokens, the primary one first; None for those whose count is not known."""
     of_token, of_byte = bits(nats, counts.tokens), bits(nats, counts.raw_bytes)
     of_word = perplexity(nats, counts.words)
@@ -310,7 +312,7 @@ def decoder_summary(result: Mapping[str, Any]) -> str:
     return f"{', '.join(parts)} ({covered} {_windows(protocol)})"
 
 
-def _reason(name: str, counts: Counts) -> str:
+def _reason(name: str, counts: UnitCounts) -> str:
     count = {"bits_per_byte": counts.raw_bytes, "word_perplexity": counts.words}.get(name, counts.tokens)
     return counts.missing if count is None else "beyond the largest number"
 

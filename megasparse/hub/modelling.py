@@ -28,7 +28,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import can_return_tuple
 
 from megasparse.attention.contract import Targets
-from megasparse.attention.cross import Source
+from megasparse.attention.cross import EncoderOutput
 from megasparse.attention.heads import Padding
 from megasparse.config.attention import predicts
 from megasparse.config.schema import ModelConfig
@@ -90,7 +90,7 @@ class MegasparseConfig(PretrainedConfig):
         return int(self.model["max_length"]) - self.is_decoder
 
 
-class Rows:
+class AlignedRows:
     """A batch with each row's real tokens moved to its beginning, and the way back."""
 
     def __init__(self, input_ids: Tensor, attention_mask: Tensor | None, padding: int = 0):
@@ -190,7 +190,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
                 for name, x in loaded.items():
                     values[name].copy_(x)
 
-    def run(self, rows: Rows, targets: Targets | None) -> tuple[tuple[Tensor, ...], Tensor]:
+    def run(self, rows: AlignedRows, targets: Targets | None) -> tuple[tuple[Tensor, ...], Tensor]:
         """The final streams, (B, n, E) in the rows' order, in a decoder (B, n + 1, E); and the auxiliary losses."""
         self.check_length(rows.tokens.shape[1])
         rng, padding = self.rng(len(rows.tokens)), Padding(rows.key_mask(start=self.config.is_decoder))
@@ -201,7 +201,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
         streams, auxiliary, _ = self.model.streams(rows.tokens, rng, padding, targets)
         return streams, auxiliary
 
-    def _document_ends(self, rows: Rows) -> Tensor:
+    def _document_ends(self, rows: AlignedRows) -> Tensor:
         """Real tokens that end a document, (B, n) bool."""
         if (separator := self.settings.document_separator) is None:
             return torch.zeros_like(rows.tokens, dtype=torch.bool)
@@ -251,7 +251,7 @@ class MegasparseModel(MegasparsePreTrainedModel):
 
     @can_return_tuple
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> BaseModelOutput:
-        rows = Rows(input_ids, attention_mask)
+        rows = AlignedRows(input_ids, attention_mask)
         streams, _ = self.run(rows, None)
         hidden = torch.cat(streams, dim=-1)[:, int(self.config.is_decoder) :]
         return BaseModelOutput(last_hidden_state=rows.restore(hidden))
@@ -308,7 +308,7 @@ class MegasparseForCausalLM(MegasparseWriter):
         if past_key_values is not None:
             logits = self.from_cache(input_ids, past_key_values)
             return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
-        rows = Rows(input_ids, attention_mask)
+        rows = AlignedRows(input_ids, attention_mask)
         if use_cache and labels is None and not self.training:
             return self._into_cache(rows, logits_to_keep)
         targets = None if labels is None else self._targets(rows, labels)
@@ -326,7 +326,7 @@ class MegasparseForCausalLM(MegasparseWriter):
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=self.objective(loss, auxiliary), logits=logits)
 
-    def _targets(self, rows: Rows, labels: Tensor) -> Targets:
+    def _targets(self, rows: AlignedRows, labels: Tensor) -> Targets:
         """Streams of the n + 1 positions: the first predicts the first token, the last what comes after the input."""
         values = F.pad(rows.align(labels), (0, 1), value=IGNORED)
         values = values.index_fill(1, torch.zeros(1, dtype=torch.long, device=values.device), IGNORED)
@@ -335,7 +335,7 @@ class MegasparseForCausalLM(MegasparseWriter):
             counted = counted & F.pad(rows.real, (0, 1), value=False)
         return Targets(values.masked_fill(~counted, 0), counted)
 
-    def _into_cache(self, rows: Rows, keep: int) -> CausalLMOutputWithPast:
+    def _into_cache(self, rows: AlignedRows, keep: int) -> CausalLMOutputWithPast:
         """All rows of a length go into a cache of their own, numbered as in the batch, on which draws may depend."""
         self.refuse_leaks()
         self.check_length(rows.tokens.shape[1])
@@ -470,17 +470,17 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
         if tokens.shape[1] > longest:
             raise ValueError(f"{tokens.shape[1]} tokens are more than the {longest} that the encoder reads")
         mask = tokens != self._padding if mask is None else mask
-        rows = Rows(tokens, mask, self._padding)
+        rows = AlignedRows(tokens, mask, self._padding)
         answer = targets and targets._replace(answer=True)
         states, auxiliary, _ = self.model.encoder(rows.tokens, rng, rows.real, answer)
         return SourceOutput(rows.restore(states), attention_mask=mask if rows.padded else None), auxiliary
 
-    def _source(self, encoder_outputs: Any, mask: Tensor | None) -> Source:
+    def _source(self, encoder_outputs: Any, mask: Tensor | None) -> EncoderOutput:
         """The order that our decoder sees: the real tokens first."""
         states = encoder_outputs[0]
         mask = getattr(encoder_outputs, "attention_mask", None) if mask is None else mask
-        rows = Rows(torch.zeros(states.shape[:2], dtype=torch.long, device=states.device), mask)
-        return Source(rows.align(states), rows.real)
+        rows = AlignedRows(torch.zeros(states.shape[:2], dtype=torch.long, device=states.device), mask)
+        return EncoderOutput(rows.align(states), rows.real)
 
     def _check_targets(self, decoder_input_ids: Tensor) -> None:
         start = self.config.decoder_start_token_id
@@ -511,7 +511,7 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
         total = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum", label_smoothing=smoothing)
         return total / (counted.sum().clamp_min(1) if divisor is None else divisor)
 
-    def _into_cache(self, read: Tensor, source: Source, keep: int) -> dict[str, Any]:
+    def _into_cache(self, read: Tensor, source: EncoderOutput, keep: int) -> dict[str, Any]:
         self.refuse_leaks()
         cache = self.model.new_cache(len(read), self.config.seed, memory=source)
         streams, _, _ = self.model.streams(read[:, 1:], cache.rng, Padding(), caches=cache.layers)
@@ -531,7 +531,7 @@ class MegasparseForMaskedLM(MegasparsePreTrainedModel):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
     ) -> MaskedLMOutput:
         """Predict the masked tokens. labels: (B, n), -100 for what does not count."""
-        rows = Rows(input_ids, attention_mask)
+        rows = AlignedRows(input_ids, attention_mask)
         targets = None
         if labels is not None:
             values = rows.align(labels)
@@ -558,7 +558,7 @@ class MegasparseForSequenceClassification(MegasparsePreTrainedModel):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
     ) -> SequenceClassifierOutput:
         """Predict classes or numbers. labels: (B,) classes, or numbers to regress to where config.num_labels is 1."""
-        rows = Rows(input_ids, attention_mask)
+        rows = AlignedRows(input_ids, attention_mask)
         targets = None
         if labels is not None and predicts(self.settings, "pooled"):
             targets = Targets(labels, None)

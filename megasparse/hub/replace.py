@@ -24,7 +24,7 @@ from megasparse.config.checks import check_model
 from megasparse.config.messages import as_config_error, show
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError, HubError, did_you_mean
-from megasparse.hub.replaced_layer import NAME, Mechanisms, Pass, ReplacedCacheLayer
+from megasparse.hub.replaced_layer import NAME, Mechanisms, ReplacedCacheLayer, ReplacedPass
 from megasparse.hub.tensor_file import TensorFile, appearing
 from megasparse.model.build import initialise
 
@@ -237,7 +237,7 @@ def _hand_over_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tu
     """Pass its input on to a self-attention, and its cache, made where it is missing; a hook before its forward."""
     x = args[0] if args else kwargs["hidden_states"]
     kwargs, layer, cache = {**kwargs, "megasparse_input": x}, getattr(module, NAME), kwargs.get("past_key_values")
-    run: Pass | None = kwargs.get("megasparse_pass")
+    run: ReplacedPass | None = kwargs.get("megasparse_pass")
     if run is not None and cache is not None and layer.causal and not (layer.attends_fully or module.training):
         kwargs["megasparse_cache"] = ReplacedCacheLayer.of(cache, layer.layer, layer, run.seed)
     return args, kwargs
@@ -252,7 +252,7 @@ def _begin(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple[A
     kwargs = dict(kwargs)
     draws, targets = kwargs.pop(DRAWS, None), kwargs.pop(TARGETS, None)
     named = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-    run = Pass(model, state.seed, state.step, targets or _targets(model, named), draws)
+    run = ReplacedPass(model, state.seed, state.step, targets or _targets(model, named), draws)
     if model.training and draws is None:
         state.step += 1
         for mechanism in mechanisms(model):

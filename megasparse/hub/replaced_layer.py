@@ -239,7 +239,7 @@ class ReplacedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 @dataclass
-class Pass:
+class ReplacedPass:
     """One forward pass of the model that was called, `owner`."""
 
     owner: nn.Module
@@ -265,7 +265,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    megasparse_pass: Pass | None = None,
+    megasparse_pass: ReplacedPass | None = None,
     megasparse_input: Tensor | None = None,
     megasparse_cache: ReplacedCacheLayer | None = None,
     scaling: float | None = None,

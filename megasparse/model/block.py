@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext
-from megasparse.attention.cross import CrossAttention, Source, SourceKeys
+from megasparse.attention.cross import CrossAttention, EncoderOutput, SourceKeys
 from megasparse.attention.heads import AttentionLayer
 from megasparse.config.schema import GATED, ModelConfig
 from megasparse.errors import ConfigError
@@ -68,14 +68,14 @@ class CrossAttentionBranch(Branch):
         self.attention = CrossAttention(config)
 
     def forward(
-        self, x: Tensor, run: Pass, source: Source | SourceKeys, position: int | None = None
+        self, x: Tensor, run: Pass, source: EncoderOutput | SourceKeys, position: int | None = None
     ) -> tuple[Tensor, None]:
         """Run the residual branch. x: (B, L, E). position: of the one new token to decode."""
         decisions = run.recompute["cross-attention", self.layer]
         context = AttentionContext(self.layer, run.rng, recompute=decisions, part=run.padding.part)
         return self.attention(self.read(x), source, context, position or 0), None
 
-    def new_cache(self, source: Source, rng: RngContext) -> SourceKeys:
+    def new_cache(self, source: EncoderOutput, rng: RngContext) -> SourceKeys:
         return self.attention.read(source, AttentionContext(self.layer, rng))
 
 
@@ -184,7 +184,7 @@ class Block(nn.Module):
             (self.attention, partial(self.attention, run=run, cache=cache, position=position))
         ]
         if self.cross_attention is not None:
-            states = Source(source, run.source_mask) if source is not None else cache["cross"]
+            states = EncoderOutput(source, run.source_mask) if source is not None else cache["cross"]
             crossing = partial(self.cross_attention, run=run, source=states, position=position)
             branches.append((self.cross_attention, crossing))
         return [*branches, (self.feed_forward, partial(self.feed_forward, run=run))]

@@ -160,7 +160,7 @@ def output_gradient(branch: Branch, grad: Tensor, rng: RngContext, rows: Tensor)
     return dropout(grad, branch.rate, rng.key(branch.layer, branch.purpose), rows, dtype)
 
 
-class Tiles:
+class StreamTiles:
     """The tiles of a branch's streams, and what is done to each."""
 
     def __init__(self, branch: Branch, residual: Residual, rng: RngContext):
@@ -189,7 +189,7 @@ def in_tiles(
 
     function: from a tile of the stream, its rows and the branch's weights by name, what is added to the stream.
     """
-    weights, tiles = dict(branch.named_parameters()), Tiles(branch, residual, rng)
+    weights, tiles = dict(branch.named_parameters()), StreamTiles(branch, residual, rng)
     if not tiles.dx:
         for number, (x, rows) in enumerate(zip(tiles.x, tiles.rows, strict=True)):
             tiles.write(number, function(x, rows, weights))

@@ -105,9 +105,9 @@ class _MatricesOnMeta(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function in (torch.empty, torch.empty_like):
-            made = function(*args, **{**kwargs, "device": "meta"})
-            if made.dim() >= 2:
-                return made
+            weight = function(*args, **{**kwargs, "device": "meta"})
+            if weight.dim() >= 2:
+                return weight
         return function(*args, **kwargs)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megasparse.attention.contract import Targets
-from megasparse.attention.cross import Source
+from megasparse.attention.cross import EncoderOutput
 from megasparse.attention.heads import Norm, Padding
 from megasparse.attention.sequence_part import WHOLE, DecodingPart, SequencePart
 from megasparse.config.schema import ModelConfig, encoder_part
@@ -159,22 +159,26 @@ class EncoderDecoder(Causal):
         return super().count_scored(part.gather(tokens, 1)[:, self.source_length :]) * (part.rank == 0)
 
     @torch.no_grad()
-    def encode(self, tokens: Tensor, seed: int, rounds: int | None = None) -> Source:
+    def encode(self, tokens: Tensor, seed: int, rounds: int | None = None) -> EncoderOutput:
         """Reads sources (B, s), s <= S. seed: of the run, for the rotations of evaluation."""
         assert tokens.shape[1] <= self.source_length, "the source is too long"
         key_mask = padding_of(tokens, self.config).key_mask
-        return Source(self.encoder(tokens, RngContext.evaluation(seed, len(tokens), rounds), key_mask)[0], key_mask)
+        return EncoderOutput(
+            self.encoder(tokens, RngContext.evaluation(seed, len(tokens), rounds), key_mask)[0], key_mask
+        )
 
     @torch.no_grad()
-    def new_cache(self, batch_size: int, seed: int, rounds: int | None = None, *, memory: Source) -> DecodingCache:
-        """A cache for targets of up to `max_length` tokens of what `encode` read with the same seed and rounds; each
-        layer's entry "cross" has its keys and values.
+    def new_cache(
+        self, batch_size: int, seed: int, rounds: int | None = None, *, memory: EncoderOutput
+    ) -> DecodingCache:
+        """Return a cache for targets of up to `max_length` tokens of what `encode` read with the same seed and rounds;
+        each layer's entry "cross" has its keys and values.
         """
         assert len(memory.states) == batch_size, "a source a sequence"
         return self.cache_beside(memory, RngContext.evaluation(seed, batch_size, rounds))
 
     @torch.no_grad()
-    def cache_beside(self, memory: Source, rng: RngContext) -> DecodingCache:
+    def cache_beside(self, memory: EncoderOutput, rng: RngContext) -> DecodingCache:
         """`new_cache` with the draws of evaluation that the source was read with."""
         cache = self._empty_cache(rng)
         for block, layer in zip(self.layers, cache.layers, strict=True):
@@ -182,11 +186,11 @@ class EncoderDecoder(Causal):
             layer["cross"] = block.cross_attention.new_cache(memory, cache.rng)
         return cache
 
-    def score_targets(self, tokens: Tensor, rng: RngContext, key_mask: Tensor | None, memory: Source) -> Scored:
+    def score_targets(self, tokens: Tensor, rng: RngContext, key_mask: Tensor | None, memory: EncoderOutput) -> Scored:
         """Scores of targets (B, t), given what the encoder has read; see `Scored`. key_mask: of the targets."""
         return Transformer.score(self, tokens, rng, Padding(key_mask), memory)
 
-    def score(self, tokens: Tensor, rng: RngContext, padding: Padding, source: Source | None = None) -> Scored:
+    def score(self, tokens: Tensor, rng: RngContext, padding: Padding, source: EncoderOutput | None = None) -> Scored:
         """Scores of (B, S + T) tokens; those of the source are not scored.
 
         Where ranks share sequences, each has a part of these tokens, from which all ids, 8 bytes a token, are gathered;
@@ -203,7 +207,7 @@ class EncoderDecoder(Causal):
         )
         target, first = part.local_part(target, 1), part.rank * (split[1] // part.size)
         scores, cost, loss, statistics = super().score(
-            target, rng.at(first), Padding(target_mask, part=part), Source(states, source_mask)
+            target, rng.at(first), Padding(target_mask, part=part), EncoderOutput(states, source_mask)
         )
         unscored = (self.source_length if part.size == 1 else 0, 0)
         scores, cost = TokenScores(*(F.pad(x, unscored) for x in scores)), F.pad(cost, unscored)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megasparse.attention.cross import Source
+from megasparse.attention.cross import EncoderOutput
 from megasparse.attention.heads import Norm, Padding
 from megasparse.attention.sequence_part import SequencePart
 from megasparse.config.schema import ModelConfig
@@ -151,7 +151,7 @@ class Encoder(Transformer):
         streams, _, _ = self.streams(self.prepare_inputs(tokens, rng, padding)[0], rng, padding)
         return self.sentence_order(streams, tokens, rng)
 
-    def score(self, tokens: Tensor, rng: RngContext, padding: Padding, source: Source | None = None) -> Scored:
+    def score(self, tokens: Tensor, rng: RngContext, padding: Padding, source: EncoderOutput | None = None) -> Scored:
         if self.sentence_order is not None:
             tokens = self.sentence_order.arrange(tokens, rng)
         return super().score(tokens, rng, padding)

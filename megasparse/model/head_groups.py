@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs
 from megasparse.attention.heads import AttentionLayer, merge_heads, split_heads, start_exchange, to_tokens
-from megasparse.model.branch import Branch, Pass, Residual, Tiles, cut, inside
+from megasparse.model.branch import Branch, Pass, Residual, StreamTiles, cut, inside
 from megasparse.ops.operator import Function, at_least_fp32, autocast_off, remember_autocast
 from megasparse.ops.tiled import GradientSums
 
@@ -145,11 +145,11 @@ class HeadGroups:
         }
         pieces: Weights = {}
         for name in self.weights:
-            part, _, which = name.removeprefix("attention.").partition(".")
-            output_bias = (part, which) == ("output", "bias")
+            part, _, kind = name.removeprefix("attention.").partition(".")
+            output_bias = (part, kind) == ("output", "bias")
             if part not in parts or (part in ("key", "key_norm") and not keyed) or (output_bias and group.first):
                 continue
-            pieces[f"{part}.{which}"] = piece(name, *(() if output_bias else cuts.get(part, ())))
+            pieces[f"{part}.{kind}"] = piece(name, *(() if output_bias else cuts.get(part, ())))
         return pieces
 
     def _piece(self, name: str, *cut_out: int) -> Tensor:
@@ -234,7 +234,7 @@ def rewrite_in_groups(
     """Run the branch in place (`Branch.rewrite`), from its own call. Returns the auxiliary loss, in a backward the
     gradients of its weights; and the statistics.
     """
-    tiles = Tiles(branch, residual, run.rng)
+    tiles = StreamTiles(branch, residual, run.rng)
     groups = HeadGroups(branch, layer, run, tiles.x)
     if residual.d_read is None:
         return groups.forward(tiles.write)

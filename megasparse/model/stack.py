@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megasparse.attention.contract import Attention, Targets
-from megasparse.attention.cross import Source
+from megasparse.attention.cross import EncoderOutput
 from megasparse.attention.heads import Padding
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.config.schema import ModelConfig
@@ -125,7 +125,7 @@ class Stack(nn.Module):
         padding: Padding,
         targets: Targets | None = None,
         caches: Sequence[Any] | None = None,
-        source: Source | None = None,
+        source: EncoderOutput | None = None,
         given_away: bool = False,
     ) -> tuple[Streams, Tensor, dict[str, Tensor]]:
         """The streams that the head reads, the sum of auxiliary losses, and the layers' statistics, see
@@ -308,7 +308,7 @@ class Transformer(Stack, ABC):
         padding = padding or padding_of(tokens, self.config)
         return self.score(tokens, rng.at(padding.part.rank * tokens.shape[1]), padding)[0]
 
-    def score(self, tokens: Tensor, rng: RngContext, padding: Padding, source: Source | None = None) -> Scored:
+    def score(self, tokens: Tensor, rng: RngContext, padding: Padding, source: EncoderOutput | None = None) -> Scored:
         """Score tokens (B, L). source: output of the encoder, which target tokens are predicted from."""
         read, scored = self.prepare_inputs(tokens, rng, padding)
         targets = Targets(tokens, scored)

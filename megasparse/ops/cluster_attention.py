@@ -192,10 +192,10 @@ class _Memberships:
         """Return 1 where a token (…), numbered across all rows, is in a cluster, else 0: (…, W)."""
         flat = tokens.flatten()
         size = self.size[flat]
-        which = torch.arange(flat.numel(), device=flat.device).repeat_interleave(size)
-        number = torch.arange(which.numel(), device=flat.device) - (size.cumsum(0) - size)[which]
+        entry = torch.arange(flat.numel(), device=flat.device).repeat_interleave(size)
+        number = torch.arange(entry.numel(), device=flat.device) - (size.cumsum(0) - size)[entry]
         table = torch.zeros(flat.numel(), self.clusters, dtype=dtype, device=flat.device)
-        table[which, self.cluster[self.first[flat][which] + number]] = 1.0
+        table[entry, self.cluster[self.first[flat][entry] + number]] = 1.0
         return table.view(*tokens.shape, self.clusters)
 
 

@@ -42,8 +42,8 @@ def divergence(
     sums = torch.empty(count, 3, dtype=torch.float32, device=scores.device)
     grid = (-(-count // tile["ROWS"]),)
     launch(divergence_kernel, grid, scores, utility, codes, sums, weight, count, buckets, LEARN=learn, **tile)
-    total, kept, information = sums.sum(0, dtype=torch.float64) * weight
-    return total, kept, information, scores if learn else None
+    total, chosen, information = sums.sum(0, dtype=torch.float64) * weight
+    return total, chosen, information, scores if learn else None
 
 
 def _tile(x: Tensor) -> dict[str, int]:
@@ -98,15 +98,15 @@ def divergence_kernel(
     """
     row, places, valid = _places(count, buckets, ROWS, WIDTH)
     logarithm = _log_softmax(scores, places, valid)
-    wanted = tl.load(utility + places, mask=valid, other=0.0)
-    known = wanted > 0
-    information = wanted * tl.log(tl.where(known, wanted, 1.0))
-    each = information - tl.where(known, wanted * logarithm, 0.0)
+    utilities = tl.load(utility + places, mask=valid, other=0.0)
+    positive = utilities > 0
+    information = utilities * tl.log(tl.where(positive, utilities, 1.0))
+    terms = information - tl.where(positive, utilities * logarithm, 0.0)
     code = tl.load(codes + row, mask=row < count, other=0)
-    kept = tl.sum(tl.where(tl.arange(0, WIDTH)[None, :] == code[:, None], wanted, 0.0), 1)
-    tl.store(sums + 3 * row, tl.sum(each, 1), mask=row < count)
-    tl.store(sums + 3 * row + 1, kept, mask=row < count)
+    chosen = tl.sum(tl.where(tl.arange(0, WIDTH)[None, :] == code[:, None], utilities, 0.0), 1)
+    tl.store(sums + 3 * row, tl.sum(terms, 1), mask=row < count)
+    tl.store(sums + 3 * row + 1, chosen, mask=row < count)
     tl.store(sums + 3 * row + 2, tl.sum(information, 1), mask=row < count)
     if LEARN:
-        error = weight * (tl.exp(logarithm) * tl.sum(wanted, 1)[:, None] - wanted)
+        error = weight * (tl.exp(logarithm) * tl.sum(utilities, 1)[:, None] - utilities)
         tl.store(scores + places, error, mask=valid)

@@ -160,7 +160,7 @@ def row_slices(rows: int, elements: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-class Buckets(NamedTuple):
+class HashCodes(NamedTuple):
     """Hash codes. queries: (G, m, Lq). keys: (G, m, Lk). Integers in [0, tables): a query meets a key in a hash iff
     equal.
     """
@@ -172,7 +172,7 @@ class Buckets(NamedTuple):
 
 def _buckets(
     q_codes: Tensor, k_codes: Tensor, group: tuple[Tensor, Tensor] | None, part: slice, code_bits: int
-) -> Buckets:
+) -> HashCodes:
     """Return the codes of some rows themselves where 2^τ tables are small enough and all tokens may meet; else (group,
     code) numbered densely, row by row, so that there are never more buckets than tokens, however many documents.
     """
@@ -180,7 +180,7 @@ def _buckets(
     length = q_codes.shape[2]
     most = length + k_codes.shape[2]
     if group is None and 1 << code_bits <= most:
-        return Buckets(q_codes, k_codes, 1 << code_bits)
+        return HashCodes(q_codes, k_codes, 1 << code_bits)
     dense = torch.empty(*q_codes.shape[:2], most, dtype=torch.int32, device=q_codes.device)
     first = None if group is None else torch.cat([number[part] for number in group], dim=-1) << code_bits
     for hash_ in range(q_codes.shape[1]):
@@ -189,7 +189,7 @@ def _buckets(
         number = torch.zeros_like(ordered)
         number[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(-1)
         dense[:, hash_].scatter_(-1, order, number.to(torch.int32))
-    return Buckets(dense[..., :length], dense[..., length:], most)
+    return HashCodes(dense[..., :length], dense[..., length:], most)
 
 
 class _HashTableAttention(Function):
@@ -244,7 +244,7 @@ def _parts(q: Tensor, k: Tensor, codes: Tensor, spec: HashTableAttentionSpec) ->
     return row_slices(q.shape[0] * q.shape[1], _ROW_ELEMENTS, size)
 
 
-def _prefers_pairs(spec: HashTableAttentionSpec, collisions: Tensor, meet: Buckets, head_dim: int) -> bool:
+def _prefers_pairs(spec: HashTableAttentionSpec, collisions: Tensor, meet: HashCodes, head_dim: int) -> bool:
     """Compare by the paper's min(L·m·D², nnz·(m + D)), with every collision for one of the nnz pairs."""
     if spec.backward != "auto":
         return spec.backward == "pairs"
@@ -285,7 +285,7 @@ def _add(table: Tensor, into: Tensor, values: Tensor) -> None:
     table.index_add_(0, into.flatten(), repeated.flatten(0, 2))
 
 
-def _chunks(meet: Buckets, chunk: int | None, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+def _chunks(meet: HashCodes, chunk: int | None, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """Yield every chunk with its collision counts (G, C, C), zero where the key is later than the query."""
     if chunk is None:
         return
@@ -300,7 +300,7 @@ def _chunks(meet: Buckets, chunk: int | None, dtype: torch.dtype) -> Iterator[tu
 
 
 def _table_gradients(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, meet: Buckets, chunk: int | None
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, meet: HashCodes, chunk: int | None
 ) -> tuple[Tensor, Tensor]:
     """Return Σ_j c_ij (g_i·v_j) k_j for each query and Σ_i c_ij (g_i·v_j) q_i for each key, c_ij: hashes they collide
     in.
@@ -334,7 +334,7 @@ class _Runs(NamedTuple):
     size: Tensor
 
 
-def _pair_gradients(q: Tensor, k: Tensor, v: Tensor, g: Tensor, meet: Buckets, causal: bool) -> tuple[Tensor, Tensor]:
+def _pair_gradients(q: Tensor, k: Tensor, v: Tensor, g: Tensor, meet: HashCodes, causal: bool) -> tuple[Tensor, Tensor]:
     """Return Σ_j c_ij (g_i·v_j) k_j for each query and Σ_i c_ij (g_i·v_j) q_i for each key, c_ij the hashes they
     collide in.
 
@@ -354,7 +354,7 @@ def _pair_gradients(q: Tensor, k: Tensor, v: Tensor, g: Tensor, meet: Buckets, c
     return into_q, into_k
 
 
-def _key_runs(meet: Buckets, causal: bool) -> _Runs:
+def _key_runs(meet: HashCodes, causal: bool) -> _Runs:
     rows, hashes, length = meet.queries.shape
     keys = meet.keys.shape[2]
     position = torch.arange(keys, device=meet.keys.device)
@@ -375,11 +375,11 @@ def _key_runs(meet: Buckets, causal: bool) -> _Runs:
 def _query_ranges(size: Tensor) -> Iterator[tuple[int, int]]:
     """Yield ranges of queries with about a block's collisions each."""
     through = size.sum(1, dtype=torch.int64).cumsum(0)  # collisions of queries up to here
-    first = done = 0
+    first = finished = 0
     while first < len(size):
-        last = int(torch.searchsorted(through, done + _BLOCK_PAIRS, right=True))
+        last = int(torch.searchsorted(through, finished + _BLOCK_PAIRS, right=True))
         last = max(last, first + 1)
-        done = int(through[last - 1])
+        finished = int(through[last - 1])
         yield first, last
         first = last
 

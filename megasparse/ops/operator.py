@@ -127,9 +127,9 @@ def _require_kernels(x: Tensor, fits: bool, dtypes: tuple[torch.dtype, ...], lar
     if not _HAS_TRITON:
         raise ConfigError(VARIABLE, "triton is not installed", "pip install triton, or set blockwise")
     if not fits:
-        taken = ", ".join(_name(dtype) for dtype in dtypes)
+        supported = ", ".join(_name(dtype) for dtype in dtypes)
         widths = "" if largest_width is None else f" up to a head dim of {largest_width}"
-        problem = f"the kernels take {taken}{widths}, not {_name(x.dtype)} of {x.shape[-1]}"
+        problem = f"the kernels take {supported}{widths}, not {_name(x.dtype)} of {x.shape[-1]}"
         raise ConfigError(VARIABLE, problem, "Unset it")
     if not (x.is_cuda or x.is_meta) and os.environ.get("TRITON_INTERPRET") != "1":
         hint = "Run on a GPU, or set TRITON_INTERPRET=1, which is slow"

@@ -153,9 +153,9 @@ def learning_rate(step: int, steps: int, config: Settings) -> float:
         return peak
     if config.schedule == "inverse_sqrt":
         return peak * math.sqrt(max(1, warmup) / max(1, step))
-    done = min(1.0, (step - warmup) / max(1, steps - warmup))
-    left = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return peak * (config.final_fraction + (1 - config.final_fraction) * left)
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    share = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return peak * (config.final_fraction + (1 - config.final_fraction) * share)
 
 
 def state_tensors(state: dict[str, Any]) -> dict[str, Tensor]:

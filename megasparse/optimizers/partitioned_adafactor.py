@@ -43,11 +43,11 @@ class Piece:
 
     def rows(self, vector: Tensor) -> Tensor:
         """The rows (n, C) that the piece touches, zero where they are other ranks'."""
-        columns, own = self.shape[-1], self.of(vector)
+        columns, part = self.shape[-1], self.of(vector)
         before, after = self.start % columns, -(self.start + self.numel) % columns
         if before or after:
-            own = torch.nn.functional.pad(own, (before, after))
-        return own.view(-1, columns)
+            part = torch.nn.functional.pad(part, (before, after))
+        return part.view(-1, columns)
 
     def matrices(self) -> Iterator[tuple[int, slice, slice]]:
         """Each matrix that the piece touches: its number, its rows among `rows`, and the same among all A·R."""
@@ -82,8 +82,8 @@ class PartitionedAdafactor(torch.optim.Optimizer):
             return {**state, "variance": torch.zeros_like(vector, dtype=torch.float32)}
         sizes = zip(*(piece.factor_sizes for piece in pieces), strict=True)
         return state | {
-            kind: torch.zeros(sum(each), dtype=torch.float32, device=vector.device)
-            for kind, each in zip(FACTORS, sizes, strict=True)
+            kind: torch.zeros(sum(lengths), dtype=torch.float32, device=vector.device)
+            for kind, lengths in zip(FACTORS, sizes, strict=True)
         }
 
     def factors(self) -> Iterator[tuple[str, Piece, tuple[int, ...], Tensor]]:
@@ -118,8 +118,8 @@ class PartitionedAdafactor(torch.optim.Optimizer):
         scales /= (lengths / sizes).sqrt().clamp(min=1.0)
         updates = self._updates(state, pieces, gradient)
         for piece, update, scale in zip(pieces, updates, scales.tolist(), strict=True):
-            own = piece.of(vector)
-            own.mul_(1 - rate * weight_decay).add_(update, alpha=-scale)
+            part = piece.of(vector)
+            part.mul_(1 - rate * weight_decay).add_(update, alpha=-scale)
 
     def _update_moments(
         self, state: dict[str, Tensor], pieces: Sequence[Piece], gradient: Tensor, weights: Tensor, share: float
@@ -133,19 +133,19 @@ class PartitionedAdafactor(torch.optim.Optimizer):
             return self._total(weights)
         sizes = [size for piece in pieces for size in piece.factor_sizes]
         sums = torch.zeros(len(pieces) + sum(sizes), dtype=torch.float32, device=gradient.device)
-        own, *parts = sums.split([len(pieces), *sizes])
-        own.copy_(weights)
+        weight_sums, *parts = sums.split([len(pieces), *sizes])
+        weight_sums.copy_(weights)
         for piece, row, column in zip(pieces, parts[::2], parts[1::2], strict=True):
             squares = piece.rows(gradient).float().square()
             for number, inside, among in piece.matrices():
                 row[among] = squares[inside].sum(1)
                 column.view(-1, piece.shape[-1])[number] += squares[inside].sum(0)
-        own, *parts = self._total(sums).split([len(pieces), *sizes])
+        weight_sums, *parts = self._total(sums).split([len(pieces), *sizes])
         rows = torch.cat([part / piece.shape[-1] for piece, part in zip(pieces, parts[::2], strict=True)])
         columns = torch.cat([part / piece.shape[-2] for piece, part in zip(pieces, parts[1::2], strict=True)])
         state["row_var"].lerp_(rows, share)
         state["col_var"].lerp_(columns, share)
-        return own
+        return weight_sums
 
     def _updates(self, state: dict[str, Tensor], pieces: Sequence[Piece], gradient: Tensor) -> Iterator[Tensor]:
         """Each piece's gradient divided by the root of its second moment."""
@@ -159,11 +159,11 @@ class PartitionedAdafactor(torch.optim.Optimizer):
                 yield piece.of(gradient)
                 continue
             means = row.view(-1, piece.shape[-2]).mean(1).clamp(min=epsilon)
-            given = piece.rows(gradient).float()
-            update = torch.empty_like(given)
+            rows = piece.rows(gradient).float()
+            update = torch.empty_like(rows)
             for number, inside, among in piece.matrices():
                 variance = torch.outer(row[among], column.view(-1, piece.shape[-1])[number]).div_(means[number])
-                update[inside] = variance.clamp_(min=epsilon**2).rsqrt_().mul_(given[inside])
+                update[inside] = variance.clamp_(min=epsilon**2).rsqrt_().mul_(rows[inside])
             yield update.view(-1).narrow(0, piece.start % piece.shape[-1], piece.numel)
 
 
@@ -175,5 +175,5 @@ def _factored(pieces: Sequence[Piece]) -> bool:
 def _factors(state: dict[str, Tensor], pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Tensor, Tensor]]:
     """Each piece with the row and the column factor of its weight."""
     sizes = zip(*(piece.factor_sizes for piece in pieces), strict=True)
-    rows, columns = (state[kind].split(list(each)) for kind, each in zip(FACTORS, sizes, strict=True))
+    rows, columns = (state[kind].split(list(lengths)) for kind, lengths in zip(FACTORS, sizes, strict=True))
     return zip(pieces, rows, columns, strict=True)

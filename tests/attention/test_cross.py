@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megasparse.attention.contract import AttentionContext
-from megasparse.attention.cross import CrossAttention, Source
+from megasparse.attention.cross import CrossAttention, EncoderOutput
 from megasparse.model.build import initialise
 from megasparse.ops.random import RngContext
 from tests.helpers.models import attention, small_pair, training_draws
@@ -65,7 +65,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(kind, target, source,
     made = cross(kind, lsh={"count_rounds": once})
     x, states, real = inputs(target, source)
     context = AttentionContext(1, training_draws(2))
-    ours = made(x, Source(states, real), context)
+    ours = made(x, EncoderOutput(states, real), context)
     seen = real[:, None, None, None].expand(2, 2, 1, target, source)
     if kind == "lsh":
         query_codes, key_codes = (
@@ -83,7 +83,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(kind, target, source,
 def test_rounds_of_evaluation():
     made, (_, states, real) = cross("lsh", lsh={"evaluation_rounds": 5}), inputs(20, 30)
     for rng, rounds in ((training_draws(2), 3), (RngContext.evaluation(0, 2), 5), (RngContext.evaluation(0, 2, 7), 7)):
-        assert made.read(Source(states, real), AttentionContext(0, rng)).codes.shape == (2, 2, rounds, 30)
+        assert made.read(EncoderOutput(states, real), AttentionContext(0, rng)).codes.shape == (2, 2, rounds, 30)
 
 
 def test_buckets_of_the_longer_side_and_draws_of_its_own():
@@ -91,7 +91,7 @@ def test_buckets_of_the_longer_side_and_draws_of_its_own():
     assert cross("lsh", lsh={"buckets": None}, max_length=64).factors == [32]
     made, (_, states, real) = cross("lsh"), inputs(20, 30)
     places = [AttentionContext(layer, training_draws(2, step)) for layer, step in ((0, 0), (0, 0), (1, 0), (0, 1))]
-    first, same, *others = (made.read(Source(states, real), place).codes for place in places)
+    first, same, *others = (made.read(EncoderOutput(states, real), place).codes for place in places)
     assert torch.equal(first, same) and not any(torch.equal(first, other) for other in others)
 
 
@@ -103,7 +103,7 @@ def test_hashed_memory_is_linear():
         initialise(made, config, seed=0)
         x, states, _ = inputs(length, length, padded=False, batch=1)
         with PeakMemory() as memory:
-            made(x, Source(states, None), AttentionContext(0, training_draws(1))).sum().backward()
+            made(x, EncoderOutput(states, None), AttentionContext(0, training_draws(1))).sum().backward()
         return memory.peak
 
     assert peak(8192) < 2.2 * peak(4096)

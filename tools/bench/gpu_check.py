@@ -302,7 +302,7 @@ def other_assembler() -> None:
 
 
 def other_tiles(part: str, **changes: int) -> Callable[[], None]:
-    """Return a function that changes a kernel's tiles in this process. part: a field of `Tiles`."""
+    """Return a function that changes a kernel's tiles in this process. part: a field of `TileShapes`."""
 
     def change() -> None:
         chosen = gpu.tiles

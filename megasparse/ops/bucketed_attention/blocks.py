@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec
-from megasparse.ops.bucketed_attention.layouts import LOWEST, SCORE_ELEMENTS, RangeLayout, Rows, SortedLayout
+from megasparse.ops.bucketed_attention.layouts import LOWEST, SCORE_ELEMENTS, RangeLayout, RowGroup, SortedLayout
 from megasparse.ops.operator import Function
 from megasparse.ops.random import PairDropout
 
@@ -67,7 +67,7 @@ def bucketed_attention(
 def row_groups(
     layout: SortedLayout | RangeLayout, q: Tensor, k: Tensor, v: Tensor, spec: BucketedAttentionSpec,
     shared_codes: bool, dropout: PairDropout | None,
-) -> Iterator[Rows]:  # fmt: skip
+) -> Iterator[RowGroup]:  # fmt: skip
     """Yield groups of whole rows that fit into a block, or single rows. layout: tensors (B, H, R, L), 1 for B or H
     where all have the same.
     """
@@ -79,7 +79,7 @@ def row_groups(
         index = slice(start, min(start + step, batch * heads))
         q_rows, k_rows, v_rows, *parts = (take_rows(x, index) for x in (q, k, v, *tensors))
         group_dropout = None if dropout is None else replace(dropout, queries=take_rows(dropout.queries, index))
-        yield Rows(index, q_rows, k_rows, v_rows, type(layout)(*parts), spec, dtype, shared_codes, group_dropout)
+        yield RowGroup(index, q_rows, k_rows, v_rows, type(layout)(*parts), spec, dtype, shared_codes, group_dropout)
 
 
 def take_rows(x: Tensor, index: slice) -> Tensor:

@@ -249,13 +249,13 @@ class Tile(NamedTuple):
         return {"QUERIES": self.queries, "KEYS": self.keys, "num_warps": self.warps, "num_stages": self.stages}
 
 
-class Tiles(NamedTuple):
+class TileShapes(NamedTuple):
     forward: Tile
     queries: Tile
     keys: Tile
 
 
-def tiles(head_dim: int, dtype: torch.dtype, separate: bool, aligned: bool = False) -> Tiles:
+def tiles(head_dim: int, dtype: torch.dtype, separate: bool, aligned: bool = False) -> TileShapes:
     """Return tiles that do not spill in half precision up to D = 128, and of which two programs share a
     multiprocessor's memory where they can. Loops that jump, where codes are separate or keys `aligned` in slots, keep
     more in registers.
@@ -265,20 +265,20 @@ def tiles(head_dim: int, dtype: torch.dtype, separate: bool, aligned: bool = Fal
         around = Tile(32, 32, 4 if wide <= 64 else 8, 1) if wide <= 128 else Tile(16, 16, 8, 1)
         if separate:
             jumping = Tile(16, 32 if wide <= 64 else 16, 4 if wide <= 32 else 8, 1)
-            return Tiles(jumping, jumping, around)
+            return TileShapes(jumping, jumping, around)
         if wide <= 128:
-            return Tiles(Tile(32, 32, 8, 2), around, around)
-        return Tiles(Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), around)
+            return TileShapes(Tile(32, 32, 8, 2), around, around)
+        return TileShapes(Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), around)
     # A pipeline of 3 stages fetches the next tile's order and rows, one of 5 those of two tiles.
     if wide <= 64:
-        return Tiles(Tile(64, 64, 4, 5), Tile(64, 32, 4, 5), Tile(32, 64, 4, 3))
+        return TileShapes(Tile(64, 64, 4, 5), Tile(64, 32, 4, 5), Tile(32, 64, 4, 3))
     if separate:
         around_queries = Tile(32, 16 if wide <= 128 else 32, wide // 32, 3)
-        return Tiles(Tile(32, 32, wide // 32, 3), around_queries, Tile(32, 8192 // wide, 8, 3))
+        return TileShapes(Tile(32, 32, wide // 32, 3), around_queries, Tile(32, 8192 // wide, 8, 3))
     if wide <= 128:
         forward = Tile(32, 32, 4, 3) if aligned else Tile(64, 32, 4, 5)
-        return Tiles(forward, Tile(64, 32, 4, 3), Tile(32, 64, 8, 3))
-    return Tiles(Tile(64, 32, 8, 3), Tile(64, 32, 8, 3), Tile(32, 32, 8, 3))
+        return TileShapes(forward, Tile(64, 32, 4, 3), Tile(32, 64, 8, 3))
+    return TileShapes(Tile(64, 32, 8, 3), Tile(64, 32, 8, 3), Tile(32, 32, 8, 3))
 
 
 class _BucketedAttention(Function):

@@ -39,7 +39,7 @@ LOWEST = -(2.0**90)  # below any score and far above hidden ones: the highest sc
 
 
 @dataclass
-class Rows:
+class RowGroup:
     """A group of G rows with their layout.
 
     Args:
@@ -72,7 +72,7 @@ def ranked_tile_size(window: Window) -> int:
     return min(max(8, 1 << (window.chunk.bit_length() - 1)), 32 if window.chunk <= 64 else 64)
 
 
-class Block(ABC):
+class TileBlock(ABC):
     """Some tiles of a round. Tokens are numbered over the rows of their group.
 
     Attributes:
@@ -183,7 +183,7 @@ class SortedLayout(NamedTuple):
         tile, back, ahead = _reach(spec)
         return max(1, len(_attending(spec, length))) * (back + 1 + ahead) * tile**2
 
-    def blocks(self, rows: Rows) -> "Iterator[Block]":
+    def blocks(self, rows: RowGroup) -> "Iterator[TileBlock]":
         """Yield all tiles that attend, round after round. rows: the group whose layout this is."""
         group, rounds, length = self.order.shape
         tiles = _attending(rows.spec, length)
@@ -252,7 +252,7 @@ class SortedRound:
         position: positions of each tile's keys and queries where a causal window mixes buckets; or None.
     """
 
-    def __init__(self, rows: Rows, number: int):
+    def __init__(self, rows: RowGroup, number: int):
         spec, device = rows.spec, rows.layout.order.device
         self.spec, self.rows_dtype, self.first = spec, rows.dtype, number == 0
         self.tile, back, ahead = _reach(spec)
@@ -297,7 +297,7 @@ class SortedRound:
         return keys.unfold(1, self.span * self.tile, self.tile).unsqueeze(2), low, high
 
 
-class SortedBlock(Block):
+class SortedBlock(TileBlock):
     """Neighbouring tiles of a round, the same ones of all its rows."""
 
     def __init__(self, round_: SortedRound, start: int, stop: int):
@@ -387,7 +387,7 @@ class RangeLayout(NamedTuple):
         """Return the number of pairs of a row's tiles, about."""
         return length * (tile_size(spec.window) + spec.window.chunk)
 
-    def blocks(self, rows: Rows) -> "Iterator[Block]":
+    def blocks(self, rows: RowGroup) -> "Iterator[TileBlock]":
         """Yield all tiles that attend and see a key, round after round. rows: the group whose layout this is."""
         for number in range(self.order.shape[1]):
             round_ = RangeRound(rows, number)
@@ -409,12 +409,12 @@ def _own_ranges(codes: Tensor, key_mask: Tensor | None, segments: Tensor | None)
     return order, rank, first, high
 
 
-class Tiles(NamedTuple):
+class KeyRuns(NamedTuple):
     """Tiles of a round with equally long runs of sorted keys.
 
     queries: (n, T), numbered over the rows of their group. real: (n, T) bool, False for places that repeat a query, or
     None where there are none. row: (n). start, end: (n), sorted places of their row: a tile's keys are `run` from
-    `start` on; those at `end` and after are not gathered. hidden: (T, K), what `Block.hidden` counts in the first
+    `start` on; those at `end` and after are not gathered. hidden: (T, K), what `TileBlock.hidden` counts in the first
     round, where it is the same in all tiles; or None.
     """
 
@@ -426,9 +426,9 @@ class Tiles(NamedTuple):
     run: int
     hidden: Tensor | None = None
 
-    def take(self, index: Tensor | slice) -> "Tiles":
+    def take(self, index: Tensor | slice) -> "KeyRuns":
         queries, row, start, end = (x[index] for x in (self.queries, self.row, self.start, self.end))
-        return Tiles(queries, None if self.real is None else self.real[index], row, start, end, self.run, self.hidden)
+        return KeyRuns(queries, None if self.real is None else self.real[index], row, start, end, self.run, self.hidden)
 
 
 class RangeRound:
@@ -439,7 +439,7 @@ class RangeRound:
         low, high: by token, the range of its keys; earlier: (rank, low, high) of the rounds that hide its pairs.
     """
 
-    def __init__(self, rows: Rows, number: int):
+    def __init__(self, rows: RowGroup, number: int):
         layout: Any = rows.layout
         self.spec = spec = rows.spec
         self.first_round, self.rows_dtype = number == 0, rows.dtype
@@ -464,7 +464,7 @@ class RangeRound:
             rounds.append((rank, torch.maximum(first, high - width), high))
         self.earlier, (_, self.low, self.high) = rounds[:-1], rounds[-1]
 
-    def short_tiles(self) -> Iterator[Tiles]:
+    def short_tiles(self) -> Iterator[KeyRuns]:
         """Yield tiles of T neighbouring queries, with the run of keys that they see. All runs together are at most L +
         W·⌈L / T⌉ keys long, whatever the buckets.
 
@@ -484,14 +484,14 @@ class RangeRound:
         first, end = first.amin(1), high.amax(1)
         row = torch.arange(self.group, device=query.device).repeat_interleave(tiles)
         lengths, by_length = (end - first).sort(descending=True, stable=True)
-        every = Tiles(query, real, row, first, end, 0).take(by_length)
+        every = KeyRuns(query, real, row, first, end, 0).take(by_length)
         runs, start = lengths.tolist(), 0
         while start < len(runs) and runs[start] > 0:
             step = max(1, SCORE_ELEMENTS // (self.tile * runs[start]))
             yield every.take(slice(start, start + step))._replace(run=runs[start])
             start += step
 
-    def ranked_tiles(self) -> Iterator[Tiles]:
+    def ranked_tiles(self) -> Iterator[KeyRuns]:
         """Yield tiles of queries that see keys of one bucket up to a rank in [a, a + T), with the keys of ranks
         [a − back, a + T). T doubles with a, up to `tile_size`: a bucket fills its tiles by half at least.
 
@@ -537,7 +537,7 @@ class RangeRound:
             real = index < stop[:, None]
             row = tile_place[of_kind] // length
             key_start = tile_place[of_kind] - row * length - back
-            tiles = Tiles(
+            tiles = KeyRuns(
                 query.take(torch.minimum(index, stop[:, None] - 1)), real, row, key_start, last[of_kind], back + wide,
                 self._hidden(wide, back) if self.aligned else None,
             )  # fmt: skip
@@ -558,10 +558,10 @@ class RangeRound:
         return (later | (key <= query - self.spec.window.chunk)).to(self.dtype)
 
 
-class RangeBlock(Block):
+class RangeBlock(TileBlock):
     """Some tiles of a round, `run` keys each."""
 
-    def __init__(self, round_: RangeRound, tiles: Tiles):
+    def __init__(self, round_: RangeRound, tiles: KeyRuns):
         self.round, self.first_round, self.length = round_, round_.first_round, round_.length
         self.dtype, self.query_tokens, self.same_hidden = round_.rows_dtype, tiles.queries, tiles.hidden
         if tiles.real is not None and not bool(tiles.real.all()):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.attention.contract import Targets
-from megasparse.attention.cross import Source
+from megasparse.attention.cross import EncoderOutput
 from megasparse.attention.heads import Norm, Padding, projection
 from megasparse.config.attention import predicts
 from megasparse.config.finetuning import FinetuneConfig
@@ -88,7 +88,7 @@ class VectorStacks(Stack):
         mean of its streams, normalised, (B, O + H, E) fp32, and the sum of auxiliary losses.
         """
         memory, of_encoder, _ = self.encoder(read, rng, None, targets)
-        streams, of_decoder, _ = self.streams(seen, rng, Padding(), targets, source=Source(memory, None))
+        streams, of_decoder, _ = self.streams(seen, rng, Padding(), targets, source=EncoderOutput(memory, None))
         return self.norm(mean_stream(streams)), of_encoder + of_decoder
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from megasparse.attention.contract import Targets
-from megasparse.attention.cross import Source
+from megasparse.attention.cross import EncoderOutput
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import ModelConfig, encoder_part
 from megasparse.data.order import permutation
@@ -116,7 +116,7 @@ class TextModel(nn.Module):
         stack = self.body.stack
         answer = None if batch.target is None else Targets(batch.target.tokens, batch.target.mask, answer=True)
         states, auxiliary = self.body(batch.source, rng, None, answer)
-        memory = Source(states, batch.source.mask)
+        memory = EncoderOutput(states, batch.source.mask)
         loss = torch.zeros((), device=states.device)
         sums: dict[str, Any] = {"nats": loss, "tokens": loss}
         if batch.target is not None:
