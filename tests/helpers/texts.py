@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megasparse.attention.cross import Source
+from megasparse.attention.cross import EncoderOutput
 from megasparse.attention.heads import Padding
 from megasparse.config.schema import ModelConfig
 from megasparse.ops.random import RngContext
@@ -68,5 +68,5 @@ def logits(model: TextModel, source: list[int], reported: list[int], rng: RngCon
     stack = model.body.stack
     states = stack.encoder(torch.tensor([source]), rng, None)[0]
     read = torch.tensor([reported], dtype=torch.int64)
-    streams = stack.streams(read, rng, Padding(), source=Source(states, None))[0]
+    streams = stack.streams(read, rng, Padding(), source=EncoderOutput(states, None))[0]
     return stack.logits(streams)[0]
