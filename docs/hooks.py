@@ -1,13 +1,46 @@
-"""Hooks of MkDocs: the laboratory's pages enter the navigation, and the page of the command line gets the help of every
-subcommand."""
+"""Hooks of MkDocs: pages of the lab notebook enter the navigation, and reference pages get the help of every
+subcommand and every configuration key."""
 
+import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megasparse.cli.main import COMMANDS, parser_of
+from megasparse.config.attention import AttentionConfig
+from megasparse.config.finetuning import FinetuneConfig
+from megasparse.config.messages import _describe_field, _models_in
+from megasparse.config.schema import Config
 
-os.environ["COLUMNS"] = "100"  # the width of argparse's help
+os.environ["COLUMNS"] = "90"  # the width of argparse's help
+
+PAPER_VALUES = {
+    "model.layers": "Reformer 12 on enwik8 (3 in ablations), LHA 16 on WikiText-103, YOSO 12, Smart Bird 2",
+    "model.d_model": "Reformer 1024, LHA 410, YOSO 768, Smart Bird 256",
+    "model.d_ff": "Reformer 4096, LHA 2100, YOSO 3072",
+    "model.heads": "Reformer 8, LHA 10, YOSO 12",
+    "model.dropout": "Reformer 0.1, LHA 0.2, YOSO 0.1",
+    "data.sequence_length": "Reformer 65536, YOSO 512 and 4096, Smart Bird up to 4096",
+    "training.steps": "Reformer 20000, LHA 20000, YOSO 500000",
+    "training.global_batch": "Reformer 8, LHA 32, YOSO 256 of 512 tokens",
+    "optimizer.name": "Reformer adafactor, LHA adamw",
+    "optimizer.learning_rate": "LHA 3.5e-4, Smart Bird 1e-4, YOSO 1e-4 (that of BERT)",
+    "optimizer.betas": "LHA [0.9, 0.999]",
+    "optimizer.schedule": "LHA cosine",
+    "optimizer.warmup_steps": "LHA 2000, YOSO 10000 (those of BERT)",
+    "model.attention.lsh.rounds": "Reformer 1 to 16; 8 nearly match full attention",
+    "model.attention.lha.hash": "LHA mlp",
+    "model.attention.yoso.hashes": "YOSO 16, 32 and 64",
+    "model.attention.yoso.code_bits": "YOSO log2 of the length",
+    "model.attention.smart_bird.keys": "Smart Bird 20",
+    "model.attention.smart_bird.sketch_dim": "Smart Bird 4",
+}
+"""Values that the papers state for a configuration key."""
+
+
+SHARED = ("run", "checkpoint", "logging", "deepspeed", "model", "lora")
+"""Sections that fine-tuning shares with pretraining."""
 
 
 def on_config(config: Any) -> Any:
@@ -19,12 +52,35 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **others: Any) -> str:
-    """The page's text, that of `reference/command_line.md` with a section for each subcommand."""
-    if page.file.src_uri != "reference/command_line.md":
-        return markdown
-    sections = [f"## {name}\n\n{does.capitalize()}.\n\n```text\n{_help(name)}```\n" for name, does in COMMANDS.items()]
-    return "\n".join([markdown, *sections])
+    """Append the generated part of a reference page."""
+    generated = {
+        "reference/command_line.md": _commands,
+        "reference/configuration.md": lambda: keys(Config),
+        "reference/attention.md": lambda: keys(AttentionConfig, "model.attention."),
+        "reference/finetuning.md": lambda: keys(FinetuneConfig, skip=SHARED),
+    }.get(page.file.src_uri)
+    return "\n".join([markdown, *generated()]) if generated else markdown
 
 
-def _help(name: str) -> str:
-    return parser_of(name).format_help()
+def _commands() -> list[str]:
+    helps = {name: parser_of(name).format_help() for name in COMMANDS}
+    return [f"## {name}\n\n{COMMANDS[name].capitalize()}.\n\n```text\n{text}```\n" for name, text in helps.items()]
+
+
+def keys(section: Any, prefix: str = "", skip: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield a heading for each section and key below it, with the key's values, default and meaning."""
+    sections = {name: next(_models_in(field.annotation), None) for name, field in section.model_fields.items()}
+    for name, field in section.model_fields.items():
+        key, meaning = prefix + name, " ".join((field.description or "").split())
+        paper = f" In the papers: {PAPER_VALUES[key]}." if key in PAPER_VALUES else ""
+        if name == "attention":
+            yield f"### `{key}`\n\n{meaning} [Its keys](attention.md).\n"
+        elif name not in skip and not sections[name]:
+            default = "" if field.is_required() else json.dumps(field.get_default(call_default_factory=True))
+            values = f"*{_describe_field(field, '')}; {'default' if default else 'required'}* {default and f'`{default}`'}"
+            yield f"### `{key}`\n\n{values}\n\n{meaning}{paper}\n"
+    for name, part in sections.items():
+        if part and name not in (*skip, "attention"):
+            text = section.model_fields[name].description or part.__doc__ or ""
+            yield f"## `{prefix}{name}`\n\n{' '.join(text.split())}\n"
+            yield from keys(part, f"{prefix}{name}.", skip)

@@ -38,7 +38,7 @@ def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> tuple[int, int]
 
 
 def memory_scalars(device: torch.device, held: dict[str, tuple[int, int]]) -> dict[str, float]:
-    """Return the scalars memory/... of this rank (docs/monitoring.md). held: of each of KINDS what `bytes_of` found."""
+    """Return the scalars memory/... of this rank (docs/reference). held: of each of KINDS what `bytes_of` found."""
     scalars: dict[str, float] = {f"memory/{kind}_bytes": held[kind][0] for kind in KINDS if kind in held}
     peak = peak_bytes(device)
     scalars |= {"memory/peak_bytes": peak, "memory/other_bytes": max(0, peak - sum(scalars.values()))}

@@ -1,4 +1,4 @@
-"""Every scalar that a run writes stands in the one table of docs/monitoring.md; and what the newer ones say is so."""
+"""Every scalar that a run writes is in a table of docs/reference/scalars.md; newer ones have the right values."""
 
 import re
 from functools import partial
@@ -19,25 +19,21 @@ from megasparse.training.reporting.memory import bytes_of, memory_scalars
 from tests.helpers.tiny import TinyModel, make_rng, metrics, tiny_config, tiny_run
 from tests.helpers.trained import prepared, trained
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "monitoring.md"
+DOCUMENT = Path(__file__).parents[3] / "docs/reference/scalars.md"
 WORDS = {"REASON": "[A-Za-z0-9_ ]+", "KIND": f"({'|'.join(MECHANISMS)})", "METRIC": "[a-z0-9_]+", "_N": r"_\d+"}
 """What the documentation's capital letters stand for."""
 
 
 def documented() -> re.Pattern[str]:
     """Every name in the tables."""
-    scalars: list[str] = []
-    within: dict[str, list[str]] = {"model": [], "quality": []}
-    table = scalars
+    tables: dict[str, list[str]] = {}
     for line in DOCUMENT.read_text().splitlines():
-        if found := re.search(r"\(`(model|quality)/.*NAME`", line):
-            table = within[found[1]]
-        elif line.startswith("*Scalar"):
-            table = scalars
-        elif line.startswith("*File"):
-            table = []
-        elif entry := re.match(r"- ((`[^`]+`(, )?)+)", line):
-            table += re.findall(r"`([^`]+)`", entry[1])
+        if line.startswith("## "):
+            tables[line[3:]] = []
+        elif row := re.match(r"\| ((`[^`]+`(, )?)+) \|", line):
+            [*tables.values()][-1].extend(re.findall(r"`([^`]+)`", row[1]))
+    scalars, *others = tables.values()
+    within = dict(zip(("model", "quality"), others, strict=True))
     names = [name for name in scalars if "..." not in name]
     for name in set(scalars) - set(names):
         parts = within["quality"] if name.startswith("quality") else within["model"]
