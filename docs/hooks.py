@@ -76,8 +76,8 @@ def keys(section: Any, prefix: str = "", skip: tuple[str, ...] = ()) -> Iterator
         if name == "attention":
             yield f"### `{key}`\n\n{meaning} [Its keys](attention.md).\n"
         elif name not in skip and not sections[name]:
-            default = "" if field.is_required() else json.dumps(field.get_default(call_default_factory=True))
-            values = f"*{_describe_field(field, '')}; {'default' if default else 'required'}* {default and f'`{default}`'}"
+            default = "" if field.is_required() else f"`{json.dumps(field.get_default(call_default_factory=True))}`"
+            values = f"*{_describe_field(field, '')}; {'default' if default else 'required'}* {default}"
             yield f"### `{key}`\n\n{values}\n\n{meaning}{paper}\n"
     for name, part in sections.items():
         if part and name not in (*skip, "attention"):
