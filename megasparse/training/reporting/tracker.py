@@ -1,6 +1,6 @@
 """Metrics, texts and pictures of a run: metrics.jsonl, events.jsonl, TensorBoard, W&B or MLflow, and the progress line.
 
-docs/reference/scalars.md lists all scalars. Only rank 0 writes. A failure of storage, terminal or backend never stops a run.
+docs/reference/scalars.md lists them. Only rank 0 writes. A failure of storage, terminal or backend never stops a run.
 """
 
 import importlib.util
