@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import gzip
 import json
 import random
 from collections.abc import Sequence
@@ -85,7 +86,8 @@ def reviews(file: Path, number: int, seed: int = 0, words: tuple[int, int] = (2,
 
 def table(file: Path, rows: Sequence[Sequence[Any]], columns: tuple[str, ...] = ("text", "label")) -> Path:
     """Writes a table in the form that the file's name asks for."""
-    with open(file, "w", encoding="utf-8", newline="") as stream:
+    opened = gzip.open if file.suffix == ".gz" else open
+    with opened(file, "wt", encoding="utf-8", newline="") as stream:
         if file.suffix.lower() == ".jsonl":
             objects = [dict(zip(columns, row, strict=True)) for row in rows]
             stream.writelines(json.dumps(each, ensure_ascii=False) + "\n" for each in objects)

@@ -7,6 +7,7 @@ that ends in .gz is decompressed as it is read, and so is the only file of a .zi
 import csv
 import gzip
 import json
+import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +64,8 @@ def _decoded(raw: bytes, location: SourceLocation, encoding: str = "utf-8") -> s
         return raw.decode(encoding)
     except UnicodeDecodeError as error:
         problem = f"is no UTF-8 (byte 0x{raw[error.start]:02x} in column {error.start + 1})"
-        return DataError(str(location), problem, "Convert the file: iconv -f latin1 -t utf-8")
+        coding = "utf-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin1"
+        return DataError(str(location), problem, f"Convert the file: iconv -f {coding} -t utf-8")
 
 
 @contextmanager
@@ -104,21 +106,31 @@ def comma_separated(file: Path, columns: Sequence[str] | None = None) -> Rows:
     begins on. Raises DataError for a quotation mark out of place.
     """
     csv.field_size_limit(LONGEST_LINE)
-    reader = csv.reader((line for _, line in strict(lines(file, ends=True))), strict=True)
+    line, separator_hint = "", "Save it with commas between the fields, or with tabs and the ending .tsv"
+
+    def read_lines() -> Iterator[str]:
+        nonlocal line
+        for _, line in strict(lines(file, ends=True)):
+            yield line
+
+    reader = csv.reader(read_lines(), strict=True)
     while True:
         location = SourceLocation(file, reader.line_num + 1)
         try:
             fields = next(reader, None)
         except csv.Error as error:
             hint = "Close the quotation mark, or double it inside a quoted field"
+            if "\r" in line.removesuffix("\n").removesuffix("\r"):
+                hint = "A line ends in CR: end it in LF, as tr '\\r' '\\n' does"
+            elif columns is None and (";" in line or "\t" in line):
+                hint = separator_hint
             raise DataError(str(location), f"is no CSV ({error})", hint) from None
         if fields is None:
             break
         if columns is None:
             columns = _column_names(fields, location)
             if len(columns) == 1 and (";" in columns[0] or "\t" in columns[0]):
-                hint = "Save it with commas between the fields, or with tabs and the ending .tsv"
-                raise DataError(str(location), f'has one column, "{columns[0][:80]}"', hint)
+                raise DataError(str(location), f'has one column, "{columns[0][:80]}"', separator_hint)
         elif fields:
             yield location, _row(columns, fields, location, "Put it right: a field with a comma stands in quotes")
     if columns is None:
@@ -245,7 +257,7 @@ def table_rows(file: Path) -> Rows:
     """Read the rows of a file of READERS or of a dataset. Raises DataError for any other file, and a malformed row."""
     if is_dataset(file):
         return dataset_rows(file, "train")
-    if (reader := READERS.get(file.suffix.lower())) is None:
-        hint = f"Give a file whose name ends in {', '.join(READERS)}"
+    if (reader := READERS.get(Path(re.sub(r"\.(gz|zip)\Z", "", file.name)).suffix.lower())) is None:
+        hint = f"Give a file whose name ends in {', '.join(READERS)}, also with .gz or .zip behind it"
         raise DataError(file, f'"{file.suffix}" is no known kind of table', hint)
     return strict(reader(file))

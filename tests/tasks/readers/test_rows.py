@@ -60,7 +60,9 @@ def test_latin_1_is_refused_naming_line_and_column(file, reader):
     file.write_bytes("a\ncafé\n".encode("latin-1") if reader is not json_lines else '{}\n{"é": 1}\n'.encode("latin-1"))
     column = 3 if reader is json_lines else 4
     message = refusal(reader, file)
-    assert message.startswith(f"{file}:2: is no UTF-8 (byte 0xe9 in column {column})") and "iconv" in message
+    assert message.startswith(f"{file}:2: is no UTF-8 (byte 0xe9 in column {column})") and "-f latin1" in message
+    file.write_bytes("a\ncafé\n".encode("utf-16"))
+    assert "iconv -f utf-16 -t utf-8" in refusal(reader, file)
 
 
 def test_a_compressed_file_reads_as_the_file_and_a_damaged_one_is_refused(tmp_path):
@@ -127,17 +129,21 @@ def test_quoted_fields_are_those_of_the_standard_library_and_stand_where_they_be
 
 
 @pytest.mark.parametrize(
-    ("text", "line"),
+    ("text", "line", "problem", "hint"),
     [
-        ('text,label\na,1\n"b,2\nc,3\n', 3),  # never closed
-        ('text,label\n"a,1\n"b",2\n', 2),  # closed by the next row's
-        ('text,label\n"a" b,1\n', 2),
-        ("text,label\na\rb,1\n", 2),
+        ('text,label\na,1\n"b,2\nc,3\n', 3, "is no CSV (", "Close the quotation mark"),  # never closed
+        ('text,label\n"a,1\n"b",2\n', 2, "is no CSV (", "Close the quotation mark"),  # closed by the next row's
+        ('text,label\n"a" b,1\n', 2, "is no CSV (", "Close the quotation mark"),
+        ("text,label\na\rb,1\n", 2, "is no CSV (", "A line ends in CR"),
+        ("text,label\ra,1\rb,2\r", 1, "is no CSV (", "A line ends in CR"),
+        ('"text";"label"\n"a";"1"\n', 1, "is no CSV (", "Save it with commas"),
+        ("text;label\na;1\n", 1, "has one column", "Save it with commas"),
     ],
 )
-def test_a_quotation_mark_out_of_place_is_refused_where_its_row_begins(file, text, line):
+def test_what_is_no_csv_is_refused_where_its_row_begins_with_the_right_hint(file, text, line, problem, hint):
     file.write_text(text, newline="")
-    assert refusal(comma_separated, file).startswith(f"{file}:{line}: is no CSV (")
+    message = refusal(comma_separated, file)
+    assert message.startswith(f"{file}:{line}: {problem}") and hint in message
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def task_of(file, **settings):
     return build_task(TaskConfig(name="table", source=str(file), **settings))
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".CSV"])
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".CSV", ".csv.gz"])
 def test_rows_become_examples_in_their_order(tmp_path, suffix):
     texts = [text.replace("\n", " ") for text in TEXTS] if suffix == ".tsv" else TEXTS
     rows = [(n, text, "ab"[n % 2]) for n, text in enumerate(texts)]
