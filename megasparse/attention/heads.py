@@ -61,19 +61,24 @@ class Padding:
 
 
 class AttentionLayer(nn.Module):
-    """Multi-head attention whose heads one mechanism has, or several share.
+    """Multi-head attention. All heads use one mechanism, or the heads are split among several.
 
-    A mechanism with shared QK has no key projection: k = q/|q| (Reformer section 2). With `model.key_heads` G, each of
-    G heads of keys and values is that of H/G neighbouring heads of queries, whatever the mechanism.
+    A mechanism with shared queries and keys has no key projection: k = q/|q| (Reformer, section 2). With
+    `model.key_heads` = G, each of G heads of keys and values serves H/G neighbouring heads of queries.
 
-    >>> from megasparse.attention.contract import AttentionContext
-    >>> from megasparse.attention.heads import Padding
-    >>> from megasparse.ops.random import RngContext
-    >>> config = megasparse.load_config("reformer_64k").model
-    >>> layer = megasparse.AttentionLayer(config, layer=1)
-    >>> x = torch.randn(1, 256, config.d_model)
-    >>> layer(x, AttentionContext(1, RngContext.evaluation(seed=0, batch_size=1)), Padding()).out.shape == x.shape
-    True
+    Args:
+        config: The section `model` of a configuration.
+        layer: Number of the layer, which selects its entry of `model.attention.pattern`.
+
+    Examples:
+        >>> from megasparse.attention.contract import AttentionContext
+        >>> from megasparse.attention.heads import Padding
+        >>> from megasparse.ops.random import RngContext
+        >>> config = megasparse.load_config("reformer_64k").model
+        >>> layer = megasparse.AttentionLayer(config, layer=1)
+        >>> x = torch.randn(1, 256, config.d_model)  # (batch, length, d_model)
+        >>> layer(x, AttentionContext(1, RngContext.evaluation(seed=0, batch_size=1)), Padding()).out.shape == x.shape
+        True
     """
 
     def __init__(self, config: ModelConfig, layer: int):

@@ -18,11 +18,20 @@ Settings = TypeVar("Settings", bound=RunSettings)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None) -> Config:
-    """Read, override and check a pretraining run's configuration; see `load_settings`.
+    """Read, override and check the configuration of a pretraining run.
 
-    >>> config = megasparse.load_config("quickstart", ["training.steps=10"])
-    >>> config.training.steps
-    10
+    Args:
+        path: Name of a shipped configuration, or a JSON file.
+        overrides: `section.key=value` each, the value in JSON.
+        base: Values that the file extends.
+
+    Raises:
+        ConfigError: A key is unknown or its value does not fit.
+
+    Examples:
+        >>> config = megasparse.load_config("quickstart", ["training.steps=10"])
+        >>> config.training.steps
+        10
     """
     return load_settings(path, overrides, Config, base)
 

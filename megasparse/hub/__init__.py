@@ -46,14 +46,19 @@ def require_transformers() -> None:
 
 
 def from_pretrained(name: str | Path) -> "Model":
-    """A Reformer, a YOSO, or a model that `to_hf` wrote, as ours, in evaluation mode.
+    """Load a Hugging Face Reformer or YOSO, or an exported megasparse model, as a megasparse model in evaluation mode.
 
-    name: its folder, or its name in transformers' local cache; nothing is downloaded, and no code that comes with a
-    model is run. Raises HubError for what is missing, damaged, or of an architecture that ours does not express.
+    Args:
+        name: The model's folder, or its name in transformers' local cache. Nothing is downloaded, and code that comes
+            with the model is not run.
 
-    >>> folder = megasparse.to_hf("runs/quickstart", "export/again")
-    >>> megasparse.from_pretrained(folder).training
-    False
+    Raises:
+        HubError: A file is missing or damaged, or megasparse cannot express the architecture.
+
+    Examples:
+        >>> folder = megasparse.to_hf("runs/quickstart", "export/again")
+        >>> megasparse.from_pretrained(folder).training
+        False
     """
     from megasparse.hub.importing import HFModel
 

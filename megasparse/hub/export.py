@@ -44,19 +44,29 @@ COMPARED = 3, 2
 def to_hf(
     checkpoint: str | Path, output: str | Path, to: str = "megasparse", evaluation: str | Path | None = None
 ) -> Path:
-    """Write the weights of a checkpoint as a HuggingFace model: OUTPUT, which appears whole or not at all.
+    """Write a checkpoint as a Hugging Face model. The folder is written completely or not at all.
 
-    checkpoint: a checkpoint's folder, or a run's (its newest), of any number of ranks and ZeRO stage. to: the
-    architecture, one of `formats.FORMATS`. evaluation: a result of megasparse evaluate for the model
-    card; where left out, those in the run's folder.
-    Before OUTPUT gets its name, both models are run on the same text in fp32, ours first, then the one that
-    transformers loads from the written files.
-    Raises CheckpointError; ConfigError for another `to`; HubError where the architecture cannot express the model,
-    where OUTPUT exists or cannot be written, where the evaluation is of another model, and where the two models differ.
+    Before the folder gets its name, both models run on the same text in fp32 and their logits are compared.
 
-    >>> folder = megasparse.to_hf("runs/quickstart", "export/quickstart")
-    >>> sorted(path.suffix for path in folder.glob("model.*"))
-    ['.safetensors']
+    Args:
+        checkpoint: A checkpoint's folder, or a run's (its newest checkpoint), of any number of ranks and ZeRO stage.
+        output: Folder to write; it must not exist.
+        to: Architecture, one of `formats.FORMATS`.
+        evaluation: Result of `megasparse evaluate` for the model card; by default those in the run's folder.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged.
+        ConfigError: `to` is unknown.
+        HubError: The architecture cannot express the model, the folder exists or cannot be written, the evaluation is
+            of another model, or the two models differ.
+
+    Examples:
+        >>> folder = megasparse.to_hf("runs/quickstart", "export/quickstart")
+        >>> sorted(path.suffix for path in folder.glob("model.*"))
+        ['.safetensors']
     """
     format, output = format_named(to), Path(output)
     refuse_existing(output)

@@ -55,27 +55,30 @@ SELF_ATTENTION = ENCODERS | DECODERS
 def replace_attention(
     model: PreTrainedModel, attention: dict[str, Any] | AttentionConfig, *, max_length: int | None = None, seed: int = 0
 ) -> PreTrainedModel:
-    """Let every self-attention of a BERT, RoBERTa, XLM-RoBERTa, DistilBERT, Llama (SmolLM is one), Mistral, Qwen2,
-    Qwen3 or GPT-2, with whatever head, be computed by our mechanisms, in place, on its pretrained queries, keys and
-    values, as the model has rotated them. Returns the model.
+    """Replace the self-attention of a pretrained Hugging Face model in place and return the model.
 
-    attention: {"kind": "lha", "chunk": 64}, a kind of attention for all heads and its settings; or what
-    `model.attention` of a run's configuration holds, with `pattern` for layers and heads. LSH has separate queries and
-    keys here, as the model has, unless shared_qk is given.
-    max_length: tokens of the longest input, on which numbers of buckets depend; the model's own where left out. More
-    than it has positions for extends them, in encoders.
-    seed: of new parameters and of all draws. A training pass draws anew, evaluation always the same.
+    Supports BERT, RoBERTa, XLM-RoBERTa, DistilBERT, Llama (and SmolLM), Mistral, Qwen2, Qwen3 and GPT-2 with any head.
+    Pretrained queries, keys (rotated by the model) and values are unchanged. In training `outputs.loss` includes the
+    mechanisms' auxiliary losses; `auxiliary_loss` returns them otherwise.
 
-    What mechanisms learn beside the task (LHA's hashes, Smart Bird's sketch) is part of `outputs.loss` in training,
-    else `auxiliary_loss` gives it. Dropout of attention probabilities is what `attention` says (`dropout`, 0 by
-    default); all other dropout stays. Replacing again starts from new parameters. Raises HubError for another
-    architecture, and ConfigError for settings that do not fit.
+    Args:
+        model: The pretrained model.
+        attention: `{"kind": "lha", "chunk": 64}`, one mechanism and its settings, or the keys of `model.attention`
+            with a `pattern` of layers and heads. LSH has separate queries and keys unless `shared_qk` is set.
+        max_length: Tokens of the longest input, which fixes the number of buckets; by default the model's own. A
+            larger value extends an encoder's positions.
+        seed: Seed of new parameters and of all draws.
 
-    >>> config = transformers.BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2)
-    >>> bert = transformers.BertModel(config)
-    >>> bert = megasparse.replace_attention(bert, {"kind": "yoso"}, max_length=4096)
-    >>> bert(torch.zeros(1, 4096, dtype=torch.long)).last_hidden_state.shape
-    torch.Size([1, 4096, 32])
+    Raises:
+        HubError: The architecture is not supported.
+        ConfigError: The settings do not fit.
+
+    Examples:
+        >>> config = transformers.BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2)
+        >>> bert = transformers.BertModel(config)
+        >>> bert = megasparse.replace_attention(bert, {"kind": "yoso"}, max_length=4096)
+        >>> bert(torch.zeros(1, 4096, dtype=torch.long)).last_hidden_state.shape
+        torch.Size([1, 4096, 32])
     """
     _require_known(model)
     config = _model_config(model, attention, positions(model) if max_length is None else max_length)

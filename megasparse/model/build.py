@@ -23,15 +23,21 @@ def empty_model(config: ModelConfig) -> Model:
 
 
 def build_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> Model:
-    """A model whose every weight, and every buffer that training moves, is a pure function of (seed, its name).
+    """Build a model whose weights are pure functions of (seed, weight name).
 
-    Embeddings are standard normal; projections normal with deviation 1/√fan-in, those into a stream divided by
-    √(branches of its stack) so that the streams' scale does not grow with depth; norms 1, biases 0. With `style` bert
-    all but the mechanisms' own have BERT's deviation.
+    Embeddings are standard normal. Projections are normal with deviation 1/√fan-in, and those into a residual stream
+    are divided by √(branches of the stack). Norms are 1, biases 0. With `style` "bert" all weights except the
+    mechanisms' own use BERT's deviation.
 
-    >>> model = megasparse.build_model(megasparse.load_config("quickstart").model, seed=0)
-    >>> sum(parameter.numel() for parameter in model.parameters()) > 0
-    True
+    Args:
+        config: The section `model` of a configuration.
+        seed: Seed of the weights.
+        dtype: Dtype of the weights.
+
+    Examples:
+        >>> model = megasparse.build_model(megasparse.load_config("quickstart").model, seed=0)
+        >>> sum(parameter.numel() for parameter in model.parameters()) > 0
+        True
     """
     model = empty_model(config)
     initialise(model, config, seed)

@@ -37,27 +37,32 @@ class LoadedCheckpoint(NamedTuple):
 
 
 def load_finetune_config(name: str | Path, overrides: Sequence[str] = ()) -> FinetuneConfig:
-    """Read a fine-tuning configuration: a shipped one by its name, or a JSON file.
+    """Read a fine-tuning configuration; the arguments are those of `load_config`.
 
-    overrides: `section.key=value`, the value in JSON. Raises ConfigError for what is wrong with either.
-
-    >>> config = megasparse.load_finetune_config("finetune/quick", ["training.epochs=2"])
-    >>> config.task.name
-    'table'
+    Examples:
+        >>> config = megasparse.load_finetune_config("finetune/quick", ["training.epochs=2"])
+        >>> config.task.name
+        'table'
     """
     return load_settings(name, overrides, FinetuneConfig)
 
 
 def load_checkpoint(directory: str | Path, overrides: Sequence[str] = ()) -> LoadedCheckpoint:
-    """Load the model of a pretraining run's newest checkpoint, or of a checkpoint's folder.
+    """Load a pretrained model, its configuration and its tokenizer.
 
-    overrides: `section.key=value`, on the configuration that the checkpoint holds, such as "run.device=cpu".
-    Raises CheckpointError where there is none or it is damaged, ConfigError for a wrong override.
+    Args:
+        directory: A run's folder (its newest checkpoint) or a checkpoint's folder.
+        overrides: `section.key=value` each, applied to the checkpoint's configuration, such as "run.device=cpu".
 
-    >>> loaded = megasparse.load_checkpoint("runs/quickstart")
-    >>> tokens = torch.as_tensor(loaded.tokenizer.encode(b"The history of ")).long()
-    >>> len(tokens), loaded.model.training
-    (15, False)
+    Raises:
+        CheckpointError: There is no checkpoint, or it is damaged.
+        ConfigError: An override is wrong.
+
+    Examples:
+        >>> loaded = megasparse.load_checkpoint("runs/quickstart")
+        >>> tokens = torch.as_tensor(loaded.tokenizer.encode(b"The history of ")).long()
+        >>> len(tokens), loaded.model.training
+        (15, False)
     """
     model, config, checkpoint, ranks = restore(directory, overrides)
     return LoadedCheckpoint(model, config, trained_tokenizer(config, checkpoint), ranks.device)
@@ -76,19 +81,8 @@ def evaluate_split(
     limit: int | None = None,
     allow_leaking_attention: bool = False,
 ) -> tuple[dict[str, Any], str]:
-    """Evaluate a checkpoint. Returns its numbers with their protocol, and a summary of a few lines.
-
-    directory: a checkpoint, or a run's folder, whose newest checkpoint is taken. data: a folder of shards, by default
-    the one that the run was trained on. stride: new tokens per window. rounds: hash rounds in place of the configured
-    ones. hash_seeds: repeat with so many draws of the rotations. limit: score only so many windows. Where several ranks
-    were started, each calls this and has the same result: they share out the windows, and `parallel.sequence` of them
-    the tokens of each.
-    Raises UserError where a decoder's attention sees later tokens, unless this is allowed; CheckpointError, DataError
-    and ConfigError for what is missing, damaged or does not fit.
-
-        >>> numbers, summary = evaluate_split("runs/quickstart", limit=2)
-        >>> numbers["bits_per_dim"] > 0
-        True
+    """Return the result of `evaluate`, and a summary of a few lines. If several ranks call it, they share the windows
+    and, under `parallel.sequence`, the tokens of each window, and return the same result.
     """
     model, config, checkpoint, ranks = restore(directory, overrides)
     if isinstance(model, Causal) and not allow_leaking_attention:
@@ -105,14 +99,24 @@ def evaluate_split(
 
 
 def evaluate(directory: str | Path, data: str | Path | None = None, **options: Any) -> dict[str, Any]:
-    """Evaluate a pretrained model on a split of its data. Returns the numbers with their protocol.
+    """Score a pretrained model on a split of its data and return the numbers with their protocol.
 
-    data: a folder of shards, by default the one trained on. options: those of `evaluate_split`, such as split, rounds,
-    stride and limit. Raises UserError where the attention sees later tokens, or something does not fit.
+    Args:
+        directory: A run's folder (its newest checkpoint) or a checkpoint's folder.
+        data: Folder of shards; by default the one of the training.
+        options: `split` (by default "test"); `overrides` (`section.key=value` each); `stride`, new tokens per window;
+            `rounds`, hash rounds instead of the configured ones; `hash_seeds`, draws of the hashes to average over;
+            `batch` and `limit`, windows per forward pass and in all; `allow_leaking_attention`, to score a decoder
+            whose attention depends on later tokens.
 
-    >>> result = megasparse.evaluate("runs/quickstart", limit=2)
-    >>> result["bits_per_dim"] > 0
-    True
+    Raises:
+        UserError: The attention depends on later tokens.
+        CheckpointError, DataError, ConfigError: A file or setting is missing, damaged or does not fit.
+
+    Examples:
+        >>> result = megasparse.evaluate("runs/quickstart", limit=2)
+        >>> result["bits_per_dim"] > 0
+        True
     """
     return evaluate_split(directory, data, **options)[0]
 
@@ -131,15 +135,26 @@ def generate(
     beams: int | None = None,
     length_penalty: float = 0.0,
 ) -> str:
-    """Continue a prompt with a decoder, or write the target of `source` with an encoder-decoder.
+    """Continue a prompt with a decoder, or write the target of a source text with an encoder–decoder.
 
-    checkpoint: a run's folder, or what `load_checkpoint` returned, which saves loading it again. tokens: how many to
-    add at most (200). temperature, top_p, min_p, repetition_penalty: see `Sampling`, whose definitions are those of
-    transformers. beams: beam search in place of sampling. Returns the prompt and what follows it.
-    Raises UserError for a request that this model cannot meet.
+    Args:
+        checkpoint: A run's folder, or the result of `load_checkpoint` to avoid loading it again.
+        prompt: Text to continue.
+        tokens: Maximum number of new tokens; by default 200.
+        source: Source text of an encoder–decoder.
+        temperature, top_p, min_p, repetition_penalty, seed: Sampling, see `Sampling`; defined as in transformers.
+        beams: Width of beam search, instead of sampling.
+        length_penalty: Exponent of the length in beam search.
 
-    >>> megasparse.generate("runs/quickstart", "The history of ", 20, temperature=0.8).startswith("The history of ")
-    True
+    Returns:
+        The prompt and its continuation.
+
+    Raises:
+        UserError: The model cannot serve this request.
+
+    Examples:
+        >>> megasparse.generate("runs/quickstart", "The history of ", 20, temperature=0.8).startswith("The history of ")
+        True
     """
     loaded = checkpoint if isinstance(checkpoint, LoadedCheckpoint) else load_checkpoint(checkpoint)
     if loaded.config.model.kind != "encoder":
@@ -152,14 +167,22 @@ def generate(
 
 
 def predict(directory: str | Path, *inputs: str) -> dict[str, Any]:
-    """Predict one example with a fine-tuned model. inputs: its text, or the two texts of a pair.
+    """Predict one example with a fine-tuned model.
 
-    directory: a fine-tuning run's folder, whose best checkpoint is taken, or a checkpoint. Returns the prediction as
-    `megasparse predict` writes it. Raises ConfigError where the task has other inputs.
+    Args:
+        directory: A fine-tuning run's folder (its best checkpoint) or a checkpoint's folder.
+        inputs: The example's text, or the two texts of a pair.
 
-    >>> row = megasparse.predict("runs/reviews", "a good film")
-    >>> row["predicted"] in row["probabilities"]
-    True
+    Returns:
+        The prediction, as `megasparse predict` writes it.
+
+    Raises:
+        ConfigError: The task has other inputs.
+
+    Examples:
+        >>> row = megasparse.predict("runs/reviews", "a good film")
+        >>> row["predicted"] in row["probabilities"]
+        True
     """
     from megasparse.tasks.evaluate import predict_texts
     from megasparse.tasks.run import restore_task
@@ -168,13 +191,22 @@ def predict(directory: str | Path, *inputs: str) -> dict[str, Any]:
 
 
 def plan(config: Config, gpus: int = 1, gpu_memory: str = "80GiB", gpu: str = "A100", gpus_per_node: int = 8) -> "Plan":
-    """Predict what a pretraining run will take on so many GPUs: memory, FLOPs and time.
+    """Predict memory, FLOPs and time of a pretraining run.
 
-    gpu: A100, H100 or H200. Raises ConfigError for another one, and for a size without a unit.
+    Args:
+        config: The run's configuration.
+        gpus: Number of GPUs.
+        gpu_memory: Memory per GPU with its unit, such as "80GiB" or "80GB".
+        gpu: A100, H100 or H200.
+        gpus_per_node: GPUs that share a node.
 
-    >>> plan = megasparse.plan(megasparse.load_config("reformer_64k"), gpus=8)
-    >>> plan.fits, plan.peak < 80 * 2**30, plan.step_seconds > 0
-    (True, True, True)
+    Raises:
+        ConfigError: The GPU is unknown, or the size has no unit.
+
+    Examples:
+        >>> plan = megasparse.plan(megasparse.load_config("reformer_64k"), gpus=8)
+        >>> plan.fits, plan.peak < 80 * 2**30, plan.step_seconds > 0
+        (True, True, True)
     """
     from megasparse.planning.plan import Plan, hardware, parse_bytes
 

@@ -31,14 +31,15 @@ def finetune(
     stop_at: int | None = None,
     signals: StopSignals | None = None,
 ) -> RunResult:
-    """Fine-tune the pretrained model of `config` on its task, into `config.run.directory`.
+    """Fine-tune the pretrained model of `config` on its task and write everything to `config.run.directory`.
 
-    The arguments, and what is raised, are those of `pretrain`. A run that is complete leaves `best.json`, which names
-    the checkpoint that validated best, in its folder.
+    Arguments and errors are those of `pretrain`. A complete run writes `best.json`, which names the checkpoint with the
+    best validation metric.
 
-    >>> config = megasparse.load_finetune_config("reviews.json", ["run.directory=runs/reviews_again"])
-    >>> megasparse.finetune(config).complete
-    True
+    Examples:
+        >>> config = megasparse.load_finetune_config("reviews.json", ["run.directory=runs/reviews_again"])
+        >>> megasparse.finetune(config).complete
+        True
     """
     ranks = start_ranks(config.run)
     say = _reporter(ranks)

@@ -27,20 +27,29 @@ def pretrain(
     stop_at: int | None = None,
     signals: StopSignals | None = None,
 ) -> RunResult:
-    """Pretrain the model of `config` on its data, into `config.run.directory`. Every rank of a run calls it.
+    """Pretrain a model and write everything to `config.run.directory`. Call it on every rank.
 
-    resume: "auto" goes on from the newest checkpoint of that folder, "never" begins anew and refuses a folder that has
-        checkpoints, a path names the checkpoint to go on from.
-    start: a folder with weights that a run without checkpoints begins with, see `hub.importing`; resume is then "auto".
-    texts: one's own texts, which take the place of `data.path`, see `runs.data.with_texts`.
-    allow_changed_config: go on although the configuration would make it another run.
-    stop_at: save and end after this step.
-    signals: stop when they arrive. None, as in a notebook, leaves the process's signals alone.
-    Raises a UserError that names the key or file to correct, and what ended the run otherwise.
+    Args:
+        config: The run's configuration.
+        resume: "auto" resumes from the newest checkpoint of the folder, "never" starts from scratch and raises an error
+            if the folder contains checkpoints, a path resumes from that checkpoint.
+        start: Folder of weights to initialise from when the run has no checkpoint yet, see `hub.importing`. Needs
+            resume="auto".
+        texts: Your own texts instead of `data.path`, see `runs.data.with_texts`.
+        allow_changed_config: Resume although the configuration describes another run.
+        stop_at: Step after which to save and stop.
+        signals: Signals that stop the run. None (as in a notebook) leaves the process's handlers unchanged.
 
-    >>> config = megasparse.load_config("quickstart", ["run.directory=runs/again"])
-    >>> megasparse.pretrain(config, stop_at=1).directory
-    PosixPath('runs/again')
+    Returns:
+        The run's folder, its last step and whether it is complete.
+
+    Raises:
+        UserError: The configuration, data or a checkpoint is invalid; the message names the key or file.
+
+    Examples:
+        >>> config = megasparse.load_config("quickstart", ["run.directory=runs/again"])
+        >>> megasparse.pretrain(config, stop_at=1).directory
+        PosixPath('runs/again')
     """
     if start is None and config.lora is not None:
         from megasparse.hub.importing import require_base
