@@ -40,7 +40,7 @@ from megasparse.data.index_file import (
 )
 from megasparse.data.workers import Workers
 from megasparse.errors import DataError, SourceError, UserError
-from megasparse.files import LOCK_FILE, PARTIAL, file_sha256, locked, replacing
+from megasparse.files import LOCK_FILE, PARTIAL, file_sha256, locked, read_file, replacing
 
 PROGRESS_FILE = ".progress.json"
 Number = Annotated[int, Field(ge=0)]
@@ -202,8 +202,8 @@ def _write(plan: Progress, streams: CorpusSplits, encoder: Encoder, workers: Wor
     finished, ends = _finished(plan, output)
     copy = None
     if encoder.file:
-        copy, content = output / f"tokenizer{encoder.file.suffix}", encoder.file.read_bytes()
-        if not copy.exists() or copy.read_bytes() != content:
+        copy, content = output / f"tokenizer{encoder.file.suffix}", read_file(encoder.file)
+        if not copy.exists() or read_file(copy) != content:
             with replacing(copy) as out:
                 out.write(content)
     complete = (output / INDEX_FILE).exists()

@@ -30,6 +30,7 @@ from megasparse.callbacks import Progress, silent
 from megasparse.data.index_file import INDEX_FILE, MOST_BYTES, Shard
 from megasparse.data.reader import ShardFile
 from megasparse.errors import ConfigError, DataError, UserError, one_line, without_secrets
+from megasparse.files import LOCK_FILE, FileLock, open_file, open_regular
 
 STALL_SECONDS = 30.0  # without a byte for so long, a connection counts as broken
 ATTEMPTS = 8
@@ -240,7 +241,9 @@ class ShardCache:
                     return
                 self._make_room(shard.bytes, url, {self.path(other) for other in keep})
                 try:
-                    with partial.open("xb", buffering=0) as file:  # its size tells others of progress
+                    with open(
+                        partial, "xb", buffering=0, opener=open_regular
+                    ) as file:  # its size tells others of progress
                         fetch(url, file, progress, shard.bytes, shard.sha256, attempts)
                     partial.rename(path)
                 finally:
@@ -262,7 +265,7 @@ class ShardCache:
                     room -= status.st_size
         for _, path, freed in sorted(entries):
             if room < size and path not in keep:
-                with suppress(BlockingIOError, FileNotFoundError, PermissionError), path.open("r+b") as file:
+                with suppress(BlockingIOError, FileNotFoundError, PermissionError), open_file(path, "r+b") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     path.unlink()
                     room += freed
@@ -275,18 +278,18 @@ class ShardCache:
     def _lock(self, doing: str, progress: Progress) -> Iterator[None]:
         self.folder.mkdir(parents=True, exist_ok=True)
         reported = -1
-        with open(self.folder / ".lock", "ab") as file:
-            while True:
-                with suppress(BlockingIOError):
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                size = 0
-                with suppress(FileNotFoundError):
-                    size = sum(path.stat().st_size for path in self.folder.glob("*.partial"))
-                if size != reported:  # a wait in which nothing comes is no progress
-                    reported = size
-                    progress(doing)
-                time.sleep(POLL_SECONDS)
+        while True:
+            with suppress(BlockingIOError):
+                lock = FileLock(self.folder / LOCK_FILE)
+                break
+            size = 0
+            with suppress(FileNotFoundError):
+                size = sum(path.stat().st_size for path in self.folder.glob("*.partial"))
+            if size != reported:  # a wait in which nothing comes is no progress
+                reported = size
+                progress(doing)
+            time.sleep(POLL_SECONDS)
+        with lock:
             yield
 
 

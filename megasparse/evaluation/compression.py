@@ -38,6 +38,7 @@ from megasparse.errors import ConfigError, DataError
 from megasparse.evaluation.bits_per_dim import Stream, refuse_leaks
 from megasparse.evaluation.outputs import whole_file
 from megasparse.evaluation.results import restore, trained_tokenizer
+from megasparse.files import read_file
 from megasparse.model.decoder import Decoder
 from megasparse.ops.random import RngContext
 
@@ -325,7 +326,7 @@ def read(path: Path, output: Path) -> bytes:
     if output.exists():
         raise DataError(output, "there is a file already", "Name another with --output")
     try:
-        raw = path.read_bytes()
+        raw = read_file(path)
     except OSError as error:
         raise DataError(path, f"cannot be read: {error.strerror}", "Give a file") from None
     if not raw:

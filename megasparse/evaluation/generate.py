@@ -19,6 +19,7 @@ from megasparse.config.messages import show
 from megasparse.config.schema import Config
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError
+from megasparse.files import read_file
 from megasparse.ops.random import derive
 from megasparse.training.ranks import Ranks
 
@@ -96,7 +97,7 @@ def end_tokens(config: Config, tokenizer: Tokenizer) -> frozenset[int]:
         problem = "is not a JSON object"
         try:
             if settings.stat().st_size <= LARGEST_SETTINGS:
-                values = json.loads(settings.read_bytes()).get("eos_token_id")
+                values = json.loads(read_file(settings)).get("eos_token_id")
                 problem = f"eos_token_id = {show(values)} is not an id, or a list of ids"
         except (OSError, ValueError, AttributeError, RecursionError):
             values = ""

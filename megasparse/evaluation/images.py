@@ -22,7 +22,7 @@ from megasparse.data.corpora.images import MOST_BYTES, decode
 from megasparse.errors import ConfigError, DataError
 from megasparse.evaluation.bits_per_dim import Stream
 from megasparse.evaluation.generate import Sampling, continuations
-from megasparse.files import replacing
+from megasparse.files import open_file, replacing
 
 Picture = np.ndarray
 """(s, s, 3) uint8."""
@@ -74,7 +74,7 @@ def read_picture(path: str | Path, shape: Shape) -> Tensor:
     of another size, for one in colour where the model's are grey, and where it cannot be read.
     """
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             content = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise DataError(path, f"cannot be read: {error.strerror}", "Give the path of an image file") from None

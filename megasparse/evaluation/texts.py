@@ -6,7 +6,6 @@ S tokens of a source.
 import itertools
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from megasparse.evaluation.generate import (
     generate,
     search,
 )
+from megasparse.files import read_file
 
 DECODER_TOKENS = 200
 """Tokens that a decoder adds by default; an encoder–decoder stops by itself."""
@@ -60,7 +60,7 @@ def read_sources(text: str | None, file: str | None) -> list[bytes]:
     if file is None:
         return [] if text is None else [text.encode("utf-8", "surrogateescape")]
     try:
-        content = Path(file).read_bytes()
+        content = read_file(file)
     except OSError as error:
         raise DataError(file, f"cannot be read: {error.strerror}", "Give a text file with a source a line") from None
     if not content:

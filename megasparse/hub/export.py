@@ -14,6 +14,7 @@ from megasparse.config.attention import kinds
 from megasparse.config.schema import Config, ModelConfig, encoder_part
 from megasparse.data.tokenizers import NAMED, build_tokenizer
 from megasparse.errors import HubError
+from megasparse.files import read_file
 from megasparse.hub.formats import (
     TASKS,
     TOLERANCE,
@@ -241,7 +242,7 @@ def measurements(checkpoint: Checkpoint, path: str | Path | None) -> list[dict[s
 
 def _result(path: Path) -> dict[str, Any] | None:
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):
         return None
     good = isinstance(result, dict) and isinstance(result.get("protocol"), dict)

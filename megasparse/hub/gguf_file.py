@@ -18,6 +18,7 @@ from typing import IO
 import torch
 
 from megasparse.errors import HubError, one_line
+from megasparse.files import open_file
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 TEXT, ARRAY = 8, 9
@@ -72,7 +73,7 @@ def check_gguf(path: Path) -> None:
         size = path.stat().st_size
         if not path.is_file():
             raise _Bad("it is no regular file")
-        with path.open("rb") as stream:
+        with open_file(path) as stream:
             _check(stream, size)
     except _Bad as error:
         raise HubError(path, f"is no whole GGUF file: {error}", "Get it again") from None

@@ -20,6 +20,7 @@ from megasparse.config.load import build_config
 from megasparse.config.schema import Config, ModelConfig, SourceConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, HubError, UserError, did_you_mean
+from megasparse.files import read_file
 from megasparse.hub import require_transformers
 from megasparse.hub.formats import (
     DECODERS,
@@ -160,7 +161,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The config.json of a folder. Raises HubError where there is none, ConfigError where it is no JSON."""
     path = folder / "config.json"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path).decode()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "no UTF-8"
         raise HubError(path, f"cannot be read ({reason})", "Give the folder of a HuggingFace model") from None
@@ -231,7 +232,7 @@ def write_checkpoint(
     fragments = [_Unread(weight, shape, tensors[weight]) for weight, shape in expected.items()]
     written = {"config.json": (config.model_dump_json(indent=2) + "\n").encode(), **(files or {})}
     if tokenizer is not None:
-        written[Path(config.data.tokenizer).name] = tokenizer.read_bytes()
+        written[Path(config.data.tokenizer).name] = read_file(tokenizer)
     with appearing(output) as folder:
         make_folder(folder / FIRST)
         file = RankFile(cast(list[Fragment], fragments))

@@ -24,7 +24,7 @@ from megasparse.attention.contract import Attention, RecomputeCache
 from megasparse.attention.heads import Padding
 from megasparse.attention.observation import Call, each_call
 from megasparse.errors import DataError, HubError
-from megasparse.files import replacing
+from megasparse.files import open_file, read_file, replacing
 from megasparse.hub.replace import ENTRY
 from megasparse.hub.replaced_layer import NAME, Mechanisms
 from megasparse.ops.random import RngContext
@@ -146,7 +146,7 @@ class Teacher:
         if not path.exists():
             return None
         try:
-            record = json.loads(path.read_bytes())
+            record = json.loads(read_file(path))
             course, passes, state = record["identity"], int(record["passes"]), folder / Path(str(record["state"])).name
             before = float(record["before"])
         except (ValueError, LookupError, TypeError):
@@ -155,6 +155,7 @@ class Teacher:
             hint = f"Give the model, texts, length and seed that it began with, or remove {folder}"
             raise HubError(path, "is of another course", hint)
         try:
+            open_file(state).close()  # a pipe would make it wait
             stored = load_file(state)
         except (SafetensorError, OSError) as error:
             raise HubError(state, f"cannot be read ({error})", "Remove it to begin again") from None

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megasparse.errors import HubError
-from megasparse.files import sync_folder
+from megasparse.files import open_file, read_file, sync_folder
 
 LAYERS = {"layers", "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"}
 """Keys of a config.json that hold a number of layers."""
@@ -79,7 +79,7 @@ class TensorFile:
 
     def _of_its_depth(self) -> "TensorFile":
         with suppress(OSError, ValueError, RecursionError):  # who reads the configuration says what is wrong with it
-            if (layers := depth(json.loads((self.path / "config.json").read_bytes()))) > (count := len(self._files)):
+            if (layers := depth(json.loads(read_file(self.path / "config.json")))) > (count := len(self._files)):
                 problem = f"has {count} tensors, by its config.json {layers} layers"
                 raise HubError(self.path, problem, "Give a model with its own config.json")
         return self
@@ -105,7 +105,7 @@ def depth(values: Any) -> int:
 def _sharded(folder: Path) -> dict[str, Any]:
     index = folder / INDEX
     try:
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        listed = json.loads(read_file(index))["weight_map"]
         file_of = {str(name): str(file) for name, file in listed.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise HubError(index, "is no index of safetensors files", _AGAIN) from None
@@ -128,6 +128,7 @@ def _sharded(folder: Path) -> dict[str, Any]:
 
 def _opened(path: Path) -> Any:
     try:
+        open_file(path).close()  # a pipe would make it wait
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise HubError(path, f"is no whole safetensors file ({error})", _AGAIN) from None

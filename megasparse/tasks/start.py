@@ -19,7 +19,7 @@ from megasparse.config.messages import show
 from megasparse.config.schema import ModelConfig
 from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer, words_of
 from megasparse.errors import CheckpointError, ConfigError, HubError
-from megasparse.files import file_sha256, replacing
+from megasparse.files import file_sha256, read_file, replacing
 from megasparse.model.build import empty_model, initialise
 from megasparse.model.embedding import initialise_from_glove
 from megasparse.tasks.backbones import Backbone, HuggingFaceBody, add_adapters, checkpoint_layers
@@ -55,7 +55,7 @@ class Start:
         if file is not None:
             name = f"tokenizer{file.suffix}"
             with replacing(folder / name) as copy:
-                copy.write(file.read_bytes())
+                copy.write(read_file(file))
         with replacing(folder / RECORD) as out:
             out.write(json.dumps({**self.record, "tokenizer": name}, indent=2).encode() + b"\n")
 
@@ -113,7 +113,7 @@ def _record_of(run: Path) -> Iterator[tuple[dict[str, Any], Tokenizer]]:
     """Yield the record and the tokenizer in a run's folder. Raises CheckpointError if reading or using them fails."""
     folder = run / FOLDER
     try:
-        record = json.loads((folder / RECORD).read_bytes())
+        record = json.loads(read_file(folder / RECORD))
         name = record["tokenizer"]
         yield record, build_tokenizer(name if name in NAMED else str(folder / Path(name).name))
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -193,6 +193,7 @@ def _work(name: str, format: Format, seeds: Path, folder: Path, numbers: range, 
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
         before, start = _status("VmRSS"), _seconds()
         signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
+        signal.alarm(60)  # of what waits, and takes no time of a core
         try:
             format.read(folder)
             outcome = "read"

@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import os
+import random
 import shutil
 import tempfile
 from contextlib import closing
@@ -189,6 +190,23 @@ def test_mutants_are_read_or_refused_in_one_line(name, tmp_path):
     assert len(cases) == CASES
     assert not [case for case in cases if case.outcome not in ("read", "refused")]
     assert sum(case.outcome == "refused" for case in cases) > CASES // 10
+
+
+def pipe(folder: Path, draw: random.Random, repair: object) -> None:
+    path = draw.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "export" else name for name in FORMATS]
+)
+def test_no_reader_waits_for_a_pipe(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzzing, "mutate", pipe)
+    (tmp_path / "seeds").mkdir()
+    FORMATS[name].make(tmp_path / "seeds")
+    cases = list(fuzz(name, FORMATS[name], tmp_path / "seeds", tmp_path / "mutant", range(5)))
+    assert {case.outcome for case in cases} <= {"read", "refused"}
 
 
 def failing(folder: Path) -> None:

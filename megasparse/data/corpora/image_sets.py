@@ -19,7 +19,7 @@ from megasparse.data.corpora.corpus import Corpus, CorpusSettings, CorpusSplits
 from megasparse.data.corpora.images import ARCHIVE, PixelEncoder, folders, members, part_content, planar_piece, reading
 from megasparse.data.corpora.source import PIECE, Part, Source
 from megasparse.errors import ConfigError, DataError
-from megasparse.files import natural
+from megasparse.files import natural, open_file
 
 SIDE = 32
 IMAGE = 3 * SIDE * SIDE
@@ -235,7 +235,7 @@ def npz_batches(path: Path) -> list[str]:
 
     Raises DataError if there is neither.
     """
-    with reading(path), zipfile.ZipFile(path) as archive:
+    with reading(path), open_file(path) as file, zipfile.ZipFile(file) as archive:
         names = archive.namelist()
     if ARRAY in names:
         return [path.name]
@@ -255,7 +255,7 @@ def npz_rows(path: Path, batch: str, numbers: int) -> Iterator[bytes]:
     shown = f"{os.fspath(path)}: {batch}" if batch != path.name else os.fspath(path)
     with ExitStack() as stack:
         with reading(path):
-            archive = stack.enter_context(zipfile.ZipFile(path))
+            archive = stack.enter_context(zipfile.ZipFile(stack.enter_context(open_file(path))))
             if batch != path.name:
                 archive = stack.enter_context(zipfile.ZipFile(stack.enter_context(archive.open(batch))))
             stream = stack.enter_context(archive.open(ARRAY))

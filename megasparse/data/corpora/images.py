@@ -44,6 +44,7 @@ from megasparse.data.corpora.source import PIECE, UNREADABLE, Part, Source, open
 from megasparse.data.encoders import Encoded, Encoder
 from megasparse.data.tokenizers.simple import PixelTokenizer
 from megasparse.errors import DataError, SourceError
+from megasparse.files import open_file
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM")
 """Formats that Pillow may read: none of them runs another program or reads another file."""
@@ -204,7 +205,7 @@ def members(path: Path, most: int = 1 << 26) -> Iterator[tuple[tarfile.TarInfo, 
     """
     with ExitStack() as stack:
         with reading(path):
-            tar = stack.enter_context(tarfile.open(path))
+            tar = stack.enter_context(tarfile.open(fileobj=stack.enter_context(open_file(path))))
         assert tar.fileobj is not None
         tar.offset = 0
         while True:

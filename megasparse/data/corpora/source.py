@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from megasparse.data.corpora.download import download_all, is_url
 from megasparse.errors import ConfigError, DataError, SourceError, did_you_mean, one_line, without_secrets
+from megasparse.files import open_file
 
 PIECE = 1 << 20
 BOMB_BYTES, BOMB_RATIO = 1 << 30, 200
@@ -245,7 +246,7 @@ def _is_archive(file: Path) -> bool:
     try:
         if zipfile.is_zipfile(file):
             return True
-        with file.open("rb") as stream:
+        with open_file(file) as stream:
             if stream.read(4) == b"PK\3\4" or file.suffix.lower() == ".zip":
                 raise DataError(file, "this zip archive is damaged: its end is missing", "Get it again")
     except OSError as error:
@@ -262,7 +263,7 @@ def open_zip(file: Path) -> zipfile.ZipFile:
 @lru_cache(maxsize=1)
 def _opened(file: Path, size: int, modified: int) -> zipfile.ZipFile:
     """Kept open: reading the list of its members anew for each of them would take their number squared."""
-    return zipfile.ZipFile(file)
+    return zipfile.ZipFile(open_file(file))
 
 
 def _examine(part: Part, see: Callable[[bytes], None]) -> Part:
@@ -292,7 +293,7 @@ def read(part: Part) -> Iterator[bytes]:
         name = part.member or part.path.name
         decompress = None if part.raw else DECOMPRESS.get(Path(name).suffix.lower())
         with ExitStack() as stack:
-            opened = part.path.open("rb") if part.member is None else open_zip(part.path).open(part.member)
+            opened = open_file(part.path) if part.member is None else open_zip(part.path).open(part.member)
             stream: IO[bytes] = stack.enter_context(opened)
             stream = stack.enter_context(decompress(stream)) if decompress else stream
             while piece := stream.read(PIECE):

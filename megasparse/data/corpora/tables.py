@@ -25,7 +25,7 @@ from megasparse.data.corpora.corpus import (
 from megasparse.data.corpora.records import EMPTY, NOT_UTF8, RecordCorpus, Records, RecordSource, Unfit
 from megasparse.data.corpora.source import DECOMPRESS, Part, arrow, find_parts, read, reason, report_left_out
 from megasparse.errors import ConfigError, DataError, did_you_mean
-from megasparse.files import natural
+from megasparse.files import natural, read_file
 
 LONGEST_LINE = 1 << 26  # bytes
 NOT_JSON = Unfit("not JSON", damaged=True)
@@ -298,7 +298,7 @@ def revision(location: str) -> str | None:
         try:
             if info.stat().st_size > LARGEST_INFO:
                 raise DataError(info, f"more than {LARGEST_INFO:,} bytes are too many for a description", "Remove it")
-            described = json.loads(info.read_bytes())
+            described = json.loads(read_file(info))
         except (OSError, ValueError, RecursionError) as error:
             raise DataError(info, f"cannot be read ({type(error).__name__})", "Restore or remove it") from None
         checksums = described.get("download_checksums") if isinstance(described, dict) else None

@@ -14,6 +14,7 @@ from pathlib import Path
 from megasparse.errors import ConfigError, UserError
 from megasparse.files import FileLock, open_file
 from megasparse.training.ranks import Ranks
+from megasparse.training.stopping.watchdog import HEARTBEATS
 
 LOCK = ".lock"
 """Name of the file in `run.directory`. It stays when the run has ended; only the lock on it counts."""
@@ -49,9 +50,14 @@ def _take(directory: Path) -> FileLock | None:
     """Lock `directory` and write the holder's name; None where the file system has no locks. Raises ConfigError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        paths = [*directory.iterdir(), *directory.glob(f"{HEARTBEATS}/*")]
     except OSError as error:
-        problem = f"{directory} cannot be made ({error.strerror})"
+        problem = f"{directory} cannot be made or read ({error.strerror})"
         raise ConfigError("run.directory", problem, "Choose a folder that can be written") from None
+    for path in paths:
+        if not path.is_dir() and (path.is_symlink() or not path.is_file()):
+            problem = f"{path} is a symbolic link or no regular file, and a run writes its files there"
+            raise ConfigError("run.directory", problem, "Remove it, or choose another run.directory")
     path = directory / LOCK
     try:
         lock = FileLock(path)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megasparse.config.deepspeed_section import import_deepspeed, overlaps_communication
 from megasparse.config.schema import RunSettings
 from megasparse.data.batches import check_shares
+from megasparse.files import open_regular
 from megasparse.optimizers import build_optimizer, state_tensors
 from megasparse.optimizers.partitioned_adafactor import FACTORS, PartitionedAdafactor, Piece
 from megasparse.training.checkpoints.checkpoint import Fragment
@@ -180,7 +181,7 @@ def _lines_in(run: Path) -> Iterator[None]:
     with ExitStack() as opened:
         file: TextIO = io.StringIO()
         with suppress(OSError):
-            file = opened.enter_context((run / "deepspeed.log").open("a", encoding="utf-8"))
+            file = opened.enter_context(open(run / "deepspeed.log", "a", encoding="utf-8", opener=open_regular))
         logger = logging.getLogger("DeepSpeed")
         streams = [
             (handler, handler.setStream(file))

@@ -15,8 +15,11 @@ import pytest
 
 from megasparse.config.load import build_config
 from megasparse.errors import ConfigError, UserError
+from megasparse.files import FileLock
 from megasparse.training.checkpoints.run_lock import LOCK, run_lock
 from megasparse.training.ranks import Ranks
+from megasparse.training.reporting.tracker import JsonLines
+from megasparse.training.stopping.watchdog import HEARTBEATS, overwrite
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.run_ranks import ROOT
 from tests.helpers.trained import prepared, trained
@@ -26,6 +29,8 @@ import os, subprocess, sys, time
 from pathlib import Path
 from megasparse.training.checkpoints.run_lock import run_lock
 from megasparse.training.ranks import Ranks
+from megasparse.training.reporting.tracker import JsonLines
+from megasparse.training.stopping.watchdog import HEARTBEATS, overwrite
 with run_lock(Path(sys.argv[1]), Ranks()):
     started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False)
     print(started.pid, flush=True)
@@ -121,10 +126,26 @@ def test_what_the_lock_file_says_is_shown_only_where_it_is_one_line(tmp_path, te
     assert f"({tmp_path / LOCK} does not say which)" in str(refused.value)
 
 
+@pytest.mark.parametrize("name", [".lock", "config.json", "metrics.jsonl", "events.jsonl", f"{HEARTBEATS}/ranks.jsonl"])
+@pytest.mark.parametrize("kind", ["pipe", "link", "dangling link"])
+def test_a_planted_link_or_pipe_is_refused_and_nothing_written_through_it(tmp_path, name, kind):
+    target, path = tmp_path / "target", tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    if kind == "link":
+        target.write_text("{}\n")
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to(target)
+    with pytest.raises(UserError, match=f"^run.directory: {path} is a symbolic link or no"):
+        run_lock(tmp_path / "run", Ranks()).__enter__()
+    for write in (FileLock, lambda path: overwrite(path, b"x"), lambda path: JsonLines(path, pytest.fail).append({})):
+        with pytest.raises((OSError, pytest.fail.Exception), match=r"symbolic link|not a regular file"):
+            write(path)
+    assert target.exists() == (kind == "link") and (kind != "link" or target.read_text() == "{}\n")
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with (
-        pytest.raises(UserError, match=r"^run\.directory: .*file/run cannot be made \(Not a directory\)"),
+        pytest.raises(UserError, match=r"^run\.directory: .*file/run cannot be made or read \(Not a directory\)"),
         run_lock(tmp_path / "file" / "run", Ranks()),
     ):
         pass
