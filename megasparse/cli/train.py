@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from megasparse.cli.arguments import add_config, add_overrides, add_start, add_training, config_from
+from megasparse.config.files import shipped_configs
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
 from megasparse.config.schema import Config
@@ -60,6 +61,7 @@ def pretrain(args: argparse.Namespace) -> None:
 
 def add_finetune(parser: argparse.ArgumentParser) -> None:
     add_training(parser)
+    parser.add_argument("--source", metavar="PATH", help="the task's files: task.source")
 
 
 def finetune(args: argparse.Namespace) -> None:
@@ -69,8 +71,10 @@ def finetune(args: argparse.Namespace) -> None:
         megasparse finetune finetune/reviews                               # the quickstart's model, the same table
         megasparse finetune finetune/reviews --set task.source=mine.csv --set 'task.text=["review"]' \
           --set task.label=stars
-        megasparse finetune finetune/own_data_4k --set task.source=reviews.csv \
+        megasparse finetune finetune/own_data_4k --source reviews.csv \
           --set 'task.text=["review"]' --set task.label=stars --set start.huggingface=models/encoder
+        megasparse finetune glue/sst2                                      # finetune/glue_sst2, its data from the Hub
+        megasparse finetune glue/sst2 --source data/glue                   # official files, or a saved dataset
         deepspeed launch/finetune.py --config configs/finetune/glue_mnli.json    # every GPU of this machine
 
     Started again, the run resumes from its newest checkpoint. `megasparse evaluate --task` and `megasparse predict`
@@ -79,6 +83,11 @@ def finetune(args: argparse.Namespace) -> None:
     from megasparse.tasks.catalog import build_task
     from megasparse.training.stopping.signals import StopSignals
 
+    name = f"finetune/{'_'.join(str(args.name).split('/'))}"
+    if "/" in str(args.name) and name in shipped_configs():  # a dataset of the Hub, such as glue/sst2
+        args.name, args.source = name, args.source or "hub"
+    if args.source is not None:
+        args.set.append(f"task.source={json.dumps(args.source)}")
     config = config_from(args, FinetuneConfig)
     signals = StopSignals()
     if not args.dry_run:

@@ -20,6 +20,7 @@ from xml.etree import ElementTree
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError, DataError, did_you_mean
 from megasparse.files import natural
+from megasparse.tasks.metrics import ROUGE
 from megasparse.tasks.readers.listops import DIGITS, TOKENS, token_ids
 from megasparse.tasks.readers.mind import NEWS_COLUMNS
 from megasparse.tasks.readers.rows import (
@@ -37,6 +38,7 @@ from megasparse.tasks.readers.rows import (
     whole_text,
 )
 from megasparse.tasks.task import (
+    HUB,
     Example,
     Input,
     SourceLocation,
@@ -81,6 +83,9 @@ class Entry:
 class RowTask(Task):
     """A task of the catalog, read from its official files or from a dataset of Hugging Face."""
 
+    text_key = ""
+    """Key of the configuration that names the columns of the texts, for hints."""
+
     def __init__(self, config: TaskConfig, entry: Entry):
         super().__init__(config)
         self.name, self.entry, self.metrics, self.form = config.name, entry, entry.metrics, entry.form
@@ -89,6 +94,7 @@ class RowTask(Task):
         self.classes = tuple(names.partition("|")[0] for names in entry.classes) if entry.classes else None
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
+        folder = Path(f"{HUB}{self.entry.hub}") if str(folder) == "hub" else folder
         if is_dataset(folder):
             return {split: [folder.with_name(f"{folder.name}#{split}")] for split in open_dataset(folder)}
         for files in self.entry.files:
@@ -138,18 +144,22 @@ class RowTask(Task):
                 missing = f"has no column {error}" if isinstance(error, KeyError) else str(error)
                 raise DataError(str(location), missing, HINT) from None
             return value
-        value = field(row, column, location)
+        value = field(row, column, location, self.text_key)
         if not isinstance(value, str):
-            raise DataError(str(location), f'{json.dumps(value)[:80]} in the column "{column}" is no text', HINT)
+            problem = f'{json.dumps(value, ensure_ascii=False)[:80]} in the column "{column}" is no text'
+            raise DataError(str(location), problem, "Write a text in quotation marks")
         return value
 
     def _label(self, row: dict[str, Any], location: SourceLocation) -> Any:
         column = self.entry.label
         if callable(column):
             return self._input(row, column, location)
-        value = next((row[name] for name in column.split("|") if name in row), None)
-        if value is None or self.form == "texts":
-            return value.strip() or None if isinstance(value, str) else None
+        names = [column] if self.text_key else column.split("|")
+        value = next((row[name] for name in names if name in row), None)
+        if self.form == "texts":
+            return value.strip() if isinstance(value, str) else None
+        if value is None:
+            return None
         text = value if isinstance(value, str) else json.dumps(value)
         if self.classes is None:
             return similarity(text, location)
@@ -298,8 +308,7 @@ TOPICS = (
     *("autos", "entertainment", "finance", "foodanddrink", "games", "health", "kids", "lifestyle", "middleeast"),
     *("movies", "music", "news", "northamerica", "sports", "travel", "tv", "video", "weather"),
 )
-F1, ROUGE = ("accuracy", "macro_f1"), ("rouge1", "rouge2", "rougeL", "rougeLsum")
-SIMILARITY = ("pearson", "spearman")
+F1, SIMILARITY = ("accuracy", "macro_f1"), ("pearson", "spearman")
 REVIEWS = "reviews_Electronics_5.json"
 glue = partial(Entry, files=(TSV,), text=("sentence1", "sentence2"))
 amazon = partial(

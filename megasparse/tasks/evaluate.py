@@ -1,6 +1,7 @@
 """Fine-tuned models on examples: predictions, official metrics with their intervals, and files. N examples."""
 
 import csv
+import importlib.util
 import io
 import json
 import math
@@ -149,9 +150,14 @@ def predictions(form: Form, examples: Sequence[Encoded], table: Sequence[Predict
 
 
 def predict(model: Finetuned, sources: Sequence[str], say: Callable[[str], None]) -> list[Row]:
-    """Predict every example of the files, in their order. Raises DataError if there is none."""
-    _, files = chosen_files(model.form.task, sources, None)
-    encoded = encode_all(model.encoder, "new", read_files(model.form.task, files), say)
+    """Predict every example of the files, in their order, without labels if they cannot be read; an empty text is
+    counted. Raises DataError if there is none.
+    """
+    task, encoder = model.form.task, model.encoder
+    task.needs_labels, task.config = False, task.config.model_copy(update={"empty": "keep"})
+    encoder.config = task.config
+    _, files = chosen_files(task, sources, None)
+    encoded = encode_all(encoder, "new", read_files(task, files), say)
     if not encoded:
         raise DataError(sources[0], "has no examples", "Give files that have some")
     return predictions(model.form, encoded, predicted(model, encoded))
@@ -221,7 +227,10 @@ def _location(row: Row) -> str:
     return str(SourceLocation(Path(row["file"]), row["line"]))
 
 
-LIBRARIES = ("torch", "numpy", "scipy", "scikit-learn", "sacrebleu", "rouge-score", "tokenizers")
+LIBRARIES = {"scikit-learn": "sklearn", "rouge-score": "rouge_score"} | {
+    name: name for name in ("torch", "numpy", "scipy", "sacrebleu", "tokenizers")
+}
+"""Distributions whose versions are part of a result -> their modules."""
 
 
 def evaluate_checkpoints(
@@ -247,7 +256,6 @@ def evaluate_checkpoints(
     Raises:
         ConfigError: the same checkpoint is given twice; also as `restore_task` and the task's reader.
     """
-    require_metrics()
     paths = [chosen_checkpoint(Path(directory)).resolve() for directory in directories]
     for number, path in enumerate(paths):
         if path in paths[:number]:
@@ -257,6 +265,7 @@ def evaluate_checkpoints(
     for directory in directories:
         model = restore_task(directory, overrides, name)
         form, task = model.form, model.form.task
+        require_metrics(task.metrics)
         chosen, files = chosen_files(task, sources, split)
         if first and first[0].task.classes != task.classes:
             raise ConfigError("--checkpoint", f"{directory} was trained on other classes", "Evaluate it on its own")
@@ -306,7 +315,7 @@ def evaluate_checkpoints(
         "runs": runs,
         "versions": {
             "python": platform.python_version(), "megasparse": __version__,
-            **{library: version(library) for library in LIBRARIES},
+            **{name: version(name) for name in LIBRARIES if importlib.util.find_spec(LIBRARIES[name])},
         },
     }  # fmt: skip
     return result, predictions(form, encoded, table)

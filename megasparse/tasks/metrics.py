@@ -7,6 +7,7 @@ Rankings are scored as by MIND's official evaluate.py, means over impressions. A
 are cached by pair, so that the thousand resamples of an interval take seconds.
 """
 
+import importlib.util
 import statistics
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
@@ -105,7 +106,7 @@ BLEUS: dict[str, dict[str, Any]] = {
 }
 """Settings of sacrebleu's BLEU by metric: of plain text that sacrebleu tokenises itself; by the tokenizer "intl", which
 knows Unicode's punctuation and symbols, as Reformer's Table 4 has it; of such texts in lower case."""
-ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 """Words, pairs of words, the longest common subsequence, the union of those of sentences (CNN/DailyMail: ROUGE-L)."""
 
 
@@ -137,7 +138,7 @@ def signature(name: str) -> str | None:
         scorer = _scorer(name)
         scorer.corpus_score(["a"], [["a"]])
         return str(scorer.get_signature())
-    if name in ROUGE_TYPES:
+    if name in ROUGE:
         from importlib.metadata import version
 
         return f"{name}|f1|stemmer:porter|mean|version:{version('rouge-score')}"
@@ -170,14 +171,14 @@ def _chrf_counts(reference: str, hypothesis: str) -> tuple[int, ...]:
 def _rouge_scorer() -> Any:
     from rouge_score.rouge_scorer import RougeScorer
 
-    return RougeScorer(ROUGE_TYPES, use_stemmer=True)
+    return RougeScorer(ROUGE, use_stemmer=True)
 
 
 @lru_cache(maxsize=CACHED_PAIRS)
 def _rouge(reference: str, hypothesis: str) -> dict[str, float]:
-    """F1 of each of ROUGE_TYPES."""
+    """F1 of each of ROUGE."""
     scores = _rouge_scorer().score(reference, hypothesis)
-    return {name: scores[name].fmeasure for name in ROUGE_TYPES}
+    return {name: scores[name].fmeasure for name in ROUGE}
 
 
 def _summed(counts: Callable[[str, str], tuple[int, ...]], labels: np.ndarray, predicted: np.ndarray) -> list[int]:
@@ -217,7 +218,7 @@ METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     **{name: partial(_of_labels, name=name) for name in (*SKLEARN, "pearson", "spearman")},
     **{name: partial(_bleu, name=name) for name in BLEUS},
     "chrf": _chrf,
-    **{name: partial(_mean_rouge, name=name) for name in ROUGE_TYPES},
+    **{name: partial(_mean_rouge, name=name) for name in ROUGE},
     "auc": _mean(_auc),
     "mrr": _mean(_mrr),
     "ndcg5": _mean(partial(_ndcg, k=5)),
@@ -228,13 +229,11 @@ correlation with a constant, which is not defined, is 0. BLEU and chrF go from 0
 from 0 to 1."""
 
 
-def require_metrics() -> None:
-    """Raise UserError if the libraries are not installed."""
-    try:
-        import rouge_score  # noqa: F401
-        import sacrebleu  # noqa: F401
-        import scipy  # noqa: F401
-        import sklearn  # noqa: F401
-    except ImportError as error:
-        hint = 'Install what fine-tuning needs: pip install "megasparse[tasks]"'
-        raise UserError(f"{error.name}: is not installed, and computes the official metrics. {hint}") from None
+def require_metrics(names: Sequence[str]) -> None:
+    """Raise UserError if a library that computes these metrics is not installed."""
+    for name in names:
+        texts = "rouge_score" if name in ROUGE else "sacrebleu" if name == "chrf" or name in BLEUS else "sklearn"
+        for library in (texts, "scipy"):
+            if importlib.util.find_spec(library) is None:
+                hint = 'Install what fine-tuning needs: pip install "megasparse[tasks]"'
+                raise UserError(f"{library}: is not installed, and computes {name}. {hint}")

@@ -142,8 +142,8 @@ def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
     Raises DataError naming file and line of a bad example; ConfigError, CheckpointError, HubError as `build_task` and
     `open_start` do; UserError where the libraries of the metrics are missing.
     """
-    require_metrics()
     task = build_task(config.task)
+    require_metrics(task.metrics)
     metric = config.evaluation.metric or task.metrics[0]
     if metric not in task.metrics:
         raise ConfigError("evaluation.metric", f'"{metric}"', did_you_mean(metric, task.metrics))
@@ -157,7 +157,14 @@ def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
     if config.lora is not None:
         add_adapters(start.body, config.lora, config.run.seed)
     model, encoder = form.model(start.body), form.encoder(start)
-    encoded = [encode_all(encoder, *split, say) for split in (("training", train), ("validation", validation))]
+    encoded, kinds = [], []
+    for split, examples in (("training", train), ("validation", validation)):
+        encoded.append(encode_all(encoder, split, examples, say))
+        kinds.append(encoder.counts.kinds.keys())
+    for warning in task.warnings():
+        say(warning)
+    if task.classes and (unseen := sorted(kinds[1] - kinds[0])):
+        say(f"warning: no training example is of the class {', '.join(unseen)[:200]}, and validation has some that are")
     return TaskRun(_resolved(config, task, start, model, encoded[0]), form, start, model, *encoded)
 
 

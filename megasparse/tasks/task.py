@@ -28,6 +28,11 @@ HUB = "hf:/datasets/"
 """Beginning of the path of a dataset on the Hub, hf://datasets/OWNER/NAME/CONFIGURATION."""
 
 
+def is_remote(path: Path) -> bool:
+    """True for a dataset on the Hub: a path below HUB, or the task's own by the word "hub"."""
+    return str(path) == "hub" or str(path).startswith(HUB)
+
+
 def parts_of(files: Sequence[Path], parts: Iterable[str] = PARTS) -> dict[str, list[Path]]:
     """Return the parts of each of the files, by split; none if a file is missing."""
     if not all(file.exists() for file in files):
@@ -38,7 +43,7 @@ def parts_of(files: Sequence[Path], parts: Iterable[str] = PARTS) -> dict[str, l
 def split_name(file: Path) -> tuple[Path, str | None]:
     """Return a file and the part of it that FILE#part names; None for all of it."""
     name, _, part = file.name.rpartition("#")
-    if name and (part in PARTS or file.with_name(name).is_dir() or str(file).startswith(HUB)):
+    if name and (part in PARTS or file.with_name(name).is_dir() or is_remote(file)):
         return file.with_name(name), part
     return file, None
 
@@ -109,6 +114,10 @@ class Task(ABC):
         """Return the configuration completed from the training file, which a task built from it no longer needs."""
         return self.config
 
+    def warnings(self) -> list[str]:
+        """Return what is allowed but probably a mistake, a line each."""
+        return []
+
     def files(self, folder: Path) -> dict[str, list[Path]]:
         """Return the official files of a folder, by split: "train", "validation", "test" and any others, for `read`."""
         return existing(folder, self.official, self.inner)
@@ -171,7 +180,7 @@ def examples_of(
 
 def split_files(task: Task, folder: Path, split: str) -> list[Path]:
     """Return the official files of one split. Raises DataError if the folder has none."""
-    if not folder.exists() and not str(folder).startswith(HUB):
+    if not folder.exists() and not is_remote(folder):
         problem, kind = ("no such file", "file") if task.source_is_file else ("no such folder", "folder")
         raise DataError(folder, problem, f"Give the {kind} of {task.name}'s examples: --set task.source=PATH")
     splits = task.files(folder)
@@ -202,15 +211,14 @@ def chosen_files(task: Task, sources: Sequence[str], split: str | None) -> tuple
     ConfigError for a split of files.
     """
     paths = [find_file(source) for source in sources]
-    folder = next((path for path in paths if path.is_dir()), None)
+    folder = next((path for path in paths if path.is_dir() or is_remote(path)), None)
     if folder is None:
         if split is not None:
             raise ConfigError("--split", f'"{split}", but files are given', "Give the folder of the official files")
         return None, paths
-    if task.source_is_file or len(paths) > 1:
-        problem = "is a folder, where files are wanted" if task.source_is_file else "is a folder, and one of several"
-        hint = "" if task.source_is_file else ", or the one folder of its official files"
-        raise DataError(folder, problem, f"Give files that {task.name} can read{hint}")
+    if len(paths) > 1 or (not task.files(folder).keys() - {"train"} and task.source_is_file):
+        hint = "Give files that it can read, or the one folder of its official files or of a dataset"
+        raise DataError(folder, f"is a folder without splits of {task.name}, or one of several", hint)
     if split is None:
         tests = task.files(folder).get("test", [])  # all their examples have labels, or none
         first = next(iter(task.read(tests[0])), None) if tests else None
@@ -219,8 +227,12 @@ def chosen_files(task: Task, sources: Sequence[str], split: str | None) -> tuple
 
 
 def sha256_of(file: Path) -> str:
-    """Return the digest of a file, whole if the task reads a part; of a folder that of its files' names and digests."""
+    """Return the digest of a file, whole if the task reads a part; of a folder that of its files' names and digests;
+    nothing of a dataset on the Hub.
+    """
     path, _ = split_name(file)
+    if is_remote(path):
+        return ""
     if not path.is_dir():
         return file_sha256(path)
     files = sorted(file for file in path.rglob("*") if file.is_file())

@@ -6,9 +6,10 @@ import json
 import statistics
 
 import pytest
+from datasets import ClassLabel, Dataset, DatasetDict
 from sklearn.metrics import accuracy_score, f1_score
 
-from launch import evaluate, predict
+from launch import evaluate, finetune, predict
 from megasparse.cli.evaluation import OF_PRETRAINED
 from tests.helpers.finetuning import ENCODER, bert, launch, reviews, table, typed
 from tests.helpers.hub import checkpoint, encoder
@@ -148,6 +149,29 @@ def test_a_bert_of_pairs_on_official_files(tmp_path, capsys):
     assert result["metrics"]["accuracy"]["low"] is None  # one example has no interval
 
 
+def test_a_dataset_of_the_hub_is_named_as_there_and_read_from_a_folder(tmp_path, capsys):
+    rows = {"sentence": [f"a {word} model" for word in ("good", "bad") * 8], "label": [1, 0] * 8}
+    data = Dataset.from_dict(rows).cast_column("label", ClassLabel(names=["negative", "positive"]))
+    DatasetDict(train=data, validation=data.select(range(4))).save_to_disk(str(tmp_path / "sst2"))
+    changes = {"start.huggingface": str(bert(tmp_path / "bert")), "run.directory": str(tmp_path / "run"),
+               "task.max_length": 16, "training.epochs": 1, "training.precision": "fp32"}  # fmt: skip
+    words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    typed(
+        finetune,
+        "glue/sst2",
+        "--source",
+        tmp_path / "sst2",
+        *words,
+        "--set",
+        "run.device=cpu",
+        "--set",
+        "run.engine=torch",
+    )
+    assert lines(tmp_path / "run" / "metrics.jsonl")[-1]["evaluation/accuracy"] >= 0
+    typed(evaluate, "--task", "sst2", "--checkpoint", tmp_path / "run", "--source", tmp_path / "sst2")
+    assert "sst2, validation: 4 examples" in capsys.readouterr().out
+
+
 def test_mistakes_are_one_line_and_leave_nothing(folder, capsys, tmp_path):
     there = ["--checkpoint", folder / "run_0"]
     scored = [*there, "--task", "table", "--json", tmp_path / "out.json", "--predictions", tmp_path / "out.jsonl"]
@@ -160,17 +184,28 @@ def test_mistakes_are_one_line_and_leave_nothing(folder, capsys, tmp_path):
     for source, message in (
         (folder / "none.csv", f"{folder / 'none.csv'}: cannot be read (No such file"),
         (wrong, f'{wrong}:2: has no column "text". Did you mean "txt"?'),
-        (label, f'{label}:3: "awful" is no label of table'),
-        (empty, f"{empty}:3: is empty"),
-        (folder, f"{folder}: is a folder, where files are wanted"),
+        (folder, f"{folder}: is a folder without splits of table"),
         (headed, f"{headed}: has no"),
     ):
         assert message in refused(capsys, evaluate, *scored, "--source", source)
         assert message in refused(capsys, predict, *predicted, "--source", source)
+    for source, message in ((label, f'{label}:3: "awful" is no label of table'), (empty, f"{empty}:3: is empty")):
+        assert message in refused(capsys, evaluate, *scored, "--source", source)
     assert f"{unlabelled}:2: has no label" in refused(capsys, evaluate, *scored, "--source", unlabelled)
     cut = ["--set", "task.too_long=refuse", "--set", "task.max_length=4"]
     assert f"{unlabelled}:2: 10 tokens are more" in refused(capsys, predict, *predicted, *cut, "--source", unlabelled)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("label", ["", "awful", None])
+def test_a_prediction_needs_no_labels_takes_empty_texts_and_carries_ids(folder, capsys, tmp_path, label):
+    rows = [["a1", "the mask", "good"], ["b2", "", label or ""], ["c3", "we go", label]]
+    source = table(tmp_path / f"new.{'jsonl' if label is None else 'csv'}", rows, ("id", "text", "label"))
+    typed(predict, "--checkpoint", folder / "run_0", "--source", source, "--output", tmp_path / "out.jsonl")
+    found = lines(tmp_path / "out.jsonl")
+    assert [row["name"] for row in found] == ["a1", "b2", "c3"]
+    assert [row["label"] for row in found] == ["good", None, None]
+    assert "new: 1 inputs are empty, the first in" in capsys.readouterr().err
 
 
 def test_options_that_do_not_go_together_are_refused(folder, capsys, tmp_path):

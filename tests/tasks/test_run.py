@@ -10,17 +10,19 @@ import pytest
 from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.batches import Encoded, fingerprint
 from megasparse.tasks.metrics import METRICS
-from megasparse.tasks.run import restore_task
+from megasparse.tasks.run import open_run, restore_task
 from megasparse.training.checkpoints.manifest import list_checkpoints
 from tests.helpers.finetuning import (
     ENCODER,
     WORDS,
     assert_resumes,
     bert,
+    configured,
     launch,
     opened,
     plain,
     reviews,
+    table,
 )
 
 STEPS = 6
@@ -171,3 +173,33 @@ def test_a_changed_table_is_not_gone_on_with(place, tmp_path, capfd):
     with pytest.raises(SystemExit) as caught:
         launch(tmp_path / "run", source, **TINY)
     assert caught.value.code == 2 and "data" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("schedule", ["linear", "constant"])
+def test_more_epochs_are_gone_on_with_although_the_warm_up_follows_from_them(place, tmp_path, capfd, schedule):
+    sections = {**TINY, "optimizer": {"schedule": schedule, "warmup_fraction": 0.5}, "evaluation": {"every": 0}}
+    for epochs, steps in ((0.5, 4), (1.0, 8)):
+        sections["training"] = {"epochs": epochs, "global_batch": 4}
+        assert len(plain(launch(tmp_path / "run", place / "reviews.csv", **sections))) == steps
+    steps = "; training.steps: 4 -> 8" * (schedule == "linear")
+    assert f"optimizer.warmup_steps: 2 -> 4{steps}; the {schedule} schedule changes with it" in capfd.readouterr().err
+    sections["optimizer"]["warmup_fraction"] = 0.25
+    with pytest.raises(SystemExit):
+        launch(tmp_path / "run", place / "reviews.csv", **sections)
+    assert "optimizer.warmup_fraction: 0.5 -> 0.25" in capfd.readouterr().err
+
+
+def test_labels_that_look_like_a_mistake_are_reported(tmp_path):
+    """Real numbers taken as classes, and a class that validation alone has."""
+    rows = [(f"text {number}", f"{number % 3}.5") for number in range(20)]
+    held_out = table(tmp_path / "held_out.csv", [("x", "7.5"), ("y", "0.5")])
+    source, reported = table(tmp_path / "table.csv", rows), []
+    task = {"validation": str(held_out), "labels": ["0.5", "1.5", "2.5", "7.5"], "max_length": 128}
+    open_run(configured(tmp_path / "run", source, model=ENCODER, task=task), reported.append)
+    assert reported[-2].startswith(
+        'warning: the 4 real numbers in the column "label" are taken as classes: task.labels'
+    )
+    assert reported[-1] == "warning: no training example is of the class 7.5, and validation has some that are"
+    reported.clear()
+    open_run(configured(tmp_path / "run", reviews(tmp_path / "table.csv", 40), model=ENCODER), reported.append)
+    assert not any("warning" in line for line in reported)

@@ -18,7 +18,7 @@ from typing import Any
 
 from megasparse.errors import DataError, did_you_mean
 from megasparse.files import open_file, read_file
-from megasparse.tasks.task import HUB, SourceLocation
+from megasparse.tasks.task import HUB, SourceLocation, is_remote
 
 LONGEST_LINE, LARGEST = 1 << 26, 1 << 31
 """Bytes of a line, and characters of a CSV field; bytes of a file that is read whole (WikiHop's have 400 MB)."""
@@ -184,7 +184,7 @@ def _column_names(names: list[str], location: SourceLocation) -> list[str]:
 def is_dataset(path: Path) -> bool:
     """True for the path of a dataset on the Hub, and for a folder that `datasets` saved or exported."""
     marks = ("dataset_dict.json", "state.json", "*.parquet", "data/*.parquet")
-    return str(path).startswith(HUB) or (path.is_dir() and any(any(path.glob(mark)) for mark in marks))
+    return is_remote(path) or (path.is_dir() and any(any(path.glob(mark)) for mark in marks))
 
 
 def open_dataset(path: Path) -> dict[str, Any]:
@@ -209,12 +209,13 @@ def open_dataset(path: Path) -> dict[str, Any]:
 
 
 def dataset_rows(path: Path, split: str) -> Rows:
-    """Read the rows of a dataset's split; classes by their names, None for those that are hidden (-1)."""
+    """Read the rows of a dataset's split: classes by their names, without those that are hidden (-1)."""
     rows = open_dataset(path)[split]
     names = {column: kind.names for column, kind in (rows.features or {}).items() if hasattr(kind, "names")}
     for number, row in enumerate(rows, 1):
         for column, classes in names.items():
-            row[column] = None if row[column] is None or row[column] < 0 else classes[row[column]]
+            value = row.pop(column)
+            row |= {} if value is None or value < 0 else {column: classes[value]}
         yield SourceLocation(path, number), row
 
 
@@ -253,11 +254,13 @@ def field(row: dict[str, Any], column: str, location: SourceLocation, key: str =
 READERS: dict[str, Callable[[Path], Rows]] = {".csv": comma_separated, ".tsv": tab_separated, ".jsonl": json_lines}
 
 
-def table_rows(file: Path) -> Rows:
-    """Read the rows of a file of READERS or of a dataset. Raises DataError for any other file, and a malformed row."""
+def table_rows(file: Path, split: str | None = None) -> Rows:
+    """Read the rows of a file of READERS, or of a dataset's split ("train" by default). Raises DataError for a
+    malformed row, and for any other file.
+    """
     if is_dataset(file):
-        return dataset_rows(file, "train")
+        return dataset_rows(file, split or "train")
     if (reader := READERS.get(Path(re.sub(r"\.(gz|zip)\Z", "", file.name)).suffix.lower())) is None:
-        hint = f"Give a file whose name ends in {', '.join(READERS)}, also with .gz or .zip behind it"
+        hint = f"Give a dataset's folder, or a file that ends in {', '.join(READERS)}, also with .gz or .zip behind it"
         raise DataError(file, f'"{file.suffix}" is no known kind of table', hint)
     return strict(reader(file))

@@ -10,44 +10,49 @@ from typing import Any
 from megasparse.config.files import find_file
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError, DataError
-from megasparse.tasks.readers.rows import field, table_rows
-from megasparse.tasks.readers.texts import ROUGE, names_of
-from megasparse.tasks.task import Example, SourceLocation, Task
+from megasparse.tasks.catalog import F1, SIMILARITY, Entry, RowTask
+from megasparse.tasks.metrics import ROUGE
+from megasparse.tasks.readers.rows import field, is_dataset, table_rows
+from megasparse.tasks.readers.texts import names_of
+from megasparse.tasks.task import Example, SourceLocation, split_name
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
-def text_of(row: dict[str, Any], column: str, location: SourceLocation) -> str:
-    """Return the text in a column. Raises DataError if there is no such column, or JSON has something else there."""
-    value = field(row, column, location, "task.text")
-    if not isinstance(value, str):
-        problem = f'{json.dumps(value, ensure_ascii=False)[:80]} in the column "{column}" is no text'
-        raise DataError(str(location), problem, "Write a text in quotation marks")
-    return value
+class OwnTable(RowTask):
+    """A CSV file (quoted as in RFC 4180), a TSV file (no quoting), whose first line names the columns, a file of JSON
+    objects, one a line (.jsonl), or a dataset of Hugging Face. A row without the column of labels has none.
+    """
+
+    source_is_file = True
+    text_key = "task.text"
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        return super().files(folder) or {"train": [folder]}
+
+    def read(self, file: Path) -> Iterator[Example]:
+        path, part = split_name(file)
+        rows = table_rows(path, part) if is_dataset(path) else table_rows(file)
+        for number, (location, row) in enumerate(rows):
+            yield self.example(row, location, str(number))
 
 
-class Table(Task):
-    """A CSV file (quoted as in RFC 4180) or TSV file (no quoting), whose first line names the columns, or a file of
-    JSON objects, one a line (.jsonl). The file to train on is the task's source.
-
-    Labels are classes, distinguished by their text, in JSON also by that of numbers, true and false; or, if task.labels
-    is [], numbers to predict. A row without the column of labels has none, as in a file to predict on; an empty label
-    is an error.
+class Table(OwnTable):
+    """Classes, distinguished by their text, in JSON also by that of numbers, true and false; or, if task.labels is [],
+    numbers to predict. An empty label is an error.
     """
 
     name = "table"
-    source_is_file = True
-    metrics = ("accuracy", "macro_f1")
 
     def __init__(self, config: TaskConfig):
         """Read the labels of the training file if task.labels is null. Raises DataError too."""
-        super().__init__(config)
-        self.segments, labels = len(config.text), config.labels
+        labels = config.labels
+        metrics = SIMILARITY if labels == [] else F1
+        super().__init__(config, Entry(files=(), text=tuple(config.text), label=config.label, metrics=metrics))
         if config.label in config.text:
             problem = f'"{config.label}" is a column of task.text too'
             raise ConfigError("task.label", problem, "Name the column of the labels")
         if labels == []:
-            self.metrics = ("pearson", "spearman")
             return
         if labels is not None and (len(set(labels)) < len(labels) or len(labels) < 2):
             hint = "Name two classes or more, each once; [] predicts numbers, null takes those of the training file"
@@ -57,30 +62,31 @@ class Table(Task):
     def resolved(self) -> TaskConfig:
         return self.config.model_copy(update={"labels": list(self.classes or ())})
 
-    def files(self, folder: Path) -> dict[str, list[Path]]:
-        return {"train": [folder]}
-
-    def read(self, file: Path) -> Iterator[Example]:
-        for number, (location, row) in enumerate(table_rows(file)):
-            inputs = tuple(text_of(row, column, location) for column in self.config.text)
-            yield Example(inputs, self._label(row, location), location, str(number))
+    def warnings(self) -> list[str]:
+        """Return a warning if the classes look like numbers to predict."""
+        numbers = [_number(label) for label in self.classes or ()]
+        if any(number is None for number in numbers) or all(number == int(number or 0) for number in numbers):
+            return []
+        column = self.config.label
+        return [f'warning: the {len(numbers)} real numbers in the column "{column}" are taken as classes: '
+                "task.labels=[] predicts numbers"]  # fmt: skip
 
     def _label(self, row: dict[str, Any], location: SourceLocation) -> int | float | None:
-        if self.config.label not in row:
+        column = self.config.label
+        if column not in row:
             return None
-        label = _label_text(row[self.config.label], self.config.label, location)
+        label = _label_text(row[column], column, location)
         if self.classes is not None:
             return self.class_of(label, location)
-        number = _number(label)
-        if number is None:
+        if (number := _number(label)) is None:
             hint = "Write one, such as 3.5; or take labels as classes: --set task.labels=null"
-            raise DataError(str(location), f'"{label[:80]}" in the column "{self.config.label}" is no number', hint)
+            raise DataError(str(location), f'"{label[:80]}" in the column "{column}" is no number', hint)
         return number
 
     def _classes_of(self, file: Path) -> tuple[str, ...]:
         """Return the labels of a file, sorted: as numbers if all of them are numbers, else by their text."""
         column = self.config.label
-        if not file.exists():
+        if not file.exists() and not is_dataset(file):
             texts = ", ".join(f'"{text}"' for text in self.config.text)
             columns = f'{texts} (task.text) and "{column}" (task.label)'
             problem = "cannot be read (No such file or directory)"
@@ -111,24 +117,12 @@ def _number(label: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-class TextTable(Task):
-    """A CSV, TSV or JSONL file as `table` reads it. `task.text` names the column of the texts, `task.label` that of
-    their answers. The file to train on is the task's source; a row without the column of answers has no label.
-    """
+class TextTable(OwnTable):
+    """Texts and their answers: `task.text` names the column of the texts, `task.label` that of the answers."""
 
     name = "text_table"
-    form = "texts"
-    source_is_file = True
-    metrics = (*ROUGE, "bleu", "chrf")
 
     def __init__(self, config: TaskConfig):
-        super().__init__(config)
-        self.source, self.answer = names_of(config)
-
-    def files(self, folder: Path) -> dict[str, list[Path]]:
-        return {"train": [folder]}
-
-    def read(self, file: Path) -> Iterator[Example]:
-        for number, (location, row) in enumerate(table_rows(file)):
-            label = text_of(row, self.answer, location).strip() if self.answer in row else None
-            yield Example((text_of(row, self.source, location),), label, location, str(number))
+        source, answer = names_of(config)
+        metrics = (*ROUGE, "bleu", "chrf")
+        super().__init__(config, Entry(files=(), text=(source,), label=answer, metrics=metrics, form="texts"))

@@ -10,11 +10,9 @@ from typing import ClassVar
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError, DataError
+from megasparse.tasks.metrics import ROUGE
 from megasparse.tasks.readers.rows import lines, strict
 from megasparse.tasks.task import Example, SourceLocation, Task, examples_of, existing
-
-ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
-"""Metrics of summaries, whose sentences stand on lines of their own."""
 
 
 def names_of(config: TaskConfig) -> tuple[str, str]:

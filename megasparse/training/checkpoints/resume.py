@@ -57,6 +57,10 @@ FREE_TO_CHANGE = (
 steps and samples that are bad."""
 
 
+ENDING = ("linear", "cosine")
+"""Schedules that end at the last step."""
+
+
 def find_start(
     run: RunIdentity,
     ranks: Ranks,
@@ -160,9 +164,10 @@ def _check_data(checkpoint: Checkpoint, run: RunIdentity) -> None:
 def _check_config(checkpoint: Checkpoint, config: RunSettings, allow_changed: bool, ranks: Ranks) -> None:
     then, now = (flatten(json.loads(one.model_dump_json())) for one in (checkpoint.settings, config))
     changed = _changed(then, now)
-    conflicts = [
-        key for key in changed if not any(key == free or key.startswith(f"{free}.") for free in FREE_TO_CHANGE)
-    ]
+    # What follows from other keys is compared by these: the warm-up is a part of the steps, which are free to change.
+    derived = ("optimizer.warmup_steps",) * bool(now.get("optimizer.warmup_fraction"))
+    free_keys = (*FREE_TO_CHANGE, *derived)
+    conflicts = [key for key in changed if not any(key == free or key.startswith(f"{free}.") for free in free_keys)]
     if checkpoint.manifest["data_fingerprint"] == NO_DATA:  # nothing has been computed yet
         conflicts = [key for key in conflicts if key.startswith("model.")]
     listed = _listed(then, now, conflicts)
@@ -175,9 +180,11 @@ def _check_config(checkpoint: Checkpoint, config: RunSettings, allow_changed: bo
         raise CheckpointError(checkpoint.path, f"the configuration has changed since: {listed}", hint)
     if ranks.rank == 0 and conflicts:
         print(f"going on with a changed configuration, as asked: {listed}", file=sys.stderr)
-    if ranks.rank == 0 and "training.steps" in changed and checkpoint.step:
-        moved = "training.steps: {} -> {}; a cosine schedule now ends there, so the learning rate differs from here on"
-        print(moved.format(then["training.steps"], now["training.steps"]), file=sys.stderr)
+    schedule = now["optimizer.schedule"]
+    moved = [key for key in changed if key in derived or (key == "training.steps" and schedule in ENDING)]
+    if ranks.rank == 0 and moved and checkpoint.step:
+        line = f"the {schedule} schedule changes with it, so the learning rate differs from here on"
+        print(f"{_listed(then, now, moved)}; {line}", file=sys.stderr)
 
 
 def _mixture(config: RunSettings) -> dict[str, float]:

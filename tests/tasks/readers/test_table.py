@@ -3,10 +3,12 @@
 import json
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 
 from megasparse.config.finetuning import TaskConfig
+from megasparse.errors import DataError
 from megasparse.runs.api import load_finetune_config
 from megasparse.tasks.catalog import build_task
 from megasparse.tasks.metrics import METRICS
@@ -145,6 +147,52 @@ def test_the_shipped_table_is_read_in_any_folder(name, tmp_path, monkeypatch):
     Path("configs/finetune").mkdir(parents=True)
     reviews(Path(config.task.source), 40)  # a file of one's own of that name comes first
     assert len(read_examples(build_task(config.task), config)[0]) == 36
+
+
+@pytest.fixture(params=["saved", "exported"])
+def dataset(tmp_path, request):
+    """Texts with classes in three splits, of which the test split hides its labels."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    names = datasets.ClassLabel(names=["negative", "positive"])
+    splits = datasets.DatasetDict()
+    for split, labels in (("train", [1, 0, 1]), ("validation", [0]), ("test", [-1, -1])):
+        columns = {"sentence": [f"{split} {n}" for n in range(len(labels))], "label": labels, "idx": range(len(labels))}
+        splits[split] = datasets.Dataset.from_dict(columns).cast_column("label", names)
+        if request.param == "exported":
+            splits[split].to_parquet(folder / f"{split}-00000-of-00001.parquet")
+    if request.param == "saved":
+        splits.save_to_disk(str(folder))
+    return folder
+
+
+@pytest.mark.parametrize(("name", "classes"), [("sst2", ("0", "1")), ("table", ("negative", "positive"))])
+def test_a_dataset_of_hugging_face_is_read_by_its_splits(dataset, name, classes):
+    task = build_task(TaskConfig(name=name, source=str(dataset), text=["sentence"]))
+    found = {
+        split: [each for file in files for each in task.read(file)] for split, files in task.files(dataset).items()
+    }
+    assert task.classes == classes
+    assert {split: [each.label for each in examples] for split, examples in found.items()} == {
+        "train": [1, 0, 1], "validation": [0], "test": [None, None],
+    }  # fmt: skip
+    assert [each.inputs for each in found["train"]] == [("train 0",), ("train 1",), ("train 2",)]
+    assert [(each.name, str(each.location)) for each in found["train"][1:]] == [
+        ("1", f"{dataset}:2"), ("2", f"{dataset}:3"),
+    ]  # fmt: skip
+    with pytest.raises(DataError, match=r'data:1: has no column "text"'):
+        list(
+            build_task(TaskConfig(name="table", source=str(dataset), labels=["a", "b"])).read(Path(f"{dataset}#train"))
+        )
+
+
+def test_a_dataset_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "train.parquet").write_bytes(b"PAR1 no more")
+    assert "cannot be read as a dataset (" in refusal(lambda: build_task(TaskConfig(name="sst2")).files(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    found = refusal(lambda: split_files(build_task(TaskConfig(name="sst2")), Path("hub"), "train"))
+    assert found.startswith("hf:/datasets/nyu-mll/glue/sst2: cannot be read as a dataset (")
 
 
 ROWS = [("It rained, all day.\nAll night too.", "Rain"), ('He said "no".', " Ein Nein – é ")]
