@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 
 from megasparse.cli.arguments import add_config, add_overrides, add_start, add_training, config_from
@@ -10,7 +11,7 @@ from megasparse.config.files import shipped_configs
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
 from megasparse.config.schema import Config
-from megasparse.errors import ConfigError
+from megasparse.errors import ConfigError, UserError
 
 
 def add_pretrain(parser: argparse.ArgumentParser) -> None:
@@ -49,9 +50,16 @@ def pretrain(args: argparse.Namespace) -> None:
         signals.follow_launcher()
     # Imported when the configuration is known to be right: a mistake in it should be reported at once.
     from megasparse.planning.dry_run import dry_run_report
+    from megasparse.runs.data import from_data, open_data
     from megasparse.runs.pretraining import pretrain
 
     if args.dry_run:
+        try:
+            config = from_data(config)
+            if args.data is None:
+                open_data(config)
+        except UserError as error:
+            print(f"warning: training would end with this error: {error}", file=sys.stderr)
         for part in dry_run_report(config):
             print(part, flush=True)
         return

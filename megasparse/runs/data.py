@@ -17,7 +17,7 @@ from megasparse.data.corpora.tables import JSON_SUFFIXES, json_texts
 from megasparse.data.index import Index
 from megasparse.data.index_file import INDEX_FILE
 from megasparse.data.prepare import prepare
-from megasparse.data.tokenizers import Tokenizer, build_tokenizer
+from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer
 from megasparse.data.urls import GIGABYTE, ShardCache
 from megasparse.errors import ConfigError, UserError
 from megasparse.training.ranks import Ranks, RunHooks
@@ -42,6 +42,20 @@ class RunData:
             return self.mixture[0][0].fingerprint
         identity = [[index.fingerprint, weight] for index, weight in self.mixture]
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+
+def from_data(config: Config) -> Config:
+    """Return a configuration with the tokenizer beside the shards and its vocabulary, where those keys are not set.
+
+    Raises ConfigError for a tokenizer that cannot be read.
+    """
+    data, model = config.data, config.model
+    copy = next(Path(data.path).glob("tokenizer.*"), None)
+    if copy is not None and "tokenizer" not in data.model_fields_set:
+        data = data.model_copy(update={"tokenizer": str(copy)})
+    if data.tokenizer not in NAMED and "vocabulary" not in model.model_fields_set:
+        model = model.model_copy(update={"vocabulary": build_tokenizer(data.tokenizer).vocabulary})
+    return config.model_copy(update={"data": data, "model": model})
 
 
 def open_data(config: Config) -> RunData:

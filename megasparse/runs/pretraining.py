@@ -9,7 +9,7 @@ from megasparse.evaluation.held_out import held_out
 from megasparse.model.build import deferred_model, initial_weight
 from megasparse.ops.random import RngContext
 from megasparse.planning.flops import known_flops_per_token, warn_if_long
-from megasparse.runs.data import open_data, training_batches, with_texts
+from megasparse.runs.data import from_data, open_data, training_batches, with_texts
 from megasparse.training.checkpoints.manifest import RunIdentity
 from megasparse.training.loop import train
 from megasparse.training.ranks import Ranks, start_ranks
@@ -55,11 +55,13 @@ def pretrain(
         from megasparse.hub.importing import require_base
 
         require_base(config)
-    data = open_data(config) if texts is None else None  # what is wrong with the data is said before ranks start
+    if texts is None:  # open the data before starting the ranks
+        config = from_data(config)
+        data = open_data(config)
     ranks = start_ranks(config.run, config.parallel.sequence)
     if texts is not None:
-        config = with_texts(config, texts, ranks)
-    data = data or open_data(config)
+        config = from_data(with_texts(config, texts, ranks))
+        data = open_data(config)
     if start is not None:
         require_room(config, ranks)
         from megasparse.hub.importing import resumed_from

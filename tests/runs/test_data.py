@@ -8,16 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megasparse.config.load import build_config
 from megasparse.config.schema import Config, RunConfig
 from megasparse.data.index import Index
 from megasparse.data.tokenizers.simple import ByteTokenizer
 from megasparse.errors import ConfigError, DataError
-from megasparse.runs.data import open_data, open_folder, training_batches, with_texts
+from megasparse.runs.data import from_data, open_data, open_folder, training_batches, with_texts
 from megasparse.training.ranks import Ranks, RunHooks
 from tests.data.corpora.pictures import write_files
-from tests.data.folders import edit, ramp, write_folder
+from tests.data.folders import edit, prepared, ramp, source_of, write_folder
 from tests.helpers.refusals import refusal
 from tests.helpers.tiny import tiny_config
+from tests.helpers.tokenizers import PROSE, sentencepiece_model
 
 
 def config_of(folder: Path, model: dict[str, Any] | None = None, **data: Any) -> Config:
@@ -55,6 +57,20 @@ def test_without_a_mixture_it_is_the_folder_of_data_path(folders):
     assert data.evaluation.directory == folders["a"]
     assert data.fingerprint == Index.load(folders["a"]).fingerprint
     assert data.tokenizer.name == "bytes"
+
+
+def test_tokenizer_and_vocabulary_are_taken_from_the_data_unless_they_are_set(tmp_path):
+    path = write_files(tmp_path, {"own.model": sentencepiece_model(), "in/a.txt": PROSE.encode()}) / "own.model"
+    options = {"tokenizer": str(path), "split": "100,0,0", "documents": False}
+    prepared("text", source_of(tmp_path / "in", kind="stream"), tmp_path / "data", 500, 5000, **options)
+    values = {"data": {"path": str(tmp_path / "data"), "sequence_length": 30}}
+    config = from_data(build_config(values))
+    assert (config.data.tokenizer, config.model.vocabulary) == (str(tmp_path / "data" / "tokenizer.model"), 420)
+    assert open_data(config).tokenizer.vocabulary == 420
+    assert from_data(build_config(values, ["model.vocabulary=512"])).model.vocabulary == 512
+    stated = from_data(build_config(values, [f"data.tokenizer={path}"]))
+    assert (stated.data.tokenizer, stated.model.vocabulary) == (str(path), 420)
+    refusal(lambda: open_data(from_data(build_config(values, ["data.tokenizer=bytes"]))), ConfigError, "data.tokenizer")
 
 
 def test_a_mixture_is_trained_on_and_data_path_evaluated(folders):
