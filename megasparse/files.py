@@ -54,6 +54,21 @@ def read_file(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
         return file.read(size)
 
 
+MOST_VALUES = 1 << 20
+
+
+def has_many_values(content: bytes) -> bool:
+    """Return True if a JSON text has more than MOST_VALUES values, each of which takes up to 100 bytes once read."""
+    marks = (b"{", b"[", b",")
+    if sum(map(content.count, marks)) <= MOST_VALUES:
+        return False
+    content = content.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if content.count(b'"') > 2 * MOST_VALUES:
+        return True
+    content = re.sub(rb'"[^"]*"', b"", content)  # marks in texts are no values
+    return sum(map(content.count, marks)) > MOST_VALUES
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """A new file to write, which takes the name `path` when the block ends and vanishes when it fails.

@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from megasparse.errors import DataError, one_line, without_secrets
-from megasparse.files import read_file, replacing
+from megasparse.files import MOST_VALUES, has_many_values, read_file, replacing
 
 INDEX_FILE = "index.json"
 AGAIN = "Prepare the data again with megasparse prepare-data: it rewrites what is damaged"
 ANEW = "Delete the folder and prepare the data again with megasparse prepare-data"
-MOST_BYTES = 1 << 30  # of index.json: 50 million samples take less
+MOST_BYTES = 1 << 29  # of index.json: 50 million samples take less
 MOST_SAMPLES = 1 << 21  # of a shard
 LONGEST_TEXT = 8 * MOST_SAMPLES  # a name or entry, in characters: what the crc32 of that many samples take
 
@@ -139,6 +139,8 @@ def parse(path: Path, kind: type[File]) -> File:
 def parse_content(raw: bytes, path: Path | str, kind: type[File]) -> File:
     """Return the index file that is at `path`, a URL too, and has this content. Raises DataError as `parse` does."""
     try:
+        if has_many_values(raw):
+            raise ValueError(f"it has more than {MOST_VALUES:,} values")
         # Refuse what JSON parsers take in different ways, before pydantic's reads it
         json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant)
         file = kind.model_validate_json(raw)

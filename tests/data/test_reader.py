@@ -272,12 +272,16 @@ def changed(old: str, new: str) -> bytes:
 
 def test_the_valid_index_that_the_next_test_corrupts():
     assert parse_content(VALID.encode(), "index.json", IndexFile).splits["train"].tokens == 5
+    values = {"command": 'x,{"\\' * (1 << 18), "source": {"location": ["https://user:SECRET@host/x?Signature=SECRET"]}}
+    earlier = changed('"command": "", "source": {}', json.dumps(values)[1:-1])
+    file = parse_content(earlier, "index.json", IndexFile)
+    assert len(file.command) == 5 << 18 and file.source == {"location": ["https://host/x"]}
 
 
 @pytest.mark.parametrize(
     ("content", "problem"),
     {
-        "depth bomb of lists": (b"[" * 5_000_000, "nested too deeply"),
+        "depth bomb of lists": (b"[" * 500_000, "nested too deeply"),
         "depth bomb in an open entry": (
             changed('{"sample_bytes": 5}, "splits"', '{"a":' * 5000 + "1" + "}" * 5000 + ', "splits"'),
             "deeply",
@@ -290,6 +294,8 @@ def test_the_valid_index_that_the_next_test_corrupts():
         "100 MB of text": (changed('"command": ""', f'"command": "{"x" * 10**8}"'), "100,000,000 char"),
         "100 MB of a key": (f'{{"{"x" * 10**8}": 1}}'.encode(), "100,000,000 char"),
         "wrong types": (changed('"tokens": 5', '"tokens": "5"'), "tokens"),
+        "a million objects": (changed("{}", f'{{"a": [{"{}," * (1 << 20)}0]}}'), "more than 1,048,576 values"),
+        "a million numbers": (changed("{}", f'{{"a": [{"1," * (1 << 20)}0]}}'), "more than 1,048,576 values"),
         "BOM": (b"\xef\xbb\xbf" + VALID.encode(), "BOM"),
         "UTF-16": (VALID.encode("utf-16"), "utf-8"),
         "not UTF-8": (VALID.replace("text", "t\xe4xt").encode("latin-1"), "utf-8"),
@@ -321,14 +327,14 @@ def test_what_cannot_be_an_index_is_not_even_read(tmp_path, kind):
     path = tmp_path / "index.json"
     if kind == "huge":
         path.touch()
-        os.truncate(path, (1 << 30) + 1)
+        os.truncate(path, (1 << 29) + 1)
     elif kind == "fifo":
         os.mkfifo(path)
     elif kind == "folder":
         path.mkdir()
     else:
         path.symlink_to("/dev/zero")
-    problem = r"index\.json: cannot be read: (1,073,741,825 bytes are too many|this is not a regular file)"
+    problem = r"index\.json: cannot be read: (536,870,913 bytes are too many|this is not a regular file)"
 
     def load():
         with pytest.raises(DataError, match=problem):

@@ -7,7 +7,9 @@ import json
 import os
 import random
 import shutil
+import tarfile
 import tempfile
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,11 @@ from megasparse.hub.export import to_hf
 from megasparse.hub.gguf_file import check_gguf
 from megasparse.hub.importing import HFModel
 from megasparse.training.checkpoints.manifest import MANIFEST, seal
+from tests.data.corpora.pictures import draw, png, write_tar, write_zip
 from tests.data.folders import ramp, write_folder
 from tests.helpers import fuzzing
 from tests.helpers.fuzzing import Format, fuzz
+from tests.helpers.refusals import refusal
 from tests.helpers.tokenizers import sentencepiece_model, wordpiece
 from tests.helpers.trained import prepared, trained
 from tests.hub.test_gguf_file import gguf
@@ -41,6 +45,7 @@ CASES = int(os.environ.get("MEGASPARSE_FUZZ_CASES", "40"))
 TEXTS = [f"text {number} of a crawl, é " * (1 + number % 7) for number in range(60)]
 SAMPLE = "the attention of a model\tis 1 é \n".encode()
 OPTIONS = {"column": "text", "tokenizer": "bytes", "split": "100,0,0", "deduplicate": True, "min_bytes": 2}
+OPTIONS |= {"documents": True, "size": 8, "seed": 0}
 
 
 def checkpoint(folder: Path) -> None:
@@ -118,6 +123,16 @@ def read_images(folder: Path) -> None:
             pass
 
 
+def archives(folder: Path) -> None:
+    files = {f"train/{number}.png": png(image) for number, image in enumerate(draw(4))}
+    write_tar(folder / "a.tar", files)
+    write_tar(folder / "b.tar.gz", {"x" * 150: files["train/0.png"], **files}, "w:gz")
+
+
+def texts(folder: Path) -> None:
+    write_zip(folder / "a.zip", {f"{number}.txt": text.encode() for number, text in enumerate(TEXTS)})
+
+
 def lines(folder: Path) -> None:
     content = "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in TEXTS).encode()
     (folder / "a.jsonl").write_bytes(content)
@@ -169,6 +184,8 @@ FORMATS = {
     ),
     "shards": Format(shards, read_shards, vouch),
     "npz": Format(images, read_images),
+    "tar": Format(archives, lambda folder: read_records("images", folder)),
+    "zip": Format(texts, lambda folder: read_records("text", folder)),
     "jsonl": Format(lines, lambda folder: read_records("jsonl", folder)),
     "parquet": Format(tables, lambda folder: read_records("parquet", folder)),
     "arrow": Format(dataset, lambda folder: read_records("huggingface", folder)),
@@ -207,6 +224,75 @@ def test_no_reader_waits_for_a_pipe(name, tmp_path, monkeypatch):
     FORMATS[name].make(tmp_path / "seeds")
     cases = list(fuzz(name, FORMATS[name], tmp_path / "seeds", tmp_path / "mutant", range(5)))
     assert {case.outcome for case in cases} <= {"read", "refused"}
+
+
+def packed(size: int, head: bytes = b"", byte: bytes = b"\0") -> bytes:
+    """Return a gzip file of `size` bytes after the head, in members of 64 MB."""
+    return gzip.compress(head) + gzip.compress(byte * (1 << 26)) * (size >> 26)
+
+
+def header(size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
+    member = tarfile.TarInfo("notes.bin")
+    member.size, member.type = size, kind
+    return member.tobuf(tarfile.GNU_FORMAT)
+
+
+def column(folder: Path, text: pa.Array) -> None:
+    pq.write_table(pa.table({"text": text}), folder / "a.parquet", compression="zstd")
+
+
+def saved(folder: Path, text: pa.Array) -> None:
+    with pa.ipc.new_stream(str(folder / "a.arrow"), pa.schema([("text", text.type)])) as writer:
+        writer.write_table(pa.table({"text": text}))
+
+
+CELL, ENTRY = pa.array(["a" * (1 << 27)]), pa.array(["a" * (1 << 20)])
+MANY = pa.DictionaryArray.from_arrays(pa.array([0] * 5000, pa.int8()), ENTRY)
+OBJECTS = b'{"text": "abc", "x": [' + b"{}," * 21_000_000 + b"0]}\n"
+BOMBS: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "a member of negative size": (
+        "images",
+        lambda f: (f / "a.tar").write_bytes(header(-512) + bytes(1024)),
+        "-512 byt",
+    ),
+    "a PAX header of 3 GB": (
+        "images",
+        lambda f: (f / "a.tar.gz").write_bytes(packed(3 << 30, header(3 << 30, tarfile.XHDTYPE))),
+        "the header of notes.bin states 3,221,225,472 bytes",
+    ),
+    "a GNU name of 3 GB": (
+        "images",
+        lambda f: (f / "a.tar.gz").write_bytes(packed(3 << 30, header(3 << 30, tarfile.GNUTYPE_LONGNAME))),
+        "the header of notes.bin states 3,221,225,472 bytes",
+    ),
+    "a member of 8 GB": ("images", lambda f: (f / "a.tar.gz").write_bytes(packed(1 << 30, header(8 << 30))), "unfold"),
+    "line ends": (
+        "jsonl",
+        lambda f: (f / "a.jsonl.gz").write_bytes(packed(2 << 30, byte=b"\n")),
+        "unfold to 200 times",
+    ),
+    "objects": (
+        "jsonl",
+        lambda f: (f / "a.jsonl").write_bytes(OBJECTS),
+        "is record 1 here: a line of more than 1,048,57",
+    ),
+    "a cell": ("parquet", lambda f: column(f, CELL), 'a.parquet: column "text" of row group 0: its .* unfold'),
+    "an entry of many rows": ("parquet", lambda f: column(f, MANY), "a.parquet: its .* bytes unfold"),
+    "an entry of many rows of a dataset": ("huggingface", lambda f: saved(f, MANY), "unfold to 200 times"),
+}
+"""Corpus, files of it that unfold to much, and the message."""
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_one_line_before_its_memory_is_taken(name, tmp_path, monkeypatch):
+    corpus, make, message = BOMBS[name]
+    monkeypatch.setattr(fuzzing, "mutate", lambda *_: None)
+    monkeypatch.setattr(fuzzing, "MOST_BYTES", 256 << 20)
+    (tmp_path / "seeds").mkdir()
+    make(tmp_path / "seeds")
+    format = Format(make, lambda folder: refusal(lambda: read_records(corpus, folder), match=message))
+    (case,) = fuzz(name, format, tmp_path / "seeds", tmp_path / "mutant", range(1))
+    assert case.outcome == "read", case
 
 
 def failing(folder: Path) -> None:

@@ -4,7 +4,6 @@ import argparse
 import hashlib
 import os
 import re
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -17,7 +16,7 @@ from numpy.lib import format as npy
 from megasparse.data.corpora import images
 from megasparse.data.corpora.corpus import Corpus, CorpusSettings, CorpusSplits
 from megasparse.data.corpora.images import ARCHIVE, PixelEncoder, folders, members, part_content, planar_piece, reading
-from megasparse.data.corpora.source import PIECE, Part, Source
+from megasparse.data.corpora.source import PIECE, Part, Source, bounded_zip
 from megasparse.errors import ConfigError, DataError
 from megasparse.files import natural, open_file
 
@@ -235,7 +234,7 @@ def npz_batches(path: Path) -> list[str]:
 
     Raises DataError if there is neither.
     """
-    with reading(path), open_file(path) as file, zipfile.ZipFile(file) as archive:
+    with reading(path), open_file(path) as file, bounded_zip(file, path) as archive:
         names = archive.namelist()
     if ARRAY in names:
         return [path.name]
@@ -255,9 +254,9 @@ def npz_rows(path: Path, batch: str, numbers: int) -> Iterator[bytes]:
     shown = f"{os.fspath(path)}: {batch}" if batch != path.name else os.fspath(path)
     with ExitStack() as stack:
         with reading(path):
-            archive = stack.enter_context(zipfile.ZipFile(stack.enter_context(open_file(path))))
+            archive = stack.enter_context(bounded_zip(stack.enter_context(open_file(path)), path))
             if batch != path.name:
-                archive = stack.enter_context(zipfile.ZipFile(stack.enter_context(archive.open(batch))))
+                archive = stack.enter_context(bounded_zip(stack.enter_context(archive.open(batch)), shown))
             stream = stack.enter_context(archive.open(ARRAY))
             shape, by_columns, kind = _header(stream)
         if kind != np.uint8 or by_columns or len(shape) != 2 or shape[1] != numbers:

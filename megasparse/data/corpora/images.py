@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import islice, zip_longest
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -40,7 +40,16 @@ from megasparse.data.corpora.corpus import (
     positive,
     split_sizes,
 )
-from megasparse.data.corpora.source import PIECE, UNREADABLE, Part, Source, open_zip, reason, report_left_out
+from megasparse.data.corpora.source import (
+    PIECE,
+    UNREADABLE,
+    Part,
+    Source,
+    open_zip,
+    reason,
+    refuse_bomb,
+    report_left_out,
+)
 from megasparse.data.encoders import Encoded, Encoder
 from megasparse.data.tokenizers.simple import PixelTokenizer
 from megasparse.errors import DataError, SourceError
@@ -52,6 +61,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".pgm")
 MODES = {"RGB": "RGB", "L": "grey", "P": "palette", "1": "black-and-white"}
 """Modes of Pillow whose colours are three numbers of a byte each."""
 MOST_BYTES = 1 << 24  # of an encoded file: 64 × 64 pixels take 12,288 unencoded
+MOST_HEADER = 1 << 22  # bytes of an extended header of a tar archive
 DEEP = "more than 8 bits a colour"
 
 
@@ -199,24 +209,43 @@ def _zip_members(part: Part, around: tuple[str, ...]) -> Iterator[ImageFile]:
             yield ImageFile(str(member), (*name.parent.parts, *around), partial(part_content, member, MOST_BYTES))
 
 
+class TarHeader(tarfile.TarInfo):
+    """A header whose extended headers (long names, PAX) are bounded: tarfile reads them whole."""
+
+    EXTENDED = frozenset(b"LKxgX")
+
+    def _proc_member(self, archive: tarfile.TarFile) -> Any:
+        most = MOST_HEADER if self.type[0] in self.EXTENDED else sys.maxsize
+        if not 0 <= self.size <= most:
+            problem = f"the header of {self.name[:80]} states {self.size:,} bytes"
+            raise tarfile.InvalidHeaderError(problem)  # type: ignore[attr-defined]
+        return super()._proc_member(archive)  # type: ignore[misc]
+
+
 def members(path: Path, most: int = 1 << 26) -> Iterator[tuple[tarfile.TarInfo, Callable[[], bytes]]]:
     """Yield every member of an archive, and a function that reads its first `most` bytes until the next is asked for,
     if it is a regular file. TarFile's own iterator takes a broken header for the end, and holds all that it has seen.
     """
     with ExitStack() as stack:
         with reading(path):
-            tar = stack.enter_context(tarfile.open(fileobj=stack.enter_context(open_file(path))))
+            file: Any = stack.enter_context(open_file(path))
+            size, magic = os.fstat(file.fileno()).st_size, file.peek(2)[:2]
+            mode: Any = {b"\x1f\x8b": "r:gz", b"BZ": "r:bz2", b"\xfd7": "r:xz"}.get(magic, "r:")
+            tar = stack.enter_context(tarfile.open(fileobj=file, mode=mode, tarinfo=TarHeader))
         assert tar.fileobj is not None
         tar.offset = 0
         while True:
             with reading(path):
-                tar.fileobj.seek(tar.offset)
+                tar.fileobj.seek(start := tar.offset)
                 try:
-                    member = tarfile.TarInfo.fromtarfile(tar)
+                    member = TarHeader.fromtarfile(tar)
                 except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
                     return
                 except tarfile.HeaderError as error:  # type: ignore[attr-defined]
                     raise tarfile.ReadError(f"there is no valid header at byte {tar.offset} ({error})") from None
+                if member.size < 0 or tar.offset <= start:  # PAX headers state sizes, too
+                    raise tarfile.ReadError(f"the header at byte {start} states {member.size:,} bytes")
+                refuse_bomb(path, tar.offset, size)
 
             def read(member: tarfile.TarInfo = member) -> bytes:
                 with reading(path):

@@ -6,7 +6,7 @@ import argparse
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, islice
+from itertools import groupby, islice, repeat
 from typing import Any
 
 import numpy as np
@@ -326,10 +326,14 @@ def _files(source: Source, roles: Sequence[str]) -> dict[str, list[Part]]:
 def _sentence_lines(parts: Iterable[Part]) -> Iterator[bytes]:
     """Without their ends and white space around. Raises DataError for a line that no sentence has."""
     for part in parts:
-        for line in lines(part.pieces(), PIECE):
+        last = 0
+        for number, line in lines(part.pieces(), PIECE):
             if line is None:
-                raise DataError(str(part), f"a line is longer than {PIECE:,} bytes", "Give a sentence a line")
-            yield line.strip()
+                raise DataError(str(part), f"line {number} is longer than {PIECE:,} bytes", "Give a sentence a line")
+            yield from repeat(b"", number - last - 1)
+            if line:
+                yield line.strip()
+            last = number
 
 
 def _pair_pieces(pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:

@@ -26,8 +26,10 @@ from megasparse.errors import ConfigError, DataError, SourceError, did_you_mean,
 from megasparse.files import open_file
 
 PIECE = 1 << 20
-BOMB_BYTES, BOMB_RATIO = 1 << 30, 200
+BOMB_BYTES, BOMB_RATIO = 1 << 26, 200
 """Unpacked to more bytes, and more times its size on disk, than this, a file is no text (that packs 3 to 20 times)."""
+MOST_MEMBERS, MOST_DIRECTORY = 1 << 16, 1 << 23
+"""Files of a zip archive, and bytes of its directory, which zipfile reads whole."""
 Document = Iterable[bytes]
 Kind = Literal["stream", "files", "raw"]
 
@@ -232,12 +234,13 @@ def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Pa
     except UNREADABLE as error:
         raise _unreadable(file, error) from None
     members = sorted(info.filename for info in infos)
-    _refuse_bomb(file, sum(info.file_size for info in infos), file.stat().st_size)
+    refuse_bomb(file, sum(info.file_size for info in infos), file.stat().st_size)
     if kind == "stream" or member is not None:
         members = _members(file, members, member)
     is_hidden = lambda name: any(part.startswith((".", "__MACOSX")) for part in name.split("/"))  # noqa: E731
+    hidden = [] if member is not None else list(filter(is_hidden, members))
     chosen = [name for name in members if member is not None or not is_hidden(name)]
-    report_left_out(str(file), len(chosen), [name for name in members if name not in {*chosen}], "they are hidden")
+    report_left_out(str(file), len(chosen), hidden, "they are hidden")
     yield from (Part(file, name, name, False) for name in chosen)
 
 
@@ -254,6 +257,18 @@ def _is_archive(file: Path) -> bool:
     return False
 
 
+def bounded_zip(file: IO[bytes], name: str | Path) -> zipfile.ZipFile:
+    """Open a zip archive, which messages call `name`. Raises BadZipFile; DataError for too many files."""
+    end = zipfile._EndRecData(file)  # type: ignore[attr-defined]
+    if end and (size := end[zipfile._ECD_SIZE]) > MOST_DIRECTORY:  # type: ignore[attr-defined]
+        raise zipfile.BadZipFile(f"its directory has {size:,} bytes, at most {MOST_DIRECTORY:,} are read")
+    archive = zipfile.ZipFile(file)
+    if (count := len(archive.infolist())) > MOST_MEMBERS:
+        problem = f"this archive has {count:,} files, at most {MOST_MEMBERS:,} are read"
+        raise DataError(name, problem, "Unpack it, and give the folder")
+    return archive
+
+
 def open_zip(file: Path) -> zipfile.ZipFile:
     """Return a zip archive, which stays open."""
     status = file.stat()
@@ -263,7 +278,7 @@ def open_zip(file: Path) -> zipfile.ZipFile:
 @lru_cache(maxsize=1)
 def _opened(file: Path, size: int, modified: int) -> zipfile.ZipFile:
     """Kept open: reading the list of its members anew for each of them would take their number squared."""
-    return zipfile.ZipFile(open_file(file))
+    return bounded_zip(open_file(file), file)
 
 
 def _examine(part: Part, see: Callable[[bytes], None]) -> Part:
@@ -300,7 +315,7 @@ def read(part: Part) -> Iterator[bytes]:
                 if not size and not part.raw:
                     _require_text(part, piece)
                 size += len(piece)
-                _refuse_bomb(part, size, compressed)
+                refuse_bomb(part, size, compressed)
                 yield piece.removeprefix(codecs.BOM_UTF8) if size == len(piece) and not part.raw else piece
     except UNREADABLE as error:
         raise _unreadable(part, error) from None
@@ -314,7 +329,8 @@ def _require_text(part: Part, start: bytes) -> None:
             raise DataError(str(part), f"this is {kind}, not plain text", hint)
 
 
-def _refuse_bomb(what: Part | Path, size: int, compressed: int) -> None:
+def refuse_bomb(what: Part | Path | str, size: int, compressed: int) -> None:
+    """Raise DataError if a file of `compressed` bytes unfolds to `size` and more, which no corpus does."""
     if size > max(BOMB_BYTES, BOMB_RATIO * compressed):
         problem = f"its {compressed:,} bytes unfold to {BOMB_RATIO} times as many and more: this is no corpus"
         raise DataError(str(what), problem, "Decompress it yourself if you trust it")

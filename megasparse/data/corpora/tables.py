@@ -23,14 +23,24 @@ from megasparse.data.corpora.corpus import (
     lines,
 )
 from megasparse.data.corpora.records import EMPTY, NOT_UTF8, RecordCorpus, Records, RecordSource, Unfit
-from megasparse.data.corpora.source import DECOMPRESS, Part, arrow, find_parts, read, reason, report_left_out
+from megasparse.data.corpora.source import (
+    DECOMPRESS,
+    Part,
+    arrow,
+    find_parts,
+    read,
+    reason,
+    refuse_bomb,
+    report_left_out,
+)
 from megasparse.errors import ConfigError, DataError, did_you_mean
-from megasparse.files import natural, read_file
+from megasparse.files import MOST_VALUES, has_many_values, natural, read_file
 
 LONGEST_LINE = 1 << 26  # bytes
 NOT_JSON = Unfit("not JSON", damaged=True)
 NO_OBJECT = Unfit("no JSON object", damaged=True)
 TOO_LONG = Unfit(f"a line of more than {LONGEST_LINE:,} bytes", damaged=True)
+TOO_MANY = Unfit(f"a line of more than {MOST_VALUES:,} JSON values", damaged=True)
 SURROGATE = Unfit("half a surrogate pair", damaged=True)
 BATCH_ROWS = 512  # decoded at once
 LARGEST_FOOTER = 1 << 26
@@ -149,11 +159,14 @@ def add_column_argument(parser: argparse.ArgumentParser) -> None:
 def json_texts(part: Part, field: str) -> Records:
     """Yield the texts of all lines that are not blank."""
     no_field, no_text = Unfit(f'no "{field}"', damaged=True), Unfit(f'"{field}" is no text', damaged=True)
-    for number, line in enumerate(lines(read(part), LONGEST_LINE), 1):
+    for number, line in lines(read(part), LONGEST_LINE):
         if line is None:
             yield number, TOO_LONG
             continue
         if not line.strip():
+            continue
+        if has_many_values(line):
+            yield number, TOO_MANY
             continue
         try:
             record = json.loads(line.decode())
@@ -176,22 +189,25 @@ def json_texts(part: Part, field: str) -> Records:
 
 
 def parquet_texts(part: Part, column: str) -> Records:
-    return _from_values(_parquet_values(part.path, column))
+    return _from_values(part, _parquet_values(part.path, column))
 
 
 def dataset_texts(part: Part, column: str) -> Records:
     """Yield the texts of a file of any of the formats that a dataset has."""
     suffix = PurePosixPath(part.path.name).suffix.lower()
     if suffix == ".arrow":
-        return _from_values(_arrow_values(part.path, column))
+        return _from_values(part, _arrow_values(part.path, column))
     return parquet_texts(part, column) if suffix == ".parquet" else json_texts(replace(part, raw=False), column)
 
 
-def _from_values(values: Iterable[bytes | None]) -> Records:
+def _from_values(part: Part, values: Iterable[bytes | None]) -> Records:
+    size, packed = 0, part.path.stat().st_size
     for row, value in enumerate(values, 1):
         if value is None:
             yield row, EMPTY
             continue
+        size += len(value)
+        refuse_bomb(part, size, packed)
         try:
             value.decode()
             yield row, value
@@ -204,10 +220,18 @@ def _parquet_values(path: Path, column: str) -> Iterator[bytes | None]:
     from pyarrow.parquet import ParquetFile
 
     limits = {"thrift_string_size_limit": LARGEST_FOOTER, "thrift_container_size_limit": LARGEST_FOOTER}
-    with _reading(path), ParquetFile(path, page_checksum_verification=True, pre_buffer=False, **limits) as file:
+    with _reading(path), ParquetFile(path, **limits) as file:
         _require_texts(path, file.schema_arrow, column)
-        for batch in file.iter_batches(BATCH_ROWS, columns=[column], use_threads=False):
-            yield from _values(batch.column(0))
+        leaf = [file.schema.column(number).path for number in range(len(file.schema))].index(column)
+        for number in range(file.num_row_groups):
+            chunk = file.metadata.row_group(number).column(leaf)
+            part = f'{path}: column "{column}" of row group {number}'
+            refuse_bomb(part, chunk.total_uncompressed_size, chunk.total_compressed_size)
+        # As a dictionary, for which a large text in many rows is in memory once
+        options = {"metadata": file.metadata, "read_dictionary": [column], "page_checksum_verification": True, **limits}
+        with ParquetFile(path, pre_buffer=False, **options) as texts:
+            for batch in texts.iter_batches(BATCH_ROWS, columns=[column], use_threads=False):
+                yield from _values(batch.column(0))
 
 
 def _arrow_values(path: Path, column: str) -> Iterator[bytes | None]:
@@ -224,6 +248,7 @@ def _arrow_values(path: Path, column: str) -> Iterator[bytes | None]:
             batches = iter(table)
         _require_texts(path, table.schema, column)
         for batch in batches:
+            refuse_bomb(path, batch.nbytes, file.size())
             yield from _values(batch.column(table.schema.get_field_index(column)))
 
 
@@ -252,7 +277,8 @@ def _values(column: Any) -> list[bytes | None]:
     types = pyarrow.types
     if types.is_dictionary(column.type):
         column.validate(full=True)
-        column = column.dictionary_decode()
+        texts = _values(column.dictionary)  # not decoded: an entry may be large, and in many rows
+        return [None if index is None else texts[index] for index in column.indices.to_pylist()]
     if types.is_string(column.type):
         column = column.view(pyarrow.binary())
     elif types.is_large_string(column.type):

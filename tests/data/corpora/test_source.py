@@ -4,6 +4,7 @@ import lzma
 import random
 import zipfile
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 
 from megasparse.data.corpora import CORPORA
 from megasparse.data.corpora import source as source_module
+from megasparse.data.corpora.corpus import lines
 from megasparse.data.corpora.source import Source
 from megasparse.data.corpora.text import Enwik8
 from megasparse.errors import ConfigError, DataError
@@ -59,6 +61,14 @@ def test_members_of_an_archive(tmp_path):
     (tmp_path / "plain").write_text("plain")
     with pytest.raises(ConfigError, match=r"--member: .*plain is not a zip archive"):
         open_source(tmp_path / "plain", member="x")
+
+
+@pytest.mark.parametrize(("name", "most", "problem"), [("MEMBERS", 2, "3 files, at most 2"), ("DIRECTORY", 50, "")])
+def test_an_archive_of_too_many_files_is_refused(tmp_path, monkeypatch, name, most, problem):
+    path = write_zip(tmp_path / "x.zip", {f"{number}.txt": b"text" for number in range(3)})
+    monkeypatch.setattr(source_module, f"MOST_{name}", most)
+    with pytest.raises(DataError, match=rf"x\.zip: .*{problem}.* are read"):
+        source_of(path)
 
 
 def test_a_folder_in_the_order_of_paths_without_hidden_files(tmp_path, capsys):
@@ -165,6 +175,18 @@ def test_files_are_kept_apart_and_empty_ones_left_out(tmp_path, capsys):
         empty.write_bytes(gzip.compress(b"") if empty.suffix == ".gz" else b"")
         with pytest.raises(DataError, match=r"(nothing\.txt|empty\.gz): there is nothing in it\. Check --source"):
             open_source(empty)
+
+
+@pytest.mark.parametrize("longest", [2, 5, 100])
+def test_lines_of_any_pieces_are_those_of_the_whole(longest):
+    draw = random.Random(longest)
+    for _ in range(2000):
+        text = bytes(draw.choice(b"ab \n\n\r\t") for _ in range(draw.randrange(30)))
+        cuts = [0, *sorted(draw.choices(range(len(text) + 1), k=draw.randrange(4))), len(text)]
+        whole = [(number, line.lstrip()) for number, line in enumerate(text.split(b"\n"), 1)]
+        lasting = [(number, line) for number, line in whole if line or number == len(whole)]
+        want = [(number, line if len(line) <= longest else None) for number, line in lasting]
+        assert list(lines((text[a:b] for a, b in pairwise(cuts)), longest)) == want
 
 
 @pytest.mark.parametrize(
