@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
+from megasparse.attention.contract import (
+    Attention,
+    AttentionContext,
+    AttentionInputs,
+    AttentionOutput,
+    CachedTokens,
+    MechanismSpec,
+)
 from megasparse.attention.full import Cache, KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import DocumentRanks, merge, sink_attention
@@ -21,6 +28,8 @@ from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, buc
 
 Codes = tuple[Tensor, Tensor | None]
 """Buckets of queries and of keys, (B, H, R, L) each, any integer type; None for keys: the queries' are theirs too."""
+_MATCHES = 1 << 22
+"""Codes of queries and keys that are compared at a time."""
 _LAST = -1e30
 """A log-sum-exp below all that a token can have that sees another."""
 
@@ -217,6 +226,45 @@ class BandAttention(Attention):
         if not self.local:
             return query_codes, key_codes
         return with_window(query_codes), None if key_codes is None else with_window(key_codes)
+
+    def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor | None, Any]:
+        if self.shared_qk:
+            return None, None
+        queries, keys = self.band_codes(inputs, 0, context)
+        codes = (queries if keys is None else keys).permute(0, 3, 1, 2).flatten(2)
+        return codes.to(torch.int16 if self.buckets < 1 << 15 else torch.int32), queries
+
+    def choose(self, queries: Any, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
+        """The last M keys of each query's buckets, of the window, and the sinks, each key once."""
+        if queries is None or index is None:
+            return None
+        batch, heads, rounds, count = queries.shape
+        codes = index.unflatten(2, (heads, rounds)).permute(0, 2, 3, 1)  # (B, H, R, L)
+        chunk, length = min(self.window.chunk, codes.shape[-1]), codes.shape[-1]
+        position = torch.arange(length, dtype=torch.int32, device=codes.device)
+        hidden = tokens.rank < self.sinks
+        if tokens.real is not None:
+            hidden = hidden | ~tokens.real
+        step, picks = max(1, _MATCHES // (batch * heads * rounds * length)), []
+        for first in range(0, count, step):
+            last = position[length - count + first :][:step, None]
+            match = codes.unsqueeze(-2) == queries[..., first : first + step, None].to(codes.dtype)
+            match &= (position <= last) & ~hidden[:, None, None, None]  # (B, H, R, T, L)
+            picks.append(torch.where(match, position, -1).topk(chunk, dim=-1).values)
+        index = torch.cat(picks, dim=3).transpose(2, 3).flatten(3).long()  # (B, H, n, R·M)
+        rank = tokens.rank[:, -count:, None]
+        beside = torch.arange(self.sinks, device=rank.device)
+        beside = beside.masked_fill(beside > rank, -1)
+        if self.local:
+            window = rank - torch.arange(self.window.chunk, device=rank.device)
+            beside = torch.cat([beside, window.masked_fill(window < self.sinks, -1)], dim=-1)
+        index = torch.cat([index, tokens.at(beside)[:, None].expand(*index.shape[:2], -1, -1)], dim=-1)
+        if self.rule["count_rounds"] and (self.local or rounds > 1):
+            index = index.sort(dim=-1).values
+            index[..., 1:] = index[..., 1:].masked_fill(index[..., 1:] == index[..., :-1], -1)
+        blind = (index < 0).all(-1)  # a query that sees no key attends to itself
+        index[..., 0] = torch.where(blind, position[length - count :], index[..., 0])
+        return index
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> BandCache:
         rounds, buckets = self.local + self.cached_rounds(rounds), self.buckets + (self.sinks > 0)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from megasparse.attention.sequence_part import WHOLE, SequencePart
@@ -174,6 +175,44 @@ class Workload:
         return count * size * ((size + 1) / 2 if self.causal else size) / self.length
 
 
+class CachedTokens(NamedTuple):
+    """Tokens of a cache, of which the newest `number` are queries. rank: (B or 1, L), numbers among the real tokens.
+    order: (B or 1, L), the tokens by rank. real: (B, L) bool, or None where all are.
+    """
+
+    number: int
+    rank: Tensor
+    order: Tensor
+    real: Tensor | None
+
+    @staticmethod
+    def of(length: int, number: int, real: Tensor | None, device: torch.device) -> "CachedTokens":
+        if real is None:
+            position = torch.arange(length, device=device)[None]
+            return CachedTokens(number, position, position, None)
+        order = (~real).to(torch.int8).argsort(dim=1, stable=True)
+        return CachedTokens(number, real.cumsum(1) - 1, order, real)
+
+    def at(self, ranks: Tensor) -> Tensor:
+        """Return the tokens of ranks (B or 1, n, m), −1 for negative ranks."""
+        tokens = self.order.gather(1, ranks.clamp_min(0).flatten(1)).view(ranks.shape)
+        return tokens.masked_fill(ranks < 0, -1)
+
+    def near(self, chunk: int | None, sinks: int) -> tuple[Tensor, Tensor]:
+        """Return the tokens of each query's chunk of positions and the chunk before, and the first tokens: (B or 1, n,
+        m), −1 at empty places; and the rank of the first token in these chunks, (B or 1, n, 1).
+        """
+        rank = self.rank[:, -self.number :, None]
+        start, numbers = rank + 1, torch.arange(sinks, device=rank.device)
+        near = rank[..., :0]
+        if chunk is not None:
+            start = (rank // chunk - 1).clamp_min(0) * chunk
+            near = start + torch.arange(2 * chunk, device=rank.device)
+            near = near.masked_fill(near > rank, -1)
+        first = numbers.masked_fill(numbers >= start, -1)
+        return self.at(torch.cat([near, first], dim=-1)), start
+
+
 class Buckets(NamedTuple):
     """The bucket of every query and key: (B, H, L), of R rounds (B, R·H, L). number: how many buckets there are."""
 
@@ -320,6 +359,20 @@ class Attention(nn.Module, ABC):
     ) -> Tensor:
         """Append the one new token at `position` to the cache, and return its output (B, H, 1, D). x: (B, 1, E)."""
         raise self._lacks("cannot decode from a cache", "decode")
+
+    # Decoding several tokens from a cache of all keys and values
+
+    def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor | None, Any]:
+        """Return what later queries choose the keys of these tokens by, (B, n, w), and what `choose` needs of their
+        queries; None for a choice by positions alone.
+        """
+        return None, None
+
+    def choose(self, queries: Any, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
+        """Return the keys that the newest n tokens attend to, (B or 1, H or a divisor of it, n, K) token numbers, −1 at
+        empty places; None for a mechanism without such a choice. index: (B, L, w), of all tokens.
+        """
+        return None
 
     # Costs at a sequence length, a token, of these heads without their projections
 

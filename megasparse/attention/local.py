@@ -3,7 +3,7 @@ chunk after. B batch, H heads, L length, D head dim, C chunk, E distances (see o
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from megasparse.attention.contract import (
     AttentionContext,
     AttentionInputs,
     AttentionOutput,
+    CachedTokens,
     MechanismSpec,
     Passes,
 )
@@ -120,6 +121,9 @@ class LocalAttention(Attention):
         work = self.spec.workload(length)
         keys = work.chunks(self.chunk) + work.beyond(self.chunk, self.sinks)
         return work.pairs(keys) * (1.5 if self.relative else 1.0)
+
+    def choose(self, queries: Any, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
+        return None if self.relative is not None else tokens.near(self.chunk, self.sinks)[0][:, None]
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> LocalCache:
         # The chunk at hand and the one before it share two places by turns.

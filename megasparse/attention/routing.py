@@ -5,7 +5,7 @@ B batch, H heads, L length, n tokens of a document, D head dim, N centroids, W c
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -194,6 +194,9 @@ class RandomAttention(BandAttention):
         rows = head[:, None] * (1 << 32) + position[:, None]  # (B, H, L)
         bits = random_bits(context.rng.key(context.layer, "random bucket"), rows, 1)
         return torch.remainder(bits, self.buckets).transpose(-1, -2)
+
+    def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor | None, Any]:
+        return None, None  # its buckets are those of positions
 
     def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> tuple[Tensor, None]:
         return self.assign(inputs, position, context), None

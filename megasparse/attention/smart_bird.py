@@ -15,6 +15,7 @@ from megasparse.attention.contract import (
     AttentionContext,
     AttentionInputs,
     AttentionOutput,
+    CachedTokens,
     MechanismSpec,
     Passes,
     Targets,
@@ -171,6 +172,7 @@ class SmartBirdAttention(Attention):
             statistics["sketch_loss"] = loss.detach()
             loss = loss * (1.0 / self.spec.layers)
         index = context.recompute.keep(lambda: self._choose(self.sketches(x, inputs, context), inputs, context))
+        index = _by_head(index, inputs.q.shape[1])
         return AttentionOutput(self._attend(inputs, index), loss, statistics)
 
     def _attend(self, inputs: AttentionInputs, index: Tensor) -> Tensor:
@@ -298,7 +300,7 @@ class SmartBirdAttention(Attention):
         for number, (_, k) in enumerate(sketches):
             cache.sketch[:, number, position : position + 1] = k
         sketched = [(q, cache.sketch[:, number, : position + 1]) for number, (q, _) in enumerate(sketches)]
-        index = self._choose(sketched, inputs, context, position)
+        index = _by_head(self._choose(sketched, inputs, context, position), inputs.q.shape[1])
         chunk = self.near.window.chunk
         first = max(0, position // chunk - 1) * chunk if self.config.local else position + 1  # of the window
         sinks = min(self.config.sinks, first)
@@ -308,6 +310,22 @@ class SmartBirdAttention(Attention):
         index = torch.cat([index, beside.expand(*index.shape[:3], -1)], dim=-1)
         return gathered_attention(inputs.q, cache.heads.k, cache.heads.v, index, scale=self.near.scale)[0]
 
+    def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor | None, Any]:
+        queries, keys = zip(*self.sketches(self._read(x, inputs, context), inputs, context), strict=True)
+        return torch.cat(keys, dim=-1).to(inputs.k.dtype), (queries, inputs, context)
+
+    def choose(self, queries: Any, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
+        assert index is not None
+        sketched, inputs, context = queries
+        pairs = list(zip(sketched, index.split(self.config.sketch_dim, dim=-1), strict=True))
+        masked = inputs._replace(key_mask=tokens.real)
+        chosen = self._choose(pairs, masked, context, index.shape[1] - tokens.number).long()
+        sinks, chunk = self.config.sinks, self.near.window.chunk if self.config.local else None
+        beside, start = tokens.near(chunk, sinks)
+        rank = tokens.rank.expand(len(chosen), -1).gather(1, chosen.clamp_min(0).flatten(1)).view(chosen.shape)
+        chosen = chosen.masked_fill((rank < sinks) | (rank >= start[:, None]), -1)
+        return torch.cat([chosen, beside[:, None].expand(*chosen.shape[:2], -1, -1)], dim=-1)
+
     @torch.no_grad()
     def _choose(
         self,
@@ -316,27 +334,33 @@ class SmartBirdAttention(Attention):
         context: AttentionContext,
         first_query: int = 0,
     ) -> Tensor:
-        """The index (B, H or 1, Lq, K) of the queries from position `first_query` on. sketches: their queries (B, Lq,
-        d), and all keys, of each.
+        """The index (B, sketches, Lq, K), or where heads draw (B, H, Lq, K), of the queries from position `first_query`
+        on. sketches: their queries (B, Lq, d), and all keys, of each.
         """
-        heads, indices = inputs.q.shape[1] // len(sketches), []
-        sampling, rng = self.config.sampling, context.rng
+        sampling, rng, masks = self.config.sampling, context.rng, (inputs.key_mask, inputs.segments)
         spec = KeyChoiceSpec(self.config.keys, inputs.causal, sampling)
-        draws = sampling == "random" or (sampling != "top_k" and (rng.training or self.config.evaluation == "draws"))
+        if not (sampling == "random" or (sampling != "top_k" and (rng.training or self.config.evaluation == "draws"))):
+            count = len(sketches)
+            q, k = (torch.stack(x, dim=1).flatten(0, 1) for x in zip(*sketches, strict=True))
+            real, documents = (None if x is None else x.repeat_interleave(count, dim=0) for x in masks)
+            chosen = chosen_keys(q, k, spec, None, None, real, documents, first_query)
+            return chosen.unflatten(0, (-1, count)).squeeze(2)
+        heads, indices = inputs.q.shape[1] // len(sketches), []
         for number, (q, k) in enumerate(sketches):
-            noise, lse = None, None
-            if draws:
-                rows = rng.rows(first_query + q.shape[1], q.device)[:, first_query:]
-                first = context.head_offset + number * heads
-                noise = Noise(rng.key(context.layer, "sampled keys"), range(first, first + heads), rows)
-                if sampling.startswith("inverse_log"):
-                    if first_query:  # decoding: the one query sees all keys there are
-                        lse = torch.logsumexp((q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5, dim=-1)
-                    else:
-                        _, lse = _sketch(q.float(), k.float(), k.float(), inputs)
-            index = chosen_keys(q, k, spec, noise, lse, inputs.key_mask, inputs.segments, first_query)
-            indices.append(index if len(sketches) == 1 else index.expand(-1, heads, -1, -1))
-        return indices[0] if len(indices) == 1 else torch.cat(indices, dim=1)
+            lse, first = None, context.head_offset + number * heads
+            rows = rng.rows(first_query + q.shape[1], q.device)[:, first_query:]
+            noise = Noise(rng.key(context.layer, "sampled keys"), range(first, first + heads), rows)
+            if sampling.startswith("inverse_log"):
+                before = q.new_zeros(len(q), first_query, q.shape[2])  # queries of a cache
+                queries = torch.cat([before, q], dim=1).float()
+                lse = _sketch(queries, k.float(), k.float(), inputs)[1][:, first_query:]
+            indices.append(chosen_keys(q, k, spec, noise, lse, *masks, first_query))
+        return torch.cat(indices, dim=1)
+
+
+def _by_head(index: Tensor, heads: int) -> Tensor:
+    """An index (B, I, L, K) for each of the heads; of a single one as it is."""
+    return index if index.shape[1] == 1 else index.repeat_interleave(heads // index.shape[1], dim=1)
 
 
 class Projection(nn.Module):

@@ -24,7 +24,7 @@ from megasparse.config.checks import check_model
 from megasparse.config.messages import as_config_error, show
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError, HubError, did_you_mean
-from megasparse.hub.replaced_layer import NAME, Mechanisms, ReplacedCacheLayer, ReplacedPass
+from megasparse.hub.replaced_layer import NAME, IndexedLayer, Mechanisms, ReplacedPass
 from megasparse.hub.tensor_file import TensorFile, appearing
 from megasparse.model.build import initialise
 
@@ -236,13 +236,15 @@ def _state(model: nn.Module) -> _State:
     return state
 
 
-def _hand_over_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _hand_over_input(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Pass its input on to a self-attention, and its cache, made where it is missing; a hook before its forward."""
-    x = args[0] if args else kwargs["hidden_states"]
-    kwargs, layer, cache = {**kwargs, "megasparse_input": x}, getattr(module, NAME), kwargs.get("past_key_values")
-    run: ReplacedPass | None = kwargs.get("megasparse_pass")
-    if run is not None and cache is not None and layer.causal and not (layer.attends_fully or module.training):
-        kwargs["megasparse_cache"] = ReplacedCacheLayer.of(cache, layer.layer, layer, run.seed)
+    x, layer = args[0] if args else kwargs["hidden_states"], getattr(module, NAME)
+    cache, training = kwargs.get("past_key_values"), module.training
+    kwargs = {**kwargs, "megasparse_input": x}
+    if cache is not None and layer.causal and not training and kwargs.get("megasparse_pass") is not None:
+        if module.config._attn_implementation == NAME:
+            IndexedLayer.of(cache, layer.layer, not layer.attends_fully)
+        kwargs["megasparse_cache"] = cache
     return args, kwargs
 
 

@@ -6,27 +6,29 @@ mechanisms. B batch, L length, n new tokens, H heads, G heads of keys, D head di
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, DynamicIndexedLayer, DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, Targets
+from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, CachedTokens, Targets
 from megasparse.attention.full import FullAttention
 from megasparse.attention.heads import Padding, build_mechanism, split_heads_by_mechanism
 from megasparse.config.attention import AttentionConfig, heads_of_layer
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import HubError
 from megasparse.ops.operator import autocast_off
-from megasparse.ops.random import EVALUATION_STEP, RngContext
+from megasparse.ops.random import RngContext
 
 NAME = "megasparse"
+_GATHERED = 1 << 20
+"""Numbers of keys that are gathered at a time."""
 
 
 class Projected(NamedTuple):
@@ -37,11 +39,15 @@ class Projected(NamedTuple):
     k: Tensor
     v: Tensor
 
-    def rows(self, numbers: Tensor, order: Tensor) -> "Projected":
-        """The tokens `order` (n, m) of the sequences `numbers` (n,)."""
-        rows = numbers[:, None]
-        q, k, v = (x[rows, :, order].transpose(1, 2) for x in (self.q, self.k, self.v))
-        return Projected(self.x[rows, order], q, k, v)
+
+class _Part(NamedTuple):
+    """The newest n tokens of one mechanism. entries: (B, n, w) or None, and queries: see `Attention.index`."""
+
+    mechanism: Attention
+    heads: AttentionInputs
+    context: AttentionContext
+    entries: Tensor | None
+    queries: Any
 
 
 class Mechanisms(nn.ModuleDict):
@@ -60,12 +66,7 @@ class Mechanisms(nn.ModuleDict):
     @property
     def attends_fully(self) -> bool:
         """True if all heads attend fully, by queries and keys of their own."""
-        attention = next(iter(self.values()))
-        return (
-            len(self) == 1
-            and isinstance(attention, FullAttention)
-            and not (attention.shared_qk or attention.adds_positions)
-        )
+        return all(_attends_fully(attention) for attention in self.values())
 
     def attend(self, inputs: Projected, padding: Padding, context: AttentionContext) -> tuple[Tensor, list[Tensor]]:
         """Outputs of all heads (B, H, L, D), and what the mechanisms learn from."""
@@ -77,6 +78,44 @@ class Mechanisms(nn.ModuleDict):
             if loss is not None:
                 losses.append(loss)
         return torch.cat(outs, dim=1), losses
+
+    def index(self, inputs: Projected, context: AttentionContext, position: int) -> list[_Part]:
+        """The newest tokens of each mechanism, with what later ones choose their keys by."""
+        parts = []
+        for mechanism, heads, local in self.split_heads_by_mechanism(
+            inputs.q, inputs.k, inputs.v, Padding(), context, position
+        ):
+            with autocast_off(inputs.x):
+                index, queries = mechanism.index(inputs.x, heads, local)
+            if mechanism.shared_qk:  # its keys are unit queries, and no cache of keys
+                index = heads.k.detach().transpose(1, 2).flatten(2)
+            parts.append(_Part(mechanism, heads, local, index, queries))
+        return parts
+
+    def attend_cached(
+        self, parts: list[_Part], k: Tensor, v: Tensor, index: Sequence[Tensor | None], real: Tensor | None
+    ) -> Tensor:
+        """Outputs of the newest n tokens of a cache, (B, H, n, D). k, v: (B, G, L, D). index: of all tokens. real: (B,
+        L) bool, or None.
+        """
+        length, count, repeats = k.shape[2], parts[0].heads.q.shape[2], sum(self.split.values()) // k.shape[1]
+        tokens, outs, first = CachedTokens.of(length, count, real, k.device), [], 0
+        for part, entries in zip(parts, index, strict=True):
+            mechanism, q, heads = part.mechanism, part.heads.q, part.heads.q.shape[1]
+            own = slice(first, first + heads)
+            if own.start % repeats == own.stop % repeats == 0:
+                keys, values = (x[:, own.start // repeats : own.stop // repeats] for x in (k, v))
+            else:
+                keys, values = (x.repeat_interleave(repeats, dim=1)[:, own] for x in (k, v))
+            first = own.stop
+            with autocast_off(q):
+                if _attends_fully(mechanism):
+                    outs.append(_after(q, keys, values, real))
+                elif (chosen := mechanism.choose(part.queries, entries, tokens)) is not None:
+                    outs.append(attend_to(q, keys, values, chosen, q.shape[3] ** -0.5))
+                else:
+                    outs.append(_again(part, keys, values, entries, real))
+        return torch.cat(outs, dim=1)
 
     def split_heads_by_mechanism(
         self, q: Tensor, k: Tensor, v: Tensor, padding: Padding, context: AttentionContext, position: int = 0
@@ -92,150 +131,85 @@ class Mechanisms(nn.ModuleDict):
             yield mechanisms[kind], heads, part_context
 
 
-class _Group:
-    """Sequences of a batch that have as many tokens each. caches: of each mechanism."""
-
-    def __init__(self, layer: Mechanisms, numbers: Tensor, seed: int, like: Tensor):
-        self.layer, self.numbers, self.seed, self.position = layer, numbers, seed, 0
-        self.samples = numbers.cpu()
-        self.caches = {kind: cast(Attention, layer[kind]).new_cache(len(numbers), like, None) for kind in layer.split}
-
-    def context(self) -> AttentionContext:
-        rng = RngContext(self.seed, EVALUATION_STEP, self.samples, training=False)
-        return AttentionContext(self.layer.layer, rng)
-
-    def prefill(self, inputs: Projected) -> Tensor:
-        """Takes in the whole beginning of the sequences; returns its outputs (n, H, L, D)."""
-        outs = []
-        parts = self.layer.split_heads_by_mechanism(inputs.q, inputs.k, inputs.v, Padding(), self.context())
-        for kind, (mechanism, heads, context) in zip(self.layer.split, parts, strict=True):
-            with autocast_off(inputs.x):
-                outs.append(mechanism(inputs.x, heads, context).out)
-                mechanism.fill_cache(inputs.x, heads, self.caches[kind], context)
-        self.position = inputs.q.shape[2]
-        return torch.cat(outs, dim=1)
-
-    def decode(self, inputs: Projected) -> Tensor:
-        """Takes in one more token of each sequence; returns its outputs (n, H, 1, D)."""
-        parts = inputs.q, inputs.k, inputs.v
-        shares = self.layer.split_heads_by_mechanism(*parts, Padding(), self.context(), self.position)
-        with autocast_off(inputs.x):
-            outs = [
-                mechanism.decode(inputs.x, heads, self.caches[kind], self.position, context)
-                for kind, (mechanism, heads, context) in zip(self.layer.split, shares, strict=True)
-            ]
-        self.position += 1
-        return torch.cat(outs, dim=1)
-
-    def select(self, rows: Tensor, numbers: Tensor) -> "_Group":
-        """Becomes the sequences `chosen`, with other numbers in the batch; each keeps its draws."""
-        for cache in self.caches.values():
-            cache.select(rows)
-        self.samples, self.numbers = self.samples[rows.cpu()], numbers
-        return self
+def _attends_fully(attention: nn.Module) -> bool:
+    return isinstance(attention, FullAttention) and not (attention.shared_qk or attention.adds_positions)
 
 
-class ReplacedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """A layer of transformers' generation cache that holds the caches of mechanisms, in place of all keys and values.
+class IndexedLayer(DynamicIndexedLayer):  # type: ignore[misc]
+    """A layer of transformers' generation cache with an index by which mechanisms choose keys.
 
-    Padding may stand on either side of what fills it: each sequence is computed as if it stood alone.
+    Its tensors grow in steps, so that few tokens copy them.
     """
 
-    is_sliding = False
-
-    def __init__(self, layer: Mechanisms, seed: int):
+    def __init__(self) -> None:
         super().__init__()
-        self.layer, self.seed, self.length = layer, seed, 0
-        self.groups: list[_Group] = []
+        self.stores: dict[str, Tensor] = {}
 
     @staticmethod
-    def of(cache: Cache, number: int, layer: Mechanisms, seed: int) -> "ReplacedCacheLayer":
-        """The cache of a layer of the model, made where the cache is still empty there. Raises HubError for a cache
-        that cannot hold it.
-        """
+    def of(cache: Cache, number: int, needs_index: bool) -> None:
+        """Put such a layer into a cache where it is still empty. Raises HubError for a layer that cannot be one."""
         while len(cache.layers) <= number:
             cache.layers.append(DynamicLayer())
-        entry = cache.layers[number]
-        if not isinstance(entry, ReplacedCacheLayer):
-            if type(entry) is not DynamicLayer or entry.get_seq_length():
-                problem = f"layer {number} of past_key_values is a {type(entry).__name__} that cannot be replaced"
-                raise HubError(type(cache).__name__, problem, "Give an empty DynamicCache, or none")
-            cache.layers[number] = entry = ReplacedCacheLayer(layer, seed)
-        return entry
-
-    def take(self, inputs: Projected, mask: Tensor | None) -> Tensor:
-        """Takes in more tokens; returns their outputs (B, H, n, D). mask: (B, tokens so far), true for real ones."""
-        before, count = self.length, inputs.q.shape[2]
-        self.length += count
-        if before == 0:
-            return self._prefill(inputs, mask)
-        if mask is not None and not bool(mask[:, before:].all()):
-            problem = f"attention_mask hides tokens after the first {before}, which a cache holds"
-            raise HubError("past_key_values", problem, "Give padded sequences in one call")
-        out = torch.empty_like(inputs.q)
-        for group in self.groups:
-            for column in range(count):
-                at = torch.full_like(group.numbers, column)[:, None]
-                out[group.numbers, :, column] = group.decode(inputs.rows(group.numbers, at))[:, :, 0].to(out.dtype)
-        return out
-
-    def _prefill(self, inputs: Projected, mask: Tensor | None) -> Tensor:
-        if mask is None:
-            mask = torch.ones(inputs.x.shape[:2], dtype=torch.bool, device=inputs.x.device)
-        lengths, order = mask.sum(1), (~mask).to(torch.int8).argsort(dim=1, stable=True)
-        out = torch.zeros_like(inputs.q)
-        for length in lengths.unique().tolist():
-            numbers = (lengths == length).nonzero().squeeze(1)
-            group, tokens = _Group(self.layer, numbers, self.seed, inputs.k), order[numbers, :length]
-            if length:
-                whole = tokens.numel() == mask.numel()
-                outputs = group.prefill(inputs if whole else inputs.rows(numbers, tokens))
-                out[numbers[:, None], :, tokens] = outputs.transpose(1, 2).to(out.dtype)
-            self.groups.append(group)
-        return out
-
-    # What transformers asks of a layer of a cache
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the first tokens make the caches."""
+        layer = cache.layers[number]
+        if type(layer) is DynamicLayer and not layer.get_seq_length():
+            cache.layers[number] = IndexedLayer()
+        elif not isinstance(layer, IndexedLayer) and (needs_index or type(layer) is not DynamicLayer):
+            problem = f"layer {number} of past_key_values is a {type(layer).__name__} with no index of its tokens"
+            hint = "Give an empty DynamicCache, or none, and keep one attn_implementation while it fills"
+            raise HubError(type(cache).__name__, problem, hint)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values alone; `take` takes them in."""
-        return key_states, value_states
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = self._append("keys", self.keys, key_states)
+        self.values = self._append("values", self.values, value_states)
+        return self.keys, self.values
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        if not self.is_indexer_initialized:
+            self.lazy_initialization_indexer(indexer_key_states)
+        self.indexer_keys = self._append("index", self.indexer_keys, indexer_key_states)
+        return self.indexer_keys
 
-    def get_seq_length(self) -> int:
-        return self.length
+    def _append(self, name: str, old: Tensor | None, new: Tensor) -> Tensor:
+        """Return `old` (..., L, w), or nothing, and `new` (..., n, w), in a tensor with room for more."""
+        assert old is not None
+        length, store = old.shape[-2] if old.numel() else 0, self.stores.get(name)
+        total = length + new.shape[-2]
+        if new.requires_grad:
+            return torch.cat([old, new], dim=-2)
+        moved = store is None or old.data_ptr() != store.data_ptr() or old.stride() != store.stride()
+        if store is None or moved or store.shape[-2] < total or len(store) != len(new):
+            store = self.stores[name] = new.new_empty(*new.shape[:-2], total + max(16, total // 32), new.shape[-1])
+            if length:
+                store[..., :length, :] = old
+        store[..., length:total, :] = new
+        return store[..., :total, :]
 
-    def get_max_length(self) -> int:
-        return -1
 
-    def reset(self) -> None:
-        self.groups, self.length = [], 0
+def attend_to(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> Tensor:
+    """Softmax attention of queries (B, H, n, D) to the keys that an index names, (B, H, n, D).
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Becomes the cache of the sequences `beam_idx`, (n,) int64 numbers of its own, repeats allowed."""
-        groups = []
-        for group in self.groups:
-            same = beam_idx.to(group.numbers.device).unsqueeze(1) == group.numbers
-            numbers = same.any(1).nonzero().squeeze(1)
-            if len(numbers):
-                groups.append((group, same[numbers].to(torch.int8).argmax(1), numbers))
-        self.groups = [group.select(rows, numbers) for group, rows, numbers in groups]
+    k, v: (B, G, L, D). index: (B or 1, I, n, K), −1 at empty places. Heads that share keys and index share a gather.
+    """
+    (batch, _, count, dim), groups, slots = q.shape, k.shape[1], index.shape[3]
+    shares = math.lcm(groups, index.shape[1])
+    index = index.expand(batch, -1, -1, -1).repeat_interleave(shares // index.shape[1], dim=1)  # (B, S, n, K)
+    group = torch.arange(shares, device=q.device) // (shares // groups)
+    row = torch.arange(batch, device=q.device)[:, None, None, None]
+    q = q.unflatten(1, (shares, -1)).transpose(2, 3)  # (B, S, n, H/S, D)
+    step, outs = max(1, _GATHERED // (batch * shares * slots * dim)), []
+    for first in range(0, count, step):
+        part = index[:, :, first : first + step]
+        keys, values = (x[row, group[:, None, None], part.clamp_min(0)] for x in (k, v))  # (B, S, T, K, D)
+        score = scale * (q[:, :, first : first + step] @ keys.transpose(-1, -2)).to(_wide(q))
+        weight = torch.softmax(score.masked_fill((part < 0).unsqueeze(3), -torch.inf), dim=-1)
+        outs.append(weight.to(values.dtype) @ values)
+    return torch.cat(outs, dim=2).transpose(2, 3).flatten(1, 2)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.reorder_cache(indices)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        batch = sum(len(group.numbers) for group in self.groups)
-        self.reorder_cache(torch.arange(batch).repeat_interleave(repeats))
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove:
-            problem = "tokens cannot be taken back out of a cache of hashed attention"
-            raise HubError("past_key_values", problem, "Generate without assisted decoding")
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 @dataclass
@@ -267,14 +241,14 @@ def attend(
     *,
     megasparse_pass: ReplacedPass | None = None,
     megasparse_input: Tensor | None = None,
-    megasparse_cache: ReplacedCacheLayer | None = None,
+    megasparse_cache: Cache | None = None,
     scaling: float | None = None,
     position_ids: Tensor | None = None,
     output_attentions: bool = False,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a layer, as transformers calls it. query: (B, H, n, D), of the last n tokens. key, value: (B, G, L,
-    D), with a cache of ours (B, G, n, D). Returns (B, n, H, D).
+    D), of all. Returns (B, n, H, D).
 
     attention_mask: (B, L) bool or None, as `key_mask` made it. Raises HubError for what no mechanism can do.
     """
@@ -288,25 +262,56 @@ def attend(
         shape = tuple(attention_mask.shape)
         raise HubError(name, f"attention_mask has the shape {shape}", "Give one of the tokens, (batch, length)")
     batch, _, count, _ = query.shape
-    length = key.shape[2] if megasparse_cache is None else megasparse_cache.length + count
+    length = key.shape[2]
     if length > layer.config.max_length:
         problem = f"{length} tokens are more than the {layer.config.max_length} its attention was made for"
         raise HubError(name, problem, "Call replace_attention with that max_length")
-    query, key, value = _like_ours(query, key, value, scaling)
-    run = megasparse_pass
-    read = Projected(megasparse_input, query, key, value)
-    if megasparse_cache is not None:
-        out = megasparse_cache.take(read, attention_mask)
-    elif count < length:
+    run, position = megasparse_pass, length - count
+    query, new_keys, new_values = _like_ours(query, key[:, :, position:], value[:, :, position:], scaling)
+    read = Projected(megasparse_input, query, new_keys, new_values)
+    targets = run.targets if module.training and run.targets and len(run.targets.values) == batch else None
+    context = AttentionContext(layer.layer, run.rng(batch, module.training), targets=targets)
+    cached: Any = None if megasparse_cache is None else megasparse_cache.layers[layer.layer]
+    parts, index = list[_Part](), list[Tensor | None]()
+    if position and getattr(cached, "packed", False):
+        problem = "holds several packed documents, and a new token would see them all"
+        raise HubError("past_key_values", problem, "Give each document a cache of its own")
+    if isinstance(cached, IndexedLayer):
+        parts = layer.index(read, context, position)
+        index = _indexed(cached, parts, position)
+    if position and parts:
+        out = layer.attend_cached(parts, key, value, index, attention_mask)
+    elif position:
         out = _after(query, key, value, attention_mask)
     else:
-        targets = run.targets if module.training and run.targets and len(run.targets.values) == batch else None
-        context = AttentionContext(layer.layer, run.rng(batch, module.training), targets=targets)
         packed = attention_mask is None and layer.causal and position_ids is not None
         segments = _documents(position_ids, batch, count) if packed and position_ids is not None else None
+        if cached is not None:
+            cached.packed = segments is not None
         out, losses = layer.attend(read, Padding(attention_mask, segments), context)
         run.losses += losses
     return out.transpose(1, 2).contiguous(), None
+
+
+def _indexed(cached: IndexedLayer, parts: list[_Part], position: int) -> list[Tensor | None]:
+    """Add the newest tokens to the index of a layer. Returns that of all tokens, (B, L, w) of each mechanism.
+
+    A layer has one tensor of bytes: the numbers of its mechanisms stand side by side.
+    """
+    entries = [part.entries.contiguous().view(torch.uint8) for part in parts if part.entries is not None]
+    if not entries:
+        return [None for _ in parts]
+    before = 0 if cached.indexer_keys is None else cached.indexer_keys.shape[1]
+    if before != position:
+        problem = f"has an index of {before} of its {position} tokens: another attn_implementation read the others"
+        raise HubError("past_key_values", problem, "Start with an empty cache, or keep one attn_implementation")
+    whole = iter(cached.update_indexer(torch.cat(entries, dim=-1)).split([x.shape[-1] for x in entries], dim=-1))
+    return [None if part.entries is None else _as(next(whole), part.entries.dtype) for part in parts]
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes (B, L, w) as numbers of a dtype."""
+    return x.view(dtype) if x.stride(1) == x.shape[2] else x.contiguous().view(dtype)
 
 
 def _like_ours(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -318,14 +323,29 @@ def _like_ours(query: Tensor, key: Tensor, value: Tensor, scaling: float | None)
     return query, key, value
 
 
+def _again(part: _Part, k: Tensor, v: Tensor, entries: Tensor | None, real: Tensor | None) -> Tensor:
+    """Outputs of the newest tokens by a pass over all, of a mechanism that chooses no keys. entries: its unit keys."""
+    q, before = part.heads.q, k.shape[2] - part.heads.q.shape[2]
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    if entries is None:
+        q, k = F.pad(q, (0, 0, before, 0)), part.mechanism.prepare(k, k, 0)[1]
+    else:
+        k = entries.unflatten(2, (q.shape[1], -1)).transpose(1, 2)
+        q = torch.cat([k[:, :, :before], q], dim=2)
+    x, inputs = q.new_empty(len(q), 0), AttentionInputs(q, k, v, real, None, causal=True)
+    return part.mechanism(x, inputs, part.context).out[:, :, before:]
+
+
 def _after(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Full attention of the last n tokens (B, H, n, D) of those that a cache of transformers' holds."""
+    """Full attention of the last n tokens (B, H, n, D) of those in a cache. key, value: (B, G, L, D)."""
     count, length = query.shape[2], key.shape[2]
     positions = torch.arange(length, device=query.device)
     visible = positions <= positions[length - count :, None]
     if mask is not None:
         visible = visible & (mask[:, None, None] | (positions == positions[length - count :, None]))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=visible, enable_gqa=query.shape[1] > key.shape[1]
+    )
 
 
 def _documents(position_ids: Tensor, batch: int, length: int) -> Tensor | None:

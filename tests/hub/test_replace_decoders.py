@@ -9,12 +9,11 @@ import torch
 import torch.nn.functional as F
 import transformers
 from transformers import DynamicCache, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
-from transformers.cache_utils import DynamicLayer
 
 from megasparse.attention.observation import calls
 from megasparse.errors import ConfigError, HubError
 from megasparse.hub.replace import load_replaced, mechanisms, replace_attention, save_replaced
-from megasparse.hub.replaced_layer import ReplacedCacheLayer
+from megasparse.hub.replaced_layer import IndexedLayer
 from tests.hub import test_replace
 
 SIZE = {"vocab_size": 60, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 1}
@@ -118,15 +117,71 @@ def test_tokens_that_join_a_cache_are_as_in_one_pass(kind):
         own = {"attention_mask": mask[:, :end], "position_ids": positions[:, first:end]}
         parts.append(logits(model, input_ids=tokens, past_key_values=cache, use_cache=True, **own))
     assert torch.allclose(torch.cat(parts, 1)[mask.bool()], whole[mask.bool()], atol=1e-10)
-    assert [type(layer) for layer in cache.layers] == [ReplacedCacheLayer, DynamicLayer]
-    assert cache.get_seq_length() == 30 and cache.layers[0].keys is None
+    assert [type(layer) for layer in cache.layers] == [IndexedLayer, IndexedLayer]
+    assert cache.get_seq_length() == 30
 
 
-def test_packed_documents_are_as_each_alone():
+@pytest.mark.parametrize("attention", SMALL, ids=str)
+def test_a_cache_is_cropped_and_takes_drafts(attention):
+    model, given = replace_attention(build(), attention, seed=4), inputs(batch=1, length=14)
+    cache, tokens = DynamicCache(), torch.cat([given["input_ids"], given["input_ids"]], 1)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    logits(model, input_ids=tokens[:, :20], past_key_values=cache, use_cache=True)
+    cache.crop(-9)
+    again = logits(model, input_ids=tokens[:, 11:], past_key_values=cache, use_cache=True)
+    assert torch.allclose(again, logits(model, input_ids=tokens)[:, 11:], atol=1e-10)
+    greedy = model.generate(tokens, **options)
+    assert torch.equal(model.generate(tokens, **options, prompt_lookup_num_tokens=3), greedy)
+    assert torch.equal(model.generate(tokens, **options, assistant_model=build(num_hidden_layers=1)), greedy)
+
+
+@pytest.mark.parametrize("attention", [LSH, LHA, {**HEADS, "sketch_dim": 4}, MIXED], ids=str)
+def test_a_cache_holds_key_heads_and_a_small_index(attention):
+    plain = build(dtype=torch.float32, head_dim=64, max_position_embeddings=4096)
+    model, tokens = replace_attention(plain, attention), inputs(1, 1500)["input_ids"]
+    cache = DynamicCache()
+    logits(model, input_ids=tokens[:, :1490], past_key_values=cache, use_cache=True)
+    first, layer = cache.layers[0].keys.data_ptr(), cache.layers[0]
+    for token in tokens[:, 1490:].split(1, dim=1):
+        logits(model, input_ids=token, past_key_values=cache, use_cache=True)
+    assert layer.keys.shape == (1, 2, 1500, 64) and layer.keys.data_ptr() == first  # nothing was copied
+    held = sum(x.untyped_storage().nbytes() for x in (layer.keys, layer.values, layer.indexer_keys))
+    assert held <= 1.2 * 2 * layer.keys.nbytes
+
+
+def test_attention_can_be_switched_and_what_cannot_follow_is_one_line():
+    model, given = build(), inputs(batch=2, length=12)
+    options = {"max_new_tokens": 10, "do_sample": False}
+    plain = model.generate(**given, **options)
+    hashed = replace_attention(model, MIXED).generate(**given, **options)
+    cache = DynamicCache()
+    logits(model, **given, past_key_values=cache, use_cache=True)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(model.generate(**given, **options), plain) and not torch.equal(plain, hashed)
+    tokens, mask = F.pad(given["input_ids"], (0, 1), value=9), F.pad(given["attention_mask"], (0, 1), value=1)
+    step = {"past_key_values": cache, "use_cache": True}
+    dense = DynamicCache()
+    logits(model, **given, past_key_values=dense, use_cache=True)
+    logits(model, input_ids=tokens[:, 12:], attention_mask=mask, **step)  # sees all keys: nothing is lost
+    model.set_attn_implementation("megasparse")
+    assert torch.equal(model.generate(**given, **options), hashed)
+    with pytest.raises(HubError, match="index of 12 of its 13 tokens: another attn_implementation"):
+        logits(model, input_ids=tokens[:, 12:], attention_mask=F.pad(mask, (0, 1), value=1), **step)
+    with pytest.raises(HubError, match="layer 0 of past_key_values is a DynamicLayer with no index of its tokens"):
+        logits(model, input_ids=tokens[:, 12:], attention_mask=mask, past_key_values=dense, use_cache=True)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_packed_documents_are_as_each_alone(cached):
     model, tokens = replace_attention(build(), MIXED), inputs(batch=1)["input_ids"]
-    packed = logits(model, input_ids=tokens, position_ids=torch.arange(40)[None] % 23)
+    cache = DynamicCache() if cached else None
+    given = {"position_ids": torch.arange(40)[None] % 23, "use_cache": cached, "past_key_values": cache}
+    packed = logits(model, input_ids=tokens, **given)
     alone = [logits(model, input_ids=part) for part in tokens.split(23, dim=1)]
     assert torch.allclose(packed, torch.cat(alone, dim=1), atol=1e-10)
+    if cached:
+        with pytest.raises(HubError, match="past_key_values: holds several packed documents"):
+            logits(model, input_ids=tokens[:, :1], past_key_values=cache, use_cache=True)
 
 
 @pytest.mark.parametrize("attention", [LHA, SEPARATE, BIRD, HEADS, MIXED], ids=str)
@@ -219,14 +274,7 @@ def test_calls_that_cannot_be_are_refused():
     model, given = replace_attention(build(), LHA, max_length=32), inputs(length=24)
     with pytest.raises(HubError, match="40 tokens are more than the 32 its attention was made for"):
         logits(model, **inputs())
-    with pytest.raises(HubError, match=r"past_key_values.*StaticLayer|StaticLayer that cannot be replaced"):
+    with pytest.raises(HubError, match=r"layer 0 of past_key_values is a StaticLayer with no index"):
         model.generate(**given, max_new_tokens=2, cache_implementation="static")
-    cache = DynamicCache()
-    logits(model, **given, past_key_values=cache, use_cache=True)
-    with pytest.raises(HubError, match="cannot be taken back out of a cache"):
-        cache.crop(-1)
-    hidden = F.pad(given["attention_mask"], (0, 1), value=0)
-    with pytest.raises(HubError, match="hides tokens after the first 24"):
-        logits(model, input_ids=given["input_ids"][:, :1], attention_mask=hidden, past_key_values=cache, use_cache=True)
     with pytest.raises(HubError, match="more than the 32"):
         model.generate(**given, max_new_tokens=12)
