@@ -124,7 +124,7 @@ class ModelConfig(Section):
     """Reversible residual blocks on two streams (Reformer Eq. 7), or ordinary residual blocks on one."""
     residual_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the residual streams and their gradients; sums are made in fp32 and rounded to it. bf16 halves
-    what a reversible stack holds, and rounds each stream to 8 bits in every layer (docs/experiments.md)."""
+    what a reversible stack holds, and rounds each stream to 8 bits in every layer (docs/lab/streams.md)."""
     activations: Literal["reversible", "stored", "checkpoint", "checkpoint_cpu"] = "reversible"
     """What the backward reads: recomputed from the output (reversible blocks only), all stored, or recomputed from each
     layer's stored input (ordinary blocks only; `checkpoint_cpu` keeps those inputs in CPU memory)."""

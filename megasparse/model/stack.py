@@ -101,7 +101,7 @@ class Stack(nn.Module):
     embedding_once: ClassVar[bool] = False
     """True in both stacks of an encoder–decoder: reversible streams begin as two copies of the embedding e, and readers
     see their sum without one of them, e plus all branches, as with ordinary blocks. Training is faster at its beginning
-    (docs/results.md). Keeps one more tensor as large as a stream."""
+    (docs/lab/translation.md). Keeps one more tensor as large as a stream."""
 
     def __init__(self, config: ModelConfig, embedding: nn.Parameter | nn.Module | None = None):
         """Make the stack. embedding: (V, E), of another stack that shares it; or what embeds other things than tokens,
