@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 MAY_IMPORT = {
     "errors": set(),
-    "files": set(),
+    "files": {"errors"},
     "callbacks": set(),
     "ops": {"errors"},
     "optimizers": {"errors"},

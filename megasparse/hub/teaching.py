@@ -149,7 +149,7 @@ class Teacher:
             record = json.loads(read_file(path))
             course, passes, state = record["identity"], int(record["passes"]), folder / Path(str(record["state"])).name
             before = float(record["before"])
-        except (ValueError, LookupError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
             raise HubError(path, "is damaged", f"Remove {folder} to begin again") from None
         if course != identity:
             hint = f"Give the model, texts, length and seed that it began with, or remove {folder}"

@@ -116,7 +116,7 @@ def _record_of(run: Path) -> Iterator[tuple[dict[str, Any], Tokenizer]]:
         record = json.loads(read_file(folder / RECORD))
         name = record["tokenizer"]
         yield record, build_tokenizer(name if name in NAMED else str(folder / Path(name).name))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         problem = f"cannot be read ({type(error).__name__})"
         raise CheckpointError(folder / RECORD, problem, COPY) from None
 

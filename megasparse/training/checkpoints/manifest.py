@@ -36,7 +36,7 @@ stands in one of those too, in a third of the room.
 """
 RESTORE = "Restore it from a copy, or resume from an older checkpoint with --resume PATH"
 
-_Count = Annotated[int, Field(ge=0)]
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class _Part(BaseModel):
@@ -60,13 +60,32 @@ class _Tensor(_Part):
     pieces: list[_Piece]
 
 
+class _LossGuard(_Part):
+    losses: list[float] = []
+    skipped_in_a_row: _Count = 0
+    spikes: _Count = 0
+
+
+class _Selection(_Part):
+    metric: str
+    step: _Count | None
+    value: float | None
+    scalars: dict[str, float]
+    without_better: _Count
+
+
+class _State(_Part):
+    loss_guard: _LossGuard = _LossGuard()
+    selection: _Selection | None = None
+
+
 class _Manifest(_Part):
     """Fields that the code relies on; the configuration is checked when it is used."""
 
     step: _Count
     sequences: _Count
     optimizer_steps: _Count
-    state: dict[str, Any] = {}
+    state: _State = _State()
     """Absent where an older version wrote it."""
     config: dict[str, Any]
     data_fingerprint: str

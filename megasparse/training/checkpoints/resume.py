@@ -218,6 +218,8 @@ def _set_aside_later(directory: Path, checkpoint: Checkpoint) -> None:
 
 
 METRICS = "metrics.jsonl"
+LONGEST_LINE = 1 << 24
+"""Bytes of a line that are read at once."""
 
 
 def check_records(directory: Path, start: Checkpoint | None, resume: str) -> None:
@@ -258,16 +260,20 @@ def _lines(path: Path, step: int) -> tuple[int, dict[str, Any]]:
     """The last step that has a whole line, 0 where none has, and the line of `step`, {} where it has none."""
     last, match = b"", b""
     with suppress(FileNotFoundError), open_file(path) as file:
-        for line in file:
+        while line := file.readline(LONGEST_LINE):
             if line.endswith(b"\n"):
                 last = line
                 if line.startswith(b'{"step": %d,' % step):
                     match = line
-    return int(_read(last).get("step", 0)), _read(match)
+    last_step = _read(last).get("step") if last else 0
+    if type(last_step) is not int or not 0 <= last_step < 1 << 63:
+        problem = f"its last line states no step: {last.strip()[:40].decode(errors='replace')}"
+        raise CheckpointError(path, problem, "Remove that line, or move the file away")
+    return last_step, _read(match)
 
 
 def _read(line: bytes) -> dict[str, Any]:
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         value = json.loads(line)
         return value if isinstance(value, dict) else {}
     return {}
@@ -280,7 +286,7 @@ def _saved_for_certain(directory: Path, last: int) -> int:
         every, waits = int(settings["every"]), bool(settings["asynchronous"])
         if settings["on_failure"] != "stop":
             return 0
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 0
     if every <= 0:
         return 0

@@ -222,7 +222,7 @@ class Watchdog:
         last = None
         for line in content.splitlines():
             last = decode(line)
-            if last is not None and last.launch == self._launch and last.rank != self._rank:
+            if last and last.launch == self._launch and 0 <= last.rank < self._world_size and last.rank != self._rank:
                 entry = self._others[last.rank]
                 if entry is None or entry[0].beats < last.beats:  # a table that stands still has older ones
                     self._others[last.rank] = (last, self._clock())
@@ -320,7 +320,9 @@ def decode(line: bytes) -> Heartbeat | None:
     try:
         record = json.loads(line)
         fields = record["heartbeat"]
-        return Heartbeat(**fields) if record["crc32"] == _checksum(fields) else None
+        heartbeat = Heartbeat(**fields) if record["crc32"] == _checksum(fields) else None
+        kinds = {name: (int, float) if kind is float else kind for name, kind in Heartbeat.__annotations__.items()}
+        return heartbeat if all(isinstance(fields[name], kind) for name, kind in kinds.items()) else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 

@@ -297,6 +297,25 @@ def test_a_tensor_of_holes(run, nothing_made):
         restore(run)
 
 
+WRONG = ["x", -1.5, 10**4000, 10**30, True, [["x"]], [None], [10**4000], [1]]
+"""Values of which none is a count or an object, and but the last no list of losses."""
+
+
+@pytest.mark.parametrize("path", ["step", "optimizer_steps", "files", "tensors", "state", "state.loss_guard",
+                                  "state.loss_guard.losses", "state.loss_guard.spikes", "state.selection"])  # fmt: skip
+def test_a_value_of_another_type_is_named(run, path):
+    *sections, key = path.split(".")
+    for value in [{"x": 1}] * (key in ("losses", "step")) + WRONG[: -1 if key == "losses" else None]:
+
+        def edit(forged: dict[str, Any], value: Any = value) -> None:
+            for section in sections:
+                forged = forged[section]
+            forged[key] = value
+
+        with pytest.raises(CheckpointError, match=rf"{MANIFEST}: {path}.*, which no checkpoint of ours has"):
+            Checkpoint.open(forge(run, edit))
+
+
 def test_a_manifest_of_more_than_its_files_have_pieces_for_is_not_read(run, monkeypatch):
     room = manifest._most_bytes(find_checkpoint(run))
     forge(run, lambda forged: forged.update(state={"x": "y" * room}))
@@ -316,7 +335,7 @@ def test_a_manifest_has_room_for_every_piece(run):
 def test_a_manifest_without_end(run, monkeypatch):
     path = find_checkpoint(run)
     os.truncate(path / MANIFEST, manifest.LARGEST_MANIFEST + 1)
-    forbid(monkeypatch, (Path, "read_bytes"))
+    forbid(monkeypatch, (manifest, "read_file"))
     with pytest.raises(CheckpointError, match=rf"{MANIFEST}: {manifest.LARGEST_MANIFEST + 1} bytes"):
         Checkpoint.open(path)
 

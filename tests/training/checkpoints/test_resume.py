@@ -12,7 +12,7 @@ from megasparse.config.schema import Config
 from megasparse.errors import CheckpointError
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import find_newest
-from megasparse.training.checkpoints.resume import find_start
+from megasparse.training.checkpoints.resume import check_records, find_start
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.loop import train
 from megasparse.training.ranks import Ranks
@@ -251,3 +251,14 @@ def test_lines_that_are_missing_before_the_checkpoint_are_reported(tmp_path, cap
         train(opened)
     assert "ends at step 1, before the checkpoint: steps 2 to 4 have no line" in capsys.readouterr().err
     assert [row["step"] for row in metrics(config)] == [1, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "line", [*(b'{"step": %b}' % x for x in (b"null", b'"x"', b"1e999", b"[1]", b"-1", b"true", b"9" * 4000, b"9" * 30)),
+             b"[" * 10**6, b"nonsense", b"{}"],
+)  # fmt: skip
+def test_a_last_line_without_a_step_is_refused_in_one_line(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b"\n")
+    with pytest.raises(CheckpointError, match=r"metrics.jsonl: its last line states no step: [\[{n]") as refused:
+        check_records(tmp_path, None, "auto")
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
