@@ -165,8 +165,8 @@ def _report(error: Exception) -> int:
         leave(1)
     else:
         raise error
-    rank = int(os.environ.get("RANK", "0"))
-    print(f"error: {problem}" if rank == 0 else f"error on rank {rank}: {problem}", file=sys.stderr)
+    rank = one_line(os.environ.get("RANK", "0"))
+    print(f"error: {problem}" if rank == "0" else f"error on rank {rank}: {problem}", file=sys.stderr)
     return problem.exit_code
 
 
@@ -181,7 +181,18 @@ def leave(code: int) -> NoReturn:
 
 
 def _has_peers() -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return os.environ.get("WORLD_SIZE", "1") not in ("1", "0")
+
+
+def rank_variable(name: str, default: int) -> int:
+    """Return the number in a launcher's environment variable. Raises ConfigError if it is none."""
+    text = os.environ.get(name, str(default))
+    if not re.fullmatch("[0-9]{1,7}", text):
+        raise ConfigError(name, f"{text!r}, in the environment, is not a number from 0 on", NO_LAUNCHER)
+    return int(text)
+
+
+NO_LAUNCHER = "Start ranks with torchrun, or one process without RANK, WORLD_SIZE and LOCAL_RANK: unset them"
 
 
 def _has_lost_its_reader(error: Exception) -> bool:

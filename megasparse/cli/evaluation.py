@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megasparse.cli.arguments import add_checkpoint, add_coding, add_overrides, positive
-from megasparse.errors import ConfigError
+from megasparse.errors import ConfigError, rank_variable
 
 OF_PRETRAINED = ("data", "stride", "rounds", "hash_seeds", "limit", "allow_leaking_attention")
 OF_TASKS = ("source", "predictions")
@@ -28,7 +28,7 @@ def _check(args: argparse.Namespace) -> None:
             problem = f"{len(args.checkpoint)} pretrained models"
             raise ConfigError("--checkpoint", problem, "Evaluate them one by one, or give --task of fine-tuned ones")
         return
-    if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+    if (ranks := rank_variable("WORLD_SIZE", 1)) > 1:
         raise ConfigError("--task", f"is evaluated by one rank, and {ranks} were started", "Start it without torchrun")
     if not args.source:
         raise ConfigError("--source", "is missing", f"Give the folder of {args.task}'s official files, or a file")
@@ -101,7 +101,7 @@ def evaluate(args: argparse.Namespace) -> None:
         if args.predictions:
             write_predictions(args.predictions, rows)
         text = summary(result)
-    if int(os.environ.get("RANK", "0")) > 0:
+    if rank_variable("RANK", 0) > 0:
         return
     print(text)
     if args.json:
@@ -152,7 +152,7 @@ def generate(args: argparse.Namespace) -> None:
         if getattr(args, option) not in (None, ""):
             what = "images" if drawing else "text"
             raise ConfigError(f"--{option}", f"it does not go with {what}", "Leave it out")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if rank_variable("WORLD_SIZE", 1) > 1:
         for option in ("images", "complete", "source", "source_file"):
             if getattr(args, option) is not None:
                 problem = "several ranks continue a decoder's text, and nothing else"

@@ -12,7 +12,6 @@ predicted from both its sides. An encoder–decoder predicts its targets.
 """
 
 import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +26,7 @@ from megasparse.config.load import build_config
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.index import Index
 from megasparse.data.tokenizers import Tokenizer, build_tokenizer
-from megasparse.errors import ConfigError
+from megasparse.errors import ConfigError, rank_variable
 from megasparse.evaluation.bits_per_dim import Score, Scorer, Stream, of_model, score
 from megasparse.evaluation.images import image_shape, png_bits_per_dim
 from megasparse.model.build import Model, build_model, empty_model
@@ -52,7 +51,7 @@ def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Model
     ranks that is not a multiple of `parallel.sequence`.
     """
     checkpoint = Checkpoint.open(find_checkpoint(Path(directory)), build=empty_model)
-    values, alone = checkpoint.config.model_dump(mode="json"), int(os.environ.get("WORLD_SIZE", "1")) == 1
+    values, alone = checkpoint.config.model_dump(mode="json"), rank_variable("WORLD_SIZE", 1) == 1
     if alone:
         values["parallel"]["sequence"] = 1
     else:

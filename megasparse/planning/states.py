@@ -10,13 +10,12 @@ N trained weights, n ranks that share the states, s bytes of a weight (2 in bf16
     3       s·N/n     (4 + 8)·N/n             4·N/n, and weights gathered for the layers at work
 """
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megasparse.config.deepspeed_section import overlaps_communication
-from megasparse.errors import UserError
+from megasparse.errors import UserError, rank_variable
 from megasparse.training.ranks import Ranks
 
 LIVE_PARAMETERS = 10**9
@@ -196,7 +195,7 @@ def require_fit(pools: Sequence[MemoryPool], ranks: Ranks, hint: str, say: Calla
 
 def local_ranks(world: int) -> int:
     """Return the number of ranks on this machine, which share its memory."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world)))
+    return rank_variable("LOCAL_WORLD_SIZE", rank_variable("LOCAL_SIZE", world))
 
 
 def gigabytes(size: float) -> str:

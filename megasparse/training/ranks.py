@@ -21,7 +21,7 @@ import torch.distributed
 
 from megasparse.callbacks import Progress, never, silent
 from megasparse.config.schema import RunConfig
-from megasparse.errors import HANG, ConfigError, leave
+from megasparse.errors import HANG, NO_LAUNCHER, ConfigError, leave, rank_variable
 from megasparse.training.stopping.watchdog import START
 
 POLL = 0.05
@@ -139,7 +139,7 @@ def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:
     Raises ConfigError where the device does not exist, where `run.engine=torch` meets several processes, where
     `sequence` does not divide their number, and where the address at which they meet is taken or out of reach.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = _world_size()
     if world_size % sequence:
         problem = f"{sequence} ranks are to share a sequence, but the {world_size} ranks are no multiple of that"
         raise ConfigError("parallel.sequence", problem, "Start a multiple of it, or set it to a divisor")
@@ -150,7 +150,7 @@ def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:
     device = _choose_device(run)
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world_size)))
+        local = rank_variable("LOCAL_WORLD_SIZE", rank_variable("LOCAL_SIZE", world_size))
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(1, local)))
     else:
@@ -161,12 +161,24 @@ def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:
     if run.engine == "torch":
         return Ranks(0, 1, device)
     if "RANK" not in os.environ:
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        os.environ.update(alone, MASTER_PORT=str(_free_port()))
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        os.environ.update(alone)
     if not torch.distributed.is_initialized():
         _meet(run, device)
     rank = torch.distributed.get_rank()
     return Ranks(rank, world_size, device, _sequence_groups(run, sequence, world_size)[rank // sequence])
+
+
+def _world_size() -> int:
+    """Return the number of ranks. Raises ConfigError for what a launcher left in the environment, or is no number."""
+    size = rank_variable("WORLD_SIZE", 1)
+    for name in ("RANK", "LOCAL_RANK"):
+        if (rank := rank_variable(name, 0)) >= size:
+            raise ConfigError(name, f"{rank}, in the environment, is no rank of WORLD_SIZE={size}", NO_LAUNCHER)
+    started = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in os.environ]
+    if (size > 1 or "RANK" in started) and len(started) < 4:
+        raise ConfigError(started[0], f"the environment has only {', '.join(started)} of a launcher's", NO_LAUNCHER)
+    return size
 
 
 def _sequence_groups(run: RunConfig, size: int, world_size: int) -> list[torch.distributed.ProcessGroup | None]:
@@ -202,12 +214,27 @@ def _meet(run: RunConfig, device: torch.device) -> None:
                 store = torch.distributed.PrefixStore(_name_of_this_start(store, rank, size), store)
                 joining: dict[str, Any] = {"store": store, "rank": rank, "world_size": size}
             else:
-                joining = {}
+                joining = _loopback(_time_limit(run))
             torch.distributed.init_process_group(backend, timeout=_time_limit(run), **joining)
-    except torch.distributed.DistNetworkError as error:
+    except (torch.distributed.DistNetworkError, OSError, OverflowError) as error:
         problem = f"the ranks cannot meet at {address} ({str(error).splitlines()[0]})"
         hint = "Choose a port that is free on the first host, and that the other hosts reach"
         raise ConfigError("MASTER_ADDR:MASTER_PORT", problem, hint) from None
+
+
+def _loopback(limit: timedelta) -> dict[str, Any]:
+    """Return the arguments of init_process_group by which ranks of one machine meet on its loopback interface, which
+    no other machine reaches; none for several nodes."""
+    rank, size, port = rank_variable("RANK", 0), rank_variable("WORLD_SIZE", 1), rank_variable("MASTER_PORT", 0)
+    if os.environ["MASTER_ADDR"] not in ("127.0.0.1", "localhost") and rank_variable("LOCAL_WORLD_SIZE", 0) != size:
+        return {}
+    listening = None
+    if rank == 0:  # torch's own socket would listen on every interface
+        with socket.create_server(("127.0.0.1", port)) as server:
+            port = server.getsockname()[1]
+            listening = server.detach()
+    store = torch.distributed.TCPStore("127.0.0.1", port, size, rank == 0, limit, master_listen_fd=listening)
+    return {"store": store, "rank": rank, "world_size": size}
 
 
 def _name_of_this_start(store: torch.distributed.Store, rank: int, size: int) -> str:
@@ -262,16 +289,10 @@ def _choose_device(run: RunConfig) -> torch.device:
         raise ConfigError("run.device", '"cuda" was asked for, and PyTorch sees no GPU', 'Set run.device="cpu"')
     if run.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    local, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    local, devices = rank_variable("LOCAL_RANK", 0), torch.cuda.device_count()
     if local >= devices:
         problem = f"rank {local} of {socket.gethostname()} has no GPU of its own; PyTorch sees {devices} there"
         raise ConfigError(
             "LOCAL_RANK", problem, "Start no more ranks per node than it has GPUs: --nproc-per-node, or slots="
         )
     return torch.device("cuda", local)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -25,6 +25,9 @@ ranks.start_ranks(RunConfig(directory="unused", device="cpu", hang_timeout=0.1))
 """
 
 
+LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1], ids=["the first waits", "the first is not there"])
 def test_ranks_that_do_not_meet_say_so_and_end_as_hung(rank):
@@ -43,10 +46,47 @@ def test_ranks_that_do_not_meet_say_so_and_end_as_hung(rank):
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setenv("LOCAL_RANK", "8")
-    monkeypatch.setenv("WORLD_SIZE", "9")
+    for name, value in {**LAUNCHED, "LOCAL_RANK": "8", "WORLD_SIZE": "9"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"^LOCAL_RANK: rank 8 of \S+ has no GPU of its own; PyTorch sees 8 there\."):
         start_ranks(RunConfig(directory="unused"))
+
+
+LEFT_OVER = {
+    "WORLD_SIZE=2": "WORLD_SIZE: the environment has only WORLD_SIZE",
+    "WORLD_SIZE=abc": "WORLD_SIZE: 'abc', in the environment, is not a number",
+    "WORLD_SIZE=0": "RANK: 0, in the environment, is no rank of WORLD_SIZE=0",
+    "WORLD_SIZE=-1": "WORLD_SIZE: '-1', in",
+    "RANK=0": "RANK: the environment has only RANK of",
+    "RANK=1 WORLD_SIZE=2": "RANK: the environment has only RANK, WORLD_SIZE of",
+    "RANK=5 WORLD_SIZE=2": "RANK: 5, in the environment, is no rank of WORLD_SIZE=2",
+    "LOCAL_RANK=3": "LOCAL_RANK: 3, in the environment, is no rank of WORLD_SIZE=1",
+    "LOCAL_RANK=x RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=0": "LOCAL_RANK: 'x', in",
+    "RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=abc": "MASTER_PORT: 'abc', in",
+    "RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=99999": "MASTER_ADDR:MASTER_PORT: the ranks cannot meet",
+    "RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=0 LOCAL_SIZE=\n": "LOCAL_SIZE: '\\\\n', in",
+}
+
+
+@pytest.mark.parametrize("variables", LEFT_OVER)
+def test_what_a_launcher_left_in_the_environment_is_refused_in_one_line(variables, monkeypatch):
+    for assignment in variables.split(" "):
+        monkeypatch.setenv(*assignment.split("=", 1))
+    with pytest.raises(ConfigError, match=f"^{LEFT_OVER[variables]}") as refused:
+        start_ranks(RunConfig(directory="unused", device="cpu"))
+    assert "unset" in str(refused.value) or "port" in str(refused.value)
+
+
+def listening() -> list[str]:
+    start_ranks(RunConfig(directory="unused", device="cpu"))
+    open_files = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    inodes = {file.stat().st_ino for file in open_files if file.exists()}
+    rows = [line.split() for file in ("tcp", "tcp6") for line in Path("/proc/self/net", file).read_text().splitlines()]
+    return [row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and int(row[9]) in inodes]
+
+
+def test_ranks_of_one_machine_meet_where_no_other_machine_reaches():
+    assert set().union(*run_ranks(listening, 2)) == {"0100007F"}
 
 
 def names_of_a_start(store: torch.distributed.Store, size: int) -> list[str]:

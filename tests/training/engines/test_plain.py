@@ -21,6 +21,7 @@ from megasparse.training.engines.deepspeed import _lines_in
 from megasparse.training.ranks import Ranks, start_ranks
 from tests.helpers.models import small
 from tests.helpers.tiny import DummyBatches, TinyModel, identity_of, make_rng, tiny_config, tiny_engine, train_steps
+from tests.training.test_ranks import LAUNCHED
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4, 8])
@@ -106,7 +107,8 @@ def test_a_checkpoint_before_the_first_update_serves_its_own_model_only(tmp_path
 
 
 def test_plain_torch_on_two_ranks_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"run.engine"):
         start_ranks(tiny_config(tmp_path).run)
 
