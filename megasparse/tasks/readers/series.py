@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,8 @@ from megasparse.tasks.task import Example, SourceLocation, Task, parts_of, split
 HOUR = 3600.0
 """Seconds."""
 HINT = "Put the rows in order of time, one each step, and fill the gaps"
+DATE = "is no date and time", "Write it as 2016-07-01 13:00:00"
+NUMBER_HINT = "Write one, such as 3.5, or name other columns: task.forecast.inputs"
 
 
 def time_features(dates: np.ndarray, step: float) -> np.ndarray:
@@ -40,15 +42,12 @@ def time_features(dates: np.ndarray, step: float) -> np.ndarray:
 
 
 class Rows(NamedTuple):
-    """The rows of a file, in its own units."""
+    """The rows of a file, in its own units: dates datetime64 (N,), values float64 (N, C), each row's line (N)."""
 
     columns: list[str]
     lines: list[int]
-    dates: list[datetime]
+    dates: np.ndarray
     values: np.ndarray
-    """(N, C) float64."""
-    step: timedelta | None
-    """Time from a row to the next; None where there is a single row."""
 
 
 class Series(Task):
@@ -107,24 +106,20 @@ class Series(Task):
     def read(self, file: Path) -> Iterator[Example]:
         file, part = split_name(file)
         length, horizon = self.config.max_length, self.config.forecast.horizon
-        rows = _rows(file, self.config.forecast.date, self.columns, timedelta(seconds=self.step))
+        rows = read_series(file, self.config.forecast.date, self.columns, timedelta(seconds=self.step))
         count = len(rows.dates)
         if part is None and count < length:
             problem = f"has {count} rows, and a forecast reads {length} (task.max_length)"
             raise DataError(file, problem, "Give at least as many, the last ones before those to predict")
-        begins = range(count - length, count - length + 1) if part is None else self._begins(part, count, file)
         values = (rows.values - self.mean) / self.scale
-        targets = values[:, self.target_places]
-        last = np.datetime64(rows.dates[-1])
-        further = last + np.timedelta64(timedelta(seconds=self.step)) * np.arange(1, horizon + 1)
-        dates = np.concatenate([np.array(rows.dates, dtype="datetime64[us]"), further])
+        further = rows.dates[-1] + np.timedelta64(timedelta(seconds=self.step)) * np.arange(1, horizon + 1)
+        dates = np.concatenate([rows.dates, further])
         marks = time_features(dates, self.step)
-        for first in begins:
+        for first in [count - length] if part is None else self._begins(part, count, file):
             now = first + length
-            label = None if part is None else targets[now : now + horizon]
+            label = None if part is None else values[now : now + horizon, self.target_places]
             inputs = (values[first:now], marks[first : now + horizon])
-            name = str(dates[now].astype(datetime))
-            yield Example(inputs, label, SourceLocation(file, rows.lines[now - 1]), name)
+            yield Example(inputs, label, SourceLocation(file, rows.lines[now - 1]), str(dates[now].astype(datetime)))
 
     def _begins(self, part: str, rows: int, file: Path) -> range:
         """The first rows of a part's windows. Raises DataError where there are none."""
@@ -143,22 +138,20 @@ class Series(Task):
             if names is not None and (not names or len(set(names)) < len(names)):
                 problem = f"{json.dumps(names)[:80]} are no columns"
                 raise ConfigError(f"task.forecast.{key}", problem, "Name one or more, each once")
-        file = self.file_of(Path(self.config.source))
-        columns = None
+        file, columns = self.file_of(Path(self.config.source)), None
         if forecast.inputs is not None:
             columns = list(dict.fromkeys([*forecast.inputs, *(forecast.targets or [])]))
-        rows = _rows(file, forecast.date, columns, None)
+        rows = read_series(file, forecast.date, columns, None)
         inputs = forecast.inputs or rows.columns
-        targets = forecast.targets or inputs
-        for column in targets:
+        for column in forecast.targets or inputs:
             field(dict.fromkeys(rows.columns), column, SourceLocation(file, 1))
         self._begins("train", len(rows.dates), file)
-        assert rows.step is not None
         first, end = self.borders(len(rows.dates), file)["train"]
-        settings: dict[str, Any] = {"inputs": inputs, "targets": targets, "step": rows.step.total_seconds()}
         from sklearn.preprocessing import StandardScaler  # mean and population standard deviation of each column
 
         scaler = StandardScaler().fit(rows.values[first:end])
+        settings: dict[str, Any] = {"inputs": inputs, "targets": forecast.targets or inputs}
+        settings["step"] = (rows.dates[1] - rows.dates[0]).astype(timedelta).total_seconds()
         for name, values in (("mean", scaler.mean_), ("scale", scaler.scale_)):
             settings[name] = dict(zip(rows.columns, values.tolist(), strict=True))
         return forecast.model_copy(update=settings)
@@ -182,65 +175,58 @@ class ETT(Series):
         if rows < 20 * month:
             hint = f'Take the official {self.file}; for a file of one\'s own: task.name="series"'
             raise DataError(file, f"has {rows:,} rows, and the official splits {20 * month:,}", hint)
-        return {
-            part: (first * month, end * month)
-            for part, first, end in (("train", 0, 12), ("validation", 12, 16), ("test", 16, 20))
-        }
+        return {"train": (0, 12 * month), "validation": (12 * month, 16 * month), "test": (16 * month, 20 * month)}
 
 
 class ETTh1(ETT):
-    name = "etth1"
-    file = "ETTh1.csv"
-    rows_an_hour = 1
+    name, file, rows_an_hour = "etth1", "ETTh1.csv", 1
 
 
 class ETTm1(ETT):
-    name = "ettm1"
-    file = "ETTm1.csv"
-    rows_an_hour = 4
+    name, file, rows_an_hour = "ettm1", "ETTm1.csv", 4
 
 
-def _rows(file: Path, date: str, columns: list[str] | None, step: timedelta | None) -> Rows:
-    """All rows of a file. columns: None takes all but the date. step: required between dates; None takes any that is
-    equal throughout. Raises DataError naming file and line.
+def read_series(file: Path, date: str, columns: list[str] | None, step: timedelta | None) -> Rows:
+    """Read all rows of a file.
+
+    columns: None takes all but the date. step: required between dates; None takes any that is equal throughout. Raises
+    DataError naming file and line.
     """
     lines: list[int] = []
     dates: list[datetime] = []
     values: list[list[float]] = []
     for location, row in strict(comma_separated(file)):
-        text = field(row, date, location)
-        try:
-            when = datetime.fromisoformat(text.strip())
-        except ValueError:
-            problem = f'"{text[:80]}" is no date and time'
-            raise DataError(str(location), problem, "Write it as 2016-07-01 13:00:00") from None
-        if when.tzinfo is not None:  # the days of a time zone vary in length
-            hint = "Give all times in one zone, without its name"
-            raise DataError(str(location), f'"{text[:80]}" names a time zone', hint)
-        if columns is None:
-            columns = [name for name in row if name != date]
+        at = _parsed(datetime.fromisoformat, field(row, date, location).strip(), location, *DATE)
+        if at.tzinfo is not None:  # the days of a time zone vary in length
+            raise DataError(str(location), f"{at} names a time zone", "Give all times in one zone, without its name")
         if dates:
-            difference = when - dates[-1]
+            difference = at - dates[-1]
             if difference <= timedelta(0):
-                raise DataError(str(location), f"{when} comes after {dates[-1]}, which is no earlier", HINT)
+                raise DataError(str(location), f"{at} comes after {dates[-1]}, which is no earlier", HINT)
             if step is not None and difference != step:
-                problem = f"{when} is {difference} after the row before it, where a step is {step}"
+                problem = f"{at} is {difference} after the row before it, where a step is {step}"
                 raise DataError(str(location), problem, HINT)
             step = difference
+        columns = columns or [name for name in row if name != date]
         lines.append(location.line or 0)
-        dates.append(when)
-        values.append([_number(field(row, column, location), column, location) for column in columns])
+        dates.append(at)
+        problem = 'in the column "{}" is no number'
+        texts = [(field(row, column, location), problem.format(column)) for column in columns]
+        values.append([_parsed(finite, text, location, said, NUMBER_HINT) for text, said in texts])
     if not values or not columns:
         raise DataError(file, f'has no {"columns beside" if values else "rows below"} "{date}"', "Give numbers by date")
-    return Rows(columns, lines, dates, np.array(values), step)
+    return Rows(columns, lines, np.array(dates, dtype="datetime64[us]"), np.array(values))
 
 
-def _number(text: str, column: str, location: SourceLocation) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        problem = f'"{text[:80]}" in the column "{column}" is no number'
-        raise DataError(str(location), problem, "Write one, such as 3.5, or name other columns: task.forecast.inputs")
+def finite(text: str) -> float:
+    """Return a number. Raises ValueError for anything else, NaN and infinity too."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError
     return value
+
+
+def _parsed(parse: Callable[[str], Any], text: str, location: SourceLocation, problem: str, hint: str) -> Any:
+    try:
+        return parse(text)
+    except ValueError:
+        raise DataError(str(location), f'"{text[:80]}" {problem}', hint) from None
