@@ -1,16 +1,10 @@
-"""Pretrained models without their heads: tokens in, final states out. B batch, L length, E width.
-
-Activation checkpointing of transformers' layers keeps their inputs, on the device or in CPU memory, and recomputes the
-rest in the backward pass. fairscale's checkpoint runs a layer without gradients the first time, so the auxiliary losses
-of a replaced layer's mechanisms are an output of the layer, and reach the model's list from outside.
-"""
+"""Pretrained models without their heads: tokens in, final states out. B batch, L length, E width."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from fairscale.nn import checkpoint_wrapper
 from torch import Tensor, nn
 
 from megasparse.attention.contract import Targets
@@ -24,82 +18,28 @@ from megasparse.model.stack import Stack
 from megasparse.ops.random import RngContext
 from megasparse.tasks.batches import Padded
 
-PASS = "megasparse_pass"
-"""Argument of a replaced model's layers that holds `losses`, a list that its mechanisms append to."""
 
+def checkpoint_layers(body: "HuggingFaceBody", offload_to_cpu: bool) -> None:
+    """Checkpoint every layer of a transformers model, in place, as transformers does it.
 
-def checkpoint_layers(model: nn.Module, offload_to_cpu: bool) -> None:
-    """Checkpoint every transformer layer of a model of transformers, in place. Gradients, random draws and the names of
-    parameters stay what they are, and so does a pass without gradients.
+    Args:
+        offload_to_cpu: keep the layers' inputs in CPU memory.
 
-    offload_to_cpu: keep the layers' inputs in CPU memory. Raises ConfigError where the model has no layers that can be
-    recomputed.
+    Raises:
+        ConfigError: the model's layers cannot be recomputed.
     """
-    layers = list(_layers(model))
-    if not layers:
-        problem = f"{type(model).__name__} has no layers that can be recomputed"
+    if not body.model.supports_gradient_checkpointing:
+        problem = f"{type(body.model).__name__} has no layers that can be recomputed"
         raise ConfigError("start.activations", problem, 'Set it to "stored"')
-    for layer in layers:
-        layer.forward = _Layer(layer, offload_to_cpu).run
-
-
-def _layers(model: nn.Module) -> Iterator[Any]:
-    """The outermost layers that transformers itself would checkpoint."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    if isinstance(model, GradientCheckpointingLayer):
-        yield model
-    else:
-        for child in model.children():
-            yield from _layers(child)
-
-
-class _Layer(nn.Module):
-    """The module that is checkpointed in place of a layer: its forward, with the mechanisms' losses as an output.
-
-    The model does not know this module, so no parameter has another name.
-    """
-
-    def __init__(self, layer: nn.Module, offload_to_cpu: bool):
-        super().__init__()
-        self.layer = layer
-        checkpoint_wrapper(self, offload_to_cpu=offload_to_cpu)
-
-    def run(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The layer's outputs; its losses are appended to the list of the pass."""
-        if not torch.is_grad_enabled():
-            return type(self.layer).forward(self.layer, x, *args, **kwargs)
-        args, kwargs = tuple(map(_uncached, args)), {name: _uncached(value) for name, value in kwargs.items()}
-        if not x.requires_grad:
-            if not any(weight.requires_grad for weight in self.layer.parameters()):
-                return type(self.layer).forward(self.layer, x, *args, **kwargs)
-            x = x.detach().requires_grad_()  # frozen embeddings: torch warns of a checkpoint without such an input
-        losses, single, *outputs = self(x, *args, **kwargs)
-        if losses is not None:
-            kwargs[PASS].losses.append(losses)
-        return outputs[0] if single else tuple(outputs)
-
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The sum of the losses or None, whether there is a single output, and the outputs."""
-        losses = kwargs[PASS].losses if kwargs.get(PASS) is not None else []
-        before = len(losses)
-        outputs = type(self.layer).forward(self.layer, *args, **kwargs)
-        added = losses[before:]
-        del losses[before:]
-        single = isinstance(outputs, Tensor)
-        return torch.stack(added).sum() if added else None, single, *((outputs,) if single else outputs)
-
-
-def _uncached(value: Any) -> Any:
-    """None in place of a decoding cache: training reads none, and the second pass would write into it again."""
-    from transformers import Cache
-
-    return None if isinstance(value, Cache) else value
+    body.model.gradient_checkpointing_enable({"use_reentrant": False})
+    body.offload = offload_to_cpu
 
 
 def count_layers(body: nn.Module) -> int:
     """Layers that can be checkpointed."""
-    return sum(isinstance(module, Block) for module in body.modules()) or len(list(_layers(body)))
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return sum(isinstance(module, Block | GradientCheckpointingLayer) for module in body.modules())
 
 
 class Backbone(nn.Module, ABC):
@@ -171,7 +111,7 @@ class HuggingFaceBody(Backbone):
     def __init__(self, model: Any, causal: bool, longest: int):
         super().__init__()
         self.model = model.train()  # transformers loads a model in evaluation, without dropout
-        self.causal, self.longest = causal, longest
+        self.causal, self.longest, self.offload = causal, longest, False
         self.vocabulary, self.width = model.config.vocab_size, model.config.hidden_size
         self.replaced = hasattr(model, "_megasparse")
         self.typed = getattr(model.config, "type_vocab_size", 0) > 1
@@ -201,7 +141,8 @@ class HuggingFaceBody(Backbone):
             return self._states(given)
 
     def _states(self, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        states = self.model(**given).last_hidden_state.float()
+        with torch.autograd.graph.save_on_cpu() if self.offload and torch.is_grad_enabled() else nullcontext():
+            states = self.model(**given).last_hidden_state.float()
         if not self.replaced:
             return states, torch.zeros((), device=states.device)
         from megasparse.hub.replace import auxiliary_loss

@@ -251,9 +251,10 @@ def _huggingface_body(model: Any, causal: bool, activations: str) -> HuggingFace
 
     if hasattr(model, "pooler"):
         model.pooler = None  # the head reads the states, and what gets no gradient has no place in a checkpoint
+    body = HuggingFaceBody(model, causal, positions(model))
     if activations != "stored":
-        checkpoint_layers(model, offload_to_cpu=activations == "checkpoint_cpu")
-    return HuggingFaceBody(model, causal, positions(model))
+        checkpoint_layers(body, offload_to_cpu=activations == "checkpoint_cpu")
+    return body
 
 
 def _empty_transformer(values: dict[str, Any], checkpoint: Checkpoint) -> Any:

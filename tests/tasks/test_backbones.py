@@ -196,7 +196,7 @@ def one_pass(model, passes=1):
 @pytest.mark.parametrize("offload", [False, True])
 def test_gradients_are_those_of_stored_activations(name, kind, offload):
     stored, again = built(name, kind), built(name, kind)
-    checkpoint_layers(again.body.model, offload)
+    checkpoint_layers(again.body, offload)
     assert stored.state_dict().keys() == again.state_dict().keys()
     (loss, expected), (own_loss, own) = one_pass(stored, passes=2), one_pass(again, passes=2)
     torch.testing.assert_close(own_loss, loss, rtol=1e-6, atol=1e-6)
@@ -208,7 +208,7 @@ def test_gradients_are_those_of_stored_activations(name, kind, offload):
 @pytest.mark.parametrize("kind", ["lha", "smart_bird"])
 def test_what_mechanisms_learn_from_is_counted_once(kind):
     model = built("bert", kind)
-    checkpoint_layers(model.body.model, False)
+    checkpoint_layers(model.body, False)
     rng = RngContext(3, 0, torch.arange(3), training=True)
     auxiliary = [model.predicted(inputs(), rng, inputs().labels)[1] for _ in range(2)]
     assert auxiliary[0].requires_grad and auxiliary[0] == auxiliary[1] > 0
@@ -218,7 +218,7 @@ def test_what_mechanisms_learn_from_is_counted_once(kind):
 
 def test_frozen_embeddings_and_frozen_layers():
     stored, again = built("bert"), built("bert")
-    checkpoint_layers(again.body.model, False)
+    checkpoint_layers(again.body, False)
     for model in (stored, again):
         model.body.requires_grad_(False)
         model.body.model.encoder.layer[1].output.dense.requires_grad_(True)
@@ -243,6 +243,6 @@ def test_only_inputs_of_layers_are_kept():
         return live
 
     stored = kept()
-    checkpoint_layers(model.body.model, False)
+    checkpoint_layers(model.body, False)
     checkpointed = kept()
     assert checkpointed < 0.35 * stored
