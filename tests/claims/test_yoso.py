@@ -137,15 +137,9 @@ def measure_gradient(trial):
     weight = (1 - cosines.acos() / math.pi) ** bits
     (true,) = torch.autograd.grad(weight.sum(), cosines)
     bound = bits / 2 * weight.detach()
-    return {
-        "shares": shares,
-        "finite": bool(bounded.isfinite().all()),
-        "true_at_1": str(float(true[-1])),
-        "bound_below": bool((bound <= true + 1e-12)[1:-1].all()),
-        "cosines": cosines.detach()[1:-1:20].tolist(),
-        "true": true[1:-1:20].tolist(),
-        "bound": bound[1:-1:20].tolist(),
-    }
+    below = bool((bound <= true + 1e-12)[1:-1].all())
+    finite = bool(bounded.isfinite().all())
+    return {"shares": shares, "finite": finite, "true_at_1": str(float(true[-1])), "bound_below": below}
 
 
 @claim(
