@@ -3,7 +3,7 @@ subcommand and every configuration key."""
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +53,7 @@ def on_config(config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **others: Any) -> str:
     """Append the generated part of a reference page."""
-    generated = {
-        "reference/command_line.md": _commands,
-        "reference/configuration.md": lambda: keys(Config),
-        "reference/attention.md": lambda: keys(AttentionConfig, "model.attention."),
-        "reference/finetuning.md": lambda: keys(FinetuneConfig, skip=SHARED),
-    }.get(page.file.src_uri)
-    return "\n".join([markdown, *generated()]) if generated else markdown
+    return "\n".join([markdown, *GENERATED.get(page.file.src_uri, tuple)()])
 
 
 def _commands() -> list[str]:
@@ -78,9 +72,18 @@ def keys(section: Any, prefix: str = "", skip: tuple[str, ...] = ()) -> Iterator
         elif name not in skip and not sections[name]:
             default = "" if field.is_required() else f"`{json.dumps(field.get_default(call_default_factory=True))}`"
             values = f"*{_describe_field(field, '')}; {'default' if default else 'required'}* {default}"
-            yield f"### `{key}`\n\n{values}\n\n{meaning}{paper}\n"
+            yield "\n\n".join([f"### `{key}`", values, *filter(None, [(meaning + paper).strip()])]) + "\n"
     for name, part in sections.items():
         if part and name not in (*skip, "attention"):
             text = section.model_fields[name].description or part.__doc__ or ""
             yield f"## `{prefix}{name}`\n\n{' '.join(text.split())}\n"
-            yield from keys(part, f"{prefix}{name}.", skip)
+            yield from keys(part, f"{prefix}{name}.")
+
+
+GENERATED: dict[str, Callable[[], Iterable[str]]] = {
+    "reference/command_line.md": _commands,
+    "reference/configuration.md": lambda: keys(Config),
+    "reference/attention.md": lambda: keys(AttentionConfig, "model.attention."),
+    "reference/finetuning.md": lambda: keys(FinetuneConfig, skip=SHARED),
+}
+"""Page -> the sections that follow its text."""
