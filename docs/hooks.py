@@ -12,6 +12,7 @@ from megasparse.config.attention import AttentionConfig
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import _describe_field, _models_in
 from megasparse.config.schema import Config
+from megasparse.config.section import Section
 
 os.environ["COLUMNS"] = "90"  # the width of argparse's help
 
@@ -64,15 +65,19 @@ def _commands() -> list[str]:
 def keys(section: Any, prefix: str = "", skip: tuple[str, ...] = ()) -> Iterator[str]:
     """Yield a heading for each section and key below it, with the key's values, default and meaning."""
     sections = {name: next(_models_in(field.annotation), None) for name, field in section.model_fields.items()}
-    for name, field in section.model_fields.items():
-        key, meaning = prefix + name, " ".join((field.description or "").split())
-        paper = f" In the papers: {PAPER_VALUES[key]}." if key in PAPER_VALUES else ""
+    for name, declared in section.model_fields.items():
+        fields = [base.model_fields.get(name) for base in section.__mro__ if issubclass(base, Section)]
+        meanings = [" ".join(field.description.split()) for field in fields if field and field.description]
+        key, meaning = prefix + name, meanings[0] if meanings else ""
+        paper = f"In the papers: {PAPER_VALUES[key]}." if key in PAPER_VALUES else ""
         if name == "attention":
             yield f"### `{key}`\n\n{meaning} [Its keys](attention.md).\n"
         elif name not in skip and not sections[name]:
-            default = "" if field.is_required() else f"`{json.dumps(field.get_default(call_default_factory=True))}`"
-            values = f"*{_describe_field(field, '')}; {'default' if default else 'required'}* {default}"
-            yield "\n\n".join([f"### `{key}`", values, *filter(None, [(meaning + paper).strip()])]) + "\n"
+            default = (
+                "" if declared.is_required() else f"`{json.dumps(declared.get_default(call_default_factory=True))}`"
+            )
+            values = f"*{_describe_field(declared, '')}; {'default' if default else 'required'}* {default}"
+            yield "\n\n".join([f"### `{key}`", values, *filter(None, [meaning, paper])]) + "\n"
     for name, part in sections.items():
         if part and name not in (*skip, "attention"):
             text = section.model_fields[name].description or part.__doc__ or ""

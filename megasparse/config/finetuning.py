@@ -38,6 +38,7 @@ class GenerationConfig(Section):
     target_length: Positive = 128
     """Tokens of an answer, its end included. In training longer ones are cut or refused as inputs are (`too_long`)."""
     beams: Positive = 4
+    """Width of the beam search."""
 
 
 class RecommendationConfig(Section):
@@ -48,6 +49,7 @@ class RecommendationConfig(Section):
     attention: AttentionConfig = Field(default_factory=lambda: AttentionConfig(pattern=["full"]))
     """Attention over a user's clicked news."""
     heads: Positive = 8
+    """Heads of that attention."""
 
 
 class ForecastConfig(Section):

@@ -31,6 +31,7 @@ class RotaryScalingConfig(Section):
     """Scaling of rotary frequencies to longer sequences than a model was trained on, see attention/heads.py."""
 
     kind: Literal["linear", "ntk", "yarn", "llama3"]
+    """Formula of the scaling, as in transformers."""
     factor: Annotated[float, Field(ge=1.0)]
     """Longest length, in original lengths."""
     original_length: Positive | None = None
@@ -41,6 +42,7 @@ class RotaryScalingConfig(Section):
 
 class PositionsConfig(Section):
     kind: Literal["axial", "sinusoidal", "learned", "rotary", "none"] = "sinusoidal"
+    """Encoding of positions. All kinds except `rotary` are added to the token embeddings."""
     axial_shape: list[Positive] | None = None
     """Axial only: the grid of positions; its product is the longest length, e.g. [128, 512] for 65,536."""
     axial_dims: list[Positive] | None = None
@@ -103,9 +105,13 @@ class ModelConfig(Section):
     """Longest sequence, in tokens (an encoder–decoder's longest target). Fixes position tables and bucket counts: a
     shorter batch changes neither."""
     layers: Positive = 12
+    """Number of layers, each attention and feed-forward."""
     d_model: Positive = 1024
+    """Width of the residual stream."""
     d_ff: Positive = 4096
+    """Width of the feed-forward."""
     heads: Positive = 8
+    """Number of attention heads per layer."""
     head_dim: Positive | None = None
     """Width of a head; null takes d_model/heads."""
     key_heads: Positive | None = None
@@ -120,6 +126,7 @@ class ModelConfig(Section):
     """Activation of the feed-forward; null is relu, with `style` bert gelu. `gelu_tanh` approximates GELU by tanh. The
     gated swiglu, geglu and geglu_tanh (Shazeer 2020) multiply silu, gelu or gelu_tanh of one product by another."""
     feed_forward_biases: bool = True
+    """Biases in both products of the feed-forward."""
     blocks: Literal["reversible", "ordinary"] = "reversible"
     """Reversible residual blocks on two streams (Reformer Eq. 7), or ordinary residual blocks on one."""
     residual_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -209,12 +216,15 @@ class OptimizerConfig(Section):
     name: str = "adamw"
     """"adamw" or "adafactor"."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 5e-4
+    """Peak learning rate, after the warm-up."""
     betas: Annotated[tuple[Rate, Rate], JSON_LIST] = (0.9, 0.98)
     """AdamW only."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     """AdamW only."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """Decoupled weight decay, times the learning rate, of all weights with two dimensions or more."""
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "cosine"
+    """Learning rate after the warm-up."""
     warmup_steps: Count = 0
     """Steps of linear warm-up from 0."""
     final_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
@@ -261,9 +271,11 @@ class LoRAConfig(Section):
     """Low-rank adapters on linear layers (Hu et al. 2021), by peft; the pretrained weights are frozen."""
 
     rank: Positive = 8
+    """Rank of the adapters."""
     alpha: Annotated[float, Field(gt=0.0)] = 16.0
     """Adapters are scaled by alpha/rank."""
     dropout: Rate = 0.0
+    """Dropout rate of the input of the adapters."""
     targets: list[str] = Field(default=["query", "value"], min_length=1)
     """Names of the linear layers, their last parts: of BERT and of our models query, key, value, output, ..."""
 
