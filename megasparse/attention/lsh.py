@@ -4,7 +4,7 @@ B batch, H heads, R rounds, L length, D head dim.
 """
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -140,6 +140,7 @@ class LSHAttention(BandAttention):
         self.rule = {"scale": scale, "exclude_self": self.shared_qk, "count_rounds": config.count_rounds}
         self.window = Window(config.window, min(config.chunk, spec.max_length), config.same_bucket)
         self.local, self.sinks = config.local, config.sinks
+        self._rotations: tuple[Any, Tensor] | None = None  # of the last draws: those of evaluation never change
         if config.window == "chunk":
             self.leak = (
                 "the chunk window's borders depend on later tokens; attention.lsh.window = band is strictly causal"
@@ -148,7 +149,10 @@ class LSHAttention(BandAttention):
     def assign(self, inputs: AttentionInputs, context: AttentionContext) -> Codes:
         numbers = range(context.head_offset, context.head_offset + inputs.q.shape[1])
         key, rounds = context.rng.key(context.layer, "lsh rotation"), self.rounds(context.rng)
-        matrices = rotations(key, numbers, rounds, inputs.q.shape[3], self.factors, inputs.q.device)
+        draws = key, numbers, rounds, inputs.q.device
+        if self._rotations is None or self._rotations[0] != draws:
+            self._rotations = draws, rotations(key, numbers, rounds, inputs.q.shape[3], self.factors, inputs.q.device)
+        matrices = self._rotations[1]
         queries = angular_hash(inputs.q.detach(), matrices, self.factors)
         return queries, None if self.shared_qk else angular_hash(inputs.k.detach(), matrices, self.factors)
 
