@@ -185,8 +185,15 @@ def test_a_header_that_claims_another_length(saved, tmp_path, length):
 
 
 def test_a_manifest_that_nests_too_deeply(saved, tmp_path):
-    (saved / MANIFEST).write_text("[" * 100_000)
+    (saved / MANIFEST).write_text("[\n" * 100_000 + "}\n")
     assert_refused(saved, tmp_path / "marker", rf"{MANIFEST}: cannot be read")
+
+
+def test_a_manifest_of_more_values_than_lines_is_not_read(run, monkeypatch):
+    (find_checkpoint(run) / MANIFEST).write_text('{"a": [' + "{}," * 300_000 + "0]}\n")
+    forbid(monkeypatch, (json, "loads"))
+    with pytest.raises(CheckpointError, match=rf"{MANIFEST}: changed since it was written"):
+        Checkpoint.open(find_checkpoint(run))
 
 
 def test_an_honest_reseal_opens(saved):
