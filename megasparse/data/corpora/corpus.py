@@ -32,6 +32,48 @@ CorpusSplits = Iterable[tuple[str, Iterable[Document]]]
 for, so that only one piece is in memory."""
 
 
+def positive(text: str) -> int:
+    """Return an option's whole number above 0."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not above 0")
+    return number
+
+
+Options = dict[str, dict[str, Any]]
+"""Options of the command line, each with the settings of `ArgumentParser.add_argument`."""
+SOURCE: Options = {
+    "--source": {"nargs": "+", "required": True, "metavar": "PATH_OR_URL", "help": "what to read, in this order"}
+}
+MEMBER: Options = {
+    "--member": {
+        "metavar": "NAME",
+        "help": "which file of a zip archive, where it has several; docs/*.txt: all that match, by path",
+    }
+}
+SAMPLE: Options = {
+    "--sample-bytes": {
+        "type": positive,
+        "default": 65_536,
+        "help": "bytes in a sample, rounded down to whole tokens and records (default: %(default)s)",
+    }
+}
+TOKENIZER: Options = {
+    "--tokenizer": {
+        "default": "bytes",
+        "metavar": "NAME_OR_FILE",
+        "help": "bytes, or a tokenizer's file: *.model, *.json, *.txt (default: %(default)s)",
+    }
+}
+SPLIT_OPTION: Options = {
+    "--split": {
+        "default": SPLIT,
+        "metavar": "TRAIN,VALIDATION,TEST",
+        "help": "percent of the bytes for each split, from first to last (default: %(default)s)",
+    }
+}
+
+
 class Corpus(ABC):
     """A kind of source that `megasparse prepare-data NAME` reads. The docstring of the class is in the command's help.
 
@@ -44,12 +86,15 @@ class Corpus(ABC):
     """Its options and --output, for the command's help."""
     KIND: ClassVar[Kind] = "stream"
     """How files are read: see `Source.open`."""
+    OPTIONS: ClassVar[Options] = SOURCE | MEMBER | SAMPLE
+    """Options of the command, those of a source among them if it reads one."""
     SENTENCE_PAIRS: ClassVar[bool] = False
     """True if records are pairs of segments, so that a model can learn their order."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the corpus' options, those of a source among them if it reads one."""
-        add_source_arguments(parser)
+        """Add the corpus' options."""
+        for name, settings in self.OPTIONS.items():
+            parser.add_argument(name, **settings)
 
     def open(
         self, locations: Sequence[str], member: str | None, downloads: Path, settings: CorpusSettings, workers: int
@@ -82,60 +127,10 @@ class TextCorpus(Corpus):
     """The tokenizer's separator is put after each document."""
     LINE_ENDS: ClassVar[bool] = False
     """The end of a line counts as a reference word."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_source_arguments(parser)
-        add_tokenizer_argument(parser)
+    OPTIONS = Corpus.OPTIONS | TOKENIZER
 
     def encoder(self, settings: CorpusSettings) -> TextEncoder:
         return TextEncoder(settings.get("tokenizer", "bytes"), self.DOCUMENTS, self.LINE_ENDS)
-
-
-def add_source_arguments(parser: argparse.ArgumentParser, member: bool = True) -> None:
-    """Add the options of a corpus that is read from a source and cut into samples."""
-    parser.add_argument("--source", nargs="+", required=True, metavar="PATH_OR_URL", help="what to read, in this order")
-    if member:
-        parser.add_argument(
-            "--member",
-            metavar="NAME",
-            help="which file of a zip archive, where it has several; docs/*.txt: all that match, by path",
-        )
-    add_sample_argument(parser)
-
-
-def add_sample_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--sample-bytes",
-        type=positive,
-        default=65_536,
-        help="bytes in a sample, rounded down to whole tokens and records (default: %(default)s)",
-    )
-
-
-def add_tokenizer_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--tokenizer",
-        default="bytes",
-        metavar="NAME_OR_FILE",
-        help="bytes, or a tokenizer's file: *.model, *.json, *.txt (default: %(default)s)",
-    )
-
-
-def add_split_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--split",
-        default=SPLIT,
-        metavar="TRAIN,VALIDATION,TEST",
-        help="percent of the bytes for each split, from first to last (default: %(default)s)",
-    )
-
-
-def positive(text: str) -> int:
-    """Return an option's whole number above 0."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not above 0")
-    return number
 
 
 def check_seed(seed: int) -> None:

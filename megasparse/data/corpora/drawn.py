@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from megasparse.data.corpora.corpus import Corpus, CorpusSettings, CorpusSplits, check_seed
+from megasparse.data.corpora.corpus import Corpus, CorpusSettings, CorpusSplits, Options, check_seed
 from megasparse.data.corpora.source import Source
 from megasparse.data.encoders import RecordEncoder
 from megasparse.errors import ConfigError
@@ -27,8 +27,11 @@ class DrawnCorpus(Corpus):
     HELD_OUT: ClassVar[int]
     """Sequences of validation and of test, each."""
 
+    OPTIONS: ClassVar[Options] = {}
+
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.set_defaults(source=[], member=None)
+        super().add_arguments(parser)
+        parser.set_defaults(source=[])
         size: dict[str, Any] = {"type": int, "dest": "sample_bytes", "metavar": "BYTES"}
         parser.add_argument("--length", default=self.LENGTH, help=f"{self.LENGTH_HELP} (default: %(default)s)", **size)
         counts = f"for training (default: %(default)s); validation and test have {self.HELD_OUT} each"
@@ -68,11 +71,9 @@ class Duplication(DrawnCorpus):
     LENGTH, SEQUENCES, HELD_OUT = 1024, 12_800, 256
     LENGTH_HELP = "of a sequence, twice that of 0w"
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        super().add_arguments(parser)
-        parser.add_argument(
-            "--symbols", type=int, default=127, help="w is drawn of 1 to SYMBOLS (default: %(default)s)"
-        )
+    OPTIONS: ClassVar = {
+        "--symbols": {"type": int, "default": 127, "help": "w is drawn of 1 to SYMBOLS (default: %(default)s)"}
+    }
 
     def draw(self, settings: CorpusSettings) -> Draw:
         length, symbols = settings["sample_bytes"], settings["symbols"]
@@ -97,9 +98,7 @@ class Recall(DrawnCorpus):
     LENGTH, SEQUENCES, HELD_OUT = 8192, 1024, 32
     KEYS, VALUES = 160, 64
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        super().add_arguments(parser)
-        parser.add_argument("--pairs", type=int, default=512, help="keys of a sequence (default: %(default)s)")
+    OPTIONS: ClassVar = {"--pairs": {"type": int, "default": 512, "help": "keys of a sequence (default: %(default)s)"}}
 
     def draw(self, settings: CorpusSettings) -> Draw:
         length, pairs = settings["sample_bytes"], settings["pairs"]

@@ -1,6 +1,5 @@
 """CIFAR-10 and ImageNet at 64×64 pixels: the official archives, checked against published checksums, or image files."""
 
-import argparse
 import hashlib
 import os
 import re
@@ -138,13 +137,8 @@ class ImageNet64(Corpus):
     }
     """Checksums of the official archives, as TensorFlow Datasets publishes them."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        images.add_image_arguments(parser)
-        parser.add_argument(
-            "--downsampling",
-            choices=("box", "pixelrnn"),
-            help="how the images were made small, where the files are not the official ones",
-        )
+    SMALL: ClassVar = "how the images were made small, where the files are not the official ones"
+    OPTIONS = images.SHARED_OUT | {"--downsampling": {"choices": ("box", "pixelrnn"), "help": SMALL}}
 
     def encoder(self, settings: CorpusSettings) -> PixelEncoder:
         return PixelEncoder(IMAGENET_SIDE)

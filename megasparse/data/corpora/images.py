@@ -10,7 +10,6 @@ messages: they are never used as paths.
 S side of an image.
 """
 
-import argparse
 import io
 import os
 import re
@@ -23,7 +22,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import islice, zip_longest
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -35,7 +34,6 @@ from megasparse.data.corpora.corpus import (
     Corpus,
     CorpusSettings,
     CorpusSplits,
-    add_source_arguments,
     check_seed,
     positive,
     split_sizes,
@@ -266,6 +264,15 @@ def reading(path: Path) -> Iterator[None]:
         raise DataError(path, f"this archive cannot be read: {reason(error)}", hint) from None
 
 
+SHARED_OUT = Corpus.OPTIONS | {
+    "--split": {
+        "metavar": "TRAIN,VALIDATION,TEST",
+        "help": f"percent of the images for each split, at random (default: as folders name it, else {SPLIT})",
+    },
+    "--seed": {"type": int, "default": 0, "help": "of that permutation (default: %(default)s)"},
+}
+
+
 class Images(Corpus):
     """Images of your own, all of one size, in folders and tar archives.
 
@@ -278,10 +285,8 @@ class Images(Corpus):
     EXAMPLE = "--source photos/ --size 64 --output data/photos"
     KIND = "raw"
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_image_arguments(parser)
-        help = "every image has S×S pixels (default: %(default)s)"
-        parser.add_argument("--size", type=positive, default=64, metavar="S", help=help)
+    SIZE: ClassVar = {"metavar": "S", "help": "every image has S×S pixels (default: %(default)s)"}
+    OPTIONS = SHARED_OUT | {"--size": {"type": positive, "default": 64, **SIZE}}
 
     def encoder(self, settings: CorpusSettings) -> PixelEncoder:
         return PixelEncoder(settings["size"])
@@ -292,17 +297,6 @@ class Images(Corpus):
         Raises ConfigError for a bad --split, DataError if there is no image, or the splits of some are not named.
         """
         return labelled(source, shared_out(source, settings) or splits_by_folder(source))
-
-
-def add_image_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a source of images whose size is known."""
-    add_source_arguments(parser)
-    parser.add_argument(
-        "--split",
-        metavar="TRAIN,VALIDATION,TEST",
-        help=f"percent of the images for each split, at random (default: as folders name it, else {SPLIT})",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of that permutation (default: %(default)s)")
 
 
 def splits_by_folder(source: Source) -> list[str]:

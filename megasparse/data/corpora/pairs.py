@@ -6,21 +6,20 @@ import argparse
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, islice, repeat
-from typing import Any
+from itertools import groupby, islice, product, repeat
+from typing import Any, ClassVar
 
 import numpy as np
 
 from megasparse.data.corpora.corpus import (
     NAMES,
+    SAMPLE,
     SPLIT,
+    SPLIT_OPTION,
+    TOKENIZER,
     Corpus,
     CorpusSettings,
     CorpusSplits,
-    add_sample_argument,
-    add_source_arguments,
-    add_split_argument,
-    add_tokenizer_argument,
     check_seed,
     lines,
     positive,
@@ -43,6 +42,10 @@ SHORTER = 0.1
 """Part of the records that are made for a random length."""
 
 
+def length_option(tokens: int, record: str) -> dict[str, Any]:
+    return {"type": positive, "default": tokens, "metavar": "TOKENS", "help": f"of {record} (default: %(default)s)"}
+
+
 class Pairs(Corpus):
     """Pairs of consecutive segments of text, for encoders that predict masked tokens and sentence order (ALBERT).
 
@@ -59,20 +62,17 @@ class Pairs(Corpus):
     KIND = "files"
     SENTENCE_PAIRS = True
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_source_arguments(parser)
-        add_tokenizer_argument(parser)
-        add_split_argument(parser)
-        parser.add_argument(
-            "--length", type=positive, default=512, metavar="TOKENS", help="of a record (default: %(default)s)"
-        )
-        parser.add_argument(
-            "--documents",
-            choices=ENDS,
-            default=ENDS[0],
-            help="what ends a document within a file (default: %(default)s); a file ends one in any case",
-        )
-        parser.add_argument("--seed", type=int, default=0, help="of the cutting (default: %(default)s)")
+    ENDS_HELP: ClassVar = "what ends a document within a file (default: %(default)s); a file ends one in any case"
+    OPTIONS = (
+        Corpus.OPTIONS
+        | TOKENIZER
+        | SPLIT_OPTION
+        | {
+            "--length": length_option(512, "a record"),
+            "--documents": {"choices": ENDS, "default": ENDS[0], "help": ENDS_HELP},
+            "--seed": {"type": int, "default": 0, "help": "of the cutting (default: %(default)s)"},
+        }
+    )
 
     def encoder(self, settings: CorpusSettings) -> "PairEncoder":
         return PairEncoder(settings["tokenizer"], settings["length"], settings["seed"])
@@ -209,7 +209,7 @@ class Files(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
         namespace.source = [*(namespace.source or []), *values]
-        namespace.roles = [*(namespace.roles or []), *[self.role] * len(values)]
+        namespace.roles = [*getattr(namespace, "roles", []), *[self.role] * len(values)]
 
 
 class Parallel(Corpus):
@@ -225,33 +225,26 @@ class Parallel(Corpus):
     EXAMPLE = "--source train.en --target train.de --tokenizer tokenizers/ende.model --output data/ende"
     KIND = "files"
 
+    SHARES: ClassVar = (
+        f"percent of the lines, from first to last, where no split but train has files (default: {SPLIT})"
+    )
+    OPTIONS = (
+        SAMPLE
+        | TOKENIZER
+        | {
+            "--split": {"metavar": "TRAIN,VALIDATION,TEST", "help": SHARES},
+            "--source-length": length_option(256, "the source in a record, its end included"),
+            "--target-length": length_option(256, "the target in a record, its end included"),
+        }
+    )
+
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.set_defaults(roles=None, member=None)
-        for split in NAMES:
-            for side in ("source", "target"):
-                parser.add_argument(
-                    f"--{side}" if split == "train" else f"--{split}-{side}",
-                    dest="source",
-                    action=Files,
-                    role=f"{split} {side}",
-                    required=split == "train",
-                    help=f"{split}: files with a sentence a line; .gz, .bz2 and .xz are decompressed",
-                )
-        parser.add_argument(
-            "--split",
-            metavar="TRAIN,VALIDATION,TEST",
-            help=f"percent of the lines, from first to last, where no split but train has files (default: {SPLIT})",
-        )
-        add_tokenizer_argument(parser)
-        for side in ("source", "target"):
-            parser.add_argument(
-                f"--{side}-length",
-                type=positive,
-                default=256,
-                metavar="TOKENS",
-                help=f"of the {side} in a record, its end included (default: %(default)s)",
-            )
-        add_sample_argument(parser)
+        super().add_arguments(parser)
+        for split, side in product(NAMES, ("source", "target")):
+            option = f"--{side}" if split == "train" else f"--{split}-{side}"
+            help = f"{split}: files with a sentence a line; .gz, .bz2 and .xz are decompressed"
+            settings: dict[str, Any] = {"dest": "source", "action": Files, "role": f"{split} {side}", "help": help}
+            parser.add_argument(option, required=split == "train", **settings)
 
     def encoder(self, settings: CorpusSettings) -> "ParallelEncoder":
         return ParallelEncoder(settings["tokenizer"], settings["source_length"], settings["target_length"])

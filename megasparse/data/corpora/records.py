@@ -5,7 +5,6 @@ lengths and, to leave out exact copies, a digest of 128 bits each. In memory are
 digest. A text belongs to the split that its first byte lies in, of those that are kept, or to its file's own split.
 """
 
-import argparse
 import hashlib
 import json
 from collections import Counter
@@ -21,11 +20,11 @@ from tqdm import tqdm
 
 from megasparse.data.corpora.corpus import (
     SPLIT,
+    TOKENIZER,
     UNCHANGED,
     CorpusSettings,
     CorpusSplits,
     TextCorpus,
-    add_tokenizer_argument,
     positive,
     split_at,
     split_sizes,
@@ -241,12 +240,11 @@ class RecordCorpus(TextCorpus):
 
     DOCUMENTS = True
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the options by which texts are chosen and made into tokens."""
-        parser.add_argument("--min-bytes", type=positive, metavar="N", help="leave out texts of less")
-        parser.add_argument("--max-bytes", type=positive, metavar="N", help="leave out texts of more")
-        parser.add_argument("--deduplicate", action="store_true", help="leave out exact copies of earlier texts")
-        add_tokenizer_argument(parser)
+    OPTIONS = TOKENIZER | {
+        "--min-bytes": {"type": positive, "metavar": "N", "help": "leave out texts of less"},
+        "--max-bytes": {"type": positive, "metavar": "N", "help": "leave out texts of more"},
+        "--deduplicate": {"action": "store_true", "help": "leave out exact copies of earlier texts"},
+    }
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
         """Return numbers of records, documents of each split, and reasons. Raises DataError for an empty split."""

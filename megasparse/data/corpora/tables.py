@@ -4,22 +4,22 @@ pyarrow is an extra: only the code that needs it imports it. Values that come fr
 touched, because offsets in a forged file point anywhere.
 """
 
-import argparse
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 from megasparse.data.corpora.corpus import (
+    MEMBER,
     NAMES,
+    SAMPLE,
+    SOURCE,
     SPLIT_NAMES,
+    SPLIT_OPTION,
     CorpusSettings,
-    add_sample_argument,
-    add_source_arguments,
-    add_split_argument,
     lines,
 )
 from megasparse.data.corpora.records import EMPTY, NOT_UTF8, RecordCorpus, Records, RecordSource, Unfit
@@ -48,6 +48,9 @@ LARGEST_FOOTER = 1 << 26
 JSON_SUFFIXES = [f".{name}{packed}" for name in ("jsonl", "ndjson", "json") for packed in ("", *DECOMPRESS)]
 
 
+COLUMN = {"--column": {"default": "text", "metavar": "NAME", "help": "column of the texts (default: %(default)s)"}}
+
+
 class JsonLines(RecordCorpus):
     """JSON lines: of each line's object one field is the text of a document, with the tokenizer's separator after it.
 
@@ -58,11 +61,8 @@ class JsonLines(RecordCorpus):
     HELP = "JSON lines: a field of each is a document"
     EXAMPLE = "--source crawl/ --field text --min-bytes 200 --deduplicate --split 98,1,1 --output data/crawl"
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_source_arguments(parser)
-        parser.add_argument("--field", dest="column", default="text", metavar="NAME", help="(default: %(default)s)")
-        super().add_arguments(parser)
-        add_split_argument(parser)
+    FIELD: ClassVar = {"dest": "column", "default": "text", "metavar": "NAME", "help": "(default: %(default)s)"}
+    OPTIONS = SOURCE | MEMBER | SAMPLE | {"--field": FIELD} | RecordCorpus.OPTIONS | SPLIT_OPTION
 
     def open(
         self, locations: Sequence[str], member: str | None, downloads: Path, settings: CorpusSettings, workers: int
@@ -81,11 +81,7 @@ class Parquet(RecordCorpus):
     HELP = "Parquet files: a column of texts, each a document"
     EXAMPLE = "--source crawl/ --column text --min-bytes 200 --split 98,1,1 --output data/crawl"
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_source_arguments(parser, member=False)
-        add_column_argument(parser)
-        super().add_arguments(parser)
-        add_split_argument(parser)
+    OPTIONS = SOURCE | SAMPLE | COLUMN | RecordCorpus.OPTIONS | SPLIT_OPTION
 
     def open(
         self, locations: Sequence[str], member: str | None, downloads: Path, settings: CorpusSettings, workers: int
@@ -108,15 +104,17 @@ class HuggingFace(RecordCorpus):
     EXAMPLE = "--source ~/.cache/huggingface/datasets/NAME/default/0.0.0/REVISION --column text --output data/name"
     SUFFIXES = (".arrow", ".parquet", *(name for name in JSON_SUFFIXES if name.startswith(".jsonl")))
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--source", nargs=1, required=True, metavar="DIR_OR_URL", help="the dataset's folder, or hf://...@REVISION"
-        )
-        add_sample_argument(parser)
-        add_column_argument(parser)
-        super().add_arguments(parser)
-        help = "percent of the training part's bytes for each split (default: the dataset's own, or 90,5,5 of its only)"
-        parser.add_argument("--split", metavar="TRAIN,VALIDATION,TEST", help=help)
+    FOLDER: ClassVar = {"metavar": "DIR_OR_URL", "help": "the dataset's folder, or hf://...@REVISION"}
+    SHARES: ClassVar = "percent of the training part's bytes for each split (default: its own, or 90,5,5 of its only)"
+    OPTIONS = (
+        SAMPLE
+        | COLUMN
+        | RecordCorpus.OPTIONS
+        | {
+            "--source": {"nargs": 1, "required": True, **FOLDER},
+            "--split": {"metavar": "TRAIN,VALIDATION,TEST", "help": SHARES},
+        }
+    )
 
     def open(
         self, locations: Sequence[str], member: str | None, downloads: Path, settings: CorpusSettings, workers: int
@@ -147,10 +145,6 @@ class HuggingFace(RecordCorpus):
         facts = {"revision": revision(location), "other_files": others}
         splits = [of_split[part] or "" for part in parts] if len(chosen) > 1 else None
         return RecordSource.examine(locations, parts, dataset_texts, settings, workers, own=splits, facts=facts)
-
-
-def add_column_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--column", default="text", metavar="NAME", help="column of the texts (default: %(default)s)")
 
 
 # The texts of a file

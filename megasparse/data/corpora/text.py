@@ -1,6 +1,5 @@
 """Corpora of text: any files, enwik8, BookCorpus, PG-19 and WikiText-103. Reference words stand between white space."""
 
-import argparse
 import csv
 import hashlib
 import re
@@ -15,10 +14,10 @@ from typing import Any, ClassVar
 from megasparse.data.corpora.corpus import (
     NAMES,
     SPLIT_NAMES,
+    SPLIT_OPTION,
     CorpusSettings,
     CorpusSplits,
     TextCorpus,
-    add_split_argument,
     cut,
     split_at,
     split_sizes,
@@ -43,10 +42,11 @@ class Text(TextCorpus):
     HELP = "any text files, split by byte position"
     EXAMPLE = "--source books/ --split 98,1,1 --output data/books"
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        super().add_arguments(parser)
-        add_split_argument(parser)
-        parser.add_argument("--documents", action="store_true", help="each file is a document, a separator after it")
+    OPTIONS = (
+        TextCorpus.OPTIONS
+        | SPLIT_OPTION
+        | {"--documents": {"action": "store_true", "help": "each file is a document, a separator after it"}}
+    )
 
     def open(
         self, locations: Any, member: str | None, downloads: Path, settings: CorpusSettings, workers: int
@@ -131,14 +131,11 @@ class BookCorpus(TextCorpus):
     HELP = "text files of a sentence a line, an empty line or a file's end between books"
     EXAMPLE = "--source books_in_sentences/ --split 98,1,1 --output data/bookcorpus"
     KIND = "files"
+    OPTIONS = TextCorpus.OPTIONS | SPLIT_OPTION
     DOCUMENTS = True
     SHORT = 10_000
     """Bytes of a book in the mean, of which fewer are reported."""
     EMPTY_LINE = re.compile(rb"(?m)^[ \t\r\f\v]*\n")
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        super().add_arguments(parser)
-        add_split_argument(parser)
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
         """Return the number of books of each split, none of running text, and report books that look like paragraphs.
