@@ -5,11 +5,11 @@ B batch, H heads, R rounds, L length, D head dim, N buckets, M chunk.
 
 import json
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.attention.contract import (
@@ -22,9 +22,11 @@ from megasparse.attention.contract import (
 )
 from megasparse.attention.full import Cache, KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
-from megasparse.attention.sinks import DocumentRanks, merge, sink_attention
+from megasparse.attention.sinks import DocumentRanks, cached_sinks, merge, sink_attention
 from megasparse.errors import ConfigError
-from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
+from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
+from megasparse.ops.bucketed_attention.blocks import QueryBlock, query_attention
+from megasparse.ops.bucketed_attention.ranges import RankedTiles
 
 Codes = tuple[Tensor, Tensor | None]
 """Buckets of queries and of keys, (B, H, R, L) each, any integer type; None for keys: the queries' are theirs too."""
@@ -86,42 +88,6 @@ class BandCache(Cache):
         newest_slot, newest = slot[..., -1:], token[..., -1:]
         self.last.flatten(-2).scatter_(-1, torch.where(recent, slot, newest_slot), torch.where(recent, token, newest))
 
-    def decode(
-        self,
-        inputs: AttentionInputs,
-        query_code: Tensor,
-        key_code: Tensor | None,
-        position: int,
-        *,
-        scale: float,
-        exclude_self: bool,
-        count_rounds: bool,
-        sinks: int = 0,
-    ) -> Tensor:
-        """`bucketed_attention` of the one new token at `position`, which is taken into the cache: (B, H, 1, D).
-        query_code, key_code: (B, H, R, 1). sinks: so many first tokens are seen beside the buckets, whose buckets no
-        query has.
-        """
-        code = query_code.to(torch.int64)
-        self.append(inputs, code if key_code is None else key_code.to(torch.int64), position)
-        tokens, valid = self.window(code)
-        first = torch.arange(min(sinks, position + 1), device=code.device)
-        log_count = torch.zeros(())
-        if count_rounds:
-            log_count = F.pad(self._log_count(tokens, code).flatten(2), (0, len(first)))
-        tokens = torch.cat([tokens.flatten(2), first.expand(*tokens.shape[:2], -1)], dim=-1).unsqueeze(2)
-        valid = F.pad(valid.flatten(2), (0, len(first)), value=True).unsqueeze(2)
-        if exclude_self:
-            valid = valid & (tokens != position)
-        tokens, valid = (x.expand(-1, inputs.q.shape[1], -1, -1) for x in (tokens, valid))
-        score = self.score(inputs.q, tokens, scale).squeeze(2)  # (B, H, R·M + n)
-        score = score - log_count.to(score.dtype)
-        score = score.masked_fill(~valid.squeeze(2), -torch.inf)
-        blind = ~valid.any(-1)
-        weight = torch.softmax(score.masked_fill(blind, 0.0), dim=-1).unsqueeze(2)
-        out = (weight @ self.values(tokens).to(weight.dtype)).to(inputs.v.dtype)
-        return torch.where(blind[..., None], inputs.v, out)
-
     def append(self, inputs: AttentionInputs, code: Tensor, position: int) -> None:
         """Takes in the new token, whose key has the buckets code (B, H, R, 1)."""
         self.tokens.put(inputs.k, inputs.v, position)
@@ -131,29 +97,40 @@ class BandCache(Cache):
         self.last.flatten(-2).scatter_(-1, slot, torch.full_like(slot, position))
         self.size.scatter_add_(-1, code, torch.ones_like(code))
 
-    def window(self, code: Tensor) -> tuple[Tensor, Tensor]:
-        """The last M keys of buckets code (B, H, R, 1), newest first, and which places are filled: (B, H, R, M)."""
-        chunk = self.last.shape[-1]
-        bucket = self.last.gather(-2, code.unsqueeze(-1).expand(*code.shape, chunk)).squeeze(-2)
-        size = self.size.gather(-1, code)
-        back = torch.arange(1, chunk + 1, device=code.device).expand_as(bucket)
-        return bucket.gather(-1, (size - back) % chunk), back <= size
+    def rounds(self, numbers: slice) -> "BandCache":
+        """Return the cache of some rounds, as views."""
+        return BandCache(self.tokens, *(x[:, :, numbers] for x in (self.codes, self.rank, self.last, self.size)))
 
-    def score(self, q: Tensor, tokens: Tensor, scale: float) -> Tensor:
-        """Return scale·q·k of the keys `tokens` in each round, (B, H, R, M), fp32 at least."""
-        k = _gather(self.tokens.k, tokens).to(torch.promote_types(q.dtype, torch.float32))
-        return scale * (k @ q.to(k.dtype).transpose(-1, -2)).view(tokens.shape)
+    def attend(self, q: Tensor, code: Tensor, rank: Tensor, spec: BucketedAttentionSpec) -> tuple[Tensor, Tensor]:
+        """Compute `bucketed_attention` of one query, with the same bits as in a whole pass, without `self_at_last`.
 
-    def values(self, tokens: Tensor) -> Tensor:
-        """The values of the tokens `tokens` (B, H, R, M): (B, H, R·M, D)."""
-        return _gather(self.tokens.v, tokens)
+        Args:
+            q: (B, H, 1, D).
+            code, rank: (B, H or 1, R, 1) int64, the query's buckets, and the last rank in each that it may see.
+        """
+        return query_attention(q, self.tokens.k, self.tokens.v, spec, self._blocks(q, code, rank, spec))
 
-    def _log_count(self, tokens: Tensor, code: Tensor) -> Tensor:
-        """Return log N, N rounds of which show a key, of the keys `tokens` in each round: (B, H, R, M) float64."""
-        flat = tokens.flatten(2)[:, :, None].expand(-1, -1, tokens.shape[2], -1)  # every seen key in every round
-        same = self.codes.gather(-1, flat) == code
-        near = self.size.gather(-1, code) - self.rank.gather(-1, flat) <= self.last.shape[-1]
-        return (same & near).sum(2).view(tokens.shape).clamp_min(1).double().log()
+    def _blocks(self, q: Tensor, code: Tensor, rank: Tensor, spec: BucketedAttentionSpec) -> Iterator[QueryBlock]:
+        """Yield blocks of queries whose tiles have one shape, round after round."""
+        codes, ranks, last = (x.flatten(0, 1) for x in (self.codes, self.rank, self.last))
+        row = torch.arange(q.shape[0] * q.shape[1], device=q.device)
+        shared = row // (len(row) // len(codes))  # the row of a query's codes
+        code, rank = (x.flatten(0, 1).squeeze(-1).index_select(0, shared) for x in (code, rank))  # (B·H, R)
+        tiles, chunk = RankedTiles.of(spec, self.tokens.k.shape[2]), spec.window.chunk
+        first = tiles.start(rank)
+        kinds = tiles.kind(first)
+        for number, of_round in enumerate(kinds.unbind(1)):
+            for kind in of_round.unique().tolist():
+                index = (of_round == kind).nonzero().squeeze(1)
+                source, tile, back = shared[index], *tiles.shape(kind)
+                at_rank, bucket = rank[index, number, None], code[index, number, None]
+                column = first[index, number, None] - back + torch.arange(back + tile, device=q.device)  # ranks of keys
+                hidden = (column >= at_rank + (not spec.exclude_self)) | (column <= at_rank - chunk)
+                token = last[source[:, None], number, bucket, column % last.shape[-1]]
+                for earlier in range(number) if spec.count_rounds else ():
+                    same = codes[source[:, None], earlier, token] == code[index, earlier, None]
+                    hidden |= same & (ranks[source[:, None], earlier, token] > rank[index, earlier, None] - chunk)
+                yield QueryBlock(row[index], token, hidden, self.tokens.k.shape[2], tile, q, number == 0)
 
 
 class BandAttention(Attention):
@@ -179,10 +156,7 @@ class BandAttention(Attention):
         """Attend in the buckets, in the window that the mechanism has beside them, and to the sinks. See `Codes`."""
         codes = self._seen_codes(query_codes, key_codes)
         if not self.sinks and part.share is None:
-            spec = BucketedAttentionSpec(self.window, inputs.causal, buckets=self.buckets, **self.rule)
-            q, k, v, key_mask, segments, _, dropout = inputs
-            out, _ = bucketed_attention(q, k, v, codes[0], spec, key_mask, segments, codes[1], dropout=dropout)
-            return AttentionOutput(out, None, {})
+            return AttentionOutput(inputs.in_buckets(codes[0], self._spec(inputs.causal), codes[1])[0], None, {})
         parts = [self._in_buckets(inputs, *codes, part)]
         if self.sinks:
             sink_rule = {name: self.rule[name] for name in ("scale", "exclude_self")}
@@ -208,7 +182,7 @@ class BandAttention(Attention):
         """The buckets without the sinks' keys. A decoder's sinks see nothing but sinks, so they are padding to the
         buckets; in an encoder they are queries in the buckets.
         """
-        without_sinks, buckets = inputs, self.buckets
+        without_sinks, spec = inputs, self._spec(inputs.causal, self_at_last=False, share=part.share)
         sink = DocumentRanks.of(inputs).rank < self.sinks if self.sinks else None
         if sink is not None and inputs.causal:
             real = inputs.key_mask
@@ -216,11 +190,15 @@ class BandAttention(Attention):
             without_sinks = inputs._replace(key_mask=mask)
         elif sink is not None:
             keys = query_codes if key_codes is None else key_codes
-            key_codes, buckets = keys.int().masked_fill(sink[:, None, None], self.buckets), self.buckets + 1
-        spec = BucketedAttentionSpec(
-            self.window, inputs.causal, buckets=buckets, self_at_last=False, share=part.share, **self.rule
-        )
+            key_codes = keys.int().masked_fill(sink[:, None, None], self.buckets)
+            spec = replace(spec, buckets=self.buckets + 1)
         return without_sinks.in_buckets(query_codes, spec, key_codes)
+
+    def _spec(self, causal: bool, **settings: Any) -> BucketedAttentionSpec:
+        longest = self.spec.max_length
+        return BucketedAttentionSpec(
+            self.window, causal, buckets=self.buckets, longest=longest, **self.rule, **settings
+        )
 
     def _seen_codes(self, query_codes: Tensor, key_codes: Tensor | None) -> Codes:
         if not self.local:
@@ -283,8 +261,16 @@ class BandAttention(Attention):
         if self.leak is not None:
             problem = f"{type(self).__name__} cannot decode token by token: {self.leak}"
             raise ConfigError("model.attention.pattern", problem, "Train with the strictly causal setting")
-        codes = self._cached_codes(inputs, position, context)
-        return cache.decode(inputs, *codes, position, **self.rule, sinks=self.sinks)
+        queries, keys = (None if x is None else x.long() for x in self._cached_codes(inputs, position, context))
+        assert queries is not None
+        cache.append(inputs, queries if keys is None else keys, position)
+        spec = self._spec(True, self_at_last=False)
+        parts = [cache.attend(inputs.q, queries, cache.size.gather(-1, queries) - 1, spec)]
+        if self.sinks:
+            rule = {name: self.rule[name] for name in ("scale", "exclude_self")}
+            parts.append(cached_sinks(self.sinks, inputs.q, cache.tokens.k, cache.tokens.v, position, **rule))
+        out, lse = merge(parts) if self.sinks else parts[0]
+        return torch.where(lse.isneginf().unsqueeze(-1), inputs.v.to(out.dtype), out)
 
     def _cached_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> Codes:
         """The keys of sinks have a bucket that no query has."""
@@ -293,12 +279,6 @@ class BandAttention(Attention):
             keys = (queries if keys is None else keys).to(torch.int64, copy=True)
             keys[..., : self.sinks - position] = self.buckets
         return queries, keys
-
-
-def _gather(x: Tensor, tokens: Tensor) -> Tensor:
-    """Rows of x (B, H, L, D) at tokens (B, H, R, M): (B, H, R·M, D)."""
-    index = tokens.flatten(2).unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])
-    return x.gather(2, index)
 
 
 def check_band(key: str, window: str, local: bool, sinks: int) -> None:

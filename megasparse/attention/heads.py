@@ -22,6 +22,7 @@ from megasparse.config.schema import ModelConfig, PositionsConfig, RotaryScaling
 from megasparse.ops.normalize import layer_norm, unit_keys
 from megasparse.ops.operator import autocast_off
 from megasparse.ops.positions import rotate
+from megasparse.ops.tiled import Linear
 
 
 def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
@@ -244,7 +245,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 def projection(width_in: int, width_out: int, biased: bool) -> nn.Linear:
     """Without torch's own initialisation, which would draw from the global generator; a bias is 0."""
-    linear = skip_init(nn.Linear, width_in, width_out, bias=biased, device=torch.get_default_device())
+    linear = skip_init(Linear, width_in, width_out, bias=biased, device=torch.get_default_device())
     if biased:
         nn.init.zeros_(linear.bias)
     return linear

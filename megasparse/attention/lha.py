@@ -55,6 +55,7 @@ from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.hash_learning import Draws
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import random_bits
+from megasparse.ops.tiled import Linear
 
 if TYPE_CHECKING:
     from megasparse.config.schema import ModelConfig
@@ -142,7 +143,7 @@ class LHAAttention(BandAttention):
         super().__init__(config, spec)
         sides = ("query", "key") if config.project_positions else ()
         linear = {"bias": False, "device": torch.get_default_device()}
-        projections = {side: skip_init(nn.Linear, spec.d_model, spec.heads * spec.head_dim, **linear) for side in sides}
+        projections = {side: skip_init(Linear, spec.d_model, spec.heads * spec.head_dim, **linear) for side in sides}
         self.position_projections = nn.ModuleDict(projections)
         self.window = Window("band", min(config.chunk, spec.max_length))
         self.local, self.sinks, self.shares_pairs = config.local, config.sinks, config.window == "band"

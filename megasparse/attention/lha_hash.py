@@ -17,6 +17,7 @@ from megasparse.attention.contract import AttentionContext, MechanismSpec
 from megasparse.ops.hash_learning import ranks, tiles
 from megasparse.ops.operator import implementation
 from megasparse.ops.random import derive, rotations
+from megasparse.ops.tiled import at_least_rows
 
 Weights = tuple[Tensor, ...]
 """Weights of one hash function: (H, D, N); for the two-layer network (H, D, D), its bias (H·D), (H, D, N), its bias
@@ -75,7 +76,9 @@ class HashInputs(NamedTuple):
     def tiles(self, buckets: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the first token and the scores (B, H, T, N) of each tile."""
         for tokens in tiles(self.inputs[0], buckets):
-            yield tokens.start, scores_of([x[:, :, tokens] for x in self.inputs], self.weights)
+            parts = [x[:, :, tokens] for x in self.inputs]
+            scores = scores_of([at_least_rows(x) for x in parts], self.weights)
+            yield tokens.start, scores[:, :, : parts[0].shape[2]]
 
 
 def hash_inputs(q: Tensor, k: Tensor, joint: bool, weights: tuple[Weights, Weights]) -> tuple[HashInputs, HashInputs]:

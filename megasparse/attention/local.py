@@ -19,12 +19,14 @@ from megasparse.attention.contract import (
 )
 from megasparse.attention.full import Cache, KeyValueCache
 from megasparse.attention.sequence_part import WHOLE, SequencePart
-from megasparse.attention.sinks import merge, sink_attention
+from megasparse.attention.sinks import cached_sinks, merge, sink_attention
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
+from megasparse.ops.bucketed_attention.blocks import QueryBlock, query_attention
 from megasparse.ops.local_attention import LocalAttentionSpec, distances, relative_local_attention
+from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.positions import sinusoids
 
 if TYPE_CHECKING:
@@ -108,13 +110,16 @@ class LocalAttention(Attention):
             relative = LocalAttentionSpec(self.chunk, causal, scale)
             out = relative_local_attention(q, k, v, r, u, w, relative, key_mask, segments, dropout=dropout)
             return AttentionOutput(out, None, {})
-        part, window = context.part, Window("chunk", self.chunk, ahead=not causal)
-        plain = BucketedAttentionSpec(window, causal, scale, exclude_self=False, self_at_last=False, share=part.share)
-        out, lse = inputs.in_buckets(None, plain)
+        part = context.part
+        out, lse = inputs.in_buckets(None, self._rule(causal, part.share))
         if self.sinks:
             sinks = sink_attention(self.sinks, inputs, part, scale=scale, chunk=self.chunk)
             out, lse = merge([(out, lse), sinks])
         return AttentionOutput(out, None, {}, None if part.share is None else lse)
+
+    def _rule(self, causal: bool, share: tuple[int, int] | None = None) -> BucketedAttentionSpec:
+        window, scale = Window("chunk", self.chunk, ahead=not causal), self.spec.head_dim**-0.5
+        return BucketedAttentionSpec(window, causal, scale, exclude_self=False, self_at_last=False, share=share)
 
     def flops(self, length: int) -> Passes:
         """Relative positions have scores of their own: 6·D more a key."""
@@ -141,20 +146,39 @@ class LocalAttention(Attention):
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: LocalCache, position: int, context: AttentionContext
     ) -> Tensor:
-        capacity, dtype = 2 * self.chunk, torch.promote_types(inputs.q.dtype, torch.float32)
+        capacity = 2 * self.chunk
         cache.tokens.put(inputs.k, inputs.v, position % capacity)
         if position < self.sinks:
             cache.tokens.put(inputs.k, inputs.v, capacity + position)
-        first = max(0, position // self.chunk - 1) * self.chunk
-        near = torch.arange(first, position + 1, device=inputs.q.device)
-        slot = torch.cat([near % capacity, capacity + torch.arange(min(self.sinks, first), device=near.device)])
-        k, v = (cached[:, :, slot].to(dtype) for cached in (cache.tokens.k, cache.tokens.v))
-        q = inputs.q.to(dtype)
-        if cache.relative is None:
-            score = q @ k.transpose(-1, -2)
-        else:
-            r, u, w = cache.relative
-            r = r[:, 2 * self.chunk - 1 - (position - near)].to(dtype)
-            score = (q + u[:, None]) @ k.transpose(-1, -2) + (q + w[:, None]) @ r.transpose(-1, -2)
+        k, v = cache.tokens.k, cache.tokens.v
+        if cache.relative is not None:
+            return self._decode_relative(inputs.q, cache.tokens, cache.relative, position)
+        out, lse = cached_window(inputs.q, k, v, capacity, position, self._rule(causal=True))
+        if self.sinks:
+            scale, (k, v) = self.spec.head_dim**-0.5, (x[:, :, capacity:] for x in (k, v))
+            sinks = cached_sinks(self.sinks, inputs.q, k, v, position, scale=scale, chunk=self.chunk)
+            out, _ = merge([(out, lse), sinks])
+        return out
+
+    def _decode_relative(
+        self, q: Tensor, tokens: KeyValueCache, relative: tuple[Tensor, Tensor, Tensor], position: int
+    ) -> Tensor:
+        near = torch.arange(max(0, position // self.chunk - 1) * self.chunk, position + 1, device=q.device)
+        k, v = (at_least_fp32(x[:, :, near % (2 * self.chunk)]) for x in (tokens.k, tokens.v))
+        r, u, w = relative
+        r, wide = r[:, 2 * self.chunk - 1 - (position - near)].to(k.dtype), q.to(k.dtype)
+        score = (wide + u[:, None]) @ k.transpose(-1, -2) + (wide + w[:, None]) @ r.transpose(-1, -2)
         weight = torch.softmax(score * self.spec.head_dim**-0.5, dim=-1)  # (B, H, 1, keys)
-        return (weight @ v).to(inputs.q.dtype)
+        return (weight @ v).to(q.dtype)
+
+
+def cached_window(
+    q: Tensor, k: Tensor, v: Tensor, capacity: int, position: int, spec: BucketedAttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """Compute `bucketed_attention` in the chunk window of the one query (B, H, 1, D) at a position, with the same bits
+    as in a whole pass. k, v: (B, H, P, D), the key of position p in place p mod `capacity`.
+    """
+    chunk, row = spec.window.chunk, torch.arange(q.shape[0] * q.shape[1], device=q.device)
+    column = position // chunk * chunk - chunk + torch.arange(2 * chunk, device=q.device)  # positions of keys
+    hidden, tokens = ((x.expand(len(row), -1)) for x in ((column < 0) | (column > position), column % capacity))
+    return query_attention(q, k, v, spec, [QueryBlock(row, tokens, hidden, k.shape[2], chunk, q)])

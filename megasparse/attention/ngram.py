@@ -22,8 +22,9 @@ from megasparse.attention.contract import (
     Passes,
 )
 from megasparse.attention.full import Cache
+from megasparse.attention.local import cached_window
 from megasparse.attention.sequence_part import WHOLE, SequencePart
-from megasparse.attention.sinks import merge, sink_attention
+from megasparse.attention.sinks import cached_sinks, merge, sink_attention
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Count, Positive
 from megasparse.errors import ConfigError
@@ -97,12 +98,10 @@ class NGramAttention(Attention):
         # Where bucket-mates t < i are seen, their successors t + 1 <= i take part: keys and values move by one place.
         moved = Window("band", config.chunk)
         self.moved = BucketedAttentionSpec(
-            moved, True, scale, exclude_self=True, buckets=self.buckets, self_at_last=False
+            moved, True, scale, buckets=self.buckets, longest=spec.max_length, self_at_last=False
         )
         far = Window("band", config.chunk - 1)
-        self.far = BucketedAttentionSpec(
-            far, True, scale, exclude_self=False, buckets=self.buckets + 1, self_at_last=False
-        )
+        self.far = replace(self.moved, window=far, exclude_self=False, buckets=self.buckets + 1)
 
     def assign(self, context: AttentionContext, key_mask: Tensor | None, segments: Tensor | None) -> Tensor:
         """The buckets of queries, (B, R, L), the same of all heads."""
@@ -153,32 +152,31 @@ class NGramAttention(Attention):
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: NGramCache, context: AttentionContext) -> None:
         codes = self.assign(context, None, None)
         cache.band.fill(inputs, codes[:, None], _following(codes, inputs, self.buckets)[:, None])
-        self._remember(cache, context, codes)
+        self._remember(cache, context, codes[:, None, :, -1:].long())
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: NGramCache, position: int, context: AttentionContext
     ) -> Tensor:
         assert context.tokens is not None
-        codes, band, scale = self._codes(torch.cat([cache.recent, context.tokens], dim=1)), cache.band, self.near.scale
+        codes, band = self._codes(torch.cat([cache.recent, context.tokens], dim=1))[:, None, :, -1:].long(), cache.band
         band.append(inputs, cache.newest, position)
-        tokens, valid = (x.expand(-1, inputs.q.shape[1], -1, -1) for x in band.window(codes[:, None, :, -1:].long()))
-        far = band.score(inputs.q, tokens, scale) + self.bias(context.part)[..., None]  # (B, H, R, M)
-        chunk = self.near.window.chunk
-        first = max(0, position // chunk - 1) * chunk
-        sinks = torch.arange(min(self.config.sinks, first), device=tokens.device)
-        near = torch.cat([sinks, torch.arange(first, position + 1, device=tokens.device)])
-        near = near.expand(*tokens.shape[:2], 1, -1)
-        score = [band.score(inputs.q, near, scale), far.masked_fill(~valid, -torch.inf)]
-        weight = torch.softmax(torch.cat([part.flatten(2) for part in score], dim=-1), dim=-1).unsqueeze(2)
-        values = band.values(torch.cat([near.flatten(2), tokens.flatten(2)], dim=-1).unsqueeze(2))
+        q, k, v = inputs.q, band.tokens.k, band.tokens.v
+        parts = [cached_window(q, k, v, k.shape[2], position, self.near)]
+        if sinks := self.config.sinks:
+            parts.append(cached_sinks(sinks, q, k, v, position, scale=self.near.scale, chunk=self.near.window.chunk))
+        bias = F.pad(self.bias(context.part), (len(parts), 0))[:, None]
+        rank = band.size.gather(-1, codes)  # of the token itself, whose successor is no key yet
+        for number in range(codes.shape[2]):
+            of_round = slice(number, number + 1)
+            parts.append(band.rounds(of_round).attend(q, codes[:, :, of_round], rank[:, :, of_round], self.moved))
         self._remember(cache, context, codes)
-        return (weight @ values.to(weight.dtype)).to(inputs.v.dtype)
+        return merge(parts, bias)[0]
 
     def _remember(self, cache: NGramCache, context: AttentionContext, codes: Tensor) -> None:
         assert context.tokens is not None
         size = cache.recent.shape[1]
         cache.recent = torch.cat([cache.recent, context.tokens], dim=1)[:, -size:] if size else cache.recent
-        cache.newest = codes[:, None, :, -1:].long()
+        cache.newest = codes
 
     def flops(self, length: int) -> Passes:
         work, rounds = self.spec.workload(length), len(self.config.lengths)

@@ -14,6 +14,7 @@ from megasparse.attention.contract import AttentionInputs
 from megasparse.attention.sequence_part import SequencePart
 from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.local_attention import PADDING, by_document
+from megasparse.ops.tiled import at_least_rows
 
 
 class DocumentRanks(NamedTuple):
@@ -72,15 +73,40 @@ def sink_attention(
     if inputs.segments is not None or inputs.dropout is not None or q.dtype not in (torch.float32, torch.float64):
         out, lse = gathered_attention(q, k, v, index, scale=scale, dropout=inputs.dropout)
     else:
-        # All queries of a row have the same sinks: products with them cost less than gathering, and no copy of q in
-        # fp32.
-        shared = index.amax(2).clamp_min(0).long().unsqueeze(-1)
-        keys, values = (x.gather(2, shared.expand(*x.shape[:2], -1, x.shape[3])) for x in (k, v))
-        nothing = (index < 0).all(-1, keepdim=True)
-        score = (scale * (q @ keys.transpose(-1, -2))).masked_fill(index < 0, -torch.inf).masked_fill(nothing, 0.0)
-        out = torch.softmax(score, dim=-1).masked_fill(nothing, 0.0) @ values
-        lse = torch.logsumexp(score, dim=-1).masked_fill(nothing.squeeze(-1), -torch.inf)
+        out, lse = _shared_sinks(q, k, v, index, scale)
     return out, lse if part.share is None else lse.masked_fill(~part.answered(lse.shape[2], lse.device), -torch.inf)
+
+
+def cached_sinks(
+    sinks: int, q: Tensor, k: Tensor, v: Tensor, position: int, *, scale: float, exclude_self: bool = False,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`sink_attention` of the one query (B, H, 1, D) at a position, with the same bits. k, v: (B, H, n or more, D)."""
+    which = torch.arange(sinks, device=q.device)
+    visible = which <= position - exclude_self
+    if chunk is not None:
+        visible = visible & (position // chunk - which // chunk > 1)
+    index = torch.where(visible, which, -1).int().expand(len(q), 1, 1, -1)
+    k, v = (x.to(q.dtype) for x in (k, v))
+    if q.dtype not in (torch.float32, torch.float64):
+        return gathered_attention(q, k, v, index, scale=scale)
+    return _shared_sinks(q, k, v, index, scale)
+
+
+def _shared_sinks(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend to sinks that all queries of a row share: products with them cost less than gathering, and no copy of q in
+    fp32. In products of ROWS queries and two sinks at least, a query's bits do not depend on the others.
+    """
+    queries = q.shape[2]
+    q = at_least_rows(q)
+    index = F.pad(index, (0, max(0, 2 - index.shape[3]), 0, q.shape[2] - queries), value=-1)
+    shared = index.amax(2).clamp_min(0).long().unsqueeze(-1)
+    keys, values = (x.gather(2, shared.expand(*x.shape[:2], -1, x.shape[3])) for x in (k, v))
+    nothing = (index < 0).all(-1, keepdim=True)
+    score = (scale * (q @ keys.transpose(-1, -2))).masked_fill(index < 0, -torch.inf).masked_fill(nothing, 0.0)
+    out = torch.softmax(score, dim=-1).masked_fill(nothing, 0.0) @ values
+    lse = torch.logsumexp(score, dim=-1).masked_fill(nothing.squeeze(-1), -torch.inf)
+    return out[:, :, :queries], lse[:, :, :queries]
 
 
 def without_seen(index: Tensor, inputs: AttentionInputs, sinks: int, chunk: int | None) -> Tensor:

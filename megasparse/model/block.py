@@ -21,7 +21,7 @@ from megasparse.model.branch import Branch, Compute, Pass, Residual, in_tiles, i
 from megasparse.model.head_groups import attend_in_groups, rewrite_in_groups
 from megasparse.ops.operator import Function, remember_autocast
 from megasparse.ops.random import RngContext, dropout, relu_dropout
-from megasparse.ops.tiled import tiled
+from megasparse.ops.tiled import linear, tiled
 
 _tanh = partial(F.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -134,14 +134,14 @@ class FeedForward(nn.Module):
         """Run the feed-forward on a tile (B, T, E) with weights w. rows: (B, T), see `RngContext.rows`."""
         rate = self.rate if rng.training else 0.0
         key = rng.key(self.layer, "feed-forward hidden dropout")
-        hidden = F.linear(x, w["up"], w.get("up_bias"))  # (B, T, F)
+        hidden = linear(x, w["up"], w.get("up_bias"))  # (B, T, F)
         if "gate" in w:
-            hidden = dropout(self.activation(F.linear(x, w["gate"], w.get("gate_bias"))) * hidden, rate, key, rows)
+            hidden = dropout(self.activation(linear(x, w["gate"], w.get("gate_bias"))) * hidden, rate, key, rows)
         elif self.activation is F.relu:
             hidden = relu_dropout(hidden, rate, key, rows)
         else:
             hidden = dropout(self.activation(hidden), rate, key, rows)
-        return F.linear(hidden, w["down"], w.get("down_bias"))
+        return linear(hidden, w["down"], w.get("down_bias"))
 
 
 class Block(nn.Module):

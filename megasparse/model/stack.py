@@ -24,7 +24,7 @@ from megasparse.ops.cross_entropy import adaptive_log_probabilities, adaptive_sc
 from megasparse.ops.normalize import layer_norm
 from megasparse.ops.operator import at_least_fp32
 from megasparse.ops.random import RngContext, dropout
-from megasparse.ops.tiled import tiled
+from megasparse.ops.tiled import linear, tiled
 
 
 class TokenScores(NamedTuple):
@@ -247,7 +247,7 @@ class OutputHead(nn.Module):
         """Logits of every id; of an adaptive softmax ln p, whose softmax is that p."""
         if self.cutoffs:
             return adaptive_log_probabilities(hidden, weights["weight"], weights["clusters"], self.cutoffs)
-        return F.linear(hidden, weights["weight"], weights.get("bias"))
+        return linear(hidden, weights["weight"], weights.get("bias"))
 
 
 class Transformer(Stack, ABC):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megasparse.ops.operator import Operator
 from megasparse.ops.random import bits_by_head, normal, normal_by_head, random_bits
+from megasparse.ops.tiled import at_least_rows
 
 _BLOCK_ELEMENTS = 1 << 21  # rotated numbers at a time: 8 MB of fp32
 _SIGN_ELEMENTS = 1 << 20  # projected numbers at a time: 4 MB of fp32
@@ -40,7 +41,7 @@ def _angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     """Compute h(x) = argmax([xR; −xR]) (Reformer section 2), mixed-radix over the factors: h = h_1·n_2 + h_2.
 
     A factorised hash costs √n where a plain one costs n. Implementations differ only where the two largest scores are
-    equal up to rounding.
+    equal up to rounding. On a CPU the code of a vector does not depend on the number of vectors.
 
     Args:
         x: (B, H, L, D).
@@ -58,7 +59,8 @@ def _angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     codes = torch.empty(batch, heads, rounds, length, dtype=code_dtype(math.prod(factors)), device=x.device)
     step = max(1, _BLOCK_ELEMENTS // (batch * heads * rounds * width))
     for start in range(0, length, step):
-        rotated = x[:, :, start : start + step].to(dtype) @ matrix  # (B, H, l, R·S)
+        part_of_x = x[:, :, start : start + step].to(dtype)
+        rotated = (at_least_rows(part_of_x) @ matrix)[:, :, : part_of_x.shape[2]]  # (B, H, l, R·S)
         rotated = rotated.unflatten(-1, (rounds, width))
         code: Tensor | int = 0
         for part, factor in zip(rotated.split([n // 2 for n in factors], dim=-1), factors, strict=True):
@@ -144,7 +146,8 @@ def _sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, 
     for start in range(0, length, step):
         block = x[:, :, start : start + step].to(dtype)
         if kind == "gaussian":
-            side = (block @ planes.transpose(1, 2)).unflatten(-1, (hashes, code_bits)) >= 0
+            side = (at_least_rows(block) @ planes.transpose(1, 2))[:, :, : block.shape[2]] >= 0
+            side = side.unflatten(-1, (hashes, code_bits))
         else:
             y = F.pad(block, (0, planes.shape[-1] - width))[..., None, :]  # (B, H, l, 1, P)
             for diagonal in planes.unbind(2):

@@ -1,4 +1,6 @@
-"""Cached decoding gives the logits of the whole-sequence pass, beyond several windows."""
+"""Cached decoding gives the logits of the whole-sequence pass, beyond several windows: bit by bit where keys are in
+buckets or in a window by position, else up to rounding.
+"""
 
 import dataclasses
 
@@ -12,9 +14,20 @@ from megasparse.model.build import build_model
 from megasparse.model.decoder import Decoder
 from megasparse.ops.random import RngContext
 from tests.helpers.comparing import decoded_nats
-from tests.helpers.models import PARTS, attention, by_path, causal_names, named, random_tokens, small, strict_names
+from tests.helpers.models import (
+    PARTS,
+    attention,
+    by_path,
+    causal_names,
+    kind_of,
+    named,
+    random_tokens,
+    small,
+    strict_names,
+)
 
 LEAKING = [name for name in causal_names() if name not in strict_names()]
+HASHED = ("lsh", "lha", "routing", "random", "ngram")
 GROUPED = [name for name in strict_names() if name in MECHANISMS]
 CONFIGS = {
     "mixed, ordinary, tied": small(blocks="ordinary", activations="stored", tied_embeddings=True),
@@ -25,6 +38,10 @@ CONFIGS = {
 }
 
 
+BIT_BY_BIT = [n for n in strict_names() if n != "local relative" and kind_of(n) in {*HASHED, "local"}]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
 def whole_nats(model: Decoder, tokens, **rounds):
     return model.token_scores(tokens, RngContext.evaluation(7, len(tokens), **rounds)).nats
 
@@ -33,14 +50,21 @@ def decoded(model: Decoder, tokens, prompt, **rounds):
     return decoded_nats(model, tokens, prompt, model.new_cache(len(tokens), seed=7, **rounds))
 
 
-def check_decoding(config):
-    model, tokens = build_model(config, seed=3), random_tokens(2, 70)
+def check_decoding(config, dtype=torch.float32, limit=1e-4):
+    model, tokens = build_model(config, seed=3).to(dtype), random_tokens(2, 70)
     whole = whole_nats(model, tokens)
     for prompt, end in ((0, 36), (1, 12), (50, 70)):
-        assert (decoded(model, tokens[:, :end], prompt) - whole[:, prompt:end]).abs().max() < 1e-4, prompt
+        assert (decoded(model, tokens[:, :end], prompt) - whole[:, prompt:end]).abs().max() <= limit, prompt
 
 
-@by_path("name", strict_names())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@by_path("name", [*BIT_BY_BIT, "split heads"])
+def test_cached_decoding_is_the_whole_sequence_bit_by_bit(name, dtype):
+    config = attention({"local": 1, "lsh": 1}) if name == "split heads" else named(name)
+    check_decoding(small(attention=config), dtype, limit=0.0)
+
+
+@by_path("name", sorted(set(strict_names()) - set(BIT_BY_BIT)))
 def test_cached_decoding_is_the_whole_sequence(name):
     check_decoding(small(attention=named(name)))
 

@@ -5,10 +5,13 @@ import itertools
 import pytest
 import torch
 
+from megasparse.attention.lha_hash import HashInputs, bucket_codes
+from megasparse.ops import hashing
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.bucketed_attention.blocks import _exp2
 from megasparse.ops.bucketed_attention.blocks import bucketed_attention as blockwise
 from megasparse.ops.random import PairDropout
+from megasparse.ops.tiled import linear
 from tests.helpers.operators import random_masks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -101,3 +104,28 @@ def test_powers_and_logarithms_are_the_same_wherever_a_number_is(threads):
     for start, stop in ((1, 8), (5, 1003), (31, 40001), (8, 100008)):
         assert torch.equal(x[start:stop].clone().exp(), exps[start:stop])
         assert torch.equal(x[start:stop].abs().log2(), logs[start:stop])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_of_a_product_and_its_code_are_the_same_beside_any_number_of_rows(threads, dtype, monkeypatch):
+    """Each vector meets two columns with the same product up to the order of its terms, or is on a hyperplane up to it:
+    another order gives other codes.
+    """
+    generator = torch.Generator().manual_seed(0)
+    half = torch.randn(1, 2, 4096, 32, generator=generator).to(dtype)
+    one, other = torch.randn(2, 2, 1, 32, 20, generator=generator)
+    twins = torch.cat([torch.cat([one, other], 2), torch.cat([other, one], 2)], dim=3)  # (H, 1, D, 40)
+    planes = torch.cat([one, one], 2).transpose(2, 3)  # (H, 1, τ, D)
+    monkeypatch.setattr(hashing, "hash_planes", lambda *args: planes)
+    weight, bias = twins[0, 0].T.to(dtype).contiguous(), torch.randn(40, generator=generator).to(dtype)
+    for function, x in (
+        (lambda x: hashing.angular_hash(x, twins, [80]), torch.cat([half, half], -1)),
+        (lambda x: bucket_codes(HashInputs((x,), ((twins[:, 0],),)), 40).unsqueeze(2), torch.cat([half, half], -1)),
+        (lambda x: hashing.sign_codes(x, 0, range(2), 1, 20, "gaussian"), torch.cat([half, -half], -1)),
+        (lambda x: linear(x, weight, bias).transpose(2, 3), torch.cat([half, half], -1)),
+    ):
+        whole = function(x)
+        for rows in (1, 2, 3, 17, 4096):
+            for first in (0, 1000, 4096 - rows):
+                part = slice(first, first + rows) if first + rows <= 4096 else slice(0, rows)
+                assert torch.equal(function(x[:, :, part].contiguous()), whole[..., part]), rows

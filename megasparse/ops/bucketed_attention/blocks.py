@@ -10,7 +10,7 @@ B batch, H heads, R rounds, L length, D head dim, G rows at a time; tiles as in 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,15 @@ import torch
 from torch import Tensor
 
 from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec
-from megasparse.ops.bucketed_attention.layouts import LOWEST, SCORE_ELEMENTS, RangeLayout, RowGroup, SortedLayout
-from megasparse.ops.operator import Function
+from megasparse.ops.bucketed_attention.layouts import (
+    LOWEST,
+    SCORE_ELEMENTS,
+    RangeLayout,
+    RowGroup,
+    SortedLayout,
+    TileBlock,
+)
+from megasparse.ops.operator import Function, at_least_fp32
 from megasparse.ops.random import PairDropout
 
 _LOG2_E = math.log2(math.e)
@@ -106,23 +113,7 @@ class _BucketedAttention(Function):
             layout = RangeLayout.of(codes, key_codes, spec, key_mask, segments)
         for rows in row_groups(layout, q, k, v, spec, ctx.shared_codes, dropout):
             row_out, row_lse2 = out.flatten(0, 1)[rows.index], lse2.flatten(0, 1)[rows.index]
-            for block in rows.layout.blocks(rows):
-                block_q = block.queries(rows.q).mul_(spec.scale * _LOG2_E)
-                score = block.scores(block_q, block.keys(rows.k))  # (n, T, K)
-                highest = score.amax(-1, keepdim=True).clamp_min_(LOWEST)
-                weight = _exp2(score.sub_(highest))
-                total = weight.sum(-1, keepdim=True).clamp_min_(torch.finfo(dtype).tiny)
-                if rows.dropout is not None:
-                    weight *= block.factors(rows.dropout)
-                part = torch.bmm(weight, block.keys(rows.v)).div_(total)  # (n, T, D)
-                this = merged = highest.add_(total.log2_()).squeeze(-1)
-                if not block.first_round:  # rounds are merged by log-sum-exp
-                    before = block.queries(row_lse2)
-                    merged = torch.maximum(before, this).add_(_power(-(before - this).abs_()).add_(1.0).log2_())
-                    shares = (_power(x - merged).unsqueeze(-1) for x in (before, this))
-                    part = block.queries(row_out).mul_(next(shares)).add_(part.mul_(next(shares)))
-                block.put_queries(row_out, part)
-                block.put_queries(row_lse2, merged)
+            _attend(rows, rows.layout.blocks(rows), row_out, row_lse2)
         blind = lse2 < 0.5 * LOWEST
         lse = (lse2 / _LOG2_E).masked_fill_(blind, -torch.inf)
         lonely = None
@@ -178,6 +169,78 @@ class _BucketedAttention(Function):
             dk[lonely] += slope * q[lonely]
             dv[lonely] += _own_value(grad_out[lonely], lonely, ctx.dropout, v.shape[2])
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None, None
+
+
+def _attend(rows: RowGroup, blocks: Iterable[TileBlock], out: Tensor, lse2: Tensor) -> None:
+    """Set the rows' outputs (G, L, D), 0 before, and log-sum-exps in base 2 (G, L), LOWEST before, block by block."""
+    for block in blocks:
+        block_q = block.queries(rows.q).mul_(rows.spec.scale * _LOG2_E)
+        score = block.scores(block_q, block.keys(rows.k))  # (n, T, K)
+        highest = score.amax(-1, keepdim=True).clamp_min_(LOWEST)
+        weight = _exp2(score.sub_(highest))
+        total = weight.sum(-1, keepdim=True).clamp_min_(torch.finfo(rows.dtype).tiny)
+        if rows.dropout is not None:
+            weight *= block.factors(rows.dropout)
+        part = torch.bmm(weight, block.keys(rows.v)).div_(total)  # (n, T, D)
+        this = merged = highest.add_(total.log2_()).squeeze(-1)
+        if not block.first_round:  # rounds are merged by log-sum-exp
+            before = block.queries(lse2)
+            merged = torch.maximum(before, this).add_(_power(-(before - this).abs_()).add_(1.0).log2_())
+            shares = (_power(x - merged).unsqueeze(-1) for x in (before, this))
+            part = block.queries(out).mul_(next(shares)).add_(part.mul_(next(shares)))
+        block.put_queries(out, part)
+        block.put_queries(lse2, merged)
+
+
+class QueryBlock(TileBlock):
+    """A tile for each of some rows, which has one query, at the shape and with the keys' columns that the tile of this
+    query has in a whole pass: so its output has the same bits.
+
+    Args:
+        rows: (n,) int64, numbers of the rows.
+        tokens, hidden: (n, K), each column's key in its row, any where hidden (bool) is True.
+        keys: number of keys of a row.
+        tile: T of the whole pass.
+        like: a tensor of the query's dtype.
+    """
+
+    def __init__(
+        self, rows: Tensor, tokens: Tensor, hidden: Tensor, keys: int, tile: int, like: Tensor, first_round: bool = True
+    ):  # fmt: skip
+        if len(rows) == 1:  # the product of a single matrix may be another sum
+            rows, tokens, hidden = (x.repeat_interleave(2, 0) for x in (rows, tokens, hidden))
+        self.first_round, self._columns, self.dtype = first_round, hidden, at_least_fp32(like[:0]).dtype
+        # From 8 on, the number of rows does not change a row of a product.
+        self.query_tokens, self.key_tokens = rows[:, None].expand(-1, min(tile, 8)), rows[:, None] * keys + tokens
+
+    def hidden(self) -> Tensor:
+        return self._columns[:, None].repeat(1, self.query_tokens.shape[1], 1)
+
+    def real_queries(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        return self.query_tokens[:, 0], values[:, 0]
+
+    def add_to_keys(self, x: Tensor, weight: Tensor, values: Tensor) -> None:
+        raise NotImplementedError("a cache has no gradient")
+
+
+def query_attention(
+    q: Tensor, k: Tensor, v: Tensor, spec: BucketedAttentionSpec, blocks: Iterable[QueryBlock]
+) -> tuple[Tensor, Tensor]:
+    """Compute `bucketed_attention` of one query a row, without `self_at_last`, by all its blocks, round after round.
+
+    Args:
+        q: (B, H, 1, D).
+        k, v: (B, H, capacity, D), of a cache, contiguous.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
+    out, lse2 = (
+        torch.zeros_like(flat_q, dtype=dtype),
+        torch.full(flat_q.shape[:2], LOWEST, dtype=dtype, device=q.device),
+    )
+    _attend(RowGroup(slice(None), flat_q, flat_k, flat_v, None, spec, dtype, True), blocks, out, lse2)
+    lse = (lse2 / _LOG2_E).masked_fill_(lse2 < 0.5 * LOWEST, -torch.inf)
+    return out.to(q.dtype).view_as(q), lse.view(q.shape[:3])
 
 
 def _exp2(x: Tensor) -> Tensor:

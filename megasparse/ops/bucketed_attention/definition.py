@@ -58,6 +58,8 @@ class BucketedAttentionSpec:
         exclude_self: a token sees itself only when it sees nothing else.
         count_rounds: a key visible in N rounds counts once, else N times.
         buckets: a number that all codes are below, or None; it saves passes of the sort.
+        longest: the longest length, from which with `buckets` the smallest tiles on a CPU follow, so that a prefix of a
+            shorter sequence has the same bits; None is this one's.
         self_at_last: a query without any visible key sees itself, where exclude_self or key codes hide it; else its
             output is 0 and its log-sum-exp −∞, for a merge with other keys.
         share: (g, G), only the queries of the g-th of G parts of every round's sorted order attend, or of the
@@ -71,6 +73,7 @@ class BucketedAttentionSpec:
     exclude_self: bool = True
     count_rounds: bool = True
     buckets: int | None = None
+    longest: int | None = None
     self_at_last: bool = True
     share: tuple[int, int] | None = None
 

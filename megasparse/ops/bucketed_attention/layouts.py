@@ -27,12 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec, Window
-from megasparse.ops.bucketed_attention.ranges import key_range
+from megasparse.ops.bucketed_attention.ranges import RankedTiles, key_range
 from megasparse.ops.random import PairDropout
 
 SCORE_ELEMENTS = 1 << 18  # scores in a block: 1 MB of fp32
 _LAYOUT_ELEMENTS = 1 << 21  # tokens sorted at a time
-_SMALLEST_TILE = 8  # queries of a bucket's first tile, where buckets have few tokens
 EXACT = 1 << 24  # fp32 represents every integer up to here
 HIDDEN = 2.0**100  # far above any score, and its multiples are finite
 LOWEST = -(2.0**90)  # below any score and far above hidden ones: the highest score where nothing is visible
@@ -45,7 +44,7 @@ class RowGroup:
     Args:
         index: the rows of B·H.
         q, k, v: (G, L, D).
-        layout: tensors (G, R, L).
+        layout: a layout whose tensors are (G, R, L), or None for a cache's.
         dtype: of the computation.
         shared_codes: keys have the codes of queries.
         dropout: of the probabilities; its queries are those of the group, (G, L).
@@ -55,7 +54,7 @@ class RowGroup:
     q: Tensor
     k: Tensor
     v: Tensor
-    layout: "SortedLayout | RangeLayout"
+    layout: Any
     spec: BucketedAttentionSpec
     dtype: torch.dtype
     shared_codes: bool
@@ -65,11 +64,6 @@ class RowGroup:
 def tile_size(window: Window) -> int:
     """Return T. Narrow tiles compute fewer masked scores, K − M a query; below 32 the products themselves slow down."""
     return window.chunk if window.kind == "chunk" else min(window.chunk, 32 if window.chunk <= 64 else 64)
-
-
-def ranked_tile_size(window: Window) -> int:
-    """Return T of tiles by rank, a power of two: the largest that they grow to."""
-    return min(max(8, 1 << (window.chunk.bit_length() - 1)), 32 if window.chunk <= 64 else 64)
 
 
 class TileBlock(ABC):
@@ -263,7 +257,7 @@ class SortedRound:
         sorted_index = torch.arange(-self.lead, self.tile * (self.tiles + ahead), device=device)
         index = rows.layout.order[:, number].index_select(1, sorted_index.clamp_(0, self.length - 1)).long()  # (G, P)
         self.token = index + torch.arange(group, device=device)[:, None] * self.length
-        slot: Tensor = rows.layout.slot  # type: ignore[union-attr]
+        slot: Tensor = rows.layout.slot
         dtype = rows.dtype if max(int(slot.amax()), self.length) < EXACT else torch.float64
         slots = [slot[:, r].gather(1, index).to(dtype) for r in range(0 if spec.count_rounds else number, number + 1)]
         width = spec.window.width
@@ -492,18 +486,14 @@ class RangeRound:
             start += step
 
     def ranked_tiles(self) -> Iterator[KeyRuns]:
-        """Yield tiles of queries that see keys of one bucket up to a rank in [a, a + T), with the keys of ranks
-        [a − back, a + T). T doubles with a, up to `tile_size`: a bucket fills its tiles by half at least.
+        """Yield tiles as `RankedTiles` has them.
 
         Causal to the bit: a bucket's earlier tokens alone decide a query's row, its keys' columns and the shape of its
         tile, and later keys get weights of exactly 0, so a row is one sum of the same terms at the same places
         whatever comes later. That rests on properties of the CPU libraries that tests hold: a row of a product of two
         or more matrices, of a sum, of exp and of log2 has the same bits wherever in the batch it is.
         """
-        tile, length = ranked_tile_size(self.spec.window), self.length
-        mean = length // (self.spec.buckets or 1)  # tokens of a bucket
-        smallest = min(max(_SMALLEST_TILE, 1 << mean.bit_length() >> 1), tile)
-        back_most = -(-(self.spec.window.chunk - 1) // 8) * 8
+        ranked, length = RankedTiles.of(self.spec, self.length), self.length
         count = self.query_high - self.query_first
         live = count > 0
         if self.shared_codes and self.spec.exclude_self:  # a bucket's only token sees nothing
@@ -515,16 +505,14 @@ class RangeRound:
             x.flatten().index_select(0, live) for x in (count - 1, self.query_first + self.row_start, self.query_high)
         )
         query = (self.query + self.row_start).flatten().index_select(0, live)
-        starts = torch.arange(tile, device=query.device)  # a, of ranks below T
-        starts = torch.where(starts < smallest, 0, 2 ** starts.clamp_min(1).log2().int())
-        start = torch.where(rank < tile, starts.index_select(0, rank.clamp_max(tile - 1)), rank & -tile)
+        start = ranked.start(rank)
         tile_place, size = (first + start).unique_consecutive(return_counts=True)
         end = size.cumsum(0)
         begin = end - size
         start, last = start[begin], high[end - 1]
-        kind = start.clamp_max(-(-back_most // tile) * tile)
+        kind = ranked.kind(start)
         for a in kind.unique().tolist():
-            wide, back = tile if a >= tile else max(a, smallest), min(a, back_most)
+            wide, back = ranked.shape(a)
             of_kind = (kind == a).nonzero().squeeze(1)
             first, stop = begin[of_kind], end[of_kind]
             if not self.aligned:  # any number of queries may see keys up to these ranks
