@@ -110,19 +110,10 @@ ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 """Words, pairs of words, the longest common subsequence, the union of those of sentences (CNN/DailyMail: ROUGE-L)."""
 
 
-def _bleu(labels: np.ndarray, predicted: np.ndarray, name: str) -> float:
-    """Corpus BLEU, 0 to 100 (Papineni et al. 2002, Post 2018)."""
-    from sacrebleu.metrics import BLEU
-
-    sums = _summed(partial(_bleu_counts, name), labels, predicted)
-    orders = (len(sums) - 2) // 2
-    correct, total = sums[2 : 2 + orders], sums[2 + orders :]
-    return float(BLEU.compute_bleu(correct, total, sums[0], sums[1], smooth_method="exp").score)
-
-
-def _chrf(labels: np.ndarray, predicted: np.ndarray) -> float:
-    """Corpus chrF, 0 to 100: F2 of character n-grams to 6 (Popović 2015)."""
-    return float(_scorer("chrf")._compute_score_from_stats(_summed(_chrf_counts, labels, predicted)).score)
+def _corpus_score(labels: np.ndarray, predicted: np.ndarray, name: str) -> float:
+    """Corpus BLEU (Papineni et al. 2002, Post 2018) or chrF (F2 of character n-grams to 6, Popović 2015), 0 to 100."""
+    sums = np.array([_counts(name, *pair) for pair in zip(labels, predicted, strict=True)]).sum(0).tolist()
+    return float(_scorer(name)._compute_score_from_stats(sums).score)
 
 
 def _mean_rouge(labels: np.ndarray, predicted: np.ndarray, name: str) -> float:
@@ -146,25 +137,18 @@ def signature(name: str) -> str | None:
 
 
 @cache
-def _scorer(name: str, sentence: bool = False) -> Any:
+def _scorer(name: str) -> Any:
     from sacrebleu.metrics import BLEU, CHRF
 
-    return CHRF() if name == "chrf" else BLEU(effective_order=sentence, **BLEUS[name])
+    return CHRF() if name == "chrf" else BLEU(**BLEUS[name])
 
 
 @lru_cache(maxsize=CACHED_PAIRS)
-def _bleu_counts(name: str, reference: str, hypothesis: str) -> tuple[int, ...]:
-    """Lengths of hypothesis and reference, n-grams that are right, n-grams, of each order."""
-    score = _scorer(name, sentence=True).sentence_score(hypothesis, [reference])
-    return score.sys_len, score.ref_len, *score.counts, *score.totals
-
-
-@lru_cache(maxsize=CACHED_PAIRS)
-def _chrf_counts(reference: str, hypothesis: str) -> tuple[int, ...]:
-    """Count n-grams of the hypothesis, of the reference, and those of both, of each order. sacrebleu has no public name
-    for them; those that it has are what its own resampling takes.
+def _counts(name: str, reference: str, hypothesis: str) -> tuple[int, ...]:
+    """Lengths and n-grams of a pair, whose sums decide the score. sacrebleu has no public name for them; those that it
+    has are what its own resampling takes.
     """
-    return tuple(_scorer("chrf")._extract_corpus_statistics([hypothesis], [[reference]])[0])
+    return tuple(_scorer(name)._extract_corpus_statistics([hypothesis], [[reference]])[0])
 
 
 @cache
@@ -179,10 +163,6 @@ def _rouge(reference: str, hypothesis: str) -> dict[str, float]:
     """F1 of each of ROUGE."""
     scores = _rouge_scorer().score(reference, hypothesis)
     return {name: scores[name].fmeasure for name in ROUGE}
-
-
-def _summed(counts: Callable[[str, str], tuple[int, ...]], labels: np.ndarray, predicted: np.ndarray) -> list[int]:
-    return np.array(list(map(counts, labels, predicted))).sum(0).tolist()
 
 
 SKLEARN: dict[str, tuple[str, dict[str, Any]]] = {
@@ -216,8 +196,7 @@ def _of_labels(labels: np.ndarray, predicted: np.ndarray, name: str) -> float:
 
 METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     **{name: partial(_of_labels, name=name) for name in (*SKLEARN, "pearson", "spearman")},
-    **{name: partial(_bleu, name=name) for name in BLEUS},
-    "chrf": _chrf,
+    **{name: partial(_corpus_score, name=name) for name in (*BLEUS, "chrf")},
     **{name: partial(_mean_rouge, name=name) for name in ROUGE},
     "auc": _mean(_auc),
     "mrr": _mean(_mrr),
