@@ -191,36 +191,38 @@ def write_predictions(path: Path, rows: Sequence[Row]) -> None:
         UserError: the file cannot be written.
     """
     require_form(path)
+    out = io.StringIO()
     if path.suffix == ".jsonl":
-        text = "".join(json.dumps(row) + "\n" for row in rows)
+        out.writelines(json.dumps(row) + "\n" for row in rows)
     elif path.suffix == ".json":
-        names = [row["name"] for row in rows]
-        if len(set(names)) < len(names):
-            row = next(row for number, row in enumerate(rows) if row["name"] in names[:number])
-            raise DataError(_location(row), f'"{row["name"]}" comes twice, which a .json cannot hold', "Write a .jsonl")
-        text = json.dumps({row["name"]: row["predicted"] for row in rows}, indent=1) + "\n"
-    elif path.suffix == ".csv":
-        classes = list(rows[0].get("probabilities") or ())
-        table = [["name", "predicted", *(f"probability of {name}" for name in classes)]]
-        table += [[row["name"], _cell(row), *((row.get("probabilities") or {}).values())] for row in rows]
-        out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows(table)
-        text = out.getvalue()
-    else:
-        text = "index\tprediction\n"
+        answers: dict[str, Any] = {}
         for row in rows:
-            fields = [str(row["name"]), str(_cell(row))]
-            if any(mark in field for field in fields for mark in "\t\r\n"):
-                problem = f"{fields} has a tab or a line end, which a .tsv cannot hold"
-                raise DataError(_location(row), problem, "Write a .csv")
-            text += "\t".join(fields) + "\n"
+            if row["name"] in answers:
+                problem = f'"{row["name"]}" comes twice, which a .json cannot hold'
+                raise DataError(_location(row), problem, "Write a .jsonl")
+            answers[row["name"]] = row["predicted"]
+        out.write(json.dumps(answers, indent=1) + "\n")
+    else:
+        tabs, classes = path.suffix == ".tsv", list(rows[0].get("probabilities") or ())
+        writer = csv.writer(
+            out,
+            "excel-tab" if tabs else "excel",
+            lineterminator="\n",
+            quotechar=None if tabs else '"',
+            quoting=3 if tabs else 0,
+        )
+        heads = ["name", "predicted", *(f"probability of {name}" for name in classes)]
+        writer.writerow(["index", "prediction"] if tabs else heads)
+        for row in rows:
+            value = row["predicted"]
+            cells = [row["name"], json.dumps(value) if isinstance(value, list | dict) else value]
+            try:
+                writer.writerow(cells if tabs else [*cells, *(row.get("probabilities") or {}).values()])
+            except csv.Error:
+                problem = f"{cells} has a tab or a line end, which a .tsv cannot hold"
+                raise DataError(_location(row), problem, "Write a .csv") from None
     with whole_file(path) as stream:
-        stream.write(text.encode())
-
-
-def _cell(row: Row) -> Any:
-    value = row["predicted"]
-    return json.dumps(value) if isinstance(value, list | dict) else value
+        stream.write(out.getvalue().encode())
 
 
 def _location(row: Row) -> str:
