@@ -198,80 +198,62 @@ def sts(*fields: str, score: str = "5.000") -> str:
     return "\t".join([*STS_ROW[:4], score, *STS_ROW[5:], *fields])
 
 
-@pytest.mark.parametrize(
-    ("name", "before", "row", "problem"),
-    [
-        ("aan", AAN, "0\ta\tb\tx", "4 fields where there are 5 columns (label, id1, id2, text1, text2)"),
-        ("aan", AAN, "2.0\ta\tb\tx\ty", '"2.0" is no label of aan. Its labels are: 0, 1'),
-        *[("ag_news", '"1","a","b"', f'"{index}","a","b"', f'"{index}" is no label of ag_news.')
-          for index in ("0", "5", "", "1.0", " 1", "Class Index")],
-        *[("imdb", "u\t\tp\t\t7\t\tgood", f"u\t\tp\t\t{rating}\t\tgood", f'"{rating}" is no label of imdb')
-          for rating in ("0", "11", "7.5", "", "05", "10 ")],
-        ("imdb", "u\t\tp\t\t7\t\tgood", "", "1 fields where there are 4 columns (user, product, rating, text)"),
-        ("imdb", "u\t\tp\t\t7\t\tgood", "u\t\tp\t\t10", "3 fields where there are 4 columns"),
-        ("listops", "Source\tTarget", "( [FIRST 0 ) 7 ]\t0", 'Source has "[FIRST", which is no token of ListOps'),
-        ("listops", "Source\tTarget", f"{TREE}\t10", '"10" is no label of listops'),
-        ("listops", "source\tTarget", f"{TREE}\t3", "has no column 'Source'"),
-        ("mind_topics", news_row("N1", "a")[:-1], news_row("N2", "a").replace("news", "sport")[:-1],
-         '"sport" is no label of mind_topics. Did you mean "sports"?'),
-        ("mind_topics", news_row("N1", "a")[:-1], "N1\tnews\ta title", "3 fields where there are 8 columns (id, cat"),
-        *[("amazon", json.dumps(REVIEW), json.dumps({**REVIEW, "overall": stars}),
-           f'"{json.dumps(stars)[:80]}" is no label of amazon')
-          for stars in (0.0, 6.0, 4.5, True, [5], 10**400)],
-        ("amazon", json.dumps(REVIEW), json.dumps({**REVIEW, "reviewText": None}), 'null in the column "reviewText"'),
-        ("amazon", json.dumps(REVIEW), json.dumps({"overall": 1.0}), 'has no column "reviewText"'),
-        *[("pubmed", json.dumps(PAPER), json.dumps(row), problem) for row, problem in (
-            ({**PAPER, "article_text": "one text"}, '"article_text" is no list of sentences'),
-            ({**PAPER, "article_text": ["x", None]}, '"article_text" is no list of sentences'),
-            ({**PAPER, "abstract_text": None}, '"abstract_text" is no list of sentences'),
-        )],
-        ("sts_benchmark", sts(), "\t".join(STS_ROW[:6]), "6 fields where there are 7"),
-        ("sts_benchmark", sts(), sts(score="5.5"), '"5.5" is no similarity from 0 to 5'),
-        ("sts_benchmark", sts(), sts(score="much"), '"much" is no similarity from 0 to 5'),
-        ("rte", f"{PAIR}label", "1\tA\tB\tentails", '"entails" is no label of rte. Did you mean "entailment"?'),
-        ("rte", "index\tsentence1\tsentence\tlabel", "0\tA\tB\tentailment", 'has no column "sentence2"'),
-        ("mnli", f"{MNLI_COLUMNS}\tgold_label", f"0\t{MNLI_ROW}A cat.\t-", '"-" is no label of mnli'),
-        ("cola", "gj04\t1\t\tA", "gj04\t1\t\tA\tB", "5 fields where there are 4 columns"),
-        *[("stsb", f"{PAIR}score", f"0\tA\tB\t{score}", f'"{score}" is no similarity from 0 to 5. Put it right')
-          for score in ("5.1", "-0.1", "nan", "", "high")],
-    ],
-)  # fmt: skip
-def test_a_malformed_row_is_named_by_file_and_line(name, before, row, problem, tmp_path):
-    file = tmp_path / "rows.txt"
-    file.write_text(f"{before}\n{row}\n")
-    message = refusal(lambda: build_task(TaskConfig(name=name)).read(file))
-    assert message.startswith(f"{file}:2: {problem}")
+REVIEW_ROW, QQP = json.dumps(REVIEW), "id\tquestion1\tquestion2\tis_duplicate"
+MALFORMED = [
+    ("aan", "", AAN, "0\ta\tb\tx", "4 fields where there are 5 columns (label, id1, id2, text1, text2)"),
+    ("aan", "", AAN, "2.0\ta\tb\tx\ty", '"2.0" is no label of aan. Its labels are: 0, 1'),
+    *[("ag_news", "", '"1","a","b"', f'"{index}","a","b"', f'"{index}" is no label of ag_news.')
+      for index in ("0", "5", "", "1.0", "Class Index")],
+    *[("imdb", "", "u\t\tp\t\t7\t\tgood", f"u\t\tp\t\t{rating}\t\tgood", f'"{rating}" is no label of imdb')
+      for rating in ("0", "11", "7.5", "", "05")],
+    ("imdb", "", "u\t\tp\t\t7\t\tgood", "", "1 fields where there are 4 columns (user, product, rating, text)"),
+    ("listops", "Source\tTarget", f"{TREE}\t0", "( [FIRST 0 ) 7 ]\t0", 'Source has "[FIRST", which is no token of'),
+    ("listops", "Source\tTarget", f"{TREE}\t0", f"{TREE}\t10", '"10" is no label of listops'),
+    ("mind_topics", "", news_row("N1", "a")[:-1], news_row("N2", "a").replace("news", "sport")[:-1],
+     '"sport" is no label of mind_topics. Did you mean "sports"?'),
+    *[("amazon", "", REVIEW_ROW, json.dumps({**REVIEW, "overall": stars}),
+       f'"{json.dumps(stars)[:80]}" is no label of amazon') for stars in (0.0, 4.5, True, [5], 10**400)],
+    ("amazon", "", REVIEW_ROW, json.dumps({**REVIEW, "reviewText": None}), 'null in the column "reviewText"'),
+    ("amazon", "", REVIEW_ROW, "{", "is no JSON ("),
+    *[("pubmed", "", json.dumps(PAPER), json.dumps({**PAPER, column: value}), f'"{column}" is no list of sentences')
+      for column, value in (("article_text", "one"), ("article_text", ["x", None]), ("abstract_text", None))],
+    ("sts_benchmark", "", sts(), "\t".join(STS_ROW[:6]), "6 fields where there are 7"),
+    ("sts_benchmark", "", sts(), sts(score="much"), '"much" is no similarity from 0 to 5'),
+    ("rte", f"{PAIR}label", "1\tA\tB\tentailment", "1\tA\tB\tentails", '"entails" is no label of rte. Did you mean'),
+    ("cola", "", "gj04\t1\t\tA", "gj04\t1\t\tA\tB", "5 fields where there are 4 columns"),
+    ("qqp", QQP, "7\tA\tB\t1", "7\tA", "2 fields where there are 4 columns"),
+    *[("stsb", f"{PAIR}score", "0\tA\tB\t1", f"0\tA\tB\t{score}", f'"{score}" is no similarity from 0 to 5. Put it')
+      for score in ("5.1", "-0.1", "nan", "")],
+]  # fmt: skip
 
 
-ODD = {
-    "aan": (AAN, "1\ta"),
-    "ag_news": ('"1","a","b"', '"7","a","b"'),
-    "amazon": (json.dumps({"reviewText": "text", "overall": 1.0}), "{"),
-    "imdb": ("u\t\tp\t\t7\t\tgood", "u\t\tp\t\t17\t\tgood"),
-    "listops": (f"{TREE}\t0", "( [MIN 0 ) 12 ]\t0"),
-    "mind_topics": (news_row("N0", "text")[:-1], "N1\tnews\ta title"),
-    "pubmed": (json.dumps({"article_text": ["a"], "abstract_text": ["b"]}), json.dumps({"article_text": 7})),
-    "sts_benchmark": (sts(), sts(score="much")),
-    "qqp": ("7\t1\t2\tA\tB\t1", "7\t1\t2\tA"),
-}
-"""A row of each file, and one that is malformed."""
-HEADERS = {"listops": "Source\tTarget\n", "qqp": "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"}
-
-
-@pytest.mark.parametrize("name", ODD)
-def test_odd_rows_are_skipped_counted_and_named_within_the_limit(name, tmp_path, capsys):
-    file, header, (good, odd) = tmp_path / "rows.txt", HEADERS.get(name, ""), ODD[name]
-    first = 1 + header.count("\n")
+@pytest.mark.parametrize(("name", "header", "good", "odd", "problem"), MALFORMED)
+def test_a_malformed_row_is_named_and_skipped_within_the_limit(name, header, good, odd, problem, tmp_path, capsys):
+    file, task = tmp_path / "rows.txt", build_task(TaskConfig(name=name))
+    header, first = f"{header}\n" * bool(header), 1 + bool(header)
+    file.write_text(f"{header}{odd}\n{good}\n")
+    message = refusal(lambda: task.read(file))
+    assert message.startswith(f"{file}:{first}: {problem}")
     latin = name != "ag_news"  # a row of CSV may have several lines, of which none is left out
     file.write_bytes(f"{header}{odd}\n".encode() + f"{good}\n".encode() * 200 + b"\xff\n" * latin)
-    task = build_task(TaskConfig(name=name))
     assert len(list(task.read(file))) == 200
     printed = capsys.readouterr().err
-    assert printed.startswith(f"skipped: {file}:{first}: ") and f"{file}: skipped {1 + latin} of " in printed
+    assert printed.startswith(f"skipped: {message}\n") and f"{file}: skipped {1 + latin} of " in printed
     file.write_text(header + f"{odd}\n" * 3 + f"{good}\n" * 200)
     found = refusal(lambda: task.read(file))
     assert found.startswith(f"{file}: 3 of 203 rows are malformed, the first one: {file}:{first}: ")
     assert found.endswith("At most 1% may be: replace the file")
+
+
+@pytest.mark.parametrize(
+    ("name", "header", "row", "column"),
+    [("rte", "index\tsentence1\tsentence\tlabel", "0\tA\tB\tentailment", '"sentence2"'),
+     ("listops", "source\tTarget", f"{TREE}\t3", "'Source'")],
+)  # fmt: skip
+def test_a_missing_column_is_named(name, header, row, column, tmp_path):
+    (tmp_path / "rows.txt").write_text(f"{header}\n{row}\n")
+    message = refusal(lambda: build_task(TaskConfig(name=name)).read(tmp_path / "rows.txt"))
+    assert message.startswith(f"{tmp_path / 'rows.txt'}:2: has no column {column}")
 
 
 @pytest.mark.parametrize(
