@@ -17,6 +17,7 @@ import transformers
 from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from megasparse.attention.contract import Attention, Targets
 from megasparse.config.attention import MECHANISMS, AttentionConfig, kinds
@@ -47,6 +48,15 @@ DECODERS = {
     "qwen2": "Qwen2Attention",
     "qwen3": "Qwen3Attention",
     "gpt2": "GPT2Attention",
+    "gpt_neox": "GPTNeoXAttention",
+    "gemma": "GemmaAttention",
+    "gemma2": "Gemma2Attention",
+    "gemma3_text": "Gemma3Attention",
+    "mixtral": "MixtralAttention",
+    "olmo2": "Olmo2Attention",
+    "phi3": "Phi3Attention",
+    "qwen3_moe": "Qwen3MoeAttention",
+    "smollm3": "SmolLM3Attention",
 }
 SELF_ATTENTION = ENCODERS | DECODERS
 """model_type -> the class of its self-attention."""
@@ -57,7 +67,9 @@ def replace_attention(
 ) -> PreTrainedModel:
     """Replace the self-attention of a pretrained Hugging Face model in place and return the model.
 
-    Supports BERT, RoBERTa, XLM-RoBERTa, DistilBERT, Llama (and SmolLM), Mistral, Qwen2, Qwen3 and GPT-2 with any head.
+    Supports BERT, RoBERTa, XLM-RoBERTa, DistilBERT; Llama (and SmolLM), SmolLM3, Mistral, Mixtral, Qwen2, Qwen3,
+    Qwen3-MoE, Gemma 1 to 3, OLMo 2, Phi-3, GPT-2 and GPT-NeoX, with any head. Layers of sliding-window attention among
+    layers of full attention stay as they are.
     Pretrained queries, keys (rotated by the model) and values are unchanged. In training `outputs.loss` includes the
     mechanisms' auxiliary losses; `auxiliary_loss` returns them otherwise.
 
@@ -87,7 +99,8 @@ def replace_attention(
     base: Any = model.base_model
     attention_class = _self_attention(model.config.model_type)
     modules: list[nn.Module] = [module for module in base.modules() if isinstance(module, attention_class)]
-    layers = [Mechanisms(config, layer) for layer in range(len(modules))]
+    modules = [modules[layer] for layer in _full_layers(model)]
+    layers = [Mechanisms(config, layer) for layer in _full_layers(model)]
     _require_decodable(layers)
     initialise(nn.ModuleList(layers), config, seed)
     for layer in layers:
@@ -143,7 +156,7 @@ class _State:
 
 
 def _self_attention(kind: str) -> type[nn.Module]:
-    name = kind.replace("-", "_")
+    name = model_type_to_module_name(kind)
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     return cast(type[nn.Module], getattr(module, SELF_ATTENTION[kind]))
 
@@ -164,6 +177,16 @@ def _require_known(model: PreTrainedModel) -> None:
         )
     if getattr(model.config, "add_cross_attention", False):
         raise HubError(name, "has cross-attention (config.add_cross_attention)", "Give a decoder without it")
+    if (cap := getattr(model.config, "attn_logit_softcapping", None)) is not None:
+        problem = f"caps its scores (attn_logit_softcapping = {cap}), which no mechanism does"
+        raise HubError(name, problem, "Set it to null in config.json, and fine-tune: the scores are others then")
+
+
+def _full_layers(model: PreTrainedModel) -> list[int]:
+    """Layers whose attention is full: all, unless they take turns with sliding windows."""
+    kinds_of_layers = getattr(model.config, "layer_types", None) or []
+    full = [layer for layer, kind in enumerate(kinds_of_layers) if kind == "full_attention"]
+    return full or list(range(model.config.num_hidden_layers))
 
 
 def _require_length(model: PreTrainedModel, max_length: int) -> None:
@@ -173,7 +196,8 @@ def _require_length(model: PreTrainedModel, max_length: int) -> None:
         problem = f"has {positions(model)} positions, fewer than max_length = {max_length}"
         hint = "Set max_position_embeddings and rope_parameters (linear, yarn, llama3) of its config.json first"
         raise HubError(name, problem, hint if "rope_parameters" in model.config.to_dict() else "Ask for no more")
-    if window is not None and window < max_length:
+    alternating = len(_full_layers(model)) < model.config.num_hidden_layers
+    if window is not None and window < max_length and not alternating:
         problem = f"its sliding_window of {window} tokens is below max_length = {max_length}"
         raise HubError(name, problem, f"Ask for max_length = {window}, or set sliding_window to null")
 
@@ -239,7 +263,7 @@ def _state(model: nn.Module) -> _State:
 def _hand_over_input(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Pass its input on to a self-attention, and its cache, made where it is missing; a hook before its forward."""
     x, layer = args[0] if args else kwargs["hidden_states"], getattr(module, NAME)
-    cache, training = kwargs.get("past_key_values"), module.training
+    cache, training = kwargs.get("past_key_values", kwargs.get("layer_past")), module.training
     kwargs = {**kwargs, "megasparse_input": x}
     if cache is not None and layer.causal and not training and kwargs.get("megasparse_pass") is not None:
         if module.config._attn_implementation == NAME:
@@ -304,11 +328,30 @@ def _targets(model: PreTrainedModel, named: dict[str, Any]) -> Targets | None:
 
 # Folders of replaced models. Read by transformers alone such a model has full attention.
 
+CARD = """---
+library_name: megasparse
+---
+
+# A model with attention by megasparse
+
+The self-attention of this model is computed by {kinds}, see `{entry}` in config.json. Load it with megasparse:
+
+    from megasparse.hub import load_replaced
+
+    model = load_replaced(FOLDER)
+
+A library without megasparse loads the original model, with full attention, and ignores the tensors named
+`.{name}.`, which choose the keys.
+"""
+
 
 def save_replaced(model: PreTrainedModel, directory: str | Path, tokenizer: Any = None) -> None:
     """Write what `model.save_pretrained` does, whole or not at all. Raises HubError where the folder exists."""
     with appearing(Path(directory)) as folder:
         model.save_pretrained(folder)
+        pattern = getattr(model.config, ENTRY)["attention"].keys() - {"pattern", "dropout"}
+        card = CARD.format(kinds=", ".join(sorted(pattern)), entry=ENTRY, name=NAME)
+        (folder / "README.md").write_text(card, encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 

@@ -27,6 +27,8 @@ from megasparse.ops.operator import autocast_off
 from megasparse.ops.random import RngContext
 
 NAME = "megasparse"
+_PAIRS = 1 << 24
+"""Pairs of queries and keys in a mask."""
 _GATHERED = 1 << 20
 """Numbers of keys that are gathered at a time."""
 
@@ -245,6 +247,7 @@ def attend(
     scaling: float | None = None,
     position_ids: Tensor | None = None,
     output_attentions: bool = False,
+    sliding_window: int | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a layer, as transformers calls it. query: (B, H, n, D), of the last n tokens. key, value: (B, G, L,
@@ -252,23 +255,29 @@ def attend(
 
     attention_mask: (B, L) bool or None, as `key_mask` made it. Raises HubError for what no mechanism can do.
     """
-    name = type(module).__name__
-    if not isinstance(layer := getattr(module, NAME, None), Mechanisms) or megasparse_pass is None:
-        raise HubError(name, "its attention is not replaced", "Call megasparse.hub.replace_attention on the model")
-    assert megasparse_input is not None
+    name, layer, run = type(module).__name__, getattr(module, NAME, None), megasparse_pass
+    if run is None or not (isinstance(layer, Mechanisms) or sliding_window):
+        hint = "Load its folder by megasparse.hub.load_replaced, or call megasparse.hub.replace_attention on it"
+        raise HubError(name, "its attention is not replaced", hint)
     if output_attentions:
         raise HubError(name, "there is no matrix of attention weights to give", "Leave output_attentions out")
     if attention_mask is not None and attention_mask.dim() != 2:
         shape = tuple(attention_mask.shape)
         raise HubError(name, f"attention_mask has the shape {shape}", "Give one of the tokens, (batch, length)")
-    batch, _, count, _ = query.shape
+    batch, _, count, dim = query.shape
+    query = query if scaling is None else query * (scaling * dim**0.5)
+    packed = attention_mask is None and position_ids is not None and count == key.shape[2]
+    segments = _documents(position_ids, batch, count) if packed and position_ids is not None else None
+    if not isinstance(layer, Mechanisms):
+        return _after(query, key, value, attention_mask, sliding_window, segments).transpose(1, 2).contiguous(), None
+    assert megasparse_input is not None
     length = key.shape[2]
     if length > layer.config.max_length:
         problem = f"{length} tokens are more than the {layer.config.max_length} its attention was made for"
         raise HubError(name, problem, "Call replace_attention with that max_length")
-    run, position = megasparse_pass, length - count
-    query, new_keys, new_values = _like_ours(query, key[:, :, position:], value[:, :, position:], scaling)
-    read = Projected(megasparse_input, query, new_keys, new_values)
+    position, repeats = length - count, query.shape[1] // key.shape[1]
+    newest = (x[:, :, position:].repeat_interleave(repeats, dim=1) for x in (key, value))
+    read = Projected(megasparse_input, query, *newest)
     targets = run.targets if module.training and run.targets and len(run.targets.values) == batch else None
     context = AttentionContext(layer.layer, run.rng(batch, module.training), targets=targets)
     cached: Any = None if megasparse_cache is None else megasparse_cache.layers[layer.layer]
@@ -284,8 +293,7 @@ def attend(
     elif position:
         out = _after(query, key, value, attention_mask)
     else:
-        packed = attention_mask is None and layer.causal and position_ids is not None
-        segments = _documents(position_ids, batch, count) if packed and position_ids is not None else None
+        segments = segments if layer.causal else None
         if cached is not None:
             cached.packed = segments is not None
         out, losses = layer.attend(read, Padding(attention_mask, segments), context)
@@ -314,15 +322,6 @@ def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.view(dtype) if x.stride(1) == x.shape[2] else x.contiguous().view(dtype)
 
 
-def _like_ours(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Heads of keys and values for every head of queries, and queries for logits q·k/√D."""
-    if scaling is not None and not math.isclose(ours := query.shape[3] ** -0.5, scaling, rel_tol=1e-6):
-        query = query * (scaling / ours)
-    if (group := query.shape[1] // key.shape[1]) > 1:
-        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-    return query, key, value
-
-
 def _again(part: _Part, k: Tensor, v: Tensor, entries: Tensor | None, real: Tensor | None) -> Tensor:
     """Outputs of the newest tokens by a pass over all, of a mechanism that chooses no keys. entries: its unit keys."""
     q, before = part.heads.q, k.shape[2] - part.heads.q.shape[2]
@@ -336,16 +335,34 @@ def _again(part: _Part, k: Tensor, v: Tensor, entries: Tensor | None, real: Tens
     return part.mechanism(x, inputs, part.context).out[:, :, before:]
 
 
-def _after(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Full attention of the last n tokens (B, H, n, D) of those in a cache. key, value: (B, G, L, D)."""
-    count, length = query.shape[2], key.shape[2]
-    positions = torch.arange(length, device=query.device)
-    visible = positions <= positions[length - count :, None]
-    if mask is not None:
-        visible = visible & (mask[:, None, None] | (positions == positions[length - count :, None]))
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=visible, enable_gqa=query.shape[1] > key.shape[1]
-    )
+def _after(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    window: int | None = None,
+    segments: Tensor | None = None,
+) -> Tensor:
+    """Full attention of the last n tokens (B, H, n, D) of those in a cache, or attention to the last `window` tokens.
+
+    key, value: (B, G, L, D). mask: (B, L or more) bool, of which the last L are meant. segments: (B, L) documents.
+    """
+    count, length, outs = query.shape[2], key.shape[2], []
+    position = torch.arange(length, device=query.device)
+    for first in range(length - count, length, step := max(1, _PAIRS // length)):
+        end, low = min(first + step, length), 0 if window is None else max(0, first - window + 1)
+        rows, columns = position[first:end, None], position[low:end]
+        visible = columns <= rows
+        if window is not None:
+            visible = visible & (rows - columns < window)
+        if mask is not None:
+            visible = visible & mask[:, None, None, -length:][..., low:end] | (rows == columns)
+        if segments is not None:
+            visible = visible & (segments[:, None, first:end, None] == segments[:, None, None, low:end])
+        q, k, v = query[:, :, first - length + count : end - length + count], key[:, :, low:end], value[:, :, low:end]
+        grouped = query.shape[1] > key.shape[1]
+        outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=grouped))
+    return torch.cat(outs, dim=2)
 
 
 def _documents(position_ids: Tensor, batch: int, length: int) -> Tensor | None:

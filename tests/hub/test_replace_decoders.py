@@ -26,6 +26,21 @@ CONFIGS = {
     "Qwen3": Qwen3Config(**GROUPED, head_dim=16),
     "GPT2": GPT2Config(**SIZE, n_embd=32, n_layer=2, n_head=4, scale_attn_by_inverse_layer_idx=True),
 }
+SLIDING = {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 8}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+TURNS = ["sliding_attention", "full_attention"] * 2
+FURTHER = {
+    "Gemma": transformers.GemmaConfig(**GROUPED, head_dim=16),
+    "Gemma2": transformers.Gemma2Config(**GROUPED | SLIDING, attn_logit_softcapping=None),
+    "Gemma3": transformers.Gemma3TextConfig(**GROUPED | SLIDING, layer_types=TURNS),
+    "Qwen2": Qwen2Config(**GROUPED | SLIDING, use_sliding_window=True, max_window_layers=2),
+    "Qwen3Moe": transformers.Qwen3MoeConfig(**GROUPED, **EXPERTS, head_dim=16),
+    "Mixtral": transformers.MixtralConfig(**GROUPED, num_local_experts=4),
+    "Phi3": transformers.Phi3Config(**GROUPED),
+    "Olmo2": transformers.Olmo2Config(**GROUPED),
+    "SmolLM3": transformers.SmolLM3Config(**GROUPED),
+    "GPTNeoX": transformers.GPTNeoXConfig(**SIZE, **WIDTHS),
+}
 BAND = {"chunk": 6, "local": True, "sinks": 2}
 LOCAL = {"kind": "local", "chunk": 6, "sinks": 2}
 LSH = {"kind": "lsh", **BAND, "rounds": 1, "buckets": 4}
@@ -50,7 +65,7 @@ SMALL = [
 
 def build(kind="Llama", name="ForCausalLM", dtype=torch.float64, **changes):
     torch.manual_seed(0)
-    config = copy.deepcopy(CONFIGS[kind])
+    config = copy.deepcopy(CONFIGS.get(kind) or FURTHER[kind])
     for key, value in changes.items():
         setattr(config, key, value)
     name = "LMHeadModel" if kind == "GPT2" and name == "ForCausalLM" else name
@@ -62,6 +77,10 @@ def build(kind="Llama", name="ForCausalLM", dtype=torch.float64, **changes):
 
 
 inputs = partial(test_replace.inputs, left=True)
+
+
+def positions_of(mask):
+    return (mask.cumsum(1) - 1).clamp_min(0)
 
 
 @torch.no_grad()
@@ -77,6 +96,30 @@ def test_full_attention_is_huggingfaces(kind, left):
     real = given["attention_mask"].bool()
     assert replace_attention(model, {"kind": "full"}) is model
     assert torch.allclose(theirs[real], logits(model, **given)[real], atol=1e-10) and theirs.std() > 0.1
+
+
+@pytest.mark.parametrize("kind", FURTHER)
+def test_further_architectures_decode_as_in_one_pass(kind, tmp_path):
+    """Layers with a sliding window of their own, among full ones, stay as they are."""
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(copy.deepcopy(FURTHER[kind])).eval()
+    given = inputs(batch=2)
+    mask, real = given["attention_mask"], given["attention_mask"].bool()
+    packed = {"input_ids": given["input_ids"][:1], "position_ids": torch.arange(40)[None] % 23}
+    expected = [logits(model, **given)[real], logits(model, **packed)]
+    replace_attention(model, {"kind": "full"})
+    torch.testing.assert_close([logits(model, **given)[real], logits(model, **packed)], expected, atol=1e-5, rtol=1e-4)
+    replace_attention(model, LSH)
+    windows = (getattr(model.config, "layer_types", None) or []).count("sliding_attention")
+    assert len(mechanisms(model)) == model.config.num_hidden_layers - windows
+    whole, cache, parts = logits(model, **given, position_ids=positions_of(mask)), DynamicCache(config=model.config), []
+    for first, end in ((0, 22), (22, 23), (23, 40)):
+        own = {"attention_mask": mask[:, :end], "position_ids": positions_of(mask)[:, first:end]}
+        tokens = given["input_ids"][:, first:end]
+        parts.append(logits(model, input_ids=tokens, past_key_values=cache, use_cache=True, **own))
+    torch.testing.assert_close(torch.cat(parts, 1)[real], whole[real], atol=1e-5, rtol=1e-4)
+    save_replaced(model, tmp_path / "model")
+    assert torch.equal(logits(load_replaced(tmp_path / "model"), **given), logits(model, **given))
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "GPT2"])
@@ -109,7 +152,7 @@ def test_generation_from_a_cache_is_that_of_whole_sequences(attention, beams):
 def test_tokens_that_join_a_cache_are_as_in_one_pass(kind):
     """One token, then several, in a layer that hashes and in one that stays full."""
     model, given = replace_attention(build(kind), MIXED), inputs(batch=3, length=30)
-    mask, positions = given["attention_mask"], (given["attention_mask"].cumsum(1) - 1).clamp_min(0)
+    mask, positions = given["attention_mask"], positions_of(given["attention_mask"])
     whole = logits(model, **given, position_ids=positions)
     cache, parts = DynamicCache(), []
     for first, end in ((0, 22), (22, 23), (23, 30)):
@@ -247,6 +290,11 @@ def test_a_saved_decoder_comes_back_and_is_read_by_transformers_alone(tmp_path, 
     save_replaced(model, tmp_path / "model")
     again = load_replaced(tmp_path / "model")
     assert type(again) is type(model) and torch.equal(logits(again, **given), logits(model, **given))
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "lha" in card and "loads the original model, with full attention" in card
+    unhooked = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="megasparse")
+    with pytest.raises(HubError, match=r"not replaced\. Load its folder by megasparse\.hub\.load_replaced"):
+        logits(unhooked, **given)
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     assert torch.allclose(logits(plain, **given), logits(build(kind, dtype=torch.float32), **given), atol=1e-5)
 
@@ -260,6 +308,7 @@ def test_a_saved_decoder_comes_back_and_is_read_by_transformers_alone(tmp_path, 
         ("Llama", {}, LHA, 65, "has 64 positions, fewer than max_length = 65. Set .* rope_parameters"),
         ("GPT2", {}, LHA, 65, "has 64 positions, fewer than max_length = 65. Ask for no more"),
         ("GPT2", {"add_cross_attention": True}, LHA, None, "has cross-attention"),
+        ("Gemma2", {"attn_logit_softcapping": 50.0}, LHA, None, "caps its scores .attn_logit_softcapping = 50.0"),
         ("Mistral", {"sliding_window": 32}, LHA, None, "sliding_window of 32 tokens is below max_length = 64"),
     ],
 )
