@@ -10,14 +10,16 @@ import json
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from megasparse.data.corpora.source import bounded_zip
 from megasparse.errors import DataError, did_you_mean
-from megasparse.files import open_file, read_file
+from megasparse.files import MOST_VALUES, has_many_values, open_file, read_file
 from megasparse.tasks.task import HUB, SourceLocation, is_remote
 
 LONGEST_LINE, LARGEST = 1 << 26, 1 << 31
@@ -74,7 +76,7 @@ def _opened(file: Path) -> Iterator[Any]:
         with open_file(file) as plain, gzip.open(plain) if file.suffix == ".gz" else plain as stream:
             yield stream
         return
-    with open_file(file) as packed, zipfile.ZipFile(packed) as archive:
+    with open_file(file) as packed, bounded_zip(packed, file) as archive:
         members = [member for member in archive.infolist() if not member.is_dir()]
         if len(members) != 1:
             raise DataError(file, f"has {len(members)} files, where one is read", "Unpack the one that is meant")
@@ -146,6 +148,8 @@ def json_lines(file: Path) -> Rows:
             continue
         if isinstance(line, str):
             try:
+                if len(line) > MOST_VALUES and has_many_values(line.encode()):
+                    raise ValueError(f"more than {MOST_VALUES:,} values")
                 line = json.loads(line, object_pairs_hook=_without_repeats, parse_constant=_refuse)
             except (ValueError, RecursionError) as error:
                 line = DataError(str(location), f"is no JSON ({error})", "Write one object a line: {...}")
@@ -158,9 +162,12 @@ def json_lines(file: Path) -> Rows:
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f'the key "{next(key for key in keys if keys.count(key) > 1)}" is given twice')
+        raise ValueError(f'the key "{_repeated(key for key, _ in pairs)[0]}" is given twice')
     return values
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return [name for name, number in Counter(names).items() if number > 1]
 
 
 def _refuse(constant: str) -> None:
@@ -175,8 +182,8 @@ def _row(columns: Sequence[str], fields: Sequence[str], location: SourceLocation
 
 
 def _column_names(names: list[str], location: SourceLocation) -> list[str]:
-    if repeated := len(set(names)) < len(names) and next(name for name in names if names.count(name) > 1):
-        problem = f'two columns are called "{repeated[:80]}"'
+    if repeated := _repeated(names):
+        problem = f'two columns are called "{repeated[0][:80]}"'
         raise DataError(str(location), problem, "Give each a name of its own: the first line has the names")
     return names
 

@@ -109,6 +109,13 @@ def test_an_empty_file_is_refused_one_with_column_names_alone_has_no_rows(file, 
 def test_two_columns_of_one_name_are_refused(file, reader, mark):
     file.write_text(mark.join(["text", "label", "text"]) + "\n" + mark.join("abc") + "\n")
     assert refusal(reader, file).startswith(f'{file}:1: two columns are called "text"')
+    file.write_text(mark.join(map(str, [*range(100_000), 99_999])) + "\n")
+    assert refusal(reader, file).startswith(f'{file}:1: two columns are called "99999"')
+
+
+def test_a_line_of_a_million_objects_is_not_parsed(file):
+    file.write_text('{"a": [' + "{}," * (1 << 20) + "0]}\n")
+    assert refusal(json_lines, file).startswith(f"{file}:1: is no JSON (more than 1,048,576 values)")
 
 
 def test_quoted_fields_are_those_of_the_standard_library_and_stand_where_they_begin(file):
