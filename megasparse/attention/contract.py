@@ -277,8 +277,6 @@ class Attention(nn.Module, ABC):
     """True if ranks that have the same heads share out their pairs of queries and keys (`context.part.share`), when
     `forward` returns a log-sum-exp too. Otherwise each of them computes these heads whole.
     """
-    all_pairs: bool = False
-    """True if every query meets every key, so that memory can grow with the square of the length."""
 
     def __init__(self, config: Any, spec: MechanismSpec):
         super().__init__()

@@ -80,8 +80,6 @@ class FullAttention(KeyValueAttention):
     sees nothing else.
     """
 
-    all_pairs = True
-
     def __init__(self, config: FullAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
         self.shared_qk, self.adds_positions = config.shared_qk, config.sinusoidal_positions

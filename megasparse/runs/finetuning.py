@@ -1,6 +1,7 @@
-"""A fine-tuning run, top to bottom: task, pretrained model, memory check, engine, validation, loop."""
+"""A fine-tuning run, top to bottom: task, pretrained model, engine, validation, loop."""
 
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -9,18 +10,26 @@ from pathlib import Path
 import torch
 
 from megasparse.config.finetuning import FinetuneConfig
+from megasparse.data.batches import Batch
+from megasparse.errors import UserError
 from megasparse.ops.random import RngContext
+from megasparse.planning.dry_run import peak, reset_peak
 from megasparse.planning.flops import warn_if_long
-from megasparse.planning.states import require_fit
 from megasparse.tasks.batches import fingerprint
-from megasparse.tasks.evaluate import selection_of, validation
-from megasparse.tasks.memory_check import HINT, predict
+from megasparse.tasks.evaluate import predict_examples, selection_of, validation
 from megasparse.tasks.run import TaskRun, open_run
 from megasparse.training.checkpoints.manifest import RunIdentity
+from megasparse.training.engines import build_engine
 from megasparse.training.loop import train
 from megasparse.training.ranks import Ranks, start_ranks
+from megasparse.training.reporting.memory import available_bytes
 from megasparse.training.run import Recipe, RunResult, open_training
 from megasparse.training.stopping.signals import StopSignals
+
+HINT = (
+    'Lower training.micro_batch, evaluation.batch or task.max_length, set training.precision="bf16" or '
+    'start.activations="checkpoint", or train adapters (lora)'
+)
 
 
 def finetune(
@@ -44,7 +53,6 @@ def finetune(
     ranks = start_ranks(config.run)
     say = _reporter(ranks)
     task = open_run(config, say)
-    require_fit(predict(task, ranks).pools, ranks, HINT, say)
     changes = ["fewer training.epochs", "a smaller task.max_length", "a smaller task.limit"]
     warn_if_long(least_flops(task), task.config.training.precision, changes, ranks)
     config = task.config  # with the numbers that depend on the data filled in
@@ -84,9 +92,40 @@ def least_flops(task: TaskRun) -> float:
 
 
 def finetune_dry_run(config: FinetuneConfig) -> str:
-    """Predict the memory that `finetune` takes at its peak, and report it. Writes nothing."""
-    ranks = start_ranks(config.run)
-    return predict(open_run(config, _reporter(ranks)), ranks).lines()
+    """Take one step and one validation batch of the longest examples, in this process on plain torch, and report them.
+    Writes nothing. Raises UserError if they do not fit into the memory of a GPU.
+    """
+    ranks = start_ranks(config.run.model_copy(update={"engine": "torch"}))
+    task = open_run(config, _reporter(ranks))
+    training, seed, weights = task.config.training, config.run.seed, list(task.model.parameters())
+    held, before = sum(weight.nbytes for weight in weights), reset_peak(ranks.device)
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    length = max(example.length for example in task.train)
+    size = training.micro_batch if training.batch_unit == "examples" else max(1, training.micro_batch // length)
+    longest = sorted(task.train, key=lambda example: -example.length)[:size]
+    run = config.run.model_copy(update={"engine": "torch"})
+    single = training.model_copy(update={"global_batch": size, "micro_batch": size})
+    settings = task.config.model_copy(update={"run": run, "training": single})
+    began = time.perf_counter()
+    try:
+        make_rng = partial(RngContext, seed, training=True)
+        engine = build_engine(task.model.train(), settings, make_rng, ranks)
+        loss = engine.train_step([Batch(task.form.collate(longest), torch.arange(size))], 0, 1e-9).loss
+        seconds = time.perf_counter() - began
+        scored = sorted(task.validation, key=lambda example: -example.length)[: config.evaluation.batch]
+        predict_examples(engine.evaluate, task.form, scored, settings, ranks)
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"a step of {size} × {length:,} tokens does not fit into memory ({error}). {HINT}") from None
+    taken, free = peak(ranks.device) - before + held, available_bytes(ranks.device)
+    lines = {
+        "parameters": f"{trained:,} trained, {sum(weight.numel() for weight in weights) - trained:,} frozen",
+        "steps": f"{training.steps:,}, of {training.global_batch} {training.batch_unit}",
+        "micro-batch": f"{size} × {length:,} tokens in {training.precision} on {ranks.device}: {seconds:.1f} s",
+        "peak memory": f"{taken / 1e9:.2f} GB measured, in one process without ZeRO; {free / 1e9:.2f} GB are left",
+        "loss": f"{loss:.3f}, untrained",
+    }
+    engine.close()
+    return "\n".join(f"{name:16} {value}" for name, value in lines.items())
 
 
 def _reporter(ranks: Ranks) -> Callable[[str], None]:

@@ -13,7 +13,6 @@ from megasparse.config.attention import evaluation_rounds, kinds, predicts
 from megasparse.config.schema import LoRAConfig, ModelConfig
 from megasparse.errors import ConfigError
 from megasparse.model import adapters
-from megasparse.model.block import Block
 from megasparse.model.stack import Stack
 from megasparse.ops.random import RngContext
 from megasparse.tasks.batches import Padded
@@ -33,13 +32,6 @@ def checkpoint_layers(body: "HuggingFaceBody", offload_to_cpu: bool) -> None:
         raise ConfigError("start.activations", problem, 'Set it to "stored"')
     body.model.gradient_checkpointing_enable({"use_reentrant": False})
     body.offload = offload_to_cpu
-
-
-def count_layers(body: nn.Module) -> int:
-    """Layers that can be checkpointed."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return sum(isinstance(module, Block | GradientCheckpointingLayer) for module in body.modules())
 
 
 class Backbone(nn.Module, ABC):

@@ -286,13 +286,6 @@ def collate(examples: Sequence[Encoded], limit: int) -> Inputs:
     return Inputs(tuple(sequences), labels)
 
 
-def dummy_tokens(vocabulary: int, batch: int, length: int, generator: torch.Generator | None = None) -> Padded:
-    """Return random tokens whose last one is padding, so that there is a mask."""
-    generator = generator or torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (batch, length), generator=generator)
-    return Padded(tokens, torch.zeros_like(tokens), torch.full((batch,), max(1, length - 1)))
-
-
 class ExampleBatches(Steps):
     """Endless iterator of `Step`s over examples in memory: epochs follow each other, in each every example comes once.
 

@@ -77,10 +77,6 @@ class Form(ABC):
         """Return a batch, with to(device), and numel(), the number of tokens that are read."""
 
     @abstractmethod
-    def dummy_batch(self, body: Backbone, batch: int, length: int) -> Any:
-        """Return a synthetic batch that takes as much memory as `batch` examples with inputs of this length."""
-
-    @abstractmethod
     def answer(self, example: Encoded, predicted: np.ndarray) -> Any:
         """Return the answer that metrics compare with `label`. predicted: the model's output, flat float64."""
 

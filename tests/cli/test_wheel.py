@@ -58,4 +58,4 @@ def test_it_works_from_an_empty_folder(wheel, tmp_path):
     printed = json.loads(megasparse("pretrain", "quickstart", "--print-config"))
     assert printed == json.loads(load_config("quickstart").model_dump_json())
     fits = megasparse("finetune", "finetune/quick", "--set", "run.device=cpu", "--dry-run")
-    assert "fits" in fits and not list((tmp_path / "empty").iterdir())
+    assert "GB measured" in fits and not list((tmp_path / "empty").iterdir())

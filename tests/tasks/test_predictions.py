@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from megasparse.errors import ConfigError, DataError, UserError
 from megasparse.evaluation.outputs import require_writable, whole_file
@@ -128,14 +127,3 @@ def test_a_sketch_learns_the_tasks_classes_or_as_many_as_its_numbers_are_high():
     train = [Example(("a",), label, SourceLocation(Path("made"), 1), "0") for label in (0.4, 3.6, None)]
     found = [form_of_labels(labels).sketch_labels(train[:count]) for labels, count in ((CLASSES, 3), ([], 3), ([], 1))]
     assert found == [3, 5, 2]
-
-
-@pytest.mark.parametrize(("form", "dtype"), [(OF_CLASSES, torch.int64), (OF_NUMBERS, torch.float32)])
-def test_a_dummy_batch_is_like_one_of_examples(form, dtype):
-    """It has the shapes and types that `collate` gives, with a mask, and ids that the body knows."""
-    body = type("Body", (), {"vocabulary": 11})()
-    found, real = form.dummy_batch(body, 5, 16), form.collate([encoded("a", 1), encoded("b", 0.5)])
-    (read,), (given,) = found.sequences, real.sequences
-    assert read.tokens.shape == read.types.shape == (5, 16) and int(read.tokens.max()) < 11
-    assert read.mask is not None and read.mask.sum(1).tolist() == [15] * 5 and found.labels.dtype == dtype
-    assert (read.tokens.dtype, read.types.dtype) == (given.tokens.dtype, given.types.dtype)

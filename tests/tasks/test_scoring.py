@@ -92,7 +92,7 @@ def test_a_stop_breaks_a_validation_off_and_training_goes_on(tmp_path):
 class Weighted(Form):
     """A model that predicts an example's number once a token, with a cost and a weight of its own."""
 
-    encoder = model = dummy_batch = None  # type: ignore[assignment]
+    encoder = model = None  # type: ignore[assignment]
 
     def collate(self, examples: Sequence[Encoded]) -> Any:
         pairs = [(int(example.name), example.length) for example in examples]

@@ -240,11 +240,6 @@ class ForecastForm(Form):
             _stack([each.values[:, :read] for each in windows]), _stack([each.marks for each in windows]), labels
         )
 
-    def dummy_batch(self, body: Backbone, batch: int, length: int) -> Windows:
-        rows, marks = len(self.series.inputs), self.series.time_features
-        values = torch.randn(batch, length, rows, generator=torch.Generator().manual_seed(0))
-        return Windows(values, torch.zeros(batch, length + self.shape[0], marks), torch.zeros(batch, *self.shape))
-
     def answer(self, example: Encoded, predicted: np.ndarray) -> np.ndarray:
         return predicted.reshape(self.shape)
 

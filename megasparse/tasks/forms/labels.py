@@ -24,7 +24,6 @@ from megasparse.tasks.batches import (
     Padded,
     Segments,
     collate,
-    dummy_tokens,
     require_vocabulary,
     separators_of,
 )
@@ -178,12 +177,6 @@ class LabelForm(Form):
     def collate(self, examples: Sequence[Encoded]) -> Inputs:
         return collate(examples, self.config.task.max_length)
 
-    def dummy_batch(self, body: Backbone, batch: int, length: int) -> Inputs:
-        """Random tokens, and labels of class 0."""
-        read = dummy_tokens(body.vocabulary, batch, length)
-        labels = torch.zeros(batch, dtype=torch.float32 if self.task.classes is None else torch.int64)
-        return Inputs((read,) * (2 if self.task.towers else 1), labels)
-
     def answer(self, example: Encoded, predicted: np.ndarray) -> int | float:
         """The class of highest probability, or the number."""
         return float(predicted[0]) if self.task.classes is None else int(predicted.argmax())
@@ -256,10 +249,6 @@ class ChoiceModel(nn.Module):
         return scores.masked_fill(marks < 0, -torch.inf), auxiliary
 
 
-DUMMY_CANDIDATES = 79
-"""Number of candidates of a synthetic example: the most that WikiHop has."""
-
-
 @dataclass(frozen=True)
 class Choice(Example):
     """`inputs`: the question, its candidates, and the texts to read. `label`: the right candidate's number, from 0."""
@@ -322,12 +311,6 @@ class ChoiceForm(Form):
         for row, example in enumerate(examples):
             marks[row, : len(example.marks)] = example.marks
         return replace(collate(examples, self.config.task.max_length), marks=torch.from_numpy(marks))
-
-    def dummy_batch(self, body: Backbone, batch: int, length: int) -> Inputs:
-        """Random tokens and many candidates, of which the first is right."""
-        read = dummy_tokens(body.vocabulary, batch, length)
-        marks = torch.arange(min(DUMMY_CANDIDATES, int(read.lengths[0]))).repeat(batch, 1)
-        return Inputs((read,), torch.zeros(batch, dtype=torch.int64), marks)
 
     def answer(self, example: Encoded, predicted: np.ndarray) -> int:
         """The candidate of the highest score; of equal ones the first."""

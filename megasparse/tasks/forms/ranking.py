@@ -32,7 +32,6 @@ from megasparse.tasks.batches import (
     Padded,
     Segments,
     collate,
-    dummy_tokens,
     require_vocabulary,
     separators_of,
     side_by_side,
@@ -225,10 +224,6 @@ def _first(counts: Tensor, width: int) -> Tensor:
     return torch.arange(width, device=counts.device) < counts.unsqueeze(-1)
 
 
-CANDIDATES = 40
-"""Number of candidates of a synthetic impression: about the mean of MIND."""
-
-
 @dataclass(frozen=True)
 class Impression(Encoded):
     """An encoded impression, whose `sequences` are the candidates. Equal texts and equal histories are one object."""
@@ -313,16 +308,6 @@ class RankingForm(Form):
         candidates, counts = side_by_side(shown, max(map(len, shown)))
         clicked = None if None in labels else side_by_side(labels, candidates.shape[1])[0].bool()
         return Impressions(news, torch.tensor(numbers), history, clicks, candidates, counts, clicked)
-
-    def dummy_batch(self, body: Backbone, batch: int, length: int) -> Impressions:
-        """Impressions of full histories and 40 candidates, no two news of which are the same."""
-        history = self.config.task.recommendation.history
-        count = history + CANDIDATES
-        news, numbers = dummy_tokens(body.vocabulary, batch * count, length), torch.arange(batch * count)
-        rows = numbers.view(batch, count)
-        clicked = torch.arange(CANDIDATES).expand(batch, -1) == 0
-        counts = (torch.full((batch,), history), torch.full((batch,), CANDIDATES))
-        return Impressions(news, numbers, rows[:, :history], counts[0], rows[:, history:], counts[1], clicked)
 
     def answer(self, example: Encoded, predicted: np.ndarray) -> tuple[float, ...]:
         """The candidates' scores."""

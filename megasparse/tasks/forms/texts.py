@@ -6,7 +6,7 @@ Micro-batches have about equally many tokens, of like length (Vaswani et al. 201
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, count, islice
 from typing import Any
 
@@ -34,7 +34,6 @@ from megasparse.tasks.batches import (
     ExampleBatches,
     Movable,
     Padded,
-    dummy_tokens,
     require_vocabulary,
 )
 from megasparse.tasks.form import Form
@@ -136,8 +135,6 @@ class TextModel(nn.Module):
         return self.body.task_weight * loss + auxiliary, sums
 
 
-DUMMY_ANSWER = 4
-"""Number of tokens of the answers that memory is measured with."""
 LENGTH_PENALTY = 0.6
 """Exponent of ((5 + length)/6), by which a hypothesis' log-probability is divided (Wu et al. 2016)."""
 
@@ -243,15 +240,6 @@ class TextForm(Form):
         targets = [example.target for example in examples]
         target = None if any(target is None for target in targets) else padded(targets)
         return Texts(padded([example.source for example in examples]), target, self.rule)
-
-    def dummy_batch(self, body: Backbone, batch: int, length: int) -> Texts:
-        """Random tokens; targets of the longest length. A search is short: its caches have room for the longest answer
-        from the first token on.
-        """
-        generator = torch.Generator().manual_seed(0)
-        widths = (length, self.config.task.generation.target_length)
-        source, target = (dummy_tokens(body.vocabulary, batch, width, generator) for width in widths)
-        return Texts(source, target, replace(self.rule, tokens=min(self.rule.tokens, DUMMY_ANSWER)))
 
     def answer(self, example: Encoded, predicted: np.ndarray) -> str:
         """Return the text of the tokens, stripped of white space; empty if the probabilities were not finite."""
