@@ -42,36 +42,26 @@ def positive(text: str) -> int:
 
 Options = dict[str, dict[str, Any]]
 """Options of the command line, each with the settings of `ArgumentParser.add_argument`."""
-SOURCE: Options = {
-    "--source": {"nargs": "+", "required": True, "metavar": "PATH_OR_URL", "help": "what to read, in this order"}
-}
-MEMBER: Options = {
-    "--member": {
-        "metavar": "NAME",
-        "help": "which file of a zip archive, where it has several; docs/*.txt: all that match, by path",
-    }
-}
-SAMPLE: Options = {
-    "--sample-bytes": {
-        "type": positive,
-        "default": 65_536,
-        "help": "bytes in a sample, rounded down to whole tokens and records (default: %(default)s)",
-    }
-}
-TOKENIZER: Options = {
-    "--tokenizer": {
-        "default": "bytes",
-        "metavar": "NAME_OR_FILE",
-        "help": "bytes, or a tokenizer's file: *.model, *.json, *.txt (default: %(default)s)",
-    }
-}
-SPLIT_OPTION: Options = {
-    "--split": {
-        "default": SPLIT,
-        "metavar": "TRAIN,VALIDATION,TEST",
-        "help": "percent of the bytes for each split, from first to last (default: %(default)s)",
-    }
-}
+
+
+def option(name: str, **settings: Any) -> Options:
+    """Return an option with settings of `ArgumentParser.add_argument`."""
+    return {name: settings}
+
+
+def split_option(shares: str, default: str | None = None) -> Options:
+    """Return the option --split. shares: what it is percent of."""
+    return option("--split", default=default, metavar="TRAIN,VALIDATION,TEST", help=f"percent {shares}")
+
+
+MEMBER_HELP = "which file of a zip archive, where it has several; docs/*.txt: all that match, by path"
+SAMPLE_HELP = "bytes in a sample, rounded down to whole tokens and records (default: %(default)s)"
+FILE_HELP = "bytes, or a tokenizer's file: *.model, *.json, *.txt (default: %(default)s)"
+SOURCE = option("--source", nargs="+", required=True, metavar="PATH_OR_URL", help="what to read, in this order")
+MEMBER = option("--member", metavar="NAME", help=MEMBER_HELP)
+SAMPLE = option("--sample-bytes", type=positive, default=65_536, help=SAMPLE_HELP)
+TOKENIZER = option("--tokenizer", default="bytes", metavar="NAME_OR_FILE", help=FILE_HELP)
+SPLIT_OPTION = split_option("of the bytes for each split, from first to last (default: %(default)s)", SPLIT)
 
 
 class Corpus(ABC):

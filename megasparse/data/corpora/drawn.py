@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from megasparse.data.corpora.corpus import Corpus, CorpusSettings, CorpusSplits, Options, check_seed
+from megasparse.data.corpora.corpus import Corpus, CorpusSettings, CorpusSplits, Options, check_seed, option
 from megasparse.data.corpora.source import Source
 from megasparse.data.encoders import RecordEncoder
 from megasparse.errors import ConfigError
@@ -71,9 +71,7 @@ class Duplication(DrawnCorpus):
     LENGTH, SEQUENCES, HELD_OUT = 1024, 12_800, 256
     LENGTH_HELP = "of a sequence, twice that of 0w"
 
-    OPTIONS: ClassVar = {
-        "--symbols": {"type": int, "default": 127, "help": "w is drawn of 1 to SYMBOLS (default: %(default)s)"}
-    }
+    OPTIONS = option("--symbols", type=int, default=127, help="w is drawn of 1 to SYMBOLS (default: %(default)s)")
 
     def draw(self, settings: CorpusSettings) -> Draw:
         length, symbols = settings["sample_bytes"], settings["symbols"]
@@ -98,7 +96,7 @@ class Recall(DrawnCorpus):
     LENGTH, SEQUENCES, HELD_OUT = 8192, 1024, 32
     KEYS, VALUES = 160, 64
 
-    OPTIONS: ClassVar = {"--pairs": {"type": int, "default": 512, "help": "keys of a sequence (default: %(default)s)"}}
+    OPTIONS = option("--pairs", type=int, default=512, help="keys of a sequence (default: %(default)s)")
 
     def draw(self, settings: CorpusSettings) -> Draw:
         length, pairs = settings["sample_bytes"], settings["pairs"]

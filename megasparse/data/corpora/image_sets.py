@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from megasparse.data.corpora import images
-from megasparse.data.corpora.corpus import Corpus, CorpusSettings, CorpusSplits
+from megasparse.data.corpora.corpus import Corpus, CorpusSettings, CorpusSplits, option
 from megasparse.data.corpora.images import ARCHIVE, PixelEncoder, folders, members, part_content, planar_piece, reading
 from megasparse.data.corpora.source import PIECE, Part, Source, bounded_zip
 from megasparse.errors import ConfigError, DataError
@@ -137,8 +137,8 @@ class ImageNet64(Corpus):
     }
     """Checksums of the official archives, as TensorFlow Datasets publishes them."""
 
-    SMALL: ClassVar = "how the images were made small, where the files are not the official ones"
-    OPTIONS = images.SHARED_OUT | {"--downsampling": {"choices": ("box", "pixelrnn"), "help": SMALL}}
+    SMALL = "how the images were made small, where the files are not the official ones"
+    OPTIONS = images.SHARED_OUT | option("--downsampling", choices=("box", "pixelrnn"), help=SMALL)
 
     def encoder(self, settings: CorpusSettings) -> PixelEncoder:
         return PixelEncoder(IMAGENET_SIDE)

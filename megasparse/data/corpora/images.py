@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import islice, zip_longest
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -35,7 +35,9 @@ from megasparse.data.corpora.corpus import (
     CorpusSettings,
     CorpusSplits,
     check_seed,
+    option,
     positive,
+    split_option,
     split_sizes,
 )
 from megasparse.data.corpora.source import (
@@ -264,12 +266,10 @@ def reading(path: Path) -> Iterator[None]:
         raise DataError(path, f"this archive cannot be read: {reason(error)}", hint) from None
 
 
-SHARED_OUT = Corpus.OPTIONS | {
-    "--split": {
-        "metavar": "TRAIN,VALIDATION,TEST",
-        "help": f"percent of the images for each split, at random (default: as folders name it, else {SPLIT})",
-    },
-    "--seed": {"type": int, "default": 0, "help": "of that permutation (default: %(default)s)"},
+SHARED_OUT = {
+    **Corpus.OPTIONS,
+    **split_option(f"of the images for each split, at random (default: as folders name it, else {SPLIT})"),
+    **option("--seed", type=int, default=0, help="of that permutation (default: %(default)s)"),
 }
 
 
@@ -285,8 +285,8 @@ class Images(Corpus):
     EXAMPLE = "--source photos/ --size 64 --output data/photos"
     KIND = "raw"
 
-    SIZE: ClassVar = {"metavar": "S", "help": "every image has S×S pixels (default: %(default)s)"}
-    OPTIONS = SHARED_OUT | {"--size": {"type": positive, "default": 64, **SIZE}}
+    SIZE_HELP = "every image has S×S pixels (default: %(default)s)"
+    OPTIONS = SHARED_OUT | option("--size", type=positive, default=64, metavar="S", help=SIZE_HELP)
 
     def encoder(self, settings: CorpusSettings) -> PixelEncoder:
         return PixelEncoder(settings["size"])
@@ -335,16 +335,13 @@ def shared_out(source: Source, settings: CorpusSettings) -> list[str]:
             return []
         count += 1
     order = np.argsort(np.random.Philox(np.random.SeedSequence(seed)).random_raw(count), kind="stable")
-    labels = [""] * count
-    start = 0
-    for name, size in split_sizes(split or SPLIT, count).items():
-        if size == 0 < count:
-            problem = f"{count} images are too few to give {name} any"
-            raise DataError(source.name, problem, "Give more images, or another --split")
-        for image in order[start : start + size]:
-            labels[image] = name
-        start += size
-    return labels
+    sizes = split_sizes(split or SPLIT, count)
+    if count and (empty := [name for name, size in sizes.items() if not size]):
+        problem = f"{count} images are too few to give {empty[0]} any"
+        raise DataError(source.name, problem, "Give more images, or another --split")
+    labels = np.empty(count, dtype=object)
+    labels[order] = np.repeat([*sizes], [*sizes.values()])
+    return list(labels)
 
 
 def hold_out(labels: Sequence[str], every: int) -> list[str]:

@@ -20,10 +20,13 @@ from megasparse.data.corpora.corpus import (
     Corpus,
     CorpusSettings,
     CorpusSplits,
+    Options,
     check_seed,
     lines,
+    option,
     positive,
     split_at,
+    split_option,
     split_sizes,
     text_pieces,
 )
@@ -38,12 +41,13 @@ are paragraphs'); or the lines <doc ...> and </doc> of WikiExtractor."""
 _TAG = re.compile(rb"</?doc\b[^>]*>\s*\Z")
 _END = re.compile(r"""([.!?…]+)["'”’»)\]]*\s+(?=["'“‘«(\[]*(\w))""")
 _NO_END = re.compile(r"\b([^\W\d_]|Mr|Mrs|Ms|Dr|Prof|St|Jr|Sr|vs|etc|e\.g|i\.e)\Z")
+SIDES = ("source", "target")
 SHORTER = 0.1
 """Part of the records that are made for a random length."""
 
 
-def length_option(tokens: int, record: str) -> dict[str, Any]:
-    return {"type": positive, "default": tokens, "metavar": "TOKENS", "help": f"of {record} (default: %(default)s)"}
+def length_option(name: str, tokens: int, of: str) -> Options:
+    return option(name, type=positive, default=tokens, metavar="TOKENS", help=f"of {of} (default: %(default)s)")
 
 
 class Pairs(Corpus):
@@ -62,17 +66,15 @@ class Pairs(Corpus):
     KIND = "files"
     SENTENCE_PAIRS = True
 
-    ENDS_HELP: ClassVar = "what ends a document within a file (default: %(default)s); a file ends one in any case"
-    OPTIONS = (
-        Corpus.OPTIONS
-        | TOKENIZER
-        | SPLIT_OPTION
-        | {
-            "--length": length_option(512, "a record"),
-            "--documents": {"choices": ENDS, "default": ENDS[0], "help": ENDS_HELP},
-            "--seed": {"type": int, "default": 0, "help": "of the cutting (default: %(default)s)"},
-        }
-    )
+    ENDS_HELP = "what ends a document within a file (default: %(default)s); a file ends one in any case"
+    OPTIONS: ClassVar = {
+        **Corpus.OPTIONS,
+        **TOKENIZER,
+        **SPLIT_OPTION,
+        **length_option("--length", 512, "a record"),
+        **option("--documents", choices=ENDS, default=ENDS[0], help=ENDS_HELP),
+        **option("--seed", type=int, default=0, help="of the cutting (default: %(default)s)"),
+    }
 
     def encoder(self, settings: CorpusSettings) -> "PairEncoder":
         return PairEncoder(settings["tokenizer"], settings["length"], settings["seed"])
@@ -225,22 +227,14 @@ class Parallel(Corpus):
     EXAMPLE = "--source train.en --target train.de --tokenizer tokenizers/ende.model --output data/ende"
     KIND = "files"
 
-    SHARES: ClassVar = (
-        f"percent of the lines, from first to last, where no split but train has files (default: {SPLIT})"
-    )
-    OPTIONS = (
-        SAMPLE
-        | TOKENIZER
-        | {
-            "--split": {"metavar": "TRAIN,VALIDATION,TEST", "help": SHARES},
-            "--source-length": length_option(256, "the source in a record, its end included"),
-            "--target-length": length_option(256, "the target in a record, its end included"),
-        }
-    )
+    SHARES = split_option(f"of the lines, from first to last, where no split but train has files (default: {SPLIT})")
+    SOURCE_LENGTH = length_option("--source-length", 256, "the source in a record, its end included")
+    TARGET_LENGTH = length_option("--target-length", 256, "the target in a record, its end included")
+    OPTIONS = SAMPLE | TOKENIZER | SHARES | SOURCE_LENGTH | TARGET_LENGTH
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         super().add_arguments(parser)
-        for split, side in product(NAMES, ("source", "target")):
+        for split, side in product(NAMES, SIDES):
             option = f"--{side}" if split == "train" else f"--{split}-{side}"
             help = f"{split}: files with a sentence a line; .gz, .bz2 and .xz are decompressed"
             settings: dict[str, Any] = {"dest": "source", "action": Files, "role": f"{split} {side}", "help": help}
@@ -255,9 +249,7 @@ class Parallel(Corpus):
         files = _files(source, settings["roles"])
         lines_of: dict[str, int] = {}
         for split in NAMES:
-            counts = {
-                side: sum(1 for _ in _sentence_lines(files.get(f"{split} {side}", []))) for side in ("source", "target")
-            }
+            counts = {side: sum(1 for _ in _sentence_lines(files.get(f"{split} {side}", []))) for side in SIDES}
             if counts["source"] != counts["target"]:
                 problem = f"{split} has {counts['source']:,} lines of the source and {counts['target']:,} of the target"
                 raise DataError(source.name, problem, "Give files whose lines belong together")
@@ -280,7 +272,7 @@ class Parallel(Corpus):
         pairs: Iterator[tuple[bytes, bytes]] = iter(())
         for split, count in counts.items():
             if apart or split == "train":
-                sides = [_sentence_lines(files[f"{split} {side}"]) for side in ("source", "target")]
+                sides = [_sentence_lines(files[f"{split} {side}"]) for side in SIDES]
                 pairs = zip(*sides, strict=True)
             yield split, [_pair_pieces(islice(pairs, count))]
 

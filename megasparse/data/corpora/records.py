@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -25,6 +25,7 @@ from megasparse.data.corpora.corpus import (
     CorpusSettings,
     CorpusSplits,
     TextCorpus,
+    option,
     positive,
     split_at,
     split_sizes,
@@ -240,10 +241,11 @@ class RecordCorpus(TextCorpus):
 
     DOCUMENTS = True
 
-    OPTIONS = TOKENIZER | {
-        "--min-bytes": {"type": positive, "metavar": "N", "help": "leave out texts of less"},
-        "--max-bytes": {"type": positive, "metavar": "N", "help": "leave out texts of more"},
-        "--deduplicate": {"action": "store_true", "help": "leave out exact copies of earlier texts"},
+    OPTIONS: ClassVar = {
+        **TOKENIZER,
+        **option("--min-bytes", type=positive, metavar="N", help="leave out texts of less"),
+        **option("--max-bytes", type=positive, metavar="N", help="leave out texts of more"),
+        **option("--deduplicate", action="store_true", help="leave out exact copies of earlier texts"),
     }
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from typing import Any
 
 from megasparse.data.corpora.corpus import (
     MEMBER,
@@ -21,6 +21,8 @@ from megasparse.data.corpora.corpus import (
     SPLIT_OPTION,
     CorpusSettings,
     lines,
+    option,
+    split_option,
 )
 from megasparse.data.corpora.records import EMPTY, NOT_UTF8, RecordCorpus, Records, RecordSource, Unfit
 from megasparse.data.corpora.source import (
@@ -48,7 +50,7 @@ LARGEST_FOOTER = 1 << 26
 JSON_SUFFIXES = [f".{name}{packed}" for name in ("jsonl", "ndjson", "json") for packed in ("", *DECOMPRESS)]
 
 
-COLUMN = {"--column": {"default": "text", "metavar": "NAME", "help": "column of the texts (default: %(default)s)"}}
+COLUMN = option("--column", default="text", metavar="NAME", help="column of the texts (default: %(default)s)")
 
 
 class JsonLines(RecordCorpus):
@@ -61,8 +63,8 @@ class JsonLines(RecordCorpus):
     HELP = "JSON lines: a field of each is a document"
     EXAMPLE = "--source crawl/ --field text --min-bytes 200 --deduplicate --split 98,1,1 --output data/crawl"
 
-    FIELD: ClassVar = {"dest": "column", "default": "text", "metavar": "NAME", "help": "(default: %(default)s)"}
-    OPTIONS = SOURCE | MEMBER | SAMPLE | {"--field": FIELD} | RecordCorpus.OPTIONS | SPLIT_OPTION
+    FIELD = option("--field", dest="column", default="text", metavar="NAME", help="(default: %(default)s)")
+    OPTIONS = SOURCE | MEMBER | SAMPLE | FIELD | RecordCorpus.OPTIONS | SPLIT_OPTION
 
     def open(
         self, locations: Sequence[str], member: str | None, downloads: Path, settings: CorpusSettings, workers: int
@@ -104,17 +106,9 @@ class HuggingFace(RecordCorpus):
     EXAMPLE = "--source ~/.cache/huggingface/datasets/NAME/default/0.0.0/REVISION --column text --output data/name"
     SUFFIXES = (".arrow", ".parquet", *(name for name in JSON_SUFFIXES if name.startswith(".jsonl")))
 
-    FOLDER: ClassVar = {"metavar": "DIR_OR_URL", "help": "the dataset's folder, or hf://...@REVISION"}
-    SHARES: ClassVar = "percent of the training part's bytes for each split (default: its own, or 90,5,5 of its only)"
-    OPTIONS = (
-        SAMPLE
-        | COLUMN
-        | RecordCorpus.OPTIONS
-        | {
-            "--source": {"nargs": 1, "required": True, **FOLDER},
-            "--split": {"metavar": "TRAIN,VALIDATION,TEST", "help": SHARES},
-        }
-    )
+    FOLDER = option("--source", nargs=1, required=True, metavar="DIR_OR_URL", help="a folder, or hf://...@REVISION")
+    SHARES = split_option("of the training part's bytes for each split (default: its own, or 90,5,5 of its only)")
+    OPTIONS = SAMPLE | COLUMN | RecordCorpus.OPTIONS | FOLDER | SHARES
 
     def open(
         self, locations: Sequence[str], member: str | None, downloads: Path, settings: CorpusSettings, workers: int

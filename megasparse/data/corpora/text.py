@@ -19,6 +19,7 @@ from megasparse.data.corpora.corpus import (
     CorpusSplits,
     TextCorpus,
     cut,
+    option,
     split_at,
     split_sizes,
     text_pieces,
@@ -42,11 +43,8 @@ class Text(TextCorpus):
     HELP = "any text files, split by byte position"
     EXAMPLE = "--source books/ --split 98,1,1 --output data/books"
 
-    OPTIONS = (
-        TextCorpus.OPTIONS
-        | SPLIT_OPTION
-        | {"--documents": {"action": "store_true", "help": "each file is a document, a separator after it"}}
-    )
+    DOCUMENTS_OPTION = option("--documents", action="store_true", help="each file is a document, a separator after it")
+    OPTIONS = TextCorpus.OPTIONS | SPLIT_OPTION | DOCUMENTS_OPTION
 
     def open(
         self, locations: Any, member: str | None, downloads: Path, settings: CorpusSettings, workers: int
@@ -71,23 +69,13 @@ class Text(TextCorpus):
         for name in sizes:
             if name not in full:
                 amount = f"{len(starts)} documents" if documents else f"{source.total_bytes} bytes"
-                other = _split_of_documents(starts, source.total_bytes) if documents else "another --split"
-                raise DataError(source.name, f"{amount} are too few to give {name} any", f"Give more text, or {other}")
+                problem = f"{amount} are too few to give {name} any"
+                raise DataError(source.name, problem, "Give more text, or another --split, such as 100,0,0")
         if not documents:
             streams = cut(source.pieces(), sizes, whole_characters=not as_bytes(settings))
             return ((name, [text_pieces(stream)]) for name, stream in streams)
         grouped = groupby(zip(starts, source.parts, strict=True), key=lambda file: split_at(file[0], sizes))
         return ((name, (text_pieces(part.pieces()) for _, part in group)) for name, group in grouped)
-
-
-def _split_of_documents(starts: list[int], total: int) -> str:
-    """Return the option whose splits all get a document, with the most for training; else one without validation."""
-    for share in (5, 10, 15, 20, 25, 30):
-        split = f"{100 - 2 * share},{share},{share}"
-        sizes = split_sizes(split, total)
-        if {split_at(start, sizes) for start in starts} == set(sizes):
-            return f"--split {split}"
-    return "--split 100,0,0"
 
 
 class Enwik8(TextCorpus):

@@ -19,7 +19,7 @@ from megasparse.data.corpora import CORPORA, records
 from megasparse.data.corpora.records import RecordSource, write_report
 from megasparse.data.corpora.tables import _arrow_values, split_of
 from megasparse.data.index import Index
-from megasparse.errors import ConfigError, DataError
+from megasparse.errors import ConfigError, DataError, SourceError
 from tests.data import folders
 from tests.data.folders import crashing, everything, files
 from tests.helpers.refusals import refusal
@@ -110,8 +110,7 @@ def test_compressed_files_are_read_as_they_are_and_torn_ones_refused(tmp_path, s
     assert documents(json_source(file.parent)) == {"train": GOOD}
     if suffix:
         file.write_bytes(PACKED[suffix](content)[:-9])
-        with pytest.raises(DataError, match=r"a\.jsonl.*: cannot be read"):
-            json_source(file)
+        refusal(lambda: json_source(file), match=r"a\.jsonl.*: cannot be read")
 
 
 def crawl(folder: Path, files: int = 5) -> list[bytes]:
@@ -181,8 +180,7 @@ def test_a_file_that_changes_between_its_readings_is_refused(tmp_path):
     source = json_source(tmp_path)
     place = tmp_path / "0.jsonl"
     place.write_bytes(place.read_bytes()[:-10] + b'"}\n')
-    with pytest.raises(DataError, match=r"0\.jsonl: it changed while it was read"):
-        documents(source)
+    refusal(lambda: documents(source), SourceError, r"0\.jsonl: it changed while it was read")
 
 
 @pytest.mark.parametrize(
@@ -247,8 +245,7 @@ def test_arrow_files_of_both_formats(tmp_path, kind, form):
 def test_a_wrong_column_is_named(tmp_path, column, message):
     table = pa.table([pa.array(VALUES), *[pa.array(range(len(VALUES)))] * 3], names=["text", "id", "twice", "twice"])
     pq.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match=message):
-        read_parquet(tmp_path, column=column)
+    refusal(lambda: read_parquet(tmp_path, column=column), ConfigError, message)
 
 
 def torn() -> bytes:
@@ -266,8 +263,7 @@ def test_what_is_no_parquet_is_one_line(tmp_path, content):
 def test_without_pyarrow_the_command_to_install_it(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match=r"pyarrow: it is not installed.*pip install 'megasparse\[arrow\]'"):
-        read_parquet(tmp_path)
+    refusal(lambda: read_parquet(tmp_path), match=r"pyarrow: it is not installed.*pip install 'megasparse\[arrow\]'")
 
 
 COMMIT = "e6281661ce1c48d982bc483cf8a173c1bbeb5d31"

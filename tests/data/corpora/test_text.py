@@ -6,6 +6,7 @@ import random
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,7 @@ def test_split_sizes():
     assert split_sizes("99.5,0.5,0", 200) == {"train": 199, "validation": 1}
     assert split_sizes("33.3,33.3,33.4", 200) == {"train": 66, "validation": 67, "test": 67}
     for bad in ("90,5", "90,5,6", "0,50,50", "110,-5,-5", "a,b,c", "1/0,5,5", ""):
-        with pytest.raises(ConfigError, match="--split"):
-            split_sizes(bad, 200)
+        refusal(partial(split_sizes, bad, 200), ConfigError, "--split")
     assert [split_at(byte, {"x": 2, "y": 1}) for byte in range(3)] == ["x", "x", "y"]
 
 
@@ -405,14 +405,11 @@ def test_sentences():
 
 
 def test_bad_input_is_one_line(tmp_path):
-    with pytest.raises(ConfigError, match="--length: 4 tokens"):
-        PairEncoder("bytes", 4, 0)
-    with pytest.raises(ConfigError, match="no special tokens"):
-        PairEncoder("pixels", 64, 0)
+    refusal(lambda: PairEncoder("bytes", 4, 0), ConfigError, "--length: 4 tokens")
+    refusal(lambda: PairEncoder("pixels", 64, 0), ConfigError, "no special tokens")
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "a.txt").write_bytes(b"ab \xff.")
-    with pytest.raises(DataError, match=r"a\.txt: byte 3 is not UTF-8"):
-        prepared_pairs({}, tmp_path)
+    refusal(lambda: prepared_pairs({}, tmp_path), match=r"a\.txt: byte 3 is not UTF-8")
     assert not (tmp_path / "data").exists()
     with pytest.raises(DataError, match="no document begins in the part that is for validation"):
         prepared_pairs({"a.txt": "One. Two."}, tmp_path, split="50,50,0")

@@ -35,8 +35,7 @@ from tests.helpers.tokenizers import (
 
 def test_by_name():
     assert build_tokenizer("bytes").vocabulary == 256 and build_tokenizer("pixels").name == "pixels"
-    with pytest.raises(ConfigError, match=r'data\.tokenizer: .*"byte".*Did you mean "bytes"'):
-        build_tokenizer("byte")
+    refusal(lambda: build_tokenizer("byte"), ConfigError, r'data\.tokenizer: .*"byte".*Did you mean "bytes"')
 
 
 def test_text_comes_as_soon_as_its_characters_are_whole():
@@ -60,8 +59,7 @@ def test_the_file_of_a_tokenizer_must_be_readable(tmp_path):
             match=rf"data\.tokenizer: .*{name} cannot be read \([0-9,]* bytes are too many, at most 67,108,864",
         ):
             build_tokenizer(str(tmp_path / name))
-    with pytest.raises(ConfigError, match=r"FILE\.model, FILE\.json, FILE\.txt"):
-        build_tokenizer("tokenizer.bin")
+    refusal(lambda: build_tokenizer("tokenizer.bin"), ConfigError, r"FILE\.model, FILE\.json, FILE\.txt")
 
 
 SAMPLE = " = Robert <unk> = \n \n He was a <unk> \u00a0 of the\u3000the @-@ stage .\n"
@@ -187,8 +185,7 @@ def test_special_tokens_are_hidden_though_the_file_does_not_call_them_special(tm
 def test_a_tokenizer_whose_special_tokens_text_can_have_is_refused(tmp_path):
     values = wordpiece()
     values |= {"pre_tokenizer": None, "normalizer": None}
-    with pytest.raises(ConfigError, match="a text can become its special token"):
-        built(tmp_path, values)
+    refusal(lambda: built(tmp_path, values), ConfigError, "a text can become its special token")
 
 
 def test_added_words_and_lossy_parts_do_not_cost_bytes(tmp_path):
