@@ -263,22 +263,21 @@ def tiles(head_dim: int, dtype: torch.dtype, separate: bool, aligned: bool = Fal
     wide = block(head_dim)
     if dtype == torch.float32:  # exact products keep whole rows in registers
         around = Tile(32, 32, 4 if wide <= 64 else 8, 1) if wide <= 128 else Tile(16, 16, 8, 1)
+        jumping = Tile(16, 32 if wide <= 64 else 16, 4 if wide <= 32 else 8, 1)
         if separate:
-            jumping = Tile(16, 32 if wide <= 64 else 16, 4 if wide <= 32 else 8, 1)
             return TileShapes(jumping, jumping, around)
         if wide <= 128:
-            return TileShapes(Tile(32, 32, 8, 2), around, around)
-        return TileShapes(Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), around)
+            return TileShapes(jumping if aligned and wide > 64 else Tile(32, 32, 8, 2), around, around)
+        return TileShapes(jumping if aligned else Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), around)
     # A pipeline of 3 stages fetches the next tile's order and rows, one of 5 those of two tiles.
     if wide <= 64:
         return TileShapes(Tile(64, 64, 4, 5), Tile(64, 32, 4, 5), Tile(32, 64, 4, 3))
+    jumping = Tile(32, 32, wide // 32, 3)
     if separate:
-        around_queries = Tile(32, 16 if wide <= 128 else 32, wide // 32, 3)
-        return TileShapes(Tile(32, 32, wide // 32, 3), around_queries, Tile(32, 8192 // wide, 8, 3))
+        return TileShapes(jumping, Tile(32, 16 if wide <= 128 else 32, wide // 32, 3), Tile(32, 8192 // wide, 8, 3))
     if wide <= 128:
-        forward = Tile(32, 32, 4, 3) if aligned else Tile(64, 32, 4, 5)
-        return TileShapes(forward, Tile(64, 32, 4, 3), Tile(32, 64, 8, 3))
-    return TileShapes(Tile(64, 32, 8, 3), Tile(64, 32, 8, 3), Tile(32, 32, 8, 3))
+        return TileShapes(jumping if aligned else Tile(64, 32, 4, 5), Tile(64, 32, 4, 3), Tile(32, 64, 8, 3))
+    return TileShapes(jumping if aligned else Tile(64, 32, 8, 3), Tile(64, 32, 8, 3), Tile(32, 32, 8, 3))
 
 
 class _BucketedAttention(Function):
