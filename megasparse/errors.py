@@ -13,6 +13,7 @@ traceback, with an exit code that says what to do. A bug of ours keeps its trace
     8  a bit had changed in silence, and where was printed
 """
 
+import argparse
 import contextlib
 import copyreg
 import difflib
@@ -126,6 +127,19 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     names = sorted(names)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f'Did you mean "{near[0]}"?' if near else f"Known here: {', '.join(names)}"
+
+
+def whole(text: str, least: int = 0) -> int:
+    """A whole number from `least` to 2^63 - 1, as the type of an option."""
+    if not re.fullmatch(r"[0-9]{1,19}", text) or not least <= int(text) < 1 << 63:
+        problem = f"{one_line(text, 40)} is not a whole number of {least} or more, below 2^63"
+        raise argparse.ArgumentTypeError(problem)
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more, as the type of an option."""
+    return whole(text, 1)
 
 
 def report_user_errors(main: Callable[..., None]) -> Callable[..., None]:

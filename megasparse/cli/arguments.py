@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from megasparse.config.load import Settings, load_settings
-from megasparse.errors import ConfigError
+from megasparse.errors import ConfigError, whole
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="the checkpoint to resume from")
     parser.add_argument("--allow-changed-config", action="store_true", help="resume although the configuration differs")
-    parser.add_argument("--stop-at", type=int, metavar="STEP", help="save and end after this step")
+    parser.add_argument("--stop-at", type=whole, metavar="STEP", help="save and end after this step")
     parser.add_argument("--dry-run", action="store_true", help="predict the memory that it takes; write nothing")
 
 
@@ -75,10 +75,3 @@ def config_from(args: argparse.Namespace, kind: type[Settings]) -> Settings:
         print(config.model_dump_json(indent=2))
         sys.exit(0)
     return config
-
-
-def positive(text: str) -> int:
-    """A whole number of 1 or more, as the type of an option."""
-    if not (text.isascii() and text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
-    return int(text)

@@ -5,7 +5,7 @@ import inspect
 import os
 from pathlib import Path
 
-from megasparse.errors import ConfigError, DataError
+from megasparse.errors import ConfigError, DataError, positive, whole
 
 COMMON = {"command", "corpus", "source", "member", "output", "sample_bytes", "shard_bytes", "workers"}
 WORKER_BYTES = 8 << 20
@@ -14,7 +14,6 @@ WORKER_BYTES = 8 << 20
 
 def add_prepare_data(parser: argparse.ArgumentParser) -> None:
     from megasparse.data.corpora import CORPORA
-    from megasparse.data.corpora.corpus import positive
 
     raw = argparse.RawDescriptionHelpFormatter
     corpora = parser.add_subparsers(dest="corpus", required=True)
@@ -91,7 +90,6 @@ PURPOSES = {"sentencepiece": "pieces of words, and all bytes", "words": "whole w
 
 
 def add_train_tokenizer(parser: argparse.ArgumentParser) -> None:
-    from megasparse.data.corpora.corpus import positive
 
     kinds = parser.add_subparsers(dest="kind", required=True)
     parts, raw = {}, argparse.RawDescriptionHelpFormatter
@@ -201,7 +199,7 @@ LEAST = {"train": 1, "validation": 1, "test": 1, "min_length": 0, "max_depth": 1
 
 def add_listops(parser: argparse.ArgumentParser) -> None:
     for option, default, meaning in NUMBERS:
-        parser.add_argument(option, type=int, default=default, metavar="N", help=f"{meaning} (default: %(default)s)")
+        parser.add_argument(option, type=whole, default=default, metavar="N", help=f"{meaning} (default: %(default)s)")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
 
 

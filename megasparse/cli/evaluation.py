@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megasparse.cli.arguments import add_checkpoint, add_coding, add_overrides, positive
-from megasparse.errors import ConfigError, rank_variable
+from megasparse.cli.arguments import add_checkpoint, add_coding, add_overrides
+from megasparse.errors import ConfigError, positive, rank_variable, whole
 
 OF_PRETRAINED = ("data", "stride", "rounds", "hash_seeds", "limit", "allow_leaking_attention")
 OF_TASKS = ("source", "predictions")
@@ -112,11 +112,11 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     add_overrides(parser)
     parser.add_argument("--prompt", default="", help="text to continue")
-    parser.add_argument("--tokens", type=int, metavar="N", help="how many tokens to add (default: 200)")
+    parser.add_argument("--tokens", type=whole, metavar="N", help="how many tokens to add (default: 200)")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--source", metavar="TEXT", help="what an encoder-decoder reads")
     kind.add_argument("--source-file", metavar="FILE", help="a source in each line; each text becomes a line")
-    kind.add_argument("--images", type=int, metavar="N", help="draw N images")
+    kind.add_argument("--images", type=whole, metavar="N", help="draw N images")
     kind.add_argument("--complete", nargs="+", metavar="IMAGE", help="draw the lower halves of images anew")
     parser.add_argument("--output", metavar="DIR", help="a new folder for the images")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the likeliest token each time")
@@ -129,8 +129,8 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repetition-penalty", type=float, default=1.0, help="divides positive logits of tokens that occurred"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: %(default)s)")
-    parser.add_argument("--beams", type=int, metavar="K", help="beam search in place of sampling")
+    parser.add_argument("--seed", type=whole, default=0, help="seed of the sampling (default: %(default)s)")
+    parser.add_argument("--beams", type=whole, metavar="K", help="beam search in place of sampling")
     parser.add_argument(
         "--length-penalty", type=float, default=0.0, metavar="A", help="exponent of beam search's ((5 + length)/6)^A"
     )

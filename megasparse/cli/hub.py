@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from megasparse.cli.arguments import add_checkpoint
+from megasparse.errors import whole
 
 
 def add_convert_from_hf(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +15,7 @@ def add_convert_from_hf(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder, laid out like a run's")
     parser.add_argument(
         "--first-byte",
-        type=int,
+        type=whole,
         default=0,
         metavar="ID",
         help="its token for byte 0 (0), for byte-level models whose ids begin later; the vocabulary is rotated by it",
@@ -108,8 +109,8 @@ def convert_to_hf(args: argparse.Namespace) -> None:
 def add_replace_attention(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of the pretrained model")
     parser.add_argument("--attention", required=True, metavar="JSON", help="settings of the new attention")
-    parser.add_argument("--max-length", type=int, metavar="TOKENS", help="longest input; by default the model's own")
-    parser.add_argument("--seed", type=int, default=0, help="seed of new parameters and draws (default: %(default)s)")
+    parser.add_argument("--max-length", type=whole, metavar="TOKENS", help="longest input; by default the model's own")
+    parser.add_argument("--seed", type=whole, default=0, help="seed of new parameters and draws (default: %(default)s)")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
 
 
@@ -156,11 +157,13 @@ def add_teach(parser: argparse.ArgumentParser) -> None:
     )
     files = "text files, or folders with *.txt"
     parser.add_argument("--texts", type=Path, nargs="+", required=True, metavar="FILE", help=files)
-    parser.add_argument("--length", type=int, metavar="TOKENS", help="of a window; by default the model's longest")
-    parser.add_argument("--passes", type=int, default=24, help="windows to learn from (default: %(default)s)")
-    parser.add_argument("--held-out", type=int, default=1, metavar="N", help="windows measured (default: %(default)s)")
+    parser.add_argument("--length", type=whole, metavar="TOKENS", help="of a window; by default the model's longest")
+    parser.add_argument("--passes", type=whole, default=24, help="windows to learn from (default: %(default)s)")
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the windows' order and draws (default: %(default)s)"
+        "--held-out", type=whole, default=1, metavar="N", help="windows measured (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=whole, default=0, help="seed of the windows' order and draws (default: %(default)s)"
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
 

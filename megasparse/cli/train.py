@@ -11,7 +11,7 @@ from megasparse.config.files import shipped_configs
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
 from megasparse.config.schema import Config
-from megasparse.errors import ConfigError, UserError
+from megasparse.errors import ConfigError, UserError, whole
 
 
 def add_pretrain(parser: argparse.ArgumentParser) -> None:
@@ -114,8 +114,8 @@ def finetune(args: argparse.Namespace) -> None:
 def add_plan(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     add_start(parser)
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs of all nodes together")
-    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of one node (%(default)s)")
+    parser.add_argument("--gpus", type=whole, required=True, metavar="N", help="GPUs of all nodes together")
+    parser.add_argument("--gpus-per-node", type=whole, default=8, metavar="N", help="GPUs of one node (%(default)s)")
     parser.add_argument("--gpu-memory", metavar="SIZE", help="memory of one GPU, such as 80GiB; by default --gpu's")
     parser.add_argument(
         "--gpu", default="A100", metavar="NAME", help="A100-80GB, H100 or H200, or another with its peak"
@@ -195,11 +195,11 @@ def configs(args: argparse.Namespace) -> None:
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("comparison", metavar="COMPARISON", help="a comparison, by name or file")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="a run of every arm for each (default: 0)")
+    parser.add_argument("--seeds", type=whole, nargs="+", default=[0], help="a run of every arm for each (default: 0)")
     parser.add_argument("--arms", nargs="+", help="only these; by default all")
     parser.add_argument("--corpora", nargs="+", help="only these, of a comparison with several; by default all")
     add_overrides(parser)
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each on one CPU thread (default: 1)")
+    parser.add_argument("--jobs", type=whole, default=1, help="runs at a time, each on one CPU thread (default: 1)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the runs (default: runs/COMPARISON)")
     parser.add_argument("--dry-run", action="store_true", help="check the arms and print the commands; run nothing")
 

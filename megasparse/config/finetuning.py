@@ -137,10 +137,15 @@ class FinetuneTrainingConfig(TrainingConfig):
 
 class FinetuneOptimizerConfig(OptimizerConfig):
     learning_rate: Annotated[float, Field(gt=0.0)] = 2e-5
+    """Peak learning rate, after the warm-up."""
     betas: Annotated[tuple[Rate, Rate], JSON_LIST] = (0.9, 0.999)
+    """AdamW only."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.01
+    """Decoupled weight decay, times the learning rate, of all weights with two dimensions or more."""
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "linear"
+    """Learning rate after the warm-up."""
     final_fraction: Rate = 0.0
+    """Cosine and linear: the last step's learning rate as a part of `learning_rate`."""
     warmup_fraction: Rate = 0.1
     """The part of all steps that is warm-up, which decides `warmup_steps`; 0 takes `warmup_steps` as it is."""
 

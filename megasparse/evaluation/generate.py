@@ -45,6 +45,7 @@ class Sampling:
             ("top_p", 0.0 < self.top_p <= 1.0, "is not in (0, 1]", "1 samples from all tokens"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "is not in [0, 1]", "0 samples from all tokens"),
             ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "is not a number > 0", "1 is no penalty"),
+            ("seed", 0 <= self.seed < 1 << 63, "is not a whole number from 0 to 2^63 - 1", "0 is the default"),
         ):
             if not valid:
                 raise ConfigError(f"--{name.replace('_', '-')}", f"{getattr(self, name)} {interval}", hint)

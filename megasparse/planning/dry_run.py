@@ -42,6 +42,7 @@ class DryRun:
     def lines(self, config: Config) -> str:
         """The report that --dry-run prints."""
         data, training = config.data, config.training
+        hours = self.seconds * training.steps * training.global_batch / training.micro_batch / 3600
         step = f"{training.global_batch} sequences of {data.sequence_length:,} tokens"
         where = "GPU memory" if self.device.startswith("cuda") else "resident memory, beyond that of the empty process"
         return "\n".join(
@@ -50,17 +51,19 @@ class DryRun:
                 f"FLOPs a step     {self.flops_per_step:.3g} ({step})",
                 f"peak memory      {self.peak_bytes / 1e9:.2f} GB of {where}, in one process without ZeRO",
                 f"time             {self.seconds:.1f} s for a micro-batch of {training.micro_batch} on {self.device}",
+                f"training         about {hours:,.1f} h here for {training.steps:,} steps, in one process",
                 f"loss             {self.loss:.3f} nats a token, untrained",
             ]
         )
 
 
 def dry_run_report(config: Config) -> Iterator[str]:
-    """Yield the plan for as few A100s as the configuration takes, then the trial step, which may take minutes."""
+    """Yield the trial step on this machine, which may take minutes, then the plan for as few A100s as it takes."""
     ranks = config.parallel.sequence
-    yield "\n".join(["planned, see megasparse plan:", *Plan(config, GPUS["A100"], ranks, max(8, ranks)).lines(), ""])
     yield "one step of synthetic data, on this machine:"
     yield dry_run(config).lines(config)
+    plan = Plan(config, GPUS["A100"], ranks, max(8, ranks)).lines()
+    yield "\n".join(["", "planned for A100 GPUs, see megasparse plan:", *plan])
 
 
 def dry_run(config: Config) -> DryRun:

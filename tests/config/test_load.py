@@ -2,10 +2,15 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from inspect import isclass
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from pydantic import BaseModel
 
+from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_config, load_config
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
@@ -167,3 +172,15 @@ def test_the_list_of_commands_imports_no_torch():
     command = [sys.executable, "-X", "importtime", "-m", "megasparse", "--help"]
     imported = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stderr
     assert "megasparse.cli" in imported and "torch" not in imported
+
+
+def test_every_key_is_described_for_the_reference():
+    def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+        for name, field in model.model_fields.items():
+            kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isclass(kind)]
+            sections = [kind for kind in kinds if issubclass(kind, BaseModel)]
+            yield from [] if field.description or sections else [prefix + name]
+            for section in sections:
+                yield from keys(section, f"{prefix}{name}.")
+
+    assert [*keys(Config), *keys(FinetuneConfig)] == []

@@ -34,8 +34,8 @@ def test_pretraining_goes_on_where_it_stopped(tmp_path):
         "training": {"steps": 3, "global_batch": 2, "micro_batch": 2},
     }
     config = build_config(settings, [])
-    plan, _, trial = dry_run_report(config)  # what needs no step comes before the step
-    assert "planned" in plan and "untrained" in trial and not run.exists()
+    _, trial, plan = dry_run_report(config)
+    assert "planned for A100" in plan and " h here for 3 steps" in trial and not run.exists()
     handlers = [signal.getsignal(number) for number in STOPPING]
     assert pretrain(config, stop_at=2) == RunResult(run, 2, complete=False)
     assert pretrain(config, stop_at=1) == RunResult(run, 2, complete=False)
