@@ -27,18 +27,17 @@ def config_of(folder: Path, model: dict[str, Any] | None = None, **data: Any) ->
     return tiny_config("runs/none", model={"vocabulary": 256, **(model or {})}, data=given)
 
 
-@pytest.mark.parametrize("larger", ["texts", "lines", "texts below a hidden file"])
-def test_of_texts_and_json_lines_the_more_bytes_are_read_and_the_others_reported(tmp_path, capsys, larger):
-    texts = {f"shelf/{n:02}.txt": f"book {n} ".encode() * (5 if larger == "lines" else 50) for n in range(20)}
+@pytest.mark.parametrize(("form", "words"), [("text", 50), ("jsonl", 5)])
+def test_of_texts_and_json_lines_the_more_bytes_are_read_and_the_others_reported(tmp_path, capsys, form, words):
+    files = {f"shelf/{number:02}.txt": f"book {number} ".encode() * words for number in range(20)}
     lines = b"".join(b'{"text": "an entry of %d"}\n' % number for number in range(100))
-    write_files(tmp_path, {**texts, f"shelf/{'.hidden/' if 'hidden' in larger else ''}metadata.jsonl": lines})
+    write_files(tmp_path, {**files, "shelf/metadata.jsonl": lines, "shelf/.hidden/app.json": b"{}" * 9999})
     config = config_of(tmp_path / "none").model_copy(update={"run": RunConfig(directory=str(tmp_path / "run"))})
-    made = with_texts(config, str(tmp_path / "shelf"), Ranks())
-    index = Index.load(made.data.path).file
-    assert index.corpus == ("jsonl" if larger == "lines" else "text")
-    count, left_out = (1, "20 left out (00.txt, 01.txt, 02.txt, …)") if larger == "lines" else (20, "1 left out (")
-    assert f"shelf: {count} files are read, {left_out}" in capsys.readouterr().err
-    assert index.source["bytes"] == (1390 if larger == "lines" else sum(map(len, texts.values())))
+    index = Index.load(with_texts(config, str(tmp_path / "shelf"), Ranks()).data.path).file
+    size, report = 1390, "1 files are read, 20 left out (00.txt, 01.txt, 02.txt, …)"
+    if form == "text":
+        size, report = sum(map(len, files.values())), "20 files are read, 1 left out (metadata.jsonl)"
+    assert (index.corpus, index.source["bytes"]) == (form, size) and f"shelf: {report}" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.lib import format as npy
@@ -252,7 +252,8 @@ def npz_rows(path: Path, batch: str, numbers: int) -> Iterator[bytes]:
             if batch != path.name:
                 archive = stack.enter_context(bounded_zip(stack.enter_context(archive.open(batch)), shown))
             stream = stack.enter_context(archive.open(ARRAY))
-            shape, by_columns, kind = _header(stream)
+            is_first = npy.read_magic(stream) == (1, 0)
+            shape, by_columns, kind = (npy.read_array_header_1_0 if is_first else npy.read_array_header_2_0)(stream)
         if kind != np.uint8 or by_columns or len(shape) != 2 or shape[1] != numbers:
             problem = f"its `data` is {kind} {shape}, uint8 (images, {numbers}) is expected"
             raise DataError(shown, problem, "Give the official batches of 64×64 pixels")
@@ -264,16 +265,6 @@ def npz_rows(path: Path, batch: str, numbers: int) -> Iterator[bytes]:
                 if len(piece) < expected:
                     raise EOFError(f"{batch} ends early")
             yield piece
-
-
-def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return shape, True if it is stored by columns, and type of an array in npy format."""
-    read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-    version = npy.read_magic(stream)
-    if version not in read:
-        raise ValueError(f"version {version} of the npy format is not known here")
-    header: tuple[tuple[int, ...], bool, np.dtype[Any]] = read[version](stream)
-    return header
 
 
 def verify_official(source: Source, published: Mapping[str, str]) -> list[str]:

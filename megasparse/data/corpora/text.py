@@ -208,8 +208,7 @@ class PG19(TextCorpus):
         counts = {name: len(parts) for name, parts in books.items()}
         facts: dict[str, Any] = {"books": counts, "official": counts == self.OFFICIAL}
         metadata = next((part for part in source.parts if PurePath(part.name).name == self.METADATA), None)
-        read = {metadata, *(part for parts in books.values() for part in parts.values())}
-        others = [part.name for part in source.parts if part not in read]
+        others = [part.name for part in source.parts if ".txt" not in part.name and part is not metadata]
         report_left_out(source.name, sum(counts.values()), others, "they are no books")
         if metadata:
             rows = self._rows(metadata)

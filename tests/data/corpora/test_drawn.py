@@ -9,6 +9,7 @@ from megasparse.data.corpora import CORPORA
 from megasparse.data.corpora.drawn import Duplication, Recall
 from megasparse.errors import ConfigError
 from tests.data.folders import source_of
+from tests.helpers.refusals import refusal
 
 SMALL: dict[str, dict[str, int]] = {
     "duplication": {"sample_bytes": 20, "symbols": 7, "sequences": 1000, "seed": 0},
@@ -49,8 +50,7 @@ def test_sequences_are_a_function_of_the_seed(corpus):
     ],
 )
 def test_settings_that_cannot_be_are_refused(corpus, changed, message):
-    with pytest.raises(ConfigError, match=message):
-        draw(corpus, **changed)
+    refusal(lambda: draw(corpus, **changed), ConfigError, message)
 
 
 def test_sequences_are_0w0w_of_all_symbols():
