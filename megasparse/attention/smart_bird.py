@@ -172,7 +172,6 @@ class SmartBirdAttention(Attention):
             statistics["sketch_loss"] = loss.detach()
             loss = loss * (1.0 / self.spec.layers)
         index = context.recompute.keep(lambda: self._choose(self.sketches(x, inputs, context), inputs, context))
-        index = _by_head(index, inputs.q.shape[1])
         return AttentionOutput(self._attend(inputs, index), loss, statistics)
 
     def _attend(self, inputs: AttentionInputs, index: Tensor) -> Tensor:
@@ -183,6 +182,7 @@ class SmartBirdAttention(Attention):
         if sinks:
             first = sink_index(sinks, inputs, chunk=chunk)
             index = torch.cat([index, first.expand(*index.shape[:2], -1, -1)], dim=-1)
+        index = _by_head(index, inputs.q.shape[1])
         chosen = gathered_attention(*inputs[:3], index, scale=self.near.scale, dropout=inputs.dropout)
         return chosen[0] if chunk is None else merge([inputs.in_buckets(None, self.near), chosen])[0]
 
@@ -340,9 +340,10 @@ class SmartBirdAttention(Attention):
         sampling, rng, masks = self.config.sampling, context.rng, (inputs.key_mask, inputs.segments)
         spec = KeyChoiceSpec(self.config.keys, inputs.causal, sampling)
         if not (sampling == "random" or (sampling != "top_k" and (rng.training or self.config.evaluation == "draws"))):
-            count = len(sketches)
-            q, k = (torch.stack(x, dim=1).flatten(0, 1) for x in zip(*sketches, strict=True))
-            real, documents = (None if x is None else x.repeat_interleave(count, dim=0) for x in masks)
+            (q, k), (real, documents), count = sketches[0], masks, len(sketches)
+            if count > 1:  # side by side in the batch
+                q, k = (torch.stack(x, dim=1).flatten(0, 1) for x in zip(*sketches, strict=True))
+                real, documents = (None if x is None else x.repeat_interleave(count, dim=0) for x in masks)
             chosen = chosen_keys(q, k, spec, None, None, real, documents, first_query)
             return chosen.unflatten(0, (-1, count)).squeeze(2)
         heads, indices = inputs.q.shape[1] // len(sketches), []

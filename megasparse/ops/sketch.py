@@ -245,7 +245,7 @@ def _chosen_keys(
     batch, queries, _ = q.shape
     heads = 1 if noise is None else len(noise.heads)
     index = torch.empty(batch, heads, queries, count, dtype=torch.int32, device=q.device)
-    tile = KEYS
+    tile = KEYS if noise is not None else max(KEYS, _SCORE_ELEMENTS // (batch * queries))
     step = max(1, _SCORE_ELEMENTS // (batch * heads * min(tile, k.shape[1])))
     for start in range(0, queries, step):
         rows = slice(start, min(start + step, queries))
