@@ -122,11 +122,16 @@ class LostPeer(UserError):
     exit_code = LOST_PEER
 
 
+MOST_NAMES = 60
+"""Names that a message lists."""
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """`Did you mean "x"?` for the nearest of `names`, or the list of them where none is near."""
     names = sorted(names)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f'Did you mean "{near[0]}"?' if near else f"Known here: {', '.join(names)}"
+    more = f" and {len(names) - MOST_NAMES:,} more" * (len(names) > MOST_NAMES)
+    return f'Did you mean "{near[0]}"?' if near else f"Known here: {', '.join(names[:MOST_NAMES])}{more}"
 
 
 def whole(text: str, least: int = 0) -> int:

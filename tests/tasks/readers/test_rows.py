@@ -177,6 +177,8 @@ def test_a_missing_column_is_named_with_its_nearest(file):
     with pytest.raises(DataError) as caught:
         field({"text": "a", "label": "b"}, "texts", location)
     assert str(caught.value) == f'{file}:3: has no column "texts". Did you mean "text"?'
+    with pytest.raises(DataError, match=r"Known here: 0, 1, .* and 99,940 more$"):
+        field({str(number): "" for number in range(100_000)}, "text", location)
 
 
 def archive(file, *members):
