@@ -220,6 +220,7 @@ def dataset_rows(path: Path, split: str) -> Rows:
     rows = open_dataset(path)[split]
     names = {column: kind.names for column, kind in (rows.features or {}).items() if hasattr(kind, "names")}
     for number, row in enumerate(rows, 1):
+        row |= row["translation"] if isinstance(row.get("translation"), dict) else {}  # WMT's languages
         for column, classes in names.items():
             value = row.pop(column)
             row |= {} if value is None or value < 0 else {column: classes[value]}

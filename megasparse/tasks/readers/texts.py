@@ -1,18 +1,14 @@
-"""Tasks whose examples are a text and the text that answers it: translation, summaries, headlines. Labels are texts,
-stripped of white space; empty ones are errors, as empty inputs are.
-"""
+"""Tasks whose files are aligned line by line: translation, and summaries of a line each. Labels are texts."""
 
-import hashlib
-from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import ClassVar
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError, DataError
+from megasparse.tasks.catalog import Entry, RowTask
 from megasparse.tasks.metrics import ROUGE
-from megasparse.tasks.readers.rows import lines, strict
-from megasparse.tasks.task import Example, SourceLocation, Task, examples_of, existing
+from megasparse.tasks.readers.rows import Rows, lines, strict
 
 
 def names_of(config: TaskConfig) -> tuple[str, str]:
@@ -26,10 +22,10 @@ def names_of(config: TaskConfig) -> tuple[str, str]:
     return source, answer
 
 
-class ParallelText(Task):
+class ParallelText(RowTask):
     """A folder of train.SOURCE and train.TARGET, validation files called val, valid or dev, and test files whose names
-    begin with test, each as it is or as .gz. `task.text` names the source's suffix, `task.label` the target's:
-    ["en"] and "de" translate English.
+    begin with test, each as it is or as .gz; or a dataset with these columns. `task.text` names the source's suffix,
+    `task.label` the target's: ["en"] and "de" translate English.
 
     A single test file is the split "test"; of several each is the split of its name without suffixes. `read` takes the
     source's file, and finds the target's beside it; where there is none, or the file has another suffix, examples have
@@ -37,23 +33,25 @@ class ParallelText(Task):
     """
 
     name = "parallel_text"
-    form = "texts"
     metrics: tuple[str, ...] = ("bleu", "chrf")
-    stems: ClassVar[dict[str, str]] = {
-        "train": "train", "val": "validation", "valid": "validation", "dev": "validation",
-    }  # fmt: skip
+    stems: ClassVar[dict[str, str]] = {"train": "train", **dict.fromkeys(("val", "valid", "dev"), "validation")}
     """Names without suffixes -> their splits."""
 
     def __init__(self, config: TaskConfig):
-        super().__init__(config)
-        self.source, self.target = self.sides()
+        self.source, self.target, columns, hub = self.sides(config)
+        entry = Entry(
+            files=(self.splits,), rows=self.rows, text=columns[:1], label=columns[1], form="texts", hub=hub,
+            metrics=self.metrics,
+        )  # fmt: skip
+        super().__init__(config, entry)
 
-    def sides(self) -> tuple[str, str]:
-        """Return the suffixes of the source's files and of the target's."""
-        return names_of(self.config)
+    def sides(self, config: TaskConfig) -> tuple[str, str, tuple[str, str], str]:
+        """Return the suffixes of both sides, their columns, and the dataset on the Hub."""
+        names = names_of(config)
+        return *names, names, ""
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        if splits := self.splits(folder):
+        if splits := super().files(folder):
             return splits
         names = " or ".join(f"{stem}.{self.source}" for stem in self.stems)
         hint = 'Name the suffixes of source and target: --set task.text=["en"] --set task.label=de'
@@ -80,21 +78,20 @@ class ParallelText(Task):
             splits["test"] = splits.pop(tests[0])
         return splits
 
-    def read(self, file: Path) -> Iterator[Example]:
-        other = self.translation(file)
-        if other is None:
-            for number, (location, line) in enumerate(strict(lines(file))):
-                yield Example((line.strip(),), None, location, str(number))
+    def rows(self, file: Path) -> Rows:
+        """Yield the lines of both sides by column."""
+        text, label = (column.partition("|")[0] for column in (*self.entry.text, self.entry.label))  # type: ignore[union-attr]
+        if (other := self.translation(file)) is None:
+            yield from ((location, {text: line.strip()}) for location, line in strict(lines(file)))
             return
         sides = strict(lines(file)), strict(lines(other))
-        for number, (text, answer) in enumerate(zip_longest(*sides)):
-            if text is None or answer is None:
+        for number, (read, answer) in enumerate(zip_longest(*sides)):
+            if read is None or answer is None:
                 counts = [number + (side is not None) + sum(1 for _ in rest)
-                          for side, rest in zip((text, answer), sides, strict=True)]  # fmt: skip
+                          for side, rest in zip((read, answer), sides, strict=True)]  # fmt: skip
                 problem = f"{counts[0]:,} lines, and {other} has {counts[1]:,}"
                 raise DataError(file, problem, "Give files whose lines are translations of each other")
-            location, line = text
-            yield Example((line.strip(),), answer[1].strip(), location, str(number))
+            yield read[0], {text: read[1].strip(), label: answer[1]}
 
     def translation(self, file: Path) -> Path | None:
         """Return the target file of a source file. Raises DataError if the file itself is the target's."""
@@ -115,59 +112,24 @@ class WMT14(ParallelText):
     metrics = ("bleu", "bleu_intl", "bleu_intl_uncased", "chrf")
     stems: ClassVar[dict[str, str]] = {"train": "train", "newstest2013": "validation", "newstest2014": "test"}
 
-
-LISTS = {"train": "all_train.txt", "validation": "all_val.txt", "test": "all_test.txt"}
-STORIES = ("cnn/stories", "dailymail/stories", "cnn_stories_tokenized", "dm_stories_tokenized")
-HIGHLIGHT = "@highlight"
+    def sides(self, config: TaskConfig) -> tuple[str, str, tuple[str, str], str]:
+        source, target = names_of(config)
+        return source, target, (source, target), f"wmt/wmt14/{target if source == 'en' else source}-en"
 
 
 class CNNDailyMail(ParallelText):
-    """The stories as they are downloaded (cnn/stories/*.story, dailymail/stories/*.story) or tokenised
-    (cnn_stories_tokenized/, dm_stories_tokenized/), and beside them, or in url_lists/, the splits of See et al.:
-    all_train.txt, all_val.txt, all_test.txt, a URL a line, whose sha1 is the name of its story.
-
-    A story is the lines before the first @highlight, with a space between them; its summary the highlights, each on
-    a line of its own. Case is kept, and no full stop is added to a highlight, where See et al. write lower case and
-    add one: ROUGE sees neither.
-    The other form has a line a story: train.source and train.target, val, test. There a summary is one line, so that
-    rougeLsum is rougeL.
-
-    A .story file is an example too, without a label where it has no highlights.
+    """Stories and summaries, a line each: train.source and train.target, val, test; or the dataset of the Hub, whose
+    highlights stand on lines of their own. In files a summary is one line, so that rougeLsum is rougeL.
     """
 
     name = "cnn_dm"
     metrics = ROUGE
 
-    def sides(self) -> tuple[str, str]:
-        return "source", "target"
+    def sides(self, config: TaskConfig) -> tuple[str, str, tuple[str, str], str]:
+        return "source", "target", ("source|article", "target|highlights"), "abisee/cnn_dailymail/3.0.0"
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        return existing(folder, LISTS) or existing(folder / "url_lists", LISTS) or self.splits(folder)
-
-    def read(self, file: Path) -> Iterator[Example]:
-        if file.suffix == ".story":
-            yield story(file)
-        elif file.name in LISTS.values():
-            yield from examples_of(file, lines(file), lambda url, location, number: story(_story_file(url, location)))
-        else:
-            yield from super().read(file)
-
-
-def story(file: Path) -> Example:
-    """Return the example of one .story file. Raises DataError if it cannot be read."""
-    stripped = [line.strip() for _, line in strict(lines(file))]
-    end = stripped.index(HIGHLIGHT) if HIGHLIGHT in stripped else len(stripped)
-    highlights = [line for line in stripped[end:] if line and line != HIGHLIGHT]
-    text = " ".join(line for line in stripped[:end] if line)
-    return Example((text,), "\n".join(highlights) or None, SourceLocation(file), file.stem)
-
-
-def _story_file(url: str, location: SourceLocation) -> Path:
-    """Return the file of the story that a list names by its URL."""
-    name = hashlib.sha1(url.encode(), usedforsecurity=False).hexdigest() + ".story"
-    parent = location.file.parent
-    for folder in (root / inner for root in (parent, parent.parent) for inner in STORIES):
-        if (folder / name).exists():
-            return folder / name
-    hint = f"Put all stories into {', '.join(STORIES[:2])} beside the lists"
-    raise DataError(str(location), f"there is no {name} of {url[:80]}", hint)
+        if folder.is_dir() and (any(folder.glob("*/stories")) or any(folder.glob("*_stories_tokenized"))):
+            hint = 'Set task.source to "hub", a copy of abisee/cnn_dailymail, or a folder of train.source, train.target'
+            raise DataError(folder, "holds .story files, which are read from the dataset of the Hub instead", hint)
+        return super().files(folder)

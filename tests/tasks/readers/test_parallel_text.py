@@ -3,6 +3,7 @@
 import gzip
 
 import pytest
+from datasets import Dataset, DatasetDict
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError
@@ -105,3 +106,28 @@ def test_names_that_are_no_pair_are_refused(name):
     message = refusal(lambda: task_of(name, ["en", "fr"]), ConfigError)
     assert message == f'task.text: 2 names, and "{name}" reads one text. Give one: task.text=["NAME"]'
     assert refusal(lambda: task_of(name, ["en"], "en"), ConfigError).startswith('task.label: "en" is task.text too')
+
+
+def test_summaries_are_a_line_a_story_and_stories_are_named(tmp_path):
+    task = task_of("cnn_dm")
+    for name in ("train", "val", "test"):
+        (tmp_path / f"{name}.source").write_text(f"{name} one .\n{name} two .\n")
+        (tmp_path / f"{name}.target").write_text("summary one .\nsummary two .\n")
+    assert set(task.files(tmp_path)) == {"train", "validation", "test"}
+    (file,) = split_files(task, tmp_path, "validation")
+    found = [(example.inputs[0], example.label) for example in task.read(file)]
+    assert found == [("val one .", "summary one ."), ("val two .", "summary two .")]
+    (tmp_path / "val.target").write_text("summary one .\n")
+    assert "2 lines, and" in refusal(lambda: task.read(file))
+    (tmp_path / "cnn" / "stories").mkdir(parents=True)
+    assert "holds .story files" in refusal(lambda: task.files(tmp_path))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_dataset_of_translations_is_read_by_its_columns(tmp_path, nested):
+    pairs = [{"en": "a dog", "de": "ein Hund"}, {"en": "two men", "de": "zwei Männer"}]
+    data = Dataset.from_list([{"translation": pair} for pair in pairs] if nested else pairs)
+    DatasetDict(train=data, validation=data, test=data).save_to_disk(str(tmp_path / "data"))
+    task = task_of("wmt14" if nested else "parallel_text", ["de"], "en")
+    (file,) = task.files(tmp_path / "data")["test"]
+    assert [(x.inputs, x.label) for x in task.read(file)] == [((pair["de"],), pair["en"]) for pair in pairs]
