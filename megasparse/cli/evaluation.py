@@ -242,8 +242,10 @@ def compress(args: argparse.Namespace) -> None:
         megasparse compress book.txt --checkpoint runs/quickstart              (writes book.txt.msz)
         megasparse decompress book.txt.msz --checkpoint runs/quickstart --output again.txt
 
-    The text comes back byte for byte, from the same checkpoint alone, whatever folder it lies in. Whole windows are
-    compressed at once; decompression predicts token by token, many windows side by side.
+    The text comes back byte for byte, from the same checkpoint alone, whatever folder it lies in. Both commands predict
+    token by token from a cache, many windows side by side, in fp64 whatever the precision of training, so they compute
+    the same bits on one machine. On another one, rounding is allowed for, but not a hash code that flips: decompression
+    then says so and writes nothing.
     """
     from megasparse.evaluation.compression import compress
 

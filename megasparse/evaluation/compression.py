@@ -1,11 +1,12 @@
 """Files compressed by a trained decoder and restored: the code length that evaluation promises, as bytes. And what gzip
 and xz need for the same bytes.
 
-Tokens are cut into windows of T, each predicted from its own start, as evaluation cuts them. The encoder has a window's
-logits from one pass over the whole of it, the decoder one token at a time from a cache. Both are computed in fp64 and
-rounded to a grid of 1/64 nat below the likeliest token, so both have the same probabilities, and one range coder serves
-both. If a number of the encoder's is within MARGIN of the middle between two grid points, the two could be rounded
-apart: the file then says which one was taken (an exception; a few in ten million bytes).
+Tokens are cut into windows of T, each predicted from its own start, as evaluation cuts them. One loop encodes and
+decodes: it predicts one token after another from a cache, in fp64 whatever the precision of training, so both have the
+same bits, and hash codes, on one machine. Machines differ by rounding. Logits are rounded to a grid of 1/64 nat below
+the likeliest token; if a number is within MARGIN of the middle between two grid points, two machines could round it
+apart: the file then says which one was taken (an exception; a few in ten million bytes). Only the checksum notices a
+hash code that flips.
 
 The file: MAGIC; 3 bytes of the model's digest; the text's CRC-32; twice the number of tokens, plus one where exceptions
 follow; these, their number first; the range coder's words without the zeros at their end. CRC and words are
@@ -47,7 +48,7 @@ SCALE = 64
 DEEPEST = 1100
 """The grid's last point: 24.8 bits below the likeliest token. No token is cheaper to rule out."""
 MARGIN = 1e-9
-"""Part of a grid step. Whole windows and cached decoding differ by 1e-12 or so in fp64."""
+"""Part of a grid step. Machines differ by 1e-12 or so in fp64."""
 AT_ONCE = 1 << 24
 """Numbers W·T·V that one group of windows has at most."""
 
@@ -111,63 +112,72 @@ def random_draws(seed: int, starts: Sequence[int]) -> RngContext:
 
 
 @torch.no_grad()
-def encode(model: Any, tokens: Tensor, length: int, seed: int, progress: Progress = lambda _: None) -> Code:
-    """Code tokens (n,) int64 in windows of `length`. model: a strictly causal decoder in fp64.
+def walk(
+    model: Any, tokens: int, length: int, seed: int, choose: Callable[[Sequence[int], int, np.ndarray], Tensor],
+    progress: Progress,
+) -> None:  # fmt: skip
+    """Predict tokens in windows of `length`, one after another from a cache. model: a strictly causal decoder in fp64.
 
-    seed: of the hash rotations, the run's.
+    choose: from the starts of windows, the number of a token in them and the `depths` of its logits (W, V), this token
+    of each window, (W,) int64. seed: of the hash rotations, the run's.
     """
+    vocabulary, device = model.config.vocabulary, next(model.parameters()).device
+    for starts, size in groups(tokens, length, vocabulary):
+        cache = model.new_cache(len(starts), seed)
+        cache.rng = random_draws(seed, starts)
+        logits = model.prefill(torch.empty(len(starts), 0, dtype=torch.int64, device=device), cache)
+        for t in range(size):
+            symbols = choose(starts, t, depths(logits))
+            progress(len(starts))
+            if t + 1 < size:
+                logits = model.decode(symbols.to(device), cache)
+
+
+def encode(model: Any, tokens: Tensor, length: int, seed: int, progress: Progress = lambda _: None) -> Code:
+    """Code tokens (n,) int64, see `walk`."""
     import constriction
 
     stream = constriction.stream
     coder, family = stream.queue.RangeEncoder(), stream.model.Categorical(perfect=False)
-    vocabulary, device = model.config.vocabulary, next(model.parameters()).device
     exceptions: list[np.ndarray] = []
-    for starts, size in groups(len(tokens), length, vocabulary):
-        windows = torch.stack([tokens[start : start + size] for start in starts]).to(device)  # (W, T)
-        below = depths(model.window_logits(windows, random_draws(seed, starts))).swapaxes(0, 1)  # (T, W, V)
-        points = grid_points(below)
+
+    def choose(starts: Sequence[int], t: int, below: np.ndarray) -> Tensor:
+        points, position = grid_points(below), np.array(starts) + t
         unsure = uncertain(below)
-        if len(unsure):
-            t, w, v = np.unravel_index(unsure, below.shape)
-            logit = (np.array(starts)[w] + t) * vocabulary + v
-            exceptions.append(np.stack([logit, points.reshape(-1)[unsure] & 1], axis=1))
-        symbols = windows.T.cpu().numpy().astype(np.int32)
-        for row in range(size):  # all windows' first tokens, then their second ones: as the decoder has them
-            coder.encode(np.ascontiguousarray(symbols[row]), family, probabilities(points[row]))
-        progress(len(starts) * size)
-    noted = np.concatenate(exceptions) if exceptions else np.empty((0, 2), dtype=np.int64)
+        logit = position[unsure // below.shape[1]] * below.shape[1] + unsure % below.shape[1]
+        exceptions.append(np.stack([logit, points.reshape(-1)[unsure] & 1], axis=1))
+        symbols = tokens[torch.from_numpy(position)]
+        coder.encode(symbols.numpy().astype(np.int32), family, probabilities(points))
+        return symbols
+
+    walk(model, len(tokens), length, seed, choose, progress)
+    noted = np.concatenate([np.empty((0, 2), dtype=np.int64), *exceptions])
     return Code(coder.get_compressed(), noted[np.argsort(noted[:, 0])])
 
 
-@torch.no_grad()
 def decode(model: Any, code: Code, tokens: int, length: int, seed: int, progress: Progress = lambda _: None) -> Tensor:
     """The tokens (n,) int64 of a code. What is damaged gives other tokens, never an error: check them."""
     import constriction
 
     stream = constriction.stream
     coder, family = stream.queue.RangeDecoder(code.words), stream.model.Categorical(perfect=False)
-    vocabulary, device = model.config.vocabulary, next(model.parameters()).device
-    odd = {(int(logit) // vocabulary, int(logit) % vocabulary): int(parity) for logit, parity in code.exceptions}
-    by_token: dict[int, list[int]] = {}
-    for token, v in odd:
-        by_token.setdefault(token, []).append(v)
+    by_token: dict[int, list[tuple[int, int]]] = {}
+    for logit, parity in code.exceptions.tolist():
+        token, v = divmod(logit, model.config.vocabulary)
+        by_token.setdefault(token, []).append((v, parity))
     out = torch.empty(tokens, dtype=torch.int64)
-    for starts, size in groups(tokens, length, vocabulary):
-        cache = model.new_cache(len(starts), seed)
-        cache.rng = random_draws(seed, starts)
-        logits = model.prefill(torch.empty(len(starts), 0, dtype=torch.int64, device=device), cache)
-        for t in range(size):
-            below = depths(logits)
-            points = grid_points(below)
-            for row, start in enumerate(starts):
-                for v in by_token.get(start + t, ()):
-                    low = int(np.floor(below[row, v]))
-                    points[row, v] = low + ((low ^ odd[start + t, v]) & 1)
-            symbols = torch.from_numpy(coder.decode(family, probabilities(points)).astype(np.int64))
-            out[torch.tensor(starts) + t] = symbols
-            progress(len(starts))
-            if t + 1 < size:
-                logits = model.decode(symbols.to(device), cache)
+
+    def choose(starts: Sequence[int], t: int, below: np.ndarray) -> Tensor:
+        points = grid_points(below)
+        for row, start in enumerate(starts):
+            for v, parity in by_token.get(start + t, ()):
+                low = int(np.floor(below[row, v]))
+                points[row, v] = low + ((low ^ parity) & 1)
+        symbols = torch.from_numpy(coder.decode(family, probabilities(points)).astype(np.int64))
+        out[torch.tensor(starts) + t] = symbols
+        return symbols
+
+    walk(model, tokens, length, seed, choose, progress)
     return out
 
 
@@ -231,8 +241,8 @@ def unpack(path: Path, raw: bytes, digest: bytes, vocabulary: int) -> tuple[Code
 
 
 def damaged(path: Path) -> DataError:
-    problem = "it is damaged, or this machine computes other numbers than the one that made it"
-    return DataError(path, problem, "Copy it again")
+    problem = "it is damaged, or this machine rounds otherwise than the one that made it, so that predictions differ"
+    return DataError(path, problem, "Copy it again, or decompress with the torch version and processor that made it")
 
 
 def _varint(number: int) -> bytes:

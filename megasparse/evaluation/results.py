@@ -250,8 +250,8 @@ def evaluate_decoder(
     dims: tokens that were scored. accuracy: share of them that the model held to be the likeliest. Over several hash
     seeds it is a mean, and nats are the mean code length (averaged probabilities would be an ensemble's), of which all
     measures are; the deviations are the sample standard deviations of each measure, and of the primary one, the first.
-    The protocol also says whether the numbers are code lengths of the text, why a measure is null, and which layers
-    are not strictly causal. Raises ConfigError for pixels that make no square image.
+    The protocol also says whether the numbers are code lengths of the text, and if not, why; why a measure is null; and
+    which layers are not strictly causal. Raises ConfigError for pixels that make no square image.
     """
     kind = protocol.tokenizer["name"]
     shape = image_shape(protocol.sequence_length) if kind == PIXELS else None
@@ -262,10 +262,12 @@ def evaluate_decoder(
     numbers = measures(nats, counts, kind)
     by_seed = [measures(score.nats, counts, kind) for score in scores]
     deviations = {name: _deviation([numbers_of_seed[name] for numbers_of_seed in by_seed]) for name in numbers}
+    reasons = _no_code_length(decoder, protocol, ranks)
     facts: dict[str, Any] = {
         "symbols": f"tokens of {kind}",
         "leaks": decoder.leaks,
-        "code_length": protocol.lossless and not decoder.leaks,
+        "code_length": not reasons,
+        "no_code_length": reasons,
         "context_start": START,
         "split_dims": stream.tokens,
         "coverage": dims / stream.tokens,
@@ -285,6 +287,25 @@ def evaluate_decoder(
         facts["order"] = "rows from the top, pixels from the left, channels in turn"
         result["png_bits_per_dim"] = png_bits_per_dim(stream, shape.tokens, limit)
     return {**result, "protocol": {**asdict(protocol), **facts}}
+
+
+def _no_code_length(decoder: Any, protocol: Protocol, ranks: Ranks) -> list[str]:
+    """Return why scores are no code length of the text. They are one where tests show that no later token changes a bit
+    of an earlier prediction: of every strictly causal mechanism of the package, on a CPU and by the kernels.
+    """
+    reasons = list(decoder.leaks)
+    if not protocol.lossless:
+        reasons.append("the tokenizer does not give every text back")
+    if protocol.score_from:
+        reasons.append(f"the first {protocol.score_from} tokens of each window are not scored")
+    if ranks.sequence is not None:
+        reasons.append("strict causality to the bit is not tested of sequences that ranks share")
+    reasons += [
+        f"layer {layer}: strict causality to the bit is not tested of {type(mechanism).__name__}"
+        for layer, mechanism in decoder.mechanisms()
+        if not type(mechanism).__module__.startswith("megasparse.")
+    ]
+    return reasons
 
 
 UNITS = {

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from launch import evaluate as launcher
+from megasparse.attention.heads import build_mechanism
 from megasparse.config.schema import Config
 from megasparse.data.index import Index
 from megasparse.data.tokenizers import build_tokenizer
@@ -39,12 +40,25 @@ class Model:
 
     leaks: list[str] = []  # noqa: RUF012
 
-    def __init__(self, nats: list[float]):
+    def __init__(self, nats: list[float], mechanisms: tuple[object, ...] = ()):
         self.nats = torch.tensor(nats, dtype=torch.float64)
+        self.mechanisms = lambda: enumerate(mechanisms)
 
     def token_scores(self, tokens, rng):
         nats = self.nats[tokens] + rng.seed
         return TokenScores(nats, tokens == 0, torch.ones_like(tokens, dtype=torch.bool))
+
+
+def test_scores_are_a_code_length_only_of_what_is_tested():
+    def of(mechanism, **changed):
+        model, stream = Model([1.0] * 256, (mechanism,)), Stream(list(TEXT))
+        return evaluate(model, stream, protocol("bytes", **changed), 1, None, Ranks())["protocol"]
+
+    packaged = build_mechanism("lsh", small(), 2)
+    assert (of(packaged)["code_length"], of(packaged)["no_code_length"]) == (True, [])
+    (reason,) = of(object())["no_code_length"]
+    assert reason == "layer 0: strict causality to the bit is not tested of object"
+    assert of(packaged, score_from=3)["no_code_length"] == ["the first 3 tokens of each window are not scored"]
 
 
 def protocol(tokenizer: str = "words", **changed) -> Protocol:
@@ -189,12 +203,13 @@ def test_from_text_to_result_with_words_and_with_bytes(tmp_path, capsys):
     protocol = words["protocol"]
     assert (protocol["tokenizer"]["name"], protocol["lossless"]) == ("words", False)
     assert protocol["symbols"] == "tokens of words"
+    assert protocol["no_code_length"] == ["the tokenizer does not give every text back"]
     assert protocol["code_length"] is False and "bits/byte" not in capsys.readouterr().out
     assert (protocol["coverage"], protocol["context_start"], protocol["left_out"]) == (1.0, "learned start vector", {})
     text = launched(tmp_path, "bytes")
     assert text["bits_per_dim"] == text["bits_per_byte"] == pytest.approx(8.0, rel=1e-6)
     assert text["word_perplexity"] == pytest.approx(256**BYTES_A_WORD, rel=1e-5)
-    assert text["protocol"]["code_length"] is True
+    assert text["protocol"]["code_length"] is True and text["protocol"]["no_code_length"] == []
     assert "8.0000 bits/dim, accuracy" in capsys.readouterr().out
     given = ["--checkpoint", tmp_path / "bytes run", "--set", f'data.tokenizer="{tmp_path / "words.txt"}"']
     assert 'data.tokenizer: "words"' in commands.refused(capsys, launcher, *given)
