@@ -4,6 +4,7 @@ import argparse
 import inspect
 import os
 from pathlib import Path
+from typing import Any
 
 from megasparse.errors import ConfigError, DataError, positive, whole
 
@@ -86,50 +87,32 @@ def prepare_data(args: argparse.Namespace) -> None:
 
 
 SUFFIXES = {"sentencepiece": ".model", "words": ".txt"}
-PURPOSES = {"sentencepiece": "pieces of words, and all bytes", "words": "whole words, for adaptive softmax"}
 
 
 def add_train_tokenizer(parser: argparse.ArgumentParser) -> None:
+    from megasparse.data.corpora.corpus import MEMBER, SOURCE, Options
 
+    number: dict[str, Any] = {"type": positive, "metavar": "N"}
+    words: Options = {
+        "--vocabulary": {**number, "help": "the most frequent words alone, <unk> and <eos> among them (all)"}
+    }
+    coverage = "part of the text whose characters get a token each, others become bytes (default: %(default)s)"
+    pieces: Options = {
+        "--vocabulary": {**number, "required": True, "help": "number of tokens"},
+        "--model-type": {"choices": ["unigram", "bpe"], "default": "unigram", "help": "default: %(default)s"},
+        "--character-coverage": {"type": float, "default": 0.9995, "metavar": "PART", "help": coverage},
+        "--sample-bytes": {**number, "default": 50_000_000, "help": "learn from so many (default: %(default)s)"},
+    }
     kinds = parser.add_subparsers(dest="kind", required=True)
-    parts, raw = {}, argparse.RawDescriptionHelpFormatter
-    for kind, purpose in PURPOSES.items():
-        part = parts[kind] = kinds.add_parser(
-            kind,
-            help=purpose,
-            description=inspect.getdoc(train_tokenizer),
-            formatter_class=raw,
-        )
-        part.add_argument(
-            "--source", nargs="+", required=True, metavar="PATH_OR_URL", help="what to read, in this order"
-        )
-        part.add_argument("--member", metavar="NAME", help="which file of a zip archive, where it has several")
-        part.add_argument(
-            "--output", type=Path, required=True, metavar=f"FILE{SUFFIXES[kind]}", help="the file to write, a new one"
-        )
-    parts["words"].add_argument(
-        "--vocabulary",
-        type=positive,
-        metavar="N",
-        help="the most frequent words alone, <unk> and <eos> among them (all)",
-    )
-    pieces = parts["sentencepiece"]
-    pieces.add_argument("--vocabulary", type=positive, required=True, metavar="N", help="number of tokens")
-    pieces.add_argument("--model-type", choices=["unigram", "bpe"], default="unigram", help="default: %(default)s")
-    pieces.add_argument(
-        "--character-coverage",
-        type=float,
-        default=0.9995,
-        metavar="PART",
-        help="part of the text whose characters get a token each, others become bytes (default: %(default)s)",
-    )
-    pieces.add_argument(
-        "--sample-bytes",
-        type=positive,
-        default=50_000_000,
-        metavar="N",
-        help="learn from so many (default: %(default)s)",
-    )
+    for kind, purpose, options in (
+        ("sentencepiece", "pieces of words, and all bytes", pieces),
+        ("words", "whole words, for adaptive softmax", words),
+    ):
+        help, raw = inspect.getdoc(train_tokenizer), argparse.RawDescriptionHelpFormatter
+        part = kinds.add_parser(kind, help=purpose, description=help, formatter_class=raw)
+        file = {"type": Path, "required": True, "metavar": f"FILE{SUFFIXES[kind]}", "help": "a new file"}
+        for name, settings in {**SOURCE, **MEMBER, "--output": file, **options}.items():
+            part.add_argument(name, **settings)
 
 
 def train_tokenizer(args: argparse.Namespace) -> None:
@@ -156,9 +139,8 @@ def train_tokenizer(args: argparse.Namespace) -> None:
 
     suffix = SUFFIXES[args.kind]
     if args.output.suffix != suffix:
-        raise ConfigError(
-            "--output", f"{args.output} does not end in {suffix}", "The ending says what kind of tokenizer it is"
-        )
+        hint = "The ending says what kind of tokenizer it is"
+        raise ConfigError("--output", f"{args.output} does not end in {suffix}", hint)
     if args.kind == "words" and args.vocabulary is not None and args.vocabulary < 2:
         raise ConfigError("--vocabulary", f"{args.vocabulary} leaves no room for <unk> and <eos>", "Give 2 or more")
     if args.output.exists():
@@ -184,22 +166,23 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     print("they came back unchanged" if tokenizer.lossless else "text does not come back unchanged from words")
 
 
-NUMBERS = (
-    ("--train", 96_000, "training examples"),
-    ("--validation", 2_000, "validation examples"),
-    ("--test", 2_000, "test examples"),
-    ("--min-length", 500, "examples have more tokens than this"),
-    ("--max-length", 2_000, "examples have fewer tokens than this"),
-    ("--max-depth", 10, "nodes from the root to a digit, at most"),
-    ("--max-args", 10, "arguments of an operator, at most"),
-    ("--seed", 0, "seed of all draws"),
-)
-LEAST = {"train": 1, "validation": 1, "test": 1, "min_length": 0, "max_depth": 1, "max_args": 2, "seed": 0}
+NUMBERS = {
+    "train": (96_000, 1, "training examples"),
+    "validation": (2_000, 1, "validation examples"),
+    "test": (2_000, 1, "test examples"),
+    "min_length": (500, 0, "examples have more tokens than this"),
+    "max_length": (2_000, 2, "examples have fewer tokens than this"),
+    "max_depth": (10, 1, "nodes from the root to a digit, at most"),
+    "max_args": (10, 2, "arguments of an operator, at most"),
+    "seed": (0, 0, "seed of all draws"),
+}
+"""Options of listops: default, least and meaning."""
 
 
 def add_listops(parser: argparse.ArgumentParser) -> None:
-    for option, default, meaning in NUMBERS:
-        parser.add_argument(option, type=whole, default=default, metavar="N", help=f"{meaning} (default: %(default)s)")
+    for name, (default, _, meaning) in NUMBERS.items():
+        option, help = f"--{name.replace('_', '-')}", f"{meaning} (default: %(default)s)"
+        parser.add_argument(option, type=whole, default=default, metavar="N", help=help)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
 
 
@@ -215,9 +198,10 @@ def listops(args: argparse.Namespace) -> None:
     ones are drawn again; parentheses are no tokens. The operators are [MIN, [MAX, [MED (the median, rounded down) and
     [SM (the sum modulo 10). The same seed gives the same files.
     """
-    for name, least in (*LEAST.items(), ("max_length", args.min_length + 2)):
+    for name, (_, least, _) in NUMBERS.items():
+        least += args.min_length if name == "max_length" else 0
         if getattr(args, name) < least:
-            key = "--" + name.replace("_", "-")
+            key = f"--{name.replace('_', '-')}"
             raise ConfigError(key, f"{getattr(args, name)} is too few", f"Give {least} or more")
     from megasparse.tasks.readers.listops import Sizes, write_listops
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from megasparse.errors import DataError, one_line, without_secrets
 from megasparse.files import MOST_VALUES, has_many_values, read_file, replacing
@@ -35,7 +35,7 @@ class Entry(BaseModel):
 class Shard(Entry):
     """One tar file of samples."""
 
-    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*\.(tar|bin|mds)$")]  # a plain name: never a path
+    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*\.tar$")]  # a plain name: never a path
     samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
     tokens: Count
     width: Width = 1
@@ -47,13 +47,6 @@ class Shard(Entry):
     """Part of the format; earlier versions read parts of other programs' files."""
     crc32: Annotated[str, Field(pattern=r"^[0-9a-f]+$")] | None = None
     """The zlib.crc32 of each sample, 8 digits each, in order. Folders prepared by earlier versions have none."""
-
-    @field_validator("file")
-    @classmethod
-    def _is_tar(cls, file: str) -> str:
-        if not file.endswith(".tar"):
-            raise ValueError("shards of Megatron (.bin) and MosaicML (.mds) are no longer read; prepare the text")
-        return file
 
     @property
     def data_bytes(self) -> int:

@@ -55,7 +55,7 @@ class StoreError(Exception):
     """Failed request to a store. refused: True if the same request would fail again."""
 
     def __init__(self, reason: str, refused: bool = False):
-        super().__init__(without_secrets(one_line(reason)))
+        super().__init__(one_line(without_secrets(reason)))
         self.refused = refused
 
 
@@ -80,7 +80,10 @@ def is_url(path: str) -> bool:
 
 def check_url(url: str, schemes: Collection[str] = STORES) -> str:
     """Return the URL of a folder without a slash at its end. Raises DataError, without a password, if it is invalid."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # an address in brackets that is none
+        parts = urlsplit(f"{url.partition('://')[0]}://")
     is_valid = parts.scheme in schemes and (parts.hostname or parts.scheme == "file")
     if not is_valid or not re.fullmatch(r"[!-~]+", url) or re.search("[@?#]", url):
         name = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"

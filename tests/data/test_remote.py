@@ -110,6 +110,7 @@ def test_an_index_that_does_not_come_is_named(server, cache, monkeypatch, fault,
         "http://host/my data",
         "http://host/\u00e4",
         "http:///data",
+        "s3://[",
     ],
 )
 def test_other_urls_are_refused(url):

@@ -62,9 +62,7 @@ def download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[t
 
 def _download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[tuple[Path, str]]:
     if location.lower().startswith(("http://", "https://")):
-        if "@" in urlsplit(location).netloc:
-            problem = "a user and password in a URL are not read"
-            raise DataError(location, problem, "Give a presigned URL, or the path of a file")
+        check_url(location.partition("?")[0])  # a presigned one has a query
         path = download(location, folder)
         return [(path, path.name.partition("-")[2])]
     if location.startswith("hf://") and not PINNED.match(location):

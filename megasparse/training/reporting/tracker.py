@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megasparse.config.schema import RunSettings
-from megasparse.errors import ConfigError
+from megasparse.errors import ConfigError, one_line, without_secrets
 from megasparse.files import replacing
 from megasparse.training.ranks import Ranks
 from megasparse.training.reporting.json_lines import JsonLines
@@ -186,7 +186,10 @@ class Tracker:
             return call(*arguments)
         except Exception as error:  # a background thread's is raised at the next call, of whatever kind it was
             self._backends.pop(name, None)
-            self.say(f"{name} is switched off until the run is started again ({error}). metrics.jsonl has every number")
+            reason = one_line(without_secrets(str(error)))  # MLflow's have the URI with its password
+            self.say(
+                f"{name} is switched off until the run is started again ({reason}). metrics.jsonl has every number"
+            )
 
     def _show_progress(self, step: int, scalars: dict[str, float], evaluated: bool) -> None:
         held_out = {name[11:]: x for name, x in scalars.items() if name.startswith("evaluation/")}
