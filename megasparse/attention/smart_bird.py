@@ -352,16 +352,15 @@ class SmartBirdAttention(Attention):
             rows = rng.rows(first_query + q.shape[1], q.device)[:, first_query:]
             noise = Noise(rng.key(context.layer, "sampled keys"), range(first, first + heads), rows)
             if sampling.startswith("inverse_log"):
-                before = q.new_zeros(len(q), first_query, q.shape[2])  # queries of a cache
-                queries = torch.cat([before, q], dim=1).float()
-                lse = _sketch(queries, k.float(), k.float(), inputs)[1][:, first_query:]
+                queries = F.pad(q, (0, 0, first_query, 0)) if first_query else q  # none of those before is read
+                lse = _sketch(queries.float(), k.float(), k.float(), inputs)[1][:, first_query:]
             indices.append(chosen_keys(q, k, spec, noise, lse, *masks, first_query))
-        return torch.cat(indices, dim=1)
+        return indices[0] if len(indices) == 1 else torch.cat(indices, dim=1)
 
 
 def _by_head(index: Tensor, heads: int) -> Tensor:
-    """An index (B, I, L, K) for each of the heads; of a single one as it is."""
-    return index if index.shape[1] == 1 else index.repeat_interleave(heads // index.shape[1], dim=1)
+    """An index (B, I, L, K) for each of the heads; of one, or of all, as it is."""
+    return index if index.shape[1] in (1, heads) else index.repeat_interleave(heads // index.shape[1], dim=1)
 
 
 class Projection(nn.Module):
