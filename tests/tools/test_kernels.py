@@ -99,15 +99,9 @@ TENSOR_CORES = [
     "gathered_attention.tile_gradients",
 ]
 """Kernels whose arithmetic is matrix products. Others hash in exact fp32, sort, or do little with each number."""
-SPILLS = {
-    "random_numbers._normals": 21,
-    "sign_codes.transformed_sides": 17,
-    "bucketed_attention.forward": 2,
-    "bucketed_attention.key_gradient": 6,
-}
+SPILLS = {"random_numbers._normals": 21, "sign_codes.transformed_sides": 17}
 """Instructions that a kernel may spill in half precision up to D = 128, others none: a table of the float64 cosine, for
-large arguments; registers beyond 168, which ptxas gives up so that three programs fit a multiprocessor; and a few for
-sm_80 under Triton 3.7.1 (docs/performance.md)."""
+large arguments; registers beyond 168, which ptxas gives up so that three programs fit a multiprocessor."""
 
 LOOP = """
         /*0100*/                   HGMMA.64x64x16.F32.BF16 R56, R36, gdesc[UR8].tnspB, R56 ;   /* 0x4 */
