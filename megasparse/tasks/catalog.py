@@ -21,6 +21,7 @@ from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError, DataError, did_you_mean
 from megasparse.files import natural
 from megasparse.tasks.metrics import ROUGE
+from megasparse.tasks.readers.images import CIFAR10, cifar_files, class_folders, grey_pixels
 from megasparse.tasks.readers.listops import DIGITS, TOKENS, token_ids
 from megasparse.tasks.readers.mind import NEWS_COLUMNS
 from megasparse.tasks.readers.rows import (
@@ -361,7 +362,10 @@ TASKS: dict[str, Entry | str] = {
                  rows=partial(tab_separated, columns=("label", "id1", "id2", "text1", "text2")),
                  classes=("0|0.0", "1|1.0"), identifier="id1 id2"),
     "pathfinder": "images:Pathfinder",
-    "grey_cifar10": "images:GreyCIFAR10",
+    # Tay et al. hold out the last tenth of the training images, in an order that is shuffled before, so there is no
+    # split `validation`: task.validation_fraction, 0.1, holds out as many, 5,000, at random.
+    "grey_cifar10": Entry(files=(cifar_files,), rows=class_folders, text=(grey_pixels,), classes=CIFAR10,
+                          vocabulary=256, hub="uoft-cs/cifar10"),
     # Classes of texts. imdb: the files of Tang, Qin and Liu (ACL 2015, or EMNLP 2015); Smart Bird has JMARS' own.
     "imdb": Entry(files=tuple({split: f"imdb{mark}{name}.txt.ss" for split, name in
                                (("train", "train"), ("validation", "dev"), ("test", "test"))} for mark in ".-"),

@@ -3,14 +3,14 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from megasparse.data.corpora.image_sets import BATCHES, PICKLED, RECORD, RECORDS, SIDE
 from megasparse.data.corpora.images import MOST_BYTES, SUFFIXES, decode
 from megasparse.errors import DataError
 from megasparse.files import natural, open_file
-from megasparse.tasks.readers.rows import lines, whole_bytes
+from megasparse.tasks.readers.rows import Rows, lines, whole_bytes
 from megasparse.tasks.task import Example, SourceLocation, Task, examples_of, existing
 
 
@@ -27,64 +27,39 @@ def image(file: Path, side: int) -> np.ndarray:
     return np.frombuffer(decode(str(file), content, side), dtype=np.uint8).reshape(side, side, 3)
 
 
-OFFICIAL_FOLDER, PICKLED_FOLDER = "cifar-10-batches-bin", "cifar-10-batches-py"
+CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+SIDE = 32
 WEIGHTS = (2989, 5870, 1140)
 """Weights of red, green and blue, in ten-thousandths."""
 
 
-class GreyCIFAR10(Task):
-    """Image classification of Long Range Arena (Tay et al. 2021): CIFAR-10 (Krizhevsky 2009) as 1,024 grey pixels.
+def cifar_files(folder: Path) -> dict[str, list[Path]]:
+    """Return the folders of images. Raises DataError for the archives' batches."""
+    if batch := next((path for path in folder.rglob("*_batch*") if path.suffix in ("", ".bin")), None):
+        hint = 'Set task.source to "hub", or unpack the images to {train,test}/CLASS/*.png'
+        raise DataError(batch, "batches of CIFAR-10 are not read", hint)
+    return existing(folder, {"train": "train", "test": "test"})
 
-    Official files: the binary version, data_batch_1.bin … data_batch_5.bin and test_batch.bin, in the folder given or
-    in its cifar-10-batches-bin. Images of one's own, or unpacked ones, lie in {train,test}/CLASS/*.png or *.jpg. Pixels
-    are read in rows from the top, each from the left.
 
-    Tay et al. hold out the last tenth of the training images, in an order that is shuffled before. So there is no split
-    `validation` here: `task.validation_fraction`, 0.1, holds out as many, 5,000, at random.
-    """
+def class_folders(folder: Path) -> Rows:
+    """Read the images in CLASS/*.png or *.jpg, class by class, by the numbers in their names."""
+    names = {path.name for path in folder.iterdir() if path.is_dir()}
+    for name in (*CIFAR10, *sorted(names - {*CIFAR10})):
+        paths = [path for path in (folder / name).glob("*") if path.name.lower().endswith(SUFFIXES)]
+        if name not in names or not paths:
+            hint = f"Give a folder with one folder of images for each class: {', '.join(CIFAR10)}"
+            raise DataError(folder / name, "holds no images", hint)
+        for path in sorted(paths, key=lambda path: natural(path.name)):
+            row = {"img": image(path, SIDE), "label": name, "id": f"{name}/{path.stem}"}
+            yield SourceLocation(path), row
 
-    name = "grey_cifar10"
-    metrics = ("accuracy",)
-    vocabulary = 256
-    classes = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
-    def files(self, folder: Path) -> dict[str, list[Path]]:
-        """Return the official batches, else folders of images. Raises DataError for the pickled version."""
-        for path in (*folder.glob("*_batch*"), *folder.glob(f"{PICKLED_FOLDER}/*_batch*")):
-            if PICKLED.match(path.name):
-                problem = "this batch is a pickle, which could run anything when it is read"
-                raise DataError(path, problem, "Give the binary version, cifar-10-binary.tar.gz")
-        *train, test = BATCHES
-        official = existing(folder, {"train": train, "test": test}, OFFICIAL_FOLDER)
-        return official or existing(folder, {"train": "train", "test": "test"})
-
-    def read(self, file: Path) -> Iterator[Example]:
-        """Read the images of a batch in its order; of a folder class by class, by the numbers in their names."""
-        return self._images(file) if file.is_dir() else self._records(file)
-
-    def _records(self, file: Path) -> Iterator[Example]:
-        data = whole_bytes(file)
-        if len(data) % RECORD or (file.name in BATCHES and len(data) != RECORDS * RECORD):
-            whole = f"{RECORDS * RECORD:,}" if file.name in BATCHES else f"a multiple of {RECORD:,}"
-            hint = "Get it again: it is damaged, or of another data set"
-            raise DataError(file, f"this batch has {len(data):,} bytes, {whole} are expected", hint)
-        for number, record in enumerate(np.frombuffer(data, dtype=np.uint8).reshape(-1, RECORD)):
-            location, label = SourceLocation(file, number + 1), int(record[0])
-            if label >= len(self.classes):
-                problem = f"the label {label} is none of 0 … {len(self.classes) - 1}"
-                raise DataError(str(location), problem, "Get the file again: it is damaged")
-            yield Example((grey(record[1:].reshape(3, SIDE * SIDE).T),), label, location, str(number))
-
-    def _images(self, folder: Path) -> Iterator[Example]:
-        for name in sorted(path.name for path in folder.iterdir() if path.is_dir()):
-            self.class_of(name, SourceLocation(folder / name))
-        for label, name in enumerate(self.classes):
-            paths = [path for path in (folder / name).glob("*") if path.name.lower().endswith(SUFFIXES)]
-            if not paths:
-                hint = f"Give a folder with one folder of images for each class: {', '.join(self.classes)}"
-                raise DataError(folder / name, "holds no images", hint)
-            for path in sorted(paths, key=lambda path: natural(path.name)):
-                yield Example((grey(image(path, SIDE)),), label, SourceLocation(path), f"{name}/{path.stem}")
+def grey_pixels(row: dict[str, Any]) -> np.ndarray:
+    """Return the grey values of `img`, int64 (1024,), in rows from the top. Raises ValueError for another size."""
+    colours = np.asarray(row["img"])
+    if colours.shape != (SIDE, SIDE, 3) or colours.dtype != np.uint8:
+        raise ValueError(f"an image of {colours.shape} {colours.dtype}, ({SIDE}, {SIDE}, 3) uint8 is expected")
+    return grey(colours)
 
 
 def grey(colours: np.ndarray) -> np.ndarray:
@@ -98,7 +73,6 @@ def grey(colours: np.ndarray) -> np.ndarray:
 
 
 LEVELS = ("curv_baseline", "curv_contour_length_9", "curv_contour_length_14")
-PATHFINDER_SIDE = 32
 NUMPY = b"\x93NUMPY"
 FOLDER, FILE = re.compile(r"imgs/[0-9]+"), re.compile(r"sample_[0-9]+\.png")
 
@@ -151,7 +125,7 @@ class Pathfinder(Task):
         if not path.stat().st_size:
             hint = "Delete this line: Long Range Arena leaves such images out"
             raise DataError(str(location), f"{path} is empty", hint)
-        colours = image(path, PATHFINDER_SIDE)
+        colours = image(path, SIDE)
         if (colours != colours[..., :1]).any():
             raise DataError(path, "this image has colours, grey is expected", "Convert it to grey")
         pixels = colours[..., 0].astype(np.int64).reshape(-1)

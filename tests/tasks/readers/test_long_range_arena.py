@@ -5,6 +5,8 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from datasets import ClassLabel, Dataset, DatasetDict, Features
+from datasets import Image as ImageFeature
 from PIL import Image
 
 from megasparse.config.finetuning import TaskConfig
@@ -16,18 +18,11 @@ from megasparse.tasks.task import split_files
 CIFAR10 = build_task(TaskConfig(name="grey_cifar10"))
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-RECORD = 3073
-OFFICIAL = 10_000 * RECORD
 
 
 def picture(seed: int) -> np.ndarray:
     """Random picture, uint8 (32, 32, 3)."""
     return np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-
-
-def record(label: int, pixels: np.ndarray) -> bytes:
-    """A record as the binary version has it: the label, then all red, all green and all blue values, row by row."""
-    return bytes([label]) + b"".join(pixels[..., channel].tobytes() for channel in range(3))
 
 
 def defined(pixels: np.ndarray) -> list[int]:
@@ -52,53 +47,23 @@ def test_grey_is_what_tensorflow_makes_of_it():
     assert grey(same).tolist() == list(range(256))
 
 
-def test_records_of_the_binary_version(tmp_path):
-    path = tmp_path / "mine.bin"
-    path.write_bytes(record(9, picture(2)) + record(0, picture(3)))
-    first, second = CIFAR10.read(path)
+@pytest.mark.parametrize("name", ["cifar-10-batches-bin/data_batch_1.bin", "cifar-10-batches-py/data_batch_1"])
+def test_batches_of_the_archives_are_named(tmp_path, name):
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_bytes(b"\x80\x02}q\x01.")
+    with pytest.raises(DataError, match=r"data_batch_1.*: batches of CIFAR-10 are not read\. Set task\.source to"):
+        split_files(CIFAR10, tmp_path, "train")
+
+
+def test_a_dataset_of_images(tmp_path):
+    features = Features({"img": ImageFeature(), "label": ClassLabel(names=list(CLASSES))})
+    rows = {"img": [Image.fromarray(picture(2)), Image.fromarray(picture(3))], "label": [9, 0]}
+    DatasetDict(train=Dataset.from_dict(rows, features=features)).save_to_disk(str(tmp_path / "data"))
+    (file,) = CIFAR10.files(tmp_path / "data")["train"]
+    first, second = CIFAR10.read(file)
     assert first.inputs[0].tolist() == defined(picture(2)) and second.inputs[0].tolist() == defined(picture(3))
     assert first.inputs[0].shape == (1024,) and first.inputs[0].dtype == np.int64
-    assert (first.label, first.name, str(first.location)) == (9, "0", f"{path}:1")
-    assert (second.label, second.name, str(second.location)) == (0, "1", f"{path}:2")
-    assert CIFAR10.classes == CLASSES and CIFAR10.vocabulary == 256
-
-
-@pytest.mark.parametrize("inner", ["", "cifar-10-batches-bin"])
-def test_the_official_batches_are_the_splits(tmp_path, inner):
-    folder = tmp_path / inner
-    folder.mkdir(exist_ok=True)
-    for name in (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"):
-        with open(folder / name, "wb") as stream:
-            stream.write(record(4, picture(5)))
-            stream.truncate(OFFICIAL)
-    assert CIFAR10.files(tmp_path) == {
-        "train": [folder / f"data_batch_{number}.bin" for number in range(1, 6)],
-        "test": [folder / "test_batch.bin"],
-    }
-    first = next(iter(CIFAR10.read(folder / "data_batch_3.bin")))
-    assert first.label == 4 and first.inputs[0].tolist() == defined(picture(5))
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("data_batch_1.bin", record(1, picture(0)), r"data_batch_1\.bin: this batch has 3,073 bytes, 30,730,000 are"),
-        ("mine.bin", record(1, picture(0))[:-1], r"mine\.bin: this batch has 3,072 bytes, a multiple of 3,073"),
-        ("mine.bin", record(1, picture(0)) + record(10, picture(1)), r"mine\.bin:2: the label 10 is none of 0 … 9"),
-    ],
-)
-def test_damaged_batches_are_named(tmp_path, name, content, said):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=said):
-        list(CIFAR10.read(tmp_path / name))
-
-
-@pytest.mark.parametrize("inner", ["", "cifar-10-batches-py"])
-def test_the_pickled_version_is_refused(tmp_path, inner):
-    (tmp_path / inner).mkdir(exist_ok=True)
-    (tmp_path / inner / "data_batch_1").write_bytes(b"\x80\x02}q\x01.")
-    with pytest.raises(DataError, match=r"data_batch_1: this batch is a pickle.*binary version"):
-        split_files(CIFAR10, tmp_path, "train")
+    assert (first.label, second.label, second.name) == (9, 0, "1") and CIFAR10.vocabulary == 256
 
 
 @pytest.fixture
