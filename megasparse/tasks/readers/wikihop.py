@@ -5,18 +5,29 @@ QAngaroo publishes it, whose MedHop has files of the same form.
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megasparse.errors import DataError
 from megasparse.tasks.forms.labels import Choice
 from megasparse.tasks.readers.rows import HINT, whole_text
 from megasparse.tasks.task import Example, SourceLocation, Task, examples_of
 
-KEYS: dict[str, type] = {"id": str, "query": str, "candidates": list, "supports": list}
-"""Keys of an example, with the kind of their values; a known `answer`, a text, comes in addition."""
 FORM = (
     'An example is {"id": "...", "query": "...", "answer": "...", "candidates": ["...", ...], "supports": ["...", ...]}'
 )
+Text = Annotated[str, Field(pattern=r"\S")]
+
+
+class Question(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    id: Text
+    query: Text
+    candidates: Annotated[list[Text], Field(min_length=1)]
+    supports: list[str]
+    answer: str | None = None
 
 
 class WikiHop(Task):
@@ -57,31 +68,21 @@ class WikiHop(Task):
 
 
 def _example(row: Any, location: SourceLocation) -> Choice:
-    """Return the example of one object. Raises DataError naming file, number and id if it is malformed."""
-    named = isinstance(row, dict) and isinstance(row.get("id"), str)
-    which = f"example {location.line}" + (f' ("{row["id"][:80]}")' if named else "")
-
-    def refuse(problem: str, hint: str = HINT) -> DataError:
-        return DataError(str(location), f"{which}: {problem}", hint)
-
-    if not isinstance(row, dict):
-        raise refuse(f"{json.dumps(row)[:80]} is no object", FORM)
-    for key, kind in KEYS.items():
-        if key not in row:
-            raise refuse(f'has no "{key}"', FORM)
-        if not isinstance(row[key], kind) or not all(isinstance(text, str) for text in row[key]):
-            expected = "text" if kind is str else "list of texts"
-            raise refuse(f'"{key}" is no {expected} but {json.dumps(row[key])[:80]}', FORM)
-        texts = [row[key]] if kind is str else row[key]
-        if key != "supports" and (not texts or "" in map(str.strip, texts)):
-            raise refuse(f'"{key}" is empty, or has an empty text')
-    candidates, answer = row["candidates"], row.get("answer")
+    """Return the example of one object. Raises DataError naming file, number and key if it is malformed."""
+    try:
+        question = Question.model_validate(row)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "it"
+        problem = f"example {location.line}: {key}: {first['msg']} ({json.dumps(first['input'])[:80]})"
+        raise DataError(str(location), problem, FORM) from None
+    candidates, answer = question.candidates, question.answer
+    which = f'example {location.line} ("{question.id[:80]}")'
     if len(set(candidates)) < len(candidates):
         twice = next(text for text in candidates if candidates.count(text) > 1)
-        raise refuse(f'"{twice[:80]}" is twice among the candidates', "Remove one of the two")
+        raise DataError(str(location), f'{which}: "{twice[:80]}" is twice among the candidates', "Remove one")
     if answer is not None and answer not in candidates:
         hint = f"Its candidates are: {', '.join(candidates)[:200]}. Without an answer leave the key out"
-        raise refuse(f"the answer {json.dumps(answer)[:80]} is not among the candidates", hint)
+        raise DataError(str(location), f'{which}: the answer "{answer[:80]}" is not among the candidates', hint)
     label = None if answer is None else candidates.index(answer)
-    inputs = (row["query"], *candidates, *row["supports"])
-    return Choice(inputs, label, location, row["id"], len(candidates))
+    return Choice((question.query, *candidates, *question.supports), label, location, question.id, len(candidates))
