@@ -31,7 +31,7 @@ from megasparse.evaluation.bits_per_dim import Score, Scorer, Stream, of_model, 
 from megasparse.evaluation.images import image_shape, png_bits_per_dim
 from megasparse.model.build import Model, build_model, empty_model
 from megasparse.ops.random import RngContext
-from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, load_weights
+from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights, open_newest
 from megasparse.training.ranks import Ranks, start_ranks
 
 OF_SOURCE = ("downsampling", "verified")
@@ -50,7 +50,7 @@ def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Model
     Raises CheckpointError where there is none or it is damaged, ConfigError for a wrong override, and for a number of
     ranks that is not a multiple of `parallel.sequence`.
     """
-    checkpoint = Checkpoint.open(find_checkpoint(Path(directory)), build=empty_model)
+    checkpoint = open_newest(Path(directory), build=empty_model)
     values, alone = checkpoint.config.model_dump(mode="json"), rank_variable("WORLD_SIZE", 1) == 1
     if alone:
         values["parallel"]["sequence"] = 1

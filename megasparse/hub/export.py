@@ -32,7 +32,7 @@ from megasparse.hub.tensor_file import INDEX, WEIGHTS, appearing, refuse_existin
 from megasparse.hub.tokenizer_files import FILE, Files
 from megasparse.model.build import build_model, empty_model
 from megasparse.model.decoder import Causal
-from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, load_weights
+from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights, open_newest
 from megasparse.training.checkpoints.manifest import NO_DATA
 
 SHARD_BYTES = 5_000_000_000
@@ -71,7 +71,7 @@ def to_hf(
     """
     format, output = format_named(to), Path(output)
     refuse_existing(output)
-    opened = Checkpoint.open(find_checkpoint(Path(checkpoint)), build=empty_model)
+    opened = open_newest(Path(checkpoint), build=empty_model)
     config, seed = opened.config, opened.config.run.seed
     if identity(config.data.tokenizer) != opened.manifest["tokenizer"]:
         problem = f"{config.data.tokenizer} is not the tokenizer that the model was trained with"

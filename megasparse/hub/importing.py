@@ -46,6 +46,7 @@ from megasparse.training.checkpoints.checkpoint import (
     Fragment,
     find_checkpoint,
     load_weights,
+    open_newest,
     persistent_buffers,
 )
 from megasparse.training.checkpoints.manifest import FORMAT, MANIFEST, NO_DATA, read_manifest, seal, versions
@@ -373,7 +374,7 @@ def write_start(config: Config, source: Path, output: Path) -> list[str]:
         pretrained: Readers = hf_model.tensors
         tokenizer = identity(hf_model.config.data.tokenizer)
     else:
-        checkpoint = Checkpoint.open(find_checkpoint(source), build=empty_model)
+        checkpoint = open_newest(source, build=empty_model)
         names, tokenizer = checkpoint.manifest["tensors"]["weight"], checkpoint.manifest["tokenizer"]
         pretrained = {name: partial(checkpoint.tensor, "weight", name) for name in names}
     if tokenizer != identity(config.data.tokenizer):

@@ -11,6 +11,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -267,11 +268,11 @@ def incidents(run: Run) -> str:
 def checkpoints(run: Run) -> str:
     rows = []
     for folder in list_checkpoints(run.path / "checkpoints"):
-        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(folder.stat().st_mtime))
-        rows.append(
-            [escape(folder.name), f"{size:,}", written, "best" if int(folder.name) == run.best.get("step") else ""]
-        )
+        with suppress(FileNotFoundError):  # its run has just deleted it
+            size = sum(file.stat().st_size for file in folder.iterdir())
+            written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(folder.stat().st_mtime))
+            best = "best" if int(folder.name) == run.best.get("step") else ""
+            rows.append([escape(folder.name), f"{size:,}", written, best])
     return table(["checkpoint", "bytes", "written", ""], rows) if rows else "<p>None yet.</p>"
 
 

@@ -24,7 +24,7 @@ from megasparse.model.build import empty_model, initialise
 from megasparse.model.embedding import initialise_from_glove
 from megasparse.tasks.backbones import Backbone, HuggingFaceBody, add_adapters, checkpoint_layers
 from megasparse.tasks.form import Form
-from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, on_meta, persistent_buffers
+from megasparse.training.checkpoints.checkpoint import Checkpoint, on_meta, open_newest, persistent_buffers
 
 FOLDER, RECORD = "start", "body.json"
 """Names, in a run's folder, of the folder of its start and of the record of its body."""
@@ -162,7 +162,7 @@ def _initial(config: FinetuneConfig, model: ModelConfig, form: Form, labels: int
 def _of_checkpoint(config: FinetuneConfig, path: Path, form: Form, labels: int) -> Start:
     from megasparse.evaluation.results import trained_tokenizer
 
-    checkpoint = Checkpoint.open(find_checkpoint(path), build=empty_model)
+    checkpoint = open_newest(path, build=empty_model)
     pretrained = checkpoint.config
     if (pretrained.model.kind == "encoder_decoder") != form.two_sided:
         raise CheckpointError(checkpoint.path, *(ONE_SIDE if form.two_sided else TWO_SIDES))

@@ -16,8 +16,8 @@ import pytest
 
 from megasparse.data.index import Index
 from megasparse.data.reader import ShardReader
+from megasparse.files import LOCK_FILE
 from megasparse.training.checkpoints.manifest import list_checkpoints
-from megasparse.training.checkpoints.run_lock import LOCK
 from tests.helpers.faults import Ended, Run, fault, is_alive, is_complete, patience, running
 
 KILLS = int(os.environ.get("MEGASPARSE_SOAK_KILLS", "20"))
@@ -100,7 +100,7 @@ def test_a_run_killed_at_every_point_of_a_save_or_a_step_goes_on_under_torchrun(
     assert killed == [str(crash["rank"]) for crash, _ in CRASHES]
     assert "Traceback" not in ended.said
 
-    assert f"pid {run.rank(0)}, since " in (run.directory / LOCK).read_text(), "every start locks the folder again"
+    assert f"pid {run.rank(0)}, since " in (run.directory / LOCK_FILE).read_text(), "every start locks the folder again"
     assert "is in use" not in ended.said and "cannot be locked" not in ended.said
 
 

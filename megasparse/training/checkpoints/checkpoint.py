@@ -218,6 +218,20 @@ def find_checkpoint(directory: Path) -> Path:
     raise CheckpointError(directory, "holds no checkpoint", "Give a run's folder, or one of its checkpoints/00001000")
 
 
+def open_newest(directory: Path, **options: Any) -> Checkpoint:
+    """Open the checkpoint that `find_checkpoint` names, or the next one if its run deletes it meanwhile.
+
+    options: of `Checkpoint.open`, whose errors it raises.
+    """
+    while True:
+        path = find_checkpoint(directory)
+        try:
+            return Checkpoint.open(path, **options)
+        except (CheckpointError, FileNotFoundError):
+            if path.exists():
+                raise
+
+
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Persistent buffers by name: what a module has learned beside its parameters, such as moving averages."""
     names = module.state_dict(keep_vars=True).keys() - dict(module.named_parameters(remove_duplicate=False)).keys()

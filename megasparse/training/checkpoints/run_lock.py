@@ -12,12 +12,10 @@ from datetime import datetime
 from pathlib import Path
 
 from megasparse.errors import ConfigError, UserError
-from megasparse.files import FileLock, open_file
+from megasparse.files import LOCK_FILE, FileLock, open_file
 from megasparse.training.ranks import Ranks
 from megasparse.training.stopping.watchdog import HEARTBEATS
 
-LOCK = ".lock"
-"""Name of the file in `run.directory`. It stays when the run has ended; only the lock on it counts."""
 LONGEST = 1024
 """Bytes of the lock file that are read, at most."""
 
@@ -58,7 +56,7 @@ def _take(directory: Path) -> FileLock | None:
         if not path.is_dir() and (path.is_symlink() or not path.is_file()):
             problem = f"{path} is a symbolic link or no regular file, and a run writes its files there"
             raise ConfigError("run.directory", problem, "Remove it, or choose another run.directory")
-    path = directory / LOCK
+    path = directory / LOCK_FILE
     try:
         lock = FileLock(path)
     except BlockingIOError:

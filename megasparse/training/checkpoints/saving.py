@@ -8,6 +8,7 @@ A save that is asynchronous differs in one thing: a thread writes this rank's fi
 on. Everything that ranks do together is done by the thread that trains.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megasparse.errors import CheckpointError, StorageError, TrainingError, UserError
-from megasparse.files import sync_folder
+from megasparse.files import LOCK_FILE, read_file, sync_folder
 from megasparse.training.checkpoints.bucket import Uploads
 from megasparse.training.checkpoints.checkpoint import Fragment
 from megasparse.training.checkpoints.manifest import (
@@ -75,6 +76,7 @@ class Saver:
     def __post_init__(self) -> None:
         self.config, self.directory = self.run.config, self.run.checkpoints
         self._uploads = Uploads(self.config, self.ranks, self.hooks)
+        self._mark = self._read_mark()
 
     def save(self, engine: Saved, step: int, sequences: int, state: dict[str, Any]) -> Path | None:
         """Write the checkpoint of `step`; all ranks call it. Returns its path on all of them.
@@ -164,7 +166,16 @@ class Saver:
         assert file is not None
         return save, file
 
+    def _read_mark(self) -> bytes | None:
+        """Return what the holder of the run's lock wrote into it, by which a run knows its folder from another."""
+        with suppress(OSError):
+            return read_file(self.directory.parent / LOCK_FILE)
+        return None
+
     def _prepare(self, save: "_Save", engine: Saved) -> RankFile:
+        if self._read_mark() != self._mark:
+            problem = f"{self.directory.parent / LOCK_FILE} is not this run's any more: is its file system mounted?"
+            raise OSError(errno.ESTALE, problem, str(self.directory))
         if os.path.lexists(save.final):
             raise CheckpointError(save.final, "exists already", "Choose another run.directory, or move it elsewhere")
         file = RankFile(engine.fragments())

@@ -1,5 +1,6 @@
 """Files of JSON lines (metrics.jsonl, events.jsonl) that survive storage errors."""
 
+import errno
 import json
 import os
 import shutil
@@ -58,9 +59,13 @@ class JsonLines:
         if self._length is None:
             cut_lines(self.path, self._last_step)
         data, written = b"".join(self._waiting), 0
-        descriptor = open_regular(self.path, os.O_WRONLY | os.O_CREAT)
+        # Created once: later it would be another file, such as one below the mount point of a folder unmounted since
+        descriptor = open_regular(self.path, os.O_WRONLY | (os.O_CREAT if self._length is None else 0))
         try:
-            self._length = os.fstat(descriptor).st_size if self._length is None else self._length
+            size = os.fstat(descriptor).st_size
+            self._length = size if self._length is None else self._length
+            if size < self._length:
+                raise OSError(errno.ESTALE, "it is shorter than what was written to it", str(self.path))
             os.ftruncate(descriptor, self._length)  # drops the rest of a failed write
             while written < len(data):
                 written += os.pwrite(descriptor, data[written:], self._length + written)

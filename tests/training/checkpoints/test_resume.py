@@ -10,8 +10,9 @@ import pytest
 
 from megasparse.config.schema import Config
 from megasparse.errors import CheckpointError
+from megasparse.training.checkpoints import checkpoint
 from megasparse.training.checkpoints.checkpoint import Checkpoint
-from megasparse.training.checkpoints.manifest import find_newest
+from megasparse.training.checkpoints.manifest import find_newest, read_manifest
 from megasparse.training.checkpoints.resume import check_records, find_start
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.loop import train
@@ -265,3 +266,16 @@ def test_a_last_line_without_a_step_is_refused_in_one_line(tmp_path, line):
     with pytest.raises(CheckpointError, match=r"metrics.jsonl: its last line states no step: [\[{n]") as refused:
         check_records(tmp_path, None, "auto")
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
+
+
+def test_a_checkpoint_that_its_run_deletes_while_it_is_opened_is_passed_over(run, monkeypatch):
+    def delete(path: Path) -> Any:
+        if path.name == "00000003":
+            remove(Path(run.run.directory), 3)
+        return read_manifest(path)
+
+    monkeypatch.setattr(checkpoint, "read_manifest", delete)
+    assert checkpoint.open_newest(Path(run.run.directory)).step == 2
+    (checkpoints(run) / "00000002" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"00000002/manifest.json: missing"):
+        checkpoint.open_newest(Path(run.run.directory))

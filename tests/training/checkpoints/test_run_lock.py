@@ -15,8 +15,8 @@ import pytest
 
 from megasparse.config.load import build_config
 from megasparse.errors import ConfigError, UserError
-from megasparse.files import FileLock
-from megasparse.training.checkpoints.run_lock import LOCK, run_lock
+from megasparse.files import LOCK_FILE, FileLock
+from megasparse.training.checkpoints.run_lock import run_lock
 from megasparse.training.ranks import Ranks
 from megasparse.training.reporting.tracker import JsonLines
 from megasparse.training.stopping.watchdog import HEARTBEATS, overwrite
@@ -83,7 +83,9 @@ def test_a_killed_run_keeps_nobody_out_though_its_children_live(tmp_path):
         for child in children:
             os.kill(child, 0)  # it lives
         with run_lock(tmp_path, Ranks()):
-            assert (tmp_path / LOCK).read_text().startswith(f"host {socket.gethostname()}, pid {os.getpid()}, since ")
+            assert (
+                (tmp_path / LOCK_FILE).read_text().startswith(f"host {socket.gethostname()}, pid {os.getpid()}, since ")
+            )
     finally:
         process.kill()
         process.wait()
@@ -112,7 +114,7 @@ def test_a_file_system_without_locks_is_warned_of_and_the_run_goes_on(tmp_path, 
     with ExitStack() as both:
         for _ in range(2):
             both.enter_context(run_lock(tmp_path, Ranks()))
-            warning = f"warning: {tmp_path / LOCK} cannot be locked ({os.strerror(problem)}): nothing keeps"
+            warning = f"warning: {tmp_path / LOCK_FILE} cannot be locked ({os.strerror(problem)}): nothing keeps"
             (line,) = capsys.readouterr().err.splitlines()
             assert line.startswith(warning)
 
@@ -120,10 +122,10 @@ def test_a_file_system_without_locks_is_warned_of_and_the_run_goes_on(tmp_path, 
 @pytest.mark.parametrize("text", [b"", b"two\nlines", b"\x1b[2J", b"\xff\0"])
 def test_what_the_lock_file_says_is_shown_only_where_it_is_one_line(tmp_path, text):
     with run_lock(tmp_path, Ranks()):
-        (tmp_path / LOCK).write_bytes(text)
+        (tmp_path / LOCK_FILE).write_bytes(text)
         with pytest.raises(UserError) as refused, run_lock(tmp_path, Ranks()):
             pass
-    assert f"({tmp_path / LOCK} does not say which)" in str(refused.value)
+    assert f"({tmp_path / LOCK_FILE} does not say which)" in str(refused.value)
 
 
 @pytest.mark.parametrize("name", [".lock", "config.json", "metrics.jsonl", "events.jsonl", f"{HEARTBEATS}/ranks.jsonl"])

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from megasparse.errors import CheckpointError, StorageError, TrainingError
+from megasparse.files import LOCK_FILE
 from megasparse.training.checkpoints import rank_file, saving
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import MANIFEST, find_newest, list_checkpoints, seal
@@ -28,6 +29,7 @@ from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, RunHooks
+from megasparse.training.reporting.json_lines import JsonLines
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.tiny import identity_of, tiny_config, tiny_engine, train_steps
 
@@ -403,6 +405,24 @@ def test_a_write_that_is_cut_short_in_silence_is_noticed(tmp_path, monkeypatch):
     refused(saver, engine, rf"[\d,]+ of [\d,]+ bytes were kept {ROOM}")
     monkeypatch.undo()
     assert saver.save(engine, 2, 16, {}) is not None
+
+
+def test_nothing_is_written_where_the_runs_folder_was_unmounted(tmp_path):
+    run, said = tmp_path / "run", list[str]()
+    run.mkdir()
+    (run / LOCK_FILE).write_text("host a, pid 1, since then")
+    saver, engine = prepare(run, 1)
+    metrics = JsonLines(run / "metrics.jsonl", said.append)
+    metrics.append({"step": 1})
+    run.rename(tmp_path / "elsewhere")
+    for below in (False, True):  # the folder below the mount point may have one of the same name
+        if below:
+            run.mkdir()
+        metrics.append({"step": 2})
+        assert len(said) == 1 and "No such file" in said[0]
+        with pytest.raises(StorageError, match=r"\.lock is not this run's any more: is its file system mounted\?"):
+            save(saver, engine, 2)
+        assert sorted(tmp_path.glob("run/*")) == []
 
 
 def test_a_folder_that_vanishes_is_named(tmp_path):
