@@ -88,19 +88,15 @@ def public(value: Any) -> Any:
     return without_secrets(value) if isinstance(value, str) else value
 
 
-Value = TypeVar("Value")
-Public = Annotated[Value, AfterValidator(public)]
-
-
 class IndexFile(Entry):
     """The content of index.json as it is on disk."""
 
     format: Literal[1] = 1
     tokenizer: TokenizerEntry
     corpus: str
-    command: Public[str]
+    command: Annotated[str, AfterValidator(public)]
     """The command that made the folder."""
-    source: Public[dict[str, Any]]
+    source: Annotated[dict[str, Any], AfterValidator(public)]
     """Origin of the corpus: as the user named it, with the size and sha256 of its text."""
     settings: dict[str, Any]
     """Settings by which it was cut."""
@@ -126,7 +122,11 @@ def parse(path: Path, kind: type[File]) -> File:
 
     Memory is bounded by the file's size, and that by MOST_BYTES.
     """
-    return parse_content(_read(path), path, kind)
+    try:
+        content = read_file(path, MOST_BYTES)
+    except OSError as error:
+        raise DataError(path, f"cannot be read: {error.strerror}", "Check the path and its permissions") from None
+    return parse_content(content, path, kind)
 
 
 def parse_content(raw: bytes, path: Path | str, kind: type[File]) -> File:
@@ -147,13 +147,6 @@ def parse_content(raw: bytes, path: Path | str, kind: type[File]) -> File:
         raise DataError(path, f"it is not the JSON of an index: {one_line(str(error))}", ANEW) from None
     _check_counts(path, file)
     return file
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return read_file(path, MOST_BYTES)
-    except OSError as error:
-        raise DataError(path, f"cannot be read: {error.strerror}", "Check the path and its permissions") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

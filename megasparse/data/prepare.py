@@ -66,8 +66,7 @@ class TokenStream:
     ):
         self._encoded = _encode(documents, encoder, workers, start.item)
         self.width = encoder.width
-        self._before = start.model_copy(update={"token": 0})
-        self._current: Encoded | None = None
+        self._before = self._after = start.model_copy(update={"token": 0})  # the current item, and behind it
         self._bytes, self._offset = b"", 0
         if start.token:
             self._advance()
@@ -86,23 +85,17 @@ class TokenStream:
     def position(self) -> StreamPosition:
         """Position of the next token."""
         if self._offset == len(self._bytes):
-            return self._behind()
+            return self._after
         return self._before.model_copy(update={"token": self._offset // self.width})
 
-    def _behind(self) -> StreamPosition:
-        """Return the position behind the current item."""
-        if self._current is None:
-            return self._before
-        _, raw_bytes, words = self._current
-        item, before = self._before.item + 1, self._before
-        return StreamPosition(item=item, raw_bytes=before.raw_bytes + raw_bytes, words=before.words + words)
-
     def _advance(self) -> bool:
-        self._before = self._behind()
-        self._current = next(self._encoded, None)
-        self._bytes = self._current.tokens.tobytes() if self._current else b""
-        self._offset = 0
-        return self._current is not None
+        if (encoded := next(self._encoded, None)) is None:
+            return False
+        before = self._before = self._after
+        raw_bytes, words = before.raw_bytes + encoded.raw_bytes, before.words + encoded.words
+        self._after = StreamPosition(item=before.item + 1, raw_bytes=raw_bytes, words=words)
+        self._bytes, self._offset = encoded.tokens.tobytes(), 0
+        return True
 
 
 def _encode(

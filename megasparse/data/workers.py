@@ -41,12 +41,16 @@ class Workers(Generic[Result]):
             yield from map(self._work, pieces)
             return
         waiting: deque[Future[list[Result]]] = deque()
-        for batch in grouped(pieces, BATCH_BYTES, self._task_pieces):
-            waiting.append(self._submit(batch))
-            if len(waiting) == 2 * self._count:
-                yield from _result(waiting.popleft())
-        while waiting:
-            yield from _result(waiting.popleft())
+        try:
+            for batch in grouped(pieces, BATCH_BYTES, self._task_pieces):
+                waiting.append(self._submit(batch))
+                if len(waiting) == 2 * self._count:
+                    yield from waiting.popleft().result()
+            while waiting:
+                yield from waiting.popleft().result()
+        except BrokenProcessPool:
+            hint = "Run the command again, with fewer where memory ends"
+            raise ConfigError("--workers", "a worker process was killed", hint) from None
 
     def _submit(self, batch: list[bytes]) -> "Future[list[Result]]":
         if self._pool is None:
@@ -57,8 +61,6 @@ class Workers(Generic[Result]):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return self._pool.submit(_results, batch)
-        except BrokenProcessPool:
-            raise _killed() from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -75,19 +77,6 @@ def grouped(pieces: Iterable[bytes], most_bytes: int, most_pieces: int | None = 
         size += len(piece)
     if group:
         yield group
-
-
-def _result(task: "Future[list[Result]]") -> list[Result]:
-    try:
-        return task.result()
-    except BrokenProcessPool:
-        raise _killed() from None
-
-
-def _killed() -> ConfigError:
-    return ConfigError(
-        "--workers", "a worker process was killed", "Run the command again, with fewer where memory ends"
-    )
 
 
 def _start(work: Callable[[bytes], Any]) -> None:
