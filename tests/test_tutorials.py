@@ -1,0 +1,159 @@
+"""The tutorials: their commands, one after another in an empty folder, with small stand-ins for the reader's files, few
+steps and small models; and the first hour whole (an hour, and a network for the text).
+"""
+
+import csv
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megasparse.cli.main import main
+from megasparse.data.index import Index
+from tests.cli.test_compare import SameThread
+from tests.helpers.documents import commands
+from tests.helpers.finetuning import WIDTHS, bert, bert_tokenizer, reviews, table, write_tokenizer
+from tests.test_docs import ROOT
+
+FIRST_HOUR = commands((ROOT / "docs/first-hour.md").read_text(encoding="utf-8"))
+SIZE = {"max_length": 512, "layers": 2, "d_model": 32, "d_ff": 32, "heads": 2, "attention": {"pattern": ["local"]}}
+QUICKSTART = {
+    "run": {"directory": "runs/quickstart", "engine": "torch", "device": "cpu"},
+    "model": SIZE,
+    "data": {"path": "data/quickstart", "sequence_length": 512},
+    "training": {"steps": 2, "global_batch": 2, "micro_batch": 2},
+}
+SMALLER = {
+    "--vocabulary 8000": "--vocabulary 400",
+    "--length 2048 --passes 8": "--length 64 --passes 1",
+    "steps=600": "steps=2",
+    "=100": "=1",
+}
+"""Parts of commands, and the smaller ones that take their place."""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder with text files and a configuration `quickstart`, which wins over the shipped one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megasparse.runs.comparison.ThreadPoolExecutor", lambda jobs: nullcontext(SameThread()))
+    monkeypatch.setattr("megasparse.runs.comparison.call", lambda *words, log: main([str(word) for word in words]))
+    (tmp_path / "my_books").mkdir()
+    for number, page in enumerate(sorted((ROOT / "docs").glob("*.md"))):
+        (tmp_path / "my_books" / f"{number}.txt").write_bytes(page.read_bytes())
+    (tmp_path / "quickstart").write_text(json.dumps(QUICKSTART))
+    return tmp_path
+
+
+def run(tutorial, *settings):
+    """Run the commands of a tutorial in this process, with further settings for trainings; return its text."""
+    text = (ROOT / f"docs/tutorials/{tutorial}.md").read_text(encoding="utf-8")
+    for words in commands(text):
+        line = shlex.join(words)
+        for part, smaller in SMALLER.items():
+            line = line.replace(part, smaller)
+        trains = words[0] == "finetune" and "--dry-run" not in words
+        extra = [word for setting in settings for word in ("--set", setting)] if trains else []
+        main([*shlex.split(line), *extra])
+    return text
+
+
+def result(file):
+    return json.loads(file.read_text())
+
+
+@pytest.mark.slow
+def test_own_text(folder):
+    run("own-text")
+    fingerprint = Index.load(folder / "data/books").fingerprint
+    evaluation = result(folder / "books.json")
+    protocol = evaluation["protocol"]
+    assert protocol["data_fingerprint"] == protocol["trained_on_fingerprint"] == fingerprint
+    assert 1 < evaluation["bits_per_dim"] < 12
+    assert result(folder / "runs/books_8000/config.json")["model"]["vocabulary"] == 400
+    assert "runs/books_lsh" in (folder / "both.html").read_text()
+
+
+@pytest.mark.slow
+def test_compare_trains_every_arm_on_the_readers_text(folder):
+    text = (ROOT / "docs/tutorials/compare.md").read_text(encoding="utf-8")
+    (folder / "mine.json").write_text(re.search("```json\n(.*?)```", text, re.S)[1])
+    (line,) = (words for words in commands(text) if words[:2] == ["compare", "mine.json"])
+    main([word.replace("steps=600", "steps=2").replace("=100", "=1") for word in line])
+    fingerprint = Index.load(folder / "data/books").fingerprint
+    protocols = [result(file)["protocol"] for file in folder.glob("runs/mine/*/evaluation.json")]
+    assert len(protocols) == 9
+    assert {(protocol["trained_on_fingerprint"], protocol["split"]) for protocol in protocols} == {
+        (fingerprint, "validation")
+    }
+    rows = (folder / "runs/mine/table.md").read_text().splitlines()[2:]
+    assert {row.split(" | ")[0] for row in rows} == {"| window", "| lsh", "| n-gram"}
+    assert "validation split" in (folder / "runs/mine/curves.svg").read_text()
+
+
+@pytest.mark.slow
+def test_classifier(folder):
+    main(shlex.split("prepare-data text --source my_books/ --output data/books"))
+    main(["pretrain", "quickstart", "--set", "data.path=data/books"])
+    for name in ("mine.csv", "labelled.csv"):
+        rows = [*csv.reader(reviews(folder / "reviews.csv", 40).open())][1:]
+        table(folder / name, rows, ("review", "stars"))
+    table(folder / "new.csv", [["a good model"], ["we go"]], ("review",))
+    run("classifier", "training.epochs=0", "training.steps=2", "run.engine=torch", "run.device=cpu")
+    assert 0 <= result(folder / "result.json")["metrics"]["accuracy"]["value"] <= 1
+    assert [row["predicted"] in ("good", "bad") for row in csv.DictReader((folder / "predictions.csv").open())] == [
+        True
+    ] * 2
+
+
+@pytest.mark.slow
+def test_decoder(folder):
+    torch.manual_seed(0)
+    values = bert_tokenizer()
+    size = {**WIDTHS, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(values["model"]["vocab"]), **size)).save_pretrained(
+        folder / "MODEL_DIR"
+    )
+    write_tokenizer(folder / "MODEL_DIR", values)
+    text = run("decoder")
+    code = re.search("```python\n(.*?)```", text, re.S)[1].replace("model.generate", "tokens = model.generate")
+    names = {}
+    exec(code, names)
+    assert names["tokens"].shape[1] > 64
+
+
+@pytest.mark.slow
+def test_long_documents(folder):
+    bert(folder / "models/encoder", max_position_embeddings=512)
+    reviews(folder / "reviews.csv", 40)
+    reviews(folder / "labelled.csv", 20)
+    reviews(folder / "new.csv", 4)
+    run("long-documents", "training.epochs=0", "training.steps=2", "run.engine=torch", "deepspeed={}")
+    for name in ("long", "short"):
+        assert 0 <= result(folder / f"{name}.json")["metrics"]["accuracy"]["value"] <= 1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("words", FIRST_HOUR, ids=lambda words: shlex.join(words)[:60])
+def test_a_command_of_the_first_hour_ends_well(words, tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp() / "first_hour"
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "megasparse", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_every_command_of_the_first_hour_needs_only_results_of_earlier_ones():
+    made = {"runs/first", "runs/reviews"}
+    for words in FIRST_HOUR:
+        if words[0] == "quickstart":
+            made.add("runs/quickstart_small" if "--small" in words else "runs/quickstart")
+        assert {word for word in words if word.startswith("runs/")} <= made, shlex.join(words)
