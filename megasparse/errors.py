@@ -54,6 +54,11 @@ def without_secrets(text: str) -> str:
     return QUERY.sub(r"\1", re.sub(r"""(?<=://)[^/\s'"]*@""", "", text))
 
 
+def report_line(path: str | os.PathLike[str], line: str) -> None:
+    """Print a line about a file, a folder or a URL on stderr."""
+    print(f"{one_line(without_secrets(os.fspath(path)))}: {line}", file=sys.stderr)
+
+
 class UserError(Exception):
     """Something the user can correct. The message is one line: what is wrong, where, its value, and what to do."""
 

@@ -8,7 +8,6 @@ import gzip
 import hashlib
 import lzma
 import os
-import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +21,7 @@ from typing import IO, Any, Literal, cast
 from tqdm import tqdm
 
 from megasparse.data.corpora.download import download_all, is_url
-from megasparse.errors import ConfigError, DataError, SourceError, did_you_mean, one_line, without_secrets
+from megasparse.errors import ConfigError, DataError, SourceError, did_you_mean, one_line, report_line
 from megasparse.files import open_file
 
 PIECE = 1 << 20
@@ -218,8 +217,7 @@ def report_left_out(location: str, count: int, left_out: Sequence[str], reason: 
     """Print how many files of a source are read, and which are not, if there are any."""
     if left_out:
         some = ", ".join(map(one_line, left_out[:3])) + (", …" if len(left_out) > 3 else "")
-        line = f"{count:,} files are read, {len(left_out):,} left out ({some}): {reason}"
-        print(f"{one_line(without_secrets(location))}: {line}", file=sys.stderr)
+        report_line(location, f"{count:,} files are read, {len(left_out):,} left out ({some}): {reason}")
 
 
 def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Part]:

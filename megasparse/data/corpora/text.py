@@ -3,7 +3,6 @@
 import csv
 import hashlib
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import accumulate, chain, groupby
@@ -26,7 +25,7 @@ from megasparse.data.corpora.corpus import (
 )
 from megasparse.data.corpora.source import Part, Source, report_left_out
 from megasparse.data.encoders import TextEncoder
-from megasparse.errors import DataError
+from megasparse.errors import DataError, report_line
 
 
 def as_bytes(settings: CorpusSettings) -> bool:
@@ -134,11 +133,11 @@ class BookCorpus(TextCorpus):
         sizes = split_sizes(settings["split"], source.total_bytes)
         books = self._counts(source, sizes)
         if not books:
-            print(f"{source.name}: no empty line is between books, one running text is split", file=sys.stderr)
+            report_line(source.name, "no empty line is between books, one running text is split")
         elif (mean := source.total_bytes // books.total()) < self.SHORT:
             problem = f"{books.total():,} books of {mean:,} bytes in the mean: an empty line ends a book"
             hint = "Where it ends a paragraph, prepare the corpus text with --documents: each file is a book"
-            print(f"{source.name}: {problem}. {hint}", file=sys.stderr)
+            report_line(source.name, f"{problem}. {hint}")
         for name in sizes:
             if books and not books[name]:
                 problem = f"{books.total()} books are too few to give {name} any"

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from megasparse.data.tokenizers import (
     special_tokens,
     utf8,
 )
+from megasparse.errors import report_line
 
 SPACE = "\u2581"
 AGAIN = "Copy it again"
@@ -145,8 +145,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _ids(self, text: str) -> list[int]:
         if self._markers and (marker := self._markers.search(text)):
-            problem = f"a text contains {marker[0]!r}, which is encoded as ordinary text and not as the special token"
-            print(f"{self.file}: {problem}", file=sys.stderr)
+            name = repr(marker[0])
+            report_line(
+                self.file, f"a text contains {name}, which is encoded as ordinary text and not as the special token"
+            )
             self._markers = None
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
