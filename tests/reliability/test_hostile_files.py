@@ -237,60 +237,50 @@ def header(size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
     return member.tobuf(tarfile.GNU_FORMAT)
 
 
-def column(folder: Path, text: pa.Array) -> None:
-    pq.write_table(pa.table({"text": text}), folder / "a.parquet", compression="zstd")
+def parquet(text: pa.Array) -> bytes:
+    out = io.BytesIO()
+    pq.write_table(pa.table({"text": text}), out, compression="zstd")
+    return out.getvalue()
 
 
-def saved(folder: Path, text: pa.Array) -> None:
-    with pa.ipc.new_stream(str(folder / "a.arrow"), pa.schema([("text", text.type)])) as writer:
+def stream(text: pa.Array) -> bytes:
+    out = io.BytesIO()
+    with pa.ipc.new_stream(out, pa.schema([("text", text.type)])) as writer:
         writer.write_table(pa.table({"text": text}))
+    return out.getvalue()
 
 
-CELL, ENTRY = pa.array(["a" * (1 << 27)]), pa.array(["a" * (1 << 20)])
-MANY = pa.DictionaryArray.from_arrays(pa.array([0] * 5000, pa.int8()), ENTRY)
-OBJECTS = b'{"text": "abc", "x": [' + b"{}," * 21_000_000 + b"0]}\n"
-BOMBS: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "a member of negative size": (
-        "images",
-        lambda f: (f / "a.tar").write_bytes(header(-512) + bytes(1024)),
-        "-512 byt",
-    ),
-    "a PAX header of 3 GB": (
-        "images",
-        lambda f: (f / "a.tar.gz").write_bytes(packed(3 << 30, header(3 << 30, tarfile.XHDTYPE))),
-        "the header of notes.bin states 3,221,225,472 bytes",
-    ),
-    "a GNU name of 3 GB": (
-        "images",
-        lambda f: (f / "a.tar.gz").write_bytes(packed(3 << 30, header(3 << 30, tarfile.GNUTYPE_LONGNAME))),
-        "the header of notes.bin states 3,221,225,472 bytes",
-    ),
-    "a member of 8 GB": ("images", lambda f: (f / "a.tar.gz").write_bytes(packed(1 << 30, header(8 << 30))), "unfold"),
-    "line ends": (
-        "jsonl",
-        lambda f: (f / "a.jsonl.gz").write_bytes(packed(2 << 30, byte=b"\n")),
-        "unfold to 200 times",
-    ),
-    "objects": (
-        "jsonl",
-        lambda f: (f / "a.jsonl").write_bytes(OBJECTS),
-        "is record 1 here: a line of more than 1,048,57",
-    ),
-    "a cell": ("parquet", lambda f: column(f, CELL), 'a.parquet: column "text" of row group 0: its .* unfold'),
-    "an entry of many rows": ("parquet", lambda f: column(f, MANY), "a.parquet: its .* bytes unfold"),
-    "an entry of many rows of a dataset": ("huggingface", lambda f: saved(f, MANY), "unfold to 200 times"),
+def cell() -> pa.Array:
+    return pa.array(["a" * (5 << 24)])
+
+
+def entry() -> pa.Array:
+    return pa.DictionaryArray.from_arrays(pa.array([0] * 5000, pa.int8()), pa.array(["a" * (1 << 20)]))
+
+
+STATED = "the header of notes.bin states 3,221,225,472 bytes"
+BOMBS: dict[str, tuple[str, str, Callable[[], bytes], str]] = {
+    "negative size": ("images", "a.tar", lambda: header(-512) + bytes(1024), "states -512 bytes"),
+    "PAX": ("images", "a.tar.gz", lambda: packed(3 << 30, header(3 << 30, tarfile.XHDTYPE)), STATED),
+    "name": ("images", "a.tar.gz", lambda: packed(3 << 30, header(3 << 30, tarfile.GNUTYPE_LONGNAME)), STATED),
+    "member": ("images", "a.tar.gz", lambda: packed(1 << 30, header(8 << 30)), "unfold to 200 times"),
+    "line ends": ("jsonl", "a.jsonl.gz", lambda: packed(1 << 30, byte=b"\n"), "unfold to 200 times"),
+    "objects": ("jsonl", "a.jsonl", lambda: b"[" + b"{}," * 21_000_000 + b"0]", "record 1 here: .* 1,048,576 JSON val"),
+    "cell": ("parquet", "a.parquet", lambda: parquet(cell()), 'a.parquet: column "text" of row group 0: its .* unfold'),
+    "entry": ("parquet", "a.parquet", lambda: parquet(entry()), "a.parquet: its .* bytes unfold"),
+    "entry of a dataset": ("huggingface", "a.arrow", lambda: stream(entry()), "a.arrow: its .* bytes unfold"),
 }
-"""Corpus, files of it that unfold to much, and the message."""
+"""Corpus, name and content of a file that unfolds to much, and the message."""
 
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_is_one_line_before_its_memory_is_taken(name, tmp_path, monkeypatch):
-    corpus, make, message = BOMBS[name]
+    corpus, file, content, message = BOMBS[name]
     monkeypatch.setattr(fuzzing, "mutate", lambda *_: None)
     monkeypatch.setattr(fuzzing, "MOST_BYTES", 256 << 20)
     (tmp_path / "seeds").mkdir()
-    make(tmp_path / "seeds")
-    format = Format(make, lambda folder: refusal(lambda: read_records(corpus, folder), match=message))
+    (tmp_path / "seeds" / file).write_bytes(content())
+    format = Format(print, lambda folder: refusal(lambda: read_records(corpus, folder), match=message))
     (case,) = fuzz(name, format, tmp_path / "seeds", tmp_path / "mutant", range(1))
     assert case.outcome == "read", case
 

