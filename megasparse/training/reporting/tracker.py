@@ -8,6 +8,7 @@ import math
 import os
 import secrets
 import sys
+import threading
 import time
 from collections import namedtuple
 from collections.abc import Callable
@@ -41,11 +42,13 @@ def tensorboard(directory: Path, first_step: int, config: dict[str, Any]) -> Bac
     from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
     writer: Any = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step)
+    hook = threading.excepthook  # the writer's next call raises its thread's error again, for the tracker to report
+    threading.excepthook = lambda args: None if type(args.thread).__name__ == "_AsyncWriterThread" else hook(args)
     return Backend(
         lambda step, scalars: [writer.add_scalar(name, value, step) for name, value in scalars.items()],
         lambda step, name, text: (writer.add_text(name, text, step), writer.flush()),
         lambda step, name, image: (writer.add_image(name, image, step, dataformats="HWC"), writer.flush()),
-        writer.close,
+        lambda: [writer.close(), vars(threading).update(excepthook=hook)],
     )
 
 

@@ -148,7 +148,6 @@ def test_events_are_reported_written_and_kept_over_restarts(tmp_path, capsys):
     assert "events/text_summary" in board.Tags()["tensors"]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
 def test_a_run_goes_on_while_nothing_can_be_written(tmp_path, capsys):
     config = tiny_config(tmp_path, training={"steps": 100})
     tracker = Tracker(config, Ranks(), 0)
@@ -168,7 +167,6 @@ def test_a_run_goes_on_while_nothing_can_be_written(tmp_path, capsys):
     assert said.count("TensorBoard is switched off") == 1
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_run_can_start_and_end_on_a_full_disk(tmp_path, capsys):
     config = tiny_config(tmp_path)
     (tmp_path / "config.json").write_text("{}")
