@@ -76,7 +76,7 @@ def mlflow(directory: Path, first_step: int, config: dict[str, Any]) -> Backend:
     import mlflow
 
     name = path.read_text().strip() if (path := directory / "mlflow_id").exists() else None
-    run = mlflow.start_run(run_id=name, run_name=directory.name)
+    run = mlflow.start_run(run_id=name, run_name=directory.name, nested=mlflow.active_run() is not None)
     path.write_text(run.info.run_id + "\n")
     mlflow.log_dict(config, "config.json")
     return Backend(

@@ -232,7 +232,9 @@ def test_mlflow_has_every_step_once_and_a_restart_goes_on_with_the_run(tmp_path,
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     config = tiny_config(tmp_path / "run", logging={"sink": "mlflow"})
     write(config, [1, 2])
-    write(config, [3])
+    with mlflow.start_run(experiment_id="0") as other:  # a notebook's own
+        write(config, [3])
+        assert mlflow.active_run().info.run_id == other.info.run_id
     client = mlflow.MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("megasparse").experiment_id])
     history = client.get_metric_history(run.info.run_id, "train/loss")
