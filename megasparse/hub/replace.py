@@ -5,7 +5,6 @@ replaced_layer.py. What else they need, the layer's input and what its draws dep
 handed down by hooks as keyword arguments, so a checkpointed layer is recomputed from the very same.
 """
 
-import importlib
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ import transformers
 from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from megasparse.attention.contract import Attention, Targets
 from megasparse.config.attention import MECHANISMS, AttentionConfig, kinds
@@ -36,30 +34,13 @@ DRAWS, TARGETS = "megasparse_draws", "megasparse_targets"
 model's seed and number of passes, and the labels (B,) that mechanisms may learn from where the model has no head. Who
 gives the first one moves what moves once a step (`after_step`) itself.
 """
-ENCODERS = {
-    "bert": "BertSelfAttention",
-    "roberta": "RobertaSelfAttention",
-    "xlm-roberta": "XLMRobertaSelfAttention",
-    "distilbert": "DistilBertSelfAttention",
-}
-DECODERS = {
-    "llama": "LlamaAttention",
-    "mistral": "MistralAttention",
-    "qwen2": "Qwen2Attention",
-    "qwen3": "Qwen3Attention",
-    "gpt2": "GPT2Attention",
-    "gpt_neox": "GPTNeoXAttention",
-    "gemma": "GemmaAttention",
-    "gemma2": "Gemma2Attention",
-    "gemma3_text": "Gemma3Attention",
-    "mixtral": "MixtralAttention",
-    "olmo2": "Olmo2Attention",
-    "phi3": "Phi3Attention",
-    "qwen3_moe": "Qwen3MoeAttention",
-    "smollm3": "SmolLM3Attention",
-}
-SELF_ATTENTION = ENCODERS | DECODERS
-"""model_type -> the class of its self-attention."""
+ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert")
+DECODERS = (
+    "llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma", "gemma2", "gemma3_text", "mixtral", "olmo2",
+    "phi3", "qwen3_moe", "smollm3",
+)  # fmt: skip
+SUPPORTED = (*ENCODERS, *DECODERS)
+"""Values of `model_type` whose attention can be replaced."""
 
 
 def replace_attention(
@@ -97,9 +78,7 @@ def replace_attention(
     if config.kind == "decoder":
         _require_length(model, config.max_length)
     base: Any = model.base_model
-    attention_class = _self_attention(model.config.model_type)
-    modules: list[nn.Module] = [module for module in base.modules() if isinstance(module, attention_class)]
-    modules = [modules[layer] for layer in _full_layers(model)]
+    modules = _self_attention(model)
     layers = [Mechanisms(config, layer) for layer in _full_layers(model)]
     _require_decodable(layers)
     initialise(nn.ModuleList(layers), config, seed)
@@ -155,10 +134,12 @@ class _State:
         return {**self.__dict__, "pending": None}  # a tensor with a history cannot be copied
 
 
-def _self_attention(kind: str) -> type[nn.Module]:
-    name = model_type_to_module_name(kind)
-    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    return cast(type[nn.Module], getattr(module, SELF_ATTENTION[kind]))
+def _self_attention(model: PreTrainedModel) -> list[nn.Module]:
+    """The self-attention modules of a model, layer by layer; windows that take turns with full attention left out."""
+    family = type(model.base_model).__name__.removesuffix("Model").removesuffix("Text")
+    name = f"{family}{'Self' if model.config.model_type in ENCODERS else ''}Attention"
+    modules = [x for x in model.base_model.modules() if name in (part.__name__ for part in type(x).__mro__)]
+    return [modules[layer] for layer in _full_layers(model)]
 
 
 def _require_known(model: PreTrainedModel) -> None:
@@ -167,8 +148,8 @@ def _require_known(model: PreTrainedModel) -> None:
         hint = "Give an encoder or a decoder, such as a BertModel"
         raise HubError(name, "is no model of HuggingFace transformers", hint)
     kind = model.config.model_type
-    if kind not in SELF_ATTENTION:
-        names = ", ".join(SELF_ATTENTION)
+    if kind not in SUPPORTED:
+        names = ", ".join(SUPPORTED)
         raise HubError(name, f'is of type "{kind}"', f"Attention can be replaced in these: {names}")
     if kind in ENCODERS and getattr(model.config, "is_decoder", False):
         names = ", ".join(DECODERS)
@@ -328,20 +309,10 @@ def _targets(model: PreTrainedModel, named: dict[str, Any]) -> Targets | None:
 
 # Folders of replaced models. Read by transformers alone such a model has full attention.
 
-CARD = """---
-library_name: megasparse
----
+CARD = """# A model with attention by megasparse: {kinds}
 
-# A model with attention by megasparse
-
-The self-attention of this model is computed by {kinds}, see `{entry}` in config.json. Load it with megasparse:
-
-    from megasparse.hub import load_replaced
-
-    model = load_replaced(FOLDER)
-
-A library without megasparse loads the original model, with full attention, and ignores the tensors named
-`.{name}.`, which choose the keys.
+Load it by `megasparse.hub.load_replaced(FOLDER)`. A library without megasparse loads the original model, with full
+attention, and ignores the tensors named `.{name}.`, which choose the keys.
 """
 
 
@@ -350,7 +321,7 @@ def save_replaced(model: PreTrainedModel, directory: str | Path, tokenizer: Any 
     with appearing(Path(directory)) as folder:
         model.save_pretrained(folder)
         pattern = getattr(model.config, ENTRY)["attention"].keys() - {"pattern", "dropout"}
-        card = CARD.format(kinds=", ".join(sorted(pattern)), entry=ENTRY, name=NAME)
+        card = CARD.format(kinds=", ".join(sorted(pattern)), name=NAME)
         (folder / "README.md").write_text(card, encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -408,10 +379,10 @@ def _config(directory: Path) -> Any:
 def _saved_class(directory: Path) -> type[PreTrainedModel]:
     config = _config(directory)
     name = (config.architectures or [""])[0]
-    saved = getattr(transformers, name, None) if config.model_type in SELF_ATTENTION else None
+    saved = getattr(transformers, name, None) if config.model_type in SUPPORTED else None
     if not (isinstance(saved, type) and issubclass(saved, PreTrainedModel) and saved.config_class is type(config)):
         problem = f'config.json names the architecture "{name}" of type "{config.model_type}"'
-        raise HubError(directory, problem, f"Attention can be replaced in these: {', '.join(SELF_ATTENTION)}")
+        raise HubError(directory, problem, f"Attention can be replaced in these: {', '.join(SUPPORTED)}")
     return saved
 
 

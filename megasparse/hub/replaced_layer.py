@@ -23,7 +23,7 @@ from megasparse.attention.heads import Padding, build_mechanism, split_heads_by_
 from megasparse.config.attention import AttentionConfig, heads_of_layer
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import HubError
-from megasparse.ops.operator import autocast_off
+from megasparse.ops.operator import at_least_fp32, autocast_off
 from megasparse.ops.random import RngContext
 
 NAME = "megasparse"
@@ -204,14 +204,10 @@ def attend_to(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> T
     for first in range(0, count, step):
         part = index[:, :, first : first + step]
         keys, values = (x[row, group[:, None, None], part.clamp_min(0)] for x in (k, v))  # (B, S, T, K, D)
-        score = scale * (q[:, :, first : first + step] @ keys.transpose(-1, -2)).to(_wide(q))
+        score = scale * at_least_fp32(q[:, :, first : first + step] @ keys.transpose(-1, -2))
         weight = torch.softmax(score.masked_fill((part < 0).unsqueeze(3), -torch.inf), dim=-1)
         outs.append(weight.to(values.dtype) @ values)
     return torch.cat(outs, dim=2).transpose(2, 3).flatten(1, 2)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 @dataclass
@@ -314,12 +310,8 @@ def _indexed(cached: IndexedLayer, parts: list[_Part], position: int) -> list[Te
         problem = f"has an index of {before} of its {position} tokens: another attn_implementation read the others"
         raise HubError("past_key_values", problem, "Start with an empty cache, or keep one attn_implementation")
     whole = iter(cached.update_indexer(torch.cat(entries, dim=-1)).split([x.shape[-1] for x in entries], dim=-1))
-    return [None if part.entries is None else _as(next(whole), part.entries.dtype) for part in parts]
-
-
-def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes (B, L, w) as numbers of a dtype."""
-    return x.view(dtype) if x.stride(1) == x.shape[2] else x.contiguous().view(dtype)
+    split = [None if part.entries is None else (next(whole), part.entries.dtype) for part in parts]
+    return [x and (x[0] if len(entries) == 1 else x[0].contiguous()).view(x[1]) for x in split]
 
 
 def _again(part: _Part, k: Tensor, v: Tensor, entries: Tensor | None, real: Tensor | None) -> Tensor:
