@@ -44,7 +44,7 @@ NO_OBJECT = Unfit("no JSON object", damaged=True)
 TOO_LONG = Unfit(f"a line of more than {LONGEST_LINE:,} bytes", damaged=True)
 TOO_MANY = Unfit(f"a line of more than {MOST_VALUES:,} JSON values", damaged=True)
 SURROGATE = Unfit("half a surrogate pair", damaged=True)
-BATCH_ROWS = 512  # decoded at once
+LEAST_ROWS, BATCH_ROWS, BATCH_BYTES = 8, 512, 1 << 26  # decoded at once
 LARGEST_FOOTER = 1 << 26
 """Bytes of any text, and numbers of any list, in a Parquet file's own description."""
 JSON_SUFFIXES = [f".{name}{packed}" for name in ("jsonl", "ndjson", "json") for packed in ("", *DECOMPRESS)]
@@ -208,18 +208,18 @@ def _parquet_values(path: Path, column: str) -> Iterator[bytes | None]:
     from pyarrow.parquet import ParquetFile
 
     limits = {"thrift_string_size_limit": LARGEST_FOOTER, "thrift_container_size_limit": LARGEST_FOOTER}
-    with _reading(path), ParquetFile(path, **limits) as file:
+    with _reading(path), ParquetFile(path, page_checksum_verification=True, pre_buffer=False, **limits) as file:
         _require_texts(path, file.schema_arrow, column)
         leaf = [file.schema.column(number).path for number in range(len(file.schema))].index(column)
+        rows = BATCH_ROWS
         for number in range(file.num_row_groups):
             chunk = file.metadata.row_group(number).column(leaf)
             part = f'{path}: column "{column}" of row group {number}'
             refuse_bomb(part, chunk.total_uncompressed_size, chunk.total_compressed_size)
-        # As a dictionary, for which a large text in many rows is in memory once
-        options = {"metadata": file.metadata, "read_dictionary": [column], "page_checksum_verification": True, **limits}
-        with ParquetFile(path, pre_buffer=False, **options) as texts:
-            for batch in texts.iter_batches(BATCH_ROWS, columns=[column], use_threads=False):
-                yield from _values(batch.column(0))
+            # Each row may be a copy of the dictionary's largest text, which is smaller than the column
+            rows = max(LEAST_ROWS, min(rows, BATCH_BYTES // max(1, chunk.total_uncompressed_size)))
+        for batch in file.iter_batches(rows, columns=[column], use_threads=False):
+            yield from _values(batch.column(0))
 
 
 def _arrow_values(path: Path, column: str) -> Iterator[bytes | None]:
