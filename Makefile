@@ -58,7 +58,8 @@ install: .venv/installed
 	@echo "installing $(TORCH) into .venv $(if $(TORCH_INDEX),from $(TORCH_INDEX),(without a GPU, TORCH_INDEX=https://download.pytorch.org/whl/cpu is the small build))"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	@echo "installing megasparse and its other requirements"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[compress]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  -e ".[compress$$($(BIN)/python -c 'import sys; print(",tasks" * (sys.version_info >= (3, 11)))')]"  # transformers
 	@touch $@
 
 .venv/installed-dev: .venv/installed

@@ -45,7 +45,7 @@ EXTRAS = {
     **dict.fromkeys(("transformers",), "hf"),
     "constriction": "compress",
     **dict.fromkeys(("fsspec", "s3fs"), "remote"),
-    **dict.fromkeys(("sklearn", "scipy", "peft", "accelerate", "sacrebleu", "rouge_score"), "tasks"),
+    **dict.fromkeys(("sklearn", "scipy", "peft", "accelerate", "sacrebleu", "rouge_score", "datasets"), "tasks"),
 }
 """Package -> the extra of megasparse that installs it."""
 
