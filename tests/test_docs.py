@@ -81,6 +81,9 @@ def test_lines_fit_an_editor_and_the_readme_a_sitting():
     ]
     assert not long
     assert len((ROOT / "README.md").read_text(encoding="utf-8")) <= 7000
+    guides = [path for path in DOCUMENTS if path.parent.name not in ("lab", "reference")]
+    words = {path.name: len(path.read_text(encoding="utf-8").split()) for path in guides}
+    assert sum(words.values()) <= 18_000 and max(words.values()) <= 1_200, words
 
 
 def test_the_drawn_floors_are_those_of_the_imports():
