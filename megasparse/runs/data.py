@@ -45,7 +45,7 @@ class RunData:
 
 
 def from_data(config: Config) -> Config:
-    """Return a configuration with the tokenizer beside the shards and its vocabulary, where those keys are not set.
+    """Return a configuration with the tokenizer beside the shards and room for its vocabulary, unless they are set.
 
     Raises ConfigError for a tokenizer that cannot be read.
     """
@@ -54,7 +54,8 @@ def from_data(config: Config) -> Config:
     if copy is not None and "tokenizer" not in data.model_fields_set:
         data = data.model_copy(update={"tokenizer": str(copy)})
     if data.tokenizer not in NAMED and "vocabulary" not in model.model_fields_set:
-        model = model.model_copy(update={"vocabulary": build_tokenizer(data.tokenizer).vocabulary})
+        vocabulary = max(model.vocabulary, build_tokenizer(data.tokenizer).vocabulary)
+        model = model.model_copy(update={"vocabulary": vocabulary})
     return config.model_copy(update={"data": data, "model": model})
 
 

@@ -70,6 +70,8 @@ def test_tokenizer_and_vocabulary_are_taken_from_the_data_unless_they_are_set(tm
     stated = from_data(build_config(values, [f"data.tokenizer={path}"]))
     assert (stated.data.tokenizer, stated.model.vocabulary) == (str(path), 420)
     refusal(lambda: open_data(from_data(build_config(values, ["data.tokenizer=bytes"]))), ConfigError, "data.tokenizer")
+    (tmp_path / "few.txt").write_text("<unk>\n<eos>\n")
+    assert from_data(build_config(values, [f"data.tokenizer={tmp_path}/few.txt"])).model.vocabulary == 256
 
 
 def test_a_mixture_is_trained_on_and_data_path_evaluated(folders):
