@@ -60,7 +60,7 @@ MOST_VALUES = 1 << 20
 def has_many_values(content: bytes) -> bool:
     """Return True if a JSON text has more than MOST_VALUES values, each of which takes up to 100 bytes once read."""
     marks = (b"{", b"[", b",")
-    if sum(map(content.count, marks)) <= MOST_VALUES:
+    if len(content) <= MOST_VALUES or sum(map(content.count, marks)) <= MOST_VALUES:
         return False
     content = content.replace(b"\\\\", b"").replace(b'\\"', b"")
     if content.count(b'"') > 2 * MOST_VALUES:
