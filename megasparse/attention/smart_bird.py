@@ -45,7 +45,7 @@ ASKED = {"token": "a token a position", "pooled": "a label a sequence", "answer"
 
 @dataclass
 class SketchCache(Cache):
-    """The heads' keys and values, and the keys of each sketch (B, sketches, capacity, d) in float64."""
+    """The heads' keys and values, and the keys of all sketches side by side, (B, capacity, sketches·d) in float64."""
 
     heads: KeyValueCache
     sketch: Tensor
@@ -283,38 +283,30 @@ class SmartBirdAttention(Attention):
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> SketchCache:
         capacity, groups = self.spec.max_length, self.groups if self.groups == 1 else self.groups // part.shares
-        sketch = like.new_zeros(batch, groups, capacity, self.config.sketch_dim)
-        return SketchCache(KeyValueCache.empty(batch, self.spec.on_rank(part), capacity, like), sketch.double())
+        sketch = like.new_zeros(batch, capacity, groups * self.config.sketch_dim, dtype=torch.float64)
+        return SketchCache(KeyValueCache.empty(batch, self.spec.on_rank(part), capacity, like), sketch)
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: SketchCache, context: AttentionContext) -> None:
         cache.heads.put(inputs.k, inputs.v)
-        for number, (_, k) in enumerate(self.sketches(self._read(x, inputs, context), inputs, context)):
-            cache.sketch[:, number, : k.shape[1]] = k
+        cache.sketch[:, : inputs.k.shape[2]] = self.index(x, inputs, context)[0]
 
     def decode(
         self, x: Tensor, inputs: AttentionInputs, cache: SketchCache, position: int, context: AttentionContext
     ) -> Tensor:
         cache.heads.put(inputs.k, inputs.v, position)
+        cache.sketch[:, position : position + 1], queries = self.index(x, inputs, context, position)
+        tokens = CachedTokens.of(position + 1, 1, None, x.device)
+        chosen = _by_head(self.choose(queries, cache.sketch[:, : position + 1], tokens), inputs.q.shape[1])
+        return gathered_attention(inputs.q, cache.heads.k, cache.heads.v, chosen, scale=self.near.scale)[0]
+
+    def index(
+        self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, position: int = 0
+    ) -> tuple[Tensor, Any]:
         x = self._read(x, inputs, context, position)
-        sketches = self.sketches(x, inputs, context)
-        for number, (_, k) in enumerate(sketches):
-            cache.sketch[:, number, position : position + 1] = k
-        sketched = [(q, cache.sketch[:, number, : position + 1]) for number, (q, _) in enumerate(sketches)]
-        index = _by_head(self._choose(sketched, inputs, context, position), inputs.q.shape[1])
-        chunk = self.near.window.chunk
-        first = max(0, position // chunk - 1) * chunk if self.config.local else position + 1  # of the window
-        sinks = min(self.config.sinks, first)
-        numbers = torch.arange(position + 1, dtype=index.dtype, device=index.device)
-        beside = torch.cat([numbers[:sinks], numbers[first:]])
-        index = index.masked_fill((index < sinks) | (index >= first), -1)
-        index = torch.cat([index, beside.expand(*index.shape[:3], -1)], dim=-1)
-        return gathered_attention(inputs.q, cache.heads.k, cache.heads.v, index, scale=self.near.scale)[0]
+        queries, keys = zip(*self.sketches(x, inputs, context), strict=True)
+        return torch.cat(keys, dim=-1), (queries, inputs, context)
 
-    def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor | None, Any]:
-        queries, keys = zip(*self.sketches(self._read(x, inputs, context), inputs, context), strict=True)
-        return torch.cat(keys, dim=-1).to(inputs.k.dtype), (queries, inputs, context)
-
-    def choose(self, queries: Any, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
+    def choose(self, queries: Any, index: Tensor | None, tokens: CachedTokens) -> Tensor:
         assert index is not None
         sketched, inputs, context = queries
         pairs = list(zip(sketched, index.split(self.config.sketch_dim, dim=-1), strict=True))

@@ -92,21 +92,19 @@ def end_tokens(config: Config, tokenizer: Tokenizer) -> frozenset[int]:
 
     Raises ConfigError for a damaged generation_config.json.
     """
-    separator, values = config.model.document_separator, None
+    separator, ids = config.model.document_separator, list[Any]()
     settings = None if tokenizer.file is None else tokenizer.file.with_name("generation_config.json")
     if config.model.kind == "decoder" and settings is not None and settings.is_file():
-        problem = "is not a JSON object"
         try:
-            if settings.stat().st_size <= LARGEST_SETTINGS:
-                values = json.loads(read_file(settings)).get("eos_token_id")
-                problem = f"eos_token_id = {show(values)} is not an id, or a list of ids"
+            text = read_file(settings) if settings.stat().st_size <= LARGEST_SETTINGS else b""
+            value = json.loads(text).get("eos_token_id")
         except (OSError, ValueError, AttributeError, RecursionError):
-            values = ""
-        values = [] if values is None else values if isinstance(values, list) else [values]
-        if not all(type(token) is int and 0 <= token < config.model.vocabulary for token in values):
-            hint = f"Restore the file, or set eos_token_id to ids below {config.model.vocabulary}"
-            raise ConfigError(str(settings), problem, hint)
-    return frozenset(values or ()) | (set() if separator is None else {separator})
+            value = "of a damaged file"
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(type(token) is int and 0 <= token < config.model.vocabulary for token in ids):
+            problem = f"eos_token_id = {show(value)} is not an id, or a list of ids"
+            raise ConfigError(str(settings), problem, f"Restore it, with ids below {config.model.vocabulary}")
+    return frozenset(ids) | (set() if separator is None else {separator})
 
 
 def generate(
