@@ -109,7 +109,7 @@ class Bucket:
                 self._remove(step)
 
     def _folders(self) -> list[int]:
-        return sorted(int(name) for name in self._names(self.url) if re.fullmatch(r"\d{8,}", name))
+        return sorted(int(name) for name in self._names(self.url) if re.fullmatch("[0-9]{8,}", name))
 
     def _names(self, url: str) -> set[str]:
         def names() -> set[str]:

@@ -188,7 +188,7 @@ def _strange(manifest: dict[str, Any]) -> str | None:
         first = error.errors()[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     for name in manifest["files"]:
-        if not re.fullmatch(r"rank-\d{5,}\.safetensors", name):
+        if not re.fullmatch(r"rank-[0-9]{5,}\.safetensors", name):
             return f"names a file {name!r}"
     for kind, tensors in manifest["tensors"].items():
         for name, tensor in tensors.items():
@@ -212,7 +212,7 @@ def list_checkpoints(directory: Path) -> list[Path]:
     """
     if not directory.is_dir():
         return []
-    return sorted((p for p in directory.iterdir() if re.fullmatch(r"\d{8,}", p.name)), key=lambda p: int(p.name))
+    return sorted((p for p in directory.iterdir() if re.fullmatch("[0-9]{8,}", p.name)), key=lambda p: int(p.name))
 
 
 def find_newest(directory: str | Path) -> Path | None:
