@@ -14,7 +14,7 @@ from megasparse.attention.contract import AttentionInputs
 from megasparse.attention.sequence_part import SequencePart
 from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.local_attention import PADDING, by_document
-from megasparse.ops.tiled import at_least_rows
+from megasparse.ops.tiled import ROWS, at_least_rows
 
 
 class DocumentRanks(NamedTuple):
@@ -95,10 +95,10 @@ def cached_sinks(
 
 def _shared_sinks(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attend to sinks that all queries of a row share: products with them cost less than gathering, and no copy of q in
-    fp32. In products of ROWS queries and two sinks at least, a query's bits do not depend on the others.
+    fp32. In products of 2·ROWS queries and two sinks at least, a query's bits do not depend on the others.
     """
     queries = q.shape[2]
-    q = at_least_rows(q)
+    q = at_least_rows(q, 2 * ROWS)
     index = F.pad(index, (0, max(0, 2 - index.shape[3]), 0, q.shape[2] - queries), value=-1)
     shared = index.amax(2).clamp_min(0).long().unsqueeze(-1)
     keys, values = (x.gather(2, shared.expand(*x.shape[:2], -1, x.shape[3])) for x in (k, v))

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from megasparse.ops.operator import Function, remember_autocast
 
-ROWS = 16
+ROWS = 8
 """With fewer rows, CPU libraries sum the terms of a product in another order; from here on, a row has the same bits
 beside any number of others (in fp32, bf16 and fp16). So a token decoded from a cache has those of a whole pass."""
 
 
-def at_least_rows(x: Tensor) -> Tensor:
-    """Append rows of zeros to x (..., n, D) until n is ROWS."""
-    return F.pad(x, (0, 0, 0, max(0, ROWS - x.shape[-2])))
+def at_least_rows(x: Tensor, rows: int = ROWS) -> Tensor:
+    """Append rows of zeros to x (..., n, D) until n is `rows`."""
+    return F.pad(x, (0, 0, 0, max(0, rows - x.shape[-2])))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
