@@ -71,10 +71,6 @@ class Causal(Transformer):
             real = tokens != self.config.padding_token
         return real[:, max(0, self.config.score_from - first) :].sum()
 
-    def window_logits(self, tokens: Tensor, rng: RngContext) -> Tensor:
-        """Logits (B, L, V) of every token of whole sequences (B, L), each from the tokens before it."""
-        return self.logits(self.streams(tokens[:, :-1], rng, Padding())[0])
-
     @torch.no_grad()
     def prefill(self, tokens: Tensor, cache: DecodingCache) -> Tensor:
         """Takes a prompt (B, n), n >= 0, into an empty cache at once. Returns the logits (B, V) of token n."""

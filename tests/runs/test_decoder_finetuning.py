@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megasparse.attention.heads import Padding
 from megasparse.cli.main import door
 from megasparse.evaluation.results import restore
 from megasparse.hub.importing import adapted
@@ -93,7 +94,9 @@ def test_adapters_learn_go_on_and_come_out_merged(decoder, tmp_path, capsys):
                 weight.copy_(stopped.tensor("weight", name))
     tokens = torch.randint(3, 258, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     rng, padding = RngContext.evaluation(0, 2), padding_of(tokens, settings.model)
-    logits = [model.eval().window_logits(tokens, rng) for model in (merged, with_adapters)]
+    logits = [
+        model.eval().logits(model.streams(tokens[:, :-1], rng, Padding())[0]) for model in (merged, with_adapters)
+    ]
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)  # W + B·A is rounded once more
     expected = at_start(tmp_path / "run") + product(stopped)
     torch.testing.assert_close(dict(merged.named_parameters())[f"{QUERY}.weight"], expected)
