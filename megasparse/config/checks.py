@@ -82,9 +82,8 @@ def _check_start(config: FinetuneConfig) -> None:
     check_model(config.model)
     for key, value in (("attention", start.attention), ("activations", start.activations), ("sha256", start.sha256)):
         if value is not None:
-            raise ConfigError(
-                f"start.{key}", "given, but nothing to start from", "Set it to null, and in `model` what you need"
-            )
+            hint = "Set it to null, and in `model` what you need"
+            raise ConfigError(f"start.{key}", "given, but nothing to start from", hint)
     source = config.model.source
     key, longest = ("model.source.length", source.length) if source else ("model.max_length", config.model.max_length)
     if config.task.max_length > longest:
@@ -138,9 +137,8 @@ def _check_masking(config: Config) -> None:
             raise ConfigError("model.masking", problem, 'Remove it, or set model.kind to "encoder"')
         return
     if config.data.tokenizer in BYTE_TOKENS and masking.token < 256:
-        raise ConfigError(
-            "model.masking.token", f"{masking.token} is a byte, which the text itself may have", "Set it to 256"
-        )
+        problem = f"{masking.token} is a byte, which the text itself may have"
+        raise ConfigError("model.masking.token", problem, "Set it to 256")
     if masking.token >= model.vocabulary:
         problem = f"{model.vocabulary} leaves no id for an encoder's mask token, model.masking.token = {masking.token}"
         hint = f"Set model.vocabulary to {masking.token + 1}, or to the next multiple of 8"
@@ -228,11 +226,8 @@ def _check_stack(model: ModelConfig) -> None:
                 hint = f'Set model.{key} to "{needed}", or model.style to "reformer"'
                 raise ConfigError("model.style", problem, hint)
     elif model.token_types and model.sentence_order is None:
-        raise ConfigError(
-            "model.token_types",
-            f'{model.token_types} is given, but model.style = "{model.style}" has none without model.sentence_order',
-            'Set it to 0, or model.style to "bert"',
-        )
+        problem = f'{model.token_types} is given, but style "{model.style}" has none without model.sentence_order'
+        raise ConfigError("model.token_types", problem, 'Set it to 0, or model.style to "bert"')
     fitting_blocks = {"reversible": "reversible", "checkpoint": "ordinary", "checkpoint_cpu": "ordinary"}
     blocks = fitting_blocks.get(model.activations, model.blocks)
     if blocks != model.blocks:
@@ -289,20 +284,10 @@ def _check_tokens(model: ModelConfig) -> None:
 def _check_sentence_order(model: ModelConfig) -> None:
     if model.sentence_order is None:
         return
-    separator, length = model.document_separator, model.max_length
+    kind, padding, separator, length = model.kind, model.padding_token, model.document_separator, model.max_length
     for key, broken, problem, hint in (
-        (
-            "sentence_order",
-            model.kind != "encoder",
-            f'is for encoders, but model.kind = "{model.kind}"',
-            "Set it to null",
-        ),
-        (
-            "padding_token",
-            model.padding_token is None,
-            "null, but pairs of model.sentence_order are padded",
-            "Give its id",
-        ),
+        ("sentence_order", kind != "encoder", f'is for encoders, but model.kind = "{kind}"', "Set it to null"),
+        ("padding_token", padding is None, "null, but pairs of model.sentence_order are padded", "Give its id"),
         ("document_separator", separator is not None, f"{separator} would hide segments of a pair", "Set it to null"),
         ("max_length", length < 5, f"{length} is too short for two segments", "Set it to 5 or more"),
     ):

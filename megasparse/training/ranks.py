@@ -144,9 +144,8 @@ def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:
         problem = f"{sequence} ranks are to share a sequence, but the {world_size} ranks are no multiple of that"
         raise ConfigError("parallel.sequence", problem, "Start a multiple of it, or set it to a divisor")
     if run.engine == "torch" and world_size > 1:
-        raise ConfigError(
-            "run.engine", f'"torch" runs in one process, and {world_size} were started', 'Set run.engine="deepspeed"'
-        )
+        problem = f'"torch" runs in one process, and {world_size} were started'
+        raise ConfigError("run.engine", problem, 'Set run.engine="deepspeed"')
     device = _choose_device(run)
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -292,7 +291,6 @@ def _choose_device(run: RunConfig) -> torch.device:
     local, devices = rank_variable("LOCAL_RANK", 0), torch.cuda.device_count()
     if local >= devices:
         problem = f"rank {local} of {socket.gethostname()} has no GPU of its own; PyTorch sees {devices} there"
-        raise ConfigError(
-            "LOCAL_RANK", problem, "Start no more ranks per node than it has GPUs: --nproc-per-node, or slots="
-        )
+        hint = "Start no more ranks per node than it has GPUs: --nproc-per-node, or slots="
+        raise ConfigError("LOCAL_RANK", problem, hint)
     return torch.device("cuda", local)
