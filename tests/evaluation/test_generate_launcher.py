@@ -160,6 +160,6 @@ def test_mistakes_are_one_line(pixels, translator, tmp_path, capsys):
     assert "--beams: 0" in refused(capsys, generate, *there, "--source", "x", "--beams", 0)
     for seed in (1 << 64, "9" * 5000, -1, "x", "٣"):
         with pytest.raises(SystemExit):
-            generate([*map(str, there), "--seed", str(seed)])
+            generate.main([*map(str, there), "--seed", str(seed)])
         assert "--seed: " in (said := capsys.readouterr().err) and "is not a whole number of 0 or more" in said
     assert "nothing.txt: cannot be read" in refused(capsys, generate, *there, "--source-file", tmp_path / "nothing.txt")
