@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from megasparse.errors import HANG
-from megasparse.training.stopping.watchdog import Watchdog
+from megasparse.training.stopping import watchdog
+from megasparse.training.stopping.watchdog import Heartbeat, Watchdog
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT = 10.0
@@ -225,6 +226,14 @@ def test_a_damaged_record_is_never_believed_and_the_one_before_stays(two, tmp_pa
     path.write_bytes(good[:60])
     listener.exchange()
     assert listener.stop_elsewhere()
+
+
+@pytest.mark.parametrize("change", [{"beats": "x"}, {"age": None}, {"rank": [1]}, {"stop": 1}, {"doing": 5}, {}])
+def test_a_record_of_other_types_is_damaged(change):
+    beat = Heartbeat("a", 1, "host", 7, 3, 2, 0.5, "step 3", False, 120, False)
+    fields = vars(beat) | change
+    line = json.dumps({"crc32": watchdog._checksum(fields), "heartbeat": fields}).encode()
+    assert watchdog.decode(line) == (None if change else beat)
 
 
 RECORDS: list[list[str]] = []
