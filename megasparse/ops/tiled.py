@@ -16,7 +16,7 @@ beside any number of others (in fp32, bf16 and fp16). So a token decoded from a 
 
 def at_least_rows(x: Tensor, rows: int = ROWS) -> Tensor:
     """Append rows of zeros to x (..., n, D) until n is `rows`."""
-    return F.pad(x, (0, 0, 0, max(0, rows - x.shape[-2])))
+    return F.pad(x, (0, 0, 0, rows - x.shape[-2])) if x.shape[-2] < rows else x
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
