@@ -114,27 +114,27 @@ class HuggingFaceBody(Backbone):
 
     def forward(self, read: Padded, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
         mask = read.mask
-        given: dict[str, Any] = {"input_ids": read.tokens, "attention_mask": None if mask is None else mask.long()}
+        arguments: dict[str, Any] = {"input_ids": read.tokens, "attention_mask": None if mask is None else mask.long()}
         if self.typed:
-            given["token_type_ids"] = read.types
+            arguments["token_type_ids"] = read.types
         if self.causal:
-            given["use_cache"] = False
+            arguments["use_cache"] = False
         if self.replaced:
             from megasparse.hub.replace import DRAWS, TARGETS
 
-            given |= {DRAWS: rng, TARGETS: None if classes is None else Targets(classes, None)}
+            arguments |= {DRAWS: rng, TARGETS: None if classes is None else Targets(classes, None)}
         if not rng.training:
-            return self._states(given)
+            return self._states(arguments)
         devices = [read.tokens.device] if read.tokens.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             key = rng.key(-1, f"transformers {rng.samples.tolist()}")
             assert isinstance(key, int), "transformers draws from torch's generator, not from the steps of a graph"
             torch.manual_seed(key >> 1)
-            return self._states(given)
+            return self._states(arguments)
 
-    def _states(self, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def _states(self, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
         with torch.autograd.graph.save_on_cpu() if self.offload and torch.is_grad_enabled() else nullcontext():
-            states = self.model(**given).last_hidden_state.float()
+            states = self.model(**arguments).last_hidden_state.float()
         if not self.replaced:
             return states, torch.zeros((), device=states.device)
         from megasparse.hub.replace import auxiliary_loss

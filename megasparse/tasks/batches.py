@@ -35,7 +35,7 @@ class Segments(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedExample:
     """An example as the model reads it."""
 
     sequences: tuple[Segments, ...]
@@ -58,7 +58,7 @@ class Encoded:
 
 
 @dataclass
-class Counts:
+class ExampleCounts:
     """Counts of a split's examples and of the inputs that were cut or empty."""
 
     examples: int = 0
@@ -83,7 +83,7 @@ class Counts:
         return notes
 
 
-class Encoder:
+class ExampleEncoder:
     """Encoder of a task's inputs in the form that pretrained models know: [begin] A [separator], or [begin] A
     [separator] B [separator], where its tokenizer has these; else A, or A, a line end and B.
     """
@@ -96,21 +96,30 @@ class Encoder:
         special = tokenizer.special if tokenizer is not None else None
         self.special = special if special is not None and max(special.begin, special.separator) < vocabulary else None
         self.separators = separators
-        self.counts = Counts()
+        self.reset()
 
-    def encode(self, examples: Iterable[Example]) -> Iterator[Encoded]:
-        """Encode each example, and count in `counts`. Raises DataError naming the location of an input that is empty
-        or too long, if the configuration refuses these; ConfigError if task.max_length has no room for any text.
+    def reset(self) -> None:
+        """Start the counts of a split."""
+        self.counts = ExampleCounts()
+
+    def encode(self, examples: Iterable[Example]) -> Iterator[EncodedExample]:
+        """Encode the examples of a split, and count them in `counts`. Raises DataError naming the location of an input
+        that is empty or too long, if the configuration refuses these; ConfigError if task.max_length has no room for
+        any text.
         """
-        self.counts = Counts()
+        self.reset()
         for example in examples:
             self.counts.examples += 1
-            if self.task.classes is not None and example.label is not None:
-                name = self.task.classes[int(example.label)]
-                self.counts.kinds[name] = self.counts.kinds.get(name, 0) + 1
-            groups = [(value,) for value in example.inputs] if self.task.towers else [example.inputs]
-            sequences = tuple(self._join(group, example.location) for group in groups)
-            yield Encoded(sequences, example.label, example.location, example.name)
+            yield self.encoded(example)
+
+    def encoded(self, example: Example) -> EncodedExample:
+        """Return one example as the model reads it."""
+        if self.task.classes is not None and example.label is not None:
+            name = self.task.classes[int(example.label)]
+            self.counts.kinds[name] = self.counts.kinds.get(name, 0) + 1
+        groups = [(value,) for value in example.inputs] if self.task.towers else [example.inputs]
+        sequences = tuple(self._join(group, example.location) for group in groups)
+        return EncodedExample(sequences, example.label, example.location, example.name)
 
     def lines(self, split: str) -> list[str]:
         """Return the lines that a run prints about the split encoded last."""
@@ -155,14 +164,14 @@ class Encoder:
             self.count_empty(self.counts, "is empty: the model has nothing to read", location)
         return tokens
 
-    def count_empty(self, counts: Counts, problem: str, location: SourceLocation) -> None:
+    def count_empty(self, counts: ExampleCounts, problem: str, location: SourceLocation) -> None:
         """Count an empty input. Raises DataError if the configuration refuses these."""
         if self.config.empty == "refuse":
             hint = 'Remove it, or keep such examples, which are counted: --set task.empty="keep"'
             raise DataError(str(location), problem, hint)
         counts.empty, counts.first_empty = counts.empty + 1, counts.first_empty or location
 
-    def is_cut(self, length: int, location: SourceLocation, counts: Counts | None = None) -> bool:
+    def is_cut(self, length: int, location: SourceLocation, counts: ExampleCounts | None = None) -> bool:
         """Count an input's tokens; return True if it is too long. Raises DataError if the configuration refuses these.
 
         counts: of answers; None counts inputs.
@@ -209,7 +218,7 @@ def separators_of(body: Any) -> int:
     return 2 if model is not None and model.config.model_type in DOUBLED else 1
 
 
-Collate = Callable[[Sequence[Encoded]], Any]
+Collate = Callable[[Sequence[EncodedExample]], Any]
 """Function from examples to the batch that the task's model takes."""
 MULTIPLE = 8
 """Lengths of batches are rounded up to a multiple of this: fewer shapes, and whole tiles on a GPU."""
@@ -273,7 +282,7 @@ def side_by_side(rows: Sequence[Any], limit: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(table), torch.tensor([len(row) for row in rows])
 
 
-def collate(examples: Sequence[Encoded], limit: int) -> Inputs:
+def collate(examples: Sequence[EncodedExample], limit: int) -> Inputs:
     """Return a batch of padded sequences of at most `limit` tokens. An example without any token reads the id 0."""
     labels, sequences = None, []
     if all(example.label is not None for example in examples):
@@ -296,7 +305,7 @@ class ExampleBatches(Steps):
 
     def __init__(
         self,
-        examples: Sequence[Encoded],
+        examples: Sequence[EncodedExample],
         *,
         seed: int,
         global_batch: int,
@@ -319,21 +328,21 @@ class ExampleBatches(Steps):
             batches.append(Batch(inputs, torch.tensor([sample for _, sample in share])))
         return Step(batches, self.position, 0.0)
 
-    def _deal(self) -> list[list[tuple[Encoded, int]]]:
+    def _deal(self) -> list[list[tuple[EncodedExample, int]]]:
         """Return the micro-batches of all ranks, as examples with their sample numbers, and move the position on."""
         samples = range(self.position, self.position + self.global_batch)
         self.position = samples.stop
         located = sorted(((self._locate(sample), sample) for sample in samples), key=lambda pair: pair[0].length)
         return [located[first : first + self.micro_batch] for first in range(0, len(samples), self.micro_batch)]
 
-    def _locate(self, sample: int) -> Encoded:
+    def _locate(self, sample: int) -> EncodedExample:
         epoch, index = divmod(sample, len(self.examples))
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = (epoch, permutation(len(self.examples), self.seed, epoch))
         return self.examples[int(self._epoch[1][index])]
 
 
-def fingerprint(examples: Sequence[Encoded]) -> str:
+def fingerprint(examples: Sequence[EncodedExample]) -> str:
     """Return the sha256 of the training data: tokens and labels, in order."""
     digest = hashlib.sha256()
     for example in examples:

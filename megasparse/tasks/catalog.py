@@ -133,8 +133,8 @@ class RowTask(Task):
             if self.needs_labels:
                 raise
             label = None
-        known = (names.split() for names in self.entry.identifier.split("|"))
-        parts = next((names for names in known if all(name in row for name in names)), None)
+        columns = (names.split() for names in self.entry.identifier.split("|"))
+        parts = next((names for names in columns if all(name in row for name in names)), None)
         return Example(inputs, label, location, " ".join(str(row[name]) for name in parts) if parts else number)
 
     def _input(self, row: dict[str, Any], column: Any, location: SourceLocation) -> Input:

@@ -21,7 +21,7 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.errors import ConfigError, DataError, UserError
 from megasparse.evaluation.outputs import whole_file
 from megasparse.ops.random import EVALUATION_STEP, RngContext
-from megasparse.tasks.batches import Encoded
+from megasparse.tasks.batches import EncodedExample
 from megasparse.tasks.form import Form, column
 from megasparse.tasks.metrics import (
     LOWER_IS_BETTER,
@@ -56,7 +56,7 @@ class Prediction(NamedTuple):
 def predict_examples(
     score: Score,
     form: Form,
-    examples: Sequence[Encoded],
+    examples: Sequence[EncodedExample],
     config: FinetuneConfig,
     ranks: Ranks,
     pause: Callable[[], object] = lambda: None,
@@ -84,7 +84,7 @@ def predict_examples(
     return [Prediction(np.array(table[i][0], dtype=np.float64), *table[i][1:]) for i in range(len(examples))]
 
 
-def answers(form: Form, examples: Sequence[Encoded], table: Sequence[Prediction]) -> list[Any]:
+def answers(form: Form, examples: Sequence[EncodedExample], table: Sequence[Prediction]) -> list[Any]:
     """Return the answers that metrics compare with labels."""
     return [form.answer(example, output.values) for example, output in zip(examples, table, strict=True)]
 
@@ -125,7 +125,7 @@ Row = dict[str, Any]
 unknown), `predicted`, and what the task's form adds, such as `probabilities` of classes."""
 
 
-def predicted(model: Finetuned, examples: Sequence[Encoded]) -> list[Prediction]:
+def predicted(model: Finetuned, examples: Sequence[EncodedExample]) -> list[Prediction]:
     """Predict with a progress bar. Raises UserError if a prediction is not finite."""
     total = -(-len(examples) // model.config.evaluation.batch)
     with torch.no_grad(), tqdm(total=total, desc="scoring", unit="batch", leave=False, disable=None) as bar:
@@ -136,7 +136,7 @@ def predicted(model: Finetuned, examples: Sequence[Encoded]) -> list[Prediction]
     return table
 
 
-def predictions(form: Form, examples: Sequence[Encoded], table: Sequence[Prediction]) -> list[Row]:
+def predictions(form: Form, examples: Sequence[EncodedExample], table: Sequence[Prediction]) -> list[Row]:
     """Return the rows of a prediction file, in the order of the examples."""
     return [
         {

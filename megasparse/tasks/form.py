@@ -13,7 +13,7 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError
 from megasparse.tasks.backbones import Backbone, MegasparseBody
-from megasparse.tasks.batches import Encoded, Encoder
+from megasparse.tasks.batches import EncodedExample, ExampleEncoder, require_vocabulary, separators_of
 from megasparse.tasks.metrics import METRICS
 from megasparse.tasks.task import Example, SourceLocation, Task
 
@@ -34,6 +34,7 @@ class Form(ABC):
     """True if the model is an encoder–decoder, rather than one stack."""
     pooled_sketch: ClassVar[bool] = True
     """True if a Smart Bird sketch learns a class of each sequence, rather than the predicted tokens."""
+    encoder_class: ClassVar[type[ExampleEncoder]] = ExampleEncoder
 
     def __init__(self, task: Task, config: FinetuneConfig):
         """Raise ConfigError if settings of the run do not fit."""
@@ -55,9 +56,12 @@ class Form(ABC):
         """Return the number of classes of a sequence that a Smart Bird sketch learns to predict."""
         return 2
 
-    @abstractmethod
-    def encoder(self, start: Any) -> Encoder:
+    def encoder(self, start: Any) -> ExampleEncoder:
         """Return the encoder of examples. start: body, tokenizer. Raises ConfigError if they do not fit."""
+        task, body, ids = self.task, start.body, self.task.vocabulary
+        require_vocabulary(body, ids or start.tokenizer.vocabulary, task.name if ids else None)
+        tokenizer = start.tokenizer if ids is None else None
+        return self.encoder_class(task, tokenizer, body.vocabulary, separators_of(body))
 
     @abstractmethod
     def model(self, body: Backbone) -> nn.Module:
@@ -73,14 +77,14 @@ class Form(ABC):
         """
 
     @abstractmethod
-    def collate(self, examples: Sequence[Encoded]) -> Any:
+    def collate(self, examples: Sequence[EncodedExample]) -> Any:
         """Return a batch, with to(device), and numel(), the number of tokens that are read."""
 
     @abstractmethod
-    def answer(self, example: Encoded, predicted: np.ndarray) -> Any:
+    def answer(self, example: EncodedExample, predicted: np.ndarray) -> Any:
         """Return the answer that metrics compare with `label`. predicted: the model's output, flat float64."""
 
-    def row(self, example: Encoded, predicted: np.ndarray) -> dict[str, Any]:
+    def row(self, example: EncodedExample, predicted: np.ndarray) -> dict[str, Any]:
         """Return the JSON values of a prediction: `label` or null, `predicted`, and what the form adds."""
         return {"label": example.label, "predicted": self.answer(example, predicted)}
 
@@ -93,7 +97,7 @@ class Form(ABC):
             raise ConfigError("--text", problem, f"Give it {'twice' if self.task.segments == 2 else 'once'}")
         return Example(tuple(texts), None, SourceLocation(Path("--text")), "0")
 
-    def measures(self, examples: Sequence[Encoded], answers: Sequence[Any]) -> dict[str, float]:
+    def measures(self, examples: Sequence[EncodedExample], answers: Sequence[Any]) -> dict[str, float]:
         """Return the task's metrics, by name."""
         labels = column([example.label for example in examples])
         return {name: METRICS[name](labels, column(answers)) for name in self.task.metrics}

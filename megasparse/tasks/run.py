@@ -19,7 +19,7 @@ from megasparse.data.batches import Steps, check_shares
 from megasparse.data.order import permutation
 from megasparse.errors import CheckpointError, ConfigError, DataError, did_you_mean
 from megasparse.tasks.backbones import add_adapters
-from megasparse.tasks.batches import Encoded, Encoder, ExampleBatches
+from megasparse.tasks.batches import EncodedExample, ExampleBatches, ExampleEncoder
 from megasparse.tasks.catalog import build_task
 from megasparse.tasks.form import Form, form_of
 from megasparse.tasks.forms.texts import TokenBatches, packed, sizes_of
@@ -39,7 +39,7 @@ class Finetuned:
     """The model of `form.model` with its weights, in evaluation mode, in the precision and on the device of its run."""
     form: Form
     """That of the task that it was trained on, or of another one with the same form and classes."""
-    encoder: Encoder
+    encoder: ExampleEncoder
     config: FinetuneConfig
     checkpoint: Checkpoint
     ranks: Ranks
@@ -120,8 +120,8 @@ class TaskRun:
     start: Start
     model: Any
     """The model of `form.model` around the start's body."""
-    train: Sequence[Encoded]
-    validation: Sequence[Encoded]
+    train: Sequence[EncodedExample]
+    validation: Sequence[EncodedExample]
 
     def batches(self, ranks: Ranks, position: int) -> Steps:
         """Return this rank's steps from the global sample number `position` on. Raises ConfigError if the ranks cannot
@@ -168,7 +168,9 @@ def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
     return TaskRun(_resolved(config, task, start, model, encoded[0]), form, start, model, *encoded)
 
 
-def encode_all(encoder: Encoder, split: str, examples: Iterable[Example], say: Callable[[str], None]) -> list[Encoded]:
+def encode_all(
+    encoder: ExampleEncoder, split: str, examples: Iterable[Example], say: Callable[[str], None]
+) -> list[EncodedExample]:
     """Encode with a progress bar, and print the counts by `say`."""
     bar = tqdm(examples, desc=f"reading {split} examples", unit="", leave=False, disable=None)
     encoded = list(encoder.encode(bar))

@@ -14,7 +14,7 @@ from megasparse.data.batches import Batch, Step
 from megasparse.errors import ConfigError, DataError
 from megasparse.evaluation.generate import BeamSettings
 from megasparse.ops.random import RngContext
-from megasparse.tasks.batches import Encoded, ExampleBatches, Inputs, Segments, collate, fingerprint
+from megasparse.tasks.batches import EncodedExample, ExampleBatches, Inputs, Segments, collate, fingerprint
 from megasparse.tasks.forms.labels import TaskModel
 from megasparse.tasks.forms.texts import Texts, TokenBatches, packed, padded, sizes_of
 from megasparse.tasks.task import SourceLocation
@@ -25,11 +25,11 @@ from tests.helpers.texts import example as text
 NUMBER, PACK = 21, 48
 
 
-def example(number: int, length: int, label: int | float | None = 0) -> Encoded:
+def example(number: int, length: int, label: int | float | None = 0) -> EncodedExample:
     """An example whose first token is its number."""
     tokens = (np.arange(length) * 7 + number) % 256
     tokens[0] = number
-    return Encoded(
+    return EncodedExample(
         (Segments(tokens, np.arange(length) % 2),), label, SourceLocation(Path("made.tsv"), number + 1), str(number)
     )
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from megasparse.config.finetuning import TaskConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, DataError
-from megasparse.tasks.batches import Encoded, Encoder, Segments
+from megasparse.tasks.batches import EncodedExample, ExampleEncoder, Segments
 from megasparse.tasks.task import Example, SourceLocation, Task
 from tests.helpers.finetuning import bert_tokenizer, write_tokenizer
 from tests.helpers.tokenizers import byte_level, written
@@ -36,16 +36,16 @@ class Towers(Made):
 
 
 def encoder(tokenizer: str | None, kind: type[Task] = Made, vocabulary: int = 1000, separators: int = 1,
-            **settings: object) -> Encoder:  # fmt: skip
+            **settings: object) -> ExampleEncoder:  # fmt: skip
     task = kind(TaskConfig.model_validate({"max_length": 40, **settings}))
-    return Encoder(task, None if tokenizer is None else build_tokenizer(tokenizer), vocabulary, separators)
+    return ExampleEncoder(task, None if tokenizer is None else build_tokenizer(tokenizer), vocabulary, separators)
 
 
 def examples(*inputs: tuple[object, ...]) -> list[Example]:
     return [Example(given, i % 2, SourceLocation(Path("made.tsv"), i + 5), str(i)) for i, given in enumerate(inputs)]  # type: ignore[arg-type]
 
 
-def only(found: Iterator[Encoded]) -> Segments:
+def only(found: Iterator[EncodedExample]) -> Segments:
     (each,) = found
     (sequence,) = each.sequences
     return sequence

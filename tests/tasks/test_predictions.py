@@ -10,7 +10,7 @@ import pytest
 
 from megasparse.errors import ConfigError, DataError, UserError
 from megasparse.evaluation.outputs import require_writable, whole_file
-from megasparse.tasks.batches import Encoded, Segments
+from megasparse.tasks.batches import EncodedExample, Segments
 from megasparse.tasks.evaluate import Prediction, predictions, write_predictions
 from megasparse.tasks.form import column
 from megasparse.tasks.task import Example, SourceLocation
@@ -21,7 +21,7 @@ CLASSES = ["bad", "so, so", "good"]
 
 def encoded(name, label, line=None):
     ids = np.array([1, 2])
-    return Encoded((Segments(ids, ids * 0),), label, SourceLocation(Path("new.csv"), line), name)
+    return EncodedExample((Segments(ids, ids * 0),), label, SourceLocation(Path("new.csv"), line), name)
 
 
 def form_of_labels(labels):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megasparse.errors import ConfigError, DataError
-from megasparse.tasks.batches import Encoded, fingerprint
+from megasparse.tasks.batches import EncodedExample, fingerprint
 from megasparse.tasks.metrics import METRICS
 from megasparse.tasks.run import open_run, restore_task
 from megasparse.training.checkpoints.manifest import list_checkpoints
@@ -112,7 +112,7 @@ def test_nan_is_never_the_best(place, tmp_path, given_metrics, first, best, take
 # What a run begins with.
 
 
-def texts(encoded: list[Encoded]) -> list[bytes]:
+def texts(encoded: list[EncodedExample]) -> list[bytes]:
     return [each.sequences[0].tokens.tobytes() for each in encoded]
 
 

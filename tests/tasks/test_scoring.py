@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megasparse.config.finetuning import FinetuneConfig
-from megasparse.tasks.batches import Encoded, Segments
+from megasparse.tasks.batches import EncodedExample, Segments
 from megasparse.tasks.evaluate import Prediction, answers, predict_examples, validation
 from megasparse.tasks.form import Form
 from megasparse.tasks.task import SourceLocation
@@ -22,11 +22,11 @@ from tests.helpers.ranks_in_threads import run_in_threads
 LENGTHS = [3, 40, 1, 17, 17, 8, 25]
 
 
-def examples() -> list[Encoded]:
+def examples() -> list[EncodedExample]:
     made = []
     for number, length in enumerate(LENGTHS):
         ids = np.full(length, number)
-        made.append(Encoded((Segments(ids, ids * 0),), number % 2, SourceLocation(Path("made"), 1), str(number)))
+        made.append(EncodedExample((Segments(ids, ids * 0),), number % 2, SourceLocation(Path("made"), 1), str(number)))
     return made
 
 
@@ -94,14 +94,14 @@ class Weighted(Form):
 
     encoder = model = None  # type: ignore[assignment]
 
-    def collate(self, examples: Sequence[Encoded]) -> Any:
+    def collate(self, examples: Sequence[EncodedExample]) -> Any:
         pairs = [(int(example.name), example.length) for example in examples]
         return SimpleNamespace(to=lambda device: pairs)
 
-    def answer(self, example: Encoded, predicted: np.ndarray) -> list[float]:
+    def answer(self, example: EncodedExample, predicted: np.ndarray) -> list[float]:
         return predicted.tolist()
 
-    def measures(self, examples: Sequence[Encoded], answers: Sequence[Any]) -> dict[str, float]:
+    def measures(self, examples: Sequence[EncodedExample], answers: Sequence[Any]) -> dict[str, float]:
         return {"numbers": sum(len(answer) for answer in answers)}
 
 

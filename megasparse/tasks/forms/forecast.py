@@ -4,7 +4,7 @@ B batch, L rows read, O of them seen by the decoder too, H rows predicted, C col
 F time features, E d_model.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from megasparse.model.embedding import Positions
 from megasparse.model.stack import Stack
 from megasparse.ops.random import RngContext
 from megasparse.tasks.backbones import Backbone, attention_settings
-from megasparse.tasks.batches import Counts, Encoded, Encoder, Movable
+from megasparse.tasks.batches import EncodedExample, ExampleEncoder, Movable
 from megasparse.tasks.form import Form
 from megasparse.tasks.forms.labels import DEVIATION, draw_normal
 from megasparse.tasks.readers.series import Series
@@ -83,12 +83,14 @@ class VectorStacks(Stack):
         self.encoder = SourceEncoder(source, VectorEmbedding(source, width, shared))
         self.norm = Norm(config)
 
-    def forward(self, read: Tensor, seen: Tensor, rng: RngContext, targets: Targets | None) -> tuple[Tensor, Tensor]:
-        """Run both stacks. read: (B, L, C + F), by the encoder. seen: (B, O + H, C + F), by the decoder. Returns the
-        mean of its streams, normalised, (B, O + H, E) fp32, and the sum of auxiliary losses.
+    def forward(
+        self, encoder_rows: Tensor, decoder_rows: Tensor, rng: RngContext, targets: Targets | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run both stacks. encoder_rows: (B, L, C + F). decoder_rows: (B, O + H, C + F). Returns the mean of the
+        decoder's streams, normalised, (B, O + H, E) fp32, and the sum of auxiliary losses.
         """
-        memory, of_encoder, _ = self.encoder(read, rng, None, targets)
-        streams, of_decoder, _ = self.streams(seen, rng, Padding(), targets, source=EncoderOutput(memory, None))
+        memory, of_encoder, _ = self.encoder(encoder_rows, rng, None, targets)
+        streams, of_decoder, _ = self.streams(decoder_rows, rng, Padding(), targets, source=EncoderOutput(memory, None))
         return self.norm(mean_stream(streams)), of_encoder + of_decoder
 
 
@@ -164,7 +166,7 @@ class Forecaster(nn.Module):
 
 
 @dataclass(frozen=True)
-class Window(Encoded):
+class ForecastWindow(EncodedExample):
     values: np.ndarray
     """Values, float64 (L, C): the rows read, scaled; of the task's columns, those that the model reads first."""
     marks: np.ndarray
@@ -180,15 +182,12 @@ class Window(Encoded):
             yield np.ascontiguousarray(part).tobytes()
 
 
-class WindowEncoder(Encoder):
+class WindowEncoder(ExampleEncoder):
     """Encoder that takes examples as they are: the task has scaled them, and all are equally long."""
 
-    def encode(self, examples: Iterable[Example]) -> Iterator[Encoded]:
-        self.counts = Counts()
-        for example in examples:
-            self.counts.examples += 1
-            values, marks = (part for part in example.inputs if isinstance(part, np.ndarray))
-            yield Window((), example.label, example.location, example.name, values, marks)
+    def encoded(self, example: Example) -> ForecastWindow:
+        inputs: Any = example.inputs
+        return ForecastWindow((), example.label, example.location, example.name, *inputs)
 
     def lines(self, split: str) -> list[str]:
         return [f"{split}: {self.counts.examples:,} windows of {self.config.max_length:,} rows"]
@@ -223,7 +222,7 @@ class ForecastForm(Form):
             raise ConfigError("model.max_length", problem, f"Set it to {rows}, or lower task.forecast.horizon")
         return ForecastBody(model, len(self.series.inputs) + self.series.time_features, settings.overlap)
 
-    def encoder(self, start: Any) -> Encoder:
+    def encoder(self, start: Any) -> ExampleEncoder:
         return WindowEncoder(self.task, None, start.body.vocabulary)
 
     def model(self, body: Backbone) -> nn.Module:
@@ -232,18 +231,15 @@ class ForecastForm(Form):
         anchors = [self.series.inputs.index(column) for column in self.series.targets] if relative else None
         return Forecaster(body, len(self.series.targets), self.config.run.seed, anchors)
 
-    def collate(self, examples: Sequence[Encoded]) -> Windows:
-        windows = [example for example in examples if isinstance(example, Window)]
+    def collate(self, examples: Sequence[Any]) -> Windows:
         read = len(self.series.inputs)
-        labels = None if any(each.label is None for each in windows) else _stack([each.label for each in windows])
-        return Windows(
-            _stack([each.values[:, :read] for each in windows]), _stack([each.marks for each in windows]), labels
-        )
+        windows = [(example.values[:, :read], example.marks, example.label) for example in examples]
+        return Windows(*map(_stack, zip(*windows, strict=True)))
 
-    def answer(self, example: Encoded, predicted: np.ndarray) -> np.ndarray:
+    def answer(self, example: EncodedExample, predicted: np.ndarray) -> np.ndarray:
         return predicted.reshape(self.shape)
 
-    def row(self, example: Encoded, predicted: np.ndarray) -> dict[str, Any]:
+    def row(self, example: EncodedExample, predicted: np.ndarray) -> dict[str, Any]:
         """`label` and `predicted`: the numbers of the forecast by column; `name` is the date of the first row."""
         label = example.label
         return {
@@ -258,5 +254,5 @@ class ForecastForm(Form):
         return {column: values[:, i].tolist() for i, column in enumerate(self.series.targets)}
 
 
-def _stack(parts: Sequence[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.stack(parts).astype(np.float32))
+def _stack(parts: Sequence[Any]) -> Any:
+    return None if any(part is None for part in parts) else torch.from_numpy(np.stack(parts).astype(np.float32))

@@ -16,17 +16,7 @@ from megasparse.config.finetuning import HeadConfig
 from megasparse.errors import ConfigError, DataError
 from megasparse.ops.random import RngContext, derive, dropout
 from megasparse.tasks.backbones import Backbone
-from megasparse.tasks.batches import (
-    Counts,
-    Encoded,
-    Encoder,
-    Inputs,
-    Padded,
-    Segments,
-    collate,
-    require_vocabulary,
-    separators_of,
-)
+from megasparse.tasks.batches import EncodedExample, ExampleEncoder, Inputs, Padded, Segments, collate
 from megasparse.tasks.form import Form
 from megasparse.tasks.task import Example
 
@@ -48,16 +38,23 @@ def dropped(x: Tensor, rate: float, rng: RngContext, purpose: str) -> Tensor:
     return dropout(x, rate, rng.key(-1, purpose), rng.rows(x.shape[1], x.device))
 
 
-def mean_of(costs: Tensor | None, predicted: Tensor, rng: RngContext) -> tuple[Tensor, dict[str, Any]]:
-    """Return the mean of the examples' costs (B,), 0 if there are none; and the statistics of tasks/form.py except
-    `predicted`, each example with weight 1.
+def mean_loss(
+    scores: Tensor, labels: Tensor | None, rng: RngContext, numbers: bool = False
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return the mean cross-entropy of scores (B, C), or squared error of numbers (B, 1), 0 without labels (B,); and
+    the statistics of tasks/form.py except `predicted`, each example with weight 1, and `accuracy` of classes.
     """
-    count = torch.tensor(float(len(predicted)), device=predicted.device)
-    loss = torch.zeros((), device=predicted.device) if costs is None else costs.mean()
-    statistics = {"tokens": count, "nats": loss.detach() * count}
-    if costs is not None and not rng.training:
-        statistics |= {"costs": costs, "weights": torch.ones_like(costs)}
-    return loss, statistics
+    count, loss, statistics = scores.new_tensor(float(len(scores))), scores.new_zeros(()), {}
+    if labels is not None:
+        if numbers:
+            costs = F.mse_loss(scores.squeeze(1), labels.float(), reduction="none")
+        else:
+            costs = F.cross_entropy(scores, labels, reduction="none")
+            statistics["accuracy"] = (scores.argmax(1) == labels).float().mean()
+        loss = costs.mean()
+        if not rng.training:
+            statistics |= {"costs": costs, "weights": torch.ones_like(costs)}
+    return loss, {"tokens": count, "nats": loss.detach() * count, **statistics}
 
 
 class Head(nn.Module):
@@ -104,24 +101,13 @@ class TaskModel(nn.Module):
                 parameter.data.copy_(value)
 
     def forward(self, inputs: Inputs, rng: RngContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the objective, mean cross-entropy of an example in nats or mean squared error, plus auxiliary losses;
-        and the statistics of tasks/form.py, each example with weight 1, and `accuracy` of classes. `predicted` is
-        (B, C). Without labels the loss is 0.
-        """
+        """Return the objective, `mean_loss` plus auxiliary losses, and its statistics. `predicted` is (B, C)."""
         classes = inputs.labels if self.outputs > 1 and rng.training else None
         predicted, auxiliary = self.predicted(inputs, rng, classes)
-        costs = None
-        if inputs.labels is not None and self.outputs == 1:
-            costs = F.mse_loss(predicted.squeeze(1), inputs.labels.float(), reduction="none")
-        elif inputs.labels is not None:
-            costs = F.cross_entropy(predicted, inputs.labels, reduction="none")
-        loss, statistics = mean_of(costs, predicted, rng)
-        if inputs.labels is not None and self.outputs > 1:
-            statistics["accuracy"] = (predicted.argmax(1) == inputs.labels).float().mean()
+        loss, statistics = mean_loss(predicted, inputs.labels, rng, numbers=self.outputs == 1)
         if not rng.training:
             statistics["predicted"] = predicted
-        weight: Any = self.body.task_weight
-        return weight * loss + auxiliary, statistics
+        return self.body.task_weight * loss + auxiliary, statistics
 
     def predicted(self, inputs: Inputs, rng: RngContext, classes: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the logits (B, C) fp32, or the numbers; and the auxiliary losses. classes: (B,), for mechanisms."""
@@ -164,24 +150,18 @@ class LabelForm(Form):
             return len(self.task.classes)
         return max(2, round(max(example.label for example in train if example.label is not None)) + 1)
 
-    def encoder(self, start: Any) -> Encoder:
-        task, body = self.task, start.body
-        tokenizer = None if task.vocabulary is not None else start.tokenizer
-        require_vocabulary(body, task.vocabulary or start.tokenizer.vocabulary, task.name if task.vocabulary else None)
-        return Encoder(task, tokenizer, body.vocabulary, separators=separators_of(body))
-
     def model(self, body: Backbone) -> nn.Module:
         outputs = 1 if self.task.classes is None else len(self.task.classes)
         return TaskModel(body, outputs, self.config.head, self.task.towers, self.config.run.seed)
 
-    def collate(self, examples: Sequence[Encoded]) -> Inputs:
+    def collate(self, examples: Sequence[EncodedExample]) -> Inputs:
         return collate(examples, self.config.task.max_length)
 
-    def answer(self, example: Encoded, predicted: np.ndarray) -> int | float:
+    def answer(self, example: EncodedExample, predicted: np.ndarray) -> int | float:
         """The class of highest probability, or the number."""
         return float(predicted[0]) if self.task.classes is None else int(predicted.argmax())
 
-    def row(self, example: Encoded, predicted: np.ndarray) -> dict[str, Any]:
+    def row(self, example: EncodedExample, predicted: np.ndarray) -> dict[str, Any]:
         """`label` and `predicted` are names of classes, or numbers; `probabilities` by class, null for numbers."""
         label, answer, classes = example.label, self.answer(example, predicted), self.task.classes
         if classes is None:
@@ -195,7 +175,7 @@ class LabelForm(Form):
 
 
 @dataclass(frozen=True)
-class EncodedChoice(Encoded):
+class EncodedChoice(EncodedExample):
     marks: np.ndarray
     """Places, int64 (K,): where in the sequence each candidate's score is read."""
     candidates: tuple[str, ...]
@@ -222,21 +202,15 @@ class ChoiceModel(nn.Module):
         draw_normal(self.output.weight, DEVIATION, seed, "initial head", "choice")
 
     def forward(self, inputs: Inputs, rng: RngContext) -> tuple[Tensor, dict[str, Any]]:
-        """Return the objective, mean cross-entropy of an example in nats plus auxiliary losses; and the statistics of
-        tasks/form.py, each example with weight 1, and `accuracy`. `predicted` is (its K,) fp32 for each example.
-        Without labels the loss is 0.
+        """Return the objective, `mean_loss` plus auxiliary losses, and its statistics. `predicted` is (its K,) fp32 for
+        each example.
         """
         scores, auxiliary = self.scores(inputs, rng)
-        labels, marks = inputs.labels, inputs.marks
-        costs = None if labels is None else F.cross_entropy(scores, labels, reduction="none")
-        loss, statistics = mean_of(costs, scores, rng)
-        if labels is not None:
-            statistics["accuracy"] = (scores.argmax(1) == labels).float().mean()
-        if not rng.training and marks is not None:
-            counts = (marks >= 0).sum(1).tolist()
+        loss, statistics = mean_loss(scores, inputs.labels, rng)
+        if not rng.training and inputs.marks is not None:
+            counts = (inputs.marks >= 0).sum(1).tolist()
             statistics["predicted"] = [row[:count] for row, count in zip(scores, counts, strict=True)]
-        weight: Any = self.body.task_weight
-        return weight * loss + auxiliary, statistics
+        return self.body.task_weight * loss + auxiliary, statistics
 
     def scores(self, inputs: Inputs, rng: RngContext) -> tuple[Tensor, Tensor]:
         """Return the scores (B, K) fp32, -inf if an example has no such candidate; and the auxiliary losses."""
@@ -256,7 +230,7 @@ class Choice(Example):
     candidates: int
 
 
-class ChoiceEncoder(Encoder):
+class ChoiceEncoder(ExampleEncoder):
     """Encoder to one sequence: [begin] question [separator] candidate [separator] ... candidate [separator] text
     [separator] ..., of type 0 up to the last candidate's separator and 1 from there on. A candidate's mark, where its
     score is read, is the separator behind it: there a decoder, too, has read it. Without special tokens nothing stands
@@ -266,36 +240,30 @@ class ChoiceEncoder(Encoder):
     Question and candidates are always whole. What is too long loses the end of its texts.
     """
 
-    def encode(self, examples: Iterable[Example]) -> Iterator[Encoded]:
-        """Encode as Encoder.encode; raises DataError also where question and candidates alone are too long."""
-        self.counts = Counts()
-        for example in examples:
-            assert isinstance(example, Choice), 'a task of the form "choice" reads choices'
-            self.counts.examples += 1
-            begin, separator = self._frame(2)[:2]
-            ids = [np.concatenate([self._ids(value, example.location), separator]) for value in example.inputs]
-            asked = 1 + example.candidates
-            marks = len(begin) + np.cumsum([len(part) for part in ids[:asked]])[1:] - 1
-            tokens = np.concatenate([begin, *ids])
-            first = len(begin) + sum(map(len, ids[:asked]))
-            limit, location = self.config.max_length, example.location
-            if first > limit:
-                problem = f"question and {example.candidates} candidates of {example.name} alone are {first:,} tokens"
-                hint = "Raise it, or remove the example: they are never cut"
-                raise DataError(str(location), f"{problem}, more than task.max_length = {limit:,}", hint)
-            tokens = tokens[:limit] if self.is_cut(len(tokens), location) else tokens
-            sequence = Segments(tokens, (np.arange(len(tokens)) >= first).astype(np.int64))
-            # A candidate without tokens, where there are no separators either, may end before anything begins.
-            marks, names = np.maximum(marks, 0), tuple(map(str, example.inputs[1:asked]))
-            yield EncodedChoice((sequence,), example.label, location, example.name, marks, names)
+    def encoded(self, example: Any) -> EncodedChoice:
+        """Encode a Choice. Raises DataError if question and candidates alone are too long."""
+        begin, between, end = self._frame(2)
+        separator = end if len(end) else between  # one even where a pair has two between its segments
+        ids = [np.concatenate([self._ids(value, example.location), separator]) for value in example.inputs]
+        uncut = 1 + example.candidates
+        ends = len(begin) + np.cumsum([len(part) for part in ids[:uncut]])
+        tokens, first = np.concatenate([begin, *ids]), int(ends[-1])
+        limit, location = self.config.max_length, example.location
+        if first > limit:
+            problem = f"question and {example.candidates} candidates of {example.name} alone are {first:,} tokens"
+            hint = "Raise it, or remove the example: they are never cut"
+            raise DataError(str(location), f"{problem}, more than task.max_length = {limit:,}", hint)
+        tokens = tokens[:limit] if self.is_cut(len(tokens), location) else tokens
+        sequence = Segments(tokens, (np.arange(len(tokens)) >= first).astype(np.int64))
+        # A candidate without tokens, where there are no separators either, may end before anything begins.
+        marks, names = np.maximum(ends[1:] - 1, 0), tuple(map(str, example.inputs[1:uncut]))
+        return EncodedChoice((sequence,), example.label, location, example.name, marks, names)
 
 
 class ChoiceForm(Form):
     """Cross-entropy over an example's own candidates; answers are their numbers."""
 
-    def encoder(self, start: Any) -> ChoiceEncoder:
-        require_vocabulary(start.body, start.tokenizer.vocabulary)
-        return ChoiceEncoder(self.task, start.tokenizer, start.body.vocabulary)
+    encoder_class = ChoiceEncoder
 
     def check(self, body: Backbone) -> None:
         head, hint = self.config.head, "Remove it: a candidate is scored by one linear layer at its mark"
@@ -312,7 +280,7 @@ class ChoiceForm(Form):
             marks[row, : len(example.marks)] = example.marks
         return replace(collate(examples, self.config.task.max_length), marks=torch.from_numpy(marks))
 
-    def answer(self, example: Encoded, predicted: np.ndarray) -> int:
+    def answer(self, example: EncodedExample, predicted: np.ndarray) -> int:
         """The candidate of the highest score; of equal ones the first."""
         return int(predicted.argmax())
 

@@ -5,7 +5,7 @@ batch, L length, H clicked news, C candidates, K negatives, M clicks, E width.
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,18 +24,7 @@ from megasparse.errors import ConfigError
 from megasparse.model.build import initialise
 from megasparse.ops.random import RngContext, derive, random_bits
 from megasparse.tasks.backbones import Backbone
-from megasparse.tasks.batches import (
-    Counts,
-    Encoded,
-    Encoder,
-    Movable,
-    Padded,
-    Segments,
-    collate,
-    require_vocabulary,
-    separators_of,
-    side_by_side,
-)
+from megasparse.tasks.batches import EncodedExample, ExampleEncoder, Movable, Padded, Segments, collate, side_by_side
 from megasparse.tasks.form import Form
 from megasparse.tasks.forms.labels import draw_normal, dropped
 from megasparse.tasks.task import Example
@@ -225,7 +214,7 @@ def _first(counts: Tensor, width: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Impression(Encoded):
+class Impression(EncodedExample):
     """An encoded impression, whose `sequences` are the candidates. Equal texts and equal histories are one object."""
 
     history: tuple[Segments, ...]
@@ -241,31 +230,28 @@ class Impression(Encoded):
         yield b"".join([text.tokens.tobytes() for text in read])
 
 
-class RankingEncoder(Encoder):
+class RankingEncoder(ExampleEncoder):
     """Encoder of each distinct text once: those that are cut or empty are counted once, too."""
 
-    def encode(self, examples: Iterable[Example]) -> Iterator[Encoded]:
-        self.counts = counts = Counts(kinds={"clicks": 0, "distinct texts": 0, "users without clicks": 0})
-        texts: dict[str, Segments] = {}
-        histories: dict[tuple[str, ...], tuple[Segments, ...]] = {}
+    def reset(self) -> None:
+        super().reset()
+        self.counts.kinds |= {"clicks": 0, "distinct texts": 0, "users without clicks": 0}
+        self.texts: dict[str, Segments] = {}
+        self.histories: dict[tuple[str, ...], tuple[Segments, ...]] = {}
 
-        def read(text: str, example: Example) -> Segments:
-            if text not in texts:
-                texts[text] = self._join((text,), example.location)
-                counts.kinds["distinct texts"] += 1
-            return texts[text]
-
-        for example in examples:
-            history: Any
-            shown: Any
-            history, shown = example.inputs
-            counts.examples += 1
-            counts.kinds["clicks"] += sum(example.label or ())
-            counts.kinds["users without clicks"] += not history
-            if history not in histories:
-                histories[history] = tuple(read(text, example) for text in history)
-            candidates = tuple(read(text, example) for text in shown)
-            yield Impression(candidates, example.label, example.location, example.name, histories[history])
+    def encoded(self, example: Example) -> Impression:
+        inputs: Any = example.inputs
+        history, shown = inputs
+        kinds, location = self.counts.kinds, example.location
+        kinds["clicks"] += sum(example.label or ())
+        kinds["users without clicks"] += not history
+        for text in (*history, *shown):
+            if text not in self.texts:
+                self.texts[text] = self._join((text,), location)
+        kinds["distinct texts"] = len(self.texts)
+        clicked = self.histories.setdefault(history, tuple(self.texts[text] for text in history))
+        candidates = tuple(self.texts[text] for text in shown)
+        return Impression(candidates, example.label, location, example.name, clicked)
 
 
 class RankingForm(Form):
@@ -275,9 +261,7 @@ class RankingForm(Form):
     counts impressions, and an epoch has every click once. The negatives are drawn anew for each of its steps.
     """
 
-    def encoder(self, start: Any) -> Encoder:
-        require_vocabulary(start.body, start.tokenizer.vocabulary)
-        return RankingEncoder(self.task, start.tokenizer, start.body.vocabulary, separators=separators_of(start.body))
+    encoder_class = RankingEncoder
 
     def model(self, body: Backbone) -> nn.Module:
         if self.config.head.pooling is not None:
@@ -285,15 +269,15 @@ class RankingForm(Form):
             raise ConfigError("head.pooling", problem, "Remove it")
         return NewsRecommender(body, self.config.task.recommendation, self.config.head, self.config.run.seed)
 
-    def collate(self, examples: Sequence[Encoded]) -> Impressions:
+    def collate(self, examples: Sequence[EncodedExample]) -> Impressions:
         """Each distinct text of the batch comes once."""
         rows: dict[int, int] = {}
-        distinct: list[Encoded] = []
+        distinct: list[EncodedExample] = []
 
-        def row(text: Segments, example: Encoded) -> int:
+        def row(text: Segments, example: EncodedExample) -> int:
             if id(text) not in rows:
                 rows[id(text)] = len(rows)
-                distinct.append(Encoded((text,), None, example.location, example.name))
+                distinct.append(EncodedExample((text,), None, example.location, example.name))
             return rows[id(text)]
 
         histories, shown, labels = [], [], []
@@ -309,10 +293,10 @@ class RankingForm(Form):
         clicked = None if None in labels else side_by_side(labels, candidates.shape[1])[0].bool()
         return Impressions(news, torch.tensor(numbers), history, clicks, candidates, counts, clicked)
 
-    def answer(self, example: Encoded, predicted: np.ndarray) -> tuple[float, ...]:
+    def answer(self, example: EncodedExample, predicted: np.ndarray) -> tuple[float, ...]:
         """The candidates' scores."""
         return tuple(predicted.tolist())
 
-    def row(self, example: Encoded, predicted: np.ndarray) -> dict[str, Any]:
+    def row(self, example: EncodedExample, predicted: np.ndarray) -> dict[str, Any]:
         label = None if example.label is None else list(example.label)
         return {"label": label, "predicted": predicted.tolist()}

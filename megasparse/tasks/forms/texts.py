@@ -5,7 +5,7 @@ Micro-batches have about equally many tokens, of like length (Vaswani et al. 201
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from typing import Any
@@ -28,10 +28,10 @@ from megasparse.model.stack import mean_cost
 from megasparse.ops.random import RngContext
 from megasparse.tasks.backbones import Backbone, attention_settings
 from megasparse.tasks.batches import (
-    Counts,
-    Encoded,
-    Encoder,
+    EncodedExample,
     ExampleBatches,
+    ExampleCounts,
+    ExampleEncoder,
     Movable,
     Padded,
     require_vocabulary,
@@ -140,7 +140,7 @@ LENGTH_PENALTY = 0.6
 
 
 @dataclass(frozen=True)
-class EncodedText(Encoded):
+class EncodedText(EncodedExample):
     """An encoded pair of texts; `length` is the source's."""
 
     target: np.ndarray | None
@@ -157,7 +157,7 @@ class EncodedText(Encoded):
             yield self.target.tobytes()
 
 
-class TextEncoder(Encoder):
+class SourceTargetEncoder(ExampleEncoder):
     """Sources are cut, refused and counted as other inputs are, but keep their end. A target that is cut has no end:
     it would teach to end too early.
     """
@@ -166,14 +166,17 @@ class TextEncoder(Encoder):
         super().__init__(task, tokenizer, vocabulary)
         self.end = np.array([end], dtype=np.int64)
 
-    def encode(self, examples: Iterable[Example]) -> Iterator[Encoded]:
-        """Encode sources and answers. Raises DataError as Encoder.encode does, and for an answer that is empty or
-        longer than task.generation.target_length, if the configuration refuses these.
+    def reset(self) -> None:
+        super().reset()
+        self.answers = ExampleCounts()
+
+    def encoded(self, example: Example) -> EncodedText:
+        """Encode source and answer. Raises DataError also for an answer that is empty or longer than
+        task.generation.target_length, if the configuration refuses these.
         """
-        self.answers = Counts()
-        for example in super().encode(examples):
-            target = None if example.label is None else self._target(example.label, example.location)
-            yield EncodedText(example.sequences, example.label, example.location, example.name, target)
+        sequences, label, location = super().encoded(example).sequences, example.label, example.location
+        target = None if label is None else self._target(label, location)
+        return EncodedText(sequences, label, location, example.name, target)
 
     def lines(self, split: str) -> list[str]:
         lines, answers = super().lines(split), self.answers
@@ -213,7 +216,7 @@ class TextForm(Form):
     def body(self, model: ModelConfig) -> Backbone:
         return SequenceToSequenceBody(model)
 
-    def encoder(self, start: Any) -> Encoder:
+    def encoder(self, start: Any) -> ExampleEncoder:
         body, tokenizer, generation = start.body, start.tokenizer, self.config.task.generation
         if tokenizer.special is None:
             problem = f'"{tokenizer.name}" has no special tokens, of which one ends a text'
@@ -230,7 +233,7 @@ class TextForm(Form):
         self.rule = BeamSettings(
             generation.beams, generation.target_length, {end}, LENGTH_PENALTY, tokenizer.vocabulary
         )
-        return TextEncoder(self.task, tokenizer, body.vocabulary, end)
+        return SourceTargetEncoder(self.task, tokenizer, body.vocabulary, end)
 
     def model(self, body: Backbone) -> TextModel:
         assert isinstance(body, SequenceToSequenceBody)
@@ -241,7 +244,7 @@ class TextForm(Form):
         target = None if any(target is None for target in targets) else padded(targets)
         return Texts(padded([example.source for example in examples]), target, self.rule)
 
-    def answer(self, example: Encoded, predicted: np.ndarray) -> str:
+    def answer(self, example: EncodedExample, predicted: np.ndarray) -> str:
         """Return the text of the tokens, stripped of white space; empty if the probabilities were not finite."""
         return "".join(self.tokenizer.text(int(token) for token in predicted if np.isfinite(token))).strip()
 
@@ -310,9 +313,9 @@ class TokenBatches(ExampleBatches):
             hint = "Put back the one that the run began with"
             raise ConfigError("training.micro_batch", f"{problem} such a size", hint)
 
-    def _deal(self) -> list[list[tuple[Encoded, int]]]:
+    def _deal(self) -> list[list[tuple[EncodedExample, int]]]:
         micro_batches = []
         for pack in islice(self._packs, self.global_batch // self.micro_batch):
-            micro_batches.append([(self.examples[i], self.position + place) for place, i in enumerate(pack)])
+            micro_batches.append([(self.examples[i], self.position + offset) for offset, i in enumerate(pack)])
             self.position += len(pack)
         return micro_batches

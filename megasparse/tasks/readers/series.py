@@ -41,7 +41,7 @@ def time_features(dates: np.ndarray, step: float) -> np.ndarray:
     return np.stack([values / largest - 0.5 for values, largest in parts], axis=1)
 
 
-class Rows(NamedTuple):
+class SeriesRows(NamedTuple):
     """The rows of a file, in its own units: dates datetime64 (N,), values float64 (N, C), each row's line (N)."""
 
     columns: list[str]
@@ -186,7 +186,7 @@ class ETTm1(ETT):
     name, file, rows_an_hour = "ettm1", "ETTm1.csv", 4
 
 
-def read_series(file: Path, date: str, columns: list[str] | None, step: timedelta | None) -> Rows:
+def read_series(file: Path, date: str, columns: list[str] | None, step: timedelta | None) -> SeriesRows:
     """Read all rows of a file.
 
     columns: None takes all but the date. step: required between dates; None takes any that is equal throughout. Raises
@@ -212,10 +212,10 @@ def read_series(file: Path, date: str, columns: list[str] | None, step: timedelt
         dates.append(at)
         problem = 'in the column "{}" is no number'
         texts = [(field(row, column, location), problem.format(column)) for column in columns]
-        values.append([_parsed(finite, text, location, said, NUMBER_HINT) for text, said in texts])
+        values.append([_parsed(finite, text, location, problem, NUMBER_HINT) for text, problem in texts])
     if not values or not columns:
         raise DataError(file, f'has no {"columns beside" if values else "rows below"} "{date}"', "Give numbers by date")
-    return Rows(columns, lines, np.array(dates, dtype="datetime64[us]"), np.array(values))
+    return SeriesRows(columns, lines, np.array(dates, dtype="datetime64[us]"), np.array(values))
 
 
 def finite(text: str) -> float:

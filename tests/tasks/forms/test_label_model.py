@@ -16,7 +16,7 @@ from megasparse.config.finetuning import HeadConfig
 from megasparse.hub.replace import mechanisms, replace_attention
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks.backbones import Backbone, HuggingFaceBody
-from megasparse.tasks.batches import Encoded, Padded, Segments, collate
+from megasparse.tasks.batches import EncodedExample, Padded, Segments, collate
 from megasparse.tasks.forms.labels import Head, TaskModel, dropped
 from megasparse.tasks.task import SourceLocation
 from tests.helpers.finetuning import bert, our_body
@@ -53,13 +53,13 @@ class Slow(Backbone):
         return None
 
 
-def encoded(number: int, length: int, label: int | float | None = 0, towers: int = 1) -> Encoded:
+def encoded(number: int, length: int, label: int | float | None = 0, towers: int = 1) -> EncodedExample:
     generator = np.random.default_rng(number)
     sequences = []
     for tower in range(towers):
         ids = generator.integers(5, 60, length + 3 * tower)
         sequences.append(Segments(ids, (np.arange(len(ids)) > len(ids) // 2).astype(np.int64)))
-    return Encoded(tuple(sequences), label, SourceLocation(Path("made"), number + 1), str(number))
+    return EncodedExample(tuple(sequences), label, SourceLocation(Path("made"), number + 1), str(number))
 
 
 def evaluation(*samples: int) -> RngContext:

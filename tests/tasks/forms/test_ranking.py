@@ -17,7 +17,7 @@ from megasparse.config.finetuning import HeadConfig, RecommendationConfig, TaskC
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.ops.random import EVALUATION_STEP, RngContext
-from megasparse.tasks.batches import Encoded, Padded
+from megasparse.tasks.batches import EncodedExample, Padded
 from megasparse.tasks.catalog import build_task
 from megasparse.tasks.form import column
 from megasparse.tasks.forms.ranking import (
@@ -227,7 +227,7 @@ def pooled(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
     return torch.stack([part * row for part, row in zip(share, x, strict=True)]).sum(0)
 
 
-def straight_scores(model: NewsRecommender, example: Encoded) -> Tensor:
+def straight_scores(model: NewsRecommender, example: EncodedExample) -> Tensor:
     """One impression, every title and every head by itself, nothing padded."""
     assert isinstance(example, Impression)
     weights = {name: value.detach() for name, value in model.named_parameters()}
@@ -251,7 +251,7 @@ def straight_scores(model: NewsRecommender, example: Encoded) -> Tensor:
     return torch.stack([user @ vector(each) for each in example.sequences])
 
 
-def evaluated(run: TaskRun, examples: Sequence[Encoded]) -> tuple[list[Tensor], dict[str, Any]]:
+def evaluated(run: TaskRun, examples: Sequence[EncodedExample]) -> tuple[list[Tensor], dict[str, Any]]:
     run.model.eval()
     rng = RngContext(0, EVALUATION_STEP, torch.arange(len(examples)), training=False)
     with torch.no_grad():
@@ -259,7 +259,7 @@ def evaluated(run: TaskRun, examples: Sequence[Encoded]) -> tuple[list[Tensor], 
     return found["predicted"], found
 
 
-def trained(run: TaskRun, examples: Sequence[Encoded], step: int = 1, first: int = 0, **given: Any) -> Any:
+def trained(run: TaskRun, examples: Sequence[EncodedExample], step: int = 1, first: int = 0, **given: Any) -> Any:
     run.model.train()
     rng = RngContext(run.config.run.seed, step, torch.arange(first, first + len(examples)), training=True)
     return run.model(run.form.collate(examples), rng, **given)
