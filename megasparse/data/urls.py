@@ -85,7 +85,8 @@ def check_url(url: str, schemes: Collection[str] = STORES) -> str:
     except ValueError:  # an address in brackets that is none
         parts = urlsplit(f"{url.partition('://')[0]}://")
     is_valid = parts.scheme in schemes and (parts.hostname or parts.scheme == "file")
-    if not is_valid or not re.fullmatch(r"[!-~]+", url) or re.search("[@?#]", url):
+    rest = re.sub(r"\A(hf://[^:@]+)@[0-9a-f]{40}(?=/|\Z)", r"\1", url)  # without the revision of a repository
+    if not is_valid or not re.fullmatch(r"[!-~]+", rest) or re.search("[@?#]", rest):
         name = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"
         problem = "this is not a URL that is read here: those have no user, password, query or space"
         raise DataError(name, problem, f"Known here: {', '.join(schemes)}. Credentials come from the environment")

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from megasparse.data.corpora.source import PIECE, Document, Kind, Source
 from megasparse.data.encoders import Encoder, TextEncoder
 from megasparse.data.tokenizers.sentence_piece import segments
-from megasparse.errors import ConfigError
+from megasparse.errors import ConfigError, DataError
 
 NAMES = ("train", "validation", "test")
 SPLIT_NAMES = {**{name: name for name in NAMES}, "valid": "validation", "val": "validation", "dev": "validation"}
@@ -121,6 +121,18 @@ class TextCorpus(Corpus):
 
     def encoder(self, settings: CorpusSettings) -> TextEncoder:
         return TextEncoder(settings.get("tokenizer", "bytes"), self.DOCUMENTS, self.LINE_ENDS)
+
+
+def as_bytes(settings: CorpusSettings) -> bool:
+    """True if tokens are bytes."""
+    return bool(settings.get("tokenizer", "bytes") == "bytes")
+
+
+def require_full(source: Source, counts: Mapping[str, int], amount: str) -> None:
+    """Raise DataError naming a split that gets nothing. amount: of what the source has so little."""
+    if empty := [name for name, count in counts.items() if not count]:
+        problem = f"{amount} are too few to give {empty[0]} any"
+        raise DataError(source.name, problem, "Give more, or another --split, such as 100,0,0")
 
 
 def check_seed(seed: int) -> None:

@@ -37,6 +37,7 @@ from megasparse.data.corpora.corpus import (
     check_seed,
     option,
     positive,
+    require_full,
     split_option,
     split_sizes,
 )
@@ -336,9 +337,8 @@ def shared_out(source: Source, settings: CorpusSettings) -> list[str]:
         count += 1
     order = np.argsort(np.random.Philox(np.random.SeedSequence(seed)).random_raw(count), kind="stable")
     sizes = split_sizes(split or SPLIT, count)
-    if count and (empty := [name for name, size in sizes.items() if not size]):
-        problem = f"{count} images are too few to give {empty[0]} any"
-        raise DataError(source.name, problem, "Give more images, or another --split")
+    if count:
+        require_full(source, sizes, f"{count} images")
     labels = np.empty(count, dtype=object)
     labels[order] = np.repeat([*sizes], [*sizes.values()])
     return list(labels)

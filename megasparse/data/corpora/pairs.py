@@ -25,6 +25,7 @@ from megasparse.data.corpora.corpus import (
     lines,
     option,
     positive,
+    require_full,
     split_at,
     split_option,
     split_sizes,
@@ -258,10 +259,9 @@ class Parallel(Corpus):
         if len(lines_of) > 1 and settings["split"]:
             raise ConfigError("--split", f'"{settings["split"]}" is given beside files of other splits', "Leave it out")
         if len(lines_of) == 1:
-            lines_of = split_sizes(settings["split"] or SPLIT, lines_of["train"])
-            if empty := [name for name, count in lines_of.items() if not count]:
-                hint = "Give more lines, or another --split"
-                raise DataError(source.name, f"its lines are too few to give {empty[0]} any", hint)
+            total = lines_of["train"]
+            lines_of = split_sizes(settings["split"] or SPLIT, total)
+            require_full(source, lines_of, f"{total:,} lines")
         return {"lines": lines_of}
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:

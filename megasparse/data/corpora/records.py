@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -25,9 +25,10 @@ from megasparse.data.corpora.corpus import (
     CorpusSettings,
     CorpusSplits,
     TextCorpus,
+    as_bytes,
     option,
     positive,
-    split_at,
+    require_full,
     split_sizes,
     text_pieces,
 )
@@ -130,10 +131,10 @@ class RecordSource(Source):
 
     reader: RecordReader
     examined: tuple[Examined, ...]
-    selected: tuple[np.ndarray, ...]
-    """True for each fit text of a file that is taken: bool (texts,)."""
-    own: tuple[str, ...] | None
-    """Split of each file, if the source has its own."""
+    names: tuple[str, ...]
+    """Splits, in order."""
+    splits: tuple[np.ndarray, ...]
+    """Number in `names` of each fit text of a file, -1 for a copy: int8 (texts,)."""
     facts: Mapping[str, Any]
     """Further entries of index.json."""
 
@@ -147,19 +148,20 @@ class RecordSource(Source):
         workers: int,
         *,
         member: str | None = None,
-        own: Sequence[str] | None = None,
+        file_splits: Sequence[str] = (),
         facts: Mapping[str, Any] | None = None,
     ) -> "RecordSource":
         """Read all files, in `workers` processes, and choose the texts that the corpus' settings ask for.
 
-        Raises ConfigError for settings that no text fits; DataError if a file cannot be read, if more records are
+        file_splits: split of each file, if the source has its own. Raises ConfigError for settings that no text fits,
+        and for a bad --split; DataError if a file cannot be read, if more records are
         damaged than MOST_DAMAGED, or if no text is left.
         """
         least, most = settings.get("min_bytes") or 1, settings.get("max_bytes") or float("inf")
         if least > most:
             raise ConfigError("--min-bytes", f"{least} is above --max-bytes {most}", "Give a smaller one")
-        zeros, copies = settings.get("tokenizer", "bytes") != "bytes", bool(settings["deduplicate"])
-        reader = RecordReader(tuple(parts), texts, settings["column"], least, most, zeros, copies)
+        copies = bool(settings["deduplicate"])
+        reader = RecordReader(tuple(parts), texts, settings["column"], least, most, not as_bytes(settings), copies)
         with Workers(reader.examine, min(workers, len(parts)), task_pieces=1) as pool:
             numbers = (str(number).encode() for number in range(len(parts)))
             files = list(tqdm(pool.map(numbers), "reading the source", len(parts), unit="file", disable=None))
@@ -168,24 +170,30 @@ class RecordSource(Source):
         if damaged > MOST_DAMAGED * records:
             part, first = next((part, file) for part, file in zip(parts, files, strict=True) if file.first_damaged)
             place, unfit = first.first_damaged or (0, EMPTY)
-            problem = (
-                f"{damaged:,} of {records:,} records are damaged, the first is record {place} here: {unfit.reason}"
-            )
-            raise DataError(
-                str(part), problem, f"Up to {MOST_DAMAGED:.0%} are left out; check the source and its column"
-            )
-        taken = np.ones(sum(len(file.lengths) for file in files), dtype=bool)
-        if copies:  # of each content the first
-            taken[:] = False
-            taken[np.unique(np.concatenate([file.copies for file in files]), return_index=True)[1]] = True
-        selected = np.split(taken, np.cumsum([len(file.lengths) for file in files])[:-1])
-        total = sum(int(file.lengths[select].sum()) for file, select in zip(files, selected, strict=True))
+            share = f"{damaged:,} of {records:,} records are damaged"
+            hint = f"Up to {MOST_DAMAGED:.0%} are left out; check the source and its column"
+            raise DataError(str(part), f"{share}, the first is record {place} here: {unfit.reason}", hint)
+        lengths = np.concatenate([file.lengths for file in files])
+        is_copy = np.full(len(lengths), copies)
+        if copies:  # of each content the first is none
+            is_copy[np.unique(np.concatenate([file.copies for file in files]), return_index=True)[1]] = False
+        lengths[is_copy] = 0
+        total = int(lengths.sum())
         if not total:
             counts = sorted(sum((file.unfit for file in files), Counter()).items())
             reasons = ", ".join(f"{count:,} {why.reason}" for why, count in counts) or "no records"
             raise DataError(" ".join(locations), f"no text is left of it ({reasons})", "Check --source")
+        texts_of_file = [len(file.lengths) for file in files]
+        if file_splits:
+            names = tuple(dict.fromkeys(file_splits))
+            splits = np.repeat([names.index(name) for name in file_splits], texts_of_file)
+        else:
+            sizes = split_sizes(settings["split"] or SPLIT, total)
+            names = tuple(sizes)
+            splits = np.searchsorted(np.cumsum([*sizes.values()]), np.cumsum(lengths) - lengths, side="right")
+        splits = np.where(is_copy, -1, splits).astype(np.int8)
         digest = hashlib.sha256(b"".join(file.sha256 for file in files))
-        digest.update("".join(f"{name}\0" for name in own or ()).encode())
+        digest.update("".join(f"{name}\0" for name in file_splits).encode())
         return cls(
             locations=tuple(locations),
             member=member,
@@ -194,46 +202,39 @@ class RecordSource(Source):
             sha256=digest.hexdigest(),
             reader=reader,
             examined=tuple(files),
-            selected=tuple(selected),
-            own=None if own is None else tuple(own),
+            names=names,
+            splits=tuple(np.split(splits, np.cumsum(texts_of_file)[:-1])),
             facts=dict(facts or {}),
         )
 
-    def texts(self, number: int) -> Iterator[bytes]:
-        """Yield the texts that are taken of a file. Raises DataError if they are not those that `examine` read."""
-        selected, whole = iter(self.selected[number].tolist()), hashlib.sha256()
+    def texts(self, number: int) -> Iterator[tuple[str, bytes]]:
+        """Yield (split, text) of a file, without copies. Raises DataError if `examine` read other texts."""
+        splits, whole = iter(self.splits[number].tolist()), hashlib.sha256()
         for _, text in self.reader.read(number):
             if not isinstance(text, Unfit):
                 _add(whole, text)
-                if next(selected, False):
-                    yield text
+                if (split := next(splits, -1)) >= 0:
+                    yield self.names[split], text
         if whole.digest() != self.examined[number].sha256:
             raise SourceError(str(self.parts[number]), "it changed while it was read", UNCHANGED)
 
     def lengths(self) -> list[np.ndarray]:
-        """Return the bytes of each text that is taken of each file."""
-        return [file.lengths[select] for file, select in zip(self.examined, self.selected, strict=True)]
+        """Return the bytes of each text of each file, without copies."""
+        return [file.lengths[splits >= 0] for file, splits in zip(self.examined, self.splits, strict=True)]
 
     def left_out(self) -> dict[str, int]:
         """Return the records by the reason for which they are left out."""
         counts: Counter[str] = Counter()
         for file in self.examined:
             counts.update({unfit.reason: count for unfit, count in file.unfit.items()})
-        if copies := sum(int((~select).sum()) for select in self.selected):
+        if copies := sum(int((splits < 0).sum()) for splits in self.splits):
             counts[COPY] = copies
         return dict(sorted(counts.items()))
 
-    def documents(self, split: str | None) -> dict[str, int]:
-        """Return the documents of each split. split: percentages. Raises ConfigError for bad ones."""
-        lengths = self.lengths()
-        if self.own:
-            counts: Counter[str] = Counter()
-            for name, taken in zip(self.own, lengths, strict=True):
-                counts[name] += len(taken)
-            return dict(counts)
-        sizes, joined = split_sizes(split or SPLIT, self.total_bytes), np.concatenate(lengths)
-        numbers = np.searchsorted(np.cumsum(list(sizes.values())), np.cumsum(joined) - joined, side="right")
-        return dict(zip(sizes, np.bincount(numbers, minlength=len(sizes)).tolist(), strict=True))
+    def documents(self) -> dict[str, int]:
+        """Return the number of documents of each split."""
+        counts = np.bincount(np.concatenate(self.splits) + 1, minlength=1 + len(self.names))[1:]
+        return dict(zip(self.names, counts.tolist(), strict=True))
 
 
 class RecordCorpus(TextCorpus):
@@ -251,29 +252,18 @@ class RecordCorpus(TextCorpus):
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
         """Return numbers of records, documents of each split, and reasons. Raises DataError for an empty split."""
         assert isinstance(source, RecordSource)
-        counts = source.documents(settings["split"])
-        for name, count in counts.items():
-            if not count:
-                problem = f"{sum(counts.values())} documents are too few to give {name} any"
-                raise DataError(source.name, problem, "Give more, or another --split, such as 100,0,0")
+        counts = source.documents()
+        require_full(source, counts, f"{sum(counts.values())} documents")
         left_out = source.left_out()
         records = sum(counts.values()) + sum(left_out.values())
         return {**source.facts, "records": records, "documents": counts, "left_out": left_out}
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
-        """Return the splits, each with its texts in the order of the files. Raises ConfigError for a bad --split."""
+        """Return the splits, each with its texts in the order of the files."""
         assert isinstance(source, RecordSource)
-        sizes = {} if source.own else split_sizes(settings["split"] or SPLIT, source.total_bytes)
-
-        def labelled() -> Iterator[tuple[str, bytes]]:
-            start = 0
-            for number in range(len(source.parts)):
-                for text in source.texts(number):
-                    yield source.own[number] if source.own else split_at(start, sizes), text
-                    start += len(text)
-
-        for name, texts in groupby(labelled(), key=itemgetter(0)):
-            yield name, (text_pieces([text]) for _, text in texts)
+        texts = chain.from_iterable(map(source.texts, range(len(source.parts))))
+        for name, group in groupby(texts, key=itemgetter(0)):
+            yield name, (text_pieces([text]) for _, text in group)
 
 
 def _add(digest: "hashlib._Hash", text: bytes) -> None:
@@ -290,7 +280,7 @@ def write_report(source: RecordSource, index: Index, path: Path) -> dict[str, An
     It counts files, records, documents and bytes, the records left out by reason, the lengths of documents (see
     `_lengths`), of each split its documents, bytes and tokens, and of each file its records and documents.
     """
-    lengths, counts, splits = source.lengths(), source.documents(index.file.settings.get("split")), {}
+    lengths, counts, splits = source.lengths(), source.documents(), {}
     for name, split in index.file.splits.items():
         size = {"documents": counts[name], "bytes": split.raw_bytes or 0, "tokens": split.tokens}
         splits[name] = {**size, "bytes_per_token": round(size["bytes"] / split.tokens, 4)}
@@ -306,8 +296,8 @@ def write_report(source: RecordSource, index: Index, path: Path) -> dict[str, An
         "lengths": _lengths(np.concatenate(lengths)),
         "splits": splits,
         "read": [
-            {"file": part.name, "records": file.records, "documents": len(taken)}
-            for part, file, taken in zip(source.parts, source.examined, lengths, strict=True)
+            {"file": part.name, "records": file.records, "documents": len(documents)}
+            for part, file, documents in zip(source.parts, source.examined, lengths, strict=True)
         ],
     }
     with replacing(path) as file:

@@ -137,8 +137,8 @@ class HuggingFace(RecordCorpus):
         others = sorted(part.name for part in {*files} - {*parts})
         report_left_out(location, len(parts), others, f"they are of no split of {', '.join(chosen)}")
         facts = {"revision": revision(location), "other_files": others}
-        splits = [of_split[part] or "" for part in parts] if len(chosen) > 1 else None
-        return RecordSource.examine(locations, parts, dataset_texts, settings, workers, own=splits, facts=facts)
+        splits = [of_split[part] or "" for part in parts] if len(chosen) > 1 else ()
+        return RecordSource.examine(locations, parts, dataset_texts, settings, workers, file_splits=splits, facts=facts)
 
 
 # The texts of a file
@@ -148,32 +148,23 @@ def json_texts(part: Part, field: str) -> Records:
     """Yield the texts of all lines that are not blank."""
     no_field, no_text = Unfit(f'no "{field}"', damaged=True), Unfit(f'"{field}" is no text', damaged=True)
     for number, line in lines(read(part), LONGEST_LINE):
-        if line is None:
-            yield number, TOO_LONG
-            continue
-        if not line.strip():
-            continue
-        if has_many_values(line):
-            yield number, TOO_MANY
-            continue
-        try:
-            record = json.loads(line.decode())
-        except (ValueError, RecursionError):
-            yield number, NOT_JSON
-            continue
-        if not isinstance(record, dict):
-            yield number, NO_OBJECT
-        elif field not in record:
-            yield number, no_field
-        elif (text := record[field]) is None:
-            yield number, EMPTY
-        elif not isinstance(text, str):
-            yield number, no_text
-        else:
+        if line is None or has_many_values(line):
+            yield number, TOO_LONG if line is None else TOO_MANY
+        elif line.strip():
             try:
-                yield number, text.encode()
-            except UnicodeEncodeError:
-                yield number, SURROGATE
+                record = json.loads(line.decode())
+            except (ValueError, RecursionError):
+                yield number, NOT_JSON
+                continue
+            if not isinstance(record, dict):
+                yield number, NO_OBJECT
+            elif not isinstance(text := record.get(field, no_field), str):
+                yield number, EMPTY if text is None else no_field if text is no_field else no_text
+            else:
+                try:
+                    yield number, text.encode()
+                except UnicodeEncodeError:
+                    yield number, SURROGATE
 
 
 def parquet_texts(part: Part, column: str) -> Records:

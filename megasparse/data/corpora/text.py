@@ -17,8 +17,10 @@ from megasparse.data.corpora.corpus import (
     CorpusSettings,
     CorpusSplits,
     TextCorpus,
+    as_bytes,
     cut,
     option,
+    require_full,
     split_at,
     split_sizes,
     text_pieces,
@@ -26,10 +28,6 @@ from megasparse.data.corpora.corpus import (
 from megasparse.data.corpora.source import Part, Source, report_left_out
 from megasparse.data.encoders import TextEncoder
 from megasparse.errors import DataError, report_line
-
-
-def as_bytes(settings: CorpusSettings) -> bool:
-    return bool(settings.get("tokenizer", "bytes") == "bytes")
 
 
 class Text(TextCorpus):
@@ -64,15 +62,12 @@ class Text(TextCorpus):
         if documents or not as_bytes(settings):
             source.require_text(zeros=not (documents and as_bytes(settings)))
         starts = list(accumulate((part.size for part in source.parts), initial=0))[:-1]
-        full = {split_at(start, sizes) for start in starts} if documents else {name for name in sizes if sizes[name]}
-        for name in sizes:
-            if name not in full:
-                amount = f"{len(starts)} documents" if documents else f"{source.total_bytes} bytes"
-                problem = f"{amount} are too few to give {name} any"
-                raise DataError(source.name, problem, "Give more text, or another --split, such as 100,0,0")
         if not documents:
+            require_full(source, sizes, f"{source.total_bytes} bytes")
             streams = cut(source.pieces(), sizes, whole_characters=not as_bytes(settings))
             return ((name, [text_pieces(stream)]) for name, stream in streams)
+        counts = Counter(split_at(start, sizes) for start in starts)
+        require_full(source, {name: counts[name] for name in sizes}, f"{len(starts)} documents")
         grouped = groupby(zip(starts, source.parts, strict=True), key=lambda file: split_at(file[0], sizes))
         return ((name, (text_pieces(part.pieces()) for _, part in group)) for name, group in grouped)
 
@@ -138,11 +133,8 @@ class BookCorpus(TextCorpus):
             problem = f"{books.total():,} books of {mean:,} bytes in the mean: an empty line ends a book"
             hint = "Where it ends a paragraph, prepare the corpus text with --documents: each file is a book"
             report_line(source.name, f"{problem}. {hint}")
-        for name in sizes:
-            if books and not books[name]:
-                problem = f"{books.total()} books are too few to give {name} any"
-                hint = "Give another --split; the corpus `text` splits by byte position, also inside a book"
-                raise DataError(source.name, problem, hint)
+        if books:
+            require_full(source, {name: books[name] for name in sizes}, f"{books.total()} books")
         return {"books": dict(books)}
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
@@ -277,7 +269,7 @@ class WikiText103(TextCorpus):
     EXAMPLE = "--source wikitext-103-v1.zip --tokenizer tokenizers/wikitext103.txt --output data/wikitext103"
     KIND = "files"
     LINE_ENDS = True
-    SPLITS: ClassVar = {"train": "train", "validation": "valid", "test": "test"}
+    FILE = re.compile(r"(?:.*/)?wiki\.(train|valid|test)\.(tokens|raw)", re.DOTALL)
     LINES: ClassVar = {"train": 1_801_350, "validation": 3_760, "test": 4_358}
     SHA1: ClassVar = {
         "tokens": {
@@ -313,7 +305,7 @@ class WikiText103(TextCorpus):
                 problem = f"its sha1 is {sha1}, the official file's is {published}"
                 raise DataError(str(part), problem, "Download it again")
             official += sha1 == published
-        return {"kind": kind, "official": official == len(self.SPLITS)}
+        return {"kind": kind, "official": official == len(NAMES)}
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
         for name, part in self._files(source)[1].items():
@@ -323,16 +315,15 @@ class WikiText103(TextCorpus):
         """Return "tokens" or "raw", and the file of each split that is there."""
         parts: dict[str, dict[str, Part]] = {kind: {} for kind in self.SHA1}
         for part in source.parts:
-            for kind, files in parts.items():
-                for name, infix in self.SPLITS.items():
-                    if part.name.rpartition("/")[2] == f"wiki.{infix}.{kind}":
-                        if name in files:
-                            raise DataError(str(part), f"{files[name]} is the same split", "Give one of the two")
-                        files[name] = part
+            if match := self.FILE.fullmatch(part.name):
+                name, files = SPLIT_NAMES[match[1]], parts[match[2]]
+                if name in files:
+                    raise DataError(str(part), f"{files[name]} is the same split", "Give one of the two")
+                files[name] = part
         kinds = [kind for kind, files in parts.items() if files]
         if len(kinds) != 1:
             problem = "there are both .tokens and .raw files" if kinds else "there is no wiki.train.tokens"
             hint = "Give wiki.train, wiki.valid and wiki.test, all .tokens or all .raw, or the official zip"
             raise DataError(source.name, problem, hint)
         files = parts[kinds[0]]
-        return kinds[0], {name: files[name] for name in self.SPLITS if name in files}
+        return kinds[0], {name: files[name] for name in NAMES if name in files}

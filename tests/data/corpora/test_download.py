@@ -254,14 +254,23 @@ def test_what_cannot_be_read_is_one_line(store, tmp_path, location, error, messa
     assert "secret" not in refusal(lambda: opened(tmp_path, location), error, message)
 
 
+PINNED = f"hf://datasets/owner/name@{'0' * 40}/data/*.parquet"
+
+
 @pytest.mark.parametrize(
-    ("scheme", "library", "extra"), [("gs", "gcsfs", "gs"), ("az", "adlfs", "az"), ("s3", "s3fs", "remote")]
+    ("location", "library", "package"),
+    [
+        ("gs://bucket/a", "gcsfs", r"'megasparse\[gs\]'"),
+        ("az://bucket/a", "adlfs", r"'megasparse\[az\]'"),
+        ("s3://bucket/a", "s3fs", r"'megasparse\[remote\]'"),
+        (PINNED, "huggingface_hub", "huggingface_hub"),
+    ],
 )
-def test_a_missing_library_is_one_error_with_its_command(tmp_path, monkeypatch, scheme, library, extra):
+def test_a_missing_library_is_one_error_with_its_command(tmp_path, monkeypatch, location, library, package):
     monkeypatch.setitem(sys.modules, library, None)
     urls.store.cache_clear()
-    with pytest.raises(DataError, match=rf"{library} is not installed\. Run: pip install 'megasparse\[{extra}\]'"):
-        opened(tmp_path, f"{scheme}://bucket/a")
+    with pytest.raises(DataError, match=rf"{library} is not installed\. Run: pip install {package}"):
+        opened(tmp_path, location)
 
 
 def test_shards_in_a_store_are_those_of_the_folder(store, tmp_path):

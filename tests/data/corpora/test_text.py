@@ -216,6 +216,7 @@ def test_what_does_not_fit_is_one_line(tmp_path, changed, message):
 
 main = door("prepare-data")
 
+INFIXES = {"train": "train", "validation": "valid", "test": "test"}
 TEXTS = {
     "train": " \n = Title = \n \n A <unk> word \u3000 and 3 @.@ 5 . \n \n",
     "valid": " \n = Other = \n x \n",
@@ -246,7 +247,7 @@ def wikitext_zip(wikitext):
 @pytest.fixture
 def official_wikitext(monkeypatch):
     """Pretend that TEXTS are the published files."""
-    texts = {split: TEXTS[infix].encode() for split, infix in WikiText103.SPLITS.items()}
+    texts = {split: TEXTS[infix].encode() for split, infix in INFIXES.items()}
     digests = {split: hashlib.sha1(text).hexdigest() for split, text in texts.items()}
     monkeypatch.setitem(WikiText103.SHA1, "tokens", digests)
     monkeypatch.setattr(WikiText103, "LINES", {split: text.count(b"\n") for split, text in texts.items()})
@@ -258,8 +259,8 @@ def test_the_command_takes_the_folder_and_the_archive(wikitext, wikitext_zip, tm
         main(["wikitext103", "--source", str(source), "--output", str(tmp_path / name), "--workers", "1"])
         index = Index.load(tmp_path / name)
         assert index.file.source["official"] is True and index.file.source["kind"] == "tokens"
-        assert list(index.file.splits) == list(WikiText103.SPLITS)
-        for split, infix in WikiText103.SPLITS.items():
+        assert list(index.file.splits) == list(INFIXES)
+        for split, infix in INFIXES.items():
             text = TEXTS[infix]
             assert bytes(everything(index, split).tolist()).decode() == text
             # What everyone counts on WikiText-103: sum(len(line.split() + ["<eos>"]) for line in file)
