@@ -16,8 +16,9 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -114,21 +115,13 @@ class Bucket:
     def _names(self, url: str) -> set[str]:
         def names() -> set[str]:
             self._system.invalidate_cache()
-            with suppress(FileNotFoundError):
-                return {str(path).rstrip("/").rpartition("/")[2] for path in self._system.ls(url, detail=False)}
-            return set()
+            return {str(path).rstrip("/").rpartition("/")[2] for path in self._system.ls(url, detail=False)}
 
-        return self._ask("listing", url, names)
+        return self._ask("listing", url, names, set())
 
     def _read(self, url: str) -> bytes | None:
         """Return the content of a small file, None if there is none."""
-
-        def content() -> bytes | None:
-            with suppress(FileNotFoundError):
-                return bytes(self._system.cat_file(url, end=LARGEST_MANIFEST))
-            return None
-
-        return self._ask("reading", url, content)
+        return self._ask("reading", url, lambda: bytes(self._system.cat_file(url, end=LARGEST_MANIFEST)), None)
 
     def _write(self, url: str, content: bytes) -> None:
         def write() -> None:
@@ -151,16 +144,10 @@ class Bucket:
     def _remove(self, step: int) -> None:
         url = f"{self.url}/{step:08d}"
         for name in sorted(self._names(url), key=lambda name: name != MANIFEST):
-            self._delete(self._system.rm_file, f"{url}/{name}")
+            path = f"{url}/{name}"
+            self._ask("deleting", path, partial(self._system.rm_file, path), None)
         if self._is_folder:
-            self._delete(self._system.rmdir, url)
-
-    def _delete(self, delete: Callable[[str], None], url: str) -> None:
-        def call() -> None:
-            with suppress(FileNotFoundError):
-                delete(url)
-
-        self._ask("deleting", url, call)
+            self._ask("deleting", url, lambda: self._system.rmdir(url), None)
 
     def _require_owner(self, name: str) -> None:
         owner = self._read(f"{self.url}/owner")
@@ -169,10 +156,20 @@ class Bucket:
             hint = "End one of the two, or give this one another checkpoint.bucket and run.directory"
             raise CheckpointError(self.url, problem, hint)
 
-    def _ask(self, doing: str, url: str, call: Callable[[], T]) -> T:
+    def _ask(self, doing: str, url: str, call: Callable[[], T], *absent: T) -> T:
+        """Return the store's answer, or `absent` for a file that does not exist."""
+
+        def attempt() -> T:
+            try:
+                return call()
+            except FileNotFoundError:
+                if not absent:
+                    raise
+                return absent[0]
+
         self._progress(f"{doing} {url}")
         with _named():
-            return retried(doing, url, lambda: asked(call), self._progress)
+            return retried(doing, url, lambda: asked(attempt), self._progress)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from torch import Tensor
 from megasparse.errors import CheckpointError, StorageError, TrainingError, UserError
 from megasparse.files import LOCK_FILE, read_file, sync_folder
 from megasparse.training.checkpoints.bucket import Uploads
-from megasparse.training.checkpoints.checkpoint import Fragment
 from megasparse.training.checkpoints.manifest import (
     FORMAT,
     MANIFEST,
@@ -42,19 +41,10 @@ from megasparse.training.checkpoints.manifest import (
     versions,
 )
 from megasparse.training.checkpoints.rank_file import RankFile, durable, free_bytes, make_folder
+from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, RunHooks
 
 UNTOUCHED = "Older checkpoints are untouched"
-
-
-class Saved(Protocol):
-    """The part of an engine that saving needs."""
-
-    def fragments(self) -> list[Fragment]:
-        """The pieces of weights and optimizer state that this rank saves: over all ranks, each number exactly once."""
-
-    def steps_done(self) -> int:
-        """Optimizer updates applied so far."""
 
 
 @dataclass(eq=False)
@@ -78,7 +68,7 @@ class Saver:
         self._uploads = Uploads(self.config, self.ranks, self.hooks)
         self._mark = self._read_mark()
 
-    def save(self, engine: Saved, step: int, sequences: int, state: dict[str, Any]) -> Path | None:
+    def save(self, engine: Engine, step: int, sequences: int, state: dict[str, Any]) -> Path | None:
         """Write the checkpoint of `step`; all ranks call it. Returns its path on all of them.
 
         sequences: the data's position. state: JSON, the same on every rank, given back as `Checkpoint.state`.
@@ -146,16 +136,17 @@ class Saver:
         if self.ranks.rank == 0 and self.config.checkpoint.bucket and (newest := find_newest(self.directory)):
             self._tidy(newest)  # of what could not be deleted during its upload
 
-    def _agree(self, engine: Saved, step: int, sequences: int, state: dict[str, Any]) -> "tuple[_Save, RankFile]":
+    def _agree(self, engine: Engine, step: int, sequences: int, state: dict[str, Any]) -> "tuple[_Save, RankFile]":
         """Begin a save on all ranks or on none, where they save the same and there is room for it."""
         save = _Save(self.directory, self.ranks.rank, step, sequences, state)
         file = save.attempt(lambda: self._prepare(save, engine))
-        own = {"step": step, "sequences": sequences, "state": state}
+        arguments = {"step": step, "sequences": sequences, "state": state}
+        room = [save.bytes, save.free]
         reports = self.ranks.gather(
-            {"own": own, "name": save.temporary.name, "room": [save.bytes, save.free], "problem": save.problem}
+            {"arguments": arguments, "name": save.temporary.name, "room": room, "problem": save.problem}
         )
         save.temporary = self.directory / reports[0]["name"]
-        if unlike := differences([report["own"] for report in reports]):
+        if unlike := differences([report["arguments"] for report in reports]):
             problem = f"the ranks are not saving the same, and nothing was saved: {unlike}"
             raise CheckpointError(self.directory, problem, UNTOUCHED)
         self._refuse(save, [report["problem"] for report in reports])
@@ -172,7 +163,7 @@ class Saver:
             return read_file(self.directory.parent / LOCK_FILE)
         return None
 
-    def _prepare(self, save: "_Save", engine: Saved) -> RankFile:
+    def _prepare(self, save: "_Save", engine: Engine) -> RankFile:
         if self._read_mark() != self._mark:
             problem = f"{self.directory.parent / LOCK_FILE} is not this run's any more: is its file system mounted?"
             raise OSError(errno.ESTALE, problem, str(self.directory))
@@ -226,9 +217,7 @@ class Saver:
             return
         if self.ranks.rank == 0:
             shutil.rmtree(save.temporary, ignore_errors=True)
-        rank, problem = min(
-            reported, key=lambda one: one[1]["kind"] == "storage"
-        )  # what is no fault of the storage first
+        rank, problem = min(reported, key=lambda report: report[1]["kind"] == "storage")  # other faults come first
         text = f"the checkpoint of step {save.step} was not saved. Rank {rank}: {problem['text']}"
         if problem["kind"] == "numbers":
             hint = "Resume from an older checkpoint, with a lower learning rate"
@@ -307,12 +296,9 @@ class _Save:
 
     def write(self, file: RankFile, progress: Callable[[], None]) -> None:
         """Write this rank's file."""
-
-        def work() -> None:
-            make_folder(self.temporary)
-            self.part["sha256"] = file.write(self.temporary / self.part["file"], progress)
-
-        self.attempt(work)
+        self.attempt(lambda: make_folder(self.temporary))
+        if self.problem is None:
+            self.part["sha256"] = self.attempt(lambda: file.write(self.temporary / self.part["file"], progress))
 
     def write_in_thread(self, file: RankFile) -> None:
         """Write this rank's file in a thread, which reports no progress: that would hide a training that makes none."""

@@ -40,8 +40,7 @@ class StepResult:
     grad_norm: float
     """L2 norm of the gradient before clipping."""
     applied: bool
-    """False where the loss or the gradient of any rank was not finite: then no weight of any
-    rank has changed."""
+    """False where the loss or the gradient of any rank was not finite: then no weight of any rank has changed."""
     held: dict[str, tuple[int, int]]
     """Bytes of this rank's weights, gradients and optimizer state, on its device and elsewhere."""
 
@@ -51,7 +50,7 @@ class StepTotals(NamedTuple):
 
     loss: float
     """Mean nats a scored token."""
-    wanted: bool
+    apply_update: bool
     """True if the step is to be applied: its objective is finite."""
     sums: dict[str, float]
     """The other scalars by their names."""
@@ -67,6 +66,8 @@ class Engine(ABC):
 
     def __init__(self, model: nn.Module, config: RunSettings, make_rng: MakeRng, ranks: Ranks):
         self.module, self.ranks, self._make_rng = model, ranks, make_rng
+        self._forward: Callable[..., tuple[Tensor, dict[str, Tensor]]] = model
+        """Computes the objective and the statistics of a micro-batch."""
         self._optimizer_name = config.optimizer.name
         self._clipping = config.training.gradient_clipping
         self._shared: dict[str, Any] = {} if ranks.sequence is None else {"sequence": ranks.sequence}
@@ -100,24 +101,25 @@ class Engine(ABC):
         sums: dict[str, Tensor] = {}
         inputs = [(self._moved(batch.tokens), self._moved(batch.samples)) for batch in micro_batches]
         divisor = self._divisor(micro_batches)
+        options = self._shared | ({} if divisor is None else {"divisor": divisor})
         totals: StepTotals | None = None
         for number, (tokens, samples) in enumerate(inputs, start=1):
             progress(f"step {step}, micro-batch {number}")
             last = number == len(micro_batches)
             rng = self._make_rng(step, samples)
-            objective, statistics = self._forward(tokens, rng, divisor)
+            objective, statistics = self._forward(tokens, rng, **options)
             progress(f"step {step}, micro-batch {number}, backward")  # which waits for the others
             for name, value in {**statistics, "objective": objective}.items():
                 sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double()
             if last and self.totals_before_backward:  # it can still poison the gradient of a step not to be applied
                 totals = self._totals(sums)
-            poison_gradient = totals is not None and not totals.wanted
+            poison_gradient = totals is not None and not totals.apply_update
             self._backward(objective, len(micro_batches), last, poison_gradient)
         gradients = bytes_of(self.gradients(), self.ranks.device)
         if totals is None:
             totals = self._totals(sums | {"grad_norm": self._gradient_norm().double()})
-        loss, wanted, total = totals
-        grad_norm, applied = self._update(wanted, total.pop("grad_norm", None))
+        loss, apply_update, total = totals
+        grad_norm, applied = self._update(apply_update, total.pop("grad_norm", None))
         for module in self.module.modules():  # what moves once a step, and by no gradient
             if (after_step := getattr(module, "after_step", None)) is not None:
                 after_step(applied, self.ranks.sum)
@@ -191,23 +193,13 @@ class Engine(ABC):
         total = self.ranks.sum(torch.tensor(scored, dtype=torch.float64, device=self.ranks.device)).item()
         return total / (len(micro_batches) * self.ranks.world_size) or 1.0
 
-    def _given(self, divisor: float | None) -> dict[str, Any]:
-        """Arguments of the model's forward beside a micro-batch and its rng."""
-        return self._shared | ({} if divisor is None else {"divisor": divisor})
-
-    @abstractmethod
     def evaluate(self, tokens: Tensor, rng: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the model's objective and statistics without gradients. Every rank calls it equally often.
 
         padding: for the model, where it says more than the tokens, such as that they are a part of shared sequences.
         """
-
-    @abstractmethod
-    def _forward(self, tokens: Tensor, rng: Any, divisor: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute a micro-batch's objective and statistics.
-
-        divisor: what the sum of nats is divided by; None for the micro-batch's own scored tokens.
-        """
+        with torch.no_grad():
+            return self._forward(tokens, rng, *padding)
 
     @abstractmethod
     def _backward(self, objective: Tensor, micro_batches: int, last: bool, poison_gradient: bool) -> None:
@@ -217,8 +209,8 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def _update(self, wanted: bool, norm: float | None) -> tuple[float, bool]:
-        """Apply the accumulated gradient, if it is finite and `wanted`: (gradient norm, whether it was applied).
+    def _update(self, apply_update: bool, norm: float | None) -> tuple[float, bool]:
+        """Apply the accumulated gradient, if it is finite and `apply_update`: (gradient norm, whether it was applied).
 
         norm: its norm, where the totals were read after the backward.
         """

@@ -47,7 +47,9 @@ class DeepSpeedEngine(Engine):
             self.optimizer = build_optimizer(trained, config.optimizer, self._stage > 0, shapes)
             groups = enumerate(self.optimizer.param_groups)
             self._group_of = {self._names[id(p)]: number for number, group in groups for p in group["params"]}
-            self._engine = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)[0]
+            self._engine = self._forward = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)[
+                0
+            ]
         self.optimizer.state.clear()  # ZeRO 0 in bf16 made one with a step of zeros, which would count as an update
         if isinstance(self.optimizer, PartitionedAdafactor):
             contents: dict[Tensor, list[Piece]] = {}
@@ -77,23 +79,16 @@ class DeepSpeedEngine(Engine):
             weight.partition()
         move_buffers(weights.model, self.ranks.device)
 
-    def evaluate(self, tokens: Tensor, rng: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        with torch.no_grad():
-            return self._engine(tokens, rng, *padding)
-
-    def _forward(self, tokens: Tensor, rng: Any, divisor: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-        return self._engine(tokens, rng, **self._given(divisor))
-
     def _backward(self, objective: Tensor, micro_batches: int, last: bool, poison_gradient: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed leaves a step out if its gradient is not finite, and then on every rank
         self._engine.backward(objective * torch.nan if poison_gradient else objective)
 
-    def _update(self, wanted: bool, norm: float | None) -> tuple[float, bool]:
+    def _update(self, apply_update: bool, norm: float | None) -> tuple[float, bool]:
         if self._stage == 0 and not self._rounded:  # here DeepSpeed would apply a gradient of NaN
             gradients = [p.grad for p in self._trained.values() if p.grad is not None]
             whole = torch.nn.utils.get_total_norm(gradients).item()
-            if not (wanted and math.isfinite(whole)):
+            if not (apply_update and math.isfinite(whole)):
                 self._engine.zero_grad()
                 return whole, False
             self._engine.step()
@@ -142,10 +137,8 @@ class DeepSpeedEngine(Engine):
         p: Any
         if self._stage < 3:
             for name, p in self._trained.items():
-                flat, piece = (
-                    self.optimizer.param_groups[self._group_of[name]]["params"][0],
-                    Piece(name, self._shapes[name]),
-                )
+                flat = self.optimizer.param_groups[self._group_of[name]]["params"][0]
+                piece = Piece(name, self._shapes[name])
                 if (mapping := p._hp_mapping) is not None:
                     start, address = mapping.lp_fragment_address.start, mapping.hp_fragment_address
                     piece = Piece(name, self._shapes[name], start, address.numel, address.start)

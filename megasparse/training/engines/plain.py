@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +29,6 @@ class TorchEngine(Engine):
                 p.data = p.data.bfloat16()
         self.optimizer = build_optimizer(self._masters.values(), config.optimizer)
 
-    def evaluate(self, tokens: Tensor, rng: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        with torch.no_grad():
-            return self.module(tokens, rng, *padding)
-
-    def _forward(self, tokens: Tensor, rng: Any, divisor: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.module(tokens, rng, **self._given(divisor))
-
     def _backward(self, objective: Tensor, micro_batches: int, last: bool, poison_gradient: bool) -> None:
         (objective / micro_batches).backward()
         if self._rounded:  # accumulate in fp32
@@ -50,22 +42,18 @@ class TorchEngine(Engine):
         self._norm = torch.nn.utils.get_total_norm([p.grad for p in self._masters.values() if p.grad is not None])
         return self._norm
 
-    def _update(self, wanted: bool, norm: float | None) -> tuple[float, bool]:
+    def _update(self, apply_update: bool, norm: float | None) -> tuple[float, bool]:
         assert norm is not None
-        applied = wanted and math.isfinite(norm)
+        applied = apply_update and math.isfinite(norm)
         if applied:
             if self._clipping > 0:
                 torch.nn.utils.clip_grads_with_norm_(self._masters.values(), self._clipping, self._norm)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self._round()
-        return norm, applied
-
-    @torch.no_grad()
-    def _round(self) -> None:
         if self._rounded:
             for name, p in self._trained.items():
-                p.copy_(self._masters[name])
+                p.data.copy_(self._masters[name])
+        return norm, applied
 
     def _state(self) -> Iterator[Fragment]:
         return whole_fragments(self._masters, self.optimizer)

@@ -41,15 +41,15 @@ def test_torch_says_of_the_host_what_is_recognised():
 
 
 def fail_in_step(monkeypatch, step: int, error: Exception) -> None:
-    forward, calls = TorchEngine._forward, []
+    backward, calls = TorchEngine._backward, []
 
     def failing(self, *arguments):
         calls.append(None)
         if len(calls) == step:
             raise error
-        return forward(self, *arguments)
+        return backward(self, *arguments)
 
-    monkeypatch.setattr(TorchEngine, "_forward", failing)
+    monkeypatch.setattr(TorchEngine, "_backward", failing)
 
 
 def test_a_pretraining_ends_with_a_table_of_what_was_held(tmp_path, monkeypatch, capsys):
