@@ -7,7 +7,6 @@ from tests.claims.claim import OUTPUT, Trials
 
 @pytest.fixture
 def trials(request, tmp_path):
-    """The trials of the claim and budget that the test is parametrised by."""
     case = request.param
     output = tmp_path if case.budget == "small" else OUTPUT
     return Trials(case, output / f"{case.name}-{case.budget}")

@@ -13,11 +13,9 @@ BLOCKS = {"reversible": ("reversible", "reversible"), "ordinary": ("ordinary", "
 
 
 def config_of(length, **settings):
-    """Return the quickstart's configuration with local and LSH attention, and other settings of `model`."""
     words = [f"model.{key}={value}" for key, value in {**settings, "max_length": length}.items()]
-    return load_config(
-        "quickstart_relu", [*words, f"data.sequence_length={length}", 'model.attention.pattern=["local","lsh"]']
-    )
+    words += [f"data.sequence_length={length}", 'model.attention.pattern=["local","lsh"]']
+    return load_config("quickstart_relu", words)
 
 
 def measure_memory(trial):
@@ -68,7 +66,6 @@ def measure_gradients(trial):
 
 
 def gradient(trial, dtype, states, settings):
-    """Return the gradient for one sequence of random tokens, as one vector in fp64."""
     length, layers = trial.settings["length"], trial.settings["layers"]
     config = config_of(length, layers=layers, blocks="reversible", activations=states, **settings)
     model = build_model(config.model, trial.seed, dtype)

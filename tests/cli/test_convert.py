@@ -20,7 +20,6 @@ main = door("convert from-hf")
 
 
 def saved(folder, **settings):
-    """A HuggingFace Reformer in a folder."""
     model = theirs(**settings)
     model.save_pretrained(folder)
     return model
@@ -31,7 +30,6 @@ def convert(model, output):
 
 
 def told(capsys, program, *arguments):
-    """What a command prints."""
     capsys.readouterr()
     run(program, *arguments)
     return capsys.readouterr().out
@@ -75,9 +73,8 @@ def test_the_first_byte_of_a_vocabulary_can_be_named(tmp_path):
     ):
         ours = opened.tensor("weight", name)
         assert torch.equal(ours[:256], original[2:]) and torch.equal(ours[256:], original[:2])
-    assert torch.equal(
-        opened.tensor("weight", "embedding.start")[0], model.reformer.embeddings.word_embeddings.weight[0]
-    )
+    start = opened.tensor("weight", "embedding.start")[0]
+    assert torch.equal(start, model.reformer.embeddings.word_embeddings.weight[0])
 
     data = prepared(tmp_path)
     result = tmp_path / "result.json"
@@ -104,7 +101,6 @@ def test_a_name_is_found_in_the_local_cache_alone(tmp_path, monkeypatch, capsys)
 
 
 def refuses(model, output, message, capsys):
-    """One line and exit code 2, and nothing is left."""
     capsys.readouterr()
     before = sorted(path.name for path in output.parent.iterdir())
     with pytest.raises(SystemExit) as stop:

@@ -26,7 +26,6 @@ def start(*words, program=("-m", "megasparse"), cwd=ROOT, stdout=subprocess.PIPE
 
 
 def ended(capsys, *words):
-    """Exit code, stdout and stderr of the command in this process."""
     with pytest.raises(SystemExit) as caught:
         main(words)
     out, err = capsys.readouterr()
@@ -81,10 +80,7 @@ def test_a_door_works_from_any_folder_and_under_deepspeed(tmp_path):
         (["pretrain", "quickstart", "--set", "training.stepz=1"], "training.stepz: "),
         (["pretrain", "--config", QUICKSTART, "--set", "deepspeed.zero_optimization.stge=1"], "deepspeed.zero_optim"),
         (["pretrain", "no/such.json"], "no/such.json: cannot be read"),
-        (
-            ["pretrain", "quickstrat"],
-            "quickstrat: cannot be read (no such file, and no such shipped configuration). Did",
-        ),
+        (["pretrain", "quickstrat"], "quickstrat: cannot be read (no such file, and no such shipped configuration). D"),
         (["pretrain"], "--config: no configuration is given. Name one"),
         (["pretrain", "quickstart", "--config", QUICKSTART], "--config: quickstart is given as well"),
         (["pretrian"], 'pretrian: there is no such subcommand. Did you mean "pretrain"?'),

@@ -23,7 +23,6 @@ def train(kind: str, *options: object) -> None:
 
 @pytest.fixture
 def books(tmp_path):
-    """A folder of files, one compressed, one without an end of its last line."""
     folder = tmp_path / "books"
     folder.mkdir()
     (folder / "a.txt").write_text(PROSE)

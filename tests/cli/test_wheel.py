@@ -49,10 +49,8 @@ def test_it_works_from_an_empty_folder(wheel, tmp_path):
     command = [sys.executable, "-P", "-c", ENTRY] if sys.version_info >= (3, 11) else [sys.executable, "-c", ENTRY]
 
     def megasparse(*words):
-        found = subprocess.run(
-            [*command, *words], cwd=tmp_path / "empty", env=environment, capture_output=True, text=True, check=True
-        )
-        return found.stdout
+        options = {"cwd": tmp_path / "empty", "env": environment, "text": True}
+        return subprocess.run([*command, *words], **options, capture_output=True, check=True).stdout
 
     assert "quickstart" in megasparse("configs").split()
     printed = json.loads(megasparse("pretrain", "quickstart", "--print-config"))

@@ -48,10 +48,8 @@ DECODER: dict[str, Any] = {
     "attention": {"pattern": ["local", "lsh", "full"], "local": {"chunk": 4}, "lsh": {"chunk": 4, "rounds": 2}},
 }  # fmt: skip
 HALF, ADAFACTOR = {"precision": "bf16"}, {"name": "adafactor"}
-TIED = {
-    "model": DECODER | {"tied_embeddings": True, "adaptive_cutoffs": [50, 120]},
-    "training": {"micro_batch": 1},
-}  # accumulated
+TIED = {"model": DECODER | {"tied_embeddings": True, "adaptive_cutoffs": [50, 120]}, "training": {"micro_batch": 1}}
+"""Accumulates over four micro-batches."""
 CHECKPOINTED = {"model": DECODER | {"blocks": "ordinary", "activations": "checkpoint", "label_smoothing": 0.1}}
 
 
@@ -75,9 +73,7 @@ GROUPS = {
     "bf16": Group({"training": HALF}, ("zero-0", "zero-2", "zero-3"), tolerance=1e-2),
     "adafactor": Group({"optimizer": ADAFACTOR}, ("zero-0", "zero-1", "zero-3")),
     "adafactor bf16": Group({"optimizer": ADAFACTOR, "training": HALF}, ("zero-1", "zero-3"), tolerance=1e-2),
-    "tied": Group(
-        TIED, ("zero-0", "zero-2", "zero-3"), resumes=False, writes=True
-    ),  # accumulates over four micro-batches
+    "tied": Group(TIED, ("zero-0", "zero-2", "zero-3"), resumes=False, writes=True),
     "checkpointed": Group(CHECKPOINTED, ("zero-2", "zero-3"), resumes=False, writes=True),
 }
 HALF_WAY = GROUPS["fp32"].steps // 2
@@ -90,7 +86,6 @@ RUNS = [
 
 
 def decoder_config(directory: Path, zero: str | None = None, **sections: dict[str, Any]) -> Config:
-    """Plain torch where no setting of ZeRO is named."""
     deepspeed = {"deepspeed": {"zero_optimization": ZERO[zero]}} if zero else {}
     return tiny_config(directory, "deepspeed" if zero else "torch", **{"model": DECODER, **sections, **deepspeed})
 
@@ -126,14 +121,12 @@ def run(
 
 
 def weights(engine: Engine, ranks: Ranks) -> dict[str, str]:
-    """A hash of the bits of every piece of the run's state, gathered from all ranks."""
     pieces = ((f"{f.kind} {f.name} {f.start}", f.memory.cpu().numpy().tobytes()) for f in engine.fragments())
     own = [[name, hashlib.sha256(bits).hexdigest()] for name, bits in pieces]
     return {key: value for part in ranks.gather(own) for key, value in part}
 
 
 def train_group(folder: Path, group: str, ranks: Ranks) -> dict[str, Any]:
-    """Runs straight through, and a new engine that goes on from what each saved half way."""
     settings, found, middle = GROUPS[group], dict[str, Any](), GROUPS[group].steps // 2
     for name in settings.zero:
         config = decoder_config(folder / f"{group} {name}", name, **settings.sections)
@@ -153,7 +146,6 @@ def train_group(folder: Path, group: str, ranks: Ranks) -> dict[str, Any]:
 
 
 def alone(folder: Path, group: str) -> dict[str, Any]:
-    """The same by plain torch."""
     settings, written = GROUPS[group], list[int]()
     config = decoder_config(folder / f"{group} torch", **settings.sections)
     straight, engine = run(config, Ranks(), 1, settings.steps, written=written if settings.writes else None)
@@ -211,7 +203,6 @@ def across(folder: Path, ranks: Ranks, checkpoints: dict[str, str]) -> dict[str,
 
 
 def adafactor_across(folder: Path, ranks: Ranks, checkpoint: Path) -> dict[str, list[str]]:
-    """The second half of a run from the checkpoint of ZeRO 3: under ZeRO 1, and on one rank by plain torch."""
     steps = GROUPS["adafactor"].steps
     config = decoder_config(folder / "across", "zero-1", optimizer=ADAFACTOR)
     losses, engine = run(config, ranks, steps // 2 + 1, steps, checkpoint=checkpoint)
@@ -221,7 +212,6 @@ def adafactor_across(folder: Path, ranks: Ranks, checkpoint: Path) -> dict[str, 
 
 
 def quick(folder: str) -> dict[str, Any]:
-    """A case of each promise, on each of two ranks."""
     ranks, path = start_ranks(tiny_config(folder, "deepspeed").run), Path(folder)
     report: dict[str, Any] = {"fast": train_group(path, "fast", ranks)}
     report["fast"]["torch"] = ranks.gather(alone(path, "fast") if ranks.rank == 0 else None)[0]
@@ -233,7 +223,6 @@ def quick(folder: str) -> dict[str, Any]:
 
 
 def everything(folder: str) -> dict[str, Any]:
-    """The other cases."""
     ranks, path = start_ranks(tiny_config(folder, "deepspeed").run), Path(folder)
     groups = [group for group in GROUPS if group != "fast"]
     report: dict[str, Any] = {group: train_group(path, group, ranks) for group in groups}
@@ -272,7 +261,6 @@ def trained(request, group):
 
 
 def difference(one: list[str], other: list[str]) -> float:
-    """Largest relative difference of two lists of numbers written as hexadecimal."""
     pairs = [(float.fromhex(a), float.fromhex(b)) for a, b in zip(one, other, strict=True)]
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
@@ -305,17 +293,14 @@ def test_resume_at_another_stage_or_number_of_ranks(report):
         assert difference(losses, expected) < 1e-6, name
 
 
-def test_what_is_not_finite_on_one_rank_is_skipped_on_all(fast):
-    assert_skipped(fast["skips"]["zero-2"])
+SKIPS = [*ZERO, *(f"{name} bf16" for name in GROUPS["bf16"].zero)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*ZERO, *(f"{name} bf16" for name in GROUPS["bf16"].zero)])
-def test_so_it_is_under_every_stage_and_precision(report, name):
-    assert_skipped(report["skips"][name])
-
-
-def assert_skipped(case: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("launch", "name"), [("fast", "zero-2"), *(pytest.param("report", n, marks=pytest.mark.slow) for n in SKIPS)]
+)
+def test_what_is_not_finite_on_one_rank_is_skipped_on_all(request, launch, name):
+    case = request.getfixturevalue(launch)["skips"][name]
     assert case["applied"] == [True, False, False, False, True, True, True]
     assert case["unchanged"] == [False, True, True, True, False, False, False]
     assert case["steps_done"] == 4

@@ -27,7 +27,6 @@ ZERO = {"zero_optimization": {"stage": 2}}
 
 
 def finetune(folder: Path, ranks: Ranks, engine: str) -> dict[str, Any]:
-    """Losses, gradient norms, and a validation of 11 examples in batches of 4."""
     sections = {
         "model": {**ENCODER, "attention": ATTENTION},
         "task": {"max_length": 128},

@@ -80,8 +80,6 @@ CASES = [(name, stage) for name, stages in STAGES.items() for stage in stages]
 
 
 class Pairs(DummyBatches):
-    """Records of two segments, of unlike lengths."""
-
     def __next__(self) -> Step:
         step = super().__next__()
         for batch in step.micro_batches:
@@ -92,13 +90,11 @@ class Pairs(DummyBatches):
 
 
 def config_of(folder: Path, model: dict[str, Any], stage: int | None = None, **sections: dict[str, Any]) -> Config:
-    """Plain torch where no stage of ZeRO is given."""
     zero = {} if stage is None else {"deepspeed": {"zero_optimization": {"stage": stage}}}
     return tiny_config(folder, "torch" if stage is None else "deepspeed", model=model, **zero, **sections)
 
 
 def losses(config: Config, ranks: Ranks, first: int = 1, last: int = STEPS, save: Saver | None = None) -> list[float]:
-    """Losses of steps first..last; with `save`, from its newest checkpoint, if any, to a new one."""
     newest = find_newest(save.directory) if save else None
     opened = Checkpoint.open(newest) if newest else None
     model: Any = build_model(config.model, 0)

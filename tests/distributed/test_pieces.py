@@ -99,9 +99,8 @@ def everything(folder: str) -> dict[str, Any]:
     checkpoint = Checkpoint.open(f"{folder}/start/checkpoints/00000000")
     for zero, precision, start in CASES:
         config = config_of(Path(folder), zero, precision)
-        engine = engine_of(
-            config, ranks, deferred_model(config.model, 0), checkpoint if start == "checkpoint" else None
-        )
+        saved = checkpoint if start == "checkpoint" else None
+        engine = engine_of(config, ranks, deferred_model(config.model, 0), saved)
         expected = whole_model(config, 5 if start == "checkpoint" else 0)
         covered = sum(f.numel for f in engine.fragments())
         found[f"{zero} {precision} {start}"] = [unlike(engine, expected, precision, start), covered]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasparse.config.attention import MECHANISMS
+from megasparse.config.attention import MECHANISMS, AttentionConfig
 from megasparse.config.schema import Config, RunConfig
 from megasparse.model.build import build_model
 from megasparse.model.stack import cut
@@ -48,6 +48,11 @@ SPLIT = [{"local": 2, "lha": 2}, {"lsh": 2, "full": 2}]
 PADDED = {"padding_token": PAD, "document_separator": SEPARATOR}
 ORDINARY = {"blocks": "ordinary", "activations": "stored"}
 
+
+def grouped(layers: AttentionConfig) -> AttentionConfig:
+    return layers.model_copy(update={"head_groups": 2})
+
+
 EXTRA: dict[str, dict[str, Any]] = {
     "split": {"attention": attention(*SPLIT)},
     "rotary": {"attention": attention(*SPLIT), "positions": {"kind": "rotary"}},
@@ -59,9 +64,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "whole words": {"attention": attention("lsh"), "masking": {"whole_words": True}},
     "parts": {"attention": attention(*SPLIT), **PARTS, "key_heads": 2},
     "head groups": {
-        "attention": attention("lsh", {"lha": 4, "yoso": 4}, lsh={"shared_qk": False}).model_copy(
-            update={"head_groups": 2}
-        ),
+        "attention": grouped(attention("lsh", {"lha": 4, "yoso": 4}, lsh={"shared_qk": False})),
         "heads": 8,
         "feed_forward_tiles": 3,
     },
@@ -73,7 +76,6 @@ RAGGED = [(kind, padded) for kind in ("decoder", "encoder") for padded in (False
 
 
 def model_of(kind: str, name: str, padded: bool) -> Any:
-    """4 heads, dropout, and of every weight a gradient: of 96 tokens, the longest 128."""
     settings = EXTRA.get(name) or {"attention": named(name)}
     fixed = {"kind": kind, "vocabulary": 260, "heads": 4, "layers": 2, "dropout": 0.1, "positions": AXIAL}
     config = small(**{**fixed, **settings, **(PADDED if padded else {})})
@@ -118,7 +120,6 @@ def gradients(model: Any, tokens: Tensor, divisor: float, **shared: Any) -> tupl
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """Largest, relative to the largest number expected."""
     assert found.isfinite().all() and expected.isfinite().all()
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
 
@@ -154,7 +155,6 @@ def compare(ranks: Ranks, model: Any, tokens: Tensor) -> dict[str, float]:
 
 
 def ragged(ranks: Ranks, kind: str, padded: bool) -> dict[str, float]:
-    """Loss of an evaluation window that does not divide among the ranks."""
     model, tokens = model_of(kind, "split", padded), batch_of(padded)[:, :-1]
     rng = RngContext.evaluation(0, len(tokens))
     with torch.no_grad():
@@ -182,7 +182,6 @@ def trained_config(folder: Path, engine: str, each: int = 2, **sections: dict[st
 
 
 def losses(config: Config, ranks: Ranks) -> list[float]:
-    """Of three steps of training."""
     found = dummy_steps(config, ranks, 3)
     return [v for r in found for v in (r.loss, r.grad_norm, r.statistics["accuracy"], float(r.tokens))]
 
@@ -200,7 +199,6 @@ def on_four_ranks(folder: str) -> list[float]:
 
 
 def on_two_ranks(folder: str, names: list[str]) -> dict[str, Any]:
-    """The cases of these names; with FAST, ZeRO 2 and ragged windows, else the other stages."""
     ranks = start_ranks(RunConfig(device="cpu"), 2)
     found = {" ".join(map(str, case)): compare(ranks, model_of(*case), batch_of(case[2])) for case in cases(names)}
     if "full" in names:
@@ -232,20 +230,16 @@ def alone(each: int = 2) -> list[float]:
     return losses(trained_config(Path("never"), "torch", each), Ranks())
 
 
-def test_a_training_on_two_ranks_is_that_on_one(fast):
-    assert fast["stage 2"] == pytest.approx(alone(), rel=1e-5)
+TRAININGS = [(stage, 2) for stage in (2, 0, 1, 3)] + [(2, 1), (3, 1)]
+"""(stage of ZeRO, heads of every mechanism)."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_so_is_one_of_another_stage(found, stage):
-    assert found[f"stage {stage}"] == pytest.approx(alone(), rel=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_so_is_one_of_mechanisms_of_one_head(found, stage):
-    assert found[f"stage {stage}, 1 head"] == pytest.approx(alone(1), rel=1e-5)
+@pytest.mark.parametrize(
+    ("stage", "each"), [pytest.param(*case, marks=() if case == (2, 2) else pytest.mark.slow) for case in TRAININGS]
+)
+def test_a_training_on_two_ranks_is_that_on_one(request, stage, each):
+    results = request.getfixturevalue("fast" if (stage, each) == (2, 2) else "found")
+    assert results[f"stage {stage}" + ", 1 head" * (each == 1)] == pytest.approx(alone(each), rel=1e-5)
 
 
 @pytest.mark.soak
@@ -263,17 +257,12 @@ def test_a_ragged_window_scores_as_on_one_rank(fast, kind, padded):
     assert max(fast[f"ragged {kind} {padded}"].values()) < 1e-6
 
 
-@pytest.mark.parametrize("case", cases(FAST), ids=str)
-def test_two_ranks_are_one(fast, case):
-    assert_equal(fast[" ".join(map(str, case))])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [case for case in cases() if case[1] not in FAST], ids=lambda case: " ".join(map(str, case))
+    "case", [pytest.param(c, id=" ".join(map(str, c)), marks=() if c[1] in FAST else pytest.mark.slow) for c in cases()]
 )
-def test_two_ranks_of_every_mechanism_and_variant_are_one(found, case):
-    assert_equal(found[" ".join(map(str, case))])
+def test_two_ranks_are_one(request, case):
+    results = request.getfixturevalue("fast" if case[1] in FAST else "found")
+    assert_equal(results[" ".join(map(str, case))])
 
 
 def assert_equal(worst: dict[str, float]) -> None:
@@ -285,17 +274,13 @@ FEW_HEADS: dict[str, dict[str, Any]] = {
     "split": {"attention": attention(*BOTH), "heads": 3},
     "stored, rotary": {"attention": attention(*BOTH), "heads": 3, **ORDINARY, "positions": {"kind": "rotary"}},
     "head groups": {
-        "attention": attention("lsh", {"lha": 2, "yoso": 2}, lsh={"shared_qk": False}).model_copy(
-            update={"head_groups": 2}
-        ),
+        "attention": grouped(attention("lsh", {"lha": 2, "yoso": 2}, lsh={"shared_qk": False})),
         "heads": 4,
         "key_heads": 2,
         "feed_forward_tiles": 3,
     },
     "sketches of two heads": {
-        "attention": attention(
-            "smart_bird", smart_bird={"sketch": "heads", "sketch_heads": 2, "objective": "attention"}
-        ),
+        "attention": named("smart_bird heads", sketch_heads=2),
         "heads": 4,
     },
 }
@@ -321,10 +306,9 @@ def model_of_few_heads(kind: str, name: str, padded: bool) -> Any:
 def few_heads_on_ranks(world: int) -> dict[str, Any]:
     definition.PLACES = 8  # so that each rank has a share of 96 places
     ranks = start_ranks(RunConfig(device="cpu"), world)
-    found = {
-        " ".join(map(str, case)): compare(ranks, model_of_few_heads(*case), batch_of(case[2]))
-        for case in cases_of_few_heads(world)
-    }
+    found = {}
+    for case in cases_of_few_heads(world):
+        found[" ".join(map(str, case))] = compare(ranks, model_of_few_heads(*case), batch_of(case[2]))
     torch.distributed.destroy_process_group()
     return found
 
@@ -360,9 +344,8 @@ def settings_of_pair(name: str, cross: str) -> dict[str, Any]:
     if name in PAIRS:
         given = dict(PAIRS[name])
         return given | {"source": {**given.pop("source", {}), "cross_attention": cross}}
-    decoder, encoder = (
-        named(name if there else "full", 0.1) for there in (can_be_causal(name), name in encoder_names())
-    )
+    decoder = named(name if can_be_causal(name) else "full", 0.1)
+    encoder = named(name if name in encoder_names() else "full", 0.1)
     bird = encoder.smart_bird.model_copy(update={"objective": "answer"})
     encoder = encoder.model_copy(update={"smart_bird": bird})
     return {"attention": decoder, "source": {"attention": encoder, "cross_attention": cross}}

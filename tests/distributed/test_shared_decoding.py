@@ -38,7 +38,6 @@ def model_of(name: str) -> Any:
 
 
 def keys_of(cache: Any) -> Iterator[KeyValueCache]:
-    """The keys and values that a mechanism's cache has."""
     if isinstance(cache, KeyValueCache):
         yield cache
     elif dataclasses.is_dataclass(cache):
@@ -57,7 +56,6 @@ def logits_of(model: Any, ranks: Ranks) -> tuple[Tensor, list[int]]:
 
 
 def compare(name: str, ranks: Ranks) -> dict[str, Any]:
-    """With what the first of the ranks finds alone."""
     model = model_of(name)
     found, heads = logits_of(model, ranks)
     expected, of_all = logits_of(model, Ranks()) if ranks.place == 0 else (torch.empty_like(found), heads)

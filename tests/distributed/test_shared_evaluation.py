@@ -87,7 +87,6 @@ def quality(checkpoint: Path, *overrides: str) -> dict[str, Any]:
 
 
 def on_two_ranks(folder: str) -> dict[str, Any]:
-    """The numbers of this rank, by the ranks that share a sequence and the case."""
     found = {}
     for sequence in SEQUENCE:
         for name, (model, options) in CASES.items():
@@ -157,20 +156,19 @@ def test_started_ranks_write_one_text(folder, capsys):
     assert ended.stdout == capsys.readouterr().out
 
 
-def test_what_one_rank_alone_does_is_refused(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [
+        (generate, ["--images", "3"], "--images: several ranks continue a decoder's text"),
+        (evaluate, ["--task", "table", "--source", "x.csv"], "--task: is evaluated by one rank, and 2 were started"),
+    ],
+)
+def test_what_one_rank_alone_does_is_refused(monkeypatch, capsys, command, words, message):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("megasparse.errors.leave", sys.exit)
-    given = ["--checkpoint", "runs/mine", "--images", 3]
-    assert "--images: several ranks continue a decoder's text" in refused(capsys, generate, *given)
+    assert message in refused(capsys, command, "--checkpoint", "runs/mine", *words)
 
 
 def test_all_ranks_write_one_text():
     with pytest.raises(ConfigError, match=r"parallel\.sequence: 1, but 2 ranks are to write one text\. Set it to 2"):
         shared_decoder(None, Ranks(0, 2))
-
-
-def test_a_task_is_evaluated_by_one_rank(monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("megasparse.errors.leave", sys.exit)
-    given = ["--task", "table", "--checkpoint", "runs/mine", "--source", "labelled.csv"]
-    assert "--task: is evaluated by one rank, and 2 were started" in refused(capsys, evaluate, *given)

@@ -52,7 +52,6 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_launched_run_goes_on_alone(folder):
-    """Four steps on two ranks and two on one, against six on one: with the held-out losses, of a ragged window too."""
     run(pretrain, "--config", write_run(folder / "alone", folder / "data"))
     shared, zero = folder / "shared", {"zero_optimization": {"stage": 2}}
     config = write_run(shared, folder / "data", deepspeed=zero, **SHARED)

@@ -6,7 +6,6 @@ import pytest
 
 
 def run(program: Any, *arguments: object) -> None:
-    """Run an entry point, or the `main` of a launcher, with arguments."""
     getattr(program, "main", program)([str(argument) for argument in arguments])
 
 

@@ -9,9 +9,7 @@ from torch import Tensor
 from tests.helpers.models import Single, training_draws
 
 
-def gradients(
-    model: Any, tokens: Tensor, step: int = 0, call: Callable[..., Any] | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
+def gradients(model: Any, tokens: Tensor, step: int = 0, call: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
     """The objective of a training step and its gradients by name. call: what computes it in place of the model."""
     model.zero_grad()
     objective, _ = (model if call is None else call)(tokens, training_draws(len(tokens), step))
@@ -20,7 +18,6 @@ def gradients(
 
 
 def error(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    """Relative error of the whole gradient, given by names."""
     difference = sum(((ours[n].double() - exact[n].double()) ** 2).sum() for n in exact)
     return float((difference / sum((exact[n].double() ** 2).sum() for n in exact)) ** 0.5)
 

@@ -12,6 +12,8 @@ from megasparse.config.load import load_settings
 from megasparse.config.schema import Config
 from megasparse.runs import comparison
 
+LAUNCHED = re.compile(r"(?:deepspeed|torchrun) .*?(?:launch/(?=\w+\.py )|-m megasparse )([\w-]+)(?:\.py)?(.*)")
+
 
 def commands(text: str) -> list[list[str]]:
     """Return the words of every command in an indented block or a bash fence, as `megasparse` takes them: continued
@@ -21,9 +23,7 @@ def commands(text: str) -> list[list[str]]:
     block = re.sub(r"\\\n\s*", " ", "\n".join(re.findall(r"^ {4,}(.*)$", text, re.M)))
     found = []
     for line in _unrolled(block.splitlines()):
-        if launched := re.match(
-            r"(?:deepspeed|torchrun) .*?(?:launch/(?=\w+\.py )|-m megasparse )([\w-]+)(?:\.py)?(.*)", line
-        ):
+        if launched := LAUNCHED.match(line):
             line = "".join(("megasparse ", *launched.groups()))
         if line.startswith("megasparse ") and "..." not in line:
             found.append(shlex.split(line, comments=True)[1:])
@@ -42,9 +42,8 @@ def _unrolled(lines: list[str]) -> Iterator[str]:
             depth += {"for": 1, "done": -1}.get(lines[end].split()[0], 0)
             end += 1
         for value in loop[2].split():
-            yield from _unrolled(
-                [re.sub(rf"\$({loop[1]}\b|{{{loop[1]}}})", value, inner) for inner in lines[: end - 1]]
-            )
+            name = rf"\$({loop[1]}\b|{{{loop[1]}}})"
+            yield from _unrolled([re.sub(name, value, inner) for inner in lines[: end - 1]])
         lines = lines[end:]
 
 
@@ -61,9 +60,8 @@ def runs(words: list[str]) -> list[Config | FinetuneConfig]:
         return [] if _is_own(config) else [load_settings(config, args.set, kind)]
     if name == "compare" and not _is_own(args.comparison):
         parts = comparison.load(args.comparison, args.corpora).values()
-        planned = [
-            run for part in parts for run in comparison.runs_of(part, Path("runs"), args.arms, args.seeds, args.set)
-        ]
+        options = Path("runs"), args.arms, args.seeds, args.set
+        planned = [run for part in parts for run in comparison.runs_of(part, *options)]
         return [config for run in planned for config in runs(run.training)]
     return []
 

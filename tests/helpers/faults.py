@@ -82,7 +82,6 @@ class Run:
         self.launch(command, MEGASPARSE_FAULTS=injected)
 
     def launch(self, command: list[str], **environment: str) -> None:
-        """Start any command as this run's launcher."""
         self.starts += 1
         self.began = time.monotonic()
         self.shared_memory = set(os.listdir("/dev/shm"))
@@ -107,7 +106,6 @@ class Run:
         return self.process.pid
 
     def rank(self, number: int) -> int:
-        """Process id of a rank."""
         return int((self.folder / f"rank-{number}.pid").read_text())
 
     def note(self, number: int) -> dict[str, Any] | None:
@@ -124,7 +122,6 @@ class Run:
         return note
 
     def wait_for_step(self, step: int) -> None:
-        """Until metrics.jsonl has the line of `step`."""
         self.wait_until(lambda: max(self.losses(), default=0) >= step)
 
     def wait_until(self, true: Callable[[], bool]) -> None:
@@ -241,7 +238,6 @@ def patience() -> float:
 
 
 def is_alive(pid: int) -> bool:
-    """It exists, and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except (FileNotFoundError, ProcessLookupError):

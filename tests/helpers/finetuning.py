@@ -66,7 +66,6 @@ def bert(folder: Path, **changes: Any) -> Path:
 
 
 def write_tokenizer(folder: Path, values: dict[str, Any]) -> None:
-    """Write a tokenizer that AutoTokenizer reads."""
     written(folder, values)
     special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special, "mask_token": "[MASK]"}
@@ -130,7 +129,6 @@ def configured(run: Path, source: Path, /, **sections: Any) -> FinetuneConfig:
 
 
 def form_for(config: FinetuneConfig) -> Form:
-    """The form of the configuration's task."""
     return form_of(build_task(config.task), config)
 
 
@@ -139,7 +137,6 @@ def opened(run: Path, source: Path, /, **sections: Any) -> TaskRun:
 
 
 def launch(run: Path, source: Path, /, *arguments: str, **sections: Any) -> list[dict[str, Any]]:
-    """Runs launch/finetune.py. Returns the lines of its metrics.jsonl."""
     file = run.with_suffix(".json")
     file.write_text(json.dumps(settings(run, source, **sections)))
     typed(finetune, "--config", file, *arguments)
@@ -157,10 +154,8 @@ def typed(launcher: Any, *arguments: Any) -> None:
 def plain(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Metrics by step without those of the clock; of a step that was written twice the later one."""
     by_step = {line["step"]: line for line in lines if "step" in line}
-    return [
-        {name: value for name, value in line.items() if not name.startswith(TIMES) and name != "time"}
-        for _, line in sorted(by_step.items())
-    ]
+    lines = [by_step[step] for step in sorted(by_step)]
+    return [{k: v for k, v in line.items() if not k.startswith(TIMES) and k != "time"} for line in lines]
 
 
 def assert_resumes(folder: Path, source: Path, stop: int, **sections: Any) -> list[dict[str, Any]]:
@@ -190,5 +185,4 @@ def config_of(folder: Path, start: dict[str, Any], **sections: Any) -> FinetuneC
 
 
 def open_start(config: FinetuneConfig, labels: int) -> Start:
-    """What the run starts from, for the form of its task."""
     return starts.open_start(config, form_for(config), labels)

@@ -77,7 +77,6 @@ class Host:
             host.do("ip", "link", "set", "eth0", "up")
 
     def know(self, names: Path) -> None:
-        """Take a file for /etc/hosts."""
         self.do("mount", "--bind", str(names), "/etc/hosts")
 
     def serve_ssh(self, folder: Path) -> None:

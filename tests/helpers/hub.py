@@ -36,7 +36,6 @@ def made(config: ModelConfig, seed: int = SEED) -> Model:
 
 
 def checkpoint(config: ModelConfig, run: Path) -> tuple[Model, Path]:
-    """A made model, and a checkpoint of it in the run's folder `run`."""
     model = made(config)
     source = 0 if config.source is None else config.source.length
     whole = Config(run=RunConfig(seed=SEED), model=config, data=DataConfig(sequence_length=source + 64))
@@ -50,7 +49,6 @@ def write_model(config: Config, model: Model, run: Path) -> Path:
 
 
 def load(form: Format, folder: Path) -> Imported:
-    """What a format makes of the model in a folder."""
     return form.load(json.loads((folder / "config.json").read_text()), TensorFile.open(folder))
 
 

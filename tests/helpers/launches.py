@@ -126,7 +126,6 @@ def count_step(config: Config) -> dict[str, Counts]:
 
 
 def total(passes: dict[str, Counts]) -> Counts:
-    """Both passes' counts together."""
     both = Counts()
     for counts in passes.values():
         for name in ("torch", "kernels", "moved", "flops", "transfers", "host"):

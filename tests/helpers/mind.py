@@ -31,11 +31,9 @@ def mind(folder: Path, train: int, dev: int, seed: int = 0, each: int = 20, cold
     news of a topic. cold: share of impressions without a history.
     """
     drawn = random.Random(seed)
-    titles = {
-        f"N{topic}{number}": " ".join(drawn.sample(words, 3))
-        for topic, words in enumerate(WORDS.values())
-        for number in range(each)
-    }
+    titles = {}
+    for topic, words in enumerate(WORDS.values()):
+        titles |= {f"N{topic}{number}": " ".join(drawn.sample(words, 3)) for number in range(each)}
     news = [news_row(name, title) for name, title in titles.items()]
     for inner, count in (("train", train), ("dev", dev), ("test", 5)):
         rows = []

@@ -97,7 +97,6 @@ def kind_of(name: str) -> str:
 
 
 def all_names() -> list[str]:
-    """Every mechanism there is, and its variants."""
     return [*MECHANISMS, *(name for name, (kind, _) in VARIANTS.items() if kind in MECHANISMS)]
 
 
@@ -106,12 +105,10 @@ def can_be_causal(kind: str) -> bool:
 
 
 def causal_names() -> list[str]:
-    """Those that decoders can have."""
     return [name for name in all_names() if can_be_causal(kind_of(name))]
 
 
 def encoder_names() -> list[str]:
-    """Those that encoders can have."""
     return [name for name in all_names() if getattr(AttentionConfig(), kind_of(name)).causal_only is None]
 
 
@@ -149,21 +146,17 @@ EVERY = by_path("name,causal", CASES)
 
 
 def in_stack(causal: bool) -> dict[str, Any]:
-    """The settings of a decoder, or of an encoder."""
     return {"kind": "decoder" if causal else "encoder"}
 
 
 def strict_names() -> list[str]:
-    """Those that are strictly causal."""
     return [n for n in causal_names() if build_mechanism(kind_of(n), small(attention=named(n)), 2).leak is None]
 
 
 def small(pattern: tuple[Any, ...] = ("local", "lsh", "full"), **changes: Any) -> ModelConfig:
     """128 positions, 32 wide, 2 heads, 3 layers; any field can be changed."""
-    settings: dict[str, Any] = dict(
-        max_length=128, layers=3, d_model=32, d_ff=64, heads=2, positions=AXIAL, attention=attention(*pattern)
-    )
-    return ModelConfig(**{**settings, **changes})
+    settings: dict[str, Any] = dict(max_length=128, layers=3, d_model=32, d_ff=64, heads=2, positions=AXIAL)
+    return ModelConfig(**{**settings, "attention": attention(*pattern), **changes})
 
 
 def small_pair(pattern: tuple[Any, ...] = ("local", "lsh", "full"), **changes: Any) -> ModelConfig:
@@ -172,9 +165,8 @@ def small_pair(pattern: tuple[Any, ...] = ("local", "lsh", "full"), **changes: A
     changes: any field; source: any of its own.
     """
     source = {"length": 40, "layers": 2, "attention": attention("full", "lsh"), **changes.pop("source", {})}
-    return small(
-        pattern, **{"kind": "encoder_decoder", "vocabulary": 260, "padding_token": 258, **changes}, source=source
-    )
+    settings = {"kind": "encoder_decoder", "vocabulary": 260, "padding_token": 258, **changes, "source": source}
+    return small(pattern, **settings)
 
 
 def padded_pairs(batch: int, target: int, source: int = 40, padding: int = 258, seed: int = 0) -> Tensor:

@@ -38,9 +38,8 @@ def gradients(attention, heads):
 
 
 def assert_equal(ours, exact, bar=1e-10):
-    torch.testing.assert_close(
-        dict(zip(NAMES, ours, strict=True)), dict(zip(NAMES, exact, strict=True)), rtol=bar, atol=bar
-    )
+    ours, exact = (dict(zip(NAMES, values, strict=True)) for values in (ours, exact))
+    torch.testing.assert_close(ours, exact, rtol=bar, atol=bar)
 
 
 def assert_same_bits(ours, other):

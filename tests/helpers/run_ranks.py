@@ -54,9 +54,8 @@ def run_ranks(function: Callable[..., Any], world_size: int = 2, timeout: float 
             process.kill()
             process.join()
         output = [Path(f"{folder}/{rank}.txt") for rank in range(world_size)]
-        said = "\n".join(
-            f"rank {rank}: {file.read_text() if file.exists() else ''}" for rank, file in enumerate(output)
-        )
+        texts = (file.read_text() if file.exists() else "" for file in output)
+        said = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
         codes = [process.exitcode for process in processes]
         assert codes == [0] * world_size, f"exit codes {codes} (limit {timeout} s)\n{said}"
         return [json.loads(Path(f"{folder}/{rank}.json").read_text()) for rank in range(world_size)]

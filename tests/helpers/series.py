@@ -25,10 +25,8 @@ TASK: dict[str, Any] = {"name": "series", "max_length": 12, "forecast": {"horizo
 def numbers(rows: int, seed: int = 0) -> list[list[float]]:
     """A day's wave with noise, of three columns of different means and spreads."""
     drawn = random.Random(seed)
-    return [
-        [10 * c + (c + 1) * (math.sin(i * math.pi / 12 + c) + drawn.gauss(0, 0.2)) for c in range(3)]
-        for i in range(rows)
-    ]
+    waves = ([math.sin(i * math.pi / 12 + c) + drawn.gauss(0, 0.2) for c in range(3)] for i in range(rows))
+    return [[10 * c + (c + 1) * value for c, value in enumerate(wave)] for wave in waves]
 
 
 def write(file: Path, values: list[list[Any]], start: datetime = START, step: timedelta = HOUR) -> Path:

@@ -58,11 +58,9 @@ class Slurm:
         self.wait_until(lambda: self.idle() == len(hosts))
 
     def idle(self) -> int:
-        """Nodes that have nothing to do."""
         return int(self.first.do("sinfo", "-h", "-p", "usual", "-t", "idle", "-o", "%D") or 0)
 
     def submit(self, *arguments: str, folder: Path, environment: dict[str, str]) -> str:
-        """The number of the new job."""
         variables = [f"{name}={value}" for name, value in environment.items()]
         return self.first.do("env", *variables, "sbatch", "--parsable", *arguments, folder=folder).strip()
 

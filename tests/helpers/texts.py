@@ -39,7 +39,6 @@ def parallel(folder: Path, number: int = 40, validation: int = 8, seed: int = 0)
 
 
 def sections(**changes: Any) -> dict[str, Any]:
-    """Settings of a run of tests/helpers/finetuning.py on such a folder."""
     task = {
         "name": "parallel_text", "max_length": 40, "text": ["en"], "label": "de",
         "generation": {"target_length": 24, "beams": 2},
@@ -48,7 +47,6 @@ def sections(**changes: Any) -> dict[str, Any]:
 
 
 def text_model(config: ModelConfig) -> TextModel:
-    """All of whose weights are random."""
     body = SequenceToSequenceBody(config)
     body.stack.load_state_dict(made(config).state_dict())
     return TextModel(body).eval()

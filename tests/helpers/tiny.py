@@ -108,7 +108,6 @@ def tiny_engine(
 
 
 def train_steps(engine: Engine, config: RunSettings, first: int, last: int, rate: float = 0.01) -> list[float]:
-    """Losses of steps first..last on dummy data."""
     batches = DummyBatches(config, engine.ranks, (first - 1) * config.training.global_batch)
     steps = zip(range(first, last + 1), batches, strict=False)
     return [engine.train_step(data.micro_batches, step, rate).loss for step, data in steps]
@@ -143,7 +142,6 @@ def tiny_run(
 
 
 def read_metrics(run: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl, or of another such file."""
     return [json.loads(line) for line in (run / file).read_text().splitlines()]
 
 

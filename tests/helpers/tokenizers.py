@@ -6,6 +6,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
 from megasparse.data.corpora.corpus import LineSample
 from megasparse.data.corpora.source import Source
 from megasparse.data.tokenizers.huggingface import alphabet
@@ -51,68 +53,40 @@ def sentencepiece_model(model_type: str = "unigram", vocabulary: int = 420) -> b
     return train_sentencepiece(LineSample(source, 20_000).lines(), vocabulary, model_type, 0.9995)
 
 
+def _saved(model: models.Model, names: list[str | AddedToken], **parts: Any) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    for part, value in parts.items():
+        setattr(tokenizer, part, value)
+    tokenizer.add_special_tokens(names)
+    return tokenizer
+
+
 def wordpiece() -> dict[str, Any]:
     """A tokenizer.json as BERT's uncased ones are, with what published ones have besides."""
     words = ["the", "atten", "##tion", "of", "a", "model", "##s", "un", "##able", "[", "]", ".", ",", "mask", "'", "!"]
     letters = "abcdefghijklmnopqrstuvwxyz0123456789"
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     pieces = [*names, *words, *letters[1:], *(f"##{letter}" for letter in letters if letter != "s"), "\u00b7"]
-    return {
-        "version": "1.0",
-        "truncation": {"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"},
-        "padding": {
-            "strategy": {"Fixed": 128}, "direction": "Right", "pad_to_multiple_of": None,
-            "pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]",
-        },
-        "added_tokens": [_added(token, name) for token, name in enumerate(names)],
-        "normalizer": {
-            "type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True,
-            "strip_accents": None, "lowercase": True,
-        },
-        "pre_tokenizer": {"type": "BertPreTokenizer"},
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [
-                {"SpecialToken": {"id": "[CLS]", "type_id": 0}},
-                {"Sequence": {"id": "A", "type_id": 0}},
-                {"SpecialToken": {"id": "[SEP]", "type_id": 0}},
-            ],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {
-                name: {"id": name, "ids": [names.index(name)], "tokens": [name]} for name in ("[CLS]", "[SEP]")
-            },
-        },
-        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
-        "model": {
-            "type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
-            "max_input_chars_per_word": 100, "vocab": {piece: token for token, piece in enumerate(pieces)},
-        },
-    }  # fmt: skip
+    model = models.WordPiece({piece: token for token, piece in enumerate(pieces)}, unk_token="[UNK]")
+    frame = processors.TemplateProcessing("[CLS] $A [SEP]", "$A $B:1", [("[CLS]", 2), ("[SEP]", 3)])
+    normalizer, split = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    parts = {"normalizer": normalizer, "pre_tokenizer": split, "post_processor": frame, "decoder": decoders.WordPiece()}
+    tokenizer = _saved(model, names, **parts)
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=128)
+    return dict(json.loads(tokenizer.to_str()))
 
 
 def byte_level(merges: tuple[tuple[str, str], ...] = (("t", "h"), ("th", "e"), ("\u0120", "the"))) -> dict[str, Any]:
-    """A tokenizer.json as RoBERTa's are."""
+    """A tokenizer.json as RoBERTa's are, with merges as texts, which tokenizers wrote before 2024."""
     names = ["<s>", "<pad>", "</s>", "<unk>"]
     pieces = [*names, *alphabet(), *("".join(pair) for pair in merges), "<mask>"]
-    split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    return {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "pre_tokenizer": split,
-        "added_tokens": [
-            *(_added(token, name) for token, name in enumerate(names)),
-            {**_added(len(pieces) - 1, "<mask>"), "lstrip": True},
-        ],
-        "post_processor": {
-            "type": "RobertaProcessing", "sep": ["</s>", 2], "cls": ["<s>", 0],
-            "trim_offsets": True, "add_prefix_space": False,
-        },
-        "decoder": split,
-        "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "",
-            "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-            "vocab": {piece: token for token, piece in enumerate(pieces)},
-            "merges": [" ".join(pair) for pair in merges],
-        },
-    }  # fmt: skip
+    model = models.BPE({piece: token for token, piece in enumerate(pieces)}, list(merges))
+    split, frame = pre_tokenizers.ByteLevel(False), processors.RobertaProcessing(("</s>", 2), ("<s>", 0), True, False)
+    names = [*names, AddedToken("<mask>", lstrip=True)]
+    values = json.loads(_saved(model, names, pre_tokenizer=split, post_processor=frame).to_str())
+    texts = {"continuing_subword_prefix": "", "end_of_word_suffix": "", "merges": [" ".join(pair) for pair in merges]}
+    return {**values, "decoder": values["pre_tokenizer"], "model": {**values["model"], **texts}}
 
 
 def unigram() -> dict[str, Any]:
@@ -120,20 +94,9 @@ def unigram() -> dict[str, Any]:
     names = ["<s>", "<pad>", "</s>", "<unk>"]
     pieces = [(name, 0.0) for name in names] + [("\u2581the", -2.0), ("\u2581", -2.5), ("ing", -4.0)]
     pieces += [(letter, -5.0) for letter in "abcdefghijklmnopqrstuvwxyz<>/\u00e9,."] + [("<mask>", 0.0)]
-    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
-    return {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": {"type": "NFKC"},
-        "added_tokens": [
-            *(_added(token, name) for token, name in enumerate(names)), _added(len(pieces) - 1, "<mask>"),
-        ],
-        "pre_tokenizer": metaspace, "post_processor": None, "decoder": metaspace,
-        "model": {"type": "Unigram", "unk_id": 3, "vocab": [list(piece) for piece in pieces], "byte_fallback": False},
-    }  # fmt: skip
-
-
-def _added(token: int, name: str) -> dict[str, Any]:
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return {"id": token, "content": name, **flags}
+    parts = {"pre_tokenizer": pre_tokenizers.Metaspace(), "decoder": decoders.Metaspace()}
+    model = models.Unigram(pieces, 3, False)
+    return dict(json.loads(_saved(model, [*names, "<mask>"], normalizer=normalizers.NFKC(), **parts).to_str()))
 
 
 def written(folder: Path, values: dict[str, Any], name: str = "tokenizer.json") -> Path:

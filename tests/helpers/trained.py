@@ -26,9 +26,7 @@ def prepared(folder: Path, size: int = 4000) -> Path:
     return prepare_text(folder / "source.txt", folder / "data")
 
 
-def trained(
-    data: Path, run: Path, pattern: list[Any], steps: int, /, **sections: dict[str, Any]
-) -> list[dict[str, float]]:
+def trained(data: Path, run: Path, pattern: list[Any], steps: int, /, **sections: Any) -> list[dict[str, float]]:
     """Train a model of 64 positions, 4 heads and a layer for each entry of the pattern into the folder `run`, and
     end as the command does. Returns the lines of its metrics.jsonl.
     """

@@ -15,11 +15,8 @@ FRAMES, FILES = 18, 20
 def test_a_forward_of_two_lsh_layers_is_shallow():
     attention = {"pattern": ["lsh"], "lsh": {"chunk": 16, "rounds": 2, "buckets": 16}}
     sizes = {"layers": 2, "d_model": 32, "d_ff": 64, "heads": 2, "vocabulary": 64, "max_length": 256}
-    model, tokens, draws = (
-        build_model(ModelConfig(attention=attention, **sizes), 0),
-        random_tokens(1, 256, 64),
-        training_draws(1),
-    )
+    model = build_model(ModelConfig(attention=attention, **sizes), 0)
+    tokens, draws = random_tokens(1, 256, 64), training_draws(1)
     frames, deepest, files = [], [], set()
 
     def see(frame, event, argument):

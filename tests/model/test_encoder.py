@@ -28,7 +28,6 @@ def asked(model, tokens, rng, padding=None):
 
 
 def text(batch, length, seed=0):
-    """Letters in words of 0 to some letters, after a space each."""
     generator = torch.Generator().manual_seed(seed)
     letters = torch.randint(97, 123, (batch, length), generator=generator)
     return letters.masked_fill(torch.rand(batch, length, generator=generator) < 0.2, SPACE)
@@ -80,7 +79,6 @@ def test_only_text_is_masked_and_as_much_as_is_counted(kind, whole_words, rate):
 
 
 def test_whole_words_are_masked_but_for_the_one_that_is_cut():
-    """Words by another definition: split at spaces that begin them."""
     masking = MaskingConfig(rate=0.3, token=MASK, whole_words=True)
     model = encoder(masking=masking, padding_token=PAD, sentence_order=ORDER)
     model.set_word_starts(torch.arange(VOCABULARY) == SPACE)
@@ -109,7 +107,6 @@ def test_whole_words_are_masked_but_for_the_one_that_is_cut():
 
 
 def test_a_word_begins_behind_a_separator():
-    """One of two words is masked, either of them."""
     model = encoder(masking=MaskingConfig(rate=0.5, token=MASK, whole_words=True), document_separator=SEPARATOR)
     model.set_word_starts(torch.zeros(VOCABULARY, dtype=torch.bool))
     tokens = torch.tensor([[*b"abc", SEPARATOR, *b"def", SEPARATOR]]).expand(40, -1)
@@ -126,10 +123,9 @@ def test_words_that_no_one_told_are_a_clear_error():
 
 
 def test_a_random_token_is_never_a_reserved_one():
-    ids = dict(
-        padding_token=0, sentence_order=SentenceOrderConfig(separator=2), masking=MaskingConfig(token=3, rate=0.9)
-    )
-    model = build_model(small(("full",), kind="encoder", layers=1, vocabulary=6, **ids), 0)
+    ids = dict(padding_token=0, sentence_order=SentenceOrderConfig(separator=2))
+    ids |= dict(masking=MaskingConfig(token=3, rate=0.9), vocabulary=6)
+    model = build_model(small(("full",), kind="encoder", layers=1, **ids), 0)
     tokens = torch.full((300, 100), 5)
     read, scored = asked(model, tokens, training_draws(300))
     shares = read[scored].bincount(minlength=6) / scored.sum()
@@ -146,11 +142,8 @@ def test_masks_are_a_function_of_seed_step_and_sample_alone(whole_words):
     assert torch.equal(read, again[0]) and torch.equal(scored, again[1])
     part = asked(model, tokens[2:], RngContext(0, 0, torch.tensor([2, 3]), training=True))
     assert torch.equal(read[2:], part[0]) and torch.equal(scored[2:], part[1])
-    for other in (
-        training_draws(4, step=1),
-        RngContext(1, 0, torch.arange(4), True),
-        RngContext(0, 0, torch.arange(4, 8), True),
-    ):
+    for seed, step, first in ((0, 1, 0), (1, 0, 0), (0, 0, 4)):
+        other = RngContext(seed, step, torch.arange(first, first + 4), training=True)
         assert not torch.equal(scored, asked(model, tokens, other)[1])
     assert not torch.equal(scored[0], scored[1])
     fixed = asked(model, tokens, RngContext.evaluation(0, 4))[1]

@@ -23,7 +23,6 @@ class Equations:
         self.weights, self.heads = weights, heads
 
     def __call__(self, source, target, padding):
-        """Mean nats of a real token of the target."""
         w, real = self.weights, source != padding
         x = w["encoder.embedding.weight" if "encoder.embedding.weight" in w else "embedding.weight"][source]
         x1 = x2 = e = x + w["encoder.embedding.positions.table"][: source.shape[1]]
@@ -141,7 +140,6 @@ def test_a_sketch_of_the_encoder_learns_the_tokens_of_the_target():
 
 
 def test_the_encoder_draws_for_itself(monkeypatch):
-    """Same weights, same input: with dropout the two stacks must not have the same masks."""
     model = build_model(small_pair(("full",), dropout=0.5, source={"attention": attention("full")}), 0)
     kept = []
     for block in (model.layers[0], model.encoder.layers[0]):
@@ -188,9 +186,8 @@ def test_padding_is_seen_by_nothing_and_not_told(cross):
     assert model.count_scored(tokens) == scores.scored.sum()
     other = model.embedding.weight.data
     other[258] += 1.0
-    assert torch.equal(
-        model.token_scores(tokens, RngContext.evaluation(7, 3)).nats[scores.scored], scores.nats[scores.scored]
-    )
+    again = model.token_scores(tokens, RngContext.evaluation(7, 3))
+    assert torch.equal(again.nats[scores.scored], scores.nats[scores.scored])
     short = tokens[2:, S:]  # a source whose padding is not there at all
     memory = model.encode(tokens[2:, : S - 6], seed=7)
     logits = model.prefill(short[:, :4], model.new_cache(1, seed=7, memory=memory))

@@ -46,7 +46,6 @@ def probabilities(head, streams):
 
 
 def defined(head, streams, targets):
-    """−ln p of each target, and where it is the largest."""
     p = probabilities(head, streams)
     target = p.gather(-1, targets[..., None]).squeeze(-1)
     return -target.log(), target == p.max(-1).values

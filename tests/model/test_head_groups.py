@@ -37,7 +37,6 @@ def grouped(config, groups):
 
 
 def step(config, tokens, dtype=torch.float64):
-    """The objective of a training step, its statistics and gradients."""
     model = build_model(config, 0, dtype)
     objective, statistics = model(tokens, training_draws(len(tokens), 3))
     objective.backward()
@@ -57,14 +56,12 @@ def assert_same(config, groups, tokens=None, tolerance=1e-9):
         own = parts[2][name]
         assert (own is None) == (exact is None), name
         if exact is not None:
-            torch.testing.assert_close(
-                own, exact, rtol=0, atol=tolerance * max(exact.abs().max().item(), 1e-12), msg=name
-            )
+            bar = tolerance * max(exact.abs().max().item(), 1e-12)
+            torch.testing.assert_close(own, exact, rtol=0, atol=bar, msg=name)
 
 
 @EVERY
 def test_every_mechanism_computes_what_it_does_with_all_heads_at_once(name, causal):
-    """With dropout, tiles that do not divide the length, and what mechanisms learn; in one reversible layer."""
     settings = {"heads": 4, "layers": 1, "dropout": 0.1, "feed_forward_tiles": 3, "vocabulary": 257}
     config = small(attention=named(name), kind="decoder" if causal else "encoder", **settings, **REVERSIBLE)
     assert_same(config, 2)
@@ -103,7 +100,6 @@ def test_in_float32_losses_are_the_same_to_a_millionth():
 
 
 def test_full_attention_in_groups_is_its_definition():
-    """softmax(q·kᵀ/√D)·v of each head, from the layer's weights, in float64; forward and gradients."""
     config = grouped(small(("full",), heads=4, layers=1, feed_forward_tiles=3, positions={"kind": "sinusoidal"}), 2)
     branch = build_model(config, 0, torch.float64).blocks[0].attention
     x = torch.randn(2, 50, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)

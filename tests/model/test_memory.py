@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from megasparse.attention.local import LocalAttentionConfig
-from megasparse.attention.lsh import LSHAttentionConfig
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import build_model
 from tests.helpers.blocks import smaller_blocks
@@ -16,9 +14,7 @@ LENGTH, D_FF = 1024, 4096
 
 def step_memory(**changes) -> PeakMemory:
     """Activations of the second step: weights and their gradients exist before it."""
-    layers = attention("local", "lsh").model_copy(
-        update={"local": LocalAttentionConfig(chunk=64), "lsh": LSHAttentionConfig(chunk=64, rounds=1)}
-    )
+    layers = attention("local", "lsh", local={"chunk": 64}, lsh={"chunk": 64, "rounds": 1})
     settings = dict(max_length=LENGTH, layers=2, d_model=256, d_ff=256, heads=2, head_dim=16, attention=layers)
     model = build_model(ModelConfig(**{**settings, **changes}), seed=0)
     for parameter in model.parameters():
@@ -74,9 +70,8 @@ class Allocations(PeakMemory):
 
 
 def step(groups, **changes):
-    own = attention("lsh").model_copy(
-        update={"lsh": LSHAttentionConfig(chunk=16, rounds=1, buckets=16, shared_qk=False), "head_groups": groups}
-    )
+    own = attention("lsh", lsh={"chunk": 16, "rounds": 1, "buckets": 16, "shared_qk": False})
+    own = own.model_copy(update={"head_groups": groups})
     settings = {"layers": 1, **changes, "d_model": WIDTH, "d_ff": 512, "heads": HEADS, "vocabulary": 128}
     tiles = {"feed_forward_tiles": 32, "loss_tiles": 32}
     rotary = {"kind": "rotary"}

@@ -48,7 +48,6 @@ def test_an_encoder_is_equivariant_to_padding(name, positions, style):
 
 
 def documents():
-    """Two of 24 and of 36 tokens, each with its separator."""
     first, second = random_tokens(1, 24, seed=1), random_tokens(1, 36, seed=2)
     first[:, -1] = second[:, -1] = SEPARATOR
     return first, second

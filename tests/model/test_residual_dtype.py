@@ -41,10 +41,8 @@ def test_the_gradient_is_that_of_streams_in_fp32_up_to_their_rounding(changes):
 def test_streams_rebuilt_in_bf16_give_the_gradient_of_kept_ones_up_to_their_rounding(changes):
     """Codes of hashes, which rounding would flip, are kept. Groups of heads are added, and rounded, one by one."""
     tokens = random_tokens(2, 128)
-    rebuilt, kept = (
-        gradient(tokens, residual_dtype="bf16", activations=activations, **changes)
-        for activations in ("reversible", "stored")
-    )
+    settings = {**changes, "residual_dtype": "bf16"}
+    rebuilt, kept = (gradient(tokens, activations=kind, **settings) for kind in ("reversible", "stored"))
     assert 1e-4 < error(rebuilt, kept) < 0.05
 
 

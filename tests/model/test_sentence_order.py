@@ -38,9 +38,8 @@ def test_half_of_the_pairs_are_swapped_whole():
         assert torch.equal(after, before) or torch.equal(after, other)
         swapped += not torch.equal(after, before)
     assert abs(swapped - 200) < 45
-    assert torch.equal(
-        model.sentence_order.arrange(tokens[7:], RngContext(0, 0, torch.arange(7, 400), True)), arranged[7:]
-    )
+    rest = RngContext(0, 0, torch.arange(7, 400), training=True)
+    assert torch.equal(model.sentence_order.arrange(tokens[7:], rest), arranged[7:])
     assert not torch.equal(model.sentence_order.arrange(tokens, training_draws(400, step=1)), arranged)
 
 

@@ -17,7 +17,6 @@ LENGTH, CHUNK, HEAD_DIM, VOCABULARY = 64, 8, 4, 288
 
 
 def reduced(config: Config) -> Config:
-    """One layer of each kind that the pattern has, heads of 4 numbers, 64 positions, few ids."""
     model = config.model
     width = HEAD_DIM * model.heads
     values: dict[str, Any] = config.model_dump(mode="json")

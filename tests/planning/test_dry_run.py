@@ -83,7 +83,6 @@ REDUCED = ["model.layers=4", "training.global_batch=1"]  # one period of the pat
 
 
 def peak_bytes(*command: str) -> int:
-    """Largest resident memory of `python command`, which must succeed."""
     process = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=os.environ | {"PYTHONPATH": "."})
     _, status, usage = os.wait4(process.pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0

@@ -1,5 +1,7 @@
 """FLOPs against counts made by hand, and against brute force over every query and key."""
 
+import re
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -152,10 +154,8 @@ def test_an_encoder_decoder_by_its_own_weights(shared):
     weights = {"source": 0, "target": 0}
     for name, p in build_model(config, 0).named_parameters():
         if p.dim() == 2 and "embedding." not in name:
-            read = name.startswith("encoder.") or name.endswith(
-                ("cross_attention.attention.key.weight", "cross_attention.attention.value.weight")
-            )
-            weights["source" if read else "target"] += p.numel()
+            of_source = re.search(r"^encoder\.|cross_attention\.attention\.(key|value)\.weight$", name)
+            weights["source" if of_source else "target"] += p.numel()
     pairs = 2 * 40 * 40 + 3 * 24 * 25 / 2 + 3 * 24 * 40
     whole = 6 * (40 * weights["source"] + 24 * weights["target"]) + 12 * 32 * pairs
     assert model_flops_per_token(config, 64) == pytest.approx(whole / 64)

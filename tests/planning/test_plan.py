@@ -47,9 +47,8 @@ LOCAL = {"pattern": ["local"], "local": {"chunk": 32}}
 def config_of(length=256, model=None, **sections):
     small = {"layers": 2, "d_model": 32, "d_ff": 64, "heads": 4, "attention": LOCAL, **(model or {})}
     run = {"device": "cpu", "engine": "torch"}
-    return build_config(
-        {"run": run, "model": {"max_length": length, **small}, "data": {"sequence_length": length}, **sections}
-    )
+    sizes = {"model": {"max_length": length, **small}, "data": {"sequence_length": length}}
+    return build_config({"run": run, **sizes, **sections})
 
 
 ALLOCATED = {
@@ -66,7 +65,6 @@ ALLOCATED = {
 
 @pytest.mark.parametrize("name", ALLOCATED)
 def test_peaks_are_within_10_percent_of_what_is_allocated(name, monkeypatch):
-    """Of two steps on plain torch, as torch's profiler counts them, where the same operators run."""
     monkeypatch.setenv("MEGASPARSE_OPS", "reference")
     length, model, sections = ALLOCATED[name]
     sections = {"training": {"global_batch": 1}, **sections}
@@ -243,10 +241,8 @@ def test_the_command_prints_json(tmp_path, capsys):
 
 
 def test_a_run_that_cannot_fit_is_refused_on_every_rank():
-    warnings, pools = (
-        [],
-        [MemoryPool("GPU memory", {"weights": 90}, 100), MemoryPool("CPU memory", {"inputs": 110}, 100)],
-    )
+    pools = [MemoryPool("GPU memory", {"weights": 90}, 100), MemoryPool("CPU memory", {"inputs": 110}, 100)]
+    warnings = []
     require_fit(pools[:1], Ranks(), "Change x", warnings.append)
     assert warnings == []
     require_fit(pools, Ranks(), "Change x", warnings.append)
@@ -304,7 +300,6 @@ def zero_config_of(case: str) -> Config:
 
 
 def held() -> dict[str, dict[str, int]]:
-    """Bytes that this rank holds after two steps, on its device or elsewhere."""
     torch.set_num_threads(1)
     found = {}
     for case in CASES:

@@ -26,12 +26,10 @@ NUMBER, PACK = 21, 48
 
 
 def example(number: int, length: int, label: int | float | None = 0) -> EncodedExample:
-    """An example whose first token is its number."""
     tokens = (np.arange(length) * 7 + number) % 256
     tokens[0] = number
-    return EncodedExample(
-        (Segments(tokens, np.arange(length) % 2),), label, SourceLocation(Path("made.tsv"), number + 1), str(number)
-    )
+    location = SourceLocation(Path("made.tsv"), number + 1)
+    return EncodedExample((Segments(tokens, np.arange(length) % 2),), label, location, str(number))
 
 
 DRAWN = random.Random(2)
@@ -112,7 +110,6 @@ def test_alike_lengths_stand_together():
 
 
 def test_sorting_by_length_changes_no_mean_gradient():
-    """The mean over micro-batches of a step is the gradient of the unsorted global batch."""
     model = TaskModel(our_body(dropout=0.0), 3, HeadConfig(dropout=0.0), towers=False, seed=0).train()
 
     def gradient(parts: list[tuple[Inputs, torch.Tensor]]) -> torch.Tensor:
@@ -152,19 +149,13 @@ def test_labels():
 
 def test_the_fingerprint_knows_tokens_labels_and_their_order():
     given = EXAMPLES[:3]
-    other = [
-        given[:2],
-        [given[1], given[0], given[2]],
-        [example(0, 1, 1), *given[1:]],
-        [example(5, 1), *given[1:]],
-        [example(0, 2), *given[1:]],
-    ]
+    changed = [[example(*values), *given[1:]] for values in ((0, 1, 1), (5, 1), (0, 2))]
+    other = [given[:2], [given[1], given[0], given[2]], *changed]
     found = {fingerprint(examples) for examples in (given, *other)}
     assert len(found) == 6 and fingerprint(list(given)) in found
 
 
 def test_a_pack_takes_what_fits_and_no_less():
-    """Sorted, each pack is as long as it can be."""
     packs = packed(SIZES, PACK, 3, 0)
     tokens = [len(pack) * int(SIZES[pack].max(0).sum()) for pack in packs]
     assert max(tokens) <= PACK

@@ -60,7 +60,6 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("limit", [*range(5, 16), 40, 100])
 def test_texts_and_pairs_are_what_transformers_makes_of_them(folder, limit):
-    """Ids, token types, and what is left of those that are too long."""
     theirs = AutoTokenizer.from_pretrained(folder)
     ours = encoder(str(folder / "tokenizer.json"), max_length=limit)
     texts = [text for text in TEXTS if "[" not in text]  # there a text can name a special token
@@ -136,7 +135,5 @@ def test_what_is_cut_is_counted_and_printed():
 
 def test_a_limit_without_room_for_any_text_is_refused():
     for limit in (1, 3, 4):
-        with pytest.raises(
-            ConfigError, match=rf"^task\.max_length: {limit} leaves no room for a text beside 3 special"
-        ):
+        with pytest.raises(ConfigError, match=rf"^task\.max_length: {limit} leaves no room for a text beside 3 spe"):
             list(encoder("bytes", vocabulary=264, max_length=limit).encode(examples(("ab", "cd"))))

@@ -13,19 +13,24 @@ from megasparse.errors import UserError
 from megasparse.tasks.form import column
 from megasparse.tasks.metrics import METRICS, bootstrap_interval, require_metrics, signature, t_interval
 
-LABELS = np.array([1, 1, 1, 1, 0, 0, 0, 0, 0, 0])
-PREDICTED = np.array([1, 1, 1, 0, 1, 0, 0, 0, 0, 0])
-"""3 true positives, 1 false one, 5 true negatives, 1 false one."""
 
-
-def test_f1_is_that_of_class_1():
-    assert METRICS["f1"](1 - LABELS, 1 - PREDICTED) == pytest.approx(10 / 12)
-
-
-def test_macro_f1_is_the_mean_over_the_classes_that_occur():
-    labels, predicted = np.array([0, 0, 1, 1, 3]), np.array([0, 1, 1, 1, 0])
-    # class 0: 1 right, 1 missed, 1 wrongly predicted; class 1: 2 right, 1 wrong; class 3: never predicted; 2: nowhere
-    assert METRICS["macro_f1"](labels, predicted) == pytest.approx((2 / 4 + 4 / 5 + 0) / 3)
+@pytest.mark.parametrize(
+    ("name", "labels", "predicted", "expected"),
+    [
+        # of class 1: 5 right, 1 missed, 1 wrongly predicted
+        ("f1", [0, 0, 0, 0, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 0, 1, 1, 1, 1, 1], 10 / 12),
+        # class 0: 1 right, 1 missed, 1 wrongly predicted; class 1: 2 right, 1 wrong; class 3: never predicted
+        ("macro_f1", [0, 0, 1, 1, 3], [0, 1, 1, 1, 0], (2 / 4 + 4 / 5 + 0) / 3),
+        # deviations −2 −1 0 3 and −1 −2 1 2
+        ("pearson", [1.0, 2.0, 3.0, 6.0], [2.0, 1.0, 4.0, 5.0], (2 + 2 + 0 + 6) / math.sqrt(14 * 10)),
+        ("pearson", [1.0, 2.0, 3.0, 6.0], [-2.0, -1.0, -4.0, -5.0], -10 / math.sqrt(140)),
+        # ranks, of equal ones the mean
+        ("spearman", [0.1, 7.0, 7.0, 100.0], [3.0, 1.0, 5.0, 4.0], np.corrcoef([1, 2.5, 2.5, 4], [2, 1, 4, 3])[0, 1]),
+        ("spearman", [1, 2, 2, 4], np.exp([3.0, 1.0, 5.0, 4.0]), np.corrcoef([1, 2.5, 2.5, 4], [2, 1, 4, 3])[0, 1]),
+    ],
+)
+def test_metrics_are_those_worked_by_hand(name, labels, predicted, expected):
+    assert METRICS[name](np.array(labels), np.array(predicted)) == pytest.approx(expected)
 
 
 def test_matthews_of_several_classes():
@@ -37,21 +42,6 @@ def test_matthews_of_several_classes():
     x, y = x - x.mean(0), y - y.mean(0)
     expected = (x * y).sum() / math.sqrt((x * x).sum() * (y * y).sum())
     assert METRICS["matthews"](labels, predicted) == pytest.approx(expected)
-
-
-def test_pearson():
-    labels, predicted = np.array([1.0, 2.0, 3.0, 6.0]), np.array([2.0, 1.0, 4.0, 5.0])
-    # deviations −2 −1 0 3 and −1 −2 1 2
-    assert METRICS["pearson"](labels, predicted) == pytest.approx((2 + 2 + 0 + 6) / math.sqrt(14 * 10))
-    assert METRICS["pearson"](labels, -predicted) == pytest.approx(-10 / math.sqrt(140))
-
-
-def test_spearman_is_the_correlation_of_ranks():
-    labels, predicted = np.array([0.1, 7.0, 7.0, 100.0]), np.array([3.0, 1.0, 5.0, 4.0])
-    ranks, others = np.array([1, 2.5, 2.5, 4]), np.array([2, 1, 4, 3])  # of equal ones the mean
-    expected = np.corrcoef(ranks, others)[0, 1]
-    assert METRICS["spearman"](labels, predicted) == pytest.approx(expected)
-    assert METRICS["spearman"](labels, np.exp(predicted)) == pytest.approx(expected)
 
 
 @pytest.mark.filterwarnings("error")
@@ -71,31 +61,24 @@ def test_one_class_alone():
 
 @pytest.mark.parametrize(
     ("missing", "needed"),
-    [
-        ("sklearn", ("f1", "auc")),
-        ("scipy", ("f1", "bleu")),
-        ("sacrebleu", ("bleu", "chrf")),
-        ("rouge_score", ("rougeL",)),
-    ],
+    [("sklearn", "f1 auc"), ("scipy", "f1 bleu"), ("sacrebleu", "bleu chrf"), ("rouge_score", "rougeL")],
 )
 def test_a_missing_library_is_one_line_where_its_metrics_are_needed(missing, needed, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find(name))
-    for name in needed:
+    for name in needed.split():
         with pytest.raises(UserError, match=rf'{missing}: .*computes {name}.*pip install "megasparse\[tasks\]"'):
             require_metrics([name])
     require_metrics(["accuracy", "macro_f1"] if missing in ("sacrebleu", "rouge_score") else [])
 
 
 def drawn(number=200, seed=0):
-    """Labels of three classes, and answers that are right for about 7 of 10."""
     generator = np.random.default_rng(seed)
     labels = generator.integers(0, 3, number)
     return labels, np.where(generator.random(number) < 0.6, labels, generator.integers(0, 3, number))
 
 
 def by_hand(metric, labels, predicted, resamples=4000):
-    """The percentile bootstrap in numpy."""
     generator, values = np.random.default_rng(1234), []
     for _ in range(resamples):
         chosen = generator.choice(len(labels), len(labels))
@@ -168,11 +151,9 @@ def test_bleu_and_chrf_are_sacrebleus_of_the_corpus():
 def test_reformers_bleus_are_sacrebleus_by_another_tokenizer_and_uncased():
     labels, predicted = ["Preis: 5€–6€ (ca.) Für ALLE da"], ["Preis: 5€–6€ (ca.) für alle da"]
     found = {name: value(name, labels, predicted) for name in ("bleu", "bleu_intl", "bleu_intl_uncased")}
-    intl = [
-        sacrebleu.corpus_bleu(predicted, [labels], tokenize="intl", lowercase=lowercase).score
-        for lowercase in (False, True)
-    ]
-    assert found["bleu_intl"] == pytest.approx(intl[0]) and found["bleu_intl_uncased"] == pytest.approx(intl[1])
+    for name, lowercase in (("bleu_intl", False), ("bleu_intl_uncased", True)):
+        expected = sacrebleu.corpus_bleu(predicted, [labels], tokenize="intl", lowercase=lowercase).score
+        assert found[name] == pytest.approx(expected)
     assert found["bleu"] < found["bleu_intl"] < found["bleu_intl_uncased"] == pytest.approx(100)
     assert "case:lc|eff:no|tok:intl" in signature("bleu_intl_uncased")
 
@@ -180,9 +161,7 @@ def test_reformers_bleus_are_sacrebleus_by_another_tokenizer_and_uncased():
 @pytest.mark.parametrize("name", ROUGE)
 def test_rouge_is_the_mean_of_rouge_scores_f1(name):
     scorer = RougeScorer([name], use_stemmer=True)
-    expected = [
-        scorer.score(label, predicted)[name].fmeasure for label, predicted in zip(TEXTS, PREDICTED_TEXTS, strict=True)
-    ]
+    expected = [scorer.score(*pair)[name].fmeasure for pair in zip(TEXTS, PREDICTED_TEXTS, strict=True)]
     assert value(name) == pytest.approx(sum(expected) / 5, abs=1e-12)
 
 
@@ -200,7 +179,6 @@ def test_signatures_are_sacrebleus_own():
 
 @pytest.mark.parametrize("name", ["bleu", pytest.param("rouge2", marks=pytest.mark.slow)])
 def test_an_interval_of_texts_is_that_of_the_library(name):
-    """The same draws, scored by the library from the strings."""
     labels, predicted = column(TEXTS * 2), column(PREDICTED_TEXTS * 2)
     scorer = RougeScorer([name], use_stemmer=True) if name != "bleu" else None
 
@@ -209,6 +187,5 @@ def test_an_interval_of_texts_is_that_of_the_library(name):
             return sacrebleu.corpus_bleu(list(predicted), [list(labels)]).score
         return float(np.mean([scorer.score(*pair)[name].fmeasure for pair in zip(labels, predicted, strict=True)]))
 
-    assert bootstrap_interval(METRICS[name], labels, predicted, 3) == pytest.approx(
-        bootstrap_interval(direct, labels, predicted, 3)
-    )
+    expected = bootstrap_interval(direct, labels, predicted, 3)
+    assert bootstrap_interval(METRICS[name], labels, predicted, 3) == pytest.approx(expected)

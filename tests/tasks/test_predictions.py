@@ -36,9 +36,8 @@ def predicted(*values):
 
 
 def predictions_of_classes():
-    return predictions(
-        OF_CLASSES, [encoded("a", 2, 2), encoded("b", None)], [predicted(1.0, 0.0, -1.0), predicted(0.0, 3.0, 5.0)]
-    )
+    values = [predicted(1.0, 0.0, -1.0), predicted(0.0, 3.0, 5.0)]
+    return predictions(OF_CLASSES, [encoded("a", 2, 2), encoded("b", None)], values)
 
 
 def predictions_of_numbers():
@@ -76,9 +75,8 @@ def test_forms_by_suffix(tmp_path):
 
 
 def test_a_name_that_comes_twice_is_refused_where_one_would_be_lost(tmp_path):
-    rows = predictions(
-        OF_NUMBERS, [encoded("7", 2.5, 1), encoded("8", 0.5, 2), encoded("7", 1.5, 3)], [predicted(0.1)] * 3
-    )
+    examples = [encoded("7", 2.5, 1), encoded("8", 0.5, 2), encoded("7", 1.5, 3)]
+    rows = predictions(OF_NUMBERS, examples, [predicted(0.1)] * 3)
     with pytest.raises(DataError, match=r'^new\.csv:3: .*"7".*twice.*\.jsonl'):
         write_predictions(tmp_path / "out.json", rows)
     assert not list(tmp_path.iterdir())

@@ -12,18 +12,8 @@ from megasparse.tasks.batches import EncodedExample, fingerprint
 from megasparse.tasks.metrics import METRICS
 from megasparse.tasks.run import open_run, restore_task
 from megasparse.training.checkpoints.manifest import list_checkpoints
-from tests.helpers.finetuning import (
-    ENCODER,
-    WORDS,
-    assert_resumes,
-    bert,
-    configured,
-    launch,
-    opened,
-    plain,
-    reviews,
-    table,
-)
+from tests.helpers import finetuning
+from tests.helpers.finetuning import ENCODER, assert_resumes, bert, configured, launch, opened, plain, reviews, table
 
 STEPS = 6
 
@@ -39,7 +29,6 @@ def place(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["ours", "bert"])
 def test_a_run_that_stopped_goes_on_to_the_bit(name, place, tmp_path):
-    """Losses, gradient norms, metrics, weights and the optimizer's state; dropout and drawn hashes are on."""
     attention = {"pattern": ["lsh"], "lsh": {"chunk": 8}}
     sections: dict[str, Any] = {"start": {"huggingface": str(place / "bert"), "attention": attention}}
     if name == "ours":
@@ -67,22 +56,17 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_the_best_checkpoint_is_kept_although_it_is_old(place, tmp_path, given_metrics):
+@pytest.mark.parametrize("stop", [None, 3], ids=["straight", "resumed"])
+def test_the_best_checkpoint_is_kept_although_it_is_old(place, tmp_path, given_metrics, stop):
     given_metrics += [0.1, 0.6, 0.3, 0.6, 0.5, 0.2, 0.1, 0.0]
+    if stop:
+        launch(tmp_path / "run", place / "reviews.csv", "--stop-at", str(stop), **TINY)
     launch(tmp_path / "run", place / "reviews.csv", **TINY)
     found = json.loads((tmp_path / "run" / "best.json").read_text())
     assert (found["metric"], found["step"], found["value"]) == ("evaluation/accuracy", 2, 0.6)
     assert found["scalars"]["evaluation/accuracy"] == 0.6 and "evaluation/macro_f1" in found["scalars"]
-    assert steps_of(tmp_path / "run") == [2, 7, 8]
-    assert restore_task(tmp_path / "run").checkpoint.step == 2
-
-
-def test_a_resumed_run_remembers_its_best(place, tmp_path, given_metrics):
-    given_metrics += [0.1, 0.6, 0.3, 0.6, 0.5, 0.2, 0.1, 0.0]
-    launch(tmp_path / "run", place / "reviews.csv", "--stop-at", "3", **TINY)
-    launch(tmp_path / "run", place / "reviews.csv", **TINY)
-    assert json.loads((tmp_path / "run" / "best.json").read_text())["step"] == 2
     assert steps_of(tmp_path / "run") == [2, 7, 8] and not given_metrics
+    assert restore_task(tmp_path / "run").checkpoint.step == 2
 
 
 def test_patience_ends_a_run_early_and_it_stays_ended(place, tmp_path, given_metrics, capfd):
@@ -169,7 +153,7 @@ def test_what_is_refused(sections, kind, said, place):
 def test_a_changed_table_is_not_gone_on_with(place, tmp_path, capfd):
     source = reviews(tmp_path / "table.csv", 40)
     launch(tmp_path / "run", source, "--stop-at", "2", **TINY)
-    source.write_text(source.read_text().replace(WORDS[0], WORDS[1]))
+    source.write_text(source.read_text().replace(*finetuning.WORDS[:2]))
     with pytest.raises(SystemExit) as caught:
         launch(tmp_path / "run", source, **TINY)
     assert caught.value.code == 2 and "data" in capfd.readouterr().err
@@ -190,15 +174,12 @@ def test_more_epochs_are_gone_on_with_although_the_warm_up_follows_from_them(pla
 
 
 def test_labels_that_look_like_a_mistake_are_reported(tmp_path):
-    """Real numbers taken as classes, and a class that validation alone has."""
     rows = [(f"text {number}", f"{number % 3}.5") for number in range(20)]
     held_out = table(tmp_path / "held_out.csv", [("x", "7.5"), ("y", "0.5")])
     source, reported = table(tmp_path / "table.csv", rows), []
     task = {"validation": str(held_out), "labels": ["0.5", "1.5", "2.5", "7.5"], "max_length": 128}
     open_run(configured(tmp_path / "run", source, model=ENCODER, task=task), reported.append)
-    assert reported[-2].startswith(
-        'warning: the 4 real numbers in the column "label" are taken as classes: task.labels'
-    )
+    assert reported[-2].startswith('warning: the 4 real numbers in the column "label" are taken as classes: task.l')
     assert reported[-1] == "warning: no training example is of the class 7.5, and validation has some that are"
     reported.clear()
     open_run(configured(tmp_path / "run", reviews(tmp_path / "table.csv", 40), model=ENCODER), reported.append)

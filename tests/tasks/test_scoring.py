@@ -48,8 +48,6 @@ def test_the_longest_come_first_and_batches_have_little_padding(tmp_path):
 
 
 class FakeEngine:
-    """Around a model, without an optimizer."""
-
     ranks = Ranks()
 
     def __init__(self, model: torch.nn.Module):
@@ -72,9 +70,7 @@ def test_validation_comes_when_it_is_due_and_returns_the_tasks_loss_and_metrics(
     table = predict_examples(FakeEngine(run.model.eval()).evaluate, run.form, run.validation, run.config, Ranks())
     predicted = torch.from_numpy(np.stack([each.values for each in table]))
     labels = [each.label for each in run.validation]
-    nats = [
-        -math.log(torch.softmax(row, 0)[int(label or 0)].item()) for row, label in zip(predicted, labels, strict=True)
-    ]
+    nats = [-math.log(torch.softmax(p, 0)[int(label or 0)].item()) for p, label in zip(predicted, labels, strict=True)]
     assert due[4]["evaluation/loss"] == pytest.approx(sum(nats) / len(nats))
     right = sum(int(row.argmax()) == label for row, label in zip(predicted, labels, strict=True))
     assert due[4]["evaluation/accuracy"] == right / len(labels)
@@ -121,9 +117,6 @@ class OfUnequalWeight(torch.nn.Module):
 @pytest.mark.parametrize("size", [1, 2, 3, 16])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_validations_loss_is_the_sum_of_costs_by_that_of_weights(tmp_path, size, ranks):
-    """Whatever batches and ranks they are in; a batch that is scored twice, so that ranks have equally many, counts
-    once. A prediction has its example's own length.
-    """
     config = settled(tmp_path, batch=size)
     config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"every": 1})})
     form: Any = Weighted(form_for(config).task, config)

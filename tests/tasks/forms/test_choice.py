@@ -23,9 +23,8 @@ LENGTHS, CANDIDATES = (30, 12, 44, 9), (3, 1, 7, 2)
 
 
 def choice(question: str, candidates: Sequence[str], texts: Sequence[str] = (), label: int | None = 0) -> Choice:
-    return Choice(
-        (question, *candidates, *texts), label, SourceLocation(Path("made.json"), 3), "made_3", len(candidates)
-    )
+    location = SourceLocation(Path("made.json"), 3)
+    return Choice((question, *candidates, *texts), label, location, "made_3", len(candidates))
 
 
 def form_with(tmp_path: Path, **sections: Any) -> ChoiceForm:
@@ -109,9 +108,8 @@ def encoded(number: int, length: int, candidates: int, label: int | None) -> Enc
     marks = np.sort(generator.choice(length, candidates, replace=False))
     names = tuple(f"c{i}" for i in range(candidates))
     types = (np.arange(length) > marks[-1]).astype(np.int64)
-    return EncodedChoice(
-        (Segments(ids, types),), label, SourceLocation(Path("made"), number + 1), str(number), marks, names
-    )
+    location = SourceLocation(Path("made"), number + 1)
+    return EncodedChoice((Segments(ids, types),), label, location, str(number), marks, names)
 
 
 def examples(labels: Sequence[int | None] = (2, 0, 6, 1)) -> list[EncodedChoice]:

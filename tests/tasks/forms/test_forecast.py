@@ -34,6 +34,10 @@ def sections(**changes: Any) -> dict[str, Any]:
     return {"model": {**FORECASTER, **changes, "source": source}, "task": TASK}
 
 
+def forecast(**changes: Any) -> dict[str, Any]:
+    return {"task": {**TASK, "forecast": {**TASK["forecast"], **changes}}}
+
+
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     return write(tmp_path_factory.mktemp("series") / "series.csv", numbers(120))
@@ -91,7 +95,6 @@ def test_the_loss_is_the_mean_squared_error(tmp_path, file):
 
 @pytest.mark.parametrize("source", [{}, {"shared_embedding": False, "cross_attention": "lsh"}])
 def test_nothing_of_the_future_is_seen(tmp_path, file, source):
-    """Later rows of the file do not move a forecast; what is read, and its dates, do."""
     run = louder(opened(tmp_path, file, source=source, attention={"pattern": ["full"], "lsh": {"chunk": 4}}))
     form, example = run.form, run.train[5]
     before = predicted(run, form.collate([example]))
@@ -134,16 +137,14 @@ def test_the_decoder_sees_the_last_rows_and_then_zeros(tmp_path, file):
 @pytest.mark.parametrize("blocks", ["ordinary", "reversible"])
 @pytest.mark.parametrize("kind", [name for name in MECHANISMS if name in encoder_names()])
 def test_every_mechanism_learns_on_both_sides(tmp_path, file, kind, blocks):
-    """All weights get a finite gradient, and a prediction does not depend on the batch."""
     small = SMALL.get(kind, {}) | ({"chunk": 4} if "chunk" in SMALL.get(kind, {}) else {})
     objective = {"objective": "answer"} if kind == "smart_bird" else {}
     attention = {"pattern": [kind], kind: small}
     changes: dict[str, Any] = {"source": {"attention": {"pattern": [kind], kind: small | objective}}}
     if can_be_causal(kind):
         changes["attention"] = attention
-    run = opened(
-        tmp_path, file, blocks=blocks, activations="reversible" if blocks == "reversible" else "stored", **changes
-    )
+    changes |= {"blocks": blocks, "activations": "stored" if blocks == "ordinary" else blocks}
+    run = opened(tmp_path, file, **changes)
     windows = batch(run)
     objective, found = run.model.train()(windows, RngContext(0, 1, torch.arange(3), training=True))
     objective.backward()
@@ -151,9 +152,8 @@ def test_every_mechanism_learns_on_both_sides(tmp_path, file, kind, blocks):
     missing = {name for name, p in run.model.named_parameters() if p.grad is None or not p.grad.isfinite().all()}
     assert not missing
     values = predicted(run, windows)
-    alone = run.model(run.form.collate(run.train[1:2]), RngContext(0, -1, torch.tensor([1]), training=False))[1][
-        "predicted"
-    ]
+    rng = RngContext(0, -1, torch.tensor([1]), training=False)
+    alone = run.model(run.form.collate(run.train[1:2]), rng)[1]["predicted"]
     torch.testing.assert_close(alone[0], values[1], rtol=1e-4, atol=1e-5)
 
 
@@ -213,14 +213,8 @@ def test_a_run_resumes_to_the_bit_and_is_restored_without_its_table(tmp_path):
     [
         ({"start": {"huggingface": "m"}, "model": None}, r"start\.huggingface: given, and no pretrained model reads"),
         ({"start": {"checkpoint": "m"}, "model": None}, r"start\.checkpoint: given, and no pretrained model reads"),
-        (
-            {"task": {**TASK, "forecast": {**TASK["forecast"], "overlap": 13}}},
-            r"overlap: 13 rows are more than .* = 12",
-        ),
-        (
-            {"task": {**TASK, "forecast": {**TASK["forecast"], "horizon": 11}}},
-            r"model\.max_length: 6 \+ 11 rows of the decoder are more than 16. Set it to 17",
-        ),
+        (forecast(overlap=13), r"overlap: 13 rows are more than .* = 12"),
+        (forecast(horizon=11), r"model\.max_length: 6 \+ 11 rows of the decoder are more than 16. Set it to 17"),
         ({"task": {**TASK, "max_length": 25}}, r"task\.max_length: 25 tokens are more than model\.source\.length = 24"),
         ({"model": finetuning.ENCODER}, r'model\.kind: "encoder", and series has another form. Set it to "encoder_dec'),
         ({"evaluation": {"metric": "accuracy"}}, r'evaluation\.metric: "accuracy"'),
@@ -251,11 +245,10 @@ def test_shipped_configurations_fit_their_windows(name, tmp_path, file):
 
 def test_relative_forecasts_are_differences_from_the_last_row_read(tmp_path, file):
     """A forecast x̂ = level + f(x − level), so that a series moved by a number is forecast moved by it."""
-    task = {**TASK, "forecast": {**TASK["forecast"], "inputs": list(COLUMNS), "targets": [COLUMNS[2], COLUMNS[0]]}}
     runs = []
     for relative in (False, True):
-        values = sections() | {"task": {**task, "forecast": {**task["forecast"], "relative": relative}}}
-        runs.append(louder(finetuning.opened(tmp_path / str(relative), file, **values)))
+        task = forecast(inputs=list(COLUMNS), targets=[COLUMNS[2], COLUMNS[0]], relative=relative)
+        runs.append(louder(finetuning.opened(tmp_path / str(relative), file, **sections() | task)))
     windows = batch(runs[0])
     level = windows.values[:, -1:]
     below = replace(windows, values=windows.values - level)
@@ -263,9 +256,6 @@ def test_relative_forecasts_are_differences_from_the_last_row_read(tmp_path, fil
     moved = torch.tensor([1.0, 2.0, -3.0])[: len(COLUMNS)]
     above = predicted(runs[1], replace(windows, values=windows.values + moved))
     assert above == pytest.approx(predicted(runs[1], windows) + moved[[2, 0]], abs=1e-4)
-    values = sections() | {"task": {**TASK, "forecast": {**TASK["forecast"], "inputs": [COLUMNS[0]],
-                                                         "targets": [COLUMNS[1]], "relative": True}}}  # fmt: skip
-    with pytest.raises(
-        ConfigError, match=rf"task.forecast.relative: true, and \"{COLUMNS[1]}\" is predicted but not read"
-    ):
+    values = sections() | forecast(inputs=[COLUMNS[0]], targets=[COLUMNS[1]], relative=True)
+    with pytest.raises(ConfigError, match=rf'task.forecast.relative: true, and "{COLUMNS[1]}" is predicted but not'):
         finetuning.opened(tmp_path / "refused", file, **values)

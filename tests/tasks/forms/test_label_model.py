@@ -71,7 +71,6 @@ def training(*samples: int, step: int = 1) -> RngContext:
 
 
 def model_of(body: Backbone, outputs: int = 3, towers: bool = False, **head: Any) -> TaskModel:
-    """A model whose head separates examples well."""
     model = TaskModel(body, outputs, HeadConfig(**head), towers, seed=1)
     with torch.no_grad():
         for parameter in model.head.parameters():
@@ -107,9 +106,7 @@ def test_numbers_are_learned_by_squared_error():
     model, labels = model_of(Slow(), outputs=1), [0.5, -2.0, 3.25]
     inputs = collate([encoded(i, 5 + i, label) for i, label in enumerate(labels)], 64)
     objective, found = model(inputs, evaluation(0, 1, 2))
-    squares = [
-        (predicted - label) ** 2 for predicted, label in zip(found["predicted"][:, 0].tolist(), labels, strict=True)
-    ]
+    squares = ((found["predicted"][:, 0] - torch.tensor(labels)) ** 2).tolist()
     assert objective.item() == pytest.approx(sum(squares) / 3 + 0.25, rel=1e-5)
     assert found["nats"].item() == pytest.approx(sum(squares), rel=1e-5) and "accuracy" not in found
 
@@ -143,7 +140,6 @@ def test_a_head_of_towers():
 
 
 def test_dropout_of_a_head_is_an_examples_own():
-    """Half of each layer's inputs, the same wherever the sample stands, another at another step."""
     x = torch.ones(2, 1, 400)
     kept = dropped(x, 0.5, training(7, 8), "head dropout")
     assert set(kept.unique().tolist()) == {0.0, 2.0} and 150 < (kept[0] > 0).sum() < 250
@@ -163,7 +159,6 @@ def test_a_pooler_reads_what_no_dropout_has_touched():
 
 
 def test_dropout_of_transformers_is_the_steps_own(tmp_path):
-    """And leaves torch's own generator as it was."""
     body = HuggingFaceBody(BertModel.from_pretrained(bert(tmp_path / "bert")), False, 64).train()
     (read,) = collate([encoded(0, 20), encoded(1, 9)], 64).sequences
     state = torch.get_rng_state()
@@ -178,7 +173,6 @@ def test_dropout_of_transformers_is_the_steps_own(tmp_path):
 
 
 def body_of(kind: str, where: str, folder: Path) -> Backbone:
-    """A body of ours, or of transformers with replaced attention; nothing dropped out."""
     if where == "ours":
         sketch = {"objective": "pooled", "labels": 3} if kind == "smart_bird" else {}
         attention = {"pattern": [kind], kind: {**KINDS[kind], **sketch}}
@@ -198,7 +192,6 @@ def body_of(kind: str, where: str, folder: Path) -> Backbone:
     ("kind", "where"), [*((kind, where) for where in ("ours", "replaced") for kind in KINDS), ("full", "kept")]
 )
 def test_a_prediction_depends_on_its_example_alone(kind, where, tmp_path):
-    """Neither on what else is in the batch, nor on where it stands there, nor on padding."""
     model = model_of(body_of(kind, where, tmp_path))
     examples = [encoded(i, length, i % 3) for i, length in enumerate(LENGTHS)]
     alone = torch.cat([model(collate([each], 64), evaluation(i))[1]["predicted"] for i, each in enumerate(examples)])

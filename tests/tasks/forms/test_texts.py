@@ -29,6 +29,7 @@ from tests.helpers.texts import example, logits, parallel, sections, text_model
 
 END = 259
 """Id of the end in a vocabulary of bytes."""
+TOKENS: dict[str, Any] = {"batch_unit": "tokens", "micro_batch": 128, "global_batch": 256}
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +42,10 @@ def run_of(data: Path, tmp_path: Path, **changes: Any) -> TaskRun:
 
 
 def encoded(run: TaskRun, *pairs: tuple[str, str | None]) -> tuple[list[Any], list[str]]:
-    """The examples as the run reads them, and the lines that it prints."""
     encoder = run.form.encoder(run.start)
-    given = [
-        Example((text,), answer, SourceLocation(Path("x.en"), n), str(n)) for n, (text, answer) in enumerate(pairs, 1)
-    ]
-    found = list(encoder.encode(given))
-    return found, encoder.lines("new")
+    lines = [SourceLocation(Path("x.en"), n) for n, _ in enumerate(pairs, 1)]
+    given = [Example((text,), answer, at, str(at.line)) for (text, answer), at in zip(pairs, lines, strict=True)]
+    return list(encoder.encode(given)), encoder.lines("new")
 
 
 def test_both_sides_end_with_the_separator(data, tmp_path):
@@ -119,8 +117,7 @@ def test_answers_are_texts(data, tmp_path):
 
 
 def test_epochs_of_tokens_decide_the_steps(data, tmp_path):
-    training = {"batch_unit": "tokens", "micro_batch": 128, "global_batch": 256, "epochs": 2.0}
-    run = run_of(data, tmp_path, training=training)
+    run = run_of(data, tmp_path, training={**TOKENS, "epochs": 2.0})
     made, steps = run.batches(Ranks(), 0), 0
     while next(made).position < 2 * len(run.train):
         steps += 1
@@ -128,15 +125,9 @@ def test_epochs_of_tokens_decide_the_steps(data, tmp_path):
     assert run.config.evaluation.every == 2  # as it is given
 
 
-UNITS: dict[str, dict[str, Any]] = {
-    "examples": {},
-    "tokens": {"batch_unit": "tokens", "micro_batch": 128, "global_batch": 256},
-}
-
-
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("unit", ["examples", "tokens"])
 def test_a_resumed_run_is_the_same_to_the_bit_and_is_restored(data, tmp_path, unit):
-    given = sections(training=UNITS[unit], checkpoint={"keep": 9})
+    given = sections(training=TOKENS if unit == "tokens" else {}, checkpoint={"keep": 9})
     straight = assert_resumes(tmp_path, data, 3, **given)
     path = tmp_path / "straight" / "checkpoints" / "00000006"
     assert (unit == "tokens") == (Checkpoint.open(path).sequences != 48)
@@ -163,7 +154,6 @@ def test_a_pretrained_encoder_decoder_is_what_a_run_starts_from(data, tmp_path):
 
 
 def test_a_decoders_sketch_learns_the_predicted_tokens(data, tmp_path):
-    """And not a class, which a text has none of."""
     run = run_of(data, tmp_path, model={"attention": {"pattern": ["smart_bird"], "smart_bird": {"keys": 3}}})
     objective, _ = run.model.train()(run.form.collate(run.train[:4]), RngContext(0, 1, torch.arange(4), training=True))
     objective.backward()
@@ -188,7 +178,6 @@ def pair(name: str = "full", blocks: str = "ordinary", **changes: Any) -> ModelC
 
 
 def sentences(*lengths: tuple[int, int], seed: int = 0) -> list[EncodedText]:
-    """Pairs of random tokens, each side with its end."""
     drawn = random.Random(seed)
     sides = [[[*drawn.choices(range(256), k=size - 1), STOP] for size in each] for each in lengths]
     return [example(source, target, number) for number, (source, target) in enumerate(sides)]
@@ -272,7 +261,6 @@ def test_cached_decoding_is_decoding_of_whole_prefixes(name, blocks):
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 3.0])
 def test_a_wide_beam_finds_the_best_of_all_texts(alpha):
-    """Enumerated, and scored by teacher forcing."""
     model, end, tokens = text_model(pair(vocabulary=5)), 4, 4
     source = [2, 0, 3, end]
     texts = [list(x) for size in range(tokens) for x in itertools.product(range(end), repeat=size)]
@@ -287,7 +275,6 @@ def test_a_wide_beam_finds_the_best_of_all_texts(alpha):
 
 
 def gradient(model: TextModel, parts: list[tuple[list[EncodedText], list[int]]]) -> torch.Tensor:
-    """Gradient of the mean over micro-batches, as an engine accumulates it."""
     model.zero_grad()
     divisor = sum(int(model.count_scored(batch(part))) for part, _ in parts) / len(parts)
     for part, samples in parts:

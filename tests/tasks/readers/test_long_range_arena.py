@@ -21,7 +21,6 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 
 
 def picture(seed: int) -> np.ndarray:
-    """Random picture, uint8 (32, 32, 3)."""
     return np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
 
 
@@ -68,7 +67,6 @@ def test_a_dataset_of_images(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Images in {train,test}/CLASS, of two formats in the first class."""
     for split in ("train", "test"):
         for number, name in enumerate(CLASSES):
             (tmp_path / split / name).mkdir(parents=True)
@@ -106,9 +104,8 @@ def level(tmp_path):
         (folder / "imgs" / str(number)).mkdir(parents=True)
         rows = []
         for sample in range(2):
-            Image.fromarray(picture(2 * number + sample)[..., 0]).save(
-                folder / "imgs" / str(number) / f"sample_{sample}.png"
-            )
+            image = Image.fromarray(picture(2 * number + sample)[..., 0])
+            image.save(folder / "imgs" / str(number) / f"sample_{sample}.png")
             rows.append(f"imgs/{number} sample_{sample}.png {sample} {(number + sample + 1) % 2} {SETTINGS}\n")
         (folder / "metadata" / f"{number}.npy").write_text("".join(rows))
     return folder

@@ -1,6 +1,7 @@
 """Every reader's official splits, splits by position, examples of rows, and malformed rows."""
 
 import gzip
+import itertools
 import json
 
 import numpy as np
@@ -29,7 +30,6 @@ WIKIHOP = {"train": ["train.json"], "validation": ["dev.json"], "test": ["test.j
 
 
 def three(form: str, **names: str) -> dict[str, list[str]]:
-    """One file a split, the split's name in its own."""
     return {split: [form.format(names.get(split, split))] for split in ("train", "validation", "test")}
 
 
@@ -55,7 +55,6 @@ def three(form: str, **names: str) -> dict[str, list[str]]:
     ],
 )  # fmt: skip
 def test_splits_are_the_official_files(name, inner, splits, tmp_path):
-    """A split whose files are not all there is none."""
     task = build_task(TaskConfig(name=name))
     paths = {split: [tmp_path / inner / file for file in files] for split, files in splits.items()}
     for file in (file for files in paths.values() for file in files):
@@ -76,7 +75,8 @@ POLARITY = ("rt-polarity.neg", "rt-polarity.pos")
 @pytest.mark.parametrize(
     ("name", "files", "row"),
     [
-        ("amazon", ["reviews_Electronics_5.json"], json.dumps({"reviewText": "text {}", "overall": 1.0}) + "\n"),
+        *[("amazon", [f"reviews_Electronics_5.json{end}"], json.dumps({"reviewText": "text {}", "overall": 1.0}) + "\n")
+          for end in ("", ".gz")],
         ("sentence_polarity", POLARITY, "text {}\n"),
         *[("mind_topics", [f"{release}news.tsv"], news_row("N0", "text {}"))
           for release in ("MINDlarge_train/", "MINDsmall_train/", "")],
@@ -85,7 +85,8 @@ POLARITY = ("rt-polarity.neg", "rt-polarity.pos")
 def test_of_ten_examples_eight_train_and_splits_are_apart(name, files, row, tmp_path):
     for file in files:
         (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).write_text("".join(row.replace("{}", str(n)) for n in range(23)))
+        content = "".join(row.replace("{}", str(n)) for n in range(23)).encode()
+        (tmp_path / file).write_bytes(gzip.compress(content) if file.endswith(".gz") else content)
     task, found = build_task(TaskConfig(name=name)), {}
     for split in ("train", "validation", "test"):
         examples = [example for file in split_files(task, tmp_path, split) for example in task.read(file)]
@@ -287,21 +288,6 @@ def test_both_encodings_give_the_same_text(tmp_path, encoding):
     assert [example.inputs[0] for example in task.read(file)] == sentences
 
 
-def test_the_compressed_file_reads_the_same(tmp_path):
-    task = build_task(TaskConfig(name="amazon"))
-    plain, packed = (tmp_path / f"reviews_Electronics_5.json{end}" for end in ("", ".gz"))
-    plain.write_text(
-        "".join(json.dumps({"reviewText": f"Review {n}", "overall": n % 5 + 1.0}) + "\n" for n in range(50))
-    )
-    before = [[(each.inputs, each.label) for each in task.read(file)] for file in task.files(tmp_path)["train"]]
-    packed.write_bytes(gzip.compress(plain.read_bytes()))
-    plain.unlink()
-    (file,) = task.files(tmp_path)["train"]
-    found = list(task.read(file))
-    assert [[(each.inputs, each.label) for each in found]] == before
-    assert str(found[0].location) == f"{packed}:3"
-
-
 def test_the_sample_is_every_33rd_review_in_parts_of_eight_one_and_one(tmp_path):
     rows = (json.dumps({"reviewText": f"text {n}", "overall": 1.0}) for n in range(33 * 20))
     (tmp_path / "reviews_Electronics_5.json").write_text("\n".join(rows))
@@ -350,24 +336,19 @@ def test_a_class_without_reviews_is_named(imdb_folder):
 NUMBERS = (0, 99, 700, 799, 800, 899, 900, 999)
 
 
-def make(root):
-    for name in ("neg", "pos"):
-        (root / name).mkdir(parents=True)
-        for n in NUMBERS:
-            (root / name / f"cv{n:03}_{29000 + n}.txt").write_text(f"{name} film {n} .\nof two lines . \n")
-    (root / "README").write_text("about it")
-
-
 @pytest.mark.parametrize("inner", ["", "txt_sentoken", "movie_reviews"])
 def test_splits_are_the_official_folds(tmp_path, inner):
     task = build_task(TaskConfig(name="movie_reviews"))
-    make(tmp_path / inner)
+    (tmp_path / "README").write_text("about it")
+    for name, n in itertools.product(("neg", "pos"), NUMBERS):
+        (tmp_path / inner / name).mkdir(parents=True, exist_ok=True)
+        path = tmp_path / inner / name / f"cv{n:03}_{29000 + n}.txt"
+        path.write_text(f"{name} film {n} .\nof two lines . \n")
     expected = {"train": (0, 99, 700, 799), "validation": (800, 899), "test": (900, 999)}
     for split, numbers in expected.items():
         files = split_files(task, tmp_path, split)
-        assert files == [
-            tmp_path / inner / name / f"cv{n:03}_{29000 + n}.txt" for name in ("neg", "pos") for n in numbers
-        ]
+        names = [f"{name}/cv{n:03}_{29000 + n}.txt" for name in ("neg", "pos") for n in numbers]
+        assert files == [tmp_path / inner / name for name in names]
         for file in files:
             (example,) = task.read(file)
             name, number = file.parent.name, int(file.stem[2:5])
@@ -376,35 +357,30 @@ def test_splits_are_the_official_folds(tmp_path, inner):
             assert str(example.location) == str(file)
 
 
-def task(name):
-    return build_task(TaskConfig(name=name))
-
-
 def write(folder, name, *rows, encoding="utf-8", end="\n"):
-    """A file of rows, each a text, or fields to be joined by tabs."""
-    folder.mkdir(parents=True, exist_ok=True)
-    texts = [row if isinstance(row, str) else "\t".join(row) for row in rows]
-    (folder / name).write_bytes("".join(text + end for text in texts).encode(encoding))
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_bytes("".join("\t".join(row) + end for row in rows).encode(encoding))
     return folder / name
 
 
-def examples_of(name, file):
-    return [(example.inputs, example.label, example.name) for example in task(name).read(file)]
-
-
 def test_mrpc_is_read_from_the_files_of_glue_or_of_microsoft(tmp_path):
+    task = build_task(TaskConfig(name="mrpc"))
+
+    def examples_of(file):
+        return [(example.inputs, example.label, example.name) for example in task.read(file)]
+
     names = ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"]
     rows = [names, ["1", "70", "71", 'He said "yes.', "He agreed."], ["0", "72", "73", "He left.", "She came."]]
     want = [(('He said "yes.', "He agreed."), 1, "0"), (("He left.", "She came."), 0, "1")]
     glue = write(tmp_path / "glue", "train.tsv", *rows)
-    assert examples_of("mrpc", glue) == want
+    assert examples_of(glue) == want
     test = write(tmp_path / "glue", "test.tsv", ["index", *names[1:]], ["5", "1", "2", "He left.", "He went."])
-    assert examples_of("mrpc", test) == [(("He left.", "He went."), None, "5")]
+    assert examples_of(test) == [(("He left.", "He went."), None, "5")]
     microsoft = tmp_path / "microsoft"
     original = write(microsoft, "msr_paraphrase_train.txt", *rows, encoding="utf-8-sig", end="\r\n")
-    assert examples_of("mrpc", original) == want
+    assert examples_of(original) == want
     write(microsoft, "msr_paraphrase_test.txt", *rows)
     files = {"train": [original], "test": [microsoft / "msr_paraphrase_test.txt"]}
-    assert task("mrpc").files(microsoft) == files
+    assert task.files(microsoft) == files
     write(tmp_path / "glue", "msr_paraphrase_train.txt", *rows)
-    assert task("mrpc").files(tmp_path / "glue") == {"train": [glue], "test": [test]}
+    assert task.files(tmp_path / "glue") == {"train": [glue], "test": [test]}

@@ -26,7 +26,6 @@ def write(file, rows):
 
 
 def pair(folder, stem, end="", number=3):
-    """Write both sides of a split; each line names its side."""
     write(folder / f"{stem}.en{end}", [f"{stem} en {n}" for n in range(number)])
     write(folder / f"{stem}.de{end}", [f"{stem} de {n}" for n in range(number)])
 
@@ -62,9 +61,8 @@ def test_the_splits_of_a_folder(tmp_path, validation, test, end):
     assert names == {split: [f"{stem}.en{end}"] for split, stem in stems.items()}
     for split, stem in stems.items():
         (file,) = split_files(task, tmp_path, split)
-        assert [(each.inputs[0], each.label) for each in task.read(file)] == [
-            (f"{stem} en {n}", f"{stem} de {n}") for n in range(3)
-        ]
+        pairs = [(f"{stem} en {n}", f"{stem} de {n}") for n in range(3)]
+        assert [(each.inputs[0], each.label) for each in task.read(file)] == pairs
 
 
 def test_wmt14_is_validated_on_2013_and_tested_on_2014(tmp_path):

@@ -10,6 +10,8 @@ from megasparse.errors import DataError
 from megasparse.tasks.readers.rows import comma_separated, field, json_lines, lines, strict, tab_separated
 from megasparse.tasks.task import SourceLocation
 
+TABLES = pytest.mark.parametrize(("reader", "mark"), [(tab_separated, "\t"), (comma_separated, ",")])
+
 
 @pytest.fixture
 def file(tmp_path):
@@ -17,7 +19,6 @@ def file(tmp_path):
 
 
 def refusal(reader, file, *arguments):
-    """The one-line error message."""
     with pytest.raises(DataError) as caught:
         list(strict(reader(file, *arguments)))
     assert "\n" not in str(caught.value)
@@ -88,7 +89,7 @@ def test_tab_separated_fields_keep_quotation_marks_and_spaces(file):
     assert [str(location) for location, _ in found] == [f"{file}:2", f"{file}:3"]
 
 
-@pytest.mark.parametrize(("reader", "mark"), [(tab_separated, "\t"), (comma_separated, ",")])
+@TABLES
 @pytest.mark.parametrize("fields", [1, 3])
 def test_a_row_of_another_number_of_fields_is_refused(file, reader, mark, fields):
     file.write_text(f"text{mark}label\na{mark}1\n{mark.join('bcd'[:fields])}\n")
@@ -96,7 +97,7 @@ def test_a_row_of_another_number_of_fields_is_refused(file, reader, mark, fields
     assert message.startswith(f"{file}:3: {fields} fields where there are 2 columns (text, label)")
 
 
-@pytest.mark.parametrize(("reader", "mark"), [(tab_separated, "\t"), (comma_separated, ",")])
+@TABLES
 def test_an_empty_file_is_refused_one_with_column_names_alone_has_no_rows(file, reader, mark):
     file.write_text("")
     assert refusal(reader, file).startswith(f"{file}: is empty")
@@ -105,7 +106,7 @@ def test_an_empty_file_is_refused_one_with_column_names_alone_has_no_rows(file, 
     assert list(reader(file)) == []
 
 
-@pytest.mark.parametrize(("reader", "mark"), [(tab_separated, "\t"), (comma_separated, ",")])
+@TABLES
 def test_two_columns_of_one_name_are_refused(file, reader, mark):
     file.write_text(mark.join(["text", "label", "text"]) + "\n" + mark.join("abc") + "\n")
     assert refusal(reader, file).startswith(f'{file}:1: two columns are called "text"')
@@ -190,9 +191,8 @@ def archive(file, *members):
 
 def test_the_one_file_of_a_zip_archive_is_read_where_it_is(tmp_path):
     file = archive(tmp_path / "a.zip", ("inner/", ""), ("inner/rows.csv", '\ufefftext,label\r\n"é\nb",1\n'.encode()))
-    assert [(str(location), row) for location, row in comma_separated(file)] == [
-        (f"{file}:2", {"text": "é\nb", "label": "1"})
-    ]
+    ((location, row),) = comma_separated(file)
+    assert (str(location), row) == (f"{file}:2", {"text": "é\nb", "label": "1"})
     assert [line for _, line in lines(file)] == ["text,label", '"é', 'b",1']
     assert [path.name for path in tmp_path.iterdir()] == ["a.zip"]
 

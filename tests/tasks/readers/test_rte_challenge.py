@@ -28,7 +28,6 @@ more</t>
 @pytest.fixture
 def problem(tmp_path):
     def found(text, encoding="utf-8"):
-        """What is said of a file, behind its name."""
         file = tmp_path / "rte1_dev.xml"
         file.write_text(text, encoding=encoding)
         message = refusal(lambda: TASK.read(file))

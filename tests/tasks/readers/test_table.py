@@ -12,7 +12,7 @@ from megasparse.errors import DataError
 from megasparse.runs.api import load_finetune_config
 from megasparse.tasks.catalog import build_task
 from megasparse.tasks.metrics import METRICS
-from megasparse.tasks.run import read_examples
+from megasparse.tasks.run import read_examples, read_files
 from megasparse.tasks.task import split_files
 from tests.data.corpora.pictures import write_zip
 from tests.helpers.finetuning import reviews, table
@@ -151,7 +151,6 @@ def test_the_shipped_table_is_read_in_any_folder(name, tmp_path, monkeypatch):
 
 @pytest.fixture(params=["saved", "exported"])
 def dataset(tmp_path, request):
-    """Texts with classes in three splits, of which the test split hides its labels."""
     folder = tmp_path / "data"
     folder.mkdir()
     names = datasets.ClassLabel(names=["negative", "positive"])
@@ -169,9 +168,7 @@ def dataset(tmp_path, request):
 @pytest.mark.parametrize(("name", "classes"), [("sst2", ("0", "1")), ("table", ("negative", "positive"))])
 def test_a_dataset_of_hugging_face_is_read_by_its_splits(dataset, name, classes):
     task = build_task(TaskConfig(name=name, source=str(dataset), text=["sentence"]))
-    found = {
-        split: [each for file in files for each in task.read(file)] for split, files in task.files(dataset).items()
-    }
+    found = {split: list(read_files(task, files)) for split, files in task.files(dataset).items()}
     assert task.classes == classes
     assert {split: [each.label for each in examples] for split, examples in found.items()} == {
         "train": [1, 0, 1], "validation": [0], "test": [None, None],
@@ -181,9 +178,7 @@ def test_a_dataset_of_hugging_face_is_read_by_its_splits(dataset, name, classes)
         ("1", f"{dataset}:2"), ("2", f"{dataset}:3"),
     ]  # fmt: skip
     with pytest.raises(DataError, match=r'data:1: has no column "text"'):
-        list(
-            build_task(TaskConfig(name="table", source=str(dataset), labels=["a", "b"])).read(Path(f"{dataset}#train"))
-        )
+        list(task_of(dataset, labels=["a", "b"]).read(Path(f"{dataset}#train")))
 
 
 def test_a_dataset_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):

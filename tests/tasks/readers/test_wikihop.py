@@ -86,7 +86,6 @@ def test_a_malformed_file_is_refused(data, said, tmp_path):
 
 
 def test_a_run_that_stopped_goes_on_to_the_bit(tmp_path):
-    """Dropout and drawn hashes are on."""
     drawn = random.Random(0)
     for name, number in (("train", 60), ("dev", 20)):
         rows = []
