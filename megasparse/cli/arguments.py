@@ -10,18 +10,14 @@ from megasparse.errors import ConfigError, whole
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """A configuration by name or file, --set and --print-config."""
-    parser.add_argument(
-        "name", nargs="?", metavar="CONFIG", help="a shipped configuration (`megasparse configs` lists them) or a file"
-    )
+    parser.add_argument("name", nargs="?", metavar="CONFIG", help="a name that `megasparse configs` lists, or a file")
     parser.add_argument("--config", metavar="FILE", help="the same, as an option")
     add_overrides(parser)
     parser.add_argument("--print-config", action="store_true", help="print the whole configuration and stop")
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="a checkpoint's folder, or a run's (its newest checkpoint)"
-    )
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run (its newest one)")
 
 
 def add_coding(parser: argparse.ArgumentParser, output: str) -> None:
@@ -32,9 +28,7 @@ def add_coding(parser: argparse.ArgumentParser, output: str) -> None:
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=JSON", help="override one key; may be repeated"
-    )
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=JSON", help="override one key")
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,7 @@ def add_prepare_data(parser: argparse.ArgumentParser) -> None:
         part = corpora.add_parser(name, help=corpus.HELP, description=description, formatter_class=raw)
         part.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the shards")
         part.add_argument(
-            "--shard-bytes", type=positive, default=67_108_864, help="bytes of text in a shard (default: %(default)s)"
+            "--shard-bytes", type=positive, default=64 << 20, help="bytes of a shard's text (%(default)s)"
         )
         part.add_argument("--workers", type=positive, help="processes that make tokens (default: the cores)")
         corpus.add_arguments(part)

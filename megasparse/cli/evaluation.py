@@ -51,16 +51,12 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=positive, help="windows or examples scored at once")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers and how they were measured there")
     pretrained = parser.add_argument_group("pretrained models")
-    pretrained.add_argument(
-        "--hash-seeds", type=positive, metavar="N", help="repeat with N draws of the rotations (and masks)"
-    )
+    pretrained.add_argument("--hash-seeds", type=positive, metavar="N", help="average over N draws of the hashes")
     pretrained.add_argument("--data", metavar="SHARDS", help="folder of shards; by default the one trained on")
     pretrained.add_argument("--rounds", type=positive, help="hash rounds in place of the configured ones")
     pretrained.add_argument("--stride", type=positive, help="new tokens per window; by default the whole window")
     pretrained.add_argument("--limit", type=positive, metavar="N", help="score only the first N windows")
-    pretrained.add_argument(
-        "--allow-leaking-attention", action="store_true", help="score a model that sees later tokens"
-    )
+    pretrained.add_argument("--allow-leaking-attention", action="store_true", help="score models that see later tokens")
     tasks = parser.add_argument_group("fine-tuned models")
     tasks.add_argument("--task", metavar="NAME", help="the task trained on, or another one with the same classes")
     tasks.add_argument("--source", nargs="+", metavar="FILE", help="folder of the official files, or labelled files")
@@ -120,20 +116,12 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     kind.add_argument("--complete", nargs="+", metavar="IMAGE", help="draw the lower halves of images anew")
     parser.add_argument("--output", metavar="DIR", help="a new folder for the images")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the likeliest token each time")
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, help="sample from the likeliest tokens with this total probability"
-    )
-    parser.add_argument(
-        "--min-p", type=float, default=0.0, help="sample from tokens of this share of the likeliest one's probability"
-    )
-    parser.add_argument(
-        "--repetition-penalty", type=float, default=1.0, help="divides positive logits of tokens that occurred"
-    )
+    parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this probability")
+    parser.add_argument("--min-p", type=float, default=0.0, help="least probability, relative to the likeliest token's")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="divides positive logits of past tokens")
     parser.add_argument("--seed", type=whole, default=0, help="seed of the sampling (default: %(default)s)")
     parser.add_argument("--beams", type=whole, metavar="K", help="beam search in place of sampling")
-    parser.add_argument(
-        "--length-penalty", type=float, default=0.0, metavar="A", help="exponent of beam search's ((5 + length)/6)^A"
-    )
+    parser.add_argument("--length-penalty", type=float, default=0.0, metavar="A", help="exponent of ((5 + length)/6)^A")
 
 
 def generate(args: argparse.Namespace) -> None:

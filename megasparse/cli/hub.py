@@ -9,17 +9,10 @@ from megasparse.errors import whole
 
 
 def add_convert_from_hf(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", required=True, metavar="NAME_OR_DIR", help="its folder or GGUF file, or its name in the cache"
-    )
+    parser.add_argument("--model", required=True, metavar="NAME_OR_DIR", help="its folder, GGUF file or cached name")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder, laid out like a run's")
-    parser.add_argument(
-        "--first-byte",
-        type=whole,
-        default=0,
-        metavar="ID",
-        help="its token for byte 0 (0), for byte-level models whose ids begin later; the vocabulary is rotated by it",
-    )
+    first = "its token for byte 0 (0), for byte-level models whose ids begin later; the vocabulary is rotated by it"
+    parser.add_argument("--first-byte", type=whole, default=0, metavar="ID", help=first)
 
 
 def convert_from_hf(args: argparse.Namespace) -> None:
@@ -67,15 +60,9 @@ def add_convert_to_hf(parser: argparse.ArgumentParser) -> None:
 
     add_checkpoint(parser)
     parser.add_argument("--output", type=Path, required=True, metavar="OUT", help="the folder to write, a new one")
-    parser.add_argument(
-        "--to", choices=sorted(FORMATS), default="megasparse", help="architecture (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--evaluation",
-        type=Path,
-        metavar="FILE",
-        help="result of `megasparse evaluate --json` for the model card; by default those in the run's folder",
-    )
+    parser.add_argument("--to", choices=sorted(FORMATS), default="megasparse", help="architecture (%(default)s)")
+    card = "result of `megasparse evaluate --json` for the model card; by default those in the run's folder"
+    parser.add_argument("--evaluation", type=Path, metavar="FILE", help=card)
 
 
 def convert_to_hf(args: argparse.Namespace) -> None:
@@ -153,18 +140,14 @@ def replace_attention(args: argparse.Namespace) -> None:
 
 def add_teach(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help="a folder that `megasparse replace-attention` wrote"
+        "--model", type=Path, required=True, metavar="DIR", help="written by `megasparse replace-attention`"
     )
     files = "text files, or folders with *.txt"
     parser.add_argument("--texts", type=Path, nargs="+", required=True, metavar="FILE", help=files)
     parser.add_argument("--length", type=whole, metavar="TOKENS", help="of a window; by default the model's longest")
     parser.add_argument("--passes", type=whole, default=24, help="windows to learn from (default: %(default)s)")
-    parser.add_argument(
-        "--held-out", type=whole, default=1, metavar="N", help="windows measured (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seed", type=whole, default=0, help="seed of the windows' order and draws (default: %(default)s)"
-    )
+    parser.add_argument("--held-out", type=whole, default=1, metavar="N", help="windows measured (%(default)s)")
+    parser.add_argument("--seed", type=whole, default=0, help="seed of the windows' order and draws (%(default)s)")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
 
 

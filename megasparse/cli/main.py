@@ -11,36 +11,28 @@ from megasparse import __version__
 from megasparse.errors import UserError, did_you_mean, report_user_errors, without_secrets
 
 COMMANDS = {
-    "quickstart": "prepare real text, train a small model on it and evaluate it: 9 minutes on two cores",
-    "pretrain": "pretrain a decoder, an encoder or an encoder-decoder",
-    "finetune": "fine-tune a pretrained model on a downstream task or a table of your own",
-    "evaluate": "held-out bits/dim of a pretrained model, the metrics of a fine-tuned one",
-    "generate": "generate text or images",
-    "compress": "compress a file with a decoder's predictions",
-    "decompress": "restore a compressed file, byte for byte",
-    "predict": "predictions of a fine-tuned model for new examples",
-    "configs": "list the shipped configurations",
-    "prepare-data": "turn a corpus into shards",
-    "train-tokenizer": "train a tokenizer on text",
-    "listops": "generate the data of ListOps",
-    "plan": "predict memory, traffic, time and cost of a pretraining run",
-    "report": "write an HTML page about one or several runs",
-    "convert to-hf": "write a checkpoint as a HuggingFace model",
-    "convert from-hf": "turn a HuggingFace model into a checkpoint",
-    "replace-attention": "replace the attention of a HuggingFace encoder or decoder",
-    "teach": "teach a replaced model's hashes or sketches its own attention",
-    "compare": "train and evaluate several attention mechanisms alike",
+    "quickstart": ("train", "prepare real text, train a small model on it and evaluate it: 9 minutes on two cores"),
+    "pretrain": ("train", "pretrain a decoder, an encoder or an encoder-decoder"),
+    "finetune": ("train", "fine-tune a pretrained model on a downstream task or a table of your own"),
+    "evaluate": ("evaluation", "held-out bits/dim of a pretrained model, the metrics of a fine-tuned one"),
+    "generate": ("evaluation", "generate text or images"),
+    "compress": ("evaluation", "compress a file with a decoder's predictions"),
+    "decompress": ("evaluation", "restore a compressed file, byte for byte"),
+    "predict": ("evaluation", "predictions of a fine-tuned model for new examples"),
+    "configs": ("train", "list the shipped configurations"),
+    "prepare-data": ("data", "turn a corpus into shards"),
+    "train-tokenizer": ("data", "train a tokenizer on text"),
+    "listops": ("data", "generate the data of ListOps"),
+    "plan": ("train", "predict memory, traffic, time and cost of a pretraining run"),
+    "report": ("train", "write an HTML page about one or several runs"),
+    "convert to-hf": ("hub", "write a checkpoint as a HuggingFace model"),
+    "convert from-hf": ("hub", "turn a HuggingFace model into a checkpoint"),
+    "replace-attention": ("hub", "replace the attention of a HuggingFace encoder or decoder"),
+    "teach": ("hub", "teach a replaced model's hashes or sketches its own attention"),
+    "compare": ("train", "train and evaluate several attention mechanisms alike"),
 }
-"""Subcommand -> what it does, in the order of `megasparse --help`."""
-MODULES = {
-    "train": ("quickstart", "pretrain", "finetune", "plan", "configs", "compare", "report"),
-    "data": ("prepare-data", "train-tokenizer", "listops"),
-    "hub": ("convert to-hf", "convert from-hf", "replace-attention", "teach"),
-    "evaluation": ("evaluate", "generate", "predict", "compress", "decompress"),
-}
-"""Module of megasparse.cli -> its subcommands. `convert to-hf` is the function `convert_to_hf`, whose docstring is its
-help, and `add_convert_to_hf(parser)` declares its options."""
-
+"""Subcommand -> its module in megasparse.cli and its purpose, in the order of `megasparse --help`. `convert to-hf` is
+the function `convert_to_hf`, whose docstring is its help, and `add_convert_to_hf(parser)` declares its options."""
 EXTRAS = {
     **dict.fromkeys(("transformers",), "hf"),
     "constriction": "compress",
@@ -109,7 +101,7 @@ def split(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:
 
 def command_of(name: str) -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]]:
     """Return the functions of a subcommand that declare its options and run it."""
-    module = importlib.import_module(f"megasparse.cli.{next(key for key, names in MODULES.items() if name in names)}")
+    module = importlib.import_module(f"megasparse.cli.{COMMANDS[name][0]}")
     identifier = name.replace("-", "_").replace(" ", "_")
     return getattr(module, f"add_{identifier}"), getattr(module, identifier)
 
@@ -127,7 +119,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 
 def overview(names: Iterable[str]) -> str:
-    lines = [f"  {name:18} {COMMANDS[name]}" for name in names]
+    lines = [f"  {name:18} {COMMANDS[name][1]}" for name in names]
     examples = [
         "  megasparse pretrain quickstart --dry-run",
         "  megasparse prepare-data text --source my_books/ --output data/books",

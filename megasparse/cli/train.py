@@ -17,12 +17,8 @@ from megasparse.errors import ConfigError, UserError, whole
 def add_pretrain(parser: argparse.ArgumentParser) -> None:
     add_training(parser)
     add_start(parser)
-    parser.add_argument(
-        "--data",
-        metavar="TEXTS",
-        help="text files, or JSON lines with a field `text`: a file or a folder, prepared once into run.directory;"
-        " or a folder of shards",
-    )
+    texts = "a file or folder of text or of JSON lines with a field `text`, prepared once into run.directory; or shards"
+    parser.add_argument("--data", metavar="TEXTS", help=texts)
 
 
 def pretrain(args: argparse.Namespace) -> None:
@@ -42,9 +38,8 @@ def pretrain(args: argparse.Namespace) -> None:
 
     config = config_from(args, Config)
     if args.start is not None and args.resume != "auto":
-        raise ConfigError(
-            "--start", f"the weights of --resume {args.resume} are asked for too", "Leave one of them out"
-        )
+        problem = f"the weights of --resume {args.resume} are asked for too"
+        raise ConfigError("--start", problem, "Leave one of them out")
     signals = StopSignals()
     if not args.dry_run:
         signals.follow_launcher()
@@ -117,9 +112,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=whole, required=True, metavar="N", help="GPUs of all nodes together")
     parser.add_argument("--gpus-per-node", type=whole, default=8, metavar="N", help="GPUs of one node (%(default)s)")
     parser.add_argument("--gpu-memory", metavar="SIZE", help="memory of one GPU, such as 80GiB; by default --gpu's")
-    parser.add_argument(
-        "--gpu", default="A100", metavar="NAME", help="A100-80GB, H100 or H200, or another with its peak"
-    )
+    parser.add_argument("--gpu", default="A100", metavar="NAME", help="A100, H100 or H200, or another with its peak")
     parser.add_argument("--peak-tflops", type=float, metavar="X", help="dense bf16 peak of one GPU")
     parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, FLOPs")
 

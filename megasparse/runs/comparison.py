@@ -18,9 +18,10 @@ from megasparse.config.load import load_config
 from megasparse.data.corpora.download import fetch_wheel
 from megasparse.errors import ConfigError, UserError
 from megasparse.files import read_file
+from megasparse.runs.report import read_lines
 
 KEYS = {"prepare", "config", "evaluate", "arms"}
-HELD_OUT, STEP_SECONDS = "evaluation/bits_per_dim", "speed/step_seconds"
+METRICS, HELD_OUT, STEP_SECONDS = "metrics.jsonl", "evaluation/bits_per_dim", "speed/step_seconds"
 Row = dict[str, float]
 
 
@@ -115,7 +116,7 @@ def _train_and_evaluate(run: ArmRun) -> dict[str, Row]:
     for name, file in files.items():
         if not file.exists():
             call(*run.evaluations[name], log=file.with_suffix(".log"))
-    steps, rows = _metrics(run.folder), {}
+    steps, rows = list(read_lines(run.folder / METRICS)), {}
     seconds = {"seconds": sum(step[STEP_SECONDS] for step in steps), "step_seconds": _quiet_step(steps)}
     for name, file in files.items():
         result = json.loads(read_file(file))
@@ -133,11 +134,6 @@ def call(*words: object, log: Path) -> None:
     if code != 0:
         last = log.read_text(errors="replace").strip().splitlines()[-1:]
         raise UserError(f"megasparse {words[0]} ended with exit code {code}: {' '.join(last)} (all of it in {log})")
-
-
-def _metrics(folder: Path) -> list[Row]:
-    file = folder / "metrics.jsonl"
-    return [json.loads(line) for line in read_file(file).splitlines()] if file.exists() else []
 
 
 def _quiet_step(steps: list[Row]) -> float:
@@ -176,7 +172,7 @@ def plot(output: Path, arms: Sequence[str]) -> None:
     for arm in arms:
         stem = f"{arm.replace(' ', '_')}-"
         for folder in sorted(output.glob(f"{stem}*")):
-            seed, steps = folder.name.removeprefix(stem), _metrics(folder)
+            seed, steps = folder.name.removeprefix(stem), list(read_lines(folder / METRICS))
             curve = {str(step["step"]): step[HELD_OUT] for step in steps if HELD_OUT in step}
             if seed.isdigit() and curve:  # else the folder of an arm with a longer name
                 curves.setdefault(arm, {})[seed] = {"held_out": curve, "step_seconds": _quiet_step(steps)}

@@ -3,7 +3,6 @@
 import argparse
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from megasparse.config.schema import Config, ModelConfig
 from megasparse.data.batches import TrainingBatches
 from megasparse.data.corpora import CORPORA
 from megasparse.data.corpora.records import RecordSource
-from megasparse.data.corpora.source import Part, Source, find_parts, report_left_out
+from megasparse.data.corpora.source import Source, find_parts, report_left_out
 from megasparse.data.corpora.tables import JSON_SUFFIXES, json_texts
 from megasparse.data.index import Index
 from megasparse.data.index_file import INDEX_FILE
@@ -112,20 +111,11 @@ def training_batches(
     """Read this rank's steps from the global sample number `position` on. Raises what TrainingBatches does."""
     data, training = config.data, config.training
     return TrainingBatches(
-        run_data.mixture,
-        "train",
-        sequence_length=data.sequence_length,
-        seed=config.run.seed,
-        shuffle_shards=data.shuffle_shards,
-        global_batch=training.global_batch,
-        micro_batch=training.micro_batch,
-        rank=ranks.data_rank,
-        world_size=ranks.data_ranks,
-        part=(ranks.place, ranks.sequence_size),
-        start=position,
-        stop_waiting=hooks.stop_wanted,
-        alive=hooks.alive,
-    )
+        run_data.mixture, "train", sequence_length=data.sequence_length, seed=config.run.seed, start=position,
+        shuffle_shards=data.shuffle_shards, global_batch=training.global_batch, micro_batch=training.micro_batch,
+        rank=ranks.data_rank, world_size=ranks.data_ranks, part=(ranks.place, ranks.sequence_size),
+        stop_waiting=hooks.stop_wanted, alive=hooks.alive,
+    )  # fmt: skip
 
 
 HELD_OUT = (5, 10, 20, 30)
@@ -170,7 +160,8 @@ def _prepare(texts: str, tokenizer: str, output: Path) -> bool:
     parts = find_parts([texts], None, downloads, "files")
     records = [part for part in parts if part.name.lower().endswith(tuple(JSON_SUFFIXES))]
     others = [part for part in parts if part not in {*records}]
-    more, less = sorted((others, records), key=_bytes_on_disk, reverse=True)
+    size_of = lambda parts: sum(path.stat().st_size for path in {part.path for part in parts})  # noqa: E731
+    more, less = sorted((others, records), key=size_of, reverse=True)
     report_left_out(texts, len(more), [part.name for part in less], "of texts and JSON lines the more bytes are read")
     if more is records:
         corpus, documents = "jsonl", True
@@ -186,10 +177,6 @@ def _prepare(texts: str, tokenizer: str, output: Path) -> bool:
     sample, command = options.pop("sample_bytes"), "megasparse pretrain --data"
     prepare(corpus, source, output, options=options, sample_bytes=sample, shard_bytes=SHARD, command=command)
     return documents
-
-
-def _bytes_on_disk(parts: Sequence[Part]) -> int:
-    return sum(path.stat().st_size for path in {part.path for part in parts})
 
 
 def _options(corpus: str, texts: str, tokenizer: str, share: int, *flags: str) -> dict[str, Any]:

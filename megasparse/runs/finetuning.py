@@ -16,11 +16,12 @@ from megasparse.ops.random import RngContext
 from megasparse.planning.dry_run import peak, reset_peak
 from megasparse.planning.flops import warn_if_long
 from megasparse.tasks.batches import fingerprint
-from megasparse.tasks.evaluate import predict_examples, selection_of, validation
+from megasparse.tasks.evaluate import predict_examples, validation
+from megasparse.tasks.metrics import LOWER_IS_BETTER
 from megasparse.tasks.run import TaskRun, open_run
 from megasparse.training.checkpoints.manifest import RunIdentity
 from megasparse.training.engines import build_engine
-from megasparse.training.loop import train
+from megasparse.training.loop import Selection, train
 from megasparse.training.ranks import Ranks, start_ranks
 from megasparse.training.reporting.memory import available_bytes
 from megasparse.training.run import Recipe, RunResult, open_training
@@ -56,8 +57,8 @@ def finetune(
     changes = ["fewer training.epochs", "a smaller task.max_length", "a smaller task.limit"]
     warn_if_long(least_flops(task), task.config.training.precision, changes, ranks)
     config = task.config  # with the numbers that depend on the data filled in
-    selection = selection_of(config)
-
+    metric = str(config.evaluation.metric)
+    selection = Selection(f"evaluation/{metric}", config.evaluation.patience, lower=metric in LOWER_IS_BETTER)
     tokenizer = {"name": task.start.tokenizer.name, "sha256": task.start.tokenizer.sha256}
     recipe = Recipe(
         RunIdentity(config, fingerprint(task.train), tokenizer),
@@ -95,7 +96,8 @@ def finetune_dry_run(config: FinetuneConfig) -> str:
     """Take one step and one validation batch of the longest examples, in this process on plain torch, and report them.
     Writes nothing. Raises UserError if they do not fit into the memory of a GPU.
     """
-    ranks = start_ranks(config.run.model_copy(update={"engine": "torch"}))
+    run = config.run.model_copy(update={"engine": "torch"})
+    ranks = start_ranks(run)
     task = open_run(config, _reporter(ranks))
     training, seed, weights = task.config.training, config.run.seed, list(task.model.parameters())
     held, before = sum(weight.nbytes for weight in weights), reset_peak(ranks.device)
@@ -103,7 +105,6 @@ def finetune_dry_run(config: FinetuneConfig) -> str:
     length = max(example.length for example in task.train)
     size = training.micro_batch if training.batch_unit == "examples" else max(1, training.micro_batch // length)
     longest = sorted(task.train, key=lambda example: -example.length)[:size]
-    run = config.run.model_copy(update={"engine": "torch"})
     single = training.model_copy(update={"global_batch": size, "micro_batch": size})
     settings = task.config.model_copy(update={"run": run, "training": single})
     began = time.perf_counter()

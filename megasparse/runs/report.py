@@ -197,6 +197,7 @@ def curves(runs: Sequence[Run], labels: Sequence[str]) -> str:
     if not charts:
         return "<h2>Curves</h2><p>No step has been logged yet.</p>"
     ranked = sorted(charts, key=lambda name: (name.split("/")[0] not in ("train", "evaluation"), name))
+    marks = [event["step"] for event in runs[0].events if type(event.get("step")) is int] if len(runs) == 1 else []
     parts, section = [], None
     for title in ranked[:MOST_CHARTS]:
         if (group := title.split("/")[0]) != section:
@@ -207,10 +208,8 @@ def curves(runs: Sequence[Run], labels: Sequence[str]) -> str:
             for run, label in zip(runs, labels, strict=True):
                 if name in run.series:
                     layer = name.removeprefix(title).strip("/").replace("_", " ")
-                    lines.append(
-                        (", ".join(part for part in (label * (len(runs) > 1), layer) if part), run.series[name])
-                    )
-        marks = [event["step"] for event in runs[0].events if type(event.get("step")) is int] if len(runs) == 1 else []
+                    parts_of_label = filter(None, (label * (len(runs) > 1), layer))
+                    lines.append((", ".join(parts_of_label), run.series[name]))
         parts.append(f'<figure><img alt="{escape(title)}" src="{chart(title, lines, marks)}"></figure>')
     if len(ranked) > MOST_CHARTS:
         parts.append(f"<p>{len(ranked) - MOST_CHARTS} more charts are left out: metrics.jsonl has every number.</p>")
@@ -228,9 +227,8 @@ def chart(title: str, lines: Sequence[tuple[str, tuple[np.ndarray, np.ndarray]]]
         for label, (steps, values) in lines:
             axes.plot(steps, values, linewidth=0.9, marker="." if len(steps) < 30 else None, label=f" {label}")
         low, high = axes.get_xlim()
-        axes.vlines(
-            [mark for mark in marks[-MOST_ROWS:] if low <= mark <= high], *axes.get_ylim(), color="#c04", lw=0.4
-        )
+        visible = [mark for mark in marks[-MOST_ROWS:] if low <= mark <= high]
+        axes.vlines(visible, *axes.get_ylim(), color="#c04", lw=0.4)
         axes.set(title=title[:70], xlabel="step")
         if any(label for label, _ in lines):
             axes.legend(fontsize=6, ncols=1 + len(lines) // 8)
@@ -251,10 +249,10 @@ def samples(run: Run) -> str:
         steps = [*shown]
         for step in sorted({steps[round(n * (len(steps) - 1) / (MOST_SHOWN - 1))] for n in range(MOST_SHOWN)}):
             content = shown[step]
-            text = content if isinstance(content, str) else ""
-            body = f"<pre>{escape(text[:MOST_TEXT])}</pre>" if text else ""
             if isinstance(content, bytes):
                 body = f'<img alt="step {step}" src="{url(content)}">'
+            else:
+                body = f"<pre>{escape(content[:MOST_TEXT])}</pre>" if content else ""
             parts.append(f"<figure><figcaption>step {step:,}</figcaption>{body}</figure>")
     return "".join(parts) or "<p>None.</p>"
 

@@ -44,6 +44,8 @@ class Backbone(nn.Module, ABC):
     vocabulary: int
     longest: int
     """Number of tokens of the longest sequence."""
+    separators: int = 1
+    """Number of separators between two segments."""
     task_weight: float = 1.0
     """Weight of the task's loss beside the mechanisms'."""
     pooler: tuple[Tensor, Tensor] | None = None
@@ -105,6 +107,7 @@ class HuggingFaceBody(Backbone):
         self.model = model.train()  # transformers loads a model in evaluation, without dropout
         self.causal, self.longest, self.offload = causal, longest, False
         self.vocabulary, self.width = model.config.vocab_size, model.config.hidden_size
+        self.separators = 2 if model.config.model_type in ("roberta", "xlm-roberta") else 1
         self.replaced = hasattr(model, "_megasparse")
         self.typed = getattr(model.config, "type_vocab_size", 0) > 1
         if self.replaced:

@@ -19,8 +19,6 @@ from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.task import Example, Input, SourceLocation, Task
 from megasparse.training.ranks import Ranks
 
-DOUBLED = ("roberta", "xlm-roberta")
-"""Families of transformers' models with two separators between segments."""
 LINE_END = 10
 """Byte between two segments where a model has no separator."""
 
@@ -210,12 +208,6 @@ def require_vocabulary(body: Any, needed: int, task: str | None = None) -> None:
     if needed > body.vocabulary:
         problem = f"{body.vocabulary} ids, and {task or 'its tokenizer'} has {needed}"
         raise ConfigError("model.vocabulary", problem, f"Set it to {needed} or more")
-
-
-def separators_of(body: Any) -> int:
-    """Return the number of separators between two segments."""
-    model = getattr(body, "model", None)
-    return 2 if model is not None and model.config.model_type in DOUBLED else 1
 
 
 Collate = Callable[[Sequence[EncodedExample]], Any]

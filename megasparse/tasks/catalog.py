@@ -38,17 +38,7 @@ from megasparse.tasks.readers.rows import (
     whole_bytes,
     whole_text,
 )
-from megasparse.tasks.task import (
-    HUB,
-    Example,
-    Input,
-    SourceLocation,
-    Task,
-    examples_of,
-    existing,
-    parts_of,
-    split_name,
-)  # fmt: skip
+from megasparse.tasks.task import HUB, Example, Input, SourceLocation, Task, examples_of, existing, parts_of, split_name
 
 Files = Mapping[str, str | Sequence[str]] | Callable[[Path], dict[str, list[Path]]]
 
@@ -227,18 +217,15 @@ def review_files(path: Path) -> Rows:
     """
     files = [path]
     if path.is_dir():
-        classes = [(path / name, sorted((path / name).glob("*.txt"), key=_by_number)) for name in ("neg", "pos")]
-        if empty := [folder for folder, reviews in classes if not reviews]:
-            raise DataError(empty[0], "holds no *.txt", "Give a folder with neg/*.txt and pos/*.txt")
-        files = [review for _, reviews in classes for review in reviews]
+        files = []
+        for folder in (path / "neg", path / "pos"):
+            if not (reviews := sorted(folder.glob("*.txt"), key=lambda review: natural(review.name))):
+                raise DataError(folder, "holds no *.txt", "Give a folder with neg/*.txt and pos/*.txt")
+            files += reviews
     for file in files:
         label, location = file.resolve().parent.name, SourceLocation(file)
         row = {"text": whole_text(file), "id": f"{label}/{file.stem}" if path.is_dir() else file.stem}
         yield location, row | ({"label": label} if label in ("neg", "pos") else {})
-
-
-def _by_number(path: Path) -> list[tuple[int, str]]:
-    return natural(path.name)
 
 
 def review_folds(folder: Path) -> dict[str, list[Path]]:
@@ -283,20 +270,8 @@ def sentences(column: str, mark: str, row: dict[str, Any]) -> str:
     return mark.join(one.removeprefix("<S>").removesuffix("</S>").strip() if mark == "\n" else one for one in stripped)
 
 
-def without_marks(row: dict[str, Any]) -> str:
-    return " ".join(sentence.strip() for sentence in row["text"].split("<sssss>"))
-
-
 def article(row: dict[str, Any]) -> str:
     return row["text"] if "text" in row else f"{row['title']} {row['description']}"
-
-
-def title_and_abstract(row: dict[str, Any]) -> str:
-    return " ".join(part for part in (row["title"], row["abstract"]) if part)
-
-
-def stripped_text(row: dict[str, Any]) -> str:
-    return str(row["text"]).strip()
 
 
 def abstract(row: dict[str, Any]) -> str | None:
@@ -370,7 +345,8 @@ TASKS: dict[str, Entry | str] = {
     "imdb": Entry(files=tuple({split: f"imdb{mark}{name}.txt.ss" for split, name in
                                (("train", "train"), ("validation", "dev"), ("test", "test"))} for mark in ".-"),
                   rows=partial(tab_separated, columns=("user", "product", "rating", "text"), mark="\t\t"),
-                  text=(without_marks,), label="rating", classes=tuple(map(str, range(1, 11))), metrics=F1),
+                  text=(lambda row: " ".join(map(str.strip, row["text"].split("<sssss>"))),),
+                  label="rating", classes=tuple(map(str, range(1, 11))), metrics=F1),
     "movie_reviews": Entry(files=(review_folds,), rows=review_files, text=("text",), classes=("neg", "pos")),
     "sentence_polarity": Entry(files=({"": ("rt-polarity.neg", "rt-polarity.pos")},), rows=polarity_rows,
                                text=("text",), classes=("neg", "pos")),
@@ -383,7 +359,8 @@ TASKS: dict[str, Entry | str] = {
     # the bodies, which MIND links to and does not hold, of more articles: its figures are of another text.
     "mind_topics": Entry(files=tuple({"": f"{folder}news.tsv"} for folder in
                                      ("MINDlarge_train/", "MINDsmall_train/", "")),
-                         rows=partial(tab_separated, columns=NEWS_COLUMNS), text=(title_and_abstract,),
+                         rows=partial(tab_separated, columns=NEWS_COLUMNS),
+                         text=(lambda row: " ".join(filter(None, (row["title"], row["abstract"]))),),
                          label="category", classes=TOPICS, metrics=F1),
     # Texts that answer texts
     "pubmed": Entry(files=({"train": "train.txt", "validation": "val.txt", "test": "test.txt"},), form="texts",
@@ -391,7 +368,8 @@ TASKS: dict[str, Entry | str] = {
                     label=abstract, metrics=ROUGE, identifier="article_id"),
     # 95 of its rows have no title or no text.
     "headlines": Entry(files=({"": "NewsArticles.csv"}, {"": "NewsArticles.zip"}), rows=comma_separated, form="texts",
-                       text=(stripped_text,), label="title", metrics=ROUGE, identifier="article_id", whole=True),
+                       text=(lambda row: str(row["text"]).strip(),), label="title", metrics=ROUGE,
+                       identifier="article_id", whole=True),
     "parallel_text": "texts:ParallelText",
     "wmt14": "texts:WMT14",
     "cnn_dm": "texts:CNNDailyMail",

@@ -23,19 +23,10 @@ from megasparse.evaluation.outputs import whole_file
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 from megasparse.tasks.batches import EncodedExample
 from megasparse.tasks.form import Form, column
-from megasparse.tasks.metrics import (
-    LOWER_IS_BETTER,
-    METRICS,
-    RESAMPLES,
-    bootstrap_interval,
-    require_metrics,
-    signature,
-    t_interval,
-)
+from megasparse.tasks.metrics import METRICS, RESAMPLES, bootstrap_interval, require_metrics, signature, t_interval
 from megasparse.tasks.run import Finetuned, TaskRun, chosen_checkpoint, encode_all, labelled, read_files, restore_task
 from megasparse.tasks.task import SourceLocation, chosen_files, sha256_of
 from megasparse.training.engines.contract import Engine
-from megasparse.training.loop import Selection
 from megasparse.training.ranks import Ranks, RunHooks, check_stop
 from megasparse.training.run import Evaluate
 
@@ -89,12 +80,6 @@ def answers(form: Form, examples: Sequence[EncodedExample], table: Sequence[Pred
     return [form.answer(example, output.values) for example, output in zip(examples, table, strict=True)]
 
 
-def selection_of(config: FinetuneConfig) -> Selection:
-    """Return the rule of the best checkpoint, by `evaluation.metric`, which an opened run's configuration has."""
-    metric = str(config.evaluation.metric)
-    return Selection(f"evaluation/{metric}", config.evaluation.patience, lower=metric in LOWER_IS_BETTER)
-
-
 def validation(run: TaskRun, engine: Engine, hooks: RunHooks) -> Evaluate:
     """Return a function that the training loop calls after every step.
 
@@ -138,15 +123,11 @@ def predicted(model: Finetuned, examples: Sequence[EncodedExample]) -> list[Pred
 
 def predictions(form: Form, examples: Sequence[EncodedExample], table: Sequence[Prediction]) -> list[Row]:
     """Return the rows of a prediction file, in the order of the examples."""
-    return [
-        {
-            "name": example.name,
-            "file": str(example.location.file),
-            "line": example.location.line,
-            **form.row(example, output.values),
-        }
-        for example, output in zip(examples, table, strict=True)
-    ]
+    rows = []
+    for example, output in zip(examples, table, strict=True):
+        location = {"file": str(example.location.file), "line": example.location.line}
+        rows.append({"name": example.name, **location, **form.row(example, output.values)})
+    return rows
 
 
 def predict(model: Finetuned, sources: Sequence[str], say: Callable[[str], None]) -> list[Row]:
@@ -204,13 +185,8 @@ def write_predictions(path: Path, rows: Sequence[Row]) -> None:
         out.write(json.dumps(answers, indent=1) + "\n")
     else:
         tabs, classes = path.suffix == ".tsv", list(rows[0].get("probabilities") or ())
-        writer = csv.writer(
-            out,
-            "excel-tab" if tabs else "excel",
-            lineterminator="\n",
-            quotechar=None if tabs else '"',
-            quoting=3 if tabs else 0,
-        )
+        form: dict[str, Any] = {"delimiter": "\t", "quotechar": None, "quoting": csv.QUOTE_NONE} if tabs else {}
+        writer = csv.writer(out, lineterminator="\n", **form)
         heads = ["name", "predicted", *(f"probability of {name}" for name in classes)]
         writer.writerow(["index", "prediction"] if tabs else heads)
         for row in rows:

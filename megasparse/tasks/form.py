@@ -13,7 +13,7 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError
 from megasparse.tasks.backbones import Backbone, MegasparseBody
-from megasparse.tasks.batches import EncodedExample, ExampleEncoder, require_vocabulary, separators_of
+from megasparse.tasks.batches import EncodedExample, ExampleEncoder, require_vocabulary
 from megasparse.tasks.metrics import METRICS
 from megasparse.tasks.task import Example, SourceLocation, Task
 
@@ -61,7 +61,7 @@ class Form(ABC):
         task, body, ids = self.task, start.body, self.task.vocabulary
         require_vocabulary(body, ids or start.tokenizer.vocabulary, task.name if ids else None)
         tokenizer = start.tokenizer if ids is None else None
-        return self.encoder_class(task, tokenizer, body.vocabulary, separators_of(body))
+        return self.encoder_class(task, tokenizer, body.vocabulary, body.separators)
 
     @abstractmethod
     def model(self, body: Backbone) -> nn.Module:

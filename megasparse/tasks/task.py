@@ -33,11 +33,11 @@ def is_remote(path: Path) -> bool:
     return str(path) == "hub" or str(path).startswith(HUB)
 
 
-def parts_of(files: Sequence[Path], parts: Iterable[str] = PARTS) -> dict[str, list[Path]]:
+def parts_of(files: Sequence[Path]) -> dict[str, list[Path]]:
     """Return the parts of each of the files, by split; none if a file is missing."""
     if not all(file.exists() for file in files):
         return {}
-    return {part: [file.with_name(f"{file.name}#{part}") for file in files] for part in parts}
+    return {part: [file.with_name(f"{file.name}#{part}") for file in files] for part in PARTS}
 
 
 def split_name(file: Path) -> tuple[Path, str | None]:
@@ -46,11 +46,6 @@ def split_name(file: Path) -> tuple[Path, str | None]:
     if name and (part in PARTS or file.with_name(name).is_dir() or is_remote(file)):
         return file.with_name(name), part
     return file, None
-
-
-def is_in(part: str | None, number: int) -> bool:
-    """True if an example, counted from 0, is in a part."""
-    return part is None or part == {0: "test", 1: "validation"}.get(number % 10, "train")
 
 
 Input = str | np.ndarray
@@ -163,7 +158,7 @@ def examples_of(
             if isinstance(row, DataError):
                 raise row
             number += 1
-            if is_in(part, number - 1):
+            if part in (None, {1: "test", 2: "validation"}.get(number % 10, "train")):
                 yield convert(row, location, str(number - 1))
         except DataError as error:
             errors.append(error)
