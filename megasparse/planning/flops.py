@@ -40,29 +40,21 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     return sum(passes.both for passes in flops_by_part(model, sequence_length).values())
 
 
-def hardware_flops_per_token(model: ModelConfig, sequence_length: int, ranks: int = 1) -> float:
-    """Return `model_flops_per_token` and what the backward computes again, for the hardware FLOPs utilisation.
-
-    Args:
-        ranks: ranks that share a sequence; what several of them compute for the same heads counts as often.
-    """
-    return sum(hardware_flops_by_part(model, sequence_length, ranks).values())
-
-
 def known_flops_per_token(model: ModelConfig, sequence_length: int) -> tuple[float, float] | tuple[()]:
     """Return the FLOPs per token of the model and of the hardware; nothing if a mechanism does not count them."""
     try:
-        return model_flops_per_token(model, sequence_length), hardware_flops_per_token(model, sequence_length)
+        hardware = sum(hardware_flops_by_part(model, sequence_length).values())
+        return model_flops_per_token(model, sequence_length), hardware
     except ConfigError:
         return ()
 
 
 def hardware_flops_by_part(model: ModelConfig, sequence_length: int, ranks: int = 1) -> dict[str, float]:
-    """Return `hardware_flops_per_token` of attention, projections, feed-forward and head.
+    """Return the FLOPs per token with what the backward computes again, of attention, projections, feed-forward, head.
 
     Reversible and checkpointed layers run forward again; tiles (`feed_forward_tiles`, `loss_tiles`) run forward again
     one by one, in checkpointed layers a third time. Scores that a kernel computes again inside its own backward are not
-    counted.
+    counted. ranks: ranks that share a sequence; what several of them compute for the same heads counts as often.
     """
     parts, activations = flops_by_part(model, sequence_length, ranks), model.activations
     again = 0.0 if activations == "stored" else 1.0

@@ -116,7 +116,7 @@ def open_training(
     directory, launch = Path(config.run.directory), ranks.gather(uuid.uuid4().hex)[0]
     with run_lock(directory, ranks), ExitStack() as opened:
         if signals is not None or ranks.world_size > 1:
-            signalled = (lambda: signals.wanted is not None) if signals else never
+            signalled = (lambda: signals.reason is not None) if signals else never
             heartbeats, timeout = directory / HEARTBEATS, config.run.hang_timeout
             watchdog = Watchdog(heartbeats, launch, ranks.rank, ranks.world_size, timeout, signalled)
             opened.enter_context(watchdog)

@@ -11,7 +11,7 @@ from megasparse.config.attention import MECHANISMS, AttentionConfig, MechanismSe
 from megasparse.config.load import build_config
 from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
-from megasparse.planning.flops import hardware_flops_per_token, known_flops_per_token, model_flops_per_token
+from megasparse.planning.flops import known_flops_per_token, model_flops_per_token
 from tests.helpers.models import random_tokens, training_draws
 from tests.helpers.refusals import refusal
 
@@ -107,7 +107,7 @@ def test_planning_counts_it():
     layers = 2 * (2 * 2 * 32 * 48 + 2 * 4 * 32 * 32)
     head = 2 * 64 * 256
     assert model_flops_per_token(model, 64) == pytest.approx(3 * (layers + head) + 2 * 2 * 32)
-    assert hardware_flops_per_token(model, 64) == pytest.approx(4 * layers + 3 * head + 3 * 2 * 32)
+    assert known_flops_per_token(model, 64)[1] == pytest.approx(4 * layers + 3 * head + 3 * 2 * 32)
 
 
 def test_a_lack_is_refused_by_name():

@@ -1,9 +1,11 @@
-"""The rules between keys: each message names the key, its value and a hint; what is just inside a rule loads."""
+"""The rules between keys, of an encoder–decoder's two sides too: each message names the key, its value and a hint; what
+is just inside a rule loads. The attention of each layer."""
 
 import json
 
 import pytest
 
+from megasparse.config.attention import MECHANISMS, AttentionConfig, heads_of_layer, kinds, layers_with
 from megasparse.config.load import build_config
 from megasparse.errors import ConfigError
 from tests.helpers.refusals import refusal
@@ -152,3 +154,74 @@ def test_rule(overrides, key, words):
 )
 def test_just_inside_the_rules(overrides):
     build_config(SMALL, overrides)
+
+
+FULL = {"pattern": ["full"]}
+MODEL = {"kind": "encoder_decoder", "max_length": 60, "layers": 2, "attention": FULL}
+SOURCE = {"length": 40, "attention": FULL}
+SAME, CROSS = {"layers": None}, {"cross_attention": "lsh"}
+BIRD = {"pattern": ["smart_bird"]}
+POOLED = {**BIRD, "smart_bird": {"objective": "pooled", "labels": 2}}
+
+
+def built(source, **changes):
+    model = {**MODEL, "source": source and {**SOURCE, **source}, **changes}
+    return build_config({"model": model, "data": {"sequence_length": 100}})
+
+
+@pytest.mark.parametrize(
+    ("source", "changes", "key", "words"),
+    [
+        (None, {}, "model.source", ["null", "length"]),
+        (SAME, {"kind": "decoder"}, "model.source", ["given", '"decoder"']),
+        (SAME, {"score_from": 3}, "model.score_from", ["3"]),
+        ({"attention": {"pattern": ["full"] * 3}}, {}, "model.source.attention.pattern", ["3 layers"]),
+        ({"attention": BIRD}, {}, "model.source.attention.smart_bird.objective", ['"token"', '"answer"']),
+        ({"attention": POOLED}, {}, "model.source.attention.smart_bird.objective", ['"pooled"', '"answer"']),
+        (CROSS, {"attention": {**FULL, "lsh": {"buckets": 7, "chunk": 8}}}, "model.attention.lsh.buckets", ["7", "8"]),
+        (CROSS, {"attention": {**FULL, "lsh": {"chunk": 61}}}, "model.attention.lsh.chunk", ["61", "60"]),
+        ({"length": 100}, {}, "data.sequence_length", ["100", "target"]),
+        ({"length": 39}, {}, "data.sequence_length", ["61", "60"]),
+    ],
+)
+def test_rule_of_two_sides(source, changes, key, words):
+    message = refusal(lambda: built(source, **changes), ConfigError)
+    assert message.startswith(f"{key}: ") and all(word in message for word in words), message
+
+
+def test_just_inside_the_rules_of_two_sides():
+    lsh = {"chunk": 60}  # of the longer side
+    built(CROSS, attention={**FULL, "lsh": lsh})
+    built({**CROSS, "length": 90}, max_length=10, attention={**FULL, "lsh": {"chunk": 90}})
+    built(SAME, attention={**FULL, "lsh": {"buckets": 7}})
+    built({"attention": {"pattern": ["full", "smyrf"]}, "layers": 2}, padding_token=300, vocabulary=301)
+
+
+def model_of(pattern):
+    return build_config(SMALL, by(json.dumps(pattern)[1:-1])).model
+
+
+def test_a_pattern_repeats_over_the_depth():
+    mixed = model_of(["local", {"local": 1, "lsh": 3}])
+    assert [heads_of_layer(mixed, layer) for layer in range(4)] == [{"local": 4}, {"local": 1, "lsh": 3}] * 2
+    assert layers_with(mixed, "local") == 4 and layers_with(mixed, "lsh") == 2 and layers_with(mixed, "lha") == 0
+    assert kinds(mixed) == ["local", "lsh"]
+
+
+def test_the_order_of_an_objects_keys_means_nothing():
+    """A checkpoint's manifest sorts them."""
+    one, other = model_of([{"lsh": 3, "local": 1}]), model_of([{"local": 1, "lsh": 3}])
+    assert list(heads_of_layer(one, 0).items()) == list(heads_of_layer(other, 0).items()) == [("local", 1), ("lsh", 3)]
+
+
+def test_a_list_as_long_as_the_depth_puts_mechanisms_on_top():
+    top = model_of(["local", "local", "lha", "lha"])
+    assert [list(heads_of_layer(top, layer)) for layer in range(4)] == [["local"], ["local"], ["lha"], ["lha"]]
+
+
+def test_the_order_of_the_mechanisms_never_changes():
+    """It is the order of the heads of a layer that several share, and so of the rows of its weights."""
+    shipped = ["full", "local", "lsh", "lha", "yoso", "smart_bird", "smyrf", "routing", "random", "sparse_transformer"]
+    shipped += ["longformer", "bigbird", "performer", "linformer", "ngram"]
+    assert [kind for kind in MECHANISMS if not kind.startswith("toy")] == shipped
+    assert [name for name in AttentionConfig.model_fields if name in MECHANISMS] == list(MECHANISMS)

@@ -1,5 +1,6 @@
-"""Every registered optimizer, and one that only this file registers, as CONTRIBUTING.md describes."""
+"""Every registered optimizer, and one that only this file registers, as CONTRIBUTING.md describes; learning rates."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ from megasparse.optimizers import (
     OptimizerSpec,
     build_optimizer,
     create_state,
+    learning_rate,
     set_steps_done,
     state_tensors,
     steps_done,
@@ -133,3 +135,37 @@ def test_an_unknown_optimizer_is_refused_with_the_known_ones():
     message = 'optimizer.name: "sgd" does not fit. It must be "adamw" or "adafactor" or "sign_sgd"'
     with pytest.raises(ConfigError, match=message):
         build_config({}, ["optimizer.name=sgd"])
+
+
+def scheduled(**values: object) -> OptimizerConfig:
+    return OptimizerConfig.model_validate({"learning_rate": 0.002, "warmup_steps": 10, **values})
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "inverse_sqrt", "linear"])
+def test_warmup_is_linear_from_zero_to_the_peak(schedule):
+    settings = scheduled(schedule=schedule)
+    for step in range(11):
+        assert learning_rate(step, 100, settings) == pytest.approx(0.002 * step / 10, rel=1e-12)
+    assert learning_rate(11, 100, settings) <= 0.002
+    assert learning_rate(1, 100_000, scheduled(schedule=schedule, warmup_steps=0)) == pytest.approx(0.002, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "final", "share"),
+    [
+        ("constant", 0.25, lambda step: 1.0),
+        ("cosine", 0.25, lambda step: 0.25 + 0.75 * (1 + math.cos(math.pi * (step - 10) / 90)) / 2),
+        ("inverse_sqrt", 0.25, lambda step: math.sqrt(10 / step)),
+        ("linear", 0.1, lambda step: 0.1 + 0.9 * (100 - step) / 90),
+        ("linear", 0.0, lambda step: (100 - step) / 90),
+    ],
+)
+def test_after_it_comes_the_formula(schedule, final, share):
+    settings = scheduled(schedule=schedule, final_fraction=final)
+    for step in range(10, 101):
+        assert learning_rate(step, 100, settings) == pytest.approx(0.002 * share(step), rel=1e-12)
+
+
+def test_warmup_longer_than_the_run():
+    assert learning_rate(5, 5, scheduled(warmup_steps=10)) == pytest.approx(0.001)
+    assert learning_rate(10, 10, scheduled(warmup_steps=10)) == pytest.approx(0.002)

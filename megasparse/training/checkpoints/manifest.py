@@ -210,15 +210,13 @@ def list_checkpoints(directory: Path) -> list[Path]:
     Saving renames a complete one to its number, so a numbered directory that is not complete is a damaged one, to be
     refused by name when it is opened and never passed over in silence.
     """
-    if not directory.is_dir():
-        return []
-    return sorted((p for p in directory.iterdir() if re.fullmatch("[0-9]{8,}", p.name)), key=lambda p: int(p.name))
+    paths = directory.iterdir() if directory.is_dir() else ()
+    return sorted((p for p in paths if re.fullmatch("[0-9]{8,}", p.name)), key=lambda p: int(p.name))
 
 
 def find_newest(directory: str | Path) -> Path | None:
     """The checkpoint of the highest step in `directory`, or None where there is none."""
-    checkpoints = list_checkpoints(Path(directory))
-    return checkpoints[-1] if checkpoints else None
+    return next(reversed(list_checkpoints(Path(directory))), None)
 
 
 LONGEST = 80
@@ -271,13 +269,12 @@ def differences(of_each_rank: Sequence[dict[str, Any]]) -> str:
             value = json.dumps(one[key], sort_keys=True) if key in one else "nothing"
             holders.setdefault(value, []).append(str(rank))
         if len(holders) > 1:
-            reported.append(f"{key}: " + ", ".join(_held(value, ranks) for value, ranks in holders.items()))
+            values = (
+                f"{value[:LONGEST]}{'…' * (len(value) > LONGEST)} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+                for value, ranks in holders.items()
+            )
+            reported.append(f"{key}: {', '.join(values)}")
     return "; ".join(reported)
-
-
-def _held(value: str, ranks: list[str]) -> str:
-    short = value if len(value) <= LONGEST else f"{value[:LONGEST]}…"
-    return f"{short} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
 
 
 def _source_digest(folder: Path) -> str:

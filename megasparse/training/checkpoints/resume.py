@@ -57,10 +57,6 @@ FREE_TO_CHANGE = (
 steps and samples that are bad."""
 
 
-ENDING = ("linear", "cosine")
-"""Schedules that end at the last step."""
-
-
 def find_start(
     run: RunIdentity,
     ranks: Ranks,
@@ -75,13 +71,24 @@ def find_start(
     Raises CheckpointError, on every rank, where going on would lose or mix up something; ConfigError where the ranks
     were not given the same run or do not run the same code.
     """
-    command = {"resume": resume, "allow_changed_config": allow_changed_config}
-    _check_same_on_all(run, ranks, command)  # and nobody cleans up before everybody has come
+    inputs = {
+        "config": json.loads(run.config.model_dump_json()),
+        "data": run.data_fingerprint,
+        "tokenizer": run.tokenizer,
+        "code": versions(),
+        "command": {"resume": resume, "allow_changed_config": allow_changed_config},
+    }
+    if unlike := differences(ranks.gather(inputs)):  # and nobody cleans up before everybody has come
+        problem = f"the ranks were given different configurations, data or code: {unlike}"
+        raise ConfigError("--config", problem, "Give all machines the same files and the same versions")
     directory = run.checkpoints
     if ranks.rank == 0:
         remove_leftovers(directory)
     fetch_newest(run.config, directory, ranks, hooks, resume)
-    newest = _newest_of_all(directory, ranks)
+    newest = find_newest(directory)
+    if unlike := differences([{"newest": name} for name in ranks.gather(newest and newest.name)]):
+        hint = "Put run.directory where all machines see the same files"
+        raise CheckpointError(directory, f"the ranks find different checkpoints: {unlike}", hint)
     if resume == "never" and newest is not None:
         hint = "Choose another run.directory, or leave --resume out to go on"
         raise CheckpointError(newest, "a new run here would overwrite this one", hint)
@@ -100,23 +107,6 @@ def find_start(
     return checkpoint
 
 
-def _check_same_on_all(run: RunIdentity, ranks: Ranks, command: dict[str, Any]) -> None:
-    config = json.loads(run.config.model_dump_json())
-    data = {"data": run.data_fingerprint, "tokenizer": run.tokenizer}
-    inputs = {"config": config, **data, "code": versions(), "command": command}
-    if unlike := differences(ranks.gather(inputs)):
-        problem = f"the ranks were given different configurations, data or code: {unlike}"
-        raise ConfigError("--config", problem, "Give all machines the same files and the same versions")
-
-
-def _newest_of_all(directory: Path, ranks: Ranks) -> Path | None:
-    newest = find_newest(directory)
-    if unlike := differences([{"newest": name} for name in ranks.gather(newest and newest.name)]):
-        hint = "Put run.directory where all machines see the same files"
-        raise CheckpointError(directory, f"the ranks find different checkpoints: {unlike}", hint)
-    return newest
-
-
 def _open(path: Path, ranks: Ranks, hooks: RunHooks, directory: Path | None) -> Checkpoint:
     """Open on all ranks or on none. `directory`: where to look for an older complete one to recommend."""
     problem = checkpoint = None
@@ -125,8 +115,7 @@ def _open(path: Path, ranks: Ranks, hooks: RunHooks, directory: Path | None) -> 
     except CheckpointError as error:
         problem = str(error)
     hooks.progress("checkpoint verified, waiting for the other ranks")
-    problems = [problem for problem in ranks.gather(problem) if problem is not None]
-    if problems:
+    if problems := [problem for problem in ranks.gather(problem) if problem is not None]:
         hint = "There is no older complete checkpoint"
         if directory is None:
             hint = "Choose another checkpoint"
@@ -139,11 +128,8 @@ def _open(path: Path, ranks: Ranks, hooks: RunHooks, directory: Path | None) -> 
 
 def _newest_complete(paths: list[Path], progress: Progress) -> Path | None:
     for path in reversed(paths):
-        try:
-            Checkpoint.open(path, progress=progress)
-            return path
-        except CheckpointError:
-            continue
+        with suppress(CheckpointError):
+            return Checkpoint.open(path, progress=progress).path
     return None
 
 
@@ -153,7 +139,10 @@ def _check_data(checkpoint: Checkpoint, run: RunIdentity) -> None:
     now = flatten({"data": run.data_fingerprint, "tokenizer": run.tokenizer})
     if changed := [key for key in _changed(then, now) if key != "data" or then["data"] != NO_DATA]:
         problem = f"it was trained on other data: {_listed(then, now, changed)}"
-        mixed_then, mixed_now = ({"data.mixture": _mixture(settings)} for settings in (checkpoint.settings, run.config))
+        mixed_then, mixed_now = (
+            {"data.mixture": settings.data.mixture if isinstance(settings, Config) else {}}
+            for settings in (checkpoint.settings, run.config)
+        )
         if mixed_then != mixed_now:
             problem += f"; {_listed(mixed_then, mixed_now, ['data.mixture'])}"
         keys = "data.path or data.mixture" if isinstance(run.config, Config) else "task.source"
@@ -181,14 +170,10 @@ def _check_config(checkpoint: Checkpoint, config: RunSettings, allow_changed: bo
     if ranks.rank == 0 and conflicts:
         print(f"going on with a changed configuration, as asked: {listed}", file=sys.stderr)
     schedule = now["optimizer.schedule"]
-    moved = [key for key in changed if key in derived or (key == "training.steps" and schedule in ENDING)]
+    moved = [key for key in changed if key in derived or (key == "training.steps" and schedule in ("linear", "cosine"))]
     if ranks.rank == 0 and moved and checkpoint.step:
         line = f"the {schedule} schedule changes with it, so the learning rate differs from here on"
         print(f"{_listed(then, now, moved)}; {line}", file=sys.stderr)
-
-
-def _mixture(config: RunSettings) -> dict[str, float]:
-    return config.data.mixture if isinstance(config, Config) else {}
 
 
 def _changed(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -217,7 +202,6 @@ def _set_aside_later(directory: Path, checkpoint: Checkpoint) -> None:
             print(f"{path} is later than the checkpoint to go on from: renamed to {aside}", file=sys.stderr)
 
 
-METRICS = "metrics.jsonl"
 LONGEST_LINE = 1 << 24
 """Bytes of a line that are read at once."""
 
@@ -230,7 +214,7 @@ def check_records(directory: Path, start: Checkpoint | None, resume: str) -> Non
     Steps after the checkpoint are done again, and their lines cut. Where they are more than the end of a run can cost,
     and where steps before it have no line, that is reported.
     """
-    path = directory / METRICS
+    path = directory / "metrics.jsonl"
     last, line = _lines(path, start.step if start else 0)
     saved = _saved_for_certain(directory, last) if resume == "auto" else 0
     gone = f"{path} has come to step {last}, and the checkpoint of step {saved} is not there"
@@ -240,9 +224,10 @@ def check_records(directory: Path, start: Checkpoint | None, resume: str) -> Non
             raise CheckpointError(directory / "checkpoints", f"{gone}, nor any other", hint)
         return
     if saved > start.step:
-        _report(f"{gone}: going on from step {start.step}")
+        print(f"{gone}: going on from step {start.step}", file=sys.stderr)
     if last < start.step and path.exists():
-        _report(f"{path} ends at step {last}, before the checkpoint: steps {last + 1} to {start.step} have no line")
+        missing = f"steps {last + 1} to {start.step} have no line"
+        print(f"{path} ends at step {last}, before the checkpoint: {missing}", file=sys.stderr)
     loss, recorded = _last_loss(start), line.get("train/loss")
     if loss is not None and recorded is not None and loss != recorded:
         problem = f"the loss of step {start.step} is {loss} here and {recorded} in {path}: they are not of one run"
@@ -288,11 +273,5 @@ def _saved_for_certain(directory: Path, last: int) -> int:
             return 0
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 0
-    if every <= 0:
-        return 0
-    newest = (last - 1) // every * every  # a step has its line before it is saved
+    newest = (last - 1) // every * every if every > 0 else 0  # a step has its line before it is saved
     return max(0, newest - every * waits)  # and what is written beside training must be there by the next save
-
-
-def _report(line: str) -> None:
-    print(line, file=sys.stderr)

@@ -18,10 +18,10 @@ STEPS = 3
 """That a signal traces."""
 
 
-def traced(steps: Iterable[int], config: RunSettings, ranks: Ranks, wanted: Callable[[], bool]) -> Iterator[int]:
+def traced(steps: Iterable[int], config: RunSettings, ranks: Ranks, requested: Callable[[], bool]) -> Iterator[int]:
     """Yield the steps; write run.directory/traces/step-00000012-rank-00000.json.gz, a Chrome trace from step 12 on.
 
-    wanted: returns True once for each request to trace the next steps on this rank. What cannot be traced or written
+    requested: returns True once for each request to trace the next steps on this rank. What cannot be traced or written
     is reported on stderr, and training goes on.
     """
     tracing, first = None, 0
@@ -30,7 +30,7 @@ def traced(steps: Iterable[int], config: RunSettings, ranks: Ranks, wanted: Call
             if tracing is not None and step >= first + STEPS:
                 _end(tracing, first, config, ranks)
                 tracing = None
-            if tracing is None and wanted():
+            if tracing is None and requested():
                 tracing, first = _begin(step, ranks), step
             yield step
     finally:

@@ -24,14 +24,14 @@ PR_SET_PDEATHSIG = 1
 
 
 class StopSignals:
-    """Notes SIGTERM, SIGINT and SIGUSR1; the training loop reads `wanted` and stops by itself, saving.
+    """Notes SIGTERM, SIGINT and SIGUSR1; the training loop reads `reason` and stops by itself, saving.
 
     A second SIGTERM or SIGINT, at least 0.5 s after the first, ends the process at once with exit code 128 + its
     number; SIGUSR1 never does. SIGUSR2 prints the stacks of all threads, and asks for a trace of the next steps. To be
     constructed on the main thread. clock: seconds since any moment.
     """
 
-    wanted: str | None = None
+    reason: str | None = None
     """Reason to stop ("SIGTERM", "the launcher ended"); None while nobody asked."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -74,7 +74,7 @@ class StopSignals:
         return asked
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.wanted = self.wanted or self._why(number)
+        self.reason = self.reason or self._why(number)
 
     def _listen(self, arrived: int) -> None:
         first = None
@@ -95,7 +95,7 @@ class StopSignals:
         return "the launcher ended" if ended else signal.Signals(number).name
 
     def _ask(self, why: str) -> None:
-        self.wanted = self.wanted or why
+        self.reason = self.reason or why
         if self._reported.acquire(blocking=False):  # and never released: reported once
             again = "; once more ends at once" if why in ("SIGTERM", "SIGINT") else ""
             with suppress(OSError):  # nobody may be reading any more

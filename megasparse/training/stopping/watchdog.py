@@ -21,7 +21,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megasparse.errors import HANG
@@ -112,15 +111,13 @@ class Watchdog:
         self._decision_thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._over.set()
         self._decision_thread.join(LAST_WORDS)
         faulthandler.cancel_dump_traceback_later()
         # A rank that fails writes nothing more: others that go on waiting for it then name it.
-        if error is None:
-            self._write_last(replace(self._own(), ended=True))
+        if exception[1] is None:
+            self._write_last(replace(self._heartbeat(), ended=True))
 
     def progress(self, doing: str) -> None:
         """Note progress, and what comes now, "step 12, micro-batch 3". Main thread only; called alike on all ranks."""
@@ -146,7 +143,7 @@ class Watchdog:
         """True if another rank of this launch was asked to stop."""
         return any(entry[0].stop for entry in self._others if entry)
 
-    def _own(self) -> Heartbeat:
+    def _heartbeat(self) -> Heartbeat:
         counter, when, doing = self._latest
         limit = START * self._timeout if self._longest is None else max(self._timeout, GAPS * self._longest)
         return Heartbeat(
@@ -176,7 +173,7 @@ class Watchdog:
     def exchange(self) -> None:
         """Write this rank's heartbeat and read those of the others, from rank 0's table if that is up to date."""
         self._beats += 1
-        local = encode(self._own())
+        local = encode(self._heartbeat())
         self._write(self._path(self._rank), local)
         if self._rank and self._table_is_new():
             return
@@ -238,7 +235,7 @@ class Watchdog:
 
     def _decide(self) -> None:
         while self._timeout:
-            self._set_timer(self._own().limit)
+            self._set_timer(self._heartbeat().limit)
             if line := self.hang():
                 self._give_up(line)
             if self._over.wait(self._period):
@@ -246,7 +243,7 @@ class Watchdog:
 
     def hang(self) -> str | None:
         """The line that names who hangs; None while some rank makes progress."""
-        local = self._own()
+        local = self._heartbeat()
         return self._verdict(local) if self._hangs(local) else None
 
     def _set_timer(self, limit: float) -> None:
@@ -269,7 +266,7 @@ class Watchdog:
         threading.Timer(LAST_WORDS, os._exit, [HANG]).start()
         _report(line)
         faulthandler.dump_traceback(file=2, all_threads=True)
-        self._write_last(self._own())  # or its silence would look like the cause to the others
+        self._write_last(self._heartbeat())  # or its silence would look like the cause to the others
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()

@@ -35,10 +35,10 @@ def wait_for(name):
 signals.follow_launcher()
 (folder / "ready.tmp").write_text(str(os.getpid()))
 (folder / "ready.tmp").rename(folder / "ready")
-while signals.wanted is None:
+while signals.reason is None:
     {turn}
 {after}
-(folder / "wanted.tmp").write_text(str(signals.wanted))
+(folder / "wanted.tmp").write_text(str(signals.reason))
 (folder / "wanted.tmp").rename(folder / "wanted")
 """
 
