@@ -248,14 +248,14 @@ class MechanismSpec:
 
 
 class Attention(nn.Module, ABC):
-    """One mechanism over some heads of a layer, built from its section of the configuration and its spec.
+    """One mechanism on some heads of a layer, built from its configuration section and its spec. Abstract base class.
 
-    A mechanism states its own facts: what it costs, how it decodes, what it observes once per step. A new one needs
-    only `forward`; a missing method is an error with its name when it is called.
+    A subclass must define `forward`. It describes its costs, decoding and updates per step in optional methods; calling
+    one that it does not define is an error with the method's name.
 
-    Strictly causal (`leak` is None): with inputs.causal, replacing tokens from t on changes no output before t.
-    Parameters that decoding reads too live in submodules that are called (ZeRO 3 gathers weights at a module's call).
-    Callers turn torch.autocast off: the dtype of the heads decides the precision.
+    `leak` is None if the mechanism is strictly causal: with inputs.causal, replacing tokens from t on changes no output
+    before t. Put parameters that decoding also reads into submodules and call these, because ZeRO 3 gathers weights
+    when a module is called. Callers disable torch.autocast; the dtype of the heads sets the precision.
     """
 
     config: Any

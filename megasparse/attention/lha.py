@@ -130,11 +130,11 @@ class LHAAttentionConfig(MechanismSection):
 
 @mechanism("lha", LHAAttentionConfig)
 class LHAAttention(BandAttention):
-    """Learned-hashing attention, softmax(qkᵀ/√D)v inside buckets h_Q(q) = h_K(k) (LHA Eq. 7); causal: the joint hash of
-    Eq. 18 for both.
+    """Softmax attention inside the buckets of learned hash functions, h_Q(q) = h_K(k) (LHA Eq. 7).
 
-    Hash functions read queries and keys without gradient and learn the attention utility per bucket (Eq. 13 to 17); the
-    task trains everything else. The numbers of buckets and of their members are those of the longest length.
+    The hash functions H_Q and H_K learn to predict the attention utility of each bucket (Eq. 13 to 17). They read
+    queries and keys without gradient; the task trains everything else. In decoders, `joint` puts a token's query and
+    key into the same bucket (Eq. 18). The number and size of buckets follow from max_length, not from the input.
     """
 
     auxiliary_weight = WEIGHT

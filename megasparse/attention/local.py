@@ -88,12 +88,11 @@ class LocalAttentionConfig(MechanismSection):
 
 @mechanism("local", LocalAttentionConfig)
 class LocalAttention(Attention):
-    """Local attention, softmax(qkᵀ/√D)v inside ⌊i/C⌋ − 1 <= ⌊j/C⌋ <= ⌊i/C⌋, as in the published enwik8-64K
-    configuration of Reformer; in an encoder up to ⌊i/C⌋ + 1.
+    """Softmax attention of each query to its chunk of C positions and the chunk before, in encoders also the next.
 
-    The one-bucket, one-round case of bucketed attention. Chunk borders are fixed by position, so they leak nothing.
-    With relative positions the logits are ((q_i + u)·k_j + (q_i + w)·r_{i−j})/√D. Sinks beyond the window are in the
-    same softmax.
+    The published enwik8-64K configuration of Reformer uses it. Chunk borders depend on positions only, so nothing
+    leaks. It is bucketed attention with one bucket and one round. The logits are q_i·k_j/√D, with relative positions
+    ((q_i + u)·k_j + (q_i + w)·r_{i−j})/√D. Sinks outside the window join the same softmax.
     """
 
     def __init__(self, config: LocalAttentionConfig, spec: MechanismSpec):

@@ -123,12 +123,12 @@ def _factors(count: int) -> list[int] | None:
 
 @mechanism("lsh", LSHAttentionConfig)
 class LSHAttention(BandAttention):
-    """Attention inside hash buckets, rounds merged by log-sum-exp, a pair seen in N rounds counted once.
+    """Softmax attention inside the buckets of random rotations (Reformer).
 
-    Shared QK (the paper): logits q·k, k = q/|q|, and a token sees itself only as last resort. Separate QK (the LSH
-    baseline of LHA): logits q·k/√D, the same rotations hash queries and keys, and a token may see itself.
-    The band window is strictly causal and decodes exactly from each bucket's last M keys. The chunk window is the
-    paper's.
+    The outputs of several rounds are merged by log-sum-exp; a key that several rounds select counts once. With shared
+    QK, as in the paper, k = q/|q|, the logits are q·k, and a token attends to itself only without any other key. With
+    separate QK, LHA's LSH baseline, the logits are q·k/√D, the same rotations hash queries and keys, and a token may
+    attend to itself. The band window is strictly causal; decoding reads a bucket's last M keys. `chunk` is Reformer's.
     """
 
     def __init__(self, config: LSHAttentionConfig, spec: MechanismSpec):

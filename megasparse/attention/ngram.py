@@ -71,19 +71,18 @@ class NGramAttentionConfig(MechanismSection):
 
 @mechanism("ngram", NGramAttentionConfig)
 class NGramAttention(Attention):
-    """Softmax attention to a window and to what induction heads look for (Olsson et al. 2022), found by a hash of
-    tokens in place of learned queries and keys.
+    """Softmax attention to a window and to the tokens that followed earlier occurrences of the last n tokens.
 
-    The window is that of local attention, its sinks included. Round n shows the keys j <= i with
+    Induction heads learn to attend to such tokens (Olsson et al. 2022); here a hash of n tokens finds them. The window
+    is that of local attention, with its sinks. Round n also selects keys in the query's document, the last M − 1 of the
+    j <= i with
 
-        h_n(the n tokens before j) = h_n(the last n tokens that i knows),
+        h_n(the n tokens before j) = h_n(the last n tokens that position i has read).
 
-    the last M − 1 of them: what followed earlier occurrences. One softmax over all these: logits q·k/√D in the window,
-    q·k/√D + b_n in round n, b_n learned by each head; a key that several of them show counts in each. A key follows
-    nothing where its document begins.
-
-    Nothing of the hash is learned, so repetitions are found from the first step on; what is worth seeing among them,
-    queries, keys and b learn. Strictly causal: a decoder's position i knows the tokens before it.
+    A decoder's position i has read the tokens before i, so the mechanism is strictly causal. Window and rounds are one
+    softmax. The logits are q·k/√D in the window and q·k/√D + b_n in round n; every head learns its own b_n. A key that
+    several of them select counts once in each; a document's first token follows nothing and is in no round. The hash
+    is not learned, so it finds repetitions from the first step on. Queries, keys and b_n learn which ones to use.
     """
 
     reads_tokens = True

@@ -122,18 +122,17 @@ class SmartBirdAttentionConfig(MechanismSection):
 
 @mechanism("smart_bird", SmartBirdAttentionConfig)
 class SmartBirdAttention(Attention):
-    """Each head attends to K keys a query: in training those of the highest s_ij ~ U(0, p_ij), p_ij = (1/log α_ij)²,
-    drawn by every head for itself (Eq. 2 and 3); α = softmax of the sketch. The sketch is one attention on the layer's
-    input, without feed-forward, residual or norm, or Eq. 1's tiny Transformer on embeddings of its own.
+    """Softmax attention of each query to K keys that a narrow attention, the sketch, selects (Smart Bird Eq. 1 to 3).
 
-    In evaluation the K highest p_ij, the same for all heads: nothing is drawn, and of equal ones the first are taken;
-    or, the paper not saying which, draws as in training (evaluation = draws). sampling = random always draws, there
-    being nothing else to choose by. A row with no more than K visible keys attends to all of them. Causal rows are
-    those of a causal sketch: α_i is normalised over j <= i, so no later token moves a choice. A window (that of local
-    attention) and sinks join the chosen keys in one softmax, each once.
-    The choice is hard, so the task does not train the sketch: its own objective does, and reaches nothing but the
-    sketch, which therefore reads a detached input. With sketch = heads every few heads have a sketch of their own, of
-    their queries and keys; with objective = attention sketches learn what full attention would see.
+    The sketch computes weights α_ij and scores p_ij = (1/log α_ij)². In training each head draws s_ij ~ U(0, p_ij) and
+    takes the K keys with the largest s_ij. In evaluation all heads take the K largest p_ij, earlier keys first if
+    equal; with evaluation = "draws" or sampling = "random" they draw as in training. A query with at most K visible
+    keys attends to all of them. A causal sketch normalises α_i over j <= i, so later tokens never change a selection.
+    An optional window (as in local attention) and sinks join the selected keys in one softmax, each key once.
+
+    A selection is not differentiable, so the task's loss does not reach the sketch. A separate loss trains it: it
+    predicts the task's targets, or with objective = "attention" the heads' full attention. The sketch reads the layer's
+    detached input; "transformer" reads its own token embeddings, "heads" queries and keys of `sketch_heads` heads.
     """
 
     def __init__(self, config: SmartBirdAttentionConfig, spec: MechanismSpec):

@@ -87,22 +87,20 @@ class YOSOAttentionConfig(MechanismSection):
 
 @mechanism("yoso", YOSOAttentionConfig)
 class YOSOAttention(Attention):
-    """N-YOSO: out = y/|y|, y_i = Σ_j B_ij v_j, B_ij the share of m hashes in which q_i and k_j have the same τ sign
-    bits (Eq. 5 and 6), E[B_ij] = (1 − acos(q_i·k_j)/π)^τ for q and k scaled to length 1. A query
-    that meets no key gets 0. With `expectation` the weight is E[B_ij] itself; it has the same parameters and the same
-    τ, so a model trained with m hashes goes on with the expectation (YOSO-m-E), or is evaluated with more hashes.
+    """YOSO attention with normalised output (N-YOSO, Eq. 5 and 6): out_i = y_i/|y_i|, y_i = Σ_j B_ij v_j.
 
-    Causal, the tables run along the sequence, so all a decoder keeps is the tables, whatever the position: m·2^τ·D
-    numbers a head. code_bits = null takes the most bits that keep that under a key-value cache's 2·max_length·D, for
-    the m of training: 4 bits at 512 tokens and 32 hashes, 11 at 65,536. Where one bit is too many already (m >=
-    max_length), where code_bits asks for more, or where evaluation_hashes does, the tables are larger. The expectation
-    has no such state: it decodes from a cache of keys and values.
+    B_ij is the share of m hashes in which q_i and k_j have the same τ sign bits. For q and k of length 1 its
+    expectation is E[B_ij] = (1 − acos(q_i·k_j)/π)^τ. A query without a colliding key gets 0. With `expectation` the
+    weight is E[B_ij] (YOSO-m-E). Parameters and τ are the same, so a trained model can switch to it or to more hashes.
 
-    The codes are recomputed with the layer, not kept: at 4·m bytes a token, head and layer they would outgrow the
-    residual streams within a few layers. A reversible backward rebuilds q and k only up to rounding, and a code flips
-    where that moves a vector across a hyperplane: a share of about τ/π times the relative error, 3e-7 of the codes of
-    9 bits for an error of 1e-7 (measured: none of 512,000; 2e-6 for an error of 1e-6). Each pass uses in its backward
-    the very codes of its own forward.
+    Each hash adds the values into a table of 2^τ buckets. A decoder stores these tables, m·2^τ·D numbers per head at
+    any length; with `expectation` it stores keys and values. With code_bits = null, its τ is as large as possible while
+    the tables are smaller than a KV cache, 2·max_length·D: 4 bits at 512 tokens and 32 hashes, 11 at 65,536. The tables
+    are larger than the cache if m >= max_length, or if code_bits or evaluation_hashes request it.
+
+    Recomputing a layer recomputes its codes too, because storing them takes 4·m bytes per token, head and layer. A
+    reversible recomputation restores q and k only up to rounding, which can flip a sign bit: in 3e-7 of 9-bit codes at
+    a relative error of 1e-7 (measured: 0 of 512,000), in 2e-6 at 1e-6. A pass uses one set of codes throughout.
     """
 
     normalises = True

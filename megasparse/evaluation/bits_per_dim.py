@@ -1,9 +1,9 @@
 """Held-out bits/dim, sum of nats / (ln 2 × symbols), and accuracy, over every symbol of a split.
 
-The split is cut into windows of T tokens. Non-overlapping ones (the primary number, as in Reformer) follow each other
-at T, and all T tokens of each are scored, the first from the model's learned start vector. With a stride S < T each
-window after the first scores only the S tokens that are new, so that each of them has T − S tokens of context or more.
-Sums are taken in float64, and sums and counts are what is added up over batches and ranks, never means.
+The split is cut into windows of T tokens. By default, as in Reformer, windows do not overlap and all T tokens are
+scored, the first from the model's learned start vector. With a stride S < T, windows start every S tokens, and each
+window after the first scores only its last S tokens, so each of these has at least T − S tokens of context. Batches and
+ranks add up sums (in float64) and counts, never means.
 
 B batch, T window.
 """

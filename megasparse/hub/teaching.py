@@ -1,7 +1,7 @@
-"""Train which keys the hashes and sketches of a replaced model choose, from the attention that the model has.
+"""Teach the hashes and sketches of a replaced model to select the keys that the model's full attention uses.
 
-Nothing else of the model moves. Every layer attends fully while its mechanisms learn, one layer after another as the
-pass goes on, so that only one layer's queries and keys exist at a time. B batch, L length.
+All other weights are frozen. The model runs with full attention, and each layer's mechanisms learn before the next
+layer runs, so only one layer's queries and keys are in memory. B batch, L length.
 """
 
 import hashlib

@@ -145,9 +145,9 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Reversible: Y1 = X1 + Attention(X2), Y2 = X2 + FeedForward(Y1) (Reformer Eq. 9); in an encoder–decoder's decoder
-    Y1 = X1 + Attention(X2), Y2 = X2 + CrossAttention(Y1, source), Z1 = Y1 + FeedForward(Y2), of which Y2 is the next
-    layer's first stream. Ordinary: all added to the one stream, which with `style` bert is normalised after each.
+    """One layer. Reversible (Reformer Eq. 9): Y1 = X1 + Attention(X2), Y2 = X2 + FeedForward(Y1). In the decoder of an
+    encoder–decoder: Y1 as before, Y2 = X2 + CrossAttention(Y1, source), Z1 = Y1 + FeedForward(Y2); the next layer reads
+    (Y2, Z1). Ordinary: each part adds its output to one stream; `style` bert normalises the stream after each part.
     """
 
     def __init__(self, config: ModelConfig, layer: int):

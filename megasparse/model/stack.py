@@ -96,7 +96,7 @@ def average_over_layers(statistics: Mapping[str, Mapping[int, Tensor]], layers: 
 
 
 class Stack(nn.Module):
-    """Embedding and blocks: what becomes of tokens before a head reads it."""
+    """Embedding and blocks: the network from tokens to the input of the output head."""
 
     embedding_once: ClassVar[bool] = False
     """True in both stacks of an encoder–decoder: reversible streams begin as two copies of the embedding e, and readers

@@ -18,15 +18,14 @@ PLACES = 64
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens near a query in sorted order that it may see.
+    """Keys that a query may attend to, in the order of tokens sorted by bucket.
 
     Args:
-        kind: `band`, the last M tokens of the query's bucket (and, where attention is not causal, the next M − 1), or
-            `chunk`, the query's chunk of M sorted tokens and the one before it (Reformer Eq. 5; its borders depend on
-            later tokens).
+        kind: `band`, the last M tokens of the query's bucket, without a causal mask also the next M − 1; or `chunk`,
+            the query's chunk of M sorted tokens and the chunk before it (Reformer Eq. 5). Later tokens move borders.
         chunk: M, in tokens.
-        same_bucket: tokens of other buckets are hidden.
-        ahead: a query also sees the chunk after its own.
+        same_bucket: Hide tokens of other buckets.
+        ahead: Include the chunk after the query's.
     """
 
     kind: Literal["band", "chunk"]

@@ -1,7 +1,7 @@
-"""Requests to stop, by a signal or by the end of the launcher that started this rank, and requests for a trace.
+"""Requests to stop or to trace: signals, and the end of the launcher that started this rank.
 
-A request is noticed by a thread, through the byte that Python's own C handler writes for each signal: the main thread
-may be inside a collective for minutes, and runs no Python until that returns.
+A thread receives them. The main thread may wait in a collective for minutes, in which it runs no Python handler.
+Python's C handler writes a byte for each signal into a pipe, and the thread reads that pipe.
 """
 
 import ctypes

@@ -1,10 +1,10 @@
-"""Notice that a rank makes no progress, report which one and what it was doing, and end this process.
+"""Detect ranks that make no progress, report which rank is behind and its activity, and end this process.
 
-Each rank rewrites one small file, its heartbeat. Rank 0 reads those of the others and writes all of them into a table,
-which the others read: N ranks open 3N files per period. While the table stands still, each rank reads all heartbeats
-itself. Only the writer's clock measures how long ago its progress was, and only the reader's how long a heartbeat has
-stood still: no clock is compared across hosts. One thread exchanges heartbeats; another decides, because the first may
-be inside a file system that has stopped answering.
+Each rank rewrites a small file, its heartbeat. Rank 0 collects all heartbeats in a table that the other ranks read, so
+N ranks open 3N files per period. If the table stops changing, each rank reads all heartbeats directly. Clocks of two
+hosts are never compared: a heartbeat contains the seconds since its rank's last progress, by that rank's clock, and the
+reader measures by its clock for how long a heartbeat has not changed. One thread exchanges heartbeats and another
+decides, because a dead file system can block the first.
 """
 
 import errno
