@@ -23,7 +23,7 @@ from tqdm import tqdm
 from webdataset.writer import TarWriter
 
 from megasparse.data.corpora import CORPORA
-from megasparse.data.corpora.corpus import CorpusSplits
+from megasparse.data.corpora.corpus import ByteStream, CorpusSplits
 from megasparse.data.corpora.source import Document, Source
 from megasparse.data.encoders import Encoded, Encoder
 from megasparse.data.index_file import (
@@ -58,44 +58,32 @@ class StreamPosition(Entry):
     words: Number = 0
 
 
-class TokenStream:
+class TokenStream(ByteStream):
     """`read(n)` over the tokens from a position on; the items before it are passed over, not encoded."""
 
     def __init__(
         self, documents: Iterable[Document], encoder: Encoder, workers: Workers[Encoded], start: StreamPosition
     ):
-        self._encoded = _encode(documents, encoder, workers, start.item)
+        super().__init__(self._items(_encode(documents, encoder, workers, start.item)))
         self.width = encoder.width
         self._before = self._after = start.model_copy(update={"token": 0})  # the current item, and behind it
-        self._bytes, self._offset = b"", 0
         if start.token:
-            self._advance()
+            self._fill()
             self._offset = start.token * self.width
-
-    def read(self, size: int) -> bytes:
-        """Return the next `size` bytes; fewer only at the end."""
-        parts, missing = [], size
-        while missing and (self._offset < len(self._bytes) or self._advance()):
-            parts.append(self._bytes[self._offset : self._offset + missing])
-            self._offset += len(parts[-1])
-            missing -= len(parts[-1])
-        return b"".join(parts)
 
     @property
     def position(self) -> StreamPosition:
         """Position of the next token."""
-        if self._offset == len(self._bytes):
+        if self._offset == len(self._piece):
             return self._after
         return self._before.model_copy(update={"token": self._offset // self.width})
 
-    def _advance(self) -> bool:
-        if (encoded := next(self._encoded, None)) is None:
-            return False
-        before = self._before = self._after
-        raw_bytes, words = before.raw_bytes + encoded.raw_bytes, before.words + encoded.words
-        self._after = StreamPosition(item=before.item + 1, raw_bytes=raw_bytes, words=words)
-        self._bytes, self._offset = encoded.tokens.tobytes(), 0
-        return True
+    def _items(self, items: Iterable[Encoded]) -> Iterator[bytes]:
+        for encoded in items:
+            before = self._before = self._after
+            raw_bytes, words = before.raw_bytes + encoded.raw_bytes, before.words + encoded.words
+            self._after = StreamPosition(item=before.item + 1, raw_bytes=raw_bytes, words=words)
+            yield encoded.tokens.tobytes()
 
 
 def _encode(

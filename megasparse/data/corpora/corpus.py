@@ -170,26 +170,27 @@ class ByteStream:
 
     def __init__(self, pieces: Iterable[bytes]):
         self._pieces = filter(None, pieces)
-        self._rest = b""
-        self.position = 0
+        self._piece, self._offset = b"", 0
+        self.bytes_read = 0
 
     def read(self, size: int) -> bytes:
         """Return the next `size` bytes; fewer only at the end."""
         parts, missing = [], size
         while missing and self._fill():
-            parts.append(self._rest[:missing])
-            self._rest = self._rest[missing:]
+            parts.append(self._piece[self._offset : self._offset + missing])
+            self._offset += len(parts[-1])
             missing -= len(parts[-1])
-        self.position += size - missing
+        self.bytes_read += size - missing
         return b"".join(parts)
 
     def inside_character(self) -> bool:
         """True if the next byte is a later one of a UTF-8 character."""
-        return self._fill() and self._rest[0] & 0xC0 == 0x80
+        return self._fill() and self._piece[self._offset] & 0xC0 == 0x80
 
     def _fill(self) -> bool:
-        self._rest = self._rest or next(self._pieces, b"")
-        return bool(self._rest)
+        if self._offset == len(self._piece):
+            self._piece, self._offset = next(self._pieces, b""), 0
+        return self._offset < len(self._piece)
 
 
 def cut(
@@ -202,9 +203,9 @@ def cut(
     stream, stop = ByteStream(pieces), 0
 
     def take(stop: int) -> Iterator[bytes]:
-        while stream.position < stop and (piece := stream.read(min(stop - stream.position, PIECE))):
+        while stream.bytes_read < stop and (piece := stream.read(min(stop - stream.bytes_read, PIECE))):
             yield piece
-        while whole_characters and stream.position >= stop and stream.inside_character():
+        while whole_characters and stream.bytes_read >= stop and stream.inside_character():
             yield stream.read(1)
 
     for name, size in sizes.items():
@@ -283,15 +284,15 @@ class LineSample:
     def lines(self) -> Iterator[str]:
         """Lines without their ends; those of over `LONGEST` characters come in parts."""
         held_out, first = bytearray(), bytearray()
-        read = taken = 0
+        read = sampled = 0
         all_lines = (line for piece in self._pieces() for line in segments(piece.decode()))
         for number, line in enumerate(all_lines):
             raw = line.encode()
             read += len(raw)
             if number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 and len(held_out) + len(raw) <= HELD_OUT_BYTES:
                 held_out += raw
-            elif taken + len(raw) <= self._size * read / self._source.total_bytes:
-                taken += len(raw)
+            elif sampled + len(raw) <= self._size * read / self._source.total_bytes:
+                sampled += len(raw)
                 if len(first) + len(raw) <= HELD_OUT_BYTES:
                     first += raw
                 if text := line.rstrip("\r\n"):

@@ -24,7 +24,7 @@ from urllib.parse import unquote, urlsplit
 from tqdm import tqdm
 
 from megasparse.data import urls
-from megasparse.data.urls import STORES, StoreError, asked, check_url, open_url, store
+from megasparse.data.urls import StoreError, asked, check_url, open_url, store
 from megasparse.errors import ConfigError, DataError, without_secrets
 from megasparse.files import file_sha256, locked, open_file, read_file, replacing, sync_folder
 
@@ -37,21 +37,18 @@ AT_ONCE = 8  # objects of a store
 PINNED = re.compile(r"hf://(datasets/|spaces/)?[^/@]+/[^/@]+@[0-9a-f]{40}(/|\Z)")
 
 
-def is_url(location: str) -> bool:
-    """True for a URL. Raises ConfigError for one of a kind that is not read here."""
-    scheme, separator, _ = location.partition("://")
-    if separator and scheme.lower() not in STORES:
-        problem = f'"{scheme}" is not a kind of URL we read'
-        raise ConfigError("--source", problem, f"Known here: {', '.join(STORES)}")
-    return bool(separator)
-
-
 def download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[tuple[Path, str]]:
     """Return (local copy, name) of each file of a URL: a file; in an object store, a folder too, or a pattern.
 
     suffixes: of a folder, only files whose names end so. Raises ConfigError for a HuggingFace URL without a revision:
-    what is read must stay the same; DataError if another process is downloading here; what `download` raises.
+    what is read must stay the same; DataError for an invalid URL, and if another process is downloading here; what
+    `download` raises.
     """
+    if location.startswith("hf://") and not PINNED.match(location):
+        problem = f"{location} names no revision, so that it may be another tomorrow"
+        hint = "Write hf://datasets/OWNER/NAME@REVISION/..., with the 40 digits of a commit"
+        raise ConfigError("--source", problem, hint)
+    check_url(location.partition("?")[0])  # a presigned one has a query
     try:
         with locked(folder, "downloading"):
             return _download_all(location, folder, suffixes)
@@ -62,13 +59,8 @@ def download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[t
 
 def _download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[tuple[Path, str]]:
     if location.lower().startswith(("http://", "https://")):
-        check_url(location.partition("?")[0])  # a presigned one has a query
         path = download(location, folder)
         return [(path, path.name.partition("-")[2])]
-    if location.startswith("hf://") and not PINNED.match(location):
-        problem = f"{location} names no revision, so that it may be another tomorrow"
-        hint = "Write hf://datasets/OWNER/NAME@REVISION/..., with the 40 digits of a commit"
-        raise ConfigError("--source", problem, hint)
     url, scheme = check_url(location), location.partition("://")[0]
     system = store(scheme)
     try:

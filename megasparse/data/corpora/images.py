@@ -44,8 +44,10 @@ from megasparse.data.corpora.corpus import (
 from megasparse.data.corpora.source import (
     PIECE,
     UNREADABLE,
+    ZIP_HIDDEN,
     Part,
     Source,
+    is_hidden,
     open_zip,
     reason,
     refuse_bomb,
@@ -191,7 +193,7 @@ def part_content(part: Part, most: int = 1 << 26) -> bytes:
 def _members(path: Path, around: tuple[str, ...]) -> Iterator[ImageFile]:
     for member, read in members(path, MOST_BYTES + 1):
         name = PurePosixPath(member.name)
-        if member.isdir() or any(part.startswith(".") for part in name.parts):
+        if member.isdir() or is_hidden(name.as_posix()):
             continue
         shown = f"{os.fspath(path)}:{member.name}"
         if not member.isreg() or member.issparse():
@@ -206,7 +208,7 @@ def _zip_members(part: Part, around: tuple[str, ...]) -> Iterator[ImageFile]:
         infos = open_zip(part.path).infolist()
     for info in infos:
         name, member = PurePosixPath(info.filename), replace(part, member=info.filename, crc32=info.CRC)
-        if name.suffix.lower() in SUFFIXES and not any(folder.startswith((".", "__MACOSX")) for folder in name.parts):
+        if name.suffix.lower() in SUFFIXES and not is_hidden(name.as_posix(), ZIP_HIDDEN):
             yield ImageFile(str(member), (*name.parent.parts, *around), partial(part_content, member, MOST_BYTES))
 
 

@@ -20,7 +20,8 @@ from typing import IO, Any, Literal, cast
 
 from tqdm import tqdm
 
-from megasparse.data.corpora.download import download_all, is_url
+from megasparse.data.corpora.download import download_all
+from megasparse.data.urls import is_url
 from megasparse.errors import ConfigError, DataError, SourceError, did_you_mean, one_line, report_line
 from megasparse.files import open_file
 
@@ -29,6 +30,7 @@ BOMB_BYTES, BOMB_RATIO = 1 << 26, 200
 """Unpacked to more bytes, and more times its size on disk, than this, a file is no text (that packs 3 to 20 times)."""
 MOST_MEMBERS, MOST_DIRECTORY = 1 << 16, 1 << 23
 """Files of a zip archive, and bytes of its directory, which zipfile reads whole."""
+ZIP_HIDDEN = (".", "__MACOSX")
 Document = Iterable[bytes]
 Kind = Literal["stream", "files", "raw"]
 
@@ -203,7 +205,7 @@ def _files(location: str, downloads: Path, suffixes: tuple[str, ...]) -> list[tu
     if downloads.resolve().is_relative_to(path.resolve()):
         raise DataError(location, "the output is inside this folder", "Choose an --output outside of the source")
     inside = sorted(p for p in path.rglob("*") if p.is_symlink() or not p.is_dir())
-    files = [p for p in inside if p.is_file() and not any(part.startswith(".") for part in p.relative_to(path).parts)]
+    files = [p for p in inside if p.is_file() and not is_hidden(p.relative_to(path).as_posix())]
     named = [p for p in files if p.name.lower().endswith(suffixes)] if suffixes else files
     if not named:
         files_named = f"files named *{', *'.join(suffixes)}" if files else "files"
@@ -211,6 +213,11 @@ def _files(location: str, downloads: Path, suffixes: tuple[str, ...]) -> list[tu
     reason = f"they are hidden, no files{', or of other suffixes' if suffixes else ''}"
     report_left_out(location, len(named), [str(p.relative_to(path)) for p in inside if p not in {*named}], reason)
     return [(p, p.relative_to(path).as_posix()) for p in named]
+
+
+def is_hidden(name: str, marks: str | tuple[str, ...] = ".") -> bool:
+    """True if a file, or a folder in its path with slashes, starts with one of the marks."""
+    return any(part.startswith(marks) for part in name.split("/"))
 
 
 def report_left_out(location: str, count: int, left_out: Sequence[str], reason: str) -> None:
@@ -235,9 +242,8 @@ def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Pa
     refuse_bomb(file, sum(info.file_size for info in infos), file.stat().st_size)
     if kind == "stream" or member is not None:
         members = _members(file, members, member)
-    is_hidden = lambda name: any(part.startswith((".", "__MACOSX")) for part in name.split("/"))  # noqa: E731
-    hidden = [] if member is not None else list(filter(is_hidden, members))
-    chosen = [name for name in members if member is not None or not is_hidden(name)]
+    hidden = [] if member is not None else [name for name in members if is_hidden(name, ZIP_HIDDEN)]
+    chosen = [name for name in members if member is not None or not is_hidden(name, ZIP_HIDDEN)]
     report_left_out(str(file), len(chosen), hidden, "they are hidden")
     yield from (Part(file, name, name, False) for name in chosen)
 

@@ -10,16 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megasparse.data.tokenizers import (
-    USUAL,
-    WHITE_SPACE,
-    Tokenizer,
-    damaged,
-    identity,
-    read,
-    special_tokens,
-    utf8,
-)
+from megasparse.data.tokenizers import USUAL, WHITE_SPACE, Tokenizer, damaged, identity, read, special_tokens, utf8
 from megasparse.errors import report_line
 
 SPACE = "\u2581"

@@ -235,19 +235,11 @@ def test_what_came_is_kept_unless_the_object_is_another(store, tmp_path, monkeyp
         ("hf://datasets/owner/name/data/*.parquet", ConfigError, "names no revision"),
         ("hf://datasets/owner/name@main/data/*.parquet", ConfigError, "with the 40 digits of a commit"),
         ("gs://user:secret@bucket/x", DataError, "those have no user, password"),
-        (
-            "https://user:secret@host/x?y=secret",
-            DataError,
-            "^https://host/x: .*those have no user, password",
-        ),
-        (
-            "http://127.0.0.1:9/x?X-Amz-Signature=secret",
-            DataError,
-            "^http://127.0.0.1:9/x: the download did",
-        ),
+        ("https://user:secret@host/x?y=secret", DataError, "^https://host/x: .*those have no user, password"),
+        ("http://127.0.0.1:9/x?X-Amz-Signature=secret", DataError, "^http://127.0.0.1:9/x: the download did"),
         ("http://[::1/x", DataError, "^http://: this is not a URL"),
         ("https://host:secret/x@y", DataError, "^https://host/x@y: this is not a URL"),
-        ("swift://bucket/x", ConfigError, '"swift" is not a kind of URL we read. Known here: http, https, s3, gs, az'),
+        ("swift://bucket/x", DataError, "^swift://bucket/x: .*Known here: http, https, s3, gs, az"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(store, tmp_path, location, error, message):

@@ -35,7 +35,7 @@ def test_cut_and_byte_stream(pieces):
     }
     stream = ByteStream(pieces)
     assert [stream.read(4), stream.read(4), stream.read(4), stream.read(4)] == [b"abcd", b"efgh", b"ij", b""]
-    assert stream.position == 10
+    assert stream.bytes_read == 10
 
 
 def test_a_border_inside_a_character_moves_to_its_end():
