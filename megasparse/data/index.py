@@ -67,8 +67,7 @@ class Index:
     @property
     def sample_bytes(self) -> int:
         """Size of every sample but the last of a split."""
-        size: int = self.file.settings["sample_bytes"]
-        return size
+        return int(self.file.settings["sample_bytes"])
 
     @property
     def record(self) -> int | None:
@@ -88,11 +87,11 @@ class Index:
 
     def require_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raise ConfigError unless the shards were made with exactly this tokenizer."""
-        made = self.file.tokenizer
-        if (made.name, made.sha256) != (tokenizer.name, tokenizer.sha256):
+        entry = self.file.tokenizer
+        if (entry.name, entry.sha256) != (tokenizer.name, tokenizer.sha256):
             problem = (
                 f'"{tokenizer.name}" (sha256 {tokenizer.sha256[:12]}…), but the shards in {self.directory} '
-                f'were made with "{made.name}" (sha256 {made.sha256[:12]}…)'
+                f'were made with "{entry.name}" (sha256 {entry.sha256[:12]}…)'
             )
             raise ConfigError("data.tokenizer", problem, "Set data.tokenizer to theirs, or prepare the data again")
 

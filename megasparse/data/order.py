@@ -65,7 +65,7 @@ class Order:
         return self._shards(epoch)[0][group * self.group : (group + 1) * self.group]
 
     def _shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the epoch's permutation of the shards, and the first place of each group of them."""
+        """Return the epoch's permutation of the shards, and the first position of each group of them."""
         if self._epoch is None or self._epoch[0] != epoch:
             shards = permutation(len(self.sequences), self.seed, epoch, SHARDS)
             first_positions = _starts(self.sequences[shards])
@@ -82,7 +82,7 @@ class Order:
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
-    """First places of consecutive runs of these lengths: the exclusive cumulative sum."""
+    """Return the first positions of consecutive runs of these lengths: the exclusive cumulative sum."""
     return np.cumsum(counts) - counts
 
 
@@ -108,10 +108,10 @@ class Mixture:
         Each in turn takes its share, rounded, of what is left over. So, unlike with parts of the whole that are rounded
         each by itself, the sum is exact, and no count ever falls.
         """
-        left, counts = blocks * MIXTURE_BLOCK, []
+        remaining, counts = blocks * MIXTURE_BLOCK, []
         for share in self._shares:
-            counts.append(int(share * left + Fraction(1, 2)))
-            left -= counts[-1]
+            counts.append(int(share * remaining + Fraction(1, 2)))
+            remaining -= counts[-1]
         return counts
 
     def locate(self, sample: int) -> tuple[int, int]:
@@ -123,7 +123,7 @@ class Mixture:
         return int(corpora[position]), int(numbers[position])
 
     def _deal(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the corpus of each place of a block, and its number there: int64 (MIXTURE_BLOCK,) each."""
+        """Return the corpus of each position of a block, and its number there: int64 (MIXTURE_BLOCK,) each."""
         before, after = self.counts(block), self.counts(block + 1)
         quotas = np.subtract(after, before)
         corpora = np.repeat(np.arange(len(quotas)), quotas)[permutation(MIXTURE_BLOCK, self._seed, block, MIXTURE)]

@@ -59,9 +59,9 @@ def _first_damage(shard: Shard, file: Path | int, sample_bytes: int) -> str:
         for number in range(len(shard.crc32 or "") // 8):
             start = number * tar_stride(sample_bytes)
             stream.seek(start + TAR_HEADER)
-            left, crc32 = min(sample_bytes, shard.data_bytes - number * sample_bytes), 0
-            while left and (piece := stream.read(min(left, 1 << 20))):
-                crc32, left = zlib.crc32(piece, crc32), left - len(piece)
+            remaining, crc32 = min(sample_bytes, shard.data_bytes - number * sample_bytes), 0
+            while remaining and (piece := stream.read(min(remaining, 1 << 20))):
+                crc32, remaining = zlib.crc32(piece, crc32), remaining - len(piece)
             if f"{crc32:08x}" != (shard.crc32 or "")[8 * number : 8 * number + 8]:
                 return f"; the first damaged sample is number {number}, at byte {start}"
     return ""

@@ -115,7 +115,7 @@ def store(scheme: str) -> Any:
     return fsspec.filesystem(scheme, **({"auto_mkdir": True} if scheme == "file" else {}))
 
 
-def asked(call: Callable[[], T]) -> T:
+def store_answer(call: Callable[[], T]) -> T:
     """Return the answer of a store. Exceptions of its libraries become StoreError, without passwords and queries."""
     try:
         return call()
@@ -138,9 +138,9 @@ def open_url(url: str) -> Any:
     scheme = urlsplit(url).scheme
     system = store(scheme)
     if scheme not in ("http", "https"):
-        return asked(lambda: system.open(url, "rb", block_size=BLOCK, cache_type="readahead"))
+        return store_answer(lambda: system.open(url, "rb", block_size=BLOCK, cache_type="readahead"))
     # A block size of 0 streams one GET; without a size fsspec would send a HEAD first
-    file = asked(lambda: system.open(url, "rb", block_size=0, size=1, headers={"Accept-Encoding": "identity"}))
+    file = store_answer(lambda: system.open(url, "rb", block_size=0, size=1, headers={"Accept-Encoding": "identity"}))
     if scheme == "https" and any(answer.url.scheme != "https" for answer in (*file.r.history, file.r)):
         file.close()
         raise StoreError("it redirects from https to http", True)
@@ -158,7 +158,7 @@ def fetch(url: str, out: IO[bytes], progress: Progress, size: int, sha256: str =
         out.truncate()
         digest = hashlib.sha256()
         with closing(open_url(url)) as file:
-            while piece := asked(lambda: bytes(file.read(PIECE))):
+            while piece := store_answer(lambda: bytes(file.read(PIECE))):
                 if out.tell() + len(piece) > size:
                     raise (WrongContent if sha256 else StoreError)(f"it has more than {size:,} bytes", not sha256)
                 digest.update(piece)
@@ -186,9 +186,9 @@ def retried(doing: str, url: str, attempt: Callable[[], T], progress: Progress, 
             message = f"{doing} {url}: attempt {number} of {attempts} failed ({error}); again in {pause:g} s"
             print(message, file=sys.stderr, flush=True)
         until = time.monotonic() + pause
-        while (left := until - time.monotonic()) > 0:
+        while (remaining := until - time.monotonic()) > 0:
             progress(f"waiting before {doing} {url} again")
-            time.sleep(min(POLL_SECONDS, left))
+            time.sleep(min(POLL_SECONDS, remaining))
 
 
 # Folders of shards

@@ -15,15 +15,7 @@ from megasparse.data.index_file import IndexFile, parse_content
 from megasparse.data.reader import EvaluationStream, ShardReader
 from megasparse.data.tokenizers.simple import ByteTokenizer
 from megasparse.errors import ConfigError, DataError
-from tests.data.folders import (
-    do,
-    edit,
-    everything,
-    flip,
-    read_folder,
-    without_crc32,
-    write_folder,
-)
+from tests.data.folders import do, edit, everything, flip, read_folder, without_crc32, write_folder
 from tests.helpers.refusals import refusal
 from tests.helpers.traced import traced_peak
 

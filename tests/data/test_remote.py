@@ -122,7 +122,7 @@ def test_other_urls_are_refused(url):
 def test_errors_of_stores_show_no_secret():
     for text in ("500 at https://user:secret@host/x", "no access: https://host/x?X-Amz-Signature=secret&y=secret"):
         with pytest.raises(urls.StoreError, match=r"https://host/x$"):
-            urls.asked(lambda text=text: (_ for _ in ()).throw(OSError(text)))
+            urls.store_answer(lambda text=text: (_ for _ in ()).throw(OSError(text)))
 
 
 def test_shards_are_fetched_before_they_are_needed(server, cache):

@@ -24,7 +24,7 @@ from urllib.parse import unquote, urlsplit
 from tqdm import tqdm
 
 from megasparse.data import urls
-from megasparse.data.urls import StoreError, asked, check_url, open_url, store
+from megasparse.data.urls import StoreError, check_url, open_url, store, store_answer
 from megasparse.errors import ConfigError, DataError, without_secrets
 from megasparse.files import file_sha256, locked, open_file, read_file, replacing, sync_folder
 
@@ -64,13 +64,13 @@ def _download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[
     url, scheme = check_url(location), location.partition("://")[0]
     system = store(scheme)
     try:
-        base = asked(lambda: system._strip_protocol(url))
+        base = store_answer(lambda: system._strip_protocol(url))
         if "*" in base:
-            paths, base = asked(lambda: system.glob(base)), base.partition("*")[0].rpartition("/")[0]
-        elif asked(lambda: system.info(base))["type"] == "file":
+            paths, base = store_answer(lambda: system.glob(base)), base.partition("*")[0].rpartition("/")[0]
+        elif store_answer(lambda: system.info(base))["type"] == "file":
             return [(download(url, folder), PurePosixPath(base).name)]
         else:
-            paths = asked(lambda: system.find(base))
+            paths = store_answer(lambda: system.find(base))
             paths = [path for path in paths if not suffixes or path.lower().endswith(tuple(suffixes))]
     except StoreError as error:
         raise DataError(location, f"this cannot be listed: {error}", "Check the URL, and who may read it") from None
@@ -166,10 +166,10 @@ def _open(url: str, start: int, tag: str) -> Download:
     """Open a URL from byte `start` on, or from 0 if its content may have changed since it had `tag`."""
     if (scheme := urlsplit(url).scheme) not in ("http", "https"):
         system = store(scheme)
-        key = asked(lambda: str(system.ukey(url)))
+        key = store_answer(lambda: str(system.ukey(url)))
         start, file = start if key == tag else 0, open_url(url)
-        asked(lambda: file.seek(start))
-        return Download(start, file.size, key, lambda size: asked(lambda: bytes(file.read(size))), file.close)
+        store_answer(lambda: file.seek(start))
+        return Download(start, file.size, key, lambda size: store_answer(lambda: bytes(file.read(size))), file.close)
     ranged = {"Range": f"bytes={start}-", **({"If-Range": tag} if tag else {})} if start else {}
     request = urllib.request.Request(url, headers={"User-Agent": "megasparse", "Accept-Encoding": "identity", **ranged})
     try:

@@ -199,8 +199,8 @@ def sentences(line: str) -> list[str]:
 def documents(text: bytes) -> Iterator[list[str]]:
     """Yield the sentences of each document of a piece's text."""
     for document in text.decode().split("\n\n"):
-        if found := [sentence for line in document.split("\n") for sentence in sentences(line)]:
-            yield found
+        if cut := [sentence for line in document.split("\n") for sentence in sentences(line)]:
+            yield cut
 
 
 class Files(argparse.Action):

@@ -55,7 +55,7 @@ class Unfit(NamedTuple):
 
 
 Records = Iterator[tuple[int, bytes | Unfit]]
-"""(place of the record from 1 on, its text in UTF-8 or why it has none), in order."""
+"""(position of the record from 1 on, its text in UTF-8 or why it has none), in order."""
 Texts = Callable[[Part, str], Records]
 """Maps (file, column) to the records."""
 EMPTY = Unfit("empty")
@@ -78,9 +78,9 @@ class RecordReader:
     """Take digests, by which copies are found."""
 
     def read(self, number: int) -> Records:
-        """Yield (place from 1 on, text or why it is left out) of a file's records."""
-        for place, text in self.texts(self.parts[number], self.column):
-            yield place, text if isinstance(text, Unfit) else self._unfit(text) or text
+        """Yield (position from 1 on, text or why it is left out) of a file's records."""
+        for position, text in self.texts(self.parts[number], self.column):
+            yield position, text if isinstance(text, Unfit) else self._unfit(text) or text
 
     def _unfit(self, text: bytes) -> Unfit | None:
         if not text.strip():
@@ -94,10 +94,10 @@ class RecordReader:
     def examine(self, number: bytes) -> "Examined":
         """Read a file for the first time."""
         lengths, digests, unfit, first, whole = list[int](), bytearray(), Counter[Unfit](), None, hashlib.sha256()
-        for place, text in self.read(int(number)):
+        for position, text in self.read(int(number)):
             if isinstance(text, Unfit):
                 unfit[text] += 1
-                first = first or ((place, text) if text.damaged else None)
+                first = first or ((position, text) if text.damaged else None)
                 continue
             lengths.append(len(text))
             _add(whole, text)
@@ -116,7 +116,7 @@ class Examined(NamedTuple):
     """Digest of each, if copies are looked for: S16 (texts,), or (0,)."""
     unfit: Counter[Unfit]
     first_damaged: tuple[int, Unfit] | None
-    """Place of the first damaged record."""
+    """Position of the first damaged record."""
     sha256: bytes
     """Digest of all fit texts and their lengths."""
 
@@ -169,10 +169,10 @@ class RecordSource(Source):
         damaged = sum(count for file in files for unfit, count in file.unfit.items() if unfit.damaged)
         if damaged > MOST_DAMAGED * records:
             part, first = next((part, file) for part, file in zip(parts, files, strict=True) if file.first_damaged)
-            place, unfit = first.first_damaged or (0, EMPTY)
+            position, unfit = first.first_damaged or (0, EMPTY)
             share = f"{damaged:,} of {records:,} records are damaged"
             hint = f"Up to {MOST_DAMAGED:.0%} are left out; check the source and its column"
-            raise DataError(str(part), f"{share}, the first is record {place} here: {unfit.reason}", hint)
+            raise DataError(str(part), f"{share}, the first is record {position} here: {unfit.reason}", hint)
         lengths = np.concatenate([file.lengths for file in files])
         is_copy = np.full(len(lengths), copies)
         if copies:  # of each content the first is none

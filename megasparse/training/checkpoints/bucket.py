@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from megasparse.callbacks import Progress, silent
 from megasparse.config.schema import RunSettings
-from megasparse.data.urls import STORES, FetchError, asked, check_url, fetch, retried, store
+from megasparse.data.urls import STORES, FetchError, check_url, fetch, retried, store, store_answer
 from megasparse.errors import CheckpointError, DataError, StorageError
 from megasparse.files import read_file, replacing, sync_folder
 from megasparse.training.checkpoints.manifest import (
@@ -169,7 +169,7 @@ class Bucket:
 
         self._progress(f"{doing} {url}")
         with _named():
-            return retried(doing, url, lambda: asked(attempt), self._progress)
+            return retried(doing, url, lambda: store_answer(attempt), self._progress)
 
 
 @contextmanager
