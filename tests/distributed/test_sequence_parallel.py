@@ -21,24 +21,8 @@ from megasparse.model.stack import cut
 from megasparse.ops.bucketed_attention import definition
 from megasparse.ops.random import RngContext
 from megasparse.training.ranks import Ranks, start_ranks
-from tests.helpers.models import (
-    AXIAL,
-    PARTS,
-    SMALL,
-    VARIANTS,
-    all_names,
-    attention,
-    can_be_causal,
-    causal_names,
-    encoder_names,
-    kind_of,
-    named,
-    padded_pairs,
-    random_tokens,
-    small,
-    small_pair,
-    training_draws,
-)
+from tests.helpers import models
+from tests.helpers.models import attention, causal_names, encoder_names, named, small, small_pair
 from tests.helpers.run_ranks import run_ranks
 from tests.helpers.tiny import dummy_steps, tiny_config
 
@@ -62,7 +46,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "checkpoint": {"attention": attention(*SPLIT), **ORDINARY, "activations": "checkpoint"},
     "score_from": {"attention": attention("lsh"), "score_from": 70},
     "whole words": {"attention": attention("lsh"), "masking": {"whole_words": True}},
-    "parts": {"attention": attention(*SPLIT), **PARTS, "key_heads": 2},
+    "parts": {"attention": attention(*SPLIT), **models.PARTS, "key_heads": 2},
     "head groups": {
         "attention": grouped(attention("lsh", {"lha": 4, "yoso": 4}, lsh={"shared_qk": False})),
         "heads": 8,
@@ -77,7 +61,7 @@ RAGGED = [(kind, padded) for kind in ("decoder", "encoder") for padded in (False
 
 def model_of(kind: str, name: str, padded: bool) -> Any:
     settings = EXTRA.get(name) or {"attention": named(name)}
-    fixed = {"kind": kind, "vocabulary": 260, "heads": 4, "layers": 2, "dropout": 0.1, "positions": AXIAL}
+    fixed = {"kind": kind, "vocabulary": 260, "heads": 4, "layers": 2, "dropout": 0.1, "positions": models.AXIAL}
     config = small(**{**fixed, **settings, **(PADDED if padded else {})})
     model = build_model(config, 0)
     if config.masking.whole_words:
@@ -86,7 +70,7 @@ def model_of(kind: str, name: str, padded: bool) -> Any:
 
 
 def batch_of(padded: bool) -> Tensor:
-    tokens = random_tokens(2, LENGTH)
+    tokens = models.random_tokens(2, LENGTH)
     if padded:  # the second sequence ends in the first half, and begins with padding
         tokens[0, [20, 47, 70]] = SEPARATOR
         tokens[1, 40:] = tokens[1, :3] = PAD
@@ -98,7 +82,7 @@ def by_turns(decoders: list[str], encoders: list[str], first: bool) -> list[tupl
     """(kind, name, padded): each name with padding and documents in one kind and without in the other; in which, the
     next name has it the other way round, and so has each mechanism where `first` is another.
     """
-    turns = dict.fromkeys([*all_names(), *decoders, *encoders])
+    turns = dict.fromkeys([*models.all_names(), *decoders, *encoders])
     padded = {name: (number % 2 == 0) == first for number, name in enumerate(turns)}
     return [("decoder", n, padded[n]) for n in decoders] + [("encoder", n, not padded[n]) for n in encoders]
 
@@ -114,7 +98,7 @@ def cases(names: Sequence[str] = ()) -> list[tuple[str, str, bool]]:
 
 def gradients(model: Any, tokens: Tensor, divisor: float, **shared: Any) -> tuple[Tensor, dict[str, Tensor], Any]:
     model.zero_grad()
-    objective, statistics = model(tokens, training_draws(len(tokens)), divisor=divisor, **shared)
+    objective, statistics = model(tokens, models.training_draws(len(tokens)), divisor=divisor, **shared)
     objective.backward()
     return objective.detach(), {name: p.grad for name, p in model.named_parameters()}, statistics
 
@@ -176,7 +160,7 @@ def trained_config(folder: Path, engine: str, each: int = 2, **sections: dict[st
     model = {
         "max_length": 24, "layers": 2, "d_model": 18, "d_ff": 17, "heads": 3 * each, "head_dim": 4, "dropout": 0.1,
         "score_from": 5, "padding_token": 7, "positions": {"kind": "learned"},
-        "attention": {"pattern": pattern, **SMALL, "local": {"chunk": 8, "relative": True}},
+        "attention": {"pattern": pattern, **models.SMALL, "local": {"chunk": 8, "relative": True}},
     }  # fmt: skip
     return tiny_config(folder, engine, model=model, data={"sequence_length": 24}, **sections)
 
@@ -249,7 +233,7 @@ def test_two_pairs_are_one(tmp_path):
 
 
 def test_every_mechanism_is_there():
-    assert {kind_of(name) for kind, name, _ in cases() if name not in EXTRA} == set(MECHANISMS)
+    assert {models.kind_of(name) for kind, name, _ in cases() if name not in EXTRA} == set(MECHANISMS)
 
 
 @pytest.mark.parametrize(("kind", "padded"), RAGGED)
@@ -289,7 +273,7 @@ FEW_HEADS: dict[str, dict[str, Any]] = {
 def cases_of_few_heads(world: int) -> list[tuple[str, str, bool]]:
     """(kind, name, padded): on four ranks without the variants of mechanisms."""
     every = by_turns([*causal_names(), *FEW_HEADS], [*encoder_names(), *FEW_HEADS], first=True)
-    return [case for case in every if world == 2 or case[1] not in VARIANTS]
+    return [case for case in every if world == 2 or case[1] not in models.VARIANTS]
 
 
 def model_of_few_heads(kind: str, name: str, padded: bool) -> Any:
@@ -299,7 +283,7 @@ def model_of_few_heads(kind: str, name: str, padded: bool) -> Any:
     settings = FEW_HEADS.get(name) or {"attention": named(name, 0.1 if padded else 0.0)}
     if kind == "encoder" and name in FEW_HEADS and "ngram" in str(settings["attention"].pattern):
         settings = settings | {"attention": attention({"local": 2, "lsh": 1}, {"random": 1, "lha": 2})}
-    fixed = {"kind": kind, "vocabulary": 260, "heads": 1, "layers": 2, "dropout": 0.1, "positions": AXIAL}
+    fixed = {"kind": kind, "vocabulary": 260, "heads": 1, "layers": 2, "dropout": 0.1, "positions": models.AXIAL}
     return build_model(small(**{**fixed, **settings, **(PADDED if padded else {})}), 0)
 
 
@@ -344,7 +328,7 @@ def settings_of_pair(name: str, cross: str) -> dict[str, Any]:
     if name in PAIRS:
         given = dict(PAIRS[name])
         return given | {"source": {**given.pop("source", {}), "cross_attention": cross}}
-    decoder = named(name if can_be_causal(name) else "full", 0.1)
+    decoder = named(name if models.can_be_causal(name) else "full", 0.1)
     encoder = named(name if name in encoder_names() else "full", 0.1)
     bird = encoder.smart_bird.model_copy(update={"objective": "answer"})
     encoder = encoder.model_copy(update={"smart_bird": bird})
@@ -359,7 +343,7 @@ def cases_of_pairs(size: int) -> list[tuple[str, str]]:
 def compare_pair(ranks: Ranks, name: str, cross: str) -> dict[str, float]:
     fixed = {"layers": 2, "heads": 4, "dropout": 0.1}
     model: Any = build_model(small_pair(**{**fixed, **settings_of_pair(name, cross)}), 0)
-    tokens = padded_pairs(3, TARGET)
+    tokens = models.padded_pairs(3, TARGET)
     return compare(ranks, model, tokens.clamp_max(255) if name == "not padded" else tokens)
 
 

@@ -9,23 +9,13 @@ from megasparse.errors import ConfigError
 from megasparse.model.branch import Pass
 from megasparse.model.build import build_model
 from megasparse.ops.random import RngContext
-from tests.helpers.models import (
-    BERT,
-    CASES,
-    PARTS,
-    all_names,
-    attention,
-    by_path,
-    named,
-    random_tokens,
-    small,
-    training_draws,
-)
+from tests.helpers import models
+from tests.helpers.models import PARTS, attention, named, random_tokens, small, training_draws
 
-SHARED = {name for name in all_names() if name.startswith("smart_bird")} - {"smart_bird heads"}
+SHARED = {name for name in models.all_names() if name.startswith("smart_bird")} - {"smart_bird heads"}
 SHARED.add("lha projected, normalized")
 """Mechanisms whose heads are not independent."""
-EVERY = by_path("name,causal", [case for case in CASES if case[0] not in SHARED])
+EVERY = models.by_path("name,causal", [case for case in models.CASES if case[0] not in SHARED])
 REVERSIBLE = {"blocks": "reversible", "activations": "reversible"}
 STORED = {"blocks": "ordinary", "activations": "stored"}
 CHECKPOINT = {"blocks": "ordinary", "activations": "checkpoint"}
@@ -86,7 +76,7 @@ def test_a_group_may_have_a_part_of_the_heads_that_share_keys():
 
 
 def test_attention_dropout_post_norm_and_biases():
-    settings = {**BERT, "tied_embeddings": False, "kind": "encoder", "vocabulary": 257}
+    settings = {**models.BERT, "tied_embeddings": False, "kind": "encoder", "vocabulary": 257}
     config = small(attention=named("full", 0.2), heads=4, layers=2, dropout=0.1, **settings)
     assert_same(config, 4)
 

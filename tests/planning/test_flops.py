@@ -13,13 +13,7 @@ from megasparse.model.build import build_model
 from megasparse.ops.kernels import recorded
 from megasparse.ops.random import RngContext
 from megasparse.planning import flops
-from megasparse.planning.flops import (
-    hardware_flops_by_part,
-    long_run,
-    model_flops_per_token,
-    product_speed,
-    warn_if_long,
-)
+from megasparse.planning.flops import hardware_flops_by_part, model_flops_per_token
 from megasparse.planning.passes import META, ConfiguredPass, as_on_a_gpu, dummy_records
 from megasparse.training.ranks import Ranks
 
@@ -201,16 +195,16 @@ def speed(precision):
 
 @pytest.mark.parametrize(("precision", "gflops"), [("fp32", 100), ("bf16", 40)])
 def test_hours_are_flops_by_a_share_of_the_speed_of_products(precision, gflops):
-    warning = long_run(5 * HOUR * 0.3 * gflops * 1e9, precision, ["fewer training.steps"], speed)
+    warning = flops.long_run(5 * HOUR * 0.3 * gflops * 1e9, precision, ["fewer training.steps"], speed)
     assert "about 5 hours on this machine" in warning and f"of the {gflops} GFLOP/s" in warning
     assert warning.endswith("fewer training.steps; a GPU")
     assert ('Quicker: training.precision="fp32", 2.5 times as fast here; ' in warning) == (precision == "bf16")
-    assert long_run(1.9 * HOUR * 0.3 * 100e9, "fp32", [], speed) is None
-    assert 1e6 < product_speed("fp32") < 1e15
+    assert flops.long_run(1.9 * HOUR * 0.3 * 100e9, "fp32", [], speed) is None
+    assert 1e6 < flops.product_speed("fp32") < 1e15
 
 
 @pytest.mark.parametrize(("rank", "device", "lines"), [(0, "cpu", 1), (1, "cpu", 0), (0, "meta", 0)])
 def test_only_the_first_rank_on_cpus_warns_of_a_long_run(rank, device, lines, monkeypatch, capsys):
     monkeypatch.setattr(flops, "long_run", lambda flops, precision, changes: f"{flops:g} in {precision}")
-    warn_if_long(6e15, "fp32", [], Ranks(rank=rank, world_size=2, device=torch.device(device)))
+    flops.warn_if_long(6e15, "fp32", [], Ranks(rank=rank, world_size=2, device=torch.device(device)))
     assert capsys.readouterr().err == "3e+15 in fp32\n" * lines

@@ -8,17 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    AutoTokenizer,
-    BartConfig,
-    BartModel,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    BertModel,
-    GPT2Config,
-    GPT2Model,
-)
+from transformers import AutoTokenizer, BertForMaskedLM, BertForSequenceClassification, BertModel, GPT2Config, GPT2Model
 
 from megasparse.attention.heads import Padding
 from megasparse.config.finetuning import FinetuneConfig
@@ -36,18 +28,8 @@ from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment, loa
 from megasparse.training.checkpoints.manifest import RunIdentity
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.ranks import Ranks
-from tests.helpers.finetuning import (
-    ENCODER,
-    bert,
-    bert_tokenizer,
-    config_of,
-    form_for,
-    launch,
-    open_start,
-    opened,
-    reviews,
-    write_tokenizer,
-)
+from tests.helpers import finetuning
+from tests.helpers.finetuning import ENCODER, bert, config_of, open_start, reviews
 from tests.helpers.hub import checkpoint, decoder, encoder
 from tests.helpers.models import attention, small_pair
 
@@ -96,7 +78,7 @@ def assert_built_again(start: Start, config: FinetuneConfig, origin: Path | None
     if origin is not None:
         shutil.move(origin, origin.with_name("moved"))
     checkpoint = Checkpoint.open(path)
-    body, tokenizer = rebuild(run, form_for(config), checkpoint)
+    body, tokenizer = rebuild(run, finetuning.form_for(config), checkpoint)
     load_weights(torch.nn.ModuleDict({"body": body}), checkpoint)
     assert tokenizer.sha256 == start.tokenizer.sha256
     assert (body.causal, body.width, body.longest, body.vocabulary, body.task_weight) == (
@@ -217,7 +199,7 @@ def test_a_folder_of_a_replaced_model(tmp_path):
             for parameter in mechanism.parameters():
                 parameter += 0.2
     save_replaced(model, tmp_path / "replaced")
-    write_tokenizer(tmp_path / "replaced", bert_tokenizer())
+    finetuning.write_tokenizer(tmp_path / "replaced", finetuning.bert_tokenizer())
     wanted = config_of(tmp_path, {"huggingface": str(tmp_path / "replaced")})
     start = open_start(wanted, 2)
     expected = HuggingFaceBody(model.bert.eval(), False, 64)
@@ -241,9 +223,9 @@ def test_a_folder_of_ours(tmp_path):
 
 def test_a_decoder_of_transformers(tmp_path):
     folder = tmp_path / "gpt"
-    size = len(bert_tokenizer()["model"]["vocab"])
+    size = len(finetuning.bert_tokenizer()["model"]["vocab"])
     GPT2Model(GPT2Config(vocab_size=size, n_positions=64, n_embd=32, n_layer=1, n_head=4)).save_pretrained(folder)
-    write_tokenizer(folder, bert_tokenizer())
+    finetuning.write_tokenizer(folder, finetuning.bert_tokenizer())
     wanted = config_of(tmp_path, {"huggingface": str(folder), "attention": {"pattern": ["lsh"], "lsh": {"chunk": 8}}})
     start = open_start(wanted, 2)
     assert isinstance(start.body, HuggingFaceBody) and start.body.replaced
@@ -253,7 +235,7 @@ def test_a_decoder_of_transformers(tmp_path):
 
 def test_a_pooler_makes_the_head_that_transformers_has(tmp_path):
     folder, table = bert(tmp_path / "with_pooler"), reviews(tmp_path / "reviews.csv", 24)
-    run = opened(tmp_path / "run", table, start={"huggingface": str(folder)})
+    run = finetuning.opened(tmp_path / "run", table, start={"huggingface": str(folder)})
     assert run.config.head.pooling == "pooler"
     theirs = BertForSequenceClassification.from_pretrained(folder, num_labels=2).eval()
     with torch.no_grad():
@@ -274,7 +256,7 @@ def test_the_pooler_of_sentence_order_makes_the_head_of_our_own(tmp_path):
     wanted = config_of(tmp_path, {"checkpoint": str(path)})
     start = open_start(wanted, 2)
     pooler = {name: parameter for name, parameter in model.sentence_order.named_parameters()}
-    form = form_for(wanted)
+    form = finetuning.form_for(wanted)
     task_model: Any = form.model(start.body)
     assert task_model.pooling == "pooler" and torch.equal(task_model.head.dense.weight, pooler["dense"])
     read, rng = read_of(250), RngContext(0, EVALUATION_STEP, torch.arange(2), training=False)
@@ -315,9 +297,9 @@ def test_encoder_decoders_are_refused(tmp_path):
     assert "encoder-decoder" in refusal(config_of(tmp_path, {"huggingface": str(folder)}))
     layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    bart = BartConfig(vocab_size=60, d_model=16, max_position_embeddings=64, **layers, **heads)
-    BartModel(bart).save_pretrained(tmp_path / "bart")
-    write_tokenizer(tmp_path / "bart", bert_tokenizer())
+    bart = transformers.BartConfig(vocab_size=60, d_model=16, max_position_embeddings=64, **layers, **heads)
+    transformers.BartModel(bart).save_pretrained(tmp_path / "bart")
+    finetuning.write_tokenizer(tmp_path / "bart", finetuning.bert_tokenizer())
     assert "encoder-decoder" in refusal(config_of(tmp_path, {"huggingface": str(tmp_path / "bart")}))
 
 
@@ -354,7 +336,7 @@ def test_a_damaged_record_is_refused(content, tmp_path):
     else:
         record.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"body\.json: cannot be read .*Copy the run's folder again"):
-        rebuild(tmp_path, form_for(config), Checkpoint(tmp_path, {"tensors": {}}))
+        rebuild(tmp_path, finetuning.form_for(config), Checkpoint(tmp_path, {"tensors": {}}))
 
 
 def test_more_layers_than_weights_are_refused_before_one_is_built(tmp_path):
@@ -367,7 +349,9 @@ def test_more_layers_than_weights_are_refused_before_one_is_built(tmp_path):
     start.record["config"]["num_hidden_layers"] = 10**9
     start.write(tmp_path / "run")
     with pytest.raises(CheckpointError, match="has 1 weights, in the run's record 1000000000 layers"):
-        rebuild(tmp_path / "run", form_for(wanted), Checkpoint(tmp_path, {"tensors": {"weight": {"body.x": {}}}}))
+        rebuild(
+            tmp_path / "run", finetuning.form_for(wanted), Checkpoint(tmp_path, {"tensors": {"weight": {"body.x": {}}}})
+        )
     _, path = checkpoint(decoder("full"), tmp_path / "pretrained")
     folder = to_hf(path, tmp_path / "exported")
     values = json.loads((folder / "config.json").read_text())
@@ -396,7 +380,7 @@ def trained(tmp_path_factory):
     train, validation = files(folder)
     attention = {"pattern": ["lsh"], "lsh": {"chunk": 8}}
     task = {"validation": str(validation)}
-    launch(folder / "run", train, model={**ENCODER, "attention": attention}, task=task)
+    finetuning.launch(folder / "run", train, model={**ENCODER, "attention": attention}, task=task)
     return folder
 
 
@@ -424,7 +408,7 @@ def test_a_bert_predicts_what_it_did_in_training(tmp_path, sections):
     train, validation = files(tmp_path)
     start = {"huggingface": str(bert(tmp_path / "bert")), **sections.pop("start", {})}
     task = {"validation": str(validation)}
-    launch(tmp_path / "run", train, start=start, task=task, **sections)
+    finetuning.launch(tmp_path / "run", train, start=start, task=task, **sections)
     found, values = scores(tmp_path / "run", validation)
     known = best(tmp_path / "run")["scalars"]
     assert {name: known[f"evaluation/{name}"] for name in values} == values

@@ -28,8 +28,6 @@ from megasparse.tasks.task import Example, SourceLocation, Task
 from tests.helpers.finetuning import ENCODER, assert_resumes, configured, opened, our_body, plain
 from tests.helpers.mind import behaviors_row, mind, news_row, split_folder
 
-NAMES = ("auc", "mrr", "ndcg5", "ndcg10")
-
 
 def impressions(number: int, tied: bool) -> tuple[list[tuple[int, ...]], list[tuple[float, ...]]]:
     generator = np.random.default_rng(3)
@@ -62,7 +60,7 @@ def brute_force(clicked: tuple[int, ...], scores: tuple[float, ...]) -> dict[str
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["auc", "mrr", "ndcg5", "ndcg10"])
 def test_metrics_are_means_of_their_definitions(name, tied):
     labels, scores = impressions(60, tied)
     expected = np.mean([brute_force(*each)[name] for each in zip(labels, scores, strict=True)])
@@ -134,7 +132,6 @@ def test_a_batch_has_every_text_once(tmp_path):
 
 TITLES = {"N1": 'The "Brands" they Swear By', "N2": "Cold \u2028 soup", "N3": "Rain", "N4": "Rain"}
 NEWS = [news_row(*item) for item in TITLES.items()]
-GOOD = behaviors_row("1", "N1", "N1-0 N2-1")
 
 
 def task(history: int = 50, **changes: Any) -> Task:
@@ -169,7 +166,7 @@ def test_an_impression_is_the_titles_of_clicked_and_of_shown_news(tmp_path):
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path, news, rows, problem):
-    file = split_folder(tmp_path, [*NEWS, *news], [GOOD, *rows])
+    file = split_folder(tmp_path, [*NEWS, *news], [behaviors_row("1", "N1", "N1-0 N2-1"), *rows])
     with pytest.raises(DataError, match=f"{tmp_path}/{problem}"):
         list(task().read(file))
 

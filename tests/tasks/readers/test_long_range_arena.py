@@ -91,14 +91,11 @@ def test_folders_of_images(folder):
 
 PATHFINDER = build_task(TaskConfig(name="pathfinder"))
 
-SETTINGS = "1.0 14 4 2 0.5 1 1"
-LEVEL = "curv_contour_length_14"
-
 
 @pytest.fixture
 def level(tmp_path):
     """A level as lra_release has it: 12 metadata files with two images each, label 1 where their numbers are even."""
-    folder = tmp_path / "pathfinder32" / LEVEL
+    folder = tmp_path / "pathfinder32" / "curv_contour_length_14"
     (folder / "metadata").mkdir(parents=True)
     for number in range(12):
         (folder / "imgs" / str(number)).mkdir(parents=True)
@@ -106,7 +103,7 @@ def level(tmp_path):
         for sample in range(2):
             image = Image.fromarray(picture(2 * number + sample)[..., 0])
             image.save(folder / "imgs" / str(number) / f"sample_{sample}.png")
-            rows.append(f"imgs/{number} sample_{sample}.png {sample} {(number + sample + 1) % 2} {SETTINGS}\n")
+            rows.append(f"imgs/{number} sample_{sample}.png {sample} {(number + sample + 1) % 2} 1.0 14 4 2 0.5 1 1\n")
         (folder / "metadata" / f"{number}.npy").write_text("".join(rows))
     return folder
 
