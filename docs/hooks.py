@@ -59,7 +59,7 @@ def on_page_markdown(markdown: str, page: Any, **others: Any) -> str:
 
 def _commands() -> list[str]:
     helps = {name: parser_of(name).format_help() for name in COMMANDS}
-    return [f"## {name}\n\n{COMMANDS[name].capitalize()}.\n\n```text\n{text}```\n" for name, text in helps.items()]
+    return [f"## {name}\n\n{COMMANDS[name][1].capitalize()}.\n\n```text\n{text}```\n" for name, text in helps.items()]
 
 
 def keys(section: Any, prefix: str = "", skip: tuple[str, ...] = ()) -> Iterator[str]:
