@@ -56,15 +56,9 @@ def prepare_data(args: argparse.Namespace) -> None:
     corpus, downloads = CORPORA[args.corpus], args.output / ".download"
     source = corpus.open(args.source, getattr(args, "member", None), downloads, options, args.workers or cores)
     written = prepare(
-        args.corpus,
-        source,
-        args.output,
-        options=options,
-        sample_bytes=args.sample_bytes,
-        shard_bytes=args.shard_bytes,
-        command=args.command,
-        workers=args.workers or min(cores, 1 + source.total_bytes // WORKER_BYTES),
-    )
+        args.corpus, source, args.output, options=options, sample_bytes=args.sample_bytes, shard_bytes=args.shard_bytes,
+        command=args.command, workers=args.workers or min(cores, 1 + source.total_bytes // WORKER_BYTES),
+    )  # fmt: skip
     print(f"{args.output}: {'prepared' if written else 'already prepared'}")
     index = Index.load(args.output)
     for name, split in index.file.splits.items():

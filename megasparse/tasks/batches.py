@@ -39,7 +39,6 @@ class EncodedExample:
     sequences: tuple[Segments, ...]
     """One sequence, or two where the task has towers."""
     label: Any
-    """The example's label."""
     location: SourceLocation
     name: str
 

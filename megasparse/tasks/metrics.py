@@ -138,6 +138,10 @@ def signature(name: str) -> str | None:
 
 @cache
 def _scorer(name: str) -> Any:
+    if name in ROUGE:
+        from rouge_score.rouge_scorer import RougeScorer
+
+        return RougeScorer(ROUGE, use_stemmer=True)
     from sacrebleu.metrics import BLEU, CHRF
 
     return CHRF() if name == "chrf" else BLEU(**BLEUS[name])
@@ -151,17 +155,10 @@ def _counts(name: str, reference: str, hypothesis: str) -> tuple[int, ...]:
     return tuple(_scorer(name)._extract_corpus_statistics([hypothesis], [[reference]])[0])
 
 
-@cache
-def _rouge_scorer() -> Any:
-    from rouge_score.rouge_scorer import RougeScorer
-
-    return RougeScorer(ROUGE, use_stemmer=True)
-
-
 @lru_cache(maxsize=CACHED_PAIRS)
 def _rouge(reference: str, hypothesis: str) -> dict[str, float]:
     """F1 of each of ROUGE."""
-    scores = _rouge_scorer().score(reference, hypothesis)
+    scores = _scorer(ROUGE[0]).score(reference, hypothesis)
     return {name: scores[name].fmeasure for name in ROUGE}
 
 

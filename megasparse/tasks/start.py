@@ -4,9 +4,10 @@ rebuilt, without these, for a run's own checkpoints.
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
 from megasparse.config.schema import ModelConfig
 from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer, words_of
-from megasparse.errors import CheckpointError, ConfigError, HubError
+from megasparse.errors import CheckpointError, ConfigError, FileError, HubError
 from megasparse.files import file_sha256, read_file, replacing
 from megasparse.model.build import empty_model, initialise
 from megasparse.model.embedding import initialise_from_glove
@@ -104,8 +105,20 @@ def rebuild(run: Path, form: Form, checkpoint: Checkpoint) -> tuple[Backbone, To
                     problem = f"body.{name} has shape {entry['shape']}, in the run's record {list(parameter.shape)}"
                     raise CheckpointError(checkpoint.path, problem, COPY)
             return build(), tokenizer
-        model = _empty_transformer(record["config"], checkpoint)
-        return _huggingface_body(model, record["causal"], record["activations"]), tokenizer
+        from transformers import AutoConfig, AutoModel
+
+        from megasparse.hub.replace import ENTRY, replace_attention
+        from megasparse.hub.tensor_file import depth
+
+        values = record["config"]
+        if (layers := depth(values)) > (weights := len(checkpoint.manifest["tensors"].get("weight", {}))):
+            problem = f"has {weights} weights, in the run's record {layers} layers"
+            raise CheckpointError(checkpoint.path, problem, COPY)
+        empty = AutoConfig.for_model(**values)
+        transformer = AutoModel.from_config(empty, trust_remote_code=False, dtype=torch.float32)
+        if (entry := values.get(ENTRY)) is not None:
+            replace_attention(transformer, entry["attention"], max_length=entry["max_length"], seed=entry["seed"])
+        return _huggingface_body(transformer, record["causal"], record["activations"]), tokenizer
 
 
 @contextmanager
@@ -164,18 +177,11 @@ def _of_checkpoint(config: FinetuneConfig, path: Path, form: Form, labels: int) 
 
     checkpoint = open_newest(path, build=empty_model)
     pretrained = checkpoint.config
-    if (pretrained.model.kind == "encoder_decoder") != form.two_sided:
-        raise CheckpointError(checkpoint.path, *(ONE_SIDE if form.two_sided else TWO_SIDES))
-    body = _megasparse_body(config, pretrained.model, form, labels)
-    stored = checkpoint.manifest["tensors"]["weight"]
-
-    def read(name: str) -> torch.Tensor | None:
-        return checkpoint.tensor("weight", name) if name in stored else None
-
-    _fill(body, read, checkpoint.path)
-    weight, bias = read("sentence_order.dense"), read("sentence_order.dense_bias")
-    if weight is not None and bias is not None and pretrained.model.style == "bert" and form.reads_pooler:
-        body.pooler, body.norm = (weight, bias), None
+    tensors = {name: partial(checkpoint.tensor, "weight", name) for name in checkpoint.manifest["tensors"]["weight"]}
+    body = _filled_body(config, pretrained.model, form, labels, tensors, partial(CheckpointError, checkpoint.path))
+    pooler = [tensors[name] for name in ("sentence_order.dense", "sentence_order.dense_bias") if name in tensors]
+    if len(pooler) == 2 and pretrained.model.style == "bert" and form.reads_pooler:
+        body.pooler, body.norm = (pooler[0](), pooler[1]()), None
     return Start(body, trained_tokenizer(pretrained, checkpoint), _record(body), checkpoint.manifest["sha256"])
 
 
@@ -191,10 +197,7 @@ def _of_huggingface(config: FinetuneConfig, named: Path, form: Form, labels: int
     sha256 = hashlib.sha256(digests.encode()).hexdigest()
     if values.get("model_type") in OURS:
         foreign = HFModel.open(folder)
-        if (foreign.config.model.kind == "encoder_decoder") != form.two_sided:
-            raise HubError(folder, *(ONE_SIDE if form.two_sided else TWO_SIDES))
-        body = _megasparse_body(config, foreign.config.model, form, labels)
-        _fill(body, lambda name: foreign.tensors[name]() if name in foreign.tensors else None, folder)
+        body = _filled_body(config, foreign.config.model, form, labels, foreign.tensors, partial(HubError, folder))
         return Start(body, build_tokenizer(foreign.config.data.tokenizer), _record(body), sha256)
     if form.two_sided:
         raise HubError(folder, *ONE_SIDE)
@@ -257,23 +260,6 @@ def _huggingface_body(model: Any, causal: bool, activations: str) -> HuggingFace
     return body
 
 
-def _empty_transformer(values: dict[str, Any], checkpoint: Checkpoint) -> Any:
-    """Return a model with its attention replaced. Raises CheckpointError for more layers than weights."""
-    from transformers import AutoConfig, AutoModel
-
-    from megasparse.hub.replace import ENTRY, replace_attention
-    from megasparse.hub.tensor_file import depth
-
-    if (layers := depth(values)) > (weights := len(checkpoint.manifest["tensors"].get("weight", {}))):
-        problem = f"has {weights} weights, in the run's record {layers} layers"
-        raise CheckpointError(checkpoint.path, problem, COPY)
-    config = AutoConfig.for_model(**values)
-    model = AutoModel.from_config(config, trust_remote_code=False, dtype=torch.float32)
-    if (entry := values.get(ENTRY)) is not None:
-        replace_attention(model, entry["attention"], max_length=entry["max_length"], seed=entry["seed"])
-    return model
-
-
 def _record(body: Any) -> dict[str, Any]:
     record = {"kind": "megasparse", "model": json.loads(body.stack.config.model_dump_json())}
     return record if body.pooler is None else {**record, "pooler": True}
@@ -313,12 +299,21 @@ def _with_sketch_labels(attention: AttentionConfig, labels: int) -> AttentionCon
     return attention.model_copy(update=changed) if changed else attention
 
 
-def _fill(body: Any, read: Any, path: Path) -> None:
-    """Copy pretrained weights by name. Those of a sketch's objective, which is the task's, stay initial."""
+def _filled_body(
+    config: FinetuneConfig, model: ModelConfig, form: Form, labels: int, tensors: Any, error: Callable[..., FileError]
+) -> Any:
+    """Return one of our models with pretrained weights; those of a sketch's objective, the task's, stay initial.
+
+    tensors: name -> function that reads it. error: of its folder.
+    """
+    if (model.kind == "encoder_decoder") != form.two_sided:
+        raise error(*(ONE_SIDE if form.two_sided else TWO_SIDES))
+    body = _megasparse_body(config, model, form, labels)
     for name, tensor in {**dict(body.stack.named_parameters()), **persistent_buffers(body.stack)}.items():
         if ".objective." in name:
             continue
-        if (value := read(name)) is None:
+        if name not in tensors:
             hint = "Give a checkpoint of the same model, or set start.attention to null to keep the checkpoint's own"
-            raise CheckpointError(path, f"has no weight {name}", hint)
-        tensor.data.copy_(value)
+            raise error(f"has no weight {name}", hint)
+        tensor.data.copy_(tensors[name]())
+    return body

@@ -179,7 +179,6 @@ class EncodedChoice(EncodedExample):
     marks: np.ndarray
     """Places, int64 (K,): where in the sequence each candidate's score is read."""
     candidates: tuple[str, ...]
-    """Texts of the candidates."""
 
     def content(self) -> Iterator[bytes]:
         yield from super().content()

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from megasparse.attention.contract import Targets
 from megasparse.attention.cross import EncoderOutput
@@ -35,6 +34,7 @@ from megasparse.tasks.batches import (
     Movable,
     Padded,
     require_vocabulary,
+    side_by_side,
 )
 from megasparse.tasks.form import Form
 from megasparse.tasks.task import Example, SourceLocation, Task
@@ -57,9 +57,9 @@ class Texts(Movable):
 
 
 def padded(sequences: Sequence[np.ndarray]) -> Padded:
-    """Sequences of token ids, at least 1 each, padded to the longest."""
-    tokens = pad_sequence([torch.from_numpy(sequence) for sequence in sequences], batch_first=True)
-    return Padded(tokens, torch.zeros_like(tokens), torch.tensor([len(sequence) for sequence in sequences]))
+    """Return sequences of token ids, at least 1 each, padded to the longest."""
+    tokens, lengths = side_by_side(sequences, max(map(len, sequences)))
+    return Padded(tokens, torch.zeros_like(tokens), lengths)
 
 
 class SequenceToSequenceBody(Backbone):
@@ -257,7 +257,7 @@ PACKS = 1
 
 def sizes_of(examples: Sequence[EncodedText], most: int) -> np.ndarray:
     """Return tokens of each source and target (N, 2). Raises DataError for an example that fits no pack of `most`."""
-    sizes = np.array([(len(x.source), 0 if x.target is None else len(x.target)) for x in examples], dtype=np.int64)
+    sizes = np.array([(x.length, 0 if x.target is None else len(x.target)) for x in examples], dtype=np.int64)
     if (too_long := np.flatnonzero(sizes.sum(1) > most)).size:
         example, tokens = examples[too_long[0]], sizes[too_long[0]].sum()
         problem = f"{tokens:,} tokens with its answer's are more than training.micro_batch = {most:,}"

@@ -83,14 +83,10 @@ class Series(Task):
                 hint = "Set forecast.mean and forecast.scale to null: the training file has them"
                 raise ConfigError("task.forecast.mean", f'has no "{column}", or forecast.scale has none', hint)
         self.mean, self.scale = (np.array([of[column] for column in self.columns]) for of in (mean, scale))
+        self.time_features = time_features(np.array(["2000-01-01"], dtype="datetime64[us]"), self.step).shape[1]
 
     def resolved(self) -> TaskConfig:
         return self.config.model_copy(update={"forecast": self.forecast})
-
-    @property
-    def time_features(self) -> int:
-        """Number of time features of a row."""
-        return time_features(np.array(["2000-01-01"], dtype="datetime64[us]"), self.step).shape[1]
 
     def file_of(self, source: Path) -> Path:
         return source
