@@ -11,6 +11,7 @@ from megasparse.data.order import Order
 from megasparse.errors import ConfigError, DataError
 from tests.data.folders import batches as mixed
 from tests.data.folders import do, flip, rows, take, wait_until
+from tests.helpers.refusals import refusal
 
 T = 30  # 33 sequences in each of seven shards of 1,000 tokens, none in the last of 13: 231 an epoch
 
@@ -90,8 +91,7 @@ def test_a_read_error_reaches_the_loop_each_time_it_asks(index, prefetch):
         with pytest.raises(DataError, match=r"train-000002\.tar"):
             for _ in range(20):
                 next(data)
-        with pytest.raises(DataError, match=r"train-000002\.tar"):
-            next(data)
+        refusal(lambda: next(data), match=r"train-000002\.tar")
 
 
 @pytest.mark.parametrize("taken", [0, 1, 5])
@@ -114,13 +114,10 @@ def test_close_ends_the_thread(index, taken, full):
 
 def test_a_global_batch_that_does_not_divide_names_the_key_and_a_value(make_index, corpus):
     refused = r"training\.global_batch: 12 is not a multiple of .*2 × 4. Set it to (8|16), .* of ranks: 1, 2, 3, 6$"
-    with pytest.raises(ConfigError, match=refused):
-        batches(make_index(corpus), micro_batch=2, world_size=4)
-    with pytest.raises(ConfigError, match=r"Set it to 16, or change micro_batch$"):
-        batches(make_index(corpus), micro_batch=16)
+    refusal(lambda: batches(make_index(corpus), micro_batch=2, world_size=4), ConfigError, refused)
+    refusal(lambda: batches(make_index(corpus), micro_batch=16), ConfigError, r"Set it to 16, or change micro_batch$")
     shared = r"micro_batch × ranks = 2 × 16 / 2 \(parallel.sequence\)\. Set it to 16, .* of ranks: 2, 4, 6, 12$"
-    with pytest.raises(ConfigError, match=shared):
-        batches(make_index(corpus), micro_batch=2, world_size=8, part=(0, 2))
+    refusal(lambda: batches(make_index(corpus), micro_batch=2, world_size=8, part=(0, 2)), ConfigError, shared)
 
 
 def test_a_sequence_longer_than_every_shard_names_the_key(index):

@@ -96,16 +96,12 @@ def test_another_source_or_setting_is_refused(make_index, corpus):
     folder = make_index(corpus).directory
     want = files(folder)
     source = r"prepared with another source sha256 \w+ \(now \w+\)\. Choose another --output"
-    with pytest.raises(DataError, match=source):
-        make_index(corpus[::-1])
-    with pytest.raises(DataError, match=r"another sample_bytes 100 \(now 50\)"):
-        make_index(corpus, sample_bytes=50)
-    with pytest.raises(DataError, match=r"another split 100,0,0 \(now 90,5,5\)"):
-        make_index(corpus, split="90,5,5")
+    refusal(lambda: make_index(corpus[::-1]), match=source)
+    refusal(lambda: make_index(corpus, sample_bytes=50), match=r"another sample_bytes 100 \(now 50\)")
+    refusal(lambda: make_index(corpus, split="90,5,5"), match=r"another split 100,0,0 \(now 90,5,5\)")
     assert files(folder) == want
     (folder / "index.json").unlink()
-    with pytest.raises(DataError, match=r"\.tar is here, but no index\.json says what it holds"):
-        make_index(corpus)
+    refusal(lambda: make_index(corpus), match=r"\.tar is here, but no index\.json says what it holds")
 
 
 def test_two_at_a_time_are_refused(make_index, corpus):
@@ -115,8 +111,7 @@ def test_two_at_a_time_are_refused(make_index, corpus):
     (folder / ".lock").unlink()
     (folder / ".lock").symlink_to(folder / "index.json")
     before = files(folder)
-    with pytest.raises(DataError, match="this is a symbolic link, which is not written"):
-        make_index(corpus)
+    refusal(lambda: make_index(corpus), match="this is a symbolic link, which is not written")
     assert files(folder) == before
 
 
@@ -127,8 +122,7 @@ def test_a_full_disk_is_an_error_that_says_what_to_do(make_index, corpus, tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         problem = r"data: cannot be written: No space left on device\. .*run the command again"
-        with pytest.raises(DataError, match=problem):
-            make_index(corpus)
+        refusal(lambda: make_index(corpus), match=problem)
         assert files(tmp_path / "data") == {}
     make_index(corpus)
 
@@ -285,8 +279,7 @@ def test_tokens_of_two_bytes(make, books, tmp_path):
     before = files(index.directory)
     with pytest.raises(DataError, match=r"prepared with another tokenizer sha256 \w+ \(now \w+\)\. Choose another"):
         make(tokenizer=str(tmp_path / "moved.txt"), sample_bytes=101)
-    with pytest.raises(DataError, match=r"prepared with another tokenizer words \(now bytes\)"):
-        make(sample_bytes=101)
+    refusal(lambda: make(sample_bytes=101), match=r"prepared with another tokenizer words \(now bytes\)")
     assert files(index.directory) == before
 
 

@@ -132,8 +132,7 @@ def test_a_missing_and_a_replaced_shard(index):
         ShardReader(Index.load(index.directory), "train").read(3, 0, 10)
     (index.directory / THIRD).unlink()
     for read in (lambda: Index.load(index.directory), lambda: ShardReader(index, "train").read(3, 0, 10)):
-        with pytest.raises(DataError, match=r"train-000003\.tar: this shard cannot be read: No such file"):
-            read()
+        refusal(read, match=r"train-000003\.tar: this shard cannot be read: No such file")
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder"])
@@ -141,8 +140,7 @@ def test_what_is_no_regular_file_is_refused_at_once(index, kind):
     path = index.directory / THIRD
     path.unlink()
     os.mkfifo(path) if kind == "fifo" else path.mkdir()
-    with pytest.raises(DataError, match=r"train-000003\.tar: this shard"):
-        Index.load(index.directory)
+    refusal(lambda: Index.load(index.directory), match=r"train-000003\.tar: this shard")
     with pytest.raises(DataError, match=r"train-000003\.tar: this shard cannot be read: this is not a regular file"):
         ShardReader(index, "train").read(3, 0, 10)
 
@@ -158,8 +156,7 @@ def test_a_read_that_fails_or_is_cut_off(index, monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(DataError, match=r"train-000003\.tar: this shard cannot be read: Input/output error"):
-        reader.read(3, 250, 260)
+    refusal(lambda: reader.read(3, 250, 260), match=r"train-000003\.tar: this shard cannot be read: Input/output error")
 
 
 def test_a_shard_is_hashed_once_in_a_process(index, monkeypatch):
@@ -194,8 +191,7 @@ def test_no_data_says_how_to_prepare_it(tmp_path):
 
 
 def test_an_unknown_split_names_the_known_ones(index):
-    with pytest.raises(DataError, match=r'index\.json: there is no split "trian" .*Did you mean "train"'):
-        index.split("trian")
+    refusal(lambda: index.split("trian"), match=r'index\.json: there is no split "trian" .*Did you mean "train"')
 
 
 @pytest.mark.parametrize(
@@ -329,14 +325,12 @@ def test_what_cannot_be_an_index_is_not_even_read(tmp_path, kind):
     problem = r"index\.json: cannot be read: (536,870,913 bytes are too many|this is not a regular file)"
 
     def load():
-        with pytest.raises(DataError, match=problem):
-            Index.load(tmp_path)
+        refusal(lambda: Index.load(tmp_path), match=problem)
 
     assert traced_peak(load) < 5e6
 
 
 def test_a_pipe_is_no_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match="there is no data here"):
-        Index.load("pipe:touch marker")
+    refusal(lambda: Index.load("pipe:touch marker"), match="there is no data here")
     assert os.listdir(tmp_path) == []

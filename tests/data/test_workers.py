@@ -13,6 +13,7 @@ from megasparse.data import workers as workers_module
 from megasparse.data.workers import Workers
 from megasparse.errors import ConfigError, DataError
 from tests.helpers.encoders import Doubling
+from tests.helpers.refusals import refusal
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,8 +24,7 @@ def test_results_come_in_order_and_errors_are_the_users(monkeypatch):
     pieces = [draw.randbytes(draw.choice([0, 1, 10, 2000])) for _ in range(300)]
     with Workers(Doubling().encode, 1) as here:
         want = [(one.tokens.tolist(), one.raw_bytes, one.words) for one in here.map(pieces)]
-        with pytest.raises(DataError, match=r"book\.txt: byte 3 is strange\. Fix it"):
-            list(here.map([b"refuse"]))
+        refusal(lambda: list(here.map([b"refuse"])), match=r"book\.txt: byte 3 is strange\. Fix it")
     taken = 0
 
     def counted() -> Iterator[bytes]:
@@ -53,6 +53,7 @@ RUNS = """
 import multiprocessing, signal, threading, time
 from megasparse.data.workers import Workers
 from tests.helpers.encoders import Doubling
+from tests.helpers.refusals import refusal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background inherit that it is ignored
     def release():

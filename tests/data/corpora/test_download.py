@@ -64,8 +64,7 @@ def test_downloads_once_and_records_the_sha256(server, url, copies, folder):
 def test_a_truncated_body_is_an_error_and_the_next_call_goes_on(server, url, copies):
     server.faults[FILE].extend(["cut", "cut"])
     for have in ("1,536,000", "2,304,000"):
-        with pytest.raises(DataError, match=rf"ended after {have} of 3,072,000 bytes.*goes on from there"):
-            download(url, copies)
+        refusal(lambda: download(url, copies), match=rf"ended after {have} of 3,072,000 bytes.*goes on from there")
         assert not list(copies.glob("*corpus.txt"))
     assert download(url, copies).read_bytes() == BODY
     assert [begin for _, begin in server.gets] == [None, "bytes=1536000-", "bytes=2304000-"]
@@ -94,8 +93,7 @@ def test_refusals_name_the_url(server, url, copies, fault, problem):
 
 def test_an_altered_copy_is_refused(url, copies):
     download(url, copies).write_bytes(BODY[:-1])
-    with pytest.raises(DataError, match="altered"):
-        download(url, copies)
+    refusal(lambda: download(url, copies), match="altered")
 
 
 @pytest.mark.parametrize("record", [b"", b"{", b"[]", b"3", b'{"url": 1}', b"[" * 99_999, b"\xff", b"9" * 5000])
@@ -133,8 +131,7 @@ def test_a_planted_link_is_not_written_through(url, copies, tmp_path, name):
 
 def test_more_than_the_disk_holds_is_refused_before_it_comes(url, copies, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3_071_999))
-    with pytest.raises(DataError, match=r"announces 3,072,000 bytes more, the disk has 3,071,999 free"):
-        download(url, copies)
+    refusal(lambda: download(url, copies), match=r"announces 3,072,000 bytes more, the disk has 3,071,999 free")
     assert not list(copies.iterdir())
 
 
@@ -148,8 +145,7 @@ def test_a_server_that_hardly_sends_is_given_up_and_gone_on_with(
     monkeypatch.setattr(download_module, "TIMEOUT_SECONDS", seconds)
     monkeypatch.setattr(urls, "STALL_SECONDS", seconds)
     server.faults[FILE].append(fault)
-    with pytest.raises(DataError, match=problem):
-        download(url, copies)
+    refusal(lambda: download(url, copies), match=problem)
     monkeypatch.undo()
     assert download(url, copies).read_bytes() == BODY
     assert server.gets[1][1] is not None  # a Range: what had come was kept
@@ -258,8 +254,7 @@ PINNED = f"hf://datasets/owner/name@{'0' * 40}/data/*.parquet"
 def test_a_missing_library_is_one_error_with_its_command(tmp_path, monkeypatch, location, library, package):
     monkeypatch.setitem(sys.modules, library, None)
     urls.store.cache_clear()
-    with pytest.raises(DataError, match=rf"{library} is not installed\. Run: pip install {package}"):
-        opened(tmp_path, location)
+    refusal(lambda: opened(tmp_path, location), match=rf"{library} is not installed\. Run: pip install {package}")
 
 
 def test_shards_in_a_store_are_those_of_the_folder(store, tmp_path):

@@ -189,12 +189,9 @@ def test_folders_named_apart_and_archives_are_read_alike(tmp_path, monkeypatch):
         return {name: [b"".join(book) for book in books] for name, books in CORPORA["pg19"].splits(source, BYTES)}
 
     assert texts(whole) == texts(apart) == texts(zipped)
-    assert (
-        CORPORA["pg19"].about(whole, BYTES)
-        == CORPORA["pg19"].about(apart, BYTES)
-        == CORPORA["pg19"].about(zipped, BYTES)
-    )
-    assert CORPORA["pg19"].about(whole, BYTES)["official"] is True
+    about = CORPORA["pg19"].about(whole, BYTES)
+    assert about["official"] is True
+    assert about == CORPORA["pg19"].about(apart, BYTES) == CORPORA["pg19"].about(zipped, BYTES)
     parts = source_of(folder / "test", folder / "train")
     assert CORPORA["pg19"].about(parts, BYTES) == {"books": {"train": 2, "test": 1}, "official": False}
 
@@ -270,32 +267,33 @@ def test_the_command_takes_the_folder_and_the_archive(wikitext, wikitext_zip, tm
     assert "test: 8 tokens in 1 samples, 1 shards (4 words)" in capsys.readouterr().out
 
 
+def wikitext_about(*paths: Path) -> dict[str, Any]:
+    return CORPORA["wikitext103"].about(source_of(*paths), BYTES)
+
+
 @pytest.mark.usefixtures("official_wikitext")
 def test_a_wrong_checksum_is_refused_and_a_part_is_not_called_official(wikitext):
-    (wikitext / "wiki.train.tokens").write_text(TEXTS["train"] + " more \n", encoding="utf-8")
-    assert CORPORA["wikitext103"].about(source_of(wikitext), BYTES) == {"kind": "tokens", "official": False}
-    (wikitext / "wiki.train.tokens").write_text(TEXTS["train"].replace("word", "wort"), encoding="utf-8")
-    with pytest.raises(
-        DataError, match=r"wiki\.train\.tokens: its sha1 is \w{40}, the official file's is \w{40}\. Down"
-    ):
-        CORPORA["wikitext103"].about(source_of(wikitext), BYTES)
-    some = source_of(wikitext / "wiki.test.tokens", wikitext / "wiki.valid.tokens")
+    train, names = wikitext / "wiki.train.tokens", ("wiki.test.tokens", "wiki.valid.tokens")
+    train.write_text(TEXTS["train"] + " more \n", encoding="utf-8")
+    assert wikitext_about(wikitext) == {"kind": "tokens", "official": False}
+    train.write_text(TEXTS["train"].replace("word", "wort"), encoding="utf-8")
+    problem = r"wiki\.train\.tokens: its sha1 is \w{40}, the official file's is \w{40}\. Down"
+    refusal(lambda: wikitext_about(wikitext), match=problem)
+    some = source_of(*(wikitext / name for name in names))
     assert CORPORA["wikitext103"].about(some, BYTES) == {"kind": "tokens", "official": False}
     assert [name for name, _ in CORPORA["wikitext103"].splits(some, BYTES)] == ["validation", "test"]
 
 
 def test_what_is_not_wikitext_is_one_line(wikitext, wikitext_zip, tmp_path):
-    with pytest.raises(DataError, match=r"wiki\.test\.tokens is the same split\. Give one of the two"):
-        CORPORA["wikitext103"].about(source_of(wikitext, wikitext_zip), BYTES)
-    (wikitext / "wiki.test.raw").write_text("x\n")
-    with pytest.raises(DataError, match=r"there are both \.tokens and \.raw files\. Give wiki\.train"):
-        CORPORA["wikitext103"].about(source_of(wikitext), BYTES)
-    (tmp_path / "x.txt").write_text("x\n")
-    with pytest.raises(DataError, match=r"x\.txt: there is no wiki\.train\.tokens\. Give"):
-        CORPORA["wikitext103"].about(source_of(tmp_path / "x.txt"), BYTES)
-    (wikitext / "wiki.test.raw").write_bytes(b"x\xe9\n")
-    with pytest.raises(DataError, match=r"wiki\.test\.raw: byte 1 is not UTF-8"):
-        CORPORA["wikitext103"].about(source_of(wikitext / "wiki.test.raw"), BYTES)
+    raw, other = wikitext / "wiki.test.raw", tmp_path / "x.txt"
+    same = r"wiki\.test\.tokens is the same split\. Give one of the two"
+    refusal(lambda: wikitext_about(wikitext, wikitext_zip), match=same)
+    raw.write_text("x\n")
+    refusal(lambda: wikitext_about(wikitext), match=r"there are both \.tokens and \.raw files\. Give wiki\.train")
+    other.write_text("x\n")
+    refusal(lambda: wikitext_about(other), match=r"x\.txt: there is no wiki\.train\.tokens\. Give")
+    raw.write_bytes(b"x\xe9\n")
+    refusal(lambda: wikitext_about(raw), match=r"wiki\.test\.raw: byte 1 is not UTF-8")
 
 
 BEGIN, SEPARATOR, PADDING = 258, 259, 257
