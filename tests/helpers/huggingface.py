@@ -14,12 +14,8 @@ WIDTH, HEADS = 32, 2
 
 def theirs_lsh(causal, chunk, rounds, buckets):
     own = {"lsh_attn_chunk_length": chunk, "num_hashes": rounds, "num_buckets": buckets, "lsh_num_chunks_after": 0}
-    return LSHSelfAttention(_configured(causal, own)).eval()
-
-
-def _configured(causal, own):
     size = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "attention_head_size": WIDTH // HEADS}
-    return ReformerConfig(is_decoder=causal, **size, **own)
+    return LSHSelfAttention(ReformerConfig(is_decoder=causal, **size, **own)).eval()
 
 
 def ours(kind, settings, causal, **weights):

@@ -47,12 +47,6 @@ def test_an_encoder_is_equivariant_to_padding(name, positions, style):
         torch.testing.assert_close(found, alone, rtol=1e-3, atol=1e-4)
 
 
-def documents():
-    first, second = random_tokens(1, 24, seed=1), random_tokens(1, 36, seed=2)
-    first[:, -1] = second[:, -1] = SEPARATOR
-    return first, second
-
-
 CASES = [(kind, name) for kind in ("decoder", "encoder") for name in ("full", "local", "lsh", "lha", "yoso")]
 PACKED = [*((*case, NONE) for case in CASES), *((kind, "full", ROTARY) for kind in ("decoder", "encoder"))]
 
@@ -66,7 +60,8 @@ def test_packed_documents_come_out_as_alone(kind, name, positions):
     if kind == "decoder":
         with torch.no_grad():
             model.embedding.start[0] = model.embedding.weight[SEPARATOR]
-    first, second = documents()
+    first, second = random_tokens(1, 24, seed=1), random_tokens(1, 36, seed=2)
+    first[:, -1] = second[:, -1] = SEPARATOR
     packed = outputs(model, torch.cat([first, second], dim=1))
     torch.testing.assert_close(packed[:, :24], outputs(model, first), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(packed[:, 24:], outputs(model, second), rtol=1e-3, atol=1e-4)

@@ -72,12 +72,6 @@ def test_a_missing_library_is_one_line_where_its_metrics_are_needed(missing, nee
     require_metrics(["accuracy", "macro_f1"] if missing in ("sacrebleu", "rouge_score") else [])
 
 
-def drawn(number=200, seed=0):
-    generator = np.random.default_rng(seed)
-    labels = generator.integers(0, 3, number)
-    return labels, np.where(generator.random(number) < 0.6, labels, generator.integers(0, 3, number))
-
-
 def by_hand(metric, labels, predicted, resamples=4000):
     generator, values = np.random.default_rng(1234), []
     for _ in range(resamples):
@@ -100,7 +94,9 @@ def macro_f1(labels, predicted):
 
 @pytest.mark.parametrize("metric", [accuracy, macro_f1])
 def test_the_bootstrap_interval_is_that_of_its_definition(metric):
-    labels, predicted = drawn()
+    generator = np.random.default_rng(0)
+    labels = generator.integers(0, 3, 200)
+    predicted = np.where(generator.random(200) < 0.6, labels, generator.integers(0, 3, 200))
     found = bootstrap_interval(metric, labels, predicted, 0)
     assert found == pytest.approx(by_hand(metric, labels, [predicted]), abs=0.01)  # 4 deviations of a quantile's own
     assert found == bootstrap_interval(metric, labels, predicted, 0)

@@ -194,15 +194,11 @@ ROWS = [("It rained, all day.\nAll night too.", "Rain"), ('He said "no".', " Ein
 NEWS_COLUMNS = ["article_id", "publish_date", "article_source_link", "title", "subtitle", "text"]
 
 
-def text_task_of(text="body", label="predicted"):
-    return build_task(TaskConfig(name="text_table", text=[text], label=label))
-
-
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".tsv"])
 def test_a_row_is_a_text_and_its_answer(tmp_path, suffix):
     file, rows = tmp_path / f"mine{suffix}", ROWS if suffix != ".tsv" else [(a.replace("\n", " "), b) for a, b in ROWS]
     table(file, [(b, 1, a) for a, b in rows], ("predicted", "n", "body"))
-    task = text_task_of()
+    task = build_task(TaskConfig(name="text_table", text=["body"], label="predicted"))
     assert split_files(task, file, "train") == [file] and task.form == "texts"
     found = list(task.read(file))
     assert [(each.inputs, each.label) for each in found] == [((a,), b.strip()) for a, b in rows]
