@@ -204,6 +204,12 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def write_error(line: str) -> None:
+    """Write a line past sys.stderr, whose lock another thread may hold; nobody may be reading any more."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())
+
+
 def _has_peers() -> bool:
     return os.environ.get("WORLD_SIZE", "1") not in ("1", "0")
 

@@ -5,7 +5,7 @@ A sequence of an encoder–decoder is a source and a target.
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -121,32 +121,25 @@ def product_speed(precision: str) -> float:
 
 
 def warn_if_long(flops: float, precision: str, changes: Sequence[str], ranks: Ranks) -> None:
-    """Print the warning of `long_run`, on rank 0 of a run on CPUs. flops: of all ranks."""
-    if ranks.rank == 0 and ranks.device.type == "cpu":
-        warning = long_run(flops / ranks.world_size, precision, changes)
-        if warning is not None:
-            print(warning, file=sys.stderr, flush=True)
-
-
-def long_run(
-    flops: float, precision: str, changes: Sequence[str], speed: Callable[[str], float] = product_speed
-) -> str | None:
-    """Return a warning for a run that will take hours on this CPU, None for a shorter one.
+    """Print a warning, on rank 0 of a run on CPUs, if the run will take hours.
 
     Args:
-        flops: of one rank, for all steps.
+        flops: of all ranks, for all steps.
         changes: changes that make a run of this kind shorter.
-        speed: FLOPs per second at a precision.
     """
-    flops_per_second = speed(precision)
-    seconds = flops / (SHARE * flops_per_second)
+    if ranks.rank != 0 or ranks.device.type != "cpu":
+        return
+    speed, local_flops = product_speed(precision), flops / ranks.world_size
+    seconds = local_flops / (SHARE * speed)
     if seconds < LONG:
-        return None
+        return
     quicker = [*changes, "a GPU"]
-    if precision == "bf16" and (gain := speed("fp32") / flops_per_second) > 1.2:
+    if precision == "bf16" and (gain := product_speed("fp32") / speed) > 1.2:
         quicker.insert(0, f'training.precision="fp32", {gain:.1f} times as fast here')
-    return (
-        f"this run takes about {seconds / 3600:,.0f} hours on this machine: {flops:.1g} FLOPs a rank, at {SHARE:.0%} "
-        f"of the {flops_per_second / 1e9:,.0f} GFLOP/s of its matrix products in {precision}. "
-        f"Quicker: {'; '.join(quicker)}"
+    print(
+        f"this run takes about {seconds / 3600:,.0f} hours on this machine: {local_flops:.1g} FLOPs a rank, at "
+        f"{SHARE:.0%} of the {speed / 1e9:,.0f} GFLOP/s of its matrix products in {precision}. "
+        f"Quicker: {'; '.join(quicker)}",
+        file=sys.stderr,
+        flush=True,
     )

@@ -25,8 +25,8 @@ from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
 from megasparse.planning.flops import hardware_flops_by_part, model_flops_per_token
 from megasparse.planning.passes import ConfiguredPass
-from megasparse.planning.states import Memory, MemoryPool, Zero, building, gigabytes, local_ranks, memory
-from megasparse.training.ranks import Ranks
+from megasparse.planning.states import Memory, MemoryPool, Zero, building, gigabytes, memory
+from megasparse.training.ranks import Ranks, local_ranks
 from megasparse.training.reporting.memory import available_bytes
 from megasparse.training.reporting.tracker import PEAK_TFLOPS
 

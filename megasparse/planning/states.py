@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megasparse.config.deepspeed_section import overlaps_communication
-from megasparse.errors import UserError, rank_variable
+from megasparse.errors import UserError
 from megasparse.training.ranks import Ranks
 
 LIVE_PARAMETERS = 10**9
@@ -191,11 +191,6 @@ def require_fit(pools: Sequence[MemoryPool], ranks: Ranks, hint: str, say: Calla
     if refused:
         raise UserError(f"this run cannot fit: {problem}. {hint}")
     say(f"this run may not fit: {problem}. {hint}")
-
-
-def local_ranks(world: int) -> int:
-    """Return the number of ranks on this machine, which share its memory."""
-    return rank_variable("LOCAL_WORLD_SIZE", rank_variable("LOCAL_SIZE", world))
 
 
 def gigabytes(size: float) -> str:

@@ -111,10 +111,6 @@ class Selection:
         """True if `patience` evaluations in a row were no better."""
         return 0 < self.patience <= self.without_better
 
-    def verdict(self) -> str:
-        """Why training ended, for people."""
-        return f"{self.scalar} has not been better than at step {self.step} for {self.without_better} evaluations"
-
     def state(self) -> dict[str, Any]:
         """Return the state that a checkpoint stores, as JSON."""
         return {"metric": self.scalar, **{name: getattr(self, name) for name in KEPT}}
@@ -147,16 +143,12 @@ class LoopState:
         if selection is not None:
             selection.restore(state.get("selection", {}))
 
-    def advance(self, data: Step, result: StepResult) -> bool:
-        """Count a step. Return True if its loss is a spike."""
-        self.step += 1
-        self.sequences = data.position
-        return self.guard.note(result.loss, result.applied)
-
     @property
     def ended_early(self) -> str:
         """Reason why the selection ended training; empty if it did not."""
-        return self.selection.verdict() if self.selection is not None and self.selection.exhausted else ""
+        if (best := self.selection) is None or not best.exhausted:
+            return ""
+        return f"{best.scalar} has not been better than at step {best.step} for {best.without_better} evaluations"
 
     def save(self, engine: Engine, saver: Saver) -> None:
         """Save this step, unless it is saved or being saved."""
@@ -214,7 +206,8 @@ def train(run: TrainingRun) -> RunResult:
         assert isinstance(data, Step)
         rate = learning_rate(step, steps, config.optimizer)
         result = run.engine.train_step(data.micro_batches, step, rate, run.hooks.progress)
-        spike = state.advance(data, result)
+        state.step, state.sequences = step, data.position
+        spike = state.guard.note(result.loss, result.applied)
 
         scalars = _scalars(run, state, result) | {
             "optimizer/learning_rate": rate,

@@ -149,7 +149,7 @@ def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:
     device = _choose_device(run)
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-        local = rank_variable("LOCAL_WORLD_SIZE", rank_variable("LOCAL_SIZE", world_size))
+        local = local_ranks(world_size)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(1, local)))
     else:
@@ -166,6 +166,11 @@ def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:
         _meet(run, device)
     rank = torch.distributed.get_rank()
     return Ranks(rank, world_size, device, _sequence_groups(run, sequence, world_size)[rank // sequence])
+
+
+def local_ranks(world_size: int) -> int:
+    """Return the number of ranks on this machine, which share its processors and memory."""
+    return rank_variable("LOCAL_WORLD_SIZE", rank_variable("LOCAL_SIZE", world_size))
 
 
 def _world_size() -> int:

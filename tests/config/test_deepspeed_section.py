@@ -103,17 +103,15 @@ def test_keys_that_do_not_go_together_are_one_line(section, message):
 
 
 def test_what_is_right_is_handed_over_as_it_is():
-    section = {
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": "cpu", "pin_memory": False},
-            "offload_optimizer": {"device": "cpu"},
-            "stage3_param_persistence_threshold": 0,
-            "prefetch_bucket_size": 0,
-            "reduce_bucket_size": 5e8,
-        }
-    }
+    offload = {"offload_param": {"device": "cpu", "pin_memory": False}, "offload_optimizer": {"device": "cpu"}}
+    sizes = {"stage3_param_persistence_threshold": 0, "prefetch_bucket_size": 0, "reduce_bucket_size": 5e8}
+    section = {"zero_optimization": {"stage": 3, **offload, **sizes}}
     assert build_config({"deepspeed": section}).deepspeed == section
+
+
+def printed(code: str) -> str:
+    """The output of a process of its own, which must succeed."""
+    return subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True).stdout
 
 
 def test_what_needs_no_deepspeed_is_refused_without_importing_it():
@@ -132,8 +130,7 @@ for override in (
     print("loaded", override)
 print({"deepspeed"} & {*sys.modules})
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert found.stdout == "set()\n"
+    assert printed(code) == "set()\n"
 
 
 def test_gradients_are_reduced_during_the_backward_on_several_gpus_at_stage_2():
@@ -151,8 +148,7 @@ from megasparse.config.deepspeed_section import import_deepspeed
 deepspeed = import_deepspeed()
 print(hasattr(deepspeed, "initialize"), "mlflow" in sys.modules, importlib.util.find_spec("mlflow") is not None)
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert found.stdout.splitlines()[-1] == "True False True"
+    assert printed(code).splitlines()[-1] == "True False True"
 
 
 def test_shipped_configurations_load_on_the_torch_engine_without_deepspeed():
@@ -170,5 +166,4 @@ for name, path in shipped_configs().items():
         load_settings(path, overrides, FinetuneConfig if finetune else Config)
 print("loaded")
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert found.stdout == "loaded\n", found.stderr
+    assert printed(code) == "loaded\n"

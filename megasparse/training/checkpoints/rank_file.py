@@ -76,7 +76,9 @@ class RankFile:
                 for block in f.memory.split(BLOCK):
                     if block.numel():
                         block = block.cpu()
-                        _check_finite(f, block)
+                        # The smallest and the largest are NaN where any number is: 30 times as fast as asking each
+                        if not all(map(math.isfinite, torch.aminmax(block))):
+                            raise TrainingError(f"{f.kind} of {f.name} holds a number that is not finite")
                         numbers = block.numpy().data.cast("B")
                         digest.update(numbers)
                         file.write(numbers)
@@ -111,12 +113,6 @@ def free_bytes(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def _check_finite(fragment: Fragment, block: Tensor) -> None:
-    # The smallest and the largest number are NaN where any number is: 30 times as fast as asking each
-    if not all(math.isfinite(extreme) for extreme in torch.aminmax(block)):
-        raise TrainingError(f"{fragment.kind} of {fragment.name} holds a number that is not finite")
 
 
 def _sync(file: IO[bytes]) -> None:

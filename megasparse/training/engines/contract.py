@@ -136,12 +136,6 @@ class Engine(ABC):
             return x.to(device)
         return (x.pin_memory() if device.type == "cuda" and not x.is_cuda else x).to(device, non_blocking=True)
 
-    def _totals(self, sums: dict[str, Tensor]) -> StepTotals:
-        """Read the step's sums: the one time in a step that the host waits for the device."""
-        total = self._total(sums)
-        loss = total.pop("nats") / total.pop("tokens")
-        return StepTotals(loss, math.isfinite(total["objective"]), total)
-
     def gradients(self) -> Iterable[Tensor]:
         """The gradients that the update reads."""
         return [p.grad for p in self._state_owners() if p.grad is not None]
@@ -159,8 +153,10 @@ class Engine(ABC):
         device = self.ranks.device
         return {"weights": bytes_of(weights, device), "optimizer": bytes_of([*moments, *rounded], device)}
 
-    def _total(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Sum over all ranks in one all-reduce. Each entry of a vector over layers gets a name of its own."""
+    def _totals(self, sums: dict[str, Tensor]) -> StepTotals:
+        """Sum over all ranks in one all-reduce, the one time in a step that the host waits for the device. Each entry
+        of a vector over layers gets a name of its own.
+        """
         names = sorted(sums)
         values = self.ranks.sum(torch.cat([sums[name].reshape(-1).to(self.ranks.device) for name in names])).tolist()
         total: dict[str, float] = {}
@@ -171,7 +167,8 @@ class Engine(ABC):
                 continue
             prefix = name.removesuffix("layers")
             total |= {f"{prefix}layer_{layer}": value for layer, value in enumerate(entry) if not math.isnan(value)}
-        return total
+        loss = total.pop("nats") / total.pop("tokens")
+        return StepTotals(loss, math.isfinite(total["objective"]), total)
 
     def _divisor(self, micro_batches: Sequence[Batch]) -> float | None:
         """Return what the sums of nats are divided by; None for each micro-batch's own scored tokens."""

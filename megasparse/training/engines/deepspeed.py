@@ -34,7 +34,7 @@ class DeepSpeedEngine(Engine):
         deepspeed = _deepspeed_for(ranks)
         self.replicated = self._stage == 0
         self._names = {id(p): name for name, p in self._trained.items()}
-        settings = _deepspeed_config(config, config.deepspeed, self._stage, ranks)
+        settings = _deepspeed_config(config, self._stage, ranks)
         for module in model.modules():
             if getattr(module, "gathered_at_once", False):
                 deepspeed.utils.set_z3_leaf_module(module, True)
@@ -198,9 +198,9 @@ def _deepspeed_for(ranks: Ranks) -> Any:
     return deepspeed
 
 
-def _deepspeed_config(config: RunSettings, section: dict[str, Any], stage: int, ranks: Ranks) -> dict[str, Any]:
-    """Join the user's `section` with what our own sections decide into DeepSpeed's configuration."""
-    training = config.training
+def _deepspeed_config(config: RunSettings, stage: int, ranks: Ranks) -> dict[str, Any]:
+    """Join the user's section `deepspeed` with what our own sections decide into DeepSpeed's configuration."""
+    training, section = config.training, config.deepspeed
     share = training.micro_batch * ranks.data_ranks
     check_shares(training.global_batch, training.micro_batch, ranks.world_size, ranks.sequence_size)
     generated: dict[str, Any] = {

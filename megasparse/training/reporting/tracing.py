@@ -5,12 +5,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
 from megasparse.config.schema import RunSettings
+from megasparse.errors import write_error
 from megasparse.files import replacing
 from megasparse.training.ranks import Ranks
 
@@ -44,7 +45,9 @@ def _begin(step: int, ranks: Ranks) -> profile | None:
     try:
         tracing.start()
     except RuntimeError as error:  # another profiler has the device
-        _say(ranks, f"steps {step} to {step + STEPS - 1} cannot be traced ({str(error).splitlines()[0]})")
+        write_error(
+            f"rank {ranks.rank}: steps {step} to {step + STEPS - 1} cannot be traced ({str(error).splitlines()[0]})"
+        )
         return None
     return tracing
 
@@ -54,14 +57,9 @@ def _end(tracing: profile, first: int, config: RunSettings, ranks: Ranks) -> Non
     try:
         tracing.stop()
         _write(tracing, path)
-        _say(ranks, f"{path}: a trace; open it at https://ui.perfetto.dev or chrome://tracing")
+        write_error(f"rank {ranks.rank}: {path}: a trace; open it at https://ui.perfetto.dev or chrome://tracing")
     except (OSError, RuntimeError) as error:
-        _say(ranks, f"{path} cannot be written ({error}). Training goes on")
-
-
-def _say(ranks: Ranks, message: str) -> None:
-    with suppress(OSError):
-        os.write(2, f"rank {ranks.rank}: {message}\n".encode())
+        write_error(f"rank {ranks.rank}: {path} cannot be written ({error}). Training goes on")
 
 
 def _write(tracing: profile, path: Path) -> None:

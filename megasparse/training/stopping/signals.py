@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from megasparse.errors import write_error
+
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ONE_REQUEST = 0.5
 """Seconds within which more signals are the same request: launchers send SIGINT and SIGTERM 0.1 s apart."""
@@ -98,8 +100,7 @@ class StopSignals:
         self.reason = self.reason or why
         if self._reported.acquire(blocking=False):  # and never released: reported once
             again = "; once more ends at once" if why in ("SIGTERM", "SIGINT") else ""
-            with suppress(OSError):  # nobody may be reading any more
-                os.write(2, f"{why}: saving and stopping after this step{again}\n".encode())
+            write_error(f"{why}: saving and stopping after this step{again}")
 
     def _follow(self, command: int) -> None:
         with suppress(OSError):  # the launcher itself is gone: the kernel sends a signal

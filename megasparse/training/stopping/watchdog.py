@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megasparse.errors import HANG
+from megasparse.errors import HANG, write_error
 from megasparse.files import open_regular, read_file
 
 SIZE = 4096
@@ -228,7 +228,7 @@ class Watchdog:
     def _storage_failed(self, error: OSError) -> None:
         if not self._storage_fails:
             self._storage_fails = True
-            _report(
+            write_error(
                 f"rank {self._rank}: heartbeats in {self._directory} fail ({error.strerror}). Training goes on; "
                 "a hang may not be noticed, or not name its rank"
             )
@@ -243,28 +243,24 @@ class Watchdog:
 
     def hang(self) -> str | None:
         """The line that names who hangs; None while some rank makes progress."""
-        local = self._heartbeat()
-        return self._verdict(local) if self._hangs(local) else None
+        local, now = self._heartbeat(), self._clock()
+        starting = now - self._began < START * self._timeout and not self._storage_fails
+        for rank, entry in enumerate(self._others):
+            if entry is None:
+                if rank != self._rank and starting:
+                    return None
+            elif not entry[0].ended and entry[0].age < entry[0].limit and now - entry[1] < local.limit:
+                return None  # a silent rank by our own limit: its last word may be from its first step
+        return self._verdict(local) if local.age >= local.limit else None
 
     def _set_timer(self, limit: float) -> None:
         """Start the timer of faulthandler's C thread, which needs no lock of Python's. Other ranks report first."""
         if self._timeout and not self._over.is_set():
             faulthandler.dump_traceback_later(limit + (3 if self._world_size > 1 else 1), exit=True, file=2)
 
-    def _hangs(self, local: Heartbeat) -> bool:
-        now = self._clock()
-        starting = now - self._began < START * self._timeout and not self._storage_fails
-        for rank, entry in enumerate(self._others):
-            if entry is None:
-                if rank != self._rank and starting:
-                    return False
-            elif not entry[0].ended and entry[0].age < entry[0].limit and now - entry[1] < local.limit:
-                return False  # a silent rank by our own limit: its last word may be from its first step
-        return local.age >= local.limit
-
     def _give_up(self, line: str) -> None:
         threading.Timer(LAST_WORDS, os._exit, [HANG]).start()
-        _report(line)
+        write_error(line)
         faulthandler.dump_traceback(file=2, all_threads=True)
         self._write_last(self._heartbeat())  # or its silence would look like the cause to the others
         for stream in (sys.stdout, sys.stderr):
@@ -346,8 +342,3 @@ def _state(process: int) -> str:
         return Path(f"/proc/{process}/status").read_text().split("\nState:", 1)[1].split("\n", 1)[0].strip()
     except OSError:
         return "gone"
-
-
-def _report(line: str) -> None:
-    with suppress(OSError):  # past sys.stderr, whose lock the main thread may hold
-        os.write(2, f"{line}\n".encode())

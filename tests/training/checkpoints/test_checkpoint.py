@@ -53,11 +53,11 @@ def found(copy: Path, name: str) -> bool:
 def test_one_flipped_bit_is_found_wherever_it_is(copy, file, figures):
     whole = (copy / file).read_bytes()
     generator = torch.Generator().manual_seed(0)
-    places = [0, 7, 8, len(whole) - 1, *torch.randint(len(whole), (60,), generator=generator).tolist()]
+    positions = [0, 7, 8, len(whole) - 1, *torch.randint(len(whole), (60,), generator=generator).tolist()]
     done = detected = 0
-    for place in places:
+    for position in positions:
         for bit in (1, 16, 128):
-            (copy / file).write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+            (copy / file).write_bytes(whole[:position] + bytes([whole[position] ^ bit]) + whole[position + 1 :])
             done, detected = done + 1, detected + found(copy, file)
     (copy / file).write_bytes(whole)
     Checkpoint.open(copy)
@@ -171,15 +171,16 @@ def test_the_newest_is_the_highest_step(tmp_path):
     assert find_newest(tmp_path) == tmp_path / "00000010"
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="no such checkpoint"):
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "00000001: no such checkpoint"),
+        (Path.mkdir, "00000001/manifest.json: missing"),
+        (Path.touch, "00000001: is no folder"),
+        (lambda path: path.symlink_to(path.parent), "00000001: is a symbolic link"),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused(tmp_path, make, message):
+    make(tmp_path / "00000001")
+    with pytest.raises(CheckpointError, match=message):
         Checkpoint.open(tmp_path / "00000001")
-    (tmp_path / "00000001").mkdir()
-    with pytest.raises(CheckpointError, match=r"manifest.json: missing"):
-        Checkpoint.open(tmp_path / "00000001")
-    (tmp_path / "00000002").write_text("")
-    with pytest.raises(CheckpointError, match=r"00000002: is no folder"):
-        Checkpoint.open(tmp_path / "00000002")
-    (tmp_path / "00000003").symlink_to(tmp_path / "00000001")
-    with pytest.raises(CheckpointError, match=r"00000003: is a symbolic link"):
-        Checkpoint.open(tmp_path / "00000003")
