@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,11 +29,10 @@ Row = dict[str, float]
 class ArmRun(NamedTuple):
     """The training of an arm from one seed."""
 
-    arm: str
     folder: Path
     training: list[str]
     evaluations: dict[str, list[str]]
-    """Words of a command by the evaluation's name, "" if there is one without a name; the last one is its result."""
+    """Words of a command by "arm", or "arm; evaluation" where evaluations have names; the last one is its result."""
 
 
 def load(name: str | Path, corpora: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
@@ -86,8 +86,9 @@ def runs_of(
             evaluations = {}
             for name, words in comparison["evaluate"].items():
                 result = folder / (f"evaluation-{name.replace(' ', '_')}.json" if name else "evaluation.json")
-                evaluations[name] = ["evaluate", "--checkpoint", str(folder), *words, "--json", str(result)]
-            runs.append(ArmRun(arm, folder, training, evaluations))
+                label = f"{arm}; {name}" if name else arm
+                evaluations[label] = ["evaluate", "--checkpoint", str(folder), *words, "--json", str(result)]
+            runs.append(ArmRun(folder, training, evaluations))
     return runs
 
 
@@ -95,7 +96,7 @@ def train_all(comparison: dict[str, Any], runs: Sequence[ArmRun], log: Path, job
     """Train and evaluate what is not done yet, `jobs` runs at a time, each on one CPU thread.
 
     log: file for the output of preparing the data. Returns accuracy, loss, seconds of the training and of a step, a
-    seed each, by arm, or by "arm; evaluation" where evaluations have names. Raises UserError if a command fails.
+    seed each, by the labels of `ArmRun.evaluations`. Raises UserError if a command fails.
     """
     for wheel in comparison.get("wheels", []):
         fetch_wheel(**wheel)
@@ -103,24 +104,22 @@ def train_all(comparison: dict[str, Any], runs: Sequence[ArmRun], log: Path, job
     with ThreadPoolExecutor(jobs) as pool:
         rows = list(tqdm(pool.map(_train_and_evaluate, runs), total=len(runs), unit="run", disable=None))
     results: dict[str, list[Row]] = {}
-    for run, evaluated in zip(runs, rows, strict=True):
-        for name, row in evaluated.items():
-            results.setdefault(f"{run.arm}; {name}" if name else run.arm, []).append(row)
+    for label, row in chain.from_iterable(rows):
+        results.setdefault(label, []).append(row)
     return results
 
 
-def _train_and_evaluate(run: ArmRun) -> dict[str, Row]:
-    files = {name: Path(words[-1]) for name, words in run.evaluations.items()}
-    if not all(file.exists() for file in files.values()):
+def _train_and_evaluate(run: ArmRun) -> list[tuple[str, Row]]:
+    missing = [words for words in run.evaluations.values() if not Path(words[-1]).exists()]
+    if missing:
         call(*run.training, log=run.folder / "training.log")
-    for name, file in files.items():
-        if not file.exists():
-            call(*run.evaluations[name], log=file.with_suffix(".log"))
-    steps, rows = list(read_lines(run.folder / METRICS)), {}
+    for words in missing:
+        call(*words, log=Path(words[-1]).with_suffix(".log"))
+    steps, rows = list(read_lines(run.folder / METRICS)), []
     seconds = {"seconds": sum(step[STEP_SECONDS] for step in steps), "step_seconds": _quiet_step(steps)}
-    for name, file in files.items():
-        result = json.loads(read_file(file))
-        rows[name] = {"accuracy": result["accuracy"], "loss": result["nats"] / result["dims"], **seconds}
+    for label, words in run.evaluations.items():
+        result = json.loads(read_file(words[-1]))
+        rows.append((label, {"accuracy": result["accuracy"], "loss": result["nats"] / result["dims"], **seconds}))
     return rows
 
 
