@@ -74,10 +74,16 @@ class CrossAttention(nn.Module):
         keys = source if isinstance(source, SourceKeys) else self.read(source, context)
         part = context.part.of_heads(self.heads)
         (q,) = part.to_heads(split_heads(self.query(x), self.head_dim))
-        if self.hashed:
-            out = self._hashed(q, keys, context, first_position)
+        dropout = self._dropout(q, context)
+        if keys.codes is None:
+            out = attend_to_all(q, keys.k, keys.v, keys.key_mask, dropout)
         else:
-            out = attend_to_all(q, keys.k, keys.v, keys.key_mask, self._dropout(q, context))
+            codes = context.recompute.keep(lambda: self._codes(q, context))
+            rule = {"causal": False, "distinct": self.lsh.count_rounds}
+            index = windows_by_key_rank(
+                codes, keys.codes, self.chunk, key_mask=keys.key_mask, first_query=first_position, **rule
+            )
+            out, _ = gathered_attention(q, keys.k, keys.v, index, scale=self.head_dim**-0.5, dropout=dropout)
         return self.output(merge_heads(part.to_tokens(out)))
 
     def read(self, source: EncoderOutput, context: AttentionContext) -> SourceKeys:
@@ -106,20 +112,6 @@ class CrossAttention(nn.Module):
             return None
         key = rng.key(context.layer, "cross-attention probability dropout")
         return PairDropout.of(self.dropout, key, rng.at(0).rows(q.shape[2], q.device), self._rows(q, context))
-
-    def _hashed(self, q: Tensor, keys: SourceKeys, context: AttentionContext, first_position: int) -> Tensor:
-        assert keys.codes is not None
-        index = windows_by_key_rank(
-            context.recompute.keep(lambda: self._codes(q, context)),
-            keys.codes,
-            self.chunk,
-            causal=False,
-            key_mask=keys.key_mask,
-            distinct=self.lsh.count_rounds,
-            first_query=first_position,
-        )
-        dropout = self._dropout(q, context)
-        return gathered_attention(q, keys.k, keys.v, index, scale=self.head_dim**-0.5, dropout=dropout)[0]
 
     @torch.no_grad()
     def _codes(self, x: Tensor, context: AttentionContext) -> Tensor:

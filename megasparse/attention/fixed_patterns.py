@@ -126,7 +126,11 @@ class SparseTransformerAttention(FixedPatternAttention):
 
     def attend(self, inputs: AttentionInputs, context: AttentionContext) -> Tensor:
         near, near_lse = self._near(inputs)
-        far, far_lse = self._strided(inputs)
+        length, stride = inputs.q.shape[2], min(self.stride, inputs.q.shape[2])
+        rows = -(-length // stride)
+        token = torch.arange(rows * stride, device=inputs.q.device)
+        token = token.masked_fill(token >= length, -1).view(rows, stride).T[None, None]  # (1, 1, S, L/S)
+        far, far_lse = _clusters(inputs, token, token)
         lse = torch.logaddexp(near_lse, far_lse)
         out = near * torch.exp(near_lse - lse).unsqueeze(-1) + far * torch.exp(far_lse - lse).unsqueeze(-1)
         return out.to(inputs.q.dtype)
@@ -141,13 +145,6 @@ class SparseTransformerAttention(FixedPatternAttention):
         elif not inputs.causal:
             blind = torch.zeros_like(blind)
         return out, lse.masked_fill(blind, -torch.inf)  # where there is no other, the operator gives the token itself
-
-    def _strided(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-        length, stride = inputs.q.shape[2], min(self.stride, inputs.q.shape[2])
-        rows = -(-length // stride)
-        token = torch.arange(rows * stride, device=inputs.q.device)
-        token = token.masked_fill(token >= length, -1).view(rows, stride).T[None, None]  # (1, 1, S, L/S)
-        return _clusters(inputs, token, token)
 
     def flops(self, length: int) -> Passes:
         """The last S positions (both ways S on either side) and every S-th one."""

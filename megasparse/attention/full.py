@@ -92,20 +92,18 @@ class FullAttention(KeyValueAttention):
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         inputs = inputs.of_one_dtype()
-        if inputs.dropout is not None:
-            return AttentionOutput(self._dropped(inputs), None, {})
-        if self.shared_qk:
-            return AttentionOutput(self._shared(inputs), None, {})
-        if inputs.key_mask is not None or inputs.segments is not None:
-            return AttentionOutput(_masked(inputs, inputs.q.shape[3] ** -0.5, exclude_self=False), None, {})
-        out = F.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, is_causal=inputs.causal)
+        scale = 1.0 if self.shared_qk else inputs.q.shape[3] ** -0.5
+        if inputs.dropout is not None:  # a window of all tokens: torch's own dropout draws from a global generator
+            window = Window("band", inputs.q.shape[2])
+            spec = BucketedAttentionSpec(window, inputs.causal, scale, exclude_self=self.shared_qk)
+            out = inputs.in_buckets(None, spec)[0]
+        elif self.shared_qk:
+            out = self._shared(inputs)
+        elif inputs.key_mask is not None or inputs.segments is not None:
+            out = _masked(inputs, scale, exclude_self=False)
+        else:
+            out = F.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, is_causal=inputs.causal)
         return AttentionOutput(out, None, {})
-
-    def _dropped(self, inputs: AttentionInputs) -> Tensor:
-        """By blocks, a window of all tokens: torch's own dropout draws from a global generator."""
-        scale, window = 1.0 if self.shared_qk else inputs.q.shape[-1] ** -0.5, Window("band", inputs.q.shape[2])
-        spec = BucketedAttentionSpec(window, inputs.causal, scale, exclude_self=self.shared_qk)
-        return inputs.in_buckets(None, spec)[0]
 
     def _shared(self, inputs: AttentionInputs) -> Tensor:
         q, k, v = inputs.q, inputs.k, inputs.v

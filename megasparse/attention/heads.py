@@ -18,7 +18,7 @@ from megasparse.attention.contract import Attention, AttentionContext, Attention
 from megasparse.attention.sequence_part import WHOLE, SequencePart
 from megasparse.attention.sinks import merge
 from megasparse.config.attention import MECHANISMS, heads_of_layer, layers_with
-from megasparse.config.schema import ModelConfig, PositionsConfig, RotaryScalingConfig
+from megasparse.config.schema import ModelConfig, PositionsConfig
 from megasparse.ops.normalize import layer_norm, unit_keys
 from megasparse.ops.operator import autocast_off
 from megasparse.ops.positions import rotate
@@ -307,21 +307,16 @@ class Rotary:
             return frequency
         if scaling.kind == "linear":
             return frequency / scaling.factor
-        if scaling.kind == "yarn":
-            share = self._kept_by_number(number, scaling)
-        else:
-            assert scaling.original_length is not None
-            low, high = LLAMA3_TURNS
-            turns = scaling.original_length * frequency / (2 * math.pi)
-            share = ((turns - low) / (high - low)).clamp(0, 1)
-        return frequency * (share + (1 - share) / scaling.factor)
-
-    def _kept_by_number(self, number: Tensor, scaling: RotaryScalingConfig) -> Tensor:
-        """Share of each frequency that YaRN leaves as it is."""
         length = scaling.original_length
         assert length is not None
-        first, last = (  # of the pairs that make so many turns in the original length
-            self.half * math.log(length / (turns * 2 * math.pi)) / math.log(self.base) for turns in YARN_TURNS
-        )
-        first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * self.half - 1)
-        return 1 - ((number - first) / max(last - first, 0.001)).clamp(0, 1)
+        if scaling.kind == "yarn":
+            # The pairs that make so many turns in the original length.
+            first, last = (
+                self.half * math.log(length / (turns * 2 * math.pi)) / math.log(base) for turns in YARN_TURNS
+            )
+            first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * self.half - 1)
+            share = 1 - ((number - first) / max(last - first, 0.001)).clamp(0, 1)
+        else:
+            low, high = LLAMA3_TURNS
+            share = ((length * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        return frequency * (share + (1 - share) / scaling.factor)

@@ -71,9 +71,7 @@ class LSHAttentionConfig(MechanismSection):
                 'Set window to "band", or shared_qk to true',
             )
         check_band(key, self.window, False, self.sinks)  # a window may stand beside chunks too
-        self._check_buckets(f"{key}.buckets", model.max_length)
-
-    def _check_buckets(self, key: str, max_length: int) -> None:
+        key = f"{key}.buckets"
         factors = self.buckets if isinstance(self.buckets, list) else [self.buckets] if self.buckets else []
         if isinstance(self.buckets, list) and len(factors) not in (1, 2):
             raise ConfigError(key, f"{factors} has {len(factors)} factors", "Give a number, or two factors")
@@ -82,7 +80,7 @@ class LSHAttentionConfig(MechanismSection):
             problem = f"{odd[0]} is odd, but a rotation R gives the buckets [xR; -xR], an even number"
             raise ConfigError(key, problem, f"Write {odd[0] + 1} instead")
         try:
-            lsh_buckets(self, max_length)
+            lsh_buckets(self, model.max_length)
         except ValueError as error:
             problem = f"{error}, and as one rotation it would cost too much"
             raise ConfigError(key, problem, "Take a multiple of 4") from None

@@ -85,11 +85,6 @@ def grid_points(below: np.ndarray) -> np.ndarray:
     return np.floor(below + 0.5).astype(np.int16)
 
 
-def uncertain(below: np.ndarray) -> np.ndarray:
-    """Flat indices at which a difference of MARGIN could change the grid point."""
-    return np.flatnonzero(np.abs(below - np.floor(below) - 0.5) < MARGIN)
-
-
 def probabilities(points: np.ndarray) -> np.ndarray:
     """Probabilities of grid points (n, V): fp64 (n, V), quotients of integers."""
     counts = weights()[points]
@@ -106,11 +101,6 @@ def groups(tokens: int, length: int, vocabulary: int) -> Iterator[tuple[list[int
         yield [tokens - tokens % length], tokens % length
 
 
-def random_draws(seed: int, starts: Sequence[int]) -> RngContext:
-    """As evaluation draws for these windows, so that its code length is this one's."""
-    return dataclasses.replace(RngContext.evaluation(seed, len(starts)), samples=torch.tensor(starts))
-
-
 @torch.no_grad()
 def walk(
     model: Any, tokens: int, length: int, seed: int, choose: Callable[[Sequence[int], int, np.ndarray], Tensor],
@@ -124,7 +114,8 @@ def walk(
     vocabulary, device = model.config.vocabulary, next(model.parameters()).device
     for starts, size in groups(tokens, length, vocabulary):
         cache = model.new_cache(len(starts), seed)
-        cache.rng = random_draws(seed, starts)
+        # As evaluation draws for these windows, so that its code length is this one's.
+        cache.rng = dataclasses.replace(RngContext.evaluation(seed, len(starts)), samples=torch.tensor(starts))
         logits = model.prefill(torch.empty(len(starts), 0, dtype=torch.int64, device=device), cache)
         for t in range(size):
             symbols = choose(starts, t, depths(logits))
@@ -143,7 +134,7 @@ def encode(model: Any, tokens: Tensor, length: int, seed: int, progress: Progres
 
     def choose(starts: Sequence[int], t: int, below: np.ndarray) -> Tensor:
         points, position = grid_points(below), np.array(starts) + t
-        unsure = uncertain(below)
+        unsure = np.flatnonzero(np.abs(below - np.floor(below) - 0.5) < MARGIN)
         logit = position[unsure // below.shape[1]] * below.shape[1] + unsure % below.shape[1]
         exceptions.append(np.stack([logit, points.reshape(-1)[unsure] & 1], axis=1))
         symbols = tokens[torch.from_numpy(position)]

@@ -274,6 +274,7 @@ def beam_search(logits: Tensor, step: Step, settings: BeamSettings) -> list[list
 def _follow(settings: BeamSettings) -> Generator[list[tuple[int, int]], Tensor, list[Hypothesis]]:
     """One search. It is sent the logits (n, V) of its hypotheses, and yields those that go on: number, next token."""
     live, ended = [_Live([], 0.0)], list[Hypothesis]()
+    penalty = length_penalty(settings.tokens, settings.alpha)
     steps: list[tuple[int, int]] = []
     for length in range(1, settings.tokens + 1):
         likely = _likeliest((yield steps), live, settings)
@@ -284,9 +285,11 @@ def _follow(settings: BeamSettings) -> Generator[list[tuple[int, int]], Tensor, 
         survivors = [pick for pick in likely if pick[1] not in settings.ends][: settings.beams]
         live = [_Live([*live[row].tokens, token], total) for row, token, total in survivors]
         steps = [(row, token) for row, token, _ in survivors]
-        if not live or len(ended) >= settings.beams or _decided(live, ended, settings):
+        if not live or len(ended) >= settings.beams:
             break
-    penalty = length_penalty(settings.tokens, settings.alpha)
+        # A live log-probability only falls, and its penalty is at most the longest's: it can no longer win.
+        if ended and max(x.score for x in ended) >= live[0].log_probability / penalty:
+            break
     hypotheses = ended or [Hypothesis(x.tokens, x.log_probability, x.log_probability / penalty, False) for x in live]
     return sorted(hypotheses, key=lambda hypothesis: -hypothesis.score)[: settings.beams]
 
@@ -304,14 +307,6 @@ def _likeliest(logits: Tensor, live: list[_Live], settings: BeamSettings) -> lis
     )
     width = totals.shape[1]
     return [(i // width, i % width, total) for i, total in zip(index, best, strict=True) if total > -math.inf]
-
-
-def _decided(live: list[_Live], ended: list[Hypothesis], settings: BeamSettings) -> bool:
-    """True if no live hypothesis can still win: its log-probability only falls, its penalty is at most the
-    longest's."""
-    if not ended:
-        return False
-    return max(x.score for x in ended) >= live[0].log_probability / length_penalty(settings.tokens, settings.alpha)
 
 
 def search(model: Any, prompts: Tensor, hash_seed: int, settings: BeamSettings) -> list[list[Hypothesis]]:

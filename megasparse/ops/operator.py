@@ -118,26 +118,19 @@ def implementation(
         raise ConfigError(
             VARIABLE, f"{forced!r} is no implementation", "Set reference, blockwise or triton, or unset it"
         )
-    if forced == "triton":
-        _require_kernels(x, fits, dtypes, largest_width)
-    return cast(Implementation, forced)
-
-
-def _require_kernels(x: Tensor, fits: bool, dtypes: tuple[torch.dtype, ...], largest_width: int | None) -> None:
+    if forced != "triton":
+        return cast(Implementation, forced)
     if not _HAS_TRITON:
         raise ConfigError(VARIABLE, "triton is not installed", "pip install triton, or set blockwise")
     if not fits:
-        supported = ", ".join(_name(dtype) for dtype in dtypes)
+        *supported, dtype = (str(dtype).removeprefix("torch.") for dtype in (*dtypes, x.dtype))
         widths = "" if largest_width is None else f" up to a head dim of {largest_width}"
-        problem = f"the kernels take {supported}{widths}, not {_name(x.dtype)} of {x.shape[-1]}"
+        problem = f"the kernels take {', '.join(supported)}{widths}, not {dtype} of {x.shape[-1]}"
         raise ConfigError(VARIABLE, problem, "Unset it")
     if not (x.is_cuda or x.is_meta) and os.environ.get("TRITON_INTERPRET") != "1":
         hint = "Run on a GPU, or set TRITON_INTERPRET=1, which is slow"
         raise ConfigError(VARIABLE, "triton kernels run on a CPU in its interpreter only", hint)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return "triton"
 
 
 def _suits(device: torch.device, width: int, largest_width: int | None) -> bool:
