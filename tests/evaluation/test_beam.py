@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 
-from megasparse.errors import ConfigError
-from megasparse.evaluation.generate import BeamSettings, Hypothesis, beam_search, check_beams, length_penalty, search
+from megasparse.evaluation.generate import BeamSettings, Hypothesis, beam_search, length_penalty, search
 from megasparse.evaluation.texts import EncodedSource
 from megasparse.model.build import build_model
 from tests.helpers.models import random_tokens, small
@@ -159,19 +158,6 @@ def test_the_length_penalty_prefers_longer_hypotheses_and_is_that_of_the_paper()
         return sum(len(hypothesis.tokens) for hypothesis in best) / len(best)
 
     assert mean_length(0.0) < mean_length(1.0) < mean_length(3.0)
-
-
-@pytest.mark.parametrize(
-    ("beams", "alpha", "message"),
-    [
-        (0, 0.0, "--beams: 0 is less than 1"),
-        (1, -0.5, "--length-penalty: -0.5"),
-    ],
-)
-def test_searches_that_cannot_be(beams, alpha, message):
-    with pytest.raises(ConfigError, match=message):
-        check_beams(beams, alpha)
-    check_beams(1, 0.0)
 
 
 def test_searches_side_by_side_are_those_of_each_alone():

@@ -10,7 +10,7 @@ from transformers import (
 )
 
 from megasparse.errors import ConfigError
-from megasparse.evaluation.generate import Sampling, check_length, continuations, generate, sample
+from megasparse.evaluation.generate import Sampling, check_beams, check_length, continuations, generate, sample
 
 
 class Counter:
@@ -48,14 +48,20 @@ def test_greedy_takes_the_likeliest_and_feeds_it_back():
     assert model.caches == [[9, 10, 11, 12, 13, 14]]  # the last token is not fed: nothing comes after it
 
 
-def test_an_empty_prompt_and_no_tokens():
-    assert list(generate(Counter(), prompt(), 3, hash_seed=0, temperature=0.0)) == [0, 1, 2]
-    assert list(generate(Counter(), prompt(5), 0, hash_seed=0)) == []
-
-
-def test_ids_beyond_the_vocabulary_are_never_taken():
-    assert list(generate(Counter(), prompt(255), 1, hash_seed=0, temperature=0.0)) == [256]
-    assert list(generate(Counter(), prompt(255), 1, hash_seed=0, temperature=0.0, vocabulary=256)) == [255]
+@pytest.mark.parametrize(
+    ("begin", "count", "settings", "expected"),
+    [
+        ((), 3, {}, [0, 1, 2]),
+        ((5,), 0, {}, []),
+        ((255,), 1, {}, [256]),
+        ((255,), 1, {"vocabulary": 256}, [255]),
+        ((253,), 9, {"vocabulary": 256, "ends": {256}}, [254, 255]),  # the end is allowed beyond the vocabulary
+        ((253,), 9, {"vocabulary": 256, "ends": {255}}, [254]),
+        ((250,), 9, {"vocabulary": 256, "ends": {258, 253}}, [251, 252]),
+    ],
+)
+def test_lengths_ends_and_the_vocabulary_bound_the_text(begin, count, settings, expected):
+    assert list(generate(Counter(), prompt(*begin), count, hash_seed=0, temperature=0.0, **settings)) == expected
 
 
 def test_a_seed_gives_the_same_text_and_leaves_the_global_generator_alone():
@@ -130,24 +136,8 @@ def test_the_penalty_counts_the_prompt_and_the_text_so_far(monkeypatch):
     assert list(generate(Counter(), prompt(1), 4, **settings)) == [0, 2, 3, 4]
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_temperature_sharpens_as_defined(temperature):
-    logits, count = torch.tensor([0.0, 1.0, 2.0]), 4000
-    drawn = torch.tensor(draws(logits, count, 1, temperature=temperature))
-    wanted = torch.softmax(logits / temperature, dim=0)
-    found = torch.bincount(drawn, minlength=3) / count
-    assert ((found - wanted).abs() < 4 * (wanted * (1 - wanted) / count).sqrt()).all()  # 4 standard deviations
-
-
 def test_a_tiny_temperature_is_greedy_and_not_nan():
     assert draws(torch.tensor([1.0, 3.0, 2.0]), 1, temperature=1e-300) == [1]
-
-
-def test_the_end_is_allowed_beyond_the_vocabulary_and_ends_the_text():
-    taken = {"hash_seed": 0, "temperature": 0.0, "vocabulary": 256}
-    assert list(generate(Counter(), prompt(253), 9, ends={256}, **taken)) == [254, 255]
-    assert list(generate(Counter(), prompt(253), 9, ends={255}, **taken)) == [254]
-    assert list(generate(Counter(), prompt(250), 9, ends={258, 253}, **taken)) == [251, 252]
 
 
 class Rows(Counter):
@@ -178,31 +168,27 @@ def test_rows_draw_for_themselves_whatever_stands_beside_them():
 
 
 @pytest.mark.parametrize(
-    ("request_", "message"),
+    ("check", "arguments", "message"),
     [
-        ((10, 7, 16), r"--tokens: 10 tokens of prompt and 7 more do not fit model.max_length = 16. Ask for 6"),
-        ((20, 0, 16), r"--tokens.*Ask for 0 or fewer, or shorten the prompt"),
-        ((0, -1, 16), r"--tokens: -1"),
+        (check_length, (10, 7, 16), r"--tokens: 10 tokens of prompt and 7 more do not fit .* = 16. Ask for 6"),
+        (check_length, (20, 0, 16), r"--tokens.*Ask for 0 or fewer, or shorten the prompt"),
+        (check_length, (0, -1, 16), r"--tokens: -1"),
+        (check_beams, (0, 0.0), "--beams: 0 is less than 1"),
+        (check_beams, (1, -0.5), "--length-penalty: -0.5"),
+        (Sampling.check, (Sampling(-0.5, 1.0),), r"--temperature: -0.5"),
+        (Sampling.check, (Sampling(float("nan"), 1.0),), r"--temperature: nan"),
+        (Sampling.check, (Sampling(1.0, 0.0),), r"--top-p: 0.0"),
+        (Sampling.check, (Sampling(1.0, 1.5),), r"--top-p: 1.5"),
+        (Sampling.check, (Sampling(min_p=1.5),), r"--min-p: 1.5"),
+        (Sampling.check, (Sampling(repetition_penalty=0.0),), r"--repetition-penalty: 0.0"),
     ],
 )
-def test_lengths_that_do_not_fit(request_, message):
+def test_settings_that_cannot_be(check, arguments, message):
     with pytest.raises(ConfigError, match=message):
-        check_length(*request_)
+        check(*arguments)
+
+
+def test_settings_at_their_bounds():
     check_length(10, 6, 16)
-
-
-@pytest.mark.parametrize(
-    ("way", "message"),
-    [
-        (Sampling(-0.5, 1.0), r"--temperature: -0.5"),
-        (Sampling(float("nan"), 1.0), r"--temperature: nan"),
-        (Sampling(1.0, 0.0), r"--top-p: 0.0"),
-        (Sampling(1.0, 1.5), r"--top-p: 1.5"),
-        (Sampling(min_p=1.5), r"--min-p: 1.5"),
-        (Sampling(repetition_penalty=0.0), r"--repetition-penalty: 0.0"),
-    ],
-)
-def test_sampling_that_cannot_be(way, message):
-    with pytest.raises(ConfigError, match=message):
-        way.check()
+    check_beams(1, 0.0)
     Sampling(0.0, 1.0).check()

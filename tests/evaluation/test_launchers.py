@@ -123,6 +123,8 @@ def test_mistakes_are_one_line(folder, capsys, tmp_path):
     assert "no data here" in refused(capsys, evaluate, *there, "--data", tmp_path)
     assert 'no split "tst"' in refused(capsys, evaluate, *there, "--data", folder / "data", "--split", "tst")
     assert "of another model" in refused(capsys, evaluate, *there, "--set", "model.layers=3")
+    message = refused(capsys, generate, "--checkpoint", folder / "encoder", "--tokens", 3)
+    assert "an encoder predicts masked tokens and writes no text" in message
     assert "d_ff" not in refused(capsys, evaluate, *there, "--set", "model.d_modl=3")
 
 
@@ -163,8 +165,3 @@ def test_an_encoder_is_scored_on_the_tokens_it_masks(folder, capsys):
     run(evaluate, *arguments, "--hash-seeds", 2)
     both = json.loads(out.read_text())
     assert both["dims"] == 2 * masked and both["standard_deviation"] > 0
-
-
-def test_an_encoder_writes_no_text(folder, capsys):
-    message = refused(capsys, generate, "--checkpoint", folder / "encoder", "--tokens", 3)
-    assert "an encoder predicts masked tokens and writes no text" in message
