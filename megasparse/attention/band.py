@@ -26,7 +26,7 @@ from megasparse.attention.sinks import DocumentRanks, cached_sinks, merge, sink_
 from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.bucketed_attention.blocks import QueryBlock, query_attention
-from megasparse.ops.bucketed_attention.ranges import RankedTiles
+from megasparse.ops.bucketed_attention.definition import RankedTiles
 
 Codes = tuple[Tensor, Tensor | None]
 """Buckets of queries and of keys, (B, H, R, L) each, any integer type; None for keys: the queries' are theirs too."""

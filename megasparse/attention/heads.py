@@ -20,9 +20,8 @@ from megasparse.attention.sinks import merge
 from megasparse.config.attention import MECHANISMS, heads_of_layer, layers_with
 from megasparse.config.schema import ModelConfig, PositionsConfig
 from megasparse.ops.normalize import layer_norm, unit_keys
-from megasparse.ops.operator import autocast_off
+from megasparse.ops.operator import Linear, autocast_off
 from megasparse.ops.positions import rotate
-from megasparse.ops.tiled import Linear
 
 
 def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:

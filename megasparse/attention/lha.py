@@ -53,9 +53,9 @@ from megasparse.errors import ConfigError
 from megasparse.ops import hash_learning
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.hash_learning import Draws
+from megasparse.ops.operator import Linear
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import random_bits
-from megasparse.ops.tiled import Linear
 
 if TYPE_CHECKING:
     from megasparse.config.schema import ModelConfig

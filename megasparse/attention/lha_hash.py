@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext, MechanismSpec
 from megasparse.ops.hash_learning import ranks, tiles
-from megasparse.ops.operator import implementation
+from megasparse.ops.operator import at_least_rows, implementation
 from megasparse.ops.random import derive, rotations
-from megasparse.ops.tiled import at_least_rows
 
 Weights = tuple[Tensor, ...]
 """Weights of one hash function: (H, D, N); for the two-layer network (H, D, D), its bias (H·D), (H, D, N), its bias

@@ -14,7 +14,7 @@ from megasparse.attention.contract import AttentionInputs
 from megasparse.attention.sequence_part import SequencePart
 from megasparse.ops.gathered_attention import gathered_attention
 from megasparse.ops.local_attention import PADDING, by_document
-from megasparse.ops.tiled import ROWS, at_least_rows
+from megasparse.ops.operator import ROWS, at_least_rows
 
 
 class DocumentRanks(NamedTuple):

@@ -19,9 +19,9 @@ from megasparse.config.schema import GATED, ModelConfig
 from megasparse.errors import ConfigError
 from megasparse.model.branch import Branch, Compute, Pass, Residual, in_tiles, inject_gradients, inside, owned
 from megasparse.model.head_groups import attend_in_groups, rewrite_in_groups
-from megasparse.ops.operator import Function, remember_autocast
+from megasparse.ops.operator import Function, linear, remember_autocast
 from megasparse.ops.random import RngContext, dropout, relu_dropout
-from megasparse.ops.tiled import linear, tiled
+from megasparse.ops.tiled import tiled
 
 _tanh = partial(F.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

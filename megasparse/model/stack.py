@@ -22,9 +22,9 @@ from megasparse.model.branch import Pass, Streams, mean_stream
 from megasparse.model.embedding import Embedding
 from megasparse.ops.cross_entropy import adaptive_log_probabilities, adaptive_scores, token_scores
 from megasparse.ops.normalize import layer_norm
-from megasparse.ops.operator import at_least_fp32
+from megasparse.ops.operator import at_least_fp32, linear
 from megasparse.ops.random import RngContext, dropout
-from megasparse.ops.tiled import linear, tiled
+from megasparse.ops.tiled import tiled
 
 
 class TokenScores(NamedTuple):

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasparse.ops.operator import Operator
+from megasparse.ops.operator import Operator, at_least_rows
 from megasparse.ops.random import bits_by_head, normal, normal_by_head, random_bits
-from megasparse.ops.tiled import at_least_rows
 
 _BLOCK_ELEMENTS = 1 << 21  # rotated numbers at a time: 8 MB of fp32
 _SIGN_ELEMENTS = 1 << 20  # projected numbers at a time: 4 MB of fp32

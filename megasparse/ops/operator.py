@@ -1,4 +1,6 @@
-"""How operators run: the choice of an implementation (torch in blocks, or Triton kernels), autocast, precision."""
+"""How operators run: the choice of an implementation (torch in blocks, or Triton kernels), autocast, precision,
+and products whose rows have the same bits however many there are.
+"""
 
 import importlib
 import importlib.util
@@ -10,7 +12,8 @@ from functools import cache, update_wrapper, wraps
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast, get_args
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megasparse.errors import ConfigError
@@ -215,3 +218,28 @@ def _autocast_device(arguments: tuple[Any, ...]) -> str | None:
         if isinstance(x, Tensor):
             return x.device.type if torch.amp.is_autocast_available(x.device.type) else None
     return None
+
+
+ROWS = 8
+"""With fewer rows, CPU libraries sum the terms of a product in another order; from here on, a row has the same bits
+beside any number of others (in fp32, bf16 and fp16). So a token decoded from a cache has those of a whole pass."""
+
+
+def at_least_rows(x: Tensor, rows: int = ROWS) -> Tensor:
+    """Append rows of zeros to x (..., n, D) until n is `rows`."""
+    return F.pad(x, (0, 0, 0, rows - x.shape[-2])) if x.shape[-2] < rows else x
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute `F.linear` of at least ROWS rows on a CPU. x: (..., D)."""
+    rows = x.shape[:-1].numel()
+    if rows >= ROWS or x.device.type != "cpu":
+        return F.linear(x, weight, bias)
+    return F.linear(at_least_rows(x.flatten(0, -2)), weight, bias)[:rows].view(*x.shape[:-1], -1)
+
+
+class Linear(nn.Linear):
+    """A layer by `linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)

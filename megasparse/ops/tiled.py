@@ -4,34 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megasparse.ops.operator import Function, remember_autocast
-
-ROWS = 8
-"""With fewer rows, CPU libraries sum the terms of a product in another order; from here on, a row has the same bits
-beside any number of others (in fp32, bf16 and fp16). So a token decoded from a cache has those of a whole pass."""
-
-
-def at_least_rows(x: Tensor, rows: int = ROWS) -> Tensor:
-    """Append rows of zeros to x (..., n, D) until n is `rows`."""
-    return F.pad(x, (0, 0, 0, rows - x.shape[-2])) if x.shape[-2] < rows else x
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `F.linear` of at least ROWS rows on a CPU. x: (..., D)."""
-    rows = x.shape[:-1].numel()
-    if rows >= ROWS or x.device.type != "cpu":
-        return F.linear(x, weight, bias)
-    return F.linear(at_least_rows(x.flatten(0, -2)), weight, bias)[:rows].view(*x.shape[:-1], -1)
-
-
-class Linear(nn.Linear):
-    """A layer by `linear`."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
 
 
 def tiled(

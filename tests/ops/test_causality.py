@@ -10,8 +10,8 @@ from megasparse.ops import hashing
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.bucketed_attention.blocks import _exp2
 from megasparse.ops.bucketed_attention.blocks import bucketed_attention as blockwise
+from megasparse.ops.operator import linear
 from megasparse.ops.random import PairDropout
-from megasparse.ops.tiled import linear
 from tests.helpers.operators import random_masks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -1,11 +1,11 @@
-"""Settings of bucketed attention, and its definition, dense, to test against.
+"""Settings of bucketed attention, its tiles by rank, and its definition, dense, to test against.
 
 The definition shares no code with the implementations: visibility is counted from ranks inside buckets and from sorted
 positions, pair by pair. B batch, H heads, R rounds, L length, D head dim, M chunk.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from megasparse.ops.random import PairDropout
 
 PLACES = 64
 """A share starts at a multiple of this number of sorted places, where every kernel starts a block of queries."""
+_SMALLEST_TILE = 8  # queries of a bucket's first tile, where buckets have few tokens
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,40 @@ class BucketedAttentionSpec:
         number, shares = self.share or (0, 1)
         size = -(-length // (PLACES * shares)) * PLACES
         return range(min(number * size, length), min((number + 1) * size, length))
+
+
+class RankedTiles(NamedTuple):
+    """Tiles by rank: of queries that see keys of one bucket up to a rank in [a, a + T), with keys of ranks [a − back, a
+    + T). T doubles with a: a bucket fills its tiles by half at least. Ranks and settings alone decide them.
+
+    smallest, tile: T at first and at last, powers of two. back: of the last tiles.
+    """
+
+    smallest: int
+    tile: int
+    back: int
+
+    @classmethod
+    def of(cls, spec: BucketedAttentionSpec, length: int) -> "RankedTiles":
+        chunk = spec.window.chunk
+        tile = min(max(_SMALLEST_TILE, 1 << (chunk.bit_length() - 1)), 32 if chunk <= 64 else 64)
+        mean = (spec.longest or length) // (spec.buckets or 1)  # tokens of a bucket
+        smallest = min(max(_SMALLEST_TILE, 1 << mean.bit_length() >> 1), tile)
+        return cls(smallest, tile, -(-(chunk - 1) // 8) * 8)
+
+    def start(self, rank: Tensor) -> Tensor:
+        """Return a of each rank, int64; 0 of a rank below 0."""
+        small = torch.arange(self.tile, device=rank.device)
+        small = torch.where(small < self.smallest, 0, 2 ** small.clamp_min(1).log2().long())
+        return torch.where(rank < self.tile, small.take(rank.long().clamp(0, self.tile - 1)), rank & -self.tile)
+
+    def kind(self, start: Tensor) -> Tensor:
+        """Return the first of all a of one shape."""
+        return start.clamp_max(-(-self.back // self.tile) * self.tile)
+
+    def shape(self, kind: int) -> tuple[int, int]:
+        """Return T and the number of keys before a."""
+        return self.tile if kind >= self.tile else max(kind, self.smallest), min(kind, self.back)
 
 
 def visible(

@@ -1,5 +1,4 @@
-"""Keys of a query by their rank inside its bucket: bands where queries and keys have buckets of their own, and tiles of
-a causal pass.
+"""Keys of a query by their rank inside its bucket: bands where queries and keys have buckets of their own.
 
 B batch, H heads, R rounds, Lq queries, Lk keys, M chunk, W keys a window: M, or 2M where it is two-sided.
 """
@@ -9,10 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec
-
 _PIECE_ELEMENTS = 1 << 20  # key numbers found at a time: 8 MB of int64
-_SMALLEST_TILE = 8  # queries of a bucket's first tile, where buckets have few tokens
 
 
 def windows_by_key_rank(
@@ -108,37 +104,3 @@ def key_range(
 def _pick(x: Tensor, index: Tensor) -> Tensor:
     """Return the elements of each row of x (B, H, L) at index (B, H, l, W)."""
     return x.gather(-1, index.flatten(2)).view_as(index)
-
-
-class RankedTiles(NamedTuple):
-    """Tiles by rank: of queries that see keys of one bucket up to a rank in [a, a + T), with keys of ranks [a − back, a
-    + T). T doubles with a: a bucket fills its tiles by half at least. Ranks and settings alone decide them.
-
-    smallest, tile: T at first and at last, powers of two. back: of the last tiles.
-    """
-
-    smallest: int
-    tile: int
-    back: int
-
-    @classmethod
-    def of(cls, spec: BucketedAttentionSpec, length: int) -> "RankedTiles":
-        chunk = spec.window.chunk
-        tile = min(max(_SMALLEST_TILE, 1 << (chunk.bit_length() - 1)), 32 if chunk <= 64 else 64)
-        mean = (spec.longest or length) // (spec.buckets or 1)  # tokens of a bucket
-        smallest = min(max(_SMALLEST_TILE, 1 << mean.bit_length() >> 1), tile)
-        return cls(smallest, tile, -(-(chunk - 1) // 8) * 8)
-
-    def start(self, rank: Tensor) -> Tensor:
-        """Return a of each rank, int64; 0 of a rank below 0."""
-        small = torch.arange(self.tile, device=rank.device)
-        small = torch.where(small < self.smallest, 0, 2 ** small.clamp_min(1).log2().long())
-        return torch.where(rank < self.tile, small.take(rank.long().clamp(0, self.tile - 1)), rank & -self.tile)
-
-    def kind(self, start: Tensor) -> Tensor:
-        """Return the first of all a of one shape."""
-        return start.clamp_max(-(-self.back // self.tile) * self.tile)
-
-    def shape(self, kind: int) -> tuple[int, int]:
-        """Return T and the number of keys before a."""
-        return self.tile if kind >= self.tile else max(kind, self.smallest), min(kind, self.back)
