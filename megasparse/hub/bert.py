@@ -15,6 +15,7 @@ from megasparse.hub.formats import (
     Format,
     Imported,
     Weight,
+    check_only,
     check_tied,
     hf_sizes,
     model_of,
@@ -68,11 +69,7 @@ class BERTFormat(Format):
     """The kind, in our configuration, of every layer's attention."""
     offset = 0
     """Rows of the position table before the first position's."""
-    required: ClassVar[dict[str, Any]] = {
-        "hidden_act": "gelu",
-        "is_decoder": False,
-        "position_embedding_type": "absolute",
-    }
+    required: ClassVar = {"hidden_act": "gelu", "is_decoder": False, "position_embedding_type": "absolute"}
     """Values that config.json must have."""
     ignored: tuple[str, ...] = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids")
     """Beginnings of the names of tensors that may be there and are not read."""
@@ -174,9 +171,7 @@ class BERTFormat(Format):
     def _read_config(self, values: dict[str, Any], path: Path) -> Any:
         """HuggingFace's configuration. Raises HubError naming `path` for what is none, or not expressible here."""
         config = read_configuration(self.name, values, path)
-        for key, only in self.required.items():
-            if (value := getattr(config, key, only)) != only:
-                raise not_ours(path, key, value, repr(only))
+        check_only(config, self.required, path)
         if config.num_attention_heads < 1 or config.hidden_size % config.num_attention_heads:
             only = f"a divisor of hidden_size = {config.hidden_size}"
             raise not_ours(path, "num_attention_heads", config.num_attention_heads, only)

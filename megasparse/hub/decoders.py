@@ -18,6 +18,7 @@ from megasparse.hub.formats import (
     Exported,
     Format,
     Imported,
+    check_only,
     check_tied,
     hf_sizes,
     model_of,
@@ -115,11 +116,9 @@ class DecoderFormat(Format):
             raise not_ours(path, "num_attention_heads", config.num_attention_heads, "a divisor of hidden_size")
         window = getattr(config, "sliding_window", None)
         if window is not None and window < config.max_position_embeddings:
-            longest = config.max_position_embeddings
-            problem = f"sliding_window is {window}, and ours has no such window below {longest} tokens"
-            raise HubError(
-                path, problem, f'Set "max_position_embeddings" to {window} there, for texts up to that length'
-            )
+            problem = f"ours has no such window below {config.max_position_embeddings} tokens"
+            hint = f'Set "max_position_embeddings" to {window} there, for texts up to that length'
+            raise HubError(path, f"sliding_window is {window}, and {problem}", hint)
         section = {
             "kind": "decoder",
             **sizes_of(config),
@@ -224,8 +223,7 @@ class LlamaFormat(DecoderFormat):
             "hidden_act": activations[model.feed_forward],
             "rms_norm_eps": model.norm_eps,
             **({"attention_bias": biases == "all"} if "all" in self.biases else {}),
-            **({"mlp_bias": model.feed_forward_biases} if self.name == "llama" else {}),
-            **({"sliding_window": None} if self.name != "llama" else {}),
+            **({"mlp_bias": model.feed_forward_biases} if self.name == "llama" else {"sliding_window": None}),
             **rope_of(model.positions, width),
         }
 
@@ -236,13 +234,8 @@ class GPT2Format(DecoderFormat):
     architecture, base, table = "GPT2LMHeadModel", "transformer", GPT2
 
     def section(self, config: Any, path: Path) -> dict[str, Any]:
-        for key, only in (
-            ("scale_attn_weights", True),
-            ("scale_attn_by_inverse_layer_idx", False),
-            ("add_cross_attention", False),
-        ):
-            if (value := getattr(config, key)) != only:
-                raise not_ours(path, key, value, repr(only))
+        only = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+        check_only(config, only, path)
         if (kind := config.activation_function) not in GPT2_ACTIVATIONS:
             raise not_ours(path, "activation_function", kind, " or ".join(map(repr, GPT2_ACTIVATIONS)))
         return {
@@ -286,16 +279,9 @@ def start_token(config: Any, path: Path) -> int:
 
 # Rotary positions: `rope_parameters` of config.json
 
-ROPE_KEYS = {
-    "original_length": "original_max_position_embeddings",
-    "attention_factor": "attention_factor",
-}
+ROPE_KEYS = {"original_length": "original_max_position_embeddings", "attention_factor": "attention_factor"}
 """Our key of model.positions.scaling -> HuggingFace's."""
-ROPE_KINDS = {
-    "linear": (),
-    "llama3": ("original_length",),
-    "yarn": ("original_length", "attention_factor"),
-}
+ROPE_KINDS = {"linear": (), "llama3": ("original_length",), "yarn": ("original_length", "attention_factor")}
 """Kinds of scaling that both have, and their keys beside the factor."""
 ROPE_TURNS: dict[str, dict[str, float]] = {
     "linear": {},

@@ -79,11 +79,8 @@ def to_hf(
     exported = format.export(config, lambda name: opened.tensor("weight", name))
     text = card(opened, exported, to, evaluation)
     with appearing(output) as folder:
-        files: Files = {
-            "config.json": json.dumps(exported.config, indent=2) + "\n",
-            "README.md": text,
-            **exported.files,
-        }
+        files: Files = {"config.json": json.dumps(exported.config, indent=2) + "\n", "README.md": text}
+        files |= exported.files
         for name, content in files.items():
             (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
         write_tensors(exported.tensors(), folder)
@@ -91,7 +88,13 @@ def to_hf(
         load_weights(model, opened)
         ours = [our_logits(model, tokens, seed) for tokens in texts]
         del model
-        theirs = load_exported(exported.config["architectures"][0], folder)
+        settings: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True, "output_loading_info": True}
+        theirs, info = hf_class(exported.config["architectures"][0]).from_pretrained(folder, **settings)
+        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if info[problem]:
+                named = f"transformers finds {problem} in it: {sorted(map(str, info[problem]))[0]}"
+                raise HubError(folder, named, "Please report this with the run's configuration")
+        theirs.eval()
         pairs = ((x, format.logits(theirs, tokens, seed)) for x, tokens in zip(ours, texts, strict=True))
         if difference := disagreement(pairs):
             problem = f"not written: HuggingFace's logits differ from ours by {difference:.2g} (over {TOLERANCE})"
@@ -126,17 +129,6 @@ def write_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
         files |= {name: file for name in names}
     index = {"metadata": {"total_size": total}, "weight_map": files}
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def load_exported(architecture: str, folder: Path) -> Any:
-    """The model that transformers loads from a folder, in fp32. Raises HubError unless each parameter has one value."""
-    settings: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True, "output_loading_info": True}
-    model, info = hf_class(architecture).from_pretrained(folder, **settings)
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[problem]:
-            named = f"transformers finds {problem} in it: {sorted(map(str, info[problem]))[0]}"
-            raise HubError(folder, named, "Please report this with the run's configuration")
-    return model.eval()
 
 
 def text_tokens(model: ModelConfig) -> list[Tensor]:

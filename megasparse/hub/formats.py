@@ -169,6 +169,13 @@ def not_ours(path: Path, key: str, value: Any, only: str) -> HubError:
     return HubError(path, f"{key} is {value!r}, and ours has only {only} there", "Such a model cannot be imported")
 
 
+def check_only(config: Any, only: Mapping[str, Any], path: Path) -> None:
+    """Raise HubError naming `path` for a key of config.json with another value than the one that ours has."""
+    for key, expected in only.items():
+        if (value := getattr(config, key, expected)) != expected:
+            raise not_ours(path, key, value, repr(expected))
+
+
 def read_configuration(name: str, values: dict[str, Any], path: Path) -> Any:
     """Return Hugging Face's configuration of a model_type. Raises HubError naming `path` for what is none, and for a
     model whose attention was replaced: its weights would be read as those of a model with full attention.

@@ -117,19 +117,16 @@ class HFModel:
                 weight.copy_(self.tensors[name]())
         return model.eval()
 
-    def load_original(self) -> Any:
-        """HuggingFace's own model, in fp32."""
+    def compare(self) -> int:
+        """Run both models on the same random tokens; returns their number. Raises HubError where they differ."""
+        ours = self.build(self.format.comparable(self.config))
         prefix = "Megasparse" if self.format.name == "megasparse" else "AutoModel"
         settings = {"local_files_only": True, "use_safetensors": True, "dtype": torch.float32}
         try:
-            return hf_class(prefix + TASKS[self.config.model.kind]).from_pretrained(self.folder, **settings)
+            theirs = hf_class(prefix + TASKS[self.config.model.kind]).from_pretrained(self.folder, **settings)
         except (OSError, ValueError, RuntimeError) as error:
             problem = f"transformers does not load it ({' '.join(str(error).split())})"
             raise HubError(self.folder, problem, "Give a model that it loads") from None
-
-    def compare(self) -> int:
-        """Run both models on the same random tokens; returns their number. Raises HubError where they differ."""
-        ours, theirs = self.build(self.format.comparable(self.config)), self.load_original()
         model, seed = self.config.model, self.config.run.seed
         length = compared_length(model)
 

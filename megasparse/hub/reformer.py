@@ -27,6 +27,7 @@ from megasparse.hub.formats import (
     Format,
     Imported,
     Weight,
+    check_only,
     not_ours,
     read_configuration,
     readers,
@@ -249,12 +250,10 @@ def _is_ignored(name: str) -> bool:
 def read_config(values: dict[str, Any], path: Path) -> Any:
     """A `ReformerConfig` of a decoder that ours can express. Raises HubError naming `path` and the key otherwise."""
     config = read_configuration("reformer", values, path)
-    required: list[tuple[str, Any]] = [("is_decoder", True), ("hidden_act", "relu")]
+    required: dict[str, Any] = {"is_decoder": True, "hidden_act": "relu"}
     for kind in sorted(set(config.attn_layers) & {"local", "lsh"}):
-        required += [(f"{kind}_num_chunks_before", 1), (f"{kind}_num_chunks_after", 0)]
-    for key, only in required:
-        if (value := getattr(config, key)) != only:
-            raise not_ours(path, key, value, f"{only!r}")
+        required |= {f"{kind}_num_chunks_before": 1, f"{kind}_num_chunks_after": 0}
+    check_only(config, required, path)
     for kind in config.attn_layers:
         if kind not in ("local", "lsh"):
             raise not_ours(path, "attn_layers", kind, "'local' and 'lsh'")
@@ -363,12 +362,8 @@ def other_files(config: Config, bos: int) -> Files:
     before every text.
     """
     model = config.model
-    generation: dict[str, Any] = {
-        "bos_token_id": bos,
-        "pad_token_id": bos,
-        "eos_token_id": None,
-        "max_length": model.max_length,
-    }
+    ids = {"bos_token_id": bos, "pad_token_id": bos, "eos_token_id": None}
+    generation: dict[str, Any] = {**ids, "max_length": model.max_length}
     if bos == model.vocabulary:  # added, and never predicted
         generation["suppress_tokens"] = [bos]
     files: Files = {"generation_config.json": json.dumps(generation, indent=2) + "\n"}

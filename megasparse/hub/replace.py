@@ -149,13 +149,10 @@ def _require_known(model: PreTrainedModel) -> None:
         raise HubError(name, "is no model of HuggingFace transformers", hint)
     kind = model.config.model_type
     if kind not in SUPPORTED:
-        names = ", ".join(SUPPORTED)
-        raise HubError(name, f'is of type "{kind}"', f"Attention can be replaced in these: {names}")
+        raise HubError(name, f'is of type "{kind}"', f"Attention can be replaced in these: {', '.join(SUPPORTED)}")
     if kind in ENCODERS and getattr(model.config, "is_decoder", False):
-        names = ", ".join(DECODERS)
-        raise HubError(
-            name, f'is a decoder of type "{kind}" (config.is_decoder)', f"Give an encoder, or one of {names}"
-        )
+        hint = f"Give an encoder, or one of {', '.join(DECODERS)}"
+        raise HubError(name, f'is a decoder of type "{kind}" (config.is_decoder)', hint)
     if getattr(model.config, "add_cross_attention", False):
         raise HubError(name, "has cross-attention (config.add_cross_attention)", "Give a decoder without it")
     if (cap := getattr(model.config, "attn_logit_softcapping", None)) is not None:
@@ -226,9 +223,8 @@ def _sections(attention: dict[str, Any] | AttentionConfig) -> dict[str, Any]:
     if "kind" in attention:
         settings = dict(attention)
         if (kind := settings.pop("kind")) not in MECHANISMS:
-            raise ConfigError(
-                "attention.kind", f"there is none named {show(kind)}", did_you_mean(str(kind), MECHANISMS)
-            )
+            hint = did_you_mean(str(kind), MECHANISMS)
+            raise ConfigError("attention.kind", f"there is none named {show(kind)}", hint)
         attention = {"pattern": [kind], kind: settings}
     lsh = attention.get("lsh", {})
     return {**attention, "lsh": {"shared_qk": False, **lsh} if isinstance(lsh, dict) else lsh}
@@ -277,11 +273,9 @@ def _finish(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: A
     auxiliary = torch.stack(run.losses).sum()
     learns = any(weight.requires_grad for mechanism in mechanisms(model) for weight in mechanism.parameters())
     if torch.is_grad_enabled() and not auxiliary.requires_grad and learns:
-        raise HubError(
-            type(model).__name__,
-            "gradient checkpointing with use_reentrant=True hides what its attention learns from",
-            'Call gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})',
-        )
+        problem = "gradient checkpointing with use_reentrant=True hides what its attention learns from"
+        hint = 'Call gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
+        raise HubError(type(model).__name__, problem, hint)
     task = output.get("loss") if isinstance(output, dict) else output[0] if output[0].dim() == 0 else None
     if task is None:
         _state(model).pending = auxiliary
@@ -340,13 +334,24 @@ def load_replaced(
     file = TensorFile.open(directory)
     entry = replacement_of(directory)
     saved_class = model_class or _saved_class(directory)
-    model = _without_complaints(saved_class).from_pretrained(
-        directory, local_files_only=True, use_safetensors=True, **settings
-    )
+    # A subclass, because transformers would report the mechanisms' tensors as unexpected.
+    ignored = [*(saved_class._keys_to_ignore_on_load_unexpected or []), rf"\.{NAME}\."]
+    members = {"_keys_to_ignore_on_load_unexpected": ignored, "__module__": saved_class.__module__}
+    loader: Any = type(saved_class.__name__, (saved_class,), members)
+    model: Any = loader.from_pretrained(directory, local_files_only=True, use_safetensors=True, **settings)
     model.__class__ = saved_class
     replace_attention(model, entry["attention"], max_length=entry["max_length"], seed=entry["seed"])
-    _read_mechanisms(model, file)
-    return model
+    prefix = f"{model.base_model_prefix}."
+    saved = {name.removeprefix(prefix): name for name in file.names() if f".{NAME}." in name}
+    with torch.no_grad():
+        for name, tensor in model.base_model.state_dict().items():
+            if f".{NAME}." in name:
+                tensor.copy_(file.read(saved.pop(name, name), tensor.shape))
+    if saved:
+        problem = f"has a tensor {next(iter(saved.values()))} that its {ENTRY} does not"
+        raise HubError(file.path, problem, "Give a model with its own config.json")
+    loaded: PreTrainedModel = model
+    return loaded
 
 
 def replacement_of(directory: str | Path) -> dict[str, Any]:
@@ -360,11 +365,9 @@ def replacement_of(directory: str | Path) -> dict[str, Any]:
 
 def load_plain(directory: str | Path) -> PreTrainedModel:
     """The model of a folder as transformers has it, of the class that was saved. Nothing is downloaded or unpickled."""
-    directory = Path(directory)
     TensorFile.open(directory)
-    model: PreTrainedModel = _saved_class(directory).from_pretrained(
-        directory, local_files_only=True, use_safetensors=True
-    )
+    loader = _saved_class(Path(directory))
+    model: PreTrainedModel = loader.from_pretrained(directory, local_files_only=True, use_safetensors=True)
     return model
 
 
@@ -384,27 +387,6 @@ def _saved_class(directory: Path) -> type[PreTrainedModel]:
         problem = f'config.json names the architecture "{name}" of type "{config.model_type}"'
         raise HubError(directory, problem, f"Attention can be replaced in these: {', '.join(SUPPORTED)}")
     return saved
-
-
-def _without_complaints(loader: type[PreTrainedModel]) -> Any:
-    """The same class, which does not report the mechanisms' tensors as unexpected."""
-    ignored = [*(loader._keys_to_ignore_on_load_unexpected or []), rf"\.{NAME}\."]
-    settings = {"_keys_to_ignore_on_load_unexpected": ignored, "__module__": loader.__module__}
-    return type(loader.__name__, (loader,), settings)
-
-
-@torch.no_grad()
-def _read_mechanisms(model: PreTrainedModel, file: TensorFile) -> None:
-    prefix = f"{model.base_model_prefix}."
-    saved = {name.removeprefix(prefix): name for name in file.names() if f".{NAME}." in name}
-    for name, tensor in model.base_model.state_dict().items():
-        if f".{NAME}." in name:
-            tensor.copy_(file.read(saved.pop(name, name), tensor.shape))
-    if saved:
-        name = next(iter(saved.values()))
-        raise HubError(
-            file.path, f"has a tensor {name} that its {ENTRY} does not", "Give a model with its own config.json"
-        )
 
 
 # Longer inputs for a pretrained encoder: its table of positions, repeated (as LHA and YOSO do it)

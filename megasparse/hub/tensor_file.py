@@ -59,8 +59,8 @@ class TensorFile:
 
     def read(self, name: str, shape: Iterable[int] | None = None) -> Tensor:
         """One tensor, floating point as fp32. Raises HubError where it is missing, or not of the `shape` given."""
-        if shape is not None and self.shape(name) != tuple(shape):
-            raise self._wrong_shape(name, tuple(shape))
+        if shape is not None:
+            self._check_shape(name, shape)
         try:
             tensor: Tensor = self._file(name).get_tensor(name)
         except (SafetensorError, OSError) as error:
@@ -70,8 +70,7 @@ class TensorFile:
     def check(self, expected: Mapping[str, Iterable[int]]) -> None:
         """Raise HubError unless the tensors are exactly those expected: missing, wrong-shaped, or unexpected."""
         for name, shape in expected.items():
-            if self.shape(name) != tuple(shape):
-                raise self._wrong_shape(name, tuple(shape))
+            self._check_shape(name, shape)
         for name in self.names():
             if name not in expected:
                 hint = "Give a model of the architecture that its config.json names"
@@ -89,9 +88,10 @@ class TensorFile:
             raise HubError(self.path, f"has no tensor {name}", "Give a model that is whole, with its own config.json")
         return self._files[name]
 
-    def _wrong_shape(self, name: str, expected: tuple[int, ...]) -> HubError:
-        problem = f"{name} has shape {list(self.shape(name))}, by its config.json {list(expected)}"
-        return HubError(self.path, problem, "Give a model with its own config.json")
+    def _check_shape(self, name: str, expected: Iterable[int]) -> None:
+        if (shape := self.shape(name)) != tuple(expected):
+            problem = f"{name} has shape {list(shape)}, by its config.json {list(expected)}"
+            raise HubError(self.path, problem, "Give a model with its own config.json")
 
 
 def depth(values: Any) -> int:
@@ -112,17 +112,15 @@ def _sharded(folder: Path) -> dict[str, Any]:
     files: dict[str, Any] = {}
     present = {path.name for path in folder.iterdir()}
     for name in sorted(set(file_of.values())):
-        if Path(name).name != name or not name.endswith(".safetensors") or not name.isprintable():
+        usable = name.endswith(".safetensors") and name.isprintable() and len(name) < 256
+        if Path(name).name != name or not usable:
             raise HubError(index, f"names {name[:200]!a}, which is no safetensors file beside it", "Do not trust it")
         if name not in present:
             raise HubError(folder / name, "missing", _AGAIN)
         file = _opened(folder / name)
         files |= dict.fromkeys(file.keys(), file)
-        if set(file.keys()) != (
-            listed_tensors := {tensor for tensor, other_file in file_of.items() if other_file == name}
-        ):
-            odd = sorted(set(file.keys()) ^ listed_tensors)[0]
-            raise HubError(folder / name, f"does not hold what {INDEX} says of it, beginning with {odd}", _AGAIN)
+        if odd := sorted(set(file.keys()) ^ {tensor for tensor, other in file_of.items() if other == name}):
+            raise HubError(folder / name, f"does not hold what {INDEX} says of it, beginning with {odd[0]}", _AGAIN)
     return files
 
 
@@ -159,8 +157,7 @@ def appearing(output: Path) -> Iterator[Path]:
         temporary.rename(output)
         sync_folder(output.parent)
     except OSError as error:
-        raise HubError(
-            output, f"cannot be written ({error.strerror or error})", "Make room, or choose another"
-        ) from None
+        problem = f"cannot be written ({error.strerror or error})"
+        raise HubError(output, problem, "Make room, or choose another") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +138,11 @@ def found_tokenizer(folder: Path, named: str | None) -> str:
             raise HubError(folder, problem, "Copy the folder again, whole")
         return str(folder / named)
     file = folder / FILE
-    try:
-        of_text = file.is_file() and not is_of_bytes(json.loads(read_file(file)))
-    except (ValueError, RecursionError):
-        of_text = True  # it is damaged, which is reported where it is opened
+    of_text = file.is_file()
+    if of_text:
+        with suppress(ValueError, RecursionError):  # it is damaged, which is reported where it is opened
+            values = json.loads(read_file(file))
+            of_text = not isinstance(values, dict) or values.get("model") != of_bytes({})["model"]
     return str(file) if of_text else "bytes"
 
 
@@ -289,12 +291,6 @@ def name_of(values: dict[str, Any], token: int) -> str | None:
     listed = pieces.items() if isinstance(pieces, dict) else ((name, i) for i, (name, *_) in enumerate(pieces))
     names = {number: name for name, number in listed}
     return (names | {added["id"]: added["content"] for added in values["added_tokens"]}).get(token)
-
-
-def is_of_bytes(values: Any) -> bool:
-    """True if a tokenizer.json is one of `of_bytes`."""
-    model = values.get("model") if isinstance(values, dict) else None
-    return isinstance(model, dict) and model == of_bytes({})["model"]
 
 
 def _content(

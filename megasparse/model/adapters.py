@@ -51,10 +51,8 @@ def add_adapters(
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out")  # GPT-2's transposed layers: peft puts it right
         inject_adapter_in_model(settings, model)
-    trained = {
-        id(weight) for module in model.modules() if isinstance(module, Attention) for weight in module.parameters()
-    }
-    trained |= {id(weight) for weight in new}
+    mechanisms = [module for module in model.modules() if isinstance(module, Attention)]
+    trained = {id(weight) for weight in (*new, *(weight for part in mechanisms for weight in part.parameters()))}
     for module in model.modules():
         if isinstance(module, Embedding):
             module.register_forward_hook(_want_gradient)

@@ -49,7 +49,7 @@ def test_every_mechanism_is_exported_with_all_its_weights(tmp_path, kind):
 )
 def test_a_model_comes_back_bit_for_bit(tmp_path, config):
     model, path = checkpoint(config, tmp_path / "run")
-    folder = to_hf(path, tmp_path / "out")
+    folder = hub.to_hf(path, tmp_path / "out")
     imported = load(FORMAT, folder)
     whole = Checkpoint.open(path).config.model_copy(update={"model": config})
     again = Checkpoint.open(write_checkpoint(whole, imported.tensors, tmp_path / "again"))
@@ -59,6 +59,8 @@ def test_a_model_comes_back_bit_for_bit(tmp_path, config):
     load_weights(other, again)
     tokens = random_tokens(2, 60)
     assert torch.equal(our_logits(model, tokens, SEED), our_logits(other, tokens, SEED))
+    loaded = hub.from_pretrained(folder).state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
 
 
 def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
@@ -76,40 +78,28 @@ def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "corrupted",
+    "name, factor, problem",
     [
-        "model.blocks.1.attention.attention.output.weight",
-        "model.head.weight",
-        "model.encoder.blocks.0.feed_forward.feed_forward.up",
-        "model.encoder.norm.weight",
-        "model.blocks.1.cross_attention.attention.value.weight",
+        ("model.blocks.1.attention.attention.output.weight", 1.01, "logits differ"),
+        ("model.head.weight", 1.01, "logits differ"),
+        ("model.encoder.blocks.0.feed_forward.feed_forward.up", 1.01, "logits differ"),
+        ("model.encoder.norm.weight", 1.01, "logits differ"),
+        ("model.blocks.1.cross_attention.attention.value.weight", 1.01, "logits differ"),
+        ("model.embedding.start", None, "missing_keys"),
+        ("other", 0.0, "unexpected_keys"),
     ],
 )
-def test_what_does_not_agree_is_not_written(tmp_path, monkeypatch, corrupted):
-    cross = "encoder" in corrupted or "cross" in corrupted
+def test_what_does_not_agree_is_not_written(tmp_path, monkeypatch, name, factor, problem):
+    cross = "encoder" in name or "cross" in name
     _, path = checkpoint(small_pair() if cross else decoder("local"), tmp_path / "run")
     write = export.write_tensors
 
     def write_wrongly(tensors, folder):
-        write(((name, 1.01 * value if name == corrupted else value) for name, value in tensors), folder)
+        others = dict(tensors)
+        value = others.pop(name, torch.zeros(1))
+        write((others if factor is None else others | {name: factor * value}).items(), folder)
 
     monkeypatch.setattr(export, "write_tensors", write_wrongly)
-    with pytest.raises(HubError, match="not written: HuggingFace's logits differ from ours by"):
-        to_hf(path, tmp_path / "out")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
-
-
-@pytest.mark.parametrize("left_out, problem", [(True, "missing_keys"), (False, "unexpected_keys")])
-def test_a_weight_that_is_missing_or_too_much_is_noticed(tmp_path, monkeypatch, left_out, problem):
-    _, path = checkpoint(decoder("local"), tmp_path / "run")
-    write = export.write_tensors
-
-    def write_others(tensors, folder):
-        others = dict(tensors)
-        others.pop("model.embedding.start") if left_out else others.update(other=torch.zeros(1))
-        write(others.items(), folder)
-
-    monkeypatch.setattr(export, "write_tensors", write_others)
     with pytest.raises(HubError, match=problem):
         to_hf(path, tmp_path / "out")
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
@@ -141,10 +131,8 @@ def test_the_card_shows_where_the_model_comes_from(tmp_path):
     assert "library_name: transformers" in header and "- lsh-attention" in header
     assert f"index {newest.manifest['data_fingerprint']}" in text
     assert "2 steps of 2 sequences of 64 tokens" in text and "strictly causal: no output" in text
-    assert (
-        "bits_per_dim 7.1235, accuracy 0.1250, over 400 tokens" in text
-        and "6.5" not in text.split("## Configuration")[0]
-    )
+    assert "bits_per_dim 7.1235, accuracy 0.1250, over 400 tokens" in text
+    assert "6.5" not in text.split("## Configuration")[0]
     assert '"pattern": [' in text and "trust_remote_code=True" in text
     assert str(tmp_path) not in text
     with pytest.raises(HubError, match="was measured at step 1"):
@@ -161,16 +149,10 @@ def test_the_card_of_a_leaking_model_says_so(tmp_path):
     assert json.loads((folder / "generation_config.json").read_text()) == {"use_cache": False}
 
 
-def test_the_package_offers_what_users_need(tmp_path):
-    model, path = checkpoint(decoder("lsh"), tmp_path / "run")
-    again = hub.from_pretrained(hub.to_hf(path, tmp_path / "out"))
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+def test_wrong_requests_are_refused_and_leave_nothing(tmp_path):
     assert callable(hub.replace_attention)
     with pytest.raises(AttributeError, match="to_hub"):
         _ = hub.to_hub
-
-
-def test_wrong_requests_are_refused_and_leave_nothing(tmp_path):
     _, path = checkpoint(decoder("local"), tmp_path / "run")
     (tmp_path / "there").mkdir()
     (tmp_path / "file").write_text("")

@@ -71,24 +71,17 @@ def test_one_weight_is_in_memory_at_a_time(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("changes", "message"),
     [
-        (lambda found: found.pop("head.norm_bias"), "head.norm_bias: a weight of the model, is missing"),
-        (lambda found: found.update(more=lambda: torch.zeros(1)), "more: is no weight of the model"),
-        (
-            lambda found: found.update({"head.norm_bias": lambda: torch.zeros(3)}),
-            "head.norm_bias: has shape [3], and [32]",
-        ),
-        (
-            lambda found: found.update({"head.norm_bias": lambda: torch.full((32,), torch.nan)}),
-            "head.norm_bias: holds a number that is not finite",
-        ),
+        ({"head.norm_bias": None}, "head.norm_bias: a weight of the model, is missing"),
+        ({"more": torch.zeros(1)}, "more: is no weight of the model"),
+        ({"head.norm_bias": torch.zeros(3)}, "head.norm_bias: has shape [3], and [32]"),
+        ({"head.norm_bias": torch.full((32,), torch.nan)}, "head.norm_bias: holds a number that is not finite"),
     ],
 )
-def test_weights_of_another_model_leave_nothing(damage, message, tmp_path):
+def test_weights_of_another_model_leave_nothing(changes, message, tmp_path):
     config, weights = configured()
-    found = readers(weights)
-    damage(found)
+    found = readers({name: value for name, value in {**weights, **changes}.items() if value is not None})
     with pytest.raises(HubError) as error:
         write_checkpoint(config, found, tmp_path / "run")
     assert str(error.value).startswith(message) and "\n" not in str(error.value)

@@ -188,12 +188,6 @@ def test_smart_birds_sketch_learns_from_the_labels(name, settings):
         assert all(parameter.grad.abs().sum() > 0 for parameter in mechanism.parameters())
 
 
-def test_a_sketch_that_wants_other_labels_says_so():
-    model = replace_attention(build("ForSequenceClassification").train(), {"kind": "smart_bird", "keys": 6})
-    with pytest.raises(ConfigError, match=r'smart_bird.objective: "token" does not fit .* Set it to "pooled"'):
-        model(**labelled(inputs(), "ForSequenceClassification"))
-
-
 @pytest.mark.parametrize("attention", SMALL, ids=str)
 @pytest.mark.parametrize("kind", ["Bert", pytest.param("DistilBert", marks=pytest.mark.slow)])
 def test_gradient_checkpointing_changes_no_gradient(kind, attention):
@@ -213,7 +207,10 @@ def test_gradient_checkpointing_changes_no_gradient(kind, attention):
         assert (plain is None and other is None) or torch.equal(plain, other)
 
 
-def test_reentrant_checkpointing_would_lose_a_loss_and_is_refused():
+def test_labels_that_do_not_fit_and_reentrant_checkpointing_are_refused():
+    model = replace_attention(build("ForSequenceClassification").train(), {"kind": "smart_bird", "keys": 6})
+    with pytest.raises(ConfigError, match=r'smart_bird.objective: "token" does not fit .* Set it to "pooled"'):
+        model(**labelled(inputs(), "ForSequenceClassification"))
     model = replace_attention(build("ForMaskedLM").train(), {"kind": "lha", "chunk": 8})
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     with pytest.raises(HubError, match="use_reentrant=True"):

@@ -49,18 +49,9 @@ BIRD = {"kind": "smart_bird", "keys": 7, "chunk": 4, "local": True, "sinks": 2, 
 HEADS = {**BIRD, "sketch": "heads", "sketch_heads": 2, "objective": "attention"}
 SEPARATE = {**LHA, "joint": False, "utility": "collisions"}
 MIXED = {"pattern": [{"full": 2, "lsh": 2}, "full"], "lsh": {**BAND, "rounds": 2}}
-SMALL = [
-    LOCAL,
-    LSH,
-    LHA,
-    BIRD,
-    HEADS,
-    SEPARATE,
-    {"kind": "lsh", "chunk": 6, "shared_qk": True},
-    {"kind": "routing", **BAND},
-    {"kind": "yoso", "hashes": 4},
-    MIXED,
-]
+SHARED = {"kind": "lsh", "chunk": 6, "shared_qk": True}
+ROUTING, YOSO = {"kind": "routing", **BAND}, {"kind": "yoso", "hashes": 4}
+SMALL = [LOCAL, LSH, LHA, BIRD, HEADS, SEPARATE, SHARED, ROUTING, YOSO, MIXED]
 
 
 def build(kind="Llama", name="ForCausalLM", dtype=torch.float64, **changes):
@@ -141,10 +132,8 @@ def test_mechanisms_get_the_models_own_queries_and_keys(kind):
 @pytest.mark.parametrize("attention", SMALL, ids=str)
 def test_generation_from_a_cache_is_that_of_whole_sequences(attention, beams):
     model, given = replace_attention(build(), attention, seed=4), inputs(batch=2, length=12)
-    found = [
-        model.generate(**given, max_new_tokens=14, do_sample=False, num_beams=beams, use_cache=cached)
-        for cached in (True, False)
-    ]
+    options = {"max_new_tokens": 14, "do_sample": False, "num_beams": beams}
+    found = [model.generate(**given, **options, use_cache=cached) for cached in (True, False)]
     assert torch.equal(*found) and len(found[0][0].unique()) > 5
 
 

@@ -202,7 +202,7 @@ def test_tied_weights_stay_tied_and_new_ones_are_those_of_our_own(name, tmp_path
 def test_bad_inputs_are_refused_in_one_line():
     _, hf = model_of("reversible")
     source, start = random_tokens(1, S), torch.tensor([[PADDING]])
-    longest = torch.cat([start, random_tokens(1, 128)], dim=1)
+    longest, left = torch.cat([start, random_tokens(1, 128)], dim=1), torch.tensor([[0, 1, 1]])
     for problem, inputs in (
         ("41 tokens are more than the 40", {"input_ids": random_tokens(1, 41), "labels": source}),
         ("129 tokens are more than the 128", {"input_ids": source, "decoder_input_ids": longest}),
@@ -212,14 +212,7 @@ def test_bad_inputs_are_refused_in_one_line():
         ("needs input_ids or encoder_outputs", {"labels": source}),
         ("padding alone", {"input_ids": torch.full((1, 3), PADDING), "labels": source}),
         ("leave logits_to_keep out", {"input_ids": source, "labels": source, "logits_to_keep": 1}),
-        (
-            "left of a token",
-            {
-                "input_ids": source,
-                "decoder_input_ids": longest[:, :3],
-                "decoder_attention_mask": torch.tensor([[0, 1, 1]]),
-            },
-        ),
+        ("left of a token", {"input_ids": source, "decoder_input_ids": longest[:, :3], "decoder_attention_mask": left}),
     ):
         with pytest.raises(ValueError, match=problem):
             hf(**inputs)
