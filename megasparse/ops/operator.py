@@ -1,5 +1,5 @@
 """How operators run: the choice of an implementation (torch in blocks, or Triton kernels), autocast, precision,
-and products whose rows have the same bits however many there are.
+and products whose rows do not depend on their number.
 """
 
 import importlib
@@ -221,8 +221,8 @@ def _autocast_device(arguments: tuple[Any, ...]) -> str | None:
 
 
 ROWS = 8
-"""With fewer rows, CPU libraries sum the terms of a product in another order; from here on, a row has the same bits
-beside any number of others (in fp32, bf16 and fp16). So a token decoded from a cache has those of a whole pass."""
+"""With fewer rows, CPU libraries sum the terms of a product in another order; from here on, the bits of a row are the same
+for any number of rows (in fp32, bf16 and fp16). So a token decoded from a cache has the bits of a whole pass."""
 
 
 def at_least_rows(x: Tensor, rows: int = ROWS) -> Tensor:

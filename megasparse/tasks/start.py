@@ -302,7 +302,7 @@ def _with_sketch_labels(attention: AttentionConfig, labels: int) -> AttentionCon
 def _filled_body(
     config: FinetuneConfig, model: ModelConfig, form: Form, labels: int, tensors: Any, error: Callable[..., FileError]
 ) -> Any:
-    """Return one of our models with pretrained weights; those of a sketch's objective, the task's, stay initial.
+    """Return one of our models with pretrained weights; a sketch's objective keeps its initial weights.
 
     tensors: name -> function that reads it. error: of its folder.
     """
