@@ -221,8 +221,8 @@ def _autocast_device(arguments: tuple[Any, ...]) -> str | None:
 
 
 ROWS = 8
-"""With fewer rows, CPU libraries sum the terms of a product in another order; from here on, the bits of a row are the same
-for any number of rows (in fp32, bf16 and fp16). So a token decoded from a cache has the bits of a whole pass."""
+"""With fewer rows, CPU libraries sum the terms of a product in another order. From here on, the bits of a row are the
+same for any number of rows (fp32, bf16, fp16), so a token decoded from a cache has the bits of a whole pass."""
 
 
 def at_least_rows(x: Tensor, rows: int = ROWS) -> Tensor:
