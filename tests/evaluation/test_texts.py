@@ -134,13 +134,9 @@ def test_what_cannot_be_written_is_refused_at_once(settings, asked, sources, mes
         texts(FromSource(), settings, ByteTokenizer(), asked, sources, CPU)
 
 
-def test_pixels_are_no_text():
-    settings = Config.model_validate({"data": {"tokenizer": "pixels"}})
+def test_a_tokenizer_that_does_not_fit_is_refused():
     with pytest.raises(ConfigError, match="--checkpoint: its model predicts pixels, not text"):
-        texts(Counter(), settings, PixelTokenizer(), request(), [], CPU)
-
-
-def test_a_source_needs_special_tokens():
+        texts(Counter(), config(), PixelTokenizer(), request(), [], CPU)
     tokenizer = ByteTokenizer()
     tokenizer.special = None
     with pytest.raises(ConfigError, match='"bytes" has no special tokens'):

@@ -13,6 +13,11 @@ def implementation(request, monkeypatch):
     return request.param
 
 
+@pytest.fixture
+def kernels(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "triton")
+
+
 @pytest.fixture(autouse=True)
 def checked_addresses(monkeypatch):
     """Fail a kernel in the interpreter whose load or store leaves the tensors that it is given: a GPU may not notice.

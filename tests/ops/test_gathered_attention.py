@@ -29,11 +29,6 @@ def check(heads, index):
     assert_within_bars(gradients(gathered_attention, heads, index), exact, heads[0].dtype, floor=1e-6)
 
 
-@pytest.fixture
-def kernels(monkeypatch):
-    monkeypatch.setenv("MEGASPARSE_OPS", "triton")
-
-
 @pytest.mark.parametrize("queries,keys", [(1, 9), (17, 17), (13, 6)])
 @pytest.mark.parametrize("places", [1, 30])
 def test_blocks_are_the_definition(queries, keys, places, monkeypatch):

@@ -21,17 +21,12 @@ from tests.helpers.kernels import DEVICE
 ROUNDING = 1e-6
 GRID = [(width, torch.float32, length) for width in (16, 24, 32, 64, 128, 256) for length in (1, 17, 100)]
 GRID += [(width, dtype, 17) for width in (16, 24, 32, 64, 128, 256) for dtype in (torch.bfloat16, torch.float16)]
-KERNELS = pytest.mark.usefixtures("_kernels")
+KERNELS = pytest.mark.usefixtures("kernels")
 
 
 def more(*cases):
     """Cases that `make kernels` runs."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.kernels) for case in cases]
-
-
-@pytest.fixture
-def _kernels(monkeypatch):
-    monkeypatch.setenv("MEGASPARSE_OPS", "triton")
 
 
 CPU = torch.device("cpu")

@@ -82,11 +82,6 @@ def test_low_precision_is_within_its_bar(causal, dtype):
         assert (a - b).norm() < BARS[dtype][i > 0] * b.norm()
 
 
-@pytest.fixture
-def kernels(monkeypatch):
-    monkeypatch.setenv("MEGASPARSE_OPS", "triton")
-
-
 def check(length, chunk, causal, width=24, dtype=torch.float32, batch=1, heads=1, scale=0.3, **masks):
     """Compare the kernels with the definition; return their results."""
     inputs = random_inputs(length, chunk, causal, width, dtype, batch, heads, DEVICE)
@@ -101,10 +96,17 @@ def check(length, chunk, causal, width=24, dtype=torch.float32, batch=1, heads=1
 
 
 @pytest.mark.parametrize(
-    "length,chunk,causal", [(1, 4, True), (35, 1, False), (70, 8, True), pytest.param(40, 100, False, id="one chunk")]
+    "length,chunk,causal,settings",
+    [
+        (1, 4, True, {}),
+        (35, 1, False, {}),
+        (70, 8, True, {}),
+        (40, 100, False, {}),  # one chunk
+        (40, 32, True, {"width": 16, "dtype": torch.bfloat16, "heads": 2}),
+    ],
 )
-def test_kernels_are_the_definition(length, chunk, causal, kernels):
-    check(length, chunk, causal)
+def test_kernels_are_the_definition(length, chunk, causal, settings, kernels):
+    check(length, chunk, causal, **settings)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -125,10 +127,6 @@ def test_a_sequence_of_padding_gives_zeros():
     mask = torch.zeros(1, 5, dtype=torch.bool, device=DEVICE)
     for x in gradients(relative_local_attention, inputs, 2, causal=True, scale=1.0, key_mask=mask):
         assert (x == 0).all()
-
-
-def test_kernels_in_bf16_with_several_heads(kernels):
-    check(40, 32, True, width=16, dtype=torch.bfloat16, heads=2)
 
 
 def test_kernels_add_up_the_gradient_of_r_over_any_number_of_programs(kernels, monkeypatch):
