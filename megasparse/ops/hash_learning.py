@@ -59,7 +59,11 @@ def draw_keys(q: Tensor, k: Tensor, uniform: Tensor, *, scale: float) -> Draws:
     uniform: (C,) numbers in [0, 1), one for each of C equal parts of the probability, so that no key comes less often
     than in expectation by more than two.
     """
-    share = 0.5 * (_received(q, k, scale).double() / q.shape[2] + 1.0 / k.shape[2])
+    keys, received = k.transpose(-1, -2), torch.zeros((), device=k.device)  # Σ_i A_ij, (B, H, L) fp32 at least
+    for part in tiles(q, k.shape[2]):  # only how often keys are drawn: products in the dtype of q and k are enough
+        score = (q[:, :, part] * scale) @ keys
+        received = received + score.softmax(-1).sum(-2, dtype=torch.promote_types(k.dtype, torch.float32))
+    share = 0.5 * (received.double() / q.shape[2] + 1.0 / k.shape[2])
     parts = (share * _SHARES).long() + 1
     until = parts.cumsum(-1)
     count, total = len(uniform), until[..., -1:]
@@ -99,17 +103,6 @@ def sampled_keys(
         # A softmax over the queries: its normaliser is one that ψ′ has anyway, and it cannot underflow.
         attention = logarithm.softmax(-1)
         yield part, unit_sum(attention @ in_query.to(attention.dtype))
-
-
-def _received(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Return Σ_i A_ij over the queries, (B, H, L) fp32 at least. It says how often keys are drawn and nothing else, so
-    products are in the dtype of q and k.
-    """
-    keys, total = k.transpose(-1, -2), torch.zeros((), device=k.device)
-    for part in tiles(q, k.shape[2]):
-        score = (q[:, :, part] * scale) @ keys
-        total = total + score.softmax(-1).sum(-2, dtype=torch.promote_types(k.dtype, torch.float32))
-    return total
 
 
 def _logarithms(q: Tensor, draws: Draws, scale: float) -> Tensor:
