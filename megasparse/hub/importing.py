@@ -81,7 +81,14 @@ class HFModel:
         unpacked = unpack_gguf(Path(name)) if Path(name).suffix == ".gguf" else None
         folder = find_folder(name if unpacked is None else unpacked.name)
         values = read_config(folder)
-        kind = format_named(_known_type(values, folder))
+        architecture, path = values.get("model_type"), folder / "config.json"
+        if not isinstance(architecture, str) or architecture not in FORMATS:
+            if "auto_map" not in values:
+                hint = did_you_mean(str(architecture), FORMATS)
+                raise HubError(path, f"model_type is {architecture!r}, which cannot be imported", hint)
+            problem = f"model_type is {architecture!r}, whose code comes with the model, and such code is not run"
+            raise HubError(path, problem, f"Give a model of a known architecture: {', '.join(sorted(FORMATS))}")
+        kind = format_named(architecture)
         if kind.name in ("bert", "roberta", *DECODERS) and not (folder / FILE).is_file():
             hint = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
             raise HubError(folder / FILE, "is missing, without which its tokens mean nothing", hint)
@@ -182,17 +189,6 @@ def _with_special(folder: Path, sections: dict[str, Any]) -> dict[str, Any]:
     if model.get("kind") == "encoder" and tokenizer.special is not None:
         model["masking"] = {**model.get("masking", {}), "token": tokenizer.special.mask}
     return {**sections, "model": model}
-
-
-def _known_type(values: dict[str, Any], folder: Path) -> str:
-    name = values.get("model_type")
-    if isinstance(name, str) and name in FORMATS:
-        return name
-    path = folder / "config.json"
-    if "auto_map" in values:
-        problem = f"model_type is {name!r}, whose code comes with the model, and such code is not run"
-        raise HubError(path, problem, f"Give a model of a known architecture: {', '.join(sorted(FORMATS))}")
-    raise HubError(path, f"model_type is {name!r}, which cannot be imported", did_you_mean(str(name), FORMATS))
 
 
 # Checkpoints of weights that were not trained here

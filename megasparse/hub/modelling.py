@@ -432,7 +432,10 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
         if past_key_values is not None:
             logits = self.from_cache(decoder_input_ids, past_key_values)
             return Seq2SeqLMOutput(logits=logits, past_key_values=past_key_values)
-        self._check_targets(decoder_input_ids)
+        start = self.config.decoder_start_token_id
+        if not decoder_input_ids.shape[1] or bool((decoder_input_ids[:, 0] != start).any()):
+            raise ValueError(f"decoder_input_ids must begin with the start token {start}")
+        self.check_length(decoder_input_ids.shape[1])
         if labels is not None and logits_to_keep:
             raise ValueError("labels need the logits of all positions: leave logits_to_keep out")
         rng, auxiliary = self.rng(len(decoder_input_ids)), torch.zeros((), device=decoder_input_ids.device)
@@ -481,12 +484,6 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
         mask = getattr(encoder_outputs, "attention_mask", None) if mask is None else mask
         rows = AlignedRows(torch.zeros(states.shape[:2], dtype=torch.long, device=states.device), mask)
         return EncoderOutput(rows.align(states), rows.real)
-
-    def _check_targets(self, decoder_input_ids: Tensor) -> None:
-        start = self.config.decoder_start_token_id
-        if not decoder_input_ids.shape[1] or bool((decoder_input_ids[:, 0] != start).any()):
-            raise ValueError(f"decoder_input_ids must begin with the start token {start}")
-        self.check_length(decoder_input_ids.shape[1])
 
     def _real_targets(self, mask: Tensor | None, targets: Targets | None) -> Tensor | None:
         """The real positions (B, n) of the target: by its mask, else those up to the last label that counts, the first
