@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.helpers.comparing import gradients_of
-from tests.helpers.kernels import DEVICE
 from tests.helpers.models import CASES, Single
+from tests.helpers.operators import DEVICE
 
 QUICK = [("lsh 4 rounds, few buckets", True), ("lha", False), ("yoso", True), ("smart_bird", False)]
 EVERY = pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from megasparse.config.schema import PositionsConfig
 from megasparse.model.build import build_model
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import RngContext
-from tests.helpers.attention_utility import utilities
+from tests.helpers.definitions import utilities
 from tests.helpers.models import Single, attention, random_tokens, randomise, small, training_draws
 
 MASK = torch.ones(2, 40, dtype=torch.bool)

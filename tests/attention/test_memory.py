@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import megasparse.attention.full as attention
-from tests.helpers.blocks import smaller_blocks
 from tests.helpers.models import CASES, SMALL, VARIANTS, Single, by_path, kind_of, randomise
+from tests.helpers.operators import smaller_blocks
 from tests.helpers.peak_memory import PeakMemory
 
 LONG, PART = 2048, 1 / 8

@@ -12,8 +12,8 @@ from megasparse.config.load import build_config
 from megasparse.errors import ConfigError
 from megasparse.model.build import build_model
 from megasparse.planning.flops import known_flops_per_token, model_flops_per_token
+from tests.helpers.commands import refusal
 from tests.helpers.models import random_tokens, training_draws
-from tests.helpers.refusals import refusal
 
 
 class MeanConfig(MechanismSection):

@@ -8,7 +8,7 @@ import pytest
 from megasparse.config.attention import MECHANISMS, AttentionConfig, heads_of_layer, kinds, layers_with
 from megasparse.config.load import build_config
 from megasparse.errors import ConfigError
-from tests.helpers.refusals import refusal
+from tests.helpers.commands import refusal
 
 SMALL = {"model": {"max_length": 64, "d_model": 32, "heads": 4, "layers": 4}, "data": {"sequence_length": 64}}
 

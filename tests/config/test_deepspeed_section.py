@@ -11,7 +11,7 @@ from megasparse.config import deepspeed_section
 from megasparse.config.deepspeed_section import overlaps_communication
 from megasparse.config.load import build_config
 from megasparse.errors import ConfigError
-from tests.helpers.refusals import refusal
+from tests.helpers.commands import refusal
 
 ROOT = Path(__file__).parents[2]
 NVME = {"device": "nvme", "nvme_path": "/nvme"}

@@ -10,7 +10,7 @@ from megasparse.config.load import build_settings, load_config, load_settings
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
 from megasparse.tasks.catalog import TASKS
-from tests.helpers.refusals import refusal
+from tests.helpers.commands import refusal
 
 
 @pytest.fixture

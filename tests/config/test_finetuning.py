@@ -9,7 +9,7 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_settings
 from megasparse.errors import ConfigError
 from megasparse.tasks.catalog import TASKS
-from tests.helpers.refusals import refusal
+from tests.helpers.commands import refusal
 
 BERT = {"start": {"huggingface": "models/bert"}}
 MODEL = {"model": {"kind": "encoder", "vocabulary": 264}}

@@ -14,7 +14,7 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.load import build_config, load_config
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
-from tests.helpers.refusals import refusal
+from tests.helpers.commands import refusal
 
 ROOT = Path(__file__).parents[2]
 

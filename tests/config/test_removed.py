@@ -6,7 +6,7 @@ from megasparse.config.load import build_config
 from megasparse.config.schema import Config
 from megasparse.config.section import ANY, REMOVED, REMOVED_VALUES, Section
 from megasparse.errors import ConfigError
-from tests.helpers.refusals import refusal
+from tests.helpers.commands import refusal
 
 
 @pytest.fixture(autouse=True)

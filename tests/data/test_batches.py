@@ -11,7 +11,7 @@ from megasparse.data.order import Order
 from megasparse.errors import ConfigError, DataError
 from tests.data.folders import batches as mixed
 from tests.data.folders import do, flip, rows, take, wait_until
-from tests.helpers.refusals import refusal
+from tests.helpers.commands import refusal
 
 T = 30  # 33 sequences in each of seven shards of 1,000 tokens, none in the last of 13: 231 an epoch
 

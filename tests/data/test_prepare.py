@@ -22,8 +22,8 @@ from megasparse.errors import ConfigError, DataError, SourceError
 from megasparse.files import locked
 from tests.data.corpora.pictures import write_files
 from tests.data.folders import crashing, everything, files, prepared, source_of
+from tests.helpers.commands import refusal
 from tests.helpers.encoders import Doubling
-from tests.helpers.refusals import refusal
 
 
 def test_plain_webdataset_reads_the_shards(make_index, corpus):

@@ -16,8 +16,8 @@ from megasparse.data.reader import EvaluationStream, ShardReader
 from megasparse.data.tokenizers.simple import ByteTokenizer
 from megasparse.errors import ConfigError, DataError
 from tests.data.folders import do, edit, everything, flip, read_folder, without_crc32, write_folder
-from tests.helpers.refusals import refusal
-from tests.helpers.traced import traced_peak
+from tests.helpers.commands import refusal
+from tests.helpers.peak_memory import traced_peak
 
 SIZES = (1000, 1000, 730)
 THIRD = "train-000003.tar"

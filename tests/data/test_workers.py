@@ -12,8 +12,8 @@ import pytest
 from megasparse.data import workers as workers_module
 from megasparse.data.workers import Workers
 from megasparse.errors import ConfigError, DataError
+from tests.helpers.commands import refusal
 from tests.helpers.encoders import Doubling
-from tests.helpers.refusals import refusal
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,7 +53,7 @@ RUNS = """
 import multiprocessing, signal, threading, time
 from megasparse.data.workers import Workers
 from tests.helpers.encoders import Doubling
-from tests.helpers.refusals import refusal
+from tests.helpers.commands import refusal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background inherit that it is ignored
     def release():

@@ -1,8 +1,12 @@
 """Commands run inside the test's own process, as a user types them."""
 
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+
+from megasparse.errors import DataError, UserError
 
 
 def run(program: Any, *arguments: object) -> None:
@@ -18,3 +22,14 @@ def refused(capsys: pytest.CaptureFixture[str], program: Any, *arguments: object
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     return error
+
+
+def refusal(action: Callable[[], Any], kind: type[UserError] = DataError, match: str = "") -> str:
+    """The one-line message of the error that an action raises, or the iteration over its result: a pattern is in it."""
+    with pytest.raises(UserError) as caught:
+        found = action()
+        if isinstance(found, Iterable):
+            list(found)
+    assert type(caught.value) is kind and "\n" not in str(caught.value)
+    assert re.search(match, str(caught.value)), str(caught.value)
+    return str(caught.value)

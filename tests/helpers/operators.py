@@ -1,7 +1,15 @@
 """Attention operators in tests: random inputs, gradients of both outputs, and the bars of every dtype."""
 
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 import torch
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Kernels run on the GPU where there is one, else on the CPU, in Triton's interpreter."""
 BARS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 3e-2), torch.float16: (1e-2, 3e-2)}
 """Relative errors of outputs and of gradients that a dtype may have."""
 NAMES = ["out", "lse", "dq", "dk", "dv"]
@@ -68,3 +76,18 @@ def assert_gradients_of_one_output_alone(attention, defined, heads):
             found.append([torch.zeros_like(x) if x.grad is None else x.grad for x in inputs])
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
+_SIZES = re.compile(r"_?[A-Z_]*ELEMENTS|_TILE|_BLOCK_PAIRS|_BYTES|_PARTS|_PROJECTED")
+
+
+@contextmanager
+def smaller_blocks(part: float) -> Iterator[None]:
+    """Multiply the block sizes of all imported operators and mechanisms, their constants, by `part`."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in list(sys.modules.items()):
+            if name.startswith(("megasparse.ops", "megasparse.attention")) and module is not None:
+                for constant, size in vars(module).copy().items():
+                    if _SIZES.fullmatch(constant) and isinstance(size, int):
+                        patch.setattr(module, constant, max(1, round(size * part)))
+        yield

@@ -12,9 +12,9 @@ from megasparse.model.embedding import initialise_from_glove, pca, read_glove
 from megasparse.tasks.catalog import build_task
 from megasparse.tasks.form import form_of
 from megasparse.tasks.start import open_start
+from tests.helpers.commands import refusal
 from tests.helpers.finetuning import bert_tokenizer
 from tests.helpers.models import attention, small
-from tests.helpers.refusals import refusal
 from tests.helpers.tokenizers import written
 
 

@@ -5,8 +5,8 @@ import torch
 
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import build_model
-from tests.helpers.blocks import smaller_blocks
 from tests.helpers.models import attention, random_tokens, training_draws
+from tests.helpers.operators import smaller_blocks
 from tests.helpers.peak_memory import PeakMemory
 
 LENGTH, D_FF = 1024, 4096

@@ -12,7 +12,7 @@ from megasparse.ops.hashing import angular_hash, sign_codes
 from megasparse.ops.linear_attention import causal_linear_attention, linear_attention
 from megasparse.ops.local_attention import LocalAttentionSpec, distances, relative_local_attention
 from megasparse.ops.sketch import KeyChoiceSpec, chosen_keys, sketched_attention
-from tests.helpers.kernels import DEVICE
+from tests.helpers.operators import DEVICE
 
 LENGTH, CHUNK = 24, 8
 

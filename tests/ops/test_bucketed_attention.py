@@ -15,8 +15,7 @@ from megasparse.ops.bucketed_attention.blocks import row_groups
 from megasparse.ops.bucketed_attention.definition import reference_attention as defined
 from megasparse.ops.random import PairDropout
 from tests.helpers import operators
-from tests.helpers.kernels import DEVICE
-from tests.helpers.operators import as_views, assert_equal, assert_same_bits, assert_within_bars, random_masks
+from tests.helpers.operators import DEVICE, as_views, assert_equal, assert_same_bits, assert_within_bars, random_masks
 
 WINDOWS = [
     Window("band", 4),

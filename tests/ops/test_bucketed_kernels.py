@@ -12,8 +12,7 @@ from megasparse.ops.bucketed_attention.definition import reference_attention as 
 from megasparse.ops.bucketed_attention.definition import visible
 from megasparse.ops.bucketed_attention.gpu import NOWHERE, separate_intervals, shared_intervals
 from tests.helpers import operators
-from tests.helpers.kernels import DEVICE
-from tests.helpers.operators import BARS, as_views, assert_same_bits, assert_within_bars
+from tests.helpers.operators import BARS, DEVICE, as_views, assert_same_bits, assert_within_bars
 from tests.ops.test_bucketed_attention import call, gradients
 from tests.ops.test_bucketed_attention import random_codes as codes_on
 

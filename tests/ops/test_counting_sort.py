@@ -3,7 +3,7 @@ import torch
 
 from megasparse.ops.counting_sort import counting_sort
 from tests.helpers.definitions import counting_sort as defined
-from tests.helpers.kernels import DEVICE
+from tests.helpers.operators import DEVICE
 
 
 def keys(rows, length, bits, dtype=torch.int16):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megasparse.ops.cross_entropy import adaptive_log_probabilities, adaptive_scores, token_scores
 from tests.helpers.definitions import token_scores as defined
-from tests.helpers.kernels import DEVICE
+from tests.helpers.operators import DEVICE
 from tests.helpers.peak_memory import PeakMemory
 
 BARS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}

@@ -4,8 +4,15 @@ import torch
 import megasparse.ops.gathered_attention as module
 from megasparse.ops.gathered_attention import gathered_attention, reference
 from tests.helpers import operators
-from tests.helpers.kernels import DEVICE
-from tests.helpers.operators import BARS, as_views, assert_equal, assert_same_bits, assert_within_bars, random_heads
+from tests.helpers.operators import (
+    BARS,
+    DEVICE,
+    as_views,
+    assert_equal,
+    assert_same_bits,
+    assert_within_bars,
+    random_heads,
+)
 
 
 def random_index(queries, keys, places, rows=(2, 3), seed=1, device=DEVICE):

@@ -14,8 +14,8 @@ from megasparse.ops.hash_learning import (
     sampled_queries,
     unit_sum,
 )
-from tests.helpers.attention_utility import utilities
-from tests.helpers.kernels import DEVICE
+from tests.helpers.definitions import utilities
+from tests.helpers.operators import DEVICE
 
 LENGTH, BUCKETS, SCALE = 60, 5, 0.7
 

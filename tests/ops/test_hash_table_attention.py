@@ -16,8 +16,7 @@ from megasparse.ops.hash_table_attention import (
 from megasparse.ops.hashing import sign_codes
 from megasparse.ops.kernels import recorded
 from tests.helpers import definitions, operators
-from tests.helpers.kernels import DEVICE
-from tests.helpers.operators import BARS, as_views, random_masks
+from tests.helpers.operators import BARS, DEVICE, as_views, random_masks
 
 DEFINED = {hash_table_attention: reference, expected_attention: definitions.expected_attention}
 PROCEDURES = pytest.mark.parametrize("backward", ["tables", "pairs"])

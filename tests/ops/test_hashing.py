@@ -16,7 +16,7 @@ from megasparse.ops.hashing import (
 )
 from megasparse.ops.hashing_kernels import learned_codes
 from megasparse.ops.random import rotations
-from tests.helpers.kernels import DEVICE
+from tests.helpers.operators import DEVICE
 
 ROUNDING = 1e-6
 GRID = [(width, torch.float32, length) for width in (16, 24, 32, 64, 128, 256) for length in (1, 17, 100)]

@@ -6,8 +6,7 @@ import torch
 import megasparse.ops.local_attention as module
 from megasparse.ops import local_attention_kernels
 from megasparse.ops.local_attention import LocalAttentionSpec, distances, reference, relative_local_attention
-from tests.helpers.kernels import DEVICE
-from tests.helpers.operators import BARS
+from tests.helpers.operators import BARS, DEVICE
 
 
 def random_inputs(length, chunk, causal, width=6, dtype=torch.float64, batch=2, heads=2, device="cpu"):

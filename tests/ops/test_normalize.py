@@ -3,7 +3,7 @@ import torch
 
 from megasparse.ops.normalize import layer_norm, unit_keys, unit_vectors
 from tests.helpers import definitions
-from tests.helpers.kernels import DEVICE
+from tests.helpers.operators import DEVICE
 
 BARS = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 

@@ -13,7 +13,7 @@ from megasparse.ops import operator
 from megasparse.ops.kernels import launch, recorded
 from megasparse.ops.operator import VARIABLE, Function, Operator, implementation
 from megasparse.ops.random import dropout
-from tests.helpers.kernels import DEVICE
+from tests.helpers.operators import DEVICE
 from tests.ops.test_autocast import HEADS, made
 
 BLOCK = 16

@@ -3,7 +3,7 @@ import math
 import torch
 
 from megasparse.ops.positions import sinusoids
-from tests.helpers.kernels import DEVICE
+from tests.helpers.operators import DEVICE
 
 
 def test_sinusoids_are_the_definition_and_the_same_again():

@@ -14,7 +14,7 @@ from megasparse.ops.random import (
     relu_dropout,
     rotations,
 )
-from tests.helpers.kernels import DEVICE
+from tests.helpers.operators import DEVICE
 
 
 def test_keys_differ_by_every_part_and_by_type():

@@ -19,8 +19,7 @@ from megasparse.ops.sketch import (
     uniform,
 )
 from megasparse.ops.sketch import best_keys as defined
-from tests.helpers.kernels import DEVICE
-from tests.helpers.operators import random_masks
+from tests.helpers.operators import DEVICE, random_masks
 
 KINDS = ["inverse_log_squared", "inverse_log", "raw", "top_k", "random"]
 

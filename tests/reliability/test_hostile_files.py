@@ -34,8 +34,8 @@ from megasparse.training.checkpoints.manifest import MANIFEST, seal
 from tests.data.corpora.pictures import draw, png, write_tar, write_zip
 from tests.data.folders import ramp, write_folder
 from tests.helpers import fuzzing
+from tests.helpers.commands import refusal
 from tests.helpers.fuzzing import Format, fuzz
-from tests.helpers.refusals import refusal
 from tests.helpers.tokenizers import sentencepiece_model, wordpiece
 from tests.helpers.trained import prepared, trained
 from tests.hub.test_gguf_file import gguf

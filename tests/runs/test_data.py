@@ -17,7 +17,7 @@ from megasparse.runs.data import from_data, open_data, open_folder, training_bat
 from megasparse.training.ranks import Ranks, RunHooks
 from tests.data.corpora.pictures import write_files
 from tests.data.folders import edit, prepared, ramp, source_of, write_folder
-from tests.helpers.refusals import refusal
+from tests.helpers.commands import refusal
 from tests.helpers.tiny import tiny_config
 from tests.helpers.tokenizers import PROSE, sentencepiece_model
 

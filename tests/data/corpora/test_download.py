@@ -23,7 +23,7 @@ from megasparse.data.urls import ShardCache
 from megasparse.errors import ConfigError, DataError
 from megasparse.files import locked
 from tests.data.folders import everything, ramp, write_folder
-from tests.helpers.refusals import refusal
+from tests.helpers.commands import refusal
 
 BODY = bytes(range(256)) * 12_000
 FILE = "corpus.txt"

@@ -9,7 +9,7 @@ from megasparse.data.corpora import CORPORA
 from megasparse.data.corpora.drawn import Duplication, Recall
 from megasparse.errors import ConfigError
 from tests.data.folders import source_of
-from tests.helpers.refusals import refusal
+from tests.helpers.commands import refusal
 
 SMALL: dict[str, dict[str, int]] = {
     "duplication": {"sample_bytes": 20, "symbols": 7, "sequences": 1000, "seed": 0},

@@ -31,7 +31,7 @@ from tests.data.corpora.pictures import (
     write_zip,
 )
 from tests.data.folders import everything, prepared, source_of
-from tests.helpers.refusals import refusal
+from tests.helpers.commands import refusal
 
 IMAGE = draw(1)[0]
 

@@ -19,8 +19,8 @@ from megasparse.data.corpora.text import Enwik8
 from megasparse.errors import ConfigError, DataError
 from tests.data.corpora.pictures import write_files, write_zip
 from tests.data.folders import source_of
-from tests.helpers.refusals import refusal
-from tests.helpers.traced import traced_peak
+from tests.helpers.commands import refusal
+from tests.helpers.peak_memory import traced_peak
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".txt": lambda raw: raw,

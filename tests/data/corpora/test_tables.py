@@ -22,7 +22,7 @@ from megasparse.data.index import Index
 from megasparse.errors import ConfigError, DataError, SourceError
 from tests.data import folders
 from tests.data.folders import crashing, everything, files
-from tests.helpers.refusals import refusal
+from tests.helpers.commands import refusal
 
 JSON_LINES = [
     *(b'{"text": "first"}', b'{"text": "s\\u00e9cond"}', b"", b"  ", b'{"text": null}', b'{"text": "   "}'),

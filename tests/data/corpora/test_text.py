@@ -23,7 +23,7 @@ from megasparse.data.index import Index
 from megasparse.errors import ConfigError, DataError
 from tests.data.corpora.pictures import write_files, write_zip
 from tests.data.folders import everything, prepared, source_of
-from tests.helpers.refusals import refusal
+from tests.helpers.commands import refusal
 
 
 @pytest.mark.parametrize("pieces", [[b"abcdefghij"], [b"a", b"bcd", b"", b"efghi", b"j"]])

@@ -20,7 +20,7 @@ from megasparse.data.tokenizers.huggingface import HuggingFaceTokenizer
 from megasparse.data.tokenizers.sentence_piece import LONGEST, segments
 from megasparse.data.tokenizers.simple import ByteTokenizer, WordTokenizer, vocabulary_file
 from megasparse.errors import ConfigError
-from tests.helpers.refusals import refusal
+from tests.helpers.commands import refusal
 from tests.helpers.tokenizers import (
     ODD_TEXTS,
     PROSE,

@@ -9,7 +9,7 @@ from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError
 from megasparse.tasks.catalog import build_task
 from megasparse.tasks.task import split_files
-from tests.helpers.refusals import refusal
+from tests.helpers.commands import refusal
 
 ENGLISH = ["A dog runs .", "Two  men\u2028sit\x0btoo.", " “Hi”, she said. "]
 GERMAN = ["Ein Hund rennt .", "Zwei Männer\u2028sitzen\x0bauch.", "„Hallo“, sagte sie.\r"]

@@ -4,7 +4,7 @@ import pytest
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.tasks.catalog import build_task
-from tests.helpers.refusals import refusal
+from tests.helpers.commands import refusal
 
 TASK = build_task(TaskConfig(name="rte_challenge"))
 

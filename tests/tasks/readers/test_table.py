@@ -15,8 +15,8 @@ from megasparse.tasks.metrics import METRICS
 from megasparse.tasks.run import read_examples, read_files
 from megasparse.tasks.task import split_files
 from tests.data.corpora.pictures import write_zip
+from tests.helpers.commands import refusal
 from tests.helpers.finetuning import reviews, table
-from tests.helpers.refusals import refusal
 
 TEXTS = ['a "good" film, again', "two\nlines", "\u2028 plain ", "x"]
 

@@ -11,8 +11,8 @@ from megasparse.config.finetuning import TaskConfig
 from megasparse.tasks.catalog import build_task
 from megasparse.tasks.forms.labels import Choice
 from megasparse.training.checkpoints.checkpoint import Checkpoint
+from tests.helpers.commands import refusal
 from tests.helpers.finetuning import ENCODER, assert_resumes, bert_tokenizer, plain
-from tests.helpers.refusals import refusal
 from tests.helpers.tokenizers import written
 
 ROWS: list[dict[str, Any]] = [
