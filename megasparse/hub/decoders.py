@@ -150,7 +150,7 @@ class DecoderFormat(Format):
 
     @abstractmethod
     def section(self, config: Any, path: Path) -> dict[str, Any]:
-        """Keys of our `model`. Raises HubError naming `path` and the key that ours cannot express."""
+        """Return the keys of `model`. Raises HubError naming `path` and the key that megasparse cannot express."""
 
     @abstractmethod
     def hf_config(self, model: ModelConfig) -> dict[str, Any]:
@@ -292,7 +292,7 @@ ROPE_TURNS: dict[str, dict[str, float]] = {
 
 
 def rotary_of(rope: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Our `model.positions`. Raises HubError naming `path` for a scaling that ours has not."""
+    """Return `model.positions`. Raises HubError naming `path` for a scaling that megasparse lacks."""
     kind, section = rope["rope_type"], {"kind": "rotary", "base": float(rope["rope_theta"])}
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise not_ours(path, "partial_rotary_factor", rope["partial_rotary_factor"], "1.0")

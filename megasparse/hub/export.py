@@ -1,4 +1,4 @@
-"""A checkpoint of ours as a folder that HuggingFace's classes load, with its model card. V vocabulary."""
+"""Export of a checkpoint to a folder that Hugging Face classes load, with its model card. V vocabulary."""
 
 import json
 from collections.abc import Iterable

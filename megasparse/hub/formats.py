@@ -81,7 +81,7 @@ class Format(ABC):
         """
 
     def comparable(self, config: Config) -> Config:
-        """Return the configuration of ours, of the same weights, whose logits are those that `logits` gives."""
+        """Return the megasparse configuration, with the same weights, whose logits `logits` gives."""
         return config
 
     def must_be(self, model: ModelConfig, key: str, *only: Any) -> None:
@@ -165,12 +165,12 @@ def hf_sizes(model: ModelConfig) -> dict[str, Any]:
 
 
 def not_ours(path: Path, key: str, value: Any, only: str) -> HubError:
-    """The error that config.json has a value that ours cannot express."""
+    """Return the error for a value of config.json that megasparse cannot express."""
     return HubError(path, f"{key} is {value!r}, and ours has only {only} there", "Such a model cannot be imported")
 
 
 def check_only(config: Any, only: Mapping[str, Any], path: Path) -> None:
-    """Raise HubError naming `path` for a key of config.json with another value than the one that ours has."""
+    """Raise HubError naming `path` for a key of config.json with a value that megasparse does not support."""
     for key, expected in only.items():
         if (value := getattr(config, key, expected)) != expected:
             raise not_ours(path, key, value, repr(expected))
