@@ -220,9 +220,9 @@ def _autocast_device(arguments: tuple[Any, ...]) -> str | None:
     return None
 
 
-ROWS = 8
-"""With fewer rows, CPU libraries sum the terms of a product in another order. From here on, the bits of a row are the
-same for any number of rows (fp32, bf16, fp16), so a token decoded from a cache has the bits of a whole pass."""
+ROWS = 16
+"""With fewer rows (8 on one thread), CPU libraries sum the terms of a product in another order. From here on, a row has
+one result for any number of rows, so a token decoded from a cache has the bits of a whole pass."""
 
 
 def at_least_rows(x: Tensor, rows: int = ROWS) -> Tensor:
