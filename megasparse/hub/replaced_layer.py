@@ -106,12 +106,12 @@ class Mechanisms(nn.ModuleDict):
         tokens, outs, first = CachedTokens.of(length, count, real, k.device), [], 0
         for part, entries in zip(parts, index, strict=True):
             mechanism, q, heads = part.mechanism, part.heads.q, part.heads.q.shape[1]
-            own = slice(first, first + heads)
-            if own.start % repeats == own.stop % repeats == 0:
-                keys, values = (x[:, own.start // repeats : own.stop // repeats] for x in (k, v))
+            local_heads = slice(first, first + heads)
+            if local_heads.start % repeats == local_heads.stop % repeats == 0:
+                keys, values = (x[:, local_heads.start // repeats : local_heads.stop // repeats] for x in (k, v))
             else:
-                keys, values = (x.repeat_interleave(repeats, dim=1)[:, own] for x in (k, v))
-            first = own.stop
+                keys, values = (x.repeat_interleave(repeats, dim=1)[:, local_heads] for x in (k, v))
+            first = local_heads.stop
             with autocast_off(q):
                 if _attends_fully(mechanism):
                     outs.append(_after(q, keys, values, real))

@@ -144,7 +144,7 @@ def measure_gradient(trial):
     "The backward estimates τ/2·W_ij, a lower bound of the weight's derivative that stays finite where the derivative "
     "does not, at q = k (Eq. 11, 12 and 19).",
     "The sampled gradient's share of the expected one is 1 within 2 standard errors of all draws; the bound is at or "
-    "below the derivative over cosines in (−1, 1); at q = k autograd's derivative is infinite, ours finite.",
+    "below the derivative over cosines in (−1, 1); at q = k autograd's derivative is infinite, the estimate finite.",
     cpu={"length": 64, "head_dim": 16, "code_bits": 8, "hashes": 32, "draws": 256, "minutes": 1},
     small={"length": 16, "draws": 64},
 )
@@ -155,7 +155,7 @@ def test_yoso_gradient(trials):
     distance = abs(statistics.mean(shares) - 1) / error
     sentence = (
         f"the sampled gradient is {statistics.mean(shares):.4f} of the expected one, {distance:.1f} standard errors "
-        f"from 1; at q = k the true derivative is {runs[0]['true_at_1']}, ours finite"
+        f"from 1; at q = k the true derivative is {runs[0]['true_at_1']}, the estimate finite"
     )
     finite = all(run["finite"] and not math.isfinite(float(run["true_at_1"])) for run in runs)
     below = all(run["bound_below"] for run in runs)
