@@ -9,7 +9,7 @@ import numpy as np
 
 from megasparse.data.corpora.images import MOST_BYTES, SUFFIXES, decode
 from megasparse.errors import DataError
-from megasparse.files import natural, open_file
+from megasparse.files import natural, read_file
 from megasparse.tasks.readers.rows import Rows, lines, whole_bytes
 from megasparse.tasks.task import Example, SourceLocation, Task, examples_of, existing
 
@@ -20,8 +20,7 @@ def image(file: Path, side: int) -> np.ndarray:
     Raises DataError naming a file that cannot be read, is damaged, of another size, or not of 8 bits a colour.
     """
     try:
-        with open_file(file) as stream:
-            content = stream.read(MOST_BYTES + 1)
+        content = read_file(file, MOST_BYTES)
     except OSError as error:
         raise DataError(file, f"cannot be read ({error.strerror})", "Get it again, or leave it out") from None
     return np.frombuffer(decode(str(file), content, side), dtype=np.uint8).reshape(side, side, 3)

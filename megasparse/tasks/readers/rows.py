@@ -210,14 +210,17 @@ def open_dataset(path: Path) -> dict[str, Any]:
         raise DataError(path, "datasets is not installed, which reads it", "pip install 'megasparse[tasks]'") from None
     except Exception as error:  # of pyarrow, of the Hub's client, of datasets itself
         problem = f"cannot be read as a dataset ({' '.join(str(error).split())[:200]})"
-        raise DataError(
-            path, problem, "Give a folder of save_to_disk or of .parquet files, or hf://datasets/O/N"
-        ) from None
+        hint = "Give a folder of save_to_disk or of .parquet files, or hf://datasets/O/N"
+        raise DataError(path, problem, hint) from None
 
 
 def dataset_rows(path: Path, split: str) -> Rows:
-    """Read the rows of a dataset's split: classes by their names, without those that are hidden (-1)."""
-    rows = open_dataset(path)[split]
+    """Read the rows of a dataset's split: classes by their names, without those that are hidden (-1). Raises DataError
+    for an unknown split.
+    """
+    splits = open_dataset(path)
+    if (rows := splits.get(split)) is None:
+        raise DataError(path, f'lacks the split "{split}"', f"Its splits: {', '.join(splits)}")
     names = {column: kind.names for column, kind in (rows.features or {}).items() if hasattr(kind, "names")}
     for number, row in enumerate(rows, 1):
         row |= row["translation"] if isinstance(row.get("translation"), dict) else {}  # WMT's languages

@@ -179,6 +179,8 @@ def test_a_dataset_of_hugging_face_is_read_by_its_splits(dataset, name, classes)
     ]  # fmt: skip
     with pytest.raises(DataError, match=r'data:1: has no column "text"'):
         list(task_of(dataset, labels=["a", "b"]).read(Path(f"{dataset}#train")))
+    with pytest.raises(DataError, match=r'data: lacks the split "extra"\. Its splits: train, validation, test'):
+        list(task.read(Path(f"{dataset}#extra")))
 
 
 def test_a_dataset_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
