@@ -12,6 +12,7 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError, UserError, whole
+from megasparse.files import replacing
 
 
 def add_pretrain(parser: argparse.ArgumentParser) -> None:
@@ -231,7 +232,8 @@ def compare(args: argparse.Namespace) -> None:
                 print(shlex.join(["megasparse", *words]))
             continue
         lines = table(train_all(part, runs, folder / "prepare.log", args.jobs))
-        (folder / "table.md").write_text("\n".join(lines) + "\n")
+        with replacing(folder / "table.md") as file:
+            file.write(("\n".join(lines) + "\n").encode())
         plot(folder, list(part["arms"]))
         print(*[f"{corpus}:"] * bool(corpus), *lines, sep="\n")
 

@@ -18,7 +18,7 @@ from megasparse.config.files import read_values
 from megasparse.config.load import load_config
 from megasparse.data.corpora.download import fetch_wheel
 from megasparse.errors import ConfigError, UserError
-from megasparse.files import read_file
+from megasparse.files import open_file, read_file, replacing
 from megasparse.runs.report import read_lines
 
 KEYS = {"prepare", "config", "evaluate", "arms"}
@@ -128,7 +128,7 @@ def call(*words: object, log: Path) -> None:
     command = [sys.executable, "-m", "megasparse", *map(str, words)]
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}  # its last line is its error
-    with log.open("w") as output:
+    with open_file(log, "wb") as output:
         code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=False).returncode
     if code != 0:
         last = log.read_text(errors="replace").strip().splitlines()[-1:]
@@ -142,10 +142,7 @@ def _quiet_step(steps: list[Row]) -> float:
 
 def table(results: dict[str, list[Row]]) -> list[str]:
     """Return Markdown rows, best accuracy first: mean ± standard deviation over the seeds."""
-    lines = [
-        "| attention | accuracy, % | loss, nats | bits/dim | a step, s | training, s |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| attention | accuracy, % | loss, nats | bits/dim | a step, s | training, s |", "|---" * 6 + "|"]
     for name, rows in sorted(results.items(), key=lambda item: -statistics.mean(row["accuracy"] for row in item[1])):
         units = (("accuracy", 100), ("loss", 1), ("loss", 1 / math.log(2)))
         accuracy, loss, bits = ([row[key] * unit for row in rows] for key, unit in units)
@@ -177,7 +174,8 @@ def plot(output: Path, arms: Sequence[str]) -> None:
                 curves.setdefault(arm, {})[seed] = {"held_out": curve, "step_seconds": _quiet_step(steps)}
     if not curves:
         return
-    (output / "curves.json").write_text(json.dumps(curves, indent=1) + "\n")
+    with replacing(output / "curves.json") as file:
+        file.write(json.dumps(curves, indent=1).encode() + b"\n")
     figure, (by_step, by_second) = new_figure(2)
     for number, (arm, seeds) in enumerate(curves.items()):
         colour, held_out = COLOURS[number % len(COLOURS)], [run["held_out"] for run in seeds.values()]
