@@ -132,9 +132,9 @@ def _fetch(url: str, copy: Path, validator: Path) -> None:
             raise OSError(f"the server announces {total - have:,} bytes more, the disk has {free:,} free")
         with open_file(copy, "ab") as file:
             validator.unlink(missing_ok=True)  # what it notes is always of what is in the file
+            file.truncate(have)
             if body.tag:
                 validator.write_text(body.tag)
-            file.truncate(have)
             with tqdm(desc="downloading", total=total, initial=have, unit="B", unit_scale=True, disable=None) as bar:
                 due, enough = time.monotonic() + TIMEOUT_SECONDS, have + LEAST_BYTES
                 while have < total and (piece := body.read(min(PIECE, total - have))):

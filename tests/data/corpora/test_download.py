@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,6 +110,17 @@ def test_a_damaged_record_is_one_line(url, copies, record):
 def test_a_copy_that_was_deleted_is_downloaded_again(url, copies, folder):
     download(url, copies).unlink()
     (folder / FILE).write_bytes(BODY[::-1])
+    assert download(url, copies).read_bytes() == BODY[::-1]
+
+
+def test_a_kill_while_a_changed_file_is_started_over_mixes_nothing(server, url, copies, folder, monkeypatch):
+    server.faults[FILE].append("cut")
+    refusal(lambda: download(url, copies), match="ended after")
+    (folder / FILE).write_bytes(BODY[::-1])
+    write = Path.write_text
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(Path, "write_text", lambda path, text: write(path, text) and sys.exit())
+        download(url, copies)
     assert download(url, copies).read_bytes() == BODY[::-1]
 
 
