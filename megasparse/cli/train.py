@@ -11,7 +11,7 @@ from megasparse.config.files import shipped_configs
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
 from megasparse.config.schema import Config
-from megasparse.errors import ConfigError, UserError, whole
+from megasparse.errors import ConfigError, UserError, positive, whole
 from megasparse.files import replacing
 
 
@@ -87,7 +87,7 @@ def finetune(args: argparse.Namespace) -> None:
     from megasparse.tasks.catalog import build_task
     from megasparse.training.stopping.signals import StopSignals
 
-    name = f"finetune/{'_'.join(str(args.name).split('/'))}"
+    name = f"finetune/{str(args.name).replace('/', '_')}"
     if "/" in str(args.name) and name in shipped_configs():  # a dataset of the Hub, such as glue/sst2
         args.name, args.source = name, args.source or "hub"
     if args.source is not None:
@@ -193,7 +193,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arms", nargs="+", help="only these; by default all")
     parser.add_argument("--corpora", nargs="+", help="only these, of a comparison with several; by default all")
     add_overrides(parser)
-    parser.add_argument("--jobs", type=whole, default=1, help="runs at a time, each on one CPU thread (default: 1)")
+    parser.add_argument("--jobs", type=positive, default=1, help="runs at a time, each on one CPU thread (default: 1)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the runs (default: runs/COMPARISON)")
     parser.add_argument("--dry-run", action="store_true", help="check the arms and print the commands; run nothing")
 
@@ -249,10 +249,10 @@ def report(args: argparse.Namespace) -> None:
         megasparse report runs/quickstart                              # writes runs/quickstart/report.html
         megasparse report runs/lsh runs/full --output comparison.html  # curves of several runs in the same charts
 
-    Headline numbers, curves of all scalars (docs/monitoring.md) with incidents marked on them, attention maps and
-    samples, incidents, ranks, checkpoints, the configuration with what differs from the defaults. A run that is under
-    way, has crashed or was restarted is shown as far as it got. Long curves keep the least and the greatest value of
-    every stretch.
+    Headline numbers, curves of all scalars (docs/reference/scalars.md) with incidents marked on them, attention maps
+    and samples, incidents, ranks, checkpoints, the configuration with what differs from the defaults. A run that is
+    under way, has crashed or was restarted is shown as far as it got. Long curves keep the least and the greatest value
+    of every stretch.
     """
     from megasparse.evaluation.outputs import whole_file
     from megasparse.runs.report import page, read_run

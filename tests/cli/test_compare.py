@@ -92,7 +92,7 @@ def test_each_corpus_has_its_data_its_settings_and_its_folder(tmp_path, capsys):
         load(tmp_path / "two.json")
 
 
-def test_wrong_requests(tmp_path):
+def test_wrong_requests(tmp_path, capsys):
     with pytest.raises(ConfigError, match="no such file"):
         load(tmp_path / "missing.json")
     (tmp_path / "other.json").write_text('{"arms": {}}')
@@ -103,6 +103,9 @@ def test_wrong_requests(tmp_path):
         runs_of(comparison, tmp_path / "runs", ["lsh"])
     with pytest.raises(ConfigError, match="stepz"):
         runs_of(comparison, tmp_path / "runs", overrides=["training.stepz=1"])
+    with pytest.raises(SystemExit):
+        main(["compare", "quickstart", "--jobs", "0", "--dry-run"])
+    assert "--jobs: 0 is not a whole number of 1 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/comparisons").glob("*.json")), ids=lambda path: path.stem)
