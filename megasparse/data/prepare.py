@@ -34,12 +34,11 @@ from megasparse.data.index_file import (
     Shard,
     Split,
     TokenizerEntry,
-    one_line,
     parse,
     save,
 )
 from megasparse.data.workers import Workers
-from megasparse.errors import DataError, SourceError, UserError
+from megasparse.errors import DataError, SourceError, UserError, one_line
 from megasparse.files import LOCK_FILE, PARTIAL, file_sha256, locked, read_file, replacing
 
 PROGRESS_FILE = ".progress.json"

@@ -245,9 +245,8 @@ class ShardCache:
                     return
                 self._make_room(shard.bytes, url, {self.path(other) for other in keep})
                 try:
-                    with open(
-                        partial, "xb", buffering=0, opener=open_regular
-                    ) as file:  # its size tells others of progress
+                    # Not buffered: its size tells others of progress
+                    with open(partial, "xb", buffering=0, opener=open_regular) as file:
                         fetch(url, file, progress, shard.bytes, shard.sha256, attempts)
                     partial.rename(path)
                 finally:

@@ -53,7 +53,6 @@ RUNS = """
 import multiprocessing, signal, threading, time
 from megasparse.data.workers import Workers
 from tests.helpers.encoders import Doubling
-from tests.helpers.commands import refusal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background inherit that it is ignored
     def release():

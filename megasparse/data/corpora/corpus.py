@@ -13,7 +13,7 @@ from tqdm import tqdm
 from megasparse.data.corpora.source import PIECE, Document, Kind, Source
 from megasparse.data.encoders import Encoder, TextEncoder
 from megasparse.data.tokenizers.sentence_piece import segments
-from megasparse.errors import ConfigError, DataError
+from megasparse.errors import ConfigError, DataError, positive
 
 NAMES = ("train", "validation", "test")
 SPLIT_NAMES = {**{name: name for name in NAMES}, "valid": "validation", "val": "validation", "dev": "validation"}
@@ -30,14 +30,6 @@ CorpusSplits = Iterable[tuple[str, Iterable[Document]]]
 """(split name, its documents) in the order of the source. A document is an iterable of pieces: bytes of up to about
 1 MiB that the encoder takes. Documents of a split and pieces of a document are used up in turn before the next is asked
 for, so that only one piece is in memory."""
-
-
-def positive(text: str) -> int:
-    """Return an option's whole number above 0."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not above 0")
-    return number
 
 
 Options = dict[str, dict[str, Any]]

@@ -31,11 +31,11 @@ class Cifar10(Corpus):
     """CIFAR-10 (Krizhevsky 2009): images of 32×32 pixels, 3,072 tokens each. The labels are left out.
 
     The official binary version, cifar-10-binary.tar.gz or the files in it, is in no order of classes: the last 5,000 of
-    the training set, data_batch_5.bin's second half, are the split `validation`. In folders and tar archives of images,
+    the training set, data_batch_5.bin's second half, are the split `validation`. In folders and archives of images,
     whose order is often that of the classes, every 10th of the training set is.
     """
 
-    HELP = "CIFAR-10: the official binary version, or folders and tar archives of its images"
+    HELP = "CIFAR-10: the official binary version, or folders, tar and zip archives of its images"
     EXAMPLE = "--source https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz --output data/cifar10"
     KIND = "raw"
     VALIDATION = 5_000
@@ -124,7 +124,7 @@ class ImageNet64(Corpus):
     which is in no known order, every 128th image is the split `validation`.
     """
 
-    HELP = "ImageNet at 64×64 pixels: npz batches, or folders and tar archives of images"
+    HELP = "ImageNet at 64×64 pixels: npz batches, or folders, tar and zip archives of images"
     EXAMPLE = "--source Imagenet64_*_npz.zip --output data/imagenet64"
     KIND = "raw"
     VALIDATION_EVERY = 128

@@ -36,7 +36,6 @@ from megasparse.data.corpora.corpus import (
     CorpusSplits,
     check_seed,
     option,
-    positive,
     require_full,
     split_option,
     split_sizes,
@@ -55,7 +54,7 @@ from megasparse.data.corpora.source import (
 )
 from megasparse.data.encoders import Encoded, Encoder
 from megasparse.data.tokenizers.simple import PixelTokenizer
-from megasparse.errors import DataError, SourceError
+from megasparse.errors import DataError, SourceError, positive
 from megasparse.files import open_file
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM")
@@ -277,14 +276,14 @@ SHARED_OUT = {
 
 
 class Images(Corpus):
-    """Images of your own, all of one size, in folders and tar archives.
+    """Images of your own, all of one size, in folders, tar and zip archives.
 
     The split of each is named by a folder that it lies in (train, validation or valid, test, also with numbers behind
     it: valid_64x64), or by an archive named so (train-01.tar); otherwise a permutation drawn from --seed shares them
     out.
     """
 
-    HELP = "image files of one size, in folders or tar archives"
+    HELP = "image files of one size, in folders, tar or zip archives"
     EXAMPLE = "--source photos/ --size 64 --output data/photos"
     KIND = "raw"
 
@@ -313,7 +312,7 @@ def splits_by_folder(source: Source) -> list[str]:
         labels.append(name)
     if not labels:
         kinds = ", ".join(SUFFIXES)
-        raise DataError(source.name, "there is no image here", f"Give folders or tar archives of files named {kinds}")
+        raise DataError(source.name, "there is no image here", f"Give folders or archives of files named {kinds}")
     return labels
 
 

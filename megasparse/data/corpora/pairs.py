@@ -24,7 +24,6 @@ from megasparse.data.corpora.corpus import (
     check_seed,
     lines,
     option,
-    positive,
     require_full,
     split_at,
     split_option,
@@ -34,7 +33,7 @@ from megasparse.data.corpora.corpus import (
 from megasparse.data.corpora.source import PIECE, Part, Source
 from megasparse.data.encoders import Encoded, PaddedEncoder
 from megasparse.data.workers import grouped
-from megasparse.errors import ConfigError, DataError
+from megasparse.errors import ConfigError, DataError, positive
 
 ENDS = ("empty-lines", "files", "doc-tags")
 """Ways to end a document besides its file: an empty line (a sentence a line, as BookCorpus comes); nothing (empty lines

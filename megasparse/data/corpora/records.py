@@ -27,7 +27,6 @@ from megasparse.data.corpora.corpus import (
     TextCorpus,
     as_bytes,
     option,
-    positive,
     require_full,
     split_sizes,
     text_pieces,
@@ -36,7 +35,7 @@ from megasparse.data.corpora.source import Part, Source
 from megasparse.data.index import Index
 from megasparse.data.index_file import public
 from megasparse.data.workers import Workers
-from megasparse.errors import ConfigError, DataError, SourceError
+from megasparse.errors import ConfigError, DataError, SourceError, positive
 from megasparse.files import replacing
 
 MOST_DAMAGED = 0.01

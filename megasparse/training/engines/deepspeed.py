@@ -47,9 +47,8 @@ class DeepSpeedEngine(Engine):
             self.optimizer = build_optimizer(trained, config.optimizer, self._stage > 0, shapes)
             groups = enumerate(self.optimizer.param_groups)
             self._group_of = {self._names[id(p)]: number for number, group in groups for p in group["params"]}
-            self._engine = self._forward = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)[
-                0
-            ]
+            self._engine = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)[0]
+            self._forward = self._engine
         self.optimizer.state.clear()  # ZeRO 0 in bf16 made one with a step of zeros, which would count as an update
         if isinstance(self.optimizer, PartitionedAdafactor):
             contents: dict[Tensor, list[Piece]] = {}

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megasparse.files import open_regular, replacing
+from megasparse.files import open_file, open_regular, replacing
 
 
 class JsonLines:
@@ -90,7 +90,7 @@ def cut_lines(path: Path, last_step: int | None) -> None:
             return False
 
     if path.exists():
-        with open(open_regular(path), "rb") as file:
+        with open_file(path) as file:
             lines = file.readlines()
         if not all(map(valid, lines)):
             with replacing(path) as out:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from megasparse.config.schema import RunSettings
 from megasparse.errors import ConfigError, one_line, without_secrets
-from megasparse.files import replacing
+from megasparse.files import read_file, replacing
 from megasparse.training.ranks import Ranks
 from megasparse.training.reporting.json_lines import JsonLines
 
@@ -58,7 +58,7 @@ def wandb(directory: Path, first_step: int, config: dict[str, Any]) -> Backend:
 
     if not (path := directory / "wandb_id").exists():
         path.write_text(secrets.token_hex(8) + "\n")
-    name = path.read_text().strip()
+    name = read_file(path).decode().strip()
     run: Any = wandb.init(id=name, resume="allow", dir=str(directory), name=directory.name, config=config)
     run.define_metric("*", step_metric="step")  # wandb's own count never goes back, and a resumed run does
     return Backend(
@@ -75,7 +75,7 @@ def mlflow(directory: Path, first_step: int, config: dict[str, Any]) -> Backend:
     os.environ.setdefault("MLFLOW_EXPERIMENT_NAME", "megasparse")
     import mlflow
 
-    name = path.read_text().strip() if (path := directory / "mlflow_id").exists() else None
+    name = read_file(path).decode().strip() if (path := directory / "mlflow_id").exists() else None
     run = mlflow.start_run(run_id=name, run_name=directory.name, nested=mlflow.active_run() is not None)
     path.write_text(run.info.run_id + "\n")
     mlflow.log_dict(config, "config.json")
