@@ -131,7 +131,7 @@ class RowTask(Task):
         if callable(column):
             try:
                 value: Any = column(row)
-            except (KeyError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, AttributeError) as error:  # a dataset has values of any type
                 missing = f"has no column {error}" if isinstance(error, KeyError) else str(error)
                 raise DataError(str(location), missing, HINT) from None
             return value
@@ -271,7 +271,7 @@ def sentences(column: str, mark: str, row: dict[str, Any]) -> str:
 
 
 def article(row: dict[str, Any]) -> str:
-    return row["text"] if "text" in row else f"{row['title']} {row['description']}"
+    return " ".join([row["text"]] if "text" in row else [row["title"], row["description"]])
 
 
 def abstract(row: dict[str, Any]) -> str | None:

@@ -192,6 +192,12 @@ def test_a_dataset_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
     assert found.startswith("hf:/datasets/nyu-mll/glue/sst2: cannot be read as a dataset (")
 
 
+@pytest.mark.parametrize(("name", "text", "label"), [("listops", "Source", "Target"), ("ag_news", "text", "label")])
+def test_a_value_of_another_type_is_named_by_its_row(name, text, label, tmp_path):
+    datasets.Dataset.from_dict({text: [None], label: ["1"]}).save_to_disk(str(tmp_path))
+    assert refusal(lambda: build_task(TaskConfig(name=name)).read(tmp_path)).startswith(f"{tmp_path}:1: ")
+
+
 ROWS = [("It rained, all day.\nAll night too.", "Rain"), ('He said "no".', " Ein Nein – é ")]
 NEWS_COLUMNS = ["article_id", "publish_date", "article_source_link", "title", "subtitle", "text"]
 
