@@ -179,5 +179,5 @@ def cached_window(
     """
     chunk, row = spec.window.chunk, torch.arange(q.shape[0] * q.shape[1], device=q.device)
     column = position // chunk * chunk - chunk + torch.arange(2 * chunk, device=q.device)  # positions of keys
-    hidden, tokens = ((x.expand(len(row), -1)) for x in ((column < 0) | (column > position), column % capacity))
+    hidden, tokens = (x.expand(len(row), -1) for x in ((column < 0) | (column > position), column % capacity))
     return query_attention(q, k, v, spec, [QueryBlock(row, tokens, hidden, k.shape[2], chunk, q)])

@@ -82,11 +82,11 @@ def cached_sinks(
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`sink_attention` of the one query (B, H, 1, D) at a position, with the same bits. k, v: (B, H, n or more, D)."""
-    which = torch.arange(sinks, device=q.device)
-    visible = which <= position - exclude_self
+    sink = torch.arange(sinks, device=q.device)
+    visible = sink <= position - exclude_self
     if chunk is not None:
-        visible = visible & (position // chunk - which // chunk > 1)
-    index = torch.where(visible, which, -1).int().expand(len(q), 1, 1, -1)
+        visible = visible & (position // chunk - sink // chunk > 1)
+    index = torch.where(visible, sink, -1).int().expand(len(q), 1, 1, -1)
     k, v = (x.to(q.dtype) for x in (k, v))
     if q.dtype not in (torch.float32, torch.float64):
         return gathered_attention(q, k, v, index, scale=scale)

@@ -96,10 +96,9 @@ def end_tokens(config: Config, tokenizer: Tokenizer) -> frozenset[int]:
     settings = None if tokenizer.file is None else tokenizer.file.with_name("generation_config.json")
     if config.model.kind == "decoder" and settings is not None and settings.is_file():
         try:
-            text = read_file(settings) if settings.stat().st_size <= LARGEST_SETTINGS else b""
-            value = json.loads(text).get("eos_token_id")
+            value = json.loads(read_file(settings, LARGEST_SETTINGS)).get("eos_token_id")
         except (OSError, ValueError, AttributeError, RecursionError):
-            value = "of a damaged file"
+            raise ConfigError(str(settings), "cannot be read as a JSON object of at most 1 MiB", "Restore it") from None
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if not all(type(token) is int and 0 <= token < config.model.vocabulary for token in ids):
             problem = f"eos_token_id = {show(value)} is not an id, or a list of ids"
@@ -301,10 +300,8 @@ def _likeliest(logits: Tensor, live: list[_Live], settings: BeamSettings) -> lis
     totals = log_probabilities + torch.tensor(
         [[x.log_probability] for x in live], dtype=log_probabilities.dtype, device=log_probabilities.device
     )
-    best, index = (
-        x[: (1 + len(settings.ends)) * settings.beams].tolist()
-        for x in totals.flatten().sort(descending=True, stable=True)
-    )
+    most = (1 + len(settings.ends)) * settings.beams
+    best, index = (x[:most].tolist() for x in totals.flatten().sort(descending=True, stable=True))
     width = totals.shape[1]
     return [(i // width, i % width, total) for i, total in zip(index, best, strict=True) if total > -math.inf]
 

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, cast
 
@@ -219,7 +220,8 @@ def read_windows(tokenizer: Any, paths: list[Path], length: int) -> list[list[in
     windows: list[list[int]] = []
     for file in files:
         try:
-            text = file.read_text(encoding="utf-8")
+            with open_file(file) as stream:
+                text = TextIOWrapper(stream, encoding="utf-8").read()
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(file, f"cannot be read as UTF-8 text ({error})", "Give text files") from None
         cut = tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]

@@ -181,6 +181,7 @@ def test_rows_draw_for_themselves_whatever_stands_beside_them():
         (Sampling.check, (Sampling(1.0, 1.5),), r"--top-p: 1.5"),
         (Sampling.check, (Sampling(min_p=1.5),), r"--min-p: 1.5"),
         (Sampling.check, (Sampling(repetition_penalty=0.0),), r"--repetition-penalty: 0.0"),
+        (Sampling.check, (Sampling(seed=1 << 63),), r"--seed: 9223372036854775808 is not a whole number from 0 to"),
     ],
 )
 def test_settings_that_cannot_be(check, arguments, message):

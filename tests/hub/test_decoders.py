@@ -128,9 +128,10 @@ def test_the_models_own_end_ends_texts_and_is_exported(tmp_path, ends):
     for to in ("llama", "megasparse"):
         door("convert to-hf")(["--checkpoint", f"{tmp_path}/run", "--output", f"{tmp_path}/{to}", "--to", to])
         assert transformers.GenerationConfig.from_pretrained(tmp_path / to).eos_token_id == ends
-    (loaded.tokenizer.file.parent / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
-    with pytest.raises(ConfigError, match=r'generation_config.json: eos_token_id = "</s>" is not an id'):
-        end_tokens(loaded.config, loaded.tokenizer)
+    for text, problem in (('{"eos_token_id": "</s>"}', 'eos_token_id = "</s>" is not an id'), ("[", "cannot be read")):
+        (loaded.tokenizer.file.parent / "generation_config.json").write_text(text)
+        with pytest.raises(ConfigError, match=f"generation_config.json: {problem}"):
+            end_tokens(loaded.config, loaded.tokenizer)
 
 
 @pytest.mark.parametrize("buffer", [False, True])

@@ -202,6 +202,7 @@ class QueryBlock(TileBlock):
         keys: number of keys of a row.
         tile: T of the whole pass.
         like: a tensor of the query's dtype.
+        first_round: True if no earlier block has outputs of these rows.
     """
 
     def __init__(
@@ -234,10 +235,8 @@ def query_attention(
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
-    out, lse2 = (
-        torch.zeros_like(flat_q, dtype=dtype),
-        torch.full(flat_q.shape[:2], LOWEST, dtype=dtype, device=q.device),
-    )
+    out = torch.zeros_like(flat_q, dtype=dtype)
+    lse2 = torch.full(flat_q.shape[:2], LOWEST, dtype=dtype, device=q.device)
     _attend(RowGroup(slice(None), flat_q, flat_k, flat_v, None, spec, dtype, True), blocks, out, lse2)
     lse = (lse2 / _LOG2_E).masked_fill_(lse2 < 0.5 * LOWEST, -torch.inf)
     return out.to(q.dtype).view_as(q), lse.view(q.shape[:3])
