@@ -34,19 +34,16 @@ from tests.helpers.hub import checkpoint, decoder, encoder
 from tests.helpers.models import attention, small_pair
 
 KINDS: dict[str, dict[str, Any]] = {
-    "lha": {"chunk": 8},
-    "lsh": {"chunk": 8},
-    "yoso": {"hashes": 4, "convolution": 3},
-    "smart_bird": {"keys": 6},
-}
+    "lha": {"chunk": 8}, "lsh": {"chunk": 8}, "yoso": {"hashes": 4, "convolution": 3}, "smart_bird": {"keys": 6},
+}  # fmt: skip
 
 
-def read_of(vocabulary: int = 40, length: int = 24) -> Padded:
+def read_of(vocabulary: int = 40) -> Padded:
     """Two sequences, one of them padded, of which the second half is a second segment."""
-    tokens = torch.randint(5, vocabulary, (2, length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(5, vocabulary, (2, 24), generator=torch.Generator().manual_seed(0))
     tokens[1, 15:] = 0
-    types = (torch.arange(length) > 10).long().expand(2, -1) * (tokens > 0)
-    return Padded(tokens, types, torch.tensor([length, 15]))
+    types = (torch.arange(24) > 10).long().expand(2, -1) * (tokens > 0)
+    return Padded(tokens, types, torch.tensor([24, 15]))
 
 
 def states(body: Backbone, step: int = EVALUATION_STEP) -> Tensor:

@@ -215,9 +215,7 @@ def open_dataset(path: Path) -> dict[str, Any]:
 
 
 def dataset_rows(path: Path, split: str) -> Rows:
-    """Read the rows of a dataset's split: classes by their names, without those that are hidden (-1). Raises DataError
-    for an unknown split.
-    """
+    """Read the rows of a split: classes by name, hidden ones (-1) left out. Raises DataError for an unknown split."""
     splits = open_dataset(path)
     if (rows := splits.get(split)) is None:
         raise DataError(path, f'lacks the split "{split}"', f"Its splits: {', '.join(splits)}")
