@@ -23,6 +23,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.parent.name not in LONGEST)
 
 
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)])
+def threads(request):
+    """Threads of torch: libraries may sum in another order with two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def figures(request):
     """Call it with figures by their names: kills=20, bit_differences=0, longest_detection_seconds=1.2."""

@@ -155,6 +155,9 @@ def _require_known(model: PreTrainedModel) -> None:
         raise HubError(name, f'is a decoder of type "{kind}" (config.is_decoder)', hint)
     if getattr(model.config, "add_cross_attention", False):
         raise HubError(name, "has cross-attention (config.add_cross_attention)", "Give a decoder without it")
+    if kind not in ENCODERS and getattr(model.config, "use_bidirectional_attention", False):
+        hint = "Give a decoder: a replaced one attends to earlier tokens only"
+        raise HubError(name, "attends in both directions (config.use_bidirectional_attention)", hint)
     if (cap := getattr(model.config, "attn_logit_softcapping", None)) is not None:
         problem = f"caps its scores (attn_logit_softcapping = {cap}), which no mechanism does"
         raise HubError(name, problem, "Set it to null in config.json, and fine-tune: the scores are others then")

@@ -72,8 +72,15 @@ def chat_files(config: Config, longest: int, room: int | None = None) -> Files:
 
 
 def beside(folder: Path) -> Files:
-    """Name and content of what lies beside a tokenizer.json in a folder of a decoder."""
-    return {name: read_file(folder / name) for name in BESIDE if (folder / name).is_file()}
+    """Return the files next to a decoder's tokenizer.json. Raises HubError for a damaged generation_config.json."""
+    files: Files = {name: read_file(folder / name) for name in BESIDE if (folder / name).is_file()}
+    try:
+        valid = isinstance(json.loads(files.get(GENERATION, "{}")), dict)
+    except (ValueError, RecursionError):
+        valid = False
+    if not valid:
+        raise HubError(folder / GENERATION, "cannot be read as a JSON object", "Restore it")
+    return files
 
 
 def byte_files(

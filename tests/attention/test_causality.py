@@ -57,14 +57,6 @@ def moved_prefix(model, first_changed, rng, length=120, seeds=1):
     return max(changes)
 
 
-@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @DTYPES
 @by_path("name", PATTERNS)
 def test_no_later_token_moves_an_earlier_output(name, dtype, threads):

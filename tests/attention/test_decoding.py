@@ -59,7 +59,7 @@ def check_decoding(config, dtype=torch.float32, limit=1e-4):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @by_path("name", [*BIT_BY_BIT, "split heads"])
-def test_cached_decoding_is_the_whole_sequence_bit_by_bit(name, dtype):
+def test_cached_decoding_is_the_whole_sequence_bit_by_bit(name, dtype, threads):
     config = attention({"local": 1, "lsh": 1}) if name == "split heads" else named(name)
     check_decoding(small(attention=config), dtype, limit=0.0)
 

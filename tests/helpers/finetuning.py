@@ -4,8 +4,10 @@ import copy
 import csv
 import gzip
 import json
+import math
 import random
 from collections.abc import Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from launch import finetune
-from megasparse.config.finetuning import FinetuneConfig
+from megasparse.config.finetuning import FinetuneConfig, TaskConfig
 from megasparse.config.load import build_settings
 from megasparse.config.schema import ModelConfig
 from megasparse.model.build import initialise
@@ -23,6 +25,7 @@ from megasparse.tasks import start as starts
 from megasparse.tasks.backbones import MegasparseBody
 from megasparse.tasks.catalog import build_task
 from megasparse.tasks.form import Form, form_of
+from megasparse.tasks.readers.series import Series
 from megasparse.tasks.run import TaskRun, open_run
 from megasparse.tasks.start import Start
 from megasparse.training.checkpoints.checkpoint import Checkpoint
@@ -186,3 +189,86 @@ def config_of(folder: Path, start: dict[str, Any], **sections: Any) -> FinetuneC
 
 def open_start(config: FinetuneConfig, labels: int) -> Start:
     return starts.open_start(config, form_for(config), labels)
+
+
+START = datetime(2019, 12, 30, 5)
+HOUR = timedelta(hours=1)
+COLUMNS = ("load", "wind", "OT")
+FORECASTER: dict[str, Any] = {
+    "kind": "encoder_decoder", "vocabulary": 1, "max_length": 16, "layers": 1, "d_model": 16, "d_ff": 24, "heads": 2,
+    "blocks": "ordinary", "activations": "stored", "dropout": 0.1, "attention": {"pattern": ["full"]},
+    "source": {"length": 24, "layers": 2, "attention": {"pattern": [{"local": 1, "lha": 1}], "lha": {"chunk": 4}}},
+}  # fmt: skip
+"""For `model` of a run that reads 12 rows."""
+TASK: dict[str, Any] = {"name": "series", "max_length": 12, "forecast": {"horizon": 4, "overlap": 6, "targets": ["OT"]}}
+
+
+def numbers(rows: int, seed: int = 0) -> list[list[float]]:
+    """A day's wave with noise, of three columns of different means and spreads."""
+    drawn = random.Random(seed)
+    waves = ([math.sin(i * math.pi / 12 + c) + drawn.gauss(0, 0.2) for c in range(3)] for i in range(rows))
+    return [[10 * c + (c + 1) * value for c, value in enumerate(wave)] for wave in waves]
+
+
+def write(file: Path, values: list[list[Any]], start: datetime = START, step: timedelta = HOUR) -> Path:
+    with open(file, "w", encoding="utf-8", newline="") as stream:
+        out = csv.writer(stream)
+        out.writerow(["date", *COLUMNS])
+        out.writerows([str(start + step * i), *row] for i, row in enumerate(values))
+    return file
+
+
+def series(file: Path, **changes: Any) -> Series:
+    """The task of a training file: of 12 rows read, 4 are forecast. changes: of `forecast`, or of max_length."""
+    settings = {"horizon": 4, "overlap": 6, **changes}
+    length = settings.pop("max_length", 12)
+    return Series(TaskConfig.model_validate({"source": str(file), "max_length": length, "forecast": settings}))
+
+
+TOPICS = {
+    "sports": ["match", "goal", "team", "coach", "league", "striker"],
+    "food": ["soup", "bread", "recipe", "oven", "salad", "cook"],
+    "weather": ["storm", "rain", "sun", "cloud", "snow", "wind"],
+}
+
+
+def news_row(name: str, title: str, category: str = "news") -> str:
+    return "\t".join([name, category, f"{category}all", title, "", f"https://x.y/{name}.html", "[]", "[]"]) + "\n"
+
+
+def behaviors_row(name: str, history: str, impressions: str) -> str:
+    return "\t".join([name, "U1", "11/11/2019 9:05:58 AM", history, impressions]) + "\n"
+
+
+def split_folder(folder: Path, news: list[str], behaviors: list[str]) -> Path:
+    """Writes rows of both files. Returns behaviors.tsv."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "news.tsv").write_text("".join(news), encoding="utf-8")
+    (folder / "behaviors.tsv").write_text("".join(behaviors), encoding="utf-8")
+    return folder / "behaviors.tsv"
+
+
+def mind(folder: Path, train: int, dev: int, seed: int = 0, each: int = 20, cold: float = 0.1) -> Path:
+    """Writes train/, dev/ and an unlabelled test/. A user likes one topic: all clicks, before and now, are of it. each:
+    news of a topic. cold: share of impressions without a history.
+    """
+    drawn = random.Random(seed)
+    titles = {}
+    for topic, words in enumerate(TOPICS.values()):
+        titles |= {f"N{topic}{number}": " ".join(drawn.sample(words, 3)) for number in range(each)}
+    news = [news_row(name, title) for name, title in titles.items()]
+    for inner, count in (("train", train), ("dev", dev), ("test", 5)):
+        rows = []
+        for number in range(count):
+            topic = drawn.randrange(len(TOPICS))
+            own = [name for name in titles if name.startswith(f"N{topic}")]
+            other = [name for name in titles if name not in own]
+            history = [] if drawn.random() < cold else drawn.choices(own, k=drawn.randint(1, 8))
+            clicked, shown = drawn.sample(own, drawn.randint(1, 2)), drawn.sample(other, drawn.randint(2, 9))
+            fields = [f"{name}-1" for name in clicked] + [f"{name}-0" for name in shown]
+            if inner == "test":
+                fields = [*clicked, *shown]
+            drawn.shuffle(fields)
+            rows.append(behaviors_row(str(number + 1), " ".join(history), " ".join(fields)))
+        split_folder(folder / inner, news, rows)
+    return folder

@@ -17,6 +17,7 @@ from megasparse.evaluation.generate import BeamSettings, end_tokens, generate, s
 from megasparse.hub import from_pretrained
 from megasparse.hub.formats import format_named
 from megasparse.hub.importing import HFModel
+from megasparse.hub.tokenizer_files import chat_files
 from megasparse.ops.random import RngContext
 from megasparse.runs.api import load_checkpoint
 from tests.helpers.models import random_tokens
@@ -132,6 +133,8 @@ def test_the_models_own_end_ends_texts_and_is_exported(tmp_path, ends):
         (loaded.tokenizer.file.parent / "generation_config.json").write_text(text)
         with pytest.raises(ConfigError, match=f"generation_config.json: {problem}"):
             end_tokens(loaded.config, loaded.tokenizer)
+    with pytest.raises(HubError, match="cannot be read as a JSON object"):
+        chat_files(loaded.config, 20)
 
 
 @pytest.mark.parametrize("buffer", [False, True])

@@ -298,6 +298,7 @@ def test_a_saved_decoder_comes_back_and_is_read_by_transformers_alone(tmp_path, 
         ("GPT2", {}, LHA, 65, "has 64 positions, fewer than max_length = 65. Ask for no more"),
         ("GPT2", {"add_cross_attention": True}, LHA, None, "has cross-attention"),
         ("Gemma2", {"attn_logit_softcapping": 50.0}, LHA, None, "caps its scores .attn_logit_softcapping = 50.0"),
+        ("Gemma3", {"use_bidirectional_attention": True}, LHA, None, "attends in both directions"),
         ("Mistral", {"sliding_window": 32}, LHA, None, "sliding_window of 32 tokens is below max_length = 64"),
     ],
 )

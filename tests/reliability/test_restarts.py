@@ -2,7 +2,6 @@
 
 import os
 import random
-import re
 import signal
 import threading
 import time
@@ -96,8 +95,6 @@ def test_a_run_killed_at_every_point_of_a_save_or_a_step_goes_on_under_torchrun(
     assert deaths[0]["died"] - deaths[0]["time"] > DELAY - 0.5, "rank 1 was late, and the older checkpoint the newest"
     assert max(death["seconds"] for death in deaths) < 5 * patience()
     assert watcher.polls > 200 and watcher.polls_without == 0, "a complete checkpoint at every moment"
-    killed = re.findall(r"failed \(exitcode: -9\) local_rank: (\d)", ended.said)
-    assert killed == [str(crash["rank"]) for crash, _ in CRASHES]
     assert "Traceback" not in ended.said
 
     assert f"pid {run.rank(0)}, since " in (run.directory / LOCK_FILE).read_text(), "every start locks the folder again"

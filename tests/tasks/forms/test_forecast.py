@@ -21,8 +21,8 @@ from megasparse.tasks.forms.forecast import ForecastForm, Windows
 from megasparse.tasks.run import TaskRun, read_files, restore_task
 from megasparse.tasks.task import split_files
 from tests.helpers import finetuning
+from tests.helpers.finetuning import COLUMNS, FORECASTER, TASK, numbers, write
 from tests.helpers.models import SMALL, can_be_causal, encoder_names
-from tests.helpers.series import COLUMNS, FORECASTER, TASK, numbers, write
 
 L, OVERLAP, H = 12, 6, 4
 ROOT = Path(__file__).parents[3]

@@ -25,8 +25,18 @@ from megasparse.tasks.forms.ranking import Impressions, NewsRecommender, Ranking
 from megasparse.tasks.metrics import LOWER_IS_BETTER, METRICS, ranking
 from megasparse.tasks.run import TaskRun
 from megasparse.tasks.task import Example, SourceLocation, Task
-from tests.helpers.finetuning import ENCODER, assert_resumes, configured, opened, our_body, plain
-from tests.helpers.mind import behaviors_row, mind, news_row, split_folder
+from tests.helpers.finetuning import (
+    ENCODER,
+    assert_resumes,
+    behaviors_row,
+    configured,
+    mind,
+    news_row,
+    opened,
+    our_body,
+    plain,
+    split_folder,
+)
 
 
 def impressions(number: int, tied: bool) -> tuple[list[tuple[int, ...]], list[tuple[float, ...]]]:

@@ -12,7 +12,7 @@ from megasparse.errors import DataError
 from megasparse.tasks.catalog import build_task
 from megasparse.tasks.task import split_files
 from tests.helpers.commands import refusal
-from tests.helpers.mind import news_row
+from tests.helpers.finetuning import news_row
 
 GLUE = {"train": ["train.tsv"], "validation": ["dev.tsv"], "test": ["test.tsv"]}
 FOLDERS = {

@@ -14,7 +14,7 @@ from megasparse.errors import DataError
 from megasparse.tasks.catalog import build_task
 from megasparse.tasks.readers.series import ETTh1, Series, time_features
 from megasparse.tasks.task import Example, split_files
-from tests.helpers.series import COLUMNS, HOUR, START, numbers, series, write
+from tests.helpers.finetuning import COLUMNS, HOUR, START, numbers, series, write
 
 ROWS = 100
 """70 to train on, 10 to validate, 20 to test."""
