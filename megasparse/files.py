@@ -18,6 +18,14 @@ from typing import IO
 
 from megasparse.errors import DataError
 
+Progress = Callable[[str], None]
+"""Called with a description of the current work whenever it advances."""
+
+
+def silent(doing: str) -> None:
+    """A `Progress` that shows nothing."""
+
+
 LARGEST = 1 << 28
 """Bytes of a file that is read whole, by default."""
 NOT_REGULAR = "this is not a regular file"

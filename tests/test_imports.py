@@ -13,16 +13,15 @@ ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
     "errors": set(),
     "files": {"errors"},
-    "callbacks": set(),
     "ops": {"errors"},
     "optimizers": {"errors"},
     "config": {"errors", "files", "optimizers"},
-    "data": {"errors", "files", "callbacks"},
+    "data": {"errors", "files"},
     "attention": {"errors", "ops", "config"},
-    "training": {"errors", "files", "callbacks", "optimizers", "config", "data"},
+    "training": {"errors", "files", "optimizers", "config", "data"},
     "model": {"errors", "files", "ops", "config", "attention"},
 }
-ALL_BELOW = {"errors", "files", "callbacks", "ops", "optimizers", "config", "data", "attention", "training", "model"}
+ALL_BELOW = {"errors", "files", "ops", "optimizers", "config", "data", "attention", "training", "model"}
 for floor in ("evaluation", "planning", "hub"):
     MAY_IMPORT[floor] = ALL_BELOW
 MAY_IMPORT["tasks"] = ALL_BELOW | {"evaluation", "planning", "hub"}  # it starts from their models, and plans them
@@ -112,7 +111,6 @@ RUNS = {
     "config",
     "errors",
     "files",
-    "callbacks",
     "data",
     "ops",
     "attention",
@@ -126,7 +124,7 @@ REACHED = {
     "evaluate": ("runs.api", RUNS | {"evaluation"}),
     "generate": ("evaluation.texts", RUNS | {"evaluation"}),
     "predict": ("tasks.evaluate", RUNS | {"evaluation", "tasks"}),
-    "prepare-data": ("data.prepare", {"cli", "config", "errors", "files", "callbacks", "data", "optimizers"}),
+    "prepare-data": ("data.prepare", {"cli", "config", "errors", "files", "data", "optimizers"}),
     "compare": ("runs.comparison", RUNS),
     "report": ("runs.report", RUNS),
     "plan": ("planning.plan", RUNS | {"planning"}),

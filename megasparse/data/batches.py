@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megasparse.callbacks import Progress, never, silent
 from megasparse.data.index import Index
 from megasparse.data.order import Mixture, Order
 from megasparse.data.reader import ShardReader
 from megasparse.data.urls import FetchAhead
 from megasparse.errors import ConfigError
+from megasparse.files import Progress, silent
 
 MOST_OPEN_FILES = 256  # well under the usual limit of 1,024 descriptors a process
 POLL_SECONDS = 0.1
@@ -168,7 +168,7 @@ class TrainingBatches(Steps):
         world_size: int,
         start: int = 0,
         prefetch: int = 2,
-        stop_waiting: Callable[[], bool] = never,
+        stop_waiting: Callable[[], bool] = lambda: False,
         part: tuple[int, int] = (0, 1),
         alive: Progress = silent,
     ):

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megasparse.callbacks import Progress, silent
 from megasparse.data.index_file import AGAIN, INDEX_FILE, TAR_HEADER, Shard, tar_stride
 from megasparse.errors import DataError
-from megasparse.files import file_sha256, open_regular
+from megasparse.files import Progress, file_sha256, open_regular, silent
 
 if TYPE_CHECKING:
     from megasparse.data.index import Index

@@ -26,11 +26,10 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
-from megasparse.callbacks import Progress, silent
 from megasparse.data.index_file import INDEX_FILE, MOST_BYTES, Shard
 from megasparse.data.reader import ShardFile
 from megasparse.errors import ConfigError, DataError, UserError, one_line, without_secrets
-from megasparse.files import LOCK_FILE, FileLock, open_file, open_regular
+from megasparse.files import LOCK_FILE, FileLock, Progress, open_file, open_regular, silent
 
 STALL_SECONDS = 30.0  # without a byte for so long, a connection counts as broken
 ATTEMPTS = 8

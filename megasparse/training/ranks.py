@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed
 
-from megasparse.callbacks import Progress, never, silent
 from megasparse.config.schema import RunConfig
 from megasparse.errors import HANG, NO_LAUNCHER, ConfigError, leave, rank_variable
+from megasparse.files import Progress, silent
 from megasparse.training.stopping.watchdog import START
 
 POLL = 0.05
@@ -59,15 +59,11 @@ class Ranks:
         """Ranks, or groups of ranks, that read different sequences."""
         return self.world_size // self.sequence_size
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return the JSON value of every rank, in the order of the ranks, on every rank. Waits for all of them."""
-        return self._gather(value, range(self.world_size))
+    def gather(self, value: Any, first_only: bool = False) -> list[Any]:
+        """Return the JSON values of all ranks, in the order of the ranks. Waits for all of them.
 
-    def gather_to_first(self, value: Any) -> list[Any]:
-        """Return the JSON value of every rank on rank 0, an empty list on the others. Waits for all of them."""
-        return self._gather(value, range(1))
-
-    def _gather(self, value: Any, receivers: range) -> list[Any]:
+        first_only: ranks other than 0 receive nothing, and return an empty list.
+        """
         if self.world_size == 1:
             return [value]
         message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
@@ -75,11 +71,11 @@ class Ranks:
         torch.distributed.all_gather(sizes, torch.tensor([message.numel()], device=self.device))
         lengths = torch.cat(sizes).tolist()  # waits for the device once
         padded = torch.nn.functional.pad(message, (0, max(lengths) - message.numel()))
-        texts = [torch.empty_like(padded) for _ in lengths] if self.rank in receivers else []
-        if len(receivers) == self.world_size:
-            torch.distributed.all_gather(texts, padded)
-        else:
+        texts = [torch.empty_like(padded) for _ in lengths] if self.rank == 0 or not first_only else []
+        if first_only:
             torch.distributed.gather(padded, texts or None)
+        else:
+            torch.distributed.all_gather(texts, padded)
         return [json.loads(text[:length].cpu().numpy().tobytes()) for text, length in zip(texts, lengths, strict=False)]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -107,13 +103,13 @@ class Ranks:
 class RunHooks:
     """Callbacks of a run. With the defaults nobody stops or watches it."""
 
-    stop_wanted: Callable[[], bool] = never
+    stop_wanted: Callable[[], bool] = lambda: False
     """True if this rank knows that the run should save and end. Ranks may learn of it at different steps."""
     progress: Progress = silent
     """Called with what is done next, equally often on all ranks: a rank that hangs has called it less often."""
     alive: Progress = silent
     """Called with what is being done in work of which ranks may have different parts, such as files."""
-    trace_wanted: Callable[[], bool] = never
+    trace_wanted: Callable[[], bool] = lambda: False
     """True if this rank was asked, since the last call, for a trace of its next steps."""
 
 

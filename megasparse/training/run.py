@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from megasparse.callbacks import never
 from megasparse.config.schema import RunSettings
 from megasparse.data.batches import Steps
 from megasparse.training.checkpoints.checkpoint import Checkpoint
@@ -116,12 +115,12 @@ def open_training(
     directory, launch = Path(config.run.directory), ranks.gather(uuid.uuid4().hex)[0]
     with run_lock(directory, ranks), ExitStack() as opened:
         if signals is not None or ranks.world_size > 1:
-            signalled = (lambda: signals.reason is not None) if signals else never
+            signalled = lambda: signals is not None and signals.reason is not None  # noqa: E731
             heartbeats, timeout = directory / HEARTBEATS, config.run.hang_timeout
             watchdog = Watchdog(heartbeats, launch, ranks.rank, ranks.world_size, timeout, signalled)
             opened.enter_context(watchdog)
             stop_wanted = lambda: signalled() or watchdog.stop_elsewhere()  # noqa: E731
-            trace_wanted = signals.trace_wanted if signals else never
+            trace_wanted = signals.trace_wanted if signals else lambda: False
             hooks = RunHooks(stop_wanted, watchdog.progress, watchdog.alive, trace_wanted)
         engine: Engine | None = None
         try:

@@ -20,19 +20,12 @@ class ThreadRanks(Ranks):
     texts: list[str] = field(kw_only=True)
     """What each rank has said, which all share."""
 
-    def gather(self, value: Any) -> list[Any]:
-        return self._exchange(value)
-
-    def gather_to_first(self, value: Any) -> list[Any]:
-        values = self._exchange(value)
-        return values if self.rank == 0 else []
-
-    def _exchange(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, first_only: bool = False) -> list[Any]:
         self.texts[self.rank] = json.dumps(value)
         self.barrier.wait()
         values = [json.loads(text) for text in self.texts]
         self.barrier.wait()
-        return values
+        return values if self.rank == 0 or not first_only else []
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         of_each = [torch.tensor(value, dtype=values.dtype) for value in self.gather(values.tolist())]

@@ -106,7 +106,7 @@ def test_each_start_of_torchrun_has_a_name_of_its_own_in_the_store_that_outlives
 def messages_of_three() -> list[list[object]]:
     process = start_ranks(RunConfig(directory="unused", device="cpu"))
     message = {"rank": process.rank, "text": "\u00fc" * 1000 * process.rank}
-    to_first = [process.gather_to_first(value) for value in (message, None)]
+    to_first = [process.gather(value, first_only=True) for value in (message, None)]
     return [process.gather(message), *to_first, process.gather(process.rank)]
 
 

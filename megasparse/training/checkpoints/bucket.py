@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from megasparse.callbacks import Progress, silent
 from megasparse.config.schema import RunSettings
 from megasparse.data.urls import STORES, FetchError, check_url, fetch, retried, store, store_answer
 from megasparse.errors import CheckpointError, DataError, StorageError
-from megasparse.files import read_file, replacing, sync_folder
+from megasparse.files import Progress, read_file, replacing, silent, sync_folder
 from megasparse.training.checkpoints.manifest import (
     LARGEST_MANIFEST,
     MANIFEST,

@@ -10,10 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megasparse.callbacks import Progress
 from megasparse.config.schema import Config, RunSettings
 from megasparse.errors import CheckpointError, ConfigError
-from megasparse.files import open_file, read_file
+from megasparse.files import Progress, open_file, read_file
 from megasparse.training.checkpoints.bucket import fetch_newest, on_first_rank
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import (

@@ -111,7 +111,7 @@ class Saver:
         self.hooks.progress(f"step {save.step}: saved, waiting for the other ranks' parts")
         try:
             self._refuse(save, self.ranks.gather(save.problem))
-            parts = self.ranks.gather_to_first(save.part)
+            parts = self.ranks.gather(save.part, first_only=True)
             if self.ranks.rank == 0:
                 save.attempt(lambda: self._publish(save, parts))
             self._refuse(save, self.ranks.gather(save.problem))

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megasparse.callbacks import Progress, silent
 from megasparse.config.schema import RunSettings
 from megasparse.data.batches import Batch
+from megasparse.files import Progress, silent
 from megasparse.optimizers import create_state, set_steps_done, state_tensors, steps_done
 from megasparse.training.checkpoints.checkpoint import Checkpoint, Fragment, persistent_buffers
 from megasparse.training.ranks import Ranks
@@ -117,7 +117,7 @@ class Engine(ABC):
             self._backward(objective, len(micro_batches), last, poison_gradient)
         gradients = bytes_of(self.gradients(), self.ranks.device)
         if totals is None:
-            totals = self._totals(sums | {"grad_norm": self._gradient_norm().double()})
+            totals = self._totals(sums | self._gradient_norm())
         loss, apply_update, total = totals
         grad_norm, applied = self._update(apply_update, total.pop("grad_norm", None))
         for module in self.module.modules():  # what moves once a step, and by no gradient
@@ -212,9 +212,9 @@ class Engine(ABC):
         norm: its norm, where the totals were read after the backward.
         """
 
-    def _gradient_norm(self) -> Tensor:
-        """Norm of the accumulated gradient, on the device; of engines that read the totals after the backward."""
-        raise NotImplementedError
+    def _gradient_norm(self) -> dict[str, Tensor]:
+        """Return the norm of the accumulated gradient, on the device, if it is read together with the totals."""
+        return {}
 
     @abstractmethod
     def _state(self) -> Iterator[Fragment]:

@@ -38,9 +38,9 @@ class TorchEngine(Engine):
                     master.grad = grad if master.grad is None else master.grad + grad
                     p.grad = None
 
-    def _gradient_norm(self) -> Tensor:
+    def _gradient_norm(self) -> dict[str, Tensor]:
         self._norm = torch.nn.utils.get_total_norm([p.grad for p in self._masters.values() if p.grad is not None])
-        return self._norm
+        return {"grad_norm": self._norm.double()}
 
     def _update(self, apply_update: bool, norm: float | None) -> tuple[float, bool]:
         assert norm is not None

@@ -1,11 +1,8 @@
 """Traces of torch's profiler on demand: of the next steps after a signal."""
 
 import gzip
-import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
 from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
@@ -56,21 +53,14 @@ def _end(tracing: profile, first: int, config: RunSettings, ranks: Ranks) -> Non
     path = Path(config.run.directory) / "traces" / f"step-{first:08d}-rank-{ranks.rank:05d}.json.gz"
     try:
         tracing.stop()
-        _write(tracing, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(suffix=".json") as plain:
+            tracing.export_chrome_trace(plain.name)
+            trace = Path(plain.name).read_bytes()
+        if not trace.rstrip().endswith(b"}"):  # the exporter does not report a full disk
+            raise OSError(f"{tempfile.gettempdir()} has no room for it")
+        with replacing(path) as file:
+            file.write(gzip.compress(trace, compresslevel=3))
         write_error(f"rank {ranks.rank}: {path}: a trace; open it at https://ui.perfetto.dev or chrome://tracing")
     except (OSError, RuntimeError) as error:
         write_error(f"rank {ranks.rank}: {path} cannot be written ({error}). Training goes on")
-
-
-def _write(tracing: profile, path: Path) -> None:
-    """The file is there whole or not at all. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with closing(tempfile.NamedTemporaryFile(suffix=".json")) as plain:
-        tracing.export_chrome_trace(plain.name)
-        with open(plain.name, "rb") as trace:  # the exporter says nothing of a disk that is full
-            trace.seek(-min(64, os.path.getsize(plain.name)), os.SEEK_END)
-            if not trace.read().rstrip().endswith(b"}"):
-                raise OSError(f"{tempfile.gettempdir()} has no room for it")
-            trace.seek(0)
-            with replacing(path) as file, gzip.GzipFile(fileobj=file, mode="wb", compresslevel=3) as packed:
-                shutil.copyfileobj(trace, packed)

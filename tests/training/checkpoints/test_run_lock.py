@@ -18,7 +18,7 @@ from megasparse.errors import ConfigError, UserError
 from megasparse.files import LOCK_FILE, FileLock
 from megasparse.training.checkpoints.run_lock import run_lock
 from megasparse.training.ranks import Ranks
-from megasparse.training.reporting.json_lines import JsonLines
+from megasparse.training.reporting.tracker import JsonLines
 from megasparse.training.stopping.watchdog import HEARTBEATS, overwrite
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.run_ranks import ROOT

@@ -29,7 +29,7 @@ from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, RunHooks
-from megasparse.training.reporting.json_lines import JsonLines
+from megasparse.training.reporting.tracker import JsonLines
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.tiny import identity_of, tiny_config, tiny_engine, train_steps
 

@@ -62,18 +62,14 @@ def test_the_same_on_all_is_saved_once(tmp_path):
 def test_only_rank_0_receives_the_manifests_of_the_ranks(tmp_path, monkeypatch):
     received: dict[int, list[str]] = {0: [], 1: [], 2: []}
 
-    def note(name: str) -> None:
-        gather = getattr(ThreadRanks, name)
+    gather = ThreadRanks.gather
 
-        def noting(ranks: Ranks, value: Any) -> list[Any]:
-            values: list[Any] = gather(ranks, value)
-            received[ranks.rank] += map(json.dumps, values)
-            return values
+    def noting(ranks: ThreadRanks, value: Any, first_only: bool = False) -> list[Any]:
+        values = gather(ranks, value, first_only)
+        received[ranks.rank] += map(json.dumps, values)
+        return values
 
-        monkeypatch.setattr(ThreadRanks, name, noting)
-
-    note("gather")
-    note("gather_to_first")
+    monkeypatch.setattr(ThreadRanks, "gather", noting)
     assert save_twice(tmp_path, 3) == [None] * 3
     of_pieces = {rank: sum('"numel"' in text for text in texts) for rank, texts in received.items()}
     assert of_pieces == {0: 2 * 3, 1: 0, 2: 0}
