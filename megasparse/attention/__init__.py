@@ -1,7 +1,7 @@
-"""Attention mechanisms: each with its settings, its class and one line that registers both.
+"""Attention mechanisms. Each module defines a configuration section and a class, and registers both.
 
-Heads of one layer that several mechanisms share stand in the order of registration, and so of these imports, which
-therefore never changes.
+The import order is the registration order, which fixes the order of the heads in a layer with several mechanisms.
+Never change it.
 """
 
 from megasparse.attention import (  # isort: skip

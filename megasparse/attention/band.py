@@ -1,4 +1,4 @@
-"""Attention inside buckets, and its decoding from each bucket's last keys: what every hashed mechanism shares.
+"""Attention inside buckets, and decoding from each bucket's last keys, shared by all hashed mechanisms.
 
 B batch, H heads, R rounds, L length, D head dim, N buckets, M chunk.
 """
@@ -29,27 +29,27 @@ from megasparse.ops.bucketed_attention.blocks import QueryBlock, query_attention
 from megasparse.ops.bucketed_attention.definition import RankedTiles
 
 Codes = tuple[Tensor, Tensor | None]
-"""Buckets of queries and of keys, (B, H, R, L) each, any integer type; None for keys: the queries' are theirs too."""
+"""Buckets of queries and of keys, (B, H, R, L) each, any integer type; None if keys share the queries' codes."""
 _MATCHES = 1 << 22
-"""Codes of queries and keys that are compared at a time."""
+"""Query-key code comparisons computed at a time."""
 _LAST = -1e30
-"""A log-sum-exp below all that a token can have that sees another."""
+"""A log-sum-exp below that of any token with a visible key."""
 
 
 def with_window(codes: Tensor) -> Tensor:
-    """Codes (B, H, R, L) with a first round more, in which all tokens share a bucket: its band is a window on the last
-    M tokens. As rounds are merged in one softmax, a key in the window and in a bucket counts once.
+    """Prepend a round to codes (B, H, R, L) in which all tokens share a bucket: its band is a window of the last M
+    tokens. Rounds are merged in one softmax, so a key in both the window and a bucket is included once.
     """
     return torch.cat([torch.zeros_like(codes[:, :, :1]), codes], dim=2)
 
 
 @dataclass
 class BandCache(Cache):
-    """Keys and values of all tokens so far, and each bucket's last M keys, oldest overwritten first.
+    """Keys and values of all tokens so far, and each bucket's last M keys in a ring buffer.
 
-    codes: (B, H, R, capacity), the keys' buckets. rank: (B, H, R, capacity), a key's number inside its bucket. last:
-    (B, H, R, N, M) tokens; the key of rank k stands at k mod M. size: (B, H, R, N). Where all heads have the same
-    codes, H is 1 in these four.
+    codes: (B, H, R, capacity), the keys' buckets. rank: (B, H, R, capacity), a key's index inside its bucket. last: (B,
+    H, R, N, M) tokens; the key of rank k is at index k mod M. size: (B, H, R, N). If all heads share codes, H is 1 in
+    these four tensors.
     """
 
     tokens: KeyValueCache
@@ -62,14 +62,14 @@ class BandCache(Cache):
     def empty(
         batch: int, spec: MechanismSpec, rounds: int, buckets: int, chunk: int, like: Tensor, heads: int | None = None
     ) -> "BandCache":
-        """For `batch` sequences, with device and dtype of `like`. heads: those with codes, by default all."""
+        """Return a cache for `batch` sequences, on the device of `like`. heads: heads with codes; None for all."""
         shape, capacity = (batch, heads or spec.heads, rounds), spec.max_length
         sizes = ((capacity,), (capacity,), (buckets, chunk), (buckets,))
         numbers = (torch.zeros(*shape, *size, dtype=torch.int64, device=like.device) for size in sizes)
         return BandCache(KeyValueCache.empty(batch, spec, capacity, like), *numbers)
 
     def fill(self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None) -> None:
-        """Takes a whole prompt into an empty cache. See `Codes`."""
+        """Prefill an empty cache with a prompt. See `Codes`."""
         codes = (query_codes if key_codes is None else key_codes).to(torch.int64)
         length, chunk = codes.shape[-1], self.last.shape[-1]
         self.tokens.put(inputs.k, inputs.v)
@@ -82,14 +82,13 @@ class BandCache(Cache):
         rank = self.rank[..., :length]
         slot = codes * chunk + rank % chunk
         recent = self.size.gather(-1, codes) - rank <= chunk
-        # Tokens that a later one of the bucket pushed out are sent where the newest token of the row goes, before it
-        # does.
+        # Scatter has no mask: redirect overwritten tokens to the newest token's slot, with the newest token's value.
         token = torch.arange(length, device=codes.device).expand_as(codes)
         newest_slot, newest = slot[..., -1:], token[..., -1:]
         self.last.flatten(-2).scatter_(-1, torch.where(recent, slot, newest_slot), torch.where(recent, token, newest))
 
     def append(self, inputs: AttentionInputs, code: Tensor, position: int) -> None:
-        """Takes in the new token, whose key has the buckets code (B, H, R, 1)."""
+        """Append the new token, whose key is in the buckets code (B, H, R, 1)."""
         self.tokens.put(inputs.k, inputs.v, position)
         rank, chunk = self.size.gather(-1, code), self.last.shape[-1]  # (B, H, R, 1): earlier keys of the bucket
         self.codes[..., position], self.rank[..., position] = code[..., 0], rank[..., 0]
@@ -98,23 +97,23 @@ class BandCache(Cache):
         self.size.scatter_add_(-1, code, torch.ones_like(code))
 
     def rounds(self, numbers: slice) -> "BandCache":
-        """Return the cache of some rounds, as views."""
+        """Return the cache of a slice of rounds, as views."""
         return BandCache(self.tokens, *(x[:, :, numbers] for x in (self.codes, self.rank, self.last, self.size)))
 
     def attend(self, q: Tensor, code: Tensor, rank: Tensor, spec: BucketedAttentionSpec) -> tuple[Tensor, Tensor]:
-        """Compute `bucketed_attention` of one query, with the same bits as in a whole pass, without `self_at_last`.
+        """Compute `bucketed_attention` of one query, bit-identical to a full pass, without `self_at_last`.
 
         Args:
             q: (B, H, 1, D).
-            code, rank: (B, H or 1, R, 1) int64, the query's buckets, and the last rank in each that it may see.
+            code, rank: (B, H or 1, R, 1) int64, the query's buckets, and the last visible rank in each of them.
         """
         return query_attention(q, self.tokens.k, self.tokens.v, spec, self._blocks(q, code, rank, spec))
 
     def _blocks(self, q: Tensor, code: Tensor, rank: Tensor, spec: BucketedAttentionSpec) -> Iterator[QueryBlock]:
-        """Yield blocks of queries whose tiles have one shape, round after round."""
+        """Yield blocks of queries whose tiles have the same shape, round by round."""
         codes, ranks, last = (x.flatten(0, 1) for x in (self.codes, self.rank, self.last))
         row = torch.arange(q.shape[0] * q.shape[1], device=q.device)
-        shared = row // (len(row) // len(codes))  # the row of a query's codes
+        shared = row // (len(row) // len(codes))  # row of `codes` for each query
         code, rank = (x.flatten(0, 1).squeeze(-1).index_select(0, shared) for x in (code, rank))  # (B·H, R)
         tiles, chunk = RankedTiles.of(spec, self.tokens.k.shape[2]), spec.window.chunk
         first = tiles.start(rank)
@@ -134,26 +133,26 @@ class BandCache(Cache):
 
 
 class BandAttention(Attention):
-    """Hashed attention in a band of each bucket, which decodes from each bucket's last keys."""
+    """Hashed attention in a band of each bucket. Decodes from each bucket's last keys."""
 
     window: Window
     buckets: int
     shares_pairs = True
     rule: dict[str, Any]
-    """Scale, exclude_self and count_rounds, as `BucketedAttentionSpec` has them."""
+    """The fields scale, exclude_self and count_rounds of `BucketedAttentionSpec`."""
     local: bool = False
-    """True if each head sees a window too, see `with_window`."""
+    """True if each head also attends to a window, see `with_window`."""
     sinks: int = 0
-    """First tokens that every later one sees, in the same softmax. They stand in no bucket, and in no window."""
+    """Number of first tokens that all later tokens attend to, in the same softmax; excluded from buckets and window."""
 
     @abstractmethod
     def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> Codes:
-        """Buckets of a decoder's tokens from `position` on."""
+        """Return the buckets of a decoder's tokens from `position` on."""
 
     def attend(
         self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None, part: SequencePart = WHOLE
     ) -> AttentionOutput:
-        """Attend in the buckets, in the window that the mechanism has beside them, and to the sinks. See `Codes`."""
+        """Attend in the buckets, in the optional window, and to the sinks. See `Codes`."""
         codes = self._seen_codes(query_codes, key_codes)
         if not self.sinks and part.share is None:
             return AttentionOutput(inputs.in_buckets(codes[0], self._spec(inputs.causal), codes[1])[0], None, {})
@@ -162,8 +161,8 @@ class BandAttention(Attention):
             sink_rule = {name: self.rule[name] for name in ("scale", "exclude_self")}
             parts.append(sink_attention(self.sinks, inputs, part, **sink_rule))
         out, lse = merge(parts)
-        # A real token that sees nothing sees itself. Where ranks share out the pairs, it may see others' pairs yet:
-        # itself then counts as nothing beside them.
+        # A real token without a visible key attends to itself. If ranks divide the pairs, other ranks may have visible
+        # keys for it, so its own value gets a negligible log-sum-exp.
         blind = lse.isneginf()
         if inputs.key_mask is not None:
             blind = blind & inputs.key_mask[:, None]
@@ -179,8 +178,8 @@ class BandAttention(Attention):
     def _in_buckets(
         self, inputs: AttentionInputs, query_codes: Tensor, key_codes: Tensor | None, part: SequencePart
     ) -> tuple[Tensor, Tensor]:
-        """The buckets without the sinks' keys. A decoder's sinks see nothing but sinks, so they are padding to the
-        buckets; in an encoder they are queries in the buckets.
+        """Attend in the buckets, without the sinks' keys. A decoder's sinks attend only to sinks, so they are masked as
+        padding; an encoder's sinks remain queries.
         """
         without_sinks, spec = inputs, self._spec(inputs.causal, self_at_last=False, share=part.share)
         sink = DocumentRanks.of(inputs).rank < self.sinks if self.sinks else None
@@ -213,7 +212,7 @@ class BandAttention(Attention):
         return codes.to(torch.int16 if self.buckets < 1 << 15 else torch.int32), queries
 
     def choose(self, queries: Any, index: Tensor | None, tokens: CachedTokens) -> Tensor | None:
-        """The last M keys of each query's buckets, of the window, and the sinks, each key once."""
+        """Return the last M keys of each query's buckets, the window and the sinks, each key once."""
         if queries is None or index is None:
             return None
         batch, heads, rounds, count = queries.shape
@@ -249,7 +248,7 @@ class BandAttention(Attention):
         return BandCache.empty(batch, self.spec.on_rank(part), rounds, buckets, self.window.chunk, like)
 
     def cached_rounds(self, rounds: int | None) -> int:
-        """Hash rounds of a cache. rounds: in place of the configured ones, or None."""
+        """Return the number of hash rounds in a cache. rounds: overrides the configured number, or None."""
         return 1
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: BandCache, context: AttentionContext) -> None:
@@ -273,7 +272,7 @@ class BandAttention(Attention):
         return torch.where(lse.isneginf().unsqueeze(-1), inputs.v.to(out.dtype), out)
 
     def _cached_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> Codes:
-        """The keys of sinks have a bucket that no query has."""
+        """Return codes in which the sinks' keys are in a bucket without queries."""
         queries, keys = self._seen_codes(*self.band_codes(inputs, position, context))
         if position < self.sinks:
             keys = (queries if keys is None else keys).to(torch.int64, copy=True)
@@ -282,8 +281,8 @@ class BandAttention(Attention):
 
 
 def check_band(key: str, window: str, local: bool, sinks: int) -> None:
-    """Raise ConfigError for a window or sinks beside what is no band. key: that of the mechanism's section."""
+    """Raise ConfigError if a window or sinks are set without a band. key: of the mechanism's section."""
     for name, value, none in (("local", local, False), ("sinks", sinks, 0)):
         if value and window != "band":
-            problem = f'{json.dumps(value)} stands beside a band, but window = "{window}"'
+            problem = f'{json.dumps(value)} needs a band, but window = "{window}"'
             raise ConfigError(f"{key}.{name}", problem, f'Set it to {json.dumps(none)}, or window to "band"')

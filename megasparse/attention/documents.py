@@ -1,6 +1,6 @@
-"""The documents of a batch, one by one and without padding, for what must treat each as if it were alone.
+"""Iterate over the documents of a batch, without padding, for operations that treat each document separately.
 
-B batch, H heads, L length, n tokens of a document, D head dim, W clusters, M places of a cluster.
+B batch, H heads, L length, n tokens of a document, D head dim, W clusters, M slots of a cluster.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,26 +15,26 @@ from megasparse.attention.contract import AttentionInputs
 from megasparse.ops.cluster_attention import ClusterAttentionSpec, cluster_attention
 
 ClusterIndices = tuple[Tensor, Tensor]
-"""Queries and keys of every cluster: token numbers, (B, H, W, M) each, −1 at empty places."""
+"""Queries and keys of every cluster: token numbers, (B, H, W, M) each, −1 in empty slots."""
 
 
 class Document(NamedTuple):
-    """Tokens of a document. rows: of the batch. tokens: their positions, (n,) int64 in order; None: all of them."""
+    """Tokens of a document. rows: rows of the batch. tokens: their positions, (n,) int64 in order; None for all."""
 
     rows: slice
     tokens: Tensor | None
 
     def take(self, x: Tensor) -> Tensor:
-        """(rows, H, n, ...) of x (B, H, L, ...)."""
+        """Select (rows, H, n, ...) from x (B, H, L, ...)."""
         x = x[self.rows]
         return x if self.tokens is None else x.index_select(2, self.tokens)
 
 
 def documents(key_mask: Tensor | None, segments: Tensor | None) -> Iterator[Document]:
     """Yield the documents of a batch. key_mask: (B, L) bool, true for real tokens. segments: (B, L) document numbers.
-    With neither, the whole batch comes as one: its rows are alike and apart. On the meta device a row is one document.
+    If both are None, yield the whole batch once. On the meta device each row is one document.
 
-    A GPU is waited for once, when the masks are copied to the host, not at every document.
+    Synchronises with the GPU once, when copying the masks to the host.
     """
     if key_mask is None and segments is None:
         yield Document(slice(None), None)
@@ -54,13 +54,13 @@ def documents(key_mask: Tensor | None, segments: Tensor | None) -> Iterator[Docu
 
 
 def attend_each(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Tensor]) -> Tensor:
-    """Return attend(heads) -> (B, H, L, D), for each document by itself where there are several, or padding before
-    them.
+    """Return attend(heads) -> (B, H, L, D), computed separately for each document if rows contain several documents or
+    start with padding.
 
-    So what depends on positions counts them from the document's first real token. Padding gets 0.
+    Positions are thus relative to the document's first real token. Padding gets 0.
     """
     mask = inputs.key_mask
-    # On the meta device a mask has no values: memory is counted for sequences without padding.
+    # A mask on the meta device has no values; memory estimates assume sequences without padding.
     if inputs.segments is None and (mask is None or mask.is_meta or bool((mask[:, :-1] >= mask[:, 1:]).all())):
         out = attend(inputs)
         return out if mask is None else out.masked_fill(~mask[:, None, :, None], 0.0)
@@ -75,13 +75,13 @@ def attend_each(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Ten
         parts.append(attend(alone)[0].transpose(0, 1))  # (n, H, D)
         slots.append(document.rows.start * length + document.tokens)
     if not parts:
-        return inputs.q.masked_fill(torch.ones_like(inputs.q, dtype=torch.bool), 0.0)  # has a gradient, 0, as ever
+        return inputs.q.masked_fill(torch.ones_like(inputs.q, dtype=torch.bool), 0.0)  # keep a zero gradient
     out = inputs.q.new_zeros(batch * length, heads, head_dim).index_copy(0, torch.cat(slots), torch.cat(parts))
     return out.view(batch, length, heads, head_dim).transpose(1, 2)
 
 
 def clusters_by_document(inputs: AttentionInputs, choose: Callable[[Document], ClusterIndices]) -> ClusterIndices:
-    """The clusters of all documents side by side, int32. choose: a document's own, as numbers of its tokens."""
+    """Return the clusters of all documents, concatenated, int32. choose: clusters of one document, as token numbers."""
     if inputs.key_mask is None and inputs.segments is None:
         queries, keys = choose(Document(slice(None), None))
         return queries.to(torch.int32), keys.to(torch.int32)
@@ -91,13 +91,13 @@ def clusters_by_document(inputs: AttentionInputs, choose: Callable[[Document], C
     for document in documents(inputs.key_mask, inputs.segments):
         assert document.tokens is not None
         queries, keys = choose(document)
-        numbers = F.pad(document.tokens, (0, 1), value=-1)  # the last one is that of an empty place
+        numbers = F.pad(document.tokens, (0, 1), value=-1)  # index −1, an empty slot, maps to −1
         rows[document.rows.start].append((numbers[queries[0]], numbers[keys[0]]))
     return _side_by_side([[part[0] for part in row] for row in rows]), _side_by_side([[p[1] for p in r] for r in rows])
 
 
 def _side_by_side(rows: list[list[Tensor]]) -> Tensor:
-    """ClusterIndices (H, W, M) of each row's documents, as one (B, H, ΣW, M) with empty places at the ends."""
+    """Concatenate each row's (H, W, M) clusters to one (B, H, ΣW, M), padded with empty slots."""
     size = max(part.shape[-1] for row in rows for part in row)
     joined = [torch.cat([F.pad(part, (0, size - part.shape[-1]), value=-1) for part in row], dim=1) for row in rows]
     clusters = max(row.shape[1] for row in joined)
@@ -108,7 +108,7 @@ def _side_by_side(rows: list[list[Tensor]]) -> Tensor:
 def attend_in_clusters(
     inputs: AttentionInputs, lists: ClusterIndices, scale: float, count_clusters: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attention (B, H, L, D) inside clusters that may leave tokens out, and the share of real queries in none."""
+    """Return attention (B, H, L, D) inside clusters, and the share of real queries that are in no cluster."""
     spec = ClusterAttentionSpec(inputs.causal, scale, count_clusters)
     out, lse = cluster_attention(inputs.q, inputs.k, inputs.v, *lists, spec, dropout=inputs.dropout)
     real = torch.ones_like(lse, dtype=torch.bool)

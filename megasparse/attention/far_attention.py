@@ -1,7 +1,7 @@
-"""Full attention to the keys beyond a mechanism's window and sinks, and losses by which its choice of keys learns it.
+"""Full attention to keys beyond a mechanism's window and sinks, and losses that train a choice of keys with it.
 
-A mechanism that chooses keys is judged by what it adds to those that it sees in any case, so it learns from the others
-alone. A sample of queries stands for all, so that time and memory grow with the length.
+Keys in the window and sinks are visible in any case, so only the other keys train the choice. A sample of queries is
+used, so that time and memory grow linearly with the length.
 
 B batch, H heads, L length, S sampled queries, D head dim, d width of a sketch, N buckets, K keys.
 """
@@ -16,26 +16,26 @@ from megasparse.attention.sinks import DocumentRanks
 from megasparse.ops.random import random_bits
 
 SAMPLES = 256
-"""Queries that a choice of keys learns from at a time."""
+"""Sampled queries per step."""
 TILE = 64
-"""Queries whose scores exist at a time, of which only the best stay."""
+"""Queries whose scores are stored at a time."""
 BEST = 32
-"""Keys of each of them that hashes learn to meet."""
+"""Best keys per query that hashes learn to match."""
 Near = Callable[[Tensor, Tensor], Tensor]
 """Predicate `near(query_positions, key_positions) -> bool`, broadcasting."""
 
 
 def drawn_positions(key: int, length: int, count: int, device: torch.device) -> Tensor:
-    """`count` different positions, or all that there are, of every sequence alike: (S,) int64."""
+    """Draw `count` distinct positions (or all), the same for every sequence: (S,) int64."""
     bits = random_bits(key, torch.arange(length, device=device), 1).squeeze(-1)
     return bits.argsort(stable=True)[:count]
 
 
 def far_pairs(inputs: AttentionInputs, queries: Tensor, sinks: int, near: Near | None) -> Tensor:
-    """Pairs that attention shows, but neither the window nor the sinks: (B or 1, S, L) bool. queries: (S,)."""
+    """Return the visible pairs that are neither in the window nor with a sink: (B or 1, S, L) bool. queries: (S,)."""
     _, number, rank = DocumentRanks.of(inputs)
     length, of_query = rank.shape[1], rank[:, queries, None]
-    first = number - rank  # of the document, among all tokens in their order
+    first = number - rank  # index of the document's first token in `DocumentRanks.order`
     visible = (first[:, None] == first[:, queries, None]) & (of_query < length) & (rank < length)[:, None]
     if inputs.causal:
         visible = visible & (rank[:, None] <= of_query)
@@ -46,8 +46,8 @@ def far_pairs(inputs: AttentionInputs, queries: Tensor, sinks: int, near: Near |
 
 @torch.no_grad()
 def far_attention(inputs: AttentionInputs, queries: Tensor, far: Tensor, scale: float) -> Tensor:
-    """The share of full attention softmax(scale·q·k) of each far pair: (B, H, S, L), in fp32 at least. far: (B or 1, S,
-    L) bool.
+    """Return the probability of each far pair in full attention softmax(scale·q·k): (B, H, S, L), fp32 or wider. far:
+    (B or 1, S, L) bool.
     """
     q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (inputs.q[:, :, queries], inputs.k))
     score = (q @ k.transpose(-1, -2)).mul_(scale)
@@ -58,7 +58,7 @@ def far_attention(inputs: AttentionInputs, queries: Tensor, far: Tensor, scale: 
 def best_far(
     inputs: AttentionInputs, queries: Tensor, sinks: int, near: Near | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The BEST far keys of each query, or all: their shares of attention and their places, (B, H, S, K) each."""
+    """Return each query's BEST far keys (or all): attention probabilities and positions, (B, H, S, K) each."""
     tiles = []
     for tile in queries.split(TILE):
         shares = far_attention(inputs, tile, far_pairs(inputs, tile, sinks, near), scale)
@@ -67,9 +67,8 @@ def best_far(
 
 
 def sketch_divergence(q: Tensor, k: Tensor, share: Tensor, far: Tensor) -> Tensor:
-    """Σ_j a_ij·log(a_ij/(m_i·p_ij)), mean over queries: the divergence of the sketch p = softmax(q·k/√d) of far keys
-    from their shares a of attention, weighted by their part m_i = Σ_j a_ij (as the indexer of DeepSeek-V3.2 learns).
-    Scalar.
+    """Return Σ_j a_ij·log(a_ij/(m_i·p_ij)), averaged over queries: the divergence of the sketch p = softmax(q·k/√d) of
+    far keys from their attention a, weighted by its total m_i = Σ_j a_ij (as for DeepSeek-V3.2's indexer). Scalar.
 
     q: (B, S, d). k: (B, L, d). share: (B, S, L), 0 where `far` (B or 1, S, L) is false.
     """
@@ -81,12 +80,12 @@ def sketch_divergence(q: Tensor, k: Tensor, share: Tensor, far: Tensor) -> Tenso
 
 
 def collision_loss(query_scores: Tensor, key_scores: Tensor, share: Tensor, best_scores: Tensor) -> Tensor:
-    """−Σ_i m_i·log(Σ_j a_ij·P_i·P′_j / m_i) / Σ_i m_i: how improbable it is that queries and their best keys, each of
-    which draws a bucket by its softmax P or P′, draw the same; plus the divergences of the mean P and P′ of each head
-    from even buckets, without which one bucket for all would be best. Mean over heads, scalar.
-
+    """Return −Σ_i m_i·log(Σ_j a_ij·P_i·P′_j / m_i) / Σ_i m_i, the negative log probability that a query and its best
+    keys draw the same bucket from their softmaxes P and P′; plus, for each head, the divergence of the mean P and P′
+    from the uniform distribution, without which a single bucket would be optimal. Mean over heads, scalar.
     query_scores, key_scores: (B, H, S, N), of sampled queries and keys. share: (B, H, S, K), attention a_ij to the best
-    keys. best_scores: (B, H, S, K, N), of those.
+    query_scores, key_scores: (B, H, S, N), of sampled queries and keys. share: (B, H, S, K), attention a_ij to the best
+    keys. best_scores: (B, H, S, K, N), scores of these keys.
     """
     chosen, drawn = torch.softmax(query_scores, dim=-1), torch.softmax(key_scores, dim=-1)
     meet = (torch.softmax(best_scores, dim=-1) @ chosen.unsqueeze(-1)).squeeze(-1)
@@ -94,6 +93,6 @@ def collision_loss(query_scores: Tensor, key_scores: Tensor, share: Tensor, best
     hit = (share * meet).sum(-1) / total.clamp_min(torch.finfo(total.dtype).tiny)
     missed = -(total * (hit + 1e-4).log()).sum((0, 2)) / total.sum((0, 2)).clamp_min(torch.finfo(total.dtype).tiny)
     mean = torch.stack([chosen, drawn]).mean((1, 3))  # (2, H, N)
-    # A softmax may be exactly 0, where the gradient of a logarithm is not finite.
+    # Clamp: a softmax can be exactly 0, and log has no finite gradient there.
     uneven = (mean * (mean.clamp_min(torch.finfo(mean.dtype).tiny) * mean.shape[-1]).log()).sum(-1)
     return (missed + uneven.sum(0)).mean()

@@ -1,4 +1,4 @@
-"""Full softmax attention by torch's scaled_dot_product_attention. B batch, H heads, L length, D head dim."""
+"""Full softmax attention with torch's scaled_dot_product_attention. B batch, H heads, L length, D head dim."""
 
 from dataclasses import dataclass
 
@@ -24,15 +24,15 @@ from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import PairDropout
 
 _MASK = 1 << 24
-"""Pairs of a mask at a time: 4,096 tokens have it whole."""
+"""Pairs in one tile of the mask. Up to 4,096 tokens use a single tile."""
 
 
 @dataclass
 class Cache:
-    """State of decoding: tensors whose first dimension is the batch, and other caches. All else is of no sequence."""
+    """Decoding state: tensors whose first dimension is the batch, and nested caches. Other fields have no batch."""
 
     def select(self, rows: Tensor) -> None:
-        """Becomes that of the sequences `rows`, (n,) int64 indices into the batch, repeats allowed."""
+        """Keep the sequences `rows`, (n,) int64 indices into the batch; repeats allowed. In place."""
         for name, x in vars(self).items():
             if isinstance(x, Cache):
                 x.select(rows)
@@ -42,7 +42,7 @@ class Cache:
 
 @dataclass
 class KeyValueCache(Cache):
-    """Keys and values (B, H, capacity, D) of the tokens before the current position; later places are unused."""
+    """Keys and values (B, H, capacity, D) of the tokens before the current position; later slots are unused."""
 
     k: Tensor
     v: Tensor
@@ -52,13 +52,13 @@ class KeyValueCache(Cache):
         return KeyValueCache(*(like.new_zeros(batch, spec.heads, capacity, spec.head_dim) for _ in range(2)))
 
     def put(self, k: Tensor, v: Tensor, first: int = 0) -> None:
-        """Takes in the tokens from position `first` on: (B, H, n, D) each."""
+        """Store the tokens from position `first` on: (B, H, n, D) each."""
         self.k[:, :, first : first + k.shape[2]] = k
         self.v[:, :, first : first + v.shape[2]] = v
 
 
 class KeyValueAttention(Attention):
-    """A mechanism that decodes from the keys and values of all tokens."""
+    """Mechanism that decodes from the keys and values of all tokens."""
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> KeyValueCache:
         return KeyValueCache.empty(batch, self.spec.on_rank(part), self.spec.max_length, like)
@@ -69,15 +69,16 @@ class KeyValueAttention(Attention):
 
 class FullAttentionConfig(MechanismSection):
     shared_qk: bool = False
-    """Queries are the keys too (Reformer section 2): logits q·q/|q|, a token sees itself only as last resort."""
+    """Keys are the normalised queries (Reformer, section 2): logits q·q/|q|. A token attends to itself only if no other
+    key is visible."""
     sinusoidal_positions: bool = False
-    """Sinusoidal positions added to the queries and keys of every such layer, as in the model of LHA's appendix A.1."""
+    """Add sinusoidal positions to the queries and keys of every such layer, as in the model of LHA's appendix A.1."""
 
 
 @mechanism("full", FullAttentionConfig)
 class FullAttention(KeyValueAttention):
-    """Full attention, softmax(qkᵀ/√D)v; with shared QK softmax(q·k̂ᵀ)v, k̂ = q/|q|, a token seeing itself only when it
-    sees nothing else.
+    """Full attention, softmax(qkᵀ/√D)v. With shared QK: softmax(q·k̂ᵀ)v, k̂ = q/|q|, and a token attends to itself only
+    if no other key is visible.
     """
 
     def __init__(self, config: FullAttentionConfig, spec: MechanismSpec):
@@ -93,7 +94,7 @@ class FullAttention(KeyValueAttention):
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         inputs = inputs.of_one_dtype()
         scale = 1.0 if self.shared_qk else inputs.q.shape[3] ** -0.5
-        if inputs.dropout is not None:  # a window of all tokens: torch's own dropout draws from a global generator
+        if inputs.dropout is not None:  # a window of all tokens, because SDPA's dropout uses the global generator
             window = Window("band", inputs.q.shape[2])
             spec = BucketedAttentionSpec(window, inputs.causal, scale, exclude_self=self.shared_qk)
             out = inputs.in_buckets(None, spec)[0]
@@ -108,7 +109,7 @@ class FullAttention(KeyValueAttention):
     def _shared(self, inputs: AttentionInputs) -> Tensor:
         q, k, v = inputs.q, inputs.k, inputs.v
         if inputs.causal and inputs.key_mask is None and inputs.segments is None:
-            # Seeing strictly earlier tokens is ordinary causal attention of queries 1… to keys 0…
+            # Attention to strictly earlier tokens is causal attention of queries 1… to keys 0…
             rest = F.scaled_dot_product_attention(q[:, :, 1:], k[:, :, :-1], v[:, :, :-1], is_causal=True, scale=1.0)
             return torch.cat([v[:, :, :1], rest], dim=2)
         return _masked(inputs, 1.0, exclude_self=True)
@@ -130,7 +131,7 @@ class FullAttention(KeyValueAttention):
 
 
 def attend_to_all(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: PairDropout | None) -> Tensor:
-    """Compute softmax(qkᵀ/√D)v, dropout of the probabilities included; what sees no real key gets 0.
+    """Compute softmax(qkᵀ/√D)v with dropout of the probabilities. Queries without a real key get 0.
 
     q: (B, H, Lq, D). k, v: (B, H, Lk, D). key_mask: (B, Lk) bool, true for real keys.
     """
@@ -146,8 +147,8 @@ def attend_to_all(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, drop
 
 
 def _masked(inputs: AttentionInputs, scale: float, exclude_self: bool) -> Tensor:
-    """Attention where a mask decides, which is never L × L: a GPU's kernels take one window of the whole sequence, and
-    elsewhere some queries at a time have their rows of it, which the backward makes again.
+    """Attend with a mask that is never materialised as L × L. Triton kernels use one window over the whole sequence;
+    other devices build the mask for a tile of queries at a time, and again in the backward pass.
     """
     q, k, v, length = inputs.q, inputs.k, inputs.v, inputs.q.shape[2]
     if implementation(q) == "triton":
@@ -169,8 +170,8 @@ def _masked(inputs: AttentionInputs, scale: float, exclude_self: bool) -> Tensor
 
 
 def _mask(inputs: AttentionInputs, first: int, end: int, exclude_self: bool) -> Tensor:
-    """(B, 1, end − first, L) bool of the pairs that queries from `first` on see. A row with nothing to see sees
-    itself.
+    """Return the visible pairs of queries first…end − 1, (B, 1, end − first, L) bool. A query without a visible key
+    attends to itself.
     """
     position = torch.arange(inputs.q.shape[2], device=inputs.q.device)
     diagonal = position[first:end, None] == position

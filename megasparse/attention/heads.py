@@ -1,5 +1,5 @@
-"""One attention layer: projects its input to heads, lets their mechanisms attend, projects back. Keeps the decoding
-cache. Normalisation and rotary positions.
+"""The attention layer: project the input to heads, run their mechanisms, project back. Also the layer's decoding cache,
+normalisation and rotary positions.
 
 B batch, L length, H heads, D head dim, E width.
 """
@@ -25,7 +25,7 @@ from megasparse.ops.positions import rotate
 
 
 def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
-    """Build the mechanism that a configuration names, over so many heads of a layer."""
+    """Build the mechanism named `kind` in the configuration, for `heads` heads of a layer."""
     spec = MechanismSpec(
         heads=heads,
         head_dim=head_dim(model),
@@ -41,7 +41,7 @@ def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
 
 
 def ranks_with_the_same_heads(mechanism: Attention, model: ModelConfig, ranks: int) -> int:
-    """Return how many of the ranks that share a sequence have the same heads of a mechanism."""
+    """Return how many of the ranks that share a sequence compute the same heads of a mechanism."""
     return mechanism.part_of(SequencePart(size=ranks), mechanism.spec.heads // model.attention.head_groups).copies
 
 
@@ -51,8 +51,9 @@ def head_dim(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class Padding:
-    """Real tokens of a batch's sequences, and the document of each: (B, L) each, or None where all are real, and where
-    each sequence is one document. Where ranks share the sequences: of whole ones, and which part of them is here.
+    """Real tokens and document numbers of a batch, (B, L) each. key_mask is None if all tokens are real; segments is
+    None if each sequence is one document. With sequence parallelism both cover whole sequences, and `part` is this
+    rank's part.
     """
 
     key_mask: Tensor | None = None
@@ -100,9 +101,9 @@ class AttentionLayer(nn.Module):
         self.key_norm = Norm(config, self.head_dim) if config.query_key_norm and keyed else None
 
     def forward(self, x: Tensor, context: AttentionContext, padding: Padding, cache: Any = None) -> AttentionOutput:
-        """Run the layer on a whole sequence. x: (B, L, E). Returns the layer's output (B, L, E), the sum of the
-        mechanisms' auxiliary losses, and their statistics as kind/name. A given empty cache takes in the whole
-        sequence.
+        """Run the layer on a whole sequence. x: (B, L, E). cache: an empty cache to prefill, or None.
+
+        Returns the layer's output (B, L, E), the sum of the auxiliary losses, and statistics named kind/name.
         """
         outs: list[Tensor] = []
         auxiliary: Tensor | None = None
@@ -120,7 +121,7 @@ class AttentionLayer(nn.Module):
         return AttentionOutput(self._merge(outs), auxiliary, statistics)
 
     def new_cache(self, batch: int, rounds: int | None, part: SequencePart = WHOLE) -> dict[str, Any]:
-        """An empty cache of each mechanism. part: see `Attention.new_cache`."""
+        """Return an empty cache for each mechanism. part: see `Attention.new_cache`."""
         like = self.query.weight
         parts = {kind: self.mechanism(kind).part_of(part, heads) for kind, heads in self.split.items()}
         return {kind: self.mechanism(kind).new_cache(batch, like, rounds, local) for kind, local in parts.items()}
@@ -131,8 +132,8 @@ class AttentionLayer(nn.Module):
     def decode(
         self, x: Tensor, cache: dict[str, Any], position: int, context: AttentionContext, padding: Padding
     ) -> Tensor:
-        """Run the layer on one new token. x: (B, 1, E), the new token at `position`. padding: whose part is that of the
-        caches. Returns (B, 1, E).
+        """Run the layer on one new token. x: (B, 1, E), the token at `position`. padding.part must match the caches.
+        Returns (B, 1, E).
         """
         outs = []
         for kind, inputs, local in self._project(x, position, padding, context):
@@ -144,7 +145,7 @@ class AttentionLayer(nn.Module):
     def _project(
         self, x: Tensor, first_position: int, padding: Padding, context: AttentionContext
     ) -> Iterator[tuple[str, AttentionInputs, AttentionContext]]:
-        """Each mechanism's share of the heads, and its context."""
+        """Yield each mechanism's heads and context."""
         q, v = (split_heads(part(x), self.head_dim) for part in (self.query, self.value))
         k = q[:, :0] if self.key is None else split_heads(self.key(x), self.head_dim)
         if self.query_norm is not None:
@@ -156,7 +157,7 @@ class AttentionLayer(nn.Module):
         )
 
     def rotate_and_repeat(self, q: Tensor, k: Tensor, v: Tensor, first_position: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys (B, H or fewer, L, D) with rotary positions, and keys and values for every query."""
+        """Apply rotary positions to q and k (B, H or fewer, L, D), and repeat k and v for grouped query heads."""
         if self.rotary is not None:
             q, k = self.rotary(q, first_position), self.rotary(k, first_position)
         times = q.shape[1] // v.shape[1]
@@ -175,13 +176,13 @@ def split_heads_by_mechanism(
     context: AttentionContext,
     first_position: int = 0,
 ) -> Iterator[tuple[str, AttentionInputs, AttentionContext]]:
-    """Yield each mechanism's share of a layer's heads, prepared for it, and its context.
+    """Yield each mechanism's share of a layer's heads, prepared for the mechanism, and its context.
 
     Args:
-        split: number of heads of each mechanism.
-        projected: q, k, v of all heads (B, H, L, D), k without the heads of mechanisms that share queries and keys. If
-            ranks share sequences, of this rank's tokens, from `first_position` on; each mechanism gets all tokens of
-            this rank's part of its heads.
+        split: Number of heads per mechanism.
+        projected: q, k, v of all heads (B, H, L, D); k excludes heads of mechanisms with shared QK. With sequence
+            parallelism, this rank's tokens, from `first_position` on; each mechanism receives all tokens of its heads
+            on this rank.
     """
     all_q, all_k, all_v = projected
     first, first_key = 0, 0
@@ -205,8 +206,8 @@ def start_exchange(
     context: AttentionContext,
     first_position: int,
 ) -> Callable[[], tuple[AttentionInputs, AttentionContext]]:
-    """Start sending all q, k, v (B, H, L, D) of a mechanism to the ranks of their heads. Returns a function that waits
-    for this rank's. context: with the first of all H heads.
+    """Start sending q, k, v (B, H, L, D) of a mechanism's heads to the ranks that compute them. Returns a function that
+    waits for this rank's heads. context: `head_offset` is the first of all H heads.
     """
     q, k, v = projected
     heads = q.shape[1]
@@ -226,24 +227,24 @@ def start_exchange(
 
 
 def to_tokens(output: AttentionOutput, part: SequencePart) -> Tensor:
-    """Return the outputs of a mechanism's ranks, (B, H, L/S, D) of all its heads for this rank's tokens."""
+    """Send outputs back to the ranks of their tokens. Returns (B, H, L/S, D), all heads for this rank's tokens."""
     if output.lse is None:
         return part.to_tokens(output.out)
     return merge(part.parts_to_tokens(output.out, output.lse))[0]
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
-    """(B, L, H·D) to (B, H, L, D)."""
+    """Reshape (B, L, H·D) to (B, H, L, D)."""
     return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """(B, H, L, D) to (B, L, H·D)."""
+    """Reshape (B, H, L, D) to (B, L, H·D)."""
     return x.transpose(1, 2).flatten(-2)
 
 
 def projection(width_in: int, width_out: int, biased: bool) -> nn.Linear:
-    """Without torch's own initialisation, which would draw from the global generator; a bias is 0."""
+    """Create a Linear without torch's initialisation, which draws from the global generator; biases are 0."""
     linear = skip_init(Linear, width_in, width_out, bias=biased, device=torch.get_default_device())
     if biased:
         nn.init.zeros_(linear.bias)
@@ -251,37 +252,37 @@ def projection(width_in: int, width_out: int, biased: bool) -> nn.Linear:
 
 
 class Norm(nn.Module):
-    """The normalisation that `model.norm` names, in the dtype of its input: fp32 for streams."""
+    """Normalisation selected by `model.norm`, computed in the dtype of its input (fp32 for streams)."""
 
     def __init__(self, config: ModelConfig, width: int | None = None):
-        """Make the parameters. width: of what is normalised; null takes d_model."""
+        """Create the parameters. width: of the normalised dimension; None means d_model."""
         super().__init__()
         self.eps, width = config.norm_eps, width or config.d_model
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if config.norm == "layer" else None
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Normalise x (..., E). dtype: of the result, by default that of x."""
+        """Normalise x (..., E). dtype: dtype of the result; None keeps the dtype of x."""
         return self.by(dict(self.named_parameters()), x, dtype)
 
     def by(self, weights: Mapping[str, Tensor], x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """`forward` with such weights, by their names."""
+        """Apply `forward` with the given weights by name."""
         return layer_norm(x, weights["weight"], weights.get("bias"), self.eps, dtype)
 
 
 LLAMA3_TURNS = (1.0, 4.0)
-"""Turns in the original length below which Llama 3 divides a frequency by the factor, and above which it stays."""
+"""Turns in the original length: Llama 3 divides a frequency below the first and keeps it above the last."""
 YARN_TURNS = (32.0, 1.0)
-"""The paper's alpha and beta: turns above which YaRN leaves a frequency, and below which it divides it."""
+"""The paper's alpha and beta, in turns: YaRN keeps a frequency above the first and divides it below the second."""
 
 
 class Rotary:
-    """Rotation of queries and keys by f_i = base^(−2i/D), or by what `model.positions.scaling` makes of these:
+    """Rotation of queries and keys with f_i = base^(−2i/D), modified by `model.positions.scaling`:
 
-    linear: f_i/factor (Chen et al. 2023). ntk: those of base·factor^(D/(D−2)). llama3: f_i of wavelengths up to
-    original_length/4, f_i/factor from original_length on, between them in proportion to the number of turns. yarn
-    (Peng et al. 2023, "NTK by parts"): likewise between 32 turns and 1 in original_length, in proportion to i, and
-    queries and keys are multiplied by attention_factor.
+    linear: f_i/factor (Chen et al. 2023). ntk: base becomes base·factor^(D/(D−2)). llama3: f_i for wavelengths up to
+    original_length/4, f_i/factor from original_length on, interpolated by the number of turns in between. yarn (Peng et
+    al. 2023, "NTK by parts"): the same between 32 turns and 1 turn in original_length, interpolated by i; queries and
+    keys are also multiplied by attention_factor.
     """
 
     def __init__(self, positions: PositionsConfig, head_dim: int):
@@ -292,11 +293,11 @@ class Rotary:
             self.scale = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
 
     def __call__(self, x: Tensor, first_position: int) -> Tensor:
-        """Rotate x (B, H, L, D), of the positions from `first_position` on."""
+        """Rotate x (B, H, L, D), whose tokens are at positions from `first_position` on."""
         return rotate(x, first_position, self.frequencies(x.device), self.scale)
 
     def frequencies(self, device: torch.device | str = "cpu") -> Tensor:
-        """Angles that the pairs turn by from one position to the next, (D/2,) float64."""
+        """Return the rotation angle of each pair per position, (D/2,) float64."""
         base, scaling = self.base, self.scaling
         if scaling is not None and scaling.kind == "ntk":
             base *= scaling.factor ** (self.half / (self.half - 1))
@@ -309,7 +310,7 @@ class Rotary:
         length = scaling.original_length
         assert length is not None
         if scaling.kind == "yarn":
-            # The pairs that make so many turns in the original length.
+            # Index of the pair that makes this many turns in the original length.
             first, last = (
                 self.half * math.log(length / (turns * 2 * math.pi)) / math.log(base) for turns in YARN_TURNS
             )

@@ -1,8 +1,8 @@
-"""Learning-to-hash attention (LHA): a query sees the keys that learned hash functions put into its bucket.
+"""Learning-to-hash attention (LHA): a query attends to the keys in its bucket, assigned by learned hash functions.
 
-The loss of the hash functions, the divergence of their buckets from the attention utility of a sample (Eq. 13), takes
-O(S·L + U·N) time and memory. A bucket's best members, which only the scores of all tokens would show, are the tokens
-whose score is above a threshold, which U tokens give.
+The loss of the hash functions is the divergence of their buckets from the attention utility of a sample (Eq. 13). It
+takes O(S·L + U·N) time and memory: a bucket's members are approximated as the tokens whose score exceeds a threshold,
+which is estimated from U tokens, so the scores of all tokens are not needed.
 
 B batch, H heads, L length, D head dim, N buckets, M chunk, W clusters, S sampled queries, C sampled keys, U tokens.
 """
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
 
 
 class Assignment(NamedTuple):
-    """The buckets of all tokens. codes: (B, H, L), each token's best bucket; the joint hash gives queries and keys the
-    same. members: for the top_k window, whose clusters are the buckets of every document.
+    """Buckets of all tokens. codes: (B, H, L), the best bucket of each token; the joint hash gives queries and keys the
+    same codes. members: for the top_k window, clusters equal to the buckets of every document.
     """
 
     query_codes: Tensor
@@ -72,60 +72,59 @@ class Assignment(NamedTuple):
 
 
 SAMPLES = 256
-"""Queries (sampled: of each document) that the hash learns from in a step. The error of the mean divergence falls with
-their root; their cost would be full attention's if all queries learned."""
+"""Queries per step (sampled: per document) that train the hash. The error of the mean divergence falls with the square
+root of this number; using all queries would cost as much as full attention."""
 SAMPLED_KEYS = 1024
-"""Keys of each document that learn, and draws that queries learn by, with sampled utilities; all of a shorter one."""
+"""Keys per document that train the hash, and draws per query, with sampled utilities; all if a document is shorter."""
 WEIGHT = 0.05
-"""Weight λ of Eq. 19, the paper's: the loss is (1 − λ)·task + λ·mean(KL_Q + KL_K)."""
+"""Weight λ of Eq. 19, from the paper: the loss is (1 − λ)·task + λ·mean(KL_Q + KL_K)."""
 
 
 class LHAAttentionConfig(MechanismSection):
     hash: Literal["mlp", "linear", "random"] = "mlp"
-    """H_Q and H_K: two-layer MLPs (the paper's best), linear, or a random projection that nothing trains."""
+    """H_Q and H_K: two-layer MLPs (best in the paper), linear, or an untrained random projection."""
     chunk: Positive = 64
-    """N/B, tokens a bucket; max_length/chunk buckets, rounded up. The band's width, and top_k's size before √2."""
+    """N/B, tokens per bucket; max_length/chunk buckets, rounded up. Width of the band; top_k multiplies it by √2."""
     window: Literal["band", "top_k"] = "band"
-    """`band`: the last N/B tokens of one's own (argmax) bucket, strictly causal; in an encoder N/B on either side.
-    `top_k`: the paper's ⌊√2·N/B⌋ best queries and keys of every bucket; later tokens decide who is among them: not
-    strictly causal."""
+    """`band`: the last N/B tokens of the token's (argmax) bucket, strictly causal; in an encoder N/B on either side.
+    `top_k`: the paper's ⌊√2·N/B⌋ best queries and keys of every bucket. Later tokens can displace them: not strictly
+    causal."""
     joint: bool = True
-    """Decoders: a token's query and key have one bucket, by H_Q(q) + H_K(k) (the paper's Eq. 18). false: each its own,
-    as in encoders, so that a query finds keys of another kind; for the queries and keys of a pretrained model."""
+    """Decoders: assign a token's query and key to one bucket, by H_Q(q) + H_K(k) (the paper's Eq. 18). false: separate
+    buckets, as in encoders, so that a query can match unlike keys; use it with pretrained queries and keys."""
     local: bool = False
-    """With band only: a window beside the buckets. Each head also sees the last `chunk` tokens (in an encoder on either
-    side), in the same softmax, a key that is in both once."""
+    """With band only: add a local window to the buckets. Each head also attends to the last `chunk` tokens (in an
+    encoder on either side), in the same softmax. A key in both is included once."""
     sinks: Count = 0
-    """With band only: first tokens of each document that every later one sees (in an encoder every one), in the same
-    softmax. They stand in no bucket and no window, so each counts once."""
+    """With band only: first tokens of each document that all later ones (in an encoder all) attend to, in the same
+    softmax. They are excluded from buckets and window, so each is included once."""
     count_buckets: bool = True
-    """With top_k only: whether a pair that shares N buckets counts once. false: N times, as the paper's Algorithm 1
-    does it."""
+    """With top_k only: include a pair that shares N buckets once. false: N times, as in the paper's Algorithm 1."""
     utility: Literal["sampled", "collisions"] = "sampled"
-    """Target of the hash. `sampled`: the utilities ψ and ψ′ of some queries and keys a step (the paper finds them by
-    positive random features, in whose noise long queries and keys drown). `collisions`, not the paper's: softmax(H_Q)
-    and softmax(H_K) of some queries and their best keys beyond the window and the sinks are to draw the same bucket,
-    all buckets alike; in decoders with joint = false."""
+    """Target of the hash. `sampled`: the utilities ψ and ψ′ of some queries and keys per step (the paper estimates them
+    with random features, whose noise hides long queries and keys). `collisions`, not in the paper: softmax(H_Q) and
+    softmax(H_K) of some queries and their best keys beyond the window and the sinks should draw the same bucket, with
+    all buckets used equally; in decoders with joint = false."""
     sinusoidal_positions: bool = False
-    """Sinusoidal positions added to the queries and keys of every such layer, as the paper does for WikiText-103."""
+    """Add sinusoidal positions to the queries and keys of every such layer, as the paper does for WikiText-103."""
     project_positions: bool = False
-    """With sinusoidal_positions: they are d_model wide, and each layer projects them to its heads, once for queries and
-    once for keys, as in the released code. false: they are a head wide, and added as they are."""
+    """With sinusoidal_positions: positions of width d_model, projected by each layer to its heads, separately for
+    queries and keys, as in the released code. false: positions of width head_dim, added without projection."""
     normalize: bool = False
-    """Queries and keys of each head are layer-normalised, without gain and bias, as in the released code."""
+    """Layer-normalise the queries and keys of each head, without gain and bias, as in the released code."""
 
     def check(self, key: str, model: "ModelConfig") -> None:
         check_band(key, self.window, self.local, self.sinks)
         if self.utility == "collisions" and self.joint and model.kind != "encoder":
-            problem = '"collisions" are those of queries and keys with hashes of their own, but joint = true adds them'
+            problem = '"collisions" needs separate hashes of queries and keys, but joint = true adds them'
             raise ConfigError(f"{key}.utility", problem, 'Set joint to false, or utility to "sampled"')
         if self.project_positions and not self.sinusoidal_positions:
-            problem = "true projects positions, but sinusoidal_positions = false adds none"
+            problem = "true projects positions, but sinusoidal_positions is false"
             raise ConfigError(f"{key}.project_positions", problem, "Set it to false, or sinusoidal_positions to true")
 
     @property
     def joined(self) -> str | None:
-        return "project_positions projects to all of them" if self.project_positions else None
+        return "project_positions projects to all heads" if self.project_positions else None
 
 
 @mechanism("lha", LHAAttentionConfig)
@@ -154,7 +153,7 @@ class LHAAttention(BandAttention):
         if config.hash != "random":
             self.task_weight = 1.0 - WEIGHT
         if config.window == "top_k" and spec.causal:
-            self.leak = "later tokens decide which are a bucket's best; attention.lha.window = band is strictly causal"
+            self.leak = "later tokens can displace a bucket's best; attention.lha.window = band is strictly causal"
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         assigned = context.recompute.keep(lambda: self.assign(inputs, context))
@@ -218,8 +217,8 @@ class LHAAttention(BandAttention):
     def learn(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, assigned: Assignment | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The auxiliary loss of a training pass, λ·mean(KL_Q + KL_K) over real tokens, heads and layers (Eq. 19, second
-        summand) or `_collisions`, and its statistics, without attention itself. assigned: where they are known.
+        """Return the auxiliary loss, λ·mean(KL_Q + KL_K) over real tokens, heads and layers (second summand of Eq. 19)
+        or `_collisions`, and its statistics, without computing attention. assigned: the buckets, if already computed.
         """
         if self.config.utility == "collisions":
             return self._collisions(inputs, context)
@@ -248,13 +247,13 @@ class LHAAttention(BandAttention):
         return loss, {name: value.detach() for name, value in statistics.items()}
 
     def teaching_rate(self) -> float | None:
-        """In a decoder only collisions: the utility counts later tokens."""
+        """Return None in decoders unless the target is `collisions`, because the utility includes later tokens."""
         if self.config.hash == "random" or (self.spec.causal and self.config.utility != "collisions"):
             return None
         return 1e-2 if self.config.utility == "collisions" else 3e-3
 
     def _collisions(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """`collision_loss` of a sample of queries and their best keys beyond the window and the sinks, weighted."""
+        """Return `collision_loss` of sampled queries and their best keys beyond the window and the sinks, weighted."""
         key, width = context.rng.key(context.layer, "lha sample"), self.window.chunk
         queries = drawn_positions(key, inputs.q.shape[2], SAMPLES, inputs.q.device)
         near: Near | None = (lambda q, k: (q - k).abs() < width) if self.local else None
@@ -268,18 +267,18 @@ class LHAAttention(BandAttention):
         return loss * (WEIGHT / self.spec.layers), {"collision_loss": loss.detach()}
 
     def flops(self, length: int) -> Passes:
-        """Pairs in windows, where each bucket has as many keys; and the hash functions."""
+        """Pairs in windows, assuming buckets of equal size, plus the hash functions."""
         work, band = self.spec.workload(length), self.config.window == "band"
         keys = work.band(self.config.chunk, False) if band else work.clusters(self.buckets, self.bucket_size)
         return work.pairs(keys) * (1 + self.local) + work.pairs(self.sinks) + self._hashing_flops(length)
 
     def _hashing_flops(self, length: int) -> Passes:
-        """Both hash functions (random ones forward only), and what they learn from a sample, forward only.
+        """Both hash functions (random ones forward only), plus training them on a sample, forward only.
 
-        The sample, by token of the document: hash functions (both for each token of the joint hash) of S queries and C
-        keys, with gradients, and of those that the other side learns by; both of the U tokens of the thresholds. Scores
-        of S queries and all keys; of S queries and C keys, three times; their attention's sums over N buckets for both
-        sides.
+        Cost of the sample per token of the document: hash functions (with the joint hash both for each token) of S
+        queries and C keys, with gradients, and of the opposite side's tokens; both functions of the U tokens of the
+        thresholds; scores of S queries and all keys; scores of S queries and C keys, three times; sums of their
+        attention over N buckets, for both sides.
         """
         heads, dim, buckets = self.spec.heads, self.spec.head_dim, self.buckets
         if self.config.hash == "random":
@@ -297,14 +296,14 @@ class LHAAttention(BandAttention):
 
 
 def _real(inputs: AttentionInputs) -> Tensor | int:
-    """Number of real tokens, times heads."""
+    """Return the number of real tokens times heads."""
     batch, count, length = inputs.q.shape[:3]
     return count * (batch * length if inputs.key_mask is None else inputs.key_mask.sum().clamp_min(1))
 
 
 def _balance(inputs: AttentionInputs, codes: Assignment, buckets: int) -> dict[str, Tensor]:
-    """The share of non-empty buckets, of every document and head, with more than twice as many queries as keys or the
-    reverse (section 3.2); and the share of queries whose bucket holds no key, which see themselves alone.
+    """Return the share of non-empty buckets, over documents and heads, with more than twice as many queries as keys or
+    the reverse (section 3.2); and the share of queries whose bucket contains no key, which attend only to themselves.
     """
     queries, keys = codes.query_codes.long(), codes.key_codes.long()
     if inputs.segments is not None:
@@ -325,13 +324,13 @@ def _balance(inputs: AttentionInputs, codes: Assignment, buckets: int) -> dict[s
 
 
 def _sample_size(buckets: int) -> int:
-    """U: 4 tokens a bucket, where that is more than C."""
+    """U: 4 tokens per bucket, but at least S and C."""
     return max(SAMPLED_KEYS, SAMPLES, 4 * buckets)
 
 
 class HashExample(NamedTuple):
-    """A tile of tokens, as in `HashInputs.inputs`, the utilities (B, H, T, N) that their hash has to predict, their
-    buckets (B, H, T), and how many tokens each of them stands for.
+    """Training tokens of a hash: inputs as in `HashInputs.inputs`, target utilities (B, H, T, N), current buckets (B,
+    H, T), and the weight of each token (the number of tokens that it represents).
     """
 
     inputs: tuple[Tensor, ...]
@@ -341,11 +340,11 @@ class HashExample(NamedTuple):
 
 
 class Sample:
-    """Tokens of a document that its hash functions learn from in one step, drawn evenly without replacement.
+    """Tokens of a document that train its hash functions in one step, drawn evenly without replacement.
 
-    tokens: (U,) their numbers, of which the first S learn as queries and the first C as keys. q, k: (B, H, U, D) of
-    them. draws: the keys by which queries learn; drawn_q: the queries of the same tokens, (B, H, C, D). normalizer: (B,
-    H, S). bars: of the queries' and of the keys' hash, what a member of each bucket scores at least, (B, H, N).
+    tokens: (U,) token numbers; the first S are used as queries and the first C as keys. q, k: (B, H, U, D), of these
+    tokens. draws: keys drawn for the queries' utilities; drawn_q: queries of the same tokens, (B, H, C, D). normalizer:
+    (B, H, S). bars: minimum score of a member of each bucket, for the query hash and the key hash, (B, H, N) each.
     """
 
     @torch.no_grad()
@@ -353,9 +352,9 @@ class Sample:
         self, q: Tensor, k: Tensor, weights: tuple[Weights, Weights], joint: bool, buckets: int, bucket_size: int,
         token_key: int, draw_key: int,
     ):  # fmt: skip
-        """Draw from a document's queries and keys (B, H, L, D), without gradient, the same token numbers in every head
-        and sequence, but for the draws. joint: one hash, H_Q(q) + H_K(k), for both sides. token_key, draw_key: of the
-        draws of tokens and of keys.
+        """Draw from a document's queries and keys (B, H, L, D), detached. All heads and sequences use the same token
+        numbers, except for `draws`. joint: use one hash, H_Q(q) + H_K(k), for both sides. token_key, draw_key: random
+        keys of the token sample and of the key draws.
         """
         self.length, self.scale, self.weights, self.joint = q.shape[2], q.shape[-1] ** -0.5, weights, joint
         self.tokens = drawn_positions(token_key, self.length, _sample_size(buckets), q.device)
@@ -376,7 +375,7 @@ class Sample:
         self.bars = of_queries, of_queries if self.joint else thresholds(sides[1], buckets, size)
 
     def of_queries(self, codes: Tensor) -> Iterator[HashExample]:
-        """Yield what queries learn. codes: (B, H, L), the buckets of the document's queries."""
+        """Yield the examples of the query hash. codes: (B, H, L), bucket codes of the document's queries."""
         drawn = hash_inputs(self.drawn_q, self.draws.k, self.joint, self.weights)[1]
         inside, queries = in_buckets(drawn, self.bars[1]), self.q[:, :, : self.queries]
         utility = hash_learning.sampled_queries(queries, self.draws, inside, scale=self.scale)
@@ -384,7 +383,7 @@ class Sample:
         yield self._example(slice(0, self.queries), utility, hashed, codes, self.queries)
 
     def of_keys(self, codes: Tensor) -> Iterator[HashExample]:
-        """Yield what keys learn. codes: those of the keys."""
+        """Yield the examples of the key hash. codes: (B, H, L), bucket codes of the document's keys."""
         queries, keys = self.q[:, :, : self.queries], self.k[:, :, : self.keys]
         sampled = hash_inputs(queries, self.k[:, :, : self.queries], self.joint, self.weights)[0]
         inside = in_buckets(sampled, self.bars[0])
@@ -398,10 +397,10 @@ class Sample:
 
 
 def divergence(examples: Iterable[HashExample], weights: tuple[Weights, ...]) -> Tensor:
-    """Return Σ KL(ψ ‖ softmax(H)) over all examples' tokens and heads (Eq. 13); Σ ψ[bucket], the utility of their
-    buckets; and Σ ψ·ln ψ, the negative entropy of their utilities (Figure 4): (3,).
+    """Return (3,): Σ KL(ψ ‖ softmax(H)) over all examples' tokens and heads (Eq. 13); Σ ψ[bucket], the utility of the
+    current buckets; and Σ ψ·ln ψ, the negative entropy of the utilities (Figure 4).
 
-    A token whose ψ is 0 adds nothing. Only the first has a gradient, that of the weights.
+    A token with ψ = 0 contributes nothing. Only the first sum has a gradient, with respect to the weights.
     """
     flat = [w for side in weights for w in side]
     learn = torch.is_grad_enabled() and any(w.requires_grad for w in flat)
@@ -410,7 +409,7 @@ def divergence(examples: Iterable[HashExample], weights: tuple[Weights, ...]) ->
 
 
 class _Divergence(torch.autograd.Function):
-    """The gradient is made with the loss, tile by tile: neither scores nor targets are kept, or made twice."""
+    """Divergence whose forward also computes the gradient, tile by tile, so scores and targets are never stored."""
 
     @staticmethod
     def forward(ctx: Any, examples: Iterable[HashExample], sides: int, learn: bool, *weights: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""LHA's hash functions H_Q and H_K, and what is read from their scores: buckets and the best tokens of each bucket.
+"""LHA's hash functions H_Q and H_K, and the buckets and bucket members that follow from their scores.
 
-Scores exist for one tile of tokens after another, so that no tensor holds all tokens with all buckets. Queries and
-keys come without gradient.
+Scores are computed for one tile of tokens at a time, so that no tensor covers all tokens and all buckets. Queries and
+keys are detached.
 
 B batch, H heads, L length, D head dim, N buckets, T tokens of a tile.
 """
@@ -19,16 +19,14 @@ from megasparse.ops.operator import at_least_rows, implementation
 from megasparse.ops.random import derive, rotations
 
 Weights = tuple[Tensor, ...]
-"""Weights of one hash function: (H, D, N); for the two-layer network (H, D, D), its bias (H·D), (H, D, N), its bias
-(H·N).
-"""
+"""Weights of one hash function: (H, D, N); for the two-layer network (H, D, D), bias (H·D), (H, D, N), bias (H·N)."""
 
 
 class HashFunctions(nn.Module):
     """H_Q and H_K of every head, functions from D numbers to N scores (LHA Eq. 8).
 
     mlp: W2·relu(W1·x + b1) + b2 with D hidden units; linear: W·x; random: x[R; −R] for queries and keys alike (Eq. 9),
-    the same throughout a run, which is the paper's LSH baseline. The paper leaves open the hidden width and the
+    fixed throughout a run, which is the paper's LSH baseline. The paper does not specify the hidden width and the
     nonlinearity.
     """
 
@@ -46,9 +44,10 @@ class HashFunctions(nn.Module):
                 self.register_parameter(names[-1], nn.Parameter(weight))
 
     def forward(self, q: Tensor, context: AttentionContext) -> tuple[Weights, Weights]:
-        """Return the weights of H_Q and of H_K of this rank's heads, for queries like q (B, H, L, D).
+        """Return the weights of H_Q and of H_K for this rank's heads, given queries q (B, H, L, D).
 
-        ZeRO 3 has its parameters whole only during this call: theirs are copies, small beside the scores.
+        Under ZeRO 3, parameters are gathered only during this call, so it returns copies; they are small relative to
+        the scores.
         """
         if self.kind == "random":
             key = derive(context.rng.seed, context.layer, "lha random hash")
@@ -66,7 +65,7 @@ class HashFunctions(nn.Module):
 
 
 class HashInputs(NamedTuple):
-    """Vectors with the functions that hash them: queries, or keys, or both with their scores added (the joint hash)."""
+    """Vectors and the functions that hash them: queries, or keys, or both with added scores (the joint hash)."""
 
     inputs: tuple[Tensor, ...]
     """(B, H, L, D) each."""
@@ -81,7 +80,7 @@ class HashInputs(NamedTuple):
 
 
 def hash_inputs(q: Tensor, k: Tensor, joint: bool, weights: tuple[Weights, Weights]) -> tuple[HashInputs, HashInputs]:
-    """Return what hashes queries and what hashes keys; one and the same, H_Q(q_i) + H_K(k_i), if `joint`."""
+    """Return the inputs of the query hash and of the key hash; with `joint` the same, H_Q(q_i) + H_K(k_i), for both."""
     query, key = weights
     if joint:
         joined = HashInputs((q, k), (query, key))
@@ -90,7 +89,7 @@ def hash_inputs(q: Tensor, k: Tensor, joint: bool, weights: tuple[Weights, Weigh
 
 
 def scores_of(inputs: Sequence[Tensor], weights: Sequence[Weights]) -> Tensor:
-    """Return H_Q, H_K, or H_Q + H_K: (B, H, T, N), in fp32 at least."""
+    """Return H_Q, H_K, or H_Q + H_K: (B, H, T, N), in fp32 or wider."""
     if len(weights[0]) == 4 and implementation(inputs[0], largest_width=None) == "triton":
         return _in_one_product(inputs, weights)
     scores = [_score(x, w) for x, w in zip(inputs, weights, strict=True)]
@@ -99,8 +98,8 @@ def scores_of(inputs: Sequence[Tensor], weights: Sequence[Weights]) -> Tensor:
 
 @torch.no_grad()
 def bucket_codes(hashed: HashInputs, buckets: int) -> Tensor:
-    """Return the argmax of the scores (Eq. 8 and 18): (B, H, L), int16 where that is enough. Kernels keep the scores to
-    themselves, and differ only where the two largest are equal up to rounding.
+    """Return the argmax of the scores (Eq. 8 and 18): (B, H, L), int16 if large enough, else int32. Kernels do not
+    store the scores; their result differs only if the two largest scores are equal up to rounding.
     """
     if implementation(hashed.inputs[0]) == "triton":
         from megasparse.ops.hashing_kernels import learned_codes
@@ -112,8 +111,8 @@ def bucket_codes(hashed: HashInputs, buckets: int) -> Tensor:
 
 @torch.no_grad()
 def bucket_members(hashed: HashInputs, buckets: int, size: int) -> Tensor:
-    """Return the `size` tokens with the highest scores in each bucket, softmax over a token's buckets (section 4.4), of
-    equals the earlier ones: (B, H, N, min(size, L)) int64 in order.
+    """Return the `size` tokens with the highest scores in each bucket, by softmax over a token's buckets (section 4.4):
+    (B, H, N, min(size, L)) int64, ascending. Ties go to the earlier token.
     """
     best = torch.empty(0)
     for first, scores in hashed.tiles(buckets):
@@ -123,8 +122,8 @@ def bucket_members(hashed: HashInputs, buckets: int, size: int) -> Tensor:
 
 
 def thresholds(hashed: HashInputs, buckets: int, size: int) -> Tensor:
-    """Return what the `size` tokens with the highest scores in each bucket, as in `bucket_members`, score at least,
-    halfway to the next token's; −∞ where there are no more: (B, H, N).
+    """Return the minimum score of each bucket's `size` best tokens (see `bucket_members`), (B, H, N): the mean of their
+    lowest score and the next token's score, or −∞ if there is no next token.
     """
     best = torch.empty(0)
     for first, scores in hashed.tiles(buckets):
@@ -137,7 +136,7 @@ def thresholds(hashed: HashInputs, buckets: int, size: int) -> Tensor:
 
 
 def in_buckets(hashed: HashInputs, least: Tensor) -> Tensor:
-    """Return which tokens are in each bucket, by what its members score at least, (B, H, N): (B, H, T, N) bool."""
+    """Return the membership (B, H, T, N) bool of tokens in buckets, given the members' minimum scores (B, H, N)."""
     return scores_of(hashed.inputs, hashed.weights).log_softmax(-1) >= least.unsqueeze(-2)
 
 
@@ -159,8 +158,8 @@ def _score(x: Tensor, weights: Weights) -> Tensor:
 
 
 def _in_one_product(inputs: Sequence[Tensor], weights: Sequence[Weights]) -> Tensor:
-    """Return the sum of two-layer functions, whose second layers are one product with hidden layers side by side, and
-    with the biases as the weights of a hidden unit that is 1: scores are written once. The other 7 keep rows aligned.
+    """Return the sum of two-layer functions, computing their second layers as one product of concatenated hidden
+    layers, so that scores are written once. The bias is the weight of a constant unit 1; 7 zero rows keep alignment.
     """
     dtype = torch.promote_types(torch.promote_types(inputs[0].dtype, weights[0][0].dtype), torch.float32)
     hidden = torch.cat([_hidden(x, w, dtype) for x, w in zip(inputs, weights, strict=True)], dim=-1)

@@ -1,4 +1,4 @@
-"""LSH attention (Reformer section 2): a token sees the tokens that random rotations put into its buckets.
+"""LSH attention (Reformer, section 2): a token attends to the tokens in its buckets, assigned by random rotations.
 
 B batch, H heads, R rounds, L length, D head dim.
 """
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
 
 class LSHAttentionConfig(MechanismSection):
     shared_qk: bool = True
-    """The paper: keys are q/|q|. false: queries and keys of their own, hashed alike (the LSH baseline of LHA)."""
+    """Keys are q/|q|, as in the paper. false: separate queries and keys, hashed alike (the LSH baseline of LHA)."""
     rounds: Positive = 2
     """Hash rounds while training."""
     evaluation_rounds: Positive | None = None
-    """Hash rounds in evaluation and generation; null takes `rounds`."""
+    """Hash rounds in evaluation and generation; null means `rounds`."""
     chunk: Positive = 64
     """M: the window, in tokens of the sorted order."""
     buckets: Positive | list[Positive] | None = None
     """Buckets per round: an even number, or two even factors whose product it is (each hashed by its own rotation).
-    null takes the paper's 2·max_length/chunk, in two factors above 128."""
+    null means the paper's 2·max_length/chunk, in two factors above 128."""
     window: Literal["band", "chunk"] = "band"
-    """`band`: the last M tokens of one's own bucket, strictly causal; in an encoder M on either side. `chunk`: the
-    paper's own chunk and the one before it, whose borders future tokens move: not strictly causal."""
+    """`band`: the last M tokens of the token's bucket, strictly causal; in an encoder M on either side. `chunk`: the
+    paper's window, a token's chunk and the previous one. Later tokens move chunk borders: not strictly causal."""
     same_bucket: bool = True
-    """Only tokens of the same bucket see each other (the paper). false: all of the window, as HuggingFace does it."""
+    """Restrict attention to tokens of the same bucket (the paper). false: the whole window, as in Hugging Face."""
     count_rounds: bool = True
-    """A pair seen in N rounds counts once (log N of appendix A). false: N times, as HuggingFace does it."""
+    """Include a pair that N rounds select once (log N of appendix A). false: N times, as in Hugging Face."""
     local: bool = False
-    """A window beside the buckets: each head also sees the last `chunk` tokens (in an encoder on either side), in the
-    same softmax, a key that is in both once."""
+    """Add a local window to the buckets: each head also attends to the last `chunk` tokens (in an encoder on either
+    side), in the same softmax. A key in both is included once."""
     sinks: Count = 0
-    """With band only: first tokens of each document that every later one sees (in an encoder every one), in the same
-    softmax. They stand in no bucket and no window, so each counts once."""
+    """With band only: first tokens of each document that all later ones (in an encoder all) attend to, in the same
+    softmax. They are excluded from buckets and window, so each is included once."""
 
     rounds_key = "rounds"
 
@@ -61,16 +61,16 @@ class LSHAttentionConfig(MechanismSection):
             problem = f"{self.chunk} is longer than model.max_length = {model.max_length}"
             raise ConfigError(f"{key}.chunk", problem, f"Set it to {model.max_length} or less")
         if self.window == "band" and not self.same_bucket:
-            problem = 'false with window = "band" is not causal: later tokens move the borders of what is seen'
+            problem = 'false with window = "band" is not causal: later tokens move the borders of the window'
             raise ConfigError(f"{key}.same_bucket", problem, 'Set same_bucket to true, or window to "chunk"')
         if self.window == "chunk" and not self.shared_qk:
             raise ConfigError(
                 f"{key}.window",
-                '"chunk" is a window on tokens in one order, but with shared_qk = false queries and keys have buckets '
-                "of their own",
+                '"chunk" needs all tokens in one order, but with shared_qk = false queries and keys have different '
+                "buckets",
                 'Set window to "band", or shared_qk to true',
             )
-        check_band(key, self.window, False, self.sinks)  # a window may stand beside chunks too
+        check_band(key, self.window, False, self.sinks)  # local = true is allowed with chunks too
         key = f"{key}.buckets"
         factors = self.buckets if isinstance(self.buckets, list) else [self.buckets] if self.buckets else []
         if isinstance(self.buckets, list) and len(factors) not in (1, 2):
@@ -82,26 +82,26 @@ class LSHAttentionConfig(MechanismSection):
         try:
             lsh_buckets(self, model.max_length)
         except ValueError as error:
-            problem = f"{error}, and as one rotation it would cost too much"
-            raise ConfigError(key, problem, "Take a multiple of 4") from None
+            problem = f"{error}, and one rotation of that size would cost too much"
+            raise ConfigError(key, problem, "Use a multiple of 4") from None
 
 
 LARGEST_SINGLE = 128
-"""Hashing into n buckets costs n/2 products a token: above this, two rotations of n1·n2 = n cost far less."""
+"""Hashing into n buckets costs n/2 products per token: above this size, two rotations with n1·n2 = n cost far less."""
 
 
 def lsh_buckets(lsh: LSHAttentionConfig, max_length: int) -> list[int]:
-    """Buckets per round as one or two even factors, each hashed by a rotation of its own.
+    """Return the buckets per round as one or two even factors, each hashed by a separate rotation.
 
-    null gives the paper's 2·max_length/chunk, rounded up to what has such factors. It depends on the longest length
-    alone, so that a shorter batch is hashed the same way. ValueError where a number given has no two even factors.
+    null gives the paper's 2·max_length/chunk, rounded up to a number with such factors. It depends only on the maximum
+    length, so that a shorter batch is hashed the same way. Raises ValueError if a number lacks two even factors.
     """
     if isinstance(lsh.buckets, list):
         return list(lsh.buckets)
     if isinstance(lsh.buckets, int):
         factors = _factors(lsh.buckets)
         if factors is None:
-            raise ValueError(f"{lsh.buckets} is no product of two even numbers")
+            raise ValueError(f"{lsh.buckets} is not a product of two even numbers")
         return factors
     count = 2 * math.ceil(max_length / lsh.chunk)
     while (factors := _factors(count)) is None or factors[-1] > 2 * factors[0]:
@@ -110,7 +110,7 @@ def lsh_buckets(lsh: LSHAttentionConfig, max_length: int) -> list[int]:
 
 
 def _factors(count: int) -> list[int] | None:
-    """[count], or above LARGEST_SINGLE its two even factors nearest to each other; None where it has none."""
+    """Return [count], or above LARGEST_SINGLE its two closest even factors; None if there are none."""
     if count <= LARGEST_SINGLE:
         return [count]
     if count % 4:
@@ -123,10 +123,11 @@ def _factors(count: int) -> list[int] | None:
 class LSHAttention(BandAttention):
     """Softmax attention inside the buckets of random rotations (Reformer).
 
-    The outputs of several rounds are merged by log-sum-exp; a key that several rounds select counts once. With shared
-    QK, as in the paper, k = q/|q|, the logits are q·k, and a token attends to itself only without any other key. With
-    separate QK, LHA's LSH baseline, the logits are q·k/√D, the same rotations hash queries and keys, and a token may
-    attend to itself. The band window is strictly causal; decoding reads a bucket's last M keys. `chunk` is Reformer's.
+    The outputs of several rounds are merged by log-sum-exp; a key that several rounds select is included once. With
+    shared QK, as in the paper, k = q/|q|, the logits are q·k, and a token attends to itself only if no other key is
+    visible. With separate QK, LHA's LSH baseline, the logits are q·k/√D, the same rotations hash queries and keys, and
+    a token may attend to itself. The band window is strictly causal; decoding reads a bucket's last M keys. `chunk` is
+    Reformer's window.
     """
 
     def __init__(self, config: LSHAttentionConfig, spec: MechanismSpec):
@@ -138,7 +139,7 @@ class LSHAttention(BandAttention):
         self.rule = {"scale": scale, "exclude_self": self.shared_qk, "count_rounds": config.count_rounds}
         self.window = Window(config.window, min(config.chunk, spec.max_length), config.same_bucket)
         self.local, self.sinks = config.local, config.sinks
-        self._rotations: tuple[Any, Tensor] | None = None  # of the last draws: those of evaluation never change
+        self._rotations: tuple[Any, Tensor] | None = None  # cached: evaluation never redraws them
         if config.window == "chunk":
             self.leak = (
                 "the chunk window's borders depend on later tokens; attention.lsh.window = band is strictly causal"
@@ -167,8 +168,8 @@ class LSHAttention(BandAttention):
         return self.attend(inputs, queries, keys, context.part)
 
     def flops(self, length: int) -> Passes:
-        """Pairs in windows. Codes, forward only: in each round 2·D for each of half as many rotation vectors as there
-        are buckets (the sum of the factors), for each of queries and keys that has codes of its own.
+        """Pairs in windows. Codes, forward only: in each round 2·D for each rotation vector, of which there are half as
+        many as the sum of the bucket factors, for queries and, with separate QK, for keys.
         """
         hashed, width = 1 if self.shared_qk else 2, self.spec.heads * self.spec.head_dim
         codes = float(self.config.rounds * hashed * width * sum(self.factors))

@@ -1,9 +1,9 @@
-"""Sequences that several ranks share, as DeepSpeed's Ulysses does (Jacobs et al. 2023): every rank has some tokens of
-all heads, but inside attention all tokens of some heads, so that hashing, sorting and windows see whole sequences.
-Where there are more ranks than heads to share out, several have the same ones.
+"""Sequence parallelism as in DeepSpeed Ulysses (Jacobs et al. 2023): outside attention every rank stores some tokens of
+all heads; inside attention all tokens of some heads, so that hashing, sorting and windows cover whole sequences. If
+there are more ranks than heads, several ranks compute the same heads.
 
-B batch, H heads, L length, D head dim, S ranks that share a sequence, W ways in which they share heads out, C = S/W
-ranks that have the same heads.
+B batch, H heads, L length, D head dim, S ranks that share a sequence, W parts into which the heads are divided, C = S/W
+ranks with the same heads.
 """
 
 from collections.abc import Callable
@@ -17,30 +17,30 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _all_gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
-"""Its name from torch 2.13 on, where the old one warns."""
+"""The name since torch 2.13, which deprecates the old name."""
 
 
 @dataclass(frozen=True)
 class SequencePart:
-    """This rank's part of every sequence: the tokens [rank·L/S, (rank + 1)·L/S) of all heads; inside attention a W-th
-    of each mechanism's heads, with all tokens, which C neighbouring ranks have alike. S = 1: everything, and nothing
-    is exchanged.
+    """This rank's part of every sequence: the tokens [rank·L/S, (rank + 1)·L/S) of all heads; inside attention, all
+    tokens of 1/W of each mechanism's heads, the same heads on C neighbouring ranks. S = 1: everything, without
+    communication.
 
-    What is exchanged has its exact adjoint as gradient: where each rank's objective is such that their mean is the
-    objective, the mean of the ranks' gradients is its gradient.
+    The gradient of each exchange is its exact adjoint: if the mean of the ranks' objectives is the objective, the mean
+    of the ranks' gradients is its gradient.
     """
 
     group: torch.distributed.ProcessGroup | None = None
-    """The ranks that share the sequences, in the order of their ranks."""
+    """The ranks that share the sequences, in rank order."""
     rank: int = 0
     size: int = 1
     groups: int = 1
-    """Groups of heads that attend one after another, of which the heads that are here are the one with this number."""
+    """Number of head groups that attend one after another; this part covers the group `number`."""
     number: int = 0
     copies: int = 1
-    """C, inside attention (`of_heads`): ranks that have the same heads."""
+    """C, inside attention (`of_heads`): number of ranks with the same heads."""
     divided: bool = True
-    """True if these share out the pairs of queries and keys, where a mechanism can; else each does all."""
+    """True if these C ranks divide the query-key pairs, in mechanisms that support it; if False, each computes all."""
 
     @classmethod
     def of(cls, group: torch.distributed.ProcessGroup | None) -> "SequencePart":
@@ -49,47 +49,47 @@ class SequencePart:
         return cls(group, torch.distributed.get_rank(group), torch.distributed.get_world_size(group))
 
     def of_heads(self, heads: int) -> "SequencePart":
-        """The part of so many heads, or groups of heads that stay together: W is the most ways in which the ranks can
-        share them out evenly.
+        """Return the part for `heads` heads, or indivisible groups of heads. W is the largest number of equal parts
+        into which the ranks can divide them.
         """
         return replace(self, copies=self.size // gcd(self.size, heads))
 
     @property
     def ways(self) -> int:
-        """W."""
+        """W, the number of parts into which the heads are divided."""
         return self.size // self.copies
 
     @property
     def way(self) -> int:
-        """The number of this rank's heads among the W."""
+        """Index of this rank's heads among the W parts."""
         return self.rank // self.copies
 
     @property
     def answers(self) -> list[bool]:
-        """Of each rank whether this one answers for its tokens, among the C that have the same heads: for its own, and
-        those of W ranks. To and fro, so that each has as many early tokens as late ones, which see more keys.
+        """True for each rank whose tokens this rank answers for, among the C ranks with the same heads: W ranks, itself
+        included, in zigzag order, because queries of late tokens attend to more keys than those of early tokens.
         """
         numbers = [rank % (2 * self.copies) for rank in range(self.size)]
         copies = [min(number, 2 * self.copies - 1 - number) for number in numbers]
         return [copy == copies[self.rank] for copy in copies]
 
     def answered(self, length: int, device: torch.device) -> Tensor:
-        """Return which tokens this rank answers for: (L,) bool."""
+        """Return a mask of the tokens that this rank answers for: (L,) bool."""
         return torch.tensor(self.answers, device=device).repeat_interleave(length // self.size)
 
     @property
     def share(self) -> tuple[int, int] | None:
-        """What each of the C ranks does of the pairs that they share out: the g-th of C parts; None for all."""
+        """(index, C) of this rank's part of the query-key pairs, or None if it computes all pairs."""
         return (self.rank % self.copies, self.copies) if self.divided and self.copies > 1 else None
 
     @property
     def shares(self) -> int:
-        """The number of parts that a mechanism's heads are in."""
+        """Number of parts into which a mechanism's heads are divided."""
         return self.groups * self.ways
 
     def local_part(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of what all have whole: of heads, for a part `of_heads`, a W-th of this group's; of tokens,
-        for any other, an S-th.
+        """Return this rank's slice of a tensor that all ranks have in full: for a part `of_heads`, 1/W of this group's
+        heads; for any other part, 1/S of the tokens.
         """
         if self.shares == 1:
             return x
@@ -97,31 +97,31 @@ class SequencePart:
         return x.narrow(dim, (self.number * self.ways + self.way) * width, width)
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
-        """The tensors x of all ranks one after another along `dim`, on every rank."""
+        """All-gather x and concatenate along `dim`, on every rank."""
         if self.size == 1:
             return x
         wide = x.to(torch.uint8) if x.dtype == torch.bool else x
         return _Gather.apply(wide, self.group).movedim(0, dim).flatten(dim, dim + 1).to(x.dtype)
 
     def gather_heads(self, x: Tensor) -> Tensor:
-        """(B, H/W, ...) of each rank's heads to (B, H, ...) of all, on every rank."""
+        """All-gather (B, H/W, ...) of each rank's heads to (B, H, ...), on every rank."""
         return SequencePart.gather(self, x, 1).unflatten(1, (self.ways, self.copies, -1))[:, :, 0].flatten(1, 2)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Elementwise over the ranks; without gradient."""
+        """All-reduce x with a sum, without gradient."""
         return x if self.size == 1 else self.gather(x.detach().unsqueeze(0), 0).sum(0)
 
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """(B, H, L/S, D) each, of all heads, to (B, H/W, L, D) each, of this rank's heads. One message."""
+        """Exchange (B, H, L/S, D) of all heads for (B, H/W, L, D) of this rank's heads, per tensor. One message."""
         return self.start_to_heads(*tensors)()
 
     def start_to_heads(self, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-        """Start `to_heads`. Returns a function that waits for its result."""
+        """Start `to_heads`. Returns a function that waits for the result."""
         if self.size == 1:
             return lambda: tensors
         by_way = [x.transpose(1, 2).unflatten(2, (self.ways, 1, -1)).movedim((2, 3, 1), (0, 1, 2)) for x in tensors]
         sent = torch.stack([x.expand(-1, self.copies, *x.shape[2:]) for x in by_way], dim=3).flatten(0, 1)
-        # (S, L/S, n, B, H/W, D): tokens before heads, so that all tokens are a view of what arrives
+        # (S, L/S, n, B, H/W, D): tokens before heads, so that all tokens are a view of the received tensor
         works: list[Any] = []
         received = _Exchange.apply(sent, self.group, None, works).flatten(0, 1)
 
@@ -132,7 +132,7 @@ class SequencePart:
         return arrive
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """Back: (B, H/W, L, D), which C ranks have alike, to (B, H, L/S, D). Each token comes from one of them."""
+        """Inverse of `to_heads`: (B, H/W, L, D) to (B, H, L/S, D). Each token comes from one of the C ranks."""
         if self.size == 1:
             return x
         pieces = zip(x.chunk(self.size, dim=2), self.answers, strict=True)
@@ -140,7 +140,7 @@ class SequencePart:
         return _Exchange.apply(sent, self.group, self.answers).movedim(0, 1).flatten(1, 2)
 
     def parts_to_tokens(self, out: Tensor, lse: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """`to_tokens` of what C ranks have found for all tokens, out (B, H/W, L, D) and lse (B, H/W, L): C of each."""
+        """Apply `to_tokens` to the partial results of C ranks, out (B, H/W, L, D) and lse (B, H/W, L): C pairs."""
         exchanged = []
         for x in (out, lse):
             by_rank = x.unflatten(2, (self.size, -1)).movedim(2, 0)  # (S, B, H/W, L/S, ...)
@@ -151,30 +151,30 @@ class SequencePart:
 
 @dataclass(frozen=True)
 class DecodingPart(SequencePart):
-    """A rank's part of sequences whose tokens all ranks have: of each mechanism a W-th of the heads, as in training,
-    whose caches no other rank has, or C − 1 others. All that is exchanged are the heads' outputs. Without gradient.
+    """Part of sequences whose tokens all ranks store: as in training, 1/W of each mechanism's heads, whose caches exist
+    only on the C ranks with these heads. Only head outputs are exchanged. Without gradient.
     """
 
     divided: bool = False
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
-        """x itself: of tokens, which are all here."""
+        """Return x itself, because every rank has all tokens."""
         return x
 
     def start_to_heads(self, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-        """(B, H, n, D) each, of all heads, to (B, H/W, n, D) each, of this rank's heads."""
+        """Slice (B, H, n, D) of all heads to (B, H/W, n, D) of this rank's heads, per tensor."""
         return lambda: tuple(self.local_part(x, 1) for x in tensors)
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """Back: (B, H/W, n, D) of each rank to (B, H, n, D), on every rank."""
+        """All-gather (B, H/W, n, D) of each rank to (B, H, n, D), on every rank."""
         return self.gather_heads(x)
 
 
 class _Exchange(torch.autograd.Function):
-    """Exchange of pieces x (n, ...), one for each rank, or for each of those that are given: the first piece goes to
-    the first of them, and what came from it is the first piece. Its own adjoint.
+    """All-to-all of pieces x (n, ...), one per rank or one per rank selected by `ranks`; piece i is sent to the i-th of
+    these ranks and replaced by the piece received from it. Its own adjoint.
 
-    works: a list that gets the handle to wait for; without one the forward waits, as the backward does.
+    works: a list that receives the handle to wait for; if None, the forward waits, as the backward does.
     """
 
     @staticmethod
@@ -194,8 +194,8 @@ class _Exchange(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     """All-gather x (...) of S ranks to (S, ...).
 
-    The backward is an all-to-all and a sum in the order of the ranks. It sends as many bytes as a reduce-scatter, whose
-    order of summation depends on the backend and which rounds after each addition.
+    The backward is an all-to-all and a sum in rank order. It sends as many bytes as a reduce-scatter, whose order of
+    summation depends on the backend and which rounds after each addition.
     """
 
     @staticmethod

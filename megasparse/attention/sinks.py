@@ -1,4 +1,4 @@
-"""Attention sinks (Xiao et al. 2023): the first n tokens of a document, which every later token of it sees.
+"""Attention sinks (Xiao et al. 2023): the first n tokens of a document, visible to all its later tokens.
 
 B batch, H heads, L length, D head dim, n sinks.
 """
@@ -18,8 +18,9 @@ from megasparse.ops.operator import ROWS, at_least_rows
 
 
 class DocumentRanks(NamedTuple):
-    """Positions of tokens among the real ones, (B or 1, L) int64 each. order: the tokens by (document, position),
-    padding last. number: each one's place in it. rank: how many of its document's tokens precede each; L of padding.
+    """Positions of tokens among the real ones, (B or 1, L) int64 each. order: tokens sorted by (document, position),
+    padding last. number: index of each token in `order`. rank: number of preceding tokens in the document; L for
+    padding.
     """
 
     order: Tensor
@@ -40,14 +41,14 @@ class DocumentRanks(NamedTuple):
 
 
 def sink_index(sinks: int, inputs: AttentionInputs, *, exclude_self: bool = False, chunk: int | None = None) -> Tensor:
-    """The sinks that each token sees: (B or 1, 1, L, n) int32 token numbers, −1 at empty places.
+    """Return the sinks visible to each token: (B or 1, 1, L, n) int32 token numbers, −1 in empty slots.
 
-    In a decoder a token sees those at or before it. exclude_self: without itself. chunk: without those that it sees in
-    its own chunk of so many tokens or in a neighbouring one.
+    In a decoder these are the sinks at or before the token. exclude_self: omit the token itself. chunk: omit sinks in
+    the token's own chunk of this many tokens and in neighbouring chunks.
     """
     order, number, rank = (x.unsqueeze(-1) for x in DocumentRanks.of(inputs))
     length, sink = rank.shape[1], torch.arange(sinks, device=rank.device)
-    position = number - rank + sink  # of the sinks in the order
+    position = number - rank + sink  # index of the sinks in `order`
     token = order[..., 0].gather(-1, position.clamp(0, length - 1).flatten(1)).view(position.shape)
     of_document = rank[..., 0].gather(-1, token.flatten(1)).view(position.shape) == sink
     visible = of_document & (position < length) & (rank < length)
@@ -64,9 +65,9 @@ def sink_attention(
     sinks: int, inputs: AttentionInputs, part: SequencePart, *, scale: float, exclude_self: bool = False,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Softmax attention to the sinks of `sink_index`, for a merge: output (B, H, L, D) and log-sum-exp (B, H, L), 0 and
-    −∞ where a token sees none. Where ranks that have the same heads share out the pairs, the log-sum-exp is −∞ also for
-    tokens that this rank does not answer for.
+    """Compute softmax attention to the sinks of `sink_index`, for `merge`: output (B, H, L, D) and log-sum-exp (B, H,
+    L), 0 and −∞ for tokens without a visible sink. If ranks with the same heads divide the pairs, the log-sum-exp is
+    also −∞ for tokens that this rank does not answer for.
     """
     q, k, v = inputs.of_one_dtype()[:3]
     index = sink_index(sinks, inputs, exclude_self=exclude_self, chunk=chunk)
@@ -81,7 +82,7 @@ def cached_sinks(
     sinks: int, q: Tensor, k: Tensor, v: Tensor, position: int, *, scale: float, exclude_self: bool = False,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`sink_attention` of the one query (B, H, 1, D) at a position, with the same bits. k, v: (B, H, n or more, D)."""
+    """Compute `sink_attention` of one query (B, H, 1, D), bit-identical to a full pass. k, v: (B, H, n or more, D)."""
     sink = torch.arange(sinks, device=q.device)
     visible = sink <= position - exclude_self
     if chunk is not None:
@@ -94,8 +95,8 @@ def cached_sinks(
 
 
 def _shared_sinks(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend to sinks that all queries of a row share: products with them cost less than gathering, and no copy of q in
-    fp32. In products of 2·ROWS queries and two sinks at least, a query's bits do not depend on the others.
+    """Attend to sinks that all queries of a row share: matrix products cost less than gathering and need no fp32 copy
+    of q. With at least 2·ROWS queries and two sinks per product, a query's bits do not depend on the other queries.
     """
     queries = q.shape[2]
     q = at_least_rows(q, 2 * ROWS)
@@ -110,8 +111,8 @@ def _shared_sinks(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) 
 
 
 def without_seen(index: Tensor, inputs: AttentionInputs, sinks: int, chunk: int | None) -> Tensor:
-    """The keys of an index (B, H or 1, L, K) without those that a token sees beside it, which become −1: sinks, and
-    with a chunk also its own chunk of so many tokens and the neighbouring ones.
+    """Return an index of keys (B, H or 1, L, K) in which keys that are visible anyway are replaced by −1: sinks and,
+    with a chunk, the token's own chunk of this many tokens and the neighbouring chunks.
     """
     _, number, rank = (x.expand(len(index), -1) for x in DocumentRanks.of(inputs))
     key, shape = index.clamp_min(0).long().flatten(1), index.shape
@@ -123,17 +124,17 @@ def without_seen(index: Tensor, inputs: AttentionInputs, sinks: int, chunk: int 
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One softmax over the keys of several: its output (B, H, L, D) and log-sum-exp (B, H, L), 0 and −∞ where no part
-    shows a key.
+    """Merge attention over several sets of keys into one softmax. Returns output (B, H, L, D) and log-sum-exp (B, H,
+    L), 0 and −∞ for queries without a visible key.
 
-    parts: outputs (B, H, L, D), 0 where nothing is seen, and log-sum-exps (B, H, L), −∞ there. bias: (H, 1, parts),
-    added to the scores of each part's keys, or None.
+    parts: outputs (B, H, L, D) and log-sum-exps (B, H, L), 0 and −∞ for queries without a visible key. bias: (H, 1,
+    parts), added to the scores of each part's keys, or None.
     """
     outs, lses = zip(*parts, strict=True)
     lse = torch.stack(lses, dim=-1)  # (B, H, L, parts)
     lse = lse if bias is None else lse + bias
     nothing = lse.isneginf().all(-1, keepdim=True)
-    lse = lse.masked_fill(nothing, 0.0)  # kept out of the softmax, whose gradient would be NaN
+    lse = lse.masked_fill(nothing, 0.0)  # a softmax over −∞ has a NaN gradient
     weight = torch.softmax(lse, dim=-1).to(outs[0].dtype)
     out = sum(part * share.unsqueeze(-1) for part, share in zip(outs, weight.unbind(-1), strict=True))
     return out, torch.logsumexp(lse, dim=-1).masked_fill(nothing.squeeze(-1), -torch.inf)

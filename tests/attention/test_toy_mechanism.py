@@ -116,6 +116,6 @@ def test_a_lack_is_refused_by_name():
         model.new_cache(1, seed=0)
     assert len(known_flops_per_token(config().model, 64)) == 2
     uncounted = config("toy_uncounted").model
-    with pytest.raises(ConfigError, match="UncountedAttention has no count of its FLOPs"):
+    with pytest.raises(ConfigError, match="UncountedAttention does not define its FLOPs"):
         model_flops_per_token(uncounted, 64)
     assert known_flops_per_token(uncounted, 64) == ()  # so a run trains without

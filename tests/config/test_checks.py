@@ -76,7 +76,7 @@ def scaled(positions: str, kind: str, **settings: float) -> list[str]:
         (["model.attention.lsh.buckets=130"], f"{ATTENTION}.lsh.buckets", ["130", "multiple of 4"]),
         (using("lha", "local=true", "window=top_k"), f"{ATTENTION}.lha.local", ["top_k"]),
         (["model.attention.lsh.same_bucket=false"], f"{ATTENTION}.lsh.same_bucket", ["false", "causal", '"chunk"']),
-        (using("lsh", "sinks=4", "window=chunk"), f"{ATTENTION}.lsh.sinks", ["4 stands beside a band", '"chunk"']),
+        (using("lsh", "sinks=4", "window=chunk"), f"{ATTENTION}.lsh.sinks", ["4 needs a band", '"chunk"']),
         (using("local", "sinks=4", "relative=true"), f"{ATTENTION}.local.sinks", ["4", "relative"]),
         (using("yoso", "local=true"), f"{ATTENTION}.yoso", ["local", "no softmax", "convolution"]),
         (using("lsh", "window=chunk", "shared_qk=false"), f"{ATTENTION}.lsh.window", ["shared_qk = false", '"band"']),
