@@ -1,4 +1,4 @@
-"""Cross-attention: a decoder's tokens read the source that an encoder has encoded.
+"""Cross-attention of a decoder's tokens to the encoded source.
 
 B batch, H heads, R rounds, S source length, T target length, D head dim, E width.
 """
@@ -21,8 +21,8 @@ from megasparse.ops.random import PairDropout, rotations
 
 
 class EncoderOutput(NamedTuple):
-    """The encoder's output. states: (B, S, E). key_mask: (B, S) bool, true for real tokens, or None. Where ranks share
-    sequences: states of the tokens that are here, the mask of all.
+    """Output of the encoder. states: (B, S, E). key_mask: (B, S) bool, true for real tokens, or None. With sequence
+    parallelism, states cover this rank's tokens and the mask covers all.
     """
 
     states: Tensor
@@ -31,10 +31,10 @@ class EncoderOutput(NamedTuple):
 
 @dataclass
 class SourceKeys(Cache):
-    """Keys and values (B, H, S, D) of the sources in one layer, and what cached decoding keeps of them.
+    """Keys and values (B, H, S, D) of the sources in one layer, cached for decoding.
 
-    codes: (B, H, R, S), the keys' buckets, or None in full attention. Where ranks share sequences, H are those of this
-    rank.
+    codes: (B, H, R, S), the keys' buckets, or None in full attention. With sequence parallelism, H are this rank's
+    heads.
     """
 
     k: Tensor
@@ -44,12 +44,12 @@ class SourceKeys(Cache):
 
 
 class CrossAttention(nn.Module):
-    """Cross-attention, softmax(qkᵀ/√D)v of target queries and source keys; what sees no real key gets 0.
+    """Cross-attention, softmax(qkᵀ/√D)v of target queries and source keys; queries without a real key get 0.
 
-    `full`: every query sees every real key. `lsh`: in each round the same rotations hash queries and keys, and a query
-    at position i sees, of its bucket's keys, the last M at or before i and the M after; a key seen in several rounds
-    counts once. Memory is then linear in S and T. The number of buckets is that of the larger of the two longest
-    lengths.
+    `full`: every query attends to every real key. `lsh`: in each round the same rotations hash queries and keys, and a
+    query at position i attends to its bucket's last M keys at or before i and the M keys after; a key that several
+    rounds select is included once. Memory is then linear in S and T. The number of buckets follows from the larger of
+    the two maximum lengths.
     """
 
     def __init__(self, config: ModelConfig):
@@ -68,8 +68,8 @@ class CrossAttention(nn.Module):
     def forward(
         self, x: Tensor, source: EncoderOutput | SourceKeys, context: AttentionContext, first_position: int = 0
     ) -> Tensor:
-        """Attend to the source. x: (B, T, E), target tokens from `first_position` on; where ranks share sequences,
-        those that are here. Returns (B, T, E).
+        """Attend to the source. x: (B, T, E), target tokens from `first_position` on; with sequence parallelism, this
+        rank's tokens. Returns (B, T, E).
         """
         keys = source if isinstance(source, SourceKeys) else self.read(source, context)
         part = context.part.of_heads(self.heads)
@@ -87,7 +87,7 @@ class CrossAttention(nn.Module):
         return self.output(merge_heads(part.to_tokens(out)))
 
     def read(self, source: EncoderOutput, context: AttentionContext) -> SourceKeys:
-        """Keys and values of the sources."""
+        """Return the keys and values of the sources."""
         states = source.states.to(self.query.weight.dtype)
         part = context.part.of_heads(self.heads)
         k, v = part.to_heads(*(split_heads(side(states), self.head_dim) for side in (self.key, self.value)))
@@ -95,8 +95,8 @@ class CrossAttention(nn.Module):
         return SourceKeys(k, v, source.key_mask, codes)
 
     def flops(self, source: int, target: int) -> Passes:
-        """FLOPs of a whole sequence, projections included: queries and outputs of the target, keys and values of the
-        source, and the pairs of the two; hashed, as LSH with separate queries and keys in a two-sided window.
+        """Return the FLOPs of a whole sequence, including projections: queries and outputs of the target, keys and
+        values of the source, and their pairs; if hashed, as LSH with separate queries and keys and a two-sided window.
         """
         width = self.heads * self.head_dim
         projections = product(4.0 * self.query.weight.shape[1] * width * (source + target))
@@ -115,7 +115,7 @@ class CrossAttention(nn.Module):
 
     @torch.no_grad()
     def _codes(self, x: Tensor, context: AttentionContext) -> Tensor:
-        """The buckets of queries or keys (B, H, L, D) in every round: (B, H, R, L)."""
+        """Return the buckets of queries or keys (B, H, L, D) in every round: (B, H, R, L)."""
         rng = context.rng
         key = rng.key(context.layer, "cross-attention rotation")
         rounds = rng.rounds or (self.lsh.rounds if rng.training else self.lsh.rounds_in_evaluation)
@@ -123,6 +123,6 @@ class CrossAttention(nn.Module):
         return angular_hash(x, matrices, self.factors)
 
     def _rows(self, x: Tensor, context: AttentionContext) -> range:
-        """The numbers of the heads x (B, H, L, D) that are here."""
+        """Return the global indices of this rank's heads x (B, H, L, D)."""
         first = context.part.of_heads(self.heads).way * x.shape[1]
         return range(first, first + x.shape[1])

@@ -1,6 +1,6 @@
 """Attention in fixed patterns of blocks and strides: Sparse Transformer, Longformer, BigBird, and their decoding.
 
-B batch, H heads, L length, D head dim, C tokens in a block, W blocks, N blocks of the longest sequence, M keys of a
+B batch, H heads, L length, D head dim, C tokens per block, W blocks, N blocks of the longest sequence, M keys per
 block.
 """
 
@@ -22,15 +22,15 @@ from megasparse.ops.random import derive, random_bits
 
 
 class FixedPatternAttention(KeyValueAttention):
-    """Softmax attention to keys that depend on positions alone, counted from each document's first real token."""
+    """Softmax attention to keys that depend only on positions, relative to each document's first real token."""
 
     @abstractmethod
     def attend(self, inputs: AttentionInputs, context: AttentionContext) -> Tensor:
-        """Return the attention (B, H, L, D) of one document, which may have padding behind it."""
+        """Return the attention (B, H, L, D) of one document, possibly followed by padding."""
 
     @abstractmethod
     def visible(self, position: int, context: AttentionContext, device: torch.device) -> Tensor:
-        """Return the tokens (H or 1, n) that a decoder's token at `position` sees, itself among them."""
+        """Return the tokens (H or 1, n) visible to a decoder's token at `position`, including itself."""
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         return AttentionOutput(attend_each(inputs, partial(self.attend, context=context)), None, {})
@@ -46,16 +46,16 @@ class FixedPatternAttention(KeyValueAttention):
 
 
 class BlockSparseAttention(FixedPatternAttention):
-    """Softmax attention of each block of C tokens to itself and both neighbours (causal: the one before), the `first`
-    tokens of the sequence, and further blocks. Where not causal, the `first` tokens see all.
+    """Softmax attention of each block of C tokens to itself and both neighbours (causal: the previous block), the
+    `first` tokens of the sequence, and further blocks. If not causal, the `first` tokens attend to all tokens.
     """
 
     chunk: int
     first: int
 
     def further(self, blocks: Tensor, heads: int, causal: bool, context: AttentionContext) -> Tensor | None:
-        """Return further blocks (H, W, n) of `blocks` (W,), −1 for none, no neighbour and none among the `first`
-        tokens; of decoders earlier blocks, equally many for each head. None without any. heads: those here, H.
+        """Return further blocks (H, W, n) of `blocks` (W,), −1 for none, excluding neighbours and the `first` tokens;
+        in decoders only earlier blocks, equally many for each head. None if there are none. heads: H on this rank.
         """
         return None
 
@@ -66,7 +66,7 @@ class BlockSparseAttention(FixedPatternAttention):
         if not inputs.causal:
             queries = queries.masked_fill(queries < self.first, -1)
         near = torch.arange(-1, 1 if inputs.causal else 2, device=device)
-        # Of the first tokens, those before the window: all others that a query may see by this list are in the window.
+        # First tokens before the window only, because the window already covers the other visible ones.
         token = torch.arange(min(self.first, length), device=device)
         first = token.masked_fill(token >= (blocks[:, None] - 1) * self.chunk, -1)
         lists = [_tokens(blocks[:, None] + near, self.chunk, length)[None], first[None]]
@@ -91,7 +91,7 @@ class BlockSparseAttention(FixedPatternAttention):
 
 
 def _tokens(blocks: Tensor, chunk: int, length: int) -> Tensor:
-    """The tokens of blocks (..., n): (..., n·C), −1 outside of [0, length)."""
+    """Return the tokens of blocks (..., n): (..., n·C), −1 outside [0, length)."""
     token = (blocks[..., None] * chunk + torch.arange(chunk, device=blocks.device)).flatten(-2)
     return token.masked_fill((token < 0) | (token >= length), -1)
 
@@ -103,15 +103,15 @@ def _clusters(inputs: AttentionInputs, query_index: Tensor, key_index: Tensor) -
 
 class SparseTransformerAttentionConfig(MechanismSection):
     stride: Positive | None = None
-    """A token sees the tokens of the last `stride` positions and every stride-th one; null takes √max_length."""
+    """A token attends to the last `stride` positions and to every stride-th one; null means √max_length."""
 
 
 @mechanism("sparse_transformer", SparseTransformerAttentionConfig)
 class SparseTransformerAttention(FixedPatternAttention):
     """One softmax over the last S positions, i − S < j <= i, and every S-th one, (i − j) mod S = 0.
 
-    In an encoder |i − j| < S, and every S-th one on both sides. The paper's two patterns share a head here (its merged
-    form). Time grows as L·(S + L/S).
+    In an encoder |i − j| < S, and every S-th one on both sides. The paper's two patterns are merged in each head (its
+    merged form). Time grows as L·(S + L/S).
     """
 
     def __init__(self, config: SparseTransformerAttentionConfig, spec: MechanismSpec):
@@ -120,7 +120,7 @@ class SparseTransformerAttention(FixedPatternAttention):
 
     def forward(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> AttentionOutput:
         if inputs.key_mask is not None and inputs.segments is None:
-            # Without padding a token's rank, which makes the window, is its position, which makes the stride.
+            # Separate padding: the window uses ranks and the stride positions, equal only without padding.
             inputs = inputs._replace(segments=torch.zeros_like(inputs.key_mask, dtype=torch.int64))
         return super().forward(x, inputs, context)
 
@@ -136,7 +136,7 @@ class SparseTransformerAttention(FixedPatternAttention):
         return out.to(inputs.q.dtype)
 
     def _near(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-        """Over the other tokens nearer than S; the token itself is among the strided ones."""
+        """Attend to the other tokens nearer than S; the token itself is in the strided pattern."""
         spec = BucketedAttentionSpec(Window("band", self.stride), inputs.causal, inputs.q.shape[-1] ** -0.5)
         out, lse = inputs.in_buckets(None, spec)
         blind = torch.arange(lse.shape[-1], device=lse.device) == 0
@@ -144,10 +144,10 @@ class SparseTransformerAttention(FixedPatternAttention):
             blind = torch.ones_like(blind)
         elif not inputs.causal:
             blind = torch.zeros_like(blind)
-        return out, lse.masked_fill(blind, -torch.inf)  # where there is no other, the operator gives the token itself
+        return out, lse.masked_fill(blind, -torch.inf)  # without other keys, the operator returns the token's own value
 
     def flops(self, length: int) -> Passes:
-        """The last S positions (both ways S on either side) and every S-th one."""
+        """The last S positions (bidirectional: S on either side) and every S-th one."""
         work = self.spec.workload(length)
         return work.pairs(self.stride * (1 if work.causal else 2) + work.visible / self.stride)
 
@@ -158,17 +158,17 @@ class SparseTransformerAttention(FixedPatternAttention):
 
 class LongformerAttentionConfig(MechanismSection):
     chunk: Positive = 64
-    """Block size: a token sees its own block and its neighbours."""
+    """Block size: a token attends to its own block and the neighbouring blocks."""
     globals: Count = 1
-    """First tokens that every token sees, and that see every token."""
+    """Global tokens: the first tokens, which attend to every token and which every token attends to."""
 
 
 @mechanism("longformer", LongformerAttentionConfig)
 class LongformerAttention(BlockSparseAttention):
-    """A window of blocks, and global tokens that see everyone and are seen by everyone (a decoder's: what is before).
+    """Window of blocks, and global tokens that attend to all tokens and that all tokens attend to (causal in decoders).
 
-    A token sees its own block and the neighbours (a decoder's: the one before), the paper's window in blocks. The
-    paper gives global tokens projections of their own; here they share those of the others.
+    A token attends to its own block and the neighbouring blocks (in a decoder the previous one), the paper's window in
+    blocks. The paper gives global tokens separate projections; here they share the projections of the other tokens.
     """
 
     def __init__(self, config: LongformerAttentionConfig, spec: MechanismSpec):
@@ -176,20 +176,20 @@ class LongformerAttention(BlockSparseAttention):
         self.chunk, self.first = min(config.chunk, spec.max_length), config.globals
 
     def flops(self, length: int) -> Passes:
-        """Neighbouring blocks and G global tokens; both ways G queries see all keys, G more a query on average."""
+        """Neighbouring blocks and G global tokens; bidirectional: G queries of all keys, G more per query."""
         work = self.spec.workload(length)
         return work.pairs(work.chunks(self.chunk) + self.first * (1 if work.causal else 2))
 
 
 def random_blocks(blocks: Tensor, key: int, heads: range, global_blocks: int, total: int | None, count: int) -> Tensor:
-    """Return `count` different blocks (H, W, count) for each of `blocks` (W,), −1 where fewer are left to choose from.
+    """Draw `count` distinct blocks (H, W, count) for each of `blocks` (W,), −1 if there are too few candidates.
 
-    Neither global, nor the block itself or a neighbour; of all `total` blocks, or, if None, of those before. heads:
-    global numbers. Drawn by Floyd's method: the i-th draw is of one number more, and takes that one instead of a
-    repetition.
+    Candidates exclude global blocks, the block itself and its neighbours, and, if `total` is None, later blocks; else
+    there are `total` blocks. heads: global head indices. Floyd's method: draw i has one more candidate, the last, which
+    also replaces a repetition.
     """
-    before = (blocks - 1 - global_blocks).clamp_min(0)  # (W,): candidates before the window
-    after = (blocks + 2).clamp_min(global_blocks)  # the first one after it
+    before = (blocks - 1 - global_blocks).clamp_min(0)  # (W,): number of candidates before the window
+    after = (blocks + 2).clamp_min(global_blocks)  # (W,): first candidate after the window
     candidates = before if total is None else before + (total - after).clamp_min(0)
     head = torch.arange(heads.start, heads.stop, device=blocks.device)[:, None] * (1 << 32)
     bits = random_bits(key, head + blocks, count).to(torch.int64) + (1 << 31)  # (H, W, count) in [0, 2³²)
@@ -205,18 +205,18 @@ def random_blocks(blocks: Tensor, key: int, heads: range, global_blocks: int, to
 
 class BigBirdAttentionConfig(MechanismSection):
     chunk: Positive = 64
-    """Block size: a token sees its own block and its neighbours."""
+    """Block size: a token attends to its own block and the neighbouring blocks."""
     globals: Count = 1
-    """First blocks that every block sees, and that see every block."""
+    """Global blocks: the first blocks, which attend to every block and which every block attends to."""
     random: Count = 3
-    """Blocks more that each block sees, drawn at random."""
+    """Additional random blocks per block."""
 
 
 @mechanism("bigbird", BigBirdAttentionConfig)
 class BigBirdAttention(BlockSparseAttention):
-    """A window of blocks, global blocks at the start, and random blocks (a decoder's: earlier ones).
+    """Window of blocks, global blocks at the start, and random blocks (in a decoder earlier ones).
 
-    The random blocks are a function of (seed, layer, global head, block), the same in every step and at every length.
+    Random blocks are a function of (seed, layer, global head, block), the same in every step and at every length.
     """
 
     def __init__(self, config: BigBirdAttentionConfig, spec: MechanismSpec):
@@ -225,7 +225,7 @@ class BigBirdAttention(BlockSparseAttention):
         self.first, self.blocks = config.globals * self.chunk, -(-spec.max_length // self.chunk)
 
     def flops(self, length: int) -> Passes:
-        """Longformer's count, in global blocks, and random blocks."""
+        """As in Longformer, with global blocks, plus random blocks."""
         work = self.spec.workload(length)
         blocks = self.config.random + self.config.globals * (1 if work.causal else 2)
         return work.pairs(work.chunks(self.chunk) + blocks * self.chunk)

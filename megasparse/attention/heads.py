@@ -271,7 +271,7 @@ class Norm(nn.Module):
 
 
 LLAMA3_TURNS = (1.0, 4.0)
-"""Turns in the original length: Llama 3 divides a frequency below the first and keeps it above the last."""
+"""Llama 3 divides frequencies with fewer turns in original_length than the first, keeps those above the second."""
 YARN_TURNS = (32.0, 1.0)
 """The paper's alpha and beta, in turns: YaRN keeps a frequency above the first and divides it below the second."""
 

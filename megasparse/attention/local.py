@@ -1,5 +1,5 @@
-"""Local attention: a token sees its own chunk of positions and the chunk before, strictly causal, and in an encoder the
-chunk after. B batch, H heads, L length, D head dim, C chunk, E distances (see ops/local_attention).
+"""Local attention: a token attends to its own chunk of positions and the previous chunk, strictly causally; in an
+encoder also to the next chunk. B batch, H heads, L length, D head dim, C chunk, E distances (see ops/local_attention).
 """
 
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 class RelativePositions(nn.Module):
-    """Relative positions of Transformer-XL (Dai et al. 2019, section 3.3): r_{i−j} = R_{i−j}·W_r, R sinusoids, and the
-    biases u and w that stand for queries; each head has its own.
+    """Relative positions of Transformer-XL (Dai et al. 2019, section 3.3): r_{i−j} = R_{i−j}·W_r with sinusoids R, and
+    biases u and w that replace queries; separate for each head.
     """
 
     def __init__(self, spec: MechanismSpec):
@@ -46,7 +46,7 @@ class RelativePositions(nn.Module):
         self.distance_bias = nn.Parameter(torch.empty(spec.heads, spec.head_dim))
 
     def forward(self, chunk: int, causal: bool, part: SequencePart = WHOLE) -> tuple[Tensor, Tensor, Tensor]:
-        """Return r (H, E, D) in fp32 at least, u (H, D) and w (H, D), of the heads that are here."""
+        """Return r (H, E, D) in fp32 or wider, u (H, D) and w (H, D), for this rank's heads."""
         steps = distances(chunk, causal)
         r = sinusoids(steps[-1], len(steps), self.width, self.projection.device).flip(0)
         dtype = torch.promote_types(self.projection.dtype, torch.float32)
@@ -56,8 +56,8 @@ class RelativePositions(nn.Module):
 
 @dataclass
 class LocalCache(Cache):
-    """The last 2C tokens, the one at position p in place p mod 2C, behind them the sinks, and what `RelativePositions`
-    gives, or None.
+    """The last 2C tokens in a ring buffer (position p at p mod 2C), followed by the sinks; and the result of
+    `RelativePositions`, or None.
     """
 
     tokens: KeyValueCache
@@ -66,31 +66,31 @@ class LocalCache(Cache):
 
 class LocalAttentionConfig(MechanismSection):
     chunk: Positive = 128
-    """A token sees its own chunk of this many positions and the chunk before; an encoder's also the chunk after."""
+    """Chunk size: a token attends to its own chunk of positions and the previous one; in an encoder also the next."""
     relative: bool = False
-    """Relative positions as in Transformer-XL, in place of what `model.positions` gives."""
+    """Use relative positions as in Transformer-XL instead of `model.positions`."""
     sinks: Count = 0
-    """First tokens of each document that every later one sees (in an encoder every one), in the same softmax, each
+    """First tokens of each document that all later ones (in an encoder all) attend to, in the same softmax, each
     once."""
 
     def check(self, key: str, model: "ModelConfig") -> None:
         if self.relative and model.positions.kind == "rotary":
             raise ConfigError(
                 f"{key}.relative",
-                'true adds distances in a layer whose queries and keys model.positions.kind = "rotary" has rotated by '
-                "them",
-                "Set it to false, or model.positions.kind to another",
+                'true adds relative positions to queries and keys that model.positions.kind = "rotary" already rotates '
+                "by position",
+                "Set it to false, or choose another model.positions.kind",
             )
         if self.relative and self.sinks:
-            problem = f"{self.sinks} may be farther away than relative = true knows distances"
+            problem = f"{self.sinks} sinks may be farther away than the largest distance of relative = true"
             raise ConfigError(f"{key}.sinks", problem, "Set it to 0, or relative to false")
 
 
 @mechanism("local", LocalAttentionConfig)
 class LocalAttention(Attention):
-    """Softmax attention of each query to its chunk of C positions and the chunk before, in encoders also the next.
+    """Softmax attention of each query to its chunk of C positions and the previous chunk, in encoders also the next.
 
-    The published enwik8-64K configuration of Reformer uses it. Chunk borders depend on positions only, so nothing
+    The published enwik8-64K configuration of Reformer uses it. Chunk borders depend only on positions, so nothing
     leaks. It is bucketed attention with one bucket and one round. The logits are q_i·k_j/√D, with relative positions
     ((q_i + u)·k_j + (q_i + w)·r_{i−j})/√D. Sinks outside the window join the same softmax.
     """
@@ -121,7 +121,7 @@ class LocalAttention(Attention):
         return BucketedAttentionSpec(window, causal, scale, exclude_self=False, self_at_last=False, share=share)
 
     def flops(self, length: int) -> Passes:
-        """Relative positions have scores of their own: 6·D more a key."""
+        """Relative positions add separate scores, 6·D per key."""
         work = self.spec.workload(length)
         keys = work.chunks(self.chunk) + work.beyond(self.chunk, self.sinks)
         return work.pairs(keys) * (1.5 if self.relative else 1.0)
@@ -130,7 +130,7 @@ class LocalAttention(Attention):
         return None if self.relative is not None else tokens.near(self.chunk, self.sinks)[0][:, None]
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> LocalCache:
-        # The chunk at hand and the one before it share two places by turns.
+        # Ring buffer of two chunks: the current one and the previous one.
         tokens = KeyValueCache.empty(batch, self.spec.on_rank(part), 2 * self.chunk + self.sinks, like)
         return LocalCache(tokens, None if self.relative is None else self.relative(self.chunk, True, part))
 
@@ -174,8 +174,8 @@ class LocalAttention(Attention):
 def cached_window(
     q: Tensor, k: Tensor, v: Tensor, capacity: int, position: int, spec: BucketedAttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """Compute `bucketed_attention` in the chunk window of the one query (B, H, 1, D) at a position, with the same bits
-    as in a whole pass. k, v: (B, H, P, D), the key of position p in place p mod `capacity`.
+    """Compute `bucketed_attention` in the chunk window of the query (B, H, 1, D) at `position`, bit-identical to a full
+    pass. k, v: (B, H, P, D), with the key of position p at index p mod `capacity`.
     """
     chunk, row = spec.window.chunk, torch.arange(q.shape[0] * q.shape[1], device=q.device)
     column = position // chunk * chunk - chunk + torch.arange(2 * chunk, device=q.device)  # positions of keys

@@ -1,4 +1,4 @@
-"""N-gram attention: a token sees what followed earlier occurrences of its last n tokens, and a window.
+"""N-gram attention: a token attends to the tokens that followed earlier occurrences of its last n tokens, and a window.
 
 B batch, H heads, R rounds, L length, D head dim, N buckets, M chunk.
 """
@@ -35,8 +35,8 @@ from megasparse.ops.random import derive, random_bits
 
 @dataclass
 class NGramCache(Cache):
-    """Keys and values of all tokens, and by bucket the last keys that followed its n-gram; the tokens that the next
-    n-gram needs, (B, n − 1), and the newest token's buckets, to which the next key belongs, (B, 1, R, 1).
+    """Keys and values of all tokens, with the last keys that followed each bucket's n-grams; the tokens that the next
+    n-gram needs, (B, n − 1); and the newest token's buckets, to which the next key is added, (B, 1, R, 1).
     """
 
     band: BandCache
@@ -45,7 +45,7 @@ class NGramCache(Cache):
 
 
 class SourceBias(nn.Module):
-    """Bias of each head, added to the scores of keys that a round finds: (H, R), 0 at the start."""
+    """Bias of each head, added to the scores of keys that a round selects: (H, R), initially 0."""
 
     def __init__(self, heads: int, rounds: int):
         super().__init__()
@@ -58,31 +58,31 @@ class SourceBias(nn.Module):
 
 class NGramAttentionConfig(MechanismSection):
     lengths: list[Positive] = Field(default=[4], min_length=1)
-    """n of each round: a token sees what followed earlier occurrences of its last n tokens."""
+    """n of each round: a token attends to the tokens that followed earlier occurrences of its last n tokens."""
     chunk: Annotated[int, Field(ge=2)] = 64
-    """M: of each round the last M − 1 of these."""
+    """M: each round selects the last M − 1 of these tokens."""
     window: Positive = 64
-    """Beside them a token sees its own chunk of this many positions and the chunk before, as in `local`."""
+    """Chunk size of the window: a token's own chunk of positions and the previous chunk, as in `local`."""
     sinks: Count = 0
-    """First tokens of each document that every later one sees beside its window, in the same softmax."""
+    """First tokens of each document that all later ones attend to in addition to the window, in the same softmax."""
 
-    causal_only = "it sees what followed earlier tokens"
+    causal_only = "it attends to the tokens that followed earlier ones"
 
 
 @mechanism("ngram", NGramAttentionConfig)
 class NGramAttention(Attention):
     """Softmax attention to a window and to the tokens that followed earlier occurrences of the last n tokens.
 
-    Induction heads learn to attend to such tokens (Olsson et al. 2022); here a hash of n tokens finds them. The window
-    is that of local attention, with its sinks. Round n also selects keys in the query's document, the last M − 1 of the
-    j <= i with
+    Induction heads learn to attend to such tokens (Olsson et al. 2022); here a hash of n tokens selects them. The
+    window and its sinks are the same as in local attention. Round n also selects keys in the query's document, the last
+    M − 1 of the j <= i with
 
         h_n(the n tokens before j) = h_n(the last n tokens that position i has read).
 
     A decoder's position i has read the tokens before i, so the mechanism is strictly causal. Window and rounds are one
-    softmax. The logits are q·k/√D in the window and q·k/√D + b_n in round n; every head learns its own b_n. A key that
-    several of them select counts once in each; a document's first token follows nothing and is in no round. The hash
-    is not learned, so it finds repetitions from the first step on. Queries, keys and b_n learn which ones to use.
+    softmax. The logits are q·k/√D in the window and q·k/√D + b_n in round n, with a learned b_n per head. A key that
+    several of them select is included once in each; a document's first token follows nothing and is in no round. The
+    hash is not learned, so it matches repetitions from the first step on. Queries, keys and b_n learn to use them.
     """
 
     reads_tokens = True
@@ -94,7 +94,7 @@ class NGramAttention(Attention):
         self.bias = SourceBias(spec.heads, len(config.lengths))
         scale, window = spec.head_dim**-0.5, Window("chunk", min(config.window, spec.max_length))
         self.near = BucketedAttentionSpec(window, causal=True, scale=scale, exclude_self=False, self_at_last=False)
-        # Where bucket-mates t < i are seen, their successors t + 1 <= i take part: keys and values move by one place.
+        # If t < i share a bucket, i attends to the successor t + 1 <= i: shift keys and values by one position.
         moved = Window("band", config.chunk)
         self.moved = BucketedAttentionSpec(
             moved, True, scale, buckets=self.buckets, longest=spec.max_length, self_at_last=False
@@ -103,10 +103,10 @@ class NGramAttention(Attention):
         self.far = replace(self.moved, window=far, exclude_self=False, buckets=self.buckets + 1)
 
     def assign(self, context: AttentionContext, key_mask: Tensor | None, segments: Tensor | None) -> Tensor:
-        """The buckets of queries, (B, R, L), the same of all heads."""
+        """Return the buckets of queries, (B, R, L), the same for all heads."""
         if context.tokens is None:
             raise ConfigError(
-                "model.attention.pattern", "ngram hashes tokens, but this model reads none", "Choose another mechanism"
+                "model.attention.pattern", "ngram hashes tokens, but this model has none", "Choose another mechanism"
             )
         return self._codes(context.tokens, key_mask, segments)
 
@@ -132,13 +132,13 @@ class NGramAttention(Attention):
         return AttentionOutput(out, None, {}, None if part.share is None else lse)
 
     def _round(self, inputs: AttentionInputs, codes: Tensor, share: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of what a round shows, 0 and −∞ where that is nothing. codes: (B, L)."""
+        """Return output and log-sum-exp of one round, 0 and −∞ for queries without a match. codes: (B, L)."""
         of_all = codes[:, None, None]
         if inputs.key_mask is None:
             k, v = (x.roll(-1, dims=2) for x in (inputs.k, inputs.v))
             dropout = None if inputs.dropout is None else replace(inputs.dropout, shift=1)
             return inputs._replace(k=k, v=v, dropout=dropout).in_buckets(of_all, replace(self.moved, share=share))
-        # What follows a real token may be padding, so keys have buckets of their own.
+        # A real token may be followed by padding, so keys need separate buckets.
         keys = _following(codes[:, None], inputs, self.buckets)[:, None]
         return inputs.in_buckets(of_all, replace(self.far, share=share), keys)
 
@@ -164,7 +164,7 @@ class NGramAttention(Attention):
         if sinks := self.config.sinks:
             parts.append(cached_sinks(sinks, q, k, v, position, scale=self.near.scale, chunk=self.near.window.chunk))
         bias = F.pad(self.bias(context.part), (len(parts), 0))[:, None]
-        rank = band.size.gather(-1, codes)  # of the token itself, whose successor is no key yet
+        rank = band.size.gather(-1, codes)  # rank of the new token, whose successor does not exist yet
         for number in range(codes.shape[2]):
             of_round = slice(number, number + 1)
             parts.append(band.rounds(of_round).attend(q, codes[:, :, of_round], rank[:, :, of_round], self.moved))
@@ -188,17 +188,17 @@ class NGramAttention(Attention):
 def ngram_codes(
     tokens: Tensor, n: int, buckets: int, key_mask: Tensor | None = None, segments: Tensor | None = None
 ) -> Tensor:
-    """The bucket of the last n tokens at each position, (B, L), 0 <= code < buckets, a power of two.
+    """Return the bucket of the last n tokens at each position, (B, L), 0 <= code < buckets, a power of two.
 
-    tokens: (B, L) int64, the newest token that a position knows: the one before it, −1 for none. Tokens of another
-    document and padding count as none. A pure function of the n tokens: equal n-grams have equal buckets everywhere.
+    tokens: (B, L) int64, the newest token known at each position (the previous one), −1 if there is none. Tokens of
+    other documents and padding are treated as missing. A pure function of the n tokens.
     """
     key = derive("n-gram", n)
     code = torch.zeros_like(tokens)
     for back in reversed(range(n)):
         token = _earlier(tokens, back, -1)
         for mask, of_other in ((key_mask, False), (segments, -1)):
-            if mask is not None:  # what a position knows is the token of the position before it
+            if mask is not None:  # a position knows the previous position's token
                 before = _earlier(mask, back + 1, of_other)
                 token = token.masked_fill(~before if mask.dtype == torch.bool else before != mask, -1)
         code = random_bits(key, (code << 32) + token + 1, 1).squeeze(-1).long() & 0x7FFFFFFF
@@ -206,8 +206,8 @@ def ngram_codes(
 
 
 def _following(codes: Tensor, inputs: AttentionInputs, buckets: int) -> Tensor:
-    """The buckets of keys (B, R, L), in which the positions before them are as queries. That of a document's first key
-    is `buckets`, which no query has.
+    """Return the buckets of keys (B, R, L): the query bucket of the previous position. A document's first key gets
+    `buckets`, a bucket without queries.
     """
     continues = (torch.arange(inputs.q.shape[2], device=inputs.q.device) > 0)[None]  # (B or 1, L)
     if inputs.segments is not None:
@@ -218,5 +218,5 @@ def _following(codes: Tensor, inputs: AttentionInputs, buckets: int) -> Tensor:
 
 
 def _earlier(x: Tensor, steps: int, fill: int | bool) -> Tensor:
-    """x (B, L) of so many positions before each one, `fill` before the first."""
+    """Shift x (B, L) by `steps` positions to the right, with `fill` at the start."""
     return F.pad(x, (steps, 0), value=fill)[:, : x.shape[1]]

@@ -1,4 +1,4 @@
-"""Calls of a model's mechanisms, recorded from outside. B batch, H heads, L length, D head dim."""
+"""Record the calls of a model's mechanisms with hooks. B batch, H heads, L length, D head dim."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from megasparse.config.attention import MECHANISMS
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a mechanism in a model's forward: all that it was given."""
+    """Arguments of one call of a mechanism in a model's forward."""
 
     mechanism: Attention
     x: Tensor
@@ -44,14 +44,14 @@ class Call:
         return MechanismSpec(heads, width, self.x.shape[-1], length, self.inputs.causal)
 
     def exact(self) -> Attention:
-        """Return the mechanism that this one approximates: full attention, or what it names itself."""
+        """Return the mechanism that this one approximates: `Attention.exact`, by default full attention."""
         full = FullAttentionConfig(shared_qk=self.mechanism.shared_qk)
         return self.mechanism.exact() or FullAttention(full, self.spec)
 
     def run(self, mechanism: Attention, v: Tensor | None = None, rounds: int | None = None) -> Tensor:
-        """The output (B, H, L, D) of a mechanism on this input, with other values or hash rounds where given.
+        """Return the output (B, H, L, D) of a mechanism on this input, optionally with other values or hash rounds.
 
-        Everything is decided anew, from the same draws.
+        All decisions are recomputed, from the same random draws.
         """
         inputs = self.inputs if v is None else self.inputs._replace(v=v)
         rng = dataclasses.replace(self.context.rng, rounds=rounds)
@@ -62,7 +62,7 @@ class Call:
 
 @contextmanager
 def calls(model: nn.Module) -> Iterator[list[Call]]:
-    """Inside the `with`, the list of what the model's mechanisms were called with, in their order."""
+    """Context manager that yields a list of the calls of the model's mechanisms, in order."""
     recorded: list[Call] = []
     with each_call(model, recorded.append):
         yield recorded
@@ -70,7 +70,7 @@ def calls(model: nn.Module) -> Iterator[list[Call]]:
 
 @contextmanager
 def each_call(model: nn.Module, listen: Callable[[Call], None]) -> Iterator[None]:
-    """Inside the `with`, `listen` gets every call of one of the model's mechanisms, before it is computed."""
+    """Context manager that passes every call of the model's mechanisms to `listen` before it is computed."""
 
     def before(mechanism: nn.Module, arguments: tuple[Any, ...]) -> None:
         listen(Call(cast(Attention, mechanism), *arguments))

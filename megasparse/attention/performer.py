@@ -28,7 +28,7 @@ from megasparse.ops.linear_attention import State, causal_linear_attention, line
 
 @dataclass
 class PerformerCache:
-    """The running sums, of one size at any length, and the projection (H, F, D); None before the first token."""
+    """Running sums, of constant size, and the projection (H, F, D); None before the first token."""
 
     state: State | None = None
     projection: Tensor | None = None
@@ -42,16 +42,16 @@ class PerformerAttentionConfig(MechanismSection):
     features: Positive = 256
     """Number of positive random features."""
     chunk: Positive = 128
-    """Decoders only: pairs of tokens this near are scored one by one, farther ones meet in running sums."""
+    """Decoders only: tokens per chunk. Pairs inside a chunk are scored one by one, others through running sums."""
 
     no_probabilities = True
 
 
 @mechanism("performer", PerformerAttentionConfig)
 class PerformerAttention(Attention):
-    """Softmax attention whose exp(q·k/√D) is the product of positive random features of q and k: time linear in length.
+    """Softmax attention with exp(q·k/√D) approximated by a product of positive random features: time linear in length.
 
-    The projections are orthogonal Gaussians of each head, drawn anew at every training step, fixed in evaluation.
+    The projections are orthogonal Gaussians per head, redrawn at every training step and fixed in evaluation.
     """
 
     def __init__(self, config: PerformerAttentionConfig, spec: MechanismSpec):
@@ -74,12 +74,12 @@ class PerformerAttention(Attention):
         return AttentionOutput(attend_each(inputs, attend), None, {})
 
     def _causal(self, inputs: AttentionInputs, projection: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """The output, and the sums over these tokens and those of the state. projection: (H, F, D)."""
+        """Return the output, and the sums over the state's tokens and these. projection: (H, F, D)."""
         rule: dict[str, Any] = {"scale": self.scale, "chunk": self.config.chunk, "key_mask": inputs.key_mask}
         return causal_linear_attention(*inputs[:3], projection, state=state, **rule)
 
     def flops(self, length: int) -> Passes:
-        """Features of q and of k, 6·D each a feature, and 12·D a feature in place of a key; causal: pairs inside a
+        """Features of q and of k, 6·D each per feature, and 12·D per feature instead of per key; causal: pairs inside a
         chunk, whose scores are products of features.
         """
         dim, features = self.spec.head_dim, self.config.features
@@ -102,31 +102,31 @@ class PerformerAttention(Attention):
 
 
 class SequenceProjection(nn.Module):
-    """A learned matrix (P, max_length) over positions; a shorter sequence uses its first columns."""
+    """Learned matrix (P, max_length) over positions; a shorter sequence uses its first columns."""
 
     def __init__(self, projected: int, max_length: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(projected, max_length))
 
     def forward(self, length: int, dtype: torch.dtype) -> Tensor:
-        """(P, length) in this dtype, a copy: ranks that share the matrix have it whole within this call alone."""
+        """Return (P, length) in this dtype, as a copy: under ZeRO 3 the weight is gathered only during this call."""
         return self.weight[:, :length].to(dtype, copy=True)
 
 
 class LinformerAttentionConfig(MechanismSection):
     projected: Positive = 256
-    """Length k: keys and values are projected from max_length to this many."""
+    """Length P to which the keys and values of all positions are projected."""
 
     bidirectional_only = "it projects the whole sequence"
 
 
 @mechanism("linformer", LinformerAttentionConfig)
 class LinformerAttention(Attention):
-    """Linformer, softmax(q(E k)ᵀ/√D) F v, with keys and values projected over the sequence to P by E and F, shared by
-    the heads.
+    """Linformer, softmax(q(E k)ᵀ/√D) F v, with keys and values projected over the sequence to length P by matrices E
+    and F that all heads share.
 
-    Padding is projected as zeros. A packed document is projected by itself, its positions counted from its first real
-    token. Every projected key mixes all tokens, so there is no causal form.
+    Padding is projected as zeros. Packed documents are projected separately, with positions relative to their first
+    real token. Every projected key mixes all tokens, so there is no causal form.
     """
 
     def __init__(self, config: LinformerAttentionConfig, spec: MechanismSpec):
@@ -147,5 +147,5 @@ class LinformerAttention(Attention):
         return AttentionOutput(attend_each(inputs, attend), None, {})
 
     def flops(self, length: int) -> Passes:
-        """P projected keys, and the projections of keys and of values, 6·D each a projected one."""
+        """P projected keys, and the projections of keys and of values, 6·D each per projected key."""
         return product(self.spec.heads * 8.0 * self.spec.head_dim * self.keys.weight.shape[0])

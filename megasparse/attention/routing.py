@@ -1,7 +1,7 @@
-"""Routing attention (Roy et al. 2021): clusters around centroids that follow queries and keys as a moving average; and
-attention inside buckets drawn at random, whatever the tokens are: the floor of every hash (LHA's "Rand.").
+"""Routing attention (Roy et al. 2021): clusters around centroids, moving averages of queries and keys. Also attention
+inside random, content-independent buckets, the lower bound for every hash (LHA's "Rand.").
 
-B batch, H heads, L length, n tokens of a document, D head dim, N centroids, W clusters, M places of a cluster.
+B batch, H heads, L length, n tokens of a document, D head dim, N centroids, W clusters, M slots of a cluster.
 """
 
 from collections.abc import Callable
@@ -29,18 +29,18 @@ _TILE_ELEMENTS = 1 << 22  # similarities at a time
 
 class RoutingAttentionConfig(MechanismSection):
     chunk: Positive = 64
-    """Tokens a cluster; max_length/chunk centroids, rounded up."""
+    """Tokens per cluster; max_length/chunk centroids, rounded up."""
     window: Literal["band", "top_k"] = "band"
-    """`band`: the last `chunk` tokens of one's own cluster, strictly causal. `top_k`: the paper's nearest tokens of
-    each centroid; later tokens decide who is among them: not strictly causal."""
+    """`band`: the last `chunk` tokens of the token's cluster, strictly causal. `top_k`: the paper's nearest tokens of
+    each centroid. Later tokens can displace them: not strictly causal."""
     local: bool = False
-    """With band only: a window beside the clusters. Each head also sees the last `chunk` tokens (in an encoder on
-    either side), in the same softmax, a key that is in both once."""
+    """With band only: add a local window to the clusters. Each head also attends to the last `chunk` tokens (in an
+    encoder on either side), in the same softmax. A key in both is included once."""
     sinks: Count = 0
-    """With band only: first tokens of each document that every later one sees (in an encoder every one), in the same
-    softmax. They stand in no cluster and no window, so each counts once."""
+    """With band only: first tokens of each document that all later ones (in an encoder all) attend to, in the same
+    softmax. They are excluded from clusters and window, so each is included once."""
     decay: Rate = 0.999
-    """Decay of the centroids' moving average, a step."""
+    """Decay of the centroids' moving average, per step."""
 
     def check(self, key: str, model: "ModelConfig") -> None:
         check_band(key, self.window, self.local, self.sinks)
@@ -48,12 +48,12 @@ class RoutingAttentionConfig(MechanismSection):
 
 @mechanism("routing", RoutingAttentionConfig)
 class RoutingAttention(BandAttention):
-    """Routing attention, softmax(qkᵀ/√D)v inside clusters of spherical k-means: μ·q/|q| and μ·k/|k| decide, for unit
-    centroids μ.
+    """Routing attention, softmax(qkᵀ/√D)v inside clusters of spherical k-means: the nearest unit centroid μ is the one
+    with the largest μ·q/|q| or μ·k/|k|.
 
-    Decoders need one cluster a token, so there queries are the keys too, as in the paper: logits q·q/|q| as Reformer
-    has them, and in the band a token sees itself only as last resort. The centroids, a persistent buffer, move once a
-    step (`after_step`).
+    Decoders need one cluster per token, so their keys are the queries, as in the paper: logits q·q/|q| as in Reformer,
+    and in the band a token attends to itself only if no other key is visible. The centroids, a persistent buffer, are
+    updated once per step (`after_step`).
     """
 
     centroids: Tensor
@@ -67,15 +67,15 @@ class RoutingAttention(BandAttention):
         scale = 1.0 if self.shared_qk else spec.head_dim**-0.5
         self.rule = {"scale": scale, "exclude_self": self.shared_qk, "count_rounds": True}
         self.register_buffer("centroids", torch.zeros(spec.heads, self.buckets, spec.head_dim))  # (H, N, D)
-        self._sums: Tensor | None = None  # of this step's members: (H, N, D + 1) float64, their number last
+        self._sums: Tensor | None = None  # (H, N, D + 1) float64: sum and count of the step's members
         if config.window == "top_k" and spec.causal:
             self.leak = (
-                "later tokens decide who is among a centroid's nearest tokens; "
+                "later tokens can displace a centroid's nearest tokens; "
                 "attention.routing.window = band is strictly causal"
             )
 
     def initialise(self, seed: int, name: str) -> None:
-        """Random unit centroids, a pure function of seed, name and head."""
+        """Set random unit centroids, a pure function of seed, name and head."""
         rows = torch.arange(self.spec.heads * self.buckets).view(self.spec.heads, self.buckets)
         drawn = normal(derive(seed, "initial centroids", name), rows, self.spec.head_dim)
         self.centroids.copy_(F.normalize(drawn, dim=-1))
@@ -93,9 +93,10 @@ class RoutingAttention(BandAttention):
 
     @torch.no_grad()
     def _decide(self, inputs: AttentionInputs, context: AttentionContext) -> ClusterIndices:
-        """Band: nearest centroids (B, H, L) of queries and of keys, in a decoder the same. top_k: lists of clusters.
+        """Return, for the band, nearest centroids (B, H, L) of queries and of keys (in a decoder equal); for top_k,
+        clusters.
 
-        In the first pass only. Checkpointed layers come twice: sums and counts double alike, no mean moves."""
+        Not called in recomputation. Checkpointed layers call it twice, doubling sums and counts, so means are equal."""
         queries, keys = self._sides(inputs, context)
         if context.rng.training:
             self._remember(inputs, queries, keys, context)
@@ -103,7 +104,7 @@ class RoutingAttention(BandAttention):
             return self._codes(queries, keys)
 
         def nearest(side: HashInputs, document: Document) -> Tensor:
-            """The tokens with the highest μ·x of every centroid, some centroids at a time: (B, H, N, min(chunk, n))."""
+            """Return the tokens with the highest μ·x of every centroid, computed in tiles: (B, H, N, min(chunk, n))."""
             x, centroids = document.take(side.inputs[0]).transpose(-1, -2), side.weights[0][0].transpose(1, 2)
             tiles = centroids.to(x.dtype).split(max(1, _TILE_ELEMENTS // x[..., 0, :].numel()), dim=1)
             size = min(self.config.chunk, x.shape[-1])
@@ -112,7 +113,7 @@ class RoutingAttention(BandAttention):
         return clusters_by_document(inputs, lambda document: (nearest(queries, document), nearest(keys, document)))
 
     def _sides(self, inputs: AttentionInputs, context: AttentionContext) -> tuple[HashInputs, HashInputs]:
-        """Vectors that are compared with the centroids: unit queries and unit keys, in a decoder one and the same."""
+        """Return the vectors to compare with the centroids: unit queries and unit keys, in a decoder the same."""
         q, k = (F.normalize(at_least_fp32(x), dim=-1) for x in (inputs.q, inputs.k))
         weights = (context.part.local_part(self.centroids, 0).transpose(1, 2),)  # (H, D, N)
         if inputs.causal:
@@ -127,7 +128,7 @@ class RoutingAttention(BandAttention):
     def _remember(
         self, inputs: AttentionInputs, queries: HashInputs, keys: HashInputs, context: AttentionContext
     ) -> None:
-        """Adds unit queries and unit keys to the sums of their nearest centroids. Padding is no member."""
+        """Add unit queries and unit keys, except padding, to the sums of their nearest centroids."""
         if self._sums is None:
             shape = (*self.centroids.shape[:2], self.centroids.shape[2] + 1)
             self._sums = torch.zeros(shape, dtype=torch.float64, device=inputs.q.device)
@@ -141,9 +142,9 @@ class RoutingAttention(BandAttention):
 
     @torch.no_grad()
     def after_step(self, applied: bool, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Move the centroids, μ ← normalise(decay·μ + (1 − decay)·mean of the members), queries and keys alike, of all
-        micro-batches and ranks of the step. A step that was not applied moves nothing; a centroid without members
-        stays.
+        """Update the centroids, μ ← normalise(decay·μ + (1 − decay)·mean of the members), over queries and keys of all
+        micro-batches and ranks of the step. A step that was not applied changes nothing, and neither does a step
+        change a centroid without members.
         """
         sums, self._sums = self._sums, None
         if sums is None or not applied:
@@ -156,7 +157,7 @@ class RoutingAttention(BandAttention):
         self.centroids.copy_(torch.where((count > 0) & (length > 0), moved / length, old))
 
     def flops(self, length: int) -> Passes:
-        """Pairs in windows, and forward only the products of q, and of a k of its own, with N centroids."""
+        """Pairs in windows, and, forward only, products of q (and of a separate k) with N centroids."""
         codes = self.spec.heads * (1 if self.spec.causal else 2) * 2.0 * self.spec.head_dim * self.buckets
         work, chunk = self.spec.workload(length), self.config.chunk
         band = self.config.window == "band"
@@ -166,16 +167,16 @@ class RoutingAttention(BandAttention):
 
 class RandomAttentionConfig(MechanismSection):
     chunk: Positive = 64
-    """Tokens a bucket; max_length/chunk buckets, rounded up, drawn at random whatever the tokens are."""
+    """Tokens per bucket; max_length/chunk buckets, rounded up, drawn at random independently of the tokens."""
 
 
 @mechanism("random", RandomAttentionConfig)
 class RandomAttention(BandAttention):
-    """Random attention, softmax(qkᵀ/√D)v inside a band of one's own bucket, max_length/chunk buckets that queries and
-    keys share.
+    """Random attention, softmax(qkᵀ/√D)v inside a band of the token's bucket; queries and keys share max_length/chunk
+    buckets.
 
-    A bucket depends on head and position only, never on a token or its sequence, so no pattern can be learned but that
-    of positions; while training each step draws anew, in evaluation they stay.
+    A bucket depends only on head and position, never on a token or its sequence, so the only learnable patterns are
+    positional. Buckets are redrawn at each training step and fixed in evaluation.
     """
 
     def __init__(self, config: RandomAttentionConfig, spec: MechanismSpec):
@@ -185,7 +186,7 @@ class RandomAttention(BandAttention):
         self.rule = {"scale": spec.head_dim**-0.5, "exclude_self": False, "count_rounds": False}
 
     def assign(self, inputs: AttentionInputs, first: int, context: AttentionContext) -> Tensor:
-        """The bucket of every position from `first` on: (B, H, 1, L). Padding has no position."""
+        """Return the bucket of every position from `first` on: (B, H, 1, L). Positions skip padding."""
         batch, count, length = inputs.q.shape[:3]
         head = torch.arange(context.head_offset, context.head_offset + count, device=inputs.q.device)
         position = torch.arange(first, first + length, device=inputs.q.device).expand(batch, -1)
@@ -196,7 +197,7 @@ class RandomAttention(BandAttention):
         return torch.remainder(bits, self.buckets).transpose(-1, -2)
 
     def index(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor | None, Any]:
-        return None, None  # its buckets are those of positions
+        return None, None  # buckets depend only on positions
 
     def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> tuple[Tensor, None]:
         return self.assign(inputs, position, context), None

@@ -1,4 +1,4 @@
-"""Smart Bird (Wu et al. 2021): a narrow single-head sketch of the attention says which few keys each query attends to.
+"""Smart Bird (Wu et al. 2021): a narrow single-head sketch of the attention selects the keys that queries attend to.
 
 B batch, H heads, L length, D head dim, E width of the layer's input, d width of the sketch, K keys, V vocabulary.
 """
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from megasparse.config.schema import ModelConfig
 
 
-ASKED = {"token": "a token a position", "pooled": "a label a sequence", "answer": "the tokens of an answer"}
-"""Targets of a sketch, by its objective."""
+ASKED = {"token": "one token per position", "pooled": "one label per sequence", "answer": "the tokens of an answer"}
+"""Descriptions of a sketch's targets, by objective."""
 
 
 @dataclass
 class SketchCache(Cache):
-    """The heads' keys and values, and the keys of all sketches side by side, (B, capacity, sketches·d) in float64."""
+    """Keys and values of the heads, and the concatenated keys of all sketches, (B, capacity, sketches·d) in float64."""
 
     heads: KeyValueCache
     sketch: Tensor
@@ -53,49 +53,48 @@ class SketchCache(Cache):
 
 class SmartBirdAttentionConfig(MechanismSection):
     keys: Positive = 20
-    """K, keys a query attends to."""
+    """K, number of keys per query."""
     sketch_dim: Positive = 4
     """Width d of the single-head sketch."""
     sketch: Literal["attention", "transformer", "heads"] = "attention"
-    """`attention`: one narrow attention on the layer's input. `transformer`: a Transformer layer of `sketch_dim` on
-    embeddings of tokens of its own, with sinusoidal positions (Eq. 1). `heads`: one for every `sketch_heads` heads, on
-    their own queries and keys, as they are after the rotation."""
+    """`attention`: one narrow attention over the layer's input. `transformer`: a Transformer layer of width
+    `sketch_dim` over separate token embeddings, with sinusoidal positions (Eq. 1). `heads`: one sketch for every
+    `sketch_heads` heads, from their queries and keys after rotation."""
     sketch_heads: Positive = 1
-    """With heads only: neighbouring heads that share a sketch, and the keys that it picks."""
+    """With heads only: number of neighbouring heads that share a sketch and its selected keys."""
     evaluation: Literal["top_k", "draws"] = "top_k"
-    """Evaluation takes the K largest weights, the same keys for all heads, or draws by head as training does."""
+    """In evaluation, select the K largest weights, the same keys for all heads, or draw per head as in training."""
     sampling: Literal["inverse_log_squared", "inverse_log", "raw", "top_k", "random"] = "inverse_log_squared"
     """Function from a sketched weight to a sampling score (the paper's Figure 4)."""
     objective: Literal["token", "pooled", "answer", "attention"] = "token"
-    """Objective of the sketch itself: `token`, each position's target (language modelling, masked tokens); `pooled`,
+    """Training objective of the sketch: `token`, each position's target (language modelling, masked tokens); `pooled`,
     the sequence's label, from an attention-pooled vector (the paper); `answer`, in the encoder of an encoder–decoder,
-    which tokens the target has, from the same vector; `attention`, the full attention of its heads to what is beyond
-    the window and the sinks, from 256 queries a step.
-    """
+    the set of target tokens, from the same vector; `attention`, the full attention of its heads to keys beyond the
+    window and the sinks, from 256 queries per step."""
     labels: Positive | None = None
     """With pooled only: number of labels."""
     local: bool = False
-    """A window beside the chosen keys, in the same softmax, a key in both once: a token's own chunk of positions and
-    the chunk before, in an encoder also the chunk after."""
+    """Add a local window in the same softmax: a token's chunk of positions and the previous chunk, in an encoder also
+    the next. A key in both is included once."""
     chunk: Positive = 64
-    """With local only: positions a chunk."""
+    """With local only: positions per chunk."""
     sinks: Count = 0
-    """First tokens of each document that every later one sees (in an encoder every one), in the same softmax, each
+    """First tokens of each document that all later ones (in an encoder all) attend to, in the same softmax, each
     once."""
 
     def check(self, key: str, model: "ModelConfig") -> None:
         if (self.objective == "pooled") != (self.labels is not None):
             labels = "null" if self.labels is None else self.labels
-            problem = f'{labels} does not fit objective = "{self.objective}"'
-            raise ConfigError(f"{key}.labels", problem, 'Give the number of labels with "pooled", null with others')
+            problem = f'{labels} does not match objective = "{self.objective}"'
+            raise ConfigError(f"{key}.labels", problem, 'Set the number of labels with "pooled", else null')
         if self.sketch == "heads" and self.objective != "attention":
-            problem = f'"{self.objective}" is predicted from values, but sketch = "heads" has queries and keys alone'
+            problem = f'"{self.objective}" is predicted from values, but sketch = "heads" uses only queries and keys'
             raise ConfigError(f"{key}.objective", problem, 'Set it to "attention"')
         if self.sketch == "transformer" and self.objective == "attention":
-            problem = '"transformer" is trained by what it predicts, not by attention'
+            problem = '"transformer" is trained on prediction targets, not on attention'
             raise ConfigError(f"{key}.sketch", problem, 'Set it to "heads" or "attention", or change objective')
         if self.sketch_heads > 1 and self.sketch != "heads":
-            problem = f'{self.sketch_heads} heads share a sketch, but with sketch = "{self.sketch}" all of a layer do'
+            problem = f'{self.sketch_heads} heads share a sketch, but with sketch = "{self.sketch}" all heads do'
             raise ConfigError(f"{key}.sketch_heads", problem, 'Set it to 1, or sketch to "heads"')
         for layer in range(len(model.attention.pattern)):
             if (heads := heads_of_layer(model, layer).get("smart_bird", 0)) % self.sketch_heads:
@@ -104,7 +103,7 @@ class SmartBirdAttentionConfig(MechanismSection):
 
     @property
     def joined(self) -> str | None:
-        return None if self.sketch == "heads" else 'all have one sketch, unless sketch = "heads"'
+        return None if self.sketch == "heads" else 'all heads share one sketch, unless sketch = "heads"'
 
     @property
     def heads_together(self) -> int:
@@ -125,14 +124,14 @@ class SmartBirdAttention(Attention):
     """Softmax attention of each query to K keys that a narrow attention, the sketch, selects (Smart Bird Eq. 1 to 3).
 
     The sketch computes weights α_ij and scores p_ij = (1/log α_ij)². In training each head draws s_ij ~ U(0, p_ij) and
-    takes the K keys with the largest s_ij. In evaluation all heads take the K largest p_ij, earlier keys first if
-    equal; with evaluation = "draws" or sampling = "random" they draw as in training. A query with at most K visible
-    keys attends to all of them. A causal sketch normalises α_i over j <= i, so later tokens never change a selection.
-    An optional window (as in local attention) and sinks join the selected keys in one softmax, each key once.
+    takes the K keys with the largest s_ij. In evaluation all heads take the K largest p_ij, with ties to earlier keys;
+    with evaluation = "draws" or sampling = "random" they draw as in training. A query with at most K visible keys
+    attends to all of them. A causal sketch normalises α_i over j <= i, so later tokens never change a selection. An
+    optional window (as in local attention) and sinks join the selected keys in one softmax, each key once.
 
-    A selection is not differentiable, so the task's loss does not reach the sketch. A separate loss trains it: it
-    predicts the task's targets, or with objective = "attention" the heads' full attention. The sketch reads the layer's
-    detached input; "transformer" reads its own token embeddings, "heads" queries and keys of `sketch_heads` heads.
+    A selection is not differentiable, so the task's loss does not reach the sketch. A separate loss trains it: to
+    predict the task's targets, or with objective = "attention" the heads' full attention. The sketch reads the layer's
+    detached input; "transformer" reads separate token embeddings, "heads" the queries and keys of `sketch_heads` heads.
     """
 
     def __init__(self, config: SmartBirdAttentionConfig, spec: MechanismSpec):
@@ -174,7 +173,7 @@ class SmartBirdAttention(Attention):
         return AttentionOutput(self._attend(inputs, index), loss, statistics)
 
     def _attend(self, inputs: AttentionInputs, index: Tensor) -> Tensor:
-        """Attention to the chosen keys, the sinks and the window."""
+        """Attend to the selected keys, the sinks and the window."""
         sinks, chunk = self.config.sinks, self.near.window.chunk if self.config.local else None
         if sinks or chunk:
             index = without_seen(index, inputs, sinks, chunk)
@@ -186,8 +185,8 @@ class SmartBirdAttention(Attention):
         return chosen[0] if chunk is None else merge([inputs.in_buckets(None, self.near), chosen])[0]
 
     def learn(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """The auxiliary loss of a training pass where sketches learn attention, and its statistics: the divergence of
-        each from the mean attention of its heads, mean over sketches. x: (B, L, E).
+        """Return the auxiliary loss of sketches that learn attention, and its statistics: the divergence of each sketch
+        from the mean attention of its heads, averaged over sketches. x: (B, L, E).
         """
         key = context.rng.key(context.layer, "sketch sample")
         queries = drawn_positions(key, inputs.q.shape[2], SAMPLES, inputs.q.device)
@@ -211,19 +210,19 @@ class SmartBirdAttention(Attention):
     def sketches(
         self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, exactly: bool = True
     ) -> list[tuple[Tensor, Tensor]]:
-        """Queries and keys of each sketch whose heads are here, of the tokens in `inputs`: (B, L, d) each."""
+        """Return the queries and keys of this rank's sketches, for the tokens in `inputs`: (B, L, d) each."""
         if self.config.sketch == "heads":
             q, k = inputs.q.detach(), inputs.k.detach()
             return list(zip(self.query(q, context.part, exactly), self.key(k, context.part, exactly), strict=True))
-        x = x if exactly else at_least_fp32(x)  # an exact projection widens what it reads itself
+        x = x if exactly else at_least_fp32(x)  # `exact_projection` widens its input itself
         q, k = (self._whole(project(x, exactly), context.part) for project in (self.query, self.key))
         return [(q, k)]
 
     def _objective(self, x: Tensor, inputs: AttentionInputs, targets: Targets, part: SequencePart) -> Tensor:
-        """The sketch's own loss. Where ranks share sequences, each has the whole loss, from the projections of all."""
+        """Return the sketch's loss. With sequence parallelism, every rank computes the whole loss."""
         target = "answer" if targets.answer else "token" if targets.values.dim() == 2 else "pooled"
         if target != self.config.objective:
-            problem = f'"{self.config.objective}" does not fit this task, which asks for {ASKED[target]}'
+            problem = f'"{self.config.objective}" does not match this task, which needs {ASKED[target]}'
             raise ConfigError("model.attention.smart_bird.objective", problem, f'Set it to "{target}"')
         q, k, v = (self._whole(project(x), part) for project in (self.query, self.key, self.value))
         h, _ = _sketch(q, k, v, inputs)
@@ -235,22 +234,22 @@ class SmartBirdAttention(Attention):
         return self.objective(h, targets, inputs.key_mask)
 
     def _read(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext, position: int = 0) -> Tensor:
-        """The input of the sketch, which the task's loss does not reach: the layer's, of the tokens that are here, or
-        embeddings of the whole sequences, in decoding of the token at `position`.
+        """Return the sketch's detached input: the layer's input for this rank's tokens, or token embeddings of the
+        whole sequences, in decoding only of the token at `position`.
         """
         if self.embedding is None:
             return x.detach()
         if context.tokens is None:
-            problem = '"transformer" embeds tokens, but this model reads none'
+            problem = '"transformer" embeds tokens, but this model has none'
             raise ConfigError("model.attention.smart_bird.sketch", problem, 'Set it to "attention"')
         tokens, numbers = context.tokens, DocumentRanks.of(inputs).rank.clamp_max(self.spec.max_length - 1) + position
-        if inputs.causal:  # a decoder's first token knows none of its document
+        if inputs.causal:  # nothing precedes a document's first token
             tokens = tokens.masked_fill(numbers == 0, -1)
         return self.embedding(tokens, numbers)
 
     def word_weights(self) -> tuple[list[Tensor], list[Tensor]]:
         if self.config.objective == "attention":
-            return [], []  # learned from heads and layers as they are, not from words
+            return [], []  # trained on attention, not on words
         if self.embedding is not None:
             return [self.embedding.weight], []
         return [], [part.weight for part in (self.query, self.key, self.value)]
@@ -264,10 +263,10 @@ class SmartBirdAttention(Attention):
         return work.pairs(self.config.keys + self.config.sinks) + window + self._sketch_flops(length, work.visible)
 
     def _sketch_flops(self, length: int, visible: float) -> Passes:
-        """The sketch, one of all heads: 12·d a key, 2·d more to choose by, its projections of an input without gradient
-        (4 a weight), the rest of its layer, and its objective's output over the vocabulary. Sketches that learn
-        attention: 2·d a key to choose by, their two projections, and for a sample of the queries the scores of all
-        heads, without gradient, and of the sketches.
+        """One sketch for all heads: 12·d per key, 2·d more for the selection, its projections of a detached input (4
+        per weight), the rest of its layer, and its objective's output over the vocabulary. Sketches that learn
+        attention: 2·d per key for the selection, two projections, and for a sample of the queries the detached scores
+        of all heads and the scores of the sketches.
         """
         wide, width = self.config.sketch_dim, self.width
         if self.config.objective == "attention":
@@ -325,14 +324,14 @@ class SmartBirdAttention(Attention):
         context: AttentionContext,
         first_query: int = 0,
     ) -> Tensor:
-        """The index (B, sketches, Lq, K), or where heads draw (B, H, Lq, K), of the queries from position `first_query`
-        on. sketches: their queries (B, Lq, d), and all keys, of each.
+        """Return the keys of queries from position `first_query` on, (B, sketches, Lq, K), or (B, H, Lq, K) if heads
+        draw. sketches: queries (B, Lq, d) and all keys of each sketch.
         """
         sampling, rng, masks = self.config.sampling, context.rng, (inputs.key_mask, inputs.segments)
         spec = KeyChoiceSpec(self.config.keys, inputs.causal, sampling)
         if not (sampling == "random" or (sampling != "top_k" and (rng.training or self.config.evaluation == "draws"))):
             (q, k), (real, documents), count = sketches[0], masks, len(sketches)
-            if count > 1:  # side by side in the batch
+            if count > 1:  # stack along the batch
                 q, k = (torch.stack(x, dim=1).flatten(0, 1) for x in zip(*sketches, strict=True))
                 real, documents = (None if x is None else x.repeat_interleave(count, dim=0) for x in masks)
             chosen = chosen_keys(q, k, spec, None, None, real, documents, first_query)
@@ -343,14 +342,14 @@ class SmartBirdAttention(Attention):
             rows = rng.rows(first_query + q.shape[1], q.device)[:, first_query:]
             noise = Noise(rng.key(context.layer, "sampled keys"), range(first, first + heads), rows)
             if sampling.startswith("inverse_log"):
-                queries = F.pad(q, (0, 0, first_query, 0)) if first_query else q  # none of those before is read
+                queries = F.pad(q, (0, 0, first_query, 0)) if first_query else q  # padding rows are never read
                 lse = _sketch(queries.float(), k.float(), k.float(), inputs)[1][:, first_query:]
             indices.append(chosen_keys(q, k, spec, noise, lse, *masks, first_query))
         return indices[0] if len(indices) == 1 else torch.cat(indices, dim=1)
 
 
 def _by_head(index: Tensor, heads: int) -> Tensor:
-    """An index (B, I, L, K) for each of the heads; of one, or of all, as it is."""
+    """Repeat an index (B, I, L, K) for each head, unless I is 1 or the number of heads."""
     return index if index.shape[1] in (1, heads) else index.repeat_interleave(heads // index.shape[1], dim=1)
 
 
@@ -366,7 +365,7 @@ class Projection(nn.Module):
 
 
 class HeadProjection(nn.Module):
-    """A linear map of G neighbouring heads' queries or keys, side by side, to d numbers, for each group of heads."""
+    """Linear map to d numbers of the concatenated queries or keys of G neighbouring heads, per group of heads."""
 
     def __init__(self, groups: int, width_in: int, width_out: int):
         super().__init__()
@@ -374,7 +373,7 @@ class HeadProjection(nn.Module):
         self.weight = nn.Parameter(torch.empty(groups * width_out, width_in))
 
     def forward(self, x: Tensor, part: SequencePart, exactly: bool = False) -> list[Tensor]:
-        """Project heads x (B, H, L, D), those that are here, to (B, L, d) of each group; see `exact_projection`."""
+        """Project this rank's heads x (B, H, L, D) to (B, L, d) per group; see `exact_projection`."""
         weights = part.local_part(self.weight, 0).chunk(self.groups // part.shares)
         grouped = [heads.transpose(1, 2).flatten(2) for heads in x.split(self.width_in // x.shape[3], dim=1)]
         project = exact_projection if exactly else _project
@@ -387,14 +386,14 @@ def _project(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class SketchEmbedding(nn.Module):
-    """Embeddings of tokens and sinusoidal positions, (B, L, d) in fp32 at least; a token of −1 is its position."""
+    """Token embeddings plus sinusoidal positions, (B, L, d) in fp32 or wider; token −1 gives only the position."""
 
     def __init__(self, spec: MechanismSpec, width: int):
         super().__init__()
         self.weight, self.longest = nn.Parameter(torch.empty(spec.vocabulary, width)), spec.max_length
 
     def forward(self, tokens: Tensor, numbers: Tensor) -> Tensor:
-        """Embed tokens. tokens, numbers: (B, L) int64, the numbers those of positions."""
+        """Embed tokens. tokens, numbers: (B, L) int64 token ids and positions."""
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         embedded = F.embedding(tokens.clamp_min(0), self.weight).to(dtype) * (tokens >= 0).unsqueeze(-1)
         table = sinusoids(0, self.longest, self.weight.shape[1], tokens.device)
@@ -402,8 +401,8 @@ class SketchEmbedding(nn.Module):
 
 
 class SketchLayer(nn.Module):
-    """The rest of a Transformer layer around an attention of width d (Vaswani et al. 2017): LN(x + W·a), then LN(y +
-    W2·relu(W1·y)) with 4d hidden units.
+    """Transformer layer around an attention of width d (Vaswani et al. 2017): LN(x + W·a), then LN(y + W2·relu(W1·y))
+    with 4d hidden units.
     """
 
     def __init__(self, width: int):
@@ -414,7 +413,7 @@ class SketchLayer(nn.Module):
         self.shifts = nn.ParameterList(nn.Parameter(torch.zeros(width)) for _ in range(2))
 
     def forward(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Run the layer. x: (B, L, d), what the attention read. attended: (B, L, d), its output."""
+        """Run the layer. x: (B, L, d), the attention's input. attended: (B, L, d), its output."""
         x = self._norm(0, x + self.merge(attended))
         return self._norm(1, x + self.back(torch.relu(self.hidden(x))))
 
@@ -427,12 +426,12 @@ def _sketch(q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> tuple[T
     return sketched_attention(q, k, v, causal=inputs.causal, key_mask=inputs.key_mask, segments=inputs.segments)
 
 
-_LOGIT_ELEMENTS = 1 << 22  # logits of the token objective that exist at a time
+_LOGIT_ELEMENTS = 1 << 22  # logits of the token objective in memory at a time
 
 
 class TokenObjective(nn.Module):
-    """The sketch's objective where there is no label: each position's output h_i predicts the model's own target there
-    (the next token, or the masked one). Mean nats a counted position.
+    """Objective of a sketch without labels: each position's output h_i predicts the model's target at that position
+    (the next or the masked token). Mean nats per counted position.
     """
 
     def __init__(self, width: int, vocabulary: int):
@@ -441,7 +440,7 @@ class TokenObjective(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocabulary))
 
     def forward(self, h: Tensor, targets: Targets, key_mask: Tensor | None) -> Tensor:
-        """Compute the loss of the sketch's predictions. h: (B, L, d) in fp32 at least."""
+        """Compute the loss of the sketch's predictions. h: (B, L, d) in fp32 or wider."""
         counted = torch.ones(h.shape[:2], dtype=torch.bool, device=h.device)
         for mask in (targets.counted, key_mask):
             if mask is not None:
@@ -458,9 +457,8 @@ class TokenObjective(nn.Module):
 
 
 class PooledObjective(nn.Module):
-    """The sketch's objective where a sequence has a label: its outputs h_i, pooled by attention Σ_i softmax_i(u·h_i)
-    h_i, predict it (section 3.1), or, which the paper does not have, each token of the answer alike. Mean nats a label,
-    or a token that counts.
+    """Objective of a sketch with labels: its outputs h_i, pooled by attention Σ_i softmax_i(u·h_i) h_i, predict the
+    label (section 3.1) or, not in the paper, every token of the answer. Mean nats per label or counted token.
     """
 
     def __init__(self, width: int, labels: int):
@@ -470,7 +468,7 @@ class PooledObjective(nn.Module):
         self.bias = nn.Parameter(torch.zeros(labels))
 
     def forward(self, h: Tensor, targets: Targets, key_mask: Tensor | None) -> Tensor:
-        """Compute the loss of the sketch's predictions. h: (B, L, d) in fp32 at least. targets.values: (B,) labels, or
+        """Compute the loss of the sketch's predictions. h: (B, L, d) in fp32 or wider. targets.values: (B,) labels, or
         (B, T) tokens.
         """
         score = F.linear(h, self.pool.to(h.dtype)).squeeze(-1)  # (B, L)

@@ -1,6 +1,6 @@
-"""SMYRF attention (Daras et al. 2020): queries and keys in equal clusters, cut from their order along random lines.
+"""SMYRF attention (Daras et al. 2020): equal-sized clusters of queries and keys, sorted along random projections.
 
-B batch, H heads, R rounds, L length, n tokens of a document, D head dim, W clusters, M places of a cluster.
+B batch, H heads, R rounds, L length, n tokens of a document, D head dim, W clusters, M slots of a cluster.
 """
 
 import torch
@@ -18,9 +18,9 @@ from megasparse.ops.random import normal
 
 class SMYRFAttentionConfig(MechanismSection):
     rounds: Positive = 2
-    """Hash rounds, each of which has clusters of its own."""
+    """Hash rounds, each with separate clusters."""
     chunk: Positive = 64
-    """Queries, and keys, of a cluster."""
+    """Queries, and keys, per cluster."""
 
     bidirectional_only = "its balanced clusters depend on all tokens"
     rounds_key = "rounds"
@@ -28,10 +28,10 @@ class SMYRFAttentionConfig(MechanismSection):
 
 @mechanism("smyrf", SMYRFAttentionConfig)
 class SMYRFAttention(Attention):
-    """SMYRF, softmax(qkᵀ/√D)v inside the clusters of each round; rounds are merged by log-sum-exp, and a pair that
-    meets in several counts in each, as in the paper.
+    """SMYRF, softmax(qkᵀ/√D)v inside the clusters of each round; rounds are merged by log-sum-exp, and a pair in the
+    same cluster in several rounds is included in each of them, as in the paper.
 
-    Real tokens of a document alone make its clusters: ⌈n/chunk⌉ a round, only the last one smaller than `chunk`.
+    Clusters contain only real tokens of one document: ⌈n/chunk⌉ per round, the last one possibly smaller.
     """
 
     shares_pairs = True
@@ -61,16 +61,16 @@ class SMYRFAttention(Attention):
         return AttentionOutput(out, None, {}, None if share is None else lse)
 
     def flops(self, length: int) -> Passes:
-        """In each round one cluster, and a projection of q and of k, two numbers longer, to a line."""
+        """Per round, one cluster and the projection of q and k, widened by two numbers, to a line."""
         codes = Passes(self.spec.heads * 2 * 2.0 * (self.spec.head_dim + 2))
         return (self.spec.workload(length).pairs(self.config.chunk) + codes) * self.config.rounds
 
 
 def asymmetric(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """F(q) = [q; 0; √(M_Q² + M_K² − |q|²)] and G(k) = [k; √(M_Q² + M_K² − |k|²); 0] (LHA Eq. 3), M_Q and M_K the
-    greatest lengths among the tokens given: |F(q) − G(k)|² = 2(M_Q² + M_K²) − 2q·k, near where the score is high.
+    """Return F(q) = [q; 0; √(M_Q² + M_K² − |q|²)] and G(k) = [k; √(M_Q² + M_K² − |k|²); 0] (LHA Eq. 3), M_Q and M_K the
+    maximum norms over tokens: |F(q) − G(k)|² = 2(M_Q² + M_K²) − 2q·k, small for high scores.
 
-    q, k: (..., n, D). Returns (..., n, D + 2) each, in fp32 at least.
+    q, k: (..., n, D). Returns (..., n, D + 2) each, in fp32 or wider.
     """
     q, k = (at_least_fp32(x) for x in (q, k))
     squares = [x.square().sum(-1, keepdim=True) for x in (q, k)]
@@ -80,8 +80,8 @@ def asymmetric(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def equal_clusters(values: Tensor, size: int) -> Tensor:
-    """Tokens in the order of values (B, H, R, n), cut into pieces of `size`: (B, H, R·⌈n/size⌉, min(size, n)).
-    Of E2LSH's (a·x + b)/r only a·x decides the order.
+    """Sort tokens by values (B, H, R, n) and split them into clusters of `size`: (B, H, R·⌈n/size⌉, min(size, n)). In
+    E2LSH's (a·x + b)/r, only a·x affects the order.
     """
     order = values.argsort(dim=-1, stable=True)
     size = min(size, order.shape[-1])

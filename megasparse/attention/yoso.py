@@ -1,4 +1,4 @@
-"""YOSO attention: values are summed with weights that hash collisions sample (You Only Sample (Almost) Once).
+"""YOSO attention: a sum of values, weighted by sampled hash collisions (You Only Sample (Almost) Once).
 
 B batch, H heads, L length, D head dim, m hashes, τ code bits, S kernel size.
 """
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class YOSOCache(Cache):
-    """Cache of a decoder. tables: (B, H, m, 2^τ, D), the sums of the values by key code, fp32 at least; or, with the
-    expectation, tokens: unit keys and values so far. recent: (B, H, S − 1, D), the last values, for the convolution.
+    """Decoding cache. tables: (B, H, m, 2^τ, D), sums of values by key code, fp32 or wider; with the expectation
+    instead tokens: unit keys and values so far. recent: (B, H, S − 1, D), the last values, for the convolution.
     """
 
     tables: Tensor | None
@@ -47,20 +47,20 @@ class YOSOCache(Cache):
 
 class YOSOAttentionConfig(MechanismSection):
     hashes: Positive = 32
-    """Number m of hashes while training."""
+    """Number m of hashes in training."""
     evaluation_hashes: Positive | None = None
-    """Hashes in evaluation and generation; null takes `hashes`."""
+    """Hashes in evaluation and generation; null means `hashes`."""
     expectation: bool = False
-    """The weight is (1 − acos(q·k)/π)^τ itself, in O(L²) time, in place of m samples of it (YOSO-E)."""
+    """Use the exact weight (1 − acos(q·k)/π)^τ, in O(L²) time, instead of m samples of it (YOSO-E)."""
     code_bits: Positive | None = None
-    """Number τ of sign bits of a code. null takes log2(max_length), in a decoder no more than keeps its hash tables
-    below a key-value cache of max_length tokens, where one bit does."""
+    """Number τ of sign bits per code. null means log2(max_length); in a decoder at most the number (at least 1) whose
+    hash tables are smaller than a key-value cache of max_length tokens."""
     projection: Literal["hadamard", "gaussian"] = "hadamard"
     """`hadamard`: fast, slightly biased. `gaussian`: dense projections, unbiased."""
     convolution: Positive | None = None
-    """Kernel size (odd) of a depth-wise convolution of the values that is added to the output; null for none."""
+    """Kernel size (odd) of a depth-wise convolution of the values that is added to the output; null disables it."""
     chunk: Positive = 128
-    """Decoders on a CPU only: tables grow chunk by chunk; inside a chunk collisions are found pair by pair."""
+    """Decoders on a CPU only: tokens per chunk. Tables are updated per chunk; inside a chunk, pairs are compared."""
 
     rounds_key = "hashes"
     no_probabilities = True
@@ -71,8 +71,8 @@ class YOSOAttentionConfig(MechanismSection):
         extra = [key for key in ("local", "sinks") if isinstance(values, dict) and key in values]
         if extra:
             raise ValueError(
-                f"{extra[0]} joins a softmax, but YOSO has no softmax, and weighs every token already. A window beside "
-                'it is convolution, or other heads, {"local": 2, "yoso": 2}'
+                f"{extra[0]} needs a softmax, but YOSO has none and weights every token already. To add a local window "
+                'use convolution, or split the heads, {"local": 2, "yoso": 2}'
             )
         return values
 
@@ -81,7 +81,7 @@ class YOSOAttentionConfig(MechanismSection):
             problem = f"{self.code_bits} bits do not fit a 32-bit code"
             raise ConfigError(f"{key}.code_bits", problem, "Set it to 30 or less, or to null")
         if self.convolution is not None and self.convolution % 2 == 0:
-            problem = f"{self.convolution} is even, so the kernel has no middle"
+            problem = f"{self.convolution} is even, so the kernel is not centred"
             raise ConfigError(f"{key}.convolution", problem, f"Write {self.convolution + 1} instead")
 
 
@@ -89,9 +89,9 @@ class YOSOAttentionConfig(MechanismSection):
 class YOSOAttention(Attention):
     """YOSO attention with normalised output (N-YOSO, Eq. 5 and 6): out_i = y_i/|y_i|, y_i = Σ_j B_ij v_j.
 
-    B_ij is the share of m hashes in which q_i and k_j have the same τ sign bits. For q and k of length 1 its
-    expectation is E[B_ij] = (1 − acos(q_i·k_j)/π)^τ. A query without a colliding key gets 0. With `expectation` the
-    weight is E[B_ij] (YOSO-m-E). Parameters and τ are the same, so a trained model can switch to it or to more hashes.
+    B_ij is the share of m hashes in which q_i and k_j have equal τ sign bits. For q and k of length 1 its expectation
+    is E[B_ij] = (1 − acos(q_i·k_j)/π)^τ. A query without a colliding key gets 0. With `expectation` the weight is
+    E[B_ij] (YOSO-m-E). Parameters and τ are the same, so a trained model can switch to it or to more hashes.
 
     Each hash adds the values into a table of 2^τ buckets. A decoder stores these tables, m·2^τ·D numbers per head at
     any length; with `expectation` it stores keys and values. With code_bits = null, its τ is as large as possible while
@@ -108,7 +108,7 @@ class YOSOAttention(Attention):
     def __init__(self, config: YOSOAttentionConfig, spec: MechanismSpec):
         super().__init__(config, spec)
         bits = round(math.log2(spec.max_length))
-        if spec.causal:  # no more than keeps m·2^τ below 2·max_length
+        if spec.causal:  # largest τ with m·2^τ < 2·max_length
             bits = min(bits, ((2 * spec.max_length - 1) // config.hashes).bit_length() - 1)
         self.code_bits = config.code_bits or max(1, bits)
         self.convolution = None if config.convolution is None else _Convolution(spec.heads, config.convolution)
@@ -128,7 +128,7 @@ class YOSOAttention(Attention):
             nn.init.zeros_(self.convolution.weight)
 
     def codes(self, x: Tensor, hashes: int, context: AttentionContext) -> Tensor:
-        """(B, H, m, L). Queries and keys are hashed alike."""
+        """Return the codes (B, H, m, L) of queries or keys, which use the same hashes."""
         heads = range(context.head_offset, context.head_offset + x.shape[1])
         key = context.rng.key(context.layer, "yoso hash")
         return sign_codes(x.detach(), key, heads, hashes, self.code_bits, self.config.projection)
@@ -149,8 +149,8 @@ class YOSOAttention(Attention):
         return AttentionOutput(out.to(inputs.q.dtype), None, {"collisions": met.sum() / (real * met.shape[1])})
 
     def flops(self, length: int) -> Passes:
-        """Codes of q and k; 2·D to add a value to a table and to read it, and again for the gradient of v; those of q
-        and k by tables, 4·D² each, or by the 1/2^τ of pairs that collide at random, 6·D each: the cheaper.
+        """Codes of q and k; 2·D to add a value to a table and to read it, and again for the gradient of v. Gradients of
+        q and k: the cheaper of tables, 4·D² each, and the 1/2^τ of pairs that collide at random, 6·D each.
         """
         yoso, work, dim = self.config, self.spec.workload(length), self.spec.head_dim
         if yoso.expectation:
@@ -199,14 +199,14 @@ class YOSOAttention(Attention):
         else:
             assert cache.tables is not None
             code = self.codes(k, cache.tables.shape[2], context).to(torch.int64)
-            for table, number in zip(cache.tables.unbind(2), code.unbind(2), strict=True):  # of one hash
+            for table, number in zip(cache.tables.unbind(2), code.unbind(2), strict=True):  # per hash
                 table.scatter_add_(2, number[..., None].expand(v.shape), v.to(table.dtype))
         cache.recent = torch.cat([cache.recent, v.to(cache.recent.dtype)], dim=2)[:, :, v.shape[2] :]
 
 
 class _Convolution(nn.Module):
-    """Depth-wise over the sequence, one filter a head: out_i = Σ_s w_s v_(i + s − offset), over real tokens of i's own
-    document; offset S − 1 (no later token) if causal, else S/2.
+    """Depth-wise convolution over the sequence, one filter per head: out_i = Σ_s w_s v_(i + s − offset), over real
+    tokens of the same document; offset S − 1 if causal (no later token), else S/2.
     """
 
     def __init__(self, heads: int, size: int):
@@ -216,8 +216,8 @@ class _Convolution(nn.Module):
     def forward(
         self, v: Tensor, mask: Tensor | None, segments: Tensor | None, causal: bool, part: SequencePart = WHOLE
     ) -> Tensor:
-        """Convolve the values over positions. v: (B, H, L, D), of the heads that are here; mask, segments: (B, L) or
-        None. Returns (B, H, L, D) in fp32 at least; padding gets 0.
+        """Convolve the values over positions. v: (B, H, L, D), this rank's heads; mask, segments: (B, L) or None.
+        Returns (B, H, L, D) in fp32 or wider; padding gets 0.
         """
         length, size = v.shape[2], self.weight.shape[1]
         before = size - 1 if causal else size // 2

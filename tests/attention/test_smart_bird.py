@@ -85,7 +85,7 @@ def test_the_tiny_transformer_reads_tokens_and_positions_alone():
     single(x, *heads, tokens=tokens, key_mask=mask, segments=segments)
     numbers = given[0][0].tolist()
     assert numbers[:14] == [*range(11), 0, 1, 2] and numbers[15:] == list(range(3, 18))
-    with pytest.raises(ConfigError, match="embeds tokens, but this model reads none"):
+    with pytest.raises(ConfigError, match="embeds tokens, but this model has none"):
         m(x, AttentionInputs(*heads, None, None, False), AttentionContext(0, training_draws(2)))
 
 
