@@ -29,23 +29,26 @@ def silent(doing: str) -> None:
 LARGEST = 1 << 28
 """Bytes of a file that is read whole, by default."""
 NOT_REGULAR = "this is not a regular file"
+HARD_LINK = "this file has a second name (a hard link), which is not written through: replace it by a copy"
 REASONS = {errno.ELOOP: "this is a symbolic link, which is not written through", errno.ENXIO: NOT_REGULAR}
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """Return a descriptor of a regular file; usable as the `opener` of `open`. No symbolic link is written through.
+    """Return a descriptor of a regular file; usable as the `opener` of `open`. No link is written through.
 
     Raises OSError, also for a named pipe, a device and a folder, without waiting.
     """
-    if flags & (os.O_WRONLY | os.O_RDWR):
-        flags |= os.O_NOFOLLOW
+    writes = flags & (os.O_WRONLY | os.O_RDWR)
+    flags |= os.O_NOFOLLOW if writes else 0
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     except OSError as error:
         raise OSError(error.errno, REASONS.get(error.errno or 0, error.strerror), os.fspath(path)) from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    status = os.fstat(descriptor)
+    is_regular = stat.S_ISREG(status.st_mode)
+    if not is_regular or (writes and status.st_nlink > 1):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, NOT_REGULAR, os.fspath(path))
+        raise OSError(errno.EINVAL, HARD_LINK if is_regular else NOT_REGULAR, os.fspath(path))
     return descriptor
 
 
@@ -94,6 +97,12 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def write_file(path: Path, content: bytes | str) -> None:
+    """Write a whole file, in UTF-8, through `replacing`."""
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 PARTIAL = ".partial"

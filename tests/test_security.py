@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -84,6 +85,17 @@ def findings(source: str) -> Iterator[str]:
 def test_nothing_in_our_source_executes_what_it_reads():
     offences = [f"{path.relative_to(ROOT)}: {text}" for path in SOURCES for text in findings(path.read_text("utf-8"))]
     assert not offences, "\n".join(offences)
+
+
+WRITE = re.compile(r"\.write_(text|bytes)\(|\bopen\((?!.*opener=).*, \"[wax]")
+FRESH_FOLDERS = {*(f"hub/{name}.py" for name in ("export", "replace", "gguf_file")), "tasks/readers/listops.py"}
+
+
+def test_the_package_writes_through_no_link():
+    """Files are written by megasparse.files, except /proc's and those in a folder that was just made."""
+    folder = ROOT / "megasparse"
+    writers = {str(p.relative_to(folder)) for p in folder.rglob("*.py") if WRITE.search(p.read_text("utf-8"))}
+    assert writers == {*FRESH_FOLDERS, "planning/dry_run.py"}
 
 
 @pytest.mark.parametrize(

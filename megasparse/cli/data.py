@@ -129,7 +129,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     from megasparse.data.tokenizers import build_tokenizer
     from megasparse.data.tokenizers.sentence_piece import train_sentencepiece
     from megasparse.data.tokenizers.simple import vocabulary_file
-    from megasparse.files import replacing
+    from megasparse.files import write_file
 
     suffix = SUFFIXES[args.kind]
     if args.output.suffix != suffix:
@@ -147,8 +147,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
         data = train_sentencepiece(sample.lines(), args.vocabulary, args.model_type, args.character_coverage)
     else:
         data = vocabulary_file(sample.all(), args.vocabulary)
-    with replacing(args.output) as file:
-        file.write(data)
+    write_file(args.output, data)
     tokenizer = build_tokenizer(str(args.output))
     tokens = tokenizer.encode(sample.held_out)
     size, where = len(sample.held_out), "held-out" if sample.is_held_out else "training"

@@ -12,7 +12,7 @@ from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError, UserError, positive, whole
-from megasparse.files import replacing
+from megasparse.files import write_file
 
 
 def add_pretrain(parser: argparse.ArgumentParser) -> None:
@@ -232,8 +232,7 @@ def compare(args: argparse.Namespace) -> None:
                 print(shlex.join(["megasparse", *words]))
             continue
         lines = table(train_all(part, runs, folder / "prepare.log", args.jobs))
-        with replacing(folder / "table.md") as file:
-            file.write(("\n".join(lines) + "\n").encode())
+        write_file(folder / "table.md", "\n".join(lines) + "\n")
         plot(folder, list(part["arms"]))
         print(*[f"{corpus}:"] * bool(corpus), *lines, sep="\n")
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from megasparse.errors import DataError, one_line, without_secrets
-from megasparse.files import MOST_VALUES, has_many_values, read_file, replacing
+from megasparse.files import MOST_VALUES, has_many_values, read_file, write_file
 
 INDEX_FILE = "index.json"
 AGAIN = "Prepare the data again with megasparse prepare-data: it rewrites what is damaged"
@@ -113,8 +113,7 @@ def tar_stride(sample_bytes: int) -> int:
 
 def save(content: IndexFile, path: Path) -> None:
     """Write an index file: at any moment there is the old one, or the whole new one."""
-    with replacing(path) as file:
-        file.write(content.model_dump_json(indent=2).encode() + b"\n")
+    write_file(path, content.model_dump_json(indent=2) + "\n")
 
 
 def parse(path: Path, kind: type[File]) -> File:

@@ -39,7 +39,7 @@ from megasparse.data.index_file import (
 )
 from megasparse.data.workers import Workers
 from megasparse.errors import DataError, SourceError, UserError, one_line
-from megasparse.files import LOCK_FILE, PARTIAL, file_sha256, locked, read_file, replacing
+from megasparse.files import LOCK_FILE, PARTIAL, file_sha256, locked, read_file, replacing, write_file
 
 PROGRESS_FILE = ".progress.json"
 Number = Annotated[int, Field(ge=0)]
@@ -184,8 +184,7 @@ def _write(plan: Progress, streams: CorpusSplits, encoder: Encoder, workers: Wor
     if encoder.file:
         copy, content = output / f"tokenizer{encoder.file.suffix}", read_file(encoder.file)
         if not copy.exists() or read_file(copy) != content:
-            with replacing(copy) as out:
-                out.write(content)
+            write_file(copy, content)
     complete = (output / INDEX_FILE).exists()
     if complete and all(_is_whole(output, shard) for shard in finished.values()):
         return False

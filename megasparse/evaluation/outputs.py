@@ -74,8 +74,8 @@ def save_figure(figure: Any, path: Path) -> None:
         for part in (axes.title, axes.xaxis.label, axes.yaxis.label, *axes.spines.values()):
             part.set_color(GREY)
     figure.axes[0].legend(frameon=False, fontsize="small", labelcolor=GREY).set_zorder(3)
-    with rc_context({"svg.hashsalt": "megasparse"}):
-        figure.savefig(path, transparent=True, metadata={"Date": None})
+    with rc_context({"svg.hashsalt": "megasparse"}), replacing(path) as file:
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
 
 
 def draw_lengths(lengths: dict[str, Any], path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -25,7 +25,7 @@ from megasparse.attention.contract import Attention, RecomputeCache
 from megasparse.attention.heads import Padding
 from megasparse.attention.observation import Call, each_call
 from megasparse.errors import DataError, HubError
-from megasparse.files import open_file, read_file, replacing
+from megasparse.files import open_file, read_file, write_file
 from megasparse.hub.replace import ENTRY
 from megasparse.hub.replaced_layer import NAME, Mechanisms
 from megasparse.ops.random import RngContext
@@ -174,10 +174,9 @@ class Teacher:
             return
         folder.mkdir(parents=True, exist_ok=True)
         state = folder / f"state-{self.passes}.safetensors"
-        save_file({name: tensor.contiguous() for name, tensor in self._state()}, state)
+        write_file(state, save({name: tensor.contiguous() for name, tensor in self._state()}))
         written = {**record, "identity": identity, "passes": self.passes, "state": state.name}
-        with replacing(folder / RECORD) as file:
-            file.write(json.dumps(written, indent=2).encode())
+        write_file(folder / RECORD, json.dumps(written, indent=2))
         for old in folder.glob("state-*.safetensors"):
             if old != state:
                 old.unlink()

@@ -18,7 +18,7 @@ from megasparse.config.files import read_values
 from megasparse.config.load import load_config
 from megasparse.data.corpora.download import fetch_wheel
 from megasparse.errors import ConfigError, UserError
-from megasparse.files import open_file, read_file, replacing
+from megasparse.files import open_file, read_file, write_file
 from megasparse.runs.report import read_lines
 
 KEYS = {"prepare", "config", "evaluate", "arms"}
@@ -174,8 +174,7 @@ def plot(output: Path, arms: Sequence[str]) -> None:
                 curves.setdefault(arm, {})[seed] = {"held_out": curve, "step_seconds": _quiet_step(steps)}
     if not curves:
         return
-    with replacing(output / "curves.json") as file:
-        file.write(json.dumps(curves, indent=1).encode() + b"\n")
+    write_file(output / "curves.json", json.dumps(curves, indent=1) + "\n")
     figure, (by_step, by_second) = new_figure(2)
     for number, (arm, seeds) in enumerate(curves.items()):
         colour, held_out = COLOURS[number % len(COLOURS)], [run["held_out"] for run in seeds.values()]

@@ -16,6 +16,7 @@ from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.errors import UserError
 from megasparse.evaluation.compression import bits_per_byte
+from megasparse.files import write_file
 from megasparse.training.checkpoints.manifest import find_newest
 
 SHARDS = Path("data/quickstart")
@@ -59,7 +60,7 @@ def quickstart(small: bool = False) -> None:
         megasparse("evaluate", "--checkpoint", run, "--data", SHARDS, "--json", result)
     say("4/5  the same text as a file, compressed by the model")
     text, held_out = run / "held_out.txt", EvaluationStream(Index.load(SHARDS), "test")
-    text.write_bytes(bytes(held_out.read(0, held_out.tokens).tolist()))
+    write_file(text, bytes(held_out.read(0, held_out.tokens).tolist()))
     compress(run, text)
     say("5/5  a sample, and a page about the run")
     megasparse("generate", "--checkpoint", run, "--prompt", "The history of ", "--tokens", 300, "--temperature", 0.8)
@@ -82,7 +83,7 @@ def report(run: Path, text: Path, held_out: EvaluationStream) -> None:
     summary = {"bits_per_dim": model, "gzip_bits_per_dim": sizes["gzip"], "xz_bits_per_dim": sizes["xz"]}
     if packed.exists():
         summary["file_bits_per_dim"] = 8 * packed.stat().st_size / text.stat().st_size
-    (run / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_file(run / "summary.json", json.dumps(summary, indent=2) + "\n")
     say(f"done; the same held-out bytes, in bits/dim (also in {run / 'summary.json'})")
     for name, key in {"gzip -9": "gzip_", "xz -9": "xz_", "this model": "", "its file": "file_"}.items():
         if (value := summary.get(f"{key}bits_per_dim")) is not None:

@@ -20,7 +20,7 @@ from megasparse.config.messages import show
 from megasparse.config.schema import ModelConfig
 from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer, words_of
 from megasparse.errors import CheckpointError, ConfigError, FileError, HubError
-from megasparse.files import file_sha256, read_file, replacing
+from megasparse.files import file_sha256, read_file, write_file
 from megasparse.model.build import empty_model, initialise
 from megasparse.model.embedding import initialise_from_glove
 from megasparse.tasks.backbones import Backbone, HuggingFaceBody, add_adapters, checkpoint_layers
@@ -55,10 +55,8 @@ class Start:
         name, file = self.tokenizer.name, self.tokenizer.file
         if file is not None:
             name = f"tokenizer{file.suffix}"
-            with replacing(folder / name) as copy:
-                copy.write(read_file(file))
-        with replacing(folder / RECORD) as out:
-            out.write(json.dumps({**self.record, "tokenizer": name}, indent=2).encode() + b"\n")
+            write_file(folder / name, read_file(file))
+        write_file(folder / RECORD, json.dumps({**self.record, "tokenizer": name}, indent=2) + "\n")
 
 
 def open_start(config: FinetuneConfig, form: Form, labels: int) -> Start:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megasparse.data.batches import Step, WaitingStopped
 from megasparse.errors import LostPeer, StorageError, TrainingError
-from megasparse.files import replacing
+from megasparse.files import write_file
 from megasparse.optimizers import learning_rate
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.saving import Saver
@@ -117,8 +117,7 @@ class Selection:
 
     def write(self, file: Path) -> None:
         """Write the state to a JSON file."""
-        with replacing(file) as out:
-            out.write(json.dumps(self.state(), indent=2).encode() + b"\n")
+        write_file(file, json.dumps(self.state(), indent=2) + "\n")
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what `state` gave, unless it is empty, or of another scalar, whose values cannot be compared."""

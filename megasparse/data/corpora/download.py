@@ -26,7 +26,7 @@ from tqdm import tqdm
 from megasparse.data import urls
 from megasparse.data.urls import StoreError, check_url, open_url, store, store_answer
 from megasparse.errors import ConfigError, DataError, without_secrets
-from megasparse.files import file_sha256, locked, open_file, read_file, replacing, sync_folder
+from megasparse.files import file_sha256, locked, open_file, read_file, sync_folder, write_file
 
 PIECE = 1 << 20
 TIMEOUT_SECONDS = 60
@@ -109,8 +109,7 @@ def download(url: str, folder: Path) -> Path:
     sha256 = file_sha256(copy)
     if not record.exists():
         content = {"url": without_secrets(url), "bytes": copy.stat().st_size, "sha256": sha256}
-        with replacing(record) as file:
-            file.write(json.dumps(content, indent=2).encode() + b"\n")
+        write_file(record, json.dumps(content, indent=2) + "\n")
     try:
         is_intact = json.loads(read_file(record, LARGEST_RECORD))["sha256"] == sha256
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -134,7 +133,7 @@ def _fetch(url: str, copy: Path, validator: Path) -> None:
             validator.unlink(missing_ok=True)  # what it notes is always of what is in the file
             file.truncate(have)
             if body.tag:
-                validator.write_text(body.tag)
+                write_file(validator, body.tag)
             with tqdm(desc="downloading", total=total, initial=have, unit="B", unit_scale=True, disable=None) as bar:
                 due, enough = time.monotonic() + TIMEOUT_SECONDS, have + LEAST_BYTES
                 while have < total and (piece := body.read(min(PIECE, total - have))):

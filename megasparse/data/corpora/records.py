@@ -36,7 +36,7 @@ from megasparse.data.index import Index
 from megasparse.data.index_file import public
 from megasparse.data.workers import Workers
 from megasparse.errors import ConfigError, DataError, SourceError, positive
-from megasparse.files import replacing
+from megasparse.files import write_file
 
 MOST_DAMAGED = 0.01
 """Part of the records that may be damaged: with more, the source is not what it was taken for."""
@@ -299,8 +299,7 @@ def write_report(source: RecordSource, index: Index, path: Path) -> dict[str, An
             for part, file, documents in zip(source.parts, source.examined, lengths, strict=True)
         ],
     }
-    with replacing(path) as file:
-        file.write(json.dumps(report, indent=1, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
+    write_file(path, json.dumps(report, indent=1, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
     return report
 
 

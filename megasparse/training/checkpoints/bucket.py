@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from megasparse.config.schema import RunSettings
 from megasparse.data.urls import STORES, FetchError, check_url, fetch, retried, store, store_answer
 from megasparse.errors import CheckpointError, DataError, StorageError
-from megasparse.files import Progress, read_file, replacing, silent, sync_folder
+from megasparse.files import Progress, read_file, silent, sync_folder, write_file
 from megasparse.training.checkpoints.manifest import (
     LARGEST_MANIFEST,
     MANIFEST,
@@ -129,8 +129,7 @@ class Bucket:
                 return
             path = Path(urlsplit(url).path)  # where fsspec's file would be visible before it is whole
             path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as file:
-                file.write(content)
+            write_file(path, content)
 
         self._ask("uploading", url, write)
 

@@ -5,6 +5,7 @@ The kernel keeps it (flock) and releases it when the process that holds it ends,
 
 import os
 import socket
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -49,13 +50,15 @@ def _take(directory: Path) -> FileLock | None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         paths = [*directory.iterdir(), *directory.glob(f"{HEARTBEATS}/*")]
+        files = {path: path.lstat() for path in paths if not path.is_dir()}
     except OSError as error:
         problem = f"{directory} cannot be made or read ({error.strerror})"
         raise ConfigError("run.directory", problem, "Choose a folder that can be written") from None
-    for path in paths:
-        if not path.is_dir() and (path.is_symlink() or not path.is_file()):
-            problem = f"{path} is a symbolic link or no regular file, and a run writes its files there"
-            raise ConfigError("run.directory", problem, "Remove it, or choose another run.directory")
+    for path, status in files.items():
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            problem = f"{path} is a link or not a regular file, and a run writes its files there"
+            hint = "Remove it, replace it by a copy, or choose another run.directory"
+            raise ConfigError("run.directory", problem, hint)
     path = directory / LOCK_FILE
     try:
         lock = FileLock(path)

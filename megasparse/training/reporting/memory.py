@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megasparse.errors import MemoryShortage
-from megasparse.files import replacing
+from megasparse.files import write_file
 from megasparse.training.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -126,8 +126,8 @@ def shortage(error: BaseException, engine: "Engine | None", ranks: Ranks, direct
     facts: dict[str, Any] = {"error": str(error), "device": str(device), "counted": counted}
     if device.type == "cuda":
         facts |= {"statistics": torch.cuda.memory_stats(device), "segments": torch.cuda.memory_snapshot()}
-    with suppress(OSError), replacing(path) as file:
-        file.write(json.dumps(facts, indent=1).encode() + b"\n")
+    with suppress(OSError):
+        write_file(path, json.dumps(facts, indent=1) + "\n")
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
     where = f"rank {ranks.rank} on {device}"
     return MemoryShortage(f"{where} is out of memory ({reason.rstrip('.')}). {HINT}. All figures: {path}")

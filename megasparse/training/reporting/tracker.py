@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from megasparse.config.schema import RunSettings
 from megasparse.errors import ConfigError, one_line, without_secrets
-from megasparse.files import open_file, open_regular, read_file, replacing
+from megasparse.files import open_file, open_regular, read_file, replacing, write_file
 from megasparse.training.ranks import Ranks
 
 PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0}
@@ -144,7 +144,7 @@ def wandb(directory: Path, first_step: int, config: dict[str, Any]) -> Backend:
     import wandb
 
     if not (path := directory / "wandb_id").exists():
-        path.write_text(secrets.token_hex(8) + "\n")
+        write_file(path, secrets.token_hex(8) + "\n")
     name = read_file(path).decode().strip()
     run: Any = wandb.init(id=name, resume="allow", dir=str(directory), name=directory.name, config=config)
     run.define_metric("*", step_metric="step")  # wandb's own count never goes back, and a resumed run does
@@ -164,7 +164,7 @@ def mlflow(directory: Path, first_step: int, config: dict[str, Any]) -> Backend:
 
     name = read_file(path).decode().strip() if (path := directory / "mlflow_id").exists() else None
     run = mlflow.start_run(run_id=name, run_name=directory.name, nested=mlflow.active_run() is not None)
-    path.write_text(run.info.run_id + "\n")
+    write_file(path, run.info.run_id + "\n")
     mlflow.log_dict(config, "config.json")
     return Backend(
         lambda step, scalars: mlflow.log_metrics(scalars, step=step),
@@ -206,8 +206,7 @@ class Tracker:
             problem = f"{directory} cannot be made ({error.strerror})"
             raise ConfigError("run.directory", problem, "Choose a folder that can be written") from None
         try:
-            with replacing(directory / "config.json") as file:
-                file.write(config.model_dump_json(indent=2).encode() + b"\n")
+            write_file(directory / "config.json", config.model_dump_json(indent=2) + "\n")
         except OSError as error:
             self.say(f"{directory / 'config.json'} cannot be written ({error.strerror})")
         self._metrics = JsonLines(directory / "metrics.jsonl", self.say, start_step)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -127,19 +128,19 @@ def test_what_the_lock_file_says_is_shown_only_where_it_is_one_line(tmp_path, te
 
 
 @pytest.mark.parametrize("name", [".lock", "config.json", "metrics.jsonl", "events.jsonl", f"{HEARTBEATS}/ranks.jsonl"])
-@pytest.mark.parametrize("kind", ["pipe", "link", "dangling link"])
+@pytest.mark.parametrize("kind", ["pipe", "link", "dangling link", "hard link"])
 def test_a_planted_link_or_pipe_is_refused_and_nothing_written_through_it(tmp_path, name, kind):
     target, path = tmp_path / "target", tmp_path / "run" / name
     path.parent.mkdir(parents=True)
-    if kind == "link":
+    if is_file := kind in ("link", "hard link"):
         target.write_text("{}\n")
-    os.mkfifo(path) if kind == "pipe" else path.symlink_to(target)
-    with pytest.raises(UserError, match=f"^run.directory: {path} is a symbolic link or no"):
+    {"pipe": os.mkfifo, "hard link": partial(os.link, target)}.get(kind, partial(os.symlink, target))(path)
+    with pytest.raises(UserError, match=f"^run.directory: {path} is a link or not a"):
         run_lock(tmp_path / "run", Ranks()).__enter__()
     for write in (FileLock, lambda path: overwrite(path, b"x"), lambda path: JsonLines(path, pytest.fail).append({})):
-        with pytest.raises((OSError, pytest.fail.Exception), match=r"symbolic link|not a regular file"):
+        with pytest.raises((OSError, pytest.fail.Exception), match=r"symbolic link|not a regular file|hard link"):
             write(path)
-    assert target.exists() == (kind == "link") and (kind != "link" or target.read_text() == "{}\n")
+    assert target.exists() == is_file and (not is_file or target.read_text() == "{}\n")
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
