@@ -1,4 +1,4 @@
-"""The training loop: agree, step, log, evaluate, save, stop; and its state, which checkpoints store."""
+"""The training loop (agree, step, log, evaluate, save, stop) and the part of its state that checkpoints store."""
 
 import json
 import math
@@ -23,25 +23,25 @@ from megasparse.training.reporting.tracing import traced
 from megasparse.training.run import RunResult, TrainingRun
 
 HISTORY = 128
-"""Applied losses that a new one is compared with."""
+"""Number of applied losses in the baseline of the spike test."""
 FEWEST = 32
-"""With fewer of them nothing is a spike."""
+"""Fewest losses in the baseline; with fewer, no loss is a spike."""
 DEVIATIONS = 6.0
 SMALLEST_DEVIATION = 1e-3
-"""Part of the mean that counts at least: a constant loss deviates by rounding noise, and all else would be a spike."""
+"""Smallest standard deviation, relative to the mean; otherwise rounding noise on a constant loss would be a spike."""
 
 
 class LossGuard:
-    """Finds loss spikes, losses far above the last applied ones, before the update (OLMo 2's rule, arXiv:2501.00656).
+    """Detector of loss spikes (OLMo 2's rule, arXiv:2501.00656). Tests a loss before its update is applied.
 
-    Decides the same on every rank, and after a resume.
+    Its decisions are the same on every rank and after a resume.
     """
 
     def __init__(self) -> None:
         self.skipped_in_a_row = 0
-        """Steps since the last one that was applied."""
+        """Steps since the last applied one."""
         self.spikes = 0
-        """All so far, applied or not."""
+        """Number of spikes so far, applied or not."""
         self._losses: deque[float] = deque(maxlen=HISTORY)
 
     def is_spike(self, loss: float) -> bool:
@@ -53,7 +53,7 @@ class LossGuard:
         return loss > mean + DEVIATIONS * max(deviation, SMALLEST_DEVIATION * abs(mean))
 
     def note(self, loss: float, applied: bool) -> bool:
-        """Count a step, and keep its loss if it was applied. Returns whether the loss is a spike."""
+        """Record the loss of a step. Return True if it is a spike."""
         spike = self.is_spike(loss)
         self.spikes += spike
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
@@ -62,25 +62,25 @@ class LossGuard:
         return spike
 
     def state(self) -> dict[str, Any]:
-        """The state as JSON, which keeps every bit of a finite float."""
+        """Return the state as JSON, which stores finite floats exactly."""
         return {"losses": list(self._losses), "skipped_in_a_row": self.skipped_in_a_row, "spikes": self.spikes}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from `state()`; {} begins anew."""
+        """Restore the result of `state()`; {} resets."""
         self._losses = deque(state.get("losses", []), maxlen=HISTORY)
         self.skipped_in_a_row = state.get("skipped_in_a_row", 0)
         self.spikes = state.get("spikes", 0)
 
 
 KEPT = ("step", "value", "scalars", "without_better")
-"""Attributes of a Selection that a checkpoint keeps."""
+"""Attributes of a Selection that checkpoints store."""
 
 
 class Selection:
-    """The best value so far of one scalar; part of a checkpoint's state.
+    """The best value so far of one scalar, and the step it was reached at. Checkpoints store it.
 
-    patience: evaluations in a row without a better one after which training ends; 0 never ends it. lower: lower values
-    are better, rather than higher ones.
+    patience: end training after this many evaluations in a row without a better value; 0 disables. lower: True if lower
+    values are better.
     """
 
     def __init__(self, scalar: str, patience: int = 0, lower: bool = False):
@@ -91,11 +91,12 @@ class Selection:
         self.scalars: dict[str, float] = {}
         """All scalars of the evaluation at that step."""
         self.without_better = 0
-        """Evaluations since then."""
+        """Evaluations since that step."""
 
     def note(self, step: int, scalars: Mapping[str, float]) -> bool:
-        """Take in a step's scalars, which include ours where the step was evaluated. Returns whether it is the best so
-        far; of equal values the first counts. NaN is worse than anything.
+        """Record the scalars of a step. Return True if they contain the best value so far (of equal values the first).
+
+        A step without an evaluation does not contain the scalar and changes nothing. NaN is worse than any number.
         """
         if (value := scalars.get(self.scalar)) is None:
             return False
@@ -108,7 +109,7 @@ class Selection:
 
     @property
     def exhausted(self) -> bool:
-        """True if `patience` evaluations in a row were no better."""
+        """True if the last `patience` evaluations did not improve the value."""
         return 0 < self.patience <= self.without_better
 
     def state(self) -> dict[str, Any]:
@@ -120,7 +121,7 @@ class Selection:
         write_file(file, json.dumps(self.state(), indent=2) + "\n")
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` gave, unless it is empty, or of another scalar, whose values cannot be compared."""
+        """Restore the result of `state`, unless it is empty or belongs to another scalar, which is not comparable."""
         if state.get("metric") == self.scalar:
             for name in KEPT:
                 setattr(self, name, state[name])
@@ -150,7 +151,7 @@ class LoopState:
         return f"{best.scalar} has not been better than at step {best.step} for {best.without_better} evaluations"
 
     def save(self, engine: Engine, saver: Saver) -> None:
-        """Save this step, unless it is saved or being saved."""
+        """Save this step, unless its checkpoint exists or is being written."""
         self.finish(saver)
         if self.saved != self.step:
             state: dict[str, Any] = {"loss_guard": self.guard.state()}
@@ -168,18 +169,19 @@ class LoopState:
 
 
 MAX_SKIPPED = 20
-"""A run stops after so many steps in a row that were not finite: what drove it there does not pass by itself."""
+"""Consecutive steps with a non-finite loss or gradient after which a run stops: such a run does not recover."""
 
 
 def train(run: TrainingRun) -> RunResult:
-    """Train from after `run.start` to `config.training.steps`, saving as `config.checkpoint` says and at the end.
+    """Train from `run.start` to `config.training.steps`. Save every `config.checkpoint.every` steps and at the end.
 
-    A stop that `run.hooks` wants on any rank takes effect on all of them before the next step, after a save.
+    If `run.hooks` requests a stop on any rank, all ranks save and stop before the next step. With `checkpoint.bucket`,
+    return once the last checkpoint is uploaded.
 
-    With `checkpoint.bucket` it ends when its last checkpoint is uploaded.
-
-    Raises TrainingError after MAX_SKIPPED steps in a row that were not applied; StorageError where a checkpoint cannot
-    be written; DataError where a rank cannot read its data, and LostPeer on the other ranks.
+    Raises:
+        TrainingError: MAX_SKIPPED steps in a row were skipped.
+        StorageError: A checkpoint cannot be written.
+        DataError: This rank cannot read its data; the other ranks raise LostPeer.
     """
     config, saver, tracker, steps = run.config, run.saver, run.tracker, run.config.training.steps
     state = LoopState(run.start, run.selection)
@@ -192,7 +194,7 @@ def train(run: TrainingRun) -> RunResult:
         saver.finish_uploads()
         return _result(run, state)
     if state.step:
-        tracker.event(state.step, f"started again, after step {state.step}")
+        tracker.event(state.step, f"resumed from step {state.step}")
     source, stall_seconds = iter(run.batches), 0.0
     for step in traced(range(state.step + 1, last + 1), config, run.ranks, run.hooks.trace_wanted):
         began = time.perf_counter()
@@ -224,7 +226,7 @@ def train(run: TrainingRun) -> RunResult:
             raise TrainingError(
                 f"step {step}: {state.guard.skipped_in_a_row} steps in a row were not applied, "
                 f"the last with loss {result.loss} and gradient norm {result.grad_norm}. "
-                "Lower optimizer.learning_rate, or warm up for longer"
+                "Lower optimizer.learning_rate, or use a longer warm-up"
             )
 
         began = time.perf_counter()
@@ -239,8 +241,8 @@ def train(run: TrainingRun) -> RunResult:
     state.save(run.engine, saver)
     state.finish(saver)
     if state.saved != state.step:
-        problem = f"step {state.step}, the last, is not saved"
-        raise StorageError(saver.directory, problem, "Repair the storage and start again")
+        problem = f"the last step, {state.step}, is not saved"
+        raise StorageError(saver.directory, problem, "Repair the storage, then run the same command again to resume")
     saver.finish_uploads()
     tracker.say(_last_words(state, steps))
     return _result(run, state)
@@ -255,8 +257,8 @@ def _nothing_to_do(state: LoopState, steps: int, last: int) -> str:
     if state.ended_early:
         return f"nothing left to do: {state.ended_early}"
     if state.step < steps:
-        where = "is" if last == state.step else "lies behind"
-        return f"--stop-at {last}: step {last} {where} the run's step {state.step} of {steps}. Give a later one"
+        relation = "is" if last == state.step else "is before"
+        return f"--stop-at {last}: step {last} {relation} the run's step {state.step} of {steps}. Use a later step"
     return f"nothing left to do: all {steps} steps are done (training.steps)"
 
 
@@ -265,24 +267,24 @@ def _last_words(state: LoopState, steps: int) -> str:
         return f"done: {steps} steps"
     if state.ended_early:
         return f"done early, after step {state.step} of {steps}: {state.ended_early}"
-    return f"stopped after step {state.step} of {steps}, as asked; started again, the run goes on from there"
+    return f"stopped after step {state.step} of {steps}, as requested. Run the same command to resume"
 
 
 def _next_data(run: TrainingRun, source: Iterator[Step], step: int) -> Step | Exception:
-    """Return the data of a step, or the error for which this rank has none."""
+    """Return the data of a step, or the error that prevented reading it."""
     run.hooks.progress(f"step {step}: reading data")
     try:
         return next(source)
-    except Exception as error:  # the other ranks must hear of it, whatever it is
+    except Exception as error:  # of any type: the other ranks must learn of it
         return error
     finally:
-        run.hooks.progress(f"step {step}: meeting the other ranks")
+        run.hooks.progress(f"step {step}: waiting for the other ranks")
 
 
 def _agree(run: TrainingRun, data: Step | Exception) -> tuple[bool, bool]:
-    """Share in one small all-reduce whether any rank should stop, and whether any is still writing a checkpoint.
+    """Find out, in one small all-reduce, whether any rank should stop and whether any is writing a checkpoint.
 
-    Raises on all ranks together where some rank has no data.
+    Raises an error on all ranks together if the data of some rank failed.
     """
     stopped = isinstance(data, WaitingStopped)
     failed = isinstance(data, Exception) and not stopped
@@ -292,7 +294,7 @@ def _agree(run: TrainingRun, data: Step | Exception) -> tuple[bool, bool]:
         if isinstance(data, Exception) and failed:
             raise data
         failing = ", ".join(f"rank {rank} ({name})" for rank, name in enumerate(names) if name)
-        raise LostPeer(f"{failing} cannot read its data; its own message says why")
+        raise LostPeer(f"{failing} cannot read its data; see the error of that rank")
     return stop, writing
 
 

@@ -1,4 +1,4 @@
-"""The processes of a run: which one this is, on which device, how they agree, and what stops and watches them.
+"""The process group of a run: rank, device, agreement between ranks, and the callbacks that stop and watch the run.
 
 Messages between ranks are JSON, never pickle.
 """
@@ -26,50 +26,50 @@ from megasparse.training.stopping.watchdog import START
 
 POLL = 0.05
 MEETING_REPORT = 30.0
-"""Seconds that the ranks may need to meet before each says that it waits."""
+"""Seconds to wait for the rendezvous before each rank prints that it is waiting."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others. One process without a process group is rank 0 of 1."""
+    """This process and its process group. Without a process group, rank 0 of 1."""
 
     rank: int = 0
     world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     sequence: torch.distributed.ProcessGroup | None = None
-    """The neighbouring ranks that share every sequence with this one; None where it has whole ones."""
+    """Group of consecutive ranks that split every sequence with this one; None without sequence parallelism."""
 
     @property
     def sequence_size(self) -> int:
-        """Ranks that share a sequence."""
+        """Number of ranks that split a sequence."""
         return 1 if self.sequence is None else self.sequence.size()
 
     @property
     def place(self) -> int:
-        """Which part of the sequences this rank has, from 0 on."""
+        """Index of this rank in its sequence group."""
         return self.rank % self.sequence_size
 
     @property
     def data_rank(self) -> int:
-        """Number of this rank among those that read different sequences, below `data_ranks`."""
+        """Data-parallel rank, below `data_ranks`."""
         return self.rank // self.sequence_size
 
     @property
     def data_ranks(self) -> int:
-        """Ranks, or groups of ranks, that read different sequences."""
+        """Number of ranks, or of sequence groups, that read different sequences."""
         return self.world_size // self.sequence_size
 
     def gather(self, value: Any, first_only: bool = False) -> list[Any]:
-        """Return the JSON values of all ranks, in the order of the ranks. Waits for all of them.
+        """Return the JSON values of all ranks, in rank order. Blocks until all ranks call it.
 
-        first_only: ranks other than 0 receive nothing, and return an empty list.
+        first_only: Send the values to rank 0 only; other ranks return an empty list.
         """
         if self.world_size == 1:
             return [value]
         message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world_size)]
         torch.distributed.all_gather(sizes, torch.tensor([message.numel()], device=self.device))
-        lengths = torch.cat(sizes).tolist()  # waits for the device once
+        lengths = torch.cat(sizes).tolist()  # a single device synchronisation
         padded = torch.nn.functional.pad(message, (0, max(lengths) - message.numel()))
         texts = [torch.empty_like(padded) for _ in lengths] if self.rank == 0 or not first_only else []
         if first_only:
@@ -79,48 +79,48 @@ class Ranks:
         return [json.loads(text[:length].cpu().numpy().tobytes()) for text, length in zip(texts, lengths, strict=False)]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Elementwise sum of `values` over the ranks, on every rank, in place."""
+        """All-reduce `values` in place with a sum, and return them."""
         if self.world_size > 1:
             torch.distributed.all_reduce(values)
         return values
 
     def any(self, answer: bool) -> bool:
-        """True if it is true on some rank. Waits for all of them."""
+        """True if `answer` is true on any rank. Blocks until all ranks have called it."""
         return self.any_of(answer)[0]
 
     def any_of(self, *answers: bool) -> list[bool]:
-        """For each answer, True if it is true on some rank. Waits for all of them, once."""
+        """For each answer, True if it is true on any rank, with a single all-reduce."""
         counts = self.sum(torch.tensor(answers, dtype=torch.float32, device=self.device))
         return [count > 0 for count in counts.tolist()]
 
     def stop(self) -> None:
-        """Leave the process group."""
+        """Destroy the process group."""
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
 
 @dataclass(frozen=True)
 class RunHooks:
-    """Callbacks of a run. With the defaults nobody stops or watches it."""
+    """Callbacks of a run. The defaults neither stop nor watch it."""
 
     stop_wanted: Callable[[], bool] = lambda: False
-    """True if this rank knows that the run should save and end. Ranks may learn of it at different steps."""
+    """True if this rank requests a save and stop. Ranks may learn of a request at different steps."""
     progress: Progress = silent
-    """Called with what is done next, equally often on all ranks: a rank that hangs has called it less often."""
+    """Called with the name of the next operation, equally often on all ranks; a hanging rank falls behind."""
     alive: Progress = silent
-    """Called with what is being done in work of which ranks may have different parts, such as files."""
+    """Called with the current operation if the number of calls may differ between ranks, as for files."""
     trace_wanted: Callable[[], bool] = lambda: False
-    """True if this rank was asked, since the last call, for a trace of its next steps."""
+    """True if a trace of the next steps was requested on this rank since the last call."""
 
 
 class StopWanted(Exception):
-    """Raised on all ranks together, out of long work that may be left unfinished."""
+    """Raised on all ranks together to interrupt long work that may remain unfinished, such as evaluation."""
 
 
 def check_stop(hooks: RunHooks, ranks: Ranks, doing: str) -> None:
-    """Between pieces of work that can be left out, such as evaluation. All ranks call it equally often.
+    """Raise StopWanted on every rank if any of them should stop.
 
-    Raises StopWanted on every rank if any of them should stop.
+    All ranks call it equally often, between parts of work that may remain unfinished, such as evaluation.
     """
     hooks.progress(doing)
     if ranks.any(hooks.stop_wanted()):
@@ -128,19 +128,22 @@ def check_stop(hooks: RunHooks, ranks: Ranks, doing: str) -> None:
 
 
 def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:
-    """Join the other processes that the launcher started; without a launcher, be the only one.
+    """Join the process group of the launcher; without a launcher, make one of this process only.
 
-    sequence: how many neighbouring ranks share a sequence.
+    Args:
+        run: The `run` section of the configuration.
+        sequence: Number of consecutive ranks that split a sequence.
 
-    Raises ConfigError where the device does not exist, where `run.engine=torch` meets several processes, where
-    `sequence` does not divide their number, and where the address at which they meet is taken or out of reach.
+    Raises:
+        ConfigError: The device does not exist, `run.engine=torch` with several processes, `sequence` does not divide
+            the world size, or the rendezvous address is in use or unreachable.
     """
     world_size = _world_size()
     if world_size % sequence:
-        problem = f"{sequence} ranks are to share a sequence, but the {world_size} ranks are no multiple of that"
+        problem = f"{sequence} ranks per sequence do not divide the world size {world_size}"
         raise ConfigError("parallel.sequence", problem, "Start a multiple of it, or set it to a divisor")
     if run.engine == "torch" and world_size > 1:
-        problem = f'"torch" runs in one process, and {world_size} were started'
+        problem = f'"torch" supports one process, but {world_size} were started'
         raise ConfigError("run.engine", problem, 'Set run.engine="deepspeed"')
     device = _choose_device(run)
     if device.type == "cpu":
@@ -151,7 +154,7 @@ def start_ranks(run: RunConfig, sequence: int = 1) -> Ranks:
     else:
         torch.cuda.set_device(device)
     if run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by deterministic cuBLAS
         torch.use_deterministic_algorithms(True)
     if run.engine == "torch":
         return Ranks(0, 1, device)
@@ -170,19 +173,19 @@ def local_ranks(world_size: int) -> int:
 
 
 def _world_size() -> int:
-    """Return the number of ranks. Raises ConfigError for what a launcher left in the environment, or is no number."""
+    """Return the world size. Raises ConfigError if the launcher's variables are incomplete or not numbers."""
     size = rank_variable("WORLD_SIZE", 1)
     for name in ("RANK", "LOCAL_RANK"):
         if (rank := rank_variable(name, 0)) >= size:
-            raise ConfigError(name, f"{rank}, in the environment, is no rank of WORLD_SIZE={size}", NO_LAUNCHER)
+            raise ConfigError(name, f"{rank} is not below WORLD_SIZE={size}", NO_LAUNCHER)
     started = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in os.environ]
     if (size > 1 or "RANK" in started) and len(started) < 4:
-        raise ConfigError(started[0], f"the environment has only {', '.join(started)} of a launcher's", NO_LAUNCHER)
+        raise ConfigError(started[0], f"of the launcher's variables only {', '.join(started)} is set", NO_LAUNCHER)
     return size
 
 
 def _sequence_groups(run: RunConfig, size: int, world_size: int) -> list[torch.distributed.ProcessGroup | None]:
-    """Make the groups of ranks [g·size, (g + 1)·size); None for single ranks. All ranks make all of them, in order."""
+    """Make the groups of ranks [g·size, (g + 1)·size), in order on all ranks; None if size is 1."""
     if size == 1:
         return [None] * world_size
     starts, limit = range(0, world_size, size), _time_limit(run)
@@ -190,13 +193,13 @@ def _sequence_groups(run: RunConfig, size: int, world_size: int) -> list[torch.d
 
 
 def _time_limit(run: RunConfig) -> timedelta:
-    """Time limit of a collective operation, far behind the watchdog's."""
+    """Return the timeout of collective operations, much longer than the watchdog's."""
     return timedelta(seconds=max(3600.0, 20 * run.hang_timeout))
 
 
 def _meet(run: RunConfig, device: torch.device) -> None:
-    """Start the process group. The watchdog finds hangs, and knows a slow save from a dead rank; the group's own time
-    limit is the second line, far behind it, where NCCL writes down what it was doing.
+    """Initialise the process group. The watchdog detects hangs, and can tell a slow save from a dead rank; the group's
+    own timeout is a fallback, much longer, after which NCCL dumps its flight recorder.
     """
     recorder = os.path.join(run.directory, "flight-recorder-rank-")
     for name, value in (
@@ -217,14 +220,14 @@ def _meet(run: RunConfig, device: torch.device) -> None:
                 joining = _loopback(_time_limit(run))
             torch.distributed.init_process_group(backend, timeout=_time_limit(run), **joining)
     except (torch.distributed.DistNetworkError, OSError, OverflowError) as error:
-        problem = f"the ranks cannot meet at {address} ({str(error).splitlines()[0]})"
-        hint = "Choose a port that is free on the first host, and that the other hosts reach"
+        problem = f"the rendezvous at {address} failed ({str(error).splitlines()[0]})"
+        hint = "Choose a port that is free on the first host and reachable from the other hosts"
         raise ConfigError("MASTER_ADDR:MASTER_PORT", problem, hint) from None
 
 
 def _loopback(limit: timedelta) -> dict[str, Any]:
-    """Return the arguments of init_process_group by which ranks of one machine meet on its loopback interface, which
-    no other machine reaches; none for several nodes."""
+    """Return the arguments of init_process_group for a rendezvous on the loopback interface, unreachable from other
+    machines; empty for several nodes."""
     rank, size, port = rank_variable("RANK", 0), rank_variable("WORLD_SIZE", 1), rank_variable("MASTER_PORT", 0)
     if os.environ["MASTER_ADDR"] not in ("127.0.0.1", "localhost") and rank_variable("LOCAL_WORLD_SIZE", 0) != size:
         return {}
@@ -238,11 +241,11 @@ def _loopback(limit: timedelta) -> dict[str, Any]:
 
 
 def _name_of_this_start(store: torch.distributed.Store, rank: int, size: int) -> str:
-    """Agree on a name that no earlier start of the ranks has had, in a store where theirs may still be.
+    """Agree on a name for this start of the ranks that no earlier start has used.
 
-    torchrun keeps one store through all its restarts (torch 2.13), and in it the addresses of the ranks that have died,
-    which those of the next start would call. Rank 0 proposes a name until each rank has answered to that name with one
-    of its own, which only this start's can be, and it sees its own confirmed.
+    torchrun keeps one store across restarts (torch 2.13), so the store still contains the addresses of ranks that have
+    died, and new ranks would connect to them. Rank 0 proposes a name until every rank has answered it with a name of
+    this start, and each rank waits until its own name is confirmed.
     """
     name = uuid.uuid4().hex
     if rank == 0:
@@ -258,8 +261,8 @@ def _name_of_this_start(store: torch.distributed.Store, rank: int, size: int) ->
 
 @contextmanager
 def _patience(address: str, limit: float) -> Iterator[None]:
-    """Guard the meeting of the ranks, before the watchdog starts: report after half a minute that this one waits, and
-    end it with errors.HANG after `limit` seconds (0: never).
+    """Watch the rendezvous, before the watchdog starts: print a notice after half a minute, and exit with errors.HANG
+    after `limit` seconds (0: never).
     """
     met, reported = threading.Event(), min(MEETING_REPORT, limit or MEETING_REPORT)
     name = f"rank {os.environ['RANK']} on {socket.gethostname()}"
@@ -274,7 +277,7 @@ def _patience(address: str, limit: float) -> Iterator[None]:
             return
         print(f"{name} has waited {reported:g} s {whom}. {hint}", file=sys.stderr, flush=True)
         if limit and not met.wait(limit - reported):
-            print(f"HANG: {name} waited {limit:g} s {whom}, and ends with exit code {HANG}", file=sys.stderr)
+            print(f"HANG: {name} waited {limit:g} s {whom}. It exits with code {HANG}", file=sys.stderr)
             leave(HANG)
 
     threading.Thread(target=wait, name="meeting", daemon=True).start()
@@ -286,12 +289,12 @@ def _patience(address: str, limit: float) -> Iterator[None]:
 
 def _choose_device(run: RunConfig) -> torch.device:
     if run.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device", '"cuda" was asked for, and PyTorch sees no GPU', 'Set run.device="cpu"')
+        raise ConfigError("run.device", '"cuda" was requested, but PyTorch finds no GPU', 'Set run.device="cpu"')
     if run.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     local, devices = rank_variable("LOCAL_RANK", 0), torch.cuda.device_count()
     if local >= devices:
-        problem = f"rank {local} of {socket.gethostname()} has no GPU of its own; PyTorch sees {devices} there"
+        problem = f"rank {local} of {socket.gethostname()} needs a GPU, but PyTorch finds only {devices}"
         hint = "Start no more ranks per node than it has GPUs: --nproc-per-node, or slots="
         raise ConfigError("LOCAL_RANK", problem, hint)
     return torch.device("cuda", local)

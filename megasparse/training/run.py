@@ -1,7 +1,7 @@
-"""A training run, wired once for pretraining and fine-tuning alike.
+"""Setup of a training run, shared by pretraining and fine-tuning.
 
-`open_training` locks the run's folder, watches its ranks, finds the checkpoint to start from, and opens model, data,
-engine, evaluation and tracker, in this order; when it ends, it closes them in reverse. `loop.train` does the rest.
+`open_training` locks the run's folder, watches its ranks, finds the checkpoint to resume from, and opens model, data,
+engine, evaluation and tracker, in this order. It closes them in reverse order. `loop.train` runs the steps.
 """
 
 import uuid
@@ -32,42 +32,42 @@ if TYPE_CHECKING:
     from megasparse.training.loop import Selection
 
 Evaluate = Callable[[int], Mapping[str, float | str | Tensor]]
-"""Maps a step to scalars, and to texts and pictures for TensorBoard, by name; to nothing where no evaluation is due.
-Called after every step on every rank, where it may raise StopWanted, on all of them together."""
+"""Map a step to scalars, and to texts and images for TensorBoard, by name; empty if no evaluation is due.
+Called after every step on every rank. May raise StopWanted, on all ranks together."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The parts in which pretraining, fine-tuning and tests differ, in the order in which they are called."""
+    """The parts of a run that differ between pretraining, fine-tuning and tests, in call order."""
 
     identity: RunIdentity
     make_rng: MakeRng
     build_model: Callable[[], nn.Module]
     initial: Initial | None = field(kw_only=True, default=None)
-    """Initial values of what the model has on the meta device."""
+    """Initial values of parameters on the meta device."""
     open_data: Callable[[int, RunHooks], Steps]
-    """Opens this rank's steps from a global sample number on."""
+    """Open this rank's steps, starting at a global sample number."""
     build_evaluation: Callable[[Engine, RunHooks], Evaluate | None] = lambda engine, hooks: None
     flops_per_token: tuple[float, float] | tuple[()] = ()
-    """FLOPs that the model needs for a token, and those that its devices do; empty where they are not known."""
+    """FLOPs per token of the model, and FLOP/s of its devices; empty if unknown."""
     selection: "Selection | None" = None
 
 
 @dataclass
 class TrainingRun:
-    """All that `loop.train` works with."""
+    """Arguments of `loop.train`."""
 
     engine: Engine
     batches: Steps
     saver: Saver
     tracker: Tracker
     start: Checkpoint | None = None
-    """The checkpoint to go on from; None begins at step 0."""
+    """Checkpoint to resume from; None starts at step 0."""
     evaluate: Evaluate | None = None
     selection: "Selection | None" = None
-    """Keeps the best checkpoint, and ends training when it is exhausted."""
+    """Tracks the best checkpoint, and ends training when it is exhausted."""
     stop_at: int | None = None
-    """The step after which to save and end. Schedules still end at `training.steps`: the run can go on exactly."""
+    """Step after which to save and stop. Schedules still end at `training.steps`, so the run can resume exactly."""
     hooks: RunHooks = field(default_factory=RunHooks)
 
     @property
@@ -86,9 +86,9 @@ class RunResult:
     directory: Path
     """The run's folder."""
     step: int
-    """The last step done, which is saved."""
+    """The last completed step, which is saved."""
     complete: bool
-    """True if all steps are done, or early stopping has ended the run."""
+    """True if all steps are done or early stopping ended the run."""
 
 
 @contextmanager
@@ -100,16 +100,22 @@ def open_training(
     stop_at: int | None = None,
     signals: StopSignals | None = None,
 ) -> Iterator[TrainingRun]:
-    """Wire a run. All ranks call it together.
+    """Set up a run. All ranks call it together.
 
-    It holds the lock of `run.directory`, and watches the ranks: a signal to any of them stops all, and one that hangs
-    ends the run.
+    The context holds the lock of `run.directory` and watches the ranks: a signal to one rank stops all of them, and a
+    rank that hangs ends the run.
 
-    resume, allow_changed_config: see `find_start`. stop_at: see `TrainingRun`. signals: those of a process that belongs
-    to the run. Without them, as in a notebook, no signal stops the run, and a single process is not watched, because
-    the watchdog could only end it.
+    Args:
+        recipe: The parts of the run.
+        ranks: The process group.
+        resume, allow_changed_config: See `find_start`.
+        stop_at: See `TrainingRun`.
+        signals: Signal handlers of the process. Without them (in a notebook) signals do not stop the run, and a single
+            process has no watchdog, which would also end the notebook.
 
-    Raises what `run_lock`, `find_start` and `build_engine` raise, and MemoryShortage, also for what is raised inside.
+    Raises:
+        Exception: Errors of `run_lock`, `find_start` and `build_engine`.
+        MemoryShortage: Memory ran out, here or in the body of the context.
     """
     config, hooks = recipe.identity.config, RunHooks()
     directory, launch = Path(config.run.directory), ranks.gather(uuid.uuid4().hex)[0]

@@ -100,5 +100,5 @@ def test_what_cannot_be_shared_is_refused(tmp_path, changes, message):
 
 
 def test_a_number_of_ranks_that_is_no_multiple_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"parallel\.sequence: 3 ranks .* the 1 ranks are no multiple of that"):
+    with pytest.raises(ConfigError, match=r"parallel\.sequence: 3 ranks .* do not divide the world size 1"):
         start_ranks(tiny_config(tmp_path, "deepspeed").run, 3)

@@ -118,11 +118,11 @@ def test_greedy_text_is_the_whole_sequence_models_choice(folder, capsys):
 def test_mistakes_are_one_line(folder, capsys, tmp_path):
     long = refused(capsys, generate, "--checkpoint", folder / "run", "--prompt", "x" * 60, "--tokens", 5)
     assert "--tokens: 60 tokens of prompt and 5 more do not fit model.max_length = 64" in long
-    assert "holds no checkpoint" in refused(capsys, evaluate, "--checkpoint", tmp_path, "--data", folder / "data")
+    assert "contains no checkpoint" in refused(capsys, evaluate, "--checkpoint", tmp_path, "--data", folder / "data")
     there = ["--checkpoint", folder / "run"]
     assert "no data here" in refused(capsys, evaluate, *there, "--data", tmp_path)
     assert 'no split "tst"' in refused(capsys, evaluate, *there, "--data", folder / "data", "--split", "tst")
-    assert "of another model" in refused(capsys, evaluate, *there, "--set", "model.layers=3")
+    assert "belongs to another model" in refused(capsys, evaluate, *there, "--set", "model.layers=3")
     message = refused(capsys, generate, "--checkpoint", folder / "encoder", "--tokens", 3)
     assert "an encoder predicts masked tokens and writes no text" in message
     assert "d_ff" not in refused(capsys, evaluate, *there, "--set", "model.d_modl=3")

@@ -162,7 +162,7 @@ def test_wrong_requests_are_refused_and_leave_nothing(tmp_path):
         ((path, tmp_path / "there"), HubError, "exists already"),
         ((path, tmp_path / "file"), HubError, "exists already"),
         ((path, tmp_path / "file" / "below"), HubError, "cannot be written"),
-        ((tmp_path / "empty", tmp_path / "out"), CheckpointError, "holds no checkpoint"),
+        ((tmp_path / "empty", tmp_path / "out"), CheckpointError, "contains no checkpoint"),
         ((path, tmp_path / "out", "reformr"), ConfigError, 'Did you mean "reformer"'),
     ):
         with pytest.raises(kind, match=problem):

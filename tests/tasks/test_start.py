@@ -304,7 +304,7 @@ def test_other_mistakes_are_refused(tmp_path):
     folder = bert(tmp_path / "bert")
     of_bert = {"huggingface": str(folder)}
     assert "is no folder" in refusal(config_of(tmp_path, {"huggingface": str(tmp_path / "nowhere")}))
-    assert "holds no checkpoint" in refusal(config_of(tmp_path, {"checkpoint": str(tmp_path / "nowhere")}))
+    assert "contains no checkpoint" in refusal(config_of(tmp_path, {"checkpoint": str(tmp_path / "nowhere")}))
     _, path = checkpoint(decoder("lsh"), tmp_path / "pretrained")
     found = refusal(config_of(tmp_path, {"checkpoint": str(path)}, task={"max_length": 129}))
     assert found.startswith("task.max_length: 129 tokens are more than the 128 that the model reads. Lower it")
@@ -422,7 +422,7 @@ def test_what_is_no_fine_tuned_model_is_refused(tmp_path, trained):
     checkpoint(encoder("full"), tmp_path / "pretrained")
     with pytest.raises(CheckpointError, match=r"is of a pretrained model.*megasparse evaluate --data"):
         restore_task(tmp_path / "pretrained")
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         restore_task(tmp_path)
 
 

@@ -47,11 +47,11 @@ def curves(config: Config) -> list[list[float]]:
 def test_a_run_that_is_past_its_last_step_says_why_it_does_not_begin(tmp_path, capsys):
     config = tiny_config(tmp_path)
     launch(config, stop_at=7)
-    for stop, why in ((7, "step 7 is the run's step 7 of 20"), (5, "step 5 lies behind the run's step 7 of 20")):
+    for stop, why in ((7, "step 7 is the run's step 7 of 20"), (5, "step 5 is before the run's step 7 of 20")):
         capsys.readouterr()
         launch(config, stop_at=stop)
         message = capsys.readouterr().err
-        assert f"--stop-at {stop}: {why}. Give a later one" in message and "nothing left" not in message
+        assert f"--stop-at {stop}: {why}. Use a later step" in message and "nothing left" not in message
     launch(config)
     done = (tmp_path / "metrics.jsonl").read_bytes()
     launch(config, stop_at=5)
@@ -163,6 +163,6 @@ def test_a_loss_spike_is_reported_and_applied(tmp_path):
 def test_a_run_whose_last_checkpoint_fails_does_not_end_well(tmp_path, monkeypatch):
     config = tiny_config(tmp_path, checkpoint={"every": 10, "on_failure": "continue"})
     monkeypatch.setattr("megasparse.training.checkpoints.saving.free_bytes", lambda folder: 5)
-    with pytest.raises(StorageError, match="step 20, the last, is not saved"):
+    with pytest.raises(StorageError, match="the last step, 20, is not saved"):
         launch(config)
     assert len(metrics(config)) == 20

@@ -1,11 +1,11 @@
 """A copy of a run's checkpoints in object storage, by fsspec: `checkpoint.bucket`.
 
     BUCKET/00000500/rank-00000.safetensors    as in RUN/checkpoints
-    BUCKET/00000500/manifest.json             written last, deleted first: without it there is no checkpoint
-    BUCKET/latest                             the newest, for people and tools
-    BUCKET/owner                              the run that writes there; a run that reads another name there ends
+    BUCKET/00000500/manifest.json             written last, deleted first; marks a complete checkpoint
+    BUCKET/latest                             the newest checkpoint, for people and tools
+    BUCKET/owner                              the run that uploads; a run that reads another name stops
 
-Rank 0 uploads for all ranks, next to training; a failure is raised on all ranks.
+Rank 0 uploads for all ranks, in the background; a failure is raised on all ranks.
 """
 
 import json
@@ -42,9 +42,9 @@ T = TypeVar("T")
 
 
 class Bucket:
-    """The checkpoints below a URL. progress: called with what is done whenever some of it is.
+    """The checkpoints below a URL. progress: called repeatedly with the name of the current operation.
 
-    Methods raise StorageError if the store still fails after several attempts, CheckpointError if it refuses.
+    Methods raise StorageError if the store still fails after several attempts, CheckpointError if it denies access.
     """
 
     def __init__(self, url: str, progress: Progress = silent):
@@ -65,7 +65,7 @@ class Bucket:
         return parse_manifest(content, url), content
 
     def fetch(self, step: int, directory: Path) -> None:
-        """Fetch a checkpoint into a folder of checkpoints, where it appears complete or not at all."""
+        """Download a checkpoint into a folder of checkpoints, atomically."""
         manifest, content = self.manifest(step)
         temporary = directory / f"{TEMPORARY}{step:08d}-{uuid.uuid4().hex}"
         try:
@@ -79,14 +79,14 @@ class Bucket:
             os.rename(temporary, directory / f"{step:08d}")
             sync_folder(directory)
         except OSError as error:
-            raise StorageError(error.filename or directory, str(error.strerror), "Make room, or repair it") from None
+            raise StorageError(error.filename or directory, str(error.strerror), "Free space, or repair it") from None
 
     def claim(self, name: str) -> None:
-        """Write the name of the run that uploads from now on; every other ends when it reads that."""
+        """Write the name of the run that uploads from now on; any other run stops when it reads the name."""
         self._write(f"{self.url}/owner", name.encode())
 
     def upload(self, path: Path, name: str) -> None:
-        """Upload the checkpoint in a folder, as the run of that name, unless the same one is there."""
+        """Upload the checkpoint in a folder for the run `name`, unless the bucket contains the same one."""
         url, content = f"{self.url}/{path.name}", read_file(path / MANIFEST)
         uploaded = self._read(f"{url}/{MANIFEST}")
         if uploaded == content:
@@ -127,14 +127,14 @@ class Bucket:
             if not self._is_folder:
                 self._system.pipe_file(url, content)
                 return
-            path = Path(urlsplit(url).path)  # where fsspec's file would be visible before it is whole
+            path = Path(urlsplit(url).path)  # fsspec's file would be visible before it is complete
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, content)
 
         self._ask("uploading", url, write)
 
     def _upload(self, path: Path, url: str) -> None:
-        from fsspec.callbacks import Callback  # installed if there is a bucket
+        from fsspec.callbacks import Callback  # fsspec is only required with a bucket
 
         sent = Callback(hooks={"sent": lambda *_, **__: self._progress(f"uploading {url}")})
         self._ask("uploading", url, lambda: self._system.put_file(str(path), url, callback=sent))
@@ -150,8 +150,8 @@ class Bucket:
     def _require_owner(self, name: str) -> None:
         owner = self._read(f"{self.url}/owner")
         if owner != name.encode():
-            problem = f"another run writes there now ({(owner or b'nobody').decode(errors='replace')!a})"
-            hint = "End one of the two, or give this one another checkpoint.bucket and run.directory"
+            problem = f"another run uploads to it ({(owner or b'nobody').decode(errors='replace')!a})"
+            hint = "Stop one of the two, or choose another checkpoint.bucket and run.directory"
             raise CheckpointError(self.url, problem, hint)
 
     def _ask(self, doing: str, url: str, call: Callable[[], T], *absent: T) -> T:
@@ -180,7 +180,7 @@ def _named() -> Iterator[None]:
 
 
 class Uploads:
-    """A queue of uploads, done in order by a thread of rank 0. Without `checkpoint.bucket` no method does anything."""
+    """Queue of uploads, processed in order by a thread of rank 0. Without `checkpoint.bucket` methods do nothing."""
 
     def __init__(self, config: RunSettings, ranks: Ranks, hooks: RunHooks):
         self._settings, self._ranks, self._hooks = config.checkpoint, ranks, hooks
@@ -189,14 +189,14 @@ class Uploads:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._queue: list[tuple[Path, int | None]] = []
-        """Checkpoints, each with the best step when it was saved; the first is being uploaded."""
+        """Checkpoints, with the best step at the time of the save; the first is being uploaded."""
         self._problem: CheckpointError | None = None
         self._progress = (0, "")
 
     def begin_run(self, paths: list[Path], best: int | None) -> None:
-        """Claim the bucket for this run, and upload the checkpoints that are not there; all ranks call it.
+        """Claim the bucket for this run, and upload the checkpoints that it lacks. All ranks call it.
 
-        Raises CheckpointError or StorageError, the same on every rank, if the bucket cannot be written.
+        Raises CheckpointError or StorageError, on every rank, if the bucket is not writable.
         """
 
         def claim() -> None:
@@ -208,7 +208,7 @@ class Uploads:
             on_first_rank(self._ranks, claim)
 
     def begin(self, path: Path, best: int | None) -> None:
-        """Upload a checkpoint after those in the queue, without waiting; rank 0 calls it."""
+        """Append a checkpoint to the queue without waiting. Rank 0 calls it."""
         if self._settings.bucket is not None:
             with self._lock:
                 self._queue.append((path, best))
@@ -217,7 +217,7 @@ class Uploads:
                     self._thread.start()
 
     def release(self, path: Path) -> bool:
-        """Remove a checkpoint that is to be deleted from the queue; False while it is being uploaded."""
+        """Remove a checkpoint that will be deleted from the queue. Return False while it is being uploaded."""
         with self._lock:
             self._queue[1:] = [entry for entry in self._queue[1:] if entry[0] != path]
             return path not in [entry[0] for entry in self._queue]
@@ -226,7 +226,7 @@ class Uploads:
         more = True
         while more:
             self._upload(*self._queue[0])
-            with self._lock:  # with the last one `begin` starts another thread
+            with self._lock:  # after the last one, `begin` starts another thread
                 del self._queue[: 1 if self._problem is None else None]
                 more = bool(self._queue)
 
@@ -245,7 +245,7 @@ class Uploads:
 
     def _fail(self, problem: CheckpointError) -> None:
         if isinstance(problem, StorageError) and self._settings.on_failure == "continue":
-            print(f"warning: going on, as checkpoint.on_failure says: {problem}", file=sys.stderr)
+            print(f'warning: upload failed (checkpoint.on_failure="continue"): {problem}', file=sys.stderr)
         else:
             self._problem = problem
 
@@ -253,7 +253,7 @@ class Uploads:
         self._progress = (self._progress[0] + 1, doing)
 
     def wait(self) -> None:
-        """Wait for the uploads in the queue; rank 0 calls it. Their progress is reported."""
+        """Wait for the queued uploads and report their progress. Rank 0 calls it."""
         reported = 0
         while self._thread is not None and self._thread.is_alive():
             if self._progress[0] != reported:
@@ -262,8 +262,8 @@ class Uploads:
             self._thread.join(0.1)
 
     def check(self, wait: bool = False) -> None:
-        """Raise, the same on every rank, the failure that ended the uploads; all ranks call it. If
-        `checkpoint.on_failure` is "continue", failing storage ends none. wait: for all in the queue, before.
+        """Raise the failure that ended the uploads, on every rank; all ranks call it. With `checkpoint.on_failure`
+        "continue", storage failures do not end them. wait: first wait for the queued uploads.
         """
 
         def raise_problem() -> None:
@@ -277,7 +277,7 @@ class Uploads:
 
 
 def newest_anywhere(config: RunSettings) -> int | None:
-    """Return the step of the newest checkpoint in a run's folder or bucket. Raises as a Bucket does."""
+    """Return the step of the newest checkpoint in a run's folder or bucket. Raises the errors of Bucket."""
     local = find_newest(Path(config.run.directory) / "checkpoints")
     steps = [int(local.name)] if local else []
     if config.checkpoint.bucket is not None:
@@ -286,11 +286,11 @@ def newest_anywhere(config: RunSettings) -> int | None:
 
 
 def fetch_newest(config: RunSettings, directory: Path, ranks: Ranks, hooks: RunHooks, resume: str) -> None:
-    """Fetch the bucket's newest checkpoint into `directory` if it is newer, and the run's best one with it. All ranks
-    call it. resume: see `find_start`.
+    """Download the bucket's newest checkpoint into `directory` if it is newer, and the run's best one. All ranks call
+    it. resume: see `find_start`.
 
-    Raises, the same on every rank, as a Bucket does; CheckpointError if the bucket's newest is later than the step
-    that `resume` asks for, because resuming from an older step would fork the run.
+    Raises the errors of Bucket, on every rank, and CheckpointError if the bucket's newest checkpoint is later than the
+    step of `resume`, because resuming from an older step would fork the run.
     """
 
     def get() -> None:
@@ -300,7 +300,7 @@ def fetch_newest(config: RunSettings, directory: Path, ranks: Ranks, hooks: RunH
         if resume != "auto":
             if newest >= 0 and not (Path(resume).name.isdecimal() and int(Path(resume).name) >= newest):
                 problem = f"is later than the checkpoint of --resume {resume}, so this run would overwrite it"
-                hint = "Move it away, choose another checkpoint.bucket, or leave --resume out to go on from it"
+                hint = "Move it away, choose another checkpoint.bucket, or omit --resume to resume from it"
                 raise CheckpointError(f"{bucket.url}/{newest:08d}", problem, hint)
         elif max(local, default=-1) < newest:
             print(f"fetching {bucket.url}/{newest:08d}, the newest checkpoint of this run", file=sys.stderr)
@@ -308,14 +308,14 @@ def fetch_newest(config: RunSettings, directory: Path, ranks: Ranks, hooks: RunH
             best = selection.get("step") if isinstance(selection, dict) else None
             if best in steps and best not in (newest, *local):
                 bucket.fetch(best, directory)
-            bucket.fetch(newest, directory)  # last: with it here, a later start would not look for the best one
+            bucket.fetch(newest, directory)  # last: after an interruption the next start still fetches the best one
 
     if config.checkpoint.bucket is not None:
         on_first_rank(ranks, get)
 
 
 def on_first_rank(ranks: Ranks, work: Callable[[], None]) -> None:
-    """Do `work` on rank 0, while the others wait; its CheckpointError is raised on every rank."""
+    """Run `work` on rank 0 while the others wait; raise its CheckpointError on every rank."""
     problem = None
     if ranks.rank == 0:
         try:

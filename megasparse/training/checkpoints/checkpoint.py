@@ -1,12 +1,12 @@
-"""Checkpoints: what is in one, and how to open one that may be damaged. saving.py writes them.
+"""Checkpoint format, and opening of checkpoints that may be damaged. saving.py writes them.
 
-    RUN/checkpoints/00000500/manifest.json           step, data position, the loop's own state, configuration, digests,
-                                                     where each tensor lies
-    RUN/checkpoints/00000500/rank-00000.safetensors  what rank 0 held: flat fp32 pieces of weights and optimizer state
-    RUN/checkpoints/latest                           a hint for people; a checkpoint is found by its directory
+    RUN/checkpoints/00000500/manifest.json           step, data position, state of the loop, configuration, digests,
+                                                     file and offset of each tensor
+    RUN/checkpoints/00000500/rank-00000.safetensors  flat fp32 pieces of weights and optimizer state, of rank 0
+    RUN/checkpoints/latest                           for people only: checkpoints are found by their folders
 
-The format knows neither the number of ranks nor the ZeRO stage: a tensor is put together from its pieces.
-Nothing in it is pickled.
+The format does not depend on the number of ranks or the ZeRO stage: tensors are assembled from their pieces.
+It contains no pickles.
 """
 
 import math
@@ -28,12 +28,12 @@ from megasparse.files import Progress, file_sha256, silent
 from megasparse.training.checkpoints.manifest import MANIFEST, RESTORE, find_newest, read_manifest, size_of
 
 FORGED = "Do not trust it"
-"""The hint where no checkpoint of ours is like this one."""
+"""Hint for checkpoints that megasparse cannot have written."""
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """A flat piece of one tensor, in the memory that holds it."""
+    """A flat piece of a tensor, in the memory that stores it."""
 
     kind: str
     """`weight`, or the name of an optimizer state (`exp_avg`, ...)."""
@@ -44,7 +44,7 @@ class Fragment:
     start: int
     """First element of the piece in the flattened tensor."""
     memory: Tensor
-    """The piece itself: flat, fp32."""
+    """The piece: flat, fp32."""
 
     def __post_init__(self) -> None:
         assert self.memory.dtype == torch.float32 and self.memory.ndim == 1
@@ -55,7 +55,7 @@ class Fragment:
 
 
 class Checkpoint:
-    """An opened checkpoint: its manifest, and its tensors read piece by piece as they are asked for."""
+    """An open checkpoint: its manifest, and its tensors, read piece by piece on demand."""
 
     def __init__(self, path: Path, manifest: dict[str, Any]):
         self.path, self.manifest = path, manifest
@@ -69,20 +69,27 @@ class Checkpoint:
         progress: Progress = silent,
         build: Callable[[ModelConfig], nn.Module] | None = None,
     ) -> "Checkpoint":
-        """Verify and open: the manifest's own digest, then all sizes and headers, the configuration, then digests.
+        """Open and verify a checkpoint.
 
-        What is cheap comes first: a forged checkpoint is refused before terabytes are hashed for it.
-        Ranks that open it together share out the digests: rank r checks every world_size-th file.
-        progress: called every MB with what is being done.
-        build: makes the pretrained model that the caller is going to fill. Made on the meta device, it has to have the
-            weights that the manifest lists. A checkpoint of adapters is then opened merged.
-        Raises CheckpointError naming the first file that is missing, of the wrong size, changed, or not expected.
+        The order is: the manifest's own digest, sizes and headers of files, the configuration, digests of files. The
+        cheap checks come first, so that a forged checkpoint fails before terabytes are hashed. Ranks that open it
+        together share the digests: rank r checks every world_size-th file.
+
+        Args:
+            path: The checkpoint's folder.
+            rank, world_size: This rank among those that open it together.
+            progress: Called for every MB with the name of the operation.
+            build: Builds the pretrained model to load. It is built on the meta device, and its weights must be those in
+                the manifest. A checkpoint of adapters is opened merged.
+
+        Raises:
+            CheckpointError: Names the first file that is missing, changed, unexpected or of the wrong size.
         """
         path = Path(path)
         manifest = read_manifest(path)
         checkpoint = Checkpoint(path, manifest)
         if path.name.isdecimal() and int(path.name) != checkpoint.step:
-            raise CheckpointError(path, f"is the checkpoint of step {checkpoint.step}", "Give it its own name")
+            raise CheckpointError(path, f"is the checkpoint of step {checkpoint.step}", "Restore the folder's name")
         for name, expected in sorted(manifest["files"].items()):
             if (size := size_of(path / name)) != expected["bytes"]:
                 raise CheckpointError(path / name, f"{size} bytes instead of {expected['bytes']}", RESTORE)
@@ -114,7 +121,7 @@ class Checkpoint:
 
     @property
     def sequences(self) -> int:
-        """Position in the data: the global sample number of the next step's first sequence."""
+        """Position in the data: global sample number of the first sequence of the next step."""
         return int(self.manifest["sequences"])
 
     @property
@@ -123,40 +130,40 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The training loop's own state; empty where an older version wrote the checkpoint."""
+        """State of the training loop; empty in checkpoints of older versions."""
         return dict(self.manifest.get("state", {}))
 
     @property
     def config(self) -> Config:
-        """The configuration of the pretraining run that wrote it. Raises CheckpointError for another kind of run."""
+        """Configuration of the pretraining run that wrote it. Raises CheckpointError for other kinds of runs."""
         settings = self.settings
         if not isinstance(settings, Config):
             hint = "Use megasparse evaluate --task, or megasparse predict"
-            raise CheckpointError(self.path, "is of a fine-tuned model", hint)
+            raise CheckpointError(self.path, "belongs to a fine-tuned model", hint)
         return settings
 
     @property
     def settings(self) -> RunSettings:
-        """The configuration of the run that wrote it. Raises CheckpointError where this version cannot read it."""
+        """Configuration of the run that wrote it. Raises CheckpointError if this version cannot read it."""
         kind = FinetuneConfig if "task" in self.manifest["config"] else Config
         try:
             return kind.model_validate(self.manifest["config"])
         except ValidationError as error:
             first = error.errors()[0]
-            problem = f"its configuration is of another version: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+            problem = f"its configuration is from another version: {'.'.join(map(str, first['loc']))}: {first['msg']}"
             raise CheckpointError(self.path, problem, "Use the version of megasparse that wrote it") from None
 
     def tensor(self, kind: str, name: str) -> Tensor:
-        """The whole tensor, fp32 on the CPU. `kind` is "weight" or an optimizer state. Raises CheckpointError."""
+        """Read a whole tensor, fp32 on the CPU. `kind` is "weight" or an optimizer state. Raises CheckpointError."""
         shape = self.shape(kind, name)
         return self.read(kind, name, 0, math.prod(shape)).view(shape)
 
     def shape(self, kind: str, name: str) -> list[int]:
-        """The shape of the whole tensor, as the manifest lists it. Raises CheckpointError where it lists none."""
+        """Return the shape of a whole tensor. Raises CheckpointError if the manifest does not list the tensor."""
         return list(self._entry(kind, name)["shape"])
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        """Elements [start, start + numel) of the flattened tensor, reading no more than these from disk."""
+        """Read elements [start, start + numel) of the flattened tensor, and only these, from disk."""
         result, filled = torch.empty(numel, dtype=torch.float32), 0
         for piece in self._entry(kind, name)["pieces"]:
             first, last = max(start, piece["start"]), min(start + numel, piece["start"] + piece["numel"])
@@ -165,18 +172,18 @@ class Checkpoint:
                 result[first - start : last - start] = stored[first - piece["start"] : last - piece["start"]]
                 filled += last - first
         if filled != numel:
-            raise CheckpointError(self.path, f"has {filled} of {numel} numbers of {kind} of {name}", RESTORE)
+            raise CheckpointError(self.path, f"contains {filled} of {numel} numbers of {kind} of {name}", RESTORE)
         return result
 
     def _entry(self, kind: str, name: str) -> dict[str, Any]:
         entry = self.manifest["tensors"].get(kind, {}).get(name)
         if entry is None:
             hint = "Build the model from the checkpoint's own configuration"
-            raise CheckpointError(self.path, f"has no {kind} of {name}: it is of another model", hint)
+            raise CheckpointError(self.path, f"{kind} of {name} is missing: it belongs to another model", hint)
         return entry
 
     def _check_headers(self) -> None:
-        """Every file holds the pieces that the manifest lists, as flat fp32, and nothing else."""
+        """Check that every file contains exactly the pieces in the manifest, as flat fp32."""
         listed: dict[str, dict[str, int]] = {name: {} for name in self.manifest["files"]}
         for tensors in self.manifest["tensors"].values():
             for tensor in tensors.values():
@@ -188,7 +195,7 @@ class Checkpoint:
         for name, pieces in listed.items():
             file = self._file(name)
             if file.metadata() or set(file.keys()) != pieces.keys():
-                raise CheckpointError(self.path / name, "holds what the manifest does not list", FORGED)
+                raise CheckpointError(self.path / name, "its tensors are not the ones in the manifest", FORGED)
             for key, numel in pieces.items():
                 stored = file.get_slice(key)
                 if (stored.get_dtype(), stored.get_shape()) != ("F32", [numel]):
@@ -200,27 +207,27 @@ class Checkpoint:
             try:
                 self._open_files[name] = safe_open(self.path / name, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(self.path / name, f"is no safetensors file ({error})", RESTORE) from None
-            except RuntimeError as error:  # torch maps the file, and larger ones than memory fail on some systems
+                raise CheckpointError(self.path / name, f"not a safetensors file ({error})", RESTORE) from None
+            except RuntimeError as error:  # torch maps the file; some systems cannot map files larger than memory
                 problem = f"cannot be mapped into memory ({' '.join(str(error).split())[:200]})"
-                raise CheckpointError(self.path / name, problem, "Open it on a machine of more memory") from None
+                raise CheckpointError(self.path / name, problem, "Open it on a machine with more memory") from None
         return self._open_files[name]
 
 
 def find_checkpoint(directory: Path) -> Path:
-    """`directory` itself if it is a checkpoint, else the newest below it. CheckpointError where there is none."""
+    """Return `directory` if it is a checkpoint, else the newest one in it. Raises CheckpointError if there are none."""
     if (directory / MANIFEST).exists():
         return directory
     for folder in (directory / "checkpoints", directory):
         if newest := find_newest(folder):
             return newest
-    raise CheckpointError(directory, "holds no checkpoint", "Give a run's folder, or one of its checkpoints/00001000")
+    raise CheckpointError(directory, "contains no checkpoint", "Use a run's folder, or one of its checkpoints/00001000")
 
 
 def open_newest(directory: Path, **options: Any) -> Checkpoint:
-    """Open the checkpoint that `find_checkpoint` names, or the next one if its run deletes it meanwhile.
+    """Open the checkpoint that `find_checkpoint` returns, or the next newer one if its run deletes it meanwhile.
 
-    options: of `Checkpoint.open`, whose errors it raises.
+    options: Arguments of `Checkpoint.open`, whose errors this raises.
     """
     while True:
         path = find_checkpoint(directory)
@@ -232,7 +239,7 @@ def open_newest(directory: Path, **options: Any) -> Checkpoint:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Persistent buffers by name: what a module has learned beside its parameters, such as moving averages."""
+    """Return the persistent buffers by name: learned state that is not a parameter, such as moving averages."""
     names = module.state_dict(keep_vars=True).keys() - dict(module.named_parameters(remove_duplicate=False)).keys()
     return {name: buffer for name, buffer in module.named_buffers() if name in names}
 
@@ -240,15 +247,14 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 def load_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
     """Fill a freshly built module with the checkpoint's weights and persistent buffers.
 
-    Raises CheckpointError where their names or shapes differ from the module's. Frozen parameters are in no checkpoint,
-    and stay as they are.
+    Frozen parameters are not in checkpoints and stay as they are. Raises CheckpointError if names or shapes differ.
     """
     for name, parameter in _matched(module, checkpoint).items():
         parameter.data.copy_(checkpoint.tensor("weight", name))
 
 
 def load_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
-    """Fill the persistent buffers of a module whose weights are yet to be read. Raises as `load_weights` does."""
+    """Fill the persistent buffers of a module whose weights are loaded later. Raises CheckpointError."""
     buffers = persistent_buffers(module)
     for name, tensor in _matched(module, checkpoint).items():
         if name in buffers:
@@ -256,10 +262,10 @@ def load_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def on_meta(checkpoint: Checkpoint, model: ModelConfig, build: Callable[[], nn.Module]) -> nn.Module:
-    """Build the model of a configuration that came with a checkpoint on the meta device: shapes without memory.
+    """Build a checkpoint's model on the meta device, to get its shapes without allocating memory.
 
-    Every layer has weights of its own: a configuration of more layers than the checkpoint has weights is refused
-    before one is built. Raises CheckpointError for it, and for a configuration that no model can have.
+    Raises CheckpointError if the configuration is invalid, or has more layers than the checkpoint has weights: every
+    layer has weights, so this bounds the time that a forged configuration costs.
     """
     weights = len(checkpoint.manifest["tensors"].get("weight", {}))
     layers = max(model.layers, (model.source and model.source.layers) or 0)
@@ -270,22 +276,22 @@ def on_meta(checkpoint: Checkpoint, model: ModelConfig, build: Callable[[], nn.M
         with torch.device("meta"):
             return build()
     except ConfigError as error:
-        raise CheckpointError(checkpoint.path, f"its configuration has {error.key}: {error.problem}", FORGED) from None
+            raise CheckpointError(checkpoint.path, f"its configuration: {error.key}: {error.problem}", FORGED) from None
     except (RuntimeError, TypeError, OverflowError) as error:  # sizes that do not fit 64 bits
-        problem = f"no model can have its configuration ({' '.join(str(error).split())[:100]})"
+        problem = f"its configuration describes no valid model ({' '.join(str(error).split())[:100]})"
         raise CheckpointError(checkpoint.path, problem, FORGED) from None
 
 
 def _matched(module: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The module's trained parameters and persistent buffers. Raises CheckpointError unless the checkpoint lists a
-    weight of the same shape for each, and no other.
+    """Return the module's trained parameters and persistent buffers. Raises CheckpointError unless the checkpoint lists
+    exactly these, with the same shapes.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     parameters = {**trained, **persistent_buffers(module)}
     hint = "Build the model from the checkpoint's own configuration"
     for name in checkpoint.manifest["tensors"].get("weight", {}):
         if name not in parameters:
-            raise CheckpointError(checkpoint.path, f"has a weight {name} that the model has not", hint)
+            raise CheckpointError(checkpoint.path, f"contains a weight {name}, unknown to the model", hint)
     for name, parameter in parameters.items():
         if (shape := checkpoint.shape("weight", name)) != list(parameter.shape):
             problem = f"{name} has shape {shape}, in the model {list(parameter.shape)}"
@@ -294,16 +300,16 @@ def _matched(module: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 A, B = ".lora_A.default.weight", ".lora_B.default.weight"
-"""Ends of the names of an adapter's two weights."""
+"""Suffixes of the names of an adapter's two weights."""
 START = Path("start", "checkpoints", "00000000")
-"""Path, in a run's folder, of the weights that its adapters belong to."""
+"""Path in a run's folder of the weights that its adapters belong to."""
 
 
 class Merged(Checkpoint):
-    """A pretraining run's checkpoint with its adapters added to the frozen weights, and no section `lora`.
+    """A pretraining run's checkpoint with its adapters added to the frozen weights, without the section `lora`.
 
-    Each weight is computed when it is read. Weights that the run trained whole, those of mechanisms, are its own, all
-    others those of its start. Raises CheckpointError where the two do not belong together.
+    Weights are merged when they are read. Weights that the run trained in full (mechanisms) come from the run, all
+    others from its start. Raises CheckpointError if the adapters do not fit the weights.
     """
 
     def __init__(self, adapters: Checkpoint, base: Checkpoint, lora: LoRAConfig):
@@ -319,7 +325,7 @@ class Merged(Checkpoint):
             expected |= {f"{layer}{A}": [lora.rank, columns], f"{layer}{B}": [rows, lora.rank]}
         for name, entry in self._trained.items():
             if entry["shape"] != expected.get(name):
-                problem = f"{name} with shape {entry['shape']} belongs to no weight of {base.path}"
+                problem = f"{name} with shape {entry['shape']} fits no weight of {base.path}"
                 raise CheckpointError(adapters.path, problem, FORGED)
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
@@ -334,9 +340,9 @@ class Merged(Checkpoint):
 
 
 def merge_adapters(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint itself, or of adapters the merged one.
+    """Return the merged checkpoint if `checkpoint` contains adapters, else `checkpoint`.
 
-    Raises CheckpointError if the weights that adapters belong to are not in the run's folder.
+    Raises CheckpointError if the run's folder does not contain the weights that the adapters belong to.
     """
     settings: Any = checkpoint.settings
     if not isinstance(settings, Config) or settings.lora is None:
@@ -345,5 +351,5 @@ def merge_adapters(checkpoint: Checkpoint) -> Checkpoint:
     try:
         return Merged(checkpoint, Checkpoint.open(base), settings.lora)
     except CheckpointError as error:
-        problem = f"has adapters alone, and the weights that they belong to cannot be read ({error})"
+        problem = f"contains only adapters, and the weights that they belong to cannot be read ({error})"
         raise CheckpointError(checkpoint.path, problem, "Copy the run's folder again, whole") from None

@@ -1,6 +1,6 @@
-"""A run's folder of checkpoints: the names in it, the manifest of each, and the identity of the run.
+"""Names in a run's folder of checkpoints, the manifest of a checkpoint, and the identity of a run.
 
-A manifest may be damaged or forged: it is believed only where its own digest and all its parts are right.
+A manifest may be damaged or forged, so its own digest and all fields are verified before it is used.
 """
 
 import functools
@@ -27,12 +27,12 @@ from megasparse.files import open_file, read_file
 FORMAT = 1
 MANIFEST = "manifest.json"
 NO_DATA = "none"
-"""Fingerprint of the data in a checkpoint whose weights were not trained here: any data may follow."""
+"""Data fingerprint of weights that were not trained by megasparse: training may continue on any data."""
 LARGEST_MANIFEST = 1 << 28
-"""Bytes of any manifest: some 200 a piece of a tensor make room for a million pieces."""
+"""Largest manifest in bytes: at some 200 per piece, room for a million pieces of tensors."""
 LEAST_ROOM, ROOM_PER_HEADER = 1 << 20, 8
-"""Bytes that a manifest may have for all but the pieces, and for each byte of the headers of its files: every piece
-stands in one of those too, in a third of the room.
+"""Bytes of a manifest without its pieces, and bytes per byte of the headers of its files. Headers list every piece too,
+in a third of the space.
 """
 RESTORE = "Restore it from a copy, or resume from an older checkpoint with --resume PATH"
 
@@ -80,13 +80,13 @@ class _State(_Part):
 
 
 class _Manifest(_Part):
-    """Fields that the code relies on; the configuration is checked when it is used."""
+    """Fields that the code uses; the configuration is validated when it is used."""
 
     step: _Count
     sequences: _Count
     optimizer_steps: _Count
     state: _State = _State()
-    """Absent where an older version wrote it."""
+    """Absent in checkpoints of older versions."""
     config: dict[str, Any]
     data_fingerprint: str
     tokenizer: dict[str, str]
@@ -95,7 +95,7 @@ class _Manifest(_Part):
 
 
 def seal(manifest: dict[str, Any]) -> str:
-    """The manifest as the text of its file, with a digest of its own contents."""
+    """Return the text of a manifest's file, including a digest of its content."""
     return json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1, sort_keys=True) + "\n"
 
 
@@ -105,19 +105,18 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint in the folder `path`.
+    """Read the manifest of the checkpoint in the folder `path`.
 
-    Raises CheckpointError where there is none, where it has changed since it was written, or where it says what no
-    checkpoint of ours does.
+    Raises CheckpointError if it is missing, has changed since it was written, or has invalid fields.
     """
     file = path / MANIFEST
     if path.is_symlink():
-        raise CheckpointError(path, "is a symbolic link, as no checkpoint of ours is", "Give the folder that it names")
+        raise CheckpointError(path, "is a symbolic link", "Use the folder that it points to")
     if not path.is_dir():
-        problem = "is no folder" if path.exists() else "no such checkpoint"
-        raise CheckpointError(path, problem, "Give the folder of one, such as checkpoints/00001000")
+        problem = "not a folder" if path.exists() else "no such checkpoint"
+        raise CheckpointError(path, problem, "Use a checkpoint's folder, such as checkpoints/00001000")
     if (size := size_of(file)) > (most := _most_bytes(path)):
-        problem = f"{size} bytes, and a manifest of what its files hold has no more than {most}"
+        problem = f"{size} bytes; the manifest of these files has at most {most}"
         raise CheckpointError(file, problem, RESTORE)
     try:
         content = read_file(file)
@@ -127,8 +126,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def parse_manifest(content: bytes, file: Path | str) -> dict[str, Any]:
-    """The manifest in the content of a file, whose name is for messages. Raises CheckpointError as `read_manifest`."""
-    try:  # each value of ours is on a line of its own: many more take memory out of proportion to the file
+    """Parse the content of a manifest. file: its name in messages. Raises CheckpointError as `read_manifest` does."""
+    try:  # seal writes one value per line; many more on a line would take memory out of proportion to the file
         is_whole = content.endswith(b"}\n")
         is_ours = is_whole and content.count(b"{") + content.count(b"[") <= content.count(b"\n") + 1000
         manifest: Any = json.loads(content.decode()) if is_ours else None
@@ -141,12 +140,12 @@ def parse_manifest(content: bytes, file: Path | str) -> dict[str, Any]:
         problem = f"format {manifest.get('format')}, this version of megasparse reads {FORMAT}"
         raise CheckpointError(file, problem, "Use the version of megasparse that wrote it")
     if (strange := _strange(manifest)) is not None:
-        raise CheckpointError(file, f"{strange}, which no checkpoint of ours has", "Do not trust it")
+        raise CheckpointError(file, f"invalid manifest: {strange}", "Do not trust it")
     return manifest
 
 
 def size_of(file: Path) -> int:
-    """Bytes of a checkpoint's file. Raises CheckpointError where it is missing, a link or a pipe."""
+    """Return the size of a checkpoint's file in bytes. Raises CheckpointError unless it is a regular file."""
     try:
         status = os.lstat(file)
     except FileNotFoundError:
@@ -154,12 +153,12 @@ def size_of(file: Path) -> int:
     except OSError as error:
         raise CheckpointError(file, f"cannot be read ({error.strerror})", RESTORE) from None
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(file, "is no regular file", RESTORE)
+        raise CheckpointError(file, "not a regular file", RESTORE)
     return status.st_size
 
 
 def _most_bytes(path: Path) -> int:
-    """Bytes that the manifest may have, by the headers of the checkpoint's files. Raises CheckpointError."""
+    """Return the largest valid size of the manifest, given the headers of the checkpoint's files."""
     headers = 0
     for file in path.glob("rank-*.safetensors"):
         size = size_of(file)
@@ -172,7 +171,7 @@ def _most_bytes(path: Path) -> int:
 
 
 def gap(tensor: dict[str, Any]) -> str | None:
-    """Describe the first gap or overlap between an entry's pieces; None if they fill the tensor."""
+    """Describe the first gap or overlap between the pieces of a tensor; None if they cover it exactly."""
     end = 0
     for piece in sorted(tensor["pieces"], key=lambda piece: piece["start"]):
         if piece["start"] != end:
@@ -201,47 +200,47 @@ def _strange(manifest: dict[str, Any]) -> str | None:
 
 
 TEMPORARY = ".tmp-"
-"""Prefix of folders that are being written or deleted; a crash may leave them."""
+"""Prefix of folders that are being written or deleted; a crash may leave them behind."""
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """Checkpoints in `directory`, oldest first.
+    """Return the checkpoints in `directory`, oldest first.
 
-    Saving renames a complete one to its number, so a numbered directory that is not complete is a damaged one, to be
-    refused by name when it is opened and never passed over in silence.
+    Saving renames a checkpoint to its number once it is complete. A numbered folder that is incomplete is therefore
+    damaged: it is listed, so that opening it reports the damage.
     """
     paths = directory.iterdir() if directory.is_dir() else ()
     return sorted((p for p in paths if re.fullmatch("[0-9]{8,}", p.name)), key=lambda p: int(p.name))
 
 
 def find_newest(directory: str | Path) -> Path | None:
-    """The checkpoint of the highest step in `directory`, or None where there is none."""
+    """Return the checkpoint of the highest step in `directory`, or None."""
     return next(reversed(list_checkpoints(Path(directory))), None)
 
 
 LONGEST = 80
-"""Characters of a value in a message."""
+"""Longest value in a message, characters."""
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Identity of a run, which resumes only from checkpoints of the same identity."""
+    """Identity of a run. A run resumes only from checkpoints of the same identity."""
 
     config: RunSettings
     data_fingerprint: str
-    """Digest of what the run is trained on."""
+    """Digest of the training data."""
     tokenizer: dict[str, str]
     """`name` and `sha256`."""
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the run's checkpoints."""
+        """Folder of the run's checkpoints."""
         return Path(self.config.run.directory) / "checkpoints"
 
 
-@functools.cache  # the code that runs is the code that was there at the start
+@functools.cache  # digest the source as it was when the process started
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that compute; `source` is the SHA-256 of megasparse's own *.py files."""
+    """Return the versions of Python and packages; `source` is the SHA-256 of megasparse's *.py files."""
     names = {"python": platform.python_version(), "source": _source_digest(Path(__file__).parents[2])}
     for package in ("megasparse", "torch", "deepspeed", "safetensors"):
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -250,7 +249,7 @@ def versions() -> dict[str, str]:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Map dotted keys to the values of a nested dictionary."""
+    """Flatten a nested dictionary to dotted keys."""
     if not (isinstance(value, dict) and value):
         return {prefix: value}
     flat: dict[str, Any] = {}
@@ -260,7 +259,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differences(of_each_rank: Sequence[dict[str, Any]]) -> str:
-    """Name where the ranks' JSON values differ: `run.seed: 0 on rank 0, 1 on ranks 1, 2`; "" where they do not."""
+    """List the differences of the ranks' JSON values: `run.seed: 0 on rank 0, 1 on ranks 1, 2`; "" if equal."""
     flat = [flatten(value) for value in of_each_rank]
     reported = []
     for key in dict.fromkeys(key for one in flat for key in one):

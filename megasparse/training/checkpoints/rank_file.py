@@ -1,4 +1,4 @@
-"""One rank's file of a checkpoint: written in blocks, hashed on the way, on disk before its name counts."""
+"""One rank's file of a checkpoint, written in blocks, hashed while writing, and synced to disk."""
 
 import errno
 import hashlib
@@ -20,17 +20,15 @@ from megasparse.files import open_file
 from megasparse.training.checkpoints.checkpoint import Fragment
 
 BLOCK = 1 << 24
-"""Numbers (64 MB) that are read, hashed and written at a time."""
+"""Numbers (64 MB) per block that is read, hashed and written."""
 
 SYNC_EVERY = 1 << 30
-"""Bytes after which the disk has to keep up: one fsync of all of a large file could take minutes without a word."""
+"""Bytes between fsyncs: a single one at the end of a large file could block for minutes without progress."""
 
 
 class RankFile:
-    """The content of a rank's safetensors file.
-
-    The format is the length of a JSON header (8 bytes), the header, and the numbers, little endian. It is written here
-    and not by the library, which would first put all of it together in memory.
+    """Content of a rank's safetensors file: length of a JSON header (8 bytes), the header, and the numbers, little
+    endian. The safetensors library would first assemble the whole file in memory.
     """
 
     def __init__(self, fragments: list[Fragment]):
@@ -38,7 +36,7 @@ class RankFile:
         self._fragments = fragments
         header: dict[str, Any] = {}
         self.pieces: list[tuple[str, str, list[int], dict[str, Any]]] = []
-        """(kind, name, shape of the whole tensor, where the piece lies) of each fragment."""
+        """(kind, name, shape of the whole tensor, key and offset of the piece) per fragment."""
         end = 0
         for number, f in enumerate(fragments):
             key, begin, end = str(number), end, end + 4 * f.numel
@@ -51,9 +49,9 @@ class RankFile:
         """Size of the file."""
 
     def copy(self, memory: Tensor) -> tuple["RankFile", Tensor]:
-        """The same file from copies of the fragments, which what trains on does not change.
+        """Return the same file with copies of the fragments, which training does not modify, and their memory.
 
-        memory: flat, on the CPU, taken where its size fits; returned is the one that was filled.
+        memory: flat, on the CPU; reused if its size fits.
         """
         sizes = [f.numel for f in self._fragments]
         if memory.numel() != sum(sizes):
@@ -65,9 +63,9 @@ class RankFile:
         return RankFile([Fragment(f.kind, f.name, f.shape, f.start, copy) for f, copy in pairs]), memory
 
     def write(self, path: Path, progress: Callable[[], None]) -> str:
-        """Write the file; `progress` is called after every block. Returns its SHA-256.
+        """Write the file and return its SHA-256. progress: called after every block.
 
-        Raises OSError; TrainingError where a number is not finite.
+        Raises OSError, and TrainingError if a number is not finite.
         """
         digest, unsynced = hashlib.sha256(self._header), 0
         with durable(path, self.bytes) as file:
@@ -76,9 +74,9 @@ class RankFile:
                 for block in f.memory.split(BLOCK):
                     if block.numel():
                         block = block.cpu()
-                        # The smallest and the largest are NaN where any number is: 30 times as fast as asking each
+                        # aminmax returns NaN if any number is NaN, and is 30 times as fast as isfinite on every number.
                         if not all(map(math.isfinite, torch.aminmax(block))):
-                            raise TrainingError(f"{f.kind} of {f.name} holds a number that is not finite")
+                            raise TrainingError(f"{f.kind} of {f.name} contains a number that is not finite")
                         numbers = block.numpy().data.cast("B")
                         digest.update(numbers)
                         file.write(numbers)
@@ -92,7 +90,7 @@ class RankFile:
 
 @contextmanager
 def durable(path: Path, size: int) -> Iterator[IO[bytes]]:
-    """A new file, not writable by others whatever the umask; on disk, with `size` bytes, when the block ends."""
+    """Open a new file, writable only by its owner whatever the umask, and sync `size` bytes of it to disk on exit."""
     with open_file(path, "xb") as file:
         yield file
         _sync(file)
@@ -101,7 +99,7 @@ def durable(path: Path, size: int) -> Iterator[IO[bytes]]:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and those above it, not writable by others whatever the umask; other ranks may do so too."""
+    """Create a folder and its parents, writable only by the owner whatever the umask. Safe on several ranks at once."""
     if not folder.is_dir():
         make_folder(folder.parent)
         with suppress(FileExistsError):
@@ -109,7 +107,7 @@ def make_folder(folder: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes free on the file system of a folder, which need not exist yet."""
+    """Return the free bytes on the file system of a folder, which need not exist."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free

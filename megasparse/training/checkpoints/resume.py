@@ -1,7 +1,7 @@
-"""The start of a run: at its newest checkpoint, at one that is named, or at step 0 where there is none.
+"""Selection of the checkpoint that a run starts from: the newest one, a named one, or none (step 0).
 
-A run never starts at step 0 beside its own checkpoints, never passes over a damaged one in silence, and never goes on
-with a configuration or data that would make it another run.
+A run does not start at step 0 if its folder contains checkpoints, does not skip a damaged checkpoint silently, and does
+not resume with a configuration or data that would fork it.
 """
 
 import json
@@ -33,15 +33,15 @@ FREE_TO_CHANGE = (
     "run.device",
     "run.hang_timeout",
     "run.deterministic",
-    "data.path",  # of this and the next two the content counts: the fingerprint of the data, the tokenizer's sha256
+    "data.path",  # for this key and the next ones the content is compared: data fingerprint, tokenizer's sha256
     "data.mixture",
     "data.cache",
     "data.cache_gb",
     "data.tokenizer",
-    "start.checkpoint",  # its sha256 counts, as that of the next one
+    "start.checkpoint",  # its sha256 is compared, as for the next key
     "start.huggingface",
     "start.activations",
-    "task.source",  # the fingerprint of the examples counts
+    "task.source",  # the fingerprint of the examples is compared
     "task.validation",
     "training.epochs",
     "training.steps",
@@ -52,8 +52,8 @@ FREE_TO_CHANGE = (
     "logging",
     "deepspeed",
 )
-"""Keys, and sections, that a run may go on with changed: they do not change what it computes, or say what becomes of
-steps and samples that are bad."""
+"""Keys and sections that may change when a run resumes: they do not affect the result of a step, or only how bad steps
+and samples are handled."""
 
 
 def find_start(
@@ -64,11 +64,16 @@ def find_start(
     resume: str = "auto",
     allow_changed_config: bool = False,
 ) -> Checkpoint | None:
-    """Open the checkpoint to go on from, verified by all ranks together; None starts at step 0.
+    """Open the checkpoint to resume from; all ranks verify it together. None starts at step 0.
 
-    resume: "auto" (the newest one, if there is any), "never", or the path of a checkpoint.
-    Raises CheckpointError, on every rank, where going on would lose or mix up something; ConfigError where the ranks
-    were not given the same run or do not run the same code.
+    Args:
+        run, ranks, hooks: The run, its process group and its callbacks.
+        resume: "auto" (the newest checkpoint, if there is one), "never", or the path of a checkpoint.
+        allow_changed_config: Resume even if keys that affect the result have changed.
+
+    Raises:
+        CheckpointError: Resuming would lose data or mix up two runs; on every rank.
+        ConfigError: The ranks have different configurations, data or code.
     """
     inputs = {
         "config": json.loads(run.config.model_dump_json()),
@@ -77,26 +82,26 @@ def find_start(
         "code": versions(),
         "command": {"resume": resume, "allow_changed_config": allow_changed_config},
     }
-    if unlike := differences(ranks.gather(inputs)):  # and nobody cleans up before everybody has come
-        problem = f"the ranks were given different configurations, data or code: {unlike}"
-        raise ConfigError("--config", problem, "Give all machines the same files and the same versions")
+    if unlike := differences(ranks.gather(inputs)):  # the gather also delays the clean-up until all ranks are ready
+        problem = f"the ranks have different configurations, data or code: {unlike}"
+        raise ConfigError("--config", problem, "Use the same files and the same versions on all machines")
     directory = run.checkpoints
     if ranks.rank == 0:
         remove_leftovers(directory)
     fetch_newest(run.config, directory, ranks, hooks, resume)
     newest = find_newest(directory)
     if unlike := differences([{"newest": name} for name in ranks.gather(newest and newest.name)]):
-        hint = "Put run.directory where all machines see the same files"
+        hint = "Put run.directory on a file system that all machines share"
         raise CheckpointError(directory, f"the ranks find different checkpoints: {unlike}", hint)
     if resume == "never" and newest is not None:
-        hint = "Choose another run.directory, or leave --resume out to go on"
+        hint = "Choose another run.directory, or omit --resume to resume"
         raise CheckpointError(newest, "a new run here would overwrite this one", hint)
     path = newest if resume in ("auto", "never") else Path(resume)
     if path is None:
         on_first_rank(ranks, lambda: check_records(directory.parent, None, resume))
         return None
     if newest is not None and path.resolve().parent != directory.resolve():
-        problem = f"this run has checkpoints of its own, such as {newest}, and was asked to go on from {path}"
+        problem = f"this run has its own checkpoints, such as {newest}, but was told to resume from {path}"
         raise CheckpointError(directory, problem, "Choose another run.directory")
     checkpoint = _open(path, ranks, hooks, None if path != newest else directory)
     _check_data(checkpoint, run)
@@ -107,7 +112,7 @@ def find_start(
 
 
 def _open(path: Path, ranks: Ranks, hooks: RunHooks, directory: Path | None) -> Checkpoint:
-    """Open on all ranks or on none. `directory`: where to look for an older complete one to recommend."""
+    """Open a checkpoint on all ranks or on none. directory: folder to search for an older one to recommend."""
     problem = checkpoint = None
     try:
         checkpoint = Checkpoint.open(path, ranks.rank, ranks.world_size, hooks.alive)
@@ -115,11 +120,11 @@ def _open(path: Path, ranks: Ranks, hooks: RunHooks, directory: Path | None) -> 
         problem = str(error)
     hooks.progress("checkpoint verified, waiting for the other ranks")
     if problems := [problem for problem in ranks.gather(problem) if problem is not None]:
-        hint = "There is no older complete checkpoint"
+        hint = "No older checkpoint is complete"
         if directory is None:
             hint = "Choose another checkpoint"
         elif (older := _newest_complete(list_checkpoints(directory)[:-1], hooks.alive)) is not None:
-            hint = f"To go on from the newest complete one: --resume {older}"
+            hint = f"To resume from the newest complete one: --resume {older}"
         raise CheckpointError(path, f"this checkpoint is damaged: {problems[0]}", hint)
     assert checkpoint is not None
     return checkpoint
@@ -152,7 +157,7 @@ def _check_data(checkpoint: Checkpoint, run: RunIdentity) -> None:
 def _check_config(checkpoint: Checkpoint, config: RunSettings, allow_changed: bool, ranks: Ranks) -> None:
     then, now = (flatten(json.loads(one.model_dump_json())) for one in (checkpoint.settings, config))
     changed = _changed(then, now)
-    # What follows from other keys is compared by these: the warm-up is a part of the steps, which are free to change.
+    # Keys that follow from other keys are compared by these: the warm-up is a fraction of the steps, which may change.
     derived = ("optimizer.warmup_steps",) * bool(now.get("optimizer.warmup_fraction"))
     free_keys = (*FREE_TO_CHANGE, *derived)
     conflicts = [key for key in changed if not any(key == free or key.startswith(f"{free}.") for free in free_keys)]
@@ -162,16 +167,16 @@ def _check_config(checkpoint: Checkpoint, config: RunSettings, allow_changed: bo
     if conflicts and not allow_changed:
         anew = "another run.directory" + " and checkpoint.bucket" * (config.checkpoint.bucket is not None)
         hint = (
-            f"Put them back, choose {anew} to start a new run, "
-            f"or go on all the same with --resume {checkpoint.path} --allow-changed-config"
+            f"Restore them, choose {anew} to start a new run, "
+            f"or resume with the changes: --resume {checkpoint.path} --allow-changed-config"
         )
-        raise CheckpointError(checkpoint.path, f"the configuration has changed since: {listed}", hint)
+        raise CheckpointError(checkpoint.path, f"the configuration has changed: {listed}", hint)
     if ranks.rank == 0 and conflicts:
-        print(f"going on with a changed configuration, as asked: {listed}", file=sys.stderr)
+        print(f"resuming with a changed configuration, as requested: {listed}", file=sys.stderr)
     schedule = now["optimizer.schedule"]
     moved = [key for key in changed if key in derived or (key == "training.steps" and schedule in ("linear", "cosine"))]
     if ranks.rank == 0 and moved and checkpoint.step:
-        line = f"the {schedule} schedule changes with it, so the learning rate differs from here on"
+        line = f"the {schedule} schedule changes with it, so the learning rate differs from this step on"
         print(f"{_listed(then, now, moved)}; {line}", file=sys.stderr)
 
 
@@ -184,7 +189,7 @@ def _listed(then: dict[str, Any], now: dict[str, Any], keys: list[str]) -> str:
 
 
 def _set_aside_later(directory: Path, checkpoint: Checkpoint) -> None:
-    """Rename checkpoints later than the one to go on from: they are not this run's newest. Raises CheckpointError."""
+    """Rename checkpoints later than the start of the run, so that they are not its newest. Raises CheckpointError."""
     for path in list_checkpoints(directory):
         if int(path.name) > checkpoint.step:
             aside = path.with_name(f"set-aside-{path.name}")
@@ -195,53 +200,54 @@ def _set_aside_later(directory: Path, checkpoint: Checkpoint) -> None:
             try:
                 path.rename(aside)
             except OSError as error:
-                problem = f"{path}, later than the checkpoint to go on from, cannot be renamed: {error.strerror}"
-                hint = "Let this run write there, or choose another run.directory"
+                problem = f"{path}, later than the checkpoint to resume from, cannot be renamed: {error.strerror}"
+                hint = "Make it writable, or choose another run.directory"
                 raise CheckpointError(directory, problem, hint) from None
-            print(f"{path} is later than the checkpoint to go on from: renamed to {aside}", file=sys.stderr)
+            print(f"{path} is later than the checkpoint to resume from: renamed to {aside}", file=sys.stderr)
 
 
 LONGEST_LINE = 1 << 24
-"""Bytes of a line that are read at once."""
+"""Longest line that is read, bytes."""
 
 
 def check_records(directory: Path, start: Checkpoint | None, resume: str) -> None:
-    """Raise CheckpointError where `directory`/metrics.jsonl contradicts the checkpoint that its run goes on from: its
-    loss is not that of the step's line, or there is no checkpoint although one must have been saved. resume: see
-    `find_start`.
+    """Check that `directory`/metrics.jsonl and the checkpoint to resume from belong to the same run.
 
-    Steps after the checkpoint are done again, and their lines cut. Where they are more than the end of a run can cost,
-    and where steps before it have no line, that is reported.
+    Steps after the checkpoint are repeated, and their lines removed. More repeated steps than an interruption can cost,
+    and missing lines before the checkpoint, are reported. resume: see `find_start`.
+
+    Raises CheckpointError if the two record different losses for the checkpoint's step, or if there is no checkpoint
+    although the log shows that one was saved.
     """
     path = directory / "metrics.jsonl"
     last, line = _lines(path, start.step if start else 0)
     saved = _saved_for_certain(directory, last) if resume == "auto" else 0
-    gone = f"{path} has come to step {last}, and the checkpoint of step {saved} is not there"
+    gone = f"{path} ends at step {last}, but the checkpoint of step {saved} is missing"
     if start is None:
         if saved:
-            hint = "Put it back, or begin anew: --resume never, or another run.directory"
-            raise CheckpointError(directory / "checkpoints", f"{gone}, nor any other", hint)
+            hint = "Restore it, or start again: --resume never, or another run.directory"
+            raise CheckpointError(directory / "checkpoints", f"{gone}, as are all others", hint)
         return
     if saved > start.step:
-        print(f"{gone}: going on from step {start.step}", file=sys.stderr)
+        print(f"{gone}: resuming from step {start.step}", file=sys.stderr)
     if last < start.step and path.exists():
-        missing = f"steps {last + 1} to {start.step} have no line"
+        missing = f"steps {last + 1} to {start.step} are not in it"
         print(f"{path} ends at step {last}, before the checkpoint: {missing}", file=sys.stderr)
     loss, recorded = _last_loss(start), line.get("train/loss")
     if loss is not None and recorded is not None and loss != recorded:
-        problem = f"the loss of step {start.step} is {loss} here and {recorded} in {path}: they are not of one run"
+        problem = f"the loss of step {start.step} is {loss}, but {recorded} in {path}: they belong to different runs"
         raise CheckpointError(start.path, problem, f"Move {path.name} away, or choose another run.directory")
 
 
 def _last_loss(checkpoint: Checkpoint) -> float | None:
-    """The loss of the checkpoint's step; None where that step was left out, as then its loss is not kept."""
+    """Return the loss of the checkpoint's step; None if that step was skipped, because its loss is then not stored."""
     guard = checkpoint.state.get("loss_guard", {})
     losses = guard.get("losses")
     return losses[-1] if losses and not guard.get("skipped_in_a_row") else None
 
 
 def _lines(path: Path, step: int) -> tuple[int, dict[str, Any]]:
-    """The last step that has a whole line, 0 where none has, and the line of `step`, {} where it has none."""
+    """Return the last step with a complete line (0 if there is none), and the line of `step` ({} if there is none)."""
     last, match = b"", b""
     with suppress(FileNotFoundError), open_file(path) as file:
         while line := file.readline(LONGEST_LINE):
@@ -251,7 +257,7 @@ def _lines(path: Path, step: int) -> tuple[int, dict[str, Any]]:
                     match = line
     last_step = _read(last).get("step") if last else 0
     if type(last_step) is not int or not 0 <= last_step < 1 << 63:
-        problem = f"its last line states no step: {last.strip()[:40].decode(errors='replace')}"
+        problem = f"its last line contains no step: {last.strip()[:40].decode(errors='replace')}"
         raise CheckpointError(path, problem, "Remove that line, or move the file away")
     return last_step, _read(match)
 
@@ -264,7 +270,7 @@ def _read(line: bytes) -> dict[str, Any]:
 
 
 def _saved_for_certain(directory: Path, last: int) -> int:
-    """The newest step that the run before, which came to step `last`, must have saved; 0 where none must have been."""
+    """Return the newest step that the previous run, which reached step `last`, must have saved; 0 if unknown."""
     try:
         settings = json.loads(read_file(directory / "config.json"))["checkpoint"]
         every, waits = int(settings["every"]), bool(settings["asynchronous"])
@@ -272,5 +278,5 @@ def _saved_for_certain(directory: Path, last: int) -> int:
             return 0
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 0
-    newest = (last - 1) // every * every if every > 0 else 0  # a step has its line before it is saved
-    return max(0, newest - every * waits)  # and what is written beside training must be there by the next save
+    newest = (last - 1) // every * every if every > 0 else 0  # a step is logged before it is saved
+    return max(0, newest - every * waits)  # an asynchronous save completes before the next one starts

@@ -1,6 +1,6 @@
-"""The lock on a run's folder: two runs that write into one folder would destroy each other's records.
+"""The lock on a run's folder. Two runs that write into one folder would corrupt each other's files.
 
-The kernel keeps it (flock) and releases it when the process that holds it ends, by SIGKILL too.
+The kernel keeps the lock (flock) and releases it when the process ends, even by SIGKILL.
 """
 
 import os
@@ -23,12 +23,11 @@ LONGEST = 1024
 
 @contextmanager
 def run_lock(directory: Path, ranks: Ranks) -> Iterator[None]:
-    """Keep other runs out of `directory`, which is made where it does not exist. Rank 0 holds the lock for all ranks;
-    all of them call this.
+    """Keep other runs out of `directory`, which is created if necessary. All ranks call it; rank 0 holds the lock.
 
-    Where the file system has no locks, a warning says so.
+    Without lock support in the file system, print a warning and continue.
 
-    Raises UserError, the same on every rank, where another run holds the lock or the folder cannot be made.
+    Raises UserError, on every rank, if another run holds the lock or the folder cannot be created.
     """
     lock, problem = None, None
     if ranks.rank == 0:
@@ -46,31 +45,31 @@ def run_lock(directory: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def _take(directory: Path) -> FileLock | None:
-    """Lock `directory` and write the holder's name; None where the file system has no locks. Raises ConfigError."""
+    """Lock `directory` and write the holder's name; None if locks are not supported. Raises ConfigError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         paths = [*directory.iterdir(), *directory.glob(f"{HEARTBEATS}/*")]
         files = {path: path.lstat() for path in paths if not path.is_dir()}
     except OSError as error:
-        problem = f"{directory} cannot be made or read ({error.strerror})"
-        raise ConfigError("run.directory", problem, "Choose a folder that can be written") from None
+        problem = f"{directory} cannot be created or read ({error.strerror})"
+        raise ConfigError("run.directory", problem, "Choose a writable folder") from None
     for path, status in files.items():
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-            problem = f"{path} is a link or not a regular file, and a run writes its files there"
-            hint = "Remove it, replace it by a copy, or choose another run.directory"
+            problem = f"{path} is a link or not a regular file, and the run would write to it"
+            hint = "Remove it, replace it with a copy, or choose another run.directory"
             raise ConfigError("run.directory", problem, hint)
     path = directory / LOCK_FILE
     try:
         lock = FileLock(path)
     except BlockingIOError:
-        problem = f"{directory} is in use by another run ({_holder(path) or f'{path} does not say which'})"
-        raise ConfigError("run.directory", problem, "Choose another run.directory, or end that run first") from None
+        problem = f"{directory} is in use by another run ({_holder(path) or f'not named in {path}'})"
+        raise ConfigError("run.directory", problem, "Choose another run.directory, or stop that run first") from None
     except OSError as error:
         problem = f"{path} cannot be locked ({error.strerror})"
-        print(f"warning: {problem}: nothing keeps a second run out of this folder", file=sys.stderr)
+        print(f"warning: {problem}: a second run could write to this folder", file=sys.stderr)
         return None
     since = datetime.now().astimezone().isoformat(" ", "seconds")
-    with suppress(OSError):  # a full disk: the lock holds all the same
+    with suppress(OSError):  # a full disk: the folder is locked anyway
         os.ftruncate(lock.descriptor, 0)
         os.pwrite(lock.descriptor, f"host {socket.gethostname()}, pid {os.getpid()}, since {since}".encode(), 0)
         os.fsync(lock.descriptor)
@@ -78,7 +77,7 @@ def _take(directory: Path) -> FileLock | None:
 
 
 def _holder(path: Path) -> str:
-    """The name that the holder wrote into the lock file, if that is one printable line; "" otherwise."""
+    """Return the holder's name from the lock file if it is one printable line, else ""."""
     with suppress(OSError), open_file(path) as file:
         text = file.read(LONGEST).decode(errors="replace")
         if text and text.isprintable():

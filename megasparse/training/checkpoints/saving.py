@@ -1,11 +1,10 @@
-"""Writing checkpoints so that whatever happens, the newest complete one can be opened.
+"""Atomic writing of checkpoints: after a crash at any time, the newest complete checkpoint can be opened.
 
-All ranks write into one temporary directory and fsync every file; the manifest comes last; a rename makes the
-checkpoint appear, complete, in one instant. What is to be deleted is renamed first, so that nothing half-deleted is
-ever found.
+All ranks write into one temporary folder and fsync every file. The manifest is written last, and a rename makes the
+complete checkpoint visible. Checkpoints are renamed before they are deleted, so that no partly deleted one is visible.
 
-A save that is asynchronous differs in one thing: a thread writes this rank's file, from a copy, while training goes
-on. Everything that ranks do together is done by the thread that trains.
+In an asynchronous save, a thread writes a copy of this rank's file while training continues. All communication between
+ranks stays in the training thread.
 """
 
 import errno
@@ -49,19 +48,19 @@ UNTOUCHED = "Older checkpoints are untouched"
 
 @dataclass(eq=False)
 class Saver:
-    """Saves a run's checkpoints, and keeps the newest `checkpoint.keep` of them and the best one.
+    """Writer of a run's checkpoints. It keeps the newest `checkpoint.keep` and the best one.
 
-    hooks: called with every block that is written or verified, and when this rank's part is written.
+    hooks: Called for every block that is written or verified, and when this rank's part is complete.
     """
 
     run: RunIdentity
     ranks: Ranks
     hooks: RunHooks = field(default_factory=RunHooks)
     best: int | None = field(default=None, init=False)
-    """Step of the checkpoint that is kept whatever its age."""
+    """Step of the best checkpoint, which is never deleted."""
     _under_way: "_Save | None" = field(default=None, init=False)
     _copy: Tensor = field(default_factory=lambda: torch.empty(0), init=False)
-    """This rank's numbers as an asynchronous save found them; the memory is kept for the next."""
+    """Copy of this rank's numbers for an asynchronous save; the memory is reused for the next one."""
 
     def __post_init__(self) -> None:
         self.config, self.directory = self.run.config, self.run.checkpoints
@@ -69,16 +68,20 @@ class Saver:
         self._mark = self._read_mark()
 
     def save(self, engine: Engine, step: int, sequences: int, state: dict[str, Any]) -> Path | None:
-        """Write the checkpoint of `step`; all ranks call it. Returns its path on all of them.
+        """Write the checkpoint of `step`. All ranks call it, and all get its path.
 
-        sequences: the data's position. state: JSON, the same on every rank, given back as `Checkpoint.state`.
+        With `checkpoint.asynchronous`, first finish the previous save, then return None as soon as the state is copied;
+        `finish` completes the save. Errors are raised on every rank, and the attempt is deleted.
 
-        With `checkpoint.asynchronous` it returns None as soon as the state is copied; `finish` ends the save. One that
-        is still under way is finished first.
+        Args:
+            engine: Weights and optimizer state.
+            step, sequences: The step, and the position in the data.
+            state: JSON, the same on every rank; see `Checkpoint.state`.
 
-        Raises, the same on every rank, and nothing is left of the attempt: StorageError where any rank could not write
-        (with `checkpoint.on_failure` "continue" stderr says so, and None is returned); TrainingError where a
-        number is not finite; CheckpointError where the ranks are not saving the same.
+        Raises:
+            StorageError: A rank could not write. With `checkpoint.on_failure` "continue", return None with a warning.
+            TrainingError: A number is not finite.
+            CheckpointError: The ranks disagree on the arguments.
         """
         self.finish()
         try:
@@ -100,15 +103,15 @@ class Saver:
         return self._under_way is not None and self._under_way.writing()
 
     def finish(self) -> Path | None:
-        """End the save that is under way, waiting for all ranks' threads, and queue its upload; all ranks call it.
-        Returns the checkpoint's path, None if nothing was under way. Raises as `save` does, and as `finish_uploads`
-        for earlier uploads.
+        """Complete the save in progress: wait for all ranks' threads and queue the upload. All ranks call it.
+
+        Returns the checkpoint's path, or None if no save was in progress. Raises as `save` and `finish_uploads` do.
         """
         save, self._under_way = self._under_way, None
         if save is None:
             return None
         save.join(self.hooks.alive)
-        self.hooks.progress(f"step {save.step}: saved, waiting for the other ranks' parts")
+        self.hooks.progress(f"step {save.step}: saved, waiting for the other ranks")
         try:
             self._refuse(save, self.ranks.gather(save.problem))
             parts = self.ranks.gather(save.part, first_only=True)
@@ -122,22 +125,22 @@ class Saver:
         return save.final
 
     def begin_uploads(self) -> None:
-        """Claim `checkpoint.bucket` for this run, and upload the best and the newest checkpoint during training if
-        they are not there; all ranks call it, once. Raises StorageError and CheckpointError, the same on every rank.
+        """Claim `checkpoint.bucket` for this run, and upload the best and the newest checkpoint in the background if
+        they are missing. All ranks call it, once. Raises StorageError and CheckpointError, on every rank.
         """
         paths = list_checkpoints(self.directory)
         self._uploads.begin_run([p for p in paths if p == paths[-1] or int(p.name) == self.best], self.best)
 
     def finish_uploads(self) -> None:
-        """Wait for all uploads; all ranks call it. Raises, the same on every rank: StorageError if one has failed,
-        unless `checkpoint.on_failure` is "continue"; CheckpointError if another run uploads there.
+        """Wait for all uploads. All ranks call it. Raises, on every rank, StorageError if an upload failed (unless
+        `checkpoint.on_failure` is "continue"), and CheckpointError if another run uploads to the same bucket.
         """
         self._uploads.check(wait=True)
         if self.ranks.rank == 0 and self.config.checkpoint.bucket and (newest := find_newest(self.directory)):
-            self._tidy(newest)  # of what could not be deleted during its upload
+            self._tidy(newest)  # checkpoints that could not be deleted while they were being uploaded
 
     def _agree(self, engine: Engine, step: int, sequences: int, state: dict[str, Any]) -> "tuple[_Save, RankFile]":
-        """Begin a save on all ranks or on none, where they save the same and there is room for it."""
+        """Start a save if the arguments are the same on all ranks and there is enough space; else raise on all."""
         save = _Save(self.directory, self.ranks.rank, step, sequences, state)
         file = save.attempt(lambda: self._prepare(save, engine))
         arguments = {"step": step, "sequences": sequences, "state": state}
@@ -147,25 +150,25 @@ class Saver:
         )
         save.temporary = self.directory / reports[0]["name"]
         if unlike := differences([report["arguments"] for report in reports]):
-            problem = f"the ranks are not saving the same, and nothing was saved: {unlike}"
+            problem = f"the ranks disagree on the checkpoint, and nothing was saved: {unlike}"
             raise CheckpointError(self.directory, problem, UNTOUCHED)
         self._refuse(save, [report["problem"] for report in reports])
         save.bytes, free = sum(report["room"][0] for report in reports), reports[0]["room"][1]
         if save.bytes > free:
             problem = f"no room for the checkpoint of step {step}: {save.bytes:,} bytes needed, {free:,} bytes free"
-            raise StorageError(self.directory, problem, f"{UNTOUCHED}. Make room")
+            raise StorageError(self.directory, problem, f"{UNTOUCHED}. Free some space")
         assert file is not None
         return save, file
 
     def _read_mark(self) -> bytes | None:
-        """Return what the holder of the run's lock wrote into it, by which a run knows its folder from another."""
+        """Return the content of the run's lock file, which identifies this run's folder."""
         with suppress(OSError):
             return read_file(self.directory.parent / LOCK_FILE)
         return None
 
     def _prepare(self, save: "_Save", engine: Engine) -> RankFile:
         if self._read_mark() != self._mark:
-            problem = f"{self.directory.parent / LOCK_FILE} is not this run's any more: is its file system mounted?"
+            problem = f"{self.directory.parent / LOCK_FILE} does not belong to this run: is its file system mounted?"
             raise OSError(errno.ESTALE, problem, str(self.directory))
         if os.path.lexists(save.final):
             raise CheckpointError(save.final, "exists already", "Choose another run.directory, or move it elsewhere")
@@ -176,7 +179,7 @@ class Saver:
         return file
 
     def _publish(self, save: "_Save", parts: list[dict[str, Any]]) -> None:
-        """Give a checkpoint that is written its manifest and its name."""
+        """Write the manifest of a checkpoint and rename it to its final name."""
         text = seal(self._manifest(save, parts)).encode()
         with durable(save.temporary / MANIFEST, len(text)) as file:
             file.write(text)
@@ -185,13 +188,13 @@ class Saver:
         try:
             sync_folder(self.directory)
         except OSError:
-            os.rename(save.final, save.temporary)  # to be deleted as after any failure
+            os.rename(save.final, save.temporary)  # _refuse deletes it
             raise
         self._tidy(save.final)
         self._uploads.begin(save.final, self.best)
 
     def _tidy(self, newest: Path) -> None:
-        """Point `latest` at the newest checkpoint and delete the oldest. Saving is done: failures here only warn."""
+        """Update `latest` and delete the oldest checkpoints. The save is complete, so failures only print a warning."""
         hint, text = self.directory / f"{TEMPORARY}latest-{uuid.uuid4().hex}", f"{newest.name}\n".encode()
         try:
             try:
@@ -206,32 +209,32 @@ class Saver:
                 if self._uploads.release(old):
                     self.hooks.alive(f"deleting {old}")
                     remove(old)
-            remove_leftovers(self.directory)  # of a save that failed so badly that it could not be cleaned up
+            remove_leftovers(self.directory)  # from a save that could not clean up after its failure
         except OSError as error:
             print(f"warning: {newest} is saved, but older ones could not be deleted: {error}", file=sys.stderr)
 
     def _refuse(self, save: "_Save", problems: list[dict[str, str] | None]) -> None:
-        """Clean up and raise, on all ranks, if any rank has a problem."""
+        """If any rank reports a problem, clean up and raise it on all ranks."""
         reported = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
         if not reported:
             return
         if self.ranks.rank == 0:
             shutil.rmtree(save.temporary, ignore_errors=True)
-        rank, problem = min(reported, key=lambda report: report[1]["kind"] == "storage")  # other faults come first
+        rank, problem = min(reported, key=lambda report: report[1]["kind"] == "storage")  # other faults first
         text = f"the checkpoint of step {save.step} was not saved. Rank {rank}: {problem['text']}"
         if problem["kind"] == "numbers":
             hint = "Resume from an older checkpoint, with a lower learning rate"
             raise TrainingError(f"{self.directory}: {text}. {UNTOUCHED}. {hint}")
         if problem["kind"] == "storage":
-            raise StorageError(self.directory, text, f"{UNTOUCHED}. Make room, or repair the storage")
+            raise StorageError(self.directory, text, f"{UNTOUCHED}. Free some space, or repair the storage")
         raise CheckpointError(self.directory, text, UNTOUCHED)
 
     def _go_on_without(self, error: StorageError) -> None:
-        """Raise `error`, or warn and go on, as `checkpoint.on_failure` says."""
+        """Raise `error`, or print a warning if `checkpoint.on_failure` is "continue"."""
         if self.config.checkpoint.on_failure == "stop":
             raise error
         if self.ranks.rank == 0:
-            print(f"warning: going on without a checkpoint, as checkpoint.on_failure says: {error}", file=sys.stderr)
+            print(f'warning: no checkpoint was saved (checkpoint.on_failure="continue"): {error}', file=sys.stderr)
 
     def _manifest(self, save: "_Save", parts: list[dict[str, Any]]) -> dict[str, Any]:
         tensors: dict[str, dict[str, Any]] = {}
@@ -259,24 +262,24 @@ class Saver:
 
 
 class _Save:
-    """A save under way, as one rank sees it."""
+    """State of a save in progress, on one rank."""
 
     def __init__(self, directory: Path, rank: int, step: int, sequences: int, state: dict[str, Any]):
         self.step, self.sequences = step, sequences
-        self.state: dict[str, Any] = json.loads(json.dumps(state))  # what training changes later is not this step's
+        self.state: dict[str, Any] = json.loads(json.dumps(state))  # a copy, because training changes the state
         self.temporary = directory / f"{TEMPORARY}{step:08d}-{uuid.uuid4().hex}"
         self.final = directory / f"{step:08d}"
         self.doing = f"saving step {step}"
         self.bytes = self.free = self.optimizer_steps = 0
         self.part: dict[str, Any] = {"file": f"rank-{rank:05d}.safetensors"}
-        """Entry of this rank's file in the manifest."""
+        """Manifest entry of this rank's file."""
         self.problem: dict[str, str] | None = None
         """`kind` ("storage", "numbers" or "other") and `text`."""
         self._thread: threading.Thread | None = None
         self._blocks = 0
 
     def attempt(self, work: Callable[[], Any]) -> Any:
-        """Do `work`. An exception becomes this rank's problem, of which all hear: else they would wait for ever."""
+        """Run `work`. Store an exception as this rank's problem, to report it to all ranks, which would wait for it."""
         try:
             return work()
         except OSError as error:
@@ -301,7 +304,7 @@ class _Save:
             self.part["sha256"] = self.attempt(lambda: file.write(self.temporary / self.part["file"], progress))
 
     def write_in_thread(self, file: RankFile) -> None:
-        """Write this rank's file in a thread, which reports no progress: that would hide a training that makes none."""
+        """Write this rank's file in a thread. It reports no progress, which would hide a hang of training."""
 
         def count() -> None:
             self._blocks += 1
@@ -313,7 +316,7 @@ class _Save:
         return self._thread is not None and self._thread.is_alive()
 
     def join(self, progress: Callable[[str], None]) -> None:
-        """Wait for the thread, reporting its progress."""
+        """Wait for the thread and report its progress."""
         reported = -1
         while self._thread is not None and self._thread.is_alive():
             if reported != self._blocks:
@@ -323,20 +326,20 @@ class _Save:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint so that it is never found half-deleted."""
+    """Delete a checkpoint, renaming it first so that no partly deleted checkpoint is visible."""
     doomed = path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex}")
     path.rename(doomed)
     _delete(doomed)
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete what an interrupted save or deletion left in `directory`. Failures only warn: leftovers do no harm."""
+    """Delete temporary folders of interrupted saves and deletions. Failures only warn: leftovers are harmless."""
     try:
         for path in directory.iterdir() if directory.is_dir() else ():
             if path.name.startswith(TEMPORARY):
                 _delete(path)
     except OSError as error:
-        print(f"warning: what an interrupted save left could not be deleted: {error}", file=sys.stderr)
+        print(f"warning: files of an interrupted save could not be deleted: {error}", file=sys.stderr)
 
 
 def _delete(path: Path) -> None:

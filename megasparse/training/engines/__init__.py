@@ -1,4 +1,4 @@
-"""The engine that a configuration asks for. Both kinds are imported here and only here, when they are needed."""
+"""Selection of the engine. The engines are imported lazily, and only here."""
 
 from collections.abc import Callable
 
@@ -14,10 +14,10 @@ def build_engine(
     model: nn.Module, config: RunSettings, make_rng: MakeRng, ranks: Ranks, checkpoint: Checkpoint | None = None,
     initial: Initial | None = None,
 ) -> Engine:  # fmt: skip
-    """Build the engine that `config.run.engine` names, with `model`'s weights or with those of `checkpoint`.
+    """Build the engine `config.run.engine` with the weights of `checkpoint`, or of `model` without one.
 
-    initial: the values of what `model` has on the meta device.
-    Raises ConfigError where the settings do not go together, CheckpointError where the checkpoint is of another model.
+    initial: Initial values of parameters on the meta device.
+    Raises ConfigError for incompatible settings, CheckpointError if the checkpoint belongs to another model.
     """
     if checkpoint is not None:
         load_buffers(model, checkpoint)

@@ -1,7 +1,7 @@
-"""The contract of an engine: forward and backward passes, the optimizer step, and the state that a checkpoint keeps.
+"""Interface of engines: forward and backward passes, the optimizer step, and the state that checkpoints store.
 
-deepspeed.py trains with DeepSpeed's ZeRO on any number of ranks, plain.py with plain PyTorch in one process. Both give
-the same losses.
+deepspeed.py trains with DeepSpeed ZeRO on any number of ranks, plain.py with plain PyTorch in one process. Their losses
+are the same.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from megasparse.training.ranks import Ranks
 from megasparse.training.reporting.memory import bytes_of
 
 MakeRng = Callable[[int, Tensor], Any]
-"""Maps (optimizer step, global sample numbers (B,)) to what the model's random draws depend on."""
+"""Map (optimizer step, global sample numbers (B,)) to the model's random number generator."""
 
 
 @dataclass(frozen=True)
@@ -33,51 +33,51 @@ class StepResult:
     loss: float
     """Mean nats per scored token over the global batch."""
     statistics: dict[str, float]
-    """The model's other scalars, mean over micro-batches and ranks. A vector NAME/layers, with a value a layer, becomes
-    NAME/layer_0 and so on for the layers that have it."""
+    """Other scalars of the model, averaged over micro-batches and ranks. A vector NAME/layers becomes NAME/layer_0 and
+    so on, for the layers with a value."""
     tokens: int
     """Tokens read, over all ranks."""
     grad_norm: float
     """L2 norm of the gradient before clipping."""
     applied: bool
-    """False where the loss or the gradient of any rank was not finite: then no weight of any rank has changed."""
+    """False if the loss or gradient of any rank was not finite; the weights are then unchanged on all ranks."""
     held: dict[str, tuple[int, int]]
     """Bytes of this rank's weights, gradients and optimizer state, on its device and elsewhere."""
 
 
 class StepTotals(NamedTuple):
-    """Sums over a step's micro-batches and all ranks, as the host reads them before the update."""
+    """Sums over a step's micro-batches and all ranks, read by the host before the update."""
 
     loss: float
-    """Mean nats a scored token."""
+    """Mean nats per scored token."""
     apply_update: bool
-    """True if the step is to be applied: its objective is finite."""
+    """True if the objective is finite, so that the step can be applied."""
     sums: dict[str, float]
-    """The other scalars by their names."""
+    """Other scalars by name."""
 
 
 class Engine(ABC):
-    """Owns the device, gradient accumulation, averaging over ranks, clipping, precision and the optimizer."""
+    """Owner of the device, gradient accumulation, averaging over ranks, clipping, precision and the optimizer."""
 
     replicated = True
-    """Every rank holds all of the state, so the ranks share out the parameters among them when they save."""
+    """True if every rank stores the whole state; the ranks then share the parameters when they save."""
     totals_before_backward = True
-    """True if a step is to be applied is decided before its last backward, not after it together with the norm."""
+    """True if the last backward pass needs to know whether to apply the step; else totals are read with the norm."""
 
     def __init__(self, model: nn.Module, config: RunSettings, make_rng: MakeRng, ranks: Ranks):
         self.module, self.ranks, self._make_rng = model, ranks, make_rng
         self._forward: Callable[..., tuple[Tensor, dict[str, Tensor]]] = model
-        """Computes the objective and the statistics of a micro-batch."""
+        """Compute the objective and the statistics of a micro-batch."""
         self._optimizer_name = config.optimizer.name
         self._clipping = config.training.gradient_clipping
         self._shared: dict[str, Any] = {} if ranks.sequence is None else {"sequence": ranks.sequence}
-        """Arguments of the model's forward where ranks share sequences."""
+        """Extra arguments of the model's forward with sequence parallelism."""
         self._varying = getattr(model, "varying_token_counts", False)
-        """True if micro-batches can have different numbers of scored tokens."""
+        """True if the number of scored tokens can differ between micro-batches."""
         self._fixed_divisors: dict[Any, float] = {}
-        """Where they cannot, but the ranks' parts of them can: `_mean_scored` by the shapes of the micro-batches."""
+        """`_mean_scored` by micro-batch shapes, if the number differs only between the parts of a sequence."""
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        """Weights that the optimizer updates and a checkpoint stores; frozen ones are not among them."""
+        """Weights that the optimizer updates and checkpoints store, without frozen ones."""
         self._shapes = {name: tuple(p.shape) for name, p in self._trained.items()}
         self.optimizer: torch.optim.Optimizer
 
@@ -88,13 +88,16 @@ class Engine(ABC):
         learning_rate: float,
         progress: Progress = silent,
     ) -> StepResult:
-        """One optimizer step on this rank's micro-batches, or its parts of those that it shares; all of them, on all
-        ranks, have equally many tokens.
+        """Run one optimizer step.
 
-        Every scored token of the global batch weighs the same. Without padding and separators all micro-batches have
-        equally many; with them they are counted first, and where ranks share sequences, once for each shape.
+        All scored tokens of the global batch have the same weight. With padding or separators the scored tokens of
+        micro-batches are counted first; with sequence parallelism, once per shape.
 
-        progress: called before each of a micro-batch's two passes.
+        Args:
+            micro_batches: This rank's micro-batches, or its parts of shared ones; of equal size on all ranks.
+            step: Number of the step, from 1.
+            learning_rate: Learning rate of this step.
+            progress: Called before the forward and the backward pass of every micro-batch.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -108,10 +111,10 @@ class Engine(ABC):
             last = number == len(micro_batches)
             rng = self._make_rng(step, samples)
             objective, statistics = self._forward(tokens, rng, **options)
-            progress(f"step {step}, micro-batch {number}, backward")  # which waits for the others
+            progress(f"step {step}, micro-batch {number}, backward")  # the backward pass waits for the other ranks
             for name, value in {**statistics, "objective": objective}.items():
                 sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double()
-            if last and self.totals_before_backward:  # it can still poison the gradient of a step not to be applied
+            if last and self.totals_before_backward:  # the last backward pass can still make the gradient not finite
                 totals = self._totals(sums)
             poison_gradient = totals is not None and not totals.apply_update
             self._backward(objective, len(micro_batches), last, poison_gradient)
@@ -120,7 +123,7 @@ class Engine(ABC):
             totals = self._totals(sums | self._gradient_norm())
         loss, apply_update, total = totals
         grad_norm, applied = self._update(apply_update, total.pop("grad_norm", None))
-        for module in self.module.modules():  # what moves once a step, and by no gradient
+        for module in self.module.modules():  # update state that the optimizer does not own
             if (after_step := getattr(module, "after_step", None)) is not None:
                 after_step(applied, self.ranks.sum)
         share = len(micro_batches) * self.ranks.world_size
@@ -130,22 +133,22 @@ class Engine(ABC):
         return StepResult(loss, means, read, grad_norm, applied, held)
 
     def _moved(self, x: Any) -> Any:
-        """Inputs of the host on the device: tensors from pinned memory, so that a GPU copies while the host goes on."""
+        """Move inputs to the device, tensors from pinned memory, so that a copy to a GPU does not block the host."""
         device = self.ranks.device
-        if not isinstance(x, Tensor):  # a task's batch, of several
+        if not isinstance(x, Tensor):  # a task's batch of several tensors
             return x.to(device)
         return (x.pin_memory() if device.type == "cuda" and not x.is_cuda else x).to(device, non_blocking=True)
 
     def gradients(self) -> Iterable[Tensor]:
-        """The gradients that the update reads."""
+        """Return the gradients that the update reads."""
         return [p.grad for p in self._state_owners() if p.grad is not None]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what this rank holds of each parameter and buffer of the model between two steps, with its name."""
+        """Yield this rank's part of every parameter and buffer of the model between steps, with its name."""
         yield from itertools.chain(self.module.named_parameters(), self.module.named_buffers())
 
     def held(self) -> dict[str, tuple[int, int]]:
-        """Bytes of this rank's weights and optimizer state, on its device and elsewhere."""
+        """Return the bytes of this rank's weights and optimizer state, on its device and elsewhere."""
         weights, masters = [weight for _, weight in self.weights()], self._state_owners()
         addresses = {weight.untyped_storage().data_ptr() for weight in weights}
         rounded = [master for master in masters if master.untyped_storage().data_ptr() not in addresses]
@@ -154,8 +157,8 @@ class Engine(ABC):
         return {"weights": bytes_of(weights, device), "optimizer": bytes_of([*moments, *rounded], device)}
 
     def _totals(self, sums: dict[str, Tensor]) -> StepTotals:
-        """Sum over all ranks in one all-reduce, the one time in a step that the host waits for the device. Each entry
-        of a vector over layers gets a name of its own.
+        """Sum over all ranks in one all-reduce, the only host synchronisation of a step. Each entry of a vector over
+        layers gets its own name.
         """
         names = sorted(sums)
         values = self.ranks.sum(torch.cat([sums[name].reshape(-1).to(self.ranks.device) for name in names])).tolist()
@@ -171,7 +174,7 @@ class Engine(ABC):
         return StepTotals(loss, math.isfinite(total["objective"]), total)
 
     def _divisor(self, micro_batches: Sequence[Batch]) -> float | None:
-        """Return what the sums of nats are divided by; None for each micro-batch's own scored tokens."""
+        """Return the divisor of the sums of nats; None to divide by the scored tokens of each micro-batch."""
         if self._varying:
             return self._mean_scored(micro_batches)
         if not self._shared:
@@ -182,7 +185,7 @@ class Engine(ABC):
         return self._fixed_divisors[shapes]
 
     def _mean_scored(self, micro_batches: Sequence[Batch]) -> float:
-        """Scored tokens a micro-batch of this step, mean over all ranks."""
+        """Return the scored tokens per micro-batch of this step, averaged over all ranks."""
         model: Any = self.module
         device = self.ranks.device if self._shared else torch.device("cpu")  # where the ranks that share count together
         tokens = (batch.tokens.to(device) for batch in micro_batches)
@@ -193,47 +196,47 @@ class Engine(ABC):
     def evaluate(self, tokens: Tensor, rng: Any, *padding: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the model's objective and statistics without gradients. Every rank calls it equally often.
 
-        padding: for the model, where it says more than the tokens, such as that they are a part of shared sequences.
+        padding: Extra arguments of the model, such as a mask or a position in a shared sequence.
         """
         with torch.no_grad():
             return self._forward(tokens, rng, *padding)
 
     @abstractmethod
     def _backward(self, objective: Tensor, micro_batches: int, last: bool, poison_gradient: bool) -> None:
-        """Add the gradient of one of `micro_batches`, which are averaged.
+        """Accumulate the gradient of one of `micro_batches`, which are averaged.
 
-        poison_gradient: make the step's gradient not finite, if that is what it takes to have the step not applied.
+        poison_gradient: Make the gradient not finite, if the engine needs that to skip the step.
         """
 
     @abstractmethod
     def _update(self, apply_update: bool, norm: float | None) -> tuple[float, bool]:
-        """Apply the accumulated gradient, if it is finite and `apply_update`: (gradient norm, whether it was applied).
+        """Apply the accumulated gradient if it is finite and `apply_update`. Return (gradient norm, applied).
 
-        norm: its norm, where the totals were read after the backward.
+        norm: Gradient norm, if the totals were read after the backward pass.
         """
 
     def _gradient_norm(self) -> dict[str, Tensor]:
-        """Return the norm of the accumulated gradient, on the device, if it is read together with the totals."""
+        """Return the accumulated gradient's norm, on the device, if it is read together with the totals; else {}."""
         return {}
 
     @abstractmethod
     def _state(self) -> Iterator[Fragment]:
-        """Yield the pieces of weights (fp32) and optimizer state that this rank holds."""
+        """Yield this rank's pieces of the weights (fp32) and optimizer state."""
 
     @abstractmethod
     def _state_owners(self) -> Iterator[Tensor]:
         """Yield the tensors that the optimizer updates."""
 
     def _replicated_state(self) -> Iterator[Fragment]:
-        """Yield the optimizer state that every rank holds whole although the weights are cut."""
+        """Yield optimizer state that is replicated on all ranks although the weights are partitioned."""
         yield from ()
 
     def fragments(self) -> list[Fragment]:
-        """List what this rank must save: over all ranks, every number exactly once."""
+        """Return the fragments that this rank saves; over all ranks, they contain every number exactly once."""
         buffers = [
             Fragment("weight", name, tuple(buffer.shape), 0, buffer.view(-1))
             for name, buffer in persistent_buffers(self.module).items()
-            if self.ranks.rank == 0  # whole and the same on every rank
+            if self.ranks.rank == 0  # replicated on all ranks
         ]
         state, shared = self._state(), self._replicated_state()
         if self.replicated:
@@ -242,11 +245,11 @@ class Engine(ABC):
         return [*state, *(fragment for fragment in shared if turns[fragment.name] == self.ranks.rank), *buffers]
 
     def steps_done(self) -> int:
-        """Optimizer updates applied so far; a skipped step is none."""
+        """Return the number of optimizer updates applied so far, without skipped steps."""
         return steps_done(self.optimizer)
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Fill fp32 weights and optimizer state, whatever number of ranks and ZeRO stage wrote them."""
+        """Load fp32 weights and optimizer state, written with any number of ranks and ZeRO stage."""
         if checkpoint.optimizer_steps:
             for weight in self._state_owners():
                 create_state(self.optimizer, self._optimizer_name, weight)
@@ -255,46 +258,46 @@ class Engine(ABC):
             fragment.memory.copy_(checkpoint.read(fragment.kind, fragment.name, fragment.start, fragment.numel))
 
     def close(self) -> None:  # noqa: B027  (plain torch holds nothing)
-        """Let go of what the engine holds outside the model."""
+        """Release resources outside the model."""
 
 
 def whole_fragments(masters: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> Iterator[Fragment]:
-    """Yield the fragments of weights that are not cut; `masters` maps names to the fp32 weights that are updated."""
+    """Yield the fragments of weights that are not partitioned. masters: fp32 weights by name."""
     for name, weight in masters.items():
         for kind, tensor in {"weight": weight, **state_tensors(optimizer.state.get(weight, {}))}.items():
             yield Fragment(kind, name, tuple(tensor.shape), 0, tensor.detach().view(-1))
 
 
 Initial = Callable[[str, Sequence[int], int, int], Tensor]
-"""Maps (name, shape, start, numel) to elements [start, start + numel) of a flattened initial weight, fp32."""
+"""Map (name, shape, start, numel) to elements [start, start + numel) of a flattened initial weight, fp32."""
 
 
 class Weights:
-    """Source of a model's weights: trained ones from a checkpoint, if there is one; else those on the meta device
-    from `initial`, and all others from the model itself.
+    """Source of a model's weights: the checkpoint, if there is one, for trained weights; else `initial` for weights on
+    the meta device; else the model itself.
     """
 
     def __init__(self, model: nn.Module, initial: Initial | None = None, checkpoint: Checkpoint | None = None):
         self.model, self._initial, self._checkpoint = model, initial, checkpoint
 
     def read(self, name: str, weight: Tensor, start: int, numel: int) -> Tensor:
-        """Elements [start, start + numel) of a flattened weight of the model."""
+        """Return elements [start, start + numel) of a flattened weight."""
         if self._checkpoint is not None and weight.requires_grad:
             return self._checkpoint.read("weight", name, start, numel)
         if not weight.is_meta:
             return weight.detach().reshape(-1)[start : start + numel]
-        assert self._initial is not None, f"{name} has no memory, and no initial value"
+        assert self._initial is not None, f"{name} is on the meta device and has no initial value"
         return self._initial(name, weight.shape, start, numel)
 
     def fill(self, device: torch.device) -> None:
-        """Give the model all of every weight, one after another, on `device`, and move its buffers there."""
+        """Load every weight in full, one after another, on `device`, and move the buffers there."""
         for name, weight in self.model.named_parameters():
             put(weight, self.read(name, weight, 0, weight.numel()).view(weight.shape).to(device, weight.dtype))
         move_buffers(self.model, device)
 
 
 def put(weight: Tensor, values: Tensor) -> None:
-    """Let a weight, which may be on the meta device, have these values, without a copy. It stays the same object."""
+    """Set a weight, possibly on the meta device, to `values` without a copy. It stays the same object."""
     if weight.is_meta:
         torch.utils.swap_tensors(weight, nn.Parameter(values, requires_grad=weight.requires_grad))
     else:

@@ -1,4 +1,4 @@
-"""Training on DeepSpeed's ZeRO: of all of megasparse, only this file and config/deepspeed_section.py know DeepSpeed."""
+"""Training with DeepSpeed ZeRO. Only this file and config/deepspeed_section.py depend on DeepSpeed."""
 
 import io
 import itertools
@@ -49,7 +49,7 @@ class DeepSpeedEngine(Engine):
             self._group_of = {self._names[id(p)]: number for number, group in groups for p in group["params"]}
             self._engine = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)[0]
             self._forward = self._engine
-        self.optimizer.state.clear()  # ZeRO 0 in bf16 made one with a step of zeros, which would count as an update
+        self.optimizer.state.clear()  # ZeRO 0 in bf16 ran a step with zero gradients, which would count as an update
         if isinstance(self.optimizer, PartitionedAdafactor):
             contents: dict[Tensor, list[Piece]] = {}
             for flat, piece in self._pieces():
@@ -57,34 +57,34 @@ class DeepSpeedEngine(Engine):
             self.optimizer.attach(contents, lambda values: ranks.sum(values.to(ranks.device)).to(values.device))
 
     def _partition(self, weights: Weights, settings: dict[str, Any]) -> None:
-        """Partition the model, one weight after another, as `deepspeed.initialize` would under ZeRO 3; it wants all of
-        them whole, on every rank, and broadcasts the first rank's. Here each rank reads its own piece.
+        """Partition the model for ZeRO 3, weight by weight. `deepspeed.initialize` would need the whole model on every
+        rank and broadcast rank 0's weights; here each rank reads only its piece.
         """
         deepspeed = import_deepspeed()
-        deepspeed.init_distributed()  # without it the settings are checked as if for one rank
+        deepspeed.init_distributed()  # else the settings are validated for a single rank
         init = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=settings)
-        ranks = 1 if init.zero_param_process_group is not None else self.ranks.world_size  # a node's ranks keep more
+        ranks = 1 if init.zero_param_process_group is not None else self.ranks.world_size  # groups need other pieces
         weight: Any
         for name, weight in weights.model.named_parameters():
             size = -(-weight.numel() // ranks)
             start = min(self.ranks.rank % ranks * size, weight.numel())
             stop, dtype = min(start + size, weight.numel()), torch.bfloat16 if self._rounded else weight.dtype
             piece = weights.read(name, weight, start, stop - start)
-            whole = torch.empty(weight.shape, dtype=dtype, device=self.ranks.device)  # nothing else of it is written
+            whole = torch.empty(weight.shape, dtype=dtype, device=self.ranks.device)  # only this rank's piece is filled
             whole.view(-1)[start:stop] = piece
             put(weight, whole)
-            del piece, whole  # else a weight stays until the next one is made
+            del piece, whole  # else two weights would be in memory at once
             init._convert_to_deepspeed_param(weight)
             weight.partition()
         move_buffers(weights.model, self.ranks.device)
 
     def _backward(self, objective: Tensor, micro_batches: int, last: bool, poison_gradient: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
-        # DeepSpeed leaves a step out if its gradient is not finite, and then on every rank
+        # DeepSpeed skips a step on every rank if its gradient is not finite.
         self._engine.backward(objective * torch.nan if poison_gradient else objective)
 
     def _update(self, apply_update: bool, norm: float | None) -> tuple[float, bool]:
-        if self._stage == 0 and not self._rounded:  # here DeepSpeed would apply a gradient of NaN
+        if self._stage == 0 and not self._rounded:  # DeepSpeed would apply a NaN gradient in this case
             gradients = [p.grad for p in self._trained.values() if p.grad is not None]
             whole = torch.nn.utils.get_total_norm(gradients).item()
             if not (apply_update and math.isfinite(whole)):
@@ -96,7 +96,7 @@ class DeepSpeedEngine(Engine):
         return float(self._engine.get_global_grad_norm()), bool(self._engine.was_step_applied())
 
     def gradients(self) -> Iterable[Tensor]:
-        averaged = getattr(self._engine.optimizer, "averaged_gradients", {})  # ZeRO's own, this rank's part
+        averaged = getattr(self._engine.optimizer, "averaged_gradients", {})  # ZeRO's gradients of this rank's part
         partitioned = (gradient for group in averaged.values() for gradient in group or ())
         return itertools.chain((p.grad for p in self._trained.values() if p.grad is not None), partitioned)
 
@@ -127,10 +127,9 @@ class DeepSpeedEngine(Engine):
         return {self._names[id(p)]: master for pair in groups for p, master in zip(*pair, strict=True)}
 
     def _pieces(self) -> Iterator[tuple[Tensor, Piece]]:
-        """Yield the piece of each trained weight under ZeRO 1 to 3, empty where this rank has none of it, after the
-        vector that it lies in.
+        """Yield (flat vector, piece of a trained weight in it) under ZeRO 1 to 3; the piece may be empty on this rank.
 
-        ZeRO 1 and 2: a parameter group is one vector, of which each rank updates a slice. ZeRO 3: each weight is cut
+        ZeRO 1 and 2: a parameter group is one vector, and each rank updates a slice of it. ZeRO 3: each weight is split
         evenly among the ranks, the last piece padded, and the pieces of a sub-group are one vector.
         """
         p: Any
@@ -154,7 +153,7 @@ class DeepSpeedEngine(Engine):
                 yield zero.fp32_partitioned_groups_flat[number], piece
 
     def _aligned_state(self, flat: Tensor) -> dict[str, Tensor]:
-        """The fp32 weights of a vector, and the state that has a number for each of them."""
+        """Return the fp32 weights of a vector, and the optimizer state of the same shape."""
         state = state_tensors(self.optimizer.state.get(flat, {}))
         return {"weight": flat, **{kind: tensor for kind, tensor in state.items() if kind not in FACTORS}}
 
@@ -169,7 +168,7 @@ class DeepSpeedEngine(Engine):
 
 @contextmanager
 def _lines_in(run: Path) -> Iterator[None]:
-    """Append what DeepSpeed prints and logs to RUN/deepspeed.log; without that folder, or room in it, to nothing."""
+    """Append DeepSpeed's output and log to RUN/deepspeed.log, or discard it if that file cannot be written."""
     with ExitStack() as opened:
         file: TextIO = io.StringIO()
         with suppress(OSError):
@@ -192,26 +191,26 @@ def _deepspeed_for(ranks: Ranks) -> Any:
 
     if ranks.device.type == "cpu" and get_accelerator().device_name() != "cpu":
         set_accelerator(CPU_Accelerator())
-    # A C++ all-reduce that only inference uses. It would take g++, minutes of compiling, and 69 MB of /dev/shm a rank.
+    # A C++ all-reduce for inference only, which needs g++, minutes of compilation, and 69 MB of /dev/shm per rank.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 def _deepspeed_config(config: RunSettings, stage: int, ranks: Ranks) -> dict[str, Any]:
-    """Join the user's section `deepspeed` with what our own sections decide into DeepSpeed's configuration."""
+    """Merge the user's section `deepspeed` with the settings that other sections determine."""
     training, section = config.training, config.deepspeed
     share = training.micro_batch * ranks.data_ranks
     check_shares(training.global_batch, training.micro_batch, ranks.world_size, ranks.sequence_size)
     generated: dict[str, Any] = {
-        "train_batch_size": training.global_batch * ranks.sequence_size,  # as if each had sequences of its own
+        "train_batch_size": training.global_batch * ranks.sequence_size,  # DeepSpeed assumes different data per rank
         "train_micro_batch_size_per_gpu": training.micro_batch,
         "gradient_accumulation_steps": training.global_batch // share,
         "gradient_clipping": training.gradient_clipping,
         "bf16": {"enabled": training.precision == "bf16"},
-        "zero_allow_untested_optimizer": True,  # known here by names of torch's: others are tested by us
-        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW serves the CPU too, with the same numbers
+        "zero_allow_untested_optimizer": True,  # DeepSpeed knows only torch's optimizers; megasparse tests the others
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW also runs on the CPU, with the same result
     }
-    if training.precision == "bf16" and stage > 0:  # ZeRO 0 accumulates in bf16 only
+    if training.precision == "bf16" and stage > 0:  # ZeRO 0 supports only accumulation in bf16
         generated["data_types"] = {"grad_accum_dtype": "fp32"}
     zero = section.get("zero_optimization", {})
     if overlaps_communication(zero, ranks.device.type == "cuda" and ranks.world_size > 1):

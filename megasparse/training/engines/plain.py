@@ -1,4 +1,4 @@
-"""Training on plain torch, in one process."""
+"""Training with plain PyTorch, in one process."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from megasparse.training.ranks import Ranks
 
 
 class TorchEngine(Engine):
-    """Plain torch in one process. In bf16 the model is a rounded copy of fp32 weights, as under DeepSpeed."""
+    """Plain PyTorch in one process. In bf16 the model is a rounded copy of fp32 weights, as under DeepSpeed."""
 
     totals_before_backward = False
 

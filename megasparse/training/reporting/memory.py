@@ -1,4 +1,4 @@
-"""Memory of a rank by kind, in bytes, and the report of a run that runs out of it."""
+"""Memory of a rank by kind, in bytes, and the report of an out-of-memory error."""
 
 import json
 import re
@@ -28,7 +28,7 @@ HINT = (
 
 
 def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> tuple[int, int]:
-    """Bytes of the storages of these tensors on `device`, and elsewhere. A shared storage counts once."""
+    """Return the bytes of the tensors' storages on `device` and elsewhere. A shared storage is included once."""
     storages = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -38,7 +38,7 @@ def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> tuple[int, int]
 
 
 def memory_scalars(device: torch.device, held: dict[str, tuple[int, int]]) -> dict[str, float]:
-    """Return the scalars memory/... of this rank (docs/reference). held: of each of KINDS what `bytes_of` found."""
+    """Return this rank's scalars memory/... (docs/reference). held: result of `bytes_of` for each of KINDS."""
     scalars: dict[str, float] = {f"memory/{kind}_bytes": held[kind][0] for kind in KINDS if kind in held}
     peak = peak_bytes(device)
     scalars |= {"memory/peak_bytes": peak, "memory/other_bytes": max(0, peak - sum(scalars.values()))}
@@ -51,7 +51,7 @@ def memory_scalars(device: torch.device, held: dict[str, tuple[int, int]]) -> di
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most ever in use: allocated tensors on a GPU, resident memory of this process on a CPU."""
+    """Return the peak memory use: allocated tensors on a GPU, resident memory of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -59,12 +59,12 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process at the moment; 0 where the system does not report it."""
+    """Return the resident memory of this process; 0 if the system does not report it."""
     return _of_process().get("memory/resident_bytes", 0)
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free bytes of a GPU, with what torch has cached, or of the CPU within the control group's limit."""
+    """Return the free bytes of a GPU including torch's cache, or of the CPU within the control group's limit."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
@@ -84,7 +84,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def _of_process() -> dict[str, int]:
-    """Memory in use at the moment; nothing where the system does not report it."""
+    """Return the current memory use of this process; {} if the system does not report it."""
     scalars = {}
     with suppress(OSError, ValueError, IndexError):
         status = Path("/proc/self/status").read_text()
@@ -94,22 +94,22 @@ def _of_process() -> dict[str, int]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if Python, torch's allocators or CUDA report that memory did not suffice."""
+    """Return True if Python, torch's allocators or CUDA report that they are out of memory."""
     texts = ("can't allocate memory", "CUDA error: out of memory")
     by_text = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or by_text
 
 
 def requested_bytes(error: BaseException) -> int:
-    """Return the size of the failed allocation in torch's message; 0 if the message has none."""
+    """Return the size of the failed allocation in torch's message; 0 if unknown."""
     match = re.search(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", str(error), re.IGNORECASE)
     return int(float(match[1]) * UNITS[match[2]]) if match else 0
 
 
 def shortage(error: BaseException, engine: "Engine | None", ranks: Ranks, directory: Path) -> MemoryShortage:
-    """Print the held memory, write it to `directory`/out-of-memory-rank-N.json, and return the error to raise.
+    """Print the memory use, write it to `directory`/out-of-memory-rank-N.json, and return the error to raise.
 
-    engine: None if memory did not suffice to build it.
+    engine: None if memory ran out while it was built.
     """
     device, held = ranks.device, dict.fromkeys(KINDS, 0)
     if engine is not None:

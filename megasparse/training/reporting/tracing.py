@@ -1,4 +1,4 @@
-"""Traces of torch's profiler on demand: of the next steps after a signal."""
+"""Traces of torch's profiler: of the next steps after a signal."""
 
 import gzip
 import tempfile
@@ -13,14 +13,14 @@ from megasparse.files import replacing
 from megasparse.training.ranks import Ranks
 
 STEPS = 3
-"""That a signal traces."""
+"""Number of steps per trace."""
 
 
 def traced(steps: Iterable[int], config: RunSettings, ranks: Ranks, requested: Callable[[], bool]) -> Iterator[int]:
     """Yield the steps; write run.directory/traces/step-00000012-rank-00000.json.gz, a Chrome trace from step 12 on.
 
-    requested: returns True once for each request to trace the next steps on this rank. What cannot be traced or written
-    is reported on stderr, and training goes on.
+    requested: Returns True once per request to trace the next steps on this rank. Failures are reported on stderr and
+    do not stop training.
     """
     tracing, first = None, 0
     try:
@@ -41,7 +41,7 @@ def _begin(step: int, ranks: Ranks) -> profile | None:
     tracing = profile(activities=activities)
     try:
         tracing.start()
-    except RuntimeError as error:  # another profiler has the device
+    except RuntimeError as error:  # another profiler uses the device
         write_error(
             f"rank {ranks.rank}: steps {step} to {step + STEPS - 1} cannot be traced ({str(error).splitlines()[0]})"
         )
@@ -58,9 +58,9 @@ def _end(tracing: profile, first: int, config: RunSettings, ranks: Ranks) -> Non
             tracing.export_chrome_trace(plain.name)
             trace = Path(plain.name).read_bytes()
         if not trace.rstrip().endswith(b"}"):  # the exporter does not report a full disk
-            raise OSError(f"{tempfile.gettempdir()} has no room for it")
+            raise OSError(f"not enough space in {tempfile.gettempdir()}")
         with replacing(path) as file:
             file.write(gzip.compress(trace, compresslevel=3))
         write_error(f"rank {ranks.rank}: {path}: a trace; open it at https://ui.perfetto.dev or chrome://tracing")
     except (OSError, RuntimeError) as error:
-        write_error(f"rank {ranks.rank}: {path} cannot be written ({error}). Training goes on")
+        write_error(f"rank {ranks.rank}: {path} cannot be written ({error}). Training continues")

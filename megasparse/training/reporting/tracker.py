@@ -1,6 +1,6 @@
 """Metrics, texts and pictures of a run: metrics.jsonl, events.jsonl, TensorBoard, W&B or MLflow, and the progress line.
 
-docs/reference/scalars.md lists them. Only rank 0 writes. A failure of storage, terminal or backend never stops a run.
+docs/reference/scalars.md lists them. Only rank 0 writes. Failures of storage, terminal or backend do not stop a run.
 """
 
 import errno
@@ -30,22 +30,22 @@ from megasparse.files import open_file, open_regular, read_file, replacing, writ
 from megasparse.training.ranks import Ranks
 
 PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0}
-"""Dense bf16 peak of one device, by a word of its name."""
+"""Dense bf16 peak per device, by a word in its name."""
 PLAIN_LINE_SECONDS = 10.0
 """Minimum seconds between progress lines if stderr is not a terminal."""
 
 
 class JsonLines:
-    """File of JSON lines. Lines that cannot be written wait in memory, in order, until the storage works again.
+    """File of JSON lines. If the storage fails, lines wait in memory, in order, until it works again.
 
     Args:
-        report: called once when the storage fails, and once when it works again.
-        last_step: lines of later steps are cut off first; None keeps all but a line that a crash cut short.
+        report: Called once when the storage fails, and once when it works again.
+        last_step: Lines of later steps are removed first; None removes only an incomplete last line.
     """
 
     def __init__(self, path: Path, report: Callable[[str], None], last_step: int | None = None):
         self.path, self._report, self._last_step = path, report, last_step
-        self._length: int | None = None  # bytes of whole lines, unknown until the file was cut
+        self._length: int | None = None  # bytes of complete lines; None before the file was truncated
         self._waiting: list[bytes] = []
         self._failing = False
         self.flush()
@@ -56,7 +56,7 @@ class JsonLines:
         self.flush()
 
     def flush(self) -> None:
-        """Write the waiting lines if the storage takes them."""
+        """Write the waiting lines if the storage works."""
         problem = None
         try:
             self._write()
@@ -82,13 +82,13 @@ class JsonLines:
         if self._length is None:
             cut_lines(self.path, self._last_step)
         data, written = b"".join(self._waiting), 0
-        # Created once: later it would be another file, such as one below the mount point of a folder unmounted since
+        # Created only once: later the path could be on another file system, if a folder was unmounted meanwhile.
         descriptor = open_regular(self.path, os.O_WRONLY | (os.O_CREAT if self._length is None else 0))
         try:
             size = os.fstat(descriptor).st_size
             self._length = size if self._length is None else self._length
             if size < self._length:
-                raise OSError(errno.ESTALE, "it is shorter than what was written to it", str(self.path))
+                raise OSError(errno.ESTALE, "the file is shorter than its written lines", str(self.path))
             os.ftruncate(descriptor, self._length)  # drops the rest of a failed write
             while written < len(data):
                 written += os.pwrite(descriptor, data[written:], self._length + written)
@@ -104,7 +104,7 @@ class JsonLines:
 
 
 def cut_lines(path: Path, last_step: int | None) -> None:
-    """Drop a line that a crash cut short, and the lines of steps after `last_step`. The file changes all at once."""
+    """Atomically remove an incomplete last line and the lines of steps after `last_step`."""
 
     def valid(line: bytes) -> bool:
         try:
@@ -147,7 +147,7 @@ def wandb(directory: Path, first_step: int, config: dict[str, Any]) -> Backend:
         write_file(path, secrets.token_hex(8) + "\n")
     name = read_file(path).decode().strip()
     run: Any = wandb.init(id=name, resume="allow", dir=str(directory), name=directory.name, config=config)
-    run.define_metric("*", step_metric="step")  # wandb's own count never goes back, and a resumed run does
+    run.define_metric("*", step_metric="step")  # W&B's own step cannot decrease, as it does when a run resumes
     return Backend(
         lambda step, scalars: run.log({"step": step, **scalars}),
         lambda step, name, text: run.log({"step": step, name: wandb.Html(text, inject=False)}),
@@ -157,7 +157,7 @@ def wandb(directory: Path, first_step: int, config: dict[str, Any]) -> Backend:
 
 
 def mlflow(directory: Path, first_step: int, config: dict[str, Any]) -> Backend:
-    """Write a run of MLflow's server or folder, by MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME."""
+    """Write a run to an MLflow server or folder: MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_EXPERIMENT_NAME", "megasparse")
     import mlflow
@@ -181,7 +181,7 @@ class Tracker:
     """Context manager that writes a run's scalars, texts and pictures; ranks other than 0 write nothing.
 
     metrics.jsonl gets one line per step and survives storage errors. TensorBoard and the backend of `logging.sink` are
-    switched off at their first error, with one warning, until the run is started again.
+    switched off after their first error, with one warning, until the run is restarted.
 
     Args:
         start_step: step that the run resumes from; records of later steps are dropped.
@@ -203,8 +203,8 @@ class Tracker:
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            problem = f"{directory} cannot be made ({error.strerror})"
-            raise ConfigError("run.directory", problem, "Choose a folder that can be written") from None
+            problem = f"{directory} cannot be created ({error.strerror})"
+            raise ConfigError("run.directory", problem, "Choose a writable folder") from None
         try:
             write_file(directory / "config.json", config.model_dump_json(indent=2) + "\n")
         except OSError as error:
@@ -212,7 +212,7 @@ class Tracker:
         self._metrics = JsonLines(directory / "metrics.jsonl", self.say, start_step)
         self._events = JsonLines(directory / "events.jsonl", self.say)
         if sink is not None and importlib.util.find_spec(sink) is None:
-            hint = f"pip install 'megasparse[{sink}]', or null"
+            hint = f"Install it with pip install 'megasparse[{sink}]', or use null"
             raise ConfigError("logging.sink", f'"{sink}" is not installed', hint)
         for name in filter(None, ("TensorBoard", sink)):
             arguments = directory, start_step + 1, config.model_dump(mode="json")
@@ -220,7 +220,7 @@ class Tracker:
                 self._backends[name] = backend
 
     def speed(self, tokens: int, step_seconds: float, data_seconds: float) -> dict[str, float]:
-        """Return the scalars of speed for a step of `tokens` tokens over all ranks, which waited for its data."""
+        """Return the speed scalars of a step. tokens: over all ranks. data_seconds: time spent waiting for data."""
         rate = tokens / step_seconds
         scalars = {
             "speed/tokens_per_second": rate, "speed/tokens_per_second_per_device": rate / self._world_size,
@@ -270,14 +270,14 @@ class Tracker:
             self._guard(name, getattr(backend, method), *arguments)
 
     def _guard(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the result of a call to a backend, None after an error, which switches it off."""
+        """Call a backend and return its result. After an error, switch the backend off and return None."""
         try:
             return call(*arguments)
-        except Exception as error:  # a background thread's is raised at the next call, of whatever kind it was
+        except Exception as error:  # of any type: errors of background threads are raised by the next call
             self._backends.pop(name, None)
-            reason = one_line(without_secrets(str(error)))  # MLflow's have the URI with its password
+            reason = one_line(without_secrets(str(error)))  # MLflow's messages contain the URI with its password
             self.say(
-                f"{name} is switched off until the run is started again ({reason}). metrics.jsonl has every number"
+                f"{name} is switched off until the run is restarted ({reason}). metrics.jsonl contains all metrics"
             )
 
     def _show_progress(self, step: int, scalars: dict[str, float], evaluated: bool) -> None:

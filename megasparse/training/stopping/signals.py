@@ -1,7 +1,7 @@
-"""Requests to stop or to trace: signals, and the end of the launcher that started this rank.
+"""Requests to stop or to trace: signals, and the exit of the launcher that started this rank.
 
-A thread receives them. The main thread may wait in a collective for minutes, in which it runs no Python handler.
-Python's C handler writes a byte for each signal into a pipe, and the thread reads that pipe.
+A thread receives them, because the main thread may wait in a collective for minutes and runs no Python handler there.
+Python's C handler writes one byte per signal into a pipe, and the thread reads the pipe.
 """
 
 import ctypes
@@ -19,22 +19,22 @@ from megasparse.errors import write_error
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ONE_REQUEST = 0.5
-"""Seconds within which more signals are the same request: launchers send SIGINT and SIGTERM 0.1 s apart."""
+"""Seconds within which further signals are the same request: launchers send SIGINT and SIGTERM 0.1 s apart."""
 POLL = 0.5
-"""Seconds between looks at the launcher's launcher."""
+"""Seconds between checks of the launcher's parent."""
 PR_SET_PDEATHSIG = 1
 
 
 class StopSignals:
-    """Notes SIGTERM, SIGINT and SIGUSR1; the training loop reads `reason` and stops by itself, saving.
+    """Handler of SIGTERM, SIGINT and SIGUSR1: the training loop reads `reason`, saves and stops.
 
-    A second SIGTERM or SIGINT, at least 0.5 s after the first, ends the process at once with exit code 128 + its
-    number; SIGUSR1 never does. SIGUSR2 prints the stacks of all threads, and asks for a trace of the next steps. To be
-    constructed on the main thread. clock: seconds since any moment.
+    A second SIGTERM or SIGINT, at least 0.5 s after the first, ends the process immediately with exit code 128 + its
+    number; SIGUSR1 does not. SIGUSR2 prints the stacks of all threads and requests a trace of the next steps. Must be
+    constructed on the main thread. clock: a monotonic clock in seconds.
     """
 
     reason: str | None = None
-    """Reason to stop ("SIGTERM", "the launcher ended"); None while nobody asked."""
+    """Reason to stop ("SIGTERM", "the launcher ended"); None if there is no request."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -52,16 +52,16 @@ class StopSignals:
         faulthandler.register(signal.SIGUSR2, file=2, all_threads=True, chain=True)
 
     def follow_launcher(self) -> None:
-        """Stop when the launcher ends without a word, even by SIGKILL. Without a launcher (no RANK) this does nothing.
+        """Stop when the launcher exits, even by SIGKILL. Without a launcher (no RANK) this does nothing.
 
-        DeepSpeed starts ranks through a process of its own, which outlives its `deepspeed` command: that is followed
-        too.
+        DeepSpeed starts ranks through an intermediate process, which outlives the `deepspeed` command. The command is
+        followed too.
         """
         if "RANK" not in os.environ:
             return
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGUSR1))
-        if os.getppid() != self._parent:  # it ended before the kernel was asked for its signal
+        if os.getppid() != self._parent:  # the launcher exited before prctl
             self._ask("the launcher ended")
             return
         with suppress(OSError):
@@ -70,7 +70,7 @@ class StopSignals:
                 threading.Thread(target=self._follow, args=(command,), name="launcher", daemon=True).start()
 
     def trace_wanted(self) -> bool:
-        """True if a trace was asked for since the last call."""
+        """True if a trace was requested since the last call."""
         asked = self._trace.is_set()
         self._trace.clear()
         return asked
@@ -98,12 +98,12 @@ class StopSignals:
 
     def _ask(self, why: str) -> None:
         self.reason = self.reason or why
-        if self._reported.acquire(blocking=False):  # and never released: reported once
-            again = "; once more ends at once" if why in ("SIGTERM", "SIGINT") else ""
+        if self._reported.acquire(blocking=False):  # never released, so that it is reported once
+            again = "; repeat it to exit immediately" if why in ("SIGTERM", "SIGINT") else ""
             write_error(f"{why}: saving and stopping after this step{again}")
 
     def _follow(self, command: int) -> None:
-        with suppress(OSError):  # the launcher itself is gone: the kernel sends a signal
+        with suppress(OSError):  # the launcher has exited: the kernel sends a signal
             while _parent_of(self._parent) == command:
                 time.sleep(POLL)
             self._ask("the launcher ended")

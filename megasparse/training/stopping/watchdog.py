@@ -1,10 +1,10 @@
-"""Detect ranks that make no progress, report which rank is behind and its activity, and end this process.
+"""Watchdog that detects ranks without progress, reports which rank is behind and its activity, and ends this process.
 
 Each rank rewrites a small file, its heartbeat. Rank 0 collects all heartbeats in a table that the other ranks read, so
-N ranks open 3N files per period. If the table stops changing, each rank reads all heartbeats directly. Clocks of two
-hosts are never compared: a heartbeat contains the seconds since its rank's last progress, by that rank's clock, and the
-reader measures by its clock for how long a heartbeat has not changed. One thread exchanges heartbeats and another
-decides, because a dead file system can block the first.
+N ranks open 3N files per period. If the table stops changing, each rank reads all heartbeats directly. Clocks of
+different hosts are not compared: a heartbeat contains the seconds since its rank's last progress, by that rank's clock,
+and the reader measures by its clock for how long a heartbeat has not changed. One thread exchanges heartbeats and
+another decides, because a dead file system can block the first.
 """
 
 import errno
@@ -27,59 +27,63 @@ from megasparse.errors import HANG, write_error
 from megasparse.files import open_regular, read_file
 
 SIZE = 4096
-"""Bytes of a heartbeat, always: rewriting it in place needs no space on a full disk."""
+"""Size of a heartbeat in bytes; constant, so that rewriting it in place needs no space on a full disk."""
 HEARTBEATS = "heartbeats"
-"""The folder of a run's heartbeats, in its own."""
+"""Folder of heartbeats in a run's folder."""
 TABLE = "ranks.jsonl"
-"""File with the heartbeats of all ranks, one per line, those of rank 0 last: a table cut short lacks that line."""
+"""File with the heartbeats of all ranks, one per line, the line of rank 0 last: an incomplete table lacks it."""
 STANDSTILL = 4
-"""Periods without a new line of rank 0 after which the table is not relied on."""
+"""Periods without a new line of rank 0 after which the table is ignored."""
 START = 10
-"""Times the time-out that starting, and the first step, may take."""
+"""Factor of the timeout during startup and the first step."""
 GAPS = 4
-"""Times the longest time between two signs of progress that the limit is at least."""
+"""The limit is at least this factor times the longest time between two signs of progress."""
 NAMED = 8
-"""Ranks named in a verdict, at most."""
+"""Largest number of ranks named in a verdict."""
 LAST_WORDS = 2.0
-"""Seconds that printing the stacks may take: nobody may be reading stderr."""
+"""Seconds for printing the stacks; stderr may block."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The state of a rank, as it writes it for the others."""
+    """State of a rank, written for the other ranks."""
 
     launch: str
     rank: int
     host: str
     pid: int
     beats: int
-    """Number of this heartbeat; it stands still when the process is stopped, gone, or cannot write."""
+    """Number of this heartbeat; constant if the process is stopped, dead, or cannot write."""
     counter: int
-    """Signs of progress so far; the others wait for the rank with the fewest."""
+    """Signs of progress so far; the rank with the fewest delays the others."""
     age: float
-    """Seconds since the last one."""
+    """Seconds since the last sign of progress."""
     doing: str
     stop: bool
-    """True if the rank was asked to stop."""
+    """True if the rank received a request to stop."""
     limit: float
-    """Seconds without progress after which the rank hangs."""
+    """Seconds without progress after which the rank is considered hanging."""
     ended: bool
 
 
 class Watchdog:
-    """Ends a rank that hangs: `with Watchdog(...) as watchdog`, and `watchdog.progress("step 3, ...")` at every turn.
+    """Context manager that ends this process if the run hangs. Call `watchdog.progress("step 3, ...")` in it.
 
-    It fires when no rank has made progress for its limit: then one line names the rank that is behind, the stacks of
-    all threads go to stderr, and the process exits with errors.HANG. While some rank makes progress, a slow save say,
-    the others wait for it and nobody fires.
+    It fires when no rank has made progress for its limit: it prints one line that names the rank behind, prints the
+    stacks of all threads to stderr, and exits with errors.HANG. While any rank makes progress (say, a slow save), the
+    others wait for it and the watchdog does not fire.
 
-    directory: folder of the heartbeats, the same for all ranks. launch: name of this launch of the run, the same on all
-    ranks. timeout: seconds, 0 never fires; ten times as long until a second step begins, and never less than four
-    times the longest time between two calls of `progress` since then. stop_wanted: whether this rank was asked to stop.
-    clock: seconds since any moment.
+    If the main thread holds Python's lock, the watchdog cannot run. A timer of faulthandler then prints the stacks and
+    exits with code 1, one second after the limit, or three if other ranks should report first.
 
-    A rank whose main thread holds Python's lock runs no watchdog: a timer of faulthandler's then prints its stacks and
-    ends it, with exit code 1, a second after the limit, or three where others are to name it first.
+    Args:
+        directory: Folder of the heartbeats, the same on all ranks.
+        launch: Name of this launch of the run, the same on all ranks.
+        rank, world_size: This rank and the number of ranks.
+        timeout: Limit in seconds; 0 disables. Ten times as long until the second step starts, and at least four times
+            the longest time between two calls of `progress` since then.
+        stop_wanted: Returns True if this rank received a request to stop.
+        clock: A monotonic clock in seconds.
     """
 
     def __init__(
@@ -96,12 +100,12 @@ class Watchdog:
         self._timeout, self._stop_wanted, self._clock = timeout, stop_wanted, clock
         self._period = min(0.5, timeout / 20) if timeout else 0.5
         self._host, self._began = socket.gethostname(), self._clock()
-        self._latest = (0, self._began, "starting")  # counter, when, what; replaced as one, so that it needs no lock
+        self._latest = (0, self._began, "starting")  # counter, time, activity; replaced as one, so no lock is needed
         self._first_step: str | None = None
-        self._longest: float | None = None  # None: still in the first step
+        self._longest: float | None = None  # None during the first step
         self._beats, self._storage_fails = 0, False
-        self._table = (0, float("-inf"))  # beats of rank 0 in its table, and when they were new to us
-        self._others: list[tuple[Heartbeat, float] | None] = [None] * world_size  # and when it was new to us
+        self._table = (0, float("-inf"))  # beats of rank 0 in its table, and the time we first read them
+        self._others: list[tuple[Heartbeat, float] | None] = [None] * world_size  # and the time we first read it
         self._over = threading.Event()
         self._exchange_thread = threading.Thread(target=self._exchange_all, name="heartbeats", daemon=True)
         self._decision_thread = threading.Thread(target=self._decide, name="watchdog", daemon=True)
@@ -115,16 +119,16 @@ class Watchdog:
         self._over.set()
         self._decision_thread.join(LAST_WORDS)
         faulthandler.cancel_dump_traceback_later()
-        # A rank that fails writes nothing more: others that go on waiting for it then name it.
+        # A rank that fails writes no last heartbeat, so that ranks waiting for it can name it.
         if exception[1] is None:
             self._write_last(replace(self._heartbeat(), ended=True))
 
     def progress(self, doing: str) -> None:
-        """Note progress, and what comes now, "step 12, micro-batch 3". Main thread only; called alike on all ranks."""
+        """Record progress, and the next activity, "step 12, micro-batch 3". Main thread only; in step on all ranks."""
         self._note(doing, 1)
 
     def alive(self, doing: str) -> None:
-        """Note a sign of life in work that other ranks may have less of: a block of a file. Main thread only."""
+        """Record activity whose amount differs between ranks, such as a block of a file. Main thread only."""
         self._note(doing, 0)
 
     def _note(self, doing: str, progress: int) -> None:
@@ -136,11 +140,11 @@ class Watchdog:
             self._first_step = self._first_step or step[0]
             if step[0] != self._first_step:
                 self._longest = 0.0
-                self._set_timer(self._timeout)  # from now on, not from the next look on
+                self._set_timer(self._timeout)  # now, not at the next check
         self._latest = (counter + progress, now, doing)
 
     def stop_elsewhere(self) -> bool:
-        """True if another rank of this launch was asked to stop."""
+        """True if another rank of this launch received a request to stop."""
         return any(entry[0].stop for entry in self._others if entry)
 
     def _heartbeat(self) -> Heartbeat:
@@ -171,7 +175,7 @@ class Watchdog:
                 return
 
     def exchange(self) -> None:
-        """Write this rank's heartbeat and read those of the others, from rank 0's table if that is up to date."""
+        """Write this rank's heartbeat and read the others, from rank 0's table if it is up to date."""
         self._beats += 1
         local = encode(self._heartbeat())
         self._write(self._path(self._rank), local)
@@ -180,7 +184,7 @@ class Watchdog:
         contents = [self._read(self._path(rank)) for rank in range(self._world_size) if rank != self._rank]
         lines = b"\n".join(content.strip() for content in contents if content)
         self._note_heartbeats(lines)
-        if self._rank == 0 and contents and None not in contents:  # else the others may be able to read more
+        if self._rank == 0 and contents and None not in contents:  # else other ranks may be able to read more
             self._write(self._directory / TABLE, lines + b"\n" + local.strip())
 
     def _path(self, rank: int) -> Path:
@@ -195,7 +199,7 @@ class Watchdog:
     def _write_last(self, heartbeat: Heartbeat) -> None:
         self._over.set()
         self._exchange_thread.join(LAST_WORDS / 4)
-        if not self._exchange_thread.is_alive():  # or it is stuck in the file system, as this thread would be
+        if not self._exchange_thread.is_alive():  # else it is blocked in the file system, as this thread would be
             self._write(self._path(self._rank), encode(replace(heartbeat, beats=self._beats + 1)))
 
     def _read(self, path: Path) -> bytes | None:
@@ -208,20 +212,20 @@ class Watchdog:
             return None
 
     def _table_is_new(self) -> bool:
-        """Read the table; True if rank 0 has rewritten it lately."""
+        """Read the table. Return True if rank 0 has rewritten it recently."""
         last = self._note_heartbeats(self._read(self._directory / TABLE) or b"")
         if last is not None and (last.launch, last.rank) == (self._launch, 0) and last.beats > self._table[0]:
             self._table = (last.beats, self._clock())
         return self._clock() - self._table[1] < STANDSTILL * self._period
 
     def _note_heartbeats(self, content: bytes) -> Heartbeat | None:
-        """Note the heartbeats of this launch that are newer than known ones. Returns that of the last line."""
+        """Record the heartbeats of this launch that are newer than known ones. Return the last line's heartbeat."""
         last = None
         for line in content.splitlines():
             last = decode(line)
             if last and last.launch == self._launch and 0 <= last.rank < self._world_size and last.rank != self._rank:
                 entry = self._others[last.rank]
-                if entry is None or entry[0].beats < last.beats:  # a table that stands still has older ones
+                if entry is None or entry[0].beats < last.beats:  # a table that is no longer updated has older ones
                     self._others[last.rank] = (last, self._clock())
         return last
 
@@ -229,8 +233,8 @@ class Watchdog:
         if not self._storage_fails:
             self._storage_fails = True
             write_error(
-                f"rank {self._rank}: heartbeats in {self._directory} fail ({error.strerror}). Training goes on; "
-                "a hang may not be noticed, or not name its rank"
+                f"rank {self._rank}: heartbeats in {self._directory} fail ({error.strerror}). Training continues; "
+                "a hang may not be detected, or its rank not named"
             )
 
     def _decide(self) -> None:
@@ -242,7 +246,7 @@ class Watchdog:
                 return
 
     def hang(self) -> str | None:
-        """The line that names who hangs; None while some rank makes progress."""
+        """Return the line that names the hanging ranks; None while any rank makes progress."""
         local, now = self._heartbeat(), self._clock()
         starting = now - self._began < START * self._timeout and not self._storage_fails
         for rank, entry in enumerate(self._others):
@@ -250,11 +254,11 @@ class Watchdog:
                 if rank != self._rank and starting:
                     return None
             elif not entry[0].ended and entry[0].age < entry[0].limit and now - entry[1] < local.limit:
-                return None  # a silent rank by our own limit: its last word may be from its first step
+                return None  # the limit of a silent rank is ours: its last heartbeat may be from its first step
         return self._verdict(local) if local.age >= local.limit else None
 
     def _set_timer(self, limit: float) -> None:
-        """Start the timer of faulthandler's C thread, which needs no lock of Python's. Other ranks report first."""
+        """Start the timer of faulthandler's C thread, which does not need the GIL. Other ranks report first."""
         if self._timeout and not self._over.is_set():
             faulthandler.dump_traceback_later(limit + (3 if self._world_size > 1 else 1), exit=True, file=2)
 
@@ -262,14 +266,14 @@ class Watchdog:
         threading.Timer(LAST_WORDS, os._exit, [HANG]).start()
         write_error(line)
         faulthandler.dump_traceback(file=2, all_threads=True)
-        self._write_last(self._heartbeat())  # or its silence would look like the cause to the others
+        self._write_last(self._heartbeat())  # else the other ranks would take its silence for the cause
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
         os._exit(HANG)
 
     def _verdict(self, local: Heartbeat) -> str:
-        """Name who is behind: ranks never heard of, or else those fallen silent, or else those with least progress."""
+        """Name the ranks behind: those that never reported, else those now silent, else those with least progress."""
         now = self._clock()
         heard = [(local, 0.0)] + [(entry[0], now - entry[1]) for entry in self._others if entry]
         unheard = [r for r in range(self._world_size) if r != self._rank and self._others[r] is None]
@@ -296,10 +300,10 @@ class Watchdog:
 
     def _describe(self, beat: Heartbeat, silence: float, limit: float) -> str:
         state = f", {_state(beat.pid)}" if beat.host == self._host else ""
-        where = f"rank {beat.rank} on {beat.host} (pid {beat.pid}{state})"
+        name = f"rank {beat.rank} on {beat.host} (pid {beat.pid}{state})"
         if silence >= limit:
-            return f'{where} has been silent for {silence:.1f} s, before that at "{beat.doing}" for {beat.age:.1f} s'
-        return f'{where} has been at "{beat.doing}" for {beat.age + silence:.1f} s'
+            return f'{name} has been silent for {silence:.1f} s, before that at "{beat.doing}" for {beat.age:.1f} s'
+        return f'{name} has been at "{beat.doing}" for {beat.age + silence:.1f} s'
 
 
 def encode(heartbeat: Heartbeat) -> bytes:
@@ -309,7 +313,7 @@ def encode(heartbeat: Heartbeat) -> bytes:
 
 
 def decode(line: bytes) -> Heartbeat | None:
-    """Return the heartbeat in a line; None while it is being written."""
+    """Parse a line. Return None if it is incomplete."""
     try:
         record = json.loads(line)
         fields = record["heartbeat"]
@@ -321,8 +325,8 @@ def decode(line: bytes) -> Heartbeat | None:
 
 
 def overwrite(path: Path, content: bytes) -> None:
-    """Replace the content of a file in place. Raises OSError if that fails."""
-    # Opened again each time: on a network file system it is closing that shows it to the others.
+    """Replace the content of a file in place. Raises OSError."""
+    # Opened again each time: on a network file system, closing makes the content visible to other hosts.
     file = open_regular(path, os.O_WRONLY | os.O_CREAT)
     try:
         if os.pwrite(file, content, 0) < len(content):
@@ -337,7 +341,7 @@ def _checksum(fields: dict[str, Any]) -> int:
 
 
 def _state(process: int) -> str:
-    """State of a process of this host as the kernel names it: "S (sleeping)", "T (stopped)", ..., or "gone"."""
+    """Return the kernel's state of a process on this host, "S (sleeping)", "T (stopped)", ..., or "gone"."""
     try:
         return Path(f"/proc/{process}/status").read_text().split("\nState:", 1)[1].split("\n", 1)[0].strip()
     except OSError:

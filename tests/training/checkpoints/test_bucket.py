@@ -192,7 +192,7 @@ def test_a_failed_upload_is_reported_and_gone_on_from_where_the_configuration_sa
     saver, engine = prepare(tmp_path, on_failure="continue")
     store.faults = [("put_file", OSError("down"))] * 8
     save(saver, engine, 1, 2)
-    assert "warning: going on, as checkpoint.on_failure says" in capsys.readouterr().err
+    assert "warning: upload failed" in capsys.readouterr().err
     assert in_bucket(store) == [*checkpoints(2), "latest", "owner"]
 
 
@@ -256,7 +256,7 @@ def test_a_later_run_elsewhere_ends_the_earlier_one(store, tmp_path):
     first, engine = prepare(tmp_path / "first", 1)
     prepare(tmp_path / "second", 2)
     before = {path: store.cat_file(path) for path in store.files()}
-    with pytest.raises(CheckpointError, match=r"another run writes there now \(.* since .*\)") as caught:
+    with pytest.raises(CheckpointError, match=r"another run uploads to it \(.* since .*\)") as caught:
         first.save(engine, 2, 16, {"another": "story"})
         first.finish_uploads()
     assert caught.value.exit_code == 2 and {path: store.cat_file(path) for path in store.files()} == before

@@ -158,7 +158,7 @@ def test_any_part_of_a_tensor_can_be_read(saved):
         for start, numel in ((0, 1), (flat.numel() // 3, flat.numel() // 2), (flat.numel() - 1, 1), (3, 0)):
             assert torch.equal(checkpoint.read("weight", name, start, numel), flat[start : start + numel])
     assert not torch.equal(checkpoint.tensor("exp_avg", "out.bias"), torch.zeros(256))
-    with pytest.raises(CheckpointError, match=r"no momentum of out.bias"):
+    with pytest.raises(CheckpointError, match=r"momentum of out.bias is missing"):
         checkpoint.tensor("momentum", "out.bias")
 
 
@@ -176,7 +176,7 @@ def test_the_newest_is_the_highest_step(tmp_path):
     [
         (lambda path: None, "00000001: no such checkpoint"),
         (Path.mkdir, "00000001/manifest.json: missing"),
-        (Path.touch, "00000001: is no folder"),
+        (Path.touch, "00000001: not a folder"),
         (lambda path: path.symlink_to(path.parent), "00000001: is a symbolic link"),
     ],
 )

@@ -105,7 +105,7 @@ def test_a_damaged_newest_is_refused_and_an_older_one_named(run, damage):
 def test_when_all_are_damaged_the_run_does_not_start_at_zero(run, damage):
     for path in checkpoints(run).glob("0*"):
         damage(path)
-    with pytest.raises(CheckpointError, match="no older complete checkpoint"):
+    with pytest.raises(CheckpointError, match="No older checkpoint is complete"):
         start(run)
 
 
@@ -115,7 +115,7 @@ def test_another_runs_checkpoint_starts_a_new_directory_only(run, tmp_path):
     own = tiny_config(tmp_path / "own")
     engine = tiny_engine(own)
     Saver(identity_of(own, tokenizer=BYTES), Ranks()).save(engine, 7, 56, {})
-    with pytest.raises(CheckpointError, match=r"checkpoints of its own.*Choose another run.directory"):
+    with pytest.raises(CheckpointError, match=r"its own checkpoints.*Choose another run.directory"):
         start(own, newest)
 
 
@@ -128,11 +128,11 @@ def test_an_edited_configuration_is_refused_key_by_key(run, capsys):
     assert 'model.attention.pattern: ["local", "local", "lsh", "local"] -> ["full"]' in message
     assert "optimizer.learning_rate: 0.01 -> 0.02" in message
     assert "model.layers: 12 -> 3" in message and "model.vocabulary: 256 -> 300" in message
-    assert "Put them back, choose another run.directory" in message and "--allow-changed-config" in message
+    assert "Restore them, choose another run.directory" in message and "--allow-changed-config" in message
     assert "checkpoint.keep" not in message
     assert start(edited, allow_changed_config=True).step == 3
     logged = capsys.readouterr().err
-    assert "as asked" in logged and "optimizer.learning_rate: 0.01 -> 0.02" in logged and "model.layers" in logged
+    assert "as requested" in logged and "optimizer.learning_rate: 0.01 -> 0.02" in logged and "model.layers" in logged
 
 
 def test_what_does_not_change_the_run_may_be_edited(run, capsys):
@@ -201,7 +201,7 @@ def test_a_run_that_has_lost_newer_checkpoints_says_so_and_goes_on(tmp_path, str
     capsys.readouterr()
     assert losses_of(config) == straight
     said = capsys.readouterr().err
-    assert "has come to step 6, and the checkpoint of step 4 is not there: going on from step 2" in said
+    assert "ends at step 6, but the checkpoint of step 4 is missing: resuming from step 2" in said
 
 
 @pytest.mark.parametrize(("asynchronous", "stop", "refused"), [(False, 2, False), (False, 3, True), (True, 4, False)])
@@ -215,7 +215,7 @@ def test_a_run_whose_checkpoints_are_gone_never_starts_at_0_in_silence(tmp_path,
     if not refused:
         assert losses_of(config) == straight
         return
-    with pytest.raises(CheckpointError, match=rf"has come to step {stop}, and the checkpoint of step 2 is not there"):
+    with pytest.raises(CheckpointError, match=rf"ends at step {stop}, but the checkpoint of step 2 is missing"):
         losses_of(config)
     assert lines(folder) == before, "nothing was cut"
     assert losses_of(config, resume="never") == straight
@@ -237,7 +237,7 @@ def test_a_checkpoint_and_metrics_of_different_runs_are_refused(tmp_path):
     row = json.loads(own[3])
     other = json.dumps(row | {"train/loss": row["train/loss"] + 1e-9}).encode() + b"\n"
     (tmp_path / "run" / "metrics.jsonl").write_bytes(b"".join([*own[:3], other]))
-    with pytest.raises(CheckpointError, match=r"00000004: the loss of step 4 is .* they are not of one run\. Move"):
+    with pytest.raises(CheckpointError, match="the loss of step 4 is .* they belong to different runs. Move"):
         losses_of(config)
     (tmp_path / "run" / "metrics.jsonl").unlink()
     with tiny_run(config) as opened:
@@ -251,7 +251,7 @@ def test_lines_that_are_missing_before_the_checkpoint_are_reported(tmp_path, cap
     (tmp_path / "run" / "metrics.jsonl").write_bytes(b"".join(lines(tmp_path / "run")[:1]) + b'{"step": 2, "tra')
     with tiny_run(config) as opened:
         train(opened)
-    assert "ends at step 1, before the checkpoint: steps 2 to 4 have no line" in capsys.readouterr().err
+    assert "ends at step 1, before the checkpoint: steps 2 to 4 are not in it" in capsys.readouterr().err
     assert [row["step"] for row in metrics(config)] == [1, 5, 6]
 
 
@@ -264,7 +264,7 @@ def test_lines_that_are_missing_before_the_checkpoint_are_reported(tmp_path, cap
 )
 def test_a_last_line_without_a_step_is_refused_in_one_line(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b"\n")
-    with pytest.raises(CheckpointError, match=r"metrics.jsonl: its last line states no step: [\[{n]") as refused:
+    with pytest.raises(CheckpointError, match=r"metrics.jsonl: its last line contains no step: [\[{n]") as refused:
         check_records(tmp_path, None, "auto")
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
 

@@ -62,7 +62,7 @@ def test_a_second_run_is_refused_in_one_line_before_it_writes(tmp_path, capsys):
     holder = rf"host {re.escape(socket.gethostname())}, pid {os.getpid()}, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\S*"
     assert re.fullmatch(
         rf"error: run\.directory: {re.escape(str(run))} is in use by another run \({holder}\)\. "
-        r"Choose another run\.directory, or end that run first",
+        r"Choose another run\.directory, or stop that run first",
         line,
     )
     assert [row["step"] for row in trained(data, run, ["local"], 3)] == [1, 2, 3]
@@ -113,7 +113,7 @@ def test_a_file_system_without_locks_is_warned_of_and_the_run_goes_on(tmp_path, 
     with ExitStack() as both:
         for _ in range(2):
             both.enter_context(run_lock(tmp_path, Ranks()))
-            warning = f"warning: {tmp_path / LOCK_FILE} cannot be locked ({os.strerror(problem)}): nothing keeps"
+            warning = f"warning: {tmp_path / LOCK_FILE} cannot be locked ({os.strerror(problem)}): a second run"
             (line,) = capsys.readouterr().err.splitlines()
             assert line.startswith(warning)
 
@@ -124,7 +124,7 @@ def test_what_the_lock_file_says_is_shown_only_where_it_is_one_line(tmp_path, te
         (tmp_path / LOCK_FILE).write_bytes(text)
         with pytest.raises(UserError) as refused, run_lock(tmp_path, Ranks()):
             pass
-    assert f"({tmp_path / LOCK_FILE} does not say which)" in str(refused.value)
+    assert f"(not named in {tmp_path / LOCK_FILE})" in str(refused.value)
 
 
 @pytest.mark.parametrize("name", [".lock", "config.json", "metrics.jsonl", "events.jsonl", f"{HEARTBEATS}/ranks.jsonl"])
@@ -146,7 +146,7 @@ def test_a_planted_link_or_pipe_is_refused_and_nothing_written_through_it(tmp_pa
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with (
-        pytest.raises(UserError, match=r"^run\.directory: .*file/run cannot be made or read \(Not a directory\)"),
+        pytest.raises(UserError, match=r"^run\.directory: .*file/run cannot be created or read \(Not a directory\)"),
         run_lock(tmp_path / "file" / "run", Ranks()),
     ):
         pass

@@ -172,7 +172,7 @@ def test_what_is_not_finite_is_not_saved(tmp_path, number, asynchronous):
     saver, engine = prepare(tmp_path, 1, asynchronous=asynchronous)
     with torch.no_grad():
         engine.module.get_parameter("hidden.bias")[2] = number
-    with pytest.raises(TrainingError, match=r"weight of hidden.bias holds a number that is not finite") as caught:
+    with pytest.raises(TrainingError, match=r"weight of hidden.bias contains a number that is not finite") as caught:
         save(saver, engine, 2)
     assert caught.value.exit_code == 4
     assert names(saver.directory) == ["00000001", "latest"]
@@ -420,7 +420,7 @@ def test_nothing_is_written_where_the_runs_folder_was_unmounted(tmp_path):
             run.mkdir()
         metrics.append({"step": 2})
         assert len(said) == 1 and "No such file" in said[0]
-        with pytest.raises(StorageError, match=r"\.lock is not this run's any more: is its file system mounted\?"):
+        with pytest.raises(StorageError, match=r"\.lock does not belong to this run: is its file system mounted\?"):
             save(saver, engine, 2)
         assert sorted(tmp_path.glob("run/*")) == []
 
