@@ -276,7 +276,7 @@ def on_meta(checkpoint: Checkpoint, model: ModelConfig, build: Callable[[], nn.M
         with torch.device("meta"):
             return build()
     except ConfigError as error:
-            raise CheckpointError(checkpoint.path, f"its configuration: {error.key}: {error.problem}", FORGED) from None
+        raise CheckpointError(checkpoint.path, f"its configuration: {error.key}: {error.problem}", FORGED) from None
     except (RuntimeError, TypeError, OverflowError) as error:  # sizes that do not fit 64 bits
         problem = f"its configuration describes no valid model ({' '.join(str(error).split())[:100]})"
         raise CheckpointError(checkpoint.path, problem, FORGED) from None

@@ -237,7 +237,7 @@ def test_a_checkpoint_and_metrics_of_different_runs_are_refused(tmp_path):
     row = json.loads(own[3])
     other = json.dumps(row | {"train/loss": row["train/loss"] + 1e-9}).encode() + b"\n"
     (tmp_path / "run" / "metrics.jsonl").write_bytes(b"".join([*own[:3], other]))
-    with pytest.raises(CheckpointError, match="the loss of step 4 is .* they belong to different runs. Move"):
+    with pytest.raises(CheckpointError, match=r"the loss of step 4 is .* they belong to different runs. Move"):
         losses_of(config)
     (tmp_path / "run" / "metrics.jsonl").unlink()
     with tiny_run(config) as opened:
