@@ -78,7 +78,7 @@ def scaled(positions: str, kind: str, **settings: float) -> list[str]:
         (["model.attention.lsh.same_bucket=false"], f"{ATTENTION}.lsh.same_bucket", ["false", "causal", '"chunk"']),
         (using("lsh", "sinks=4", "window=chunk"), f"{ATTENTION}.lsh.sinks", ["4 needs a band", '"chunk"']),
         (using("local", "sinks=4", "relative=true"), f"{ATTENTION}.local.sinks", ["4", "relative"]),
-        (using("yoso", "local=true"), f"{ATTENTION}.yoso", ["local", "no softmax", "convolution"]),
+        (using("yoso", "local=true"), f"{ATTENTION}.yoso", ["local", "needs a softmax", "convolution"]),
         (using("lsh", "window=chunk", "shared_qk=false"), f"{ATTENTION}.lsh.window", ["shared_qk = false", '"band"']),
         ([*using("local", "relative=true"), "model.positions.kind=rotary"], f"{ATTENTION}.local.relative", ["rotary"]),
         (using("smart_bird", "objective=pooled"), f"{ATTENTION}.smart_bird.labels", ["null", '"pooled"']),
