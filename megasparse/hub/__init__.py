@@ -3,10 +3,11 @@
 to_hf("runs/quickstart", "export/quickstart") writes a checkpoint of ours as a HuggingFace model;
 from_pretrained("google/reformer-enwik8") gives a HuggingFace model as one of ours;
 replace_attention(bert, {"kind": "lha"}) changes a model of HuggingFace's in place, Teacher trains its hashes;
-save_replaced, load_replaced keep it.
+save_replaced writes it, and after `import megasparse.hub` transformers' own from_pretrained loads it.
 """
 
 import importlib
+import importlib.util
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,3 +64,8 @@ def from_pretrained(name: str | Path) -> "Model":
     from megasparse.hub.importing import HFModel
 
     return HFModel.open(name).build()
+
+
+if importlib.util.find_spec("transformers") is not None:
+    require_transformers()
+    importlib.import_module("megasparse.hub.replace")  # registers the attention and the loader of replaced models

@@ -5,7 +5,9 @@ replaced_layer.py. What else they need, the layer's input and what its draws dep
 handed down by hooks as keyword arguments, so a checkpointed layer is recomputed from the very same.
 """
 
+import functools
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -14,8 +16,10 @@ import torch
 import torch.nn.functional as F
 import transformers
 from pydantic import ValidationError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import cached_file
 
 from megasparse.attention.contract import Attention, Targets
 from megasparse.config.attention import MECHANISMS, AttentionConfig, kinds
@@ -23,7 +27,7 @@ from megasparse.config.checks import check_model
 from megasparse.config.messages import as_config_error, show
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import ConfigError, HubError, did_you_mean
-from megasparse.hub.replaced_layer import NAME, IndexedLayer, Mechanisms, ReplacedPass
+from megasparse.hub.replaced_layer import NAME, IndexedLayer, InterfaceCall, Mechanisms, ReplacedPass
 from megasparse.hub.tensor_file import TensorFile, appearing
 from megasparse.model.build import initialise
 
@@ -34,13 +38,11 @@ DRAWS, TARGETS = "megasparse_draws", "megasparse_targets"
 model's seed and number of passes, and the labels (B,) that mechanisms may learn from where the model has no head. Who
 gives the first one moves what moves once a step (`after_step`) itself.
 """
+ADAPTER = "megasparse.safetensors"
+"""File next to a model's weights: the mechanisms' tensors, named as in the base model."""
 ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert")
-DECODERS = (
-    "llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma", "gemma2", "gemma3_text", "mixtral", "olmo2",
-    "phi3", "qwen3_moe", "smollm3",
-)  # fmt: skip
-SUPPORTED = (*ENCODERS, *DECODERS)
-"""Values of `model_type` whose attention can be replaced."""
+"""Values of `model_type` of the encoders whose attention can be replaced. Decoders may be of any type."""
+HINT = f"Give a decoder such as Llama, Qwen or Gemma, or one of {', '.join(ENCODERS)}"
 
 
 def replace_attention(
@@ -48,9 +50,9 @@ def replace_attention(
 ) -> PreTrainedModel:
     """Replace the self-attention of a pretrained Hugging Face model in place and return the model.
 
-    Supports BERT, RoBERTa, XLM-RoBERTa, DistilBERT; Llama (and SmolLM), SmolLM3, Mistral, Mixtral, Qwen2, Qwen3,
-    Qwen3-MoE, Gemma 1 to 3, OLMo 2, Phi-3, GPT-2 and GPT-NeoX, with any head. Layers of sliding-window attention among
-    layers of full attention stay as they are.
+    Supports BERT, RoBERTa, XLM-RoBERTa, DistilBERT, and every decoder that hands causal attention of queries, keys and
+    values to transformers' attention interface (Llama, Mistral, Qwen, Gemma, Phi, OLMo, GPT-2, ...), with any head. A
+    pass over two tokens checks that. Layers of sliding-window attention among layers of full attention stay unchanged.
     Pretrained queries, keys (rotated by the model) and values are unchanged. In training `outputs.loss` includes the
     mechanisms' auxiliary losses; `auxiliary_loss` returns them otherwise.
 
@@ -73,13 +75,14 @@ def replace_attention(
         >>> bert(torch.zeros(1, 4096, dtype=torch.long)).last_hidden_state.shape
         torch.Size([1, 4096, 32])
     """
-    _require_known(model)
-    config = _model_config(model, attention, positions(model) if max_length is None else max_length)
+    calls = _interface_calls(model)
+    full = [number for number, call in enumerate(calls) if call.sliding_window is None] or list(range(len(calls)))
+    config = _model_config(model, calls[full[0]], attention, positions(model) if max_length is None else max_length)
     if config.kind == "decoder":
-        _require_length(model, config.max_length)
+        _require_length(model, config.max_length, calls[full[0]].sliding_window)
     base: Any = model.base_model
-    modules = _self_attention(model)
-    layers = [Mechanisms(config, layer) for layer in _full_layers(model)]
+    modules = [calls[number].module for number in full]
+    layers = [Mechanisms(config, number) for number in full]
     _require_decodable(layers)
     initialise(nn.ModuleList(layers), config, seed)
     for layer in layers:
@@ -105,6 +108,7 @@ def replace_attention(
     if config.attention.dropout > 0.0:
         common["dropout"] = config.attention.dropout
     setattr(model.config, ENTRY, {"attention": common | used, "max_length": config.max_length, "seed": seed})
+    model.config.attn_implementation = NAME  # in config.json: a transformers without megasparse rejects the folder
     return model
 
 
@@ -134,51 +138,87 @@ class _State:
         return {**self.__dict__, "pending": None}  # a tensor with a history cannot be copied
 
 
-def _self_attention(model: PreTrainedModel) -> list[nn.Module]:
-    """The self-attention modules of a model, layer by layer; windows that take turns with full attention left out."""
-    family = type(model.base_model).__name__.removesuffix("Model").removesuffix("Text")
-    name = f"{family}{'Self' if model.config.model_type in ENCODERS else ''}Attention"
-    modules = [x for x in model.base_model.modules() if name in (part.__name__ for part in type(x).__mro__)]
-    return [modules[layer] for layer in _full_layers(model)]
+def _interface_calls(model: PreTrainedModel) -> list[InterfaceCall]:
+    """Return what the self-attention of each layer hands to transformers' attention interface, by a pass over two
+    tokens. Raises HubError for anything but queries, keys and values of plain attention, causal in a decoder.
+    """
+    _require_plain(model)
+    base, calls, name = cast(Any, model.base_model), list[InterfaceCall](), type(model).__name__
+    modes = [(module, module.training) for module in model.modules()]
+    implementation = model.config._attn_implementation
+    run = ReplacedPass(model, 0, 0, None, calls=calls)
+    options = {} if model.config.model_type in ENCODERS else {"use_cache": False}
+    try:
+        model.eval()
+        model.set_attn_implementation(NAME)
+        with torch.no_grad():
+            base(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), megasparse_pass=run, **options)
+    except HubError:
+        raise HubError(name, "does not pass keyword arguments on to its attention", HINT) from None
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+        problem = f"does not read two tokens through transformers' attention interface ({show(str(error))})"
+        raise HubError(name, problem, HINT) from None
+    finally:
+        model.set_attn_implementation(implementation)
+        for module, mode in modes:
+            module.training = mode
+    if len(calls) != model.config.num_hidden_layers:
+        problem = f"hands {len(calls)} of its {model.config.num_hidden_layers} layers to transformers' interface"
+        raise HubError(name, problem, HINT)
+    for call in calls:
+        _require_attention(model, call, calls[0])
+    return calls
 
 
-def _require_known(model: PreTrainedModel) -> None:
+def _require_plain(model: PreTrainedModel) -> None:
+    """Raise HubError for a model whose configuration excludes a replacement."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        hint = "Give an encoder or a decoder, such as a BertModel"
-        raise HubError(name, "is no model of HuggingFace transformers", hint)
-    kind = model.config.model_type
-    if kind not in SUPPORTED:
-        raise HubError(name, f'is of type "{kind}"', f"Attention can be replaced in these: {', '.join(SUPPORTED)}")
-    if kind in ENCODERS and getattr(model.config, "is_decoder", False):
-        hint = f"Give an encoder, or one of {', '.join(DECODERS)}"
-        raise HubError(name, f'is a decoder of type "{kind}" (config.is_decoder)', hint)
-    if getattr(model.config, "add_cross_attention", False):
+        raise HubError(name, "is no model of HuggingFace transformers", HINT)
+    hf = model.config
+    if hf.is_encoder_decoder or getattr(hf, "add_cross_attention", False):
         raise HubError(name, "has cross-attention (config.add_cross_attention)", "Give a decoder without it")
-    if kind not in ENCODERS and getattr(model.config, "use_bidirectional_attention", False):
+    if hf.model_type in ENCODERS and getattr(hf, "is_decoder", False):
+        raise HubError(name, f'is a decoder of type "{hf.model_type}" (config.is_decoder)', HINT)
+    if hf.model_type not in ENCODERS and getattr(hf, "use_bidirectional_attention", False):
         hint = "Give a decoder: a replaced one attends to earlier tokens only"
         raise HubError(name, "attends in both directions (config.use_bidirectional_attention)", hint)
-    if (cap := getattr(model.config, "attn_logit_softcapping", None)) is not None:
+    others = {*(getattr(hf, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    if others:
+        raise HubError(name, f"has layers of another attention (config.layer_types: {min(others)})", HINT)
+    if any(getattr(hf, key, None) is None for key in ("max_position_embeddings", "num_hidden_layers", "hidden_size")):
+        problem = f'is of type "{hf.model_type}", without max_position_embeddings, num_hidden_layers or hidden_size'
+        raise HubError(name, problem, HINT)
+
+
+def _require_attention(model: PreTrainedModel, call: InterfaceCall, first: InterfaceCall) -> None:
+    """Raise HubError unless a call asks for plain attention of the same shape as the first layer's."""
+    name, tensors = type(model).__name__, {"softcap", *(key for key, x in call.others.items() if isinstance(x, Tensor))}
+    encoder = model.config.model_type in ENCODERS
+    if (cap := call.others.get("softcap")) is not None:
         problem = f"caps its scores (attn_logit_softcapping = {cap}), which no mechanism does"
         raise HubError(name, problem, "Set it to null in config.json, and fine-tune: the scores are others then")
+    if extra := sorted(key for key in tensors - {"position_ids"} if call.others.get(key) is not None):
+        hint = "Give another model: no mechanism takes it"
+        raise HubError(name, f"its attention has {extra[0]} next to queries, keys and values", hint)
+    if call.attention_mask is not None:
+        raise HubError(name, "adds a mask or bias of its own to its scores", HINT)
+    if encoder == getattr(call.module, "is_causal", not encoder) or (encoder and call.sliding_window is not None):
+        raise HubError(name, f'is of type "{model.config.model_type}", whose attention is not causal', HINT)
+    if call.query.shape != first.query.shape or not call.key.shape == call.value.shape == first.key.shape:
+        raise HubError(name, "has layers, or keys and values, of several shapes", HINT)
+    if call.query.shape[3] != call.key.shape[3]:
+        raise HubError(name, "has queries of another size than its keys", HINT)
 
 
-def _full_layers(model: PreTrainedModel) -> list[int]:
-    """Layers whose attention is full: all, unless they take turns with sliding windows."""
-    kinds_of_layers = getattr(model.config, "layer_types", None) or []
-    full = [layer for layer, kind in enumerate(kinds_of_layers) if kind == "full_attention"]
-    return full or list(range(model.config.num_hidden_layers))
-
-
-def _require_length(model: PreTrainedModel, max_length: int) -> None:
-    """Refuse a decoder whose own attention is no full attention of so many tokens."""
-    name, window = type(model).__name__, getattr(model.config, "sliding_window", None)
+def _require_length(model: PreTrainedModel, max_length: int, window: int | None) -> None:
+    """Raise HubError for a decoder whose own attention is not full attention of `max_length` tokens."""
+    name = type(model).__name__
     if max_length > positions(model):
         problem = f"has {positions(model)} positions, fewer than max_length = {max_length}"
         hint = "Set max_position_embeddings and rope_parameters (linear, yarn, llama3) of its config.json first"
         raise HubError(name, problem, hint if "rope_parameters" in model.config.to_dict() else "Ask for no more")
-    alternating = len(_full_layers(model)) < model.config.num_hidden_layers
-    if window is not None and window < max_length and not alternating:
+    if window is not None and window < max_length:
         problem = f"its sliding_window of {window} tokens is below max_length = {max_length}"
         raise HubError(name, problem, f"Ask for max_length = {window}, or set sliding_window to null")
 
@@ -196,17 +236,19 @@ def _require_decodable(layers: list[Mechanisms]) -> None:
                 raise ConfigError(f"attention.{kind}", problem, "Choose another kind or setting")
 
 
-def _model_config(model: PreTrainedModel, attention: dict[str, Any] | AttentionConfig, max_length: int) -> ModelConfig:
+def _model_config(
+    model: PreTrainedModel, call: InterfaceCall, attention: dict[str, Any] | AttentionConfig, max_length: int
+) -> ModelConfig:
     """A model of ours with the same heads, as far as its attention is concerned. Raises ConfigError."""
     hf = model.config
     values = {
-        "kind": "decoder" if hf.model_type in DECODERS else "encoder",
+        "kind": "encoder" if hf.model_type in ENCODERS else "decoder",
         "vocabulary": hf.vocab_size,
         "max_length": max_length,
         "layers": hf.num_hidden_layers,
         "d_model": hf.hidden_size,
-        "heads": hf.num_attention_heads,
-        "head_dim": getattr(hf, "head_dim", None),
+        "heads": call.query.shape[1],
+        "head_dim": call.query.shape[3],
         "blocks": "ordinary",
         "activations": "stored",
         "positions": {"kind": "learned"},
@@ -261,7 +303,8 @@ def _begin(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple[A
     kwargs = dict(kwargs)
     draws, targets = kwargs.pop(DRAWS, None), kwargs.pop(TARGETS, None)
     named = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-    run = ReplacedPass(model, state.seed, state.step, targets or _targets(model, named), draws)
+    positions_given = named.get("position_ids", kwargs.get("position_ids"))
+    run = ReplacedPass(model, state.seed, state.step, targets or _targets(model, named), positions_given, draws)
     if model.training and draws is None:
         state.step += 1
         for mechanism in mechanisms(model):
@@ -299,26 +342,35 @@ def _targets(model: PreTrainedModel, named: dict[str, Any]) -> Targets | None:
         return None
     if labels.dim() == 1:
         return Targets(labels, None)
-    if model.config.model_type in DECODERS and model.get_output_embeddings() is not None:
+    if model.config.model_type not in ENCODERS and model.get_output_embeddings() is not None:
         labels = F.pad(labels[:, 1:], (0, 1), value=-100)
     return Targets(labels.clamp_min(0), labels >= 0) if labels.dim() == 2 else None
 
 
-# Folders of replaced models. Read by transformers alone such a model has full attention.
+# Folders of replaced models
 
 CARD = """# A model with attention by megasparse: {kinds}
 
-Load it by `megasparse.hub.load_replaced(FOLDER)`. A library without megasparse loads the original model, with full
-attention, and ignores the tensors named `.{name}.`, which choose the keys.
+    import megasparse.hub
+    model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER)  # or another class
+
+Without `import megasparse.hub` transformers rejects the folder. `attn_implementation="sdpa"` gives the original model
+with full attention, with or without megasparse. The tensors in {adapter} choose the keys.
 """
 
 
 def save_replaced(model: PreTrainedModel, directory: str | Path, tokenizer: Any = None) -> None:
-    """Write what `model.save_pretrained` does, whole or not at all. Raises HubError where the folder exists."""
+    """Write a folder of the model with the mechanisms' tensors in a file of their own, whole or not at all.
+
+    Raises HubError if the folder exists.
+    """
     with appearing(Path(directory)) as folder:
-        model.save_pretrained(folder)
+        weights = {name: tensor for name, tensor in model.state_dict().items() if f".{NAME}." not in name}
+        model.save_pretrained(folder, state_dict=weights)
+        adapter = {name: x.contiguous() for name, x in _base_state(model).items()}
+        save_file(adapter, folder / ADAPTER, {"format": "pt"})
         pattern = getattr(model.config, ENTRY)["attention"].keys() - {"pattern", "dropout"}
-        card = CARD.format(kinds=", ".join(sorted(pattern)), name=NAME)
+        card = CARD.format(kinds=", ".join(sorted(pattern)), adapter=ADAPTER)
         (folder / "README.md").write_text(card, encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -327,39 +379,73 @@ def save_replaced(model: PreTrainedModel, directory: str | Path, tokenizer: Any 
 def load_replaced(
     directory: str | Path, model_class: type[PreTrainedModel] | None = None, **settings: Any
 ) -> PreTrainedModel:
-    """The model of a folder that `save_pretrained` of a replaced model wrote, with its attention replaced.
+    """Load the model of a folder that `save_replaced` or `save_pretrained` of a replaced model wrote.
 
-    model_class: such as transformers.BertForSequenceClassification, to give it another head; the one that was saved
-    where left out. settings: of transformers' from_pretrained, such as num_labels.
-    Raises HubError for a folder without such a model, and for missing, unexpected and wrong-shaped tensors.
+    Args:
+        directory: The folder.
+        model_class: Such as transformers.BertForSequenceClassification, to give the model another head; by default the
+            class that was saved.
+        settings: Arguments of transformers' from_pretrained, such as num_labels.
+    Raises:
+        HubError: The folder has no such model, or a tensor is missing, unexpected or of a wrong shape.
     """
-    directory = Path(directory)
-    file = TensorFile.open(directory)
-    entry = replacement_of(directory)
-    saved_class = model_class or _saved_class(directory)
-    # A subclass, because transformers would report the mechanisms' tensors as unexpected.
-    ignored = [*(saved_class._keys_to_ignore_on_load_unexpected or []), rf"\.{NAME}\."]
-    members = {"_keys_to_ignore_on_load_unexpected": ignored, "__module__": saved_class.__module__}
-    loader: Any = type(saved_class.__name__, (saved_class,), members)
-    model: Any = loader.from_pretrained(directory, local_files_only=True, use_safetensors=True, **settings)
-    model.__class__ = saved_class
+    TensorFile.open(directory)
+    replacement_of(directory)
+    loader: Any = model_class or _saved_class(Path(directory))
+    settings = {"attn_implementation": NAME, "local_files_only": True, "use_safetensors": True, **settings}
+    model: PreTrainedModel = loader.from_pretrained(directory, **settings)
+    return model
+
+
+def _base_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The mechanisms' tensors by their name in the base model."""
+    return {name: x for name, x in model.base_model.state_dict().items() if f".{NAME}." in name}
+
+
+def _read_replacement(model: PreTrainedModel, name: str | Path, settings: Mapping[str, Any]) -> None:
+    """Replace the attention of a model that transformers has loaded, as its folder or repository says."""
+    implementation, entry = model.config._attn_implementation, _entry_of(model.config, name)
+    options = {key: settings[key] for key in _SOURCE if settings.get(key) is not None}
+    adapter = cached_file(str(name), ADAPTER, _raise_exceptions_for_missing_entries=False, **options)
+    file = TensorFile.open(name) if adapter is None else TensorFile.one(Path(adapter))
     replace_attention(model, entry["attention"], max_length=entry["max_length"], seed=entry["seed"])
     prefix = f"{model.base_model_prefix}."
-    saved = {name.removeprefix(prefix): name for name in file.names() if f".{NAME}." in name}
+    saved = {tensor.removeprefix(prefix): tensor for tensor in file.names() if f".{NAME}." in tensor}
     with torch.no_grad():
-        for name, tensor in model.base_model.state_dict().items():
-            if f".{NAME}." in name:
-                tensor.copy_(file.read(saved.pop(name, name), tensor.shape))
+        for tensor_name, tensor in _base_state(model).items():
+            tensor.copy_(file.read(saved.pop(tensor_name, tensor_name), tensor.shape))
     if saved:
         problem = f"has a tensor {next(iter(saved.values()))} that its {ENTRY} does not"
         raise HubError(file.path, problem, "Give a model with its own config.json")
-    loaded: PreTrainedModel = model
-    return loaded
+    model.set_attn_implementation(implementation)
+
+
+def _register_loader() -> None:
+    """Let transformers' from_pretrained restore the attention of replaced models."""
+    plain: Any = cast(Any, PreTrainedModel.from_pretrained).__func__
+
+    @functools.wraps(plain)
+    def from_pretrained(cls: Any, name: Any, *args: Any, **settings: Any) -> Any:
+        loaded = plain(cls, name, *args, **settings)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if hasattr(model.config, ENTRY) or model.config._attn_implementation == NAME:
+            _read_replacement(model, name, settings)
+        return loaded
+
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
+
+
+_SOURCE = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
+_register_loader()
 
 
 def replacement_of(directory: str | Path) -> dict[str, Any]:
     """The entry of config.json that says what replaced the attention. Raises HubError where there is none."""
-    entry = getattr(_config(Path(directory)), ENTRY, None)
+    return _entry_of(_config(Path(directory)), directory)
+
+
+def _entry_of(config: Any, directory: str | Path) -> dict[str, Any]:
+    entry = getattr(config, ENTRY, None)
     if not isinstance(entry, dict) or entry.keys() != {"attention", "max_length", "seed"}:
         hint = "Replace its attention: megasparse replace-attention"
         raise HubError(directory, f"config.json has no entry {ENTRY} as replace_attention writes it", hint)
@@ -385,10 +471,10 @@ def _config(directory: Path) -> Any:
 def _saved_class(directory: Path) -> type[PreTrainedModel]:
     config = _config(directory)
     name = (config.architectures or [""])[0]
-    saved = getattr(transformers, name, None) if config.model_type in SUPPORTED else None
+    saved = getattr(transformers, name, None)
     if not (isinstance(saved, type) and issubclass(saved, PreTrainedModel) and saved.config_class is type(config)):
         problem = f'config.json names the architecture "{name}" of type "{config.model_type}"'
-        raise HubError(directory, problem, f"Attention can be replaced in these: {', '.join(SUPPORTED)}")
+        raise HubError(directory, problem, HINT)
     return saved
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicIndexedLayer, DynamicLayer
+from transformers.cache_utils import Cache, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -154,8 +154,8 @@ class IndexedLayer(DynamicIndexedLayer):  # type: ignore[misc]
         """Put such a layer into a cache where it is still empty. Raises HubError for a layer that cannot be one."""
         while len(cache.layers) <= number:
             cache.layers.append(DynamicLayer())
-        layer = cache.layers[number]
-        if type(layer) is DynamicLayer and not layer.get_seq_length():
+        layer: Any = cache.layers[number]
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and not layer.get_seq_length():
             cache.layers[number] = IndexedLayer()
         elif not isinstance(layer, IndexedLayer) and (needs_index or type(layer) is not DynamicLayer):
             problem = f"layer {number} of past_key_values is a {type(layer).__name__} with no index of its tokens"
@@ -212,6 +212,18 @@ def attend_to(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> T
     return torch.cat(outs, dim=2).transpose(2, 3).flatten(1, 2)
 
 
+class InterfaceCall(NamedTuple):
+    """Arguments of one self-attention's call of transformers' attention interface."""
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attention_mask: Tensor | None
+    sliding_window: int | None
+    others: dict[str, Any]
+
+
 @dataclass
 class ReplacedPass:
     """One forward pass of the model that was called, `owner`."""
@@ -220,9 +232,12 @@ class ReplacedPass:
     seed: int
     step: int
     targets: Targets | None
+    position_ids: Tensor | None = None
     draws: RngContext | None = None
     """Draws to use in place of those of the model's own seed and passes."""
     losses: list[Tensor] = field(default_factory=list)
+    calls: list[InterfaceCall] | None = None
+    """Record of the calls in a pass that only asks for them: values are then their own outputs."""
 
     def rng(self, batch: int, training: bool) -> RngContext:
         if self.draws is not None:
@@ -243,7 +258,6 @@ def attend(
     megasparse_input: Tensor | None = None,
     megasparse_cache: Cache | None = None,
     scaling: float | None = None,
-    position_ids: Tensor | None = None,
     output_attentions: bool = False,
     sliding_window: int | None = None,
     **unused: Any,
@@ -254,8 +268,11 @@ def attend(
     attention_mask: (B, L) bool or None, as `key_mask` made it. Raises HubError for what no mechanism can do.
     """
     name, layer, run = type(module).__name__, getattr(module, NAME, None), megasparse_pass
+    if run is not None and run.calls is not None:
+        run.calls.append(InterfaceCall(module, query, key, value, attention_mask, sliding_window, unused))
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
     if run is None or not (isinstance(layer, Mechanisms) or sliding_window):
-        hint = "Load its folder by megasparse.hub.load_replaced, or call megasparse.hub.replace_attention on it"
+        hint = "Load a folder of replaced attention after import megasparse.hub, or call megasparse.replace_attention"
         raise HubError(name, "its attention is not replaced", hint)
     if output_attentions:
         raise HubError(name, "there is no matrix of attention weights to give", "Leave output_attentions out")
@@ -264,8 +281,8 @@ def attend(
         raise HubError(name, f"attention_mask has the shape {shape}", "Give one of the tokens, (batch, length)")
     batch, _, count, dim = query.shape
     query = query if scaling is None else query * (scaling * dim**0.5)
-    packed = attention_mask is None and position_ids is not None and count == key.shape[2]
-    segments = _documents(position_ids, batch, count) if packed and position_ids is not None else None
+    packed = attention_mask is None and run.position_ids is not None and count == key.shape[2]
+    segments = _documents(run.position_ids, batch, count) if packed and run.position_ids is not None else None
     if not isinstance(layer, Mechanisms):
         return _after(query, key, value, attention_mask, sliding_window, segments).transpose(1, 2).contiguous(), None
     assert megasparse_input is not None
@@ -286,6 +303,9 @@ def attend(
     if isinstance(cached, IndexedLayer):
         parts = layer.index(read, context, position)
         index = _indexed(cached, parts, position)
+    if position and module.training and not layer.attends_fully:
+        problem = f"holds {position} tokens, and a model in training attends to its own input only"
+        raise HubError("past_key_values", problem, "Call model.eval(), or give the whole sequence and no cache")
     if position and parts:
         out = layer.attend_cached(parts, key, value, index, attention_mask)
     elif position:

@@ -41,8 +41,7 @@ class TensorFile:
         if not folder.is_dir():
             raise HubError(folder, "there is no such folder", "Give the folder of a HuggingFace model")
         if (folder / WEIGHTS).exists():
-            file = _opened(folder / WEIGHTS)
-            return TensorFile(folder, dict.fromkeys(file.keys(), file))._of_its_depth()
+            return TensorFile(folder, TensorFile.one(folder / WEIGHTS)._files)._of_its_depth()
         if (folder / INDEX).exists():
             return TensorFile(folder, _sharded(folder))._of_its_depth()
         pickled = sorted(path.name for ending in ("*.bin", "*.pt", "*.pth") for path in folder.glob(ending))
@@ -50,6 +49,12 @@ class TensorFile:
             hint = "Convert it to safetensors, with transformers' save_pretrained where the file can be trusted"
             raise HubError(folder / pickled[0], "is a pickle, which could run any code as it is read", hint)
         raise HubError(folder, f"has neither {WEIGHTS} nor {INDEX}", "Give the folder of a HuggingFace model")
+
+    @staticmethod
+    def one(path: Path) -> "TensorFile":
+        """Open one safetensors file. Raises HubError if it cannot be read."""
+        file = _opened(path)
+        return TensorFile(path, dict.fromkeys(file.keys(), file))
 
     def names(self) -> list[str]:
         return sorted(self._files)

@@ -211,7 +211,7 @@ def _transformer(config: FinetuneConfig, folder: Path, labels: int) -> tuple[Bac
     """Return a model that stays a transformers model, with its attention replaced if the configuration asks for it."""
     from transformers import AutoModel
 
-    from megasparse.hub.replace import ENCODERS, ENTRY, extend_positions, load_replaced, positions, replace_attention
+    from megasparse.hub.replace import ENCODERS, ENTRY, extend_positions, positions, replace_attention
     from megasparse.hub.tensor_file import TensorFile
 
     TensorFile.open(folder)
@@ -233,9 +233,7 @@ def _transformer(config: FinetuneConfig, folder: Path, labels: int) -> tuple[Bac
     if attention is not None:
         settings = _with_sketch_labels(attention, labels).model_dump(mode="json", exclude_unset=True)
         replace_attention(model, settings, max_length=longest, seed=config.run.seed)
-    elif getattr(model.config, ENTRY, None) is not None:
-        model = load_replaced(folder, type(model))
-    elif model.config.model_type in ENCODERS and longest > positions(model):
+    elif not hasattr(model.config, ENTRY) and model.config.model_type in ENCODERS and longest > positions(model):
         extend_positions(model, longest)
     encoder = model.config.model_type in ENCODERS and not getattr(model.config, "is_decoder", False)
     causal = not encoder and any(getattr(module, "is_causal", False) for module in model.modules())

@@ -8,11 +8,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import DynamicCache, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.cache_utils import DynamicLayer
 
 from megasparse.attention.observation import calls
 from megasparse.errors import ConfigError, HubError
-from megasparse.hub.replace import load_replaced, mechanisms, replace_attention, save_replaced
+from megasparse.hub.replace import ADAPTER, load_replaced, mechanisms, replace_attention, save_replaced
 from megasparse.hub.replaced_layer import IndexedLayer
 from tests.hub import test_replace
 
@@ -40,6 +50,16 @@ FURTHER = {
     "Olmo2": transformers.Olmo2Config(**GROUPED),
     "SmolLM3": transformers.SmolLM3Config(**GROUPED),
     "GPTNeoX": transformers.GPTNeoXConfig(**SIZE, **WIDTHS),
+    "GPTBigCode": transformers.GPTBigCodeConfig(**SIZE, n_embd=32, n_layer=2, n_head=4),
+    "Granite": transformers.GraniteConfig(**GROUPED),
+    "Cohere2": transformers.Cohere2Config(**GROUPED | SLIDING, layer_types=TURNS),
+}
+REFUSED = {
+    "GptOss": transformers.GptOssConfig(**GROUPED | SLIDING, num_local_experts=4),
+    "Nemotron": transformers.NemotronConfig(**GROUPED),
+    "Bloom": transformers.BloomConfig(**SIZE, hidden_size=32, n_layer=2, n_head=4),
+    "Qwen3Next": transformers.Qwen3NextConfig(**GROUPED, **EXPERTS),
+    "Doge": transformers.DogeConfig(**GROUPED),
 }
 BAND = {"chunk": 6, "local": True, "sinks": 2}
 LOCAL = {"kind": "local", "chunk": 6, "sinks": 2}
@@ -56,7 +76,7 @@ SMALL = [LOCAL, LSH, LHA, BIRD, HEADS, SEPARATE, SHARED, ROUTING, YOSO, MIXED]
 
 def build(kind="Llama", name="ForCausalLM", dtype=torch.float64, **changes):
     torch.manual_seed(0)
-    config = copy.deepcopy(CONFIGS.get(kind) or FURTHER[kind])
+    config = copy.deepcopy({**CONFIGS, **FURTHER, **REFUSED}[kind])
     for key, value in changes.items():
         setattr(config, key, value)
     name = "LMHeadModel" if kind == "GPT2" and name == "ForCausalLM" else name
@@ -270,22 +290,40 @@ def test_the_trainer_trains_and_evaluates_a_replaced_decoder(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["Llama", "GPT2"])
-def test_a_saved_decoder_comes_back_and_is_read_by_transformers_alone(tmp_path, kind):
+def test_transformers_loads_a_saved_decoder_with_either_attention(tmp_path, kind, monkeypatch):
     model, given = replace_attention(build(kind, dtype=torch.float32), LHA, max_length=48, seed=2), inputs()
     with torch.no_grad():
         for mechanism in mechanisms(model):
             for parameter in mechanism.parameters():
                 parameter.normal_()
     save_replaced(model, tmp_path / "model")
-    again = load_replaced(tmp_path / "model")
-    assert type(again) is type(model) and torch.equal(logits(again, **given), logits(model, **given))
-    card = (tmp_path / "model" / "README.md").read_text()
-    assert "megasparse: lha" in card and "loads the original model" in card
-    unhooked = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="megasparse")
-    with pytest.raises(HubError, match=r"not replaced\. Load its folder by megasparse\.hub\.load_replaced"):
-        logits(unhooked, **given)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
-    assert torch.allclose(logits(plain, **given), logits(build(kind, dtype=torch.float32), **given), atol=1e-5)
+    model.save_pretrained(tmp_path / "one_file")  # as transformers' Trainer saves, and as older folders are
+    replaced, plain = logits(model, **given), logits(build(kind, dtype=torch.float32), **given)
+    names = [*load_file(tmp_path / "model" / "model.safetensors"), *load_file(tmp_path / "model" / ADAPTER)]
+    assert sorted(names, key=names.index) == names and not any(
+        ".megasparse." in name for name in names[: len(names) // 2]
+    )
+    for folder in (tmp_path / "model", tmp_path / "one_file"):
+        for settings in ({}, {"attn_implementation": "megasparse"}, {"attn_implementation": "sdpa"}):
+            loaded = AutoModelForCausalLM.from_pretrained(folder, **settings)
+            expected = plain if "sdpa" in settings.values() else replaced
+            torch.testing.assert_close(logits(loaded, **given), expected, atol=1e-5, rtol=1e-5)
+        loaded.set_attn_implementation("megasparse")
+        assert type(loaded) is type(model) and torch.equal(logits(loaded, **given), replaced)
+    assert "attention by megasparse: lha" in (tmp_path / "model" / "README.md").read_text()
+    monkeypatch.delitem(transformers.AttentionInterface._global_mapping, "megasparse")  # transformers alone
+    with pytest.raises(ValueError, match='attn_implementation="megasparse"` is not supported'):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+
+def test_a_model_that_was_not_replaced_is_not_loaded_as_one(tmp_path):
+    build().save_pretrained(tmp_path)
+    with pytest.raises(HubError, match="no entry megasparse_attention"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="megasparse")
+    model = build()
+    model.set_attn_implementation("megasparse")
+    with pytest.raises(HubError, match=r"LlamaAttention: its attention is not replaced\. Load a folder"):
+        logits(model, **inputs())
 
 
 @pytest.mark.parametrize(
@@ -297,13 +335,18 @@ def test_a_saved_decoder_comes_back_and_is_read_by_transformers_alone(tmp_path, 
         ("Llama", {}, LHA, 65, "has 64 positions, fewer than max_length = 65. Set .* rope_parameters"),
         ("GPT2", {}, LHA, 65, "has 64 positions, fewer than max_length = 65. Ask for no more"),
         ("GPT2", {"add_cross_attention": True}, LHA, None, "has cross-attention"),
+        ("GptOss", {}, LHA, None, "its attention has s_aux next to queries, keys and values"),
+        ("Nemotron", {}, LHA, None, "does not pass keyword arguments on to its attention"),
+        ("Bloom", {"max_position_embeddings": 64}, LHA, None, "hands 0 of its 2 layers to transformers' interface"),
+        ("Qwen3Next", {}, LHA, None, "has layers of another attention .config.layer_types: linear_attention"),
+        ("Doge", {}, LHA, None, "adds a mask or bias of its own to its scores"),
         ("Gemma2", {"attn_logit_softcapping": 50.0}, LHA, None, "caps its scores .attn_logit_softcapping = 50.0"),
         ("Gemma3", {"use_bidirectional_attention": True}, LHA, None, "attends in both directions"),
         ("Mistral", {"sliding_window": 32}, LHA, None, "sliding_window of 32 tokens is below max_length = 64"),
     ],
 )
 def test_what_a_decoder_cannot_have_is_refused(kind, changes, attention, length, message):
-    model = build(kind, **changes)
+    model = build(kind, dtype=torch.float32, **changes)
     with pytest.raises((HubError, ConfigError), match=message):
         replace_attention(model, attention, max_length=length)
     assert not any(".megasparse." in name for name in model.state_dict())
@@ -313,7 +356,29 @@ def test_calls_that_cannot_be_are_refused():
     model, given = replace_attention(build(), LHA, max_length=32), inputs(length=24)
     with pytest.raises(HubError, match="40 tokens are more than the 32 its attention was made for"):
         logits(model, **inputs())
-    with pytest.raises(HubError, match=r"layer 0 of past_key_values is a StaticLayer with no index"):
-        model.generate(**given, max_new_tokens=2, cache_implementation="static")
     with pytest.raises(HubError, match="more than the 32"):
         model.generate(**given, max_new_tokens=12)
+
+
+def test_other_caches_are_one_line_and_offloaded_ones_decode():
+    model, given = replace_attention(build(), LHA), inputs(batch=1, length=24)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    with pytest.raises(HubError, match=r"layer 0 of past_key_values is a StaticLayer with no index"):
+        model.generate(**given, **options, cache_implementation="static")
+    quantized = DynamicCache()
+    quantized.layers.append(type("QuantizedLayer", (DynamicLayer,), {})())  # transformers' own asks for a library
+    with pytest.raises(HubError, match=r"layer 0 of past_key_values is a QuantizedLayer with no index"):
+        logits(model, **given, past_key_values=quantized, use_cache=True)
+    expected = model.generate(**given, **options)
+    assert torch.equal(model.generate(**given, **options, past_key_values=DynamicCache(offloading=True)), expected)
+
+
+@pytest.mark.parametrize("attention", [LHA, BIRD, YOSO, MIXED], ids=str)
+def test_a_model_in_training_takes_no_filled_cache(attention):
+    """It saw all cached keys, whatever its mechanism."""
+    model, given = replace_attention(build(), attention), inputs(batch=1)["input_ids"]
+    cache = DynamicCache()
+    logits(model, input_ids=given[:, :30], past_key_values=cache, use_cache=True)
+    model.train()
+    with pytest.raises(HubError, match="past_key_values: holds 30 tokens, and a model in training"):
+        logits(model, input_ids=given[:, 30:], past_key_values=cache, use_cache=True)
