@@ -233,7 +233,7 @@ def compare(args: argparse.Namespace) -> None:
             continue
         lines = table(train_all(part, runs, folder / "prepare.log", args.jobs))
         write_file(folder / "table.md", "\n".join(lines) + "\n")
-        plot(folder, list(part["arms"]))
+        plot(folder, runs)
         print(*[f"{corpus}:"] * bool(corpus), *lines, sep="\n")
 
 

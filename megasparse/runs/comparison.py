@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from megasparse.config.files import read_values
 from megasparse.config.load import load_config
 from megasparse.data.corpora.download import fetch_wheel
 from megasparse.errors import ConfigError, UserError
-from megasparse.files import open_file, read_file, write_file
+from megasparse.files import open_file, read_file
 from megasparse.runs.report import read_lines
 
 KEYS = {"prepare", "config", "evaluate", "arms"}
@@ -29,6 +29,7 @@ Row = dict[str, float]
 class ArmRun(NamedTuple):
     """The training of an arm from one seed."""
 
+    arm: str
     folder: Path
     training: list[str]
     evaluations: dict[str, list[str]]
@@ -88,7 +89,7 @@ def runs_of(
                 result = folder / (f"evaluation-{name.replace(' ', '_')}.json" if name else "evaluation.json")
                 label = f"{arm}; {name}" if name else arm
                 evaluations[label] = ["evaluate", "--checkpoint", str(folder), *words, "--json", str(result)]
-            runs.append(ArmRun(folder, training, evaluations))
+            runs.append(ArmRun(arm, folder, training, evaluations))
     return runs
 
 
@@ -142,7 +143,7 @@ def _quiet_step(steps: list[Row]) -> float:
 
 def table(results: dict[str, list[Row]]) -> list[str]:
     """Return Markdown rows, best accuracy first: mean ± standard deviation over the seeds."""
-    lines = ["| attention | accuracy, % | loss, nats | bits/dim | a step, s | training, s |", "|---" * 6 + "|"]
+    lines = ["| attention | accuracy, % | loss, nats | bits/dim | s/step | training, s |", "|---" * 6 + "|"]
     for name, rows in sorted(results.items(), key=lambda item: -statistics.mean(row["accuracy"] for row in item[1])):
         units = (("accuracy", 100), ("loss", 1), ("loss", 1 / math.log(2)))
         accuracy, loss, bits = ([row[key] * unit for row in rows] for key, unit in units)
@@ -158,33 +159,28 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
-def plot(output: Path, arms: Sequence[str]) -> None:
-    """Draw held-out bits/dim of every arm that has run in `output`, the mean over its seeds and these faintly, into
-    curves.svg; the numbers go into curves.json. Nothing is written if no arm evaluates held-out text.
+def plot(output: Path, runs: Sequence[ArmRun]) -> None:
+    """Draw the held-out bits/dim of every arm, the mean over its seeds and these faintly, into `output`/curves.svg.
+    Nothing is written if no arm evaluates held-out text.
     """
     from megasparse.evaluation.outputs import COLOURS, new_figure, save_figure
 
-    curves: dict[str, dict[str, dict[str, Any]]] = {}
-    for arm in arms:
-        stem = f"{arm.replace(' ', '_')}-"
-        for folder in sorted(output.glob(f"{stem}*")):
-            seed, steps = folder.name.removeprefix(stem), list(read_lines(folder / METRICS))
-            curve = {str(step["step"]): step[HELD_OUT] for step in steps if HELD_OUT in step}
-            if seed.isdigit() and curve:  # else the folder of an arm with a longer name
-                curves.setdefault(arm, {})[seed] = {"held_out": curve, "step_seconds": _quiet_step(steps)}
+    curves: dict[str, list[tuple[dict[int, float], float]]] = {}
+    for run in runs:
+        steps = list(read_lines(run.folder / METRICS))
+        if curve := {int(step["step"]): step[HELD_OUT] for step in steps if HELD_OUT in step}:
+            curves.setdefault(run.arm, []).append((curve, _quiet_step(steps)))
     if not curves:
         return
-    write_file(output / "curves.json", json.dumps(curves, indent=1) + "\n")
     figure, (by_step, by_second) = new_figure(2)
-    for number, (arm, seeds) in enumerate(curves.items()):
-        colour, held_out = COLOURS[number % len(COLOURS)], [run["held_out"] for run in seeds.values()]
+    for colour, (arm, seeds) in zip(cycle(COLOURS), curves.items(), strict=False):
+        held_out, seconds = [curve for curve, _ in seeds], min(seconds for _, seconds in seeds)
         for curve in held_out if len(seeds) > 1 else ():
-            by_step.plot([*map(int, curve)], [*curve.values()], color=colour, linewidth=0.6, alpha=0.5)
-        common = [step for step in held_out[0] if all(step in curve for curve in held_out)]
+            by_step.plot([*curve], [*curve.values()], color=colour, linewidth=0.6, alpha=0.5)
+        common = sorted(set.intersection(*map(set, held_out)))
         values = [statistics.mean(curve[step] for curve in held_out) for step in common]
-        seconds = min(run["step_seconds"] for run in seeds.values())
-        by_step.plot([*map(int, common)], values, color=colour, label=arm)
-        by_second.plot([int(step) * seconds for step in common], values, color=colour)
+        by_step.plot(common, values, color=colour, label=arm)
+        by_second.plot([step * seconds for step in common], values, color=colour)
     by_step.set(title="bits/dim of the validation split, over steps", xlabel="steps")
     by_second.set(title="over seconds of training", xlabel="seconds")
     save_figure(figure, output / "curves.svg")

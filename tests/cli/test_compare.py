@@ -8,7 +8,7 @@ import pytest
 
 from megasparse.cli.main import main
 from megasparse.errors import ConfigError, UserError
-from megasparse.runs.comparison import call, load, plot, runs_of, table
+from megasparse.runs.comparison import ArmRun, call, load, plot, runs_of, table
 
 ROOT = Path(__file__).parents[2]
 CALL = "megasparse.runs.comparison.call"
@@ -114,26 +114,27 @@ def test_every_shipped_comparison_loads(path):
         assert len(runs_of(comparison, Path("runs"))) == len(comparison["arms"])
 
 
-def write_run(folder, curve, seconds=(0.5,)):
-    folder.mkdir(parents=True)
+def run_of(folder, arm, seed, curve, seconds=(0.5,)):
+    folder /= f"{arm}-{seed}"
+    folder.mkdir()
     lines = []
     for step in range(1, max(curve) + 1):
         line = {"step": step, "speed/step_seconds": seconds[step % len(seconds)]}
         lines.append(line | ({"evaluation/bits_per_dim": curve[step]} if step in curve else {}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return ArmRun(arm, folder, [], {})
 
 
-def test_curves_are_those_of_the_runs_and_arms_are_not_mixed_up(tmp_path):
-    plot(tmp_path, ["missing"])
-    assert not list(tmp_path.iterdir())
-    write_run(tmp_path / "far-0", {2: 3.0, 40: 2.0}, seconds=(0.5, 9.0))  # slow steps of a busy machine do not count
-    write_run(tmp_path / "far-1", {2: 2.0})
-    write_run(tmp_path / "far-and_near-0", {2: 9.0})
-    plot(tmp_path, ["far", "far-and near", "missing"])
-    curves = json.loads((tmp_path / "curves.json").read_text())
-    assert curves["far"]["0"] == {"held_out": {"2": 3.0, "40": 2.0}, "step_seconds": 0.5}
-    assert list(curves) == ["far", "far-and near"] and list(curves["far"]) == ["0", "1"]
-    assert "<svg" in (tmp_path / "curves.svg").read_text()
+def test_curves_are_means_over_the_steps_that_all_seeds_evaluate(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("megasparse.evaluation.outputs.save_figure", lambda figure, path: figures.append(figure))
+    plot(tmp_path, [ArmRun("missing", tmp_path / "missing", [], {})])
+    assert not figures
+    runs = [run_of(tmp_path, "far", 0, {2: 3.0, 40: 2.0}, seconds=(0.5, 9.0)), run_of(tmp_path, "far", 1, {2: 2.0})]
+    plot(tmp_path, [*runs, run_of(tmp_path, "near", 0, {2: 9.0})])
+    by_step, by_second = ([[*map(list, line.get_data())] for line in axes.lines] for axes in figures[0].axes)
+    assert by_step == [[[2, 40], [3.0, 2.0]], [[2], [2.0]], [[2], [2.5]], [[2], [9.0]]]
+    assert by_second == [[[1.0], [2.5]], [[1.0], [9.0]]], "slow steps of a busy machine do not count"
 
 
 def test_the_table_has_means_and_deviations_best_accuracy_first():
