@@ -10,7 +10,7 @@ N trained weights, n ranks that share the states, s bytes of a weight (2 in bf16
     3       s·N/n     (4 + 8)·N/n             4·N/n, and weights gathered for the layers at work
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,12 +171,11 @@ class MemoryPool:
         return sum(self.parts.values())
 
 
-def require_fit(pools: Sequence[MemoryPool], ranks: Ranks, hint: str, say: Callable[[str], None]) -> None:
-    """Check that a step fits on every rank.
+def require_fit(pools: Sequence[MemoryPool], ranks: Ranks, hint: str) -> None:
+    """Check that a step fits on every rank. Print a warning if the prediction is too near to the limit to be sure.
 
     Args:
         hint: what to change if it does not.
-        say: prints a warning if the prediction is too near to the limit to be sure.
 
     Raises:
         UserError: on all ranks, if some rank cannot take its first step.
@@ -190,7 +189,7 @@ def require_fit(pools: Sequence[MemoryPool], ranks: Ranks, hint: str, say: Calla
     problem = f"a step takes about {gigabytes(pool.peak)} of {pool.name}, {gigabytes(pool.available)} are available"
     if refused:
         raise UserError(f"this run cannot fit: {problem}. {hint}")
-    say(f"this run may not fit: {problem}. {hint}")
+    ranks.say(f"this run may not fit: {problem}. {hint}")
 
 
 def gigabytes(size: float) -> str:

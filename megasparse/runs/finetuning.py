@@ -1,8 +1,6 @@
 """A fine-tuning run, top to bottom: task, pretrained model, engine, validation, loop."""
 
-import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -22,7 +20,7 @@ from megasparse.tasks.run import TaskRun, open_run
 from megasparse.training.checkpoints.manifest import RunIdentity
 from megasparse.training.engines import build_engine
 from megasparse.training.loop import Selection, train
-from megasparse.training.ranks import Ranks, start_ranks
+from megasparse.training.ranks import start_ranks
 from megasparse.training.reporting.memory import available_bytes
 from megasparse.training.run import Recipe, RunResult, open_training
 from megasparse.training.stopping.signals import StopSignals
@@ -52,8 +50,7 @@ def finetune(
         True
     """
     ranks = start_ranks(config.run)
-    say = _reporter(ranks)
-    task = open_run(config, say)
+    task = open_run(config, ranks.say)
     changes = ["fewer training.epochs", "a smaller task.max_length", "a smaller task.limit"]
     warn_if_long(least_flops(task), task.config.training.precision, changes, ranks)
     config = task.config  # with the numbers that depend on the data filled in
@@ -98,7 +95,7 @@ def finetune_dry_run(config: FinetuneConfig) -> str:
     """
     run = config.run.model_copy(update={"engine": "torch"})
     ranks = start_ranks(run)
-    task = open_run(config, _reporter(ranks))
+    task = open_run(config, ranks.say)
     training, seed, weights = task.config.training, config.run.seed, list(task.model.parameters())
     held, before = sum(weight.nbytes for weight in weights), reset_peak(ranks.device)
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
@@ -127,8 +124,3 @@ def finetune_dry_run(config: FinetuneConfig) -> str:
     }
     engine.close()
     return "\n".join(f"{name:16} {value}" for name, value in lines.items())
-
-
-def _reporter(ranks: Ranks) -> Callable[[str], None]:
-    """Return a function that prints a line to stderr on rank 0, and nothing on other ranks."""
-    return lambda line: print(line, file=sys.stderr) if ranks.rank == 0 else None

@@ -1,6 +1,5 @@
 """A pretraining run, top to bottom: shards, model, engine, evaluation, loop."""
 
-import sys
 from functools import partial
 from typing import Any
 
@@ -110,5 +109,4 @@ def require_room(config: Config, ranks: Ranks) -> None:
     from megasparse.planning.states import require_fit
 
     hint = 'Use shorter sequences, adapters (lora), model.activations="checkpoint" or a higher ZeRO stage'
-    say = lambda line: print(line, file=sys.stderr) if ranks.rank == 0 else None  # noqa: E731
-    require_fit(pretraining_pools(config, ranks), ranks, hint, say)
+    require_fit(pretraining_pools(config, ranks), ranks, hint)

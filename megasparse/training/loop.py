@@ -135,8 +135,6 @@ class LoopState:
         self.step = start.step if start else 0
         self.sequences = start.sequences if start else 0
         """Position in the data."""
-        self.saved = self.step
-        """Step of the newest checkpoint."""
         self.guard = LossGuard()
         self.guard.restore(state.get("loss_guard", {}))
         self.selection = selection
@@ -152,20 +150,12 @@ class LoopState:
 
     def save(self, engine: Engine, saver: Saver) -> None:
         """Save this step, unless its checkpoint exists or is being written."""
-        self.finish(saver)
-        if self.saved != self.step:
+        saver.finish()
+        if saver.saved != self.step:
             state: dict[str, Any] = {"loss_guard": self.guard.state()}
             if self.selection is not None:
                 state["selection"] = self.selection.state()
-            self._note(saver.save(engine, self.step, self.sequences, state))
-
-    def finish(self, saver: Saver) -> None:
-        """Complete the checkpoint that is being written, if any."""
-        self._note(saver.finish())
-
-    def _note(self, path: Path | None) -> None:
-        if path is not None:
-            self.saved = int(path.name)
+            saver.save(engine, self.step, self.sequences, state)
 
 
 MAX_SKIPPED = 20
@@ -186,6 +176,7 @@ def train(run: TrainingRun) -> RunResult:
     config, saver, tracker, steps = run.config, run.saver, run.tracker, run.config.training.steps
     state = LoopState(run.start, run.selection)
     last = min(steps, run.stop_at or steps)
+    saver.saved = state.step
     if run.selection is not None:
         saver.best = run.selection.step
     saver.begin_uploads()
@@ -201,7 +192,7 @@ def train(run: TrainingRun) -> RunResult:
         data = _next_data(run, source, step)
         stop, writing = _agree(run, data)
         if not writing:
-            state.finish(saver)
+            saver.finish()
         if stop:
             break
         assert isinstance(data, Step)
@@ -239,8 +230,8 @@ def train(run: TrainingRun) -> RunResult:
         if state.ended_early:
             break
     state.save(run.engine, saver)
-    state.finish(saver)
-    if state.saved != state.step:
+    saver.finish()
+    if saver.saved != state.step:
         problem = f"the last step, {state.step}, is not saved"
         raise StorageError(saver.directory, problem, "Repair the storage, then run the same command again to resume")
     saver.finish_uploads()

@@ -93,6 +93,11 @@ class Ranks:
         counts = self.sum(torch.tensor(answers, dtype=torch.float32, device=self.device))
         return [count > 0 for count in counts.tolist()]
 
+    def say(self, line: str) -> None:
+        """Print a line on rank 0's stderr."""
+        if self.rank == 0:
+            print(line, file=sys.stderr)
+
     def stop(self) -> None:
         """Destroy the process group."""
         if torch.distributed.is_initialized():

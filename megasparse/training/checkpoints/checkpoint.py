@@ -244,21 +244,16 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module.named_buffers() if name in names}
 
 
-def load_weights(module: nn.Module, checkpoint: Checkpoint) -> None:
+def load_weights(module: nn.Module, checkpoint: Checkpoint, buffers_only: bool = False) -> None:
     """Fill a freshly built module with the checkpoint's weights and persistent buffers.
 
-    Frozen parameters are not in checkpoints and stay as they are. Raises CheckpointError if names or shapes differ.
+    buffers_only: the weights are loaded later. Frozen parameters are not in checkpoints and stay as they are. Raises
+    CheckpointError if names or shapes differ.
     """
-    for name, parameter in _matched(module, checkpoint).items():
-        parameter.data.copy_(checkpoint.tensor("weight", name))
-
-
-def load_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
-    """Fill the persistent buffers of a module whose weights are loaded later. Raises CheckpointError."""
-    buffers = persistent_buffers(module)
+    names = persistent_buffers(module) if buffers_only else None
     for name, tensor in _matched(module, checkpoint).items():
-        if name in buffers:
-            tensor.copy_(checkpoint.tensor("weight", name))
+        if names is None or name in names:
+            tensor.data.copy_(checkpoint.tensor("weight", name))
 
 
 def on_meta(checkpoint: Checkpoint, model: ModelConfig, build: Callable[[], nn.Module]) -> nn.Module:

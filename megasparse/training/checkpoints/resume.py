@@ -171,13 +171,13 @@ def _check_config(checkpoint: Checkpoint, config: RunSettings, allow_changed: bo
             f"or resume with the changes: --resume {checkpoint.path} --allow-changed-config"
         )
         raise CheckpointError(checkpoint.path, f"the configuration has changed: {listed}", hint)
-    if ranks.rank == 0 and conflicts:
-        print(f"resuming with a changed configuration, as requested: {listed}", file=sys.stderr)
+    if conflicts:
+        ranks.say(f"resuming with a changed configuration, as requested: {listed}")
     schedule = now["optimizer.schedule"]
     moved = [key for key in changed if key in derived or (key == "training.steps" and schedule in ("linear", "cosine"))]
-    if ranks.rank == 0 and moved and checkpoint.step:
+    if moved and checkpoint.step:
         line = f"the {schedule} schedule changes with it, so the learning rate differs from this step on"
-        print(f"{_listed(then, now, moved)}; {line}", file=sys.stderr)
+        ranks.say(f"{_listed(then, now, moved)}; {line}")
 
 
 def _changed(then: dict[str, Any], now: dict[str, Any]) -> list[str]:

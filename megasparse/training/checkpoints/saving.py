@@ -58,6 +58,8 @@ class Saver:
     hooks: RunHooks = field(default_factory=RunHooks)
     best: int | None = field(default=None, init=False)
     """Step of the best checkpoint, which is never deleted."""
+    saved: int | None = field(default=None, init=False)
+    """Step of the newest checkpoint."""
     _under_way: "_Save | None" = field(default=None, init=False)
     _copy: Tensor = field(default_factory=lambda: torch.empty(0), init=False)
     """Copy of this rank's numbers for an asynchronous save; the memory is reused for the next one."""
@@ -121,6 +123,7 @@ class Saver:
         except StorageError as error:
             self._go_on_without(error)
             return None
+        self.saved = save.step
         self._uploads.check()
         return save.final
 
@@ -233,8 +236,7 @@ class Saver:
         """Raise `error`, or print a warning if `checkpoint.on_failure` is "continue"."""
         if self.config.checkpoint.on_failure == "stop":
             raise error
-        if self.ranks.rank == 0:
-            print(f'warning: no checkpoint was saved (checkpoint.on_failure="continue"): {error}', file=sys.stderr)
+        self.ranks.say(f'warning: no checkpoint was saved (checkpoint.on_failure="continue"): {error}')
 
     def _manifest(self, save: "_Save", parts: list[dict[str, Any]]) -> dict[str, Any]:
         tensors: dict[str, dict[str, Any]] = {}

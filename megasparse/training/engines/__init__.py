@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import nn
 
 from megasparse.config.schema import RunSettings
-from megasparse.training.checkpoints.checkpoint import Checkpoint, load_buffers
+from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights
 from megasparse.training.engines.contract import Engine, Initial, MakeRng, Weights
 from megasparse.training.ranks import Ranks
 
@@ -20,7 +20,7 @@ def build_engine(
     Raises ConfigError for incompatible settings, CheckpointError if the checkpoint belongs to another model.
     """
     if checkpoint is not None:
-        load_buffers(model, checkpoint)
+        load_weights(model, checkpoint, buffers_only=True)
     weights = Weights(model, initial, checkpoint)
     engine_class: Callable[[nn.Module, RunSettings, MakeRng, Ranks, Weights], Engine]
     if config.run.engine == "torch":

@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,17 +43,6 @@ class StepResult:
     """False if the loss or gradient of any rank was not finite; the weights are then unchanged on all ranks."""
     held: dict[str, tuple[int, int]]
     """Bytes of this rank's weights, gradients and optimizer state, on its device and elsewhere."""
-
-
-class StepTotals(NamedTuple):
-    """Sums over a step's micro-batches and all ranks, read by the host before the update."""
-
-    loss: float
-    """Mean nats per scored token."""
-    apply_update: bool
-    """True if the objective is finite, so that the step can be applied."""
-    sums: dict[str, float]
-    """Other scalars by name."""
 
 
 class Engine(ABC):
@@ -105,7 +94,7 @@ class Engine(ABC):
         inputs = [(self._moved(batch.tokens), self._moved(batch.samples)) for batch in micro_batches]
         divisor = self._divisor(micro_batches)
         options = self._shared | ({} if divisor is None else {"divisor": divisor})
-        totals: StepTotals | None = None
+        totals: tuple[float, bool, dict[str, float]] | None = None
         for number, (tokens, samples) in enumerate(inputs, start=1):
             progress(f"step {step}, micro-batch {number}")
             last = number == len(micro_batches)
@@ -116,7 +105,7 @@ class Engine(ABC):
                 sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double()
             if last and self.totals_before_backward:  # the last backward pass can still make the gradient not finite
                 totals = self._totals(sums)
-            poison_gradient = totals is not None and not totals.apply_update
+            poison_gradient = totals is not None and not totals[1]
             self._backward(objective, len(micro_batches), last, poison_gradient)
         gradients = bytes_of(self.gradients(), self.ranks.device)
         if totals is None:
@@ -156,9 +145,11 @@ class Engine(ABC):
         device = self.ranks.device
         return {"weights": bytes_of(weights, device), "optimizer": bytes_of([*moments, *rounded], device)}
 
-    def _totals(self, sums: dict[str, Tensor]) -> StepTotals:
-        """Sum over all ranks in one all-reduce, the only host synchronisation of a step. Each entry of a vector over
-        layers gets its own name.
+    def _totals(self, sums: dict[str, Tensor]) -> tuple[float, bool, dict[str, float]]:
+        """Sum over all ranks in one all-reduce, the only host synchronisation of a step.
+
+        Returns the mean nats per scored token; True if the objective is finite, so that the step can be applied; and
+        the other sums by name, of a vector over layers one for each layer.
         """
         names = sorted(sums)
         values = self.ranks.sum(torch.cat([sums[name].reshape(-1).to(self.ranks.device) for name in names])).tolist()
@@ -171,7 +162,7 @@ class Engine(ABC):
             prefix = name.removesuffix("layers")
             total |= {f"{prefix}layer_{layer}": value for layer, value in enumerate(entry) if not math.isnan(value)}
         loss = total.pop("nats") / total.pop("tokens")
-        return StepTotals(loss, math.isfinite(total["objective"]), total)
+        return loss, math.isfinite(total["objective"]), total
 
     def _divisor(self, micro_batches: Sequence[Batch]) -> float | None:
         """Return the divisor of the sums of nats; None to divide by the scored tokens of each micro-batch."""

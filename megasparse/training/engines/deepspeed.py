@@ -109,7 +109,9 @@ class DeepSpeedEngine(Engine):
             yield from whole_fragments(self._masters(), self.optimizer)
             return
         for flat, piece in self._pieces():
-            for kind, tensor in self._aligned_state(flat).items() if piece.numel else ():
+            state = state_tensors(self.optimizer.state.get(flat, {}))
+            aligned = {kind: tensor for kind, tensor in state.items() if kind not in FACTORS}
+            for kind, tensor in {"weight": flat, **aligned}.items() if piece.numel else ():
                 yield Fragment(kind, piece.name, piece.shape, piece.start, piece.of(tensor.detach()))
 
     def _state_owners(self) -> Iterator[Tensor]:
@@ -151,11 +153,6 @@ class DeepSpeedEngine(Engine):
                     offset = zero.grad_position[zero.get_param_id(p)][1]
                     piece = Piece(name, self._shapes[name], start, numel, offset)
                 yield zero.fp32_partitioned_groups_flat[number], piece
-
-    def _aligned_state(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return the fp32 weights of a vector, and the optimizer state of the same shape."""
-        state = state_tensors(self.optimizer.state.get(flat, {}))
-        return {"weight": flat, **{kind: tensor for kind, tensor in state.items() if kind not in FACTORS}}
 
     def _replicated_state(self) -> Iterator[Fragment]:
         if isinstance(self.optimizer, PartitionedAdafactor):
