@@ -7,7 +7,6 @@ benchmark's, of which GLUE's own comes first (LHA's paper reports accuracy of MR
 
 import importlib
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from megasparse.tasks.readers.rows import (
     json_lines,
     lines,
     open_dataset,
+    parse_number,
     tab_separated,
     whole_bytes,
     whole_text,
@@ -159,11 +159,7 @@ class RowTask(Task):
 
 def similarity(text: str, location: SourceLocation) -> float:
     """Return a label from 0 to 5, as a number. Raises DataError naming the location for anything else."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0.0 <= value <= 5.0:
+    if (value := parse_number(text.strip())) is None or not 0.0 <= value <= 5.0:
         raise DataError(str(location), f'"{text[:80]}" is no similarity from 0 to 5', "Put it right")
     return value
 

@@ -57,18 +57,13 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
     return mean - half, mean + half
 
 
-CACHED_RANKINGS = 1 << 19
-"""Number of impressions whose metrics are cached: more than MIND's validation set has."""
+cached_ranking = lru_cache(1 << 19)
+"""Decorator that caches the metrics of more impressions than MIND's validation set has."""
 
 
-def _mean(one: Callable[[tuple[int, ...], tuple[float, ...]], float]) -> Callable[[np.ndarray, np.ndarray], float]:
-    """Return the mean over impressions, (labels, answers) -> the metric, of the metric of one."""
-    cached = lru_cache(CACHED_RANKINGS)(one)
-
-    def metric(labels: np.ndarray, predicted: np.ndarray) -> float:
-        return statistics.fmean(map(cached, labels, predicted))
-
-    return metric
+def _mean(labels: np.ndarray, predicted: np.ndarray, metric: Callable[..., float]) -> float:
+    """Return the mean over impressions of the metric of one."""
+    return statistics.fmean(map(metric, labels, predicted))
 
 
 def ranking(scores: Sequence[float]) -> np.ndarray:
@@ -76,18 +71,21 @@ def ranking(scores: Sequence[float]) -> np.ndarray:
     return np.argsort(np.asarray(scores), kind="stable")[::-1]
 
 
+@cached_ranking
 def _auc(clicked: tuple[int, ...], scores: tuple[float, ...]) -> float:
     from sklearn.metrics import roc_auc_score
 
     return float(roc_auc_score(clicked, scores))
 
 
+@cached_ranking
 def _mrr(clicked: tuple[int, ...], scores: tuple[float, ...]) -> float:
     """Σ y_i/rank_i ÷ Σ y_i."""
     hits = np.asarray(clicked)[ranking(scores)]
     return float((hits / np.arange(1, len(hits) + 1)).sum() / hits.sum())
 
 
+@cached_ranking
 def _ndcg(clicked: tuple[int, ...], scores: tuple[float, ...], k: int) -> float:
     """Compute nDCG by the order of the ranking, which has no ties for scikit-learn to average over."""
     from sklearn.metrics import ndcg_score
@@ -195,10 +193,10 @@ METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     **{name: partial(_of_labels, name=name) for name in (*SKLEARN, "pearson", "spearman")},
     **{name: partial(_corpus_score, name=name) for name in (*BLEUS, "chrf")},
     **{name: partial(_mean_rouge, name=name) for name in ROUGE},
-    "auc": _mean(_auc),
-    "mrr": _mean(_mrr),
-    "ndcg5": _mean(partial(_ndcg, k=5)),
-    "ndcg10": _mean(partial(_ndcg, k=10)),
+    "auc": partial(_mean, metric=_auc),
+    "mrr": partial(_mean, metric=_mrr),
+    "ndcg5": partial(_mean, metric=partial(_ndcg, k=5)),
+    "ndcg10": partial(_mean, metric=partial(_ndcg, k=10)),
 }
 """(labels (N,), answers (N,)) -> the metric: class numbers, numbers, or objects of another form, of these texts. A
 correlation with a constant, which is not defined, is 0. BLEU and chrF go from 0 to 100, as everyone gives them, ROUGE

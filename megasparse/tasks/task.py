@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -84,10 +84,6 @@ class Task(ABC):
     """Names in tasks/metrics.py; the first one decides which checkpoint is best."""
     form: str = "labels"
     """A name in tasks/form.py: the kind of labels and of model. The attributes below are of the form "labels"."""
-    official: ClassVar[Mapping[str, str | Sequence[str]]] = {}
-    """The official file, or files, of each split; each is a file, or a folder of files with one example each."""
-    inner: str = ""
-    """The folder that the archive of the official files unpacks to: they may be in it, or in the folder given."""
     segments: int = 1
     """Number of inputs of an example."""
     towers: bool = False
@@ -113,9 +109,9 @@ class Task(ABC):
         """Return what is allowed but probably a mistake, a line each."""
         return []
 
+    @abstractmethod
     def files(self, folder: Path) -> dict[str, list[Path]]:
         """Return the official files of a folder, by split: "train", "validation", "test" and any others, for `read`."""
-        return existing(folder, self.official, self.inner)
 
     @abstractmethod
     def read(self, file: Path) -> Iterator[Example]:

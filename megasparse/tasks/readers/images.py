@@ -9,7 +9,7 @@ import numpy as np
 
 from megasparse.data.corpora.images import MOST_BYTES, SUFFIXES, decode
 from megasparse.errors import DataError
-from megasparse.files import natural, read_file
+from megasparse.files import natural
 from megasparse.tasks.readers.rows import Rows, lines, whole_bytes
 from megasparse.tasks.task import Example, SourceLocation, Task, examples_of, existing
 
@@ -19,11 +19,8 @@ def image(file: Path, side: int) -> np.ndarray:
 
     Raises DataError naming a file that cannot be read, is damaged, of another size, or not of 8 bits a colour.
     """
-    try:
-        content = read_file(file, MOST_BYTES)
-    except OSError as error:
-        raise DataError(file, f"cannot be read ({error.strerror})", "Get it again, or leave it out") from None
-    return np.frombuffer(decode(str(file), content, side), dtype=np.uint8).reshape(side, side, 3)
+    pixels = decode(str(file), whole_bytes(file, MOST_BYTES), side)
+    return np.frombuffer(pixels, dtype=np.uint8).reshape(side, side, 3)
 
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

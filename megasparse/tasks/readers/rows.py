@@ -7,6 +7,7 @@ that ends in .gz is decompressed as it is read, and so is the only file of a .zi
 import csv
 import gzip
 import json
+import math
 import re
 import zipfile
 import zlib
@@ -58,7 +59,7 @@ def lines(file: Path, ends: bool = False) -> Rows:
                 yield location, line
     except UNREADABLE as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise DataError(file, f"cannot be read ({reason})", "Give a file of the task, and a whole one") from None
+        raise DataError(file, f"cannot be read ({reason})", "Give a whole file of the task") from None
 
 
 def _decoded(raw: bytes, location: SourceLocation, encoding: str = "utf-8") -> str | DataError:
@@ -228,12 +229,14 @@ def dataset_rows(path: Path, split: str) -> Rows:
         yield SourceLocation(path, number), row
 
 
-def whole_bytes(file: Path) -> bytes:
-    """Return the content of a file. Raises DataError if it cannot be read."""
+def whole_bytes(file: Path, most: int = LARGEST) -> bytes:
+    """Return the content of a file. Raises DataError if it cannot be read, or has more than `most` bytes."""
     try:
-        return read_file(file, LARGEST)
+        return read_file(file, most)
     except OSError as error:
-        raise DataError(file, f"cannot be read ({error.strerror})", "Give a file of the task") from None
+        raise DataError(
+            file, f"cannot be read ({error.strerror})", "Give a file of the task, and a whole one"
+        ) from None
 
 
 def whole_text(file: Path) -> str:
@@ -258,6 +261,15 @@ def field(row: dict[str, Any], column: str, location: SourceLocation, key: str =
     if key:
         hint = f"{hint.removesuffix('?')}{'?' if hint.endswith('?') else '.'} The column is named by {key}"
     raise DataError(str(location), f'has no column "{names[0]}"', hint)
+
+
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+
+
+def parse_number(text: str) -> float | None:
+    """Return a finite decimal number, None for any other text."""
+    value = float(text) if NUMBER.fullmatch(text) else math.inf
+    return value if math.isfinite(value) else None
 
 
 READERS: dict[str, Callable[[Path], Rows]] = {".csv": comma_separated, ".tsv": tab_separated, ".jsonl": json_lines}

@@ -1,8 +1,7 @@
 """Forecasts of time series: ETT, Electricity and others, and the features of their dates."""
 
 import json
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,13 +10,13 @@ import numpy as np
 
 from megasparse.config.finetuning import ForecastConfig, TaskConfig
 from megasparse.errors import ConfigError, DataError
-from megasparse.tasks.readers.rows import comma_separated, field, strict
+from megasparse.tasks.readers.rows import comma_separated, field, parse_number, strict
 from megasparse.tasks.task import Example, SourceLocation, Task, parts_of, split_name
 
 HOUR = 3600.0
 """Seconds."""
 HINT = "Put the rows in order of time, one each step, and fill the gaps"
-DATE = "is no date and time", "Write it as 2016-07-01 13:00:00"
+DATE_HINT = "Write it as 2016-07-01 13:00:00"
 NUMBER_HINT = "Write one, such as 3.5, or name other columns: task.forecast.inputs"
 
 
@@ -192,7 +191,10 @@ def read_series(file: Path, date: str, columns: list[str] | None, step: timedelt
     dates: list[datetime] = []
     values: list[list[float]] = []
     for location, row in strict(comma_separated(file)):
-        at = _parsed(datetime.fromisoformat, field(row, date, location).strip(), location, *DATE)
+        try:
+            at = datetime.fromisoformat(text := field(row, date, location).strip())
+        except ValueError:
+            raise DataError(str(location), f'"{text[:80]}" is no date and time', DATE_HINT) from None
         if at.tzinfo is not None:  # the days of a time zone vary in length
             raise DataError(str(location), f"{at} names a time zone", "Give all times in one zone, without its name")
         if dates:
@@ -206,23 +208,11 @@ def read_series(file: Path, date: str, columns: list[str] | None, step: timedelt
         columns = columns or [name for name in row if name != date]
         lines.append(location.line or 0)
         dates.append(at)
-        problem = 'in the column "{}" is no number'
-        texts = [(field(row, column, location), problem.format(column)) for column in columns]
-        values.append([_parsed(finite, text, location, problem, NUMBER_HINT) for text, problem in texts])
+        values.append([])
+        for column in columns:
+            if (value := parse_number((text := field(row, column, location)).strip())) is None:
+                raise DataError(str(location), f'"{text[:80]}" in the column "{column}" is no number', NUMBER_HINT)
+            values[-1].append(value)
     if not values or not columns:
         raise DataError(file, f'has no {"columns beside" if values else "rows below"} "{date}"', "Give numbers by date")
     return SeriesRows(columns, lines, np.array(dates, dtype="datetime64[us]"), np.array(values))
-
-
-def finite(text: str) -> float:
-    """Return a number. Raises ValueError for anything else, NaN and infinity too."""
-    if not math.isfinite(value := float(text)):
-        raise ValueError
-    return value
-
-
-def _parsed(parse: Callable[[str], Any], text: str, location: SourceLocation, problem: str, hint: str) -> Any:
-    try:
-        return parse(text)
-    except ValueError:
-        raise DataError(str(location), f'"{text[:80]}" {problem}', hint) from None

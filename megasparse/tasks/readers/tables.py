@@ -1,8 +1,6 @@
 """Tables of your own: a column of texts or two, and one of labels or of answers."""
 
 import json
-import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +10,9 @@ from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.catalog import F1, SIMILARITY, Entry, RowTask
 from megasparse.tasks.metrics import ROUGE
-from megasparse.tasks.readers.rows import field, is_dataset, table_rows
+from megasparse.tasks.readers.rows import field, is_dataset, parse_number, table_rows
 from megasparse.tasks.readers.texts import names_of
 from megasparse.tasks.task import Example, SourceLocation, split_name
-
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 class OwnTable(RowTask):
@@ -33,8 +29,8 @@ class OwnTable(RowTask):
     def read(self, file: Path) -> Iterator[Example]:
         path, part = split_name(file)
         rows = table_rows(path, part) if is_dataset(path) else table_rows(file)
-        for number, (location, row) in enumerate(rows):
-            yield self.example(row, location, str(number))
+        for index, (location, row) in enumerate(rows):
+            yield self.example(row, location, str(index))
 
 
 class Table(OwnTable):
@@ -64,8 +60,8 @@ class Table(OwnTable):
 
     def warnings(self) -> list[str]:
         """Return a warning if the classes look like numbers to predict."""
-        numbers = [_number(label) for label in self.classes or ()]
-        if any(number is None for number in numbers) or all(number == int(number or 0) for number in numbers):
+        numbers = [parse_number(label) for label in self.classes or ()]
+        if any(value is None for value in numbers) or all(value == int(value or 0) for value in numbers):
             return []
         column = self.config.label
         return [f'warning: the {len(numbers)} real numbers in the column "{column}" are taken as classes: '
@@ -78,10 +74,10 @@ class Table(OwnTable):
         label = _label_text(row[column], column, location)
         if self.classes is not None:
             return self.class_of(label, location)
-        if (number := _number(label)) is None:
+        if (value := parse_number(label)) is None:
             hint = "Write one, such as 3.5; or take labels as classes: --set task.labels=null"
             raise DataError(str(location), f'"{label[:80]}" in the column "{column}" is no number', hint)
-        return number
+        return value
 
     def _classes_of(self, file: Path) -> tuple[str, ...]:
         """Return the labels of a file, sorted: as numbers if all of them are numbers, else by their text."""
@@ -96,7 +92,7 @@ class Table(OwnTable):
         if len(names) < 2:
             problem = f'{len(names)} labels in the column "{column}" ({", ".join(names)[:80]})'
             raise DataError(file, problem, "Give a file with two classes or more, or name them: task.labels")
-        numbers = {label: number for label in names if (number := _number(label)) is not None}
+        numbers = {label: value for label in names if (value := parse_number(label)) is not None}
         ranks = numbers if len(numbers) == len(names) else dict.fromkeys(names, 0.0)
         return tuple(sorted(names, key=lambda label: (ranks[label], label)))
 
@@ -110,11 +106,6 @@ def _label_text(value: Any, column: str, location: SourceLocation) -> str:
     if not text.strip():
         raise DataError(str(location), f'no label in the column "{column}"', "Write one, or remove the row")
     return text
-
-
-def _number(label: str) -> float | None:
-    number = float(label) if NUMBER.fullmatch(label) else math.inf
-    return number if math.isfinite(number) else None
 
 
 class TextTable(OwnTable):

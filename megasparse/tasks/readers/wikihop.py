@@ -5,14 +5,14 @@ QAngaroo publishes it, whose MedHop has files of the same form.
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megasparse.errors import DataError
 from megasparse.tasks.forms.labels import Choice
 from megasparse.tasks.readers.rows import HINT, whole_text
-from megasparse.tasks.task import Example, SourceLocation, Task, examples_of
+from megasparse.tasks.task import Example, SourceLocation, Task, examples_of, existing
 
 FORM = (
     'An example is {"id": "...", "query": "...", "answer": "...", "candidates": ["...", ...], "supports": ["...", ...]}'
@@ -43,8 +43,9 @@ class WikiHop(Task):
     name = "wikihop"
     form = "choice"
     metrics = ("accuracy",)
-    official: ClassVar = {"train": "train.json", "validation": "dev.json", "test": "test.json"}
-    inner = "wikihop"
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        return existing(folder, {"train": "train.json", "validation": "dev.json", "test": "test.json"}, "wikihop")
 
     def read(self, file: Path) -> Iterator[Example]:
         names: set[str] = set()
