@@ -1,8 +1,7 @@
-"""The schema of `model.attention`: which layer has which mechanism, and a section for each mechanism.
+"""The schema of `model.attention`: the mechanism of each layer, and a section for each mechanism.
 
-A mechanism registers itself and its section by `@mechanism`, from inside the package or from outside; its section is
-then a key of `model.attention` like any other. The rules that mechanisms keep together are here, those of a single one
-in its section's `check`.
+A mechanism registers itself and its section with `@mechanism`, from inside or outside the package; the section becomes
+a key of `model.attention`. Rules across mechanisms are in this file, rules of one mechanism in its section's `check`.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,51 +21,50 @@ Mechanism = TypeVar("Mechanism", bound=type)
 
 
 class MechanismSection(Section):
-    """Settings of one mechanism, and what the checks of a configuration have to know of it."""
+    """Settings of one mechanism, and its properties that the checks of a configuration need."""
 
     bidirectional_only: ClassVar[str | None] = None
-    """Why decoders cannot have it, or None where they can."""
+    """Reason why decoders cannot use it; None if they can."""
     causal_only: ClassVar[str | None] = None
-    """Why encoders cannot have it, or None where they can."""
+    """Reason why encoders cannot use it; None if they can."""
     no_probabilities: ClassVar[bool] = False
-    """True if it forms no softmax over keys, so that there are no probabilities to drop."""
+    """True if it computes no softmax over keys, so that dropout of probabilities does not apply."""
     rounds_key: ClassVar[str | None] = None
-    """The key that holds the hash rounds (YOSO: hashes) of training, fewer of which take less memory; None where there
-    are none."""
+    """Key of the hash rounds (YOSO: hashes) in training, fewer of which take less memory; None without rounds."""
 
     @property
     def rounds_in_evaluation(self) -> Any:
-        """Hash rounds (YOSO: hashes) in evaluation and generation: those of the key `evaluation_`
-        and `rounds_key`, or, where it is null or missing, those of training. None where there are none."""
+        """Hash rounds (YOSO: hashes) in evaluation and generation: the value of `evaluation_` + `rounds_key`, or the
+        rounds of training if it is null or missing. None without rounds."""
         key = self.rounds_key
         return None if key is None else getattr(self, f"evaluation_{key}", None) or getattr(self, key)
 
     @property
     def joined(self) -> str | None:
-        """Why groups of a layer's heads cannot attend one after another, or None where they can."""
+        """Reason why groups of a layer's heads cannot attend one after another; None if they can."""
         return None
 
     @property
     def heads_together(self) -> int:
-        """Number of neighbouring heads that choose their keys together, so that no group may part them."""
+        """Number of neighbouring heads that choose their keys together and cannot be split between groups."""
         return 1
 
     @property
     def predicts(self) -> Literal["token", "pooled", "answer"] | None:
-        """Target of an objective of the mechanism's own: a token at each position, a label of each sequence, or
-        the tokens of an answer; None without such an objective."""
+        """Target of the mechanism's auxiliary objective: the token at each position, the label of each sequence, or
+        the tokens of an answer; None without an objective."""
         return None
 
     def with_labels(self, labels: int) -> "MechanismSection":
-        """Return the section for fine-tuning on sequences of so many classes."""
+        """Return the section for fine-tuning on sequences with this number of classes."""
         return self
 
     def check(self, key: str, model: "ModelConfig") -> None:
-        """Raise ConfigError for the first rule that the settings break, beyond the types. key: of the section."""
+        """Raise ConfigError for the first rule that the settings break, beyond the types. key: the section's key."""
 
 
 MECHANISMS: dict[str, Any] = {}
-"""Every mechanism's class (attention/contract.py) by the name that a configuration gives it."""
+"""Name in the configuration -> the mechanism's class (attention/contract.py)."""
 
 
 def mechanism(kind: str, section: type[MechanismSection]) -> Callable[[Mechanism], Mechanism]:
@@ -84,7 +82,7 @@ def mechanism(kind: str, section: type[MechanismSection]) -> Callable[[Mechanism
         ... class MeanAttention(Attention): ...
     """
     if kind in AttentionConfig.model_fields:
-        raise ValueError(f'model.attention has a key "{kind}" already: choose another name for the mechanism')
+        raise ValueError(f'model.attention already contains a key "{kind}": choose another name for the mechanism')
 
     def register(cls: Mechanism) -> Mechanism:
         MECHANISMS[kind] = cls
@@ -96,7 +94,7 @@ def mechanism(kind: str, section: type[MechanismSection]) -> Callable[[Mechanism
 
 
 def rebuild_schemas() -> None:
-    """Rebuild `AttentionConfig`, whose fields have changed, and all schemas that contain it."""
+    """Rebuild `AttentionConfig` after its fields have changed, and all schemas that contain it."""
     kinds: Any = Literal[tuple(MECHANISMS)]
     split: Any = Annotated[dict[kinds, Positive], Field(min_length=1)]
     AttentionConfig.__pydantic_fields__["pattern"].annotation = list[kinds | split]  # type: ignore[assignment]
@@ -106,7 +104,7 @@ def rebuild_schemas() -> None:
 
 
 def _rebuild(schema: type[BaseModel], rebuilt: dict[type[BaseModel], bool]) -> bool:
-    """Rebuild a schema, those inside it first. Return True if it contains `model.attention`."""
+    """Rebuild a schema, nested schemas first. Return True if it contains `model.attention`."""
     if schema not in rebuilt:
         annotations = [field.annotation for field in schema.model_fields.values()]
         inside = [part for annotation in annotations for part in (annotation, *get_args(annotation))]
@@ -124,15 +122,16 @@ def _subclasses(section: type[Section]) -> Iterator[type[Section]]:
 
 
 class AttentionConfig(Section):
-    """`model.attention`. It has a field more for each registered mechanism, by its name."""
+    """`model.attention`. Each registered mechanism adds a field with its name."""
 
     pattern: list[str | dict[str, int]] = Field(default=["local", "local", "lsh", "local"], min_length=1)
-    """Attention of each layer, repeated over the depth; as long as the depth, it is an explicit list. An entry is a
-    kind, or the number of heads of each of several kinds, such as {"local": 4, "lha": 4}, in whatever order."""
+    """Attention of each layer, repeated over the depth. An entry is a mechanism, or the number of heads of several
+    mechanisms, such as {"local": 4, "lha": 4}, in any order."""
     dropout: Rate = 0.0
-    """Dropout of attention probabilities, after the softmax. It is computed by blocks: slower than a GPU's kernels."""
+    """Dropout of attention probabilities, after the softmax. Computed block by block, slower than the GPU kernels."""
     head_groups: Positive = 1
-    """Groups of each mechanism's heads, which attend one after another, backward included; the same losses."""
+    """Number of groups of each mechanism's heads that attend one after another, backward included, to save memory.
+    Losses do not change."""
 
     if TYPE_CHECKING:
 
@@ -140,9 +139,9 @@ class AttentionConfig(Section):
 
 
 def heads_of_layer(model: "ModelConfig", layer: int) -> dict[str, int]:
-    """The mechanisms of a layer and how many heads each has, the first heads first.
+    """Return mechanism -> number of heads for a layer, the first heads first.
 
-    In the order in which they are registered: keys of a JSON object have none, and checkpoints sort them.
+    They are in registration order, because the keys of a JSON object are unordered and checkpoints sort them.
     """
     entry = model.attention.pattern[layer % len(model.attention.pattern)]
     if isinstance(entry, str):
@@ -151,18 +150,18 @@ def heads_of_layer(model: "ModelConfig", layer: int) -> dict[str, int]:
 
 
 def layers_with(model: "ModelConfig", kind: str) -> int:
-    """Number of layers that have heads of this kind."""
+    """Return the number of layers with heads of this kind."""
     return sum(kind in heads_of_layer(model, layer) for layer in range(model.layers))
 
 
 def kinds(model: "ModelConfig") -> list[str]:
-    """The mechanisms of a model, each once, in the order of their first layers."""
+    """Return the mechanisms of a model without duplicates, in the order of their first layers."""
     layers = range(min(model.layers, len(model.attention.pattern)))
     return list(dict.fromkeys(kind for layer in layers for kind in heads_of_layer(model, layer)))
 
 
 def evaluation_rounds(model: "ModelConfig") -> dict[str, int]:
-    """Hash rounds (YOSO: hashes) in evaluation of each of a model's mechanisms that has any."""
+    """Return mechanism -> hash rounds (YOSO: hashes) in evaluation, for mechanisms of the model that hash."""
     rounds = {kind: getattr(model.attention, kind).rounds_in_evaluation for kind in kinds(model)}
     return {kind: number for kind, number in rounds.items() if number is not None}
 
@@ -177,13 +176,13 @@ def check_attention(model: "ModelConfig") -> None:
     for kind in kinds(model):
         getattr(model.attention, kind).check(f"model.attention.{kind}", model)
         if model.attention.dropout > 0.0 and getattr(model.attention, kind).no_probabilities:
-            problem = f'{model.attention.dropout} is given, but "{kind}" forms no probabilities that could be dropped'
+            problem = f'{model.attention.dropout} is given, but "{kind}" computes no attention probabilities'
             raise ConfigError("model.attention.dropout", problem, "Set it to 0")
 
 
 def check_heads(model: "ModelConfig") -> None:
-    """Raise ConfigError for the first entry of the pattern that does not fit the heads of a stack, those that share
-    keys or attend together, or its kind.
+    """Raise ConfigError for the first entry of the pattern that does not fit the stack's kind, number of heads, shared
+    key heads or head groups.
     """
     if model.heads % (key_heads := model.key_heads or model.heads):
         problem = f"{key_heads} does not divide model.heads = {model.heads}"
@@ -205,35 +204,33 @@ def check_heads(model: "ModelConfig") -> None:
                     hint = f'Choose another mechanism, or set model.kind to "{other}"'
                     raise ConfigError(key, f'"{kind}" cannot {lacking}: {why}', hint)
             if heads % shared:
-                problem = (
-                    f"{heads} heads of {kind} are no whole groups of {shared}, which share keys by model.key_heads"
-                )
-                raise ConfigError(key, problem, f"Make it a multiple of {shared}")
+                problem = f"{heads} heads of {kind} cannot be divided into groups of {shared} that share a key head"
+                raise ConfigError(key, problem, f"Make it a multiple of {shared} (model.heads / model.key_heads)")
             if groups > 1:
                 _check_groups(model, layer, kind, heads, shared)
 
 
 def _check_groups(model: "ModelConfig", layer: int, kind: str, heads: int, shared: int) -> None:
-    """Raise ConfigError if `attention.head_groups` does not divide the heads of a mechanism, or what they share."""
+    """Raise ConfigError if `attention.head_groups` does not divide the heads of a mechanism or its shared key heads."""
     key, groups, settings = "model.attention.head_groups", model.attention.head_groups, getattr(model.attention, kind)
     if settings.joined is not None:
         problem = f"{groups} groups, but the heads of {show(kind)} are not independent: {settings.joined}"
         raise ConfigError(key, problem, "Set it to 1, or choose another mechanism")
     if heads // settings.heads_together % groups:
-        problem = f"{groups} groups cannot share out the {heads} heads of {show(kind)} in layer {layer}"
+        problem = f"{groups} groups cannot divide the {heads} heads of {show(kind)} in layer {layer} evenly"
         raise ConfigError(key, problem, "Set it to a divisor of the heads (or sketches) of every mechanism")
     if (size := heads // groups) % shared and shared % size:
-        problem = f"groups of {size} heads divide the {shared} heads that share keys by model.key_heads"
-        raise ConfigError(key, problem, f"Make them a divisor or a multiple of {shared}")
+        problem = f"groups of {size} heads split {shared} heads that share a key head (model.key_heads)"
+        raise ConfigError(key, problem, f"Choose groups whose size is a divisor or a multiple of {shared}")
 
 
 def check_targets(model: "ModelConfig", prefix: str, *targets: str) -> None:
-    """Raise ConfigError for the first mechanism whose own objective predicts none of the targets.
+    """Raise ConfigError for the first mechanism whose objective predicts none of the targets.
 
     prefix: key of the model's attention in the configuration.
     """
     for kind in kinds(model):
         objective = getattr(model.attention, kind).predicts
         if objective is not None and objective not in targets:
-            problem = f'"{objective}" is not what this stack learns to predict'
+            problem = f'"{objective}" is not a target of this stack'
             raise ConfigError(f"{prefix}.{kind}.objective", problem, f'Set it to "{(*targets, "attention")[0]}"')

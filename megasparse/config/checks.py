@@ -23,7 +23,7 @@ from megasparse.optimizers import OPTIMIZERS
 
 
 def check(config: RunSettings) -> None:
-    """Raise ConfigError for the first rule that `config` breaks. The rules that need an import of seconds come last."""
+    """Raise ConfigError for the first rule that `config` breaks. Rules that need a slow import are checked last."""
     check_sizes("", config)
     if "://" in config.run.directory:
         problem = f"{show(config.run.directory)} is a URL: object storage can neither rename a folder nor lock a file"
@@ -31,8 +31,8 @@ def check(config: RunSettings) -> None:
         raise ConfigError("run.directory", problem, hint)
     bucket = config.checkpoint.bucket
     if bucket is not None and not bucket.startswith(BUCKETS):
-        problem = f"{show(bucket)} is no URL of an object store"
-        raise ConfigError("checkpoint.bucket", problem, f"It begins with {', '.join(BUCKETS)}")
+        problem = f"{show(bucket)} is not a URL of an object store"
+        raise ConfigError("checkpoint.bucket", problem, f"It must start with {' or '.join(BUCKETS)}")
     if isinstance(config, Config):
         check_model(config.model)
         _check_tokenizer(config)
@@ -46,14 +46,14 @@ def check(config: RunSettings) -> None:
         _check_start(config)
     training, name = config.training, config.optimizer.name
     if training.global_batch % training.micro_batch:
-        problem = f"{training.global_batch} is no multiple of training.micro_batch = {training.micro_batch}"
+        problem = f"{training.global_batch} is not a multiple of training.micro_batch = {training.micro_batch}"
         hint = "Make it a multiple of training.micro_batch times the number of ranks"
         raise ConfigError("training.global_batch", problem, hint)
     deepspeed_section.check_keys(config.deepspeed)
     if name not in OPTIMIZERS:
         hint = f"It must be {' or '.join(map(show, OPTIMIZERS))}"
         raise ConfigError("optimizer.name", f"{show(name)} does not fit", hint)
-    if config.run.engine == "deepspeed":  # plain torch must load the configuration where DeepSpeed is not installed
+    if config.run.engine == "deepspeed":  # the torch engine must work without DeepSpeed installed
         deepspeed_section.check_values(config.deepspeed)
 
 
@@ -69,21 +69,21 @@ def _check_start(config: FinetuneConfig) -> None:
     }
     names = [name for name in present if present[name]]
     if not names:
-        hint = "Give one of start.checkpoint, start.huggingface, and model (trained from its initial weights)"
+        hint = "Give one of start.checkpoint, start.huggingface, and model (without pretrained weights)"
         raise ConfigError("start", "nothing given", hint)
     if len(names) > 1:
         hint = f"Keep one of them, and set the other to null, such as --set {names[-1]}=null"
         raise ConfigError("start", f"{' and '.join(names)} given", hint)
     if config.model is None:
         if start.glove is not None:
-            hint = "Set it to null, or give `model` in place of what it starts from"
+            hint = f"Set it to null, or replace {names[0]} with `model`"
             raise ConfigError("start.glove", f"{show(start.glove)}, but the embeddings are pretrained", hint)
         return
     check_model(config.model)
     for key, value in (("attention", start.attention), ("activations", start.activations), ("sha256", start.sha256)):
         if value is not None:
-            hint = "Set it to null, and in `model` what you need"
-            raise ConfigError(f"start.{key}", "given, but nothing to start from", hint)
+            hint = "Set it to null, and configure `model` instead"
+            raise ConfigError(f"start.{key}", "given, but no pretrained model is", hint)
     source = config.model.source
     key, longest = ("model.source.length", source.length) if source else ("model.max_length", config.model.max_length)
     if config.task.max_length > longest:
@@ -94,15 +94,15 @@ def _check_start(config: FinetuneConfig) -> None:
 def _check_tokenizer(config: Config) -> None:
     name = config.data.tokenizer
     if name not in BYTE_TOKENS and not name.endswith(TOKENIZER_FILES):
-        problem = f"{show(name)} is none"
+        problem = f"unknown tokenizer {show(name)}"
         hint = 'Write "bytes", "pixels", or the path of a tokenizer: FILE.model, FILE.json or FILE.txt'
         raise ConfigError("data.tokenizer", problem, hint)
     if name in BYTE_TOKENS and config.model.vocabulary < 256:
         problem = f"{config.model.vocabulary} is too small for {name}"
-        raise ConfigError("model.vocabulary", problem, "Set it to 256, the number of their values")
+        raise ConfigError("model.vocabulary", problem, "Set it to 256 or more")
     padding = config.model.padding_token
     if name in BYTE_TOKENS and padding is not None and padding < 256:
-        raise ConfigError("model.padding_token", f"{padding} is a token of {name} itself", "Set it to 256 or more")
+        raise ConfigError("model.padding_token", f"{padding} is also a token of {name}", "Set it to 256 or more")
 
 
 BYTE_TOKENS = ("bytes", "pixels")
@@ -113,8 +113,8 @@ def _check_lengths(config: Config) -> None:
     model, data = config.model, config.data
     before = model.source.length if model.source else 0
     if data.sequence_length <= before:
-        problem = f"{data.sequence_length} leaves no target behind the {before} tokens of model.source.length"
-        raise ConfigError("data.sequence_length", problem, f"Set it to {before} and the target's length")
+        problem = f"{data.sequence_length} leaves no target tokens after model.source.length = {before}"
+        raise ConfigError("data.sequence_length", problem, f"Set it to {before} plus the length of the target")
     for key, length in (
         ("data.sequence_length", data.sequence_length - before),
         ("evaluation.sample_tokens", config.evaluation.sample_tokens),
@@ -130,14 +130,14 @@ def _check_lengths(config: Config) -> None:
 def _check_masking(config: Config) -> None:
     model, masking = config.model, config.model.masking
     if model.kind == "encoder_decoder" and config.evaluation.sample_tokens:
-        raise ConfigError("evaluation.sample_tokens", "a sample needs a source, and evaluation has none", "Set it to 0")
+        raise ConfigError("evaluation.sample_tokens", "an encoder–decoder needs a source to sample", "Set it to 0")
     if model.kind != "encoder":
         if masking != MaskingConfig():
             problem = f'{masking.model_dump()} is given, but kind "{model.kind}" masks no tokens'
             raise ConfigError("model.masking", problem, 'Remove it, or set model.kind to "encoder"')
         return
     if config.data.tokenizer in BYTE_TOKENS and masking.token < 256:
-        problem = f"{masking.token} is a byte, which the text itself may have"
+        problem = f"{masking.token} is a byte value that may occur in text"
         raise ConfigError("model.masking.token", problem, "Set it to 256")
     if masking.token >= model.vocabulary:
         problem = f"{model.vocabulary} leaves no id for an encoder's mask token, model.masking.token = {masking.token}"
@@ -152,30 +152,30 @@ def _check_masking(config: Config) -> None:
 
 
 def check_parallel(config: Config) -> None:
-    """Raise ConfigError for a run whose sequences `parallel.sequence` ranks cannot share."""
+    """Raise ConfigError if `parallel.sequence` ranks cannot split the sequences of the run."""
     size, model, length = config.parallel.sequence, config.model, config.data.sequence_length
     if size == 1:
         return
     if config.run.engine == "torch":
-        problem = f'{size} ranks are to share a sequence, but run.engine = "torch" runs in one process'
+        problem = f'{size} ranks per sequence, but run.engine = "torch" runs in one process'
         raise ConfigError("parallel.sequence", problem, 'Set run.engine to "deepspeed", or parallel.sequence to 1')
     if model.sentence_order is not None:
-        problem = f"given, but parallel.sequence = {size}: such sequences cannot be shared"
+        problem = f"given, but parallel.sequence = {size}: sequences of pairs cannot be split over ranks"
         raise ConfigError("model.sentence_order", problem, "Set parallel.sequence to 1")
     of_source = model.source.length if model.source else 0
     for key, tokens in (("data.sequence_length", length), ("model.source.length", of_source)):
         if tokens % size:
             nearest = max(1, round(tokens / size)) * size
-            problem = f"{tokens} tokens do not divide among parallel.sequence = {size} ranks"
+            problem = f"{tokens} tokens cannot be divided evenly among parallel.sequence = {size} ranks"
             raise ConfigError(key, problem, f"Set it to {nearest}, or parallel.sequence to a divisor")
 
 
 LARGEST = 2**31 - 1
-"""Largest whole number of a configuration: the largest side of a tensor, and position."""
+"""Largest whole number in a configuration: the limit for tensor dimensions and positions."""
 
 
 def check_sizes(section: str, values: BaseModel) -> None:
-    """Raise ConfigError for a whole number that is too large. section: the key of `values`, "" of a configuration."""
+    """Raise ConfigError for a whole number that is too large. section: key of `values`, "" for a configuration."""
 
     def walk(key: str, value: Any) -> None:
         if isinstance(value, dict):
@@ -191,7 +191,7 @@ def check_sizes(section: str, values: BaseModel) -> None:
 
 
 def check_model(model: ModelConfig) -> None:
-    """Raise ConfigError for the first rule that a model breaks, whatever it reads."""
+    """Raise ConfigError for the first rule that a model breaks, without rules about its data."""
     check_sizes("model", model)
     _check_tokens(model)
     _check_sentence_order(model)
@@ -205,7 +205,7 @@ def check_model(model: ModelConfig) -> None:
         model.attention.lsh.check("model.attention.lsh", model.model_copy(update={"max_length": longest}))
     try:
         _check_stack(encoder_part(model))
-    except ConfigError as error:  # the encoder's keys are those of model.source
+    except ConfigError as error:  # rename keys of the encoder to keys of model.source
         key = error.key.replace("model.", "model.source.", 1)
         raise ConfigError(key if key.split(".")[2] in SOURCE_KEYS else error.key, error.problem, error.hint) from None
 
@@ -226,7 +226,7 @@ def _check_stack(model: ModelConfig) -> None:
                 hint = f'Set model.{key} to "{needed}", or model.style to "reformer"'
                 raise ConfigError("model.style", problem, hint)
     elif model.token_types and model.sentence_order is None:
-        problem = f'{model.token_types} is given, but style "{model.style}" has none without model.sentence_order'
+        problem = f'{model.token_types} is given, but style "{model.style}" needs model.sentence_order for token types'
         raise ConfigError("model.token_types", problem, 'Set it to 0, or model.style to "bert"')
     fitting_blocks = {"reversible": "reversible", "checkpoint": "ordinary", "checkpoint_cpu": "ordinary"}
     blocks = fitting_blocks.get(model.activations, model.blocks)
@@ -236,7 +236,7 @@ def _check_stack(model: ModelConfig) -> None:
         hint = f'Set model.activations to {fitting}, or model.blocks to "{blocks}"'
         raise ConfigError("model.activations", problem, hint)
     if model.residual_dtype == "bf16" and model.style == "bert":
-        problem = 'bf16, but model.style = "bert" normalises its stream after each sum, in fp32'
+        problem = 'bf16, but model.style = "bert" normalises its stream after each addition, in fp32'
         raise ConfigError("model.residual_dtype", problem, 'Set it to "fp32"')
     if len(model.attention.pattern) > model.layers:
         problem = f"{len(model.attention.pattern)} layers are listed, but model.layers = {model.layers}"
@@ -259,18 +259,18 @@ def _check_tokens(model: ModelConfig) -> None:
     for key, token in special.items():
         if token is not None and token >= model.vocabulary:
             hint = f"Set it below {model.vocabulary}, or raise model.vocabulary"
-            raise ConfigError(key, f"{token} is no token of model.vocabulary = {model.vocabulary}", hint)
+            raise ConfigError(key, f"{token} is outside model.vocabulary = {model.vocabulary}", hint)
         if token is not None and key.endswith("separator") and token == model.padding_token:
-            raise ConfigError(key, f"{token} is model.padding_token too", "Give each its own id")
+            raise ConfigError(key, f"{token} is also model.padding_token", "Choose different ids")
         if token is not None and model.kind == "encoder" and token == model.masking.token:
-            raise ConfigError(key, f"{token} is model.masking.token too", "Give each its own id")
+            raise ConfigError(key, f"{token} is also model.masking.token", "Choose different ids")
     if model.start_token is not None and model.kind != "decoder":
         problem = f'{model.start_token} is given, but model.kind = "{model.kind}"'
         raise ConfigError("model.start_token", problem, "Set it to null")
     cutoffs = model.adaptive_cutoffs
     if cutoffs != sorted(set(cutoffs)) or (cutoffs and cutoffs[-1] >= model.vocabulary):
         problem = f"{cutoffs} does not ascend below model.vocabulary = {model.vocabulary}"
-        hint = "Give where each cluster begins, such as [20000, 40000, 200000]"
+        hint = "Give the first id of each cluster, such as [20000, 40000, 200000]"
         raise ConfigError("model.adaptive_cutoffs", problem, hint)
     for key, present in (
         ("model.label_smoothing", model.label_smoothing > 0),
@@ -278,7 +278,7 @@ def _check_tokens(model: ModelConfig) -> None:
         ("model.style", model.style == "bert"),
     ):
         if cutoffs and present:
-            raise ConfigError(key, "does not go together with model.adaptive_cutoffs", "Leave one of them out")
+            raise ConfigError(key, "cannot be combined with model.adaptive_cutoffs", "Remove one of them")
 
 
 def _check_sentence_order(model: ModelConfig) -> None:
@@ -288,7 +288,7 @@ def _check_sentence_order(model: ModelConfig) -> None:
     for key, broken, problem, hint in (
         ("sentence_order", kind != "encoder", f'is for encoders, but model.kind = "{kind}"', "Set it to null"),
         ("padding_token", padding is None, "null, but pairs of model.sentence_order are padded", "Give its id"),
-        ("document_separator", separator is not None, f"{separator} would hide segments of a pair", "Set it to null"),
+        ("document_separator", separator is not None, f"{separator} would mask segments of a pair", "Set it to null"),
         ("max_length", length < 5, f"{length} is too short for two segments", "Set it to 5 or more"),
     ):
         if broken:
@@ -299,22 +299,22 @@ def _check_source(model: ModelConfig) -> None:
     if (model.kind == "encoder_decoder") != (model.source is not None):
         state = "null" if model.source is None else "given"
         problem = f'{state}, but model.kind = "{model.kind}"'
-        hint = 'Give it with "encoder_decoder", such as {"length": 512}, and only with that'
+        hint = 'Give it only for "encoder_decoder", such as {"length": 512}'
         raise ConfigError("model.source", problem, hint)
     if model.source is not None:
         for key, value in (("score_from", model.score_from), ("document_separator", model.document_separator)):
             if value:
-                raise ConfigError(f"model.{key}", f'{value} does not go with kind "encoder_decoder"', "Leave it out")
+                raise ConfigError(f"model.{key}", f'{value} is not supported for kind "encoder_decoder"', "Remove it")
         check_targets(encoder_part(model), "model.source.attention", "answer", "pooled")
 
 
 def _check_positions(positions: PositionsConfig, model: ModelConfig) -> None:
     head_dim = model.head_dim or model.d_model // model.heads
     if positions.kind == "rotary" and head_dim % 2:
-        problem = f'"rotary" turns pairs of coordinates, but a head has {head_dim}'
+        problem = f'"rotary" rotates pairs of coordinates, but the head dimension is {head_dim}'
         raise ConfigError("model.positions.kind", problem, "Set model.head_dim to an even number")
     if positions.offset and positions.kind != "learned":
-        problem = f'{positions.offset} is given, but model.positions.kind = "{positions.kind}" has no table'
+        problem = f'{positions.offset} is given, but model.positions.kind = "{positions.kind}" does not use a table'
         raise ConfigError("model.positions.offset", problem, 'Set it to 0, or model.positions.kind to "learned"')
     shape, dims = positions.axial_shape, positions.axial_dims
     axial = positions.kind == "axial"
@@ -325,16 +325,16 @@ def _check_positions(positions: PositionsConfig, model: ModelConfig) -> None:
             raise ConfigError(f"model.positions.{key}", problem, hint)
         if axial and not value:
             problem = f"{'null' if value is None else value} does not fit axial positions"
-            hint = "Give one number an axis, such as axial_shape [128, 512] with axial_dims [256, 768]"
+            hint = "Give one number per axis, such as axial_shape [128, 512] with axial_dims [256, 768]"
             raise ConfigError(f"model.positions.{key}", problem, hint)
     if not axial:
         return
     assert shape and dims
     if len(shape) != len(dims):
-        problem = f"{dims} has {len(dims)} axes, axial_shape = {shape} has {len(shape)}"
-        raise ConfigError("model.positions.axial_dims", problem, "Give as many widths as axes")
+        problem = f"{len(dims)} widths {dims} for the {len(shape)} axes of axial_shape = {shape}"
+        raise ConfigError("model.positions.axial_dims", problem, "Give one width per axis")
     if math.prod(shape) < model.max_length:
-        problem = f"{shape} holds {math.prod(shape)} positions, but model.max_length = {model.max_length}"
+        problem = f"{shape} covers {math.prod(shape)} positions, but model.max_length = {model.max_length}"
         hint = "Make the product of axial_shape at least model.max_length, or lower model.max_length"
         raise ConfigError("model.positions.axial_shape", problem, hint)
     if sum(dims) != model.d_model:
@@ -345,8 +345,8 @@ def _check_positions(positions: PositionsConfig, model: ModelConfig) -> None:
 def _check_rotary(positions: PositionsConfig, model: ModelConfig) -> None:
     for key, value in (("base", positions.base), ("scaling", positions.scaling)):
         if positions.kind != "rotary" and value != PositionsConfig.model_fields[key].default:
-            problem = f'given, but model.positions.kind = "{positions.kind}" has no frequencies'
-            hint = 'Leave it out, or set model.positions.kind to "rotary"'
+            problem = f'given, but model.positions.kind = "{positions.kind}" does not use frequencies'
+            hint = 'Remove it, or set model.positions.kind to "rotary"'
             raise ConfigError(f"model.positions.{key}", problem, hint)
     if (scaling := positions.scaling) is None:
         return
@@ -357,10 +357,10 @@ def _check_rotary(positions: PositionsConfig, model: ModelConfig) -> None:
         ("attention_factor", scaling.attention_factor, scaling.kind == "yarn"),
     ):
         if value is not None and not belongs:
-            problem = f'{value} is given, but "{scaling.kind}" has none'
-            raise ConfigError(f"{section}.{key}", problem, "Leave it out")
+            problem = f'{value} is given, but "{scaling.kind}" does not use it'
+            raise ConfigError(f"{section}.{key}", problem, "Remove it")
     if by_length and scaling.original_length is None:
-        problem = f'null, but "{scaling.kind}" scales what is long beside the length of the training before'
-        raise ConfigError(f"{section}.original_length", problem, "Give that length, in tokens")
+        problem = f'null, but "{scaling.kind}" needs the sequence length of the original training'
+        raise ConfigError(f"{section}.original_length", problem, "Give this length in tokens")
     if scaling.kind == "ntk" and (model.head_dim or model.d_model // model.heads) < 4:
-        raise ConfigError(f"{section}.kind", '"ntk" needs heads of 4 or more coordinates', "Raise model.head_dim")
+        raise ConfigError(f"{section}.kind", '"ntk" needs a head dimension of 4 or more', "Raise model.head_dim")

@@ -1,8 +1,8 @@
 """The `deepspeed` section, checked before DeepSpeed sees it.
 
-DeepSpeed ignores an unknown key at the top level in silence, and most known ones would fight with megasparse's own
-settings, so no others are handed over. `check_keys` finds what can be found without DeepSpeed; `check_values` imports
-it, which takes a second or two.
+DeepSpeed silently ignores unknown top-level keys, and most known ones would conflict with megasparse's settings, so
+only `zero_optimization` is passed on. `check_keys` does not need DeepSpeed; `check_values` imports it, which takes a
+second or two.
 """
 
 import logging
@@ -28,48 +28,48 @@ HELD_BY_MEGASPARSE = {
     "activation_checkpointing": "model.activations",
     "tensorboard": "logging (scalars go to tensorboard/ in run.directory)",
 }
-"""DeepSpeed's keys whose value megasparse gives it, and the key of ours that decides it."""
+"""Key of DeepSpeed -> megasparse's key that sets its value."""
 
 
 class DeepSpeedSection(Section):
-    """The top level; `zero_optimization` is DeepSpeed's own model."""
+    """The top level; DeepSpeed's schema defines `zero_optimization`."""
 
     zero_optimization: dict[str, Any] = Field(default_factory=dict)
 
 
-NO_DISKS = 'megasparse no longer offloads to disks: remove it, or offload to "cpu"'
+NO_DISKS = 'megasparse does not offload to disks: remove it, or offload to "cpu"'
 
 ZERO_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "offload_optimizer.ratio": (1.0,),
     "offload_optimizer.super_offload": (False,),
-    "mics_shard_size": (-1,),  # weights are cut among all ranks
-    "round_robin_gradients": (False,),  # DeepSpeed's own map from weights to their pieces is wrong under it
+    "mics_shard_size": (-1,),  # weights are partitioned over all ranks
+    "round_robin_gradients": (False,),  # makes DeepSpeed's map from weights to their fragments wrong
     "zenflow": (None,),
 }
-"""Keys of `deepspeed.zero_optimization` that decide where the state lies, with the values that checkpoints can follow:
-the first is DeepSpeed's default, or what to use instead."""
+"""Keys of `deepspeed.zero_optimization` that change the layout of the optimizer's state, with the values that
+checkpoints support. The first value is DeepSpeed's default, or the one to use instead."""
 
 
 def overlaps_communication(zero: dict[str, Any], several_gpus: bool) -> bool:
-    """True if gradients are reduced while the backward runs: as zero_optimization.overlap_comm says, and by default
-    on several GPUs at stage 2, where each micro-batch reduces its own. At stage 3 DeepSpeed's own default is the same.
+    """True if gradients are reduced during the backward: the value of zero_optimization.overlap_comm, by default true
+    on several GPUs at stage 2, which reduces gradients per micro-batch. At stage 3 DeepSpeed's default is the same.
     """
     return bool(zero.get("overlap_comm", several_gpus and zero.get("stage") == 2))
 
 
 def check_keys(section: dict[str, Any]) -> None:
-    """Raise ConfigError for the first key that is ours or unknown, and for offloading that the stage cannot do."""
+    """Raise ConfigError for the first key that megasparse sets or that is unknown, and for unsupported offloading."""
     for key, value in section.items():
         if key in HELD_BY_MEGASPARSE:
-            problem = f"{show(value)} is set here, but megasparse gives this to DeepSpeed itself"
+            problem = f"{show(value)} is set here, but megasparse sets this key of DeepSpeed"
             raise ConfigError(f"deepspeed.{key}", problem, f"Remove it and set {HELD_BY_MEGASPARSE[key]}")
     if "aio" in section:
-        raise ConfigError("deepspeed.aio", "sets how a disk is read", NO_DISKS)
+        raise ConfigError("deepspeed.aio", "configures reads from disks", NO_DISKS)
     _validate(DeepSpeedSection, section, "deepspeed")
-    # A stage that does not exist, or lacks the offloading: DeepSpeed reports it after the model is built, or never.
+    # DeepSpeed reports an invalid stage, or one without this offloading, after the model is built, or never.
     zero = section.get("zero_optimization", {})
     stage = zero.get("stage", 0)
-    if type(stage) is not int or not 0 <= stage <= 3:  # DeepSpeed would take "3" too, and true
+    if type(stage) is not int or not 0 <= stage <= 3:  # DeepSpeed would also accept "3" and true
         hint = "It must be 0 or 1 or 2 or 3"
         raise ConfigError("deepspeed.zero_optimization.stage", f"{show(stage)} does not fit", hint)
     for key, least in (("offload_param", 3), ("offload_optimizer", 1)):
@@ -84,18 +84,18 @@ def check_keys(section: dict[str, Any]) -> None:
 
 
 def check_values(section: dict[str, Any]) -> None:
-    """Raise ConfigError for the first key or value of `zero_optimization` that DeepSpeed or our checkpoints refuse."""
+    """Raise ConfigError for the first key or value of `zero_optimization` that DeepSpeed or checkpoints reject."""
     zero = section.get("zero_optimization", {})
-    if zero.keys() <= {"stage"}:  # checked above, and what reads a checkpoint needs no DeepSpeed
+    if zero.keys() <= {"stage"}:  # checked above; commands that read a checkpoint must work without DeepSpeed
         return
-    logging.disable(logging.WARNING)  # the import logs lines about accelerators, no business of a configuration
+    logging.disable(logging.WARNING)  # the import logs lines about accelerators
     try:
         import_deepspeed()
     finally:
         logging.disable(logging.NOTSET)
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    # strict: without it DeepSpeed drops every "auto", which only HuggingFace's trainer fills in
+    # strict: otherwise DeepSpeed drops every "auto", which only HuggingFace's trainer fills in
     _validate(DeepSpeedZeroConfig, zero, "deepspeed.zero_optimization", strict=True)
     for key, supported in ZERO_SUPPORTED.items():
         *parts, last = key.split(".")
@@ -103,17 +103,17 @@ def check_values(section: dict[str, Any]) -> None:
         for part in parts:
             values = values.get(part) or {}
         if values.get(last, supported[0]) not in supported:
-            problem = f"{show(values[last])} puts the optimizer's state where checkpoints cannot find it"
+            problem = f"{show(values[last])} stores the optimizer's state in a layout that checkpoints do not support"
             hint = f"Remove it, or set it to {show(supported[0])}"
             raise ConfigError(f"deepspeed.zero_optimization.{key}", problem, hint)
 
 
 def import_deepspeed() -> Any:
     """Import DeepSpeed, which takes seconds, and return it."""
-    # It calls collectives by names that torch will rename: nothing a user can act on
+    # It calls collectives by deprecated names, which users cannot change
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     unimported = "mlflow" not in sys.modules
-    if unimported:  # its autotuner, which nothing here runs, would import it: two more seconds in every process
+    if unimported:  # DeepSpeed's autotuner, which megasparse does not use, imports it: two more seconds per process
         sys.modules["mlflow"] = None  # type: ignore[assignment]
     try:
         import deepspeed
@@ -122,9 +122,8 @@ def import_deepspeed() -> Any:
             del sys.modules["mlflow"]
     from deepspeed.runtime import compiler
 
-    # Import its Muon, whose class every start asks for, uncompiled: its decorator would load torch.compile's back end,
-    # one and a half seconds in every process, for an optimizer that nothing here runs.
-
+    # Import its Muon uncompiled: every start needs the class, and its decorator would load torch.compile's back end
+    # (1.5 s per process) for an optimizer that megasparse does not use.
     decorator, compiler.compile = compiler.compile, lambda: lambda function: function
     try:
         import deepspeed.runtime.zero.muon.muon_optimizer
@@ -138,5 +137,5 @@ def _validate(model: type[BaseModel], values: dict[str, Any], prefix: str, **opt
         model(**values, **options)
     except ValidationError as error:
         raise as_config_error(error, model, values, prefix) from None
-    except (TypeError, AttributeError, ValueError) as error:  # a validator of DeepSpeed's stumbled over a value
-        raise ConfigError(prefix, f"DeepSpeed refuses it: {error}", "Compare with DeepSpeed's documentation") from None
+    except (TypeError, AttributeError, ValueError) as error:  # raised by a validator inside DeepSpeed
+        raise ConfigError(prefix, f"DeepSpeed rejects it: {error}", "Compare with DeepSpeed's documentation") from None

@@ -1,8 +1,8 @@
-"""Configuration files: strict JSON, the configurations that come with the package, and what a file extends.
+"""Configuration files: strict JSON, shipped configurations, and `extends`.
 
-JSON without surprises: what Python's parser would let pass in silence (a key given twice, NaN) is an error.
+Duplicate keys and NaN, which Python's JSON parser accepts, are errors.
 
-`"extends": "NAME"` is in a file that holds only what differs from another one: a file beside it, or a shipped
+A file with `"extends": "NAME"` contains only its differences from another one: a file in the same folder, or a shipped
 configuration. Objects are merged key by key; any other value replaces the base's, and null removes it.
 """
 
@@ -19,26 +19,26 @@ from megasparse.files import read_file
 
 KEY = "extends"
 LONGEST_CHAIN = 8
-"""Files that may extend one another."""
+"""Most files in a chain of `extends`."""
 
 
 @dataclass(frozen=True)
 class ConfigFile:
     path: Path
     values: dict[str, Any]
-    """The file's own keys, without `extends`."""
+    """Keys of this file only, without `extends`."""
 
 
 def read_values(name_or_path: str | Path) -> dict[str, Any]:
-    """The whole values of a configuration file, with what it extends; see `read_files` for the errors."""
+    """Return the merged values of a configuration file and the files that it extends; see `read_files` for errors."""
     return merge(read_files(name_or_path))
 
 
 def read_files(name_or_path: str | Path) -> list[ConfigFile]:
-    """A configuration file and those that it extends, the nearest first.
+    """Return a configuration file and the files that it extends, the nearest first.
 
-    Raises ConfigError for a file that cannot be read or holds no JSON object, and for files that extend one another
-    in a circle or more than LONGEST_CHAIN deep.
+    Raises ConfigError for a file that cannot be read or does not contain a JSON object, for a cycle of `extends`, and
+    for a chain of more than LONGEST_CHAIN files.
     """
     path = find_config(name_or_path)
     files: list[ConfigFile] = []
@@ -51,14 +51,14 @@ def read_files(name_or_path: str | Path) -> list[ConfigFile]:
         path = _find_base(path, base)
         if any(path.resolve() == file.path.resolve() for file in files):
             circle = " -> ".join(file.path.name for file in [*files, ConfigFile(path, {})])
-            raise ConfigError(f"{files[-1].path} {KEY}", f"ends in a circle, {circle}", "Remove one of these `extends`")
+            raise ConfigError(f"{files[-1].path} {KEY}", f"forms a cycle, {circle}", "Remove one of these `extends`")
         if len(files) == LONGEST_CHAIN:
-            problem = f"{files[0].path} extends more than {LONGEST_CHAIN - 1} files, one by another"
-            raise ConfigError(f"{files[-1].path} {KEY}", problem, "Extend a configuration nearer to the first one")
+            problem = f"{files[0].path} extends a chain of more than {LONGEST_CHAIN - 1} files"
+            raise ConfigError(f"{files[-1].path} {KEY}", problem, "Shorten the chain")
 
 
 def merge(files: list[ConfigFile]) -> dict[str, Any]:
-    """The values of files that extend one another, the nearest first."""
+    """Return the merged values of a chain of files, the nearest first."""
     values: dict[str, Any] = {}
     for file in reversed(files):
         values = _merged(values, file.values)
@@ -78,10 +78,10 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _find_base(path: Path, base: object) -> Path:
-    """The file that `path` extends. A file may have the name of the shipped one that it extends."""
+    """Return the file that `path` extends. A file may extend the shipped configuration of the same name."""
     where = f"{path} {KEY}"
     if not isinstance(base, str) or not base:
-        raise ConfigError(where, f"{show(base)} is no configuration's name", 'Write a name, such as "reformer_64k"')
+        raise ConfigError(where, f"{show(base)} is not a configuration's name", 'Write a name, such as "reformer_64k"')
     for name in (base, base + SUFFIX):
         beside = path.parent / name
         if beside.is_file() and beside.resolve() != path.resolve():
@@ -95,7 +95,7 @@ def _find_base(path: Path, base: object) -> Path:
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         text = read_file(path).decode()
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path with a null character
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a null character
         reason = getattr(error, "strerror", None) or str(error)
         hint = "Give a JSON file, or the name of one in configs/"
         raise ConfigError(str(path), f"cannot be read ({reason})", hint) from None
@@ -110,27 +110,23 @@ SUFFIX = ".json"
 
 
 def shipped_configs() -> dict[str, Path]:
-    """The file of each shipped configuration by its name: its path in configs/, such as "finetune/glue_rte"."""
-    # An installed package holds the folder; in a checkout it lies beside the package.
+    """Return name -> file of each shipped configuration. A name is the path in configs/, e.g. "finetune/glue_rte"."""
+    # The folder is inside an installed package, and next to the package in a checkout.
     folder = next((path for path in (PACKAGE / "configs", PACKAGE.parent / "configs") if path.is_dir()), None)
     files = sorted(folder.rglob(f"*{SUFFIX}")) if folder else []
     return {file.relative_to(folder).as_posix().removesuffix(SUFFIX): file for file in files if folder}
 
 
 def find_file(name_or_path: str | Path) -> Path:
-    """The file that `name_or_path` names: a path, or where there is none one that comes with megasparse, such as
-    "configs/finetune/reviews.csv".
-    """
+    """Return the path itself if it exists, or else the shipped file with this name ("configs/finetune/reviews.csv")."""
     path, name = Path(name_or_path), str(name_or_path)
     shipped = PACKAGE / name
     return shipped if name.startswith("configs/") and not path.exists() and shipped.is_file() else path
 
 
 def find_config(name_or_path: str | Path) -> Path:
-    """The file that `name_or_path` names: a path, or a shipped configuration ("reformer_64k", "finetune/glue_rte", or
-    "glue_rte" where one file alone has that name).
-
-    Raises ConfigError where there is neither.
+    """Return the file of a path or of a shipped configuration ("reformer_64k", "finetune/glue_rte", or "glue_rte" if
+    this short name is unique). Raises ConfigError if there is neither.
     """
     path, name = Path(name_or_path), str(name_or_path)
     if path.is_file():
@@ -140,7 +136,7 @@ def find_config(name_or_path: str | Path) -> Path:
     matching = [short] if short in shipped else [other for other in shipped if other.endswith(f"/{short}")]
     if len(matching) == 1:
         return shipped[matching[0]]
-    if path.exists():  # a device or a folder: reading it says what is wrong
+    if path.exists():  # a device or a folder: reading it raises the error
         return path
     names = {other.rpartition("/")[2]: other for other in shipped} | {other: other for other in shipped}
     near = matching or [names[other] for other in difflib.get_close_matches(short, names, n=1)]
@@ -148,13 +144,13 @@ def find_config(name_or_path: str | Path) -> Path:
     raise ConfigError(name, "cannot be read (no such file, and no such shipped configuration)", hint)
 
 
-# Strings (a key where a colon follows), braces, and the constants that JSON does not have.
+# Strings (keys if a colon follows), braces, and constants that are not in JSON.
 _TOKEN = re.compile(r'(?P<string>"(?:[^"\\]|\\.)*")(?P<colon>\s*:)?|[{}]|(?P<constant>-?(?:NaN|Infinity))')
 
 
 def parse_json(text: str, name: str) -> Any:
-    """Parse `text`. `name` (a file, or a command line argument) and the line go into the ConfigError of anything that
-    is not strict JSON: syntax, comments, trailing commas, duplicate keys, NaN and infinities."""
+    """Parse strict JSON. Raises ConfigError with `name` (a file or a command line argument) and the line for syntax
+    errors, comments, trailing commas, duplicate keys, NaN and infinities."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -177,10 +173,10 @@ def _hint(text: str, position: int) -> tuple[str, int]:
     before, after = text[:position].rstrip(), text[position:].lstrip()
     if before.endswith(",") and after.startswith(("}", "]")):
         return "Remove the comma before the closing bracket", len(before) - 1
-    if re.match(r",\s*[}\]]", after):  # where Python 3.13 finds the same
+    if re.match(r",\s*[}\]]", after):  # the position that Python 3.13 reports
         return "Remove the comma before the closing bracket", position
     if after.startswith(("//", "#", "/*")):
-        return "JSON has no comments: remove it", position
+        return "JSON does not allow comments: remove it", position
     if after.startswith("'"):
         return "Write texts and keys in double quotes", position
     if not after:

@@ -1,4 +1,4 @@
-"""The schema of a fine-tuning run's JSON file: what is trained, from where, on which task."""
+"""The schema of a fine-tuning run's JSON file: initial weights, task, head and training."""
 
 from typing import Annotated, Literal
 
@@ -15,98 +15,93 @@ class StartConfig(Section):
     checkpoint: str | None = None
     """A run's folder, or one of its checkpoints."""
     huggingface: str | None = None
-    """A folder with config.json, model.safetensors and tokenizer.json. A Reformer, a YOSO, or what
-    megasparse convert to-hf wrote becomes a model of ours; any other encoder or decoder stays what it is."""
+    """A folder with config.json, model.safetensors and tokenizer.json. Reformers, YOSOs and exports of megasparse
+    convert to-hf become megasparse models; other encoders and decoders run in transformers."""
     attention: AttentionConfig | None = None
-    """Replaces the self-attention of a BERT, RoBERTa, XLM-RoBERTa or DistilBERT; in a model of ours it stands in place
-    of `model.attention`, with the same weights (YOSO's expectation in place of samples, another number of rounds).
-    null keeps what there is."""
+    """Attention that replaces the self-attention of a BERT, RoBERTa, XLM-RoBERTa or DistilBERT, or `model.attention` of
+    a megasparse model with the same weights (such as YOSO's expectation, or other hash rounds). null: no change."""
     glove: str | None = None
-    """With `model` only: a GloVe text file, whose vectors of the tokenizer's words the token embeddings start from (of
-    more numbers than model.d_model their principal components), and Smart Bird's sketches from their components."""
+    """With `model` only: a GloVe text file to initialise token embeddings from (with the principal components if its
+    vectors are wider than model.d_model), and Smart Bird's sketches from the principal components."""
     activations: Literal["stored", "checkpoint", "checkpoint_cpu"] | None = None
-    """What the backward reads, as `model.activations` has it; null keeps a checkpoint's own, and stores all of a
-    HuggingFace model's."""
+    """As `model.activations`; null keeps a checkpoint's value, and is `stored` for HuggingFace models."""
     sha256: str | None = None
-    """Checksum of the file with its weights, written into the run's configuration. Where it is given, any other file is
-    refused."""
+    """SHA-256 of the file of weights, written into the run's configuration. Any other file is an error."""
 
 
 class GenerationConfig(Section):
-    """Generation of an encoder–decoder's answers, in tasks whose answers are texts."""
+    """Generation of answers by an encoder–decoder, in tasks with text answers."""
 
     target_length: Positive = 128
-    """Tokens of an answer, its end included. In training longer ones are cut or refused as inputs are (`too_long`)."""
+    """Tokens per answer, including the end token. `too_long` applies to longer answers in training."""
     beams: Positive = 4
-    """Width of the beam search."""
+    """Beam width."""
 
 
 class RecommendationConfig(Section):
-    """NRMS (Wu et al. 2019): news read by the model of `start`, users by attention over the news they clicked."""
+    """NRMS (Wu et al. 2019): the model of `start` encodes news, attention over clicked news encodes users."""
 
     history: Positive = 50
-    """Clicked news that a user is known by, the latest ones."""
+    """Number of most recently clicked news per user."""
     attention: AttentionConfig = Field(default_factory=lambda: AttentionConfig(pattern=["full"]))
     """Attention over a user's clicked news."""
     heads: Positive = 8
-    """Heads of that attention."""
+    """Number of heads of this attention."""
 
 
 class ForecastConfig(Section):
-    """An encoder reads the last `task.max_length` rows of a table, a decoder predicts the next ones at once (Zhou et
-    al. 2020)."""
+    """An encoder reads the last `task.max_length` rows of a table, and a decoder predicts the next rows in one forward
+    pass (Zhou et al. 2020)."""
 
     horizon: Positive = 24
     """Rows to predict."""
     overlap: Positive = 48
-    """Last rows read that the decoder sees too, before those it predicts."""
+    """Last input rows that the decoder reads too, before the rows to predict."""
     date: str = "date"
     """Column of the date and time."""
     inputs: list[str] | None = None
-    """Columns that are read; null takes all but the date, and is written out in the run's configuration."""
+    """Input columns; null uses every column except the date, and the run's configuration lists them."""
     targets: list[str] | None = None
-    """Columns that are predicted; null takes those that are read."""
+    """Columns to predict; null uses the input columns."""
     relative: bool = False
-    """Rows are read and predicted as differences from the last row read (NLinear's normalisation, Zeng et al. 2023): a
-    series wanders away from the level that it had in training. The papers' models do without."""
+    """Subtract the last input row from inputs and predictions (NLinear's normalisation, Zeng et al. 2023), for series
+    whose level drifts after training. The papers' models do not."""
     mean: dict[str, float] | None = None
-    """Mean of each column's training rows, subtracted from what is read and added to what is predicted. Written into
-    the run's configuration, as are `scale` and `step`."""
+    """Mean of each column's training rows, subtracted from inputs and added to predictions. Written into the run's
+    configuration, as are `scale` and `step`."""
     scale: dict[str, Annotated[float, Field(gt=0.0)]] | None = None
-    """The standard deviation of each column's training rows, 1 of a constant."""
+    """Standard deviation of each column's training rows; 1 for constant columns."""
     step: Annotated[float, Field(gt=0.0)] | None = None
-    """Seconds from a row to the next."""
+    """Seconds between rows."""
 
 
 class TaskConfig(Section):
     name: str = "table"
-    """A name of megasparse/tasks/catalog.py; `table` is a CSV or JSONL file of one's own."""
+    """Name of a task in megasparse/tasks/catalog.py; `table` is your own CSV or JSONL file."""
     source: str = "data/task"
-    """Folder of the task's official files; of `table` the file to train on."""
+    """Folder of the task's official files; for `table` the file to train on."""
     validation: str | None = None
-    """A file or folder of the same form to validate on. null: the official one, else a part of the training
-    examples."""
+    """Validation file or folder, in the same form. null: the official one, or else a part of the training examples."""
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """The part of the training examples, chosen by `run.seed`, that is held out where there is no other validation."""
+    """Fraction of the training examples to hold out, chosen by `run.seed`, if no validation files exist."""
     max_length: Positive = 512
-    """Tokens of an input, special ones included. What is longer is cut, or refused (`too_long`)."""
+    """Most tokens per input, including special tokens; see `too_long`."""
     too_long: Literal["cut", "refuse"] = "cut"
-    """Inputs of more than `max_length` tokens: keep their beginning and report how many, or stop at the first."""
+    """Inputs of more than `max_length` tokens: truncate and report their number, or stop at the first."""
     empty: Literal["refuse", "keep"] = "refuse"
-    """Inputs without any token: stop at the first, or keep them and report how many there are."""
+    """Inputs without tokens: stop at the first, or keep them and report their number."""
     limit: Count = 0
-    """Train on so many examples only, chosen by `run.seed`; 0 takes all."""
+    """Number of training examples, chosen by `run.seed`; 0 uses all."""
     text: list[str] = Field(default=["text"], min_length=1, max_length=2)
     """`table`: the column of the texts, or the two columns of pairs. `text_table`: the column of the texts.
-    `parallel_text`, `wmt14`: the suffix of the source's files, such as ["en"]."""
+    `parallel_text`, `wmt14`: the suffix of the source files, such as ["en"]."""
     label: str = "label"
-    """`table`: the column of the labels. `text_table`: that of the answers. `parallel_text`, `wmt14`: the suffix of the
-    target's files, such as "de"."""
+    """`table`: the column of the labels. `text_table`: the column of the answers. `parallel_text`, `wmt14`: the suffix
+    of the target files, such as "de"."""
     labels: list[str] | None = None
-    """`table` only: the classes in their order; null takes those of the training file, sorted. [] predicts numbers."""
+    """`table` only: the classes in order; null uses the sorted labels of the training file. [] predicts numbers."""
     tokenizer: str = "bytes"
-    """The tokenizer of a `model` that is trained from its initial weights, as `data.tokenizer`. Others have their
-    own."""
+    """Tokenizer of a `model` without pretrained weights, as `data.tokenizer`. Pretrained models use their own one."""
     generation: GenerationConfig = GenerationConfig()
     recommendation: RecommendationConfig = Field(default_factory=RecommendationConfig)
     forecast: ForecastConfig = ForecastConfig()
@@ -114,25 +109,25 @@ class TaskConfig(Section):
 
 class HeadConfig(Section):
     pooling: Literal["pooler", "first", "mean", "last"] | None = None
-    """What of a sequence the head reads: its first token's final state, the mean over real tokens, or the last one's.
-    `pooler`: the first one's, by a dense layer that begins as the pretrained model's own, as in transformers' BERT.
-    null: the pooler where the model has one that was trained, else an encoder's mean, a decoder's last."""
+    """Input of the head: final state of the first token, mean over non-padding tokens, or state of the last token.
+    `pooler`: first token through a dense layer initialised from the pretrained pooler, as in transformers' BERT. null:
+    `pooler` if the model provides a trained one, else `mean` for encoders and `last` for decoders."""
     hidden: Count = 0
-    """Width of the dense layer (tanh) before the last one; 0 takes the model's, as BERT has it."""
+    """Width of the dense layer (tanh) before the output layer; 0 uses the model's width, as in BERT."""
     dropout: Rate = 0.1
-    """Dropout before the dense layer (not before a pooler), and before the last one."""
+    """Dropout rate before the dense layer (not before a pooler) and before the output layer."""
 
 
 class FinetuneTrainingConfig(TrainingConfig):
     epochs: Annotated[float, Field(ge=0.0)] = 3.0
-    """Passes over the training examples, which decide `training.steps`; 0 takes `training.steps` as it is."""
+    """Passes over the training examples, which set `training.steps`; 0 keeps `training.steps`."""
     global_batch: Positive = 32
-    """Examples a step, over all ranks."""
+    """Examples per step over all ranks."""
     micro_batch: Positive = 8
-    """Examples a rank takes at once; the rest of its share is accumulated."""
+    """Examples per rank and forward pass; gradients are accumulated over the rest of the rank's batch."""
     batch_unit: Literal["examples", "tokens"] = "examples"
-    """What `global_batch` and `micro_batch` count. `tokens`: of texts and their answers, padding included; a batch has
-    as many examples of like length as fit."""
+    """Unit of `global_batch` and `micro_batch`. `tokens`: tokens of inputs and answers, padding included; a batch
+    contains as many examples of similar length as fit."""
 
 
 class FinetuneOptimizerConfig(OptimizerConfig):
@@ -145,26 +140,26 @@ class FinetuneOptimizerConfig(OptimizerConfig):
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt"] = "linear"
     """Learning rate after the warm-up."""
     final_fraction: Rate = 0.0
-    """Cosine and linear: the last step's learning rate as a part of `learning_rate`."""
+    """Cosine and linear: learning rate of the last step as a fraction of `learning_rate`."""
     warmup_fraction: Rate = 0.1
-    """The part of all steps that is warm-up, which decides `warmup_steps`; 0 takes `warmup_steps` as it is."""
+    """Fraction of all steps used for warm-up, which sets `warmup_steps`; 0 keeps `warmup_steps`."""
 
 
 class FinetuneEvaluationConfig(Section):
     every: Count = 0
-    """Steps between validations; 0 validates after each epoch. The last step is always one."""
+    """Steps between validations; 0 validates after each epoch. The last step is always validated."""
     metric: str | None = None
-    """The metric whose best checkpoint is kept; null takes the task's first."""
+    """Metric that selects the best checkpoint; null uses the task's first metric."""
     patience: Count = 0
-    """Validations in a row without a better one after which training ends; 0 never ends it early."""
+    """Stop after this many validations in a row without improvement; 0 disables early stopping."""
     batch: Positive = 8
-    """Examples scored at once."""
+    """Examples per forward pass."""
 
 
 class FinetuneConfig(RunSettings):
     start: StartConfig = StartConfig()
     model: ModelConfig | None = None
-    """A model to train from its initial weights; null where `start` names one."""
+    """A model to train without pretrained weights; null if `start` names one."""
     task: TaskConfig = Field(default_factory=TaskConfig)
     head: HeadConfig = HeadConfig()
     lora: LoRAConfig | None = None

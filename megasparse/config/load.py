@@ -1,4 +1,4 @@
-"""A run's JSON file and its `--set section.key=value` overrides, to a checked Config."""
+"""Load a run's JSON file with its `--set section.key=value` overrides into a checked Config."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,9 +21,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), base: Mapping[s
     """Read, override and check the configuration of a pretraining run.
 
     Args:
-        path: Name of a shipped configuration, or a JSON file.
-        overrides: `section.key=value` each, the value in JSON.
-        base: Values that the file extends.
+        path: Name of a shipped configuration, or path of a JSON file.
+        overrides: Texts of the form `section.key=value`, the value in JSON.
+        base: Values that apply to keys missing in the file and the files that it extends.
 
     Raises:
         ConfigError: A key is unknown or its value does not fit.
@@ -39,13 +39,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), base: Mapping[s
 def load_settings(
     path: str | Path, overrides: Sequence[str], kind: type[Settings], base: Mapping[str, Any] | None = None
 ) -> Settings:
-    """Read, override and check one run's configuration of a kind.
+    """Read, override and check the configuration of a run.
 
-    path: a JSON file whose keys are those of the schema, none of them required, or a shipped configuration's name. The
-    key `extends` names a configuration of the same kind, whose values hold where the file has none (files.py).
-    base: values that hold where neither file nor bases have any, such as those of the model that a run starts from.
-    overrides: `section.key=value`, in order; the value is JSON, and a bare word that is no JSON is taken as a text.
-    Raises ConfigError (one line: the key, the value, the hint) for everything that is wrong with either.
+    Args:
+        path: Path of a JSON file, all of whose keys are optional, or name of a shipped configuration. The key `extends`
+            names a configuration of the same kind that provides the missing values (files.py).
+        overrides: Texts of the form `section.key=value`, applied in order. The value is JSON or an unquoted text.
+        kind: `Config` or `FinetuneConfig`.
+        base: Values that apply to keys missing in all files, such as the model that a run starts from.
+
+    Raises:
+        ConfigError: A file, key, value or override is invalid. One line: the key, the value, the hint.
     """
     files = read_files(path)
     for file in files[1:]:
@@ -58,17 +62,17 @@ def load_settings(
 
 
 def _check_kind(file: ConfigFile, base: ConfigFile, kind: type[RunSettings]) -> None:
-    """Raise ConfigError where `file`, of a kind of run, extends a configuration of another kind."""
+    """Raise ConfigError if `file` extends a configuration of another kind of run."""
     kinds: dict[type[RunSettings], str] = {Config: "pretraining", FinetuneConfig: "fine-tuning"}
     for other, name in kinds.items():
         foreign = sorted(base.values.keys() & other.model_fields.keys() - kind.model_fields.keys())
         if foreign:
-            problem = f"{base.path} is of {name} (it has the section {show(foreign[0])}), not of {kinds[kind]}"
+            problem = f"{base.path} is for {name} (it contains the section {show(foreign[0])}), not for {kinds[kind]}"
             raise ConfigError(f"{file.path} extends", problem, "Extend a configuration of the same kind of run")
 
 
 def _with_file(error: ConfigError, files: Sequence[ConfigFile], overrides: Sequence[str]) -> ConfigError:
-    """The error with the file that gives its key, where several could."""
+    """Return the error with the file that sets its key, if there are several files."""
     key = error.key.partition("[")[0]
     if len(files) == 1 or any(key.startswith(override.partition("=")[0].strip()) for override in overrides):
         return error
@@ -77,7 +81,7 @@ def _with_file(error: ConfigError, files: Sequence[ConfigFile], overrides: Seque
 
 
 def _keys(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """The dotted key of each value and section."""
+    """Yield the dotted key of each value and section."""
     for name, value in values.items():
         key = dotted([name], prefix)
         yield key
@@ -86,13 +90,13 @@ def _keys(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def build_config(values: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Check a pretraining run's configuration from values already parsed; see `build_settings`."""
+    """Check parsed values of a pretraining run's configuration; see `build_settings`."""
     return build_settings(values, overrides, Config)
 
 
 def build_settings(values: dict[str, Any], overrides: Sequence[str], kind: type[Settings]) -> Settings:
-    """Override and check a configuration from values already parsed, such as a checkpoint's manifest, which are not
-    changed; see `load_settings` for the errors."""
+    """Override and check parsed values, such as those in a checkpoint's manifest, without changing them; see
+    `load_settings` for the errors."""
     values = json.loads(json.dumps(values))
     for override in overrides:
         _set(values, override)
@@ -105,7 +109,7 @@ def build_settings(values: dict[str, Any], overrides: Sequence[str], kind: type[
 
 
 def _set(values: dict[str, Any], override: str) -> None:
-    """Apply one `section.key=value`; sections on the way are created, a value that is no section is an error."""
+    """Apply one `section.key=value`. Create missing sections; raise ConfigError if one of them is not a section."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
@@ -116,10 +120,10 @@ def _set(values: dict[str, Any], override: str) -> None:
         values = values[part]
         if not isinstance(values, dict):
             path = ".".join(parts[: depth + 1])
-            raise ConfigError(f"--set {key}", f"{path} is {show(values)}, which has no keys", f"Set {path} itself")
+            raise ConfigError(f"--set {key}", f"{path} is {show(values)}, which is not a section", f"Set {path} itself")
     try:
         values[parts[-1]] = parse_json(text, f"--set {key}")
     except ConfigError:
-        if text.lstrip()[:1] in ("{", "[", '"'):  # meant as JSON: an error in it must not become a text
+        if text.lstrip()[:1] in ("{", "[", '"'):  # meant as JSON: report the error instead of storing a text
             raise
         values[parts[-1]] = text

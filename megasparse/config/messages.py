@@ -13,17 +13,17 @@ from megasparse.errors import ConfigError, did_you_mean
 
 Location = Sequence[int | str]
 FEW = 5
-"""A wrong value's message names so many possible ones; of more only the nearest."""
+"""Most choices that the message of a wrong value lists; of longer lists it suggests only the nearest."""
 
 
 def as_config_error(error: ValidationError, model: type[BaseModel], values: object, prefix: str = "") -> ConfigError:
-    """The first problem of `error`, and how many more there are.
+    """Return the first problem of `error`, with the number of further problems.
 
-    model: the class that refused `values`; prefix: the dotted key under which the values stand in the run's file.
+    model: the class that rejected `values`. prefix: the dotted key of the values in the run's file.
     """
     problems = [(_real_location(details["loc"], values), details) for details in error.errors(include_url=False)]
     top = problems[0][0]
-    # Of a union each alternative complains: the one that saw furthest into the value knows best.
+    # Each alternative of a union reports an error: take the one with the deepest location.
     location, first = max(
         (problem_ for problem_ in problems if problem_[0][: len(top)] == top), key=lambda problem_: len(problem_[0])
     )
@@ -35,8 +35,8 @@ def as_config_error(error: ValidationError, model: type[BaseModel], values: obje
     key, field = dotted(location, prefix), _field_at(model, location)
     is_key = first["loc"][-1:] == ("[key]",)
     if first["type"] == "extra_forbidden" or is_key:
-        if field and not is_key:  # one of DeepSpeed's keys that have two names
-            return ConfigError(key, f"{show(value)} is given under the other name of this key too", f"Remove one{more}")
+        if field and not is_key:  # a key of DeepSpeed with an alias
+            return ConfigError(key, f"{show(value)} is also given under the key's other name", f"Remove one{more}")
         hint = did_you_mean(str(location[-1]), _choices(field)) if field else _nearest(model, location, prefix)
         return ConfigError(key, f"unknown key (its value is {show(value)})", hint + more)
     if first["type"] == "removed":
@@ -53,13 +53,13 @@ def as_config_error(error: ValidationError, model: type[BaseModel], values: obje
 
 
 def show(value: object) -> str:
-    """A value as it stands in the JSON file, shortened."""
+    """Return a value in JSON, shortened."""
     text = json.dumps(value, ensure_ascii=True, default=str)
     return text if len(text) <= 80 else f"{text[:76]} ..."
 
 
 def dotted(location: Location, prefix: str = "") -> str:
-    """`("model", "betas", 1)` as `model.betas[1]`; odd names are quoted."""
+    """Return `("model", "betas", 1)` as `model.betas[1]`; unusual names are quoted."""
     key = prefix
     for part in location:
         if isinstance(part, int):
@@ -71,12 +71,12 @@ def dotted(location: Location, prefix: str = "") -> str:
 
 
 def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The field of each key that `model` accepts; one with an alias is known by both names."""
+    """Return key -> field for all keys that `model` accepts, aliases included."""
     return {name: field for key, field in model.model_fields.items() for name in (key, field.alias) if name}
 
 
 def _real_location(location: Location, values: Any) -> list[int | str]:
-    """Pydantic names the members of a union inside a location; only what can be followed in the values is kept."""
+    """Return the location without the names of union members that pydantic inserts: parts that exist in the values."""
     real: list[int | str] = []
     for part in location:
         try:
@@ -94,7 +94,7 @@ def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
 
 
 def _field_at(model: type[BaseModel], location: Location) -> FieldInfo | None:
-    """The schema's field for a location; list indices belong to the list's field. None for the model itself."""
+    """Return the schema's field for a location, of list items the list's field; None for the model itself."""
     field: FieldInfo | None = None
     current: type[BaseModel] | None = model
     for part in location:
@@ -116,7 +116,7 @@ def _nearest(model: type[BaseModel], location: Location, prefix: str) -> str:
 
 
 def all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every dotted key of a schema, sections included."""
+    """Return every dotted key of a schema, sections included."""
     keys = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
@@ -133,7 +133,7 @@ def _describe_field(field: FieldInfo | None, message: str) -> str:
 
 
 def _json_schema(field: FieldInfo) -> dict[str, Any]:
-    """A field's JSON schema; empty for DeepSpeed's own types that have none."""
+    """Return a field's JSON schema; empty for types of DeepSpeed without one."""
     try:
         kind: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
         return TypeAdapter(kind).json_schema()
@@ -142,7 +142,7 @@ def _json_schema(field: FieldInfo) -> dict[str, Any]:
 
 
 def _choices(field: FieldInfo | None) -> list[str]:
-    """The texts that a field's values, their items and their keys may be, where they are listed."""
+    """Return the allowed texts of a field's values, items and keys, if they are enumerated."""
     choices: list[str] = []
 
     def walk(schema: object) -> None:
@@ -158,7 +158,7 @@ def _choices(field: FieldInfo | None) -> list[str]:
 
 
 def _describe(schema: dict[str, Any]) -> str:
-    """A JSON schema in words: "a whole number >= 1", `"adamw" or "adafactor"`, "a list of texts"."""
+    """Return a JSON schema in words: "a whole number >= 1", `"adamw" or "adafactor"`, "a list of texts"."""
     if "anyOf" in schema:
         return " or ".join(_describe(part) for part in schema["anyOf"])
     if "const" in schema:

@@ -19,73 +19,73 @@ class RunConfig(Section):
     engine: Literal["deepspeed", "torch"] = "deepspeed"
     """`deepspeed`: ZeRO on any number of ranks. `torch`: the same loop on plain torch in one process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes a GPU where there is one."""
+    """`auto` selects a GPU if one is available."""
     hang_timeout: Annotated[float, Field(ge=0.0)] = 120.0
-    """Seconds without progress on some rank after which the run ends and names it; 0 never ends it. Ten times as long
-    until the first step is done, and never shorter than four times the longest step."""
+    """Abort and name the rank if a rank makes no progress for this many seconds; 0 disables the watchdog. The limit is
+    ten times as long until the first step is done, and at least four times the longest step."""
     deterministic: bool = False
-    """Use only deterministic GPU kernels, so that a resumed run is bit-identical there too. On the CPU it always is."""
+    """Use only deterministic GPU kernels, so that resumed runs are bit-identical. CPU runs always are."""
 
 
 class RotaryScalingConfig(Section):
-    """Scaling of rotary frequencies to longer sequences than a model was trained on, see attention/heads.py."""
+    """Scaling of rotary frequencies to sequences longer than the model was trained on, see attention/heads.py."""
 
     kind: Literal["linear", "ntk", "yarn", "llama3"]
     """Formula of the scaling, as in transformers."""
     factor: Annotated[float, Field(ge=1.0)]
-    """Longest length, in original lengths."""
+    """Ratio of the longest length to the original training length."""
     original_length: Positive | None = None
-    """Length of the training before, which yarn and llama3 need; others have none."""
+    """yarn and llama3 only, required: sequence length of the original training, in tokens."""
     attention_factor: Annotated[float, Field(gt=0.0)] | None = None
-    """yarn only: what queries and keys are multiplied by; null takes 0.1·ln(factor) + 1."""
+    """yarn only: factor of queries and keys; null uses 0.1·ln(factor) + 1."""
 
 
 class PositionsConfig(Section):
     kind: Literal["axial", "sinusoidal", "learned", "rotary", "none"] = "sinusoidal"
-    """Encoding of positions. All kinds except `rotary` are added to the token embeddings."""
+    """Position encoding. All kinds except `rotary` are added to the token embeddings."""
     axial_shape: list[Positive] | None = None
     """Axial only: the grid of positions; its product is the longest length, e.g. [128, 512] for 65,536."""
     axial_dims: list[Positive] | None = None
-    """Axial only: the width of each axis' embedding; they sum to `model.d_model`."""
+    """Axial only: the width of each axis' embedding; the widths sum to `model.d_model`."""
     offset: Count = 0
-    """Learned only: rows of the table before the first position's, which nothing reads (HuggingFace's YOSO has 2)."""
+    """Learned only: unused rows of the table before the first position (2 in HuggingFace's YOSO)."""
     base: Annotated[float, Field(gt=1.0)] = 10000.0
     """Rotary only: base of the frequencies base^(−2i/D), HuggingFace's rope_theta."""
     scaling: RotaryScalingConfig | None = None
-    """Rotary only: scaling to sequences longer than those of the training before."""
+    """Rotary only: scaling to sequences longer than in the original training."""
 
 
 class MaskingConfig(Section):
     rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.15
-    """Share of the tokens that are masked, which an encoder predicts (masked language modelling, Devlin et al.
-    2018)."""
+    """Fraction of tokens that are masked and predicted (masked language modelling, Devlin et al. 2018)."""
     token: Count = 256
-    """The id that stands for a masked token: one of the vocabulary that no text has (256 for bytes)."""
+    """Id of the mask token. Must be an id that never occurs in text (256 for bytes)."""
     whole_words: bool = False
-    """Mask all tokens of a word together (a word begins where the tokenizer says that one does)."""
+    """Mask all tokens of a word together. The tokenizer defines which tokens start a word."""
 
 
 class SentenceOrderConfig(Section):
-    """Sequences are [class] A [separator] B [separator] and padding, as `megasparse prepare-data pairs` makes them."""
+    """Sequences are [class] A [separator] B [separator] and padding; `megasparse prepare-data pairs` writes them."""
 
     separator: Count
-    """The id that ends A, and B."""
+    """Id of the separator, the last token of A and of B."""
 
 
 class SourceConfig(Section):
-    """The encoder of an encoder–decoder. What is not here is the same on both sides."""
+    """The encoder of an encoder–decoder. Other settings are shared with the decoder."""
 
     length: Positive = 512
-    """Tokens at the start of each sequence that the encoder reads; the decoder predicts the others."""
+    """Tokens at the start of each sequence that the encoder reads; the decoder predicts the rest."""
     layers: Positive | None = None
-    """Layers of the decoder; null takes `model.layers`."""
+    """Layers of the encoder; null uses `model.layers`."""
     positions: PositionsConfig = PositionsConfig()
     attention: AttentionConfig = Field(default_factory=AttentionConfig)
-    """The encoder's attention; the decoder's is `model.attention`."""
+    """Self-attention of the encoder; `model.attention` configures the decoder."""
     cross_attention: Literal["full", "lsh"] = "full"
-    """The source's tokens that the decoder's see: all of them, or by `model.attention.lsh` those in the same bucket."""
+    """`full`: attend to every source token. `lsh`: only to source tokens in the same bucket (settings:
+    `model.attention.lsh`)."""
     shared_embedding: bool = True
-    """One table of token embeddings for both sides."""
+    """Share one token embedding table between encoder and decoder."""
 
 
 FeedForwardKind = Literal["relu", "gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh"]
@@ -94,122 +94,122 @@ GATED = ("swiglu", "geglu", "geglu_tanh")
 
 class ModelConfig(Section):
     kind: Literal["decoder", "encoder", "encoder_decoder"] = "decoder"
-    """`decoder`: a causal language model. `encoder`: every token sees both sides, and masked tokens are predicted.
-    `encoder_decoder`: an encoder reads the beginning of each sequence, and a decoder that sees it predicts the rest."""
+    """`decoder`: causal language model. `encoder`: bidirectional, predicts masked tokens. `encoder_decoder`: an encoder
+    reads the start of each sequence, and a decoder predicts the rest with cross-attention."""
     style: Literal["reformer", "bert"] = "reformer"
-    """`reformer`: branches read a normalised stream; projections without biases, ReLU. `bert`, for encoders of ordinary
-    blocks: the embedding and every sum are normalised; biases, GELU, a dense layer before the output projection."""
+    """`reformer`: pre-norm, projections without biases, ReLU. `bert`, for encoders of ordinary blocks: post-norm, a
+    normalised embedding, biases, GELU, a dense layer before the output projection."""
     vocabulary: Positive = 256
-    """Number of token ids; 256 for bytes, in an encoder 257 with the mask token."""
+    """Number of token ids: 256 for bytes, 257 in an encoder (with the mask token)."""
     max_length: Positive = 65536
-    """Longest sequence, in tokens (an encoder–decoder's longest target). Fixes position tables and bucket counts: a
-    shorter batch changes neither."""
+    """Longest sequence in tokens (encoder–decoders: longest target). Sets the size of position tables and the number of
+    buckets, which do not depend on the batch."""
     layers: Positive = 12
     """Number of layers, each attention and feed-forward."""
     d_model: Positive = 1024
     """Width of the residual stream."""
     d_ff: Positive = 4096
-    """Width of the feed-forward."""
+    """Inner width of the feed-forward."""
     heads: Positive = 8
     """Number of attention heads per layer."""
     head_dim: Positive | None = None
-    """Width of a head; null takes d_model/heads."""
+    """Width of a head; null uses d_model/heads."""
     key_heads: Positive | None = None
-    """Heads of keys and values in self-attention, each of which heads/key_heads neighbouring queries' heads share
-    (grouped-query attention, Ainslie et al. 2023); null: every head has its own."""
+    """Number of key and value heads in self-attention, each shared by heads/key_heads neighbouring query heads
+    (grouped-query attention, Ainslie et al. 2023); null uses `heads`."""
     attention_biases: Literal["none", "qkv", "all"] | None = None
-    """Biases of the projections of self-attention: none, those to queries, keys and values, or the output's too. null
-    is none, with `style` bert all."""
+    """Self-attention projections with biases: none, query, key and value (`qkv`), or these and the output (`all`). null
+    is `none`, or `all` with `style` bert."""
     query_key_norm: bool = False
-    """Each head's queries and keys are normalised, with one weight for all heads, before rotary positions."""
+    """Normalise queries and keys per head, with one weight for all heads, before rotary positions."""
     feed_forward: FeedForwardKind | None = None
-    """Activation of the feed-forward; null is relu, with `style` bert gelu. `gelu_tanh` approximates GELU by tanh. The
-    gated swiglu, geglu and geglu_tanh (Shazeer 2020) multiply silu, gelu or gelu_tanh of one product by another."""
+    """Activation of the feed-forward; null is relu, or gelu with `style` bert. `gelu_tanh` approximates GELU by tanh.
+    swiglu, geglu and geglu_tanh are gated (Shazeer 2020): silu, gelu or gelu_tanh of one product times another."""
     feed_forward_biases: bool = True
     """Biases in both products of the feed-forward."""
     blocks: Literal["reversible", "ordinary"] = "reversible"
-    """Reversible residual blocks on two streams (Reformer Eq. 7), or ordinary residual blocks on one."""
+    """Reversible residual blocks on two streams (Reformer Eq. 7), or ordinary residual blocks on one stream."""
     residual_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of the residual streams and their gradients; sums are made in fp32 and rounded to it. bf16 halves
-    what a reversible stack holds, and rounds each stream to 8 bits in every layer (docs/lab/streams.md)."""
+    """Dtype of the residual streams and their gradients; additions run in fp32 and are rounded to it. bf16 halves the
+    stored streams of a reversible stack, and rounds each stream to 8 bits in every layer (docs/lab/streams.md)."""
     activations: Literal["reversible", "stored", "checkpoint", "checkpoint_cpu"] = "reversible"
-    """What the backward reads: recomputed from the output (reversible blocks only), all stored, or recomputed from each
-    layer's stored input (ordinary blocks only; `checkpoint_cpu` keeps those inputs in CPU memory)."""
+    """Activations for the backward: recomputed from the output (reversible blocks only), stored, or recomputed from
+    each layer's stored input (ordinary blocks only; `checkpoint_cpu` stores the inputs in CPU memory)."""
     dropout: Rate = 0.0
-    """Rate after the embedding, after each attention, and inside (`style` bert: not there) and after each
+    """Dropout rate after the embedding, after each attention, and inside (not with `style` bert) and after each
     feed-forward."""
     norm_eps: Annotated[float, Field(gt=0.0)] = 1e-5
-    """Added to the variance in every normalisation; BERT and its kin have 1e-12."""
+    """Added to the variance in every normalisation (1e-12 in BERT)."""
     norm: Literal["layer", "rms"] = "layer"
-    """`layer`: layer normalisation. `rms`: RMS normalisation (Zhang and Sennrich 2019), neither centred nor with a
-    bias."""
+    """`layer`: layer normalisation. `rms`: RMS normalisation without a bias (Zhang and Sennrich 2019)."""
     feed_forward_tiles: Positive = 1
-    """Pieces of the sequence that the feed-forward works on one after another, backward included."""
+    """Number of pieces of the sequence that the feed-forward processes one after another, backward included."""
     loss_tiles: Positive = 1
-    """Pieces of the sequence whose logits exist at a time, backward included."""
+    """Number of pieces of the sequence whose logits are computed one after another, backward included."""
     score_from: Count = 0
-    """First position of a sequence whose token counts in loss and bits/dim, where the beginning cannot be predicted."""
+    """Positions before this one are excluded from the loss and from bits/dim."""
     padding_token: Count | None = None
-    """Id of padding, which no token sees and nothing predicts. null: every token is real."""
+    """Id of padding, which is masked in attention and excluded from the loss. null: no padding."""
     document_separator: Count | None = None
-    """Id of the token after each document: tokens see those of their own document only. null: a sequence is one."""
+    """Id of the token after each document; tokens attend only within their document. null: one document per
+    sequence."""
     label_smoothing: Rate = 0.0
-    """Share of each target's probability spread among all ids (Szegedy et al. 2016); not in reported nats."""
+    """Fraction of each target's probability spread over all ids (Szegedy et al. 2016); reported nats do not include
+    it."""
     adaptive_cutoffs: list[Positive] = Field(default=[])
-    """Adaptive softmax (Grave et al. 2017) for large vocabularies sorted by frequency: where each cluster of rarer ids
-    begins, ascending, e.g. [20000, 40000, 200000]. Empty: an ordinary softmax."""
+    """Adaptive softmax (Grave et al. 2017) for large vocabularies sorted by frequency: first id of each cluster of
+    rarer ids, ascending, e.g. [20000, 40000, 200000]. Empty: an ordinary softmax."""
     tied_embeddings: bool = False
-    """The output projection is the token embedding."""
+    """Use the token embedding as the output projection."""
     output_bias: bool = False
-    """The output projection has a bias, as published Reformers have. With `style` bert it has one in any case."""
+    """Add a bias to the output projection, as in published Reformers; always on with `style` bert."""
     logit_scale: Annotated[float, Field(gt=0.0)] | None = None
-    """Factor of the output projection, before its bias. null is 1; tied, but not with `style` bert,
-    d_model^−½."""
+    """Factor of the logits, before the bias. null is 1, or d_model^−½ with tied embeddings (not with `style` bert)."""
     start_token: Count | None = None
-    """Decoders only: the token whose embedding stands before the first one. null: a learned vector."""
+    """Decoders only: token that precedes each sequence. null: a learned vector."""
     token_types: Count = 0
-    """`style` bert, or with `sentence_order`: number of token types with an embedding (BERT has 2). Every token is of
-    the first, with `sentence_order` those behind the first separator of the second."""
+    """`style` bert, or with `sentence_order`: number of token types with an embedding (2 in BERT). Every token has type
+    0; with `sentence_order`, tokens after the first separator have type 1."""
     positions: PositionsConfig = PositionsConfig()
     attention: AttentionConfig = Field(default_factory=AttentionConfig)
     masking: MaskingConfig = MaskingConfig()
     """Encoders only."""
     sentence_order: SentenceOrderConfig | None = None
-    """Encoders only: predict also whether two segments stand in the order of their document (Lan et al. 2020)."""
+    """Encoders only: also predict if two segments are in document order (Lan et al. 2020)."""
     source: SourceConfig | None = None
-    """Encoder–decoders only, where it must be given."""
+    """Encoder–decoders only, required."""
 
 
 class DataConfig(Section):
     path: str = "data/enwik8"
-    """Folder of shards with its index.json, as megasparse prepare-data writes it; or a URL: http://, https:// or s3://."""
+    """Folder of shards and index.json, written by megasparse prepare-data; or a URL: http://, https:// or s3://."""
     cache: str | None = None
-    """Folder of this machine to which shards are fetched from URLs; null is megasparse/shards in the user's cache
-    (XDG_CACHE_HOME, or ~/.cache). All ranks and runs of a machine share it; best is a local disk."""
+    """Local folder for shards fetched from URLs, shared by all ranks and runs of a machine; null is megasparse/shards
+    in the user's cache (XDG_CACHE_HOME, or ~/.cache). Use a local disk."""
     cache_gb: Annotated[float, Field(gt=0.0)] = 50.0
-    """Limit of the cache, 10^9 bytes: shards that were not used for longest are deleted first, never one in use."""
+    """Limit of the cache, 10^9 bytes. The least recently used shards are deleted first, never one in use."""
     mixture: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default={})
-    """Train on several such folders instead, each with its weight among the sequences. Evaluation is on `path`."""
+    """Train on several folders instead: folder -> sampling weight. Evaluation uses `path`."""
     sequence_length: Positive = 65536
-    """Tokens in a training sequence."""
+    """Tokens per training sequence."""
     shuffle_shards: Positive = 16
-    """Sequences are shuffled over this many shards at a time, the shards themselves over all."""
+    """Sequences are shuffled within groups of this many shards; the order of shards is shuffled first."""
     tokenizer: str = "bytes"
-    """`bytes`, `pixels`, or a tokenizer's file: *.model (sentencepiece), *.json (HuggingFace), *.txt (words)."""
+    """`bytes`, `pixels`, or the path of a tokenizer: *.model (sentencepiece), *.json (HuggingFace), *.txt (words)."""
 
 
 class TrainingConfig(Section):
     steps: Positive = 20000
     """Optimizer steps of the whole run."""
     global_batch: Positive = 8
-    """Sequences a step, over all ranks; the number of ranks does not change the run."""
+    """Sequences per step over all ranks; losses do not depend on the number of ranks."""
     micro_batch: Positive = 1
-    """Sequences a rank takes at once; the rest of its share is accumulated."""
+    """Sequences per rank and forward pass; gradients are accumulated over the rest of the rank's batch."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Branches' arithmetic; norms, softmax statistics and master weights are fp32 in both. Residual streams have
-    `model.residual_dtype`."""
+    """Dtype of the computation inside branches. Norms, softmax statistics and master weights are always fp32; see
+    `model.residual_dtype` for the residual streams."""
     gradient_clipping: Annotated[float, Field(ge=0.0)] = 1.0
-    """Largest L2 norm of the gradient; 0 does not clip."""
+    """Largest L2 norm of the gradient; 0 disables clipping."""
 
 
 class OptimizerConfig(Section):
@@ -228,47 +228,46 @@ class OptimizerConfig(Section):
     warmup_steps: Count = 0
     """Steps of linear warm-up from 0."""
     final_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
-    """Cosine and linear: the last step's learning rate as a part of `learning_rate`."""
+    """Cosine and linear: learning rate of the last step as a fraction of `learning_rate`."""
 
 
 class EvaluationConfig(Section):
     every: Count = 1000
-    """Steps between evaluations; 0 never."""
+    """Steps between evaluations; 0 disables them."""
     sequences: Positive = 8
-    """Held-out sequences scored each time, from the start of the split."""
+    """Held-out sequences per evaluation, from the start of the split."""
     sample_tokens: Count = 0
-    """Length of the sample written to TensorBoard with each evaluation, a text or, of pixels, a picture (rows that are
-    not drawn stay black); 0 writes none."""
+    """Tokens of the sample written to TensorBoard at each evaluation, a text or for pixels a picture; 0 disables it."""
 
 
 class CheckpointConfig(Section):
     every: Count = 500
     """Steps between checkpoints; 0 saves only at the end."""
     keep: Positive = 2
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints to keep."""
     asynchronous: bool = False
-    """Copy the state, and write it while training goes on. Takes as much CPU memory as a checkpoint has bytes."""
+    """Copy the state to CPU memory and write it while training continues. Needs CPU memory for one checkpoint."""
     on_failure: Literal["stop", "continue"] = "stop"
-    """When a checkpoint cannot be written or uploaded: end with exit code 3, or report it and go on to the next."""
+    """If a checkpoint cannot be written or uploaded: stop with exit code 3, or report it and continue."""
     bucket: str | None = None
-    """URL to which each checkpoint is uploaded beside training, and from which a run goes on whose folder has none or
-    older ones, on any machine: s3://, gs://, az:// or file://, for this run alone. null: they are in `run.directory`
-    only."""
+    """URL (s3://, gs://, az:// or file://) of a location for this run only, to which each checkpoint is uploaded in the
+    background. A run on any machine resumes from it if the checkpoints in `run.directory` are older or missing. null:
+    checkpoints are stored only in `run.directory`."""
 
 
 class LoggingConfig(Section):
     every: Positive = 1
-    """Steps between points of TensorBoard and of the progress bar; where that is no terminal, a line comes every 10 s.
-    metrics.jsonl has every step."""
+    """Steps between updates of TensorBoard and the progress bar; without a terminal, a line is printed every 10 s.
+    metrics.jsonl contains every step."""
     sink: Literal["wandb", "mlflow"] | None = None
-    """Destination of scalars, texts and pictures besides TensorBoard: Weights & Biases or MLflow, set up by their own
-    environment variables (WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI). null: nothing leaves this machine."""
+    """Additional destination of scalars, texts and pictures: Weights & Biases or MLflow, configured by environment
+    variables (WANDB_PROJECT, WANDB_MODE, MLFLOW_TRACKING_URI). null: TensorBoard only."""
     attention_quality_every: Count = 0
-    """Steps between measurements of how near each attention comes to full attention, on a held-out window; 0 never."""
+    """Steps between comparisons of each attention with full attention on a held-out window; 0 disables them."""
 
 
 class LoRAConfig(Section):
-    """Low-rank adapters on linear layers (Hu et al. 2021), by peft; the pretrained weights are frozen."""
+    """Low-rank adapters on linear layers (Hu et al. 2021), with peft; the pretrained weights are frozen."""
 
     rank: Positive = 8
     """Rank of the adapters."""
@@ -277,17 +276,17 @@ class LoRAConfig(Section):
     dropout: Rate = 0.0
     """Dropout rate of the input of the adapters."""
     targets: list[str] = Field(default=["query", "value"], min_length=1)
-    """Names of the linear layers, their last parts: of BERT and of our models query, key, value, output, ..."""
+    """Last parts of the names of the linear layers, such as query, key, value and output in BERT and megasparse."""
 
 
 class ParallelConfig(Section):
     sequence: Positive = 1
-    """Ranks that share one sequence, each with its part of the tokens, and inside attention of each mechanism's heads,
-    which it must divide. The number of ranks is a multiple of it."""
+    """Sequence-parallel degree: number of ranks that split each sequence. Must divide `data.sequence_length`,
+    `model.source.length` and the number of ranks."""
 
 
 class RunSettings(Section):
-    """The sections of every run."""
+    """Sections shared by pretraining and fine-tuning."""
 
     run: RunConfig = RunConfig()
     training: TrainingConfig = TrainingConfig()
@@ -295,7 +294,7 @@ class RunSettings(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     deepspeed: dict[str, Any] = Field(default={})
-    """DeepSpeed's own settings (zero_optimization, ...), handed over as they are once every key is checked."""
+    """DeepSpeed's settings (zero_optimization, ...), checked key by key and passed on unchanged."""
 
 
 class Config(RunSettings):
@@ -306,11 +305,11 @@ class Config(RunSettings):
     evaluation: EvaluationConfig = EvaluationConfig()
     parallel: ParallelConfig = ParallelConfig()
     lora: LoRAConfig | None = None
-    """Low-rank adapters on the weights that the run starts from (--start); null trains all weights."""
+    """Low-rank adapters on the initial weights (--start); null trains all weights."""
 
 
 def encoder_part(model: ModelConfig) -> ModelConfig:
-    """The encoder, which reads the source."""
+    """Return the configuration of an encoder–decoder's encoder, which reads the source."""
     source = model.source
     assert source is not None
     changes = {
@@ -325,5 +324,5 @@ def encoder_part(model: ModelConfig) -> ModelConfig:
 
 
 def decoder_part(model: ModelConfig) -> ModelConfig:
-    """The decoder, which predicts the target, without its attention to the source."""
+    """Return the configuration of an encoder–decoder's decoder without cross-attention, which predicts the target."""
     return model.model_copy(update={"kind": "decoder", "source": None})

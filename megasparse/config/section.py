@@ -1,7 +1,7 @@
-"""The base class of the schema's sections, the types of their numbers, and the keys that earlier releases had.
+"""The base class of the schema's sections, the types of their numbers, and the removed keys of earlier releases.
 
-A checkpoint stores its whole configuration, so its old keys must still load. A row of REMOVED drops a key whose value
-asks for the behaviour that is left; any other value is an error with the row's hint.
+A checkpoint stores its whole configuration, so old keys must still load. A row of REMOVED drops a key whose value
+requests the current behaviour; any other value is an error with the row's hint.
 """
 
 import json
@@ -14,18 +14,18 @@ Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 JSON_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-"""Lets a field of a strict schema read its tuple from a list, the only notation that JSON has for it."""
+"""Lets a tuple field of a strict schema accept a list, because JSON does not distinguish them."""
 
 ANY = object()
-"""The key may have any value: it changed nothing that is left."""
+"""Any value of the key is accepted, because it does not affect the current behaviour."""
 
 REMOVED: dict[str, tuple[Any, str]] = {
     "YOSOAttentionConfig.backward": ("auto", "The cheaper way is taken: remove the key"),
     "SMYRFAttentionConfig.evaluation_rounds": (None, "Evaluation takes `rounds`: remove the key"),
     "YOSOAttentionConfig.normalization": ("length", "Outputs are scaled to length 1, as in the paper: remove the key"),
     "LHAAttentionConfig.features": (ANY, "Remove the key"),
-    "LHAAttentionConfig.samples": (256, "256 queries a step learn: remove the key"),
-    "LHAAttentionConfig.sampled_keys": (1024, "1,024 keys of a document learn: remove the key"),
+    "LHAAttentionConfig.samples": (256, "256 queries per step are sampled: remove the key"),
+    "LHAAttentionConfig.sampled_keys": (1024, "1,024 keys per document are sampled: remove the key"),
     "LHAAttentionConfig.weight": (0.05, "The weight is 0.05, as in the paper: remove the key"),
     "SmartBirdAttentionConfig.weight": (1.0, "The sketch's objective has weight 1: remove the key"),
     "SentenceOrderConfig.weight": (1.0, "The order's nats have weight 1: remove the key"),
@@ -55,16 +55,15 @@ REMOVED: dict[str, tuple[Any, str]] = {
         'Runs score "validation"; evaluate has --split: remove the key',
     ),
     "DataConfig.max_damaged": (0, "A damaged shard is an error that names it: remove the key"),
-    "RunConfig.corruption_check_every": (0, "There is no check for silent corruption any more: remove the key"),
+    "RunConfig.corruption_check_every": (0, "The check for silent corruption was removed: remove the key"),
 }
-"""By "Section.key", the name of a class of the schema and its old key: the value that is accepted, a tuple of several,
-a function of the section's values that returns it, or ANY; and what to do about another one. The row of a whole section
-accepts ANY or null."""
+""""Class.key" of the schema -> (accepted value, hint for other values). The accepted value is a value, a tuple of
+several, a function of the section's values that returns one, or ANY; for a whole section it is ANY or null."""
 
 REMOVED_VALUES: dict[str, dict[Any, str]] = {
     "LHAAttentionConfig.utility": dict.fromkeys(("features", "exact"), 'Set it to "sampled"'),
 }
-"""By "Section.key" of a key that is left: each value that it has lost, and what to do."""
+""""Class.key" of a current key -> removed value -> hint."""
 
 
 def removed_error(key: str, value: Any, hint: str) -> PydanticCustomError:
@@ -75,7 +74,7 @@ def removed_error(key: str, value: Any, hint: str) -> PydanticCustomError:
 
 
 class Section(BaseModel):
-    """A part of the configuration: unknown keys are errors, values are not coerced, nothing changes after loading."""
+    """Base class of the sections: unknown keys are errors, values are not coerced, instances are immutable."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True

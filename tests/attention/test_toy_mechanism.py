@@ -97,7 +97,7 @@ def test_it_resumes_from_its_weights_and_its_written_configuration():
 
 def test_a_name_is_given_once():
     for name in ("toy_mean", "lsh", "pattern"):
-        with pytest.raises(ValueError, match=f'has a key "{name}" already'):
+        with pytest.raises(ValueError, match=f'already contains a key "{name}"'):
             mechanism(name, MeanConfig)
 
 

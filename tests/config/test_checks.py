@@ -53,9 +53,9 @@ def scaled(positions: str, kind: str, **settings: float) -> list[str]:
         ),
         ([*ENCODER, "model.start_token=3"], "model.start_token", ["3 is given", '"encoder"']),
         (["model.start_token=256"], "model.start_token", ["256", "vocabulary = 256"]),
-        (["model.positions.base=500.0"], "model.positions.base", ['"sinusoidal" has no frequencies', '"rotary"']),
+        (["model.positions.base=500.0"], "model.positions.base", ['"sinusoidal" does not use frequencies', '"rotary"']),
         (scaled("sinusoidal", "linear"), "model.positions.scaling", ['"sinusoidal"']),
-        (scaled("rotary", "yarn"), "model.positions.scaling.original_length", ["null", "Give that length"]),
+        (scaled("rotary", "yarn"), "model.positions.scaling.original_length", ["null", "Give this length"]),
         (
             scaled("rotary", "linear", attention_factor=2.0),
             "model.positions.scaling.attention_factor",
@@ -63,7 +63,7 @@ def scaled(positions: str, kind: str, **settings: float) -> list[str]:
         ),
         ([*scaled("rotary", "ntk"), "model.head_dim=2"], "model.positions.scaling.kind", ["4 or more"]),
         (axial("[8, 8]", "[16, 8]"), "model.positions.axial_dims", ["sums to 24", "d_model = 32"]),
-        (axial("[8, 8]", "[32]"), "model.positions.axial_dims", ["1 axes", "has 2"]),
+        (axial("[8, 8]", "[32]"), "model.positions.axial_dims", ["1 widths", "2 axes"]),
         (axial("null", "[32]"), "model.positions.axial_shape", ["null", "[128, 512]"]),
         (["model.positions.axial_shape=[8, 8]"], "model.positions.axial_shape", ["[8, 8]", '"sinusoidal"', '"axial"']),
         (["data.sequence_length=65"], "data.sequence_length", ["65", "max_length = 64"]),
@@ -110,7 +110,7 @@ def scaled(positions: str, kind: str, **settings: float) -> list[str]:
         (["model.kind=encoder"], "model.vocabulary", ["256", "masking.token = 256", "to 257", "multiple of 8"]),
         ([*ENCODER, "model.masking.token=32"], "model.masking.token", ["32 is a byte", "256"]),
         *(
-            ([*ENCODER, f"model.{key}=256"], f"model.{key}", ["256 is model.masking.token too"])
+            ([*ENCODER, f"model.{key}=256"], f"model.{key}", ["256 is also model.masking.token"])
             for key in ("padding_token", "document_separator")
         ),
         ([*ENCODER, "model.masking.token=257"], "model.vocabulary", ["257", "to 258"]),

@@ -81,21 +81,21 @@ def test_a_wrong_value_is_one_line_with_what_it_must_be(key, value, expected):
     [
         (
             {"zero_optimization": {"stage3_prefetch_bucket_size": 1, "prefetch_bucket_size": 1}},
-            "zero_optimization.prefetch_bucket_size: 1 is given under the other name of this key too. Remove one",
+            "zero_optimization.prefetch_bucket_size: 1 is also given under the key's other name. Remove one",
         ),
         ({"zero_optimization": {"compute_grad_norm": False}}, "supported only with ZeRO Stage 1 or 2"),
-        ({"zero_optimization": {"strict": True}}, "deepspeed.zero_optimization: DeepSpeed refuses it"),
-        ({"zero_optimization": {"leaf_module": 3}}, "deepspeed.zero_optimization: DeepSpeed refuses it"),
+        ({"zero_optimization": {"strict": True}}, "deepspeed.zero_optimization: DeepSpeed rejects it"),
+        ({"zero_optimization": {"leaf_module": 3}}, "deepspeed.zero_optimization: DeepSpeed rejects it"),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": NVME}},
-            'offload_optimizer.device: "nvme" is not supported. megasparse no longer offloads to disks',
+            'offload_optimizer.device: "nvme" is not supported. megasparse does not offload to disks',
         ),
-        ({"aio": {"block_size": 1048576}}, "deepspeed.aio: sets how a disk is read"),
+        ({"aio": {"block_size": 1048576}}, "deepspeed.aio: configures reads from disks"),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
-            "offload_optimizer.ratio: 0.5 puts",
+            "offload_optimizer.ratio: 0.5 stores",
         ),
-        ({"zero_optimization": {"round_robin_gradients": True}}, "round_robin_gradients: true puts"),
+        ({"zero_optimization": {"round_robin_gradients": True}}, "round_robin_gradients: true stores"),
     ],
 )
 def test_keys_that_do_not_go_together_are_one_line(section, message):

@@ -85,21 +85,21 @@ def test_a_name_nearly_right_has_a_hint(name, near):
 def test_files_that_extend_one_another_in_a_circle_are_refused(write):
     first = write("first", extends="second")
     second = write("second", extends="first")
-    assert refused(first).startswith(f"{second} extends: ends in a circle, first.json -> second.json -> first.json.")
+    assert refused(first).startswith(f"{second} extends: forms a cycle, first.json -> second.json -> first.json.")
 
 
 def test_a_long_chain_is_refused(write):
     for number in range(LONGEST_CHAIN + 1):
         write(str(number), extends=str(number + 1))
     write(str(LONGEST_CHAIN), run={"seed": 3})
-    assert "0.json extends more than 7 files" in refused(write("0", extends="1"))
+    assert "0.json extends a chain of more than 7 files" in refused(write("0", extends="1"))
     assert load_config(write("1", extends="2")).run.seed == 3
 
 
 @pytest.mark.parametrize("base", [3, "", ["quickstart"], {}, False])
 def test_what_is_no_name_is_refused(write, base):
     path = write("own", extends=base)
-    assert refused(path).startswith(f"{path} extends: {json.dumps(base)} is no configuration's name")
+    assert refused(path).startswith(f"{path} extends: {json.dumps(base)} is not a configuration's name")
 
 
 @pytest.mark.parametrize("base", ["nowhere", "../none.json", "nu\0ll", "quickstartt"])
@@ -127,7 +127,7 @@ def test_a_wrong_key_is_reported_with_the_file_that_gives_it(write):
 def test_a_configuration_of_another_kind_of_run_cannot_be_extended(write, kind, base, section):
     path = write("own", extends=base)
     message = refused(path, kind=kind)
-    assert message.startswith(f"{path} extends: ") and f'(it has the section "{section}")' in message
+    assert message.startswith(f"{path} extends: ") and f'(it contains the section "{section}")' in message
 
 
 def test_the_saved_configuration_stands_alone(write):

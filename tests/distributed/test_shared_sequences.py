@@ -84,9 +84,9 @@ def test_each_rank_reads_its_part_of_every_sequence(folder):
     ("changes", "message"),
     [
         ({"run": {"engine": "torch"}}, 'parallel.sequence: 2 ranks are to share a sequence, but run.engine = "torch"'),
-        ({"data": {"sequence_length": 23}}, "data.sequence_length: 23 tokens do not divide among"),
+        ({"data": {"sequence_length": 23}}, "data.sequence_length: 23 tokens cannot be divided evenly among"),
         ({"model": {"sentence_order": {"separator": 9}}}, "model.sentence_order: given"),
-        ({"model": {"source": {"length": 7}}}, "model.source.length: 7 tokens do not divide among"),
+        ({"model": {"source": {"length": 7}}}, "model.source.length: 7 tokens cannot be divided evenly among"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(tmp_path, changes, message):

@@ -136,11 +136,11 @@ def test_generation_takes_all_heads_at_once_and_evaluation_groups():
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (["model.attention.head_groups=3"], "3 groups cannot share out the 4 heads of"),
+        (["model.attention.head_groups=3"], "3 groups cannot divide the 4 heads of"),
         (["model.attention.head_groups=2", 'model.attention.pattern=["smart_bird"]'], "all heads share one sketch"),
         (
             ["model.attention.head_groups=2", "model.heads=6", "model.d_model=192", "model.key_heads=3"],
-            "groups of 3 heads divide the 2 heads that share keys",
+            "groups of 3 heads split 2 heads that share a key head",
         ),
     ],
 )

@@ -358,7 +358,7 @@ def test_a_smart_bird_sketch_reads_titles_and_learns(tmp_path):
     "settings, message",
     [
         ({"heads": 5}, "task.recommendation.heads: 5 heads do not divide the width of the news' vectors, 32"),
-        ({"attention": AttentionConfig(pattern=["smart_bird"])}, r'objective: "token" is not what this stack learns'),
+        ({"attention": AttentionConfig(pattern=["smart_bird"])}, r'objective: "token" is not a target of this stack'),
         (
             {"history": 16, "attention": AttentionConfig(pattern=["lsh"])},
             r"task.recommendation.attention.lsh.chunk: 64 is longer than task.recommendation.history = 16",

@@ -297,5 +297,5 @@ def test_a_folder_in_place_of_a_bucket(tmp_path):
 
 @pytest.mark.parametrize("url", ["bucket/run", "http://host/run", "hf://buckets/me/run", "s3:/bucket"])
 def test_what_is_no_bucket_is_refused_before_anything_else(url):
-    with pytest.raises(ConfigError, match=r"checkpoint.bucket: .* is no URL of an object store. It begins with s3://"):
+    with pytest.raises(ConfigError, match=r"checkpoint.bucket: .* is not a URL .* must start with s3://"):
         check(tiny_config("run", checkpoint={"bucket": url}))
