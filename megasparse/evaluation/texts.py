@@ -81,10 +81,14 @@ def texts(
         raise ConfigError("--checkpoint", "its model predicts pixels, not text", hint)
     request.sampling.check()
     check_beams(1 if request.beams is None else request.beams, request.length_penalty)
-    ends = end_tokens(config, tokenizer) if config.model.source is None else {_separator(tokenizer, config)}
+    if config.model.source is None:
+        separator, ends = config.model.document_separator, end_tokens(config, tokenizer)
+    else:
+        separator = _separator(tokenizer, config)
+        ends = frozenset([separator])
     prompt = tokenizer.encode(request.prompt)
-    if held := sorted(ends & set(prompt.tolist())):
-        raise ConfigError("--prompt", f"it holds the token that ends a text ({held[0]})", "Leave that out")
+    if separator is not None and separator in prompt:  # an imported model's other ends may be part of a chat
+        raise ConfigError("--prompt", f"it holds the token that ends a text ({separator})", "Leave that out")
     tokens, room = request.tokens, max(0, config.model.max_length - len(prompt))
     if tokens is None:
         tokens = min(DECODER_TOKENS, room) if config.model.source is None else room

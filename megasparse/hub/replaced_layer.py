@@ -152,6 +152,10 @@ class IndexedLayer(DynamicIndexedLayer):  # type: ignore[misc]
     @staticmethod
     def of(cache: Cache, number: int, needs_index: bool) -> None:
         """Put such a layer into a cache where it is still empty. Raises HubError for a layer that cannot be one."""
+        if needs_index and cache.offloading:
+            raise HubError(
+                type(cache).__name__, "past_key_values is offloaded, and its index is not", "Set no offloading"
+            )
         while len(cache.layers) <= number:
             cache.layers.append(DynamicLayer())
         layer: Any = cache.layers[number]

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from megasparse.cli.main import door
 from megasparse.config.load import build_config
 from megasparse.errors import ConfigError, HubError
-from megasparse.evaluation.generate import BeamSettings, end_tokens, generate, search
+from megasparse.evaluation.generate import BeamSettings, Sampling, end_tokens, generate, search
+from megasparse.evaluation.texts import Request, texts
 from megasparse.hub import from_pretrained
 from megasparse.hub.formats import format_named
 from megasparse.hub.importing import HFModel
@@ -126,6 +127,10 @@ def test_the_models_own_end_ends_texts_and_is_exported(tmp_path, ends):
         assert (best.tokens, best.ended) == (text[: len(text) - ended], ended)
         lengths.add(len(text))
     assert len(lengths) > 2
+    chat = Request("".join(loaded.tokenizer.text([7, 5, 8])).encode(), 3, Sampling(0.0), None, 0.0)
+    assert 5 in loaded.tokenizer.encode(chat.prompt)
+    (text,) = texts(loaded.model, loaded.config, loaded.tokenizer, chat, [], torch.device("cpu"))
+    assert "".join(text).encode().startswith(chat.prompt)
     for to in ("llama", "megasparse"):
         door("convert to-hf")(["--checkpoint", f"{tmp_path}/run", "--output", f"{tmp_path}/{to}", "--to", to])
         assert transformers.GenerationConfig.from_pretrained(tmp_path / to).eos_token_id == ends

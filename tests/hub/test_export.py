@@ -77,14 +77,17 @@ def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
     assert all(torch.equal(file.read(f"model.{name}"), value) for name, value in model.state_dict().items())
 
 
+DIFFER = r"not written: .* logits differ .* by [\d.e-]+ \(over 0\.0001\)"
+
+
 @pytest.mark.parametrize(
     "name, factor, problem",
     [
-        ("model.blocks.1.attention.attention.output.weight", 1.01, "logits differ"),
-        ("model.head.weight", 1.01, "logits differ"),
-        ("model.encoder.blocks.0.feed_forward.feed_forward.up", 1.01, "logits differ"),
-        ("model.encoder.norm.weight", 1.01, "logits differ"),
-        ("model.blocks.1.cross_attention.attention.value.weight", 1.01, "logits differ"),
+        ("model.blocks.1.attention.attention.output.weight", 1.01, DIFFER),
+        ("model.head.weight", 1.01, DIFFER),
+        ("model.encoder.blocks.0.feed_forward.feed_forward.up", 1.01, DIFFER),
+        ("model.encoder.norm.weight", 1.01, DIFFER),
+        ("model.blocks.1.cross_attention.attention.value.weight", 1.01, DIFFER),
         ("model.embedding.start", None, "missing_keys"),
         ("other", 0.0, "unexpected_keys"),
     ],
