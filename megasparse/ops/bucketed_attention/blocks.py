@@ -45,26 +45,26 @@ def bucketed_attention(
     *,
     dropout: PairDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute out_i = Σ_r Σ_j exp(scale·q_i·k_j − log N_ij − lse_i) v_j over the keys j visible in round r (Reformer
-    Eq. 2–6, appendix A).
+    """Attend to the keys that share a bucket with the query in at least one hash round (Reformer Eq. 2–6, appendix A).
 
-    N_ij is the number of rounds in which j is visible to i (1 without spec.count_rounds).
+    out_i = Σ_r Σ_j exp(scale·q_i·k_j − log N_ij − lse_i) v_j over the keys j visible to i in round r. N_ij is the
+    number of rounds in which j is visible to i (1 without spec.count_rounds).
 
     Args:
-        q, k, v: (B, H, L, D). A score is to be less than 2^90 in size.
-        codes: (B, H, R, L) integer buckets, or (B, 1, R, L), the same of all heads; None is one bucket and one round
-            (local attention).
-        spec: the window, and what it shows.
-        key_mask: (B, L) bool, True for real tokens: padding sees nothing and is never seen.
-        segments: (B, L) document numbers >= 0: documents never see each other.
-        key_codes: (B, H, R, L), the keys' own buckets. Then codes are the queries', the window is a band of the last M
-            keys of the query's bucket at or before it and, where not causal, the M after it, and a query that sees
-            nothing sees itself in any case (unless spec.self_at_last is false).
-        dropout: of the probabilities; lse is that of all pairs.
+        q, k, v: (B, H, L, D). Scores must be below 2^90 in absolute value.
+        codes: (B, H, R, L) integer buckets, or (B, 1, R, L) for all heads; None is one bucket and one round, which is
+            local attention.
+        spec: The window and the visible pairs.
+        key_mask: (B, L) bool, True for real tokens. Padding neither attends nor is attended to.
+        segments: (B, L) document numbers >= 0. Tokens attend only to their own document.
+        key_codes: (B, H, R, L) buckets of the keys; `codes` are then the queries'. The window is a band: the last M
+            keys of the query's bucket at or before it and, if not causal, the M after it. A query without visible keys
+            attends to itself (unless spec.self_at_last is false).
+        dropout: Applied to the probabilities; lse includes dropped pairs.
 
     Returns:
-        out (B, H, L, D) in q's dtype and lse (B, H, L), the log of the sum, in fp32 at least; 0 and −∞ for padding.
-        Scores, softmax statistics and gradients are computed in fp32 at least.
+        out (B, H, L, D) in q's dtype and the log-sum-exp of the scores (B, H, L), in fp32 at least; 0 and −∞ at
+        padding. Scores, softmax statistics and gradients are computed in fp32 at least.
     """
     assert key_codes is None or spec.window.kind == "band", "the chunk window needs codes that queries and keys share"
     out, lse = _BucketedAttention.apply(q, k, v, codes, spec, key_mask, segments, key_codes, dropout)

@@ -77,16 +77,16 @@ class Engine(ABC):
         learning_rate: float,
         progress: Progress = silent,
     ) -> StepResult:
-        """Run one optimizer step.
-
-        All scored tokens of the global batch have the same weight. With padding or separators the scored tokens of
-        micro-batches are counted first; with sequence parallelism, once per shape.
+        """Run one optimizer step: forward and backward of every micro-batch, all-reduce, clipping, update. All ranks
+        call it. All scored tokens of the global batch have the same weight.
 
         Args:
             micro_batches: This rank's micro-batches, or its parts of shared ones; of equal size on all ranks.
             step: Number of the step, from 1.
             learning_rate: Learning rate of this step.
             progress: Called before the forward and the backward pass of every micro-batch.
+        Returns:
+            The loss and statistics of the global batch. If any rank's loss or gradient is not finite, no rank updates.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
