@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021) on linear layers, by peft: W·x + α/r·B·A·x, of which A and B are trained."""
+"""Low-rank adapters (Hu et al. 2021) on linear layers, with peft: W·x + α/r·B·A·x, where A and B are trained."""
 
 import math
 import warnings
@@ -24,13 +24,12 @@ def add_adapters(
     model: nn.Module, config: LoRAConfig, seed: int, *, kinds: Kinds = LINEAR, new: Iterable[nn.Parameter] = (),
     draws: bool = False,
 ) -> None:  # fmt: skip
-    """Freeze the model's pretrained weights and give the linear layers that `lora.targets` names adapters, in place. B
-    begins as 0, so the outputs stay what they were; A is uniform, a pure function of the seed and its name.
+    """Freeze the model's pretrained weights and add adapters to the linear layers named in `lora.targets`, in place. B
+    is initially 0, so the outputs do not change; A is uniform, a pure function of the seed and its name.
 
-    kinds: classes of linear layers. Weights that are not pretrained are trained too: those of the mechanisms, which
-    learn by losses of their own, and `new` ones. draws: whether the model's own dropout draws from torch's generators,
-    as that of adapters does. Raises ConfigError where a target names no linear layer, and UserError where peft is not
-    installed.
+    kinds: classes of linear layers. Weights that are not pretrained stay trainable: weights of mechanisms with their
+    own losses, and `new` weights. draws: True if the model's dropout uses torch's generators, as peft's dropout does.
+    Raises ConfigError if a target matches no linear layer, and UserError if peft is not installed.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -38,18 +37,18 @@ def add_adapters(
         problem = "lora: peft is not installed"
         raise UserError(f'{problem}. Install it: pip install "megasparse[tasks]", or remove lora') from None
     if config.dropout and not draws:
-        problem = f"{config.dropout}, and adapters of our own models have none: they draw by sample, peft's do not"
+        problem = f"{config.dropout} is not supported: this model draws dropout per sample, peft does not"
         raise ConfigError("lora.dropout", problem, "Set it to 0")
     targets = _targets(model, config.targets, kinds)
-    alpha: Any = config.alpha  # peft's annotation says int, and it divides it by the rank
+    alpha: Any = config.alpha  # annotated as int in peft, which divides it by the rank
     if any(isinstance(module, AttentionLayer) and module.groups > 1 for module in model.modules()):
-        problem = "attention in groups reads pieces of its weights, and adapters have none of them"
-        raise ConfigError("model.attention.head_groups", problem, "Set it to 1, or leave lora out")
+        problem = "attention in groups reads slices of its weights, which adapters do not support"
+        raise ConfigError("model.attention.head_groups", problem, "Set it to 1, or remove lora")
     settings = LoraConfig(
         r=config.rank, lora_alpha=alpha, lora_dropout=config.dropout, target_modules=targets, bias="none"
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "fan_in_fan_out")  # GPT-2's transposed layers: peft puts it right
+        warnings.filterwarnings("ignore", "fan_in_fan_out")  # peft corrects it for GPT-2's transposed layers
         inject_adapter_in_model(settings, model)
     mechanisms = [module for module in model.modules() if isinstance(module, Attention)]
     trained = {id(weight) for weight in (*new, *(weight for part in mechanisms for weight in part.parameters()))}
@@ -64,8 +63,8 @@ def add_adapters(
 
 
 def _want_gradient(embedding: nn.Module, inputs: Any, x: torch.Tensor) -> None:
-    """Let the embedding's output require a gradient: a reversible or checkpointed stack over an input that needs none
-    would compute no gradients for its own weights.
+    """Make the embedding's output require a gradient, because a reversible or checkpointed stack whose input requires
+    none computes no gradients for its weights.
     """
     if torch.is_grad_enabled() and not x.requires_grad:
         x.requires_grad_()
@@ -73,7 +72,7 @@ def _want_gradient(embedding: nn.Module, inputs: Any, x: torch.Tensor) -> None:
 
 @torch.no_grad()
 def _initialise(name: str, weight: nn.Parameter, seed: int) -> None:
-    """Initialise A as torch does linear layers, uniform within 1/√(width in), and B with zeros."""
+    """Initialise A as torch initialises linear layers, uniform within 1/√(width in), and B with zeros."""
     if ".lora_B." in name:
         weight.zero_()
         return
@@ -83,7 +82,7 @@ def _initialise(name: str, weight: nn.Parameter, seed: int) -> None:
 
 
 def _targets(model: nn.Module, names: list[str], kinds: Kinds) -> list[str]:
-    """The full names of the linear layers, outside of mechanisms, that end as wanted."""
+    """Return the full names of the linear layers, outside mechanisms, whose names end in one of `names`."""
     inside = {id(part) for module in model.modules() if isinstance(module, Attention) for part in module.modules()}
     linear = [name for name, part in model.named_modules() if isinstance(part, kinds) and id(part) not in inside]
     targets: list[str] = []

@@ -1,5 +1,6 @@
-"""A layer of the stack: attention, in an encoder–decoder cross-attention, and feed-forward branches around residual
-streams; and reversible layers, whose backward rebuilds inputs from outputs, so that activations do not grow with depth.
+"""Layer of the stack: attention, cross-attention (in an encoder–decoder) and feed-forward branches on residual streams;
+and reversible layers, whose backward reconstructs inputs from outputs, so that activation memory is independent of
+depth.
 
 B batch, L length, S source length, E d_model, F d_ff.
 """
@@ -42,7 +43,8 @@ class AttentionBranch(Branch):
     ) -> Any:
         """Run the residual branch. x: (B, L, E). Returns its output and the auxiliary loss.
 
-        residual: rewrite streams in groups of heads, see `Branch.rewrite`. position: of the one new token to decode.
+        residual: update streams in groups of heads, see `Branch.rewrite`. position: position of the new token in
+        decoding.
         """
         if position is not None:
             context = AttentionContext(self.layer, run.rng, tokens=run.tokens)
@@ -70,7 +72,7 @@ class CrossAttentionBranch(Branch):
     def forward(
         self, x: Tensor, run: Pass, source: EncoderOutput | SourceKeys, position: int | None = None
     ) -> tuple[Tensor, None]:
-        """Run the residual branch. x: (B, L, E). position: of the one new token to decode."""
+        """Run the residual branch. x: (B, L, E). position: position of the new token in decoding."""
         decisions = run.recompute["cross-attention", self.layer]
         context = AttentionContext(self.layer, run.rng, recompute=decisions, part=run.padding.part)
         return self.attention(self.read(x), source, context, position or 0), None
@@ -88,7 +90,7 @@ class FeedForwardBranch(Branch):
         self.gathered_at_once = config.blocks == "reversible"
 
     def forward(self, x: Tensor, run: Pass, residual: Residual | None = None) -> Any:
-        """Run the residual branch on a stream x, or, tile by tile, in place; see `Branch.rewrite`."""
+        """Run the residual branch on a stream x, or with `residual` tile by tile in place; see `Branch.rewrite`."""
         if residual is None:
             return self.feed_forward(self.read(x), run.rng), None
 
@@ -100,9 +102,9 @@ class FeedForwardBranch(Branch):
 
 
 class FeedForward(nn.Module):
-    """W2·dropout(f(W1·x + b1)) + b2, gated W2·dropout(f(W3·x + b3)·(W1·x + b1)) + b2, with the activation f that
-    `model.feed_forward` names; with `style` bert without dropout. With T tiles the hidden layer (B, L/T, F) exists for
-    one tile at a time (Reformer Eq. 10).
+    """Feed-forward layer W2·dropout(f(W1·x + b1)) + b2, or gated W2·dropout(f(W3·x + b3)·(W1·x + b1)) + b2, with the
+    activation f of `model.feed_forward`; without dropout if `style` is bert. With T tiles the hidden layer (B, L/T, F)
+    is computed for one tile at a time (Reformer Eq. 10).
     """
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -112,7 +114,7 @@ class FeedForward(nn.Module):
         kind = config.feed_forward or ("gelu" if bert else "relu")
         self.activation = ACTIVATIONS[kind]
         self.rate = 0.0 if bert else config.dropout
-        # Parameters of this very module: under ZeRO 3 its call gathers them once for all tiles.
+        # Parameters of this module itself, so that ZeRO 3 gathers them once for all tiles.
         self.up = nn.Parameter(torch.empty(config.d_ff, config.d_model))
         self.up_bias = nn.Parameter(torch.zeros(config.d_ff)) if config.feed_forward_biases else None
         self.down = nn.Parameter(torch.empty(config.d_model, config.d_ff))
@@ -147,7 +149,7 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One layer. Reversible (Reformer Eq. 9): Y1 = X1 + Attention(X2), Y2 = X2 + FeedForward(Y1). In the decoder of an
     encoder–decoder: Y1 as before, Y2 = X2 + CrossAttention(Y1, source), Z1 = Y1 + FeedForward(Y2); the next layer reads
-    (Y2, Z1). Ordinary: each part adds its output to one stream; `style` bert normalises the stream after each part.
+    (Y2, Z1). Ordinary: each branch adds its output to one stream; `style` bert normalises the stream after each branch.
     """
 
     def __init__(self, config: ModelConfig, layer: int):
@@ -161,12 +163,12 @@ class Block(nn.Module):
     ) -> tuple[Tensor | None, ...]:
         """Return the auxiliary loss (or None) and the new streams.
 
-        Source and streams are arguments of their own because the checkpointing wrapper looks for tensors no deeper.
+        Source and streams are positional arguments because the checkpointing wrapper only finds top-level tensors.
 
         Args:
-            cache: an empty one, which takes in the whole sequence, or with `position` one that has the tokens before.
-            source: (B, S, E), or None if there is none or the cache has it.
-            position: of the one new token to decode.
+            cache: Empty cache to prefill, or with `position` a cache of the earlier tokens.
+            source: (B, S, E), or None if there is no source or the cache contains it.
+            position: Position of the new token in decoding.
         """
         auxiliary: Tensor | None = None
         for branch, compute in self.branches(run, cache, source, position):
@@ -179,7 +181,7 @@ class Block(nn.Module):
     def branches(
         self, run: Pass, cache: Any, source: Tensor | None, position: int | None = None
     ) -> list[tuple[Branch, Compute]]:
-        """Return the branches of a whole sequence, or of the one new token at `position`, in their order."""
+        """Return the branches in order, for a whole sequence or for the new token at `position`."""
         branches: list[tuple[Branch, Compute]] = [
             (self.attention, partial(self.attention, run=run, cache=cache, position=position))
         ]
@@ -191,14 +193,14 @@ class Block(nn.Module):
 
 
 class Reversible(Function):
-    """Reversible blocks, of which only the last output is kept: `apply` returns two streams and the sum of auxiliary
-    losses, which are outputs so that what only they train is trained.
+    """Reversible blocks that store only the last output. `apply` returns two streams and the sum of auxiliary losses,
+    an output so that its gradient reaches weights that only these losses train.
 
-    source: (B, S, E), which the blocks' cross-attention reads. Backward, from the last branch to the first (Reformer
-    Eq. 8, where the streams change places after each branch): X1 = Y2 − Branch(Y1), X2 = Y1, each branch run once more
-    for its value and its gradients. The source's gradients are summed over the blocks and handed on as one.
-    given_away: the backward may overwrite the returned streams and their gradients, which it copies otherwise. Nobody
-    may read the streams after that, and nothing but one reader may have made the gradients.
+    source: (B, S, E), input of cross-attention. The backward runs from the last branch to the first (Reformer Eq. 8;
+    streams are swapped after each branch): X1 = Y2 − Branch(Y1), X2 = Y1. Each branch is run again for its value and
+    its gradients. The source's gradients are summed over the blocks. given_away: the backward may overwrite the
+    returned streams and their gradients, which it copies otherwise. Use it only if nothing reads the streams after the
+    backward, and a single consumer computes their gradients.
     """
 
     @staticmethod
@@ -221,7 +223,7 @@ class Reversible(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d1, d2, d_auxiliary = grads
-        if not torch.autograd._is_checkpoint_valid():  # each branch's backward fills `.grad`, which .grad() never reads
+        if not torch.autograd._is_checkpoint_valid():  # branches write `.grad`, which autograd.grad never reads
             problem = '"reversible" cannot return gradients of weights from torch.autograd.grad or backward(inputs=...)'
             raise ConfigError("model.activations", problem, 'Call backward() without inputs, or set it to "stored"')
         y1, y2, source = ctx.saved_tensors
@@ -235,6 +237,6 @@ class Reversible(Function):
             for branch, compute in reversed(block.branches(replay, None, source)):
                 branch.rewrite(compute, Residual(y1, y2, d1, d2, d_auxiliary), replay)
                 y1, y2, d1, d2 = y2, y1, d2, d1
-        if ctx.one:  # both streams are the embedding: their gradients are summed in place
+        if ctx.one:  # both streams are the embedding: sum their gradients in place
             d1, d2 = d1.add_(d2), None  # type: ignore[assignment]
         return d1, d2, None if source is None else source.grad, None, None, None

@@ -1,10 +1,10 @@
-"""A residual branch: from a stream that it reads, what it adds to a stream, whole or in place and tile by tile.
+"""Residual branches: compute an update from one stream and add it to another, at once or in place and tile by tile.
 
-In a reversible stack the forward adds each branch's output to a stream in place, and the backward takes it off again:
-no stream is allocated anew, and the backward overwrites a layer's outputs with its inputs, and their gradients with
-those of the inputs. B batch, L length, E d_model.
+In a reversible stack the forward adds each branch's output to a stream in place, and the backward subtracts it again:
+no stream is allocated again, and the backward overwrites a layer's outputs with its inputs and the outputs' gradients
+with the inputs' gradients. B batch, L length, E d_model.
 
-Streams are fp32 or bf16 (`model.residual_dtype`), norms fp32. A branch computes in the dtype of its weights, and is
+Streams are fp32 or bf16 (`model.residual_dtype`), norms fp32. A branch computes in the dtype of its weights and is
 added to a stream in fp32.
 """
 
@@ -24,15 +24,15 @@ from megasparse.ops.random import RngContext, add_dropout, add_dropout_, dropout
 from megasparse.ops.tiled import GradientSums, pieces
 
 Streams = tuple[Tensor, ...]
-"""The residual streams, (B, L, E) each, of one dtype: two in a reversible stack, one in an ordinary one."""
+"""The residual streams, (B, L, E) each, of one dtype: two in a reversible stack, one in an ordinary stack."""
 Compute = Callable[[Tensor], tuple[Tensor, Tensor | None]]
-"""A branch: from the stream that it reads, what it adds to a stream (B, L, E), and its auxiliary loss or None."""
+"""Function of a branch: input stream -> update (B, L, E) and auxiliary loss or None."""
 
 
 @dataclass
 class Pass:
-    """One forward pass: what its draws depend on, its padding, the targets in training, the mask of the source's real
-    tokens, and the decisions of its branches (a RecomputeCache each, by purpose and layer).
+    """One forward pass: random state, padding, training targets, mask of the source's real tokens, and the decisions of
+    its branches (a RecomputeCache per purpose and layer).
     """
 
     rng: RngContext
@@ -42,29 +42,29 @@ class Pass:
     tokens: Tensor | None = None
     """See AttentionContext.tokens."""
     statistics: dict[str, dict[int, Tensor]] = field(default_factory=dict)
-    """Statistics by name, and by the layers that have them."""
+    """Statistics by name and layer."""
     recompute: defaultdict[tuple[str, int], RecomputeCache] = field(default_factory=lambda: defaultdict(RecomputeCache))
 
     def replay(self) -> "Pass":
-        """Return the pass of a recomputation, which adds no statistics and takes decisions from the caches."""
+        """Return the pass of a recomputation, which discards statistics and replays cached decisions."""
         for cache in self.recompute.values():
             cache.replay()
         return replace(self, statistics={})
 
     def undecided(self) -> "Pass":
-        """Return a pass of its own without decisions."""
+        """Return a copy of the pass with separate, empty statistics and decisions."""
         return replace(self, statistics={}, recompute=defaultdict(RecomputeCache))
 
     def note(self, layer: int, statistics: Mapping[str, Tensor]) -> None:
-        """Add the statistics of a layer's attention."""
+        """Record the statistics of a layer's attention."""
         for name, value in statistics.items():
             self.statistics.setdefault(f"attention/{name}", {})[layer] = value
 
 
 @dataclass(frozen=True)
 class Residual:
-    """The streams (B, L, E) of one branch. In the backward also the gradient of the stream that it reads, to which it
-    adds, that of the stream that it writes, and that of its auxiliary loss.
+    """Streams (B, L, E) of one branch: input `read`, output `written`. In the backward also the gradients of both
+    (d_read is added to) and of the auxiliary loss.
     """
 
     read: Tensor
@@ -75,18 +75,18 @@ class Residual:
 
     @property
     def sign(self) -> int:
-        """1 if the output is added to the written stream, -1 if it is taken off."""
+        """1 if the output is added to the written stream, -1 if it is subtracted."""
         return 1 if self.d_read is None else -1
 
 
 class Branch(nn.Module):
-    """A part of a layer, added to a stream after dropout, and its norm: before it (pre-norm), or after (style bert)."""
+    """Part of a layer, added to a stream after dropout. Normalises its input (pre-norm), or with style bert the sum."""
 
     purpose: str
-    """Purpose of the draws of its dropout."""
+    """Purpose of the random draws of its dropout."""
     gathered_at_once: bool = False
-    """True if its call uses all of its weights, those of its parts too, and writes a stream in place: ZeRO 3 is to
-    gather them for it."""
+    """True if one call uses all of its weights, including submodules', and updates a stream in place; ZeRO 3 gathers
+    them for this call."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -107,7 +107,7 @@ class Branch(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Return stream + sign·dropout(out), summed in fp32 or wider, in the stream's dtype.
 
-        rows: of a tile, see `RngContext.rows`. in_place: overwrite the stream.
+        rows: see `RngContext.rows`, for a tile. in_place: overwrite the stream.
         """
         if rng.training and self.rate > 0.0:
             rows = rng.rows(out.shape[1], out.device) if rows is None else rows
@@ -122,10 +122,10 @@ class Branch(nn.Module):
         return (stream + out if sign == 1 else stream - out).to(stream.dtype)
 
     def rewrite(self, compute: Compute, residual: Residual, run: Pass) -> Tensor | None:
-        """Run the branch in place: in the forward it writes a stream and returns its auxiliary loss; in the backward it
-        takes its output off again, adds to a gradient, and gives its weights theirs.
+        """Run the branch in place. The forward updates a stream and returns the auxiliary loss; the backward subtracts
+        the branch's output, adds to a gradient, and accumulates the gradients of the weights.
         """
-        if self.gathered_at_once:  # its call does it
+        if self.gathered_at_once:  # inside its own call, so that ZeRO 3 gathers its weights
             if residual.d_read is None:
                 auxiliary: Tensor | None = self(residual.read, run, residual=residual)
                 return auxiliary
@@ -153,7 +153,7 @@ class Branch(nn.Module):
 
 
 def output_gradient(branch: Branch, grad: Tensor, rng: RngContext, rows: Tensor) -> Tensor:
-    """Return the gradient of the branch's output. grad: that of what it adds. Dropout, being linear, is its own."""
+    """Return the gradient of the branch's output, given the gradient `grad` of the dropped-out output."""
     dtype = branch.norm.weight.dtype
     if not (rng.training and branch.rate > 0.0):
         return grad.to(dtype)
@@ -161,7 +161,7 @@ def output_gradient(branch: Branch, grad: Tensor, rng: RngContext, rows: Tensor)
 
 
 class StreamTiles:
-    """The tiles of a branch's streams, and what is done to each."""
+    """Tiles of a branch's streams, and the operations on them."""
 
     def __init__(self, branch: Branch, residual: Residual, rng: RngContext):
         self.branch, self.residual, self.rng = branch, residual, rng
@@ -171,7 +171,7 @@ class StreamTiles:
         self._grad = [] if residual.d_written is None else cut(residual.d_written, branch.tiles)
 
     def write(self, number: int, out: Tensor) -> None:
-        """Add the branch's output on a tile to the stream, or take it off."""
+        """Add the branch's output on a tile to the stream, or subtract it in a backward."""
         self.branch.add(self._written[number], out, self.rng, self.rows[number], self.residual.sign, in_place=True)
 
     def grad(self, number: int) -> Tensor:
@@ -185,9 +185,9 @@ def in_tiles(
     residual: Residual,
     rng: RngContext,
 ) -> GradientSums | None:
-    """Run a branch that treats every position by itself, tile by tile. In a backward, return its weights' gradients.
+    """Run a position-wise branch tile by tile. In a backward, return the gradients of its weights.
 
-    function: from a tile of the stream, its rows and the branch's weights by name, what is added to the stream.
+    function: maps a tile of the stream, its rows and the branch's weights by name to the update of the stream.
     """
     weights, tiles = dict(branch.named_parameters()), StreamTiles(branch, residual, rng)
     if not tiles.dx:
@@ -225,7 +225,7 @@ class _InjectGradients(torch.autograd.Function):
 
 
 def inside(name: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of a part of a module, by their names in it."""
+    """Return the weights of a submodule, by their names in it."""
     return {key.removeprefix(f"{name}."): weight for key, weight in weights.items() if key.startswith(f"{name}.")}
 
 
@@ -234,7 +234,7 @@ def cut(x: Tensor, tiles: int) -> list[Tensor]:
 
 
 def owned(gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return gradients that may be overwritten: those that share memory, with themselves or each other, are copied."""
+    """Return gradients that may be overwritten: copy those that share memory with themselves or each other."""
     copies: list[Tensor] = []
     for grad in gradients:
         shared = any(grad.untyped_storage()._cdata == other.untyped_storage()._cdata for other in copies)
@@ -243,5 +243,5 @@ def owned(gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def mean_stream(streams: Streams) -> Tensor:
-    """Return what readers of a stack see: the mean of its streams, (B, L, E), in fp32 at least."""
+    """Return the mean of a stack's streams, (B, L, E), in fp32 or wider."""
     return torch.stack([at_least_fp32(x) for x in streams]).mean(0)

@@ -1,4 +1,4 @@
-"""A model out of its configuration, with its initial weights."""
+"""Build a model from its configuration, with initial weights."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Model = Decoder | Encoder | EncoderDecoder
 
 
 def empty_model(config: ModelConfig) -> Model:
-    """The model that `config.kind` names, its weights not yet filled."""
+    """Return the model of `config.kind` with uninitialised weights."""
     kinds: dict[str, type[Model]] = {"decoder": Decoder, "encoder": Encoder, "encoder_decoder": EncoderDecoder}
     return kinds[config.kind](config)
 
@@ -45,8 +45,8 @@ def build_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float
 
 
 def deferred_model(config: ModelConfig, seed: int) -> Model:
-    """The model of `build_model` with its matrices on the meta device, shapes without memory, and their values still to
-    come from `initial_weight` or a checkpoint. Vectors and buffers have theirs.
+    """Return the model of `build_model` with its matrices on the meta device. Fill them with `initial_weight` or a
+    checkpoint. Vectors and buffers are initialised.
     """
     with _MatricesOnMeta():
         model = empty_model(config)
@@ -55,7 +55,7 @@ def deferred_model(config: ModelConfig, seed: int) -> Model:
 
 
 def initialise(module: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Gives a model, or any part of one, the initial weights that `build_model` describes."""
+    """Initialise a model, or a part of one, with the weights that `build_model` describes."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if parameter.dim() >= 2:
@@ -66,9 +66,9 @@ def initialise(module: nn.Module, config: ModelConfig, seed: int) -> None:
 def initial_weight(
     config: ModelConfig, seed: int, name: str, shape: Sequence[int], start: int = 0, numel: int | None = None
 ) -> Tensor:
-    """Elements [start, start + numel) of the flattened initial matrix `name`, by default all of them; fp32, on the CPU.
+    """Return elements [start, start + numel) of the flattened initial matrix `name`, by default all; fp32, on the CPU.
 
-    No more than these and a block of others are in memory.
+    Memory use is these elements plus one block of others.
     """
     total = math.prod(shape)
     generator = torch.Generator().manual_seed(derive(seed, "initial weights", name) >> 1)
@@ -77,14 +77,14 @@ def initial_weight(
 
 
 BLOCK = 1 << 20
-"""Numbers (4 MB) that are drawn at a time."""
+"""Numbers drawn at a time (4 MB)."""
 
 
 def _normal(generator: torch.Generator, total: int, start: int, numel: int) -> Tensor:
-    """Elements [start, start + numel) of torch.randn(total).
+    """Return elements [start, start + numel) of torch.randn(total).
 
-    On the CPU torch draws normal numbers in groups of 16, and the last 16 once more where the groups do not fill the
-    tensor (normal_fill, 2.13): blocks of whole groups, the last one of at least 16, are the same numbers.
+    On the CPU, torch draws normal numbers in groups of 16 and draws the last 16 again if the groups do not fill the
+    tensor (normal_fill, 2.13). Blocks of whole groups, the last one of at least 16, therefore give the same numbers.
     """
     drawn, end, first = torch.empty(numel), start + numel, 0
     while first < end:
@@ -104,8 +104,8 @@ def _initialise_buffers(module: nn.Module, seed: int) -> None:
 
 
 class _MatricesOnMeta(TorchFunctionMode):
-    """Puts what torch.empty makes on the meta device, but for vectors. All weights that are drawn begin as that, and a
-    model's constructors compute with no other such tensor.
+    """Mode in which torch.empty creates matrices on the meta device, but not vectors. All random weights are created
+    so, and constructors compute with no other matrices from torch.empty.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

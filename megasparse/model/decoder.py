@@ -1,5 +1,5 @@
-"""Causal models, which predict every token from those before it, whole sequences or one cached token at a time: the
-decoder, and the encoder–decoder, whose decoder also reads the output of a source's encoder (Vaswani et al. 2017).
+"""Causal models, which predict every token from the tokens before it, for whole sequences or one cached token at a
+time: the decoder, and the encoder–decoder, whose decoder also attends to an encoded source (Vaswani et al. 2017).
 
 B batch, L length, S source length, T target length, E d_model, V vocabulary.
 """
@@ -24,8 +24,8 @@ from megasparse.ops.random import RngContext
 
 @dataclass
 class DecodingCache:
-    """State of cached decoding: each layer's cache, the number of positions in it, what its draws depend on, and which
-    of the heads it has.
+    """State of cached decoding: a cache per layer, the number of cached positions, the random state, and this rank's
+    part of the heads.
     """
 
     layers: list[Any]
@@ -34,7 +34,7 @@ class DecodingCache:
     part: SequencePart = WHOLE
 
     def select(self, rows: Tensor) -> None:
-        """Becomes the cache of sequences `rows`, (n,) int64 indices into the batch. Each keeps its draws."""
+        """Keep the sequences `rows`, (n,) int64 indices into the batch, with their random draws. In place."""
         if rows.tolist() == list(range(len(self.rng.samples))):
             return
         for layer in self.layers:
@@ -44,13 +44,13 @@ class DecodingCache:
 
 
 class Causal(Transformer):
-    """Predicts every token from those before it, the first one from a learned start vector. All are scored but padding
-    and those before `score_from`.
+    """Model that predicts every token from the tokens before it, the first one from a learned start vector. All tokens
+    are scored except padding and positions before `score_from`.
     """
 
     @property
     def leaks(self) -> list[str]:
-        """The layers in which a later token can move an earlier output, and why; empty for a strictly causal model."""
+        """Layers in which a later token can change an earlier output, with the reason; empty if strictly causal."""
         return [f"layer {layer}: {mechanism.leak}" for layer, mechanism in self.mechanisms() if mechanism.leak]
 
     def prepare_inputs(self, tokens: Tensor, rng: RngContext, padding: Padding) -> tuple[Tensor, Tensor]:
@@ -73,15 +73,15 @@ class Causal(Transformer):
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, cache: DecodingCache) -> Tensor:
-        """Takes a prompt (B, n), n >= 0, into an empty cache at once. Returns the logits (B, V) of token n."""
-        assert cache.position == 0, "a prompt goes into an empty cache"
+        """Prefill an empty cache with a prompt (B, n), n >= 0. Returns the logits (B, V) of token n."""
+        assert cache.position == 0, "only an empty cache can be prefilled"
         streams, _, _ = self.streams(tokens, cache.rng, Padding(part=cache.part), caches=cache.layers)
         cache.position = tokens.shape[1] + 1
         return self.head(streams, None)
 
     @torch.no_grad()
     def decode(self, token: Tensor, cache: DecodingCache) -> Tensor:
-        """Takes one more token (B,) into the cache. Returns the logits (B, V) of the token after it."""
+        """Append a token (B,) to the cache. Returns the logits (B, V) of the next token."""
         assert cache.position < self.config.max_length, "the cache is full"
         entered = streams = self._enter(token[:, None], cache.position, cache.rng)
         run = Pass(cache.rng, Padding(part=cache.part), tokens=token[:, None])
@@ -96,19 +96,19 @@ class Causal(Transformer):
 
 
 class Decoder(Causal):
-    """A causal language model."""
+    """Causal language model."""
 
     def new_cache(
         self, batch_size: int, seed: int, rounds: int | None = None, sequence: ProcessGroup | None = None
     ) -> DecodingCache:
-        """An empty cache for sequences of up to `max_length` tokens. seed: the run's, for rotations of evaluation.
-        sequence: ranks that all decode the same tokens, each with the cache of its part of the heads.
+        """Return an empty cache for sequences of up to `max_length` tokens. seed: the run's seed, for the rotations of
+        evaluation. sequence: ranks that decode the same tokens, each with the cache of its part of the heads.
         """
         return self._empty_cache(RngContext.evaluation(seed, batch_size, rounds), DecodingPart.of(sequence))
 
 
 class SourceEncoder(Stack):
-    """Reads the source. Its draws are none of the decoder's: they have a seed of their own."""
+    """Encoder of the source. Its random draws are independent of the decoder's."""
 
     embedding_once = True
 
@@ -124,9 +124,9 @@ class SourceEncoder(Stack):
         targets: Targets | None = None,
         part: SequencePart = WHOLE,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Run the encoder. tokens: (B, S), or what else the embedding takes; of shared sequences those that are here,
-        with the mask of all. targets: for the mechanisms, in training. Returns the mean of the streams, normalised,
-        (B, S, E) fp32; the sum of auxiliary losses, and the layers' statistics.
+        """Run the encoder. tokens: (B, S), or another input of the embedding; with sequence parallelism, this rank's
+        tokens with the whole mask. targets: for the mechanisms, in training. Returns the normalised mean of the
+        streams, (B, S, E) fp32; the sum of auxiliary losses; and the layers' statistics.
         """
         rng = rng.of("encoder").at(part.rank * tokens.shape[1])
         streams, auxiliary, statistics = self.streams(tokens, rng, Padding(key_mask, part=part), targets)
@@ -134,10 +134,10 @@ class SourceEncoder(Stack):
 
 
 class EncoderDecoder(Causal):
-    """Sequences are (B, S + T): `source.length` tokens that the encoder reads, and those that the decoder predicts, the
-    first from a learned start vector.
+    """Encoder–decoder on sequences (B, S + T): `source.length` tokens for the encoder, followed by the tokens that the
+    decoder predicts, the first one from a learned start vector.
 
-    The modules of the decoder are those of a Decoder, whose blocks have a cross-attention too.
+    The decoder's modules are the same as in `Decoder`, plus a cross-attention per block.
     """
 
     embedding_once = True
@@ -156,7 +156,7 @@ class EncoderDecoder(Causal):
 
     @torch.no_grad()
     def encode(self, tokens: Tensor, seed: int, rounds: int | None = None) -> EncoderOutput:
-        """Reads sources (B, s), s <= S. seed: of the run, for the rotations of evaluation."""
+        """Encode sources (B, s), s <= S. seed: the run's seed, for the rotations of evaluation."""
         assert tokens.shape[1] <= self.source_length, "the source is too long"
         key_mask = padding_of(tokens, self.config).key_mask
         return EncoderOutput(
@@ -167,15 +167,15 @@ class EncoderDecoder(Causal):
     def new_cache(
         self, batch_size: int, seed: int, rounds: int | None = None, *, memory: EncoderOutput
     ) -> DecodingCache:
-        """Return a cache for targets of up to `max_length` tokens of what `encode` read with the same seed and rounds;
-        each layer's entry "cross" has its keys and values.
+        """Return a cache for targets of up to `max_length` tokens, given `encode`'s output for the same seed and
+        rounds. Each layer's entry "cross" contains its keys and values.
         """
-        assert len(memory.states) == batch_size, "a source a sequence"
+        assert len(memory.states) == batch_size, "one source per sequence"
         return self.cache_beside(memory, RngContext.evaluation(seed, batch_size, rounds))
 
     @torch.no_grad()
     def cache_beside(self, memory: EncoderOutput, rng: RngContext) -> DecodingCache:
-        """`new_cache` with the draws of evaluation that the source was read with."""
+        """Return `new_cache` for a source that was encoded with the draws of rng."""
         cache = self._empty_cache(rng)
         for block, layer in zip(self.layers, cache.layers, strict=True):
             assert block.cross_attention is not None
@@ -183,16 +183,16 @@ class EncoderDecoder(Causal):
         return cache
 
     def score_targets(self, tokens: Tensor, rng: RngContext, key_mask: Tensor | None, memory: EncoderOutput) -> Scored:
-        """Scores of targets (B, t), given what the encoder has read; see `Scored`. key_mask: of the targets."""
+        """Score target tokens (B, t), given the encoder output; see `Scored`. key_mask: of the targets."""
         return Transformer.score(self, tokens, rng, Padding(key_mask), memory)
 
     def score(self, tokens: Tensor, rng: RngContext, padding: Padding, source: EncoderOutput | None = None) -> Scored:
-        """Scores of (B, S + T) tokens; those of the source are not scored.
+        """Score (B, S + T) tokens; source tokens are not scored.
 
-        Where ranks share sequences, each has a part of these tokens, from which all ids, 8 bytes a token, are gathered;
-        source and target are then shared out each by itself. The scores are those of the target's tokens here.
+        With sequence parallelism, ranks gather all ids from their parts (8 bytes per token), then divide source and
+        target separately. Scores are of this rank's target tokens.
         """
-        assert padding.segments is None, "a sequence is one source and its target"
+        assert padding.segments is None, "a sequence contains one source and its target"
         part, tokens = padding.part, padding.part.gather(tokens, 1)
         split = [self.source_length, tokens.shape[1] - self.source_length]
         source_tokens, target = tokens.split(split, dim=1)

@@ -1,4 +1,4 @@
-"""Token and position embeddings, and their initial values out of a GloVe file (Pennington et al. 2014).
+"""Token and position embeddings, and their initialisation from a GloVe file (Pennington et al. 2014).
 
 B batch, L length, E d_model, V vocabulary, n vectors.
 """
@@ -23,9 +23,9 @@ from megasparse.ops.positions import sinusoids
 class Positions(nn.Module):
     """Position embeddings, (n, E) for the positions [first, first + n).
 
-    axial: positions are cells of a grid; the embeddings of the axes stand side by side, Σ n_a·d_a numbers in place of
-    L·E (the Reformer's released enwik8 and imagenet64 configurations). learned: a vector each.
-    sinusoidal: Vaswani et al. 2017.
+    axial: positions are cells of a grid, and the axes' embeddings are concatenated: Σ n_a·d_a numbers instead of L·E
+    (Reformer's released enwik8 and imagenet64 configurations). learned: one vector per position. sinusoidal: Vaswani et
+    al. 2017.
     """
 
     def __init__(self, config: ModelConfig):
@@ -51,18 +51,17 @@ class Positions(nn.Module):
             return self.table[self.offset + first : self.offset + first + count]
         if self.kind == "sinusoidal":
             return sinusoids(first, count, self.width, device)
-        return None  # rotary positions turn queries and keys instead
+        return None  # rotary positions rotate queries and keys instead
 
 
 class Embedding(nn.Module):
-    """The input at position t, in fp32: position t plus the embedding of token t in an encoder, of token t − 1 in a
-    decoder (at 0 a learned start vector, or the embedding of `model.start_token`). With `style` bert the embedding of
-    the first token type is added, behind the first separator of model.sentence_order that of the second one, and the
-    sum is normalised.
+    """Input at position t, in fp32: position t plus the embedding of token t in an encoder, of token t − 1 in a decoder
+    (at 0 a learned start vector, or the embedding of `model.start_token`). With `style` bert a token type is added, the
+    second one after the first separator of model.sentence_order, and the sum is normalised.
     """
 
     def __init__(self, config: ModelConfig, weight: nn.Parameter | None = None):
-        """Make the table of embeddings. weight: (V, E), of another embedding that shares it."""
+        """Create the embedding table. weight: (V, E), shared with another embedding, or None."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocabulary, config.d_model)) if weight is None else weight
         self.start_token = config.start_token
@@ -74,10 +73,10 @@ class Embedding(nn.Module):
         self.norm = Norm(config) if config.style == "bert" else None
 
     def forward(self, tokens: Tensor, first: int) -> Tensor:
-        """Embed tokens. tokens: (B, n), those of the positions [first, first + n); in a decoder those before each
-        position, at first = 0 without the start: (B, n − 1).
+        """Embed tokens. tokens: (B, n), tokens at the positions [first, first + n); in a decoder the token before each
+        position, (B, n − 1) at first = 0, because the start is added.
 
-        Returns (B, n, E) fp32, or fp64 of an fp64 model.
+        Returns (B, n, E) in fp32, or in fp64 if the weights are fp64.
         """
         if first == 0 and self.start_token is not None:
             tokens = F.pad(tokens, (1, 0), value=self.start_token)
@@ -85,7 +84,7 @@ class Embedding(nn.Module):
         if first == 0 and self.start is not None:
             x = torch.cat([self.start.expand(tokens.shape[0], 1, -1), x], dim=1)
         elif self.start is not None and torch.is_grad_enabled():
-            x = x + 0.0 * self.start  # where ranks share a sequence, ZeRO expects a gradient of it from every one
+            x = x + 0.0 * self.start  # with sequence parallelism, ZeRO expects its gradient on every rank
         x = at_least_fp32(x)
         if self.token_types is not None:
             types = self.token_types[0]
@@ -100,16 +99,15 @@ class Embedding(nn.Module):
         return x if self.norm is None else self.norm(x)
 
 
-_LONGEST_LINE = 1 << 20  # bytes: what is longer is no GloVe file
+_LONGEST_LINE = 1 << 20  # bytes, more than in any GloVe file
 
 
 def read_glove(path: str | os.PathLike[str], words: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """The vectors (V, W) fp32 of `words` in a GloVe file, and which of them it has, (V,) bool; the others are 0.
+    """Read the vectors (V, W) fp32 of `words` from a GloVe file, 0 for missing words, and a mask of words in it, (V,).
 
-    A line is a word and its numbers, separated by single spaces; a word may itself hold spaces, so the last W fields
-    are its numbers, W of the first line. Of a word that comes twice the first vector counts. Only lines of wanted words
-    have their numbers parsed. Raises DataError, with the line's number, for another number of fields and for what is no
-    finite number; and where there is no word of `words`.
+    A line contains a word and W numbers, separated by single spaces; W follows from the first line. A word may contain
+    spaces. The first vector of a repeated word is used. Only lines of requested words are parsed. Raises DataError,
+    with the line number, for a different number of fields or a non-finite number; and if no word matches.
     """
     rows: dict[str, list[int]] = {}
     for row, word in enumerate(words):
@@ -121,12 +119,14 @@ def read_glove(path: str | os.PathLike[str], words: Sequence[str]) -> tuple[Tens
         width = width or line.count(" ")
         word, *fields = line.rsplit(" ", width)
         if not width or len(fields) != width:
-            problem = f"line {number} has {len(fields)} numbers after the word, the first line {width}"
+            problem = f"line {number} contains {len(fields)} numbers after the word, but the first line {width}"
             raise DataError(path, problem, "Give a GloVe text file, without a line of sizes before the vectors")
         for row in rows.pop(word, []):
             vectors[row] = _numbers(path, number, fields)
     if not vectors:
-        raise DataError(path, f"it has none of the {len(words)} words", "Check that it is in the tokenizer's language")
+        raise DataError(
+            path, f"none of the {len(words)} words is in it", "Check that it is in the tokenizer's language"
+        )
     matrix, present = torch.zeros(len(words), width), torch.zeros(len(words), dtype=torch.bool)
     for row, vector in vectors.items():
         matrix[row], present[row] = torch.tensor(vector), True
@@ -134,7 +134,7 @@ def read_glove(path: str | os.PathLike[str], words: Sequence[str]) -> tuple[Tens
 
 
 def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
-    """The lines of a file and their numbers from 1 on."""
+    """Yield the lines of a file with their numbers, starting at 1."""
     if not os.path.isfile(path):
         raise DataError(path, "there is no such file", "Give the path of a GloVe text file")
     with open_file(path) as file:
@@ -160,9 +160,9 @@ def _numbers(path: str | os.PathLike[str], line: int, fields: list[str]) -> list
 
 
 def pca(matrix: Tensor, components: int) -> Tensor:
-    """The directions of the largest variance of n vectors (n, E), as orthonormal columns (E, components) in float64.
+    """Return the directions of largest variance of n vectors (n, E), as orthonormal columns (E, components) in float64.
 
-    Each one's largest coordinate is positive, so that the same vectors give the same directions everywhere.
+    The largest coordinate of each is positive, so that the result is deterministic.
     """
     assert components <= matrix.shape[1], "there are no more directions than coordinates"
     centred = matrix.double() - matrix.double().mean(0)
@@ -174,14 +174,14 @@ def pca(matrix: Tensor, components: int) -> Tensor:
 
 @torch.no_grad()
 def initialise_from_glove(model: nn.Module, path: str | os.PathLike[str], words: Sequence[str]) -> int:
-    """Put the vectors of a GloVe file into the token embeddings of a model, and their principal components into the
-    weights of mechanisms that start from words (Smart Bird section 4.1). words: the word of each token, "" of one that
-    is none. Returns how many were found.
+    """Initialise the token embeddings of a model from a GloVe file, and weights of mechanisms that start from words
+    (Smart Bird section 4.1) from the vectors' principal components. words: the word of each token, "" for tokens that
+    are not words. Returns the number of matched tokens.
 
-    A table of E numbers takes the vectors as they are where they have E, their E principal components where they have
-    more, and where they have fewer all of them as its first numbers. Tokens that the file does not have keep their own
-    initial vector, scaled to the deviation of those it has. The embeddings of a tiny Transformer are a table so filled;
-    the projections of a sketch of the layer's input start as the directions of that many components.
+    A table of width E takes the vectors if their width is E, their first E principal components if they are wider, and
+    fills its first columns if they are narrower. Tokens without a vector keep their initial one, scaled to the
+    deviation of the others. The embeddings of a tiny Transformer are filled likewise; the projections of a sketch of
+    the layer's input start as principal directions.
     """
     matrix, present = read_glove(path, words)
     file_vectors = matrix[present]
@@ -202,13 +202,13 @@ def initialise_from_glove(model: nn.Module, path: str | os.PathLike[str], words:
 
 
 def _of_width(vectors: Tensor, width: int) -> Tensor:
-    """Vectors (n, W) as (n, min(W, width)) in float64: themselves, or their principal components."""
+    """Return vectors (n, W) as (n, min(W, width)) in float64: unchanged, or their principal components."""
     vectors = vectors.double()
     return vectors if vectors.shape[1] <= width else vectors @ pca(vectors, width)
 
 
 def _fill(weight: Tensor, matrix: Tensor, present: Tensor) -> None:
-    """Put the vectors of found words (V, W) into a table of embeddings, (V', E) of V' <= V or more tokens."""
+    """Write the vectors of matched words (V, W) into an embedding table (V', E), where V' may differ from V."""
     rows = present.nonzero().squeeze(1)
     rows = rows[rows < len(weight)]
     vectors = _of_width(matrix[present], weight.shape[1])[: len(rows)].to(weight.dtype)

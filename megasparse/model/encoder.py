@@ -19,27 +19,26 @@ from megasparse.model.stack import Scored, Transformer, padding_of
 from megasparse.ops.random import RngContext, random_bits
 
 MASKED, REPLACED = 0.8, 0.1
-"""Shares of the tokens to predict that become the mask token and a random token; the rest stay as they are."""
+"""Shares of the tokens to predict that are replaced by the mask token and by a random token; the rest are unchanged."""
 
 
 class OrderScores(NamedTuple):
-    """How well a model predicts the order of each pair of a batch: (B,) each."""
+    """Quality of the predicted order of each pair in a batch: (B,) each."""
 
     nats: Tensor
-    """−ln p(what was done), fp32."""
+    """−ln p(true order), fp32."""
     correct: Tensor
-    """True if the model held it to be the likelier."""
+    """True if the model considered the true order more likely."""
     scored: Tensor
     """True if the sequence is a pair."""
 
 
 class SentenceOrder(nn.Module):
-    """Sequences are [begin] A [separator] B [separator] and padding, of which half become [begin] B [separator] A
-    [separator]: which ones is a function of (seed, step, global sample).
+    """Head that predicts whether two segments were swapped. Sequences are [begin] A [separator] B [separator] and
+    padding; half of them become [begin] B [separator] A [separator], as a function of (seed, step, global sample).
 
-    They are predicted from the first position of the last layer's streams: their mean goes through BERT's pooler,
-    tanh(D·x + d), to two logits. A model that is not of style bert normalises it before. A sequence without two
-    separators stays as it is and is not scored.
+    The input is the first position of the last layer's streams: their mean, normalised unless the style is bert, goes
+    through BERT's pooler, tanh(D·x + d), to two logits. A sequence without two separators is unchanged and not scored.
     """
 
     def __init__(self, config: ModelConfig):
@@ -53,18 +52,18 @@ class SentenceOrder(nn.Module):
         self.bias = nn.Parameter(torch.zeros(2))
 
     def arrange(self, tokens: Tensor, rng: RngContext) -> Tensor:
-        """Swap some pairs of segments. tokens: (B, L) in order. Each separator stays behind a segment."""
+        """Swap the segments of some pairs. tokens: (B, L) in order. Separators stay after a segment."""
         position = torch.arange(tokens.shape[1], device=tokens.device)
         ends = tokens == self.separator
         count = ends.cumsum(1)
         first, second = ((ends & (count == number)).long().argmax(1, keepdim=True) for number in (1, 2))
-        # The positions 1 to `second` are rotated until the segment behind the first separator comes first.
+        # Rotate positions 1 to `second` until the segment after the first separator is in front.
         rotated = 1 + (position - 1 + first) % second.clamp_min(1)
         moved = self._swapped(tokens, rng)[:, None] & (position >= 1) & (position <= second)
         return tokens.gather(1, torch.where(moved, rotated, position))
 
     def forward(self, streams: Streams, tokens: Tensor, rng: RngContext) -> OrderScores:
-        """Predict the order of each pair. streams: of `tokens` as `arrange` returned them."""
+        """Predict the order of each pair. streams: computed from `tokens` as returned by `arrange`."""
         x = mean_stream(tuple(stream[:, 0] for stream in streams))
         if self.norm is not None:
             x = self.norm(x)
@@ -75,7 +74,7 @@ class SentenceOrder(nn.Module):
         return OrderScores(nats, logits.argmax(-1) == target, self._is_pair(tokens))
 
     def loss(self, scores: OrderScores) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mean nats a sequence, to add to the objective, and statistics, means over the batch's pairs."""
+        """Return the mean nats per sequence, for the objective, and statistics averaged over the batch's pairs."""
         total, count = torch.where(scores.scored, scores.nats, 0.0).sum(), scores.scored.sum().clamp_min(1)
         return total / len(scores.nats), {
             "sentence_order_nats": total.detach() / count,
@@ -83,7 +82,7 @@ class SentenceOrder(nn.Module):
         }
 
     def _swapped(self, tokens: Tensor, rng: RngContext) -> Tensor:
-        """True if each sequence is in the other order than its document's, (B,) bool."""
+        """Return which pairs are swapped, (B,) bool."""
         bits = random_bits(rng.key(-1, "sentence order"), rng.samples.to(tokens.device), 1)
         return (bits[:, 0] < 0) & self._is_pair(tokens)
 
@@ -92,12 +91,11 @@ class SentenceOrder(nn.Module):
 
 
 class Encoder(Transformer):
-    """Every token sees both sides. It predicts a part of the real tokens, most of them hidden behind a
-    mask token.
+    """Bidirectional model that predicts some of the real tokens, most of them replaced by a mask token.
 
-    Which ones is a function of (seed, step, global sample, position); evaluation fixes the step, so it predicts the
-    same tokens each time. With model.sentence_order half the sequences have their two segments swapped, and the model
-    predicts which ones.
+    The choice is a function of (seed, step, global sample, position); evaluation fixes the step, so it predicts the
+    same tokens each time. With model.sentence_order, half the sequences have swapped segments, and the model predicts
+    which ones.
     """
 
     def __init__(self, config: ModelConfig):
@@ -107,8 +105,8 @@ class Encoder(Transformer):
         self.word_starts: Tensor | None
 
     def set_word_starts(self, starts: Tensor) -> None:
-        """With masking.whole_words, before anything is masked: which ids begin a word, bool (n,) as a tokenizer's
-        `word_starts` has them. Ids from n on begin none.
+        """Set the ids that start a word, for masking.whole_words. Call it before the first forward. starts: bool (n,),
+        a tokenizer's `word_starts`; ids from n on start no word.
         """
         padded = torch.zeros(self.config.vocabulary, dtype=torch.bool)
         count = min(len(padded), len(starts))
@@ -116,15 +114,15 @@ class Encoder(Transformer):
         self.word_starts = padded.to(self.embedding.weight.device)
 
     def prepare_inputs(self, tokens: Tensor, rng: RngContext, padding: Padding) -> tuple[Tensor, Tensor]:
-        """The tokens with some of them hidden, and which ones the model has to predict.
+        """Return the tokens with some of them hidden, and a mask of the tokens to predict.
 
-        Exactly masking.rate of each sequence's tokens, rounded, and at least one: so every sequence weighs the same in
-        the loss, however they are shared out among micro-batches and ranks. Padding and separators, and what stands
-        before the first segment of a pair, do not count and are never hidden. With masking.whole_words all tokens of a
-        word are hidden together, but for the last word taken, which is cut so that the number is the same.
+        Exactly masking.rate of each sequence's tokens (rounded, at least one) are predicted, so that every sequence has
+        the same weight in the loss, in any split into micro-batches and ranks. Padding, separators, and everything
+        before the first segment of a pair are excluded. With masking.whole_words all tokens of a word are hidden
+        together, except for the last selected word, which is cut to keep the number exact.
         """
         masking = self.config.masking
-        part, tokens = padding.part, padding.part.gather(tokens, 1)  # whose number and order decide
+        part, tokens = padding.part, padding.part.gather(tokens, 1)  # the choice depends on all tokens of a sequence
         key, rows = rng.key(-1, "masked tokens"), rng.at(0).rows(tokens.shape[1], tokens.device)
         order, fate, other = (random_bits(key, rows, 3).to(torch.int64) + 2**31).unbind(-1)  # uniform below 2^32
         maskable = self._maskable(tokens, padding)
@@ -144,7 +142,7 @@ class Encoder(Transformer):
 
     @torch.no_grad()
     def sentence_order_scores(self, tokens: Tensor, rng: RngContext, padding: Padding | None = None) -> OrderScores:
-        """Return how well the model predicts the order of each pair of tokens (B, L), given in order."""
+        """Score the predicted order of each pair of segments in tokens (B, L), given in the original order."""
         assert self.sentence_order is not None, "only a model with model.sentence_order predicts it"
         padding = padding or padding_of(tokens, self.config)
         tokens = self.sentence_order.arrange(tokens, rng)
@@ -165,7 +163,7 @@ class Encoder(Transformer):
         return self.task_weight * loss, statistics
 
     def _maskable(self, tokens: Tensor, padding: Padding) -> Tensor:
-        """Which tokens may be hidden, (B, L)."""
+        """Return which tokens may be hidden, (B, L)."""
         separator, key_mask = self.config.document_separator, padding.key_mask
         maskable = torch.ones_like(tokens, dtype=torch.bool) if key_mask is None else key_mask
         if separator is not None:
@@ -176,14 +174,14 @@ class Encoder(Transformer):
         return maskable
 
     def _count(self, maskable: Tensor) -> Tensor:
-        """Number of tokens to predict in each sequence, (B, 1)."""
+        """Return the number of tokens to predict in each sequence, (B, 1)."""
         most = maskable.sum(-1, keepdim=True)
         return (self.config.masking.rate * most).round().long().clamp_min(1).minimum(most)
 
     def _first_of_word(self, tokens: Tensor, maskable: Tensor) -> Tensor:
-        """The position at which each token's word begins, (B, L)."""
+        """Return the position of the first token of each token's word, (B, L)."""
         if self.word_starts is None:
-            raise RuntimeError("masking.whole_words: set_word_starts was not called with those of the tokenizer")
+            raise RuntimeError("masking.whole_words: call set_word_starts with the tokenizer's word_starts first")
         begins = self.word_starts[tokens] | ~maskable
         begins[:, 1:] |= ~maskable[:, :-1]
         begins[:, 0] = True
@@ -191,7 +189,7 @@ class Encoder(Transformer):
         return torch.where(begins, positions, 0).cummax(dim=1).values
 
     def _replacements(self, uniform: Tensor) -> Tensor:
-        """A random id for each number below 2^32: any but those that stand for something else than text."""
+        """Return a random id for each number below 2^32, excluding special tokens."""
         order = self.config.sentence_order
         separators = (self.config.document_separator, order.separator if order else None)
         special = (self.config.masking.token, self.config.padding_token, *separators)

@@ -1,10 +1,10 @@
-"""Attention of a few heads at a time, forward and backward: no tensor holds queries, keys or values of all heads.
+"""Attention of a few heads at a time, forward and backward: no tensor contains queries, keys or values of all heads.
 
-As UPipe of Arctic's long-sequence training does, but in every mechanism, and inside reversible layers. A group's
+This is UPipe of Arctic's long-sequence training, for every mechanism and inside reversible layers. For each group,
 queries, keys and values are projected tile by tile from the normalised stream; its heads attend; its output is
-projected tile by tile and added to what the other groups have added. The backward does one group after another again.
-Every draw depends on the layer's number of a head, not on its group, and decisions are kept group by group, so that
-results are those of all heads at once, up to the order in which the groups' outputs and gradients are summed.
+projected tile by tile and added to the sum over groups. The backward recomputes one group after another. Random draws
+depend on a head's index in the layer, not on its group, and decisions are cached per group, so results equal those of
+all heads at once, up to the order in which the groups' outputs and gradients are summed.
 
 B batch, L length, E d_model, D head dim, n heads of a group.
 """
@@ -24,16 +24,16 @@ from megasparse.ops.operator import Function, at_least_fp32, autocast_off, remem
 from megasparse.ops.tiled import GradientSums
 
 READING = ("norm", "query", "key", "value", "query_norm", "key_norm")
-"""Parts of a branch that read the stream."""
+"""Submodules of a branch that read the stream."""
 Weights = dict[str, Tensor]
 Arrive = Callable[[], tuple[AttentionInputs, AttentionContext]]
-"""Waits for what a group's mechanism is called with."""
+"""Function that waits for the arguments of a group's mechanism."""
 Write = Callable[[int, Tensor], None]
-"""Takes the output of a group, (B, T, E), on the tile of a number."""
+"""Function that receives a group's output (B, T, E) on the tile with the given number."""
 
 
 class HeadGroup(NamedTuple):
-    """Neighbouring heads of one mechanism of a layer. first: their first head; first_key: among heads with keys."""
+    """Neighbouring heads of a mechanism in a layer. first: first head; first_key: first head among those with keys."""
 
     kind: str
     number: int
@@ -43,14 +43,14 @@ class HeadGroup(NamedTuple):
 
 
 class HeadGroups:
-    """The heads of a branch's attention, group by group, on tiles of the stream that it reads."""
+    """Heads of a branch's attention in groups, on tiles of its input stream."""
 
     def __init__(self, branch: Branch, layer: AttentionLayer, run: Pass, tiles: list[Tensor]):
         self.branch, self.layer, self.run, self.tiles = branch, layer, run, tiles
         self.weights = group_weights(branch)
 
     def forward(self, write: Write) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Attend. Returns the auxiliary loss and the statistics, means over the groups."""
+        """Attend. Returns the auxiliary loss and the statistics, averaged over the groups."""
         total: Tensor | None = None
         statistics: dict[str, Tensor] = {}
         for group, heads, arrive in self._exchanges():
@@ -71,9 +71,9 @@ class HeadGroups:
     def backward(
         self, write: Write | None, grad: Callable[[int], Tensor], dx: list[Tensor], d_auxiliary: Tensor | None
     ) -> GradientSums:
-        """Attend again. Adds to the gradient of the tiles, dx, and returns those of the branch's weights.
+        """Recompute attention, add to the gradients dx of the tiles, and return the gradients of the branch's weights.
 
-        write: takes the output once more. grad: the gradient of the output on a tile.
+        write: receives the recomputed output. grad: returns the gradient of the output on a tile.
         """
         sums = GradientSums(self.weights)
         for group, leaves, arrive in self._exchanges(again=True):
@@ -95,7 +95,7 @@ class HeadGroups:
     def _output_again(
         self, out: Tensor, group: HeadGroup, sums: GradientSums, write: Write | None, grad: Callable[[int], Tensor]
     ) -> Tensor:
-        """The gradient of a group's output (B, n, L, D)."""
+        """Return the gradient of a group's output (B, n, L, D)."""
         d_out = torch.empty_like(out)
         count = len(self.tiles)
         tiles = zip(out.tensor_split(count, dim=2), d_out.tensor_split(count, dim=2), strict=True)
@@ -131,12 +131,12 @@ class HeadGroups:
     def _weights(
         self, group: HeadGroup, piece: Callable[..., Tensor], parts: tuple[str, ...] = (*READING, "output")
     ) -> Weights:
-        """The group's rows and columns of the branch's weights, by name. piece: a weight, by name, or, by dimension,
-        place and number, a piece of it.
+        """Return the group's rows and columns of the branch's weights, by name. piece: function that returns a weight
+        by name, or a slice of it, given dimension, start and length.
         """
         dim, shared = self.layer.head_dim, self.layer.group
         keyed = not self.layer.mechanism(group.kind).shared_qk
-        keys = max(1, group.heads // shared) * dim  # heads that share a key's head are in one group, or are all of it
+        keys = max(1, group.heads // shared) * dim  # query heads of one key head never span groups partially
         cuts = {
             "query": (0, group.first * dim, group.heads * dim),
             "key": (0, group.first_key // shared * dim, keys if keyed else 0),
@@ -157,14 +157,14 @@ class HeadGroups:
         return weight.narrow(*cut_out) if cut_out else weight
 
     def _positions(self) -> Iterator[tuple[int, Tensor]]:
-        """The tiles, each with the position of its first token."""
+        """Yield the tiles with the position of their first token."""
         position = self.run.rng.first
         for x in self.tiles:
             yield position, x
             position += x.shape[1]
 
     def _project(self, x: Tensor, position: int, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of a tile; k has no heads where queries are the keys."""
+        """Return queries, keys and values of a tile; k has 0 heads if the queries are the keys."""
         x = self.branch.read(x, weights)
         q, v = (split_heads(_linear(x, weights, name), self.layer.head_dim) for name in ("query", "value"))
         k = split_heads(_linear(x, weights, "key"), self.layer.head_dim) if "key.weight" in weights else q[:, :0]
@@ -175,7 +175,7 @@ class HeadGroups:
         return self.layer.rotate_and_repeat(q, k, v, position)
 
     def _project_all(self, weights: Weights) -> tuple[Tensor, ...]:
-        """Queries, keys and values of all tiles: (B, n, L, D) each."""
+        """Return queries, keys and values of all tiles: (B, n, L, D) each."""
         whole: tuple[Tensor, ...] = ()
         start = 0
         length = sum(x.shape[1] for x in self.tiles)
@@ -188,10 +188,10 @@ class HeadGroups:
         return whole
 
     def _exchanges(self, again: bool = False) -> Iterator[tuple[HeadGroup, tuple[Tensor, ...], Arrive]]:
-        """Yield the groups with their queries, keys and values, on their way to the ranks that have their heads. Where
-        ranks share sequences, those of the next group are sent while one attends.
+        """Yield the groups with their queries, keys and values, on the way to the ranks of their heads. With sequence
+        parallelism, the next group is sent while one attends.
 
-        again: for a backward, with gradients of the queries, keys and values.
+        again: True in a backward, to record gradients of the queries, keys and values.
         """
         ahead = int(self.run.padding.part.size > 1)
         started: list[tuple[HeadGroup, tuple[Tensor, ...], Arrive]] = []
@@ -199,7 +199,7 @@ class HeadGroups:
             started.append(self._start(group, again))
             if len(started) > ahead:
                 yield started.pop(0)
-        while started:  # not `yield from`, which would keep the last group's tensors
+        while started:  # `yield from` would keep the last group's tensors alive
             yield started.pop()
 
     def _start(self, group: HeadGroup, again: bool) -> tuple[HeadGroup, tuple[Tensor, ...], Arrive]:
@@ -224,7 +224,7 @@ class HeadGroups:
 
 def group_weights(branch: Branch) -> dict[str, nn.Parameter]:
     """Return the weights of a branch that attention in groups reads, by name."""
-    norm_after = branch.post_norm  # which the sum of stream and branch goes through
+    norm_after = branch.post_norm  # it normalises the sum of stream and branch
     return {n: w for n, w in branch.named_parameters() if not (norm_after and n.startswith("norm."))}
 
 
@@ -242,8 +242,8 @@ def rewrite_in_groups(
 
 
 def attend_in_groups(branch: Branch, layer: AttentionLayer, x: Tensor, run: Pass) -> tuple[Tensor, Tensor | None]:
-    """Run the branch of an ordinary layer: return its output, (B, L, E) fp32 or wider, and its auxiliary loss. The
-    backward computes each group once more, from x.
+    """Run the branch of an ordinary layer. Returns its output, (B, L, E) fp32 or wider, and its auxiliary loss. The
+    backward recomputes each group from x.
     """
     output: tuple[Tensor, Tensor | None] = _InGroups.apply(branch, layer, run, x, *group_weights(branch).values())
     return output
@@ -282,5 +282,5 @@ def _linear(x: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def _output(out: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """What a group adds: its output (B, n, T, D) by its columns of the output projection."""
+    """Project a group's output (B, n, T, D) with its columns of the output projection."""
     return _linear(merge_heads(out), weights, "output")

@@ -1,4 +1,4 @@
-"""Parts that all models share: embedding, a stack of blocks, a tiled output projection, and the objective.
+"""Components of all models: embedding, a stack of blocks, a tiled output projection, and the objective.
 
 B batch, L length, E d_model, V vocabulary.
 """
@@ -28,27 +28,27 @@ from megasparse.ops.tiled import tiled
 
 
 class TokenScores(NamedTuple):
-    """How well a model predicts each token of a batch: (B, L) each."""
+    """Quality of the prediction of each token in a batch: (B, L) each."""
 
     nats: Tensor
     """−ln p(token), fp32."""
     correct: Tensor
-    """Whether the token was the likeliest one."""
+    """True if the token was the most likely one."""
     scored: Tensor
-    """Whether the token counts: the model has to predict it."""
+    """True if the model has to predict the token."""
 
 
 Scored = tuple[TokenScores, Tensor, Tensor, dict[str, Tensor]]
-"""The scores, what each token adds to the objective (B, L), the sum of auxiliary losses, and the layers' statistics."""
+"""Scores, each token's term of the objective (B, L), the sum of auxiliary losses, and the layers' statistics."""
 
 
 def mean_cost(
     scores: TokenScores, cost: Tensor, divisor: float | None, part: SequencePart = WHOLE
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The mean `cost` (B, L) of a scored token, 0 where nothing is scored, and the statistics `nats`, `tokens` and
+    """Return the mean `cost` (B, L) over scored tokens, 0 if there are none, and the statistics `nats`, `tokens` and
     `accuracy` of `Transformer.forward`.
 
-    divisor: of the sum, in place of the number of scored tokens. part: of the sequences, to which the scores belong.
+    divisor: replaces the number of scored tokens. part: this rank's part of the sequences.
     """
     total, count = torch.where(scores.scored, cost, 0.0).sum(), scores.scored.sum()
     correct = (scores.correct & scores.scored).sum()
@@ -60,8 +60,8 @@ def mean_cost(
 
 
 def padding_of(tokens: Tensor, config: ModelConfig, part: SequencePart = WHOLE) -> Padding:
-    """Return the padding and the documents of a batch. tokens: (B, L), or this rank's part of them. All but
-    `padding_token` are real; each `document_separator` is its document's last token.
+    """Return the padding and the documents of a batch. tokens: (B, L), or this rank's part of them. All tokens except
+    `padding_token` are real; each `document_separator` is the last token of its document.
     """
     key_mask, segments = None, None
     if config.padding_token is not None:
@@ -73,8 +73,8 @@ def padding_of(tokens: Tensor, config: ModelConfig, part: SequencePart = WHOLE) 
 
 
 def cut(tokens: Tensor, config: ModelConfig, group: ProcessGroup | None) -> tuple[Tensor, Padding]:
-    """Return this rank's part of sequences (B, L) of any length that all S ranks of a group have whole, and their
-    padding: masked tokens are added at the end if S does not divide L.
+    """Return this rank's part of sequences (B, L) that all S ranks of a group have in full, and their padding. Masked
+    tokens are appended if S does not divide L.
     """
     part, padding = SequencePart.of(group), padding_of(tokens, config)
     key_mask, missing = padding.key_mask, -tokens.shape[1] % part.size
@@ -85,7 +85,7 @@ def cut(tokens: Tensor, config: ModelConfig, group: ProcessGroup | None) -> tupl
 
 
 def average_over_layers(statistics: Mapping[str, Mapping[int, Tensor]], layers: int) -> dict[str, Tensor]:
-    """Return each statistic's mean over the layers that have it, and of several NAME/layers, NaN for none."""
+    """Average each statistic over the layers that report it; if several do, also return NAME/layers, NaN for others."""
     means: dict[str, Tensor] = {}
     for name, values in statistics.items():
         means[name] = torch.stack(list(values.values())).mean()
@@ -99,13 +99,13 @@ class Stack(nn.Module):
     """Embedding and blocks: the network from tokens to the input of the output head."""
 
     embedding_once: ClassVar[bool] = False
-    """True in both stacks of an encoder–decoder: reversible streams begin as two copies of the embedding e, and readers
-    see their sum without one of them, e plus all branches, as with ordinary blocks. Training is faster at its beginning
-    (docs/lab/translation.md). Keeps one more tensor as large as a stream."""
+    """True in both stacks of an encoder–decoder: reversible streams start as two copies of the embedding e, and one is
+    subtracted from their sum at the end, leaving e plus all branches, as with ordinary blocks. Early training is faster
+    (docs/lab/translation.md). Costs one more tensor of a stream's size."""
 
     def __init__(self, config: ModelConfig, embedding: nn.Parameter | nn.Module | None = None):
-        """Make the stack. embedding: (V, E), of another stack that shares it; or what embeds other things than tokens,
-        called with them and their first position.
+        """Create the stack. embedding: weight (V, E) shared with another stack; or a module that embeds other inputs
+        than tokens, called with the input and its first position.
         """
         super().__init__()
         self.config = config
@@ -113,7 +113,7 @@ class Stack(nn.Module):
         self.layers = [Block(config, layer) for layer in range(config.layers)]
         self.blocks = nn.ModuleList(self.layers)
         if config.activations in ("checkpoint", "checkpoint_cpu"):
-            from fairscale.nn import checkpoint_wrapper  # all else runs without it
+            from fairscale.nn import checkpoint_wrapper  # optional dependency
 
             for block in self.layers:
                 checkpoint_wrapper(block, offload_to_cpu=config.activations == "checkpoint_cpu")
@@ -128,12 +128,12 @@ class Stack(nn.Module):
         source: EncoderOutput | None = None,
         given_away: bool = False,
     ) -> tuple[Streams, Tensor, dict[str, Tensor]]:
-        """The streams that the head reads, the sum of auxiliary losses, and the layers' statistics, see
+        """Return the output streams, the sum of auxiliary losses, and the layers' statistics, see
         `average_over_layers`.
 
-        read: what the embedding reads, from position rng.first on. targets: for the mechanisms, in training. caches:
-        empty ones, one a layer, which take in the whole sequence. source: what an encoder–decoder's cross-attention
-        reads; caches have it already. given_away: see `Reversible`.
+        read: the embedding's input, from position rng.first on. targets: for the mechanisms, in training. caches: empty
+        caches, one per layer, to prefill. source: input of cross-attention in an encoder–decoder; None if the caches
+        contain it. given_away: see `Reversible`.
         """
         config, tokens = self.config, self._newest_tokens(read, rng.first, padding.part)
         run = Pass(rng, padding, targets if rng.training else None, source and source.key_mask, tokens)
@@ -149,20 +149,20 @@ class Stack(nn.Module):
         return self._leave(streams, entered), total, average_over_layers(run.statistics, config.layers)
 
     def mechanisms(self) -> Iterator[tuple[int, Attention]]:
-        """The mechanisms of self-attention, each with its layer."""
+        """Yield (layer, mechanism) for every mechanism of self-attention."""
         for layer, block in enumerate(self.layers):
             for kind in block.attention.attention.split:
                 yield layer, block.attention.attention.mechanism(kind)
 
     def _newest_tokens(self, read: Tensor, first: int, part: SequencePart) -> Tensor | None:
-        """Return the newest token that each position of whole sequences knows, (B, L), if a mechanism hashes tokens."""
+        """Return the newest token known at each position of whole sequences, (B, L), if a mechanism hashes tokens."""
         if read.is_floating_point() or not any(mechanism.reads_tokens for _, mechanism in self.mechanisms()):
             return None
         starts = first == 0 and self.config.kind != "encoder"
         return part.gather(F.pad(read, (1, 0), value=-1) if starts else read, 1)
 
     def _enter(self, tokens: Tensor, first: int, rng: RngContext) -> Streams:
-        """Return the streams that the first block reads."""
+        """Return the input streams of the first block."""
         x = self.embedding(tokens, first)
         if rng.training:
             x = dropout(x, self.config.dropout, rng.key(-1, "embedding dropout"), rng.rows(x.shape[1], x.device))
@@ -171,7 +171,7 @@ class Stack(nn.Module):
         return (x, x) if self.config.blocks == "reversible" else (x,)
 
     def _leave(self, streams: Sequence[Tensor], entered: Streams) -> Streams:
-        """Return the streams that readers see."""
+        """Return the output streams."""
         once = self.embedding_once and self.config.blocks == "reversible"
         return (streams[0], streams[1] - entered[1]) if once else tuple(streams)
 
@@ -179,13 +179,13 @@ class Stack(nn.Module):
 class OutputHead(nn.Module):
     """Output head, softmax(W·norm(streams)), or the adaptive softmax with rows of W.
 
-    Untied, a reversible stack's two streams are normalised and projected side by side, 2·E wide, as in the published
-    Reformer; tied, their mean is, against the token embedding / √E. With `style` bert it is
-    softmax(W·norm(gelu(D·stream + d)) + b), and W, tied or not, is not scaled. `model.logit_scale` scales W otherwise.
+    Untied, a reversible stack's two streams are normalised and projected as one vector of width 2·E, as in the
+    published Reformer; tied, their mean is projected with the token embedding / √E. With `style` bert it is
+    softmax(W·norm(gelu(D·stream + d)) + b), and W, tied or not, is not scaled. `model.logit_scale` replaces the scale.
     """
 
     def __init__(self, config: ModelConfig, embedding: nn.Parameter):
-        """Make the head. embedding: (V, E), a tied head's weight too."""
+        """Create the head. embedding: (V, E), also the weight of a tied head."""
         super().__init__()
         streams = 2 if config.blocks == "reversible" else 1
         self.tiles, self.tied, self.eps = config.loss_tiles, config.tied_embeddings, config.norm_eps
@@ -193,7 +193,7 @@ class OutputHead(nn.Module):
         width = config.d_model if self.tied else streams * config.d_model
         bert = config.style == "bert"
         self.scale = config.logit_scale or (config.d_model**-0.5 if self.tied and not bert else 1.0)
-        # Parameters of this very module: under ZeRO 3 its call gathers them once for all tiles.
+        # Parameters of this module itself, so that ZeRO 3 gathers them once for all tiles.
         self.norm_weight = nn.Parameter(torch.ones(width))
         self.norm_bias = nn.Parameter(torch.zeros(width)) if config.norm == "layer" else None
         self.weight = embedding if self.tied else nn.Parameter(torch.empty(config.vocabulary, width))
@@ -205,11 +205,11 @@ class OutputHead(nn.Module):
     def forward(
         self, streams: Streams, targets: Tensor | None, training: bool = False
     ) -> tuple[Tensor, Tensor, Tensor] | Tensor:
-        """−ln p of every target, (B, L) fp32; whether it was the likeliest, (B, L) bool; and what the objective is to
-        lower for it, (B, L) fp32: the same −ln p, in training with label smoothing. Without targets the logits of the
+        """Return −ln p of every target, (B, L) fp32; True if it was the most likely id, (B, L) bool; and its term of
+        the objective, (B, L) fp32: −ln p, in training with label smoothing. Without targets, return the logits of the
         last position, (B, V) fp32.
 
-        Norm, logits and softmax exist for L/tiles positions at a time, forward and backward.
+        Norm, logits and softmax are computed for L/tiles positions at a time, in forward and backward.
         """
         weights = dict(self.named_parameters(recurse=False))
         if targets is None:
@@ -224,7 +224,7 @@ class OutputHead(nn.Module):
         return nats, correct.bool(), cost[0] if cost else nats
 
     def _scores(self, hidden: Tensor, targets: Tensor, weights: Mapping[str, Tensor], training: bool) -> Tensor:
-        """The outputs of `forward` in columns; (N, 2) where the objective is the nats. hidden: (N, E)."""
+        """Return the outputs of `forward` as columns; (N, 2) if the objective equals the nats. hidden: (N, E)."""
         if self.cutoffs:
             nats, correct = adaptive_scores(hidden, targets, weights["weight"], weights["clusters"], self.cutoffs)
             return torch.stack([nats, correct.to(nats.dtype)], dim=-1)
@@ -244,36 +244,36 @@ class OutputHead(nn.Module):
         return layer_norm(x, gain, shift, self.eps, weights["weight"].dtype)
 
     def _logits(self, hidden: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        """Logits of every id; of an adaptive softmax ln p, whose softmax is that p."""
+        """Return logits of every id; for an adaptive softmax ln p, whose softmax equals p."""
         if self.cutoffs:
             return adaptive_log_probabilities(hidden, weights["weight"], weights["clusters"], self.cutoffs)
         return linear(hidden, weights["weight"], weights.get("bias"))
 
 
 class Transformer(Stack, ABC):
-    """A stack of blocks that predicts tokens; each kind of model defines which ones, and from what."""
+    """Stack of blocks that predicts tokens. Subclasses define which tokens, and from which inputs."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         self.head = OutputHead(config, self.embedding.weight)
         self.task_weight = min(mechanism.task_weight for _, mechanism in self.mechanisms())
-        # Padding and separators are not predicted, so micro-batches can differ in how many tokens count.
+        # Padding and separators are not predicted, so micro-batches can differ in their number of scored tokens.
         self.varying_token_counts = any(
             token is not None for token in (config.padding_token, config.document_separator)
         )
-        self.is_autoregressive = config.kind == "decoder"  # an encoder sees both sides of a token
+        self.is_autoregressive = config.kind == "decoder"  # an encoder is bidirectional
 
     @abstractmethod
     def prepare_inputs(self, tokens: Tensor, rng: RngContext, padding: Padding) -> tuple[Tensor, Tensor]:
-        """The tokens that the embedding reads, and which ones the model has to predict, (B, L) bool.
+        """Return the tokens that the embedding reads, and a mask of the tokens to predict, (B, L) bool.
 
-        tokens: (B, L) int64, those that are on this rank.
+        tokens: (B, L) int64, this rank's tokens.
         """
 
     @abstractmethod
     def count_scored(self, tokens: Tensor, sequence: ProcessGroup | None = None) -> Tensor:
-        """Number of tokens of a batch (B, L) that the model has to predict, which no draw changes. sequence: the ranks
-        that share the sequences, over which these numbers are summed.
+        """Return the number of tokens of a batch (B, L) that the model has to predict; it does not depend on random
+        draws. sequence: ranks that share the sequences, over which the numbers are summed.
         """
 
     def forward(
@@ -284,17 +284,21 @@ class Transformer(Stack, ABC):
         divisor: float | None = None,
         sequence: ProcessGroup | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run the model and compute its objective. tokens: (B, L) int64. Returns the objective, mean nats a scored
-        token (in training with label smoothing) plus auxiliary losses (LHA's is a convex combination of the two), and
-        statistics.
+        """Run the model and compute its objective.
 
-        rng: what random draws depend on; by default those of evaluation with seed 0, the same in each call, without
-        dropout. padding: by default read from the tokens, see `padding_of`. divisor: of the sum of nats in place of the
-        batch's own number of scored tokens, where batches that are averaged have not equally many. sequence: the ranks
-        that share the sequences, of which each gives its part of the tokens; with `padding`, that says so.
-        statistics: `nats` the sum over scored tokens and `tokens` their number; any others are means to log, among them
-        `accuracy`, the share of scored tokens that were the likeliest, scalars all but NAME/layers, (layers,). Where
-        nothing is scored, loss and accuracy are 0.
+        Args:
+            tokens: (B, L) int64; with `sequence`, this rank's part of the tokens.
+            rng: State of the random draws; None means evaluation with seed 0, equal in each call and without dropout.
+            padding: None derives it from the tokens, see `padding_of`.
+            divisor: Divisor of the sum of nats instead of the number of scored tokens, to average batches with
+                different numbers.
+            sequence: Ranks that share the sequences; already contained in `padding`, if that is set.
+
+        Returns:
+            The objective, mean nats per scored token (in training with label smoothing) plus auxiliary losses (LHA's is
+            a convex combination of both), and statistics: `nats`, the sum over scored tokens; `tokens`, their number;
+            and means to log, such as `accuracy`. All are scalars except NAME/layers, (layers,). Without scored tokens,
+            loss and accuracy are 0.
         """
         padding = padding or padding_of(tokens, self.config, SequencePart.of(sequence))
         rng = (rng or RngContext.evaluation(0, len(tokens))).at(padding.part.rank * tokens.shape[1])
@@ -304,12 +308,12 @@ class Transformer(Stack, ABC):
 
     @torch.no_grad()
     def token_scores(self, tokens: Tensor, rng: RngContext, padding: Padding | None = None) -> TokenScores:
-        """How well each of the tokens that are here is predicted. padding: of shared sequences, whose part it names."""
+        """Score the prediction of each of this rank's tokens. padding: must contain the part of shared sequences."""
         padding = padding or padding_of(tokens, self.config)
         return self.score(tokens, rng.at(padding.part.rank * tokens.shape[1]), padding)[0]
 
     def score(self, tokens: Tensor, rng: RngContext, padding: Padding, source: EncoderOutput | None = None) -> Scored:
-        """Score tokens (B, L). source: output of the encoder, which target tokens are predicted from."""
+        """Score tokens (B, L). source: encoder output from which target tokens are predicted, or None."""
         read, scored = self.prepare_inputs(tokens, rng, padding)
         targets = Targets(tokens, scored)
         streams, auxiliary, statistics = self.streams(read, rng, padding, targets, source=source, given_away=True)
@@ -320,10 +324,10 @@ class Transformer(Stack, ABC):
     def _extra_loss(
         self, streams: Streams, tokens: Tensor, rng: RngContext
     ) -> tuple[Tensor | float, dict[str, Tensor]]:
-        """A loss to add to the objective for what the model predicts beside tokens, and its statistics."""
+        """Return a loss for predictions other than tokens, to add to the objective, and its statistics."""
         return 0.0, {}
 
     def logits(self, streams: Streams) -> Tensor:
-        """Logits of every position, (B, L, V) fp32. The head computes those of a last position, so each is made one."""
+        """Return logits of every position, (B, L, V) fp32. Positions become sequences of length 1 for the head."""
         batch, length = streams[0].shape[:2]
         return self.head([x.reshape(batch * length, 1, -1) for x in streams], None).view(batch, length, -1)

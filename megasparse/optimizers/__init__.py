@@ -1,6 +1,6 @@
-"""The optimizers that `optimizer.name` can choose, their learning rate, and their state as checkpoints store it.
+"""The optimizers of `optimizer.name`, their learning rate, and their state in checkpoints.
 
-A new one subclasses OptimizerSpec, with an entry in OPTIMIZERS.
+To add one, subclass OptimizerSpec and add an entry to OPTIMIZERS.
 """
 
 import math
@@ -16,7 +16,7 @@ from megasparse.optimizers.partitioned_adafactor import PartitionedAdafactor
 
 
 class Settings(Protocol):
-    """The configuration's section `optimizer`."""
+    """The configuration section `optimizer`."""
 
     name: Any
     learning_rate: float
@@ -29,34 +29,34 @@ class Settings(Protocol):
 
 
 class OptimizerSpec(ABC):
-    """An optimizer: how it is built, its initial state, and the memory it takes."""
+    """An optimizer: its construction, initial state and memory use."""
 
     bytes_per_weight: int
-    """Bytes of state that a weight of a matrix adds; 0 where the state is far smaller than the matrix."""
+    """Bytes of state per number in a matrix; 0 if the state is far smaller than the matrix."""
     state_per_number: bool = True
-    """A weight's state has a number for each of its numbers, so that ZeRO 1 to 3 divide it among ranks as they divide
-    the weights. False: each rank holds all of it."""
+    """True if a weight's state contains a number per weight number, so that ZeRO 1 to 3 partition it like the weights.
+    If False, each rank stores all of it."""
 
     @abstractmethod
     def build(self, groups: list[dict[str, Any]], settings: Settings) -> Optimizer:
         """Build the optimizer over parameter groups, each with its weight decay, at learning rate 0."""
 
     def build_partitioned(self, groups: list[dict[str, Any]], settings: Settings) -> Optimizer:
-        """Build the optimizer for vectors that hold pieces of the weights, which are all that ZeRO 1 to 3 give it.
+        """Build the optimizer for flat vectors that contain pieces of the weights, as in ZeRO 1 to 3.
 
-        One that treats every number alike is what `build` builds.
+        The default, `build`, is right for an elementwise optimizer.
         """
         return self.build(groups, settings)
 
     @abstractmethod
     def initial_state(self, weight: Tensor) -> dict[str, Tensor]:
-        """The state that the optimizer would create for `weight` at its first step, before that step.
+        """Return the state that the optimizer would create for `weight` at its first step, before that step.
 
-        It has the counter "step"; every other tensor is kept in checkpoints under its name.
+        It contains the counter "step"; checkpoints store every other tensor under its name.
         """
 
     def state_bytes(self, shape: Sequence[int]) -> int:
-        """Bytes of state for a weight of this shape, without its counter."""
+        """Bytes of state for a weight of this shape, excluding its counter."""
         return self.bytes_per_weight * math.prod(shape)
 
     def scratch_bytes(self, shape: Sequence[int]) -> int:
@@ -65,12 +65,12 @@ class OptimizerSpec(ABC):
 
 
 class AdamWSpec(OptimizerSpec):
-    """AdamW (Loshchilov and Hutter 2017) with two fp32 moments a weight."""
+    """AdamW (Loshchilov and Hutter 2017) with two fp32 moments per weight."""
 
     bytes_per_weight = 8
 
     def build(self, groups: list[dict[str, Any]], settings: Settings) -> Optimizer:
-        # fused: one pass over memory and no temporaries as large as the weights, on the CPU as on a GPU
+        # fused: one pass over memory and no temporaries as large as the weights, on CPUs and GPUs
         return AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
 
     def initial_state(self, weight: Tensor) -> dict[str, Tensor]:
@@ -80,7 +80,7 @@ class AdamWSpec(OptimizerSpec):
 
 
 class AdafactorSpec(OptimizerSpec):
-    """Adafactor (Shazeer and Stern 2018): its second moment is a row and a column of each matrix, scaled by its RMS."""
+    """Adafactor (Shazeer and Stern 2018), with a factored second moment and updates scaled by the RMS of the weight."""
 
     bytes_per_weight = 0
     state_per_number = False
@@ -101,7 +101,7 @@ class AdafactorSpec(OptimizerSpec):
         return 4 * sum(math.prod(part) for part in _state_shapes(shape).values())
 
     def scratch_bytes(self, shape: Sequence[int]) -> int:
-        return 4 * math.prod(shape)  # the update, of one weight at a time
+        return 4 * math.prod(shape)  # the update of one weight
 
 
 def _state_shapes(shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
@@ -119,11 +119,11 @@ def build_optimizer(
 ) -> Optimizer:  # fmt: skip
     """Build an optimizer over `parameters`. Matrices decay, vectors (norms, biases) do not.
 
-    partitioned: it will update vectors that hold pieces of them, as under ZeRO 1 to 3. shapes: of the whole parameters,
-    where these are pieces already.
+    partitioned: True if it will update vectors that contain pieces of them, as under ZeRO 1 to 3. shapes: of the whole
+    parameters, if these are already pieces.
 
-    Its learning rate is 0: the engine sets it before every step. An engine that steps once to create its state
-    (as DeepSpeed does in some settings) thereby changes no weight.
+    Its learning rate is 0: the engine sets it before every step. An engine that steps once to create its state (as
+    DeepSpeed does in some settings) thus changes no weight.
     """
     parameters = list(parameters)
     dims = [p.ndim for p in parameters] if shapes is None else [len(shape) for shape in shapes]
@@ -144,7 +144,7 @@ def learning_rate(step: int, steps: int, config: Settings) -> float:
     constant:      peak
     cosine:        peak·(f + (1 − f)·(1 + cos(π·t))/2), f = `final_fraction`, t from 0 after the warm-up to 1 at the end
     linear:        peak·(1 − (1 − f)·t), with the same f and t
-    inverse_sqrt:  peak·√(warm-up/step), a warm-up of 0 counting as 1.
+    inverse_sqrt:  peak·√(warm-up/step), with a warm-up of at least 1.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
     if step < warmup:
@@ -159,12 +159,12 @@ def learning_rate(step: int, steps: int, config: Settings) -> float:
 
 
 def state_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
-    """One weight's state that a checkpoint keeps: all but the counter, which is one number for all weights."""
+    """Return the tensors of a weight's state that checkpoints store: all except the counter, stored once per run."""
     return {kind: state[kind] for kind in sorted(state) if kind != "step"}
 
 
 def steps_done(optimizer: Optimizer) -> int:
-    """Number of updates applied so far, the same for every weight."""
+    """Return the number of updates applied so far, the same for every weight."""
     counts = {int(state["step"]) for state in optimizer.state.values() if "step" in state}
     assert len(counts) <= 1, f"weights differ in their number of updates: {sorted(counts)}"
     return counts.pop() if counts else 0

@@ -1,8 +1,8 @@
-"""Adafactor on weights that are cut into pieces among ranks, as ZeRO 1 to 3 do.
+"""Adafactor on weights that are partitioned among ranks, as by ZeRO 1 to 3.
 
 A weight (A, R, C) is A matrices of R rows and C columns, stored row by row; A is 1 for a matrix. A rank's piece is any
-range of its numbers. Sums over rows, columns and whole weights are added over the ranks; the row and column factors
-are small, so that every rank holds all of them. Vectors have one second moment a number, held with their piece.
+range of its numbers. Sums over rows, columns and whole weights are all-reduced; the row and column factors are small,
+so every rank stores all of them. Vectors have one second moment per number, stored with their piece.
 """
 
 import math
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 EPS_WEIGHT, BETA2_DECAY = 1e-3, -0.8
-"""torch.optim.Adafactor's defaults, as is the clipping threshold 1."""
+"""Defaults of torch.optim.Adafactor, like the clipping threshold 1."""
 FACTORS = ("row_var", "col_var")
-"""State that every rank holds whole."""
+"""State that every rank stores in full."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The numbers [start, start + numel) of a weight, which lie in a vector from `offset` on. numel may be 0."""
+    """Numbers [start, start + numel) of a weight, stored in a vector from `offset` on. numel may be 0."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,14 +35,14 @@ class Piece:
 
     @property
     def factor_sizes(self) -> tuple[int, int]:
-        """Numbers of the row and of the column factor."""
+        """Number of elements of the row and of the column factor."""
         return self.size // self.shape[-1], self.size // self.shape[-2]
 
     def of(self, vector: Tensor) -> Tensor:
         return vector.narrow(0, self.offset, self.numel)
 
     def rows(self, vector: Tensor) -> Tensor:
-        """The rows (n, C) that the piece touches, zero where they are other ranks'."""
+        """Return the rows (n, C) that the piece overlaps, zero outside the piece."""
         columns, part = self.shape[-1], self.of(vector)
         before, after = self.start % columns, -(self.start + self.numel) % columns
         if before or after:
@@ -50,7 +50,7 @@ class Piece:
         return part.view(-1, columns)
 
     def matrices(self) -> Iterator[tuple[int, slice, slice]]:
-        """Each matrix that the piece touches: its number, its rows among `rows`, and the same among all A·R."""
+        """Yield (number, rows within `rows`, rows among all A·R) for each matrix that the piece overlaps."""
         if not self.numel:
             return
         rows, columns = self.shape[-2:]
@@ -61,7 +61,7 @@ class Piece:
 
 
 class PartitionedAdafactor(torch.optim.Optimizer):
-    """torch.optim.Adafactor's update, of vectors that hold pieces of weights. All ranks step together."""
+    """Update of torch.optim.Adafactor for vectors that contain pieces of weights. All ranks step together."""
 
     def __init__(self, groups: Iterable[dict[str, Any]]):
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
@@ -69,14 +69,14 @@ class PartitionedAdafactor(torch.optim.Optimizer):
         self._total: Callable[[Tensor], Tensor] = lambda values: values
 
     def attach(self, pieces: Mapping[Tensor, Sequence[Piece]], total: Callable[[Tensor], Tensor]) -> None:
-        """Name the contents of the vectors. Until then a step does nothing.
+        """Set the contents of the vectors. Before this call, a step does nothing.
 
-        pieces: of each vector, the same weights in the same order on every rank. total: sums over the ranks.
+        pieces: pieces in each vector, the same weights in the same order on every rank. total: all-reduces a sum.
         """
         self.pieces, self._total = pieces, total
 
     def initial_state(self, vector: Tensor) -> dict[str, Tensor]:
-        """The state before a vector's first step."""
+        """Return the state before a vector's first step."""
         state, pieces = {"step": torch.zeros(())}, self.pieces[vector]
         if not _factored(pieces):
             return {**state, "variance": torch.zeros_like(vector, dtype=torch.float32)}
@@ -87,7 +87,7 @@ class PartitionedAdafactor(torch.optim.Optimizer):
         }
 
     def factors(self) -> Iterator[tuple[str, Piece, tuple[int, ...], Tensor]]:
-        """Each factor that there is: its kind, the weight, the factor's shape and its numbers."""
+        """Yield every factor: its kind, its weight's piece, its shape and its numbers."""
         for vector, pieces in self.pieces.items():
             state = self.state.get(vector, {})
             if FACTORS[0] not in state:
@@ -112,7 +112,7 @@ class PartitionedAdafactor(torch.optim.Optimizer):
         sizes = torch.tensor([piece.size for piece in pieces], dtype=torch.float32, device=vector.device)
         weights = torch.stack([piece.of(vector).square().sum() for piece in pieces])
         weights = self._update_moments(state, pieces, gradient, weights, step**BETA2_DECAY)
-        # Computed here for its length and again below, as it would take as much memory as the weights.
+        # Computed twice, here for its length, because storing it would take as much memory as the weights.
         lengths = self._total(torch.stack([u.square().sum() for u in self._updates(state, pieces, gradient)]))
         scales = (weights / sizes).sqrt().clamp(min=EPS_WEIGHT) * min(rate, step**-0.5)
         scales /= (lengths / sizes).sqrt().clamp(min=1.0)
@@ -124,9 +124,9 @@ class PartitionedAdafactor(torch.optim.Optimizer):
     def _update_moments(
         self, state: dict[str, Tensor], pieces: Sequence[Piece], gradient: Tensor, weights: Tensor, share: float
     ) -> Tensor:
-        """Move the second moments by a share of the gradient's squares. Returns the weights' own sums of squares.
+        """Update the second moments by a share of the squared gradient. Returns the weights' sums of squares.
 
-        weights: (pieces,) these sums here; they are added over the ranks together with those of rows and columns.
+        weights: (pieces,) local sums of squares, all-reduced together with the sums of rows and columns.
         """
         if not _factored(pieces):
             state["variance"].lerp_(gradient.float().square(), share)
@@ -148,7 +148,7 @@ class PartitionedAdafactor(torch.optim.Optimizer):
         return weight_sums
 
     def _updates(self, state: dict[str, Tensor], pieces: Sequence[Piece], gradient: Tensor) -> Iterator[Tensor]:
-        """Each piece's gradient divided by the root of its second moment."""
+        """Yield each piece's gradient divided by the root of its second moment."""
         epsilon = torch.finfo(torch.float32).eps
         if not _factored(pieces):
             for piece in pieces:
@@ -168,12 +168,12 @@ class PartitionedAdafactor(torch.optim.Optimizer):
 
 
 def _factored(pieces: Sequence[Piece]) -> bool:
-    """True if the pieces are of matrices. A vector of DeepSpeed's holds either matrices or vectors."""
+    """True if the pieces are of matrices. A vector in DeepSpeed contains either matrices or vectors."""
     return any(len(piece.shape) > 1 for piece in pieces)
 
 
 def _factors(state: dict[str, Tensor], pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Tensor, Tensor]]:
-    """Each piece with the row and the column factor of its weight."""
+    """Return each piece with the row and the column factor of its weight."""
     sizes = zip(*(piece.factor_sizes for piece in pieces), strict=True)
     rows, columns = (state[kind].split(list(lengths)) for kind, lengths in zip(FACTORS, sizes, strict=True))
     return zip(pieces, rows, columns, strict=True)
