@@ -113,7 +113,7 @@ def training_batches(
     return TrainingBatches(
         run_data.mixture, "train", sequence_length=data.sequence_length, seed=config.run.seed, start=position,
         shuffle_shards=data.shuffle_shards, global_batch=training.global_batch, micro_batch=training.micro_batch,
-        rank=ranks.data_rank, world_size=ranks.data_ranks, part=(ranks.place, ranks.sequence_size),
+        rank=ranks.data_rank, world_size=ranks.data_ranks, part=(ranks.sequence_rank, ranks.sequence_size),
         stop_waiting=hooks.stop_wanted, alive=hooks.alive,
     )  # fmt: skip
 

@@ -114,12 +114,12 @@ def finetune_dry_run(config: FinetuneConfig) -> str:
         predict_examples(engine.evaluate, task.form, scored, settings, ranks)
     except torch.OutOfMemoryError as error:
         raise UserError(f"a step of {size} × {length:,} tokens does not fit into memory ({error}). {HINT}") from None
-    taken, free = peak(ranks.device) - before + held, available_bytes(ranks.device)
+    used, free = peak(ranks.device) - before + held, available_bytes(ranks.device)
     lines = {
         "parameters": f"{trained:,} trained, {sum(weight.numel() for weight in weights) - trained:,} frozen",
         "steps": f"{training.steps:,}, of {training.global_batch} {training.batch_unit}",
         "micro-batch": f"{size} × {length:,} tokens in {training.precision} on {ranks.device}: {seconds:.1f} s",
-        "peak memory": f"{taken / 1e9:.2f} GB measured, in one process without ZeRO; {free / 1e9:.2f} GB are left",
+        "peak memory": f"{used / 1e9:.2f} GB measured, in one process without ZeRO; {free / 1e9:.2f} GB are left",
         "loss": f"{loss:.3f}, untrained",
     }
     engine.close()

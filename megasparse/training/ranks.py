@@ -45,7 +45,7 @@ class Ranks:
         return 1 if self.sequence is None else self.sequence.size()
 
     @property
-    def place(self) -> int:
+    def sequence_rank(self) -> int:
         """Index of this rank in its sequence group."""
         return self.rank % self.sequence_size
 

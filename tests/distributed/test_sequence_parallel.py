@@ -120,7 +120,7 @@ def compare(ranks: Ranks, model: Any, tokens: Tensor) -> dict[str, float]:
     ranks that share a sequence have.
     """
     scored = float(model.count_scored(tokens))
-    own = tokens.chunk(ranks.sequence_size, dim=1)[ranks.place]
+    own = tokens.chunk(ranks.sequence_size, dim=1)[ranks.sequence_rank]
     counted = ranks.sum(model.count_scored(own, sequence=ranks.sequence).double()) / ranks.data_ranks
     divided = scored / ranks.sequence_size  # as the engine has it: scored tokens a rank
     objective, found, statistics = gradients(model, own, divided, sequence=ranks.sequence)

@@ -58,10 +58,10 @@ def logits_of(model: Any, ranks: Ranks) -> tuple[Tensor, list[int]]:
 def compare(name: str, ranks: Ranks) -> dict[str, Any]:
     model = model_of(name)
     found, heads = logits_of(model, ranks)
-    expected, of_all = logits_of(model, Ranks()) if ranks.place == 0 else (torch.empty_like(found), heads)
+    expected, of_all = logits_of(model, Ranks()) if ranks.sequence_rank == 0 else (torch.empty_like(found), heads)
     counts = torch.tensor(of_all)
     for x in (expected, counts):
-        torch.distributed.broadcast(x, ranks.rank - ranks.place, ranks.sequence)
+        torch.distributed.broadcast(x, ranks.rank - ranks.sequence_rank, ranks.sequence)
     own = [max(1, all_ // ranks.sequence_size) for all_ in counts.tolist()]
     assert own == heads, "each rank has the keys of its own heads"
     return {"difference": float((found - expected).abs().max())}

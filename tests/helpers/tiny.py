@@ -91,7 +91,7 @@ class DummyBatches(Steps):
             first = self.position + (number * ranks.data_ranks + ranks.data_rank) * micro
             samples = torch.arange(first, first + micro)
             tokens = torch.stack([dummy_sample(int(sample)) for sample in samples])
-            own = tokens.chunk(ranks.sequence_size, dim=1)[ranks.place]
+            own = tokens.chunk(ranks.sequence_size, dim=1)[ranks.sequence_rank]
             batches.append(Batch(own, samples))
         self.position += whole
         return Step(batches, self.position, 0.0)

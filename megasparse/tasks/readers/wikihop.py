@@ -78,12 +78,12 @@ def _example(row: Any, location: SourceLocation) -> Choice:
         problem = f"example {location.line}: {key}: {first['msg']} ({json.dumps(first['input'])[:80]})"
         raise DataError(str(location), problem, FORM) from None
     candidates, answer = question.candidates, question.answer
-    which = f'example {location.line} ("{question.id[:80]}")'
+    title = f'example {location.line} ("{question.id[:80]}")'
     if len(set(candidates)) < len(candidates):
         twice = next(text for text in candidates if candidates.count(text) > 1)
-        raise DataError(str(location), f'{which}: "{twice[:80]}" is twice among the candidates', "Remove one")
+        raise DataError(str(location), f'{title}: "{twice[:80]}" is twice among the candidates', "Remove one")
     if answer is not None and answer not in candidates:
         hint = f"Its candidates are: {', '.join(candidates)[:200]}. Without an answer leave the key out"
-        raise DataError(str(location), f'{which}: the answer "{answer[:80]}" is not among the candidates', hint)
+        raise DataError(str(location), f'{title}: the answer "{answer[:80]}" is not among the candidates', hint)
     label = None if answer is None else candidates.index(answer)
     return Choice((question.query, *candidates, *question.supports), label, location, question.id, len(candidates))

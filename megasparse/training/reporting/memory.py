@@ -1,7 +1,6 @@
 """Memory of a rank by kind, in bytes, and the report of an out-of-memory error."""
 
 import json
-import re
 import resource
 import sys
 from collections.abc import Iterable
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from megasparse.training.engines.contract import Engine
 
 KINDS = ("weights", "gradients", "optimizer")
-UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 HINT = (
     "Use a smaller training.micro_batch, shorter sequences, a higher zero_optimization stage or more ranks; "
     "`--dry-run` and `megasparse plan` predict the memory of a change"
@@ -100,12 +98,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or by_text
 
 
-def requested_bytes(error: BaseException) -> int:
-    """Return the size of the failed allocation in torch's message; 0 if unknown."""
-    match = re.search(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", str(error), re.IGNORECASE)
-    return int(float(match[1]) * UNITS[match[2]]) if match else 0
-
-
 def shortage(error: BaseException, engine: "Engine | None", ranks: Ranks, directory: Path) -> MemoryShortage:
     """Print the memory use, write it to `directory`/out-of-memory-rank-N.json, and return the error to raise.
 
@@ -117,13 +109,12 @@ def shortage(error: BaseException, engine: "Engine | None", ranks: Ranks, direct
         held |= {kind: on_device for kind, (on_device, _) in parts.items()}
     used = torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
     held["other"] = max(0, peak_bytes(device) - sum(held.values()))
-    requested, limit = requested_bytes(error), used + available_bytes(device)
+    limit = used + available_bytes(device)
     rows = {("activations and other" if kind == "other" else kind): size for kind, size in held.items()}
-    rows |= {"peak": sum(held.values()), "failed allocation": requested, "limit": limit}
+    rows |= {"peak": sum(held.values()), "limit": limit}
     print("\n".join(f"{name:24} {size / 1e9:9,.2f} GB" for name, size in rows.items()), file=sys.stderr)
     path = directory / f"out-of-memory-rank-{ranks.rank}.json"
-    counted = {"held": held, "requested": requested, "limit": limit}
-    facts: dict[str, Any] = {"error": str(error), "device": str(device), "counted": counted}
+    facts: dict[str, Any] = {"error": str(error), "device": str(device), "counted": {"held": held, "limit": limit}}
     if device.type == "cuda":
         facts |= {"statistics": torch.cuda.memory_stats(device), "segments": torch.cuda.memory_snapshot()}
     with suppress(OSError):

@@ -188,7 +188,7 @@ class Tracker:
         flops_per_token: FLOPs per token of the model and of the hardware; empty if unknown.
 
     Raises:
-        ConfigError: the run's folder cannot be created, or the package of `logging.sink` is not installed.
+        ConfigError: the package of `logging.sink` is not installed.
     """
 
     def __init__(self, config: RunSettings, ranks: Ranks, start_step: int, flops_per_token: tuple[float, ...] = ()):
@@ -200,11 +200,7 @@ class Tracker:
             return
         self._bar = tqdm(total=self._steps, initial=start_step, unit="step", dynamic_ncols=True, disable=None)
         self._began, self._start_step, self._last_plain = time.monotonic(), start_step, -math.inf
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            problem = f"{directory} cannot be created ({error.strerror})"
-            raise ConfigError("run.directory", problem, "Choose a writable folder") from None
+        directory.mkdir(parents=True, exist_ok=True)
         try:
             write_file(directory / "config.json", config.model_dump_json(indent=2) + "\n")
         except OSError as error:
@@ -297,8 +293,8 @@ class Tracker:
                 self._bar.set_postfix_str(text)
             elif now - self._last_plain >= PLAIN_LINE_SECONDS or step == self._steps or evaluated:
                 self._last_plain = now
-                left = (now - self._began) / (step - self._start_step) * (self._steps - step)
-                line = f"step {step}/{self._steps}: {text}, {tqdm.format_interval(left)} left"
+                remaining = (now - self._began) / (step - self._start_step) * (self._steps - step)
+                line = f"step {step}/{self._steps}: {text}, {tqdm.format_interval(remaining)} left"
                 print(line, file=sys.stderr, flush=True)
 
     def __enter__(self) -> "Tracker":

@@ -71,9 +71,9 @@ class StopSignals:
 
     def trace_wanted(self) -> bool:
         """True if a trace was requested since the last call."""
-        asked = self._trace.is_set()
+        requested = self._trace.is_set()
         self._trace.clear()
-        return asked
+        return requested
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.reason = self.reason or self._why(number)
