@@ -1,12 +1,12 @@
-"""Pretraining of transformers on very long sequences, with attention found by hashing.
+"""Pretraining of transformers on very long sequences with hashed attention.
 
     import megasparse
     config = megasparse.load_config("quickstart", ["data.path=data/books"])
     megasparse.pretrain(config)
     print(megasparse.generate("runs/quickstart", "The history of "))
 
-`dir(megasparse)` lists the names; `help(megasparse.generate)` and its like show examples. A name is imported when it is
-used: `import megasparse` itself takes no time.
+`dir(megasparse)` lists the public names, and `help(megasparse.generate)` shows examples of one. Names are imported on
+first use, so `import megasparse` is fast.
 """
 
 import importlib
@@ -30,7 +30,7 @@ _MODULES = {
     "replace_attention": "hub.replace",
     "to_hf": "hub.export",
 }
-"""Name -> the module that defines it."""
+"""Public name -> module that defines it."""
 
 __all__ = ["__version__", *_MODULES]
 

@@ -1,4 +1,4 @@
-"""`python -m megasparse` is the command `megasparse`."""
+"""`python -m megasparse` runs the command `megasparse`."""
 
 from megasparse.cli.main import main
 

@@ -9,19 +9,19 @@ from megasparse.errors import ConfigError, whole
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """A configuration by name or file, --set and --print-config."""
-    parser.add_argument("name", nargs="?", metavar="CONFIG", help="a name that `megasparse configs` lists, or a file")
-    parser.add_argument("--config", metavar="FILE", help="the same, as an option")
+    """Add options for a configuration by name or file, --set and --print-config."""
+    parser.add_argument("name", nargs="?", metavar="CONFIG", help="a name from `megasparse configs`, or a JSON file")
+    parser.add_argument("--config", metavar="FILE", help="CONFIG as an option")
     add_overrides(parser)
-    parser.add_argument("--print-config", action="store_true", help="print the whole configuration and stop")
+    parser.add_argument("--print-config", action="store_true", help="print the complete configuration and exit")
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run (its newest one)")
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a checkpoint or a run (newest checkpoint)")
 
 
 def add_coding(parser: argparse.ArgumentParser, output: str) -> None:
-    """A file, the checkpoint that codes it, and where the result goes; `output` says where by default."""
+    """Add options for a file, the checkpoint that codes it, and the result. output: help text of --output."""
     parser.add_argument("file", type=Path, metavar="FILE")
     add_checkpoint(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help=output)
@@ -32,33 +32,31 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
-    """A configuration, and where a run starts and stops."""
+    """Add options for a configuration, and for the start and end of a run."""
     add_config(parser)
-    parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="the checkpoint to resume from")
+    parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="checkpoint to resume from")
     parser.add_argument("--allow-changed-config", action="store_true", help="resume although the configuration differs")
-    parser.add_argument("--stop-at", type=whole, metavar="STEP", help="save and end after this step")
+    parser.add_argument("--stop-at", type=whole, metavar="STEP", help="save and stop after this step")
     parser.add_argument("--dry-run", action="store_true", help="measure the memory of one step; write nothing")
 
 
 def add_start(parser: argparse.ArgumentParser) -> None:
-    """--start, whose model a configuration extends."""
+    """Add --start, the pretrained model that a configuration extends."""
     parser.add_argument(
         "--start",
         metavar="FOLDER",
-        help="begin with the weights of a checkpoint of ours or of a HuggingFace model; what CONFIG does not say of the"
-        " model is as there, its attention may be another, and weights that it has not begin with initial values",
+        help="initialize from a megasparse checkpoint or a HuggingFace model; model keys not set in CONFIG are copied"
+        " from it, its attention may be replaced, and missing weights are randomly initialized",
     )
 
 
 def config_from(args: argparse.Namespace, kind: type[Settings]) -> Settings:
-    """The configuration that the options of `add_config` name, with `add_start`'s where there is one. With
-    --print-config, print it and end the program.
-
-    Raises ConfigError where none is named, or two are, and what `load_settings` raises.
+    """Return the configuration selected by the options of `add_config` and `add_start`. With --print-config, print it
+    and exit. Raises ConfigError if not exactly one is given, and the errors of `load_settings`.
     """
     if (args.name is None) == (args.config is None):
-        problem = "no configuration is given" if args.name is None else f"{args.name} is given as well"
-        raise ConfigError("--config", problem, "Name one, such as quickstart or FILE.json")
+        problem = "no configuration is given" if args.name is None else f"{args.name} is also given"
+        raise ConfigError("--config", problem, "Give one, such as quickstart or FILE.json")
     base = None
     if getattr(args, "start", None) is not None:
         from megasparse.hub.importing import base_values  # imports torch

@@ -10,7 +10,7 @@ from megasparse.errors import ConfigError, DataError, positive, whole
 
 COMMON = {"command", "corpus", "source", "member", "output", "sample_bytes", "shard_bytes", "workers"}
 WORKER_BYTES = 8 << 20
-"""Bytes of the source below which another worker takes longer to start than it saves."""
+"""Bytes of the source per worker, below which starting another worker takes longer than it saves."""
 
 
 def add_prepare_data(parser: argparse.ArgumentParser) -> None:
@@ -23,14 +23,14 @@ def add_prepare_data(parser: argparse.ArgumentParser) -> None:
         part = corpora.add_parser(name, help=corpus.HELP, description=description, formatter_class=raw)
         part.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the shards")
         part.add_argument(
-            "--shard-bytes", type=positive, default=64 << 20, help="bytes of a shard's text (%(default)s)"
+            "--shard-bytes", type=positive, default=64 << 20, help="bytes of text per shard (%(default)s)"
         )
-        part.add_argument("--workers", type=positive, help="processes that make tokens (default: the cores)")
+        part.add_argument("--workers", type=positive, help="tokenizer processes (default: number of cores)")
         corpus.add_arguments(part)
 
 
 def prepare_data(args: argparse.Namespace) -> None:
-    """Turn a corpus into webdataset shards and the index.json that training reads.
+    """Convert a corpus to webdataset shards and the index.json that training reads.
 
         megasparse prepare-data enwik8 --source https://mattmahoney.net/dc/enwik8.zip --output data/enwik8
         megasparse prepare-data text --source book.txt --output data/book            (a CPU, a second)
@@ -39,11 +39,11 @@ def prepare_data(args: argparse.Namespace) -> None:
         megasparse prepare-data jsonl --source gs://bucket/crawl/*.jsonl.gz --deduplicate --output data/crawl
         megasparse prepare-data CORPUS --help                                        (an example for each corpus)
 
-    A source is a file, a folder of files (taken in the order of their paths) or a URL (http(s), s3, gs, az, hf); .gz,
-    .bz2, .xz, .zst and members of zip archives are decompressed as they are read. A URL is downloaded once, into
-    OUTPUT/.download. Interrupted, the same command continues where it stopped; no partial shard is ever left under a
-    shard's name. The number of workers changes no byte. Of records (jsonl, parquet, huggingface), report.json and
-    lengths.svg beside the shards say what was read, what was left out, and how long the texts are.
+    A source is a file, a folder of files (read in the order of their paths) or a URL (http(s), s3, gs, az, hf). .gz,
+    .bz2, .xz, .zst and members of zip archives are decompressed on the fly. URLs are downloaded once, to
+    OUTPUT/.download. If it was interrupted, run the same command again to continue; shards are written atomically. The
+    output does not depend on --workers. For records (jsonl, parquet, huggingface), report.json and lengths.svg next to
+    the shards list the records read and skipped, and the lengths of the texts.
     """
     from megasparse.data.corpora import CORPORA
     from megasparse.data.corpora.records import RecordSource, write_report
@@ -71,13 +71,13 @@ def prepare_data(args: argparse.Namespace) -> None:
     report = write_report(source, index, args.output / "report.json")
     print(f"  {report['records']:,} records in {report['files']:,} files")
     size = f"{report['documents']:,} documents of {report['bytes']:,} bytes"
-    print(f"  kept: {size}, {report['lengths']['mean']:,.0f} in the mean")
+    print(f"  kept: {size}, {report['lengths']['mean']:,.0f} on average")
     for reason, count in report["left_out"].items():
         print(f"  left out: {count:,} {reason}")
     try:
         draw_lengths(report["lengths"], args.output / "lengths.svg")
     except ConfigError as without_matplotlib:
-        print(f"  no picture of the lengths: {without_matplotlib}")
+        print(f"  no plot of the lengths: {without_matplotlib}")
 
 
 SUFFIXES = {"sentencepiece": ".model", "words": ".txt"}
@@ -88,18 +88,18 @@ def add_train_tokenizer(parser: argparse.ArgumentParser) -> None:
 
     number: dict[str, Any] = {"type": positive, "metavar": "N"}
     words: Options = {
-        "--vocabulary": {**number, "help": "the most frequent words alone, <unk> and <eos> among them (all)"}
+        "--vocabulary": {**number, "help": "number of most frequent words, including <unk> and <eos> (default: all)"}
     }
-    coverage = "part of the text whose characters get a token each, others become bytes (default: %(default)s)"
+    coverage = "fraction of the text whose characters become tokens; the rest is encoded as bytes (%(default)s)"
     pieces: Options = {
         "--vocabulary": {**number, "required": True, "help": "number of tokens"},
         "--model-type": {"choices": ["unigram", "bpe"], "default": "unigram", "help": "default: %(default)s"},
         "--character-coverage": {"type": float, "default": 0.9995, "metavar": "PART", "help": coverage},
-        "--sample-bytes": {**number, "default": 50_000_000, "help": "learn from so many (default: %(default)s)"},
+        "--sample-bytes": {**number, "default": 50_000_000, "help": "bytes of text to train on (%(default)s)"},
     }
     kinds = parser.add_subparsers(dest="kind", required=True)
     for kind, purpose, options in (
-        ("sentencepiece", "pieces of words, and all bytes", pieces),
+        ("sentencepiece", "pieces of words, with a fallback to bytes", pieces),
         ("words", "whole words, for adaptive softmax", words),
     ):
         help, raw = inspect.getdoc(train_tokenizer), argparse.RawDescriptionHelpFormatter
@@ -110,7 +110,7 @@ def add_train_tokenizer(parser: argparse.ArgumentParser) -> None:
 
 
 def train_tokenizer(args: argparse.Namespace) -> None:
-    r"""Train a tokenizer on text: pieces of words by sentencepiece, or whole words.
+    r"""Train a tokenizer on text: pieces of words (sentencepiece), or whole words.
 
         megasparse train-tokenizer sentencepiece --source book.txt --vocabulary 2000 --output tokenizers/book.model
         megasparse train-tokenizer sentencepiece --source books/ more.txt.gz --vocabulary 32000 \
@@ -118,11 +118,10 @@ def train_tokenizer(args: argparse.Namespace) -> None:
         megasparse train-tokenizer words --source wikitext-103/wiki.train.tokens --output tokenizers/wikitext103.txt
         megasparse prepare-data text --source books/ --tokenizer tokenizers/books.model --output data/books
 
-    A source is a file, a folder of files or an http(s) URL, decompressed as it is read, like those of `megasparse
-    prepare-data`; text that is not UTF-8 is refused. Give the text of the training split alone. sentencepiece learns
-    from a sample of whole lines, spread evenly over the source; it holds the sample in memory, and about 20 times as
-    much besides while it trains. Its settings are such that any bytes come back unchanged. The same source and options
-    give the same file, which is written whole or not at all.
+    A source is a file, a folder of files or an http(s) URL, decompressed on the fly, as in `megasparse prepare-data`;
+    text that is not UTF-8 is an error. Use only the text of the training split. sentencepiece trains on a sample of
+    whole lines, spread evenly over the source, and needs about 20 times its size in memory. Its tokenizers are
+    lossless for any bytes. The same source and options give the same file, which is written atomically.
     """
     from megasparse.data.corpora.corpus import LineSample
     from megasparse.data.corpora.source import Source
@@ -133,12 +132,12 @@ def train_tokenizer(args: argparse.Namespace) -> None:
 
     suffix = SUFFIXES[args.kind]
     if args.output.suffix != suffix:
-        hint = "The ending says what kind of tokenizer it is"
+        hint = f"The suffix of a {args.kind} tokenizer must be {suffix}"
         raise ConfigError("--output", f"{args.output} does not end in {suffix}", hint)
     if args.kind == "words" and args.vocabulary is not None and args.vocabulary < 2:
         raise ConfigError("--vocabulary", f"{args.vocabulary} leaves no room for <unk> and <eos>", "Give 2 or more")
     if args.output.exists():
-        raise ConfigError("--output", f"{args.output} exists already", "Remove it, or give another name")
+        raise ConfigError("--output", f"{args.output} already exists", "Remove it, or give another name")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     downloads = args.output.with_name(f".{args.output.name}.download")
     source = Source.open(args.source, args.member, downloads, "files")
@@ -150,13 +149,13 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     write_file(args.output, data)
     tokenizer = build_tokenizer(str(args.output))
     tokens = tokenizer.encode(sample.held_out)
-    size, where = len(sample.held_out), "held-out" if sample.is_held_out else "training"
-    rate = f"{size / max(1, len(tokens)):.3f} bytes a token on {size:,} {where} bytes"
+    size, split = len(sample.held_out), "held-out" if sample.is_held_out else "training"
+    rate = f"{size / max(1, len(tokens)):.3f} bytes per token on {size:,} {split} bytes"
     print(f"{args.output}: {tokenizer.vocabulary:,} tokens, {rate}")
     if tokenizer.lossless and tokenizer.decode(tokens) != sample.held_out:
         args.output.unlink()
-        raise DataError(args.output, "text did not come back from it, so it was removed", "Please report this")
-    print("they came back unchanged" if tokenizer.lossless else "text does not come back unchanged from words")
+        raise DataError(args.output, "decoding did not restore the text, so the file was removed", "Please report this")
+    print("decoding restored the text" if tokenizer.lossless else "not lossless: unknown words become <unk>")
 
 
 NUMBERS = {
@@ -165,11 +164,11 @@ NUMBERS = {
     "test": (2_000, 1, "test examples"),
     "min_length": (500, 0, "examples have more tokens than this"),
     "max_length": (2_000, 2, "examples have fewer tokens than this"),
-    "max_depth": (10, 1, "nodes from the root to a digit, at most"),
-    "max_args": (10, 2, "arguments of an operator, at most"),
+    "max_depth": (10, 1, "most nodes from the root to a digit"),
+    "max_args": (10, 2, "most arguments of an operator"),
     "seed": (0, 0, "seed of all draws"),
 }
-"""Options of listops: default, least and meaning."""
+"""Option of listops -> (default, least value, meaning)."""
 
 
 def add_listops(parser: argparse.ArgumentParser) -> None:
@@ -180,16 +179,16 @@ def add_listops(parser: argparse.ArgumentParser) -> None:
 
 
 def listops(args: argparse.Namespace) -> None:
-    """Generate the data of ListOps as Long Range Arena has it (Nangia & Bowman 2018; Tay et al. 2021).
+    """Generate the data of ListOps as in Long Range Arena (Nangia & Bowman 2018; Tay et al. 2021).
 
         megasparse listops --output data/listops
         megasparse listops --train 2000 --min-length 50 --max-length 200 --output data/small_listops
 
     Writes basic_train.tsv, basic_val.tsv and basic_test.tsv with the columns Source and Target. Each example is a
-    random tree: a node is an operator with probability 1/4, and has 2 to --max-args arguments, equally likely; else,
-    and at --max-depth, it is a digit. Trees of --min-length tokens or fewer, of --max-length or more, and repeated
-    ones are drawn again; parentheses are no tokens. The operators are [MIN, [MAX, [MED (the median, rounded down) and
-    [SM (the sum modulo 10). The same seed gives the same files.
+    random tree. A node is an operator with probability 1/4, with 2 to --max-args arguments, equally likely; otherwise,
+    and at --max-depth, it is a digit. Trees of at most --min-length or at least --max-length tokens (not counting
+    parentheses) and duplicates are drawn again. The operators are [MIN, [MAX, [MED (the median, rounded down) and [SM
+    (the sum modulo 10). The same seed gives the same files.
     """
     for name, (_, least, _) in NUMBERS.items():
         least += args.min_length if name == "max_length" else 0

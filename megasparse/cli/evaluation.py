@@ -13,58 +13,58 @@ from megasparse.errors import ConfigError, positive, rank_variable, whole
 
 OF_PRETRAINED = ("data", "stride", "rounds", "hash_seeds", "limit", "allow_leaking_attention")
 OF_TASKS = ("source", "predictions")
-"""Options that only one kind of model has; the default of each is false."""
+"""Options for only one kind of model; all defaults are false."""
 
 
 def _check(args: argparse.Namespace) -> None:
-    """ConfigError for options that do not go together."""
+    """Raise ConfigError for options that cannot be combined."""
     others, kind = (OF_TASKS, "a pretrained model") if args.task is None else (OF_PRETRAINED, "a fine-tuned model")
     for name in others:
         if getattr(args, name):
-            hint = "Leave it out, or give --task" if args.task is None else "Leave it out, and --task besides it"
-            raise ConfigError(f"--{name.replace('_', '-')}", f"is nothing that {kind} is evaluated with", hint)
+            hint = "Remove it, or add --task" if args.task is None else "Remove it, or remove --task"
+            raise ConfigError(f"--{name.replace('_', '-')}", f"not supported for {kind}", hint)
     if args.task is None:
         if len(args.checkpoint) > 1:
             problem = f"{len(args.checkpoint)} pretrained models"
-            raise ConfigError("--checkpoint", problem, "Evaluate them one by one, or give --task of fine-tuned ones")
+            raise ConfigError("--checkpoint", problem, "Evaluate them one by one, or add --task for fine-tuned models")
         return
     if (ranks := rank_variable("WORLD_SIZE", 1)) > 1:
-        raise ConfigError("--task", f"is evaluated by one rank, and {ranks} were started", "Start it without torchrun")
+        raise ConfigError("--task", f"needs one process, but {ranks} ranks were started", "Start it without torchrun")
     if not args.source:
         raise ConfigError("--source", "is missing", f"Give the folder of {args.task}'s official files, or a file")
     if args.predictions is None:
         return
     if args.predictions.suffix != ".jsonl":
-        raise ConfigError("--predictions", f"{args.predictions} is no .jsonl", "Give a name that ends in .jsonl")
+        raise ConfigError("--predictions", f"{args.predictions} does not end in .jsonl", "Choose a name that does")
     if len(args.checkpoint) > 1:
-        raise ConfigError("--predictions", "is of one checkpoint", "Give one --checkpoint, or leave it out")
+        raise ConfigError("--predictions", "needs a single checkpoint", "Give one --checkpoint, or remove it")
 
 
 def add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", required=True, nargs="+", action="extend", metavar="DIR",
-        help="a checkpoint's folder, or a run's (its newest checkpoint, of a fine-tuning run its best); several "
-        "fine-tuned models give mean and interval over runs",
+        help="a checkpoint, or a run (pretraining: newest checkpoint; fine-tuning: best checkpoint); for several "
+        "fine-tuned models, mean and interval over runs are reported",
     )  # fmt: skip
     add_overrides(parser)
     parser.add_argument("--split", help='default: "test"; "validation" for a task without test labels')
-    parser.add_argument("--batch", type=positive, help="windows or examples scored at once")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers and how they were measured there")
+    parser.add_argument("--batch", type=positive, help="windows or examples per forward pass")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the metrics and their protocol to this file")
     pretrained = parser.add_argument_group("pretrained models")
     pretrained.add_argument("--hash-seeds", type=positive, metavar="N", help="average over N draws of the hashes")
-    pretrained.add_argument("--data", metavar="SHARDS", help="folder of shards; by default the one trained on")
-    pretrained.add_argument("--rounds", type=positive, help="hash rounds in place of the configured ones")
+    pretrained.add_argument("--data", metavar="SHARDS", help="folder of shards; by default the training data")
+    pretrained.add_argument("--rounds", type=positive, help="hash rounds instead of the configured ones")
     pretrained.add_argument("--stride", type=positive, help="new tokens per window; by default the whole window")
     pretrained.add_argument("--limit", type=positive, metavar="N", help="score only the first N windows")
-    pretrained.add_argument("--allow-leaking-attention", action="store_true", help="score models that see later tokens")
+    pretrained.add_argument("--allow-leaking-attention", action="store_true", help="score non-causal decoders")
     tasks = parser.add_argument_group("fine-tuned models")
-    tasks.add_argument("--task", metavar="NAME", help="the task trained on, or another one with the same classes")
+    tasks.add_argument("--task", metavar="NAME", help="the task of the training, or another one with the same classes")
     tasks.add_argument("--source", nargs="+", metavar="FILE", help="folder of the official files, or labelled files")
-    tasks.add_argument("--predictions", type=Path, metavar="OUT", help="write every prediction to this .jsonl file")
+    tasks.add_argument("--predictions", type=Path, metavar="OUT", help="write all predictions to this .jsonl file")
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """Evaluate a trained model on text or examples that it has not seen.
+    """Evaluate a trained model on held-out text or examples.
 
         megasparse evaluate --checkpoint runs/quickstart --data data/quickstart --json runs/quickstart/test.json
         megasparse evaluate --checkpoint runs/quickstart --data data/quickstart --stride 1024 --rounds 8
@@ -72,12 +72,12 @@ def evaluate(args: argparse.Namespace) -> None:
         megasparse evaluate --task rte --checkpoint runs/rte --source glue_data/RTE --predictions rte.jsonl
         megasparse evaluate --task rte --checkpoint runs/rte_0 runs/rte_1 runs/rte_2 --source glue_data/RTE
 
-    Pretrained models: bits/dim, perplexities and accuracy of a decoder, loss and accuracy on the masked tokens of an
-    encoder or on the targets of an encoder-decoder. Every symbol of the split is scored once (or the first --limit
-    windows). Fine-tuned models (--task): the official metric with its confidence interval. The numbers are written
-    with their whole protocol.
+    Pretrained models: bits/dim, perplexities and accuracy of a decoder; loss and accuracy on the masked tokens of an
+    encoder or on the targets of an encoder-decoder. Every token of the split (or of --limit windows) is scored once.
+    Fine-tuned models (--task): the official metric with its confidence interval. --json writes the metrics with
+    their complete protocol.
 
-    Several ranks share out the windows of a pretrained model, and parallel.sequence of them the tokens of each.
+    Several ranks divide the windows of a pretrained model, and with parallel.sequence the tokens of each window.
     """
     _check(args)
     from megasparse.evaluation.outputs import require_writable, write_json
@@ -108,19 +108,19 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     add_overrides(parser)
     parser.add_argument("--prompt", default="", help="text to continue")
-    parser.add_argument("--tokens", type=whole, metavar="N", help="how many tokens to add (default: 200)")
+    parser.add_argument("--tokens", type=whole, metavar="N", help="maximum number of new tokens (default: 200)")
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--source", metavar="TEXT", help="what an encoder-decoder reads")
-    kind.add_argument("--source-file", metavar="FILE", help="a source in each line; each text becomes a line")
+    kind.add_argument("--source", metavar="TEXT", help="source text of an encoder-decoder")
+    kind.add_argument("--source-file", metavar="FILE", help="one source per line; prints one text per line")
     kind.add_argument("--images", type=whole, metavar="N", help="draw N images")
-    kind.add_argument("--complete", nargs="+", metavar="IMAGE", help="draw the lower halves of images anew")
+    kind.add_argument("--complete", nargs="+", metavar="IMAGE", help="redraw the lower halves of images")
     parser.add_argument("--output", metavar="DIR", help="a new folder for the images")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the likeliest token each time")
-    parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this probability")
-    parser.add_argument("--min-p", type=float, default=0.0, help="least probability, relative to the likeliest token's")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="divides positive logits of past tokens")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 always selects the most likely token")
+    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling: probability of the nucleus")
+    parser.add_argument("--min-p", type=float, default=0.0, help="least probability, relative to the most likely token")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="penalty of past tokens; 1 disables it")
     parser.add_argument("--seed", type=whole, default=0, help="seed of the sampling (default: %(default)s)")
-    parser.add_argument("--beams", type=whole, metavar="K", help="beam search in place of sampling")
+    parser.add_argument("--beams", type=whole, metavar="K", help="width of beam search, instead of sampling")
     parser.add_argument("--length-penalty", type=float, default=0.0, metavar="A", help="exponent of ((5 + length)/6)^A")
 
 
@@ -133,17 +133,17 @@ def generate(args: argparse.Namespace) -> None:
         torchrun --nproc-per-node 2 -m megasparse generate --checkpoint runs/quickstart --set parallel.sequence=2
         megasparse generate --checkpoint runs/translation --source "Ein Satz." --beams 4 --length-penalty 0.6
 
-    Several ranks write a decoder's text together: each has the decoding caches of its part of the heads.
+    Several ranks generate a decoder's text together; each rank stores the KV caches of its heads.
     """
     drawing = args.images is not None or args.complete
     for option in ("prompt", "tokens", "beams") if drawing else ("output",):
         if getattr(args, option) not in (None, ""):
             what = "images" if drawing else "text"
-            raise ConfigError(f"--{option}", f"it does not go with {what}", "Leave it out")
+            raise ConfigError(f"--{option}", f"not supported for {what}", "Remove it")
     if rank_variable("WORLD_SIZE", 1) > 1:
         for option in ("images", "complete", "source", "source_file"):
             if getattr(args, option) is not None:
-                problem = "several ranks continue a decoder's text, and nothing else"
+                problem = "several ranks can only continue a decoder's text"
                 raise ConfigError(f"--{option.replace('_', '-')}", problem, "Start it without torchrun")
     from megasparse.evaluation.bits_per_dim import refuse_leaks
     from megasparse.evaluation.generate import Sampling, shared_decoder
@@ -154,7 +154,7 @@ def generate(args: argparse.Namespace) -> None:
 
     model, config, checkpoint, ranks = restore(args.checkpoint, args.set)
     if isinstance(model, Encoder):
-        raise ConfigError("--checkpoint", "an encoder predicts masked tokens and writes no text", "Give a decoder's")
+        raise ConfigError("--checkpoint", "an encoder cannot generate text", "Give the checkpoint of a decoder")
     refuse_leaks(model.leaks)
     tokenizer = trained_tokenizer(config, checkpoint)
     seed = config.run.seed
@@ -196,9 +196,9 @@ def predict(args: argparse.Namespace) -> None:
         megasparse predict --checkpoint runs/rte --source glue_data/RTE/test.tsv --output submission/RTE.tsv
         megasparse predict --checkpoint runs/my-run --text "One text. For a pair, give --text twice."
 
-    New files have the format of the task's own, with or without labels. The suffix of the output decides its format:
-    .jsonl, an object per example; .csv; .tsv, what GLUE takes as a submission. Without --output, the predictions are
-    printed as JSON lines.
+    New files have the format of the task's files, with or without labels. The suffix of --output selects the format:
+    .jsonl, an object per example; .json; .csv; .tsv, GLUE's format of submissions. Without --output, the predictions
+    are printed as JSON lines.
     """
     from megasparse.evaluation.outputs import require_writable
     from megasparse.tasks.evaluate import predict, predict_texts, require_form, write_predictions
@@ -225,22 +225,22 @@ def add_compress(parser: argparse.ArgumentParser) -> None:
 
 
 def compress(args: argparse.Namespace) -> None:
-    """Compress a file with a trained decoder: its code length as evaluation promises it, in a file.
+    """Compress a file losslessly with a trained decoder, to about the code length that evaluation reports.
 
         megasparse compress book.txt --checkpoint runs/quickstart              (writes book.txt.msz)
         megasparse decompress book.txt.msz --checkpoint runs/quickstart --output again.txt
 
-    The text comes back byte for byte, from the same checkpoint alone, whatever folder it lies in. Both commands predict
-    token by token from a cache, many windows side by side, in fp64 whatever the precision of training, so they compute
-    the same bits on one machine. On another one, rounding is allowed for, but not a hash code that flips: decompression
-    then says so and writes nothing.
+    Decompression needs the same checkpoint, in any folder. Both commands predict token by token from a cache, many
+    windows in parallel, in fp64, so that they compute identical probabilities on the same machine. On another machine
+    they tolerate rounding differences, but not a different hash code: decompression then reports an error and writes
+    nothing.
     """
     from megasparse.evaluation.compression import compress
 
     output = args.output or args.file.with_name(args.file.name + SUFFIX)
     before, after, seconds = compress(args.checkpoint, args.file, output)
     rates = f"{8 * after / before:.4f} bits/byte; {before / seconds:,.0f} bytes/s"
-    print(f"{output}: {before:,} bytes became {after:,} ({rates})")
+    print(f"{output}: {before:,} bytes compressed to {after:,} ({rates})")
 
 
 def add_decompress(parser: argparse.ArgumentParser) -> None:
@@ -248,16 +248,16 @@ def add_decompress(parser: argparse.ArgumentParser) -> None:
 
 
 def decompress(args: argparse.Namespace) -> None:
-    """Restore a file that `megasparse compress` wrote, byte for byte, with the checkpoint that it was made with.
+    """Restore a file compressed by `megasparse compress`, with the same checkpoint.
 
         megasparse decompress book.txt.msz --checkpoint runs/quickstart        (writes book.txt)
 
-    A file that is damaged, or of another model, is refused in one line, and nothing is written.
+    If the file is damaged or belongs to another model, a one-line error is printed and nothing is written.
     """
     from megasparse.evaluation.compression import decompress
 
     if args.output is None and args.file.suffix != SUFFIX:
-        raise ConfigError("--output", f"is not given, and {args.file} does not end in {SUFFIX}", "Name a file to write")
+        raise ConfigError("--output", f"is missing, and {args.file} does not end in {SUFFIX}", "Name a file to write")
     output = args.output or args.file.with_suffix("")
     written, seconds = decompress(args.checkpoint, args.file, output)
     print(f"{output}: {written:,} bytes ({written / seconds:,.0f} bytes/s)")

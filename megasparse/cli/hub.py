@@ -9,15 +9,15 @@ from megasparse.errors import whole
 
 
 def add_convert_from_hf(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="NAME_OR_DIR", help="its folder, GGUF file or cached name")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder, laid out like a run's")
-    first = "its token for byte 0 (0), for byte-level models whose ids begin later; the vocabulary is rotated by it"
+    parser.add_argument("--model", required=True, metavar="NAME_OR_DIR", help="folder, GGUF file or cached name")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder, in the layout of a run")
+    first = "token id of byte 0 in a byte-level model (default: 0); ids are rotated so that byte 0 becomes token 0"
     parser.add_argument("--first-byte", type=whole, default=0, metavar="ID", help=first)
 
 
 def convert_from_hf(args: argparse.Namespace) -> None:
-    """Turn a HuggingFace model (a Llama, SmolLM, Mistral, Qwen2, Qwen3, GPT-2, BERT, Reformer or YOSO, or one that
-    `megasparse convert to-hf` wrote) into a checkpoint.
+    """Convert a HuggingFace model (Llama, SmolLM, Mistral, Qwen2, Qwen3, GPT-2, BERT, Reformer, YOSO, or an export of
+    `megasparse convert to-hf`) to a checkpoint.
 
         megasparse convert from-hf --model ~/models/SmolLM2-135M --output runs/imported
         megasparse convert from-hf --model ~/models/SmolLM2-135M-Instruct.Q4_1.gguf --output runs/imported
@@ -25,11 +25,11 @@ def convert_from_hf(args: argparse.Namespace) -> None:
         megasparse pretrain runs/imported/config.json --set data.path=data/enwik8
         megasparse evaluate --checkpoint runs/imported --data data/enwik8
 
-    The third one is read from transformers' local cache: nothing is downloaded, and no code that comes with a model is
-    run. A GGUF file is dequantised to fp32 by transformers and gguf. A tokenizer.json that lies with the model is
-    copied into the output, as its data.tokenizer, a decoder's chat template with it. Both models run on the same
-    tokens first, and nothing is written unless they agree. Takes the memory of both, and for a Reformer twice as much
-    again, in float64.
+    The third command reads transformers' local cache. Nothing is downloaded, and code that comes with a model is never
+    run. GGUF files are dequantised to fp32 by transformers and gguf. The model's tokenizer.json is copied to the output
+    as data.tokenizer, with the chat template of a decoder. Both models run on the same tokens first, and nothing is
+    written unless their outputs agree. This needs memory for both models, and for a Reformer three times as much,
+    because it is compared in float64.
     """
     from megasparse.config.load import build_config
     from megasparse.data.tokenizers import build_tokenizer
@@ -50,7 +50,7 @@ def convert_from_hf(args: argparse.Namespace) -> None:
         values["data"]["tokenizer"] = str(args.output / f"tokenizer{tokenizer.suffix}")
     config = build_config(values)
     tokens = model.compare()
-    print(f"{model.folder}: the same logits as ours on {tokens} tokens", file=sys.stderr)
+    print(f"{model.folder}: logits agree with the converted model's on {tokens} tokens", file=sys.stderr)
     tensors, beside = with_first_token(model.tensors, args.first_byte), {} if tokenizer is None else model.beside
     print(write_checkpoint(config, tensors, args.output, tokenizer, beside))
 
@@ -59,9 +59,9 @@ def add_convert_to_hf(parser: argparse.ArgumentParser) -> None:
     from megasparse.hub.formats import FORMATS
 
     add_checkpoint(parser)
-    parser.add_argument("--output", type=Path, required=True, metavar="OUT", help="the folder to write, a new one")
+    parser.add_argument("--output", type=Path, required=True, metavar="OUT", help="new folder for the model")
     parser.add_argument("--to", choices=sorted(FORMATS), default="megasparse", help="architecture (%(default)s)")
-    card = "result of `megasparse evaluate --json` for the model card; by default those in the run's folder"
+    card = "result of `megasparse evaluate --json` for the model card; by default all results in the run's folder"
     parser.add_argument("--evaluation", type=Path, metavar="FILE", help=card)
 
 
@@ -74,13 +74,13 @@ def convert_to_hf(args: argparse.Namespace) -> None:
         megasparse convert to-hf --checkpoint runs/local --to reformer --output export/reformer
         megasparse convert to-hf --checkpoint runs/smollm --to llama --output export/smollm
 
-    `megasparse`, the default, takes any of our models: AutoModelForCausalLM, AutoModelForMaskedLM or
-    AutoModelForSeq2SeqLM load the folder with trust_remote_code=True where megasparse is installed; so do
-    AutoModelForSequenceClassification and pipeline(), except for an encoder-decoder. The others are transformers' own
-    architectures, for the models that they can express. The tokenizer is included, of an imported decoder with its
-    chat template.
+    `--to megasparse`, the default, exports any megasparse model. With megasparse installed, AutoModelForCausalLM,
+    AutoModelForMaskedLM or AutoModelForSeq2SeqLM load the folder with trust_remote_code=True, as do
+    AutoModelForSequenceClassification and pipeline(), except for encoder-decoders. The other architectures are part of
+    transformers and support only models that they can express. The export includes the tokenizer, and the chat
+    template of an imported decoder.
 
-    The written model is run beside ours on the same text, and OUT appears only where their outputs agree to 1e-4.
+    Both models run on the same text, and OUT is written only if their outputs agree to 1e-4.
     """
     from megasparse.hub import require_transformers
 
@@ -96,14 +96,14 @@ def convert_to_hf(args: argparse.Namespace) -> None:
 def add_replace_attention(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of the pretrained model")
     parser.add_argument("--attention", required=True, metavar="JSON", help="settings of the new attention")
-    parser.add_argument("--max-length", type=whole, metavar="TOKENS", help="longest input; by default the model's own")
+    parser.add_argument("--max-length", type=whole, metavar="TOKENS", help="longest input; by default the model's")
     parser.add_argument("--seed", type=whole, default=0, help="seed of new parameters and draws (default: %(default)s)")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
 
 
 def replace_attention(args: argparse.Namespace) -> None:
-    r"""Replace the attention of a HuggingFace encoder (BERT, RoBERTa, XLM-RoBERTa, DistilBERT), for inputs of any
-    length, or of a decoder (Llama, SmolLM, Mistral, Qwen2, Qwen3, GPT-2).
+    r"""Replace the attention of a HuggingFace encoder (BERT, RoBERTa, XLM-RoBERTa, DistilBERT) or decoder (Llama,
+    SmolLM, Mistral, Qwen2, Qwen3, GPT-2).
 
         megasparse replace-attention --model DIR --attention '{"kind": "yoso"}' --max-length 4096 --output DIR
         megasparse replace-attention --model DIR --output DIR \
@@ -111,10 +111,10 @@ def replace_attention(args: argparse.Namespace) -> None:
         megasparse replace-attention --model DIR --output DIR \
           --attention '{"pattern": [{"local": 6, "lha": 6}], "local": {"chunk": 64}}'
 
-    Queries, keys and values stay; an encoder's positions are extended by repeating them. The settings are those of
-    model.attention (docs/attention.md): one kind with its settings, or a pattern of layers and heads. LHA's hash
-    functions are untrained then: see `megasparse teach`. megasparse.hub.load_replaced loads the folder; transformers
-    alone reads it as the same model with full attention.
+    The projections are unchanged; an encoder's position embeddings are repeated up to --max-length. --attention takes
+    the keys of model.attention (docs/attention.md): one kind with its settings, or a pattern of layers and heads. LHA's
+    new hash functions are untrained: train them with `megasparse teach`. megasparse.hub.load_replaced loads the folder;
+    transformers loads it as the same model with full attention.
     """
     from megasparse.config.files import parse_json
     from megasparse.errors import ConfigError
@@ -128,7 +128,7 @@ def replace_attention(args: argparse.Namespace) -> None:
 
     attention = parse_json(args.attention, "--attention")
     if not isinstance(attention, dict):
-        raise ConfigError("--attention", "is no object", 'Write it as {"kind": "lha"}')
+        raise ConfigError("--attention", "is not a JSON object", 'Write it as {"kind": "lha"}')
     disable_progress_bar()
     model = load_plain(args.model)
     replace_attention(model, attention, max_length=args.max_length, seed=args.seed)
@@ -144,25 +144,26 @@ def add_teach(parser: argparse.ArgumentParser) -> None:
     )
     files = "text files, or folders with *.txt"
     parser.add_argument("--texts", type=Path, nargs="+", required=True, metavar="FILE", help=files)
-    parser.add_argument("--length", type=whole, metavar="TOKENS", help="of a window; by default the model's longest")
-    parser.add_argument("--passes", type=whole, default=24, help="windows to learn from (default: %(default)s)")
-    parser.add_argument("--held-out", type=whole, default=1, metavar="N", help="windows measured (%(default)s)")
+    parser.add_argument("--length", type=whole, metavar="TOKENS", help="tokens per window (default: longest input)")
+    parser.add_argument("--passes", type=whole, default=24, help="windows to train on (default: %(default)s)")
+    parser.add_argument("--held-out", type=whole, default=1, metavar="N", help="held-out windows (%(default)s)")
     parser.add_argument("--seed", type=whole, default=0, help="seed of the windows' order and draws (%(default)s)")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
 
 
 def teach(args: argparse.Namespace) -> None:
-    r"""Teach the hashes or sketches of a HuggingFace model whose attention was replaced: they learn which keys its own
-    full attention sees; in a decoder, those beyond the window and the first tokens. Nothing else of the model moves.
+    r"""Train the hashes or sketches of a HuggingFace model with replaced attention to select the keys with the largest
+    weights in its full attention; in a decoder, keys beyond the window and the sinks. Other weights are unchanged.
 
         megasparse replace-attention --model MODEL --output HASHED --max-length 4096 --attention \
           '{"kind": "smart_bird", "keys": 96, "sketch": "heads", "objective": "attention", "local": true, "sinks": 4}'
         megasparse teach --model HASHED --texts books/ --length 4096 --passes 24 --output TAUGHT
 
-    Text files are cut into windows of --length tokens; a pass reads one. The last --held-out windows are not learned
-    from: the loss on them is printed, before and after. What is learned is kept in TAUGHT.teaching after every pass:
-    the same command resumes from there, bit for bit, and removes it when TAUGHT is written. Hashes: {"kind": "lha",
-    "chunk": 64} in an encoder, {"kind": "lha", "joint": false, "utility": "collisions"} in a decoder.
+    Text files are split into windows of --length tokens; a pass reads one window. The last --held-out windows are not
+    used for training; the loss on them is printed before and after. Progress is saved in TAUGHT.teaching after every
+    pass: the same command resumes from there with bit-identical results, and removes it when TAUGHT is written. For
+    hashes use {"kind": "lha", "chunk": 64} in an encoder, {"kind": "lha", "joint": false, "utility": "collisions"} in
+    a decoder.
     """
     import shutil
 
@@ -171,7 +172,7 @@ def teach(args: argparse.Namespace) -> None:
 
     for key, value in (("--passes", args.passes), ("--held-out", args.held_out)):
         if value < 1:
-            raise ConfigError(key, f"{value} is too few", "Ask for 1 or more")
+            raise ConfigError(key, f"{value} is too few", "Give 1 or more")
     require_transformers()
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
@@ -185,13 +186,13 @@ def teach(args: argparse.Namespace) -> None:
     longest = replacement_of(args.model)["max_length"]
     length = longest if args.length is None else args.length
     if not 8 <= length <= longest:
-        raise ConfigError("--length", f"{length} is not in 8 … {longest}, the longest input", "Change it")
+        raise ConfigError("--length", f"{length} is not from 8 to {longest}, the longest input", "Change it")
     model = load_replaced(args.model)
     tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     windows = [tokens for tokens in read_windows(tokenizer, args.texts, length) if len(tokens) == length]
     if len(windows) <= args.held_out:
-        problem = f"they hold {len(windows)} windows of {length} tokens, no more than --held-out {args.held_out}"
-        raise DataError(args.texts[0], problem, "Give more text, or ask for shorter windows")
+        problem = f"{len(windows)} windows of {length} tokens are not more than --held-out {args.held_out}"
+        raise DataError(args.texts[0], problem, "Give more text, or lower --length or --held-out")
     folder = args.output.with_name(f"{args.output.name}.teaching")
     teacher = Teacher(model, args.seed)
     before, after = teacher.teach(windows[: -args.held_out], windows[-args.held_out :], args.passes, folder)

@@ -1,4 +1,4 @@
-"""The entry point of `megasparse` and of the scripts in launch/ and tools/, which are doors to its subcommands."""
+"""The entry point of `megasparse` and of the scripts in launch/ and tools/ that run its subcommands."""
 
 import argparse
 import importlib
@@ -31,27 +31,27 @@ COMMANDS = {
     "teach": ("hub", "teach a replaced model's hashes or sketches its own attention"),
     "compare": ("train", "train and evaluate several attention mechanisms alike"),
 }
-"""Subcommand -> its module in megasparse.cli and its purpose, in the order of `megasparse --help`. `convert to-hf` is
-the function `convert_to_hf`, whose docstring is its help, and `add_convert_to_hf(parser)` declares its options."""
+"""Subcommand -> (module in megasparse.cli, purpose), in the order of `megasparse --help`. For example, `convert to-hf`
+runs `convert_to_hf`, whose docstring is the help text, and `add_convert_to_hf(parser)` declares the options."""
 EXTRAS = {
     **dict.fromkeys(("transformers",), "hf"),
     "constriction": "compress",
     **dict.fromkeys(("fsspec", "s3fs"), "remote"),
     **dict.fromkeys(("sklearn", "scipy", "peft", "accelerate", "sacrebleu", "rouge_score", "datasets"), "tasks"),
 }
-"""Package -> the extra of megasparse that installs it."""
+"""Package -> extra of megasparse that installs it."""
 
 
 @report_user_errors
 def main(words: Sequence[str] | None = None) -> None:
-    """Run the subcommand that `words` begins with; by default the words of the command line."""
-    # The deepspeed launcher adds --local_rank=N; the engine reads the environment instead.
+    """Run a subcommand. words: the subcommand and its arguments, by default from the command line."""
+    # Drop the deepspeed launcher's --local_rank=N; the engine reads the environment instead.
     words = sys.argv[1:] if words is None else words
     words = [str(word) for word in words if not str(word).startswith(("--local_rank=", "--local-rank="))]
     for word in words:
         if word.encode(errors="ignore").decode() != word:
-            hint = "Rename the file, or give the folder that it is in"
-            raise UserError(f"{word}: this argument is not UTF-8, and cannot be recorded. {hint}")
+            hint = "Rename the file, or give its folder"
+            raise UserError(f"{word}: this argument is not UTF-8 and cannot be recorded. {hint}")
     if not words or words[0] in ("-h", "--help"):
         print(overview(COMMANDS))
         return
@@ -72,11 +72,11 @@ def main(words: Sequence[str] | None = None) -> None:
             raise
         extra = f"[{EXTRAS[package]}]" if package in EXTRAS else ""
         hint = f"Install it: pip install 'megasparse{extra}', or activate its environment: source .venv/bin/activate"
-        raise UserError(f"{package}: megasparse {name} needs this package, and it is not installed. {hint}") from None
+        raise UserError(f"{package}: megasparse {name} needs this package, which is not installed. {hint}") from None
 
 
 def door(command: str) -> Callable[..., None]:
-    """The entry point of a script that stands for one subcommand, which takes the words after the script's name."""
+    """Return the entry point of a script that runs one subcommand with the arguments of the script."""
 
     def run(words: Sequence[str] | None = None) -> None:
         main([*command.split(), *(sys.argv[1:] if words is None else words)])
@@ -85,9 +85,9 @@ def door(command: str) -> Callable[..., None]:
 
 
 def split(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:
-    """The subcommand, and the words after it. None for the name of a group alone or with --help.
+    """Return the subcommand and its arguments; None as subcommand for only a group's name, with or without --help.
 
-    Raises UserError where there is no such subcommand.
+    Raises UserError for an unknown subcommand.
     """
     for count in (1, 2):
         if (name := " ".join(words[:count])) in COMMANDS:
@@ -96,7 +96,7 @@ def split(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     if group and (len(words) == 1 or words[1] in ("-h", "--help")):
         return None, []
     name = " ".join(words[:2]) if group else words[0]
-    raise UserError(f"{name}: there is no such subcommand. {did_you_mean(name, group or COMMANDS)}")
+    raise UserError(f"{name}: unknown subcommand. {did_you_mean(name, group or COMMANDS)}")
 
 
 def command_of(name: str) -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]]:

@@ -1,4 +1,4 @@
-"""Commands that train, plan a training, and list, compare and report runs."""
+"""Commands that train models, predict costs, list configurations, and compare and report runs."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from megasparse.files import write_file
 def add_pretrain(parser: argparse.ArgumentParser) -> None:
     add_training(parser)
     add_start(parser)
-    texts = "a file or folder of text or of JSON lines with a field `text`, prepared once into run.directory; or shards"
+    texts = "file or folder of text or of JSON lines with a field `text`, prepared once in run.directory; or shards"
     parser.add_argument("--data", metavar="TEXTS", help=texts)
 
 
@@ -30,17 +30,17 @@ def pretrain(args: argparse.Namespace) -> None:
         torchrun --nproc-per-node 2 --max-restarts 3 -m megasparse pretrain quickstart    # two, restarted if one dies
         deepspeed launch/pretrain.py --config configs/quickstart.json      # every GPU of this machine, or its CPU
         megasparse pretrain yoso_table3 --start models/bert-base-uncased   # a BERT's weights, another attention
-        megasparse pretrain decoder_64k --start runs/smollm2 --data my_books/    # a downloaded decoder, one's own texts
+        megasparse pretrain decoder_64k --start runs/smollm2 --data my_books/    # a downloaded decoder, your own texts
 
-    Started again, the run resumes from its newest checkpoint in `run.directory`. SIGTERM, SIGINT and SIGUSR1 make it
-    save and end after the current step.
+    Run the same command again to resume from the newest checkpoint in `run.directory`. After SIGTERM, SIGINT or SIGUSR1
+    the run saves a checkpoint and stops at the end of the current step.
     """
     from megasparse.training.stopping.signals import StopSignals
 
     config = config_from(args, Config)
     if args.start is not None and args.resume != "auto":
-        problem = f"the weights of --resume {args.resume} are asked for too"
-        raise ConfigError("--start", problem, "Leave one of them out")
+        problem = f"cannot be combined with --resume {args.resume}"
+        raise ConfigError("--start", problem, "Remove one of them")
     signals = StopSignals()
     if not args.dry_run:
         signals.follow_launcher()
@@ -81,8 +81,8 @@ def finetune(args: argparse.Namespace) -> None:
         megasparse finetune glue/sst2 --source data/glue                   # official files, or a saved dataset
         deepspeed launch/finetune.py --config configs/finetune/glue_mnli.json    # every GPU of this machine
 
-    Started again, the run resumes from its newest checkpoint. `megasparse evaluate --task` and `megasparse predict`
-    read its best one.
+    Run the same command again to resume from the newest checkpoint. `megasparse evaluate --task` and `megasparse
+    predict` use the best checkpoint.
     """
     from megasparse.tasks.catalog import build_task
     from megasparse.training.stopping.signals import StopSignals
@@ -96,7 +96,7 @@ def finetune(args: argparse.Namespace) -> None:
     signals = StopSignals()
     if not args.dry_run:
         signals.follow_launcher()
-    build_task(config.task)  # a file that is missing, or has other columns, is reported at once too
+    build_task(config.task)  # report missing files and columns before the imports
     # Imported when the configuration is known to be right: a mistake in it should be reported at once.
     from megasparse.runs.finetuning import finetune, finetune_dry_run
 
@@ -110,24 +110,24 @@ def finetune(args: argparse.Namespace) -> None:
 def add_plan(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     add_start(parser)
-    parser.add_argument("--gpus", type=whole, required=True, metavar="N", help="GPUs of all nodes together")
-    parser.add_argument("--gpus-per-node", type=whole, default=8, metavar="N", help="GPUs of one node (%(default)s)")
-    parser.add_argument("--gpu-memory", metavar="SIZE", help="memory of one GPU, such as 80GiB; by default --gpu's")
-    parser.add_argument("--gpu", default="A100", metavar="NAME", help="A100, H100 or H200, or another with its peak")
-    parser.add_argument("--peak-tflops", type=float, metavar="X", help="dense bf16 peak of one GPU")
+    parser.add_argument("--gpus", type=whole, required=True, metavar="N", help="number of GPUs on all nodes")
+    parser.add_argument("--gpus-per-node", type=whole, default=8, metavar="N", help="GPUs per node (%(default)s)")
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="memory per GPU, such as 80GiB (default: --gpu's memory)")
+    parser.add_argument("--gpu", default="A100", metavar="NAME", help="A100, H100, H200, or any with --peak-tflops")
+    parser.add_argument("--peak-tflops", type=float, metavar="X", help="dense bf16 peak per GPU")
     parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, FLOPs")
 
 
 def plan(args: argparse.Namespace) -> None:
-    """Predict what a pretraining run will take: memory, FLOPs, seconds by part, and the longest sequence that fits.
+    """Predict memory, FLOPs, seconds by part, and the longest sequence that fits, for a pretraining run.
 
         megasparse plan reformer_64k --gpus 8 --gpu-memory 80GiB
         megasparse plan reformer_64k --set parallel.sequence=8 --gpus 64 --gpu-memory 80GiB --json
         megasparse plan llama_8b_1m --gpus 8 --gpu H100
         megasparse plan decoder_64k --start runs/smollm2 --gpus 1 --gpu-memory 24GiB
 
-    Needs no GPU and no memory of the model's size: the GPU kernels' allocations are counted, not made. docs/scaling.md
-    has the formulae.
+    The prediction does not need a GPU or memory for the model: allocations are counted, not made. docs/scaling.md
+    explains the formulae.
     """
     for option in ("gpus", "gpus_per_node", "peak_tflops"):
         value = getattr(args, option)
@@ -143,18 +143,18 @@ def plan(args: argparse.Namespace) -> None:
 
 
 def add_quickstart(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--small", action="store_true", help="train for a minute, to see every step")
+    parser.add_argument("--small", action="store_true", help="train for only a minute, to see all steps")
 
 
 def quickstart(args: argparse.Namespace) -> None:
-    """Go from nothing to a trained model, on any machine: real text, the real engine, held-out bits/dim, a sample.
+    """Prepare real text, train a small model on it, evaluate it and generate a sample, on any machine.
 
-        megasparse quickstart            # 9 minutes on two quiet cores; writes data/quickstart and runs/quickstart
-        megasparse quickstart --small    # all steps in two or three minutes, into runs/quickstart_small
-        make quickstart                  # the first in a checkout; installs into .venv first
+        megasparse quickstart            # 9 minutes on two idle cores; writes data/quickstart and runs/quickstart
+        megasparse quickstart --small    # all steps in two or three minutes; writes runs/quickstart_small
+        make quickstart                  # the first command in a checkout, after installing into .venv
 
-    Each step is an ordinary command of megasparse and is printed before it runs. Run again, finished steps are not
-    repeated: the corpus is not downloaded twice, and training resumes or reports that it is done.
+    Each step is an ordinary megasparse command and is printed before it runs. When you run it again, finished steps are
+    skipped: the corpus is not downloaded twice, and training resumes or reports that it is complete.
     """
     from megasparse.runs.quickstart import quickstart
 
@@ -166,11 +166,11 @@ def add_configs(parser: argparse.ArgumentParser) -> None:
 
 
 def configs(args: argparse.Namespace) -> None:
-    """List the shipped configurations by their names, each with its kind, its size and where it writes.
+    """List the names of the shipped configurations with their kind, length and data.
 
-    megasparse configs                                        # all of them
-    megasparse configs finetune                               # those whose name contains "finetune"
-    megasparse pretrain reformer_64k --print-config           # one of them, whole
+    megasparse configs                                        # all configurations
+    megasparse configs finetune                               # names that contain "finetune"
+    megasparse pretrain reformer_64k --print-config           # all keys of one configuration
     """
     from megasparse.config.files import read_values, shipped_configs
 
@@ -188,12 +188,12 @@ def configs(args: argparse.Namespace) -> None:
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("comparison", metavar="COMPARISON", help="a comparison, by name or file")
-    parser.add_argument("--seeds", type=whole, nargs="+", default=[0], help="a run of every arm for each (default: 0)")
-    parser.add_argument("--arms", nargs="+", help="only these; by default all")
-    parser.add_argument("--corpora", nargs="+", help="only these, of a comparison with several; by default all")
+    parser.add_argument("comparison", metavar="COMPARISON", help="name or file of a comparison")
+    parser.add_argument("--seeds", type=whole, nargs="+", default=[0], help="one run of each arm per seed (default: 0)")
+    parser.add_argument("--arms", nargs="+", help="run only these arms; by default all")
+    parser.add_argument("--corpora", nargs="+", help="run only these corpora of a comparison; by default all")
     add_overrides(parser)
-    parser.add_argument("--jobs", type=positive, default=1, help="runs at a time, each on one CPU thread (default: 1)")
+    parser.add_argument("--jobs", type=positive, default=1, help="parallel runs, each on one CPU thread (default: 1)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the runs (default: runs/COMPARISON)")
     parser.add_argument("--dry-run", action="store_true", help="check the arms and print the commands; run nothing")
 
@@ -205,16 +205,16 @@ def compare(args: argparse.Namespace) -> None:
         megasparse compare comparisons/masked_text --seeds 0 1 2 --jobs 2
         megasparse compare comparisons/duplication --arms full lha        (a CPU, two minutes)
         megasparse compare comparisons/duplication --arms lha --set training.steps=3000 --output runs/longer
-        megasparse compare comparisons/reformer_table2 --dry-run          (what would be run)
+        megasparse compare comparisons/reformer_table2 --dry-run          (print the commands)
         megasparse compare comparisons/pays --corpora client recall --seeds 0 1 2 --arms "window 64" n-gram
 
-    A comparison is a JSON file: `prepare`, the arguments of `megasparse prepare-data` that make the data; `config`,
-    the run's configuration; `evaluate`, further arguments of `megasparse evaluate`, or several such lists, each with
-    its name; and `arms`, name -> what differs, as `section.key=value` each. Arms differ in nothing else: the data come
-    in the same order, and weights that arms share start alike. Every step is an ordinary command. What is done already
-    is not done again, so an interrupted comparison continues. In place of `prepare`, `corpora` names several, each
-    with settings of its own, which all arms share, and a folder of its own. Results are OUTPUT/table.md and, of
-    configurations with evaluation.every above 0, OUTPUT/curves.svg.
+    A comparison is a JSON file with the keys `prepare`, arguments of `megasparse prepare-data`; `config`, the run's
+    configuration; `evaluate`, further arguments of `megasparse evaluate`, or name -> arguments for several evaluations;
+    and `arms`, name -> list of `section.key=value`. Arms differ only in these settings: they read the data in the same
+    order, and shared weights have the same initial values. Instead of `prepare`, `corpora` may define several corpora,
+    each with settings for all arms and with its own folder. Every step is an ordinary command, and finished steps are
+    skipped, so an interrupted comparison can be continued. The results are OUTPUT/table.md and, if evaluation.every is
+    above 0, OUTPUT/curves.svg.
     """
     import shlex
 
@@ -222,7 +222,7 @@ def compare(args: argparse.Namespace) -> None:
 
     parts = load(args.comparison, args.corpora)
     if args.set and args.output is None:
-        raise ConfigError("--set", "makes other runs than the comparison's own", "Give them a folder with --output")
+        raise ConfigError("--set", "changes the runs of the comparison", "Choose another folder with --output")
     for corpus, part in parts.items():
         folder = (args.output or Path("runs") / Path(args.comparison).stem) / corpus
         runs = runs_of(part, folder, args.arms, args.seeds, args.set)
@@ -243,15 +243,14 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def report(args: argparse.Namespace) -> None:
-    """Write a page about a run to look at and to pass on: one HTML file that needs nothing but itself.
+    """Write a self-contained HTML report about one or several runs.
 
         megasparse report runs/quickstart                              # writes runs/quickstart/report.html
         megasparse report runs/lsh runs/full --output comparison.html  # curves of several runs in the same charts
 
-    Headline numbers, curves of all scalars (docs/reference/scalars.md) with incidents marked on them, attention maps
-    and samples, incidents, ranks, checkpoints, the configuration with what differs from the defaults. A run that is
-    under way, has crashed or was restarted is shown as far as it got. Long curves keep the least and the greatest value
-    of every stretch.
+    The report contains headline numbers, curves of all scalars (docs/reference/scalars.md) with incidents marked,
+    attention maps, samples, incidents, checkpoints, and the configuration with its differences from the defaults. Runs
+    that are still training, crashed or were restarted are reported up to their last step.
     """
     from megasparse.evaluation.outputs import whole_file
     from megasparse.runs.report import page, read_run

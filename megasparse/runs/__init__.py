@@ -1,1 +1,1 @@
-"""Whole runs: what pretraining and fine-tuning are made of, from the configuration to the last checkpoint."""
+"""Complete runs: pretraining, fine-tuning, comparisons and reports."""

@@ -1,4 +1,4 @@
-"""Functions of `import megasparse` that have no module of their own."""
+"""Public functions of `import megasparse` that do not belong to another module."""
 
 import sys
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class LoadedCheckpoint(NamedTuple):
-    """A trained model and what belongs to it."""
+    """A trained model with its configuration, tokenizer and device."""
 
     model: Model
     """In evaluation mode, on `device`."""
@@ -37,7 +37,7 @@ class LoadedCheckpoint(NamedTuple):
 
 
 def load_finetune_config(name: str | Path, overrides: Sequence[str] = ()) -> FinetuneConfig:
-    """Read a fine-tuning configuration; the arguments are those of `load_config`.
+    """Read a fine-tuning configuration; for the arguments see `load_config`.
 
     Examples:
         >>> config = megasparse.load_finetune_config("finetune/quick", ["training.epochs=2"])
@@ -52,11 +52,11 @@ def load_checkpoint(directory: str | Path, overrides: Sequence[str] = ()) -> Loa
 
     Args:
         directory: A run's folder (its newest checkpoint) or a checkpoint's folder.
-        overrides: `section.key=value` each, applied to the checkpoint's configuration, such as "run.device=cpu".
+        overrides: Changes of the checkpoint's configuration as `section.key=value`, such as "run.device=cpu".
 
     Raises:
-        CheckpointError: There is no checkpoint, or it is damaged.
-        ConfigError: An override is wrong.
+        CheckpointError: The checkpoint is missing or damaged.
+        ConfigError: An override is invalid.
 
     Examples:
         >>> loaded = megasparse.load_checkpoint("runs/quickstart")
@@ -81,8 +81,8 @@ def evaluate_split(
     limit: int | None = None,
     allow_leaking_attention: bool = False,
 ) -> tuple[dict[str, Any], str]:
-    """Return the result of `evaluate`, and a summary of a few lines. If several ranks call it, they share the windows
-    and, under `parallel.sequence`, the tokens of each window, and return the same result.
+    """Return the result of `evaluate` and a summary of a few lines. Several ranks divide the windows and, with
+    `parallel.sequence`, the tokens of each window; all return the same result.
     """
     model, config, checkpoint, ranks = restore(directory, overrides)
     if isinstance(model, Causal) and not allow_leaking_attention:
@@ -103,15 +103,18 @@ def evaluate(directory: str | Path, data: str | Path | None = None, **options: A
 
     Args:
         directory: A run's folder (its newest checkpoint) or a checkpoint's folder.
-        data: Folder of shards; by default the one of the training.
-        options: `split` (by default "test"); `overrides` (`section.key=value` each); `stride`, new tokens per window;
-            `rounds`, hash rounds instead of the configured ones; `hash_seeds`, draws of the hashes to average over;
-            `batch` and `limit`, windows per forward pass and in all; `allow_leaking_attention`, to score a decoder
-            whose attention depends on later tokens.
+        data: Folder of shards; by default the training data.
+        options: `split` (by default "test"); `overrides` (a list of `section.key=value`); `stride`, new tokens per
+            window; `rounds`, hash rounds instead of the configured ones; `hash_seeds`, draws of the hashes to average
+            over; `batch`, windows per forward pass; `limit`, most windows; `allow_leaking_attention`, to score a
+            decoder whose attention depends on later tokens.
+
+    Returns:
+        The metrics and their protocol, ready for JSON.
 
     Raises:
         UserError: The attention depends on later tokens.
-        CheckpointError, DataError, ConfigError: A file or setting is missing, damaged or does not fit.
+        CheckpointError, DataError, ConfigError: A file or setting is missing, damaged or inconsistent.
 
     Examples:
         >>> result = megasparse.evaluate("runs/quickstart", limit=2)
@@ -142,7 +145,7 @@ def generate(
         prompt: Text to continue.
         tokens: Maximum number of new tokens; by default 200.
         source: Source text of an encoder–decoder.
-        temperature, top_p, min_p, repetition_penalty, seed: Sampling, see `Sampling`; defined as in transformers.
+        temperature, top_p, min_p, repetition_penalty, seed: Sampling options as in transformers, see `Sampling`.
         beams: Width of beam search, instead of sampling.
         length_penalty: Exponent of the length in beam search.
 
@@ -150,7 +153,7 @@ def generate(
         The prompt and its continuation.
 
     Raises:
-        UserError: The model cannot serve this request.
+        UserError: The model does not support the request.
 
     Examples:
         >>> megasparse.generate("runs/quickstart", "The history of ", 20, temperature=0.8).startswith("The history of ")
@@ -174,10 +177,10 @@ def predict(directory: str | Path, *inputs: str) -> dict[str, Any]:
         inputs: The example's text, or the two texts of a pair.
 
     Returns:
-        The prediction, as `megasparse predict` writes it.
+        The prediction, in the format of `megasparse predict`.
 
     Raises:
-        ConfigError: The task has other inputs.
+        ConfigError: The task needs other inputs.
 
     Examples:
         >>> row = megasparse.predict("runs/reviews", "a good film")

@@ -1,4 +1,4 @@
-"""One task, many attention mechanisms: each is trained and evaluated alike, by ordinary commands."""
+"""Comparison of attention mechanisms on one task: arms are trained and evaluated alike by ordinary commands."""
 
 import json
 import math
@@ -27,20 +27,20 @@ Row = dict[str, float]
 
 
 class ArmRun(NamedTuple):
-    """The training of an arm from one seed."""
+    """Commands of one arm with one seed."""
 
     arm: str
     folder: Path
     training: list[str]
     evaluations: dict[str, list[str]]
-    """Words of a command by "arm", or "arm; evaluation" where evaluations have names; the last one is its result."""
+    """"arm", or "arm; evaluation" if evaluations are named -> words of the command; the last is the result's path."""
 
 
 def load(name: str | Path, corpora: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
-    """Return the comparisons of a file by corpus, all or those of `corpora`; the name of a single corpus is "".
+    """Return corpus -> comparison for all corpora of a file or those in `corpora`; a single corpus is named "".
 
-    A corpus gives `prepare` and `wheels`, and settings (`set`) that are added to those of every arm. Every arm trains
-    on the folder that `prepare` writes, unless it sets `data.path`. Raises ConfigError for a file of another form.
+    A corpus provides `prepare` and `wheels`, and settings (`set`) added to every arm. Every arm trains on the folder
+    that `prepare` writes, unless it sets `data.path`. Raises ConfigError if the file is not a comparison.
     """
     values, parts = read_values(name), {}
     choices = values.pop("corpora", {"": {}})
@@ -48,8 +48,8 @@ def load(name: str | Path, corpora: Sequence[str] | None = None) -> dict[str, di
         part = values | choices[corpus]
         settings = part.pop("set", [])
         if part.keys() - {"wheels"} != KEYS:
-            hint = f"Give it exactly the keys {', '.join(sorted(KEYS))}, or `corpora` in place of `prepare`"
-            raise ConfigError(f"{name}: {corpus}" if corpus else str(name), "is no comparison", hint)
+            hint = f"Give it exactly the keys {', '.join(sorted(KEYS))}, or `corpora` instead of `prepare`"
+            raise ConfigError(f"{name}: {corpus}" if corpus else str(name), "not a comparison", hint)
         words = part["prepare"]
         path = [f"data.path={words[words.index('--output') + 1]}"] if "--output" in words[:-1] else []
         part["arms"] = {arm: [*path, *changes, *settings] for arm, changes in part["arms"].items()}
@@ -62,8 +62,8 @@ def chosen(names: Sequence[str] | None, choices: dict[str, Any], option: str) ->
     """Return the names, or all choices if none are given. Raises ConfigError for an unknown one."""
     for name in names or []:
         if name not in choices:
-            hint = f"Choose among {', '.join(choices)}" if any(choices) else "Leave it out: there is one corpus"
-            raise ConfigError(option, f'there is no "{name}"', hint)
+            hint = f"Choose from {', '.join(choices)}" if any(choices) else "Remove it: there is only one corpus"
+            raise ConfigError(option, f'unknown name "{name}"', hint)
     return list(names or choices)
 
 
@@ -71,10 +71,10 @@ def runs_of(
     comparison: dict[str, Any], output: Path, arms: Sequence[str] | None = None, seeds: Sequence[int] = (0,),
     overrides: Sequence[str] = (),
 ) -> list[ArmRun]:  # fmt: skip
-    """Return the runs of a comparison into `output`, seed by seed.
+    """Return the runs of a comparison with folders in `output`, seed by seed.
 
-    arms: only these, in place of all. overrides: `section.key=value` for all runs. Raises ConfigError for an unknown
-    arm, and for one with a wrong configuration.
+    arms: names of the arms to run; None runs all. overrides: `section.key=value` for all runs. Raises ConfigError for
+    an unknown arm or an invalid configuration.
     """
     runs = []
     for seed in seeds:
@@ -94,10 +94,10 @@ def runs_of(
 
 
 def train_all(comparison: dict[str, Any], runs: Sequence[ArmRun], log: Path, jobs: int = 1) -> dict[str, list[Row]]:
-    """Train and evaluate what is not done yet, `jobs` runs at a time, each on one CPU thread.
+    """Train and evaluate unfinished runs, `jobs` at a time, each on one CPU thread.
 
-    log: file for the output of preparing the data. Returns accuracy, loss, seconds of the training and of a step, a
-    seed each, by the labels of `ArmRun.evaluations`. Raises UserError if a command fails.
+    log: file for the output of preparing the data. Returns label of `ArmRun.evaluations` -> one row per seed with
+    accuracy, loss, training seconds and seconds per step. Raises UserError if a command fails.
     """
     for wheel in comparison.get("wheels", []):
         fetch_wheel(**wheel)
@@ -128,16 +128,16 @@ def call(*words: object, log: Path) -> None:
     """Run a subcommand of megasparse on one thread, with its output in `log`. Raises UserError if it fails."""
     command = [sys.executable, "-m", "megasparse", *map(str, words)]
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}  # its last line is its error
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}  # the error is the last line
     with open_file(log, "wb") as output:
         code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=False).returncode
     if code != 0:
         last = log.read_text(errors="replace").strip().splitlines()[-1:]
-        raise UserError(f"megasparse {words[0]} ended with exit code {code}: {' '.join(last)} (all of it in {log})")
+        raise UserError(f"megasparse {words[0]} failed with exit code {code}: {' '.join(last)} (full log: {log})")
 
 
 def _quiet_step(steps: list[Row]) -> float:
-    """Return the seconds of a step: a twentieth of the steps is faster, so a busy machine moves it little."""
+    """Return seconds per step, the 5% quantile, which other load on the machine hardly affects."""
     return sorted(step[STEP_SECONDS] for step in steps)[len(steps) // 20]
 
 

@@ -1,4 +1,4 @@
-"""The data of a pretraining run: texts prepared for it, and shards opened and checked against its configuration."""
+"""The data of a pretraining run: prepare texts, open shards and check them against the configuration."""
 
 import argparse
 import hashlib
@@ -24,18 +24,18 @@ from megasparse.training.ranks import Ranks, RunHooks
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run reads."""
+    """Tokenizer and shards of a run."""
 
     tokenizer: Tokenizer
     evaluation: Index
     """The folder of `data.path`."""
     mixture: list[tuple[Index, float]]
-    """The folders trained on, each with its weight: those of `data.mixture`, or `data.path` alone."""
+    """Training folders and their weights: `data.mixture`, or only `data.path`."""
 
     @property
     def fingerprint(self) -> str:
-        """The digest that decides, with the configuration, which tokens the run is trained on: that of the folder, or
-        for a mixture a sha256 over the fingerprints of its folders, in order, and their weights.
+        """Digest of the training data: the folder's fingerprint, or for a mixture a SHA-256 over fingerprints and
+        weights. With the configuration it determines the order of the training tokens.
         """
         if len(self.mixture) == 1:
             return self.mixture[0][0].fingerprint
@@ -44,7 +44,7 @@ class RunData:
 
 
 def from_data(config: Config) -> Config:
-    """Return a configuration with the tokenizer beside the shards and room for its vocabulary, unless they are set.
+    """Return a configuration with the tokenizer stored with the shards and its vocabulary, unless they are set.
 
     Raises ConfigError for a tokenizer that cannot be read.
     """
@@ -59,10 +59,10 @@ def from_data(config: Config) -> Config:
 
 
 def open_data(config: Config) -> RunData:
-    """Open all folders that a run reads. Raises what `open_folder` does.
+    """Open all folders that a run reads. Raises the errors of `open_folder`.
 
-    The folders of a mixture are put in the order of their content, so that what is trained on depends neither on their
-    paths nor on the order they are written in.
+    The folders of a mixture are sorted by fingerprint, so that the training data depends neither on their paths nor on
+    their order in the configuration.
     """
     tokenizer = build_tokenizer(config.data.tokenizer)
     evaluation = open_folder(config.data.path, config, tokenizer)
@@ -75,8 +75,8 @@ def open_data(config: Config) -> RunData:
 def open_folder(path: str | Path, config: Config, tokenizer: Tokenizer) -> Index:
     """Open the index of a folder of shards, for the model and sequence length of a configuration.
 
-    Raises DataError as `Index.load` does; ConfigError naming data.tokenizer, data.sequence_length, model.source.length,
-    model.vocabulary, model.padding_token, model.masking.token or model.sentence_order where they do not fit the folder.
+    Raises DataError as `Index.load`, and ConfigError if data.tokenizer, data.sequence_length, model.source.length,
+    model.vocabulary, model.padding_token, model.masking.token or model.sentence_order does not fit the folder.
     """
     cache = ShardCache(config.data.cache, int(config.data.cache_gb * GIGABYTE))
     index = Index.load(path, cache)
@@ -88,27 +88,27 @@ def open_folder(path: str | Path, config: Config, tokenizer: Tokenizer) -> Index
 
 
 def _check_objectives(index: Index, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError where an encoder's ids are not the tokenizer's, or the folder has no pairs of texts."""
+    """Raise ConfigError if the model's objective needs other data or other ids of special tokens."""
     special, mask, order = tokenizer.special, model.masking.token, model.sentence_order
     if model.source is not None and index.record is None:
-        problem = f'"{model.kind}", but {index.directory} holds running text'
+        problem = f'"{model.kind}", but {index.directory} contains running text'
         raise ConfigError("model.kind", problem, "Prepare pairs of texts: megasparse prepare-data parallel")
     if model.kind == "encoder" and mask < tokenizer.vocabulary and (special is None or mask != special.mask):
         expected = special.mask if special else tokenizer.vocabulary
-        raise ConfigError("model.masking.token", f"{mask} is a token that texts can have", f"Set it to {expected}")
+        raise ConfigError("model.masking.token", f"{mask} is a token that may occur in text", f"Set it to {expected}")
     corpus = CORPORA.get(index.file.corpus)
     if order is not None and corpus is not None and not corpus.SENTENCE_PAIRS:
-        problem = f"given, but {index.directory} holds {index.file.corpus}"
+        problem = f"given, but {index.directory} contains {index.file.corpus}"
         raise ConfigError("model.sentence_order", problem, "Prepare pairs (megasparse prepare-data), or set it to null")
     if order is not None and special is not None and order.separator != special.separator:
-        problem = f"{order.separator}, but that in {index.directory} is {special.separator}"
+        problem = f"{order.separator}, but the separator in {index.directory} is {special.separator}"
         raise ConfigError("model.sentence_order.separator", problem, f"Set it to {special.separator}")
 
 
 def training_batches(
     config: Config, run_data: RunData, ranks: Ranks, position: int, hooks: RunHooks
 ) -> TrainingBatches:
-    """Read this rank's steps from the global sample number `position` on. Raises what TrainingBatches does."""
+    """Read this rank's batches from the global sample number `position` on. Raises the errors of TrainingBatches."""
     data, training = config.data, config.training
     return TrainingBatches(
         run_data.mixture, "train", sequence_length=data.sequence_length, seed=config.run.seed, start=position,
@@ -119,20 +119,25 @@ def training_batches(
 
 
 HELD_OUT = (5, 10, 20, 30)
-"""Percent of the bytes that may be held out, at the end: the first of these that leaves whole documents."""
+"""Percentages of the bytes to hold out, at the end; the first one that the last document fits into is used."""
 
 SHARD = 64 << 20
-"""Bytes of text in a shard, as megasparse prepare-data has it."""
+"""Bytes of text per shard, the default of megasparse prepare-data."""
 
 
 def with_texts(config: Config, texts: str, ranks: Ranks) -> Config:
-    """The configuration of a run on `texts`, which rank 0 prepares in RUN/data where they are not there yet. Every rank
-    calls it.
+    """Return the configuration of a run on your own texts, which rank 0 prepares in RUN/data. Call it on all ranks.
 
-    texts: text files, each a document, or JSON lines with a field `text`; a file, a folder, or a URL. Of a folder with
-    both, those of more bytes are read, and the others are reported. The last 5 % of the bytes are held out, up to 30 %
-    where documents are long; with fewer documents all are one running text. Documents do not see each other. A folder
-    of shards is taken as `data.path`, as it is. Raises UserError, on all ranks, if the texts cannot be prepared.
+    Args:
+        config: Configuration of the run.
+        texts: File, folder or URL of text files (one document per file) or JSON lines with a field `text`; in a folder
+            with both, the kind with more bytes is read. The last 5 % of the bytes are held out, up to 30 % if the last
+            document is long; if it is longer, all files form one running text. Otherwise tokens attend only within
+            their document. A folder of shards becomes `data.path` unchanged.
+        ranks: Ranks of the run.
+
+    Raises:
+        UserError: The texts cannot be prepared; raised on all ranks.
     """
     if (Path(texts) / INDEX_FILE).exists():
         return config.model_copy(update={"data": config.data.model_copy(update={"path": texts})})
@@ -155,14 +160,14 @@ def with_texts(config: Config, texts: str, ranks: Ranks) -> Config:
 
 
 def _prepare(texts: str, tokenizer: str, output: Path) -> bool:
-    """Write the shards. Returns True if the texts are documents, each with a separator after it."""
+    """Write the shards. Return True if the texts are separate documents, with a separator after each."""
     downloads, share = output / ".download", HELD_OUT[0]
     parts = find_parts([texts], None, downloads, "files")
     records = [part for part in parts if part.name.lower().endswith(tuple(JSON_SUFFIXES))]
     others = [part for part in parts if part not in {*records}]
     size_of = lambda parts: sum(path.stat().st_size for path in {part.path for part in parts})  # noqa: E731
     more, less = sorted((others, records), key=size_of, reverse=True)
-    report_left_out(texts, len(more), [part.name for part in less], "of texts and JSON lines the more bytes are read")
+    report_left_out(texts, len(more), [part.name for part in less], "only the kind with more bytes is read")
     if more is records:
         corpus, documents = "jsonl", True
         options = _options(corpus, texts, tokenizer, share)
@@ -180,7 +185,7 @@ def _prepare(texts: str, tokenizer: str, output: Path) -> bool:
 
 
 def _options(corpus: str, texts: str, tokenizer: str, share: int, *flags: str) -> dict[str, Any]:
-    """The options of `megasparse prepare-data CORPUS`, with their defaults."""
+    """Return the options of `megasparse prepare-data CORPUS`, with defaults."""
     parser = argparse.ArgumentParser()
     CORPORA[corpus].add_arguments(parser)
     split = ["--split", f"{100 - share},{share},0"]

@@ -41,8 +41,8 @@ def finetune(
 ) -> RunResult:
     """Fine-tune the pretrained model of `config` on its task and write everything to `config.run.directory`.
 
-    Arguments and errors are those of `pretrain`. A complete run writes `best.json`, which names the checkpoint with the
-    best validation metric.
+    See `pretrain` for arguments, result and errors. A complete run writes `best.json`, which names the checkpoint with
+    the best validation metric.
 
     Examples:
         >>> config = megasparse.load_finetune_config("reviews.json", ["run.directory=runs/reviews_again"])
@@ -53,7 +53,7 @@ def finetune(
     task = open_run(config, ranks.say)
     changes = ["fewer training.epochs", "a smaller task.max_length", "a smaller task.limit"]
     warn_if_long(least_flops(task), task.config.training.precision, changes, ranks)
-    config = task.config  # with the numbers that depend on the data filled in
+    config = task.config  # includes numbers that depend on the data
     metric = str(config.evaluation.metric)
     selection = Selection(f"evaluation/{metric}", config.evaluation.patience, lower=metric in LOWER_IS_BETTER)
     tokenizer = {"name": task.start.tokenizer.name, "sha256": task.start.tokenizer.sha256}
@@ -76,8 +76,8 @@ def finetune(
 
 
 def least_flops(task: TaskRun) -> float:
-    """FLOPs of all steps in products of weights alone, forward and backward, as `model_flops_per_token` counts them;
-    those of adapters and frozen weights as if all were trained.
+    """Return FLOPs of products with weights over all steps, forward and backward, counted as in
+    `model_flops_per_token`; adapters and frozen weights are counted as if all weights were trained.
     """
     training = task.config.training
     embedded = {id(module.weight) for module in task.model.modules() if isinstance(module, torch.nn.Embedding)}
@@ -90,8 +90,8 @@ def least_flops(task: TaskRun) -> float:
 
 
 def finetune_dry_run(config: FinetuneConfig) -> str:
-    """Take one step and one validation batch of the longest examples, in this process on plain torch, and report them.
-    Writes nothing. Raises UserError if they do not fit into the memory of a GPU.
+    """Run one step and one validation batch of the longest examples in this process on plain torch, and return a
+    report. Writes nothing. Raises UserError if they do not fit into GPU memory.
     """
     run = config.run.model_copy(update={"engine": "torch"})
     ranks = start_ranks(run)
@@ -119,7 +119,7 @@ def finetune_dry_run(config: FinetuneConfig) -> str:
         "parameters": f"{trained:,} trained, {sum(weight.numel() for weight in weights) - trained:,} frozen",
         "steps": f"{training.steps:,}, of {training.global_batch} {training.batch_unit}",
         "micro-batch": f"{size} × {length:,} tokens in {training.precision} on {ranks.device}: {seconds:.1f} s",
-        "peak memory": f"{used / 1e9:.2f} GB measured, in one process without ZeRO; {free / 1e9:.2f} GB are left",
+        "peak memory": f"{used / 1e9:.2f} GB measured, in one process without ZeRO; {free / 1e9:.2f} GB available",
         "loss": f"{loss:.3f}, untrained",
     }
     engine.close()

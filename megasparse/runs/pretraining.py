@@ -98,10 +98,10 @@ def pretrain(
 
 
 def require_room(config: Config, ranks: Ranks) -> None:
-    """Check the memory of a step on each GPU before any weight is made; nothing on a CPU.
+    """Check the memory of a step on each GPU before any weight is allocated; do nothing on a CPU.
 
     Raises:
-        UserError: on all ranks, if some rank cannot take its first step.
+        UserError: A rank does not have the memory for its first step; raised on all ranks.
     """
     if ranks.device.type != "cuda":
         return

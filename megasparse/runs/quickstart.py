@@ -1,6 +1,6 @@
-"""From nothing to a trained model on any machine: real text, the real engine, held-out bits/dim, a sample.
+"""The quickstart: prepare real text, train a small model, evaluate it and generate a sample, on any machine.
 
-Each step is an ordinary command and is printed before it runs. Run again, finished steps are not repeated.
+Each step is an ordinary command and is printed before it runs. Finished steps are skipped when you run it again.
 """
 
 import importlib.util
@@ -21,10 +21,10 @@ from megasparse.training.checkpoints.manifest import find_newest
 
 SHARDS = Path("data/quickstart")
 SMALL = ("training.steps=250", "evaluation.every=125", "checkpoint.every=125", "run.directory=runs/quickstart_small")
-"""Settings of the run that shows all steps in two minutes; its model has learned little."""
+"""Settings that show all steps in two minutes; the model learns little."""
 
-# A Wikipedia dump in enwik8's own format, 6 MB, is test data of the package gensim. One fixed platform tag is asked
-# for, so that every machine gets the same file, whatever it runs itself.
+# The package gensim contains a Wikipedia dump in enwik8's format (6 MB) as test data. The platform tag is fixed, so
+# that every machine gets the same file.
 WHEEL = "gensim-4.4.0-cp311-cp311-manylinux_2_24_x86_64.manylinux_2_28_x86_64.whl"
 WHEEL_SHA256 = "91a7fa5e814e7b1bad4b2dffa8d62c1e55410d5cbdf930714c1997ffb4404db8"
 MEMBER = "gensim/test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
@@ -33,29 +33,29 @@ PLATFORM = ["--platform", "manylinux_2_24_x86_64", "--python-version", "3.11", "
 NEXT = """
 Next:
   {run}/report.html                                         a page about this run, in a browser
-  tensorboard --logdir runs                                 its curves
+  tensorboard --logdir runs                                 curves of the run
   megasparse generate --checkpoint {run} --prompt "A "      more text
   megasparse prepare-data text --source my_books/ --output data/books
   megasparse pretrain quickstart --set data.path=data/books --set run.directory=runs/books
-  megasparse finetune finetune/reviews --set start.checkpoint={run}     a classifier of reviews, or of your own table"""
+  megasparse finetune finetune/reviews --set start.checkpoint={run}     classify reviews, or your own table"""
 
 
 def quickstart(small: bool = False) -> None:
-    """Run every step. Raises UserError where one fails. small: with a training of a minute."""
+    """Run every step. small: train for a minute only. Raises UserError if a step fails."""
     import torch
 
     run = Path("runs/quickstart_small" if small else "runs/quickstart")
     say("1/5  a sample of Wikipedia, as webdataset shards")
     wheel = fetch_wheel("gensim==4.4.0", WHEEL, WHEEL_SHA256, PLATFORM)
     megasparse("prepare-data", "text", "--source", wheel, "--member", MEMBER, "--output", SHARDS)
-    say("2/5  training (its curves: tensorboard --logdir runs)")
-    alone = torch.cuda.is_available() or len(os.sched_getaffinity(0)) < 2
+    say("2/5  training (curves: tensorboard --logdir runs)")
+    single = torch.cuda.is_available() or len(os.sched_getaffinity(0)) < 2
     changes = [word for setting in (SMALL if small else ()) for word in ("--set", setting)]
-    megasparse("pretrain", "quickstart", *changes, ranks=1 if alone else 2)  # a sequence of the batch each
+    megasparse("pretrain", "quickstart", *changes, ranks=1 if single else 2)  # one sequence of the batch per rank
     say("3/5  bits/dim of held-out text, every byte of the test split scored")
     result, newest = run / "evaluation.json", find_newest(run / "checkpoints")
     if result.exists() and newest and json.loads(result.read_text())["protocol"]["checkpoint_step"] == int(newest.name):
-        print(f"  {result}: already there")
+        print(f"  {result}: already exists")
     else:
         megasparse("evaluate", "--checkpoint", run, "--data", SHARDS, "--json", result)
     say("4/5  the same text as a file, compressed by the model")
@@ -69,15 +69,15 @@ def quickstart(small: bool = False) -> None:
 
 
 def compress(run: Path, text: Path) -> None:
-    """Compress the text with the model, unless that is done, or its coder is not installed."""
+    """Compress the text with the model, unless the result exists or the coder is not installed."""
     if importlib.util.find_spec("constriction") is None:
-        print("  left out: pip install 'megasparse[compress]' brings the coder, then run this again")
+        print("  skipped: install the coder with pip install 'megasparse[compress]', then run this again")
     elif not text.with_name(f"{text.name}.msz").exists():
         megasparse("compress", text, "--checkpoint", run)
 
 
 def report(run: Path, text: Path, held_out: EvaluationStream) -> None:
-    """Print bits/dim of the model beside those of gzip -9, xz -9 and the model's file, and write RUN/summary.json."""
+    """Print bits/dim of the model, gzip -9, xz -9 and the compressed file, and write RUN/summary.json."""
     sizes, packed = bits_per_byte(held_out), text.with_name(f"{text.name}.msz")
     model = json.loads((run / "evaluation.json").read_text())["bits_per_dim"]
     summary = {"bits_per_dim": model, "gzip_bits_per_dim": sizes["gzip"], "xz_bits_per_dim": sizes["xz"]}
@@ -92,14 +92,14 @@ def report(run: Path, text: Path, held_out: EvaluationStream) -> None:
 
 
 def megasparse(*words: object, ranks: int = 1) -> None:
-    """Print a command and run it, several ranks by torchrun. Raises UserError where it fails."""
+    """Print a command and run it, with torchrun for several ranks. Raises UserError if it fails."""
     options = [] if ranks == 1 else ["--standalone", "--nproc-per-node", str(ranks), "-m", "megasparse"]
     shown = shlex.join([*(["torchrun", *options] if options else ["megasparse"]), *map(str, words)])
     print(f"$ {shown}", flush=True)
     program = ["torch.distributed.run", *options] if options else ["megasparse"]
     code = subprocess.run([sys.executable, "-m", *program, *map(str, words)], check=False).returncode
     if code != 0:
-        raise UserError(f"{shown} ended with exit code {code}. Its message is above; correct it and run again")
+        raise UserError(f"{shown} failed with exit code {code}. Correct the error printed above and run again")
 
 
 def say(text: str) -> None:

@@ -1,7 +1,7 @@
-"""A page about one run or several: one HTML file with curves, incidents, samples, checkpoints and the configuration.
+"""An HTML report about one or several runs: curves, incidents, samples, checkpoints and the configuration.
 
-A run that is under way or has crashed is shown as far as it got: what is missing or broken in its files is left out.
-All text from files is escaped, and the page holds no script and fetches nothing.
+Runs that are still training or have crashed are reported up to their last step; missing or damaged parts of their files
+are skipped. All text from files is escaped, and the page contains no scripts and loads nothing.
 """
 
 import base64
@@ -25,9 +25,9 @@ from megasparse.files import open_file, read_file
 from megasparse.training.checkpoints.manifest import flatten, list_checkpoints
 
 HUGE = 1e300
-"""Largest value that counts as a measurement; a larger one has no finite square."""
+"""Largest value accepted as a measurement; the square of a larger one is not finite."""
 MOST_CHARTS, MOST_ROWS, MOST_SHOWN, MOST_TEXT = 150, 200, 4, 3000
-"""Charts of a page, rows of a table, samples or pictures of a tag, characters of a text."""
+"""Most charts per page, rows per table, samples or pictures per tag, and characters per text."""
 PNG = b"\x89PNG\r\n\x1a\n"
 STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:76rem;margin:2rem auto;padding:0 1rem}"
@@ -38,8 +38,8 @@ STYLE = (
 
 
 class Run(NamedTuple):
-    """A run's folder. config, defaults: dotted key -> value. series: scalar -> (steps, values), NaN where not finite.
-    board: tag -> step -> text or PNG file of TensorBoard.
+    """Contents of a run's folder. config, defaults: dotted key -> value. series: scalar -> (steps, values), NaN if not
+    finite. board: tag -> step -> text or PNG file of TensorBoard.
     """
 
     path: Path
@@ -52,10 +52,10 @@ class Run(NamedTuple):
 
 
 def read_run(path: Path) -> Run:
-    """Read a run's folder in whatever state it is. Raises DataError if there is no run, or it cannot be read."""
+    """Read the folder of a run in any state. Raises DataError if it is not a run or cannot be read."""
     if not any((path / name).is_file() for name in ("config.json", "metrics.jsonl")):
-        reason = "has neither config.json nor metrics.jsonl" if path.is_dir() else "is no folder"
-        raise DataError(path, f"no run: it {reason}", "Give the run.directory of a pretraining or fine-tuning run")
+        reason = "contains neither config.json nor metrics.jsonl" if path.is_dir() else "is not a folder"
+        raise DataError(path, f"not a run: it {reason}", "Give the run.directory of a pretraining or fine-tuning run")
     config = read_object(path / "config.json")
     defaults = (FinetuneConfig if "task" in config else Config)().model_dump(mode="json")
     if config.get("model"):
@@ -70,7 +70,7 @@ def read_run(path: Path) -> Run:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty one if there is none."""
+    """Return the JSON object in a file; an empty one if it cannot be read."""
     try:
         value = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):
@@ -79,21 +79,21 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines, without lines that hold none; nothing if there is no file."""
+    """Yield the JSON objects of a JSONL file, skipping other lines; nothing if the file does not exist."""
     if not path.exists():
         return
     with open_file(path) as file:
         for line in file:
             try:
                 value = json.loads(line)
-            except (ValueError, RecursionError):  # such as a line that a crash cut short
+            except (ValueError, RecursionError):  # such as a line truncated by a crash
                 continue
             if isinstance(value, dict):
                 yield value
 
 
 def read_series(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return every scalar of a metrics.jsonl by its name. Steps ascend; of a step that comes twice, the last counts."""
+    """Return name -> (steps, values) of a metrics.jsonl. Steps ascend; the last line of a repeated step is used."""
     points: defaultdict[str, dict[int, float]] = defaultdict(dict)
     for line in read_lines(path):
         step = line.pop("step", None)
@@ -107,8 +107,8 @@ def read_series(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def read_board(folder: Path) -> dict[str, dict[int, str | bytes]]:
-    """Return the texts and pictures of TensorBoard's files. Records of scalars, of which there may be millions, are not
-    decoded; what cannot be read, such as the end of a file that is being written, is left out.
+    """Return the texts and pictures in TensorBoard's files. Records of scalars, possibly millions, are not decoded;
+    unreadable records, such as the end of a file that is being written, are skipped.
     """
     from google.protobuf.message import DecodeError
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
@@ -134,7 +134,7 @@ def read_board(folder: Path) -> dict[str, dict[int, str | bytes]]:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """Return the page's HTML. Curves of several runs share their charts; the rest follows run by run."""
+    """Return the page's HTML. Runs share the charts of curves; the other sections are written per run."""
     names = [run.path.resolve().name for run in runs]
     labels = names if len(set(names)) == len(names) else [str(run.path) for run in runs]
     title = escape(", ".join(labels))
@@ -161,7 +161,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def headline(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield the most important numbers of a run, those that it has."""
+    """Yield the label and value of a run's most important numbers, if logged."""
     planned = run.config.get("training.steps")
     steps = max((int(steps[-1]) for steps, _ in run.series.values()), default=0)
     yield "steps", f"{steps:,} of {planned:,}" if isinstance(planned, int) and planned else f"{steps:,}"
@@ -186,7 +186,7 @@ def headline(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def curves(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    """Return a chart for each scalar, with one line a run; scalars by layer share their chart, and the incidents of a
+    """Return a chart per scalar with one line per run. The layers of a scalar share a chart, and the incidents of a
     single run are marked.
     """
     charts: defaultdict[str, set[str]] = defaultdict(set)
@@ -212,12 +212,12 @@ def curves(runs: Sequence[Run], labels: Sequence[str]) -> str:
                     lines.append((", ".join(parts_of_label), run.series[name]))
         parts.append(f'<figure><img alt="{escape(title)}" src="{chart(title, lines, marks)}"></figure>')
     if len(ranked) > MOST_CHARTS:
-        parts.append(f"<p>{len(ranked) - MOST_CHARTS} more charts are left out: metrics.jsonl has every number.</p>")
+        parts.append(f"<p>{len(ranked) - MOST_CHARTS} more charts omitted; metrics.jsonl contains all numbers.</p>")
     return "".join(parts)
 
 
 def chart(title: str, lines: Sequence[tuple[str, tuple[np.ndarray, np.ndarray]]], marks: Sequence[int]) -> str:
-    """Return a chart as the URL of a PNG file."""
+    """Return a chart as a data URL of a PNG file."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -242,7 +242,7 @@ def url(png: bytes) -> str:
 
 
 def samples(run: Run) -> str:
-    """Return some pictures and texts of each tag of TensorBoard, from the first to the last."""
+    """Return a few pictures or texts per tag of TensorBoard, evenly spread from the first to the last."""
     parts = []
     for tag, shown in run.board.items():
         parts.append(f"<h3>{escape(tag)}</h3>")
@@ -259,14 +259,14 @@ def samples(run: Run) -> str:
 
 def incidents(run: Run) -> str:
     rows = [[escape(str(event.get(key, ""))[:600]) for key in ("step", "time", "message")] for event in run.events]
-    note = f"<p>{len(rows) - MOST_ROWS:,} earlier ones are in events.jsonl.</p>" if len(rows) > MOST_ROWS else ""
+    note = f"<p>{len(rows) - MOST_ROWS:,} earlier incidents are in events.jsonl.</p>" if len(rows) > MOST_ROWS else ""
     return note + table(["step", "time", "message"], rows[-MOST_ROWS:]) if rows else "<p>None.</p>"
 
 
 def checkpoints(run: Run) -> str:
     rows = []
     for folder in list_checkpoints(run.path / "checkpoints"):
-        with suppress(FileNotFoundError):  # its run has just deleted it
+        with suppress(FileNotFoundError):  # the run has just deleted it
             size = sum(file.stat().st_size for file in folder.iterdir())
             written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(folder.stat().st_mtime))
             best = "best" if int(folder.name) == run.best.get("step") else ""
@@ -275,9 +275,9 @@ def checkpoints(run: Run) -> str:
 
 
 def configuration(run: Run) -> str:
-    """Return a table of all settings; those that differ from the defaults come first."""
+    """Return a table of all settings, those that differ from the defaults first."""
     if not run.config:
-        return "<p>config.json is missing or broken.</p>"
+        return "<p>config.json is missing or damaged.</p>"
     rows = []
     for key, value in run.config.items():
         changed = key not in run.defaults or run.defaults[key] != value
@@ -286,10 +286,10 @@ def configuration(run: Run) -> str:
     rows.sort(key=lambda row: row[0])
     count = sum(not same for same, _ in rows)
     body = table(["key", "value", "default"], [row for _, row in rows])
-    return f"<p>{count} of {len(rows)} settings differ from the defaults; they come first.</p>{body}"
+    return f"<p>{count} of {len(rows)} settings differ from the defaults and are listed first.</p>{body}"
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return an HTML table, whose cells are HTML already."""
+    """Return an HTML table; cells must be escaped HTML."""
     lines = [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows]
     return f"<table><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>{''.join(lines)}</table>"

@@ -65,7 +65,7 @@ def test_arms_are_trained_and_evaluated_once(tmp_path, monkeypatch, capsys):
 def test_a_subcommand_runs_in_a_process_whose_failure_is_one_line(tmp_path):
     call("configs", "quickstart", log=tmp_path / "logs" / "log")
     assert "quickstart" in (tmp_path / "logs" / "log").read_text()
-    with pytest.raises(UserError, match=r"megasparse pretrain ended with exit code 2: error: none: .* \(all of it in "):
+    with pytest.raises(UserError, match=r"megasparse pretrain failed with exit code 2: error: none: .* \(full log: "):
         call("pretrain", "none", log=tmp_path / "log")
 
 
@@ -82,9 +82,9 @@ def test_each_corpus_has_its_data_its_settings_and_its_folder(tmp_path, capsys):
     main(["compare", str(tmp_path / "two.json"), "--dry-run", "--arms", "full", "--output", "out"])
     printed = capsys.readouterr().out
     assert "run.directory=out/a/full-0" in printed and "run.directory=out/b/full-0" in printed
-    with pytest.raises(ConfigError, match='--corpora: there is no "c"'):
+    with pytest.raises(ConfigError, match='--corpora: unknown name "c"'):
         load(tmp_path / "two.json", ["c"])
-    with pytest.raises(ConfigError, match="there is one corpus"):
+    with pytest.raises(ConfigError, match="there is only one corpus"):
         load(small_comparison(tmp_path), ["c"])
     comparison["corpora"]["b"]["prepar"] = comparison["corpora"]["b"].pop("prepare")
     (tmp_path / "two.json").write_text(json.dumps(comparison))
@@ -99,7 +99,7 @@ def test_wrong_requests(tmp_path, capsys):
     with pytest.raises(ConfigError, match="arms, config, evaluate, prepare"):
         load(tmp_path / "other.json")
     comparison = load(small_comparison(tmp_path))[""]
-    with pytest.raises(ConfigError, match='--arms: there is no "lsh"'):
+    with pytest.raises(ConfigError, match='--arms: unknown name "lsh"'):
         runs_of(comparison, tmp_path / "runs", ["lsh"])
     with pytest.raises(ConfigError, match="stepz"):
         runs_of(comparison, tmp_path / "runs", overrides=["training.stepz=1"])

@@ -80,12 +80,12 @@ def test_a_door_works_from_any_folder_and_under_deepspeed(tmp_path):
         (["pretrain", "--config", QUICKSTART, "--set", "deepspeed.zero_optimization.stge=1"], "deepspeed.zero_optim"),
         (["pretrain", "no/such.json"], "no/such.json: cannot be read"),
         (["pretrain", "quickstrat"], "quickstrat: cannot be read (no such file, and no such shipped configuration). D"),
-        (["pretrain"], "--config: no configuration is given. Name one"),
-        (["pretrain", "quickstart", "--config", QUICKSTART], "--config: quickstart is given as well"),
-        (["pretrian"], 'pretrian: there is no such subcommand. Did you mean "pretrain"?'),
+        (["pretrain"], "--config: no configuration is given. Give one"),
+        (["pretrain", "quickstart", "--config", QUICKSTART], "--config: quickstart is also given"),
+        (["pretrian"], 'pretrian: unknown subcommand. Did you mean "pretrain"?'),
         (["evaluate", "--checkpoint", "a\nb\x1b[2J"], "a\\nb\\x1b[2J: "),
         (["pretrain", "caf\udce9.json"], "caf\\udce9.json: this argument is not UTF-8"),
-        (["convert", "to-fh"], 'convert to-fh: there is no such subcommand. Did you mean "convert to-hf"?'),
+        (["convert", "to-fh"], 'convert to-fh: unknown subcommand. Did you mean "convert to-hf"?'),
     ],
 )
 def test_a_mistake_is_exit_code_2_and_one_line(words, message, capsys):

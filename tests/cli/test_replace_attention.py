@@ -69,9 +69,9 @@ def test_a_text_is_cut_into_windows_that_hold_all_of_it(folder):
     ("tool", "arguments", "message"),
     [
         (teach, ["--passes", 0], "error: --passes: 0 is too few"),
-        (teach, ["--held-out", 24], "they hold 24 windows of 64 tokens, no more than --held-out 24"),
+        (teach, ["--held-out", 24], "24 windows of 64 tokens are not more than --held-out 24"),
         (teach, ["--texts", "/dev/null"], "/dev/null: cannot be read as UTF-8 text"),
-        (replace_attention, ["--attention", "[]"], "error: --attention: is no object"),
+        (replace_attention, ["--attention", "[]"], "error: --attention: is not a JSON object"),
         (replace_attention, ["--attention", '{"kind": "lhaa"}'], 'Did you mean "lha"?'),
         (replace_attention, ["--attention", '{"kind": "lha"}', "--max-length", 0], "model.max_length: 0 does not fit"),
     ],

@@ -159,8 +159,8 @@ def test_started_ranks_write_one_text(folder, capsys):
 @pytest.mark.parametrize(
     ("command", "words", "message"),
     [
-        (generate, ["--images", "3"], "--images: several ranks continue a decoder's text"),
-        (evaluate, ["--task", "table", "--source", "x.csv"], "--task: is evaluated by one rank, and 2 were started"),
+        (generate, ["--images", "3"], "--images: several ranks can only continue"),
+        (evaluate, ["--task", "table", "--source", "x.csv"], "--task: needs one process, but 2 ranks were started"),
     ],
 )
 def test_what_one_rank_alone_does_is_refused(monkeypatch, capsys, command, words, message):

@@ -129,7 +129,7 @@ def run(tmp_path_factory, request):
 def test_a_file_comes_back_byte_for_byte(run, tmp_path, capsys):
     (tmp_path / "a.bin").write_bytes(bytes(reversed(range(256))) + b"\0ends here")
     main(["compress", str(tmp_path / "a.bin"), "--checkpoint", str(run)])
-    assert "266 bytes became" in capsys.readouterr().out
+    assert "266 bytes compressed to" in capsys.readouterr().out
     main(["decompress", str(tmp_path / "a.bin.msz"), "--checkpoint", str(run), "--output", str(tmp_path / "b.bin")])
     assert (tmp_path / "b.bin").read_bytes() == (tmp_path / "a.bin").read_bytes()
 

@@ -152,11 +152,11 @@ def test_mistakes_are_one_line(pixels, translator, tmp_path, capsys):
     Image.fromarray(np.zeros((5, 6, 3), dtype=np.uint8)).save(big)
     assert "big.png: this image has 6×5 pixels" in refused(capsys, generate, *there, "--complete", big, *out)
     assert not (tmp_path / "out").exists()
-    assert "--beams: it does not go with images" in refused(capsys, generate, *there, "--images", 1, "--beams", 2, *out)
+    assert "--beams: not supported for images" in refused(capsys, generate, *there, "--images", 1, "--beams", 2, *out)
     there = ["--checkpoint", translator]
     assert "predicts no pixels" in refused(capsys, generate, *there, "--images", 1, *out)
     assert "--source: it is missing" in refused(capsys, generate, *there)
-    assert "--output: it does not go with text" in refused(capsys, generate, *there, "--source", "x", *out)
+    assert "--output: not supported for text" in refused(capsys, generate, *there, "--source", "x", *out)
     assert "--beams: 0" in refused(capsys, generate, *there, "--source", "x", "--beams", 0)
     for seed in (1 << 64, "9" * 5000, -1, "x", "٣"):
         with pytest.raises(SystemExit):

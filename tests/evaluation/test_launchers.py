@@ -124,7 +124,7 @@ def test_mistakes_are_one_line(folder, capsys, tmp_path):
     assert 'no split "tst"' in refused(capsys, evaluate, *there, "--data", folder / "data", "--split", "tst")
     assert "belongs to another model" in refused(capsys, evaluate, *there, "--set", "model.layers=3")
     message = refused(capsys, generate, "--checkpoint", folder / "encoder", "--tokens", 3)
-    assert "an encoder predicts masked tokens and writes no text" in message
+    assert "an encoder cannot generate text" in message
     assert "d_ff" not in refused(capsys, evaluate, *there, "--set", "model.d_modl=3")
 
 

@@ -78,7 +78,7 @@ def logits_of(model, tokens):
 def test_in_and_out_again_is_the_same_model(tmp_path, name, capsys):
     original, kind = saved(name, tmp_path / "theirs"), name.split()[0]
     door("convert from-hf")(["--model", str(tmp_path / "theirs"), "--output", str(tmp_path / "run")])
-    assert "the same logits as ours on 70 tokens" in capsys.readouterr().err
+    assert "logits agree with the converted model's on 70 tokens" in capsys.readouterr().err
 
     start = original.config.bos_token_id if original.config.bos_token_id is not None else 2
     tokens = torch.cat([torch.full((2, 1), start), random_tokens(2, 69)], 1)

@@ -171,7 +171,7 @@ def test_a_start_that_does_not_fit_leaves_nothing(tmp_path, capsys):
     for arguments, sections, message in (
         (["--start", path], {"model": {"d_ff": 64}}, "feed_forward.up has shape"),
         (["--start", tmp_path / "nothing"], {}, "nothing"),
-        (["--start", path, "--resume", "never"], {}, "--start: the weights of --resume never are asked for too"),
+        (["--start", path, "--resume", "never"], {}, "--start: cannot be combined with --resume never"),
     ):
         program = partial(lambda more, words: start(tmp_path, config, *words, **more), sections)
         assert message in refused(capsys, program, *arguments)

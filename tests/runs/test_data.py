@@ -154,13 +154,13 @@ ENCODER = {"kind": "encoder", "vocabulary": 264, "padding_token": 257, "sentence
         ),
         (
             {}, "text", {**PAIR, "source": {"length": 10}},
-            r'model\.kind: "encoder_decoder", but .*data holds running text\. Prepare',
+            r'model\.kind: "encoder_decoder", but .*data contains running text\. Prepare',
         ),
         (PADDED, "pairs", ENCODER, None),
-        (PADDED, "text", ENCODER, r"model\.sentence_order: given, but .*data holds text\. Prepare pairs"),
+        (PADDED, "text", ENCODER, r"model\.sentence_order: given, but .*data contains text\. Prepare pairs"),
         (
             PADDED, "pairs", {**ENCODER, "sentence_order": {"separator": 258}},
-            r"sentence_order\.separator: 258, but that .* is 259\. Set",
+            r"sentence_order\.separator: 258, but the separator .* is 259\. Set",
         ),
         (
             PADDED, "text", {**ENCODER, "sentence_order": None, "masking": {"token": 97}},

@@ -113,7 +113,7 @@ def test_broken_files_cost_what_is_broken(tmp_path):
     assert not scalars.keys() & {"a", "b", "c", "d"}
     steps, values = scalars["train/loss"]
     assert steps.tolist() == [1, 2, 3] and values[1] == 0.25, "of a step that comes twice, the last"
-    assert "config.json is missing or broken" in page_of(run)[0].text
+    assert "config.json is missing or damaged" in page_of(run)[0].text
 
 
 def test_nothing_that_a_file_says_becomes_more_than_text(tmp_path):
@@ -136,7 +136,7 @@ def test_a_long_run_keeps_its_extremes_and_several_runs_share_charts(tmp_path):
     write_lines(runs[0] / "events.jsonl", ({"step": step, "message": "SKIPPED"} for step in range(0, 20_000, 20)))
     runs.append(folder(tmp_path / "b", [line(1), line(2)]))
     found, _ = page_of(*runs)
-    assert found.charts().count("train/loss") == 1 and "800 earlier ones" in found.text
+    assert found.charts().count("train/loss") == 1 and "800 earlier incidents" in found.text
     assert len(read_run(runs[0]).series["train/loss"][0]) == 20_000
 
 
@@ -160,5 +160,8 @@ def test_the_command_writes_the_page_or_one_line(tmp_path, capsys):
     main([str(run)])
     main([str(run), "--output", str(tmp_path / "other.html")])
     assert all("train/loss" in path.read_text() for path in (run / "report.html", tmp_path / "other.html"))
-    for path, reason in ((tmp_path, "has neither config.json nor metrics.jsonl"), (tmp_path / "none", "is no folder")):
+    for path, reason in (
+        (tmp_path, "contains neither config.json nor metrics.jsonl"),
+        (tmp_path / "none", "is not a folder"),
+    ):
         assert reason in refused(capsys, main, path)

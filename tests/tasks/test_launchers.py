@@ -202,14 +202,14 @@ def test_options_that_do_not_go_together_are_refused(folder, capsys, tmp_path):
     tasks = [*there, "--task", "table", "--source", folder / "test.csv"]
     for option in OF_PRETRAINED:
         given = [f"--{option.replace('_', '-')}", *([] if option.startswith("allow") else ["1"])]
-        assert "is nothing that a fine-tuned model is evaluated with" in refused(capsys, evaluate, *tasks, *given)
-    assert "--source: is nothing that a pretrained" in refused(capsys, evaluate, *there, "--source", folder)
+        assert "not supported for a fine-tuned model" in refused(capsys, evaluate, *tasks, *given)
+    assert "--source: not supported for a pretrained" in refused(capsys, evaluate, *there, "--source", folder)
     assert "--source: is missing" in refused(capsys, evaluate, *there, "--task", "table")
     assert "--split: " in refused(capsys, evaluate, *tasks, "--split", "test")
     assert "is given twice" in refused(capsys, evaluate, *tasks, "--checkpoint", folder / "run_0" / "checkpoints")
-    assert "is no .jsonl" in refused(capsys, evaluate, *tasks, "--predictions", tmp_path / "x.csv")
+    assert "does not end in .jsonl" in refused(capsys, evaluate, *tasks, "--predictions", tmp_path / "x.csv")
     several = [*tasks, "--predictions", tmp_path / "x.jsonl"]
-    assert "is of one checkpoint" in refused(capsys, evaluate, *several, "--checkpoint", folder / "run_1")
+    assert "needs a single checkpoint" in refused(capsys, evaluate, *several, "--checkpoint", folder / "run_1")
     assert "2 pretrained models" in refused(capsys, evaluate, *there, folder / "run_1")
     assert "Use megasparse evaluate --task" in refused(capsys, evaluate, *there)
     assert "is one of the files that are read" in refused(capsys, evaluate, *tasks, "--json", folder / "test.csv")
