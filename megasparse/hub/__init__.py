@@ -1,4 +1,4 @@
-"""HuggingFace: export, import, and a pretrained model's attention replaced.
+"""Hugging Face: export, import, and replacement of a pretrained model's attention.
 
 to_hf("runs/quickstart", "export/quickstart") writes a checkpoint of ours as a HuggingFace model;
 from_pretrained("google/reformer-enwik8") gives a HuggingFace model as one of ours;
@@ -24,22 +24,22 @@ _PLACES = {
         ("replace_attention", "auxiliary_loss", "extend_positions", "load_replaced", "save_replaced"), "replace"
     ),
 }
-"""Name -> module."""
+"""Module of each name."""
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when it is asked for: transformers need not be installed for the rest."""
+    """Import a name on first use, because only these need transformers."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"megasparse.hub.{_PLACES[name]}"), name)
 
 
 def require_transformers() -> None:
-    """Raises HubError where transformers, which the tools of this folder need, cannot be imported."""
+    """Raise HubError if transformers cannot be imported."""
     import torch
 
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or deepspeed, which transformers imports, says that it is none
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, imported by transformers, prints a warning
     try:
         import transformers  # noqa: F401
     except ImportError:

@@ -1,4 +1,4 @@
-"""BERT, RoBERTa and YOSO, and ours of `style` bert: the same network under other names."""
+"""Formats of BERT, RoBERTa and YOSO: megasparse encoders of `style` bert have the same network."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,33 +48,33 @@ WEIGHTS = """
 """
 HEAD, HEAD_BIAS = "cls.predictions.decoder.weight", "cls.predictions.bias"
 SECOND_BIAS = "cls.predictions.decoder.bias"
-"""The same parameter as `HEAD_BIAS` where embeddings are tied, and the one that counts where they are not."""
+"""Tied to `HEAD_BIAS` if embeddings are tied; otherwise the one that is used."""
 
 
 class BERTFormat(Format):
-    """`BertForMaskedLM`. Every parameter of either model is one of the other's, bit for bit, but for what follows.
+    """Format of `BertForMaskedLM`. Parameters are copied exactly, except for the following.
 
-    Token types: the table is kept whole, though tokens of ours are all of the first type; where ours has no table,
-    theirs is one row of zeros. Positions: rows that nothing reads (`positions.offset`) are kept, and are zeros where
-    ours has fewer. A pooler and a next-sentence head are left out on import.
+    Token types: the table is copied, although megasparse gives all tokens the first type; without a table, it is
+    exported as a row of zeros. Positions: unused rows (`positions.offset`) are copied; missing ones are exported as
+    zeros. A pooler and a next-sentence head are ignored on import.
 
-    The mask token is `mask_token_id` of config.json, a key that HuggingFace's own configuration has not; without it,
-    the last token. Not carried over: what acts in training alone (dropout of attention weights), what trades memory for
-    time (tiles, activations), and the tokens that begin, end and pad a text.
+    The mask token is `mask_token_id` of config.json, a key that Hugging Face's configuration does not define; without
+    it, the last token. Settings that only affect training (dropout of attention weights) or memory (tiles,
+    activations), and the tokens that start, end and pad a text, are not converted.
     """
 
     name = "bert"
     architecture = "BertForMaskedLM"
     attention = "full"
-    """The kind, in our configuration, of every layer's attention."""
+    """Kind of every layer's attention in megasparse."""
     offset = 0
-    """Rows of the position table before the first position's."""
+    """Unused rows at the start of the position table."""
     required: ClassVar = {"hidden_act": "gelu", "is_decoder": False, "position_embedding_type": "absolute"}
     """Values that config.json must have."""
     ignored: tuple[str, ...] = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids")
-    """Beginnings of the names of tensors that may be there and are not read."""
+    """Prefixes of tensors that are ignored if present."""
     head = "cls.predictions."
-    """Beginning of the names of the head's tensors."""
+    """Prefix of the head's tensors."""
 
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
         model = config.model
@@ -91,9 +91,7 @@ class BERTFormat(Format):
         return Exported(self._hf_config(model), tensors, files)
 
     def load(self, hf_config: dict[str, Any], tensors: TensorFile) -> Imported:
-        """A model without its head, whose tensors may lack the prefix of its type, has no weights
-        for ours.
-        """
+        """A model without its head may lack the prefix of its type in tensor names; the head is then omitted."""
         path = tensors.path / "config.json"
         config = self._read_config(hf_config, path)
         model = self._model(config, path)
@@ -117,29 +115,29 @@ class BERTFormat(Format):
         network: Any = model
         return network(attention_mask=torch.ones_like(tokens), **self.inputs(tokens)).logits.float()
 
-    # What another architecture has under other names.
+    # Names in other architectures.
 
     def their_name(self, name: str) -> str:
-        """The name of a tensor, given BERT's with the prefix of this type."""
+        """Return the name of a tensor, given BERT's name with the prefix of this type."""
         return name
 
     def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Arguments of HuggingFace's model by which every token is real and has its own position."""
+        """Return the arguments of Hugging Face's model for tokens without padding, with their own positions."""
         return {"input_ids": tokens}
 
-    # What the attention adds to the two configurations and to the parameters.
+    # Configuration and weights of the attention.
 
     def attention_of(self, config: Any, path: Path) -> dict[str, Any]:
-        """Our `model.attention`. Raises HubError naming `path` and the key that it cannot express."""
+        """Return `model.attention`. Raises HubError naming `path` and the key that megasparse cannot express."""
         return {"pattern": [self.attention]}
 
     def hf_attention(self, model: ModelConfig) -> dict[str, Any]:
-        """Keys of config.json. Raises HubError naming our key that they cannot express."""
+        """Return keys of config.json. Raises HubError naming the key that they cannot express."""
         self.must_be(model, "attention.full.shared_qk", False)
         return {"attention_probs_dropout_prob": model.attention.dropout}
 
     def attention_weights(self, model: ModelConfig) -> list[Weight]:
-        """Weights of the mechanism itself."""
+        """Return the weights of the mechanism."""
         return []
 
     def _check_expressible(self, model: ModelConfig) -> None:
@@ -169,7 +167,7 @@ class BERTFormat(Format):
         }
 
     def _read_config(self, values: dict[str, Any], path: Path) -> Any:
-        """HuggingFace's configuration. Raises HubError naming `path` for what is none, or not expressible here."""
+        """Parse Hugging Face's configuration. Raises HubError naming `path` if it is invalid or not supported."""
         config = read_configuration(self.name, values, path)
         check_only(config, self.required, path)
         if config.num_attention_heads < 1 or config.hidden_size % config.num_attention_heads:
@@ -198,7 +196,7 @@ class BERTFormat(Format):
         return model_of(section, path)
 
     def _weights(self, model: ModelConfig) -> list[Weight]:
-        """All weights, the table of tokens first."""
+        """Return all weights, the table of tokens first."""
         width, tables, vocabulary = model.d_model, f"{self.name}.embeddings", (model.vocabulary,)
         rows, types = model.positions.offset + model.max_length, (max(1, model.token_types), width)
         positions, type_names = (self.offset + model.max_length, width), ("embedding.token_types",)
@@ -212,7 +210,7 @@ class BERTFormat(Format):
         ]
 
     def _stored_name(self, name: str, names: list[str]) -> str:
-        """The name in a file with `names`: a model without its head may lack the prefix, and the first BERTs have
+        """Return the name in a file with `names`: a model without its head may lack the prefix, and early BERTs use
         LayerNorm.gamma and LayerNorm.beta.
         """
         name, prefix = self.their_name(name), f"{self.name}."
@@ -223,7 +221,7 @@ class BERTFormat(Format):
 
 
 PADDING = 1
-"""RoBERTa's `pad_token_id`: real tokens have the positions after it, so two rows of the table come before."""
+"""RoBERTa's `pad_token_id`: positions of real tokens start after it, so the table starts with two unused rows."""
 RENAMED = {
     "cls.predictions.transform.dense": "lm_head.dense",
     "cls.predictions.transform.LayerNorm": "lm_head.layer_norm",
@@ -233,8 +231,8 @@ RENAMED = {
 
 
 class RoBERTaFormat(BERTFormat):
-    """`RobertaForMaskedLM`: BERTFormat with the head under other names, one type of tokens, and two rows of the
-    position table that only padding reads, which `max_position_embeddings` counts.
+    """Format of `RobertaForMaskedLM`: BERTFormat with other names for the head, one type of tokens, and two rows of the
+    position table that only padding uses, which `max_position_embeddings` includes.
     """
 
     name = "roberta"
@@ -262,20 +260,19 @@ class RoBERTaFormat(BERTFormat):
 
 
 class YOSOFormat(BERTFormat):
-    """BERTFormat with YOSO's attention. What is to know of HuggingFace's:
+    """BERTFormat with YOSO's attention. Differences from Hugging Face's implementation:
 
-    Hashing (`use_expectation` false) runs in a CUDA kernel that transformers fetches as it is needed; without it there
-    is nothing to run. And its hashes are others than ours, drawn anew at each call. So `logits` of such a model are
-    those of its expectation, the mean over all hashes, to be compared with ours under `comparable`: it has every
-    parameter and the same code length. Gaussian hashing (`use_fast_hash` false) gives each query the code of the key at
-    its own position, by a slip of that code; ours hashes the query.
+    Hashing (`use_expectation` false) runs in a CUDA kernel that transformers downloads on demand, and draws new hashes
+    at each call. `logits` of such a model are therefore computed with its expectation, the mean over all hashes, and
+    compared with megasparse's under `comparable`, which has the same parameters and code length. Gaussian hashing
+    (`use_fast_hash` false) gives each query the code of the key at its position, a bug; megasparse hashes the query.
 
-    Padding: its model hands on an attention_mask of 1 (a token) and 0 (padding), and its layers take it for one of 0
-    and −10,000. So its attention sees padding, and only the convolution does not; in ours neither does. Batches without
-    padding come out the same.
+    Padding: its model passes on an attention_mask of 1 (token) and 0 (padding), but its layers expect 0 and −10,000.
+    Its attention therefore attends to padding, and only the convolution excludes it; megasparse excludes it in both.
+    Batches without padding give the same result.
 
-    Not expressible there, and refused: other numbers of hashes in evaluation than in training. Not expressible here,
-    and refused: hashing with the expectation's gradients (`lsh_backward` false).
+    Not supported by Hugging Face: another number of hashes in evaluation than in training. Not supported by megasparse:
+    hashing with the expectation's gradients (`lsh_backward` false).
     """
 
     name = "yoso"
@@ -290,7 +287,7 @@ class YOSOFormat(BERTFormat):
         if config.conv_window is not None and config.conv_window % 2 == 0:
             raise not_ours(path, "conv_window", config.conv_window, "odd sizes, or null")
         if not config.use_expectation and not config.lsh_backward:
-            raise not_ours(path, "lsh_backward", False, "true where use_expectation is false")
+            raise not_ours(path, "lsh_backward", False, "true if use_expectation is false")
         yoso = {
             "expectation": config.use_expectation,
             "hashes": config.num_hash,
@@ -326,7 +323,7 @@ class YOSOFormat(BERTFormat):
         return [Weight((ours.format(layer),), theirs.format(layer), shape, (heads, size)) for layer in layers]
 
     def logits(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Tensor:
-        """Logits as in BERTFormat, of the expectation."""
+        """Return the logits of BERTFormat, with the expectation."""
         parts: list[Any] = [module for module in model.modules() if hasattr(module, "use_expectation")]
         before = [part.use_expectation for part in parts]
         try:

@@ -1,4 +1,4 @@
-"""HuggingFace's decoders (Llama, as SmolLM2 is one, Mistral, Qwen2, Qwen3, GPT-2), and ours of ordinary blocks."""
+"""Formats of Hugging Face decoders: Llama (and SmolLM2), Mistral, Qwen2, Qwen3 and GPT-2."""
 
 import json
 import math
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 HEAD = "lm_head.weight"
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-"""Endings of the names of constants that old files contain next to the weights."""
+"""Suffixes of constants that old files contain next to the weights."""
 ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
 GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 
@@ -72,21 +72,21 @@ GPT2 = """
 
 
 class DecoderFormat(Format):
-    """A causal language model. Every parameter of either model is one of the other's, bit for bit.
+    """Format of a causal language model. Parameters are copied exactly.
 
-    Start: our decoder predicts token t from the tokens before it, the first one from the embedding of
-    `model.start_token`. So HuggingFace's input is [BOS, token 0, token 1, ...]; its logits at t are ours of token t.
-    A model without a `bos_token_id` starts with its first `eos_token_id`, which parts the documents of such a training.
+    Start: a megasparse decoder predicts token t from the tokens before it, and the first one from the embedding of
+    `model.start_token`. Hugging Face's input is therefore [BOS, token 0, token 1, ...], and its logits at t predict
+    token t. A model without a `bos_token_id` starts with its first `eos_token_id`, which separates training documents.
 
-    Not carried over: what acts in training alone (dropout) and what trades memory for time (tiles, activations).
+    Settings that only affect training (dropout) or memory (tiles, activations) are not converted.
     """
 
-    note = "An input begins with the token `bos_token_id`, as in training; its tokenizer may leave that to you."
+    note = "Start every input with the token `bos_token_id`, as in training; its tokenizer may not add it."
     architecture: str
     base: str
-    """Name of the part without the output projection, with which names of tensors begin."""
+    """Name of the model without the output projection, the prefix of its tensors."""
     table: str
-    """Names of the weights, see formats.weights_of."""
+    """Table of weights, see formats.weights_of."""
 
     def __init__(self, name: str):
         self.name = name
@@ -101,7 +101,7 @@ class DecoderFormat(Format):
             "vocab_size": model.vocabulary,
             "tie_word_embeddings": model.tied_embeddings,
             "dtype": "float32",
-            **{key: generation.get(key) for key in SPECIAL},  # the tokens, or null, that end and pad a text
+            **{key: generation.get(key) for key in SPECIAL},  # end and padding tokens, or null
             "bos_token_id": model.start_token,
             **self.hf_config(model),
         }
@@ -116,9 +116,9 @@ class DecoderFormat(Format):
             raise not_ours(path, "num_attention_heads", config.num_attention_heads, "a divisor of hidden_size")
         window = getattr(config, "sliding_window", None)
         if window is not None and window < config.max_position_embeddings:
-            problem = f"ours has no such window below {config.max_position_embeddings} tokens"
+            problem = f"megasparse supports no window below {config.max_position_embeddings} tokens"
             hint = f'Set "max_position_embeddings" to {window} there, for texts up to that length'
-            raise HubError(path, f"sliding_window is {window}, and {problem}", hint)
+            raise HubError(path, f"sliding_window is {window}, but {problem}", hint)
         section = {
             "kind": "decoder",
             **sizes_of(config),
@@ -146,7 +146,7 @@ class DecoderFormat(Format):
         read = F.pad(tokens[:, :-1], (1, 0), value=start_token(model.config, Path(self.name)))
         return network(input_ids=read, use_cache=False).logits.float()
 
-    # What the families differ in
+    # Differences between the families
 
     @abstractmethod
     def section(self, config: Any, path: Path) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class DecoderFormat(Format):
 
     @abstractmethod
     def hf_config(self, model: ModelConfig) -> dict[str, Any]:
-        """Keys of config.json. Raises HubError naming our key that they cannot express."""
+        """Return keys of config.json. Raises HubError naming the key that they cannot express."""
 
     def _check_expressible(self, model: ModelConfig) -> None:
         self.must_be(model, "kind", "decoder")
@@ -164,14 +164,14 @@ class DecoderFormat(Format):
         self.must_be(model, "adaptive_cutoffs", [])
         self.must_be(model, "logit_scale", 1.0, *([] if model.tied_embeddings else [None]))
         if model.start_token is None:
-            problem = f"null, a learned start vector, which HuggingFace's {self.name} has not"
+            problem = f"null, a learned start vector, which HuggingFace's {self.name} does not support"
             raise HubError("model.start_token", problem, "Export to another format, such as megasparse")
         self.check_pattern(model, "full")
         self.must_be(model, "attention.full.shared_qk", False)
 
 
 class LlamaFormat(DecoderFormat):
-    """Llama and its kin: RMS norms, rotary positions, gated feed-forwards, grouped key heads."""
+    """Llama and similar decoders: RMS norms, rotary positions, gated feed-forwards, grouped key heads."""
 
     base, table = "model", LLAMA
     families: ClassVar[dict[str, tuple[str, tuple[str, ...], bool]]] = {
@@ -180,7 +180,7 @@ class LlamaFormat(DecoderFormat):
         "qwen2": ("Qwen2ForCausalLM", ("qkv",), False),
         "qwen3": ("Qwen3ForCausalLM", ("none", "all"), True),
     }
-    """model_type -> the class, the biases of projections that it can have, and whether it norms queries and keys."""
+    """Class, supported biases of projections, and use of query and key norms, by model_type."""
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -229,7 +229,7 @@ class LlamaFormat(DecoderFormat):
 
 
 class GPT2Format(DecoderFormat):
-    """GPT-2: layer norms, learned positions, biases everywhere; its matrices are the transposed ones of ours."""
+    """GPT-2: layer norms, learned positions, biases everywhere. Its matrices are transposed."""
 
     architecture, base, table = "GPT2LMHeadModel", "transformer", GPT2
 
@@ -269,26 +269,26 @@ class GPT2Format(DecoderFormat):
 
 
 def start_token(config: Any, path: Path) -> int:
-    """The token that a model's sequences begin with. Raises HubError where its configuration names none."""
+    """Return the first token of a model's sequences. Raises HubError if its configuration does not specify it."""
     ends = config.eos_token_id
     token = config.bos_token_id if config.bos_token_id is not None else ends[0] if isinstance(ends, list) else ends
     if token is None:
-        raise HubError(path, "names neither bos_token_id nor eos_token_id", "Give the token that its texts begin with")
+        raise HubError(path, "contains neither bos_token_id nor eos_token_id", "Add the first token of its texts")
     return int(token)
 
 
 # Rotary positions: `rope_parameters` of config.json
 
 ROPE_KEYS = {"original_length": "original_max_position_embeddings", "attention_factor": "attention_factor"}
-"""Our key of model.positions.scaling -> HuggingFace's."""
+"""Hugging Face's key for keys of model.positions.scaling."""
 ROPE_KINDS = {"linear": (), "llama3": ("original_length",), "yarn": ("original_length", "attention_factor")}
-"""Kinds of scaling that both have, and their keys beside the factor."""
+"""Kinds of scaling that both support, and their keys apart from the factor."""
 ROPE_TURNS: dict[str, dict[str, float]] = {
     "linear": {},
     "llama3": dict(zip(("low_freq_factor", "high_freq_factor"), LLAMA3_TURNS, strict=True)),
     "yarn": dict(zip(("beta_fast", "beta_slow"), YARN_TURNS, strict=True)),
 }
-"""HuggingFace's keys whose only values here are these."""
+"""Hugging Face's keys for which megasparse supports only these values."""
 
 
 def rotary_of(rope: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def rotary_of(rope: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def rope_of(positions: PositionsConfig, head_dim: int) -> dict[str, Any]:
-    """Keys of config.json, which every version of transformers reads. NTK scaling is another base there."""
+    """Return keys of config.json that every version of transformers reads. NTK scaling is exported as a larger base."""
     scaling = positions.scaling
     if scaling is None:
         return {"rope_theta": positions.base}

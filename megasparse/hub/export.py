@@ -36,24 +36,24 @@ from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights,
 from megasparse.training.checkpoints.manifest import NO_DATA
 
 SHARD_BYTES = 5_000_000_000
-"""Largest file of tensors, unless one tensor is larger; so many bytes are in memory as they are written."""
+"""Largest file of tensors, unless one tensor is larger. As many bytes are in memory while a file is written."""
 
 COMPARED = 3, 2
-"""Texts, and sequences in each, on which both models are run."""
+"""Number of texts, and of sequences per text, on which both models are compared."""
 
 
 def to_hf(
     checkpoint: str | Path, output: str | Path, to: str = "megasparse", evaluation: str | Path | None = None
 ) -> Path:
-    """Write a checkpoint as a Hugging Face model. The folder is written completely or not at all.
+    """Export a checkpoint as a Hugging Face model. The folder is written atomically.
 
-    Before the folder gets its name, both models run on the same text in fp32 and their logits are compared.
+    Before the folder is renamed to `output`, both models run on the same text in fp32 and their logits are compared.
 
     Args:
         checkpoint: A checkpoint's folder, or a run's (its newest checkpoint), of any number of ranks and ZeRO stage.
         output: Folder to write; it must not exist.
         to: Architecture, one of `formats.FORMATS`.
-        evaluation: Result of `megasparse evaluate` for the model card; by default those in the run's folder.
+        evaluation: Result of `megasparse evaluate` for the model card; by default the ones in the run's folder.
 
     Returns:
         The folder.
@@ -61,8 +61,8 @@ def to_hf(
     Raises:
         CheckpointError: The checkpoint is missing or damaged.
         ConfigError: `to` is unknown.
-        HubError: The architecture cannot express the model, the folder exists or cannot be written, the evaluation is
-            of another model, or the two models differ.
+        HubError: The architecture cannot express the model, the folder exists or cannot be written, the evaluation
+            belongs to another model, or the two models differ.
 
     Examples:
         >>> folder = megasparse.to_hf("runs/quickstart", "export/quickstart")
@@ -75,7 +75,7 @@ def to_hf(
     config, seed = opened.config, opened.config.run.seed
     if identity(config.data.tokenizer) != opened.manifest["tokenizer"]:
         problem = f"{config.data.tokenizer} is not the tokenizer that the model was trained with"
-        raise HubError("data.tokenizer", problem, "Put its file back")
+        raise HubError("data.tokenizer", problem, "Restore its file")
     exported = format.export(config, lambda name: opened.tensor("weight", name))
     text = card(opened, exported, to, evaluation)
     with appearing(output) as folder:
@@ -97,13 +97,13 @@ def to_hf(
         theirs.eval()
         pairs = ((x, format.logits(theirs, tokens, seed)) for x, tokens in zip(ours, texts, strict=True))
         if difference := disagreement(pairs):
-            problem = f"not written: HuggingFace's logits differ from ours by {difference:.2g} (over {TOLERANCE})"
+            problem = f"not written: the two models' logits differ by {difference:.2g} (over {TOLERANCE})"
             raise HubError(output, problem, "Please report this with the run's configuration")
     return output
 
 
 def write_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write model.safetensors, or where that would be larger than SHARD_BYTES several files and their index."""
+    """Write model.safetensors, or several files and their index if it would be larger than SHARD_BYTES."""
     shards: list[list[str]] = []
     total, size, shard = 0, 0, dict[str, Tensor]()
 
@@ -132,8 +132,9 @@ def write_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
 
 
 def text_tokens(model: ModelConfig) -> list[Tensor]:
-    """Real text, the source code of this file, in three pieces: (2, L) int64 each, of `compared_length`. In an encoder
-    every seventh token is masked; an encoder–decoder's second source and target are padded.
+    """Return real text, the source code of this file, in three pieces: (2, L) int64 each, with L `compared_length`.
+
+    For an encoder every seventh token is masked; for an encoder–decoder the second source and target are padded.
     """
     pieces, count, length = *COMPARED, compared_length(model)
     text = bytearray(Path(__file__).read_bytes()[: pieces * count * length])
@@ -143,7 +144,7 @@ def text_tokens(model: ModelConfig) -> list[Tensor]:
     return [padded(text, model) for text in tokens % model.vocabulary]
 
 
-# The model card: README.md with the metadata that Hugging Face reads
+# The model card: README.md with the metadata of the Hugging Face hub
 
 PIPELINES = {"decoder": "text-generation", "encoder": "fill-mask", "encoder_decoder": "translation"}
 USE = {
@@ -155,11 +156,11 @@ USE = {
 MEASURES = (
     "bits_per_dim", "bits_per_token", "bits_per_byte", "token_perplexity", "word_perplexity", "loss", "accuracy",
 )  # fmt: skip
-"""Numbers of a result of megasparse evaluate that the card repeats."""
+"""Metrics of `megasparse evaluate` that the card contains."""
 
 
 def card(checkpoint: Checkpoint, exported: Exported, to: str, evaluation: str | Path | None) -> str:
-    """README.md of a checkpoint that is exported as `to`; evaluation: see `measurements`. Raises HubError."""
+    """Return the README.md of a checkpoint exported as `to`. evaluation: see `measurements`. Raises HubError."""
     config, model = checkpoint.config, checkpoint.config.model
     built, tokenizer = unfilled(model), build_tokenizer(config.data.tokenizer)
     stacks = [model] if model.source is None else [encoder_part(model), model]
@@ -191,7 +192,7 @@ def card(checkpoint: Checkpoint, exported: Exported, to: str, evaluation: str | 
         lines += [f"- data: index {fingerprint}, tokenizer {name}"]
     if results := measurements(checkpoint, evaluation):
         lines += ["", "## Evaluation", "", *map(_measured, results)]
-    elsewhere: Any = {"run": {"directory"}, "data": {"path", "mixture"}}  # of the machine that it ran on
+    elsewhere: Any = {"run": {"directory"}, "data": {"path", "mixture"}}  # paths on the machine of the run
     if config.data.tokenizer not in NAMED:
         elsewhere["data"].add("tokenizer")
     lines += ["", "## Configuration", "", "```json", config.model_dump_json(indent=2, exclude=elsewhere), "```"]
@@ -206,16 +207,17 @@ def _use(config: Config, exported: Exported, to: str) -> list[str]:
     auto, name = f"AutoModel{TASKS[config.model.kind]}", str(exported.config["tokenizer"])
     code = f"model = {auto}.from_pretrained(FOLDER, trust_remote_code=True)  # pip install megasparse"
     if FILE not in exported.files:
-        note = f"Tokens are `{name}`, 0 to 255 a sub-pixel." if name == "pixels" else ""
-        note = note or f"No tokenizer.json can be exactly its tokenizer; `{name}` is read by megasparse."
+        note = f"Tokens are `{name}`, 0 to 255 per sub-pixel." if name == "pixels" else ""
+        note = note or f"tokenizer.json cannot express its tokenizer; megasparse reads `{name}`."
         return ["```python", f"from transformers import {auto}\n\n{code}", "```", "", note]
     load = f"from transformers import {auto}, AutoTokenizer\n\ntokenizer = AutoTokenizer.from_pretrained(FOLDER)"
     return ["```python", f"{load}\n{code}\n{USE[config.model.kind]}", "```", "", f"Its tokenizer is `{name}`."]
 
 
 def measurements(checkpoint: Checkpoint, path: str | Path | None) -> list[dict[str, Any]]:
-    """Results of megasparse evaluate for this checkpoint: the one in the file `path`, or those in the run's folder.
-    Raises HubError where the file is none, or is of another checkpoint.
+    """Return the results of `megasparse evaluate` for this checkpoint: the file `path`, or those in the run's folder.
+
+    Raises HubError if the file is not such a result, or belongs to another checkpoint.
     """
     results = []
     for file in sorted(checkpoint.path.parent.parent.glob("*.json")) if path is None else [Path(path)]:
@@ -225,10 +227,10 @@ def measurements(checkpoint: Checkpoint, path: str | Path | None) -> list[dict[s
         if result is not None and (step, data) == (checkpoint.step, checkpoint.manifest["data_fingerprint"]):
             results.append(result)
         elif path is not None and result is None:
-            raise HubError(path, "is no result of megasparse evaluate", "Give the file that its --json wrote")
+            raise HubError(path, "is not a result of megasparse evaluate", "Use the file that its --json option wrote")
         elif path is not None:
             problem = f"was measured at step {step} of {protocol.get('checkpoint')}"
-            raise HubError(path, problem, f"Evaluate {checkpoint.path}, or export that one")
+            raise HubError(path, problem, f"Evaluate {checkpoint.path}, or export that checkpoint")
     return results
 
 
@@ -246,5 +248,5 @@ def _measured(result: dict[str, Any]) -> str:
     left_out = {"bits_per_byte"} if protocol.get("lossless") is False else set()
     numbers = [f"{name} {result[name]:.4f}" for name in MEASURES if result.get(name) and name not in left_out]
     windows = f"windows of {protocol.get('sequence_length')}, stride {protocol.get('stride')}"
-    where = f"split `{protocol.get('split')}` ({windows}, data {protocol.get('data_fingerprint')})"
-    return f"- {', '.join(numbers)}, over {result['dims']:,} tokens of {where}"
+    split = f"split `{protocol.get('split')}` ({windows}, data {protocol.get('data_fingerprint')})"
+    return f"- {', '.join(numbers)}, over {result['dims']:,} tokens of {split}"

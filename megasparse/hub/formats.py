@@ -1,5 +1,5 @@
-"""The architectures of Hugging Face that a model of ours can be written as and read from, and tables of weights; both
-models on the same tokens. B batch, L length, S of them a source's, V vocabulary.
+"""Hugging Face architectures that megasparse models are exported to and imported from, tables of weights, and the
+comparison of both models on the same tokens. B batch, L length, S length of a source, V vocabulary.
 """
 
 import importlib
@@ -34,72 +34,72 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Exported:
-    """A model of ours as one of Hugging Face's."""
+    """A megasparse model in the form of a Hugging Face model."""
 
     config: dict[str, Any]
-    """Its config.json, with `model_type` and `architectures`."""
+    """Content of config.json, with `model_type` and `architectures`."""
     tensors: Callable[[], Iterator[tuple[str, Tensor]]]
-    """Hugging Face's name and value of each tensor, made one at a time."""
+    """Yields Hugging Face's name and value of each tensor, one at a time."""
     files: dict[str, str | bytes] = field(default_factory=dict)
-    """Content of the other files of its folder, by name: a tokenizer, code."""
+    """Content of the other files of the folder, by name: tokenizer, code."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A model of Hugging Face's as one of ours."""
+    """A Hugging Face model in the form of a megasparse model."""
 
     config: dict[str, Any]
-    """Sections of our configuration, `model` above all."""
+    """Sections of the megasparse configuration, at least `model`."""
     tensors: dict[str, Callable[[], Tensor]]
-    """Our name of every parameter and learned buffer, and its value (fp32), read when called."""
+    """Reader of every parameter and learned buffer (fp32), by megasparse's name."""
 
 
 class Format(ABC):
-    """An architecture of Hugging Face beside ours."""
+    """A Hugging Face architecture and its conversion to and from megasparse."""
 
     name: str
-    """`model_type` of its config.json."""
+    """`model_type` in config.json."""
     note = ""
     """Note for the model card."""
 
     @abstractmethod
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
-        """Return the exported tensors and files. weight: the value (fp32) of our parameter of a name.
+        """Convert a megasparse model. weight: returns the fp32 value of a parameter, by megasparse's name.
 
-        Raises HubError naming the key of the configuration, and its value, that the architecture cannot express.
+        Raises HubError for a key of the configuration with a value that the architecture cannot express.
         """
 
     @abstractmethod
     def load(self, hf_config: dict[str, Any], tensors: TensorFile) -> Imported:
-        """Raises HubError for what ours cannot express, and for missing, unexpected and wrong-shaped tensors."""
+        """Convert a Hugging Face model. Raises HubError for unsupported settings and for missing or wrong tensors."""
 
     @abstractmethod
     def logits(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Tensor:
-        """Return the logits (B, L, V) of Hugging Face's model as `our_logits` defines them.
+        """Return the logits (B, L, V) of Hugging Face's model in the convention of `our_logits`.
 
-        tokens: (B, L). seed: of the run that trained the model, on which random hashes depend.
+        tokens: (B, L). seed: of the run that trained the model; random hashes depend on it.
         """
 
     def comparable(self, config: Config) -> Config:
-        """Return the megasparse configuration, with the same weights, whose logits `logits` gives."""
+        """Return a megasparse configuration with the same weights whose logits equal `logits`."""
         return config
 
     def must_be(self, model: ModelConfig, key: str, *only: Any) -> None:
-        """Raise HubError unless a key of ours has one of the values that the architecture has."""
+        """Raise HubError unless a key of the `model` section has one of the values that the architecture supports."""
         if (value := attrgetter(key)(model)) not in only:
             raise self.inexpressible(key, value, " or ".join(map(repr, only)))
 
     def inexpressible(self, key: str, value: Any, only: str) -> HubError:
-        problem = f"{value!r} is not in HuggingFace's {self.name}, which has only {only} there"
+        problem = f"{value!r} is not supported by HuggingFace's {self.name}, only {only}"
         return HubError(f"model.{key}", problem, "Export to another format, such as megasparse")
 
     def check_parts(self, model: ModelConfig) -> None:
-        """Raise HubError for another value of one of PARTS than its default."""
+        """Raise HubError if one of PARTS does not have its default value."""
         for key in PARTS:
             self.must_be(model, key, ModelConfig.model_fields[key].default)
 
     def check_pattern(self, model: ModelConfig, kind: str) -> None:
-        """Raise HubError unless all heads have attention of this kind."""
+        """Raise HubError unless all heads have this kind of attention."""
         for number, entry in enumerate(model.attention.pattern):
             if heads_of_layer(model, number) != {kind: model.heads}:
                 raise self.inexpressible(f"attention.pattern[{number}]", entry, repr(kind))
@@ -113,27 +113,27 @@ FORMATS = {
     "megasparse": "megasparse.hub.megasparse_format",
     "reformer": "megasparse.hub.reformer",
 }
-"""The module of each, whose FORMAT it is or is in; imported when it is asked for, because it may need transformers."""
+"""Module of each format, with its FORMAT; imported lazily, because some need transformers."""
 TASKS = {"decoder": "ForCausalLM", "encoder": "ForMaskedLM", "encoder_decoder": "ForSeq2SeqLM"}
-"""Endings of the names of Hugging Face's classes, by our kinds of models."""
+"""Suffix of Hugging Face's class names, by kind of model."""
 PARTS = (
     "key_heads", "attention_biases", "query_key_norm", "feed_forward", "feed_forward_biases", "norm", "logit_scale",
     "start_token",
 )  # fmt: skip
-"""Keys of `model` that Hugging Face's encoders and Reformers have one value of."""
-OWN_CONFIG = "Give a model with its own config.json"
+"""Keys of `model` for which Hugging Face's encoders and Reformers support only the default value."""
+OWN_CONFIG = "Use a model with its original config.json"
 
 
 def format_named(name: str) -> Format:
-    """Raises ConfigError where there is none of this name."""
+    """Return the format of this name. Raises ConfigError if it is unknown."""
     if name not in FORMATS:
-        raise ConfigError("format", f'there is none named "{name}"', did_you_mean(name, FORMATS))
+        raise ConfigError("format", f'unknown format "{name}"', did_you_mean(name, FORMATS))
     module = importlib.import_module(FORMATS[name]).FORMAT
     return cast(Format, module[name] if isinstance(module, dict) else module)
 
 
 def hf_class(name: str) -> Any:
-    """Return a class of transformers, or one of ours behind its interface."""
+    """Return a class of transformers, or megasparse's class with the same interface."""
     if name.startswith("Megasparse"):
         from megasparse.hub import modelling as classes
     else:
@@ -151,34 +151,36 @@ SIZES = {
     "heads": "num_attention_heads",
     "tied_embeddings": "tie_word_embeddings",
 }
-"""Key of our `model` section -> Hugging Face's."""
+"""Hugging Face's key for keys of the `model` section."""
 
 
 def sizes_of(config: Any) -> dict[str, Any]:
-    """Return our keys of SIZES from Hugging Face's configuration."""
+    """Return megasparse's keys of SIZES from Hugging Face's configuration."""
     return {ours: getattr(config, theirs) for ours, theirs in SIZES.items()}
 
 
 def hf_sizes(model: ModelConfig) -> dict[str, Any]:
-    """Return Hugging Face's keys of SIZES from our configuration."""
+    """Return Hugging Face's keys of SIZES from megasparse's configuration."""
     return {theirs: getattr(model, ours) for ours, theirs in SIZES.items()}
 
 
 def not_ours(path: Path, key: str, value: Any, only: str) -> HubError:
     """Return the error for a value of config.json that megasparse cannot express."""
-    return HubError(path, f"{key} is {value!r}, and ours has only {only} there", "Such a model cannot be imported")
+    return HubError(path, f"{key} is {value!r}, but megasparse supports only {only}", "Such models cannot be imported")
 
 
 def check_only(config: Any, only: Mapping[str, Any], path: Path) -> None:
-    """Raise HubError naming `path` for a key of config.json with a value that megasparse does not support."""
+    """Raise HubError naming `path` if a key of config.json has an unsupported value."""
     for key, expected in only.items():
         if (value := getattr(config, key, expected)) != expected:
             raise not_ours(path, key, value, repr(expected))
 
 
 def read_configuration(name: str, values: dict[str, Any], path: Path) -> Any:
-    """Return Hugging Face's configuration of a model_type. Raises HubError naming `path` for what is none, and for a
-    model whose attention was replaced: its weights would be read as those of a model with full attention.
+    """Parse Hugging Face's configuration of a model_type.
+
+    Raises HubError naming `path` if it is invalid, or if the attention was replaced: the weights would be loaded as a
+    model with full attention.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
@@ -187,20 +189,20 @@ def read_configuration(name: str, values: dict[str, Any], path: Path) -> Any:
 
     if ENTRY in values:
         problem = f"its attention was replaced ({ENTRY} in its config.json), which would be lost"
-        hint = "Give the model that it was made from, or train it as megasparse.hub.load_replaced loads it"
+        hint = "Use the original model, or train the model that megasparse.hub.load_replaced loads"
         raise HubError(path, problem, hint)
     if values.get("model_type") != name:
-        raise HubError(path, f"its model_type is {values.get('model_type')!r}", f"Give a model of {name!r}")
+        raise HubError(path, f"its model_type is {values.get('model_type')!r}", f"Use a model of type {name!r}")
     try:
         return CONFIG_MAPPING[name].from_dict(values)
     except (StrictDataclassError, TypeError, ValueError, LookupError) as error:
-        problem = f"is no configuration of {name} ({' '.join(str(error).split())})"
+        problem = f"is not a configuration of {name} ({' '.join(str(error).split())})"
         raise HubError(path, problem, OWN_CONFIG) from None
 
 
 def model_of(section: dict[str, Any], path: Path) -> ModelConfig:
-    """Return our configuration of the values that were read from `path`. Raises HubError, or ConfigError for values
-    that do not go together.
+    """Validate a `model` section that was read from `path`. Raises HubError, or ConfigError for values that are
+    incompatible with each other.
     """
     try:
         model = ModelConfig.model_validate(section)
@@ -216,24 +218,24 @@ def model_of(section: dict[str, Any], path: Path) -> ModelConfig:
 
 
 class Weight(NamedTuple):
-    """A parameter of Hugging Face's model, and those of ours that it is, one after another."""
+    """A parameter of Hugging Face's model, and the megasparse parameters that it concatenates."""
 
     ours: tuple[str, ...]
-    """Empty where ours has none: zeros."""
+    """Empty if megasparse has no such parameter; it is exported as zeros."""
     theirs: str
     shape: tuple[int, ...]
-    """Shape in Hugging Face's model; ours may lack the first rows of a table that nothing reads."""
+    """Shape in Hugging Face's model; megasparse may omit the unused first rows of a table."""
     our_shape: tuple[int, ...] = ()
     transposed: bool = False
 
     def read(self, tensors: TensorFile, stored: str, number: int) -> Tensor:
-        """Return our parameter of a number. stored: the name of theirs in the file."""
+        """Return the megasparse parameter `ours[number]`. stored: name of the tensor in the file."""
         value = tensors.read(stored, self.shape)
         value = (value.T if self.transposed else value).chunk(len(self.ours))[number]
         return value.reshape(self.our_shape).contiguous()
 
     def write(self, weight: Callable[[str], Tensor]) -> Tensor:
-        """Return their parameter. weight: ours of a name."""
+        """Return Hugging Face's parameter. weight: returns a megasparse parameter by name."""
         if not self.ours:
             return torch.zeros(self.shape)
         value = torch.cat([weight(name) for name in self.ours])
@@ -248,10 +250,11 @@ PAIRS = {".*": (".weight", ".bias"), "_*": ("_weight", "_bias"), "~": ("", "_bia
 
 
 def weights_of(table: str, model: ModelConfig) -> list[Weight]:
-    """Return the weights of a table that a model of ours has.
+    """Return the weights in a table that the megasparse model contains.
 
-    table: lines of our name and theirs. `{}` is the number of a layer; `a|b|c` in ours are joined there; a `T` behind
-    them means that theirs is transposed. `.*`, `_*` and `~` in ours, with `.*` in theirs, are a weight and its bias.
+    table: lines of megasparse's name and Hugging Face's. `{}` is the number of a layer; `a|b|c` are concatenated; a `T`
+    at the end means that Hugging Face's is transposed. `.*`, `_*` and `~`, with `.*` in the second name, are a weight
+    and its bias.
     """
     from megasparse.hub.megasparse_format import shapes
 
@@ -284,8 +287,8 @@ def _rows(line: str) -> Iterator[tuple[list[str], str, bool]]:
 def readers(
     tensors: TensorFile, weights: list[Weight], stored: Mapping[str, str], further: Mapping[str, Iterable[int]]
 ) -> dict[str, Callable[[], Tensor]]:
-    """Return how each of our weights is read. stored: the name in the file of each of theirs. further: shapes of other
-    tensors that the file has. Raises HubError for missing, wrong-shaped and unexpected tensors.
+    """Return a reader for each megasparse weight. stored: name in the file for each of Hugging Face's weights. further:
+    shapes of other tensors in the file. Raises HubError for missing, unexpected and wrong-shaped tensors.
     """
     tensors.check({stored[weight.theirs]: weight.shape for weight in weights} | dict(further))
     return {
@@ -296,36 +299,36 @@ def readers(
 
 
 def check_tied(tensors: TensorFile, copy: str, of: str) -> None:
-    """Raise HubError where the file has a tied parameter twice, with different values."""
+    """Raise HubError if the file contains two different values of a tied parameter."""
     if copy in tensors.names() and not torch.equal(tensors.read(copy), tensors.read(of)):
-        problem = f"{copy} and {of} differ, though by its config.json they are one"
+        problem = f"{copy} and {of} differ, but are tied by its config.json"
         raise HubError(tensors.path, problem, 'Set "tie_word_embeddings" to false there, or remove the first one')
 
 
 # Both models on the same tokens
 
 TOLERANCE = 1e-4
-"""Largest difference of the logits of two models in fp32 that count as the same."""
+"""Largest difference between the logits of equal models in fp32."""
 LONGEST = 512
-"""Tokens of a sequence on which they are compared; of a source and its target half of them each."""
+"""Longest sequence for the comparison, in tokens; half of it each for a source and its target."""
 
 
 def compared_length(config: ModelConfig) -> int:
-    """Tokens of a sequence that both models read."""
+    """Return the length of the sequences for the comparison, in tokens."""
     if config.source is None:
         return min(config.max_length, LONGEST)
     return min(config.source.length, LONGEST // 2) + min(config.max_length, LONGEST // 2)
 
 
 def sides(tokens: Tensor, config: ModelConfig) -> list[Tensor]:
-    """Source (B, S) and target (B, L − S) of an encoder–decoder's sequences of `compared_length`."""
+    """Split sequences of an encoder–decoder, of `compared_length`, into source (B, S) and target (B, L − S)."""
     assert config.source is not None
     return list(tokens.tensor_split([min(config.source.length, LONGEST // 2)], dim=1))
 
 
 def padded(tokens: Tensor, config: ModelConfig) -> Tensor:
-    """Tokens (B, L) as they are in the model's data: an encoder–decoder's padding stands at the end of a source and of
-    a target only, here a quarter of the last sequence's.
+    """Pad tokens (B, L) as in the model's data. An encoder–decoder's padding is only at the end of a source and of a
+    target; here, a quarter of each in the last sequence.
     """
     padding = config.padding_token
     if config.source is None or padding is None:
@@ -338,9 +341,9 @@ def padded(tokens: Tensor, config: ModelConfig) -> Tensor:
 
 @torch.no_grad()
 def our_logits(model: Model, tokens: Tensor, seed: int) -> Tensor:
-    """Return the logits (B, L, V) in evaluation, with the draws of a run's seed; of an encoder–decoder its target's.
+    """Return the logits (B, L, V) in evaluation, with the random draws of a run's seed; of an encoder–decoder's target.
 
-    tokens: (B, L); a decoder's logits at t predict token t from those before it, an encoder reads them as they are.
+    tokens: (B, L). A decoder's logits at t predict token t from the tokens before it; an encoder reads all tokens.
     """
     padding = Padding(segments=padding_of(tokens, model.config).segments)
     rng, source = RngContext.evaluation(seed, len(tokens)), None
@@ -353,16 +356,16 @@ def our_logits(model: Model, tokens: Tensor, seed: int) -> Tensor:
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference of two models' logits; infinite where one is not a number."""
-    assert ours.shape == theirs.shape, f"{ours.shape} is compared with {theirs.shape}"
+    """Return the largest difference between two models' logits; infinite if any is NaN."""
+    assert ours.shape == theirs.shape, f"shapes {ours.shape} and {theirs.shape} differ"
     largest = float((ours.double() - theirs.double()).abs().max())
     return largest if largest < torch.inf else torch.inf
 
 
 def disagreement(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Return 0 if our and their logits agree in one of the pairs, else their difference in the first pair.
+    """Return 0 if the logits agree in any pair, else their largest difference in the first pair.
 
-    One is enough: a wrong weight differs in each, a hash that the last bits of two bucket scores decide in one.
+    One pair is sufficient: a wrong weight changes all pairs, while rounding changes a hash only in some.
     """
     differences = []
     for ours, theirs in pairs:

@@ -1,6 +1,5 @@
-"""A GGUF file, unpacked into a folder by transformers after its header was checked: counts, lengths and sizes that the
-file can have.
-
+"""Unpacking of a GGUF file into a folder by transformers, after validation of its header: counts, lengths and sizes
+must fit the file.
 Version 2 or 3, little endian: "GGUF", uint32 version, uint64 tensors, uint64 entries; entries; tensors; their data.
 
     a text: uint64 length, UTF-8
@@ -23,7 +22,7 @@ from megasparse.files import open_file
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 TEXT, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""struct's letters of the types that are numbers."""
+"""struct's letter for each numeric type."""
 LONGEST_TEXT = 1 << 20  # a chat template has thousands of bytes
 MOST_DIMENSIONS = 8
 LAYERS = "block_count"
@@ -31,7 +30,7 @@ WIDTHS = (
     *(".embedding_length", ".feed_forward_length", ".head_count", ".head_count_kv", ".key_length", ".value_length"),
     *(".vocab_size", ".dimension_count", ".expert_count", ".expert_feed_forward_length"),
 )
-"""Endings of the keys of sizes, none above the largest of a tensor."""
+"""Suffixes of the keys of sizes, which may not exceed the largest size of a tensor."""
 
 
 class _Bad(Exception):
@@ -39,11 +38,11 @@ class _Bad(Exception):
 
 
 def unpack_gguf(path: Path) -> TemporaryDirectory[str]:
-    """A folder of the model in a GGUF file, dequantised to fp32 by transformers. Raises HubError."""
+    """Unpack the model of a GGUF file into a folder, dequantised to fp32 by transformers. Raises HubError."""
     if path.exists():
         check_gguf(path)
     if find_spec("gguf") is None:
-        raise HubError("gguf", "is not installed, which reads GGUF files", "Install it: pip install gguf")
+        raise HubError("gguf", "is not installed; it reads GGUF files", "Install it: pip install gguf")
     import transformers
 
     from megasparse.hub.export import write_tensors
@@ -52,9 +51,9 @@ def unpack_gguf(path: Path) -> TemporaryDirectory[str]:
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **source)
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **source)
-    except Exception as error:  # what gguf raises is no special error
-        problem = f"transformers does not load it ({' '.join(str(error).split())})"
-        raise HubError(path, problem, "Give a GGUF file that it loads") from None
+    except Exception as error:  # gguf raises errors of any type
+        problem = f"transformers cannot load it ({' '.join(str(error).split())})"
+        raise HubError(path, problem, "Use a GGUF file that transformers can load") from None
     folder = TemporaryDirectory()
     tokenizer.save_pretrained(folder.name)
     values = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
@@ -65,28 +64,28 @@ def unpack_gguf(path: Path) -> TemporaryDirectory[str]:
 
 
 def check_gguf(path: Path) -> None:
-    """Raises HubError where the header says what the file cannot hold: readers would believe it, and loop or allocate.
+    """Raise HubError if the header contradicts the file's size: readers trust it, and would loop or allocate.
 
-    Each layer has tensors of its own, and each width is a size of some tensor.
+    Each layer has at least one tensor, and each width is a size of some tensor.
     """
     try:
         size = path.stat().st_size
         if not path.is_file():
-            raise _Bad("it is no regular file")
+            raise _Bad("it is not a regular file")
         with open_file(path) as stream:
             _check(stream, size)
     except _Bad as error:
-        raise HubError(path, f"is no whole GGUF file: {error}", "Get it again") from None
+        raise HubError(path, f"damaged GGUF file: {error}", "Download it again") from None
     except OSError as error:
-        raise HubError(path, f"cannot be read: {error.strerror}", "Give the path of a GGUF file") from None
+        raise HubError(path, f"cannot be read: {error.strerror}", "Use the path of a GGUF file") from None
 
 
 def _check(stream: IO[bytes], size: int) -> None:
     if stream.read(4) != MAGIC or _number(stream, "I") not in VERSIONS:
-        raise _Bad("it does not begin as one of version 2 or 3 does")
+        raise _Bad("its first bytes are not those of version 2 or 3")
     tensors, entries = _number(stream, "Q"), _number(stream, "Q")
     if 24 * tensors + 12 * entries > size:
-        raise _Bad(f"its {size:,} bytes do not hold {tensors:,} tensors and {entries:,} entries")
+        raise _Bad(f"its {size:,} bytes cannot contain {tensors:,} tensors and {entries:,} entries")
     numbers: dict[str, int] = {}
     for _ in range(entries):
         key = _text(stream, size).decode(errors="replace")
@@ -101,12 +100,12 @@ def _check(stream: IO[bytes], size: int) -> None:
         widest = max(widest, *(_number(stream, "Q") for _ in range(dimensions)), 0)
         _number(stream, "I")
         if (offset := _number(stream, "Q")) > size:
-            raise _Bad(f"a tensor begins at byte {offset:,} of {size:,}")
+            raise _Bad(f"a tensor starts at byte {offset:,} of {size:,}")
     for key, value in numbers.items():
         if key.endswith(f".{LAYERS}") and value > tensors:
             raise _Bad(f"it has {value:,} layers, more than its {tensors:,} tensors")
         if key.endswith(WIDTHS) and value > widest:
-            raise _Bad(f"{one_line(key, 60)} is {value:,}, more than any size of a tensor, {widest:,} at most")
+            raise _Bad(f"{one_line(key, 60)} is {value:,}, larger than any size of a tensor, at most {widest:,}")
 
 
 def _number(stream: IO[bytes], letter: str) -> int:
@@ -125,7 +124,7 @@ def _text(stream: IO[bytes], size: int) -> bytes:
 
 
 def _value(stream: IO[bytes], kind: int, size: int) -> int | None:
-    """Pass over a value; it, where it is a whole number."""
+    """Skip a value. Return it if it is an integer, else None."""
     if kind in SCALARS:
         return _number(stream, SCALARS[kind])
     if kind == TEXT:

@@ -1,5 +1,5 @@
-"""Models of HuggingFace's as ours: opened from a local folder, written as a checkpoint, and as the start of a run whose
-attention and task may be others.
+"""Hugging Face models as megasparse models: loaded from a local folder, written as a checkpoint, and used as the start
+of a run that may have another attention and task.
 """
 
 import json
@@ -54,29 +54,29 @@ from megasparse.training.checkpoints.rank_file import RankFile, durable, make_fo
 from megasparse.training.ranks import Ranks
 
 DRAWS_COMPARED = 3
-"""Draws of the tokens of which one must agree."""
+"""Number of random inputs, one of which must agree."""
 
 
 @dataclass(frozen=True)
 class HFModel:
-    """A model of HuggingFace's that ours can express."""
+    """A Hugging Face model that megasparse can express."""
 
     folder: Path
     format: Format
     config: Config
-    """Configuration of our model, which is in no run yet."""
+    """Configuration of the megasparse model, not yet of a run."""
     tensors: dict[str, Callable[[], Tensor]]
-    """Our name of every weight, and its value, read when called."""
+    """Reader of every weight, by megasparse's name."""
     temporary: TemporaryDirectory[str] | None = None
     """Parent of the folder if it was unpacked from a GGUF file."""
 
     @staticmethod
     def open(name: str | Path) -> "HFModel":
         """Open a model. name: a folder, a GGUF file, or the name of a model in transformers' local cache. Nothing is
-        downloaded, and no code that comes with a model is run.
+        downloaded, and code that comes with the model is not run.
 
-        Raises HubError for what is missing, damaged or of an architecture that ours does not express; ConfigError where
-        the settings it gives do not go together.
+        Raises HubError if a file is missing or damaged or megasparse cannot express the architecture; ConfigError if
+        the settings are incompatible with each other.
         """
         unpacked = unpack_gguf(Path(name)) if Path(name).suffix == ".gguf" else None
         folder = find_folder(name if unpacked is None else unpacked.name)
@@ -86,12 +86,12 @@ class HFModel:
             if "auto_map" not in values:
                 hint = did_you_mean(str(architecture), FORMATS)
                 raise HubError(path, f"model_type is {architecture!r}, which cannot be imported", hint)
-            problem = f"model_type is {architecture!r}, whose code comes with the model, and such code is not run"
-            raise HubError(path, problem, f"Give a model of a known architecture: {', '.join(sorted(FORMATS))}")
+            problem = f"model_type is {architecture!r}, whose code comes with the model; such code is not run"
+            raise HubError(path, problem, f"Use a model of a supported architecture: {', '.join(sorted(FORMATS))}")
         kind = format_named(architecture)
         if kind.name in ("bert", "roberta", *DECODERS) and not (folder / FILE).is_file():
             hint = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
-            raise HubError(folder / FILE, "is missing, without which its tokens mean nothing", hint)
+            raise HubError(folder / FILE, "is missing, so its tokens have no meaning", hint)
         imported = kind.load(values, TensorFile.open(folder))
         model = imported.config["model"]
         length = model.get("max_length", ModelConfig().max_length)
@@ -104,7 +104,7 @@ class HFModel:
 
     @property
     def beside(self) -> Files:
-        """A decoder's chat template, and what else lies beside its tokenizer; the tokens that end and pad a text."""
+        """Files next to a decoder's tokenizer, its chat template included, and its end and padding tokens."""
         if self.format.name not in DECODERS:
             return {}
         values = read_config(self.folder)
@@ -112,12 +112,12 @@ class HFModel:
         return {GENERATION: json.dumps(ids, indent=2) + "\n", **beside(self.folder)}
 
     def build(self, config: Config | None = None) -> Model:
-        """Our model with its weights, in evaluation mode. config: another one with the same weights."""
+        """Build the megasparse model in evaluation mode. config: another configuration for the same weights."""
         config = config or self.config
         model = build_model(config.model, config.run.seed)
         weights = {**dict(model.named_parameters()), **persistent_buffers(model)}
         if lost := [name for name in weights if name not in self.tensors]:
-            problem = f"has no weight for {lost[0]}, as a model without the head that predicts tokens"
+            problem = f"contains no {lost[0]}, as a model without the language-modelling head"
             raise HubError(self.folder, problem, "Start a run from it: megasparse pretrain CONFIG --start FOLDER")
         with torch.no_grad():
             for name, weight in weights.items():
@@ -125,15 +125,15 @@ class HFModel:
         return model.eval()
 
     def compare(self) -> int:
-        """Run both models on the same random tokens; returns their number. Raises HubError where they differ."""
+        """Compare both models on the same random tokens. Return their number. Raises HubError if the models differ."""
         ours = self.build(self.format.comparable(self.config))
         prefix = "Megasparse" if self.format.name == "megasparse" else "AutoModel"
         settings = {"local_files_only": True, "use_safetensors": True, "dtype": torch.float32}
         try:
             theirs = hf_class(prefix + TASKS[self.config.model.kind]).from_pretrained(self.folder, **settings)
         except (OSError, ValueError, RuntimeError) as error:
-            problem = f"transformers does not load it ({' '.join(str(error).split())})"
-            raise HubError(self.folder, problem, "Give a model that it loads") from None
+            problem = f"transformers cannot load it ({' '.join(str(error).split())})"
+            raise HubError(self.folder, problem, "Use a model that transformers can load") from None
         model, seed = self.config.model, self.config.run.seed
         length = compared_length(model)
 
@@ -143,13 +143,13 @@ class HFModel:
             return our_logits(ours, tokens, seed), self.format.logits(theirs, tokens, seed)
 
         if difference := disagreement(map(logits, range(DRAWS_COMPARED))):
-            problem = f"our model's logits differ from its by {difference:.2g}"
+            problem = f"megasparse's logits differ from its logits by {difference:.2g}"
             raise HubError(self.folder, problem, "Report it, with the model's config.json")
         return length
 
 
 def find_folder(name: str | Path) -> Path:
-    """`name` itself if it is a folder, else that of a model in the local cache."""
+    """Return `name` if it is a folder, else the folder of that model in the local cache. Raises HubError."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -158,46 +158,46 @@ def find_folder(name: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(name), local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError, OSError):
-        hint = "Give the folder of a model, or download it first with the `hf download` command"
-        raise HubError(name, "is no folder, and no model of this name is in transformers' local cache", hint) from None
+        hint = "Use the folder of a model, or download the model first with the `hf download` command"
+        raise HubError(name, "not a folder, and no model of this name is in transformers' local cache", hint) from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder. Raises HubError where there is none, ConfigError where it is no JSON."""
+    """Read the config.json of a folder. Raises HubError if it cannot be read, ConfigError if it is not JSON."""
     path = folder / "config.json"
     try:
         text = read_file(path).decode()
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "no UTF-8"
-        raise HubError(path, f"cannot be read ({reason})", "Give the folder of a HuggingFace model") from None
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise HubError(path, f"cannot be read ({reason})", "Use the folder of a HuggingFace model") from None
     values = parse_json(text, str(path))
     if not isinstance(values, dict):
-        raise HubError(path, "is no configuration", "Give the folder of a HuggingFace model")
+        raise HubError(path, "is not a configuration", "Use the folder of a HuggingFace model")
     return values
 
 
 def _with_special(folder: Path, sections: dict[str, Any]) -> dict[str, Any]:
-    """The same sections, with the tokenizer's mask token, if it has one. Raises HubError where the model lacks it."""
+    """Add the tokenizer's mask token, if there is one, to the sections. Raises HubError if the model has no such id."""
     tokenizer = build_tokenizer(sections["data"]["tokenizer"])
     model = dict(sections["model"])
     if tokenizer.file is None:
         return sections
     highest = max([tokenizer.vocabulary - 1, *(tokenizer.special or ())])
     if highest >= (rows := model.get("vocabulary", ModelConfig().vocabulary)):
-        problem = f"{tokenizer.file.name} has the token {highest}, and the model {rows} tokens"
-        raise HubError(folder, problem, "Give a model with its own tokenizer")
+        problem = f"{tokenizer.file.name} contains the token {highest}, but the model only {rows} tokens"
+        raise HubError(folder, problem, "Use a model with its original tokenizer")
     if model.get("kind") == "encoder" and tokenizer.special is not None:
         model["masking"] = {**model.get("masking", {}), "token": tokenizer.special.mask}
     return {**sections, "model": model}
 
 
-# Checkpoints of weights that were not trained here
+# Checkpoints of weights that were not trained by megasparse
 
 VOCABULARY = ("embedding.weight", "head.weight", "head.bias")
-"""Weights that have a row for each token."""
+"""Weights with one row per token."""
 
 Readers = Mapping[str, Callable[[], Tensor]]
-"""Name -> what reads the value of a weight."""
+"""Readers of weights by name."""
 FIRST = Path("checkpoints", "00000000")
 """Path of a checkpoint in a run's folder before the first step."""
 
@@ -209,20 +209,19 @@ def write_checkpoint(
     tokenizer: Path | None = None,
     files: Mapping[str, str | bytes] | None = None,
 ) -> Path:
-    """Write OUTPUT/checkpoints/00000000, a checkpoint of weights alone, and OUTPUT/config.json; returns its path.
+    """Write OUTPUT/checkpoints/00000000, a checkpoint that contains only weights, and OUTPUT/config.json, atomically.
 
-    A run goes on from it with `megasparse pretrain --resume PATH`, on any data of its tokenizer and with any settings
-    but those of its model. tensors: the value (fp32) of every parameter and persistent buffer of `config.model`, read
-    one at a time. tokenizer: its file, which is copied to `data.tokenizer`, a file in OUTPUT. files: content of
-    further files, by name. OUTPUT appears whole or not at all.
-    Raises HubError where OUTPUT exists, cannot be written, or a tensor is missing, unexpected, of another shape or not
-    finite.
+    `megasparse pretrain --resume PATH` starts from it, on any data of its tokenizer and with any settings except those
+    of the model. tensors: readers of every parameter and persistent buffer (fp32) of `config.model`, called one at a
+    time. tokenizer: file to copy to `data.tokenizer`, a file in OUTPUT. files: content of further files, by name.
+    Returns the checkpoint's path. Raises HubError if OUTPUT exists or cannot be written, or if a tensor is missing,
+    unexpected, wrong-shaped or not finite.
     """
     output, name, expected = Path(output), "rank-00000.safetensors", shapes(config.model)
     for weight in (*tensors, *expected):
         if weight not in expected or weight not in tensors:
-            problem = "a weight of the model, is missing" if weight in expected else "is no weight of the model"
-            raise HubError(weight, problem, "Give a model with its own config.json")
+            problem = "a weight of the model, is missing" if weight in expected else "is not a weight of the model"
+            raise HubError(weight, problem, "Use a model with its original config.json")
     fragments = [_Unread(weight, shape, tensors[weight]) for weight, shape in expected.items()]
     written = {"config.json": (config.model_dump_json(indent=2) + "\n").encode(), **(files or {})}
     if tokenizer is not None:
@@ -255,7 +254,7 @@ def write_checkpoint(
 
 
 def with_first_token(tensors: Readers, first: int) -> Readers:
-    """The same model with token `first` as token 0, the one after it as token 1, and those before it at the end."""
+    """Rotate the vocabulary so that token `first` becomes token 0; the tokens before it move to the end."""
 
     def rolled(name: str) -> Tensor:
         value = tensors[name]()
@@ -265,7 +264,7 @@ def with_first_token(tensors: Readers, first: int) -> Readers:
 
 
 class _Unread:
-    """The part of a Fragment that `RankFile` needs, whose memory exists only while it is written."""
+    """The part of a Fragment that `RankFile` needs, with memory that is allocated only while it is written."""
 
     kind, start = "weight", 0
 
@@ -276,26 +275,26 @@ class _Unread:
     def memory(self) -> Tensor:
         value = self._read()
         if tuple(value.shape) != self.shape:
-            problem = f"has shape {list(value.shape)}, and {list(self.shape)} in the model"
-            raise HubError(self.name, problem, "Give a model with its own config.json")
+            problem = f"has shape {list(value.shape)}, but {list(self.shape)} in the model"
+            raise HubError(self.name, problem, "Use a model with its original config.json")
         if not value.isfinite().all():
-            raise HubError(self.name, "holds a number that is not finite", "Give a model that is sound")
+            raise HubError(self.name, "contains a number that is not finite", "Use an undamaged model")
         return value.detach().to(torch.float32).contiguous().view(-1)
 
 
 def identity(name: str) -> dict[str, str]:
-    """Return how a checkpoint identifies the tokenizer that `data.tokenizer` names."""
+    """Return the identity of the tokenizer `name` in a checkpoint."""
     tokenizer = build_tokenizer(name)
     return {"name": tokenizer.name, "sha256": tokenizer.sha256}
 
 
-# Runs that begin with the weights of another model
+# Runs that start from the weights of another model
 
 
 def base_values(source: str | Path) -> dict[str, Any]:
-    """Return the values that a configuration extends if it starts from `source`: its model and tokenizer.
+    """Return the base of a configuration that starts from `source`: its model and tokenizer.
 
-    Raises HubError and CheckpointError where there is no such model.
+    Raises HubError and CheckpointError if there is no such model.
     """
     if (model := _hf_model(path := Path(source))) is not None:
         config = model.config
@@ -306,11 +305,11 @@ def base_values(source: str | Path) -> dict[str, Any]:
 
 
 def resumed_from(config: Config, source: str | Path, ranks: Ranks) -> str:
-    """Return what a run that starts from `source` resumes from: its newest checkpoint if it has one, else the one that
-    `write_start` makes in RUN/start, once, on the first rank. With adapters "auto": these are in its checkpoints, and
-    the weights that they belong to in RUN/start. Every rank calls it.
+    """Return the value of `--resume` for a run that starts from `source`: its newest checkpoint if it has one, else the
+    checkpoint that `write_start` writes to RUN/start, once, on rank 0. With adapters always "auto", because its
+    checkpoints contain only the adapters, and RUN/start the base weights. Every rank calls it.
 
-    Raises UserError, on all ranks, where the weights cannot be used.
+    Raises UserError, on all ranks, if the weights cannot be used.
     """
     start = _start_of(config)
     problem = None
@@ -330,9 +329,9 @@ def resumed_from(config: Config, source: str | Path, ranks: Ranks) -> str:
 
 
 def require_base(config: Config) -> None:
-    """Raise ConfigError for adapters of a run that has no start to which they could belong."""
+    """Raise ConfigError if a run has adapters but no base weights."""
     if config.lora is not None and not (start := _start_of(config)).exists():
-        problem = f"given, but {start.parents[1]} has no weights that adapters could belong to"
+        problem = f"given, but {start.parents[1]} contains no base weights for the adapters"
         raise ConfigError("lora", problem, "Name a pretrained model with --start, or set it to null")
 
 
@@ -341,14 +340,14 @@ def _start_of(config: Config) -> Path:
 
 
 def adapted(config: Config) -> nn.Module:
-    """The model of a run with adapters before its first step: the frozen weights of RUN/start, in the precision of the
-    run, and the adapters.
+    """Return the model of a run with adapters before its first step: the frozen weights of RUN/start, in the precision
+    of the run, and the adapters.
     """
     assert config.lora is not None
     model = empty_model(config.model)
     load_weights(model, Checkpoint.open(_start_of(config), build=empty_model))
     add_adapters(model, config.lora, config.run.seed)
-    if config.training.precision == "bf16":  # as every engine will, before a GPU has them whole in fp32
+    if config.training.precision == "bf16":  # before the engine does it, so that a GPU never stores them in fp32
         for weight in model.parameters():
             if not weight.requires_grad:
                 weight.data = weight.data.bfloat16()
@@ -356,12 +355,12 @@ def adapted(config: Config) -> nn.Module:
 
 
 def write_start(config: Config, source: Path, output: Path) -> list[str]:
-    """Write OUTPUT/checkpoints/00000000, the model of `config` before its first step: each weight is the pretrained
-    model's of that name, where it has one, and else initial. Returns the names of the initial ones.
+    """Write OUTPUT/checkpoints/00000000, the model of `config` before its first step, with the pretrained weights of
+    the same names and initial values for all others. Return the names of the others.
 
-    source: a checkpoint or a run's folder, or a HuggingFace model's, with or without the head that predicts tokens.
-    What it has beyond the model, such as another attention's own weights, is left out. Raises HubError where a weight
-    has another shape, or the tokens are another tokenizer's.
+    source: a checkpoint, a run's folder, or a Hugging Face model's folder, with or without the language-modelling head.
+    Pretrained weights that the model lacks, such as those of another attention, are ignored.
+    Raises HubError if a weight has another shape or the tokenizers differ.
     """
     if (hf_model := _hf_model(source)) is not None:
         pretrained: Readers = hf_model.tensors
@@ -371,13 +370,13 @@ def write_start(config: Config, source: Path, output: Path) -> list[str]:
         names, tokenizer = checkpoint.manifest["tensors"]["weight"], checkpoint.manifest["tokenizer"]
         pretrained = {name: partial(checkpoint.tensor, "weight", name) for name in names}
     if tokenizer != identity(config.data.tokenizer):
-        problem = f"its tokenizer ({tokenizer['name']}) is another than data.tokenizer = {config.data.tokenizer}"
-        raise HubError(source, problem, "Prepare the data with the model's own tokenizer, and name it there")
+        problem = f"its tokenizer ({tokenizer['name']}) differs from data.tokenizer = {config.data.tokenizer}"
+        raise HubError(source, problem, "Prepare the data with the model's tokenizer, and set data.tokenizer to it")
     new = [name for name in shapes(config.model) if name not in pretrained]
     model = deferred_model(config.model, config.run.seed) if new else unfilled(config.model)
     weights = {**dict(model.named_parameters()), **persistent_buffers(model)}
     if "embedding.weight" not in pretrained:
-        raise HubError(source, "has no embedding of tokens", "Give a pretrained decoder or encoder")
+        raise HubError(source, "contains no token embedding", "Use a pretrained decoder or encoder")
 
     def read(name: str, weight: Tensor) -> Tensor:
         if name not in pretrained:
@@ -385,8 +384,8 @@ def write_start(config: Config, source: Path, output: Path) -> list[str]:
             return initial.detach().view(weight.shape)
         value = pretrained[name]()
         if value.shape != weight.shape:
-            problem = f"{name} has shape {list(value.shape)}, and {list(weight.shape)} in the configured model"
-            raise HubError(source, problem, "Give the model the sizes of what it starts from (model.*)")
+            problem = f"{name} has shape {list(value.shape)}, but {list(weight.shape)} in the configured model"
+            raise HubError(source, problem, "Set the sizes of the model (model.*) to those of the pretrained one")
         return value
 
     readers = {name: partial(read, name, weight) for name, weight in weights.items()}
@@ -395,7 +394,7 @@ def write_start(config: Config, source: Path, output: Path) -> list[str]:
 
 
 def _hf_model(source: Path) -> HFModel | None:
-    """Open a HuggingFace model's folder; None for a run of ours, whose config.json names no type."""
+    """Open a Hugging Face model's folder; None for a megasparse run, whose config.json has no model_type."""
     try:
         if "model_type" not in read_config(source):
             return None

@@ -1,4 +1,4 @@
-"""Our own architecture for HuggingFace. The code in an exported folder imports this package."""
+"""megasparse's architecture for Hugging Face. The code in an exported folder imports the package megasparse."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PREFIX = "model."
-"""Prefix of our names of the parameters."""
+"""Prefix of megasparse's parameter names."""
 _IMPORT = """\
 \"\"\"The code of this model is in the package megasparse.\"\"\"
 
@@ -44,14 +44,14 @@ CODE = {
     "configuration_megasparse.py": _IMPORT + _CONFIG,
     "modeling_megasparse.py": _IMPORT + "".join(_MODEL.format(name=name) for name in _MODELS),
 }
-"""Content of the Python files of an exported folder, which `trust_remote_code=True` runs. Their classes are subclasses,
-so that `save_pretrained` writes these files again.
+"""Python files of an exported folder, which `trust_remote_code=True` runs. Their classes are subclasses, so that
+`save_pretrained` copies these files.
 """
 
 
 class MegasparseFormat(Format):
-    """The format of our own architecture: config.json holds the `model` section whole and the run's seed; names of
-    tensors are ours behind `model.`.
+    """Format of megasparse's architecture: config.json contains the `model` section and the run's seed, and tensor
+    names are megasparse's with the prefix `model.`.
     """
 
     name = "megasparse"
@@ -88,7 +88,7 @@ class MegasparseFormat(Format):
             if isinstance(error, ValidationError):
                 first = error.errors()[0]
                 reason = f"model.{'.'.join(map(str, first['loc']))}: {first['msg']}"
-            problem = f"its config.json is none that this version of megasparse reads ({reason})"
+            problem = f"this version of megasparse cannot read its config.json ({reason})"
             raise HubError(tensors.path, problem, "Use the version that wrote it") from None
         check_model(model)
         expected = shapes(model)
@@ -98,8 +98,8 @@ class MegasparseFormat(Format):
 
     @torch.no_grad()
     def logits(self, model: "PreTrainedModel", tokens: Tensor, seed: int) -> Tensor:
-        """The seed is in the model's own configuration. HuggingFace's logits leave out a decoder's
-        first token: its are made of what the last layer gives the head.
+        """Return the logits. `seed` is not used, because the model's configuration contains it. Hugging Face's logits
+        omit a decoder's first token, so its logits are computed from the output of the last layer.
         """
         network: Any = model
         if network.config.is_encoder_decoder:
@@ -116,8 +116,8 @@ class MegasparseFormat(Format):
 
 
 def special_tokens(config: Config) -> dict[str, int]:
-    """Special tokens of an encoder–decoder: its padding, which stands where the decoder's start vector is, too, and the
-    separator that ends a source and a target, where its tokenizer has one that the model knows.
+    """Return the special tokens of an encoder–decoder: padding, also used as the start token, and the separator that
+    ends sources and targets, if its tokenizer has one in the model's vocabulary.
     """
     model = config.model
     if model.source is None:
@@ -128,21 +128,21 @@ def special_tokens(config: Config) -> dict[str, int]:
 
 
 def generation(config: Config) -> dict[str, Any]:
-    """Content of generation_config.json. max_length counts the start token."""
-    cached = not unfilled(config.model).leaks  # a cache cannot take back what a later token moves
+    """Return the content of generation_config.json. max_length includes the start token."""
+    cached = not unfilled(config.model).leaks  # cached outputs cannot change with later tokens
     if config.model.source is None:
         return {"use_cache": cached}
     return {"use_cache": cached, "max_length": config.model.max_length + 1, "num_beams": 1, **special_tokens(config)}
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of every parameter and learned buffer of a model, by our name."""
+    """Return the shapes of all parameters and learned buffers of a model, by megasparse's name."""
     model = unfilled(config)
     return {name: tuple(x.shape) for name, x in {**dict(model.named_parameters()), **persistent_buffers(model)}.items()}
 
 
 def unfilled(config: ModelConfig) -> Any:
-    """A model that takes no memory."""
+    """Build a model on the meta device, without memory."""
     with torch.device("meta"):
         return empty_model(config)
 

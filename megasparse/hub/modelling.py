@@ -1,14 +1,14 @@
-"""Models of megasparse behind HuggingFace's interface: the same modules, the same names of parameters below `model.`.
+"""megasparse models with the interface of Hugging Face models. Parameter names are megasparse's with a prefix `model.`.
 
 B batch, n length of the input, S length of a source, E width, V vocabulary.
 
-HuggingFace's logits at position t predict token t + 1; a megasparse decoder's output at position t predicts token t,
-the first one from a learned start vector. So an input of n tokens is n + 1 positions, of which the last n are given
-back. An empty input (B, 0) gives (B, 1, V), the first token's logits, so that text can be generated from nothing. What
-an encoder–decoder predicts begins with a start token, as HuggingFace has it: the start vector stands in its place.
+Hugging Face's logits at position t predict token t + 1. A megasparse decoder's output at position t predicts token t,
+and a learned start vector is the input of position 0. An input of n tokens therefore needs n + 1 positions, and the
+last n outputs are returned. An empty input (B, 0) returns the first token's logits (B, 1, V), to generate from nothing.
+In an encoder–decoder, the start vector replaces the embedding of Hugging Face's start token.
 
-Padding may stand left or right (attention_mask): a sequence is computed as if it stood alone, from position 0 on.
-In evaluation random hashes depend on the run's seed alone; in training they are drawn anew every forward pass.
+Padding (attention_mask) may be on the left or right: positions count from the first real token. Random hashes
+depend only on the run's seed in evaluation, and are drawn for every forward pass in training.
 """
 
 from dataclasses import dataclass
@@ -38,13 +38,14 @@ from megasparse.model.decoder import DecodingCache
 from megasparse.ops.random import EVALUATION_STEP, RngContext
 
 IGNORED = -100
-"""A label that does not count, as everywhere in HuggingFace's."""
+"""Label that the loss ignores, as in Hugging Face models."""
 
 
 class MegasparseConfig(PretrainedConfig):
-    """Configuration of an exported model. model: the whole `model` section of the run's configuration. seed: of the
-    run, on which its hashes depend.
-    tokenizer: what a token id means: `bytes` of UTF-8, `pixels`, or the tokenizer of a file in the folder.
+    """Configuration of an exported model.
+
+    model: the `model` section of the run's configuration. seed: the run's seed, for its hashes. tokenizer: `bytes` of
+    UTF-8, `pixels`, or the name of the tokenizer whose file is in the folder.
     """
 
     model_type = "megasparse"
@@ -84,18 +85,18 @@ class MegasparseConfig(PretrainedConfig):
 
     @property
     def max_position_embeddings(self) -> int:
-        """Longest input; of an encoder–decoder what its decoder reads, the start token among it. In a decoder one place
-        is the start's, from which the first token is predicted.
+        """Longest input in tokens; in an encoder–decoder, of the decoder, with the start token. A decoder uses one of
+        its positions for the start vector.
         """
         return int(self.model["max_length"]) - self.is_decoder
 
 
 class AlignedRows:
-    """A batch with each row's real tokens moved to its beginning, and the way back."""
+    """A batch with the real tokens of each row moved to its start, and the inverse permutation."""
 
     def __init__(self, input_ids: Tensor, attention_mask: Tensor | None, padding: int = 0):
-        """Sort real tokens to the front. input_ids: (B, n). attention_mask: (B, n), 0 for padding, or None where
-        there is none. padding: the token that `tokens` has there. Raises ValueError for a row of padding alone.
+        """Move real tokens to the front. input_ids: (B, n). attention_mask: (B, n), 0 for padding, or None without
+        padding. padding: token to write there in `tokens`. Raises ValueError if a row contains only padding.
         """
         self.padded = attention_mask is not None and not bool((attention_mask != 0).all())
         if not self.padded or attention_mask is None:
@@ -103,22 +104,22 @@ class AlignedRows:
             return
         real = attention_mask != 0
         if not bool(real.any(1).all()):
-            raise ValueError("attention_mask: a sequence is padding alone")
+            raise ValueError("attention_mask: a sequence contains only padding")
         self._order = (~real).to(torch.int8).argsort(dim=1, stable=True)
         self.lengths = [int(length) for length in real.sum(1)]
         self.real = real.gather(1, self._order)
         self.tokens = input_ids.gather(1, self._order).masked_fill(~self.real, padding)
 
     def align(self, values: Tensor) -> Tensor:
-        """(B, n) or (B, n, E) in the order of `tokens`."""
+        """Reorder (B, n) or (B, n, E) from the order of the input to the order of `tokens`."""
         return values.gather(1, self._like(values, self._order)) if self.padded else values
 
     def restore(self, values: Tensor) -> Tensor:
-        """(B, n, E) in the order of the input."""
+        """Reorder (B, n, E) from the order of `tokens` to the order of the input."""
         return values.gather(1, self._like(values, self._order.argsort(dim=1))) if self.padded else values
 
     def key_mask(self, start: bool) -> Tensor | None:
-        """The real positions, in a decoder behind the start: (B, n), or (B, n + 1)."""
+        """Return the mask of real positions: (B, n), or (B, n + 1) with the start vector of a decoder."""
         return F.pad(self.real, (1, 0), value=True) if start and self.real is not None else self.real
 
     @staticmethod
@@ -127,19 +128,19 @@ class AlignedRows:
 
 
 class MegasparseCache:
-    """Cache of generation for a batch: one for the rows of each length, as a decoding cache has a single position."""
+    """Cache for generation: one decoding cache for the rows of each length, because it has a single position."""
 
     is_compileable = False
 
     def __init__(self, groups: list[tuple[Tensor, DecodingCache]], length: int):
-        """Make a cache of several groups of rows. groups: rows' numbers, and their cache. length: columns taken in."""
+        """Group the caches. groups: indices of rows, and their cache. length: number of cached columns."""
         self.groups, self.length = groups, length
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Becomes the cache of the rows `beam_idx`, (n,) int64 numbers of its own, repeats allowed."""
+        """Select the rows `beam_idx`, (n,) int64 indices of the current rows, with repetitions."""
         groups = []
         for numbers, cache in self.groups:
             same = beam_idx.to(numbers.device).unsqueeze(1) == numbers
@@ -157,7 +158,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
     input_modalities = "text"
     supports_gradient_checkpointing = False
     kinds: ClassVar[tuple[str, ...]] = ("decoder", "encoder")
-    """Kind of the models that a class is for."""
+    """Kinds of models that the class supports."""
 
     def __init__(self, config: MegasparseConfig):
         super().__init__(config)
@@ -172,15 +173,15 @@ class MegasparsePreTrainedModel(PreTrainedModel):
             self._tied_weights_keys["model.encoder.embedding.weight"] = "model.embedding.weight"
         self.model: Any = empty_model(self.settings)
         self.passes = 0
-        """Forward passes in training so far: their draws depend on the number."""
+        """Forward passes in training so far; random draws depend on it."""
         self.add_head()
         self.post_init()
 
     def add_head(self) -> None:
-        """Make the layers of a task, where it has some."""
+        """Create the layers of a task, if it has any."""
 
     def initialize_weights(self) -> None:
-        """Gives what was not loaded its initial weights: a function of the run's seed, as in a run of ours."""
+        """Initialise weights that were not loaded: a function of the run's seed, as in a megasparse run."""
         super().initialize_weights()
         values = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         loaded = {name: x.detach().clone() for name, x in values.items() if getattr(x, "_is_hf_initialized", False)}
@@ -191,7 +192,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
                     values[name].copy_(x)
 
     def run(self, rows: AlignedRows, targets: Targets | None) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The final streams, (B, n, E) in the rows' order, in a decoder (B, n + 1, E); and the auxiliary losses."""
+        """Return the final streams, (B, n, E), or (B, n + 1, E) for a decoder, and the auxiliary losses."""
         self.check_length(rows.tokens.shape[1])
         rng, padding = self.rng(len(rows.tokens)), Padding(rows.key_mask(start=self.config.is_decoder))
         if bool((ends := self._document_ends(rows)).any()):
@@ -202,7 +203,7 @@ class MegasparsePreTrainedModel(PreTrainedModel):
         return streams, auxiliary
 
     def _document_ends(self, rows: AlignedRows) -> Tensor:
-        """Real tokens that end a document, (B, n) bool."""
+        """Return the mask of real tokens that end a document, (B, n) bool."""
         if (separator := self.settings.document_separator) is None:
             return torch.zeros_like(rows.tokens, dtype=torch.bool)
         ends = rows.tokens == separator
@@ -217,19 +218,19 @@ class MegasparsePreTrainedModel(PreTrainedModel):
     def check_length(self, length: int) -> None:
         longest = self.config.max_position_embeddings
         if length > longest:
-            raise ValueError(f"{length} tokens are more than the {longest} that this model takes")
+            raise ValueError(f"{length} tokens are more than the model's maximum of {longest}")
 
     def objective(self, loss: Tensor | None, auxiliary: Tensor) -> Tensor | None:
-        """The loss that training minimises: in evaluation the task's alone. None without labels."""
+        """Return the training objective, in evaluation only the task's loss; None without labels."""
         return self.model.task_weight * loss + auxiliary if self.training and loss is not None else loss
 
     def refuse_leaks(self) -> None:
-        """Raise ValueError where a cache cannot give what whole sequences do."""
+        """Raise ValueError if outputs with a cache would differ from outputs of whole sequences."""
         if leaks := self.model.leaks:
-            raise ValueError(f"not strictly causal, so it has no cache ({'; '.join(leaks)}): give use_cache=False")
+            raise ValueError(f"not strictly causal, so it cannot use a cache ({'; '.join(leaks)}): set use_cache=False")
 
     def from_cache(self, input_ids: Tensor, cache: MegasparseCache) -> Tensor:
-        """Takes more tokens (B, n) into the cache. Returns the logits (B, n, V) of the token after each."""
+        """Append tokens (B, n) to the cache. Return the logits (B, n, V) of the token after each."""
         taken = max(part.position for _, part in cache.groups) - self.config.is_decoder
         self.check_length(taken + input_ids.shape[1])
         logits = torch.empty(*input_ids.shape, self.config.vocab_size, device=input_ids.device)
@@ -245,8 +246,8 @@ class MegasparsePreTrainedModel(PreTrainedModel):
 
 
 class MegasparseModel(MegasparsePreTrainedModel):
-    """The bare model: last_hidden_state is the final streams side by side, (B, n, E) or, reversible, (B, n, 2·E), fp32,
-    before the output's norm.
+    """The bare model. last_hidden_state: the final streams, concatenated, before the output norm: fp32 (B, n, E), or
+    (B, n, 2·E) if the model is reversible.
     """
 
     @can_return_tuple
@@ -258,13 +259,13 @@ class MegasparseModel(MegasparsePreTrainedModel):
 
 
 class MegasparseWriter(MegasparsePreTrainedModel, GenerationMixin):
-    """Base of the models that generate text."""
+    """Base class of models that generate text."""
 
-    _is_stateful = True  # a cache cannot be taken back by some tokens
+    _is_stateful = True  # a cache cannot drop its last tokens
     read_as = "input_ids"
-    """The argument of forward that has the tokens so far."""
+    """The argument of forward for the tokens so far."""
     handed_on: tuple[str, ...] = ("attention_mask", "use_cache")
-    """Arguments of generate that each forward gets."""
+    """Arguments of generate that are passed to every forward."""
 
     def prepare_inputs_for_generation(
         self,
@@ -276,7 +277,7 @@ class MegasparseWriter(MegasparsePreTrainedModel, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Return the arguments of the next call. input_ids: of the decoder."""
+        """Return the arguments of the next call. input_ids: the decoder's tokens."""
         if past_key_values is not None:
             input_ids = input_ids[:, past_key_values.get_seq_length() :]
         options = {"attention_mask": attention_mask, **kwargs}
@@ -300,10 +301,11 @@ class MegasparseForCausalLM(MegasparseWriter):
         logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Predict the next tokens. labels: (B, n), those of the input itself, -100 for what does not count; the first
-        token's is not used (give it as -100 where padding stands left of it).
-        past_key_values: of an earlier call; input_ids are then the tokens after it. logits_to_keep: only the last ones;
-        0 keeps all.
+        """Predict the next tokens.
+
+        labels: (B, n), a copy of the input with -100 for ignored tokens; the first one is not used (set it to -100
+        after left padding). past_key_values: returned by an earlier call; input_ids are then the tokens after it.
+        logits_to_keep: number of last positions; 0 keeps all.
         """
         if past_key_values is not None:
             logits = self.from_cache(input_ids, past_key_values)
@@ -322,12 +324,12 @@ class MegasparseForCausalLM(MegasparseWriter):
         if labels is None:
             return CausalLMOutputWithPast(logits=logits)
         if logits_to_keep:
-            raise ValueError("labels need the logits of all positions: leave logits_to_keep out")
+            raise ValueError("labels need the logits of all positions: omit logits_to_keep")
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=self.objective(loss, auxiliary), logits=logits)
 
     def _targets(self, rows: AlignedRows, labels: Tensor) -> Targets:
-        """Streams of the n + 1 positions: the first predicts the first token, the last what comes after the input."""
+        """Return the targets of n + 1 positions: the first is the first token, the last the one after the input."""
         values = F.pad(rows.align(labels), (0, 1), value=IGNORED)
         values = values.index_fill(1, torch.zeros(1, dtype=torch.long, device=values.device), IGNORED)
         counted = values != IGNORED
@@ -336,11 +338,11 @@ class MegasparseForCausalLM(MegasparseWriter):
         return Targets(values.masked_fill(~counted, 0), counted)
 
     def _into_cache(self, rows: AlignedRows, keep: int) -> CausalLMOutputWithPast:
-        """All rows of a length go into a cache of their own, numbered as in the batch, on which draws may depend."""
+        """Fill one cache per length. Rows keep their indices in the batch, because random draws may depend on them."""
         self.refuse_leaks()
         self.check_length(rows.tokens.shape[1])
         if bool(self._document_ends(rows).any()):
-            raise ValueError("input_ids hold several documents, and a cache only one: give use_cache=False")
+            raise ValueError("input_ids contain several documents, a cache only one: set use_cache=False")
         groups, width = [], rows.tokens.shape[1]
         shape = (*rows.tokens.shape[:1], max(1, width))
         logits = torch.zeros(*shape, self.config.vocab_size, device=rows.tokens.device)
@@ -364,11 +366,11 @@ class SourceOutput(BaseModelOutput):
     """Output of the encoder: last_hidden_state (B, S, E)."""
 
     attention_mask: Tensor | None = None
-    """(B, S), 0 for padding; None where there is none."""
+    """(B, S), 0 for padding; None without padding."""
 
 
 class SourceReader(nn.Module):
-    """The encoder of an encoder–decoder with HuggingFace's interface."""
+    """The encoder of an encoder–decoder with Hugging Face's interface."""
 
     def __init__(self, owner: "MegasparseForSeq2SeqLM"):
         super().__init__()
@@ -379,12 +381,12 @@ class SourceReader(nn.Module):
 
 
 class MegasparseForSeq2SeqLM(MegasparseWriter):
-    """An encoder–decoder: logits at position t predict the target's token t. decoder_input_ids are the start token and
-    the target's tokens before the last one.
+    """An encoder–decoder. Logits at position t predict the target's token t. decoder_input_ids are the start token and
+    the target without its last token.
 
-    Beams are HuggingFace's: they are compared by log-probability / length**length_penalty, and what max_length cuts off
-    counts as ended. megasparse's own divide by ((5 + length)/6)**penalty and keep what is cut off only where nothing
-    has ended; with length_penalty=0 and early_stopping=True the two find the same, if beams end in time.
+    Beam search is Hugging Face's: beams are ranked by log-probability / length**length_penalty, and beams cut off by
+    max_length are complete. megasparse's beam search divides by ((5 + length)/6)**penalty and returns incomplete beams
+    only if none is complete. With length_penalty=0 and early_stopping=True the results are equal if beams end in time.
     """
 
     kinds = ("encoder_decoder",)
@@ -395,11 +397,11 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
         return SourceReader(self)
 
     def read(self, input_ids: Tensor, attention_mask: Tensor | None) -> SourceOutput:
-        """Encode sources (B, S). Without a mask, all is real but the model's padding token."""
+        """Encode sources (B, S). Without a mask, only the model's padding token is padding."""
         return self._encoded(input_ids, attention_mask, self.rng(len(input_ids)))[0]
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """The start token and all labels but the last one, in place of what does not count the start token."""
+        """Return the start token and all labels except the last; ignored labels become the start token."""
         start = self.config.decoder_start_token_id
         return F.pad(labels[:, :-1], (1, 0), value=start).masked_fill(F.pad(labels[:, :-1] == IGNORED, (1, 0)), start)
 
@@ -418,12 +420,13 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Seq2SeqLMOutput:
-        """Predict the target's tokens. labels: (B, n), the targets with what ends them; -100 and the padding token do
-        not count. The loss is the mean nats of a label (of `num_items_in_batch` of them, where given), in training with
-        the model's label smoothing.
-        encoder_outputs: of `get_encoder`, in place of input_ids; auxiliary losses of the encoder are then not in the
-        loss. decoder_attention_mask: padding of decoder_input_ids, right of the tokens. past_key_values: of an earlier
-        call; decoder_input_ids are then the tokens after it. logits_to_keep: only the last ones; 0 keeps all.
+        """Predict the target's tokens. The loss is the mean nats per label, in training with label smoothing.
+
+        labels: (B, n), targets with their end token; -100 and the padding token are ignored. num_items_in_batch:
+        divisor of the loss, by default the number of labels. encoder_outputs: result of `get_encoder`, instead of
+        input_ids; the loss then excludes the encoder's auxiliary losses. decoder_attention_mask: right padding.
+        past_key_values: of an earlier call; decoder_input_ids are then the tokens after it. logits_to_keep: number of
+        last positions; 0 keeps all.
         """
         if decoder_input_ids is None:
             if labels is None:
@@ -434,10 +437,10 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
             return Seq2SeqLMOutput(logits=logits, past_key_values=past_key_values)
         start = self.config.decoder_start_token_id
         if not decoder_input_ids.shape[1] or bool((decoder_input_ids[:, 0] != start).any()):
-            raise ValueError(f"decoder_input_ids must begin with the start token {start}")
+            raise ValueError(f"decoder_input_ids must start with the start token {start}")
         self.check_length(decoder_input_ids.shape[1])
         if labels is not None and logits_to_keep:
-            raise ValueError("labels need the logits of all positions: leave logits_to_keep out")
+            raise ValueError("labels need the logits of all positions: omit logits_to_keep")
         rng, auxiliary = self.rng(len(decoder_input_ids)), torch.zeros((), device=decoder_input_ids.device)
         targets = None
         if labels is not None:
@@ -461,17 +464,17 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
 
     @property
     def _padding(self) -> int:
-        """The padding token, -100 where there is none."""
+        """The padding token, -100 if there is none."""
         token: int | None = self.settings.padding_token
         return IGNORED if token is None else token
 
     def _encoded(
         self, tokens: Tensor, mask: Tensor | None, rng: RngContext, targets: Targets | None = None
     ) -> tuple[SourceOutput, Tensor]:
-        """The encoder's output for sources, in the order of the input, and its auxiliary losses."""
+        """Return the encoder's output for sources, in the order of the input, and its auxiliary losses."""
         longest = self.settings.source.length
         if tokens.shape[1] > longest:
-            raise ValueError(f"{tokens.shape[1]} tokens are more than the {longest} that the encoder reads")
+            raise ValueError(f"{tokens.shape[1]} tokens are more than the encoder's maximum of {longest}")
         mask = tokens != self._padding if mask is None else mask
         rows = AlignedRows(tokens, mask, self._padding)
         answer = targets and targets._replace(answer=True)
@@ -479,20 +482,20 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
         return SourceOutput(rows.restore(states), attention_mask=mask if rows.padded else None), auxiliary
 
     def _source(self, encoder_outputs: Any, mask: Tensor | None) -> EncoderOutput:
-        """The order that our decoder sees: the real tokens first."""
+        """Reorder the encoder's output for megasparse's decoder: real tokens first."""
         states = encoder_outputs[0]
         mask = getattr(encoder_outputs, "attention_mask", None) if mask is None else mask
         rows = AlignedRows(torch.zeros(states.shape[:2], dtype=torch.long, device=states.device), mask)
         return EncoderOutput(rows.align(states), rows.real)
 
     def _real_targets(self, mask: Tensor | None, targets: Targets | None) -> Tensor | None:
-        """The real positions (B, n) of the target: by its mask, else those up to the last label that counts, the first
-        always; None where that is all.
+        """Return the mask of the target's real positions (B, n): from `mask`, else the first position and all up to the
+        last label that is not ignored. None if all are real.
         """
         if mask is not None:
             real = mask != 0
             if bool((real[:, 1:] & ~real[:, :-1]).any()):
-                raise ValueError("decoder_attention_mask: padding stands left of a token")
+                raise ValueError("decoder_attention_mask: padding must be on the right of the tokens")
         elif targets is not None and targets.counted is not None:
             real = targets.counted.flip(1).cumsum(1).flip(1) > 0
         else:
@@ -519,7 +522,7 @@ class MegasparseForSeq2SeqLM(MegasparseWriter):
 
 
 class MegasparseForMaskedLM(MegasparsePreTrainedModel):
-    """An encoder: logits at position t predict the token that the mask hides there."""
+    """An encoder. Logits at position t predict the masked token at t."""
 
     kinds = ("encoder",)
 
@@ -527,7 +530,7 @@ class MegasparseForMaskedLM(MegasparsePreTrainedModel):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
     ) -> MaskedLMOutput:
-        """Predict the masked tokens. labels: (B, n), -100 for what does not count."""
+        """Predict the masked tokens. labels: (B, n), -100 for ignored tokens."""
         rows = AlignedRows(input_ids, attention_mask)
         targets = None
         if labels is not None:
@@ -541,12 +544,12 @@ class MegasparseForMaskedLM(MegasparsePreTrainedModel):
 
 
 class MegasparseForSequenceClassification(MegasparsePreTrainedModel):
-    """A label a sequence, by a linear layer over the normalised final streams: of an encoder their mean over real
-    tokens, of a decoder those at its last real token.
+    """Sequence classification by a linear layer on the normalised final streams: of an encoder their mean over real
+    tokens, of a decoder the ones at its last real token.
     """
 
     def add_head(self) -> None:
-        self.settings = self.settings.model_copy(update={"document_separator": None})  # a text, or a pair of them
+        self.settings = self.settings.model_copy(update={"document_separator": None})  # inputs are a text or a pair
         streams = 2 if self.settings.blocks == "reversible" else 1
         self.classifier = nn.Linear(streams * self.settings.d_model, self.config.num_labels or 2)
 
@@ -554,7 +557,7 @@ class MegasparseForSequenceClassification(MegasparsePreTrainedModel):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
     ) -> SequenceClassifierOutput:
-        """Predict classes or numbers. labels: (B,) classes, or numbers to regress to where config.num_labels is 1."""
+        """Predict classes or numbers. labels: (B,) classes, or numbers to regress on if config.num_labels is 1."""
         rows = AlignedRows(input_ids, attention_mask)
         targets = None
         if labels is not None and predicts(self.settings, "pooled"):
@@ -563,7 +566,7 @@ class MegasparseForSequenceClassification(MegasparsePreTrainedModel):
         hidden = torch.cat(streams, dim=-1)
         hidden = F.layer_norm(hidden, hidden.shape[-1:])
         lengths = torch.tensor(rows.lengths, device=hidden.device)
-        if self.config.is_decoder:  # position p has read p tokens
+        if self.config.is_decoder:  # position p follows p tokens
             pooled = hidden[torch.arange(len(hidden), device=hidden.device), lengths]
         else:
             real = torch.arange(hidden.shape[1], device=hidden.device) < lengths[:, None]

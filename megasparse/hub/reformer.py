@@ -1,4 +1,4 @@
-"""HuggingFace's Reformer, `ReformerModelWithLMHead`, and our decoder: the same model, written in two ways.
+"""Format of Hugging Face's Reformer, `ReformerModelWithLMHead`: a megasparse decoder is the same model.
 
 B batch, L length, H heads, R rounds, D head dim, V vocabulary, E width.
 """
@@ -46,17 +46,17 @@ AXIS = "reformer.embeddings.position_embeddings.weights."
 TABLE = "reformer.embeddings.position_embeddings.embedding.weight"
 HEAD, HEAD_BIAS = "lm_head.decoder.weight", "lm_head.bias"
 OLD_HEAD_BIAS = "lm_head.decoder.bias"
-"""Name under which transformers before 5 has written the bias a second time."""
+"""Second name of the bias in files of transformers before 5."""
 
 BOS = "[BOS]"
 NEVER = -1e4
-"""Bias of a token that is never predicted, which half precision can hold."""
+"""Bias of a token that is never predicted; representable in half precision."""
 
 CONSTANT_TABLES: dict[str, Callable[[int, int], Tensor]] = {
     "sinusoidal": lambda length, width: sinusoids(0, length, width),
     "none": torch.zeros,
 }
-"""Positions of ours that HuggingFace's has as a table: (max_length, E)."""
+"""Positions that Hugging Face stores as a table (max_length, E)."""
 
 
 WEIGHTS = """
@@ -73,40 +73,39 @@ WEIGHTS = """
 
 
 class ReformerFormat(Format):
-    """Every parameter of either model is one of the other's, bit for bit, but for what follows.
+    """Format of the Reformer. Parameters are copied exactly, except for the following.
 
-    Start: our decoder predicts token t from the tokens before it, the first one from a start vector. HuggingFace's
-    predicts the token after each of its inputs. So its input is [BOS, token 0, token 1, ...], its logits at t are ours
-    of token t, and the embedding of BOS is our start vector. Where the start vector is one of the token embeddings,
-    that token is BOS. Else BOS is one token more, with id V: its row of the LM head is 0 and its bias `NEVER`, by which
-    it is known again; its logit means nothing (`suppress_tokens` keeps generation from it). A model of HuggingFace's
-    without a `bos_token_id` starts at its `pad_token_id`, as the published ones were trained.
+    Start: a megasparse decoder predicts token t from the tokens before it, and the first one from a start vector.
+    Hugging Face's model predicts the token after each input. Its input is therefore [BOS, token 0, token 1, ...], its
+    logits at t predict token t, and the embedding of BOS is the start vector. If the start vector equals a token
+    embedding, that token is BOS. Otherwise BOS is an extra token with id V; on import it is recognised by its row of
+    the LM head, 0, and its bias, `NEVER`. Its logit has no meaning, and `suppress_tokens` excludes it from generation.
+    A Hugging Face model without a `bos_token_id` starts with its `pad_token_id`, as the published ones were trained.
 
-    Bias of the LM head: `model.output_bias`; one of zeros is left out. transformers 5 keeps it and does not add it to
-    the logits; transformers 4, which the published models were made with, does, and so do we.
+    Bias of the LM head: `model.output_bias`; omitted if it is zero. transformers 5 stores it but does not add it to the
+    logits. transformers 4, which the published models were made with, adds it, and so does megasparse.
 
-    Positions: sinusoidal ones, or none, are a table there, and are known again by its values.
+    Positions: sinusoidal ones, or none, are exported as a table, and recognised by its values on import.
 
-    Not expressible there, and refused: anything but reversible blocks, attention other than `local`, and `lsh` with
-    window = "chunk", same_bucket = false and count_rounds = false; tied embeddings (its head
-    reads both streams side by side, twice as wide as an embedding). Not
-    expressible here, and refused: encoders (its local attention lays the ends of a sequence together), other
-    numbers of chunks, other activations. Not carried over: what acts in training alone (dropout of attention weights,
-    number of hash rounds in training) and what trades memory for time (tiles).
+    Not supported by Hugging Face: blocks that are not reversible, attention other than `local` and `lsh` with window =
+    "chunk", same_bucket = false and count_rounds = false, and tied embeddings (its head reads both concatenated
+    streams). Not supported by megasparse: encoders (their local attention wraps around the sequence), other numbers of
+    chunks, other activations. Settings that only affect training (dropout of attention weights, training hash rounds)
+    or memory (tiles) are not converted.
 
-    LSH layers: HuggingFace's draws other rotations than ours (`hash_seed` null: new ones at each call), and the first
-    chunk of each hash round also sees the last chunk of the round before. So single logits differ, as between two
-    seeds of ours; `reformer_logits` says how the two are compared.
+    LSH layers: Hugging Face's draws other rotations (`hash_seed` null: new ones at each call), and the first chunk of
+    each hash round also attends to the last chunk of the round before. Individual logits therefore differ, as between
+    two megasparse seeds; `reformer_logits` removes these differences for the comparison.
     """
 
     name = "reformer"
     note = (
-        "An input begins with BOS (its tokenizer sets it), and the logits at a position predict the next token; the "
-        "logit of BOS itself means nothing. Attention inside hash buckets is random here: HuggingFace's Reformer draws "
-        "new rotations at each call (hash_seed null), and lets the first chunk of a hash round see the last chunk of "
-        "the round before, as the model it was written from does not. So single logits differ from that model's, as "
-        "between two draws of its own rotations. A sequence that does not fill its last chunk is filled up, and must "
-        "fit max_position_embeddings so."
+        "Every input starts with BOS (its tokenizer adds it), and the logits at a position predict the next token; the "
+        "logit of BOS has no meaning. Attention inside hash buckets is random here: HuggingFace's Reformer draws new "
+        "rotations at each call (hash_seed null), and lets the first chunk of a hash round attend to the last chunk of "
+        "the round before, unlike the original model. Individual logits therefore differ from the original model's, "
+        "as between two draws of its rotations. A sequence is padded to full chunks, and must fit "
+        "max_position_embeddings with its padding."
     )
 
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
@@ -125,7 +124,7 @@ class ReformerFormat(Format):
         bos = start_token(theirs)
         if bos >= rows:
             problem = f"bos_token_id or pad_token_id is {bos}, but vocab_size is {rows}"
-            raise HubError(tensors.path / "config.json", problem, "Give a model with its own config.json")
+            raise HubError(tensors.path / "config.json", problem, "Use a model with its original config.json")
         vocabulary = rows - added_start(bos, tensors.read(HEAD, (rows, 2 * width)), bias)
         section = model_section(theirs) | {"vocabulary": vocabulary, "output_bias": bool(bias[:vocabulary].any())}
         if not theirs.axial_pos_embds:
@@ -159,7 +158,7 @@ class ReformerFormat(Format):
         return reformer_logits(model, bos, vocabulary, tokens, seed)
 
     def _check_expressible(self, model: ModelConfig) -> None:
-        """Raise HubError for the first setting that HuggingFace's Reformer has not."""
+        """Raise HubError for the first setting that Hugging Face's Reformer does not support."""
         required = {"kind": "decoder", "blocks": "reversible", "tied_embeddings": False, "adaptive_cutoffs": []}
         if "local" in kinds(model):
             required |= {"attention.local.relative": False, "attention.local.sinks": 0}
@@ -180,7 +179,7 @@ class ReformerFormat(Format):
 
 
 def start_token(hf_config: Any) -> int:
-    """The token whose embedding is the start vector."""
+    """Return the token whose embedding is the start vector."""
     for token in (hf_config.bos_token_id, hf_config.pad_token_id):
         if token is not None:
             return int(token)
@@ -188,12 +187,12 @@ def start_token(hf_config: Any) -> int:
 
 
 def added_start(bos: int, head: Tensor, bias: Tensor) -> bool:
-    """True if the last token is one that `ReformerFormat.export` has added for our start vector."""
+    """True if the last token is one that `ReformerFormat.export` added for the start vector."""
     return bos == len(head) - 1 and bias[bos].item() == NEVER and not head[bos].any()
 
 
 def _plain(model: ModelConfig) -> list[Weight]:
-    """Tensors that are one of the other's as they are."""
+    """Return the tensors that are copied without changes."""
     weights = []
     for entry in weights_of(WEIGHTS, model):
         layer = int(entry.theirs.split(".")[3]) if ".layers." in entry.theirs else 0
@@ -226,29 +225,29 @@ def _export(model: ModelConfig, weight: Callable[[str], Tensor], bos: int) -> It
 
 
 def _read_bias(tensors: TensorFile, rows: int) -> Tensor:
-    """The bias of the LM head. transformers before 5 wrote it under two names, and read it from the second."""
+    """Read the bias of the LM head. transformers before 5 wrote it under two names, and read the second."""
     bias = tensors.read(HEAD_BIAS, (rows,))
     if OLD_HEAD_BIAS not in tensors.names():
         return bias
     old = tensors.read(OLD_HEAD_BIAS, (rows,))
     if bias.any() and not torch.equal(old, bias):
-        problem = f"{HEAD_BIAS} and {OLD_HEAD_BIAS} differ, though they are one bias"
-        raise HubError(tensors.path, problem, "Remove the one that does not count")
+        problem = f"{HEAD_BIAS} and {OLD_HEAD_BIAS} differ, but must be equal"
+        raise HubError(tensors.path, problem, "Remove the wrong one")
     return old
 
 
 def _is_ignored(name: str) -> bool:
-    """Constants that transformers before 5 wrote with the weights, and the bias that was read already."""
+    """True for constants that transformers before 5 wrote next to the weights, and for the second bias."""
     return name == OLD_HEAD_BIAS or name.endswith(
         tuple(f".{mask}_value_float{bits}" for mask in ("mask", "self_mask") for bits in (16, 32))
     )
 
 
-# The two configurations, and the files beside them
+# Configurations and other files
 
 
 def read_config(values: dict[str, Any], path: Path) -> Any:
-    """A `ReformerConfig` of a decoder that ours can express. Raises HubError naming `path` and the key otherwise."""
+    """Parse a `ReformerConfig`. Raises HubError naming `path` and the key if megasparse cannot express the model."""
     config = read_configuration("reformer", values, path)
     required: dict[str, Any] = {"is_decoder": True, "hidden_act": "relu"}
     for kind in sorted(set(config.attn_layers) & {"local", "lsh"}):
@@ -271,13 +270,13 @@ def read_config(values: dict[str, Any], path: Path) -> Any:
 
 
 def longest(config: Any) -> int:
-    """Tokens in the longest sequence."""
+    """Return the longest sequence in tokens."""
     length = int(config.max_position_embeddings)
     return min(length, math.prod(config.axial_pos_shape)) if config.axial_pos_embds else length
 
 
 def buckets(config: Any) -> list[int]:
-    """The factors of `num_buckets`, least significant first. null: as HuggingFace's layer takes it at full length."""
+    """Return the factors of `num_buckets`, least significant first; if it is null, Hugging Face's at full length."""
     if config.num_buckets is not None:
         return [config.num_buckets] if isinstance(config.num_buckets, int) else list(config.num_buckets)
     chunk = config.lsh_attn_chunk_length
@@ -288,7 +287,7 @@ def buckets(config: Any) -> list[int]:
 
 
 def model_section(config: Any) -> dict[str, Any]:
-    """Our `model` section, but for what the tensors decide: vocabulary, bias, and positions that are no axial ones."""
+    """Return the `model` section without the keys that depend on tensors: vocabulary, bias, non-axial positions."""
     length = longest(config)
     attention: dict[str, Any] = {"pattern": list(config.attn_layers)}
     if "local" in config.attn_layers:
@@ -320,7 +319,7 @@ def model_section(config: Any) -> dict[str, Any]:
 
 
 def hf_config(model: ModelConfig, bos: int) -> dict[str, Any]:
-    """The config.json of a decoder whose start vector is the embedding of token `bos`, added if it is V."""
+    """Return the config.json of a decoder with the embedding of token `bos` as start vector; `bos` may be V, added."""
     settings = {
         "model_type": "reformer",
         "architectures": ["ReformerModelWithLMHead"],
@@ -342,7 +341,7 @@ def hf_config(model: ModelConfig, bos: int) -> dict[str, Any]:
         "hidden_dropout_prob": model.dropout,
         "local_attention_probs_dropout_prob": model.attention.dropout,
         "lsh_attention_probs_dropout_prob": model.attention.dropout,
-        "hash_seed": None,  # a seed would set torch's global generator at each call, and sampling with it
+        "hash_seed": None,  # a seed would reset torch's global generator at each call, and so affect sampling
     }
     if model.positions.kind == "axial":
         settings |= {"axial_pos_shape": model.positions.axial_shape, "axial_pos_embds_dim": model.positions.axial_dims}
@@ -351,20 +350,20 @@ def hf_config(model: ModelConfig, bos: int) -> dict[str, Any]:
         settings |= {f"{kind}_attn_chunk_length": chunk, f"{kind}_num_chunks_before": 1, f"{kind}_num_chunks_after": 0}
     if "lsh" in kinds(model):
         factors = lsh_buckets(model.attention.lsh, model.max_length)
-        # The first factor's hash is the most significant part of our bucket numbers, the least of HuggingFace's.
+        # The first factor is the most significant part of megasparse's bucket numbers, but Hugging Face's least.
         settings["num_buckets"] = factors[0] if len(factors) == 1 else factors[::-1]
         settings["num_hashes"] = evaluation_rounds(model)["lsh"]
     return settings
 
 
 def other_files(config: Config, bos: int) -> Files:
-    """Files of an exported decoder: how it generates, and, where BOS is no token of a text, a tokenizer that sets BOS
-    before every text.
+    """Return the other files of an exported decoder: generation settings, and a tokenizer that starts every text with
+    BOS if BOS is an extra token.
     """
     model = config.model
     ids = {"bos_token_id": bos, "pad_token_id": bos, "eos_token_id": None}
     generation: dict[str, Any] = {**ids, "max_length": model.max_length}
-    if bos == model.vocabulary:  # added, and never predicted
+    if bos == model.vocabulary:  # an extra token, never predicted
         generation["suppress_tokens"] = [bos]
     files: Files = {"generation_config.json": json.dumps(generation, indent=2) + "\n"}
     if bos < build_tokenizer(config.data.tokenizer).vocabulary:
@@ -372,17 +371,17 @@ def other_files(config: Config, bos: int) -> Files:
     return files | files_with_start(tokenizer_files(config, model.max_length), bos, BOS)
 
 
-# HuggingFace's model, made comparable
+# Logits of Hugging Face's model for the comparison
 
 
 @torch.no_grad()
 def reformer_logits(model: "PreTrainedModel", bos: int, vocabulary: int, tokens: Tensor, seed: int) -> Tensor:
-    """Logits of HuggingFace's own code on [BOS, tokens], without three things in which its LSH layers are not ours:
+    """Return logits of Hugging Face's code on [BOS, tokens], with three changes to its LSH layers.
 
-    its rotations (here it has those that our evaluation draws from `seed`), the look over the ends of a hash round, and
-    its precision. The last one because a token that sees nothing in any round has a log-sum-exp of −1e5 there, which
-    fp32 rounds so coarsely that the rounds' shares sum to 1 only to 0.4 %: it computes in float64. In a model without
-    LSH layers only the precision is another. The LM head's bias is added where transformers leaves it out.
+    They get the rotations of megasparse's evaluation with `seed`, attend only within a hash round, and compute in fp64:
+    in fp32, a token without visible keys in any round has a log-sum-exp of −1e5, rounded so coarsely that the rounds'
+    weights sum to 1 only within 0.4 %. Without LSH layers only the precision differs. The LM head's bias is added if
+    transformers omits it.
     """
     twin: Any = copy.deepcopy(model).double().eval()
     for number, layer in enumerate(twin.reformer.encoder.layers):
@@ -397,7 +396,7 @@ def reformer_logits(model: "PreTrainedModel", bos: int, vocabulary: int, tokens:
 
 
 def _let_padding_have_no_position(embeddings: Any, length: int) -> None:
-    """Let HuggingFace's fill up the last chunk where that goes beyond the last position; no token sees padding."""
+    """Let Hugging Face's model pad the last chunk beyond the last position; no token attends to padding."""
     positions = embeddings.position_embeddings.forward
 
     def padded(position_ids: Tensor) -> Tensor:
@@ -408,10 +407,10 @@ def _let_padding_have_no_position(embeddings: Any, length: int) -> None:
 
 
 def _hash_as_ours(layer: Any, factors: list[int], number: int, seed: int) -> None:
-    """Give HuggingFace's LSH layer our rotations, and keep it from looking over the ends of a hash round.
+    """Use megasparse's rotations in Hugging Face's LSH layer, and keep its windows within a hash round.
 
-    It lays all rounds end to end, and the ends together, and takes the chunk before a round's first one from there.
-    Here such a chunk's tokens get the number −1, and the mask hides it.
+    The layer concatenates all rounds into a ring, in which the chunk before a round's first chunk is in another round.
+    Tokens of such a chunk get the number −1, and the mask excludes them.
     """
     drawn = rotations(
         RngContext.evaluation(seed, 1).key(number, "lsh rotation"),
@@ -420,7 +419,7 @@ def _hash_as_ours(layer: Any, factors: list[int], number: int, seed: int) -> Non
         layer.attention_head_size,
         factors[::-1],
         torch.device("cpu"),
-    )  # (H, R, D, sum of the factors' halves), our first factor first
+    )  # (H, R, D, sum of the factors' halves), megasparse's first factor first
     parts = drawn.split([factor // 2 for factor in factors[::-1]], dim=-1)
     ours = torch.cat(parts[::-1], dim=-1).permute(0, 2, 1, 3).double()
     layer.num_buckets, layer.hash_seed = factors if len(factors) > 1 else factors[0], None
@@ -444,7 +443,7 @@ def _hash_as_ours(layer: Any, factors: list[int], number: int, seed: int) -> Non
 
 
 class _Drawn(TorchFunctionMode):
-    """While it is entered, torch.randn gives what it was made with."""
+    """Context manager in which torch.randn returns `drawn`."""
 
     def __init__(self, drawn: Tensor):
         super().__init__()

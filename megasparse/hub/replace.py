@@ -1,8 +1,8 @@
-"""The self-attention of a pretrained model of HuggingFace's, computed by one of our mechanisms.
+"""Replacement of a pretrained Hugging Face model's self-attention by megasparse mechanisms.
 
-The mechanisms are the submodule `megasparse` of every self-attention; transformers calls them by `attend`, see
-replaced_layer.py. What else they need, the layer's input and what its draws depend on, is
-handed down by hooks as keyword arguments, so a checkpointed layer is recomputed from the very same.
+The mechanisms are the submodule `megasparse` of every self-attention; transformers calls them through `attend`, see
+replaced_layer.py. Hooks pass the layer's input and the random state on as keyword arguments, so that recomputation of a
+checkpointed layer uses the same values.
 """
 
 import functools
@@ -32,11 +32,11 @@ from megasparse.hub.tensor_file import TensorFile, appearing
 from megasparse.model.build import initialise
 
 ENTRY = "megasparse_attention"
-"""Key of config.json that says what replaced the attention: {"attention", "max_length", "seed"}."""
+"""Key of config.json with the arguments of the replacement: {"attention", "max_length", "seed"}."""
 DRAWS, TARGETS = "megasparse_draws", "megasparse_targets"
-"""Arguments of a replaced model's forward by which a training loop gives the RngContext of a pass, instead of the
-model's seed and number of passes, and the labels (B,) that mechanisms may learn from where the model has no head. Who
-gives the first one moves what moves once a step (`after_step`) itself.
+"""Arguments of a replaced model's forward, for training loops: an RngContext that replaces the model's seed and pass
+number, and labels (B,) for mechanisms that learn from them if the model has no head. With the first one, the training
+loop calls the mechanisms' `after_step`.
 """
 ADAPTER = "megasparse.safetensors"
 """File next to a model's weights: the mechanisms' tensors, named as in the base model."""
@@ -54,13 +54,13 @@ def replace_attention(
     values to transformers' attention interface (Llama, Mistral, Qwen, Gemma, Phi, OLMo, GPT-2, ...), with any head. A
     pass over two tokens checks that. Layers of sliding-window attention among layers of full attention stay unchanged.
     Pretrained queries, keys (rotated by the model) and values are unchanged. In training `outputs.loss` includes the
-    mechanisms' auxiliary losses; `auxiliary_loss` returns them otherwise.
+    mechanisms' auxiliary losses; otherwise `auxiliary_loss` returns them.
 
     Args:
         model: The pretrained model.
         attention: `{"kind": "lha", "chunk": 64}`, one mechanism and its settings, or the keys of `model.attention`
             with a `pattern` of layers and heads. LSH has separate queries and keys unless `shared_qk` is set.
-        max_length: Tokens of the longest input, which fixes the number of buckets; by default the model's own. A
+        max_length: Longest input in tokens, which determines the number of buckets; by default the model's maximum. A
             larger value extends an encoder's positions.
         seed: Seed of new parameters and of all draws.
 
@@ -87,7 +87,7 @@ def replace_attention(
     initialise(nn.ModuleList(layers), config, seed)
     for layer in layers:
         for mechanism in mechanisms(layer):
-            mechanism.start_from_pretrained()  # the pretrained values stay as they are
+            mechanism.start_from_pretrained()  # pretrained projections are unchanged
     if config.max_length > positions(model):
         extend_positions(model, config.max_length)
     for attention_module, layer in zip(modules, layers, strict=True):
@@ -113,29 +113,29 @@ def replace_attention(
 
 
 def auxiliary_loss(model: PreTrainedModel) -> Tensor:
-    """Loss that the mechanisms learn from in the last training pass, to be added to an objective of one's own: scalar.
+    """Return the mechanisms' auxiliary loss of the last training pass, a scalar to add to your objective.
 
-    0 where it is in `outputs.loss` already, as with labels, and where nothing is to be learned.
+    It is 0 if `outputs.loss` includes it (the model computed a loss) and if the mechanisms learn nothing.
     """
     pending = _state(model).pending
     return torch.zeros((), device=model.device) if pending is None else pending
 
 
 def mechanisms(model: nn.Module) -> list[Attention]:
-    """Every mechanism of a replaced model, layer by layer."""
+    """Return all mechanisms of a replaced model, layer by layer."""
     return [module for module in model.modules() if isinstance(module, Attention)]
 
 
 @dataclass
 class _State:
-    """State of one replaced model. step: training passes so far. pending: see `auxiliary_loss`."""
+    """State of a replaced model. step: training passes so far. pending: see `auxiliary_loss`."""
 
     seed: int
     step: int = 0
     pending: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "pending": None}  # a tensor with a history cannot be copied
+        return {**self.__dict__, "pending": None}  # a tensor with a graph cannot be copied
 
 
 def _interface_calls(model: PreTrainedModel) -> list[InterfaceCall]:
@@ -220,19 +220,19 @@ def _require_length(model: PreTrainedModel, max_length: int, window: int | None)
         raise HubError(name, problem, hint if "rope_parameters" in model.config.to_dict() else "Ask for no more")
     if window is not None and window < max_length:
         problem = f"its sliding_window of {window} tokens is below max_length = {max_length}"
-        raise HubError(name, problem, f"Ask for max_length = {window}, or set sliding_window to null")
+        raise HubError(name, problem, f"Use max_length = {window}, or set sliding_window to null")
 
 
 def _require_decodable(layers: list[Mechanisms]) -> None:
-    """Refuse mechanisms of decoders that see later tokens, or read what a model of transformers' does not hand on."""
+    """Raise ConfigError for decoder mechanisms that leak later tokens or need inputs that transformers lacks."""
     for layer in layers:
         for kind, mechanism in layer.items() if layer.causal else ():
             attention = cast(Attention, mechanism)
             if attention.leak is not None:
-                problem = f"a decoder would see later tokens: {attention.leak}"
+                problem = f"a decoder would attend to later tokens: {attention.leak}"
                 raise ConfigError(f"attention.{kind}", problem, "Change that setting")
             if attention.reads_tokens:
-                problem = "it reads the tokens themselves, which transformers hands to no attention"
+                problem = "it reads token ids, which transformers does not pass to attention"
                 raise ConfigError(f"attention.{kind}", problem, "Choose another kind or setting")
 
 
@@ -269,7 +269,7 @@ def _sections(attention: dict[str, Any] | AttentionConfig) -> dict[str, Any]:
         settings = dict(attention)
         if (kind := settings.pop("kind")) not in MECHANISMS:
             hint = did_you_mean(str(kind), MECHANISMS)
-            raise ConfigError("attention.kind", f"there is none named {show(kind)}", hint)
+            raise ConfigError("attention.kind", f"unknown mechanism {show(kind)}", hint)
         attention = {"pattern": [kind], kind: settings}
     lsh = attention.get("lsh", {})
     return {**attention, "lsh": {"shared_qk": False, **lsh} if isinstance(lsh, dict) else lsh}
@@ -283,7 +283,7 @@ def _state(model: nn.Module) -> _State:
 
 
 def _hand_over_input(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Pass its input on to a self-attention, and its cache, made where it is missing; a hook before its forward."""
+    """Pass a self-attention's input and cache on, creating the cache layer if necessary. A forward pre-hook."""
     x, layer = args[0] if args else kwargs["hidden_states"], getattr(module, NAME)
     cache, training = kwargs.get("past_key_values", kwargs.get("layer_past")), module.training
     kwargs = {**kwargs, "megasparse_input": x}
@@ -295,7 +295,7 @@ def _hand_over_input(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[An
 
 
 def _begin(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Begin a pass; a hook before a forward of the model, of which its base model's is a part."""
+    """Start a pass. A forward pre-hook of the model and of its base model, which is called within it."""
     if "megasparse_pass" in kwargs:
         return None
     state = _state(model)
@@ -308,7 +308,7 @@ def _begin(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple[A
     if model.training and draws is None:
         state.step += 1
         for mechanism in mechanisms(model):
-            mechanism.after_step(True, lambda sums: sums)  # moves by what the pass before has seen
+            mechanism.after_step(True, lambda sums: sums)  # with the statistics of the previous pass
     return args, {**kwargs, "megasparse_pass": run}
 
 
@@ -319,7 +319,7 @@ def _finish(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: A
     auxiliary = torch.stack(run.losses).sum()
     learns = any(weight.requires_grad for mechanism in mechanisms(model) for weight in mechanism.parameters())
     if torch.is_grad_enabled() and not auxiliary.requires_grad and learns:
-        problem = "gradient checkpointing with use_reentrant=True hides what its attention learns from"
+        problem = "gradient checkpointing with use_reentrant=True drops the gradient of auxiliary losses"
         hint = 'Call gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
         raise HubError(type(model).__name__, problem, hint)
     task = output.get("loss") if isinstance(output, dict) else output[0] if output[0].dim() == 0 else None
@@ -334,8 +334,8 @@ def _finish(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: A
 
 
 def _targets(model: PreTrainedModel, named: dict[str, Any]) -> Targets | None:
-    """The labels of tokens, without those that count for nothing (−100), or of sequences; None for other tasks. A
-    causal language model's are those of the next tokens. named: arguments of its forward.
+    """Return the labels of tokens, without ignored ones (−100), or of sequences; None for other tasks. For a causal
+    language model, shift them to the next tokens. named: arguments of its forward.
     """
     labels = named.get("labels")
     if labels is None or labels.is_floating_point():
@@ -448,12 +448,12 @@ def _entry_of(config: Any, directory: str | Path) -> dict[str, Any]:
     entry = getattr(config, ENTRY, None)
     if not isinstance(entry, dict) or entry.keys() != {"attention", "max_length", "seed"}:
         hint = "Replace its attention: megasparse replace-attention"
-        raise HubError(directory, f"config.json has no entry {ENTRY} as replace_attention writes it", hint)
+        raise HubError(directory, f"config.json contains no valid entry {ENTRY}", hint)
     return entry
 
 
 def load_plain(directory: str | Path) -> PreTrainedModel:
-    """The model of a folder as transformers has it, of the class that was saved. Nothing is downloaded or unpickled."""
+    """Load the original model of a folder, with the saved class. Nothing is downloaded or unpickled."""
     TensorFile.open(directory)
     loader = _saved_class(Path(directory))
     model: PreTrainedModel = loader.from_pretrained(directory, local_files_only=True, use_safetensors=True)
@@ -465,7 +465,7 @@ def _config(directory: Path) -> Any:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = " ".join(str(error).split())[:200]
-        raise HubError(directory, f"config.json cannot be read ({problem})", "Give the folder of a model") from None
+        raise HubError(directory, f"config.json cannot be read ({problem})", "Use the folder of a model") from None
 
 
 def _saved_class(directory: Path) -> type[PreTrainedModel]:
@@ -478,29 +478,29 @@ def _saved_class(directory: Path) -> type[PreTrainedModel]:
     return saved
 
 
-# Longer inputs for a pretrained encoder: its table of positions, repeated (as LHA and YOSO do it)
+# Longer inputs for a pretrained encoder: its table of positions is repeated (as in LHA and YOSO)
 
 
 def position_offset(model: PreTrainedModel) -> int:
-    """Rows of the table before that of the first token, whose position is pad_token_id + 1 in RoBERTa's families."""
+    """Return the row of the first token in the table of positions: pad_token_id + 1 in RoBERTa's families, else 0."""
     return model.config.pad_token_id + 1 if model.config.model_type in ("roberta", "xlm-roberta") else 0
 
 
 def positions(model: PreTrainedModel) -> int:
-    """Tokens of the longest input that the model has positions for."""
+    """Return the longest input in tokens that the model has positions for."""
     return int(model.config.max_position_embeddings) - position_offset(model)
 
 
 @torch.no_grad()
 def extend_positions(model: PreTrainedModel, length: int) -> None:
-    """Let a pretrained encoder take `length` tokens, in place: position i gets the embedding of position i mod P.
+    """Extend a pretrained encoder to `length` tokens, in place: position i gets the embedding of position i mod P.
 
-    The configuration and the buffers that hold positions follow. Raises HubError where the model has more already.
+    Updates the configuration and the position buffers too. Raises HubError if the model has more positions.
     """
     old, offset = positions(model), position_offset(model)
     if length < old:
-        problem = f"has {old} positions, more than the {length} asked for"
-        raise HubError(type(model).__name__, problem, f"Ask for {old} or more")
+        problem = f"has {old} positions, more than the requested {length}"
+        raise HubError(type(model).__name__, problem, f"Use {old} or more")
     embeddings: Any = model.base_model.embeddings
     table: nn.Embedding = embeddings.position_embeddings
     rows = torch.arange(length, device=table.weight.device) % old + offset

@@ -1,8 +1,8 @@
-"""The mechanisms of one layer of a HuggingFace model, their part of its generation cache, and the function "megasparse"
-that transformers calls in place of its own attention and masks.
+"""The mechanisms of one layer of a Hugging Face model, their part of its generation cache, and the attention function
+"megasparse" that transformers calls.
 
-The mask stays a mask of the keys, (B, L), and the layer's q, k and v, projected by the pretrained weights, go to the
-mechanisms. B batch, L length, n new tokens, H heads, G heads of keys, D head dim, E width.
+The mask remains a mask of the keys, (B, L). The layer's q, k and v, projected by the pretrained weights, are the inputs
+of the mechanisms. B batch, L length, n new tokens, H heads, G key heads, D head dim, E width.
 """
 
 import math
@@ -28,9 +28,9 @@ from megasparse.ops.random import RngContext
 
 NAME = "megasparse"
 _PAIRS = 1 << 24
-"""Pairs of queries and keys in a mask."""
+"""Largest number of query-key pairs in a mask."""
 _GATHERED = 1 << 20
-"""Numbers of keys that are gathered at a time."""
+"""Largest number of gathered key values at once."""
 
 
 class Projected(NamedTuple):
@@ -43,7 +43,7 @@ class Projected(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The newest n tokens of one mechanism. entries: (B, n, w) or None, and queries: see `Attention.index`."""
+    """The newest n tokens for one mechanism. entries: (B, n, w) or None, and queries: see `Attention.index`."""
 
     mechanism: Attention
     heads: AttentionInputs
@@ -53,7 +53,7 @@ class _Part(NamedTuple):
 
 
 class Mechanisms(nn.ModuleDict):
-    """The mechanisms of one layer, by kind, each of some of its heads."""
+    """The mechanisms of one layer, by kind, with the heads split among them."""
 
     def __init__(self, config: ModelConfig, layer: int):
         split = heads_of_layer(config, layer)
@@ -62,16 +62,16 @@ class Mechanisms(nn.ModuleDict):
         self.causal = config.kind == "decoder"
 
     def with_full_attention(self) -> "Mechanisms":
-        """Full attention in the same place."""
+        """Return full attention for the same layer."""
         return Mechanisms(self.config.model_copy(update={"attention": AttentionConfig(pattern=["full"])}), self.layer)
 
     @property
     def attends_fully(self) -> bool:
-        """True if all heads attend fully, by queries and keys of their own."""
+        """True if all heads use full attention with separate queries and keys."""
         return all(_attends_fully(attention) for attention in self.values())
 
     def attend(self, inputs: Projected, padding: Padding, context: AttentionContext) -> tuple[Tensor, list[Tensor]]:
-        """Outputs of all heads (B, H, L, D), and what the mechanisms learn from."""
+        """Return the outputs of all heads (B, H, L, D), and the mechanisms' auxiliary losses."""
         outs, losses = [], []
         for mechanism, heads, part in self.split_heads_by_mechanism(inputs.q, inputs.k, inputs.v, padding, context):
             with autocast_off(inputs.x):
@@ -82,7 +82,7 @@ class Mechanisms(nn.ModuleDict):
         return torch.cat(outs, dim=1), losses
 
     def index(self, inputs: Projected, context: AttentionContext, position: int) -> list[_Part]:
-        """The newest tokens of each mechanism, with what later ones choose their keys by."""
+        """Index the newest tokens for each mechanism; later queries select their keys by the index."""
         parts = []
         for mechanism, heads, local in self.split_heads_by_mechanism(
             inputs.q, inputs.k, inputs.v, Padding(), context, position
@@ -91,7 +91,7 @@ class Mechanisms(nn.ModuleDict):
                 index, queries = mechanism.index(inputs.x, heads, local)
             if index is not None and index.is_floating_point():
                 index = index.to(heads.k.dtype)
-            if mechanism.shared_qk:  # its keys are unit queries, and no cache of keys
+            if mechanism.shared_qk:  # its keys are unit queries, which the cache of keys does not contain
                 index = heads.k.detach().transpose(1, 2).flatten(2)
             parts.append(_Part(mechanism, heads, local, index, queries))
         return parts
@@ -99,8 +99,8 @@ class Mechanisms(nn.ModuleDict):
     def attend_cached(
         self, parts: list[_Part], k: Tensor, v: Tensor, index: Sequence[Tensor | None], real: Tensor | None
     ) -> Tensor:
-        """Outputs of the newest n tokens of a cache, (B, H, n, D). k, v: (B, G, L, D). index: of all tokens. real: (B,
-        L) bool, or None.
+        """Attend from the newest n tokens to a cache. Returns (B, H, n, D). k, v: (B, G, L, D). index: of all tokens.
+        real: (B, L) bool, or None.
         """
         length, count, repeats = k.shape[2], parts[0].heads.q.shape[2], sum(self.split.values()) // k.shape[1]
         tokens, outs, first = CachedTokens.of(length, count, real, k.device), [], 0
@@ -124,7 +124,7 @@ class Mechanisms(nn.ModuleDict):
     def split_heads_by_mechanism(
         self, q: Tensor, k: Tensor, v: Tensor, padding: Padding, context: AttentionContext, position: int = 0
     ) -> Iterator[tuple[Attention, AttentionInputs, AttentionContext]]:
-        """Each mechanism, its share of all heads (B, H, L, D), and its context."""
+        """Yield each mechanism, its heads of (B, H, L, D), and its context."""
         mechanisms = {kind: cast(Attention, self[kind]) for kind in self.split}
         shares = zip(k.split(list(self.split.values()), dim=1), mechanisms.values(), strict=True)
         keyed = [keys for keys, mechanism in shares if not mechanism.shared_qk]
@@ -140,9 +140,9 @@ def _attends_fully(attention: nn.Module) -> bool:
 
 
 class IndexedLayer(DynamicIndexedLayer):  # type: ignore[misc]
-    """A layer of transformers' generation cache with an index by which mechanisms choose keys.
+    """A layer of transformers' generation cache with an index for the mechanisms' selection of keys.
 
-    Its tensors grow in steps, so that few tokens copy them.
+    Its tensors have spare capacity, so that most tokens are appended without a copy.
     """
 
     def __init__(self) -> None:
@@ -162,8 +162,8 @@ class IndexedLayer(DynamicIndexedLayer):  # type: ignore[misc]
         if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and not layer.get_seq_length():
             cache.layers[number] = IndexedLayer()
         elif not isinstance(layer, IndexedLayer) and (needs_index or type(layer) is not DynamicLayer):
-            problem = f"layer {number} of past_key_values is a {type(layer).__name__} with no index of its tokens"
-            hint = "Give an empty DynamicCache, or none, and keep one attn_implementation while it fills"
+            problem = f"layer {number} of past_key_values is a {type(layer).__name__} without an index of its tokens"
+            hint = "Use an empty DynamicCache, or none, and keep one attn_implementation while it fills"
             raise HubError(type(cache).__name__, problem, hint)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -180,7 +180,7 @@ class IndexedLayer(DynamicIndexedLayer):  # type: ignore[misc]
         return self.indexer_keys
 
     def _append(self, name: str, old: Tensor | None, new: Tensor) -> Tensor:
-        """Return `old` (..., L, w), or nothing, and `new` (..., n, w), in a tensor with room for more."""
+        """Append `new` (..., n, w) to `old` (..., L, w), which may be empty, in a tensor with spare capacity."""
         assert old is not None
         length, store = old.shape[-2] if old.numel() else 0, self.stores.get(name)
         total = length + new.shape[-2]
@@ -196,9 +196,10 @@ class IndexedLayer(DynamicIndexedLayer):  # type: ignore[misc]
 
 
 def attend_to(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> Tensor:
-    """Softmax attention of queries (B, H, n, D) to the keys that an index names, (B, H, n, D).
+    """Softmax attention of queries (B, H, n, D) to the keys in an index. Returns (B, H, n, D).
 
-    k, v: (B, G, L, D). index: (B or 1, I, n, K), −1 at empty places. Heads that share keys and index share a gather.
+    k, v: (B, G, L, D). index: (B or 1, I, n, K), −1 for unused entries. Heads with the same keys and index share a
+    gather.
     """
     (batch, _, count, dim), groups, slots = q.shape, k.shape[1], index.shape[3]
     shares = math.lcm(groups, index.shape[1])
@@ -230,7 +231,7 @@ class InterfaceCall(NamedTuple):
 
 @dataclass
 class ReplacedPass:
-    """One forward pass of the model that was called, `owner`."""
+    """One forward pass of `owner`, the model that was called."""
 
     owner: nn.Module
     seed: int
@@ -238,7 +239,7 @@ class ReplacedPass:
     targets: Targets | None
     position_ids: Tensor | None = None
     draws: RngContext | None = None
-    """Draws to use in place of those of the model's own seed and passes."""
+    """Replaces the model's seed and pass number."""
     losses: list[Tensor] = field(default_factory=list)
     calls: list[InterfaceCall] | None = None
     """Record of the calls in a pass that only asks for them: values are then their own outputs."""
@@ -266,10 +267,10 @@ def attend(
     sliding_window: int | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a layer, as transformers calls it. query: (B, H, n, D), of the last n tokens. key, value: (B, G, L,
-    D), of all. Returns (B, n, H, D).
+    """Attention function of a layer, called by transformers.
 
-    attention_mask: (B, L) bool or None, as `key_mask` made it. Raises HubError for what no mechanism can do.
+    query: (B, H, n, D), the last n tokens. key, value: (B, G, L, D), all tokens. attention_mask: (B, L) bool or None,
+    from `key_mask`. Returns (B, n, H, D). Raises HubError for unsupported arguments.
     """
     name, layer, run = type(module).__name__, getattr(module, NAME, None), megasparse_pass
     if run is not None and run.calls is not None:
@@ -279,10 +280,10 @@ def attend(
         hint = "Load a folder of replaced attention after import megasparse.hub, or call megasparse.replace_attention"
         raise HubError(name, "its attention is not replaced", hint)
     if output_attentions:
-        raise HubError(name, "there is no matrix of attention weights to give", "Leave output_attentions out")
+        raise HubError(name, "mechanisms compute no matrix of attention weights", "Leave output_attentions out")
     if attention_mask is not None and attention_mask.dim() != 2:
         shape = tuple(attention_mask.shape)
-        raise HubError(name, f"attention_mask has the shape {shape}", "Give one of the tokens, (batch, length)")
+        raise HubError(name, f"attention_mask has shape {shape}", "Use a mask of the tokens, (batch, length)")
     batch, _, count, dim = query.shape
     query = query if scaling is None else query * (scaling * dim**0.5)
     packed = attention_mask is None and run.position_ids is not None and count == key.shape[2]
@@ -292,8 +293,8 @@ def attend(
     assert megasparse_input is not None
     length = key.shape[2]
     if length > layer.config.max_length:
-        problem = f"{length} tokens are more than the {layer.config.max_length} its attention was made for"
-        raise HubError(name, problem, "Call replace_attention with that max_length")
+        problem = f"{length} tokens are more than the max_length = {layer.config.max_length} of its attention"
+        raise HubError(name, problem, "Call replace_attention with a larger max_length")
     position, repeats = length - count, query.shape[1] // key.shape[1]
     newest = (x[:, :, position:].repeat_interleave(repeats, dim=1) for x in (key, value))
     read = Projected(megasparse_input, query, *newest)
@@ -302,8 +303,8 @@ def attend(
     cached: Any = None if megasparse_cache is None else megasparse_cache.layers[layer.layer]
     parts, index = list[_Part](), list[Tensor | None]()
     if position and getattr(cached, "packed", False):
-        problem = "holds several packed documents, and a new token would see them all"
-        raise HubError("past_key_values", problem, "Give each document a cache of its own")
+        problem = "contains several packed documents, and new tokens would attend to all of them"
+        raise HubError("past_key_values", problem, "Use one cache per document")
     if isinstance(cached, IndexedLayer):
         parts = layer.index(read, context, position)
         index = _indexed(cached, parts, position)
@@ -324,9 +325,9 @@ def attend(
 
 
 def _indexed(cached: IndexedLayer, parts: list[_Part], position: int) -> list[Tensor | None]:
-    """Add the newest tokens to the index of a layer. Returns that of all tokens, (B, L, w) of each mechanism.
+    """Add the newest tokens to the index of a layer. Return the index of all tokens, (B, L, w) per mechanism.
 
-    A layer has one tensor of bytes: the numbers of its mechanisms stand side by side.
+    The index is one byte tensor per layer, with the entries of all mechanisms concatenated.
     """
     entries = [part.entries.contiguous().view(torch.uint8) for part in parts if part.entries is not None]
     if not entries:
@@ -341,7 +342,7 @@ def _indexed(cached: IndexedLayer, parts: list[_Part], position: int) -> list[Te
 
 
 def _again(part: _Part, k: Tensor, v: Tensor, entries: Tensor | None, real: Tensor | None) -> Tensor:
-    """Outputs of the newest tokens by a pass over all, of a mechanism that chooses no keys. entries: its unit keys."""
+    """Recompute all tokens for a mechanism that does not select keys, and return the newest. entries: its unit keys."""
     q, before = part.heads.q, k.shape[2] - part.heads.q.shape[2]
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     if entries is None:
@@ -361,9 +362,9 @@ def _after(
     window: int | None = None,
     segments: Tensor | None = None,
 ) -> Tensor:
-    """Full attention of the last n tokens (B, H, n, D) of those in a cache, or attention to the last `window` tokens.
+    """Full attention of the last n tokens (B, H, n, D) to a cache, or attention to the last `window` tokens.
 
-    key, value: (B, G, L, D). mask: (B, L or more) bool, of which the last L are meant. segments: (B, L) documents.
+    key, value: (B, G, L, D). mask: (B, L or more) bool, its last L columns are used. segments: (B, L) document numbers.
     """
     count, length, outs = query.shape[2], key.shape[2], []
     position = torch.arange(length, device=query.device)
@@ -384,13 +385,13 @@ def _after(
 
 
 def _documents(position_ids: Tensor, batch: int, length: int) -> Tensor | None:
-    """Numbers of packed documents (B, L), each of which begins where positions do not go on; None for one document."""
+    """Return document numbers (B, L) of packed documents, which start at jumps of positions; None for one document."""
     starts = F.pad(position_ids.diff(dim=1) != 1, (1, 0))
     return starts.cumsum(1).expand(batch, length) if bool(starts.any()) else None
 
 
 def key_mask(*, attention_mask: Tensor | None = None, **unused: Any) -> Tensor | None:
-    """Mask of a model, as transformers calls it: (B, L) bool, true for real tokens, or None where all are."""
+    """Mask function of a model, called by transformers: (B, L) bool, True for real tokens, or None if all are."""
     return None if attention_mask is None or bool(attention_mask.all()) else attention_mask
 
 

@@ -31,19 +31,19 @@ from megasparse.hub.replaced_layer import NAME, Mechanisms
 from megasparse.ops.random import RngContext
 
 UPDATES = 8
-"""Steps of Adam of each layer in one pass of the model, each on queries of its own."""
+"""Adam steps per layer in one pass of the model, each on newly drawn queries."""
 RECORD = "course.json"
 _HELD_OUT = 1 << 30  # step of the draws of measurements
 
 
 class Teacher:
-    """Adam over the mechanisms of a replaced model that learn from its attention which keys to choose.
+    """Trainer of the mechanisms of a replaced model. They learn from its full attention which keys to select.
 
-    What was learned can be kept in a folder after every pass, from which an interrupted course resumes bit for bit.
+    Progress can be saved in a folder after every pass; an interrupted training resumes from it, bit-identical.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int = 0):
-        """Make the optimizers. seed: of the draws of queries. Raises HubError where nothing can be taught."""
+        """Create the optimizers. seed: for the draws of queries. Raises HubError if no mechanism can be taught."""
         self.model, self.seed, self.passes = model, seed, 0
         self.layers = [module for module in model.modules() if isinstance(module, Mechanisms)]
         self.optimizers = {
@@ -57,21 +57,21 @@ class Teacher:
                 'Replace its attention by {"kind": "smart_bird", "sketch": "heads", "objective": "attention"} or '
                 '{"kind": "lha", "joint": false, "utility": "collisions"}'
             )
-            raise HubError(type(model).__name__, "no part of its attention can be taught", hint)
+            raise HubError(type(model).__name__, "its attention has no part that can be taught", hint)
 
     def teach(
         self, windows: list[list[int]], held_out: list[list[int]], passes: int, folder: Path | None = None
     ) -> tuple[float, float]:
-        """Learn from up to `passes` windows in all, each epoch in an order of its own.
+        """Learn from up to `passes` windows in total, each epoch in another order.
 
         Args:
-            windows, held_out: token ids to learn from and to measure, all of one length, without padding.
-            passes: passes of the model in all, those of an interrupted course included.
-            folder: keeps what was learned after every pass; where it is of the same course, that resumes.
+            windows, held_out: Token ids for training and evaluation, all of one length, without padding.
+            passes: Passes of the model in total, with the passes of an interrupted training.
+            folder: Saves progress after every pass, and resumes from it.
         Returns:
             The mean loss on the held-out windows before and after.
         Raises:
-            HubError: `folder` is of another course, or damaged.
+            HubError: `folder` belongs to another training, or is damaged.
         """
         identity = self._identity(windows, held_out)
         record = None if folder is None else self._resume(folder, identity)
@@ -90,13 +90,13 @@ class Teacher:
         return record["before"], self._loss_on(held_out)
 
     def learn(self, tokens: Tensor) -> float:
-        """Learn from texts (B, L) int64 without padding. Returns the mean loss of mechanisms, before each update."""
+        """Learn from texts (B, L) int64 without padding. Return the mean loss of mechanisms, before each update."""
         loss = self._run(tokens, self.passes * UPDATES, UPDATES)
         self.passes += 1
         return loss
 
     def measure(self, tokens: Tensor) -> float:
-        """Return the mean loss of mechanisms on texts (B, L), from which nothing is learned."""
+        """Return the mean loss of mechanisms on texts (B, L), without learning from them."""
         return self._run(tokens, _HELD_OUT, 0)
 
     def _loss_on(self, windows: list[list[int]]) -> float:
@@ -136,13 +136,13 @@ class Teacher:
     def _identity(self, windows: list[list[int]], held_out: list[list[int]]) -> str:
         settings = json.dumps([getattr(self.model.config, ENTRY), windows, held_out, self.seed], sort_keys=True)
         digest = hashlib.sha256(settings.encode())
-        for name, weight in self.model.state_dict().items():  # some numbers of each weight tell models apart
+        for name, weight in self.model.state_dict().items():  # a few numbers per weight identify the model
             digest.update(f"{name} {weight.flatten()[:8].tolist()}".encode())
         return digest.hexdigest()
 
     @torch.no_grad()
     def _resume(self, folder: Path, identity: str) -> dict[str, Any] | None:
-        """Load what `folder` keeps of an interrupted course; None if it keeps nothing."""
+        """Load the progress in `folder` of an interrupted training; None if there is none."""
         path = folder / RECORD
         if not path.exists():
             return None
@@ -151,25 +151,25 @@ class Teacher:
             course, passes, state = record["identity"], int(record["passes"]), folder / Path(str(record["state"])).name
             before = float(record["before"])
         except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
-            raise HubError(path, "is damaged", f"Remove {folder} to begin again") from None
+            raise HubError(path, "is damaged", f"Remove {folder} to start again") from None
         if course != identity:
-            hint = f"Give the model, texts, length and seed that it began with, or remove {folder}"
-            raise HubError(path, "is of another course", hint)
+            hint = f"Use the same model, texts, length and seed, or remove {folder}"
+            raise HubError(path, "belongs to another training", hint)
         try:
-            open_file(state).close()  # a pipe would make it wait
+            open_file(state).close()  # reject a pipe, which would block
             stored = load_file(state)
         except (SafetensorError, OSError) as error:
-            raise HubError(state, f"cannot be read ({error})", "Remove it to begin again") from None
+            raise HubError(state, f"cannot be read ({error})", "Remove it to start again") from None
         tensors = dict(self._state())
         if {name: x.shape for name, x in stored.items()} != {name: x.shape for name, x in tensors.items()}:
-            raise HubError(state, "is not what this model's mechanisms learned", "Remove it to begin again")
+            raise HubError(state, "does not fit this model's mechanisms", "Remove it to start again")
         for name, tensor in tensors.items():
             tensor.copy_(stored[name])
         self.passes = passes
         return {"before": before}
 
     def _keep(self, folder: Path | None, record: dict[str, Any], identity: str) -> None:
-        """Write the state, then the record that names it: killed in between, the one before it still counts."""
+        """Write the state, then the record that names it, so that the previous one is valid until then."""
         if folder is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -186,7 +186,7 @@ class Teacher:
         for (number, kind), optimizer in self.optimizers.items():
             for position, weight in enumerate(optimizer.param_groups[0]["params"]):
                 state = optimizer.state[weight]
-                if not state:  # as Adam itself begins
+                if not state:  # Adam's initial state
                     state["step"] = torch.zeros(())
                     state |= {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
                 name = f"{number}.{kind}.{position}"
@@ -196,7 +196,7 @@ class Teacher:
 
 @contextmanager
 def full_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the `with`, every replaced attention is full attention again, and nothing is dropped."""
+    """Replace every mechanism by full attention, without dropout, inside the `with` block."""
     replaced = [(module, getattr(module, NAME)) for module in model.modules() if hasattr(module, NAME)]
     was_training = model.training
     model.eval()
@@ -211,9 +211,9 @@ def full_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def read_windows(tokenizer: Any, paths: list[Path], length: int) -> list[list[int]]:
-    """Return the token ids of all windows of text files, and of those in folders, `length` tokens at most.
+    """Return the token ids of all windows, of at most `length` tokens, of text files and of text files in folders.
 
-    Raises DataError where a file cannot be read.
+    Raises DataError if a file cannot be read.
     """
     files = [file for path in paths for file in (sorted(path.rglob("*.txt")) if path.is_dir() else [path])]
     windows: list[list[int]] = []
@@ -222,7 +222,7 @@ def read_windows(tokenizer: Any, paths: list[Path], length: int) -> list[list[in
             with open_file(file) as stream:
                 text = TextIOWrapper(stream, encoding="utf-8").read()
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(file, f"cannot be read as UTF-8 text ({error})", "Give text files") from None
+            raise DataError(file, f"cannot be read as UTF-8 text ({error})", "Use text files") from None
         cut = tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
         windows += cut if cut and isinstance(cut[0], list) else [cut]
     return windows

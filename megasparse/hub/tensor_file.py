@@ -1,5 +1,5 @@
-"""Folders of HuggingFace models: tensors read one at a time, safetensors only, nothing unpickled; folders that appear
-whole or not at all.
+"""Folders of Hugging Face models: tensors are read one at a time from safetensors files, nothing is unpickled, and
+folders are written atomically.
 """
 
 import json
@@ -19,36 +19,37 @@ from megasparse.errors import HubError
 from megasparse.files import open_file, read_file, sync_folder
 
 LAYERS = {"layers", "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"}
-"""Keys of a config.json that hold a number of layers."""
+"""Keys of config.json for the number of layers."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _AGAIN = "Copy or download it again"
 
 
 class TensorFile:
-    """The tensors of a model.safetensors, or of the files that a model.safetensors.index.json names."""
+    """The tensors of a model.safetensors, or of the files that model.safetensors.index.json lists."""
 
     def __init__(self, path: Path, files: dict[str, Any]):
-        """Keep the opened files. path: the folder. files: the opened file of each tensor."""
+        """Store the opened files. path: the folder. files: the opened file of each tensor."""
         self.path, self._files = path, files
 
     @staticmethod
     def open(folder: str | Path) -> "TensorFile":
-        """Open a folder's tensors. Raises HubError where there are none, where a file is missing or torn or holds other
-        tensors than the index says, and where config.json has more layers than there are tensors: building them could
-        take more memory than there is.
+        """Open a folder's tensors.
+
+        Raises HubError if there are none, if a file is missing, damaged or differs from the index, and if config.json
+        has more layers than there are tensors, because building them could exhaust memory.
         """
         folder = Path(folder)
         if not folder.is_dir():
-            raise HubError(folder, "there is no such folder", "Give the folder of a HuggingFace model")
+            raise HubError(folder, "no such folder", "Use the folder of a HuggingFace model")
         if (folder / WEIGHTS).exists():
             return TensorFile(folder, TensorFile.one(folder / WEIGHTS)._files)._of_its_depth()
         if (folder / INDEX).exists():
             return TensorFile(folder, _sharded(folder))._of_its_depth()
         pickled = sorted(path.name for ending in ("*.bin", "*.pt", "*.pth") for path in folder.glob(ending))
         if pickled:
-            hint = "Convert it to safetensors, with transformers' save_pretrained where the file can be trusted"
-            raise HubError(folder / pickled[0], "is a pickle, which could run any code as it is read", hint)
-        raise HubError(folder, f"has neither {WEIGHTS} nor {INDEX}", "Give the folder of a HuggingFace model")
+            hint = "Convert it to safetensors with transformers' save_pretrained, if you trust the file"
+            raise HubError(folder / pickled[0], "is a pickle, which could run any code when it is loaded", hint)
+        raise HubError(folder, f"contains neither {WEIGHTS} nor {INDEX}", "Use the folder of a HuggingFace model")
 
     @staticmethod
     def one(path: Path) -> "TensorFile":
@@ -63,7 +64,7 @@ class TensorFile:
         return tuple(self._file(name).get_slice(name).get_shape())
 
     def read(self, name: str, shape: Iterable[int] | None = None) -> Tensor:
-        """One tensor, floating point as fp32. Raises HubError where it is missing, or not of the `shape` given."""
+        """Read a tensor, floating point as fp32. Raises HubError if it is missing or does not have the `shape`."""
         if shape is not None:
             self._check_shape(name, shape)
         try:
@@ -73,34 +74,36 @@ class TensorFile:
         return tensor.to(torch.float32) if tensor.is_floating_point() else tensor
 
     def check(self, expected: Mapping[str, Iterable[int]]) -> None:
-        """Raise HubError unless the tensors are exactly those expected: missing, wrong-shaped, or unexpected."""
+        """Raise HubError unless the tensors and their shapes are exactly those in `expected`."""
         for name, shape in expected.items():
             self._check_shape(name, shape)
         for name in self.names():
             if name not in expected:
-                hint = "Give a model of the architecture that its config.json names"
-                raise HubError(self.path, f"has a tensor {name} that its architecture has not", hint)
+                hint = "Use a model of the architecture in its config.json"
+                raise HubError(self.path, f"contains a tensor {name}, unknown to its architecture", hint)
 
     def _of_its_depth(self) -> "TensorFile":
-        with suppress(OSError, ValueError, RecursionError):  # who reads the configuration says what is wrong with it
+        with suppress(OSError, ValueError, RecursionError):  # errors of config.json are reported when it is parsed
             if (layers := depth(json.loads(read_file(self.path / "config.json")))) > (count := len(self._files)):
-                problem = f"has {count} tensors, by its config.json {layers} layers"
-                raise HubError(self.path, problem, "Give a model with its own config.json")
+                problem = f"contains {count} tensors, but its config.json specifies {layers} layers"
+                raise HubError(self.path, problem, "Use a model with its original config.json")
         return self
 
     def _file(self, name: str) -> Any:
         if name not in self._files:
-            raise HubError(self.path, f"has no tensor {name}", "Give a model that is whole, with its own config.json")
+            raise HubError(
+                self.path, f"contains no tensor {name}", "Use a complete model with its original config.json"
+            )
         return self._files[name]
 
     def _check_shape(self, name: str, expected: Iterable[int]) -> None:
         if (shape := self.shape(name)) != tuple(expected):
-            problem = f"{name} has shape {list(shape)}, by its config.json {list(expected)}"
-            raise HubError(self.path, problem, "Give a model with its own config.json")
+            problem = f"{name} has shape {list(shape)}, but {list(expected)} by its config.json"
+            raise HubError(self.path, problem, "Use a model with its original config.json")
 
 
 def depth(values: Any) -> int:
-    """The largest number of layers that a configuration asks for, in itself or in a section; 0 where it names none."""
+    """Return the largest number of layers in a configuration, nested sections included; 0 if there is none."""
     if not isinstance(values, dict):
         return 0
     layers = (value for key, value in values.items() if key in LAYERS and isinstance(value, int))
@@ -113,41 +116,43 @@ def _sharded(folder: Path) -> dict[str, Any]:
         listed = json.loads(read_file(index))["weight_map"]
         file_of = {str(name): str(file) for name, file in listed.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise HubError(index, "is no index of safetensors files", _AGAIN) from None
+        raise HubError(index, "is not an index of safetensors files", _AGAIN) from None
     files: dict[str, Any] = {}
     present = {path.name for path in folder.iterdir()}
     for name in sorted(set(file_of.values())):
         usable = name.endswith(".safetensors") and name.isprintable() and len(name) < 256
         if Path(name).name != name or not usable:
-            raise HubError(index, f"names {name[:200]!a}, which is no safetensors file beside it", "Do not trust it")
+            raise HubError(
+                index, f"lists {name[:200]!a}, which is not a safetensors file next to it", "Do not trust it"
+            )
         if name not in present:
             raise HubError(folder / name, "missing", _AGAIN)
         file = _opened(folder / name)
         files |= dict.fromkeys(file.keys(), file)
         if odd := sorted(set(file.keys()) ^ {tensor for tensor, other in file_of.items() if other == name}):
-            raise HubError(folder / name, f"does not hold what {INDEX} says of it, beginning with {odd[0]}", _AGAIN)
+            raise HubError(folder / name, f"contains other tensors than {INDEX} lists, first {odd[0]}", _AGAIN)
     return files
 
 
 def _opened(path: Path) -> Any:
     try:
-        open_file(path).close()  # a pipe would make it wait
+        open_file(path).close()  # reject a pipe, which would block
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise HubError(path, f"is no whole safetensors file ({error})", _AGAIN) from None
+        raise HubError(path, f"damaged safetensors file ({error})", _AGAIN) from None
 
 
 def refuse_existing(output: Path) -> None:
-    """Raise HubError where there is something of this name."""
+    """Raise HubError if the path exists."""
     if os.path.lexists(output):
-        raise HubError(output, "exists already", "Give the name of a new folder")
+        raise HubError(output, "exists already", "Choose a new folder")
 
 
 @contextmanager
 def appearing(output: Path) -> Iterator[Path]:
-    """A folder to fill, which gets the name `output` when the block ends, on disk by then, and vanishes when it fails.
+    """Yield a temporary folder. Sync it and rename it to `output` on exit, or delete it on an error.
 
-    Raises HubError where `output` exists or cannot be written.
+    Raises HubError if `output` exists or cannot be written.
     """
     refuse_existing(output)
     temporary = output.with_name(f".{output.name}-{uuid.uuid4().hex}")
@@ -163,6 +168,6 @@ def appearing(output: Path) -> Iterator[Path]:
         sync_folder(output.parent)
     except OSError as error:
         problem = f"cannot be written ({error.strerror or error})"
-        raise HubError(output, problem, "Make room, or choose another") from None
+        raise HubError(output, problem, "Free some space, or choose another folder") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The tokenizer of an exported folder, as HuggingFace's fast tokenizers read it, and of a folder to import."""
+"""Tokenizer files of a folder to export, for Hugging Face's fast tokenizers, and of a folder to import."""
 
 import json
 import re
@@ -19,24 +19,24 @@ BESIDE = (
     SETTINGS, GENERATION, "chat_template.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model",
 )  # fmt: skip
-"""Other files of a decoder's tokenizer, chat template and generation."""
+"""Other files of a decoder: tokenizer, chat template and generation settings."""
 SPECIAL = ("eos_token_id", "pad_token_id")
 TRAINED = "training_tokenizer.json"
-"""The file of the training, where `FILE` is another one."""
+"""The tokenizer's file in training, if `FILE` differs from it."""
 
 Files = dict[str, str | bytes]
 
 
 def tokenizer_files(config: Config, longest: int, room: int | None = None) -> Files:
-    """Name and content of what AutoTokenizer reads, and of the tokenizer's own file. Nothing for pixels; for models of
-    sentencepiece's that no tokenizer.json is exactly, the own file alone.
+    """Return the files that AutoTokenizer reads, and the tokenizer's own file; {} for pixels. For sentencepiece models
+    that tokenizer.json cannot express exactly, only the own file.
 
-    A text gets the same ids there, but that an encoder's special tokens are read by their names, and that a
-    HuggingFace tokenizer puts before and after a text what its tokenizer.json says. In an encoder–decoder the separator
-    follows every text, as in its sources and targets, and nothing else.
+    Texts get the same ids, except that an encoder's tokenizer recognises special tokens by name, and a Hugging Face
+    tokenizer adds the tokens that its tokenizer.json specifies. An encoder–decoder's tokenizer adds only the separator
+    after every text, as in its sources and targets.
 
-    longest: tokens that the model takes. room: ids below which a padding token of bytes must be; None: it may have any
-    that nothing else has, for the model does not read it. Raises ConfigError where the tokenizer's file is missing.
+    longest: the model's maximum input in tokens. room: upper bound of a padding id of bytes; None if any unused id will
+    do, because the model never reads it. Raises ConfigError if the tokenizer's file is missing.
     """
     tokenizer = build_tokenizer(config.data.tokenizer)
     model = config.model
@@ -48,7 +48,7 @@ def tokenizer_files(config: Config, longest: int, room: int | None = None) -> Fi
         return {}
     content = read_file(tokenizer.file)
     files: Files = {own_name(tokenizer, model.kind): content}
-    values: dict[str, Any] | None  # content of tokenizer.json; None if no such file is exactly the tokenizer
+    values: dict[str, Any] | None  # content of tokenizer.json; None if it cannot express the tokenizer exactly
     if tokenizer.name == "huggingface":
         values = json.loads(content)
     else:
@@ -61,8 +61,8 @@ def tokenizer_files(config: Config, longest: int, room: int | None = None) -> Fi
 
 
 def chat_files(config: Config, longest: int, room: int | None = None) -> Files:
-    """The files of a tokenizer: where a decoder's was imported with its chat template and settings, those themselves;
-    else those of `tokenizer_files`.
+    """Return a decoder's original tokenizer files, if it was imported with its settings; else those of
+    `tokenizer_files`.
     """
     file = build_tokenizer(config.data.tokenizer).file
     imported = file is not None and file.name == FILE and (file.parent / SETTINGS).is_file()
@@ -86,11 +86,10 @@ def beside(folder: Path) -> Files:
 def byte_files(
     longest: int, mask: int | None, padding: int | None = None, room: int | None = None, end: int | None = None
 ) -> Files:
-    """The tokenizer whose token is a byte of UTF-8. mask: an encoder's mask token, or None of a decoder. end: what
-    follows every text of an encoder–decoder.
+    """Return the files of a byte tokenizer. mask: an encoder's mask token, None for a decoder. end: token after every
+    text of an encoder–decoder. padding: by default the first unused id; the attention mask hides it from the model.
 
-    A decoder's tokenizer takes the special tokens' names as text too, so that every text is exactly its bytes. padding:
-    where None, the first id that nothing else has; the model never reads it, the attention mask hides it.
+    A decoder's tokenizer reads names of special tokens as text, so that every text is exactly its bytes.
     """
     special = {} if mask is None else {"[MASK]": mask}
     if padding is None:
@@ -104,7 +103,7 @@ def byte_files(
 
 
 def files_with_start(files: Files, token: int, name: str) -> Files:
-    """The same tokenizer, with the special token `name` before every text, which is its padding too."""
+    """Add the special token `name` before every text to a tokenizer; it is also the padding token."""
     if FILE not in files:
         return files
     values, settings = json.loads(files[FILE]), json.loads(files[SETTINGS])
@@ -114,9 +113,9 @@ def files_with_start(files: Files, token: int, name: str) -> Files:
 
 
 def own_name(tokenizer: Tokenizer, kind: str) -> str:
-    """Name of a tokenizer's own file in the exported folder of a kind of model; of one that needs none, its own name.
+    """Return the name of a tokenizer's own file in an exported folder; the tokenizer's name if it has no file.
 
-    An encoder–decoder's tokenizer.json is not the file of the training, for it has the separator behind every text.
+    An encoder–decoder's tokenizer.json adds the separator after every text, so the training file has another name.
     """
     if tokenizer.file is None:
         return tokenizer.name
@@ -125,36 +124,36 @@ def own_name(tokenizer: Tokenizer, kind: str) -> str:
 
 
 def separator(tokenizer: Tokenizer, model: ModelConfig) -> int | None:
-    """Token that ends sources and targets; None where the tokenizer, or the model, has none."""
+    """Return the token that ends sources and targets; None if the tokenizer or the model has none."""
     if tokenizer.special is None or tokenizer.special.separator >= model.vocabulary:
         return None
     return tokenizer.special.separator
 
 
 def found_tokenizer(folder: Path, named: str | None) -> str:
-    """`data.tokenizer` of a model in a folder: a name, or the path of a file there.
+    """Return `data.tokenizer` for the model in a folder: a name, or the path of a file in it.
 
-    named: what its config.json says, by `own_name`. Without it, it is the tokenizer.json; `bytes` where that is one of
-    `byte_files`, and where there is none. Raises HubError for the name of a file that is not in the folder.
+    named: `own_name` from its config.json. Without it, the tokenizer.json; `bytes` if there is none or it is from
+    `byte_files`. Raises HubError if the named file is not in the folder.
     """
     if named in NAMED:
         return str(named)
     if named is not None:
         if named not in {path.name for path in folder.iterdir() if path.is_file()}:
-            problem = f"its config.json names the tokenizer {named[:200]!r}, and there is no such file"
-            raise HubError(folder, problem, "Copy the folder again, whole")
+            problem = f"the tokenizer {named[:200]!r} of its config.json is missing"
+            raise HubError(folder, problem, "Copy the whole folder again")
         return str(folder / named)
     file = folder / FILE
     of_text = file.is_file()
     if of_text:
-        with suppress(ValueError, RecursionError):  # it is damaged, which is reported where it is opened
+        with suppress(ValueError, RecursionError):  # damage is reported when the file is opened
             values = json.loads(read_file(file))
             of_text = not isinstance(values, dict) or values.get("model") != of_bytes({})["model"]
     return str(file) if of_text else "bytes"
 
 
 def _ended(values: dict[str, Any], longest: int, end: int) -> Files:
-    """Files of a tokenizer.json with `end` behind every text."""
+    """Return the files of a tokenizer.json that adds `end` after every text."""
     values = with_end(values, end)
     names = {**_names(values), "eos_token": str(name_of(values, end))}
     settings = {**_settings(longest, decoder=True, names=names), "padding_side": "right"}
@@ -162,7 +161,7 @@ def _ended(values: dict[str, Any], longest: int, end: int) -> Files:
 
 
 def _names(values: dict[str, Any]) -> dict[str, str]:
-    """The setting of each special token that is among those of a tokenizer.json, and its name there."""
+    """Return the setting and name of each special token in a tokenizer.json."""
     present = [added["content"] for added in values["added_tokens"] if added["special"]]
     settings = {"cls_token": BEGIN, "sep_token": SEPARATOR, "pad_token": PADDING, "mask_token": MASK}
     matches = {key: [name for name in names if name in present] for key, names in settings.items()}
@@ -170,7 +169,7 @@ def _names(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _settings(longest: int, decoder: bool, names: dict[str, str]) -> dict[str, Any]:
-    """Content of tokenizer_config.json. decoder: it takes the names of special tokens for text."""
+    """Return tokenizer_config.json. decoder: read names of special tokens as text."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": longest,
@@ -189,18 +188,18 @@ def _json(values: Any, indent: int = 2) -> str:
 # Contents of tokenizer.json
 
 NEVER = -1e9
-"""Score of a piece that no text becomes: all can be encoded in bytes, and so better."""
+"""Score of a piece that is never used, because its bytes score better."""
 UNKNOWN_PENALTY = 10.0
-"""Difference by which an unknown character scores below every piece in sentencepiece."""
+"""Difference between the scores of the worst piece and an unknown character in sentencepiece."""
 
 _ALPHABET = alphabet()
 _ACROSS = re.compile("\n.|[^ ] ", re.DOTALL)
-"""Part of a piece that goes over the end of a line, or over the beginning of a word."""
+"""Part of a piece that crosses the end of a line or the start of a word."""
 
 
 def of_bytes(special: dict[str, int]) -> dict[str, Any]:
-    """Content for ByteTokenizer. special: the id of each special token; ids between that none has get a name, since
-    added tokens are numbered one after another.
+    """Return the content for ByteTokenizer. special: id of each special token; unused ids in between get names, because
+    added tokens are numbered consecutively.
     """
     names = {token: name for name, token in special.items()}
     special = {names.get(token, f"[unused{token}]"): token for token in range(256, max(names, default=255) + 1)}
@@ -212,20 +211,20 @@ def of_bytes(special: dict[str, int]) -> dict[str, Any]:
 
 
 def of_words(words: list[str]) -> dict[str, Any]:
-    """Content for WordTokenizer."""
+    """Return the content for WordTokenizer."""
     model = {"type": "WordLevel", "vocab": {word: token for token, word in enumerate(words)}, "unk_token": UNKNOWN}
-    replaced = {"\n": f" {END} ", **{chr(code): " " for code in range(0x1C, 0x20)}}  # white space to Python alone
+    replaced = {"\n": f" {END} ", **{chr(code): " " for code in range(0x1C, 0x20)}}  # white space only in Python
     parts = [{"type": "Replace", "pattern": {"String": old}, "content": new} for old, new in replaced.items()]
     normalizer = {"type": "Sequence", "normalizers": parts}
     return _content(model, {}, normalizer=normalizer, pre_tokenizer={"type": "WhitespaceSplit"})
 
 
 def of_unigram(model: bytes) -> dict[str, Any] | None:
-    """Content for SentencePieceTokenizer, where the model is a unigram of scores on the GRID; None of others, that no
-    tokenizer.json is exactly: bpe, or scores that are rounded otherwise there.
+    """Return the content for SentencePieceTokenizer if the model is a unigram with scores on the GRID. None for others,
+    which tokenizer.json cannot express exactly: bpe, and scores that it would round.
 
-    Pieces are written as their bytes, so that a U+2581 of a text is no space, and a name like `<0x0A>` no byte. Only a
-    byte that is no known character is a token of its own.
+    Pieces are written as their bytes, so that U+2581 in a text is not a space, and a name like `<0x0A>` not a byte.
+    Only a byte that is not a known character is a token.
     """
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 
@@ -260,8 +259,8 @@ def of_unigram(model: bytes) -> dict[str, Any] | None:
 
 
 def with_start(values: dict[str, Any], token: int, name: str) -> dict[str, Any]:
-    """The same tokenizer with the special token `name`, of id `token`, before every text; ids below it that none has
-    get a name, since added tokens are numbered one after another.
+    """Add the special token `name`, of id `token`, before every text to a tokenizer. Unused ids below it get names,
+    because added tokens are numbered consecutively.
     """
     added = values["added_tokens"]
     size = max([len(values["model"]["vocab"]), *(entry["id"] + 1 for entry in added)])
@@ -271,7 +270,7 @@ def with_start(values: dict[str, Any], token: int, name: str) -> dict[str, Any]:
 
 
 def with_end(values: dict[str, Any], token: int) -> dict[str, Any]:
-    """The same tokenizer with the special token of id `token` behind every text, behind each of a pair."""
+    """Add the special token of id `token` after every text, and after each of a pair, to a tokenizer."""
     name = name_of(values, token)
     assert name is not None
     added = values["added_tokens"]
@@ -281,7 +280,7 @@ def with_end(values: dict[str, Any], token: int) -> dict[str, Any]:
 
 
 def _template(token: int, name: str, single: str, pair: str) -> dict[str, Any]:
-    """Return the rule that puts the special token, ^, before or after a text A, and a pair A B."""
+    """Return the rule that adds the special token, ^, before or after a text A, and a pair A B."""
     special = {"SpecialToken": {"id": name, "type_id": 0}}
     parts = {"^": special, **{text: {"Sequence": {"id": text, "type_id": 0}} for text in "AB"}}
     return {
@@ -293,7 +292,7 @@ def _template(token: int, name: str, single: str, pair: str) -> dict[str, Any]:
 
 
 def name_of(values: dict[str, Any], token: int) -> str | None:
-    """The name of a token in a tokenizer.json."""
+    """Return the name of a token in a tokenizer.json."""
     pieces = values["model"]["vocab"]
     listed = pieces.items() if isinstance(pieces, dict) else ((name, i) for i, (name, *_) in enumerate(pieces))
     names = {number: name for name, number in listed}
@@ -327,5 +326,5 @@ def _added(number: int, name: str) -> dict[str, Any]:
 
 
 def _byte_level(split_words: bool) -> dict[str, Any]:
-    """Text as characters that stand for its bytes. split_words: tokens end where GPT-2's pattern says."""
+    """Represent text by one character per byte. split_words: split tokens by GPT-2's pattern."""
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": split_words}

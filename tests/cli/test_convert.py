@@ -100,7 +100,7 @@ def test_a_name_is_found_in_the_local_cache_alone(tmp_path, monkeypatch, capsys)
     (place / "refs" / "main").write_text("0" * 40)
     convert("someone/reformer", tmp_path / "run")
     assert (tmp_path / "run" / "config.json").exists()
-    refuses("someone/else", tmp_path / "other", "is no folder, and no model of this name is in", capsys)
+    refuses("someone/else", tmp_path / "other", "not a folder, and no model of this name is in", capsys)
 
 
 def refuses(model, output, message, capsys):
@@ -133,15 +133,15 @@ REFUSED = {
     "another architecture": (lambda f: change_config(f, model_type="mamba"), "model_type is 'mamba', which cannot be"),
     "remote code": (
         lambda f: change_config(f, model_type="evil", auto_map={"AutoConfig": "evil.Config"}),
-        "model_type is 'evil', whose code comes with the model, and such code is not run",
+        "model_type is 'evil', whose code comes with the model; such code is not run",
     ),
     "a vocabulary too small for bytes": (
         lambda f: saved(f, attn_layers=["local"], vocab_size=20), "model.vocabulary: 20 is too small for bytes"
     ),
     "not finite": (
-        lambda f: change_tensors(f, lambda t: t["lm_head.decoder.weight"].fill_(torch.nan)), "differ from its by inf"
+        lambda f: change_tensors(f, lambda t: t["lm_head.decoder.weight"].fill_(torch.nan)), "by inf"
     ),
-    "a torn file": (cut, "is no whole safetensors file"),
+    "a torn file": (cut, "damaged safetensors file"),
     "a pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "is a pickle"),
     "a torn configuration": (lambda f: (f / "config.json").write_text('{"model_type": "refo'), "not JSON"),
 }  # fmt: skip

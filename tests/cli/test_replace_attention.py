@@ -86,7 +86,7 @@ def test_mistakes_are_told_in_a_line(folder, capsys, tool, arguments, message):
 
 def test_a_model_without_lha_or_without_safetensors_is_refused(folder, capsys, tmp_path):
     given = ["--model", folder / "bert", "--output", folder / "never", "--texts", folder / "texts"]
-    assert "has no entry megasparse_attention" in commands.refused(capsys, teach, *given)
+    assert "contains no valid entry megasparse_attention" in commands.refused(capsys, teach, *given)
     (tmp_path / "config.json").write_text((folder / "bert" / "config.json").read_text())
     torch.save({}, tmp_path / "pytorch_model.bin")
     given = ["--model", tmp_path, "--output", tmp_path / "never", "--attention", '{"kind": "lha"}']

@@ -189,9 +189,9 @@ def test_a_model_trained_here_goes_out_and_in_again(tmp_path, changes):
 def test_what_huggingface_has_not_is_named(changes, key):
     config = build_config({"model": {**MODEL, **changes}, "data": {"sequence_length": 64}})
     to = "bert" if key.startswith("model.attention.full") else "yoso"
-    with pytest.raises(HubError, match=rf"^{key}.*: .* is not in HuggingFace's {to}, which has only "):
+    with pytest.raises(HubError, match=rf"^{key}.*: .* is not supported by HuggingFace's {to}, only "):
         format_named(to).export(config, lambda name: pytest.fail("a weight was read"))
-    with pytest.raises(HubError, match=r"^model.kind: 'decoder' is not .* bert, which has only 'encoder'"):
+    with pytest.raises(HubError, match=r"^model.kind: 'decoder' is not .* bert, only 'encoder'"):
         format_named("bert").export(Config(), lambda name: pytest.fail("a weight was read"))
 
 
@@ -199,19 +199,25 @@ def test_what_huggingface_has_not_is_named(changes, key):
     ("changes", "problem"),
     [
         ({"model_type": "bert"}, "its model_type is 'bert'"),
-        ({"hidden_act": "relu"}, "hidden_act is 'relu', and ours has only 'gelu'"),
-        ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key', and ours has only"),
-        ({"hash_code_len": 31}, "hash_code_len is 31, and ours has only 30 or less"),
-        ({"conv_window": 4}, "conv_window is 4, and ours has only odd sizes"),
-        ({"use_expectation": False, "lsh_backward": False}, "lsh_backward is False, and ours has only true"),
-        ({"num_attention_heads": 7}, "num_attention_heads is 7, and ours has only a divisor of hidden_size = 30"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu', but megasparse supports only 'gelu'"),
+        (
+            {"position_embedding_type": "relative_key"},
+            "position_embedding_type is 'relative_key', but megasparse supports only",
+        ),
+        ({"hash_code_len": 31}, "hash_code_len is 31, but megasparse supports only 30 or less"),
+        ({"conv_window": 4}, "conv_window is 4, but megasparse supports only odd sizes"),
+        ({"use_expectation": False, "lsh_backward": False}, "lsh_backward is False, but megasparse supports only true"),
+        (
+            {"num_attention_heads": 7},
+            "num_attention_heads is 7, but megasparse supports only a divisor of hidden_size = 30",
+        ),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
-        ({"hidden_size": "large"}, "is no configuration of yoso .*hidden_size.*expected int"),
-        ({"num_hidden_layers": 10**9}, "tensors, by its config.json 1000000000 layers"),
-        ({"num_hidden_layers": 2}, "has a tensor yoso.encoder.layer.2.* that its architecture has not"),
-        ({"num_hidden_layers": 4}, "has no tensor yoso.encoder.layer.3"),
-        ({"vocab_size": 302}, r"word_embeddings.weight has shape \[301, 30\], by its config.json \[302, 30\]"),
-        ({"type_vocab_size": 0}, "type_vocab_size is 0, and ours has only 1 or more"),
+        ({"hidden_size": "large"}, "is not a configuration of yoso .*hidden_size.*expected int"),
+        ({"num_hidden_layers": 10**9}, "tensors, but its config.json specifies 1000000000 layers"),
+        ({"num_hidden_layers": 2}, "contains a tensor yoso.encoder.layer.2.*, unknown to its architecture"),
+        ({"num_hidden_layers": 4}, "contains no tensor yoso.encoder.layer.3"),
+        ({"vocab_size": 302}, r"word_embeddings.weight has shape \[301, 30\], but \[302, 30\] by its config.json"),
+        ({"type_vocab_size": 0}, "type_vocab_size is 0, but megasparse supports only 1 or more"),
     ],
 )
 def test_a_wrong_config_is_named(tmp_path, changes, problem):

@@ -140,7 +140,7 @@ def test_the_card_shows_where_the_model_comes_from(tmp_path):
     assert str(tmp_path) not in text
     with pytest.raises(HubError, match="was measured at step 1"):
         to_hf(tmp_path / "run", tmp_path / "other", evaluation=tmp_path / "run" / "older.json")
-    with pytest.raises(HubError, match="is no result"):
+    with pytest.raises(HubError, match="is not a result"):
         to_hf(tmp_path / "run", tmp_path / "other", evaluation=tmp_path / "run" / "config.json")
     assert not (tmp_path / "other").exists()
 
@@ -184,7 +184,7 @@ def exported(tmp_path_factory):
 @pytest.mark.parametrize(
     "change, problem",
     [
-        (lambda config: config["model"].update(vocabulary=300), r"by its config.json \[300, 32\]"),
+        (lambda config: config["model"].update(vocabulary=300), r"but \[300, 32\] by its config.json"),
         (lambda config: config["model"].update(flavour=1), "model.flavour: Extra inputs are not permitted"),
         (lambda config: config.pop("model"), "KeyError"),
         (lambda config: config.update(seed="x"), "ValueError"),

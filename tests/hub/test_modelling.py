@@ -45,7 +45,7 @@ def test_a_decoders_logits_predict_the_token_after_each_position(name, documents
     first = 1 if ours.leaks else 0  # a later token moves the first one's logits, and an empty input has none
     torch.testing.assert_close(predicted[:, first:], nats[:, first:], atol=1e-5, rtol=0)
     if documents and not ours.leaks:
-        with pytest.raises(ValueError, match="several documents, and a cache only one"):
+        with pytest.raises(ValueError, match="several documents, a cache only one"):
             hf(tokens, use_cache=True)
 
 

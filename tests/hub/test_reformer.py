@@ -274,11 +274,14 @@ def test_what_huggingface_cannot_express_is_refused_by_its_key(changes, message)
         ({"axial_pos_shape": [2, 4, 16]}, "axial_pos_shape is (2, 4, 16)"),
         ({"num_buckets": [2, 2, 2]}, "num_buckets is [2, 2, 2]"),
         ({"num_buckets": 7}, "model.attention.lsh.buckets"),
-        ({"hidden_size": "wide"}, "is no configuration of reformer"),
+        ({"hidden_size": "wide"}, "is not a configuration of reformer"),
         ({"lsh_attn_chunk_length": None}, "lsh_attn_chunk_length is None"),
         ({"bos_token_id": 260}, "bos_token_id or pad_token_id is 260, but vocab_size is 260"),
-        ({"feed_forward_size": 64}, "feed_forward.dense.dense.weight has shape [48, 32], by its config.json [64, 32]"),
-        ({"attn_layers": ["local", "lsh", "lsh"]}, "has no tensor reformer.encoder.layers.2."),
+        (
+            {"feed_forward_size": 64},
+            "feed_forward.dense.dense.weight has shape [48, 32], but [64, 32] by its config.json",
+        ),
+        ({"attn_layers": ["local", "lsh", "lsh"]}, "contains no tensor reformer.encoder.layers.2."),
     ],
 )
 def test_a_model_that_ours_cannot_express_or_that_is_not_whole_is_refused(changes, message, tmp_path):

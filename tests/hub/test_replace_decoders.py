@@ -219,7 +219,7 @@ def test_attention_can_be_switched_and_what_cannot_follow_is_one_line():
     assert torch.equal(model.generate(**given, **options), hashed)
     with pytest.raises(HubError, match="index of 12 of its 13 tokens: another attn_implementation"):
         logits(model, input_ids=tokens[:, 12:], attention_mask=F.pad(mask, (0, 1), value=1), **step)
-    with pytest.raises(HubError, match="layer 0 of past_key_values is a DynamicLayer with no index of its tokens"):
+    with pytest.raises(HubError, match="layer 0 of past_key_values is a DynamicLayer without an index of its tokens"):
         logits(model, input_ids=tokens[:, 12:], attention_mask=mask, past_key_values=dense, use_cache=True)
 
 
@@ -232,7 +232,7 @@ def test_packed_documents_are_as_each_alone(cached):
     alone = [logits(model, input_ids=part) for part in tokens.split(23, dim=1)]
     assert torch.allclose(packed, torch.cat(alone, dim=1), atol=1e-10)
     if cached:
-        with pytest.raises(HubError, match="past_key_values: holds several packed documents"):
+        with pytest.raises(HubError, match="past_key_values: contains several packed documents"):
             logits(model, input_ids=tokens[:, :1], past_key_values=cache, use_cache=True)
 
 
@@ -329,11 +329,17 @@ def test_a_model_that_was_not_replaced_is_not_loaded_as_one(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "changes", "attention", "length", "message"),
     [
-        ("Llama", {}, {"kind": "lha", "window": "top_k"}, None, "attention.lha: a decoder would see later tokens"),
+        (
+            "Llama",
+            {},
+            {"kind": "lha", "window": "top_k"},
+            None,
+            "attention.lha: a decoder would attend to later tokens",
+        ),
         ("Llama", {}, {"kind": "smyrf"}, None, "smyrf"),
-        ("Llama", {}, {"kind": "ngram"}, None, "attention.ngram: it reads the tokens themselves"),
+        ("Llama", {}, {"kind": "ngram"}, None, "attention.ngram: it reads token ids"),
         ("Llama", {}, LHA, 65, "has 64 positions, fewer than max_length = 65. Set .* rope_parameters"),
-        ("GPT2", {}, LHA, 65, "has 64 positions, fewer than max_length = 65. Ask for no more"),
+        ("GPT2", {}, LHA, 65, "has 64 positions, fewer than max_length = 65. Use a smaller one"),
         ("GPT2", {"add_cross_attention": True}, LHA, None, "has cross-attention"),
         ("GptOss", {}, LHA, None, "its attention has s_aux next to queries, keys and values"),
         ("Nemotron", {}, LHA, None, "does not pass keyword arguments on to its attention"),
@@ -354,7 +360,7 @@ def test_what_a_decoder_cannot_have_is_refused(kind, changes, attention, length,
 
 def test_calls_that_cannot_be_are_refused():
     model, given = replace_attention(build(), LHA, max_length=32), inputs(length=24)
-    with pytest.raises(HubError, match="40 tokens are more than the 32 its attention was made for"):
+    with pytest.raises(HubError, match="40 tokens are more than the max_length = 32"):
         logits(model, **inputs())
     with pytest.raises(HubError, match="more than the 32"):
         model.generate(**given, max_new_tokens=12)

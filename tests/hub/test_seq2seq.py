@@ -206,13 +206,16 @@ def test_bad_inputs_are_refused_in_one_line():
     for problem, inputs in (
         ("41 tokens are more than the 40", {"input_ids": random_tokens(1, 41), "labels": source}),
         ("129 tokens are more than the 128", {"input_ids": source, "decoder_input_ids": longest}),
-        ("begin with the start token 258", {"input_ids": source, "decoder_input_ids": source}),
-        ("begin with the start token 258", {"input_ids": source, "decoder_input_ids": source[:, :0]}),
+        ("start with the start token 258", {"input_ids": source, "decoder_input_ids": source}),
+        ("start with the start token 258", {"input_ids": source, "decoder_input_ids": source[:, :0]}),
         ("needs decoder_input_ids or labels", {"input_ids": source}),
         ("needs input_ids or encoder_outputs", {"labels": source}),
         ("padding alone", {"input_ids": torch.full((1, 3), PADDING), "labels": source}),
-        ("leave logits_to_keep out", {"input_ids": source, "labels": source, "logits_to_keep": 1}),
-        ("left of a token", {"input_ids": source, "decoder_input_ids": longest[:, :3], "decoder_attention_mask": left}),
+        ("omit logits_to_keep", {"input_ids": source, "labels": source, "logits_to_keep": 1}),
+        (
+            "on the right of the tokens",
+            {"input_ids": source, "decoder_input_ids": longest[:, :3], "decoder_attention_mask": left},
+        ),
     ):
         with pytest.raises(ValueError, match=problem):
             hf(**inputs)

@@ -303,7 +303,7 @@ def test_encoder_decoders_are_refused(tmp_path):
 def test_other_mistakes_are_refused(tmp_path):
     folder = bert(tmp_path / "bert")
     of_bert = {"huggingface": str(folder)}
-    assert "is no folder" in refusal(config_of(tmp_path, {"huggingface": str(tmp_path / "nowhere")}))
+    assert "not a folder" in refusal(config_of(tmp_path, {"huggingface": str(tmp_path / "nowhere")}))
     assert "contains no checkpoint" in refusal(config_of(tmp_path, {"checkpoint": str(tmp_path / "nowhere")}))
     _, path = checkpoint(decoder("lsh"), tmp_path / "pretrained")
     found = refusal(config_of(tmp_path, {"checkpoint": str(path)}, task={"max_length": 129}))
@@ -342,7 +342,7 @@ def test_more_layers_than_weights_are_refused_before_one_is_built(tmp_path):
     start = open_start(wanted, 2)
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**values, "num_hidden_layers": 10**9}))
-    assert "tensors, by its config.json 1000000000 layers. Give a model" in refusal(wanted)
+    assert "tensors, but its config.json specifies 1000000000 layers" in refusal(wanted)
     start.record["config"]["num_hidden_layers"] = 10**9
     start.write(tmp_path / "run")
     with pytest.raises(CheckpointError, match="has 1 weights, in the run's record 1000000000 layers"):
@@ -354,7 +354,7 @@ def test_more_layers_than_weights_are_refused_before_one_is_built(tmp_path):
     values = json.loads((folder / "config.json").read_text())
     values["model"]["layers"] = 10**9
     (folder / "config.json").write_text(json.dumps(values))
-    assert "by its config.json 1000000000 layers" in refusal(config_of(tmp_path, {"huggingface": str(folder)}))
+    assert "its config.json specifies 1000000000 layers" in refusal(config_of(tmp_path, {"huggingface": str(folder)}))
 
 
 def scores(run, file):
