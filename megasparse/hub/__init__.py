@@ -1,9 +1,9 @@
 """Hugging Face: export, import, and replacement of a pretrained model's attention.
 
-to_hf("runs/quickstart", "export/quickstart") writes a checkpoint of ours as a HuggingFace model;
-from_pretrained("google/reformer-enwik8") gives a HuggingFace model as one of ours;
-replace_attention(bert, {"kind": "lha"}) changes a model of HuggingFace's in place, Teacher trains its hashes;
-save_replaced writes it, and after `import megasparse.hub` transformers' own from_pretrained loads it.
+to_hf("runs/quickstart", "export/quickstart") exports a checkpoint as a Hugging Face model;
+from_pretrained("google/reformer-enwik8") loads a Hugging Face model as a megasparse model;
+replace_attention(bert, {"kind": "lha"}) changes a Hugging Face model in place, and Teacher trains its hashes;
+save_replaced saves it, and after `import megasparse.hub` transformers' from_pretrained loads it.
 """
 
 import importlib

@@ -35,14 +35,14 @@ ENTRY = "megasparse_attention"
 """Key of config.json with the arguments of the replacement: {"attention", "max_length", "seed"}."""
 DRAWS, TARGETS = "megasparse_draws", "megasparse_targets"
 """Arguments of a replaced model's forward, for training loops: an RngContext that replaces the model's seed and pass
-number, and labels (B,) for mechanisms that learn from them if the model has no head. With the first one, the training
-loop calls the mechanisms' `after_step`.
+number, and labels (B,) for mechanisms to learn from if the model has no head. With the first one, the training loop
+calls the mechanisms' `after_step`.
 """
 ADAPTER = "megasparse.safetensors"
-"""File next to a model's weights: the mechanisms' tensors, named as in the base model."""
+"""File next to a model's weights with the mechanisms' tensors, named as in the base model."""
 ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert")
-"""Values of `model_type` of the encoders whose attention can be replaced. Decoders may be of any type."""
-HINT = f"Give a decoder such as Llama, Qwen or Gemma, or one of {', '.join(ENCODERS)}"
+"""`model_type` of the encoders whose attention can be replaced. Decoders may be of any type."""
+HINT = f"Use a decoder such as Llama, Qwen or Gemma, or one of {', '.join(ENCODERS)}"
 
 
 def replace_attention(
@@ -50,9 +50,9 @@ def replace_attention(
 ) -> PreTrainedModel:
     """Replace the self-attention of a pretrained Hugging Face model in place and return the model.
 
-    Supports BERT, RoBERTa, XLM-RoBERTa, DistilBERT, and every decoder that hands causal attention of queries, keys and
-    values to transformers' attention interface (Llama, Mistral, Qwen, Gemma, Phi, OLMo, GPT-2, ...), with any head. A
-    pass over two tokens checks that. Layers of sliding-window attention among layers of full attention stay unchanged.
+    Supports BERT, RoBERTa, XLM-RoBERTa, DistilBERT, and every decoder that calls transformers' attention interface with
+    causal attention of queries, keys and values (Llama, Mistral, Qwen, Gemma, Phi, OLMo, GPT-2, ...), with any head. A
+    pass over two tokens checks this. If sliding-window layers alternate with full attention, only full layers change.
     Pretrained queries, keys (rotated by the model) and values are unchanged. In training `outputs.loss` includes the
     mechanisms' auxiliary losses; otherwise `auxiliary_loss` returns them.
 
@@ -108,7 +108,7 @@ def replace_attention(
     if config.attention.dropout > 0.0:
         common["dropout"] = config.attention.dropout
     setattr(model.config, ENTRY, {"attention": common | used, "max_length": config.max_length, "seed": seed})
-    model.config.attn_implementation = NAME  # in config.json: a transformers without megasparse rejects the folder
+    model.config.attn_implementation = NAME  # in config.json, so that transformers without megasparse rejects it
     return model
 
 
@@ -139,8 +139,8 @@ class _State:
 
 
 def _interface_calls(model: PreTrainedModel) -> list[InterfaceCall]:
-    """Return what the self-attention of each layer hands to transformers' attention interface, by a pass over two
-    tokens. Raises HubError for anything but queries, keys and values of plain attention, causal in a decoder.
+    """Record the calls of transformers' attention interface, one per layer, in a pass over two tokens. Raises HubError
+    unless they ask for plain attention of queries, keys and values, causal in a decoder.
     """
     _require_plain(model)
     base, calls, name = cast(Any, model.base_model), list[InterfaceCall](), type(model).__name__
@@ -154,16 +154,16 @@ def _interface_calls(model: PreTrainedModel) -> list[InterfaceCall]:
         with torch.no_grad():
             base(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), megasparse_pass=run, **options)
     except HubError:
-        raise HubError(name, "does not pass keyword arguments on to its attention", HINT) from None
+        raise HubError(name, "does not pass keyword arguments to its attention", HINT) from None
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
-        problem = f"does not read two tokens through transformers' attention interface ({show(str(error))})"
+        problem = f"cannot process two tokens through transformers' attention interface ({show(str(error))})"
         raise HubError(name, problem, HINT) from None
     finally:
         model.set_attn_implementation(implementation)
         for module, mode in modes:
             module.training = mode
     if len(calls) != model.config.num_hidden_layers:
-        problem = f"hands {len(calls)} of its {model.config.num_hidden_layers} layers to transformers' interface"
+        problem = f"uses transformers' interface in {len(calls)} of its {model.config.num_hidden_layers} layers"
         raise HubError(name, problem, HINT)
     for call in calls:
         _require_attention(model, call, calls[0])
@@ -171,17 +171,17 @@ def _interface_calls(model: PreTrainedModel) -> list[InterfaceCall]:
 
 
 def _require_plain(model: PreTrainedModel) -> None:
-    """Raise HubError for a model whose configuration excludes a replacement."""
+    """Raise HubError for a model whose attention cannot be replaced according to its configuration."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise HubError(name, "is no model of HuggingFace transformers", HINT)
+        raise HubError(name, "is not a model of HuggingFace transformers", HINT)
     hf = model.config
     if hf.is_encoder_decoder or getattr(hf, "add_cross_attention", False):
-        raise HubError(name, "has cross-attention (config.add_cross_attention)", "Give a decoder without it")
+        raise HubError(name, "has cross-attention (config.add_cross_attention)", "Use a decoder without it")
     if hf.model_type in ENCODERS and getattr(hf, "is_decoder", False):
         raise HubError(name, f'is a decoder of type "{hf.model_type}" (config.is_decoder)', HINT)
     if hf.model_type not in ENCODERS and getattr(hf, "use_bidirectional_attention", False):
-        hint = "Give a decoder: a replaced one attends to earlier tokens only"
+        hint = "Use a causal decoder: a replaced one attends only to earlier tokens"
         raise HubError(name, "attends in both directions (config.use_bidirectional_attention)", hint)
     others = {*(getattr(hf, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
     if others:
@@ -196,28 +196,28 @@ def _require_attention(model: PreTrainedModel, call: InterfaceCall, first: Inter
     name, tensors = type(model).__name__, {"softcap", *(key for key, x in call.others.items() if isinstance(x, Tensor))}
     encoder = model.config.model_type in ENCODERS
     if (cap := call.others.get("softcap")) is not None:
-        problem = f"caps its scores (attn_logit_softcapping = {cap}), which no mechanism does"
-        raise HubError(name, problem, "Set it to null in config.json, and fine-tune: the scores are others then")
+        problem = f"caps its scores (attn_logit_softcapping = {cap}), which no mechanism supports"
+        raise HubError(name, problem, "Set it to null in config.json, then fine-tune, because the scores change")
     if extra := sorted(key for key in tensors - {"position_ids"} if call.others.get(key) is not None):
-        hint = "Give another model: no mechanism takes it"
+        hint = "Use another model: no mechanism supports it"
         raise HubError(name, f"its attention has {extra[0]} next to queries, keys and values", hint)
     if call.attention_mask is not None:
-        raise HubError(name, "adds a mask or bias of its own to its scores", HINT)
+        raise HubError(name, "adds its own mask or bias to its scores", HINT)
     if encoder == getattr(call.module, "is_causal", not encoder) or (encoder and call.sliding_window is not None):
         raise HubError(name, f'is of type "{model.config.model_type}", whose attention is not causal', HINT)
     if call.query.shape != first.query.shape or not call.key.shape == call.value.shape == first.key.shape:
         raise HubError(name, "has layers, or keys and values, of several shapes", HINT)
     if call.query.shape[3] != call.key.shape[3]:
-        raise HubError(name, "has queries of another size than its keys", HINT)
+        raise HubError(name, "has queries and keys of different sizes", HINT)
 
 
 def _require_length(model: PreTrainedModel, max_length: int, window: int | None) -> None:
-    """Raise HubError for a decoder whose own attention is not full attention of `max_length` tokens."""
+    """Raise HubError unless a decoder's attention is full over `max_length` tokens."""
     name = type(model).__name__
     if max_length > positions(model):
         problem = f"has {positions(model)} positions, fewer than max_length = {max_length}"
         hint = "Set max_position_embeddings and rope_parameters (linear, yarn, llama3) of its config.json first"
-        raise HubError(name, problem, hint if "rope_parameters" in model.config.to_dict() else "Ask for no more")
+        raise HubError(name, problem, hint if "rope_parameters" in model.config.to_dict() else "Use a smaller one")
     if window is not None and window < max_length:
         problem = f"its sliding_window of {window} tokens is below max_length = {max_length}"
         raise HubError(name, problem, f"Use max_length = {window}, or set sliding_window to null")
@@ -239,7 +239,7 @@ def _require_decodable(layers: list[Mechanisms]) -> None:
 def _model_config(
     model: PreTrainedModel, call: InterfaceCall, attention: dict[str, Any] | AttentionConfig, max_length: int
 ) -> ModelConfig:
-    """A model of ours with the same heads, as far as its attention is concerned. Raises ConfigError."""
+    """Return a megasparse configuration with the same heads and `attention`. Raises ConfigError."""
     hf = model.config
     values = {
         "kind": "encoder" if hf.model_type in ENCODERS else "decoder",
@@ -360,10 +360,7 @@ with full attention, with or without megasparse. The tensors in {adapter} choose
 
 
 def save_replaced(model: PreTrainedModel, directory: str | Path, tokenizer: Any = None) -> None:
-    """Write a folder of the model with the mechanisms' tensors in a file of their own, whole or not at all.
-
-    Raises HubError if the folder exists.
-    """
+    """Save a model atomically, the mechanisms' tensors in a separate file. Raises HubError if the folder exists."""
     with appearing(Path(directory)) as folder:
         weights = {name: tensor for name, tensor in model.state_dict().items() if f".{NAME}." not in name}
         model.save_pretrained(folder, state_dict=weights)
@@ -379,15 +376,15 @@ def save_replaced(model: PreTrainedModel, directory: str | Path, tokenizer: Any 
 def load_replaced(
     directory: str | Path, model_class: type[PreTrainedModel] | None = None, **settings: Any
 ) -> PreTrainedModel:
-    """Load the model of a folder that `save_replaced` or `save_pretrained` of a replaced model wrote.
+    """Load a model that `save_replaced`, or `save_pretrained` of a replaced model, wrote.
 
     Args:
         directory: The folder.
-        model_class: Such as transformers.BertForSequenceClassification, to give the model another head; by default the
-            class that was saved.
+        model_class: For another head, such as transformers.BertForSequenceClassification; by default the saved class.
         settings: Arguments of transformers' from_pretrained, such as num_labels.
+
     Raises:
-        HubError: The folder has no such model, or a tensor is missing, unexpected or of a wrong shape.
+        HubError: The folder contains no such model, or a tensor is missing, unexpected or wrong-shaped.
     """
     TensorFile.open(directory)
     replacement_of(directory)
@@ -398,12 +395,12 @@ def load_replaced(
 
 
 def _base_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The mechanisms' tensors by their name in the base model."""
+    """Return the mechanisms' tensors by their name in the base model."""
     return {name: x for name, x in model.base_model.state_dict().items() if f".{NAME}." in name}
 
 
 def _read_replacement(model: PreTrainedModel, name: str | Path, settings: Mapping[str, Any]) -> None:
-    """Replace the attention of a model that transformers has loaded, as its folder or repository says."""
+    """Replace the attention of a model that transformers has loaded, as specified in its folder or repository."""
     implementation, entry = model.config._attn_implementation, _entry_of(model.config, name)
     options = {key: settings[key] for key in _SOURCE if settings.get(key) is not None}
     adapter = cached_file(str(name), ADAPTER, _raise_exceptions_for_missing_entries=False, **options)
@@ -415,13 +412,13 @@ def _read_replacement(model: PreTrainedModel, name: str | Path, settings: Mappin
         for tensor_name, tensor in _base_state(model).items():
             tensor.copy_(file.read(saved.pop(tensor_name, tensor_name), tensor.shape))
     if saved:
-        problem = f"has a tensor {next(iter(saved.values()))} that its {ENTRY} does not"
-        raise HubError(file.path, problem, "Give a model with its own config.json")
+        problem = f"contains a tensor {next(iter(saved.values()))}, unknown to its {ENTRY}"
+        raise HubError(file.path, problem, "Use a model with its original config.json")
     model.set_attn_implementation(implementation)
 
 
 def _register_loader() -> None:
-    """Let transformers' from_pretrained restore the attention of replaced models."""
+    """Make transformers' from_pretrained restore the attention of replaced models."""
     plain: Any = cast(Any, PreTrainedModel.from_pretrained).__func__
 
     @functools.wraps(plain)
@@ -440,7 +437,7 @@ _register_loader()
 
 
 def replacement_of(directory: str | Path) -> dict[str, Any]:
-    """The entry of config.json that says what replaced the attention. Raises HubError where there is none."""
+    """Return the entry of config.json that describes the replacement. Raises HubError if there is none."""
     return _entry_of(_config(Path(directory)), directory)
 
 
@@ -473,7 +470,7 @@ def _saved_class(directory: Path) -> type[PreTrainedModel]:
     name = (config.architectures or [""])[0]
     saved = getattr(transformers, name, None)
     if not (isinstance(saved, type) and issubclass(saved, PreTrainedModel) and saved.config_class is type(config)):
-        problem = f'config.json names the architecture "{name}" of type "{config.model_type}"'
+        problem = f'config.json specifies the architecture "{name}" of type "{config.model_type}"'
         raise HubError(directory, problem, HINT)
     return saved
 

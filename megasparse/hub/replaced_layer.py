@@ -151,10 +151,10 @@ class IndexedLayer(DynamicIndexedLayer):  # type: ignore[misc]
 
     @staticmethod
     def of(cache: Cache, number: int, needs_index: bool) -> None:
-        """Put such a layer into a cache where it is still empty. Raises HubError for a layer that cannot be one."""
+        """Replace an empty layer of a cache by an IndexedLayer. Raises HubError for a layer of another type."""
         if needs_index and cache.offloading:
             raise HubError(
-                type(cache).__name__, "past_key_values is offloaded, and its index is not", "Set no offloading"
+                type(cache).__name__, "past_key_values is offloaded, but its index cannot be", "Set no offloading"
             )
         while len(cache.layers) <= number:
             cache.layers.append(DynamicLayer())
@@ -242,7 +242,7 @@ class ReplacedPass:
     """Replaces the model's seed and pass number."""
     losses: list[Tensor] = field(default_factory=list)
     calls: list[InterfaceCall] | None = None
-    """Record of the calls in a pass that only asks for them: values are then their own outputs."""
+    """If set, the pass only records its calls of the attention interface, and attention returns its values."""
 
     def rng(self, batch: int, training: bool) -> RngContext:
         if self.draws is not None:
@@ -309,8 +309,8 @@ def attend(
         parts = layer.index(read, context, position)
         index = _indexed(cached, parts, position)
     if position and module.training and not layer.attends_fully:
-        problem = f"holds {position} tokens, and a model in training attends to its own input only"
-        raise HubError("past_key_values", problem, "Call model.eval(), or give the whole sequence and no cache")
+        problem = f"contains {position} tokens, but a model in training attends only to its input"
+        raise HubError("past_key_values", problem, "Call model.eval(), or pass the whole sequence and no cache")
     if position and parts:
         out = layer.attend_cached(parts, key, value, index, attention_mask)
     elif position:

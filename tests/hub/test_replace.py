@@ -209,7 +209,7 @@ def test_gradient_checkpointing_changes_no_gradient(kind, attention):
 
 def test_labels_that_do_not_fit_and_reentrant_checkpointing_are_refused():
     model = replace_attention(build("ForSequenceClassification").train(), {"kind": "smart_bird", "keys": 6})
-    with pytest.raises(ConfigError, match=r'smart_bird.objective: "token" does not fit .* Set it to "pooled"'):
+    with pytest.raises(ConfigError, match=r'smart_bird.objective: "token" does not match .* Set it to "pooled"'):
         model(**labelled(inputs(), "ForSequenceClassification"))
     model = replace_attention(build("ForMaskedLM").train(), {"kind": "lha", "chunk": 8})
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})

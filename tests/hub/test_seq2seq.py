@@ -204,13 +204,13 @@ def test_bad_inputs_are_refused_in_one_line():
     source, start = random_tokens(1, S), torch.tensor([[PADDING]])
     longest, left = torch.cat([start, random_tokens(1, 128)], dim=1), torch.tensor([[0, 1, 1]])
     for problem, inputs in (
-        ("41 tokens are more than the 40", {"input_ids": random_tokens(1, 41), "labels": source}),
-        ("129 tokens are more than the 128", {"input_ids": source, "decoder_input_ids": longest}),
+        ("41 tokens are more than the encoder.s maximum of 40", {"input_ids": random_tokens(1, 41), "labels": source}),
+        ("129 tokens are more than the model's maximum of 128", {"input_ids": source, "decoder_input_ids": longest}),
         ("start with the start token 258", {"input_ids": source, "decoder_input_ids": source}),
         ("start with the start token 258", {"input_ids": source, "decoder_input_ids": source[:, :0]}),
         ("needs decoder_input_ids or labels", {"input_ids": source}),
         ("needs input_ids or encoder_outputs", {"labels": source}),
-        ("padding alone", {"input_ids": torch.full((1, 3), PADDING), "labels": source}),
+        ("only padding", {"input_ids": torch.full((1, 3), PADDING), "labels": source}),
         ("omit logits_to_keep", {"input_ids": source, "labels": source, "logits_to_keep": 1}),
         (
             "on the right of the tokens",
@@ -221,7 +221,7 @@ def test_bad_inputs_are_refused_in_one_line():
             hf(**inputs)
     begun = {"decoder_input_ids": longest[:, :-2]}
     assert hf.generate(source, **begun, max_new_tokens=2).shape == (1, 129)
-    with pytest.raises(ValueError, match="129 tokens are more than the 128"):
+    with pytest.raises(ValueError, match="129 tokens are more than the model's maximum of 128"):
         hf.generate(source, **begun, max_new_tokens=3)
     _, leaking = model_of("leaking")
     with pytest.raises(ValueError, match="not strictly causal"):
