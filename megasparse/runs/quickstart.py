@@ -61,19 +61,14 @@ def quickstart(small: bool = False) -> None:
     say("4/5  the same text as a file, compressed by the model")
     text, held_out = run / "held_out.txt", EvaluationStream(Index.load(SHARDS), "test")
     write_file(text, bytes(held_out.read(0, held_out.tokens).tolist()))
-    compress(run, text)
-    say("5/5  a sample, and a page about the run")
-    megasparse("generate", "--checkpoint", run, "--prompt", "The history of ", "--tokens", 300, "--temperature", 0.8)
-    megasparse("report", run)
-    report(run, text, held_out)
-
-
-def compress(run: Path, text: Path) -> None:
-    """Compress the text with the model, unless the result exists or the coder is not installed."""
     if importlib.util.find_spec("constriction") is None:
         print("  skipped: install the coder with pip install 'megasparse[compress]', then run this again")
     elif not text.with_name(f"{text.name}.msz").exists():
         megasparse("compress", text, "--checkpoint", run)
+    say("5/5  a sample, and a page about the run")
+    megasparse("generate", "--checkpoint", run, "--prompt", "The history of ", "--tokens", 300, "--temperature", 0.8)
+    megasparse("report", run)
+    report(run, text, held_out)
 
 
 def report(run: Path, text: Path, held_out: EvaluationStream) -> None:

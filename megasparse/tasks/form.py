@@ -1,6 +1,5 @@
 """The common part of all tasks of one form: encoding, batches, model, answers and metrics."""
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,15 +15,6 @@ from megasparse.tasks.backbones import Backbone, MegasparseBody
 from megasparse.tasks.batches import EncodedExample, ExampleEncoder, require_vocabulary
 from megasparse.tasks.metrics import METRICS
 from megasparse.tasks.task import Example, SourceLocation, Task
-
-FORM_CLASSES = {
-    "labels": ("labels", "LabelForm"),
-    "choice": ("labels", "ChoiceForm"),
-    "forecast": ("forecast", "ForecastForm"),
-    "ranking": ("ranking", "RankingForm"),
-    "texts": ("texts", "TextForm"),
-}
-"""Name of each form -> its module in forms/, and its class."""
 
 
 class Form(ABC):
@@ -111,9 +101,3 @@ def column(values: Sequence[Any]) -> np.ndarray:
     for index, value in enumerate(values):  # as a whole, arrays of one shape would be unpacked
         objects[index] = value
     return objects
-
-
-def form_of(task: Task, config: FinetuneConfig) -> Form:
-    """Return the form of a task. Raises ConfigError if settings of the run do not fit it."""
-    module, name = FORM_CLASSES[task.form]
-    return getattr(importlib.import_module(f"megasparse.tasks.forms.{module}"), name)(task, config)

@@ -21,14 +21,21 @@ from megasparse.errors import CheckpointError, ConfigError, DataError, did_you_m
 from megasparse.tasks.backbones import add_adapters
 from megasparse.tasks.batches import EncodedExample, ExampleBatches, ExampleEncoder
 from megasparse.tasks.catalog import build_task
-from megasparse.tasks.form import Form, form_of
-from megasparse.tasks.forms.texts import TokenBatches, packed, sizes_of
+from megasparse.tasks.form import Form
+from megasparse.tasks.forms.forecast import ForecastForm
+from megasparse.tasks.forms.labels import ChoiceForm, LabelForm
+from megasparse.tasks.forms.ranking import RankingForm
+from megasparse.tasks.forms.texts import TextForm, TokenBatches, packed, sizes_of
 from megasparse.tasks.metrics import require_metrics
-from megasparse.tasks.start import FOLDER, Start, body_of_run, open_start
+from megasparse.tasks.start import FOLDER, Start, body_of_run, open_start, require_length
 from megasparse.tasks.task import Example, Task, split_files
 from megasparse.training.checkpoints.checkpoint import Checkpoint, find_checkpoint, load_weights
 from megasparse.training.checkpoints.manifest import read_manifest
 from megasparse.training.ranks import Ranks, start_ranks
+
+FORMS: dict[str, type[Form]] = {
+    "labels": LabelForm, "choice": ChoiceForm, "forecast": ForecastForm, "ranking": RankingForm, "texts": TextForm,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,21 +85,19 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
         problem = f'"{chosen.name}" has other inputs than "{trained.name}", which the model was trained on'
         raise ConfigError("--task", problem, f"Give --task {trained.name}")
     run = Path(os.path.abspath(checkpoint.path)).parents[1]
-    form = form_of(chosen, config)
+    form = FORMS[chosen.form](chosen, config)
     body, tokenizer = body_of_run(run, settings.model_copy(update={"start": config.start}), form, checkpoint)
     if tokenizer.sha256 != checkpoint.manifest["tokenizer"].get("sha256"):
         hint = "Copy the run's folder again, whole"
         raise CheckpointError(run / FOLDER, "does not have the tokenizer that the checkpoint was trained with", hint)
-    if config.task.max_length > body.longest:
-        problem = f"{config.task.max_length} tokens are more than the {body.longest} that the model reads"
-        raise ConfigError("task.max_length", problem, f"Set it to {body.longest} or less")
+    require_length(config, body)
     ranks = start_ranks(config.run.model_copy(update={"engine": "torch"}))
     model = form.model(body)
     load_weights(model, checkpoint)
     if config.training.precision == "bf16":
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
-    encoder = form.encoder(Start(body, tokenizer, {}, None))
+    encoder = form.encoder(Start(body, tokenizer))
     return Finetuned(model.to(ranks.device).eval(), form, encoder, config, checkpoint, ranks)
 
 
@@ -150,7 +155,7 @@ def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
     if config.training.batch_unit == "tokens" and task.form != "texts":
         problem = f'"tokens" counts those of texts and their answers, and the answers of {task.name} are none'
         raise ConfigError("training.batch_unit", problem, 'Set it to "examples"')
-    form = form_of(task, config)
+    form = FORMS[task.form](task, config)
     train, validation = read_examples(task, config)
     start = open_start(config, form, form.sketch_labels(train))
     form.check(start.body)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -43,10 +43,10 @@ class Start:
 
     body: Backbone
     tokenizer: Tokenizer
-    record: dict[str, Any]
-    """The description of the body that `rebuild` needs."""
-    sha256: str | None
+    sha256: str | None = None
     """Digest of the pretrained weights; None for initial ones."""
+    record: dict[str, Any] | None = None
+    """Description of a transformers model, from which `rebuild` makes it again; None for a model of ours."""
 
     def write(self, run: Path) -> None:
         """Write the record to RUN/start, and the tokenizer's file where it has one."""
@@ -56,7 +56,11 @@ class Start:
         if file is not None:
             name = f"tokenizer{file.suffix}"
             write_file(folder / name, read_file(file))
-        write_file(folder / RECORD, json.dumps({**self.record, "tokenizer": name}, indent=2) + "\n")
+        record, body = self.record, cast(Any, self.body)
+        if record is None:
+            record = {"kind": "megasparse", "model": json.loads(body.stack.config.model_dump_json())}
+            record |= {} if body.pooler is None else {"pooler": True}
+        write_file(folder / RECORD, json.dumps({**record, "tokenizer": name}, indent=2) + "\n")
 
 
 def open_start(config: FinetuneConfig, form: Form, labels: int) -> Start:
@@ -75,10 +79,15 @@ def open_start(config: FinetuneConfig, form: Form, labels: int) -> Start:
     if expected is not None and expected != start.sha256:
         hint = "Give the weights that the run began with, or choose another run.directory and remove start.sha256"
         raise ConfigError("start.sha256", f"{show(expected)}, but the weights have {show(start.sha256)}", hint)
-    if config.task.max_length > start.body.longest:
-        problem = f"{config.task.max_length} tokens are more than the {start.body.longest} that the model reads"
-        raise ConfigError("task.max_length", problem, "Lower it, or give a model that was trained on longer inputs")
+    require_length(config, start.body)
     return start
+
+
+def require_length(config: FinetuneConfig, body: Backbone) -> None:
+    """Raise ConfigError if the inputs can be longer than the sequences that a body reads."""
+    if config.task.max_length > body.longest:
+        problem = f"{config.task.max_length} tokens are more than the {body.longest} that the model reads"
+        raise ConfigError("task.max_length", problem, "Lower it, or give a model that was trained on longer inputs")
 
 
 def rebuild(run: Path, form: Form, checkpoint: Checkpoint) -> tuple[Backbone, Tokenizer]:
@@ -167,7 +176,7 @@ def _initial(config: FinetuneConfig, model: ModelConfig, form: Form, labels: int
     tokenizer = build_tokenizer(config.task.tokenizer)
     if config.start.glove is not None:
         initialise_from_glove(body.stack, config.start.glove, words_of(tokenizer))
-    return Start(body, tokenizer, _record(body), None)
+    return Start(body, tokenizer)
 
 
 def _of_checkpoint(config: FinetuneConfig, path: Path, form: Form, labels: int) -> Start:
@@ -180,7 +189,7 @@ def _of_checkpoint(config: FinetuneConfig, path: Path, form: Form, labels: int) 
     pooler = [tensors[name] for name in ("sentence_order.dense", "sentence_order.dense_bias") if name in tensors]
     if len(pooler) == 2 and pretrained.model.style == "bert" and form.reads_pooler:
         body.pooler, body.norm = (pooler[0](), pooler[1]()), None
-    return Start(body, trained_tokenizer(pretrained, checkpoint), _record(body), checkpoint.manifest["sha256"])
+    return Start(body, trained_tokenizer(pretrained, checkpoint), checkpoint.manifest["sha256"])
 
 
 def _of_huggingface(config: FinetuneConfig, named: Path, form: Form, labels: int) -> Start:
@@ -196,7 +205,7 @@ def _of_huggingface(config: FinetuneConfig, named: Path, form: Form, labels: int
     if values.get("model_type") in OURS:
         foreign = HFModel.open(folder)
         body = _filled_body(config, foreign.config.model, form, labels, foreign.tensors, partial(HubError, folder))
-        return Start(body, build_tokenizer(foreign.config.data.tokenizer), _record(body), sha256)
+        return Start(body, build_tokenizer(foreign.config.data.tokenizer), sha256)
     if form.two_sided:
         raise HubError(folder, *ONE_SIDE)
     if not (folder / "tokenizer.json").is_file():
@@ -204,7 +213,7 @@ def _of_huggingface(config: FinetuneConfig, named: Path, form: Form, labels: int
         raise HubError(folder / "tokenizer.json", "is missing, without which its tokens mean nothing", hint)
     tokenizer = build_tokenizer(found_tokenizer(folder, None))
     body, record = _transformer(config, folder, labels)
-    return Start(body, tokenizer, record, sha256)
+    return Start(body, tokenizer, sha256, record)
 
 
 def _transformer(config: FinetuneConfig, folder: Path, labels: int) -> tuple[Backbone, dict[str, Any]]:
@@ -254,11 +263,6 @@ def _huggingface_body(model: Any, causal: bool, activations: str) -> HuggingFace
     if activations != "stored":
         checkpoint_layers(body, offload_to_cpu=activations == "checkpoint_cpu")
     return body
-
-
-def _record(body: Any) -> dict[str, Any]:
-    record = {"kind": "megasparse", "model": json.loads(body.stack.config.model_dump_json())}
-    return record if body.pooler is None else {**record, "pooler": True}
 
 
 def _megasparse_body(config: FinetuneConfig, model: ModelConfig, form: Form, labels: int) -> Any:

@@ -24,9 +24,9 @@ from megasparse.tasks import metrics
 from megasparse.tasks import start as starts
 from megasparse.tasks.backbones import MegasparseBody
 from megasparse.tasks.catalog import build_task
-from megasparse.tasks.form import Form, form_of
+from megasparse.tasks.form import Form
 from megasparse.tasks.readers.series import Series
-from megasparse.tasks.run import TaskRun, open_run
+from megasparse.tasks.run import FORMS, TaskRun, open_run
 from megasparse.tasks.start import Start
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from tests.helpers.tokenizers import wordpiece, written
@@ -132,7 +132,8 @@ def configured(run: Path, source: Path, /, **sections: Any) -> FinetuneConfig:
 
 
 def form_for(config: FinetuneConfig) -> Form:
-    return form_of(build_task(config.task), config)
+    task = build_task(config.task)
+    return FORMS[task.form](task, config)
 
 
 def opened(run: Path, source: Path, /, **sections: Any) -> TaskRun:

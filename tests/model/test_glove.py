@@ -9,11 +9,9 @@ from megasparse.data.tokenizers import build_tokenizer, words_of
 from megasparse.errors import ConfigError, DataError
 from megasparse.model.build import build_model
 from megasparse.model.embedding import initialise_from_glove, pca, read_glove
-from megasparse.tasks.catalog import build_task
-from megasparse.tasks.form import form_of
 from megasparse.tasks.start import open_start
 from tests.helpers.commands import refusal
-from tests.helpers.finetuning import bert_tokenizer
+from tests.helpers.finetuning import bert_tokenizer, form_for
 from tests.helpers.models import attention, small
 from tests.helpers.tokenizers import written
 
@@ -107,7 +105,7 @@ def test_the_words_of_a_run_are_those_of_its_tokenizer_by_one_key(tmp_path):
     model |= {"activations": "stored", "max_length": 64, "attention": {"pattern": ["full"]}}
     task = {"name": "sentence_polarity", "max_length": 64, "tokenizer": str(file)}
     config = FinetuneConfig(model=model, task=task, start={"glove": str(path)})
-    weight = open_start(config, form_of(build_task(config.task), config), 2).body.stack.embedding.weight
+    weight = open_start(config, form_for(config), 2).body.stack.embedding.weight
     assert weight[2:4, :2].tolist() == [[1.0, 2.0], [3.0, 4.0]]
     pretrained = FinetuneConfig(start={"huggingface": "models/bert", "glove": "glove.txt"})
     assert refusal(lambda: check(pretrained), ConfigError).startswith('start.glove: "glove.txt", but the embeddings')

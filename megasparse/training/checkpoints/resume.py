@@ -7,6 +7,7 @@ not resume with a configuration or data that would fork it.
 import json
 import sys
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -192,11 +193,8 @@ def _set_aside_later(directory: Path, checkpoint: Checkpoint) -> None:
     """Rename checkpoints later than the start of the run, so that they are not its newest. Raises CheckpointError."""
     for path in list_checkpoints(directory):
         if int(path.name) > checkpoint.step:
-            aside = path.with_name(f"set-aside-{path.name}")
-            number = 1
-            while aside.exists():
-                number += 1
-                aside = path.with_name(f"set-aside-{path.name}-{number}")
+            names = (f"set-aside-{path.name}{f'-{number}' * (number > 1)}" for number in count(1))
+            aside = next(other for other in map(path.with_name, names) if not other.exists())
             try:
                 path.rename(aside)
             except OSError as error:
