@@ -1,5 +1,5 @@
-"""Pure functions on tensors, without parameters. They know no other part of megasparse.
+"""Pure functions on tensors, without parameters. They import no other part of megasparse except its errors.
 
-An operator is one file: its specification, its dense definition, the form in blocks that a CPU runs, and the `Operator`
-that chooses; `*_kernels.py` has its Triton kernels and their host code.
+Each operator is one file: its specification, a dense reference, the blockwise form for CPUs, and the `Operator` that
+selects the implementation; `*_kernels.py` contains its Triton kernels and their host code.
 """

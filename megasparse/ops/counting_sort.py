@@ -1,4 +1,4 @@
-"""Stable sorting of small whole numbers, such as bucket codes."""
+"""Stable sorting of small integers, such as bucket codes."""
 
 import torch
 from torch import Tensor
@@ -11,11 +11,11 @@ def _counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None, rever
 
     Args:
         keys: (rows, L) int16 or int32, 0 <= key < 2^bits, which is not checked.
-        ordered: contiguous like keys; receives the sorted keys.
-        reverse: write both results from the last one to the first.
+        ordered: Contiguous output buffer like keys for the sorted keys, or None.
+        reverse: Write both results in reverse order.
 
     Returns:
-        (rows, L) int32: [r, i] is the position of row r's i-th smallest key, equal keys in order of position.
+        (rows, L) int32: [r, i] is the position of row r's i-th smallest key; equal keys keep their order.
     """
     assert keys.dim() == 2 and keys.dtype in (torch.int16, torch.int32) and 1 <= bits <= 31
     values, order = torch.sort(keys, dim=-1, stable=True)

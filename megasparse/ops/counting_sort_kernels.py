@@ -1,8 +1,8 @@
-"""The stable order by counting, as Triton kernels: passes over digits of up to 11 bits, the least significant first.
+"""Stable counting sort as Triton kernels: passes over digits of up to 11 bits, least significant first.
 
-A pass counts the digits of each tile, adds up, and places every token. L length, N digits (a power of two), T tiles of
-a row. counts (rows, T, N) holds how often each digit occurs in a tile, then how many tokens of the row with that digit
-are in earlier tiles; totals (rows, N) how often it occurs in the row.
+A pass counts the digits of each tile, computes prefix sums, and scatters the tokens. L length, N digits (a power of
+two), T tiles of a row. counts (rows, T, N) contains the number of occurrences of each digit in a tile, then in all
+earlier tiles of the row; totals (rows, N) the number of occurrences in the row.
 """
 
 import torch
@@ -15,7 +15,7 @@ from megasparse.ops.kernels import launch
 
 @triton.jit
 def _digits(keys, order, slots, valid, shift, DIGITS: tl.constexpr):
-    """Return the positions of the tokens at `slots` of the order so far (None: as they come), their digits and keys."""
+    """Return the positions of the tokens at `slots` of the current order (None: original), their digits and keys."""
     tokens = slots
     if order is not None:
         tokens = tl.load(order + slots, mask=valid, other=0)
@@ -37,7 +37,7 @@ def count(keys, order, counts, length, tiles, shift, DIGITS: tl.constexpr, TILE:
 
 @triton.jit(do_not_specialize=["tiles"])
 def add_up(counts, totals, tiles, DIGITS: tl.constexpr, WIDE: tl.constexpr, TILES: tl.constexpr):
-    """Sum the counts of WIDE digits of a row over its earlier tiles, in place, TILES tiles at a time."""
+    """Compute exclusive prefix sums over tiles of the counts of WIDE digits, in place, TILES tiles at a time."""
     row = tl.program_id(0).to(tl.int64)
     digits = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     counts += row * tiles * DIGITS
@@ -59,9 +59,9 @@ def place(
     keys, order, counts, totals, out, ordered, length, tiles, shift, DIGITS: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr, REVERSED: tl.constexpr,
 ):  # fmt: skip
-    """Compute a token's place: all smaller digits of the row, its own digit in earlier tiles, in earlier blocks of
-    BLOCK tokens of this tile, and before it in its block. ordered: takes the keys in order, or None. REVERSED: places
-    are counted from the last one.
+    """Scatter tokens. A token's index is the number of smaller digits in the row, plus equal digits in earlier tiles,
+    in earlier blocks of BLOCK tokens of this tile, and before it in its block. ordered: output for the sorted keys, or
+    None. REVERSED: write in reverse order.
     """
     program = tl.program_id(0).to(tl.int64)
     row, tile = program // tiles, (program % tiles).to(tl.int32)
@@ -88,19 +88,19 @@ def place(
         first += BLOCK
 
 
-_DIGIT_BITS = 11  # the buckets of 64K tokens in one pass
-_FEWEST = 32  # digits of a pass: Triton makes histograms of fewer with as many bins as a warp has lanes
-_TILE = 1024  # tokens that share a row of counts: at most 4 KB for 4 KB of places; of 11 bits four times as many
+_DIGIT_BITS = 11  # sorts the buckets of 64K tokens in one pass
+_FEWEST = 32  # digits per pass: Triton's histograms need as many bins as a warp has lanes
+_TILE = 1024  # tokens per row of counts: at most 4 KB for 4 KB of indices; four times as many for 11 bits
 _BLOCK = 64  # tokens that are ranked against each other
 _TILES_AT_ONCE = 128
-_WIDE = 8  # digits of one program: 32 B, the least that a GPU reads
+_WIDE = 8  # digits per program: 32 B, the smallest memory transaction of a GPU
 
 
 def counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None, reverse: bool = False) -> Tensor:
     """Compute `counting_sort.counting_sort`. Strided keys are copied once.
 
-    Cost: ⌈bits/11⌉ passes. A pass moves rows·L·(2·key bytes + 4), and 8 more a token where it is not the first, besides
-    16·rows·T·N of counts; its 64·rows·L comparisons are less than that on any GPU. No floating-point products.
+    Cost: ⌈bits/11⌉ passes. A pass moves rows·L·(2·key bytes + 4), 8 more per token except in the first, plus
+    16·rows·T·N of counts; its 64·rows·L comparisons take less time on any GPU. No floating-point products.
     """
     keys = keys.contiguous()
     rows, length = keys.shape

@@ -1,6 +1,6 @@
 """Hash functions of attention, from vectors to bucket codes: angular LSH (Reformer) and sign codes (YOSO).
 
-Torch in blocks of positions, so that projections never exist for a whole sequence at once. `reference_*` are the
+Torch in blocks of positions, so that projections of a whole sequence are never stored. `reference_*` are the
 definitions, in float64.
 
 B batch, H heads, L length, D head dim, R rounds, m hashes, τ code bits, P the next power of two of D.
@@ -16,14 +16,14 @@ from torch import Tensor
 from megasparse.ops.operator import Operator, at_least_rows
 from megasparse.ops.random import bits_by_head, normal, normal_by_head, random_bits
 
-_BLOCK_ELEMENTS = 1 << 21  # rotated numbers at a time: 8 MB of fp32
-_SIGN_ELEMENTS = 1 << 20  # projected numbers at a time: 4 MB of fp32
+_BLOCK_ELEMENTS = 1 << 21  # rotated numbers per block: 8 MB of fp32
+_SIGN_ELEMENTS = 1 << 20  # projected numbers per block: 4 MB of fp32
 MOST_BITS = 30  # codes are int32 at most
 Kind = Literal["hadamard", "gaussian"]
 
 
 def code_dtype(count: int) -> torch.dtype:
-    """Return the smallest integer type that holds codes below `count`."""
+    """Return the smallest integer type for codes below `count`."""
     return torch.int16 if count <= 1 << 15 else torch.int32
 
 
@@ -39,17 +39,17 @@ def reference_angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> 
 def _angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     """Compute h(x) = argmax([xR; −xR]) (Reformer section 2), mixed-radix over the factors: h = h_1·n_2 + h_2.
 
-    A factorised hash costs √n where a plain one costs n. Implementations differ only where the two largest scores are
-    equal up to rounding. On a CPU the code of a vector does not depend on the number of vectors.
+    A factorised hash costs √n instead of n. Implementations differ only if the two largest scores are equal up to
+    rounding. On a CPU the code of a vector does not depend on the number of vectors.
 
     Args:
         x: (B, H, L, D).
-        rotations: (H, R, D, Σ n_f/2), the factors' matrices next to each other.
-        factors: the number of buckets, as factors n_f.
+        rotations: (H, R, D, Σ n_f/2), the concatenated matrices of the factors.
+        factors: Factors n_f of the number of buckets.
 
     Returns:
-        Codes (B, H, R, L), int16 where they fit, else int32. Computed in fp32 at least, and never in TF32 by the
-        kernels; not differentiable.
+        Codes (B, H, R, L), int16 if large enough, else int32. Computed in fp32 or wider, without TF32 in the kernels;
+        not differentiable.
     """
     batch, heads, length, head_dim = x.shape
     rounds, width = rotations.shape[1], rotations.shape[3]
@@ -104,7 +104,7 @@ def hyperplanes(key: int, head: int, hash_: int, code_bits: int, width: int, kin
 
 
 def hadamard_matrix(power: int) -> Tensor:
-    """Return Sylvester's matrix: H_2n = [[H_n, H_n], [H_n, −H_n]], float64."""
+    """Return Sylvester's matrix, H_2n = [[H_n, H_n], [H_n, −H_n]], float64."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < power:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -112,26 +112,26 @@ def hadamard_matrix(power: int) -> Tensor:
 
 
 def _sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
-    """Compute codes of x in each hash: bit t is [r_t·x >= 0].
+    """Compute the codes of x in each hash: bit t is [r_t·x >= 0].
 
     gaussian: r is normal; two vectors at angle θ collide in a hash with probability (1 − θ/π)^τ.
-    hadamard: r·x is a coordinate of HD₃HD₂HD₁x, O(P·log P) for P of them. Every bit of ONE code comes from a transform
-    of its own, so the bits are independent and only each bit's own probability can be biased; hash h takes coordinate
-    h mod P of its τ transforms. Measured at τ = 9 and cosines 0.3, 0.7, 0.9 (±0.3): random pairs collide −0.3, −0.1,
-    0.0 % more often than the formula says for D = 64, −0.6, −0.4, −0.2 % for D = 16. With the bits of one code out of
-    one transform, Eq. 21 read literally, it is −15, −7, −2 % and −58, −24, −7 %. Vectors of one or two nonzero
-    elements fare worse, their projections are often exactly 0: up to −25 % for D = 64, −63 % for 16.
+    hadamard: r·x is a coordinate of HD₃HD₂HD₁x, O(P·log P) for P coordinates. Each bit of a code uses a separate
+    transform, so the bits are independent and only each bit's probability can be biased; hash h uses coordinate h mod P
+    of its τ transforms. Measured at τ = 9 and cosines 0.3, 0.7, 0.9 (±0.3): random pairs collide −0.3, −0.1, 0.0 % more
+    often than by the formula for D = 64, −0.6, −0.4, −0.2 % for D = 16. With all bits of a code from one transform (Eq.
+    21 read literally) it is −15, −7, −2 % and −58, −24, −7 %. Vectors with one or two nonzero elements are worse,
+    because their projections are often exactly 0: up to −25 % for D = 64, −63 % for 16.
 
-    The draws are functions of (key, head, hash): more hashes keep the first ones. Implementations differ only where a
-    projection is zero up to rounding; the kernels' hadamard codes are bit-identical to those of torch.
+    The draws are functions of (key, head, hash): additional hashes do not change the first ones. Implementations differ
+    only if a projection is zero up to rounding; the kernels' hadamard codes are bit-identical to torch.
 
     Args:
         x: (B, H, L, D). The length of a vector does not matter; a zero vector has all bits set.
-        key: of the draws.
-        heads: the heads' global numbers.
+        key: Random key of the draws.
+        heads: Global head indices.
 
     Returns:
-        Codes (B, H, m, L), 0 <= code < 2^τ, int16 up to 15 bits, else int32. Computed in fp32 at least.
+        Codes (B, H, m, L), 0 <= code < 2^τ, int16 up to 15 bits, else int32. Computed in fp32 or wider.
     """
     batch, heads_count, length, width = x.shape
     assert len(heads) == heads_count
@@ -169,8 +169,8 @@ sign_codes = Operator(
 def hash_planes(
     key: int, heads: range, hashes: int, code_bits: int, width: int, kind: Kind, device: torch.device
 ) -> Tensor:
-    """Draw gaussian hyperplanes, (H, m, τ, D) fp32; or the diagonals D₁, D₂, D₃ of every transform, (H, groups of P
-    hashes, τ, 3, P) int32: −1 where negative, else 1.
+    """Draw Gaussian hyperplanes, (H, m, τ, D) fp32; or the diagonals D₁, D₂, D₃ of every transform, (H, groups of P
+    hashes, τ, 3, P) int32, whose sign bits are the signs.
     """
     assert 1 <= code_bits <= MOST_BITS
     if kind == "gaussian":
@@ -183,7 +183,7 @@ def hash_planes(
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Compute Hx over the last dimension, a power of two, without the factor P^−1/2: log₂ P rounds of sums and
+    """Compute Hx over the last dimension, a power of two, without the factor P^−1/2, by log₂ P rounds of sums and
     differences.
     """
     half = 1

@@ -1,4 +1,4 @@
-"""Normalisation: layer and RMS norms, and vectors of length 1, among them the keys of shared queries and keys."""
+"""Normalisation: layer norm, RMS norm and unit vectors, such as the keys of shared QK."""
 
 import torch
 import torch.nn.functional as F
@@ -8,20 +8,20 @@ from megasparse.ops.operator import Operator, at_least_fp32, implementation
 from megasparse.ops.tiled import tiled
 
 SHORTEST = 1e-12
-"""Queries shorter than this are divided by it: a zero vector stays zero."""
-_WIDEST = 16384  # numbers of a row that one program holds
+"""Queries shorter than this are divided by it, so a zero vector stays zero."""
+_WIDEST = 16384  # numbers per row in one program
 _ELEMENTS = 1 << 24  # numbers normalised at a time: 64 MB of fp32
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    """Normalise x over its last dimension (Ba et al. 2016), in the dtype of x, fp32 at least in kernels.
+    """Normalise x over its last dimension (Ba et al. 2016), in the dtype of x, in kernels in fp32 or wider.
 
     Args:
         x: (..., E).
-        weight, bias: (E,), of any dtype; without a bias it is RMS normalisation (Zhang and Sennrich 2019), which does
-            not centre.
-        eps: added to the variance.
-        dtype: of the result, by default that of x.
+        weight, bias: (E,), of any dtype; without a bias it is RMS normalisation (Zhang and Sennrich 2019), without
+            centring.
+        eps: Added to the variance.
+        dtype: Dtype of the result, by default the dtype of x.
 
     Returns:
         (..., E).
@@ -37,15 +37,16 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype
 
 
 def _unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute k = q/|q| (Reformer section 2), in fp32 at least, cast back; a zero vector stays zero.
+    """Compute k = q/|q| (Reformer section 2), in fp32 or wider, cast back; a zero vector stays zero.
 
     Args:
         q: (B, H, L, D).
 
     Returns:
-        q and k, (B, H, L, D) each. Use this q from there on, so that the gradients of both are joined in one pass.
+        q and k, (B, H, L, D) each. Use the returned q from then on, so that the gradients of both are joined in one
+        pass.
     """
-    # Some heads at a time where q is large: the backward takes several copies.
+    # Tiles over heads, because the backward stores several copies.
     return q, tiled(_unit, [q], [], -(-q.numel() // _ELEMENTS))
 
 
@@ -54,11 +55,11 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _unit_vectors(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Compute x/|x| of x (B, H, L, D), in fp32 at least; a zero vector stays zero, and gets no gradient.
+    """Compute x/|x| of x (B, H, L, D), in fp32 or wider; a zero vector stays zero, and gets no gradient.
 
     Args:
         x: (B, H, L, D).
-        dtype: of the result, by default the one that it is computed in.
+        dtype: Dtype of the result, by default the dtype of the computation.
     """
     x = at_least_fp32(x)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)

@@ -1,5 +1,5 @@
-"""How operators run: the choice of an implementation (torch in blocks, or Triton kernels), autocast, precision,
-and products whose rows do not depend on their number.
+"""Execution of operators: choice of an implementation (blockwise torch or Triton kernels), autocast, precision, and
+products whose rows do not depend on their number.
 """
 
 import importlib
@@ -23,32 +23,32 @@ R = TypeVar("R")
 Implementation = Literal["reference", "blockwise", "triton"]
 VARIABLE = "MEGASPARSE_OPS"
 LARGEST_HEAD_DIM = 256
-"""Above it a tile of keys and values leaves no room in a GPU's shared memory."""
+"""Above this, a tile of keys and values exceeds a GPU's shared memory."""
 LARGEST_IN_99_KB = 128
-"""The same where a program has 99 KB of it, as on consumer GPUs of the Ampere and Ada generations."""
+"""The same for GPUs with 99 KB of shared memory per program, such as consumer Ampere and Ada GPUs."""
 MOST_PAIRS = 65535
-"""The largest second number of a grid."""
+"""Largest second dimension of a CUDA grid."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class Operator(Generic[P, R]):
-    """A pure function of tensors that has several implementations with one signature, and runs without autocast.
+    """Pure function of tensors with several implementations of one signature, which runs without autocast.
 
     Example:
         >>> angular_hash = Operator(angular_hash_in_blocks, kernels="megasparse.ops.hashing_kernels:angular_hash")
 
     Args:
-        blocks: plain torch in blocks of bounded memory. Its docstring is the operator's.
-        kernels: "module:function" of Triton kernels, imported when they first run.
-        reference: the definition, dense and slow, where it is not `blocks` itself.
-        dtypes, largest_width, most_rows: of the deciding argument where kernels can run, see `implementation`.
-        decides: position of the argument whose device, dtype and shape choose the implementation.
-        cast: number of arguments after the first that are cast to its dtype (torch.autocast leaves some inputs in bf16
+        blocks: Plain torch in blocks of bounded memory. Its docstring becomes the operator's.
+        kernels: "module:function" of Triton kernels, imported on first use.
+        reference: Dense and slow definition; None if `blocks` is the definition.
+        dtypes, largest_width, most_rows: Limits of the kernels on the deciding argument, see `implementation`.
+        decides: Position of the argument whose device, dtype and shape select the implementation.
+        cast: Number of arguments after the first that are cast to its dtype (torch.autocast leaves some inputs in bf16
             and some in fp32).
         differentiable: False runs it without recording gradients.
 
-    A keyword argument `dropout`, of attention probabilities, excludes kernels unless it is None: they have none.
+    With a keyword argument `dropout` (of attention probabilities) other than None, the kernels are not used.
     """
 
     def __init__(
@@ -95,31 +95,31 @@ def implementation(
     """Return the implementation for vectors x (..., L, D).
 
     Kernels run on a GPU for `dtypes`, up to a width D of `largest_width` (None: any) and `most_rows` rows of L, else
-    torch in blocks. Tensors of the meta device get what a GPU would run, so that its memory can be counted without one.
-    A GPU that the kernels are not for (ROCm, compute capability below 8.0, or too little shared memory for D) runs
-    torch in blocks too, and a line on stderr says so once.
+    blockwise torch. Tensors on the meta device get the implementation of a GPU, so that its memory can be estimated
+    without one. Unsupported GPUs (ROCm, compute capability below 8.0, or too little shared memory for D) run blockwise
+    torch, with one warning on stderr.
 
-    The environment variable MEGASPARSE_OPS=reference|blockwise|triton forces one; kernels then run on a CPU too, in
-    Triton's interpreter.
+    The environment variable MEGASPARSE_OPS=reference|blockwise|triton overrides the choice; kernels then also run on a
+    CPU, in Triton's interpreter.
 
     Args:
-        dropout: of attention probabilities, which no kernel has, or None.
+        dropout: Dropout of attention probabilities, which kernels do not support, or None.
 
     Raises:
-        ConfigError: another value of MEGASPARSE_OPS, or kernels forced that cannot take x.
+        ConfigError: MEGASPARSE_OPS has another value, or forces kernels that do not support x.
     """
     forced = os.environ.get(VARIABLE)
     fits = x.dtype in dtypes and (largest_width is None or x.shape[-1] <= largest_width)
     fits = fits and (most_rows is None or x.shape[:-2].numel() <= most_rows)
     if forced == "triton" and dropout is not None:
-        raise ConfigError(VARIABLE, "the kernels have no dropout of attention probabilities", "Unset it")
+        raise ConfigError(VARIABLE, "the kernels do not support dropout of attention probabilities", "Unset it")
     if forced is None:
         if not fits or dropout is not None or not _HAS_TRITON or not (x.is_cuda or x.is_meta):
             return "blockwise"
         return "triton" if x.is_meta or _suits(x.device, x.shape[-1], largest_width) else "blockwise"
     if forced not in get_args(Implementation):
         raise ConfigError(
-            VARIABLE, f"{forced!r} is no implementation", "Set reference, blockwise or triton, or unset it"
+            VARIABLE, f"{forced!r} is not an implementation", "Set reference, blockwise or triton, or unset it"
         )
     if forced != "triton":
         return cast(Implementation, forced)
@@ -128,7 +128,7 @@ def implementation(
     if not fits:
         *supported, dtype = (str(dtype).removeprefix("torch.") for dtype in (*dtypes, x.dtype))
         widths = "" if largest_width is None else f" up to a head dim of {largest_width}"
-        problem = f"the kernels take {', '.join(supported)}{widths}, not {dtype} of {x.shape[-1]}"
+        problem = f"the kernels support {', '.join(supported)}{widths}, not {dtype} of {x.shape[-1]}"
         raise ConfigError(VARIABLE, problem, "Unset it")
     if not (x.is_cuda or x.is_meta) and os.environ.get("TRITON_INTERPRET") != "1":
         hint = "Run on a GPU, or set TRITON_INTERPRET=1, which is slow"
@@ -137,23 +137,23 @@ def implementation(
 
 
 def _suits(device: torch.device, width: int, largest_width: int | None) -> bool:
-    """True if the kernels are for this GPU; prints the reason once where they are not."""
+    """Return True if the kernels support this GPU; otherwise print the reason once."""
     lack, shared = _facts(device)
     if lack is None and largest_width == LARGEST_HEAD_DIM and width > LARGEST_IN_99_KB and shared < 160 << 10:
         lack = f"a head dim of {width} needs more shared memory than the {shared >> 10} KB of this GPU"
     if lack is not None:
-        _say(f"megasparse: {lack}. Blockwise torch runs in place of kernels: the same results, more slowly")
+        _say(f"megasparse: {lack}. Using blockwise torch instead of kernels: equal results, but slower")
     return lack is None
 
 
 @cache
 def _facts(device: torch.device) -> tuple[str | None, int]:
-    """Return why a GPU cannot run the kernels, and the bytes of shared memory that a program may have."""
+    """Return why a GPU cannot run the kernels (or None), and its maximum shared memory per program in bytes."""
     if torch.version.hip is not None:
         return "the kernels are for NVIDIA GPUs, not for ROCm", 0
     gpu = torch.cuda.get_device_properties(device)
-    shared: int = getattr(gpu, "shared_memory_per_block_optin")  # noqa: B009  (which torch's stubs do not have)
-    lack = f"the kernels need compute capability 8.0, {gpu.name} has {gpu.major}.{gpu.minor}"
+    shared: int = getattr(gpu, "shared_memory_per_block_optin")  # noqa: B009  (missing in torch's stubs)
+    lack = f"the kernels need compute capability 8.0, but {gpu.name} has {gpu.major}.{gpu.minor}"
     return lack if gpu.major < 8 else None, shared
 
 
@@ -163,12 +163,12 @@ def _say(line: str) -> None:
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """Return x in fp32, or in its own dtype where that is wider (fp64)."""
+    """Return x in fp32, or unchanged if its dtype is wider (fp64)."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function of tensors: inside it autocast is off on their device. Its inputs keep their dtypes."""
+    """Decorate a function of tensors to disable autocast on their device. Inputs keep their dtypes."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -179,7 +179,7 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def autocast_off(*arguments: Any) -> AbstractContextManager[Any]:
-    """Return a context without autocast on the device of the first tensor among the arguments."""
+    """Return a context that disables autocast on the device of the first tensor among the arguments."""
     device = _autocast_device(arguments)
     if device is None or not torch.is_autocast_enabled(device):
         return nullcontext()
@@ -187,8 +187,8 @@ def autocast_off(*arguments: Any) -> AbstractContextManager[Any]:
 
 
 class Function(torch.autograd.Function):
-    """An autograd function whose backward runs without autocast, as operators' forwards do, or where the forward calls
-    `remember_autocast` under the autocast of the forward. Its second derivative is an error.
+    """Autograd function whose backward runs without autocast, like operators' forwards, or, if the forward calls
+    `remember_autocast`, under the autocast of the forward. Second derivatives raise an error.
     """
 
     def __init_subclass__(cls, **settings: Any) -> None:
@@ -206,14 +206,14 @@ class Function(torch.autograd.Function):
 
 
 def remember_autocast(ctx: Any, *arguments: Any) -> None:
-    """Let the backward of a `Function` run under the autocast of this forward: it recomputes a part of the forward."""
+    """Make the backward of a `Function` run under the autocast of this forward, because it recomputes parts of it."""
     device = _autocast_device(arguments)
     if device is not None and torch.is_autocast_enabled(device):
         ctx.autocast = {"device_type": device, "dtype": torch.get_autocast_dtype(device)}
 
 
 def _autocast_device(arguments: tuple[Any, ...]) -> str | None:
-    """Return the type of the first tensor's device; None if there is no tensor, or no autocast of that type."""
+    """Return the device type of the first tensor; None if there is no tensor or the type does not support autocast."""
     for x in arguments:
         if isinstance(x, Tensor):
             return x.device.type if torch.amp.is_autocast_available(x.device.type) else None
@@ -221,17 +221,17 @@ def _autocast_device(arguments: tuple[Any, ...]) -> str | None:
 
 
 ROWS = 16
-"""With fewer rows (8 on one thread), CPU libraries sum the terms of a product in another order. From here on, a row has
-one result for any number of rows, so a token decoded from a cache has the bits of a whole pass."""
+"""With fewer rows (8 on one thread), CPU libraries sum the terms of a product in a different order. With at least this
+many, a row does not depend on the number of rows, so a token decoded from a cache is bit-identical to a full pass."""
 
 
 def at_least_rows(x: Tensor, rows: int = ROWS) -> Tensor:
-    """Append rows of zeros to x (..., n, D) until n is `rows`."""
+    """Pad x (..., n, D) with rows of zeros to at least `rows`."""
     return F.pad(x, (0, 0, 0, rows - x.shape[-2])) if x.shape[-2] < rows else x
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `F.linear` of at least ROWS rows on a CPU. x: (..., D)."""
+    """Compute `F.linear` with at least ROWS rows on a CPU. x: (..., D)."""
     rows = x.shape[:-1].numel()
     if rows >= ROWS or x.device.type != "cpu":
         return F.linear(x, weight, bias)
@@ -239,7 +239,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """A layer by `linear`."""
+    """Linear layer that uses `linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)

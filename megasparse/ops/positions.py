@@ -1,4 +1,4 @@
-"""Positions as functions of their number: sinusoids, and rotations of pairs. B batch, L length, H heads, D head dim."""
+"""Functions of positions: sinusoids and rotations of pairs. B batch, L length, H heads, D head dim."""
 
 from functools import lru_cache
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 from megasparse.ops.operator import at_least_fp32
 
-_CACHED_NUMBERS = 1 << 24  # of a cached table: 64 MB
+_CACHED_NUMBERS = 1 << 24  # largest cached table: 64 MB
 
 
 def sinusoids(first: int, count: int, width: int, device: torch.device | str = "cpu") -> Tensor:
     """Return sinusoidal embeddings (count, width) fp32 of the positions [first, first + count) (Vaswani et al. 2017).
 
-    Computed in float64 on the device, so that devices agree up to the last bit of fp32; not to be changed in place, as
-    small tables are kept.
+    Computed in float64 on the device, so that devices agree up to the last bit of fp32. Do not modify the result in
+    place, because small tables are cached.
     """
     device = torch.device(device)
     cached = count > 1 and count * width <= _CACHED_NUMBERS and device.type != "meta"
@@ -30,7 +30,7 @@ def _sinusoids(first: int, count: int, width: int, device: torch.device) -> Tens
 
 @lru_cache(maxsize=4)
 def cached_sinusoids(first: int, count: int, width: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # a table made in inference would be refused in training
+    with torch.inference_mode(False):  # inference tensors cannot be used in training
         return _sinusoids(first, count, width, device)
 
 

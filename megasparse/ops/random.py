@@ -1,9 +1,8 @@
-"""Counter-based randomness: every draw is a pure function of what it is for, never of what was drawn before.
+"""Counter-based random numbers: every draw is a pure function of its purpose, never of earlier draws.
 
-A draw's key comes from (run seed, step, layer, purpose); rotations add round and global head, dropout adds global
-sample and position. So a resumed run, another number of ranks, a recomputed layer and cached decoding all see the
-same draws, and none is ever stored. The micro-step is left out on purpose: it changes with the number of ranks, and
-the draws must not.
+A draw's key is derived from (run seed, step, layer, purpose); rotations add round and global head, dropout adds global
+sample and position. A resumed run, a different number of ranks, a recomputed layer and cached decoding therefore use
+the same draws, and none is stored. The micro-step is excluded because it depends on the number of ranks.
 
 B batch, L length, H heads, R rounds, E width.
 """
@@ -19,34 +18,34 @@ from torch.autograd.function import once_differentiable
 
 from megasparse.ops.operator import implementation
 
-_CPU_BLOCK_ELEMENTS = 1 << 20  # elements of dropout at a time: 4 MB of bits
+_CPU_BLOCK_ELEMENTS = 1 << 20  # elements per block of dropout: 4 MB of bits
 _GPU_BLOCK_ELEMENTS = 1 << 26
 
-EVALUATION_STEP = -1  # evaluation and generation draw as if at this step, whatever the training step is
+EVALUATION_STEP = -1  # step of evaluation and generation, independent of training
 
 
 def derive(*parts: int | str) -> int:
-    """Derive a 64-bit key from numbers and words: equal parts, equal key, on every machine."""
+    """Derive a 64-bit key from numbers and words, the same on every machine."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def halves(key: int) -> tuple[int, int]:
-    """Return the low and the high 32 bits of a key, as signed numbers."""
+    """Return the low and the high 32 bits of a key, as signed integers."""
     return ((key & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000, ((key >> 32 & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
 
 @dataclass(frozen=True)
 class RngContext:
-    """Everything that the random draws of one forward pass depend on.
+    """State of the random draws of one forward pass.
 
     Args:
-        seed: of the run.
-        step: optimizer step.
+        seed: Seed of the run.
+        step: Optimizer step.
         samples: (B,) int64, global number of each sequence.
-        training: dropout is on.
-        rounds: hash rounds instead of the configured ones, or None.
-        first: position of the first token of this rank, where ranks share sequences.
+        training: True enables dropout.
+        rounds: Hash rounds instead of the configured ones, or None.
+        first: Position of this rank's first token, with sequence parallelism.
     """
 
     seed: int
@@ -59,25 +58,25 @@ class RngContext:
 
     @staticmethod
     def evaluation(seed: int, batch_size: int, rounds: int | None = None) -> "RngContext":
-        """Return the draws of evaluation and generation: the step is fixed, dropout is off."""
+        """Return the context of evaluation and generation: fixed step, no dropout."""
         return RngContext(seed, EVALUATION_STEP, torch.arange(batch_size), training=False, rounds=rounds)
 
     def at(self, first: int) -> "RngContext":
-        """Return the same draws, of tokens that start at position `first`."""
+        """Return the same draws for tokens that start at position `first`."""
         return self if first == self.first else replace(self, first=first)
 
     def of(self, part: str) -> "RngContext":
-        """Return the draws of a part of a model that numbers its layers from 0, such as an encoder."""
+        """Return the draws of a submodel that numbers its layers from 0, such as an encoder."""
         return replace(self, seed=derive(self.seed, part))
 
     def key(self, layer: int, purpose: str) -> int:
-        """Derive a key of this step."""
+        """Derive a key for this step."""
         return derive(self.seed, self.step, layer, purpose)
 
     def rows(self, length: int, device: torch.device) -> Tensor:
-        """Return (B, L) int64, a number for each (global sample, position), for draws that differ by token."""
+        """Return (B, L) int64, a unique number per (global sample, position), for draws that differ by token."""
         rows = self._rows.get((length, device))
-        if rows is None:  # every layer asks for the same ones
+        if rows is None:  # shared by all layers
             positions = torch.arange(self.first, self.first + length, device=device)
             rows = self.samples.to(device).unsqueeze(1) * (1 << 32) + positions
             self._rows[length, device] = rows
@@ -87,7 +86,7 @@ class RngContext:
 def random_bits(key: int, rows: Tensor, columns: int) -> Tensor:
     """Draw (*rows.shape, columns) int32, uniform over all 2^32 values: a hash of (key, row number, column number).
 
-    rows: int64, any shape. Built of an integer mixer whose every input bit reaches every output bit.
+    rows: int64, any shape. Uses an integer mixer in which every input bit affects every output bit.
     """
     if implementation(rows, dtypes=(torch.int64,), largest_width=None) == "triton":
         from megasparse.ops.random_kernels import bits
@@ -98,7 +97,7 @@ def random_bits(key: int, rows: Tensor, columns: int) -> Tensor:
 
 
 def _seeds(key: int, rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Return mixed numbers of the rows and of the columns, int32; mixing their sum gives the bits."""
+    """Return mixed row and column numbers, int32; mixing their sum gives the bits."""
     low, high = halves(key)
     # Conversions keep the low 32 bits.
     row = _mix_(rows.to(torch.int32) + low) ^ _mix_((rows >> 32).to(torch.int32) + high)
@@ -109,15 +108,15 @@ def _seeds(key: int, rows: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 def dropout(x: Tensor, rate: float, key: int, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Zero elements of x (B, L, E) with probability `rate` and scale the rest by 1/(1 − rate).
 
-    rows: (B, L), see `RngContext.rows`. The mask is a function of (key, row, element), so the backward draws it again
-    and nothing is kept. dtype: of the result, by default that of x; computed in the wider of the two.
+    rows: (B, L), see `RngContext.rows`. The mask is a function of (key, row, element), so the backward redraws it and
+    nothing is stored. dtype: of the result, by default the dtype of x; computed in the wider of the two.
     """
     dtype = dtype or x.dtype
     return x.to(dtype) if rate == 0.0 else _Dropout.apply(x, None, rate, key, rows, dtype, 1, False)
 
 
 def add_dropout(stream: Tensor, x: Tensor, rate: float, key: int, rows: Tensor, sign: int = 1) -> Tensor:
-    """Compute stream + sign·dropout(x), summed in fp32 at least, in the dtype of the stream (B, L, E); on a GPU in one
+    """Compute stream + sign·dropout(x), summed in fp32 or wider, in the dtype of the stream (B, L, E); on a GPU in one
     pass. sign: 1 or −1."""
     if implementation(x, largest_width=None) != "triton":
         dropped = dropout(x, rate, key, rows, torch.promote_types(stream.dtype, torch.float32))
@@ -126,7 +125,7 @@ def add_dropout(stream: Tensor, x: Tensor, rate: float, key: int, rows: Tensor, 
 
 
 def add_dropout_(stream: Tensor, x: Tensor, rate: float, key: int, rows: Tensor, sign: int = 1) -> None:
-    """`add_dropout` in place, without gradients."""
+    """Compute `add_dropout` in place, without gradients."""
     if implementation(x, largest_width=None) == "triton" and stream.is_contiguous():
         from megasparse.ops.random_kernels import drop
 
@@ -137,14 +136,14 @@ def add_dropout_(stream: Tensor, x: Tensor, rate: float, key: int, rows: Tensor,
 
 
 def relu_dropout(x: Tensor, rate: float, key: int, rows: Tensor) -> Tensor:
-    """Compute dropout(relu(x)), on a GPU in one pass each way: where the result is 0, so is its gradient."""
+    """Compute dropout(relu(x)), on a GPU in one pass in each direction. Zero results have zero gradients."""
     if rate == 0.0 or implementation(x, largest_width=None) != "triton":
         return dropout(torch.relu(x), rate, key, rows)
     return _Dropout.apply(x, None, rate, key, rows, x.dtype, 1, True)
 
 
 class _Dropout(torch.autograd.Function):
-    """Compute dropout(x); by kernels also stream + sign·dropout(x), and dropout(relu(x))."""
+    """Compute dropout(x); with kernels also stream + sign·dropout(x) and dropout(relu(x))."""
 
     @staticmethod
     def forward(
@@ -166,7 +165,7 @@ class _Dropout(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        if ctx.relu:  # the gradient goes where the result is above 0, which needs no draws
+        if ctx.relu:  # positive results identify the kept elements, without draws
             from megasparse.ops.random_kernels import relu_gradient
 
             (out,) = ctx.saved_tensors
@@ -181,12 +180,12 @@ class _Dropout(torch.autograd.Function):
 
 
 def least_kept(rate: float) -> int:
-    """Return the smallest random bits, int32, of an element that dropout keeps."""
+    """Return the smallest random value, int32, for which dropout keeps an element."""
     return round(rate * 2**32) - 2**31
 
 
 def _dropped_in_blocks(x: Tensor, rate: float, key: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Drop out in blocks that stay in a CPU's cache: drawn whole, bits cost more than a wide product."""
+    """Apply dropout in blocks that fit in a CPU's cache, because drawing all bits at once is slower than a matmul."""
     x = x.to(torch.promote_types(x.dtype, dtype))
     flat = x.flatten(0, 1)
     out = torch.empty_like(flat, memory_format=torch.contiguous_format)
@@ -204,10 +203,10 @@ def _dropped_in_blocks(x: Tensor, rate: float, key: int, rows: Tensor, dtype: to
 
 @dataclass(frozen=True)
 class PairDropout:
-    """Dropout of attention probabilities: the mask is a function of (key, global sample, global head, query, key), so
-    a pair has the same one in every round, block, recomputation and implementation, and nothing is kept.
+    """Dropout of attention probabilities. The mask is a function of (key, global sample, global head, query, key), so
+    it is the same for a pair in every round, block, recomputation and implementation, and nothing is stored.
 
-    queries: (B, H, Lq) int32, a mixed number of each query. shift: the key at place j is number (j + shift) mod Lk.
+    queries: (B, H, Lq) int32, a mixed number per query. shift: the key at index j is key number (j + shift) mod Lk.
     """
 
     rate: float
@@ -217,7 +216,7 @@ class PairDropout:
 
     @staticmethod
     def of(rate: float, key: int, rows: Tensor, heads: range) -> "PairDropout":
-        """Draw for the queries `rows` (B, L), see `RngContext.rows`, of the global head numbers `heads`."""
+        """Create the dropout of queries `rows` (B, L), see `RngContext.rows`, for global head indices `heads`."""
         low, _ = halves(key)
         head = _mix_(torch.arange(heads.start, heads.stop, dtype=torch.int32, device=rows.device) + low)
         return PairDropout(rate, key, _mix_(_seeds(key, rows, 0)[0].unsqueeze(1) + head.unsqueeze(1)))
@@ -228,7 +227,7 @@ class PairDropout:
         return _mix_(number.to(torch.int32) + halves(self.key)[1])
 
     def factors(self, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the factors of probabilities, 0 or 1/(1 − rate), of pairs of mixed numbers, which broadcast."""
+        """Return probability factors, 0 or 1/(1 − rate), for broadcasting mixed numbers of queries and keys."""
         is_kept = _mix_(queries + keys) >= least_kept(self.rate)
         return is_kept.to(dtype).mul_(1.0 / (1.0 - self.rate))
 
@@ -248,18 +247,18 @@ def normal(key: int, rows: Tensor, columns: int) -> Tensor:
 
 
 def rotations(key: int, heads: range, rounds: int, head_dim: int, factors: list[int], device: torch.device) -> Tensor:
-    """Draw gaussian projections of angular LSH, (H, R, D, Σ n_f/2), for the global head numbers `heads`.
+    """Draw Gaussian projections of angular LSH, (H, R, D, Σ n_f/2), for global head indices `heads`.
 
-    Each head and round has its own, whatever other heads and rounds are drawn: more rounds keep the first ones.
+    Draws are independent per head and round; additional rounds do not change the first ones.
     """
     width = sum(factor // 2 for factor in factors)
     return normal_by_head(key, heads, rounds, head_dim * width, device).view(len(heads), rounds, head_dim, width)
 
 
 def normal_by_head(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
-    """Draw `count` vectors of normal numbers for each global head number, (H, count, columns) fp32.
+    """Draw `count` normal vectors per global head index, (H, count, columns) fp32.
 
-    A head's vectors are the same whatever other heads there are, and more vectors keep the first ones.
+    A head's vectors do not depend on other heads, and additional vectors do not change the first ones.
     """
     if _by_kernels(device):
         from megasparse.ops.random_kernels import normals
@@ -269,7 +268,7 @@ def normal_by_head(key: int, heads: range, count: int, columns: int, device: tor
 
 
 def bits_by_head(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
-    """Draw (H, count, columns) int32, `random_bits` of the rows of `rows_by_head`."""
+    """Draw (H, count, columns) int32: `random_bits` for the rows of `rows_by_head`."""
     if _by_kernels(device):
         from megasparse.ops.random_kernels import bits_by_head as by_head
 
@@ -282,16 +281,16 @@ def _by_kernels(device: torch.device) -> bool:
 
 
 def rows_by_head(heads: range, count: int, device: torch.device) -> Tensor:
-    """Return (H, count) int64, numbers of the draws of global heads, for draws that differ by head."""
+    """Return (H, count) int64, a unique row number per global head and draw."""
     head = torch.arange(heads.start, heads.stop, device=device).unsqueeze(1) * (1 << 16)
     return head + torch.arange(count, device=device)
 
 
 def _mix_(x: Tensor, spare: Tensor | None = None) -> Tensor:
-    """Apply a bijection of 32-bit integers in place (C. Wellons' lowbias32), wrapping around. spare: space like x."""
+    """Apply a bijection of 32-bit integers in place (C. Wellons' lowbias32), with wraparound. spare: buffer like x."""
     shifted = torch.empty_like(x) if spare is None else spare
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, 1)):
         torch.bitwise_right_shift(x, shift, out=shifted)
-        x ^= shifted.bitwise_and_((1 << (32 - shift)) - 1)  # what a signed shift copies of the sign is cut off
+        x ^= shifted.bitwise_and_((1 << (32 - shift)) - 1)  # make the shift logical
         x *= factor
     return x

@@ -1,4 +1,4 @@
-"""Dropout, random bits and normal numbers in one launch each, on the device and the host. E width of a row."""
+"""Dropout, random bits and normal numbers as single kernel launches, with host code. E width of a row."""
 
 import math
 
@@ -10,7 +10,7 @@ from torch import Tensor, empty_like
 from megasparse.ops.kernels import launch, mix
 from megasparse.ops.random import derive, halves, least_kept
 
-_NUMBERS = 4096  # of a program
+_NUMBERS = 4096  # per program
 _LARGEST_COLUMNS = 1024
 _SCALE = tl.constexpr(2.0**-32)
 _TURN = tl.constexpr(2 * math.pi / 2**32)
@@ -30,7 +30,7 @@ def _row_seed(number, low, high):
 
 @triton.jit
 def _bits_of(row_seed, column, high):
-    """Return the bits of `ops.random.random_bits`: mixing the sum of what rows and columns give."""
+    """Return the bits of `ops.random.random_bits`, by mixing the sum of row seed and column seed."""
     return mix(row_seed + mix(column.to(tl.uint32) + high)).to(tl.int32, bitcast=True)
 
 
@@ -39,8 +39,8 @@ def _dropout(
     x, rows, stream, out, count, width, low, high, threshold, scale, SIGN: tl.constexpr, RELU: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Row by row what `ops.random.random_bits` draws; an element stays where its bits are at least `threshold`. RELU:
-    of relu(x). stream: what SIGN times the result is added to, or None.
+    """Dropout with the draws of `ops.random.random_bits`; elements whose bits are at least `threshold` are kept. RELU:
+    apply to relu(x). stream: tensor to which SIGN times the result is added, or None.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -69,10 +69,12 @@ def drop(
     sign: int = 1,
     in_place: bool = False,
 ) -> Tensor:
-    """Return dropout(x) of x (B, L, E), or dropout(relu(x)), the same to the bit as `ops.random` in torch. rows: (B, L)
-    int64. stream: sign times the result is added to it. in_place: the sum overwrites the stream, which is contiguous.
+    """Return dropout(x) of x (B, L, E), or dropout(relu(x)), bit-identical to `ops.random` in torch. rows: (B, L)
+    int64. stream: tensor to which sign times the result is added. in_place: write the sum to the stream, which is
+    contiguous.
 
-    Cost: tensors are read and the result written once, and 8·B·L bytes of rows; about 12 integer operations an element.
+    Cost: tensors are read and the result written once, plus 8·B·L bytes of rows; about 12 integer operations per
+    element.
     """
     x, rows = x.contiguous(), rows.contiguous()
     stream = None if stream is None else stream.contiguous()
@@ -96,7 +98,7 @@ def _relu_gradient(grad, out, dx, count, scale, NUMBERS: tl.constexpr):
 
 
 def relu_gradient(grad: Tensor, out: Tensor, scale: float) -> Tensor:
-    """Return scale·grad where `out` is above 0, else 0: the gradient of dropout(relu(x)) of a result `out`."""
+    """Return scale·grad where `out` is positive, else 0: the gradient of dropout(relu(x)) with result `out`."""
     grad = grad.contiguous()
     dx = empty_like(out)
     launch(_relu_gradient, (-(-out.numel() // _NUMBERS),), grad, out, dx, out.numel(), scale, NUMBERS=_NUMBERS)
@@ -105,7 +107,7 @@ def relu_gradient(grad: Tensor, out: Tensor, scale: float) -> Tensor:
 
 @triton.jit(do_not_specialize=["first", "low", "high", "count"])
 def _bits(rows, out, columns, low, high, first, count, COLUMNS: tl.constexpr):
-    """rows: the rows' numbers, or None for `count` of every head from `first` on."""
+    """Draw bits. rows: row numbers, or None for `count` rows per head from `first` on."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     low, high = _key(low, high)
@@ -115,13 +117,13 @@ def _bits(rows, out, columns, low, high, first, count, COLUMNS: tl.constexpr):
 
 
 def bits(key: int, rows: Tensor, columns: int) -> Tensor:
-    """Compute `ops.random.random_bits` in one launch, the same to the bit."""
+    """Compute `ops.random.random_bits` in one launch, bit-identical."""
     out = torch.empty(*rows.shape, columns, dtype=torch.int32, device=rows.device)
     return _draw_bits(out, rows.contiguous(), key, 0, 1)
 
 
 def bits_by_head(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
-    """Compute `ops.random.bits_by_head` in one launch, the same to the bit."""
+    """Compute `ops.random.bits_by_head` in one launch, bit-identical."""
     out = torch.empty(len(heads), count, columns, dtype=torch.int32, device=device)
     return _draw_bits(out, None, key, heads.start, count)
 
@@ -136,7 +138,7 @@ def _draw_bits(out: Tensor, rows: Tensor | None, key: int, first: int, count: in
 
 @triton.jit(do_not_specialize=["first", "low", "high", "other_low", "other_high", "count"])
 def _normals(out, first, count, columns, low, high, other_low, other_high, COLUMNS: tl.constexpr):
-    """Normal numbers of (head, number) `program_id(0)`; low, high and other_low, other_high: the keys of the radius and
+    """Draw normal numbers of (head, number) `program_id(0)`. low, high: key of the radius. other_low, other_high: key
     of the angle.
     """
     place = tl.program_id(0)
@@ -152,9 +154,7 @@ def _normals(out, first, count, columns, low, high, other_low, other_high, COLUM
 
 
 def normals(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:
-    """Compute `ops.random.normal_by_head` in one launch, equal to it up to the rounding of float64 logarithms and
-    cosines.
-    """
+    """Compute `ops.random.normal_by_head` in one launch, equal up to the rounding of float64 logarithms and cosines."""
     out = torch.empty(len(heads), count, columns, dtype=torch.float32, device=device)
     grid = (len(heads) * count, -(-columns // _LARGEST_COLUMNS))
     arguments = (out, heads.start, count, columns, *halves(derive(key, "radius")), *halves(derive(key, "angle")))

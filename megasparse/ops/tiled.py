@@ -1,4 +1,4 @@
-"""Work on a sequence in tiles, one after another, in the backward too: the peak is one tile's, not the sequence's."""
+"""Process a sequence in tiles, in forward and backward, so that peak memory is that of one tile."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,9 +17,9 @@ def tiled(
 ) -> Tensor:
     """Compute `function(*inputs, *weights)` on `tiles` pieces of the inputs along dimension 1.
 
-    inputs: (B, L, ...) each; `function` must treat every position of L by itself. weights: used whole by every tile.
-    Returns (B, L, ...). The backward recomputes each tile and hands every weight ONE gradient, the sum over the tiles
-    (in fp32): ZeRO 2 and 3 reduce a weight's gradient as soon as it comes, so a gradient per tile would be wrong there.
+    inputs: (B, L, ...) each; `function` must be independent for each position of L. weights: passed whole to every
+    tile. Returns (B, L, ...). The backward recomputes each tile and returns a single gradient per weight, the sum over
+    tiles (in fp32): ZeRO 2 and 3 reduce a weight's gradient once it arrives, so one gradient per tile would be wrong.
     """
     tiles = min(tiles, inputs[0].shape[1])
     if tiles <= 1:
@@ -56,7 +56,7 @@ class _Tiled(Function):
 
 
 class GradientSums:
-    """Sums over pieces of a computation, in fp32 at least, of the gradients of weights that all pieces share."""
+    """Sums over tiles of weight gradients, in fp32 or wider."""
 
     def __init__(self, weights: Mapping[str, Tensor]):
         self._all = weights
@@ -65,7 +65,7 @@ class GradientSums:
         self._used: list[tuple[Tensor, Tensor]] = []
 
     def leaf(self, name: str, dim: int = 0, start: int = 0, count: int | None = None) -> Tensor:
-        """Return a weight, or `count` of its rows or columns, for what the next `take` is of."""
+        """Return a weight, or `count` of its rows or columns, as a leaf whose gradient the next `take` adds."""
         weight, total = self._all[name].detach(), self._sums.get(name)
         if count is not None:
             weight, total = weight.narrow(dim, start, count), None if total is None else total.narrow(dim, start, count)
@@ -74,13 +74,13 @@ class GradientSums:
         return weight
 
     def itself(self, name: str) -> None:
-        """Let the next `take` sum the gradient of the weight itself, where what it is of has read that."""
+        """Make the next `take` add the gradient of the weight itself, for computations that read it directly."""
         if name in self.weights:
             self._used.append((self.weights[name], self._sums[name]))
 
     def take(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Return the gradients of `inputs`, None for those that the outputs did not read. Gradients of the leaves since
-        the last `take` are added to the sums.
+        """Return the gradients of `inputs`, None for unused ones. Gradients of the leaves since the last `take` are
+        added to the sums.
         """
         used, self._used = self._used, []
         cast = [grad.to(y.dtype) for y, grad in zip(outputs, grads, strict=True)]
@@ -92,12 +92,12 @@ class GradientSums:
         return gradients[: len(inputs)]
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return ONE gradient of each weight, in its dtype."""
+        """Return the summed gradient of each weight, in the dtype of the weight."""
         return {name: self._sums.pop(name).to(weight.dtype) for name, weight in self.weights.items()}
 
 
 def pieces(tensors: Sequence[Tensor], tiles: int) -> list[tuple[Tensor, ...]]:
-    """Cut the tensors along dimension 1 into `tiles` pieces of nearly equal length."""
+    """Split the tensors along dimension 1 into `tiles` pieces of nearly equal length."""
     return list(zip(*(torch.tensor_split(x, tiles, dim=1) for x in tensors), strict=True))
 
 

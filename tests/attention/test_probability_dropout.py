@@ -73,7 +73,7 @@ def test_the_definition_drops_as_blocks_do_and_kernels_are_refused(name, causal,
         found.append(single(*single.inputs(LENGTH), training=True).out)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     monkeypatch.setenv("MEGASPARSE_OPS", "triton")
-    with pytest.raises(ConfigError, match="kernels have no dropout of attention probabilities"):
+    with pytest.raises(ConfigError, match="kernels do not support dropout of attention probabilities"):
         single(*single.inputs(LENGTH), training=True)
 
 

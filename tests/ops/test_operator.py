@@ -108,7 +108,7 @@ def test_a_cpu_runs_blockwise_torch_unless_another_is_forced(monkeypatch):
 @pytest.mark.parametrize(
     ("value", "x", "said"),
     [
-        ("cuda", torch.zeros(4, 64), "'cuda' is no implementation. Set reference, blockwise or triton"),
+        ("cuda", torch.zeros(4, 64), "'cuda' is not an implementation. Set reference, blockwise or triton"),
         ("triton", torch.zeros(4, 64, dtype=torch.float64), "not float64 of 64"),
         ("triton", torch.zeros(4, 257), "not float32 of 257"),
     ],
