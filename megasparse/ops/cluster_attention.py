@@ -1,11 +1,12 @@
-"""Exact softmax attention inside clusters that are lists of queries and lists of keys, which may overlap.
+"""Exact softmax attention inside clusters, given as possibly overlapping lists of queries and of keys.
 
 Plain torch on every device, in blocks of linear memory, forward and backward: a block gathers the queries and keys of
-some clusters, or some queries of one cluster and all its keys. Queries of several clusters merge their parts by
-log-sum-exp; the backward recomputes scores, as exp(score − log N − lse) is a pair's final weight in every cluster.
+some clusters, or some queries of one cluster and all its keys. The parts of a query in several clusters are merged by
+log-sum-exp; the backward recomputes scores, because exp(score − log N − lse) is the final weight of a pair in each
+cluster.
 
-B batch, H heads, L length, D head dim, W clusters of each of B·H rows, M places of a cluster, n clusters of a block, m
-queries of each.
+B batch, H heads, L length, D head dim, W clusters per row of B·H, M slots per cluster, n clusters per block, m queries
+of each.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from torch import Tensor
 from megasparse.ops.operator import Function, without_autocast
 from megasparse.ops.random import PairDropout
 
-_CPU_BLOCK_ELEMENTS = 1 << 18  # scores in a block: 1 MB of fp32, so that it stays in cache
+_CPU_BLOCK_ELEMENTS = 1 << 18  # scores per block: 1 MB of fp32, to fit in cache
 _GPU_BLOCK_ELEMENTS = 1 << 24
 
 
@@ -26,8 +27,8 @@ _GPU_BLOCK_ELEMENTS = 1 << 24
 class ClusterAttentionSpec:
     """Settings of cluster attention.
 
-    causal: only keys at or before the query are visible. scale: factor of q·k. count_clusters: a pair that N clusters
-    hold counts once, else N times.
+    causal: only keys at or before the query are visible. scale: factor of q·k. count_clusters: include a pair that N
+    clusters contain once instead of N times.
     """
 
     causal: bool
@@ -47,22 +48,22 @@ def cluster_attention(
     segments: Tensor | None = None,
     dropout: PairDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute out_i = Σ_w Σ_j exp(scale·q_i·k_j − log N_ij − lse_i) v_j over the clusters w that hold query i and their
-    keys j.
+    """Compute out_i = Σ_w Σ_j exp(scale·q_i·k_j − log N_ij − lse_i) v_j over the clusters w that contain query i and
+    their keys j.
 
     Args:
         q: (B, H, Lq, D).
         k, v: (B, H, Lk, D).
-        query_index, key_index: (B or 1, H or 1, W, Mq) and (B or 1, H or 1, W, Mk) token numbers, −1 for an empty
-            place; a list names a token at most once.
-        spec: N_ij is the number of clusters that hold query i and key j, 1 without spec.count_clusters.
-        key_mask: (B, Lk) bool, keys that may be visible; queries of padding attend to what their lists name.
+        query_index, key_index: (B or 1, H or 1, W, Mq) and (B or 1, H or 1, W, Mk) token numbers, −1 in empty slots; a
+            list contains a token at most once.
+        spec: N_ij is the number of clusters that contain query i and key j, or 1 without spec.count_clusters.
+        key_mask: (B, Lk) bool, true for keys that may be visible; it does not mask queries.
         segments: (B, L) with Lq = Lk; documents never attend to each other.
-        dropout: of the probabilities; lse is that of all pairs.
+        dropout: Dropout of the probabilities; lse includes all pairs.
 
     Returns:
-        out (B, H, Lq, D) in q's dtype and lse (B, H, Lq), the log of the sum, in fp32 at least; 0 and −∞ for a query
-        without any visible key. Scores, softmax statistics and gradients are computed in fp32 at least.
+        out (B, H, Lq, D) in q's dtype and lse (B, H, Lq), the log of the sum, in fp32 or wider; 0 and −∞ for a query
+        without a visible key. Scores, softmax statistics and gradients are computed in fp32 or wider.
     """
     k, v = k.to(q.dtype), v.to(q.dtype)  # torch.autocast leaves some inputs in bf16 and some in fp32
     out, lse = _ClusterAttention.apply(q, k, v, query_index, key_index, spec, key_mask, segments, dropout)
@@ -115,8 +116,8 @@ class _ClusterAttention(Function):
 
 class _Block(NamedTuple):
     """Queries and keys of some clusters. q: (n, m, D). k, v: (n, Mk, D). query, key: (n, m) and (n, Mk), rows of the
-    flattened heads; an empty place names a row that nothing of it reaches. score: (n, m, Mk), scale·q·k − log N, −∞
-    where invisible. factors: of the probabilities, by dropout, (n, m, Mk), or None.
+    flattened heads; empty slots contain an arbitrary row, whose weights are 0. score: (n, m, Mk), scale·q·k − log N, −∞
+    for invisible pairs. factors: dropout factors of the probabilities, (n, m, Mk), or None.
     """
 
     q: Tensor
@@ -138,7 +139,7 @@ def _blocks(
     query_index, key_index = (index.expand(batch, heads, -1, -1) for index in (query_index, key_index))
     q_rows, k_rows, v_rows = (x.flatten(0, 2) for x in (q, k, v))
     members, width = None, head_dim
-    if spec.count_clusters and clusters > 1 and not q.is_meta:  # whose lists have no values
+    if spec.count_clusters and clusters > 1 and not q.is_meta:  # meta lists have no values
         members, width = (_Memberships(query_index, length), _Memberships(key_index, key_length)), head_dim + clusters
     elements = _CPU_BLOCK_ELEMENTS if q.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
     tile = min(places, max(1, elements // max(keys, width)))
@@ -176,20 +177,20 @@ def _blocks(
 
 
 class _Memberships:
-    """The clusters of each token: the lists, sorted by token. Nothing of L·W numbers is stored."""
+    """Clusters of each token, as lists sorted by token, without a dense L·W table."""
 
     def __init__(self, index: Tensor, length: int):
         self.clusters = index.shape[2]
         token = index.flatten(0, 1).flatten(1).long()  # (B·H, W·M)
         real = token >= 0
-        token = (token + torch.arange(len(token), device=token.device)[:, None] * length)[real]  # of all rows
+        token = (token + torch.arange(len(token), device=token.device)[:, None] * length)[real]  # across all rows
         cluster = torch.arange(self.clusters, device=token.device).repeat_interleave(index.shape[3])
         self.size = torch.bincount(token, minlength=len(real) * length)
         self.first = self.size.cumsum(0) - self.size
         self.cluster = cluster.expand(len(real), -1)[real][token.argsort(stable=True)]
 
     def of(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return 1 where a token (…), numbered across all rows, is in a cluster, else 0: (…, W)."""
+        """Return 1 if a token (…), numbered across all rows, is in a cluster, else 0: (…, W)."""
         flat = tokens.flatten()
         size = self.size[flat]
         entry = torch.arange(flat.numel(), device=flat.device).repeat_interleave(size)
@@ -201,7 +202,7 @@ class _Memberships:
 
 def _merge(out: Tensor, lse: Tensor, rows: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge a block's outputs (n, m, D) and log-sums (n, m) into out (rows, D) and lse (rows); rows may repeat."""
-    if out.is_meta:  # which rows repeat is data
+    if out.is_meta:  # the repeated rows depend on data
         return
     rows, slot = rows.flatten().unique(return_inverse=True)
     part, part_lse, old = part.flatten(0, 1), part_lse.flatten(), lse[rows]

@@ -1,8 +1,8 @@
-"""Cross-entropy of targets, and whether they are the likeliest ids, under a softmax or an adaptive softmax.
+"""Cross-entropy of targets, and top-1 correctness, with a softmax or an adaptive softmax.
 
-An adaptive softmax (Grave et al. 2017) is a softmax over the frequent ids and one slot a cluster of rarer ids, and one
-softmax inside each cluster: p(id) = head(id) for the first c₁ ids, head(cluster)·tail(id) for the others. Clusters are
-as wide as the head, as in Transformer-XL's model of WikiText-103. N tokens, E width, V vocabulary, K clusters.
+An adaptive softmax (Grave et al. 2017) is a softmax over the frequent ids and one slot per cluster of rarer ids, plus a
+softmax inside each cluster: p(id) = head(id) for the first c₁ ids, head(cluster)·tail(id) for the others. Clusters have
+the same width as the head, as in Transformer-XL's model of WikiText-103. N tokens, E width, V vocabulary, K clusters.
 """
 
 from collections.abc import Sequence
@@ -15,22 +15,22 @@ from megasparse.ops.operator import Operator, at_least_fp32
 
 
 def _token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Score every token, a column each: −ln p of its target under softmax(logits); 1 if the target is the likeliest id
-    (the first of equals), else 0; with smoothing ε also (1 − ε) times the first plus ε times the mean of −ln p over all
-    ids.
+    """Score every token, in columns: −ln p of its target under softmax(logits); 1 if the target is the most likely id
+    (the first one in ties), else 0; with smoothing ε also (1 − ε) times the first plus ε times the mean of −ln p over
+    all ids.
 
     Args:
         logits: (N, V).
-        targets: (N,) int64 ids; −100 for a token without a target: its scores are 0, and it gets no gradient.
+        targets: (N,) int64 ids; −100 for a token without a target, whose scores and gradient are 0.
         smoothing: ε of label smoothing.
 
     Returns:
-        (N, 2) or (N, 3) in fp32 at least; all columns but the second are differentiable.
+        (N, 2) or (N, 3) in fp32 or wider; all columns except the second are differentiable.
     """
     logits = at_least_fp32(logits)
     nats = F.cross_entropy(logits, targets, reduction="none")
     columns = [nats, (logits.argmax(-1) == targets).to(nats.dtype)]
-    if smoothing:  # −ln p of an id is that of the target, plus the target's logit, less the id's
+    if smoothing:  # −ln p(id) = −ln p(target) + logit(target) − logit(id)
         mean_nats = nats + logits.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1) - logits.mean(-1)
         columns.append(torch.lerp(nats, mean_nats, smoothing).masked_fill(targets < 0, 0.0))
     return torch.stack(columns, dim=-1)
@@ -42,12 +42,11 @@ token_scores = Operator(_token_scores, kernels="megasparse.ops.cross_entropy_ker
 def adaptive_scores(
     hidden: Tensor, targets: Tensor, weight: Tensor, clusters: Tensor, cutoffs: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Return −ln p of every target, (N,) fp32, and whether it is the likeliest of all ids, (N,) bool.
+    """Return −ln p of every target, (N,) fp32, and whether it is the most likely of all ids, (N,) bool.
 
-    hidden: (N, E). targets: (N,) int64. weight: (V, E), the vectors of all ids. clusters: (K, E), those of the
-    clusters, which begin at the ids `cutoffs`.
-    A cluster's softmax is computed where the target lies in it, or where the target could only be beaten by one of its
-    ids: where it is likelier than all frequent ids, and less likely than the cluster as a whole.
+    hidden: (N, E). targets: (N,) int64. weight: (V, E), vectors of all ids. clusters: (K, E), vectors of the clusters,
+    whose first ids are `cutoffs`. A cluster's softmax is computed only for targets in it, and for targets that only one
+    of its ids could beat: more likely than all frequent ids, but less likely than the cluster as a whole.
     """
     first = cutoffs[0]
     head, *tails = _parts(weight, clusters, cutoffs)
@@ -76,7 +75,7 @@ def adaptive_scores(
 
 
 def adaptive_log_probabilities(hidden: Tensor, weight: Tensor, clusters: Tensor, cutoffs: Sequence[int]) -> Tensor:
-    """Return ln p of every id, (N, V) fp32. As in `adaptive_scores`."""
+    """Return ln p of every id, (N, V) fp32. Arguments as in `adaptive_scores`."""
     head, *tails = _parts(weight, clusters, cutoffs)
     frequent, of_clusters = F.linear(hidden, head).float().log_softmax(-1).split([cutoffs[0], len(tails)], dim=-1)
     rare = [
@@ -87,8 +86,8 @@ def adaptive_log_probabilities(hidden: Tensor, weight: Tensor, clusters: Tensor,
 
 
 def _parts(weight: Tensor, clusters: Tensor, cutoffs: Sequence[int]) -> list[Tensor]:
-    """Return the vectors of the head's slots, (c₁ + K, E), and of the ids of each cluster. One split for all of them,
-    so that the backward makes one gradient of the size of `weight`.
+    """Return the vectors of the head's slots, (c₁ + K, E), and of the ids of each cluster, from a single split, so that
+    the backward creates only one gradient of the size of `weight`.
     """
     ends = [*cutoffs, len(weight)]
     frequent, *tails = weight.split([end - start for start, end in zip([0, *cutoffs], ends, strict=True)])

@@ -1,8 +1,8 @@
-"""The scores of tokens as Triton kernels: one program reads a token's logits once, BLOCK at a time.
+"""Scores of tokens as Triton kernels: one program reads a token's logits once, BLOCK at a time.
 
-N tokens, V vocabulary. Cost, b bytes a logit: forward N·V·b bytes, backward 2·N·V·b, and some 10 FLOPs a logit. torch's
-own operators move about 18·N·V bytes more forward, and 20·N·V more backward: they hold fp32 logits and their
-log-softmax.
+N tokens, V vocabulary. Cost with b bytes per logit: forward N·V·b bytes, backward 2·N·V·b, and about 10 FLOPs per
+logit. torch's operators move about 18·N·V bytes more forward, and 20·N·V more backward, because they store fp32 logits
+and their log-softmax.
 """
 
 from typing import Any
@@ -16,18 +16,18 @@ from megasparse.ops.kernels import launch, whole_vectors
 from megasparse.ops.operator import Function
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1.0e38)  # a running maximum that is finite, so that differences of two are no NaN
+LOWEST = tl.constexpr(-1.0e38)  # initial maximum, finite so that differences are not NaN
 IGNORED = tl.constexpr(-100)
-"""The target of a token without one."""
+"""Target of tokens that are not scored."""
 
 
 @triton.jit
 def scores_forward(
     logits, targets, lse, scores, stride, width, smoothing, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Compute scores (N, COLUMNS), and lse (N,), the logarithm of the sum of exponentials.
+    """Compute scores (N, COLUMNS), and lse (N,), the log of the sum of exponentials.
 
-    A target outside the vocabulary that is not `IGNORED` makes lse NaN, and so the token's scores and its gradient: a
+    A target outside the vocabulary other than `IGNORED` makes lse NaN, and with it the token's scores and gradient: a
     kernel cannot raise an error, and must not read beyond the logits.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -61,7 +61,7 @@ def scores_forward(
 def scores_backward(
     logits, targets, lse, grad, slopes, stride, width, smoothing, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Compute slopes (N, V), the logits' gradient. grad: (N, COLUMNS). Program 1 has a block of the vocabulary."""
+    """Compute slopes (N, V), the gradient of the logits. grad: (N, COLUMNS). Grid axis 1: blocks of the vocabulary."""
     row, ids = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * stride + ids, mask=ids < width, other=0.0).to(tl.float32)
     total = tl.load(grad + row * COLUMNS)
@@ -77,12 +77,12 @@ def scores_backward(
     tl.store(slopes + row * width + ids, slope.to(slopes.dtype.element_ty), mask=ids < width)
 
 
-_BLOCK = 4096  # logits that a program holds at a time
+_BLOCK = 4096  # logits per program at a time
 _PER_WARP = 512
 
 
 def token_scores(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Compute `cross_entropy.token_scores` for fp32, bf16 or fp16. A target outside the vocabulary gives NaN."""
+    """Compute `cross_entropy.token_scores` in fp32, bf16 or fp16. A target outside the vocabulary gives NaN."""
     return _TokenScores.apply(logits, targets, smoothing)
 
 

@@ -1,10 +1,10 @@
-"""Exact softmax attention of every query to the few keys that an index names for it (Smart Bird).
+"""Exact softmax attention of every query to a few keys given by an index (Smart Bird).
 
-The blocked form has linear memory, forward and backward, and is deterministic on a CPU: all queries of all heads are in
-one line, and a block of them gathers its keys and values. The backward gathers them again: exp(score − lse) is a pair's
-weight.
+The blockwise form needs linear memory, forward and backward, and is deterministic on a CPU: the queries of all heads
+are flattened, and each block of them gathers its keys and values. The backward gathers them again: exp(score − lse) is
+the weight of a pair.
 
-B batch, H heads, Lq queries, Lk keys, D head dim, K index places, n queries in a block.
+B batch, H heads, Lq queries, Lk keys, D head dim, K index slots, n queries per block.
 """
 
 from collections.abc import Iterator
@@ -16,24 +16,24 @@ from torch import Tensor
 from megasparse.ops.operator import Function, Operator
 from megasparse.ops.random import PairDropout
 
-_GATHERED_ELEMENTS = 1 << 18  # numbers in a block's gathered keys: 1 MB of fp32, so that it stays in cache
+_GATHERED_ELEMENTS = 1 << 18  # numbers in a block's gathered keys: 1 MB of fp32, to fit in cache
 
 
 def _gathered_attention(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float, dropout: PairDropout | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute out_i = Σ_j exp(scale·q_i·k_j − lse_i) v_j over the keys j that row i of the index names.
+    """Compute out_i = Σ_j exp(scale·q_i·k_j − lse_i) v_j over the keys j in row i of the index.
 
     Args:
         q: (B, H, Lq, D).
         k, v: (B, H, Lk, D).
-        index: (B|1, H|1, Lq, K) int32 or int64 key numbers, −1 for an empty place; a key named twice counts twice.
-        scale: factor of q·k.
-        dropout: of the probabilities; lse is that of all pairs.
+        index: (B|1, H|1, Lq, K) int32 or int64 key numbers, −1 in empty slots; repeated keys are included repeatedly.
+        scale: Factor of q·k.
+        dropout: Dropout of the probabilities; lse includes all pairs.
 
     Returns:
-        out (B, H, Lq, D) in q's dtype and lse (B, H, Lq), the log of the sum, in fp32 at least; 0 and −∞ for a query
-        whose places are all empty. Scores, softmax statistics and gradients are computed in fp32 at least.
+        out (B, H, Lq, D) in q's dtype and lse (B, H, Lq), the log of the sum, in fp32 or wider; 0 and −∞ for a query
+        whose slots are all empty. Scores, softmax statistics and gradients are computed in fp32 or wider.
     """
     out, lse = _GatheredAttention.apply(q, k, v, index, scale, dropout)
     return out, lse
@@ -42,11 +42,11 @@ def _gathered_attention(
 def reference(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float, dropout: PairDropout | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute `gathered_attention` densely, n_ij being the number of times that row i of the index names key j."""
+    """Compute `gathered_attention` densely; n_ij is the number of occurrences of key j in row i of the index."""
     keys = torch.arange(k.shape[2], device=k.device)
     count = (index[..., None] == keys).sum(3).to(q.dtype)  # (B|1, H|1, Lq, Lk)
     logits = scale * (q @ k.transpose(-1, -2)) + count.log()
-    blind = (logits == -torch.inf).all(-1)  # kept out of the softmax, whose gradient would be NaN
+    blind = (logits == -torch.inf).all(-1)  # a softmax over −∞ has a NaN gradient
     logits = logits.masked_fill(blind[..., None], 0.0)
     probability = torch.softmax(logits, dim=-1)
     if dropout is not None:
@@ -112,9 +112,9 @@ class _GatheredAttention(Function):
 
 
 class _Block(NamedTuple):
-    """Queries `rows` of all B·H·Lq with what they attend to. q: (n, 1, D). k, v: (n, K, D). keys: (n·K), numbers among
-    all B·H·Lk; an empty place names some key of its head. score: (n, K), scale·q·k, −∞ at empty places. factors: of the
-    probabilities, by dropout, (n, K), or None.
+    """Queries `rows` of all B·H·Lq and their keys. q: (n, 1, D). k, v: (n, K, D). keys: (n·K), numbers among all
+    B·H·Lk; empty slots contain an arbitrary key of the head. score: (n, K), scale·q·k, −∞ in empty slots. factors:
+    dropout factors of the probabilities, (n, K), or None.
     """
 
     rows: slice

@@ -1,14 +1,14 @@
-"""What LHA's hash functions learn: attention utility per bucket from a sample, and the divergence from it.
+"""Training targets of LHA's hash functions: attention utility per bucket, estimated from a sample, and the divergence.
 
-ψ_i[b] ∝ Σ_{j in b} A_ij is how much of query i's attention goes to the keys of bucket b (LHA Eq. 11), ψ′_j[b] ∝
-Σ_{i in b} A_ij how much of the attention that key j gets comes from the queries of bucket b (Eq. 14); A =
-softmax(qkᵀ/√D), over all pairs, under a causal mask too (the paper). Both are targets to learn: nothing here has a
-gradient. A sequence is one document without padding.
+ψ_i[b] ∝ Σ_{j in b} A_ij is the share of query i's attention to the keys of bucket b (LHA Eq. 11), ψ′_j[b] ∝ Σ_{i in b}
+A_ij the share of key j's received attention from the queries of bucket b (Eq. 14); A = softmax(qkᵀ/√D) over all pairs,
+even with a causal mask (as in the paper). Both are targets without a gradient. A sequence is one document without
+padding.
 
-C keys are drawn with replacement, key j c_j times in expectation: half of the draws in proportion to the attention
-that j gets from the S sampled queries, half evenly. Then Σ_draws f(j)/c_j has the expectation Σ_j f(j) for every f, and
-draws gather where the attention of a query gathers. So the sum over a bucket's keys and the sum that a softmax divides
-by are estimated without bias, in O(S·L) time, and ψ is their ratio.
+C keys are drawn with replacement, key j with expected count c_j: half of the draws in proportion to the attention that
+j receives from the S sampled queries, half uniformly. Σ_draws f(j)/c_j is then an unbiased estimate of Σ_j f(j) for
+every f, and draws concentrate on keys with much attention. The sum over a bucket's keys and the normaliser of the
+softmax are estimated in this way, in O(S·L) time; ψ is their ratio.
 
 B batch, H heads, L length, D head dim, N buckets, S sampled queries, C drawn keys, T tokens of a tile.
 """
@@ -22,16 +22,16 @@ from torch import Tensor
 from megasparse.ops.operator import at_least_fp32, implementation
 
 _WIDEST = 8192
-"""Buckets whose scores one program of a GPU holds."""
-_CPU_TILE_ELEMENTS = 1 << 19  # of a tile's tokens with all buckets: 2 MB of fp32
+"""Largest number of buckets for one GPU program."""
+_CPU_TILE_ELEMENTS = 1 << 19  # tokens × buckets per tile: 2 MB of fp32
 _GPU_TILE_ELEMENTS = 1 << 25
 _SHARES = 1 << 40
-"""Parts of 1 that a key's probability is counted in: sums of whole numbers are the same in any order."""
+"""Resolution of key probabilities as integers, whose sums do not depend on the order."""
 
 
 class Draws(NamedTuple):
-    """Drawn keys. k: (B, H, C, D). tokens: their numbers, (B, H, C), or (C,) for all heads. ln_count: ln c_j of each,
-    of the shape of tokens; 0 where every key comes once.
+    """Drawn keys. k: (B, H, C, D). tokens: token numbers, (B, H, C), or (C,) for all heads. ln_count: ln c_j, in the
+    shape of tokens; 0 if every key is drawn once.
     """
 
     k: Tensor
@@ -40,7 +40,7 @@ class Draws(NamedTuple):
 
 
 def tiles(x: Tensor, width: int) -> Iterator[slice]:
-    """Cut x (B, H, L, ...) along L so that (B, H, T, width) numbers make a tile."""
+    """Split x (B, H, L, ...) along L into tiles of about (B, H, T, width) numbers."""
     elements = _CPU_TILE_ELEMENTS if x.device.type == "cpu" else _GPU_TILE_ELEMENTS
     step = max(1, elements // max(1, x.shape[0] * x.shape[1]) // width)
     for start in range(0, x.shape[2], step):
@@ -56,11 +56,11 @@ def at_tokens(x: Tensor, tokens: Tensor) -> Tensor:
 def draw_keys(q: Tensor, k: Tensor, uniform: Tensor, *, scale: float) -> Draws:
     """Draw C keys of k (B, H, L, D) for sampled queries q (B, H, S, D).
 
-    uniform: (C,) numbers in [0, 1), one for each of C equal parts of the probability, so that no key comes less often
-    than in expectation by more than two.
+    uniform: (C,) numbers in [0, 1), one for each of C equal parts of the probability, so that the number of draws of a
+    key is less than its expectation by at most two.
     """
-    keys, received = k.transpose(-1, -2), torch.zeros((), device=k.device)  # Σ_i A_ij, (B, H, L) fp32 at least
-    for part in tiles(q, k.shape[2]):  # only how often keys are drawn: products in the dtype of q and k are enough
+    keys, received = k.transpose(-1, -2), torch.zeros((), device=k.device)  # Σ_i A_ij, (B, H, L) fp32 or wider
+    for part in tiles(q, k.shape[2]):  # precise enough for drawing keys
         score = (q[:, :, part] * scale) @ keys
         received = received + score.softmax(-1).sum(-2, dtype=torch.promote_types(k.dtype, torch.float32))
     share = 0.5 * (received.double() / q.shape[2] + 1.0 / k.shape[2])
@@ -75,15 +75,15 @@ def draw_keys(q: Tensor, k: Tensor, uniform: Tensor, *, scale: float) -> Draws:
 
 @torch.no_grad()
 def sampled_normalizer(q: Tensor, draws: Draws, *, scale: float) -> Tensor:
-    """Return ln of an estimate of Σ_j exp(scale·q_i·k_j) of each query: (B, H, S)."""
+    """Return the log of an estimate of Σ_j exp(scale·q_i·k_j) for each query: (B, H, S)."""
     return _logarithms(q, draws, scale).logsumexp(-1)
 
 
 @torch.no_grad()
 def sampled_queries(q: Tensor, draws: Draws, in_key: Tensor, *, scale: float) -> Tensor:
-    """Return ψ of the queries by the drawn keys, (B, H, S, N), rows of sum 1, or 0 where all of it underflowed.
+    """Return ψ of the queries, estimated from the drawn keys, (B, H, S, N); rows sum to 1, or to 0 after underflow.
 
-    in_key: (B, H, C, N), 1 where a drawn key is in a bucket, else 0.
+    in_key: (B, H, C, N), 1 if a drawn key is in a bucket, else 0.
     """
     attention = _logarithms(q, draws, scale).softmax(-1)
     return unit_sum(attention @ in_key.to(attention.dtype))
@@ -93,25 +93,25 @@ def sampled_queries(q: Tensor, draws: Draws, in_key: Tensor, *, scale: float) ->
 def sampled_keys(
     q: Tensor, k: Tensor, normalizer: Tensor, in_query: Tensor, *, scale: float
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield ψ′ of keys k (B, H, K, D), tile by tile: (B, H, T, N). Before it is normalised
-    its expectation over samples of queries is the whole sum, as a part of it.
+    """Yield ψ′ of keys k (B, H, K, D), tile by tile: (B, H, T, N). Before normalisation, its expectation over samples
+    of queries is proportional to the sum over all queries.
 
-    normalizer: see `sampled_normalizer`. in_query: (B, H, S, N), 1 where a query is in a bucket, else 0.
+    normalizer: see `sampled_normalizer`. in_query: (B, H, S, N), 1 if a query is in a bucket, else 0.
     """
     for part in tiles(k, max(in_query.shape[2:])):
         logarithm = _products(k[:, :, part], q, scale) - normalizer.unsqueeze(-2)
-        # A softmax over the queries: its normaliser is one that ψ′ has anyway, and it cannot underflow.
+        # A softmax over the queries cannot underflow, and ψ′ is normalised anyway.
         attention = logarithm.softmax(-1)
         yield part, unit_sum(attention @ in_query.to(attention.dtype))
 
 
 def _logarithms(q: Tensor, draws: Draws, scale: float) -> Tensor:
-    """Return scale·q_i·k_j − ln c_j of queries and drawn keys: (B, H, S, C)."""
+    """Return scale·q_i·k_j − ln c_j for queries and drawn keys: (B, H, S, C)."""
     return _products(q, draws.k, scale) - draws.ln_count.unsqueeze(-2)
 
 
 def _products(x: Tensor, y: Tensor, scale: float) -> Tensor:
-    """Return scale·x_i·y_j in fp32 at least: (B, H, Lx, Ly)."""
+    """Return scale·x_i·y_j in fp32 or wider: (B, H, Lx, Ly)."""
     return (at_least_fp32(x) * scale) @ at_least_fp32(y).transpose(-1, -2)
 
 
@@ -121,7 +121,7 @@ def _by_kernel(x: Tensor) -> bool:
 
 @torch.no_grad()
 def unit_sum(utility: Tensor) -> Tensor:
-    """Divide rows of utility (B, H, T, N), which is not needed any more, by their sums; a row of sum 0 gives 0."""
+    """Divide rows of utility (B, H, T, N) by their sums; a row with sum 0 gives 0. May overwrite utility."""
     if _by_kernel(utility):
         from megasparse.ops import hash_learning_kernels
 
@@ -132,8 +132,8 @@ def unit_sum(utility: Tensor) -> Tensor:
 
 @torch.no_grad()
 def ranks(scores: Tensor, first: int) -> Tensor:
-    """Return ranks of tokens in every bucket: (B, H, N, T) int64, the smallest for the largest softmax(scores) over a
-    token's buckets, of equals for the earlier token; the low 32 bits are the token's number.
+    """Return ranks of tokens in every bucket, (B, H, N, T) int64: ascending by decreasing softmax(scores) over a
+    token's buckets, then by token number, which is stored in the low 32 bits.
 
     scores: (B, H, T, N) of the tokens from number `first` on.
     """
@@ -141,7 +141,7 @@ def ranks(scores: Tensor, first: int) -> Tensor:
         from megasparse.ops import hash_learning_kernels
 
         return hash_learning_kernels.ranks(scores, first)
-    # Bits of a positive number are ordered as the number is. With the token's number below them no two are equal.
+    # Bits of positive floats have the same order as the floats. The token number in the low bits makes ranks unique.
     penalty = -scores.log_softmax(-1).float().transpose(-1, -2)  # (B, H, N, T)
     rank = penalty.abs().contiguous().view(torch.int32).long() << 32
     return rank + torch.arange(first, first + scores.shape[2], device=rank.device)
@@ -152,10 +152,10 @@ def divergence(
     scores: Tensor, utility: Tensor, codes: Tensor, weight: float, learn: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return weight·Σ KL(ψ ‖ softmax(scores)) (LHA Eq. 13), weight·Σ ψ[code], weight·Σ ψ·ln ψ, and, if `learn`, the
-    gradient of the first by the scores, weight·(softmax(scores)·Σψ − ψ), else None.
+    gradient of the first with respect to the scores, weight·(softmax(scores)·Σψ − ψ), else None.
 
-    scores, utility ψ: (B, H, T, N); scores are not needed any more. codes: (B, H, T), a bucket of every token. A token
-    whose ψ is 0 adds nothing.
+    scores, utility ψ: (B, H, T, N); scores may be overwritten. codes: (B, H, T), a bucket per token. A token with ψ = 0
+    contributes nothing.
     """
     if _by_kernel(scores):
         from megasparse.ops import hash_learning_kernels

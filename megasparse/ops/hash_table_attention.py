@@ -1,18 +1,18 @@
-"""Attention by Bernoulli sampling (YOSO): values are added up in hash tables and read by the queries' codes.
+"""Attention by Bernoulli sampling (YOSO): values are summed in hash tables, which queries read by their codes.
 
-The blocked form has linear memory, forward and backward, and is deterministic on a CPU. One hash at a time, each key
-adds its value to the table's row of its code, each query reads the row of its own code: Σ_j [same code] v_j without a
-pair in sight. Causal attention goes chunk by chunk: a chunk's queries read the tables of all earlier chunks, then its
-keys are added; inside the chunk collisions are counted pair by pair.
+The blockwise form needs linear memory, forward and backward, and is deterministic on a CPU. For one hash at a time,
+each key adds its value to the table row of its code, and each query reads the row of its code: Σ_j [same code] v_j
+without enumerating pairs. Causal attention proceeds by chunks: a chunk's queries read the tables of all earlier chunks,
+then its keys are added; collisions inside the chunk are counted pair by pair.
 
-The backward (Eq. 10 and 12) is the same sum with other values. With B for the collision matrix and g for the
-gradient of the output,
+The backward (Eq. 10 and 12) is the same sum with other values. With the collision matrix B and the gradient g of the
+output,
     ∇v = Bᵀg,   ∇q_i = τ/2 Σ_j B_ij (g_i·v_j) k_j = τ/2 Σ_l g_il Σ_j B_ij v_jl k_j,   ∇k likewise:
-B applied to v_l·k for every column l of v (`tables`, cost L·m·D²), or summed over the pairs that collide (`pairs`, Eq.
-22, cost nnz·(m + D)). It uses the very codes of its forward.
+either B applied to v_l·k for every column l of v (`tables`, cost L·m·D²), or a sum over colliding pairs (`pairs`, Eq.
+22, cost nnz·(m + D)). It uses the codes of the forward.
 
-B batch, H heads, L length, D head dim, m hashes, τ code bits, G rows (a batch element's head) at a time, T buckets,
-C chunk, X columns.
+B batch, H heads, L length, D head dim, m hashes, τ code bits, G rows (heads of batch elements) at a time, T buckets, C
+chunk, X columns.
 """
 
 import math
@@ -25,21 +25,21 @@ from torch import Tensor
 
 from megasparse.ops.operator import Function, Operator, without_autocast
 
-_ROW_ELEMENTS = 1 << 22  # numbers of a row group
-_TABLE_ELEMENTS = 1 << 18  # numbers in the tables of several hashes: 1 MB of fp32; more only where one hash has more
-_PAIR_COST = 2  # of a colliding pair, per number, over that of a number that goes through the tables: measured on a CPU
-_BLOCK_PAIRS = 1 << 15  # collisions at a time, more only where one query has more
-_QUERIES = 64  # of a tile of expected weights
-_TILE_ELEMENTS = 1 << 18  # weights in such a tile: 1 MB of fp32
+_ROW_ELEMENTS = 1 << 22  # numbers per row group
+_TABLE_ELEMENTS = 1 << 18  # numbers in the tables of several hashes, at least one hash: 1 MB of fp32
+_PAIR_COST = 2  # cost per number of a colliding pair relative to a number in the tables, measured on a CPU
+_BLOCK_PAIRS = 1 << 15  # collisions per block, at least one query
+_QUERIES = 64  # queries per tile of expected weights
+_TILE_ELEMENTS = 1 << 18  # weights per tile: 1 MB of fp32
 
 
 @dataclass(frozen=True)
 class HashTableAttentionSpec:
     """Settings of YOSO attention.
 
-    code_bits: τ, codes are below 2^τ. causal: only keys at or before the query are visible. chunk: positions of a
-    causal sequence whose collisions are found pair by pair. backward: the procedure for ∇q and ∇k; `auto` takes the one
-    with less to do. Neither of the last two changes the result: they steer the blockwise implementation alone.
+    code_bits: τ, codes are below 2^τ. causal: only keys at or before the query are visible. chunk: causal positions per
+    chunk, inside which collisions are counted pair by pair. backward: method for ∇q and ∇k; `auto` selects the cheaper
+    one. The last two affect only the speed of the blockwise implementation, not its result.
     """
 
     code_bits: int
@@ -49,7 +49,7 @@ class HashTableAttentionSpec:
 
     @property
     def causal_chunk(self) -> int | None:
-        """Return the chunk of causal attention; None where attention is bidirectional."""
+        """Return the chunk of causal attention; None if attention is bidirectional."""
         return self.chunk if self.causal else None
 
 
@@ -68,18 +68,18 @@ def _hash_table_attention(
     and 9).
 
     Args:
-        q, k: (B, H, Lq, D) and (B, H, Lk, D), of length 1, only for the gradient: that of B_ij by q_i·k_j is τ/2·B_ij,
-            the lower bound of the paper.
+        q, k: (B, H, Lq, D) and (B, H, Lk, D), unit vectors, used only for the gradient: ∂B_ij/∂(q_i·k_j) is defined as
+            τ/2·B_ij, the lower bound of the paper.
         v: (B, H, Lk, D).
         q_codes, k_codes: (B, H, m, Lq) and (B, H, m, Lk), integers below 2^code_bits.
-        spec: code bits and causality.
-        query_mask, key_mask: (B, Lq), (B, Lk) bool, true for real tokens: padding attends to nothing (output 0), and
-            nothing attends to it.
+        spec: Code bits and causality.
+        query_mask, key_mask: (B, Lq), (B, Lk) bool, true for real tokens. Padding is excluded as query (output 0) and
+            as key.
         segments: (B, L) document numbers >= 0; documents never attend to each other.
 
     Returns:
-        out (B, H, Lq, D) and B's row sums (B, H, Lq), the keys that a query meets in one hash on average (not
-        differentiable); both in fp32 at least.
+        out (B, H, Lq, D) and B's row sums (B, H, Lq), the mean number of keys per hash that collide with a query (not
+        differentiable); both in fp32 or wider.
     """
     group = groups(q, k, query_mask, key_mask, segments)
     return _HashTableAttention.apply(q, k, v, q_codes, k_codes, group, spec)
@@ -112,7 +112,7 @@ def visible_pairs(
     segments: Tensor | None,
     device: torch.device,
 ) -> Tensor:
-    """Return visible pairs, (B or 1, 1, Lq, Lk) bool."""
+    """Return the mask of visible pairs, (B or 1, 1, Lq, Lk) bool."""
     visible = torch.ones(1, 1, *lengths, dtype=torch.bool, device=device)
     if causal:
         visible = visible.tril()
@@ -126,7 +126,7 @@ def visible_pairs(
 
 
 def weighted_sum(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, code_bits: int) -> tuple[Tensor, Tensor]:
-    """Return Wv and W1, where ∂W_ij/∂(q_i·k_j) is DEFINED as τ/2·W_ij (YOSO Eq. 12 and 19, with the τ of Eq. 11)."""
+    """Return Wv and W1, with ∂W_ij/∂(q_i·k_j) DEFINED as τ/2·W_ij (YOSO Eq. 12 and 19, with the τ of Eq. 11)."""
     weight, score = weight.detach(), q @ k.transpose(-1, -2)
     with_gradient = weight * (1 + code_bits / 2 * (score - score.detach()))
     return with_gradient @ v, weight.sum(-1)
@@ -135,10 +135,10 @@ def weighted_sum(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, code_bits: int
 def groups(
     q: Tensor, k: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, segments: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Return numbers (B·H, Lq) and (B·H, Lk) such that a query and a key may meet iff theirs are equal; None if all
-    may.
+    """Return numbers (B·H, Lq) and (B·H, Lk) that are equal for exactly the visible query-key pairs; None if all pairs
+    are visible.
 
-    A document's number is its own (>= 0); masked queries have −1 and masked keys −2, which meet nobody.
+    A real token's number is its document (>= 0); masked queries get −1 and masked keys −2, which never match.
     """
     if query_mask is None and key_mask is None and segments is None:
         return None
@@ -154,15 +154,15 @@ def groups(
 
 
 def row_slices(rows: int, elements: int, size: int) -> Iterator[slice]:
-    """Yield slices of all rows, as many at a time as keep `size` elements a row within `elements`."""
+    """Yield slices of all rows, each with at most `elements` numbers at `size` numbers per row (at least one row)."""
     step = max(1, elements // max(1, size))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
 
 class HashCodes(NamedTuple):
-    """Hash codes. queries: (G, m, Lq). keys: (G, m, Lk). Integers in [0, tables): a query meets a key in a hash iff
-    equal.
+    """Hash codes. queries: (G, m, Lq). keys: (G, m, Lk). Integers in [0, tables): a query and a key collide in a hash
+    if their codes are equal.
     """
 
     queries: Tensor
@@ -173,8 +173,8 @@ class HashCodes(NamedTuple):
 def _buckets(
     q_codes: Tensor, k_codes: Tensor, group: tuple[Tensor, Tensor] | None, part: slice, code_bits: int
 ) -> HashCodes:
-    """Return the codes of some rows themselves where 2^τ tables are small enough and all tokens may meet; else (group,
-    code) numbered densely, row by row, so that there are never more buckets than tokens, however many documents.
+    """Return the codes of some rows, unchanged if 2^τ tables are small enough and all pairs are visible; else dense
+    indices of (group, code) per row, so that there are never more buckets than tokens for any number of documents.
     """
     q_codes, k_codes = (codes.flatten(0, 1)[part] for codes in (q_codes, k_codes))
     length = q_codes.shape[2]
@@ -204,7 +204,7 @@ class _HashTableAttention(Function):
         for part in _parts(q, k, q_codes, spec):
             meet = _buckets(q_codes, k_codes, group, part, spec.code_bits)
             values = v.flatten(0, 1)[part].to(dtype)
-            # One more column, of ones, counts the collisions.
+            # An extra column of ones counts the collisions.
             values = torch.cat([values, torch.ones_like(values[..., :1])], dim=-1)
             both = _through_tables(meet.keys, meet.queries, meet.tables, values, spec.causal_chunk)
             for piece, count in _chunks(meet, spec.causal_chunk, dtype):
@@ -245,7 +245,7 @@ def _parts(q: Tensor, k: Tensor, codes: Tensor, spec: HashTableAttentionSpec) ->
 
 
 def _prefers_pairs(spec: HashTableAttentionSpec, collisions: Tensor, meet: HashCodes, head_dim: int) -> bool:
-    """Compare by the paper's min(L·m·D², nnz·(m + D)), with every collision for one of the nnz pairs."""
+    """Compare the costs of the paper's min(L·m·D², nnz·(m + D)), with the number of collisions as nnz."""
     if spec.backward != "auto":
         return spec.backward == "pairs"
     rows, hashes, length = meet.queries.shape
@@ -256,7 +256,7 @@ def _prefers_pairs(spec: HashTableAttentionSpec, collisions: Tensor, meet: HashC
 def _through_tables(
     source: Tensor, target: Tensor, tables: int, values: Tensor, chunk: int | None, reverse: bool = False
 ) -> Tensor:
-    """Return Σ_h Σ_j [same bucket in hash h] values_j over all sources j, or over those in earlier (later) chunks.
+    """Return Σ_h Σ_j [same bucket in hash h] values_j over all sources j, or over sources in earlier (later) chunks.
 
     source: (G, m, Ls), target: (G, m, Lt) buckets < tables. values: (G, Ls, X). Returns (G, Lt, X).
     """
@@ -286,7 +286,7 @@ def _add(table: Tensor, into: Tensor, values: Tensor) -> None:
 
 
 def _chunks(meet: HashCodes, chunk: int | None, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yield every chunk with its collision counts (G, C, C), zero where the key is later than the query."""
+    """Yield every chunk with its collision counts (G, C, C), zero if the key is later than the query."""
     if chunk is None:
         return
     rows, hashes, length = meet.queries.shape
@@ -302,8 +302,8 @@ def _chunks(meet: HashCodes, chunk: int | None, dtype: torch.dtype) -> Iterator[
 def _table_gradients(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, meet: HashCodes, chunk: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Return Σ_j c_ij (g_i·v_j) k_j for each query and Σ_i c_ij (g_i·v_j) q_i for each key, c_ij: hashes they collide
-    in.
+    """Return Σ_j c_ij (g_i·v_j) k_j for each query and Σ_i c_ij (g_i·v_j) q_i for each key; c_ij is the number of
+    hashes in which they collide.
     """
     into_q, into_k = torch.zeros_like(q), torch.zeros_like(k)
     tallest = max(meet.tables, q.shape[1], k.shape[1])
@@ -324,7 +324,7 @@ def _table_gradients(
 
 
 class _Runs(NamedTuple):
-    """Each query's keys in each hash, a run of the keys in bucket order: order[start : start + size].
+    """Keys that collide with each query in each hash, a run in bucket order: order[start : start + size].
 
     order: (G, m, Lk) key numbers. start, size: (G·Lq, m).
     """
@@ -335,18 +335,18 @@ class _Runs(NamedTuple):
 
 
 def _pair_gradients(q: Tensor, k: Tensor, v: Tensor, g: Tensor, meet: HashCodes, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return Σ_j c_ij (g_i·v_j) k_j for each query and Σ_i c_ij (g_i·v_j) q_i for each key, c_ij the hashes they
-    collide in.
+    """Return Σ_j c_ij (g_i·v_j) k_j for each query and Σ_i c_ij (g_i·v_j) q_i for each key; c_ij is the number of
+    hashes in which they collide.
 
     q, g: (G, Lq, D). k, v: (G, Lk, D). causal: only j <= i.
     """
     runs = _key_runs(meet, causal)
-    # Contiguous whatever the strides of q and k: `flatten` of the targets must not copy
+    # Contiguous for any strides of q and k, because `flatten` of the targets must not copy
     into_q, into_k = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k))
     sources, targets = [x.flatten(0, 1) for x in (q, k, v, g)], [x.flatten(0, 1) for x in (into_q, into_k)]
     for first, last in _query_ranges(runs.size):
         query, key, count = _colliding(runs, first, last, q.shape[1])
-        # No more than a block's pairs at a time, where one query alone has more
+        # Split further, because a single query can exceed a block
         for i, j, c in zip(*(x.split(_BLOCK_PAIRS) for x in (query, key, count)), strict=True):
             weight = ((sources[3][i] * sources[2][j]).sum(-1) * c)[:, None]
             targets[0].index_add_(0, i, sources[1][j] * weight)
@@ -363,7 +363,7 @@ def _key_runs(meet: HashCodes, causal: bool) -> _Runs:
     start = torch.empty(rows, length, hashes, dtype=torch.int32, device=position.device)
     size = torch.empty_like(start)
     for hash_ in range(hashes):
-        # In order of (bucket, position): a bucket's keys up to a position are a run.
+        # Sorted by (bucket, position), a bucket's keys up to a position are a run.
         ordered, order[:, hash_] = torch.sort(meet.keys[:, hash_].to(torch.int64) * keys + position, dim=-1)
         lowest = meet.queries[:, hash_].to(torch.int64) * keys
         begin = torch.searchsorted(ordered, lowest)
@@ -373,8 +373,8 @@ def _key_runs(meet: HashCodes, causal: bool) -> _Runs:
 
 
 def _query_ranges(size: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield ranges of queries with about a block's collisions each."""
-    through = size.sum(1, dtype=torch.int64).cumsum(0)  # collisions of queries up to here
+    """Yield ranges of queries with about one block of collisions each."""
+    through = size.sum(1, dtype=torch.int64).cumsum(0)  # cumulative number of collisions
     first = finished = 0
     while first < len(size):
         last = int(torch.searchsorted(through, finished + _BLOCK_PAIRS, right=True))
@@ -385,10 +385,10 @@ def _query_ranges(size: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _colliding(runs: _Runs, first: int, last: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the pairs of queries first..last − 1 of G·Lq, each once: query, key of G·Lk, and hashes it collides in."""
+    """Return the distinct pairs of queries first..last − 1 of G·Lq: query, key of G·Lk, and number of collisions."""
     hashes, keys = runs.order.shape[1:]
     size, start = (x[first:last].flatten().to(torch.int64) for x in (runs.size, runs.start))
-    run = torch.repeat_interleave(torch.arange(len(size), device=size.device), size)  # of each collision
+    run = torch.repeat_interleave(torch.arange(len(size), device=size.device), size)  # run of each collision
     within = torch.arange(len(run), device=size.device) - (size.cumsum(0) - size)[run]
     query = run // hashes  # counted from `first`
     row = (query + first) // length
@@ -410,9 +410,9 @@ def expected_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute out_i = Σ_j W_ij v_j, W_ij = (1 − acos(q_i·k_j)/π)^τ over the keys visible to i (YOSO Eq. 4).
 
-    As `hash_table_attention` with infinitely many hashes, masks alike. The cosine is clamped to [−1, 1] (rounding
-    makes that of equal vectors more than 1); ∂W_ij/∂(q_i·k_j) is the paper's lower bound τ/2·W_ij (Eq. 19), finite
-    where the true derivative is not. Returns out (B, H, Lq, D) and W's row sums (B, H, Lq), in fp32 at least.
+    This is the limit of `hash_table_attention` for infinitely many hashes, with the same masks. The cosine is clamped
+    to [−1, 1] (rounding can exceed 1 for equal vectors); ∂W_ij/∂(q_i·k_j) is the paper's lower bound τ/2·W_ij (Eq. 19),
+    which is finite everywhere. Returns out (B, H, Lq, D) and W's row sums (B, H, Lq), in fp32 or wider.
     """
     assert not spec.causal or q.shape[2] == k.shape[2]
     return _ExpectedAttention.apply(q, k, v, groups(q, k, query_mask, key_mask, segments), spec)
@@ -421,8 +421,8 @@ def expected_attention(
 def _tiles(
     q: Tensor, k: Tensor, group: tuple[Tensor, Tensor] | None, spec: HashTableAttentionSpec
 ) -> Iterator[tuple[slice, slice, slice, Tensor]]:
-    """Yield the tiles of all pairs: some rows, their queries, the keys that these may see, and the weights (G, T, Lk)
-    between them. q, k: (B·H, L, D).
+    """Yield the tiles of all pairs: rows, queries, keys that may be visible to them, and the weights (G, T, Lk). q, k:
+    (B·H, L, D).
     """
     height = min(_QUERIES, q.shape[1])
     for rows in row_slices(len(q), _TILE_ELEMENTS, height * k.shape[1]):
@@ -439,7 +439,7 @@ def _tiles(
 
 
 def _power(x: Tensor, n: int) -> Tensor:
-    """Return x^n, n >= 1, by products: on a CPU ten times as fast as torch's power. Overwrites x."""
+    """Return x^n, n >= 1, by repeated squaring: on a CPU ten times as fast as torch.pow. Overwrites x."""
     result = x if n & (n - 1) == 0 else x.clone()
     for bit in bin(n)[3:]:
         result.square_()

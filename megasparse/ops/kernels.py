@@ -1,11 +1,11 @@
-"""Products, random bits and the launch of kernels, shared by the Triton kernels of all operators.
+"""Products, random bits and kernel launches, shared by the Triton kernels of all operators.
 
-Kernels are started by `launch` only, so that `observed` sees every one of them with the very settings it runs with:
-ahead-of-time compilation needs no list of its own.
+Start kernels only with `launch`, so that `observed` captures every one with its exact settings; ahead-of-time
+compilation then needs no separate list.
 
-Triton compiles a kernel again if an integer argument is 1 or a multiple of 16. Kernels exclude counts and lengths from
-that (`do_not_specialize`), so that a new length compiles nothing. Strides are not excluded, nor lengths that mask the
-contiguous dimension: a load of several elements needs to know that these are multiples of 16.
+Triton recompiles a kernel if an integer argument is 1 or a multiple of 16. Counts and lengths are excluded from this
+(`do_not_specialize`), so that a new length does not recompile. Strides are included, and lengths that mask the
+contiguous dimension, because vectorised loads need to know that these are multiples of 16.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""Kernels run in Triton's interpreter, on a CPU."""
+"""True if kernels run in Triton's interpreter, on a CPU."""
 
-if INTERPRETED.value:  # it reads bounds of loops by int() of arrays of one number, which numpy refuses from 2.4 on
+if INTERPRETED.value:  # it calls int() on loop bounds, 1-element arrays, an error since numpy 2.4
     from triton.runtime import interpreter
 
     _prepare = interpreter._patch_lang_tensor
@@ -35,15 +35,15 @@ if INTERPRETED.value:  # it reads bounds of loops by int() of arrays of one numb
 
 @triton.jit
 def dot(a, b, PRECISION: tl.constexpr):
-    """Return a·b, (m, k) and (k, n), summed in fp32. PRECISION, of fp32 factors only: see `precision`."""
-    if INTERPRETED:  # it multiplies the bit patterns of bf16
+    """Return a·b, (m, k) and (k, n), summed in fp32. PRECISION: for fp32 factors, see `precision`."""
+    if INTERPRETED:  # the interpreter would multiply bf16 bit patterns
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit
 def mix(x):
-    """`ops.random`'s bijection of 32-bit integers, for uint32 x."""
+    """Apply `ops.random`'s bijection of 32-bit integers to uint32 x."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -51,7 +51,7 @@ def mix(x):
 
 @triton.jit
 def load_rows(x, row, valid, stride, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Load rows (n) of x, which has one every `stride` numbers, 0 where not valid: (n, WIDTH)."""
+    """Load rows (n) of x with a row stride of `stride` numbers, 0 for invalid rows: (n, WIDTH)."""
     d = tl.arange(0, WIDTH)[None, :]
     places = x + row.to(tl.int64)[:, None] * stride + d
     return tl.load(places, mask=valid[:, None] & (d < D), other=0.0)
@@ -59,20 +59,20 @@ def load_rows(x, row, valid, stride, D: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def store_rows(x, row, values, valid, stride, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Store rows, the inverse of `load_rows`, in the dtype of x."""
+    """Store rows in the dtype of x; inverse of `load_rows`."""
     d = tl.arange(0, WIDTH)[None, :]
     places = x + row.to(tl.int64)[:, None] * stride + d
     tl.store(places, values.to(x.dtype.element_ty), mask=valid[:, None] & (d < D))
 
 
 def whole_vectors(x: Tensor) -> Tensor:
-    """Return x, whose vectors' elements are next to each other; heads are views, and stay so."""
+    """Return x with a contiguous last dimension; views of heads are not copied."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def empty_alike(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an empty tensor like x (B, H, L, D), contiguous, with heads inside tokens where x has them: no copy is
-    needed then.
+    """Return an empty tensor like x (B, H, L, D), contiguous, with heads inside tokens if x has this layout, to avoid
+    copies.
     """
     settings: dict[str, Any] = {"memory_format": torch.contiguous_format, "dtype": dtype}
     if x.stride(1) < x.stride(2):
@@ -81,25 +81,23 @@ def empty_alike(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def strides(*xs: Tensor) -> list[int]:
-    """Return the strides of batch, head and token of each tensor (B, H, L, D)."""
+    """Return the batch, head and token strides of each tensor (B, H, L, D)."""
     return [stride for x in xs for stride in x.stride()[:3]]
 
 
 def steps_of_lists(x: Tensor, row: int = 1) -> tuple[int, int]:
-    """Return the steps in lists x (B|1, H|1, ...), of `row` numbers each, from one sequence, and from one head, to the
-    next; 0 where they share a list.
-    """
+    """Return the batch and head strides of lists x (B|1, H|1, ...) with `row` numbers each; 0 for a shared list."""
     batch, heads = x.shape[:2]
     return heads * row if batch > 1 else 0, row if heads > 1 else 0
 
 
 def precision() -> str:
-    """Return the precision of products of fp32 factors: exactly, or in TF32 where torch allows it."""
+    """Return the precision of products of fp32 factors: TF32 if torch allows it, else exact."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def block(width: int) -> int:
-    """Return the smallest power of two that holds `width`, at least 16: what tl.dot takes."""
+    """Return the smallest power of two >= `width`, at least 16 as tl.dot requires."""
     return max(16, triton.next_power_of_2(width))
 
 
@@ -113,7 +111,7 @@ class Launch:
     settings: dict[str, Any]
 
     def start(self) -> None:
-        """Start it on the device of its first tensor; a grid without programs, or tensors without memory, nothing."""
+        """Run on the device of the first tensor; do nothing for an empty grid or meta tensors."""
         first = next(x for x in self.arguments if isinstance(x, Tensor))
         if all(self.grid) and not first.is_meta:
             with torch.cuda.device_of(first):
@@ -130,7 +128,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **settings: Any)
 
 @contextlib.contextmanager
 def observed(see: Callable[[Launch], None]) -> Iterator[None]:
-    """Give kernels inside the context to `see` instead of starting them."""
+    """Context manager that passes kernel launches to `see` instead of running them."""
     global _observer
     before, _observer = _observer, see
     try:
@@ -141,7 +139,7 @@ def observed(see: Callable[[Launch], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """List kernels inside the context instead of starting them."""
+    """Context manager that yields a list of kernel launches instead of running them."""
     launches: list[Launch] = []
     with observed(launches.append):
         yield launches

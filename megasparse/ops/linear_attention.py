@@ -1,14 +1,14 @@
 """Linear attention, whose weights are products of positive random features (Performer), and these features.
 
-Running sums, a tile of the sequence at a time, in the backward too.
+Uses running sums over tiles of the sequence, in forward and backward:
 
 out_i = Σ_f φ_f(q_i) S_f / Σ_f φ_f(q_i) n_f with S_f = Σ_j φ_f(k_j) v_j and n_f = Σ_j φ_f(k_j) over the visible keys.
-Features are exponentials whose range no float holds, so each feature f keeps its sums relative to its own largest
-exponent c_f so far, and a query divides by its own largest exponent over f, c_f included. The largest term of every
+Features are exponentials that exceed the range of floats, so sums of feature f are stored relative to its largest
+exponent c_f so far, and a query divides by its largest exponent over f, including c_f. The largest term of every
 denominator is then 1: nothing overflows, no denominator vanishes. Causal maxima run over earlier tokens only. Factors
-common to numerator and denominator (1/√F, exp(−|q|²/2)) are left out.
+common to numerator and denominator (1/√F, exp(−|q|²/2)) are omitted.
 
-B batch, H heads, L length, D head dim, F features, T tokens in a tile.
+B batch, H heads, L length, D head dim, F features, T tokens per tile.
 """
 
 from collections.abc import Callable
@@ -23,15 +23,15 @@ from megasparse.ops.operator import Function, at_least_fp32, without_autocast
 from megasparse.ops.random import derive, normal
 from megasparse.ops.tiled import tiled
 
-_TILE = 1024  # T at most
-_TILE_ELEMENTS = 1 << 22  # exponents of a tile
+_TILE = 1024  # largest T
+_TILE_ELEMENTS = 1 << 22  # exponents per tile
 
 
 def orthogonal_projections(key: int, heads: range, features: int, head_dim: int, device: torch.device) -> Tensor:
-    """Return (H, F, D) fp32: rows ω, each a standard normal vector, in blocks of D that are orthogonal to each other.
+    """Return (H, F, D) fp32: rows ω, each a standard normal vector, in blocks of D mutually orthogonal rows.
 
-    A function of (key, global head number, row): more features keep the first rows, other heads change nothing. Drawn
-    on the CPU, so that every device has the same.
+    A function of (key, global head index, row): additional features do not change the first rows. Drawn on the CPU, so
+    that every device gets the same.
     """
     blocks = -(-features // head_dim)
     head = torch.arange(heads.start, heads.stop).unsqueeze(1) * (1 << 16)
@@ -39,7 +39,7 @@ def orthogonal_projections(key: int, heads: range, features: int, head_dim: int,
     shape = (len(heads), blocks, head_dim, head_dim)
     directions, lengths = (normal(derive(key, part), rows, head_dim**2).view(shape) for part in ("rows", "lengths"))
     orthogonal, upper = torch.linalg.qr(directions.double())
-    # A factor with a positive diagonal is unique, and makes the directions uniformly distributed.
+    # A factor with a positive diagonal is unique and makes the directions uniformly distributed.
     orthogonal = orthogonal * upper.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
     projection = orthogonal.transpose(-1, -2) * lengths.double().norm(dim=-1, keepdim=True)
     return projection.flatten(1, 2)[:, :features].float().to(device)
@@ -68,7 +68,7 @@ def linear_attention(
     Eq. 4–5).
 
     q: (B, H, Lq, D). k, v: (B, H, Lk, D). projection: (H, F, D), rows ω of positive random features. key_mask: (B, Lk)
-    bool, true for real tokens. Returns (B, H, Lq, D) in q's dtype; 0 where no key is real. Sums in fp32 at least.
+    bool, true for real tokens. Returns (B, H, Lq, D) in q's dtype; 0 if there is no real key. Sums in fp32 or wider.
     """
     absorb = partial(_absorb, projection=projection, scale=scale)
     empty = State.empty(q.shape[0], projection, q.dtype)
@@ -92,8 +92,8 @@ def causal_linear_attention(
 ) -> tuple[Tensor, State]:
     """Compute `linear_attention` over the keys at or before i; q, k, v: (B, H, L, D).
 
-    state: of the tokens before these, or None. chunk: pairs this near are scored one by one, farther ones meet in sums;
-    a matter of speed. Returns out and the state after these tokens.
+    state: state after the previous tokens, or None. chunk: pairs within this distance are scored one by one, others
+    through sums; affects only speed. Returns out and the state after these tokens.
     """
     state = State.empty(q.shape[0], projection, q.dtype) if state is None else state
     step = partial(_causal, projection=projection, scale=scale, chunk=chunk)
@@ -103,7 +103,7 @@ def causal_linear_attention(
 
 
 class _Scan(Function):
-    """Scan (state, out) = step(state, *pieces) over pieces of the inputs, each recomputed in the backward."""
+    """Scan (state, out) = step(state, *pieces) over pieces of the inputs; the backward recomputes each piece."""
 
     @staticmethod
     def forward(ctx: Any, step: Callable[..., tuple[State, Tensor]], tile: int, count: int, *tensors: Tensor) -> Any:
@@ -143,7 +143,7 @@ def _pieces(inputs: tuple[Tensor, ...], tile: int) -> list[tuple[Tensor, ...]]:
 
 
 def _column(k: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Return the mask as (B, 1, L, 1), all true if there is none."""
+    """Return the mask as (B, 1, L, 1), all true if it is None."""
     mask = torch.ones(1, k.shape[2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
     return mask[:, None, :, None]
 
@@ -151,7 +151,7 @@ def _column(k: Tensor, key_mask: Tensor | None) -> Tensor:
 def _absorb(
     state: State, k: Tensor, v: Tensor, real: Tensor, *, projection: Tensor, scale: float
 ) -> tuple[State, Tensor]:
-    """Take keys into the state; there is no output."""
+    """Add keys to the state; the output is empty."""
     e = _key_exponents(k, real, projection, scale)
     level = torch.maximum(e.detach().amax(2, keepdim=True), state.level)
     return _add(state, e, _with_one(v, e.dtype), level), v[..., :0]
@@ -167,9 +167,9 @@ def _read(q: Tensor, total: Tensor, level: Tensor, *, projection: Tensor, scale:
 def _causal(
     state: State, q: Tensor, k: Tensor, v: Tensor, real: Tensor, *, projection: Tensor, scale: float, chunk: int
 ) -> tuple[State, Tensor]:
-    """Compute one tile: what the state holds, and the pairs inside the tile."""
+    """Compute one tile: the contribution of the state, and of the pairs inside the tile."""
     length = q.shape[2]
-    missing = (1 << (length - 1).bit_length()) - length  # up to a power of two
+    missing = (1 << (length - 1).bit_length()) - length  # padding to a power of two
     q, k, v, real = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, v, real))
     query, key = _query_exponents(q, projection, scale), _key_exponents(k, real, projection, scale)
     with torch.no_grad():
@@ -184,8 +184,8 @@ def _causal(
 def _within(query: Tensor, key: Tensor, values: Tensor, top: Tensor, chunk: int) -> Tensor:
     """Return Σ_{j <= i} Σ_f exp(query_if + key_jf − top_i)·values_j inside a tile of a power of two tokens.
 
-    The triangle is cut into its diagonal and squares, the later half of every block of 2, 4, 8, … tokens seeing the
-    earlier half: the largest exponent of a square's keys is then before all of its queries.
+    The triangle is split into its diagonal and squares: in every block of 2, 4, 8, … tokens the later half attends to
+    the earlier half, so the largest exponent of a square's keys precedes all of its queries.
     """
     out = torch.exp(query + key - top).sum(-1, keepdim=True) * values
     half = 1
@@ -201,7 +201,7 @@ def _within(query: Tensor, key: Tensor, values: Tensor, top: Tensor, chunk: int)
 
 
 def _add(state: State, key: Tensor, values: Tensor, level: Tensor) -> State:
-    """Return the state with more keys, relative to `level`, the new maximum."""
+    """Return the state with additional keys, relative to `level`, the new maximum."""
     shrunk = torch.exp(state.level - level).transpose(-1, -2) * state.total
     return State(shrunk + torch.exp(key - level).transpose(-1, -2) @ values, level)
 
@@ -212,7 +212,7 @@ def _query_exponents(q: Tensor, projection: Tensor, scale: float) -> Tensor:
 
 
 def _key_exponents(k: Tensor, real: Tensor, projection: Tensor, scale: float) -> Tensor:
-    """Return φ's exponents ωx − |x|²/2 of real keys, −∞ of others: (B, H, L, F)."""
+    """Return φ's exponents ωx − |x|²/2 of real keys, −∞ for padding: (B, H, L, F)."""
     x = at_least_fp32(k) * scale**0.5
     exponents = x @ projection.to(x.dtype).transpose(1, 2) - (x * x).sum(-1, keepdim=True) / 2
     return exponents.masked_fill(~real, -torch.inf)
@@ -223,6 +223,6 @@ def _with_one(v: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _divided(sums: Tensor) -> Tensor:
-    """Divide numerators by the denominator next to them; 0 if no key was visible."""
+    """Divide numerators by the denominator in the last column; 0 if no key was visible."""
     total = sums[..., -1:]
     return sums[..., :-1] / torch.where(total > 0, total, 1.0)

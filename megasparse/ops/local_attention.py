@@ -1,9 +1,9 @@
-"""Attention in chunks with relative positions (Transformer-XL); `bucketed_attention` has it without them.
+"""Attention in chunks with relative positions (Transformer-XL); `bucketed_attention` implements it without them.
 
-The blocked form takes a few chunks at a time, recomputed in the backward: linear memory.
+The blockwise form computes a few chunks at a time, recomputed in the backward, in linear memory.
 
-B batch, H heads, L length, D head dim, C chunk, W chunks a sequence, S chunks of keys that a chunk of queries meets: 2,
-or 3 if attention is not causal, E = (S + 1)·C − 1 distances.
+B batch, H heads, L length, D head dim, C chunk, W chunks per sequence, S chunks of keys per chunk of queries: 2, or 3
+if attention is not causal, E = (S + 1)·C − 1 distances.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from megasparse.ops.random import PairDropout
 from megasparse.ops.tiled import tiled
 
 PADDING = -1
-"""The document of padding and of empty places."""
-_LAST = torch.iinfo(torch.int32).max  # the document of padding while documents are sorted
-_SCORE_ELEMENTS = 1 << 20  # scores in a tile: 4 MB of fp32
+"""Document number of padding and of empty slots."""
+_LAST = torch.iinfo(torch.int32).max  # document number of padding during sorting
+_SCORE_ELEMENTS = 1 << 20  # scores per tile: 4 MB of fp32
 
 
 @dataclass(frozen=True)
@@ -53,22 +53,22 @@ def _relative_local_attention(
     *,
     dropout: PairDropout | None = None,
 ) -> Tensor:
-    """Compute softmax_j(((q_i + u)·k_j + (q_i + w)·r_{i−j})·scale) v_j over the keys j of i's chunk and the one before
-    it, and if not causal the one after it (Dai et al. 2019, Transformer-XL, section 3.3).
+    """Compute softmax_j(((q_i + u)·k_j + (q_i + w)·r_{i−j})·scale) v_j over the keys j of i's chunk and the previous
+    one, and if not causal the next one (Dai et al. 2019, Transformer-XL, section 3.3).
 
-    Chunks and distances count real tokens in the order of (document, position), so that padding moves nothing.
+    Chunks and distances count real tokens in the order of (document, position), so that padding has no effect.
 
     Args:
         q, k, v: (B, H, L, D).
         r: (H, E, D), a vector for each of `distances`.
         u, w: (H, D).
-        spec: chunk, causality and scale.
+        spec: Chunk, causality and scale.
         key_mask: (B, L) bool, true for real tokens.
         segments: (B, L) document numbers >= 0; documents never attend to each other.
-        dropout: of the probabilities.
+        dropout: Dropout of the probabilities.
 
     Returns:
-        (B, H, L, D) in q's dtype; padding gets 0. Softmax in fp32 at least.
+        (B, H, L, D) in q's dtype; padding gets 0. Softmax in fp32 or wider.
     """
     batch, heads, length, _ = q.shape
     order, document = by_document(q, key_mask, segments)
@@ -112,7 +112,7 @@ def reference(
     real = torch.ones(batch, length, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
     document = torch.zeros_like(real, dtype=torch.int64) if segments is None else segments
     position = torch.arange(length, device=q.device)
-    # How many real tokens come before each one, in the order of (document, position): its number.
+    # Index of each token among real tokens in the order of (document, position).
     first, second = document[:, None, :], document[:, :, None]
     before = (first < second) | ((first == second) & (position < position[:, None]))
     number = (before & real[:, None]).sum(-1)
@@ -122,7 +122,7 @@ def reference(
     visible = visible & (first == second) & real[:, :, None] & real[:, None, :]
     if spec.causal:
         visible = visible & (position <= position[:, None])
-    row = (2 * spec.chunk - 1 - distance).clamp(0, r.shape[1] - 1)  # of r
+    row = (2 * spec.chunk - 1 - distance).clamp(0, r.shape[1] - 1)  # row of r
     of_distance = torch.einsum("bhid,hed->bhie", q + w[:, None], r)
     relative = of_distance.gather(3, row[:, None].expand(-1, heads, -1, -1))
     score = ((q + u[:, None]) @ k.transpose(-1, -2) + relative) * spec.scale
@@ -144,8 +144,8 @@ relative_local_attention = Operator(
 
 
 def by_document(q: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return tokens of q (B, H, L, D) in the order of (document, position), padding last, (B, L) int64, and the sorted
-    documents, (B, L) int32; None and None where there is one document without padding.
+    """Return the indices that sort tokens of q (B, H, L, D) by (document, position), padding last, (B, L) int64, and
+    the sorted documents, (B, L) int32; None and None if there is one document without padding.
     """
     if key_mask is None and segments is None:
         return None, None
@@ -174,7 +174,7 @@ def _attend(
     dropout: PairDropout | None,
 ) -> Tensor:
     """Attend for some chunks of queries. q: (B, W, H, C, D). k, v: (B, W, H, D, S·C). of_query: (B, W, C). of_key:
-    (B, W, S·C). others: with dropout the mixed numbers of queries and keys; r, u and w.
+    (B, W, S·C). others: r, u and w, after the mixed numbers of queries and keys if there is dropout.
     """
     *numbers, r, u, w = others
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -189,14 +189,14 @@ def _attend(
     highest = score.detach().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
     weight = torch.exp(score - highest)
     total = weight.sum(dim=-1, keepdim=True)
-    weight = weight / total.masked_fill(total == 0, 1.0)  # padding sees nothing
+    weight = weight / total.masked_fill(total == 0, 1.0)  # padding has no visible key
     if dropout is not None:
         weight = weight * dropout.factors(numbers[0].unsqueeze(-1), numbers[1][:, :, None, None], dtype)
     return (weight @ v.to(dtype).transpose(-1, -2)).to(q.dtype)
 
 
 def _skew(x: Tensor, keys: int) -> Tensor:
-    """Turn x (..., C, E) by distance into (..., C, S·C) by key: [a, b] of the result is x[a, b − a + C − 1]."""
+    """Convert x (..., C, E) by distance to (..., C, S·C) by key: [a, b] of the result is x[a, b − a + C − 1]."""
     chunk, count = x.shape[-2:]
     rows = x.flatten(-2)[..., chunk - 1 : chunk - 1 + chunk * (count - 1)]
     return rows.unflatten(-1, (chunk, count - 1))[..., :keys] if chunk > 1 else x

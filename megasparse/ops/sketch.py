@@ -1,8 +1,8 @@
 """Smart Bird's sketch: a narrow single-head attention, and the keys that every head samples from its weights.
 
-The blocked form goes tile by tile: memory O(L·K), never O(L²).
+The blockwise form proceeds tile by tile: memory O(L·K), never O(L²).
 
-B batch, H heads, L length, Lq queries, d width of the sketch, K keys a query chooses, T queries and C keys in a tile:
+B batch, H heads, L length, Lq queries, d width of the sketch, K keys per query, T queries and C keys per tile, see
 `KEYS`.
 """
 
@@ -18,13 +18,13 @@ from megasparse.ops.operator import MOST_PAIRS, Function, Operator, implementati
 from megasparse.ops.random import derive, halves, random_bits
 
 KEYS = 1 << 11
-"""Keys of a tile. A part of what the draws are: those of every tile have a key of their own."""
+"""Keys per tile. Random draws depend on it, because each tile has a separate random key."""
 WIDEST = 16
-"""The largest d that the kernels take: a thread keeps all coordinates of its rows in registers."""
-_SCORE_ELEMENTS = 1 << 20  # scores in a tile
+"""The largest d that the kernels support: a thread keeps all coordinates of its rows in registers."""
+_SCORE_ELEMENTS = 1 << 20  # scores per tile
 _PROJECTED = 1 << 12  # tokens projected at a time in float64
 _STEPS = 256  # without noise, products are rounded to multiples of 1/256
-_NOTHING = torch.iinfo(torch.int64).min  # ranks below every key
+_NOTHING = torch.iinfo(torch.int64).min  # rank below every key
 _LOW = (1 << 32) - 1
 
 
@@ -32,8 +32,8 @@ _LOW = (1 << 32) - 1
 class KeyChoiceSpec:
     """Settings of the choice of keys.
 
-    count: K, keys that a query chooses. causal: only keys at or before the query are visible. sampling: how a key's
-    weight α becomes its rank p: "inverse_log_squared" (1/log α)², "inverse_log" −1/log α, "raw" and "top_k" α,
+    count: K, number of keys per query. causal: only keys at or before the query are visible. sampling: function from a
+    key's weight α to its rank p: "inverse_log_squared" (1/log α)², "inverse_log" −1/log α, "raw" and "top_k" α,
     "random" 1.
     """
 
@@ -43,14 +43,14 @@ class KeyChoiceSpec:
 
 
 class Noise(NamedTuple):
-    """Inputs of u_ij. key: the layer's. heads: their global numbers. rows: (B, Lq), see `RngContext.rows`."""
+    """Inputs of u_ij. key: random key of the layer. heads: global indices. rows: (B, Lq), see `RngContext.rows`."""
 
     key: int
     heads: range
     rows: Tensor
 
     def tile(self, number: int, tile: int) -> int:
-        """Return the key of a tile of head `number` of those here."""
+        """Return the random key of a tile of local head `number`."""
         return derive(self.key, self.heads[number], tile)
 
     def tiles(self, length: int) -> Tensor:
@@ -59,7 +59,7 @@ class Noise(NamedTuple):
         seeds = [
             [halves(self.tile(number, tile)) for tile in range(-(-length // KEYS))] for number in range(len(self.heads))
         ]
-        pinned = device.type == "cuda"  # copied without a wait
+        pinned = device.type == "cuda"  # asynchronous copy
         return torch.tensor(seeds, dtype=torch.int32, pin_memory=pinned).to(device, non_blocking=True)
 
 
@@ -70,12 +70,12 @@ def _sketched_attention(
 
     Args:
         q, k, v: (B, L, d).
-        causal: only keys at or before the query are visible.
+        causal: Only keys at or before the query are visible.
         key_mask: (B, L) bool, true for real tokens.
         segments: (B, L) document numbers; documents never attend to each other.
 
     Returns:
-        h (B, L, d) and lse (B, L), the log of the sum, in fp32 at least; padding gets 0 and −∞.
+        h (B, L, d) and lse (B, L), the log of the sum, in fp32 or wider; padding gets 0 and −∞.
     """
     q, k, v = (x.to(torch.promote_types(q.dtype, torch.float32)) for x in (q, k, v))
     h, lse = _SketchedAttention.apply(q, k, v, _Sight(causal, key_mask, segments))
@@ -114,28 +114,27 @@ def chosen_keys(
     segments: Tensor | None = None,
     first_query: int = 0,
 ) -> Tensor:
-    """Choose the K visible keys of the highest score s_ij = u_ij·p_ij in each row (Smart Bird Eq. 2 and 3), best first.
+    """Choose the K visible keys with the highest score s_ij = u_ij·p_ij in each row (Smart Bird Eq. 2, 3), best first.
 
-    α = 1 is p = ∞: that key is chosen whatever u is, the limit of α → 1. Of equal scores the smaller position wins.
+    α = 1 gives p = ∞: the key is chosen for any u, the limit of α → 1. Ties go to the smaller position.
 
     Args:
         q: (B, Lq, d), the queries from position `first_query` on.
         k: (B, Lk, d).
-        spec: K, causality, and how p_ij is computed from α_ij.
-        noise: u is uniform in (0, 1), a function of (key, global head, global sample, i, j). None is u = 1 for all
-            heads: p increases with α whatever its kind, so the products q·k/√d rank the keys by themselves. They are
-            first rounded to multiples of 1/256: weights within 0.4 % of each other tie, so that keys that differ by
-            rounding (the same token in the same company) go by position however q and k were computed, in decoding as
-            in the whole pass.
-        lse: that of `sketched_attention`, which only the inverse logarithms need.
-        key_mask, segments: as in `sketched_attention`.
-        first_query: position of the first query.
+        spec: K, causality, and the function from α_ij to p_ij.
+        noise: u is uniform in (0, 1), a function of (key, global head, global sample, i, j). None means u = 1 for all
+            heads: every p increases with α, so the keys are ranked by q·k/√d. These products are first rounded to
+            multiples of 1/256, so that weights within 0.4 % tie: keys that differ only by rounding (the same token in
+            the same context) are then ordered by position, in decoding as in a full pass.
+        lse: From `sketched_attention`; only the inverse logarithms need it.
+        key_mask, segments: As in `sketched_attention`.
+        first_query: Position of the first query.
 
     Returns:
-        (B, H, Lq, K) int32, H = 1 without noise; −1 where fewer than K keys are visible.
+        (B, H, Lq, K) int32, H = 1 without noise; −1 if fewer than K keys are visible.
     """
     rows = MOST_PAIRS // (1 if noise is None else len(noise.heads))
-    # The kernels take q and k in float64 too.
+    # The kernels also support q and k in float64.
     chosen = implementation(q.float(), largest_width=WIDEST, most_rows=rows)
     if chosen == "triton":
         from megasparse.ops import sketch_kernels
@@ -148,9 +147,9 @@ def chosen_keys(
 @without_autocast
 @torch.no_grad()
 def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute x·Wᵀ of x (B, L, E) and weight (d, E) in float64, (B, L, d): every row by itself, so that equal tokens
-    tie, and go by their position, however many are projected at a time. Decoding would otherwise choose others of them
-    than the whole pass.
+    """Compute x·Wᵀ of x (B, L, E) and weight (d, E) in float64, (B, L, d). Each row is independent of the number of
+    rows, so that equal tokens tie and are ordered by position; otherwise decoding could choose other tokens than a full
+    pass.
     """
     floats = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     if len(weight) <= WIDEST and implementation(x, floats, largest_width=None) == "triton":
@@ -168,7 +167,7 @@ class _Sight(NamedTuple):
     segments: Tensor | None
 
     def hides_nothing(self, first_query: int, last_key: int) -> bool:
-        """True if queries from the position `first_query` on see all keys up to `last_key`."""
+        """True if queries from position `first_query` on attend to all keys up to `last_key`."""
         unmasked = self.key_mask is None and self.segments is None
         return unmasked and (not self.causal or last_key <= first_query)
 
@@ -194,7 +193,7 @@ class _SketchedAttention(Function):
             weight = score.sub_(highest).exp_()
             total = weight.sum(-1, keepdim=True)
             h[:, rows] = (weight @ v[:, :last]).div_(total.clamp_min(torch.finfo(q.dtype).tiny))
-            lse[:, rows] = (highest + total.log_()).squeeze(-1)  # −∞ where nothing is visible
+            lse[:, rows] = (highest + total.log_()).squeeze(-1)  # −∞ if nothing is visible
         ctx.sight = sight
         ctx.save_for_backward(q, k, v, h, lse)
         return h, lse
@@ -218,7 +217,7 @@ class _SketchedAttention(Function):
 
 
 def _tiles(q: Tensor, sight: _Sight) -> Iterator[tuple[slice, int]]:
-    """Yield queries of a tile, and the number of keys that it may see."""
+    """Yield the queries of a tile, and the number of keys that may be visible to them."""
     batch, length, _ = q.shape
     step = max(1, _SCORE_ELEMENTS // (batch * length))
     for start in range(0, length, step):
@@ -227,9 +226,9 @@ def _tiles(q: Tensor, sight: _Sight) -> Iterator[tuple[slice, int]]:
 
 
 def _scores(q: Tensor, k: Tensor, sight: _Sight, rows: slice, last: int) -> Tensor:
-    """Return q·k/√d of a tile, −∞ where not visible: (B, T, `last`)."""
+    """Return q·k/√d of a tile, −∞ for invisible pairs: (B, T, `last`)."""
     score = (q[:, rows] @ k[:, :last].transpose(-1, -2)).mul_(q.shape[2] ** -0.5)
-    first = rows.start if sight.hides_nothing(rows.start, rows.start) else 0  # of the keys that may be hidden
+    first = rows.start if sight.hides_nothing(rows.start, rows.start) else 0  # first key that may be hidden
     if not sight.hides_nothing(rows.start, last - 1):
         queries, keys = (torch.arange(start, last, device=q.device) for start in (rows.start, first))
         score[..., first:].masked_fill_(~sight.pairs(queries[: rows.stop - rows.start], keys), -torch.inf)
@@ -240,7 +239,7 @@ def _chosen_keys(
     q: Tensor, k: Tensor, spec: KeyChoiceSpec, noise: Noise | None, lse: Tensor | None, key_mask: Tensor | None,
     segments: Tensor | None, first_query: int,
 ) -> Tensor:  # fmt: skip
-    """Compute `chosen_keys` in tiles: s in float64 but for the logarithms, ranked in fp32."""
+    """Compute `chosen_keys` in tiles: s in float64 except for the logarithms, ranked in fp32."""
     sight, count = _Sight(spec.causal, key_mask, segments), spec.count
     batch, queries, _ = q.shape
     heads = 1 if noise is None else len(noise.heads)
@@ -254,7 +253,7 @@ def _chosen_keys(
         best = torch.full((batch, heads, len(positions), count), _NOTHING, device=q.device)
         for first_key in range(0, min(last, k.shape[1]), tile):
             keys = torch.arange(first_key, min(first_key + tile, last, k.shape[1]), device=q.device)
-            # In float64: the same keys have the same score in every tile.
+            # In float64, so that equal keys have equal scores in every tile.
             score = q[:, rows].double() @ k[:, keys].double().transpose(-1, -2) * q.shape[2] ** -0.5
             if noise is not None:
                 log_p = _log_p(score, spec.sampling, None if lse is None else lse[:, rows, None])
@@ -272,18 +271,18 @@ def _chosen_keys(
 
 
 def _log_p(score: Tensor, sampling: str, lse: Tensor | None) -> Tensor:
-    """Return log p up to a constant of the row. score: q·k/√d. lse: (B, T, 1)."""
+    """Return log p up to a constant per row. score: q·k/√d. lse: (B, T, 1)."""
     if sampling == "random":
         return torch.zeros_like(score)
     if sampling in ("raw", "top_k"):
         return score
     assert lse is not None
-    minus_log_alpha = (lse - score).clamp_min_(0.0)  # below 0 only by rounding
+    minus_log_alpha = (lse - score).clamp_min_(0.0)  # negative only by rounding
     return minus_log_alpha.log_().mul_(-2.0 if sampling == "inverse_log_squared" else -1.0)
 
 
 def _log_uniform(noise: Noise, rows: slice, tile: int, keys: int) -> Tensor:
-    """Return log u, (B, H, T, C) fp32, of the first `keys` keys of a tile; u one of the 2^23 numbers (n + ½)/2^23."""
+    """Return log u, (B, H, T, C) fp32, of the first `keys` keys of a tile; u is one of 2^23 numbers (n + ½)/2^23."""
     row_numbers = noise.rows[:, rows]
     u = torch.empty(len(row_numbers), len(noise.heads), row_numbers.shape[1], keys, device=row_numbers.device)
     for head in range(len(noise.heads)):
@@ -292,7 +291,7 @@ def _log_uniform(noise: Noise, rows: slice, tile: int, keys: int) -> Tensor:
 
 
 def _put_ranks(ranks: Tensor, score: Tensor, keys: Tensor) -> None:
-    """Fill ranks with int64 numbers in the order of the fp32 scores, and among equal ones of falling position."""
+    """Fill ranks with int64 numbers in the order of the fp32 scores; ties are ordered by falling position."""
     bits = score.add_(0.0).view(torch.int32)  # −0 becomes 0
     bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
     ranks.copy_(bits).bitwise_left_shift_(32).add_(_LOW - keys)
@@ -311,7 +310,7 @@ def reference_choice(
 
 
 def uniform(noise: Noise, keys: int) -> Tensor:
-    """Return u of every pair, (B, H, Lq, keys) float64: the 2^23 numbers (n + ½)/2^23."""
+    """Return u of every pair, (B, H, Lq, keys) float64, from the 2^23 numbers (n + ½)/2^23."""
     tiles = range(0, keys, KEYS)
     heads = [
         torch.cat([random_bits(noise.tile(h, t // KEYS), noise.rows, KEYS) for t in tiles], -1)
@@ -329,10 +328,10 @@ def sketched_weights(
     rounded: bool = False,
     first_query: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return α_ij = softmax_j(q_i·k_j/√d), 0 where j is invisible to i, and who is visible: (B, Lq, L) each.
+    """Return α_ij = softmax_j(q_i·k_j/√d), 0 for invisible pairs, and the mask of visible pairs: (B, Lq, L) each.
 
-    rounded: with q_i·k_j/√d to the nearest multiple of 1/256, as where nothing is drawn. The queries (B, Lq, d) are
-    those from position `first_query` on.
+    rounded: round q_i·k_j/√d to the nearest multiple of 1/256, as without noise. The queries (B, Lq, d) are at
+    positions from `first_query` on.
     """
     batch, queries, width = q.shape
     visible = torch.ones(batch, queries, k.shape[1], dtype=torch.bool, device=q.device)
@@ -351,10 +350,10 @@ def sketched_weights(
 
 
 def best_keys(alpha: Tensor, visible: Tensor, count: int, *, sampling: str, uniform: Tensor | None) -> Tensor:
-    """Choose the K visible keys of the highest s_ij = u_ij·p_ij in each row (Smart Bird Eq. 2 and 3), (B, H, L, K); −1
-    where there are fewer. Of equal ones the first.
+    """Choose the K visible keys with the highest s_ij = u_ij·p_ij in each row (Smart Bird Eq. 2 and 3), (B, H, L, K);
+    −1 if there are fewer. Ties go to the first.
 
-    uniform: u, (B, H, L, L); None is u = 1 for one head.
+    uniform: u, (B, H, L, L); None means u = 1 for one head.
     """
     p = {
         "inverse_log_squared": (1 / alpha.log()) ** 2,

@@ -137,7 +137,7 @@ CARDS = {  # capability, bytes of shared memory
 @pytest.mark.parametrize(
     ("card", "width", "hip", "said"),
     [
-        ("T4", 64, None, "compute capability 8.0, T4 has 7.5"),
+        ("T4", 64, None, "compute capability 8.0, but T4 has 7.5"),
         ("RTX 4090", 256, None, "a head dim of 256 needs more shared memory than the 99 KB"),
         ("A100", 64, "7.0", "not for ROCm"),
         ("RTX 4090", 128, None, ""),
