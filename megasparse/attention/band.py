@@ -33,11 +33,11 @@ Codes = tuple[Tensor, Tensor | None]
 _MATCHES = 1 << 22
 """Query-key code comparisons computed at a time."""
 _LAST = -1e30
-"""A log-sum-exp below that of any token with a visible key."""
+"""Smaller than the log-sum-exp of any token with a visible key."""
 
 
 def with_window(codes: Tensor) -> Tensor:
-    """Prepend a round to codes (B, H, R, L) in which all tokens share a bucket: its band is a window of the last M
+    """Prepend a round to codes (B, H, R, L) with one bucket for all tokens: its band is a window of the last M
     tokens. Rounds are merged in one softmax, so a key in both the window and a bucket is included once.
     """
     return torch.cat([torch.zeros_like(codes[:, :, :1]), codes], dim=2)
@@ -82,7 +82,8 @@ class BandCache(Cache):
         rank = self.rank[..., :length]
         slot = codes * chunk + rank % chunk
         recent = self.size.gather(-1, codes) - rank <= chunk
-        # Scatter has no mask: redirect overwritten tokens to the newest token's slot, with the newest token's value.
+        # Scatter does not support masks: redirect overwritten tokens to the newest token's slot, with the newest
+        # token's value.
         token = torch.arange(length, device=codes.device).expand_as(codes)
         newest_slot, newest = slot[..., -1:], token[..., -1:]
         self.last.flatten(-2).scatter_(-1, torch.where(recent, slot, newest_slot), torch.where(recent, token, newest))
@@ -110,7 +111,7 @@ class BandCache(Cache):
         return query_attention(q, self.tokens.k, self.tokens.v, spec, self._blocks(q, code, rank, spec))
 
     def _blocks(self, q: Tensor, code: Tensor, rank: Tensor, spec: BucketedAttentionSpec) -> Iterator[QueryBlock]:
-        """Yield blocks of queries whose tiles have the same shape, round by round."""
+        """Yield blocks of queries with tiles of equal shape, round by round."""
         codes, ranks, last = (x.flatten(0, 1) for x in (self.codes, self.rank, self.last))
         row = torch.arange(q.shape[0] * q.shape[1], device=q.device)
         shared = row // (len(row) // len(codes))  # row of `codes` for each query

@@ -96,7 +96,7 @@ class AttentionContext:
     """Arguments of one call besides the tensors: the layer, the global index of its first head, and the random state.
 
     recompute: decisions of this forward pass. targets: in training only. part: this rank's part of the sequences and
-    heads; slice parameters and buffers that have a row per head with `part.local_part`. tokens: (B, L) int64 of the
+    heads; slice parameters and buffers with one row per head by `part.local_part`. tokens: (B, L) int64 of the
     whole sequences, the newest token known at each position (in a decoder the previous token), −1 if there is none;
     None in a model that reads no tokens.
     """
@@ -144,7 +144,7 @@ class Workload:
 
     @property
     def visible(self) -> float:
-        """Mean number of keys visible to a query."""
+        """Mean number of visible keys per query."""
         return (self.length + 1) / 2 if self.causal else self.length
 
     def pairs(self, keys: float) -> Passes:
@@ -326,7 +326,7 @@ class Attention(nn.Module, ABC):
         return None
 
     def rounds(self, rng: RngContext) -> int:
-        """Return the number of hash rounds (YOSO: hashes) of a pass, from the context or else from the settings."""
+        """Return the number of hash rounds (YOSO: hashes) per pass, from the context or else from the settings."""
         section = self.config
         return rng.rounds or (getattr(section, section.rounds_key) if rng.training else section.rounds_in_evaluation)
 
@@ -345,7 +345,7 @@ class Attention(nn.Module, ABC):
 
         part: the rank's part of the heads. Raises ConfigError if the mechanism cannot decode token by token.
         """
-        raise self._lacks("cannot decode token by token: it has no KV cache", "new_cache, fill_cache and decode")
+        raise self._lacks("cannot decode token by token: it lacks a KV cache", "new_cache, fill_cache and decode")
 
     def fill_cache(self, x: Tensor, inputs: AttentionInputs, cache: Any, context: AttentionContext) -> None:
         """Prefill an empty cache. `forward` has already computed the outputs."""

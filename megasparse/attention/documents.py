@@ -60,7 +60,7 @@ def attend_each(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Ten
     Positions are thus relative to the document's first real token. Padding gets 0.
     """
     mask = inputs.key_mask
-    # A mask on the meta device has no values; memory estimates assume sequences without padding.
+    # A mask on the meta device contains no values; memory estimates assume sequences without padding.
     if inputs.segments is None and (mask is None or mask.is_meta or bool((mask[:, :-1] >= mask[:, 1:]).all())):
         out = attend(inputs)
         return out if mask is None else out.masked_fill(~mask[:, None, :, None], 0.0)

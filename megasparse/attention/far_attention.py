@@ -93,6 +93,6 @@ def collision_loss(query_scores: Tensor, key_scores: Tensor, share: Tensor, best
     hit = (share * meet).sum(-1) / total.clamp_min(torch.finfo(total.dtype).tiny)
     missed = -(total * (hit + 1e-4).log()).sum((0, 2)) / total.sum((0, 2)).clamp_min(torch.finfo(total.dtype).tiny)
     mean = torch.stack([chosen, drawn]).mean((1, 3))  # (2, H, N)
-    # Clamp: a softmax can be exactly 0, and log has no finite gradient there.
+    # Clamp: a softmax can be exactly 0, and the gradient of log is infinite there.
     uneven = (mean * (mean.clamp_min(torch.finfo(mean.dtype).tiny) * mean.shape[-1]).log()).sum(-1)
     return (missed + uneven.sum(0)).mean()

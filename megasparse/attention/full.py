@@ -29,7 +29,7 @@ _MASK = 1 << 24
 
 @dataclass
 class Cache:
-    """Decoding state: tensors whose first dimension is the batch, and nested caches. Other fields have no batch."""
+    """Decoding state: tensors whose first dimension is the batch, and nested caches. Others are not per sequence."""
 
     def select(self, rows: Tensor) -> None:
         """Keep the sequences `rows`, (n,) int64 indices into the batch; repeats allowed. In place."""
@@ -72,7 +72,7 @@ class FullAttentionConfig(MechanismSection):
     """Keys are the normalised queries (Reformer, section 2): logits q·q/|q|. A token attends to itself only if no other
     key is visible."""
     sinusoidal_positions: bool = False
-    """Add sinusoidal positions to the queries and keys of every such layer, as in the model of LHA's appendix A.1."""
+    """Add sinusoidal positions to the queries and keys of every such layer, as in LHA's appendix A.1."""
 
 
 @mechanism("full", FullAttentionConfig)

@@ -64,7 +64,7 @@ class Padding:
 class AttentionLayer(nn.Module):
     """Multi-head attention. All heads use one mechanism, or the heads are split among several.
 
-    A mechanism with shared queries and keys has no key projection: k = q/|q| (Reformer, section 2). With
+    A mechanism with shared queries and keys uses no key projection: k = q/|q| (Reformer, section 2). With
     `model.key_heads` = G, each of G heads of keys and values serves H/G neighbouring heads of queries.
 
     Args:

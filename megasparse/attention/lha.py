@@ -400,7 +400,7 @@ def divergence(examples: Iterable[HashExample], weights: tuple[Weights, ...]) ->
     """Return (3,): Σ KL(ψ ‖ softmax(H)) over all examples' tokens and heads (Eq. 13); Σ ψ[bucket], the utility of the
     current buckets; and Σ ψ·ln ψ, the negative entropy of the utilities (Figure 4).
 
-    A token with ψ = 0 contributes nothing. Only the first sum has a gradient, with respect to the weights.
+    A token with ψ = 0 contributes nothing. Only the first sum is differentiable, with respect to the weights.
     """
     flat = [w for side in weights for w in side]
     learn = torch.is_grad_enabled() and any(w.requires_grad for w in flat)

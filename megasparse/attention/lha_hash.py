@@ -123,7 +123,7 @@ def bucket_members(hashed: HashInputs, buckets: int, size: int) -> Tensor:
 
 def thresholds(hashed: HashInputs, buckets: int, size: int) -> Tensor:
     """Return the minimum score of each bucket's `size` best tokens (see `bucket_members`), (B, H, N): the mean of their
-    lowest score and the next token's score, or −∞ if there is no next token.
+    lowest score and the next token's score, or −∞ without a next token.
     """
     best = torch.empty(0)
     for first, scores in hashed.tiles(buckets):

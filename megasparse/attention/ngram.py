@@ -94,7 +94,7 @@ class NGramAttention(Attention):
         self.bias = SourceBias(spec.heads, len(config.lengths))
         scale, window = spec.head_dim**-0.5, Window("chunk", min(config.window, spec.max_length))
         self.near = BucketedAttentionSpec(window, causal=True, scale=scale, exclude_self=False, self_at_last=False)
-        # If t < i share a bucket, i attends to the successor t + 1 <= i: shift keys and values by one position.
+        # If t < i are in one bucket, i attends to the successor t + 1 <= i: shift keys and values by one position.
         moved = Window("band", config.chunk)
         self.moved = BucketedAttentionSpec(
             moved, True, scale, buckets=self.buckets, longest=spec.max_length, self_at_last=False

@@ -126,7 +126,7 @@ class LinformerAttention(Attention):
     and F that all heads share.
 
     Padding is projected as zeros. Packed documents are projected separately, with positions relative to their first
-    real token. Every projected key mixes all tokens, so there is no causal form.
+    real token. Every projected key mixes all tokens, so a causal form does not exist.
     """
 
     def __init__(self, config: LinformerAttentionConfig, spec: MechanismSpec):

@@ -143,8 +143,7 @@ class RoutingAttention(BandAttention):
     @torch.no_grad()
     def after_step(self, applied: bool, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
         """Update the centroids, μ ← normalise(decay·μ + (1 − decay)·mean of the members), over queries and keys of all
-        micro-batches and ranks of the step. A step that was not applied changes nothing, and neither does a step
-        change a centroid without members.
+        micro-batches and ranks of the step. Do nothing if the step was not applied; keep centroids without members.
         """
         sums, self._sums = self._sums, None
         if sums is None or not applied:

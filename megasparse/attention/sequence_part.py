@@ -158,7 +158,7 @@ class DecodingPart(SequencePart):
     divided: bool = False
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
-        """Return x itself, because every rank has all tokens."""
+        """Return x itself, because every rank stores all tokens."""
         return x
 
     def start_to_heads(self, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:

@@ -134,7 +134,7 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None) ->
     lse = torch.stack(lses, dim=-1)  # (B, H, L, parts)
     lse = lse if bias is None else lse + bias
     nothing = lse.isneginf().all(-1, keepdim=True)
-    lse = lse.masked_fill(nothing, 0.0)  # a softmax over −∞ has a NaN gradient
+    lse = lse.masked_fill(nothing, 0.0)  # avoid NaN gradients of a softmax over −∞
     weight = torch.softmax(lse, dim=-1).to(outs[0].dtype)
     out = sum(part * share.unsqueeze(-1) for part, share in zip(outs, weight.unbind(-1), strict=True))
     return out, torch.logsumexp(lse, dim=-1).masked_fill(nothing.squeeze(-1), -torch.inf)

@@ -61,7 +61,7 @@ class SMYRFAttention(Attention):
         return AttentionOutput(out, None, {}, None if share is None else lse)
 
     def flops(self, length: int) -> Passes:
-        """Per round, one cluster and the projection of q and k, widened by two numbers, to a line."""
+        """Per round, one cluster and the projection of q and k, widened by two numbers, to one dimension."""
         codes = Passes(self.spec.heads * 2 * 2.0 * (self.spec.head_dim + 2))
         return (self.spec.workload(length).pairs(self.config.chunk) + codes) * self.config.rounds
 

@@ -167,7 +167,7 @@ class Block(nn.Module):
 
         Args:
             cache: Empty cache to prefill, or with `position` a cache of the earlier tokens.
-            source: (B, S, E), or None if there is no source or the cache contains it.
+            source: (B, S, E), or None without a source or if the cache contains it.
             position: Position of the new token in decoding.
         """
         auxiliary: Tensor | None = None

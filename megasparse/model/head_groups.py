@@ -1,6 +1,6 @@
 """Attention of a few heads at a time, forward and backward: no tensor contains queries, keys or values of all heads.
 
-This is UPipe of Arctic's long-sequence training, for every mechanism and inside reversible layers. For each group,
+This is Arctic's UPipe (long-sequence training), for every mechanism and inside reversible layers. For each group,
 queries, keys and values are projected tile by tile from the normalised stream; its heads attend; its output is
 projected tile by tile and added to the sum over groups. The backward recomputes one group after another. Random draws
 depend on a head's index in the layer, not on its group, and decisions are cached per group, so results equal those of
@@ -131,12 +131,12 @@ class HeadGroups:
     def _weights(
         self, group: HeadGroup, piece: Callable[..., Tensor], parts: tuple[str, ...] = (*READING, "output")
     ) -> Weights:
-        """Return the group's rows and columns of the branch's weights, by name. piece: function that returns a weight
-        by name, or a slice of it, given dimension, start and length.
+        """Return the group's rows and columns of the branch's weights, by name. piece: maps a name to its
+        weight, or a name, dimension, start and length to a slice of it.
         """
         dim, shared = self.layer.head_dim, self.layer.group
         keyed = not self.layer.mechanism(group.kind).shared_qk
-        keys = max(1, group.heads // shared) * dim  # query heads of one key head never span groups partially
+        keys = max(1, group.heads // shared) * dim  # a group is whole sets of heads that share keys, or part of one
         cuts = {
             "query": (0, group.first * dim, group.heads * dim),
             "key": (0, group.first_key // shared * dim, keys if keyed else 0),

@@ -62,7 +62,7 @@ def cluster_attention(
         dropout: Dropout of the probabilities; lse includes all pairs.
 
     Returns:
-        out (B, H, Lq, D) in q's dtype and lse (B, H, Lq), the log of the sum, in fp32 or wider; 0 and −∞ for a query
+        out (B, H, Lq, D) in q's dtype and lse (B, H, Lq), the log of the sum, in fp32 or wider; 0 and −∞ for queries
         without a visible key. Scores, softmax statistics and gradients are computed in fp32 or wider.
     """
     k, v = k.to(q.dtype), v.to(q.dtype)  # torch.autocast leaves some inputs in bf16 and some in fp32
@@ -139,7 +139,7 @@ def _blocks(
     query_index, key_index = (index.expand(batch, heads, -1, -1) for index in (query_index, key_index))
     q_rows, k_rows, v_rows = (x.flatten(0, 2) for x in (q, k, v))
     members, width = None, head_dim
-    if spec.count_clusters and clusters > 1 and not q.is_meta:  # meta lists have no values
+    if spec.count_clusters and clusters > 1 and not q.is_meta:  # meta lists contain no values
         members, width = (_Memberships(query_index, length), _Memberships(key_index, key_length)), head_dim + clusters
     elements = _CPU_BLOCK_ELEMENTS if q.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
     tile = min(places, max(1, elements // max(keys, width)))

@@ -93,7 +93,7 @@ _FEWEST = 32  # digits per pass: Triton's histograms need as many bins as a warp
 _TILE = 1024  # tokens per row of counts: at most 4 KB for 4 KB of indices; four times as many for 11 bits
 _BLOCK = 64  # tokens that are ranked against each other
 _TILES_AT_ONCE = 128
-_WIDE = 8  # digits per program: 32 B, the smallest memory transaction of a GPU
+_WIDE = 8  # digits per program: 32 B, the smallest memory transaction of GPUs
 
 
 def counting_sort(keys: Tensor, bits: int, ordered: Tensor | None = None, reverse: bool = False) -> Tensor:

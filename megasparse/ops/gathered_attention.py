@@ -32,7 +32,7 @@ def _gathered_attention(
         dropout: Dropout of the probabilities; lse includes all pairs.
 
     Returns:
-        out (B, H, Lq, D) in q's dtype and lse (B, H, Lq), the log of the sum, in fp32 or wider; 0 and −∞ for a query
+        out (B, H, Lq, D) in q's dtype and lse (B, H, Lq), the log of the sum, in fp32 or wider; 0 and −∞ for queries
         whose slots are all empty. Scores, softmax statistics and gradients are computed in fp32 or wider.
     """
     out, lse = _GatheredAttention.apply(q, k, v, index, scale, dropout)
@@ -46,7 +46,7 @@ def reference(
     keys = torch.arange(k.shape[2], device=k.device)
     count = (index[..., None] == keys).sum(3).to(q.dtype)  # (B|1, H|1, Lq, Lk)
     logits = scale * (q @ k.transpose(-1, -2)) + count.log()
-    blind = (logits == -torch.inf).all(-1)  # a softmax over −∞ has a NaN gradient
+    blind = (logits == -torch.inf).all(-1)  # avoid NaN gradients of a softmax over −∞
     logits = logits.masked_fill(blind[..., None], 0.0)
     probability = torch.softmax(logits, dim=-1)
     if dropout is not None:

@@ -1,19 +1,19 @@
-"""Gathered attention as Triton kernels: queries gather their keys, forward and backward; keys collect their gradients
+"""Gathered attention as Triton kernels: queries gather their keys, in forward and backward; keys sum their gradients
 over a sorted list.
 
-A row is one head of one sequence. An entry is one place of a row's index, number query·K + place; `keys` holds each
-entry's key, Lk where it is empty, and `order` the entries by (key, number). That list is cut in tiles of T entries, and
-what a key gets from several tiles is added up in their order: no program's work grows with the queries that chose one
-key, and two runs are bit-identical.
+A row is one head of one sequence. An entry is one slot of a row's index, number query·K + slot; `keys` contains each
+entry's key (Lk if empty), and `order` the entries sorted by (key, number). This list is split into tiles of T entries,
+and a key's sums from several tiles are added in order: no program's work grows with the number of queries that chose a
+key, and results are deterministic.
 
-B batch, H heads, Lq queries, Lk keys, D head dim, K index places, T entries in a tile, n = B·H·Lq·K.
+B batch, H heads, Lq queries, Lk keys, D head dim, K index slots, T entries per tile, n = B·H·Lq·K.
 
-Cost, with e bytes a number of q and i of the index. Forward: 4D·n FLOPs; n·2D·e bytes gathered, B·H·Lq·(2D·e + 4) and
-the index (n·i, or Lq·K·i where heads and sequences share it). Backward: 6D·n FLOPs and the forward's bytes again for
-dq, besides B·H·Lq·2D·e, with n·2e bytes written; then for dk and dv 4D·T·n FLOPs (the products with T×T matrices; 4D·n
-of them are of use), n·(2D·e gathered + 2e + 8) bytes and n/T·16D of parts, a counting sort of n keys (of Lq·K where the
-index is shared), and 4·B·H·Lk·D·e bytes of dk and dv. Gathers mostly hit the L2 cache: a row's k and v take 2·Lk·D·e.
-Memory, besides inputs and outputs, in the backward: 2e·n of pairs, 8 bytes an entry of the index, 16D·n/T of parts.
+Cost, with e bytes per number of q and i of the index. Forward: 4D·n FLOPs; n·2D·e bytes gathered, B·H·Lq·(2D·e + 4) and
+the index (n·i, or Lq·K·i if heads and sequences share it). Backward: 6D·n FLOPs and the forward's bytes again for dq,
+plus B·H·Lq·2D·e, with n·2e bytes written; then for dk and dv 4D·T·n FLOPs (products with T×T matrices, of which 4D·n
+are useful), n·(2D·e gathered + 2e + 8) bytes and n/T·16D of parts, a counting sort of n keys (of Lq·K if the index is
+shared), and 4·B·H·Lk·D·e bytes of dk and dv. Gathers mostly hit the L2 cache: a row's k and v take 2·Lk·D·e. Memory in
+addition to inputs and outputs, in the backward: 2e·n of pairs, 8 bytes per entry of the index, 16D·n/T of parts.
 """
 
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from megasparse.ops.operator import Function
 
 @triton.jit
 def _gathered(x, row, valid, stride, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Return rows (n, m) of x in fp32, 0 where not valid: (n, m, WIDTH)."""
+    """Return rows (n, m) of x in fp32, 0 for invalid rows: (n, m, WIDTH)."""
     d = tl.arange(0, WIDTH)[None, None, :]
     address = x + row.to(tl.int64)[:, :, None] * stride + d
     return tl.load(address, mask=valid[:, :, None] & (d < D), other=0.0).to(tl.float32)
@@ -42,8 +42,8 @@ def attend(
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     D: tl.constexpr, QUERIES: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Attend for a block of a row's queries, PLACES places at a time. Sums over places are made once, at the end:
-    within the loop each thread adds up what it has.
+    """Attend for a block of a row's queries, PLACES slots at a time. Threads add their parts inside the loop and reduce
+    over slots once, at the end.
     """
     program = tl.program_id(0).to(tl.int64)
     row, block = program // blocks, (program % blocks).to(tl.int32)
@@ -54,7 +54,7 @@ def attend(
     real = query < queries
     index += batch * index_batch + head * index_head + query.to(tl.int64)[:, None] * slots
     query_rows = load_rows(q + batch * q_batch + head * q_head, query, real, q_token, D, WIDTH).to(tl.float32)
-    highest = tl.full([QUERIES], -1e38, tl.float32)  # −∞ less −∞ would be NaN
+    highest = tl.full([QUERIES], -1e38, tl.float32)  # −∞ − (−∞) would be NaN
     total = tl.zeros([QUERIES], tl.float32)
     sums = tl.zeros([QUERIES, PLACES, WIDTH], tl.float32)
     for first in range(0, slots, PLACES):
@@ -85,8 +85,8 @@ def query_gradients(
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, grad_batch, grad_head, grad_token,
     D: tl.constexpr, QUERIES: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of a block of a row's queries; and of each of its entries the weight and the gradient of the scaled
-    score: pairs (B·H, Lq·K, 2).
+    """Compute dq of a block of a row's queries, and for each entry the weight and the gradient of the scaled score:
+    pairs (B·H, Lq·K, 2).
     """
     program = tl.program_id(0).to(tl.int64)
     row, block = program // blocks, (program % blocks).to(tl.int32)
@@ -114,9 +114,9 @@ def query_gradients(
         key_rows = _gathered(k, key, visible, k_token, D, WIDTH)
         value_rows = _gathered(v, key, visible, v_token, D, WIDTH)
         score = tl.sum(key_rows * query_rows[:, None, :], 2) * scale
-        # No score is above the log-sum, but a huge one may be by rounding, and exp of that would be ∞.
+        # Clamp: rounding can make a huge score larger than its log-sum, and exp of the difference infinite.
         weight = tl.exp(tl.where(visible, tl.minimum(score - row_lse[:, None], 0.0), float("-inf")))
-        # A query that sees nothing may have any gradient: its delta reaches no entry.
+        # The delta of a query without visible keys is arbitrary, but affects no entry.
         score_grad = tl.where(visible, weight * (tl.sum(value_rows * grad_rows[:, None, :], 2) - delta[:, None]), 0.0)
         sums += score_grad[:, :, None] * key_rows
         pair = pairs + (number[:, None] * slots + slot) * 2
@@ -129,13 +129,13 @@ def query_gradients(
 
 @triton.jit
 def _key(keys, order, at, inside):
-    """Return the key of the entry at each place of the order, −1 outside of it."""
+    """Return the key of the entry at each position of the order, −1 outside."""
     return tl.load(keys + tl.load(order + at, mask=inside, other=0), mask=inside, other=-1)
 
 
 @triton.jit
 def _keep(sums, x, parts, key, slot, whole, cut, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Store sums (T, WIDTH): whole ones are a key's gradient in x, cut ones wait in parts."""
+    """Store sums (T, WIDTH): complete sums as a key's gradient in x, split ones in parts."""
     d = tl.arange(0, WIDTH)[None, :]
     address = key.to(tl.int64)[:, None] * D + d
     tl.store(x + address, sums.to(x.dtype.element_ty), mask=whole[:, None] & (d < D))
@@ -148,11 +148,11 @@ def tile_gradients(
     order_batch, order_head, q_batch, q_head, q_token, grad_batch, grad_head, grad_token,
     D: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of the keys that have all their entries in this tile. At most two do not, the first and the
-    last: what the tile adds to theirs goes to key_parts and value_parts (B·H, tiles, 2, D), place 0 for the first key,
+    """Compute dk and dv of the keys whose entries are all in this tile. At most two keys are split, the first and the
+    last: their partial sums are stored in key_parts and value_parts (B·H, tiles, 2, D), at index 0 for the first key,
     else 1.
 
-    Entries of one key are added up by a product with the matrix that says which entries are of one key.
+    Entries are summed per key by a product with the matrix of equal keys.
     """
     program = tl.program_id(0).to(tl.int64)
     row, tile = program // tiles, (program % tiles).to(tl.int32)
@@ -190,8 +190,8 @@ def join_tiles(
     order, keys, dk, dv, key_parts, value_parts, heads, entries, key_count, tiles, order_batch, order_head,
     D: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of the key whose entries begin in this tile and go on beyond it, if there is one: the parts of
-    its tiles, in their order.
+    """Compute dk and dv of the key whose entries start in this tile and continue beyond it, if there is one, as the sum
+    of its parts in order of tiles.
     """
     program = tl.program_id(0).to(tl.int64)
     row, tile = program // tiles, (program % tiles).to(tl.int32)
@@ -223,17 +223,17 @@ def join_tiles(
         tl.store(dv + address, value_sum.to(dv.dtype.element_ty), mask=d < D)
 
 
-_GATHERED = 1024  # numbers of k, and of v, that a warp gathers at a time: 32 a thread, which leaves room for others
+_GATHERED = 1024  # numbers of k and of v that a warp gathers at a time: 32 per thread, to leave registers free
 
 
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute `gathered_attention.gathered_attention`. Tensors are copied only where the head dim is strided."""
+    """Compute `gathered_attention.gathered_attention`. Tensors are copied only if the head dim is strided."""
     out, lse = _GatheredAttention.apply(q, k, v, index, scale)
     return out, lse
 
 
 class _Sizes(NamedTuple):
-    """QUERIES and PLACES: of a query-centred program. TILE: entries of a key-centred one, of that many warps."""
+    """QUERIES and PLACES of query-centred programs. TILE and warps of key-centred programs."""
 
     queries: int
     slots: int
@@ -280,7 +280,7 @@ class _GatheredAttention(Function):
 
 
 def _by_query(q: Tensor, index: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:
-    """Return grid, sizes and settings of the kernels that a block of queries is a program of."""
+    """Return grid, sizes and settings of the kernels with one program per block of queries."""
     batch, heads, queries, head_dim = q.shape
     sizes = _sizes(head_dim, q.dtype)
     blocks = -(-queries // sizes.queries)

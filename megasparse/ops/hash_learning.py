@@ -1,4 +1,4 @@
-"""Training targets of LHA's hash functions: attention utility per bucket, estimated from a sample, and the divergence.
+"""Targets for training LHA's hash functions: attention utility per bucket, estimated from a sample, and the divergence.
 
 ψ_i[b] ∝ Σ_{j in b} A_ij is the share of query i's attention to the keys of bucket b (LHA Eq. 11), ψ′_j[b] ∝ Σ_{i in b}
 A_ij the share of key j's received attention from the queries of bucket b (Eq. 14); A = softmax(qkᵀ/√D) over all pairs,
@@ -83,7 +83,7 @@ def sampled_normalizer(q: Tensor, draws: Draws, *, scale: float) -> Tensor:
 def sampled_queries(q: Tensor, draws: Draws, in_key: Tensor, *, scale: float) -> Tensor:
     """Return ψ of the queries, estimated from the drawn keys, (B, H, S, N); rows sum to 1, or to 0 after underflow.
 
-    in_key: (B, H, C, N), 1 if a drawn key is in a bucket, else 0.
+    in_key: (B, H, C, N), 1 if the drawn key is in the bucket, else 0.
     """
     attention = _logarithms(q, draws, scale).softmax(-1)
     return unit_sum(attention @ in_key.to(attention.dtype))
@@ -96,7 +96,7 @@ def sampled_keys(
     """Yield ψ′ of keys k (B, H, K, D), tile by tile: (B, H, T, N). Before normalisation, its expectation over samples
     of queries is proportional to the sum over all queries.
 
-    normalizer: see `sampled_normalizer`. in_query: (B, H, S, N), 1 if a query is in a bucket, else 0.
+    normalizer: see `sampled_normalizer`. in_query: (B, H, S, N), 1 if the query is in the bucket, else 0.
     """
     for part in tiles(k, max(in_query.shape[2:])):
         logarithm = _products(k[:, :, part], q, scale) - normalizer.unsqueeze(-2)

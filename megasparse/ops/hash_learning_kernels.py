@@ -1,5 +1,5 @@
-"""Kernels of `hash_learning`: rows of scores of all buckets, a launch for each function. Scores and utilities are read
-once, results written once; a program holds whole rows.
+"""Kernels of `hash_learning` on rows of scores of all buckets, one launch per function. Scores and utilities are read
+once, results written once; a program processes whole rows.
 
 B batch, H heads, T tokens, N buckets.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megasparse.ops.kernels import launch
 
-_NUMBERS = 8192  # of a program
+_NUMBERS = 8192  # per program
 
 
 def unit_sum(utility: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def ranks(scores: Tensor, first: int) -> Tensor:
 def divergence(
     scores: Tensor, utility: Tensor, codes: Tensor, weight: float, learn: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute `hash_learning.divergence`; the gradient takes the place of the scores."""
+    """Compute `hash_learning.divergence`; the gradient overwrites the scores."""
     scores, utility, codes = scores.contiguous(), utility.contiguous(), codes.contiguous()
     tile, count, buckets = _tile(scores), codes.numel(), scores.shape[-1]
     sums = torch.empty(count, 3, dtype=torch.float32, device=scores.device)
@@ -53,7 +53,7 @@ def _tile(x: Tensor) -> dict[str, int]:
 
 @triton.jit
 def _places(count, buckets, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """A program's rows, where their numbers are, and which there are."""
+    """Return a program's rows, the offsets of their numbers, and a mask of valid offsets."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     bucket = tl.arange(0, WIDTH)
     return row, row[:, None] * buckets + bucket[None, :], (row < count)[:, None] & (bucket < buckets)[None, :]
@@ -61,7 +61,7 @@ def _places(count, buckets, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _log_softmax(scores, places, valid):
-    """ln softmax of rows of scores, −∞ where not valid."""
+    """Return ln softmax of rows of scores, −∞ for invalid elements."""
     score = tl.load(scores + places, mask=valid, other=float("-inf"))
     score = tl.where(valid, score, float("-inf"))
     high = tl.max(score, 1)
@@ -79,7 +79,7 @@ def unit_sum_kernel(utility, count, buckets, ROWS: tl.constexpr, WIDTH: tl.const
 
 @triton.jit(do_not_specialize=["first", "blocks"])
 def ranks_kernel(scores, out, first, tokens, buckets, blocks, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """out (B·H, N, T): the bits of −ln softmax(scores), and the token's number below them."""
+    """Compute out (B·H, N, T): the bits of −ln softmax(scores), with the token's number in the low bits."""
     head = (tl.program_id(0) // blocks).to(tl.int64)
     token, bucket = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     valid = (token < tokens)[:, None] & (bucket < buckets)[None, :]
@@ -93,8 +93,8 @@ def ranks_kernel(scores, out, first, tokens, buckets, blocks, ROWS: tl.constexpr
 def divergence_kernel(
     scores, utility, codes, sums, weight, count, buckets, LEARN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """sums (rows, 3): KL(ψ ‖ softmax(scores)), ψ[code] and Σ ψ·ln ψ. LEARN: the gradient of weight·KL takes the place
-    of the scores.
+    """Compute sums (rows, 3): KL(ψ ‖ softmax(scores)), ψ[code] and Σ ψ·ln ψ. LEARN: overwrite the scores with the
+    gradient of weight·KL.
     """
     row, places, valid = _places(count, buckets, ROWS, WIDTH)
     logarithm = _log_softmax(scores, places, valid)

@@ -1,37 +1,30 @@
-"""YOSO attention as Triton kernels: no hash table and no long run's pairs are ever written down, and no step waits for
-data.
+"""YOSO attention as Triton kernels, without hash tables or lists of pairs in memory, and without host synchronisation.
 
-In each hash the sources lie sorted by (bucket, position). What a target may see of its bucket is then a window of
-sorted places [first, end), causal or not, so the sum over it is a running sum read at the window's last place: the
-array of running sums takes the place of a hash table, and needs no chunks. Each run is summed from its own beginning,
-never as the difference of two sums. ∇v is the same with queries for sources, from the latest on if causal.
+In each hash the sources (tokens that are summed) of a (row, hash) are sorted by (bucket, position), so a bucket is a
+run, and the sources visible to a target (the token that receives the sum) are a window [first, end) of sorted indices,
+causal or not. The sum over a window is a running sum, read at the window's last index: the array of running sums
+replaces a hash table, and needs no chunks. Each run is summed from its start, never as the difference of two sums. ∇v
+is the same with queries as sources, in reverse order if causal.
 
-For ∇q_i = τ/2 Σ_j B_ij (g_i·v_j) k_j the window is cut at its last boundary between spans of 4·D places. What lies
-before it is g_i times a running sum of the matrices v_j k_jᵀ, written at boundaries only; the rest goes pair by pair.
-So a token costs its pairs in a small bucket, and less than 4·D pairs and one matrix in a bucket of any size: nothing is
-to be chosen by the number of collisions. ∇k likewise.
+For ∇q_i = τ/2 Σ_j B_ij (g_i·v_j) k_j the window is split at its last boundary between spans of 4·D indices. The part
+before it is g_i times a running sum of the matrices v_j k_jᵀ, stored at boundaries only; the rest is computed pair by
+pair. The cost of a token is thus its pairs in a small bucket, and at most 4·D pairs and one matrix in a bucket of any
+size, so no choice by the number of collisions is needed. ∇k likewise.
 
-A hash's results are added to a target's by one program, in order of the hashes: they are deterministic. There are no
-atomics: to add rows to tables moves 8·D bytes a row, and 4·D to clear them, where running sums move 2·p·D.
+Long runs are split at the boundaries between spans; each program sums one span, and `join_spans` adds the sums of whole
+spans. One program adds all hashes of a target in order, without atomics, so results are deterministic. (Adding rows to
+tables would move 8·D bytes per row, and 4·D to clear them; running sums move 2·p·D.)
 
-Cost, for n = B·H·m·L (token, hash) pairs, L = Lq = Lk, e bytes a number of v, p bytes one of a hash's own results (2 in
-bf16, else 4), c of a code (2 or 4, 8 with masks or documents), T = 64 places in a product (32 in fp32), S the tokens of
-a run, as a token meets them:
-- forward: n codes sorted; n·(2c + 20 + 2·p·D) bytes; 2·D·T·n FLOPs; values gathered, D·e·n bytes, mostly of the L2
-  cache.
-- backward: 2n codes sorted, n·(c + 16) bytes more; the forward's for ∇v; and for ∇q and ∇k each n·(24 + 2.5·p·D) bytes
-  besides D·e·n·(3 to 5) gathered, mostly of the L2 cache, and n·(4·D·max(T, min(S, 2·D)) + 4·D²) FLOPs.
-Memory, besides inputs and outputs: that of one hash, p·D + 24 bytes a token, or of as many hashes as fit 2 GiB; a
-quarter more in the backward. Launches: 7 a slab of such hashes, and in the backward 19.
+Cost, for n = B·H·m·L (token, hash) pairs, L = Lq = Lk, e bytes per number of v, p bytes per number of a hash's result
+(2 in bf16, else 4), c bytes per code (2 or 4, 8 with masks or documents), T = 64 indices in a product (32 in fp32), S
+mean run length over tokens: - forward: n codes sorted; n·(2c + 20 + 2·p·D) bytes; 2·D·T·n FLOPs; values gathered, D·e·n
+bytes, mostly from the L2 cache. - backward: 2n codes sorted, n·(c + 16) bytes more; the forward's cost for ∇v; and for
+∇q and ∇k each n·(24 + 2.5·p·D) bytes plus D·e·n·(3 to 5) gathered, mostly from the L2 cache, and n·(4·D·max(T, min(S,
+2·D)) + 4·D²) FLOPs. Memory in addition to inputs and outputs: p·D + 24 bytes per token for one hash, or for as many
+hashes as fit 2 GiB; a quarter more in the backward. Launches: 7 per slab of such hashes, and 19 in the backward.
 
-
-The sources (the tokens that are summed) of a (row, hash) lie sorted by (bucket, position), so a bucket is a run and
-what a target (the token that gets the sum) may see of it is a window [first, end) of sorted places. No program works
-on a long run alone: a run is cut at the boundaries between spans, each span is summed by its own program, and the
-sums of whole spans are joined by `join_spans`.
-
-B batch, H heads, L length, D head dim, m hashes, τ code bits, G = B·H rows, S spans. Arrays
-of a (row, hash) come one after another: buckets and order (G, m, length), first and end (G, m, targets' length).
+B batch, H heads, L length, D head dim, m hashes, τ code bits, G = B·H rows, S spans. Arrays of (row, hash) are
+contiguous: buckets and order (G, m, length), first and end (G, m, targets' length).
 """
 
 from collections.abc import Sequence
@@ -51,13 +44,13 @@ from megasparse.ops.operator import Function
 
 @triton.jit
 def _rows(x, row, valid, columns, D: tl.constexpr):
-    """Return rows (n) of x (..., D), 0 where not valid."""
+    """Return rows (n) of x (..., D), 0 for invalid rows."""
     return tl.load(x + row[:, None] * D + columns[None, :], mask=valid[:, None] & (columns < D)[None, :], other=0.0)
 
 
 @triton.jit
 def _store_rows(x, row, valid, columns, value, ADD: tl.constexpr, D: tl.constexpr):
-    """Store rows (n) of x (..., D) = value, or what they are and value."""
+    """Store rows (n) of x (..., D) = value; ADD: add value to the stored rows."""
     address, mask = x + row[:, None] * D + columns[None, :], valid[:, None] & (columns < D)[None, :]
     if ADD:
         value += tl.load(address, mask=mask, other=0.0)
@@ -69,8 +62,8 @@ def sum_runs(
     values, order, buckets, sums, tails, hashes, length, spans,
     D: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute sums (G, m, length, D): for each sorted place, Σ values of its run from the later of the run's beginning
-    and the span's up to and including it. tails (G, m, S, D): those of each span's last place.
+    """Compute sums (G, m, length, D): for each sorted index, the sum of values of its run, from the later of the run's
+    start and the span's start up to the index, inclusive. tails (G, m, S, D): sums at each span's last index.
     """
     program = tl.program_id(0)
     span, row_hash = program % spans, (program // spans).to(tl.int64)
@@ -82,7 +75,7 @@ def sum_runs(
         slot = begin + step
         bucket = tl.load(buckets + base + slot, mask=slot < stop, other=0)
         before = tl.load(buckets + base + tl.maximum(slot - 1, 0), mask=slot < stop, other=0)
-        run = tl.cumsum((bucket != before).to(tl.int32), axis=0)  # 0: the last one of the tile before
+        run = tl.cumsum((bucket != before).to(tl.int32), axis=0)  # 0: last run of the previous tile
         token = row * length + tl.load(order + base + slot, mask=slot < stop, other=0)
         value = _rows(values, token, slot < stop, columns, D)
         earlier = (run[:, None] == run[None, :]) & (step[:, None] >= step[None, :])
@@ -101,9 +94,9 @@ def join_spans(
     tails, buckets, length, spans, segments, parts, wide,
     SPAN: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Join tails (G, m, S, wide), in place: to each span's tail those of the spans before that end in the same run.
+    """Add to each span's tail, in place, the tails of preceding spans that end in the same run. tails: (G, m, S, wide).
 
-    A program adds along the runs that end their first span in its segment of spans, to their very end.
+    A program processes the runs whose first span is in its segment of spans, up to their end.
     """
     program = tl.program_id(0)
     part, segment, row_hash = program % parts, program // parts % segments, (program // parts // segments).to(tl.int64)
@@ -131,11 +124,11 @@ def find_windows(
     target_buckets, buckets, order, first, end, targets, length, blocks, steps,
     CAUSAL: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Find first, end (G, m, targets): where the sources of a target's bucket begin, and where those that it may see
-    end.
+    """Compute first, end (G, m, targets): start of the sources in a target's bucket, and end of the visible ones.
 
-    target_buckets: (G, m, targets) buckets, in order of position. CAUSAL: only sources at or before it. REVERSED:
-    sources lie in reverse, and causal are those at or after it. steps: halvings, for length + 1 outcomes.
+    target_buckets: (G, m, targets) buckets, in order of position. CAUSAL: only sources at or before the target are
+    visible. REVERSED: sources are in reverse order, and causal ones are at or after the target. steps: bisection steps,
+    for length + 1 outcomes.
     """
     program = tl.program_id(0)
     row_hash = (program // blocks).to(tl.int64)
@@ -166,8 +159,8 @@ def read_sums(
     sums, tails, first, end, out, met, scale, met_scale, hashes, targets, length, spans, blocks,
     D: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store (ADD: add) in out (G, targets, D) scale·Σ_h of the target's window: its last place's sum, and the tail of
-    the span before where the run began there; in met (G, targets), or None, met_scale·Σ_h of the window's length.
+    """Store in out (G, targets, D) (ADD: add to it) scale·Σ_h of the target's window: the sum at its last index, plus
+    the previous span's tail if the run started there. met (G, targets) or None: met_scale·Σ_h of the window's length.
     """
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
@@ -196,7 +189,7 @@ def sum_products(
     D: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute products (G, m, S, D, D): Σ left_j·right_jᵀ over a span's sources in its last one's bucket."""
+    """Compute products (G, m, S, D, D): Σ left_j·right_jᵀ over a span's sources in the bucket of its last source."""
     program = tl.program_id(0)
     part, span, row_hash = program % parts, program // parts % spans, (program // parts // spans).to(tl.int64)
     row, base = row_hash // hashes, row_hash * length
@@ -226,8 +219,9 @@ def weighted_sums(
 ):  # fmt: skip
     """Compute out (G, m, targets, D): Σ_j (target_left_i·left_j)·right_j over the target's window in each hash.
 
-    A program has a block of targets in order of their own buckets, so their windows lie together. What of a window
-    lies before its last boundary between spans is in `products`; the rest, less than a span, goes pair by pair.
+    A program processes a block of targets sorted by their buckets, so that their windows are close together. The part
+    of a window before its last boundary between spans is in `products`; the rest, less than a span, is computed pair by
+    pair.
     """
     program = tl.program_id(0)
     part, block, row_hash = program % parts, program // parts % blocks, (program // parts // blocks).to(tl.int64)
@@ -255,7 +249,7 @@ def weighted_sums(
         b = _rows(right, token, source < length, columns, D)
         total += dot(tl.where(visible, weight, 0.0).to(b.dtype), b, PRECISION)
         at += TILE
-        # Past the sources that nobody of this block sees
+        # Skip sources that are not visible to any target of this block
         at = tl.min(tl.where(at < close, tl.maximum(begin, at), length), axis=0)
 
     boundary = tl.min(tl.where(whole, span, spans + 1), axis=0)
@@ -264,7 +258,7 @@ def weighted_sums(
             some = start + tl.arange(0, DEPTH)
             a = _rows(target_left, row * targets + target, whole & (span == boundary), some, D)
             b = _rows(products, (row_hash * spans + boundary - 1) * D + some, some < D, columns, D)
-            if a.dtype != tl.float32:  # sums of a long run may leave the range of fp16
+            if a.dtype != tl.float32:  # sums of long runs can exceed the range of fp16
                 a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
             total += dot(a, b, PRECISION)
         boundary = tl.min(tl.where(whole & (span > boundary), span, spans + 1), axis=0)
@@ -277,7 +271,7 @@ def add_hashes(
     partial, out, scale, hashes, targets, blocks,
     D: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store (ADD: add) in out (G, targets, D) scale·Σ_h partial (G, m, targets, D)."""
+    """Store in out (G, targets, D) (ADD: add to it) scale·Σ_h partial (G, m, targets, D)."""
     program = tl.program_id(0)
     row, columns = (program // blocks).to(tl.int64), tl.arange(0, WIDTH)
     target = program % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -287,16 +281,16 @@ def add_hashes(
     _store_rows(out, row * targets + target, target < targets, columns, scale * total, ADD, D)
 
 
-_BYTES = 1 << 31  # what several hashes write for themselves at a time; more only where one hash has more
-_SEGMENT = 16  # spans whose runs one program joins
-_SEARCHES = 256  # targets of a program that finds windows
+_BYTES = 1 << 31  # memory for the results of several hashes, at least one hash
+_SEGMENT = 16  # spans per program of `join_spans`
+_SEARCHES = 256  # targets per program of `find_windows`
 
 
 class _Sizes(NamedTuple):
-    """Sizes of the kernels' tiles. width: the head dim's power of two. span: sources whose sum is one program's. reads:
-    targets of a program that reads sums. tile: sources in a product that sums runs or products; block and pairs:
-    targets and sources in one that weights. columns: of the matrices and gradients that one program has. warps: of all
-    these but reads.
+    """Tile sizes of the kernels. width: head dim rounded up to a power of two. span: sources summed by one program.
+    reads: targets per program of `read_sums`. tile: sources per product in sums of runs or products; block and pairs:
+    targets and sources per product in `weighted_sums`. columns: columns of matrices and gradients per program. warps:
+    of all these except reads.
     """
 
     width: int
@@ -318,9 +312,9 @@ def _sizes(head_dim: int, dtype: torch.dtype) -> _Sizes:
 
 
 class _Sorted(NamedTuple):
-    """Tokens of each (row, hash) by (bucket, position), from the last of that order if reversed. (G, m, L) each.
+    """Tokens of each (row, hash) sorted by (bucket, position), or in reverse order if reversed. (G, m, L) each.
 
-    order: int32 token numbers. buckets: theirs.
+    order: int32 token numbers. buckets: buckets in this order.
     """
 
     buckets: Tensor
@@ -329,7 +323,7 @@ class _Sorted(NamedTuple):
 
 
 class _Windows(NamedTuple):
-    """Ranges [first, end) of sorted sources that each target may see, (G, m, targets) int32."""
+    """Ranges [first, end) of sorted sources visible to each target, (G, m, targets) int32."""
 
     first: Tensor
     end: Tensor
@@ -346,11 +340,11 @@ def hash_table_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `operator.hash_table_attention` by  Products are computed in v's dtype, their sums in
-    fp32. Strided tensors are copied once.
+    """Compute `hash_table_attention.hash_table_attention`. Products are computed in v's dtype, their sums in fp32.
+    Strided tensors are copied once.
     """
     group = groups(q[:, :1], k[:, :1], query_mask, key_mask, segments)
-    if v.shape[3] > q.shape[3]:  # values with a 1 beside them: products of values and keys are square
+    if v.shape[3] > q.shape[3]:  # pad keys, because products of values and keys are square
         q, k = (F.pad(x, (0, v.shape[3] - x.shape[3])) for x in (q, k))
     return _HashTableAttention.apply(q, k, v, q_codes, k_codes, group, spec)
 
@@ -374,7 +368,7 @@ class _HashTableAttention(Function):
         ctx.save_for_backward(q, k, v, q_codes, k_codes)
         total = met / hashes if several else met
         ctx.mark_non_differentiable(total)
-        ctx.set_materialize_grads(False)  # of the total
+        ctx.set_materialize_grads(False)  # `total` is not differentiable
         return out, total
 
     @staticmethod
@@ -397,16 +391,14 @@ class _HashTableAttention(Function):
 
 
 def _total(shape: Sequence[int], dtype: torch.dtype, device: torch.device, several: bool) -> Tensor:
-    """Return the tensor that slabs are summed in: fp32 zeros for several, else empty in the dtype of the result."""
+    """Return the accumulator of slabs: fp32 zeros if there are several, else an empty tensor in the result's dtype."""
     if several:
         return torch.zeros(shape, dtype=torch.float32, device=device)
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _row_copies(dtype: torch.dtype, *xs: Tensor) -> list[Tensor]:
-    """Return each x (B, H, L, D) as (G, L, D), contiguous in the dtype; those that are not yet are copied in one
-    launch.
-    """
+    """Return each x (B, H, L, D) as (G, L, D), contiguous and in the dtype; copy all that need it in one launch."""
     rows = [
         x if x.dtype == dtype and x.is_contiguous() else torch.empty(x.shape, dtype=dtype, device=x.device) for x in xs
     ]
@@ -417,12 +409,12 @@ def _row_copies(dtype: torch.dtype, *xs: Tensor) -> list[Tensor]:
 
 
 def _own_dtype(values: Tensor) -> torch.dtype:
-    """Return the dtype of a hash's own results: a long run's sum may leave the range of fp16."""
+    """Return the dtype of a single hash's results; sums of long runs can exceed the range of fp16."""
     return torch.bfloat16 if values.dtype == torch.bfloat16 else torch.float32
 
 
 def _slabs(q_codes: Tensor, k_codes: Tensor, v: Tensor) -> list[slice]:
-    """Return slices of hashes, as many at a time as fit `_BYTES`."""
+    """Return slices of hashes, each with as many hashes as fit in `_BYTES`."""
     batch, heads, hashes, count = q_codes.shape
     size = batch * heads * max(count, v.shape[2]) * v.shape[3] * _own_dtype(v).itemsize
     step = max(1, _BYTES // max(1, size))
@@ -471,8 +463,8 @@ def _add_sums(
     several: bool,
     met: Tensor | None = None,
 ) -> None:
-    """Add to out (B, H, targets, D) Σ of the values (G, length, D) in the windows, over the hashes, /all_hashes; to met
-    (B, H, targets) their number, also /all_hashes where out is not of several slabs.
+    """Add to out (B, H, targets, D) the sum of values (G, length, D) in the windows, over the hashes, /all_hashes; and
+    to met (B, H, targets) the number of values, /all_hashes if there is only one slab.
     """
     rows, hashes, count = windows.first.shape
     length, head_dim = values.shape[1:]
@@ -514,8 +506,8 @@ def _add_weighted(
     scale: float,
     several: bool,
 ) -> None:
-    """Add to out_i scale·Σ_j (left_i·left_j) right_j over i's windows in all hashes. targets: left (G, targets, D)
-    and their own order. sources: left and right (G, length, D) and their order. several: out is of several slabs.
+    """Add to out_i scale·Σ_j (left_i·left_j) right_j over i's windows in all hashes. targets: left (G, targets, D) and
+    their sorted order. sources: left and right (G, length, D) and their order. several: there are several slabs.
     """
     (target_left, target_order), (left, right, order) = targets, sources
     rows, hashes, count = windows.first.shape
@@ -532,7 +524,7 @@ def _add_weighted(
     launch(sum_products, grid, *arguments, **fixed, TILE=sizes.tile, PRECISION=precision())
     _join_spans(products, order, sizes)
     blocks = -(-count // sizes.block)
-    # Neighbours in one hash are strangers in the next: each hash writes its own, in any order of its targets.
+    # Neighbours in one hash are unrelated in the next, so each hash writes separate results.
     partial = torch.empty(rows, hashes, count, head_dim, dtype=dtype, device=out.device)
     tensors = (target_left, target_order.order, *windows, left, right, order.order, products, partial)
     numbers = (hashes, count, length, spans, blocks, parts)

@@ -126,7 +126,7 @@ def _sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, 
     only if a projection is zero up to rounding; the kernels' hadamard codes are bit-identical to torch.
 
     Args:
-        x: (B, H, L, D). The length of a vector does not matter; a zero vector has all bits set.
+        x: (B, H, L, D). The length of a vector does not matter; all bits of a zero vector are set.
         key: Random key of the draws.
         heads: Global head indices.
 

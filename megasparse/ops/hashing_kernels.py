@@ -1,7 +1,7 @@
-"""Kernels of `hashing`, which write nothing but the codes: projections stay in registers.
+"""Kernels of `hashing`, which write only the codes: projections stay in registers.
 
-x (B, H, L, D) of any strides but 1 along D; codes (B, H, rounds or hashes, L). All products are fp32 and exact (IEEE):
-a bucket must not depend on whether TF32 is allowed.
+x (B, H, L, D) has any strides except 1 along D; codes are (B, H, rounds or hashes, L). All products are exact fp32
+(IEEE), because a bucket must not depend on whether TF32 is allowed.
 
 B batch, H heads, L length, D head dim, R rounds, S columns of a round's rotations, P the next power of two, m hashes,
 τ code bits.
@@ -19,21 +19,21 @@ from megasparse.ops.hashing import Kind, code_dtype, hash_planes
 from megasparse.ops.kernels import dot, launch, whole_vectors
 
 _WARPS = 4
-_DEPTH = 16  # of D at a time: a thread keeps this much of whole rows of both factors
-_COORDINATES = 64 * 32 * _WARPS  # of the tokens of one program: 64 a thread; up to P = 64 threads exchange nothing
-_HASHES = 64  # whose codes one program keeps
+_DEPTH = 16  # elements of D at a time: a thread keeps this part of whole rows of both factors
+_COORDINATES = 64 * 32 * _WARPS  # coordinates per program: 64 per thread; up to P = 64 threads exchange nothing
+_HASHES = 64  # hashes per program
 
 
 @triton.jit
 def _vectors(x, row, heads, batch_stride, head_stride):
-    """The address at which the vectors of batch and head number `row` begin."""
+    """Return the address of the first vector of batch and head number `row`."""
     return x + (row // heads) * batch_stride + (row % heads) * head_stride
 
 
 @triton.jit
 def _projected(x, token, length, stride, matrix, columns, last, matrix_stride, D: tl.constexpr, DEPTH: tl.constexpr):
-    """The products of `token`'s vectors with matrix (D, `last`) in `columns`, fp32: D in pieces of DEPTH, as an exact
-    product keeps whole rows of its factors in registers.
+    """Return products of `token`'s vectors with `columns` of matrix (D, `last`), fp32, in pieces of DEPTH along D,
+    because an exact product keeps whole rows of its factors in registers.
     """
     depth = tl.arange(0, DEPTH)
     score = tl.zeros([token.shape[0], columns.shape[0]], tl.float32)
@@ -52,8 +52,8 @@ def angular(
     x, rotations, codes, length, heads, rounds, batch_stride, head_stride, stride, columns, FACTORS: tl.constexpr,
     D: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Codes of TOKENS tokens of a row in a round: for each factor, the first of the largest of [xR; −xR]. rotations:
-    (H, R, D, `columns`). The rounds of the same tokens are neighbours, so that they find x in the cache.
+    """Compute codes of TOKENS tokens of a row in a round: for each factor, the first maximum of [xR; −xR]. rotations:
+    (H, R, D, `columns`). Rounds of the same tokens are neighbouring programs, so that x is in the cache.
     """
     program, tiles = tl.program_id(0), tl.cdiv(length, TOKENS)
     round_, tile, row = program % rounds, program // rounds % tiles, (program // rounds // tiles).to(tl.int64)
@@ -88,8 +88,8 @@ def hidden_units(
     x, weight, bias, out, length, heads, batch_stride, head_stride, stride, width, first, D: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Numbers first to first + D of the rows of out (B·H, L, `width`): relu(xW + b) of TOKENS tokens of a row, in
-    COLUMNS of the D units. weight: (H, D, D). bias: (H, D).
+    """Compute relu(xW + b) of TOKENS tokens of a row, for COLUMNS of the D units, into out (B·H, L, `width`) from
+    column `first` on. weight: (H, D, D). bias: (H, D).
     """
     program, tiles, groups = tl.program_id(0), tl.cdiv(length, TOKENS), tl.cdiv(D, COLUMNS)
     group, tile, row = program % groups, program // groups % tiles, (program // groups // tiles).to(tl.int64)
@@ -108,7 +108,7 @@ def best_bucket(
     x, weight, bias, codes, length, heads, buckets, D: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """The first of the largest of xW + b, of TOKENS tokens of a row. x: (B·H, L, D). weight: (H, D, `buckets`). bias:
+    """Compute the first maximum of xW + b, for TOKENS tokens of a row. x: (B·H, L, D). weight: (H, D, `buckets`). bias:
     (H, `buckets`).
     """
     program, tiles = tl.program_id(0), tl.cdiv(length, TOKENS)
@@ -134,7 +134,7 @@ def sides(
     x, normals, codes, length, heads, hashes, bits, batch_stride, head_stride, stride, D: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Codes of TOKENS tokens of a row in COLUMNS hashes: bit t is [r·x >= 0], normals r (H, τ, D, m)."""
+    """Compute codes of TOKENS tokens of a row in COLUMNS hashes: bit t is [r·x >= 0], normals r (H, τ, D, m)."""
     program, tiles, groups = tl.program_id(0), tl.cdiv(length, TOKENS), tl.cdiv(hashes, COLUMNS)
     group, tile, row = program % groups, program // groups % tiles, (program // groups // tiles).to(tl.int64)
     x = _vectors(x, row, heads, batch_stride, head_stride)
@@ -155,9 +155,9 @@ def sides(
 
 @triton.jit
 def _hadamard(x, LEVELS: tl.constexpr):
-    """H along the first of two dimensions, of size 2^LEVELS. Each level takes sums and differences of neighbours and
-    moves their bit of the index to the front: after all of them it is in its place again. It adds the same pairs in the
-    same order as `hashing.hadamard`. Where a thread has all of a token it happens in registers.
+    """Apply H along the first of two dimensions, of size 2^LEVELS. Each level computes sums and differences of
+    neighbours and moves their index bit to the front, so that the last level restores the order. It adds the same pairs
+    in the same order as `hashing.hadamard`, in registers if one thread processes whole tokens.
     """
     P: tl.constexpr = x.shape[0]
     TOKENS: tl.constexpr = x.shape[1]
@@ -169,8 +169,8 @@ def _hadamard(x, LEVELS: tl.constexpr):
 
 @triton.jit
 def _part(x, part, LEVELS: tl.constexpr, PARTS_LEVELS: tl.constexpr, FIRST: tl.constexpr):
-    """Rows [part·n, part·n + n) of x (2^LEVELS, TOKENS), of 2^PARTS_LEVELS equal parts; FIRST: part is 0, and what only
-    the other parts need is never computed.
+    """Return rows [part·n, part·n + n) of x (2^LEVELS, TOKENS), one of 2^PARTS_LEVELS equal parts. FIRST: part is 0, so
+    that computations for the other parts are skipped.
     """
     for level in tl.static_range(PARTS_LEVELS):
         a, b = tl.split(tl.permute(tl.reshape(x, [2, 1 << (LEVELS - level - 1), x.shape[1]]), [1, 2, 0]))
@@ -183,9 +183,9 @@ def transformed_sides(
     x, diagonals, codes, length, heads, hashes, bits, batch_stride, head_stride, stride, again, D: tl.constexpr,
     LEVELS: tl.constexpr, PARTS_LEVELS: tl.constexpr, FIRST: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Codes of TOKENS tokens of a row in one part of a group's P = 2^LEVELS hashes: bit t is the sign of a coordinate
-    of HD₃HD₂HD₁x, diagonals (H, groups, τ, 3, P): −1 where negative, else 1. `again` is 0: x's address then depends on
-    the bit, so that x is read again (from the cache) for each instead of taking D registers all along.
+    """Compute codes of TOKENS tokens of a row in one part of a group's P = 2^LEVELS hashes: bit t is the sign of a
+    coordinate of HD₃HD₂HD₁x, diagonals (H, groups, τ, 3, P): negative numbers mean −1, others 1. `again` is 0: it makes
+    x's address depend on the bit, so that x is reread from the cache instead of occupying D registers throughout.
     """
     P: tl.constexpr = 1 << LEVELS
     PARTS: tl.constexpr = 1 << PARTS_LEVELS
@@ -220,8 +220,8 @@ def transformed_sides(
 def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     """Compute `hashing.angular_hash` in one launch for all rows, rounds and factors.
 
-    Cost: 2·B·H·R·L·D·S operations in fp32, outside the tensor cores. Moves x once (the rounds and factors read it again
-    from the cache), the rotations, and 2 or 4 bytes a code: B·H·L·(D·bytes + 2·R).
+    Cost: 2·B·H·R·L·D·S operations in fp32, outside the tensor cores. Moves x once (rounds and factors reread it from
+    the cache), the rotations, and 2 or 4 bytes per code: B·H·L·(D·bytes + 2·R).
     """
     x = whole_vectors(x)
     batch, heads, length, width = x.shape
@@ -235,11 +235,11 @@ def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
 
 
 def learned_codes(inputs: Sequence[Tensor], weights: Sequence[tuple[Tensor, ...]]) -> Tensor:
-    """Return the first of the largest of Σ_f W2_f·relu(W1_f·x_f + b1_f) + b2_f, one of N buckets: (B, H, L).
+    """Return the first maximum of Σ_f W2_f·relu(W1_f·x_f + b1_f) + b2_f over N buckets: (B, H, L).
 
-    inputs: x_f (B, H, L, D). weights: of each function (H, D, D), (H·D), (H, D, N), (H·N), or of a linear one (H, D, N)
-    alone. Cost: 2·B·H·L·D·(D + N) operations in fp32 for each input, outside the tensor cores. Moves the inputs once,
-    the hidden units twice, and 2 or 4 bytes a token.
+    inputs: x_f (B, H, L, D). weights: of each function (H, D, D), (H·D), (H, D, N), (H·N), or of a linear function only
+    (H, D, N). Cost: 2·B·H·L·D·(D + N) operations in fp32 for each input, outside the tensor cores. Moves the inputs
+    once, the hidden units twice, and 2 or 4 bytes per token.
     """
     batch, heads, length, width = inputs[0].shape
     wide = [tuple(w.float() for w in layer) for layer in weights]
@@ -267,7 +267,7 @@ def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, k
     """Compute `hashing.sign_codes` in one launch.
 
     Cost: gaussian 2·B·H·L·D·m·τ operations in fp32; hadamard 3·B·H·L·τ·P·(1 + log₂ P) for each P hashes. Moves x once
-    and 2 or 4 bytes a code: B·H·L·(D·bytes + 2·m).
+    and 2 or 4 bytes per code: B·H·L·(D·bytes + 2·m).
     """
     x = whole_vectors(x)
     batch, count, length, width = x.shape
@@ -294,6 +294,6 @@ def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, k
 
 
 def _tile(columns: int) -> dict[str, int]:
-    """Return tiles of products with `columns` columns: 16 numbers a thread, whose factors fit its registers."""
+    """Return tile sizes of products with `columns` columns: 16 numbers per thread, factors fit in registers."""
     tokens, block_columns = (128, 16) if columns <= 16 else (64, 32)
     return {"TOKENS": tokens, "COLUMNS": block_columns, "DEPTH": _DEPTH, "num_warps": _WARPS}

@@ -68,7 +68,7 @@ def linear_attention(
     Eq. 4–5).
 
     q: (B, H, Lq, D). k, v: (B, H, Lk, D). projection: (H, F, D), rows ω of positive random features. key_mask: (B, Lk)
-    bool, true for real tokens. Returns (B, H, Lq, D) in q's dtype; 0 if there is no real key. Sums in fp32 or wider.
+    bool, true for real tokens. Returns (B, H, Lq, D) in q's dtype; 0 without a real key. Sums in fp32 or wider.
     """
     absorb = partial(_absorb, projection=projection, scale=scale)
     empty = State.empty(q.shape[0], projection, q.dtype)

@@ -53,10 +53,10 @@ def _relative_local_attention(
     *,
     dropout: PairDropout | None = None,
 ) -> Tensor:
-    """Compute softmax_j(((q_i + u)·k_j + (q_i + w)·r_{i−j})·scale) v_j over the keys j of i's chunk and the previous
+    """Compute softmax_j(((q_i + u)·k_j + (q_i + w)·r_{i−j})·scale) v_j over the keys j in i's chunk and the previous
     one, and if not causal the next one (Dai et al. 2019, Transformer-XL, section 3.3).
 
-    Chunks and distances count real tokens in the order of (document, position), so that padding has no effect.
+    Chunks and distances count real tokens in the order of (document, position), so that padding does not matter.
 
     Args:
         q, k, v: (B, H, L, D).
@@ -189,7 +189,7 @@ def _attend(
     highest = score.detach().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
     weight = torch.exp(score - highest)
     total = weight.sum(dim=-1, keepdim=True)
-    weight = weight / total.masked_fill(total == 0, 1.0)  # padding has no visible key
+    weight = weight / total.masked_fill(total == 0, 1.0)  # nothing is visible to padding
     if dropout is not None:
         weight = weight * dropout.factors(numbers[0].unsqueeze(-1), numbers[1][:, :, None, None], dtype)
     return (weight @ v.to(dtype).transpose(-1, -2)).to(q.dtype)

@@ -1,21 +1,21 @@
 """Local attention with relative positions as Triton kernels: any chunk, tokens gathered by index, deterministic.
 
-Tokens are taken in sorted places, T to a tile, counted over the whole sequence: a chunk need not be a multiple of T.
-Query slot i = t·T + a and key slot j = n·T + b meet at row 2C − 1 − (i − j) of r, which is
-2C − 1 + (n − t)·T + b − a: in block n − t of r, whose first row is 2C − 1 + (n − t)·T, where b >= a, else in the block
-before it. So products with whole blocks of r, joined along the diagonal and rotated by a, are the relative term, and
-the gradient of the term, rotated back, gives those of q and r. Kernels that sum over queries hold all this transposed.
+Tokens are addressed by sorted index, in tiles of T over the whole sequence: a chunk need not be a multiple of T. Query
+slot i = t·T + a and key slot j = n·T + b use row 2C − 1 − (i − j) of r, which is 2C − 1 + (n − t)·T + b − a. This row
+is in block n − t of r (whose first row is 2C − 1 + (n − t)·T) if b >= a, else in the previous block. The relative term
+is therefore a product with whole blocks of r, joined along the diagonal and rotated by a; the gradient of the term,
+rotated back, gives the gradients of q and r. Kernels that sum over queries use the transposes of all these.
 
-What goes by place (documents, order, u·k, lse2, delta) is padded to whole tiles, and r to whole blocks, so that loads
-of it need no mask and share an address. A tile has at most `reach` tiles of its keys on a side.
+Tensors indexed by slot (documents, order, u·k, lse2, delta) are padded to whole tiles, and r to whole blocks, so that
+their loads need no mask and share an address. A tile's keys are within `reach` tiles on either side.
 
-Cost, with N = B·H·L, b bytes an element, K = 1.5·C + T/2 keys in the tiles of a query (3·C where not causal; T/2 + C at
-least), for C >= T:
+Cost, with N = B·H·L, b bytes per element, K = 1.5·C + T/2 keys in the tiles of a query (3·C if not causal; at least T/2
++ C), for C >= T:
 forward: 6·N·K·D FLOPs; from memory 5·N·D·b + 12·N bytes, and 3·N·(K/T)·D·b through the L2 cache.
 backward: 34·N·K·D FLOPs (10 for dq, 12 for dk and dv, 12 for dr); from memory 16·N·D·b + 40·N bytes, and
 11·N·(K/T)·D·b through the L2 cache; the parts of dr are at most about 1024·2·T·D·4 bytes, written and read once.
 
-B batch, H heads, L length, D head dim, BD its block, C chunk, S chunks of keys that a chunk of queries meets, T tile, E
+B batch, H heads, L length, D head dim, BD its block, C chunk, S chunks of keys per chunk of queries, T tile, E
 distances.
 """
 
@@ -34,12 +34,12 @@ from megasparse.ops.local_attention import LocalAttentionSpec, by_document
 from megasparse.ops.operator import Function
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1.0e38)  # a running maximum that is finite, so that differences of two are no NaN
+LOWEST = tl.constexpr(-1.0e38)  # initial maximum, finite so that differences are not NaN
 
 
 @triton.jit
 def _tokens(tile, order, length, T: tl.constexpr):
-    """Return the rows of a tile's tokens, and whether they exist."""
+    """Return the rows of a tile's tokens, and a mask of those that exist."""
     slot = tile * T + tl.arange(0, T)
     row = slot if order is None else tl.load(order + tile * T + tl.arange(0, T))
     return row.to(tl.int64), slot < length
@@ -47,7 +47,7 @@ def _tokens(tile, order, length, T: tl.constexpr):
 
 @triton.jit
 def _block(r, number, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr):
-    """Return block `number` of r, (T, BD); r points at block 0."""
+    """Return block `number` of r, (T, BD); r points to block 0."""
     a, depth = tl.arange(0, T), tl.arange(0, BD)
     return tl.load(r + number * T * D + a[:, None] * D + depth[None, :], mask=(depth < D)[None, :], other=0.0)
 
@@ -70,7 +70,7 @@ def _vector(x, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def _keys_of(tile, document, length, chunk, CAUSAL: tl.constexpr, T: tl.constexpr):
-    """Return the first and the last key slot that a tile's queries see, documents aside, and their documents."""
+    """Return the first and last key slot visible to each query of a tile, ignoring documents, and their documents."""
     slot = tile * T + tl.arange(0, T)
     first = slot // chunk * chunk - chunk
     last = slot if CAUSAL else tl.minimum(first + 3 * chunk, length) - 1
@@ -80,7 +80,7 @@ def _keys_of(tile, document, length, chunk, CAUSAL: tl.constexpr, T: tl.constexp
 
 @triton.jit
 def _queries_of(tile, document, length, chunk, CAUSAL: tl.constexpr, T: tl.constexpr):
-    """Return the first and the last query slot that sees a tile's keys, documents aside, and their documents."""
+    """Return the first and last query slot that can attend to each key of a tile, ignoring documents, and documents."""
     slot = tile * T + tl.arange(0, T)
     first = slot // chunk * chunk - chunk
     last = tl.where(slot < length, tl.minimum(first + 3 * chunk, length) - 1, -1)
@@ -90,7 +90,7 @@ def _queries_of(tile, document, length, chunk, CAUSAL: tl.constexpr, T: tl.const
 
 @triton.jit
 def _seen(first, last, doc, tile, document, T: tl.constexpr):
-    """True if places of a tile (columns) lie in the windows of others (rows)."""
+    """Return a mask of a tile's slots (columns) that are in the windows of other slots (rows)."""
     other = tl.arange(0, T)[None, :]
     visible = (other >= (first - tile * T)[:, None]) & (other <= (last - tile * T)[:, None])
     if document is not None:
@@ -100,13 +100,13 @@ def _seen(first, last, doc, tile, document, T: tl.constexpr):
 
 @triton.jit
 def _first_tile(tile, chunk, T: tl.constexpr):
-    """Return the first tile in the chunk before that of the tile's first place."""
+    """Return the first tile in the chunk before the chunk of the tile's first slot."""
     return tl.maximum(tile * T // chunk * chunk - chunk, 0) // T
 
 
 @triton.jit
 def _last_tile(tile, length, chunk, T: tl.constexpr):
-    """Return the last tile in the chunk after that of the tile's last place."""
+    """Return the last tile in the chunk after the chunk of the tile's last slot."""
     return (tl.minimum((tile * T + T - 1) // chunk * chunk + 2 * chunk, length) - 1) // T
 
 
@@ -115,7 +115,7 @@ def local_keys_bias(
     k, u, order, keys_bias, k_batch, k_head, k_token, heads, length,
     D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Compute u·k of a tile of keys, by place, in fp32."""
+    """Compute u·k of a tile of keys, by slot, in fp32."""
     tile, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = pair // heads, pair % heads
     padded = tl.num_programs(0) * T
@@ -132,10 +132,10 @@ def local_forward(
     heads, length, chunk, reach, blocks, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute out of a tile of queries, and lse2, the log-sum-exp in base 2, by place.
+    """Compute out of a tile of queries, and lse2, the log-sum-exp in base 2, by slot.
 
-    keys_bias: u·k by place. r: (H, blocks, T, D), the first being block −reach − 1. r_bias: (H, blocks, T), w·r. So
-    that q needs neither u nor w added and rounded.
+    keys_bias: u·k by slot. r: (H, blocks, T, D), starting with block −reach − 1. r_bias: (H, blocks, T), w·r. With
+    these biases, u and w are not added to q, which would round.
     """
     tile, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = pair // heads, pair % heads
@@ -183,7 +183,7 @@ def local_backward_queries(
     heads, length, chunk, reach, blocks, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of a tile of queries, and delta, the sum of grad·out, by place."""
+    """Compute dq of a tile of queries, and delta, the sum of grad·out, by slot."""
     tile, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = pair // heads, pair % heads
     k, v = k + batch * k_batch + head * k_head, v + batch * v_batch + head * v_head
@@ -220,7 +220,7 @@ def local_backward_queries(
         values = load_rows(v, key_row, key_inside, v_token, D, BD)
         slope = (weight * (dot(grads, tl.trans(values), PRECISION) - of_query[:, None]) * scale).to(keys.dtype)
         sums += dot(slope, keys, PRECISION)
-        # The block before this tile's is complete now: its far part came with the tile before.
+        # The previous block is now complete: the previous tile contributed its far part.
         rotated_slope = tl.gather(slope, (b + a) & (T - 1), 1)
         block = _block(r, n - 1 - tile, D, BD, T)
         sums += dot(tl.where(a + b < T, rotated, rotated_slope), block, PRECISION)
@@ -234,7 +234,7 @@ def _transposed(
     keys, values, queries, grads, block_n, block_before, keys_bias, bias_n, bias_before, lse2, delta, visible, scale,
     T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return weights and the gradient of the scores, (T keys, T queries) both."""
+    """Return weights and the gradient of the scores, both (T keys, T queries)."""
     b, a = tl.arange(0, T)[:, None], tl.arange(0, T)[None, :]
     across = tl.trans(queries)
     near = dot(block_n, across, PRECISION) + bias_n[:, None]
@@ -252,7 +252,7 @@ def local_backward_keys(
     heads, length, chunk, reach, blocks, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of a tile of keys; du (tiles, B·H, D), the tile's part of it."""
+    """Compute dk and dv of a tile of keys; du (tiles, B·H, D), the tile's contribution."""
     tile, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = pair // heads, pair % heads
     q, grad = q + batch * q_batch + head * q_head, grad + batch * grad_batch + head * grad_head
@@ -300,9 +300,9 @@ def local_backward_distances(
     heads, length, chunk, reach, blocks, tiles, total, per_group, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute one difference of tiles, n − t = program 0 − reach, of one head, over the query tiles from per_group·g up
-    to each·(g + 1) of the `total` ones of all sequences, g being program 2: parts dr (groups, H, differences, 2T, D),
-    of the block before and its own, and dw (groups, H, differences, D).
+    """Compute one difference of tiles, n − t = program 0 − reach, of one head, over the query tiles [per_group·g,
+    per_group·(g + 1)) of the `total` tiles of all sequences, where g is program 2. Outputs parts dr (groups, H,
+    differences, 2T, D), for the previous block and the block itself, and dw (groups, H, differences, D).
     """
     difference, head, group = tl.program_id(0) - reach, tl.program_id(1).to(tl.int64), tl.program_id(2)
     zero, padded, slots = (head * blocks + reach + 1) * T, tiles * T, tl.arange(0, T)
@@ -349,9 +349,9 @@ def local_backward_distances(
     tl.store(dw + part * D + depth, tl.sum(dw_sum, 0), mask=depth < D)
 
 
-_PARTS = 1024  # programs that share the gradient of r, each with a part of its own: some tens of megabytes at most
-_REGISTERS = 255  # all that a thread can have, or the assembler stops at 96 and spills two
-_STAGES = 2  # tiles on their way from memory
+_PARTS = 1024  # programs that compute partial gradients of r: some tens of megabytes at most
+_REGISTERS = 255  # the maximum per thread; without it the assembler stops at 96 and spills two
+_STAGES = 2  # pipeline stages of tile loads
 
 
 def relative_local_attention(
@@ -365,15 +365,15 @@ def relative_local_attention(
     key_mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> Tensor:
-    """Compute `local_attention.relative_local_attention` in fp32, bf16 or fp16; r enters products in q's dtype."""
+    """Compute `local_attention.relative_local_attention` in fp32, bf16 or fp16; r is cast to q's dtype for products."""
     order, document = by_document(q, key_mask, segments)
     order = None if order is None else order.to(torch.int32)
     return _RelativeLocalAttention.apply(q, k, v, r, u, w, order, document, spec)
 
 
 def _tile(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return places a tile and warps a program: what registers hold. Larger tiles spill, and rotating one 32 wide, a
-    warp's lanes, takes half the shuffles.
+    """Return slots per tile and warps per program that fit in registers. Larger tiles spill, and rotating a tile with
+    32 columns, as many as a warp has lanes, takes half the shuffles.
     """
     if dtype == torch.float32:
         return (32, 8) if head_dim <= 64 else (16, 8)
@@ -381,20 +381,20 @@ def _tile(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _token_major(like: Tensor) -> Tensor:
-    """Return (B, H, L, D) in the memory order in which heads are joined."""
+    """Return an empty (B, H, L, D) tensor in token-major memory order, in which heads are joined."""
     batch, heads, length, width = like.shape
     return like.new_empty(batch, length, heads, width).transpose(1, 2)
 
 
 def _whole(x: Tensor | None, size: int) -> Tensor | None:
-    """Pad x (B, L) with zeros up to `size` places, which belong to documents but are no keys."""
+    """Pad x (B, L) with zeros to `size` slots; causal bounds exclude them as keys."""
     return x if x is None else F.pad(x, (0, size - x.shape[1]))
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """Sizes of a launch. tile, warps: see `_tile`. reach: keys lie at most so many tiles from their queries, on a side.
-    first: the row of r at which the first of `blocks` blocks of `tile` rows begins.
+    """Sizes of a launch. tile, warps: see `_tile`. reach: largest distance between a query's tile and its keys' tiles.
+    first: row of r at which the first of `blocks` blocks of `tile` rows starts.
     """
 
     tile: int
@@ -412,12 +412,12 @@ class _Shape:
         return cls(tile, warps, -(-q.shape[2] // tile), reach, blocks, 2 * spec.chunk - 1 - (reach + 1) * tile)
 
     def pad(self, r: Tensor) -> Tensor:
-        """Return r (H, E, D) in whole blocks, (H, blocks·T, D)."""
+        """Pad r (H, E, D) to whole blocks, (H, blocks·T, D)."""
         return F.pad(r, (0, 0, -self.first, self.blocks * self.tile + self.first - r.shape[1]))
 
     def join(self, parts: Tensor, count: int) -> Tensor:
-        """Join parts (H, blocks − 1, 2, T, D), of each difference of tiles: of the block before, and of its own, which
-        is the block before the next one's. Returns (H, E, D).
+        """Sum parts (H, blocks − 1, 2, T, D) of each tile difference, for the previous block and the block itself, over
+        neighbouring differences. Returns (H, E, D).
         """
         previous, current = parts.unbind(2)
         rows = (F.pad(previous, (0, 0, 0, 0, 0, 1)) + F.pad(current, (0, 0, 0, 0, 1, 0))).flatten(1, 2)

@@ -1,8 +1,8 @@
-"""Layer and RMS normalisation, and vectors of length 1, as Triton kernels: one launch forward; one backward, and a sum
-over the partial gradients of a norm's weights.
+"""Layer norm, RMS norm and unit vectors as Triton kernels: one launch forward; one backward, and a sum over partial
+gradients of a norm's weights.
 
-A program of a norm holds whole rows of E = `width` numbers, in fp32; RMS normalisation is neither centred nor has a
-bias. The backward of unit keys joins the gradients of queries and keys. B batch, H heads, L length, D head dim.
+A program of a norm processes whole rows of E = `width` numbers in fp32; RMS norm has neither centring nor bias. The
+backward of unit keys joins the gradients of queries and keys. B batch, H heads, L length, D head dim.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ def norm(x, weight, bias, out, width, eps, CENTRED: tl.constexpr, WIDTH: tl.cons
 
 @triton.jit(do_not_specialize=["eps", "programs", "rows"])
 def norm_gradient(x, weight, grad, dx, sums, rows, width, programs, eps, CENTRED: tl.constexpr, WIDTH: tl.constexpr):
-    """Compute dx (rows, E), and each program's sums over its rows of the weights' gradients, (programs, 1 or 2, E)."""
+    """Compute dx (rows, E), and each program's partial gradients of the weights, (programs, 1 or 2, E)."""
     columns = tl.arange(0, WIDTH)
     inside = columns < width
     gain = tl.load(weight + columns, mask=inside, other=0).to(tl.float32)
@@ -66,14 +66,14 @@ def norm_gradient(x, weight, grad, dx, sums, rows, width, programs, eps, CENTRED
         tl.store(address + width, to_bias, mask=inside)
 
 
-_PROGRAMS = 512  # that add up the weights' gradients, whatever the number of rows: sums are the same on every GPU
+_PROGRAMS = 512  # programs of the weight gradient, fixed so that sums do not depend on the GPU
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
     """Compute `normalize.layer_norm`.
 
-    Cost: forward reads x and writes the result; backward reads x and the gradient and writes x's, and 8·512·E bytes of
-    the weights' sums. Means and variances are computed again: that costs no reading.
+    Cost: forward reads x and writes the result; backward reads x and the gradient and writes the gradient of x, and
+    8·512·E bytes of partial weight gradients. Means and variances are recomputed, without extra reads.
     """
     return _LayerNorm.apply(x, weight, bias, eps, dtype)
 
@@ -112,7 +112,7 @@ def _norm_settings(x: Tensor) -> dict[str, int]:
 
 @triton.jit
 def _tokens(heads, length, blocks, TOKENS: tl.constexpr):
-    """Return a program's batch element, head and tokens, and which of these there are."""
+    """Return a program's batch element, head and tokens, and a mask of tokens that exist."""
     row = tl.program_id(0) // blocks
     token = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
     return (row // heads).to(tl.int64), (row % heads).to(tl.int64), token, token < length
@@ -127,7 +127,7 @@ def _lengths(x, shortest):
 
 @triton.jit
 def _over(x, divisor):
-    """Return x / divisor, 0 where that is 0."""
+    """Return x / divisor, 0 if the divisor is 0."""
     return tl.where(divisor > 0, x / tl.where(divisor > 0, divisor, 1.0), 0.0)
 
 
@@ -136,7 +136,7 @@ def unit(
     q, k, q_batch, q_head, q_stride, k_batch, k_head, k_stride, heads, length, blocks, shortest, D: tl.constexpr,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Compute k = q / max(|q|, shortest), of a zero vector 0."""
+    """Compute k = q / max(|q|, shortest), 0 for a zero vector."""
     batch, head, token, inside = _tokens(heads, length, blocks, TOKENS)
     x = load_rows(q + batch * q_batch + head * q_head, token, inside, q_stride, D, WIDTH).to(tl.float32)
     _, divisor = _lengths(x, shortest)
@@ -149,8 +149,8 @@ def unit_gradient(
     dq_batch, dq_head, dq_stride, heads, length, blocks, shortest, D: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq = grad_q + (grad_k − u·(u·grad_k)) / |q| with u = q/|q|; grad_k/shortest for shorter queries, and 0 of
-    a zero vector where shortest is 0. grad_q: None for 0.
+    """Compute dq = grad_q + (grad_k − u·(u·grad_k)) / |q| with u = q/|q|; grad_k/shortest for shorter queries, and 0
+    for a zero vector if shortest is 0. grad_q: None means 0.
     """
     batch, head, token, inside = _tokens(heads, length, blocks, TOKENS)
     x = load_rows(q + batch * q_batch + head * q_head, token, inside, q_stride, D, WIDTH).to(tl.float32)
@@ -166,7 +166,7 @@ def unit_gradient(
     store_rows(dq + batch * dq_batch + head * dq_head, token, total, inside, dq_stride, D, WIDTH)
 
 
-_NUMBERS = 4096  # of a program
+_NUMBERS = 4096  # per program
 
 
 def unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,7 +197,7 @@ class _UnitKeys(Function):
 
 
 def unit_vectors(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Compute `normalize.unit_vectors` by kernels that each read and write everything once."""
+    """Compute `normalize.unit_vectors` with kernels that read and write each tensor once."""
     return _UnitVectors.apply(x, dtype or torch.float32)
 
 

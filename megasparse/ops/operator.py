@@ -95,9 +95,9 @@ def implementation(
     """Return the implementation for vectors x (..., L, D).
 
     Kernels run on a GPU for `dtypes`, up to a width D of `largest_width` (None: any) and `most_rows` rows of L, else
-    blockwise torch. Tensors on the meta device get the implementation of a GPU, so that its memory can be estimated
-    without one. Unsupported GPUs (ROCm, compute capability below 8.0, or too little shared memory for D) run blockwise
-    torch, with one warning on stderr.
+    blockwise torch. Tensors on the meta device get the implementation for GPUs, so that GPU memory can be
+    estimated without one. Unsupported GPUs (ROCm, compute capability below 8.0, or too little shared memory for D) run
+    blockwise torch, with one warning on stderr.
 
     The environment variable MEGASPARSE_OPS=reference|blockwise|triton overrides the choice; kernels then also run on a
     CPU, in Triton's interpreter.
@@ -213,7 +213,7 @@ def remember_autocast(ctx: Any, *arguments: Any) -> None:
 
 
 def _autocast_device(arguments: tuple[Any, ...]) -> str | None:
-    """Return the device type of the first tensor; None if there is no tensor or the type does not support autocast."""
+    """Return the device type of the first tensor; None without a tensor or if the type does not support autocast."""
     for x in arguments:
         if isinstance(x, Tensor):
             return x.device.type if torch.amp.is_autocast_available(x.device.type) else None

@@ -31,7 +31,7 @@ def derive(*parts: int | str) -> int:
 
 
 def halves(key: int) -> tuple[int, int]:
-    """Return the low and the high 32 bits of a key, as signed integers."""
+    """Return the low and the high 32 bits of `key`, as signed integers."""
     return ((key & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000, ((key >> 32 & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
 

@@ -18,7 +18,7 @@ _TURN = tl.constexpr(2 * math.pi / 2**32)
 
 @triton.jit
 def _key(low, high):
-    """Return the halves of a key, uint32."""
+    """Return the two halves of the key as uint32."""
     return low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
 
 

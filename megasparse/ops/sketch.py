@@ -18,7 +18,7 @@ from megasparse.ops.operator import MOST_PAIRS, Function, Operator, implementati
 from megasparse.ops.random import derive, halves, random_bits
 
 KEYS = 1 << 11
-"""Keys per tile. Random draws depend on it, because each tile has a separate random key."""
+"""Keys per tile. Random draws depend on it, because each tile uses a separate random key."""
 WIDEST = 16
 """The largest d that the kernels support: a thread keeps all coordinates of its rows in registers."""
 _SCORE_ELEMENTS = 1 << 20  # scores per tile

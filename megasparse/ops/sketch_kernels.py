@@ -1,20 +1,20 @@
-"""The sketch as Triton kernels, in fp32 whatever the dtype. Memory O(L·(d + H·K)).
+"""The sketch as Triton kernels, in fp32 for every input dtype. Memory O(L·(d + H·K)).
 
-A program owns a few rows, its lanes own columns: every sum over columns stays in its lane until the end, so the loops
-hold neither a reduction nor shared memory. A sketch is too narrow for matrix instructions: its products are sums of d
-multiplications, of coordinates kept apart. Vectors come as (B, d, L) fp32, queries times d^-½.
+A program processes a few rows, and its lanes columns: sums over columns stay in their lane until the end, so loops
+contain neither reductions nor shared memory. A sketch is too narrow for matrix instructions: its products are sums of d
+multiplications of separate coordinates. Vectors are stored as (B, d, L) fp32, queries multiplied by d^-½.
 
-A program of the choice is one warp with a few rows of one head. It keeps their best keys and passes over the others in
-order of position: a later key has to beat the worst kept, which after the first tiles few do.
+A program that chooses keys is one warp with a few rows of one head. It stores their best keys and processes the others
+in order of position: a later key must exceed the worst stored one, which few do after the first tiles.
 
-Cost, of n visible pairs (B·L², half of it if causal). All of it is arithmetic of ordinary cores: the vectors of a head
-(16·B·L·d bytes) stay in the L2 cache. Operations are multiplications or additions; exponentials and roots come apart.
+Cost, for n visible pairs (B·L², half of it if causal). All of it is arithmetic on ordinary cores: the vectors of a head
+(16·B·L·d bytes) stay in the L2 cache. Operations are multiplications or additions; exponentials and roots are separate.
 sketched_attention: forward 6·d·n (scores twice, sums), n exponentials; bytes 16·B·L·d + 4·B·L.
 its backward: 14·d·n (scores and ∂α twice, three sums), 2n exponentials; bytes 40·B·L·d + 16·B·L.
-chosen_keys, of each of H heads: 2·d·n and about 10·n; n roots; where a tile is not passed over, 16·n integer operations
-for its draws; about K·ln(L/K) insertions a row, of some 40 instructions of a warp. Bytes 8·B·L·d + 4·B·H·L·K.
+chosen_keys, per head: 2·d·n and about 10·n; n roots; in tiles that are not skipped, 16·n integer operations for draws;
+about K·ln(L/K) insertions per row, of about 40 instructions of a warp. Bytes 8·B·L·d + 4·B·H·L·K.
 
-B batch, H heads, L length, Lq queries, d width of the sketch, K keys a query chooses.
+B batch, H heads, L length, Lq queries, d width of the sketch, K keys per query.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ from megasparse.ops.operator import Function
 from megasparse.ops.sketch import KEYS, KeyChoiceSpec, Noise
 
 PADDING = tl.constexpr(-(1 << 31))
-"""The document number of padding, which nothing sees and which sees nothing."""
+"""Document number of padding, which is excluded as query and key."""
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def vectors(x, slots, length, WIDTH: tl.constexpr):
 
 @triton.jit
 def product(rows, columns, WIDTH: tl.constexpr):
-    """Return Σ_i rows_i·columns_i, always in this order: equal vectors have the same product wherever they stand."""
+    """Return Σ_i rows_i·columns_i, always in this order, so that equal vectors have equal products at any position."""
     total = rows[0][:, None] * columns[0][None, :]
     for i in tl.static_range(1, WIDTH):
         total += rows[i][:, None] * columns[i][None, :]
@@ -61,7 +61,7 @@ def document_of(slots, documents, length):
 
 @triton.jit
 def sight(slots, documents, length, CAUSAL: tl.constexpr):
-    """Return the last key that each query may see, −1 where there is none, and the query's document."""
+    """Return the last key visible to each query, −1 if there is none, and the query's document."""
     last = tl.where(slots < length, slots if CAUSAL else length - 1, -1)
     document = document_of(slots, documents, length)
     return tl.where(document == PADDING, -1, last), document
@@ -96,10 +96,10 @@ def attend(
     q, k, v, documents, h, lse, length,
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute h (B, L, d) and lse (B, L) of a program's queries, in two passes: the largest score, then the sums. (A
-    running largest would cost a second exponential a pair, more than computing the scores again.)"""
+    """Compute h (B, L, d) and lse (B, L) of a program's queries in two passes: the largest score, then the sums. (A
+    running maximum would cost a second exponential per pair, more than recomputing the scores.)"""
     batch = tl.program_id(1).to(tl.int64)
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # causal rows that see most start first
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # causal rows with most visible keys start first
     queries, columns = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     q, k, v = q + batch * WIDTH * length, k + batch * WIDTH * length, v + batch * WIDTH * length
     if documents is not None:
@@ -125,7 +125,7 @@ def attend(
         weight = tl.where(visible, tl.exp(score - top[:, None]), 0.0)
         total += weight
         sums = add(sums, weight, vectors(v, keys, length, WIDTH), WIDTH)
-    norm = tl.sum(total, 1)  # 0 where nothing is seen, else at least 1
+    norm = tl.sum(total, 1)  # 0 without a visible key, else at least 1
     store(h + batch * length * WIDTH, queries, length, sums, 1.0 / tl.maximum(norm, 1.0), WIDTH)
     row_lse = tl.where(norm > 0.0, top + tl.log(tl.maximum(norm, 1.0)), -float("inf"))
     tl.store(lse + batch * length + queries, row_lse, mask=queries < length)
@@ -200,7 +200,7 @@ def grad_keys(
 
 @triton.jit(do_not_specialize=["count"])
 def project(x, weight, out, count, width_in, width, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Compute out (N, d) = x (N, E)·weightᵀ, weight (d, E), in float64. Every row is summed alike."""
+    """Compute out (N, d) = x (N, E)·weightᵀ, weight (d, E), in float64, with the same summation order for each row."""
     row, output = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.arange(0, WIDTH)
     total = tl.zeros([ROWS, WIDTH], tl.float64)
     for first in range(0, width_in, COLUMNS):
@@ -215,27 +215,27 @@ def project(x, weight, out, count, width_in, width, WIDTH: tl.constexpr, ROWS: t
 
 
 _STEPS = tl.constexpr(256.0)
-_HALVES = tl.constexpr(12582912.0)  # 1.5·2^23: adding it leaves no place for a fraction
+_HALVES = tl.constexpr(12582912.0)  # 1.5·2^23: adding it rounds to integers
 _LAST = tl.constexpr((1 << 31) - 1)
 _TAKEN = tl.constexpr(-(1 << 31))  # below every rank
 
 
 @triton.jit
 def rounded(score):
-    """Return the nearest multiple of 1/256, halves to even ones; from 2^14 on fp32 is as coarse by itself."""
+    """Return the nearest multiple of 1/256, ties to even; from 2^14 on, fp32 itself is that coarse."""
     steps = score * _STEPS
     return tl.where(tl.abs(steps) < 4194304.0, (steps + _HALVES) - _HALVES, steps)
 
 
 @triton.jit
 def likelihood(score, lse, SAMPLING: tl.constexpr):
-    """Return p, or of "raw" its logarithm, which has a greater range."""
+    """Return p, or for "raw" its logarithm, whose range is larger."""
     if SAMPLING == "raw":
         p = score
     elif SAMPLING == "random":
         p = tl.full(score.shape, 1.0, tl.float32)
     else:
-        root = tl.rsqrt(tl.maximum(lse - score, 0.0))  # below 0 only by rounding; by roots for want of a fast 1/x
+        root = tl.rsqrt(tl.maximum(lse - score, 0.0))  # negative only by rounding; a root is faster than 1/x
         p = root * root
         if SAMPLING == "inverse_log_squared":
             p = p * p
@@ -244,8 +244,8 @@ def likelihood(score, lse, SAMPLING: tl.constexpr):
 
 @triton.jit
 def ranked(score, SIGNED: tl.constexpr):
-    """Return int32 numbers in the order of the scores: a warp finds the largest of them in one instruction. Not SIGNED,
-    no score is below 0 but −∞."""
+    """Return int32 numbers in the order of the scores, whose maximum a warp finds in one instruction. Not SIGNED: all
+    scores are nonnegative or −∞."""
     if SIGNED:
         bits = (score + 0.0).to(tl.int32, bitcast=True)  # −0 becomes 0
         rank = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -256,7 +256,7 @@ def ranked(score, SIGNED: tl.constexpr):
 
 @triton.jit
 def row_seeds(seeds, number):
-    """Return `ops.random._seeds` of rows, and what columns are shifted by. seeds: the two halves of the key."""
+    """Return `ops.random._seeds` of rows, and the shift of columns. seeds: the two halves of the key."""
     key_low, key_high = tl.load(seeds).to(tl.uint32, bitcast=True), tl.load(seeds + 1).to(tl.uint32, bitcast=True)
     low, high = number.to(tl.uint32) + key_low, (number >> 32).to(tl.uint32) + key_high
     return mix(mix(low) ^ mix(high)), key_high
@@ -266,14 +266,14 @@ def row_seeds(seeds, number):
 def uniform(row, column):
     """Return `ops.random.random_bits` as one of the 2^23 numbers (n + ½)/2^23, exactly."""
     bits = mix(row[:, None] + column[None, :])
-    above_one = ((bits >> 9) ^ 0x400000) | 0x3F800000  # 1 + n/2^23; random_bits is signed: its top bit is the other
+    above_one = ((bits >> 9) ^ 0x400000) | 0x3F800000  # 1 + n/2^23; flips the top bit because random_bits is signed
     return above_one.to(tl.float32, bitcast=True) - 0.99999994039535522
 
 
 @triton.jit
 def insert(rank, keys, best, index, worst):
-    """Put each row's highest rank (ROWS, COLUMNS), where it beats the worst kept, in that one's slot and take it
-    out of `rank`. Of equal ranks the first is put in, and of equal worst ones the last is put out.
+    """Replace each row's worst stored rank by the row's highest rank (ROWS, COLUMNS) if that is higher, and remove it
+    from `rank`. Among equal highest ranks the first is stored, among equal worst ranks the last is replaced.
     """
     highest = tl.max(rank, 1)
     beats = highest > worst
@@ -287,7 +287,7 @@ def insert(rank, keys, best, index, worst):
 
 @triton.jit
 def write(out, rows, queries, best, index, COUNT: tl.constexpr):
-    """Write rows of `out` (Lq, K), best first, of equal ranks the smaller key; −1 where nothing was found."""
+    """Write rows of `out` (Lq, K), best first, ties by smaller key; −1 in empty slots."""
     for slot in range(COUNT):
         highest = tl.max(best, 1)
         key = tl.min(tl.where(best == highest[:, None], index, _LAST), 1)
@@ -302,13 +302,13 @@ def choose(
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, COUNT: tl.constexpr, SAMPLING: tl.constexpr,
     TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Compute out (B, H, Lq, K) int32 of a program's rows. numbers: (B, Lq) int64, of the rows. seeds: (H, tiles, 2)
-    int32, the halves of the keys of every head and tile of TILE keys, a multiple of COLUMNS; None for nothing drawn.
-    PLACES: K, up to a power of two. Loops are not nested in branches: assemblers have erred on that shape.
+    """Compute out (B, H, Lq, K) int32 of a program's rows. numbers: (B, Lq) int64, row numbers. seeds: (H, tiles, 2)
+    int32, the halves of the keys of every head and tile of TILE keys, a multiple of COLUMNS; None without draws.
+    PLACES: K rounded up to a power of two. Avoid loops nested in branches: some assemblers miscompile them.
     """
     tl.static_assert(TILE % COLUMNS == 0)
     batch, head = (tl.program_id(1) // HEADS).to(tl.int64), tl.program_id(1) % HEADS
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # causal rows that see most start first
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # causal rows with most visible keys start first
     rows, columns, slots = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, PLACES)
     inside = rows < queries
     if documents is not None:
@@ -323,7 +323,7 @@ def choose(
         row_lse = tl.zeros((ROWS,), tl.float32)
     SIGNED: tl.constexpr = seeds is None or SAMPLING == "raw"
     worst = ranked(tl.full((ROWS,), -float("inf"), tl.float32), SIGNED)
-    # Empty places count down from −1, so that each is another; those beyond K are never the worst.
+    # Empty slots count down from −1, so that they differ; slots beyond K are never the worst.
     index = tl.zeros((ROWS, 1), tl.int32) - 1 - slots[None, :]
     best = tl.where(index >= -COUNT, worst[:, None], _LAST)
     end = tl.max(last, 0) + 1
@@ -339,8 +339,8 @@ def choose(
         score = tl.where(visible, score, -float("inf"))
         rank = ranked(score, SIGNED)
         promising = tl.max((rank > worst[:, None]).to(tl.int32))
-        if seeds is not None:  # noqa: SIM102  (which Triton decides while compiling)
-            if promising > 0:  # u < 1: else nothing drawn could beat what is kept
+        if seeds is not None:  # noqa: SIM102  (a compile-time branch in Triton)
+            if promising > 0:  # otherwise no draw could win, because u < 1
                 row, shift = row_seeds(seeds + start // TILE * 2, number)
                 u = uniform(row, mix((keys % TILE).to(tl.uint32) + shift))
                 rank = ranked(score + tl.log(u) if SAMPLING == "raw" else score * u, SIGNED)
@@ -353,9 +353,9 @@ def choose(
     write(out + tl.program_id(1).to(tl.int64) * queries * COUNT, rows, queries, best, index, COUNT)
 
 
-_LANES = 32  # of a warp: a column each
+_LANES = 32  # lanes of a warp, one column each
 _WARPS = 4
-_CHOOSING = 4  # rows of a program that chooses
+_CHOOSING = 4  # rows per program of `choose`
 
 
 def sketched_attention(
@@ -366,7 +366,7 @@ def sketched_attention(
 
 
 class _Attention(Function):
-    """Keeps q, k, v, h and lse; the backward computes α again, ∂q by queries, ∂k and ∂v by keys: no sum is shared."""
+    """Stores q, k, v, h and lse; the backward recomputes α, by queries for ∂q and by keys for ∂k and ∂v."""
 
     @staticmethod
     def forward(
@@ -393,7 +393,7 @@ class _Attention(Function):
 
 
 def _launch(kernel: Any, most: int, q: Tensor, *arguments: Any, CAUSAL: bool) -> None:
-    """Launch a kernel. most: rows of a thread at d <= 4; wider ones leave registers for fewer."""
+    """Launch a kernel. most: rows per thread for d <= 4; larger d leaves registers for fewer."""
     batch, width, length = q.shape
     rows = _WARPS * max(1, min(most, 1 << (4 * most // width).bit_length() - 1))
     launch(
@@ -415,8 +415,8 @@ def chosen_keys(
 ) -> Tensor:
     """Compute `sketch.chosen_keys`. Any strides.
 
-    s is computed in fp32, for each pair by the same operations in the same order, so that equal keys tie in whatever
-    tile they stand, and a row by itself chooses what it does among others.
+    s is computed in fp32, for each pair by the same operations in the same order, so that equal keys tie in any tile,
+    and a row's choice does not depend on other rows.
     """
     batch, queries, width = q.shape
     length, heads = k.shape[1], 1 if noise is None else len(noise.heads)
@@ -438,14 +438,14 @@ def chosen_keys(
 
 
 def _coordinates(x: Tensor, scale: float = 1.0) -> Tensor:
-    """Return x (B, L, d) as (B, d, L) fp32, times `scale`: each coordinate by itself, so that a warp reads it in one
-    piece.
+    """Return x (B, L, d) as (B, d, L) fp32, times `scale`, so that a warp reads a coordinate of its tokens
+    contiguously.
     """
     return x.float().mul(scale).transpose(1, 2).contiguous()
 
 
 def _documents(key_mask: Tensor | None, segments: Tensor | None) -> Tensor | None:
-    """Return (B, L) int32: the document of every token, `PADDING` for padding; None where there is but one."""
+    """Return the document of every token, (B, L) int32, `PADDING` for padding; None if there is only one document."""
     if key_mask is None:
         return None if segments is None else segments.to(torch.int32).contiguous()
     inside = torch.zeros_like(key_mask, dtype=torch.int32) if segments is None else segments.to(torch.int32)
@@ -453,7 +453,7 @@ def _documents(key_mask: Tensor | None, segments: Tensor | None) -> Tensor | Non
 
 
 def exact_projection(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute `sketch.exact_projection` in one launch: it reads x once and does 2·d·E float64 operations a row."""
+    """Compute `sketch.exact_projection` in one launch: it reads x once and does 2·d·E float64 operations per row."""
     rows, width = x.reshape(-1, x.shape[2]), len(weight)
     out = torch.empty(len(rows), width, dtype=torch.float64, device=x.device)
     wide = triton.next_power_of_2(width)

@@ -1,4 +1,4 @@
-"""Process a sequence in tiles, in forward and backward, so that peak memory is that of one tile."""
+"""Process a sequence in tiles, in forward and backward, so that peak memory depends only on the tile size."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -65,7 +65,7 @@ class GradientSums:
         self._used: list[tuple[Tensor, Tensor]] = []
 
     def leaf(self, name: str, dim: int = 0, start: int = 0, count: int | None = None) -> Tensor:
-        """Return a weight, or `count` of its rows or columns, as a leaf whose gradient the next `take` adds."""
+        """Return the weight, or `count` of its rows or columns, as a leaf whose gradient the next `take` adds."""
         weight, total = self._all[name].detach(), self._sums.get(name)
         if count is not None:
             weight, total = weight.narrow(dim, start, count), None if total is None else total.narrow(dim, start, count)

@@ -2,7 +2,7 @@
 
 A weight (A, R, C) is A matrices of R rows and C columns, stored row by row; A is 1 for a matrix. A rank's piece is any
 range of its numbers. Sums over rows, columns and whole weights are all-reduced; the row and column factors are small,
-so every rank stores all of them. Vectors have one second moment per number, stored with their piece.
+so every rank stores all of them. Vectors store one second moment per number with their piece.
 """
 
 import math
@@ -21,7 +21,7 @@ FACTORS = ("row_var", "col_var")
 
 @dataclass(frozen=True)
 class Piece:
-    """Numbers [start, start + numel) of a weight, stored in a vector from `offset` on. numel may be 0."""
+    """Numbers [start, start + numel) of one weight, stored in a vector from `offset` on. numel may be 0."""
 
     name: str
     shape: tuple[int, ...]

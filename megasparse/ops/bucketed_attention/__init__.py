@@ -1,11 +1,11 @@
-"""Exact softmax attention inside windows of tokens sorted by bucket: the one operator of all hashed attention.
+"""Exact softmax attention inside windows of tokens sorted by bucket: the operator of all hashed attention.
 
-Local attention is the case of one bucket and one round.
+Local attention is the special case of one bucket and one round.
 
-    definition.py   Window, BucketedAttentionSpec, and the definition, dense
-    blocks.py       what a CPU runs: blocks of tiles, forward and backward; layouts.py has the tiles
-    gpu.py          what a GPU runs: host code of kernels.py
-    ranges.py       the keys of a query by their rank in its bucket, where queries and keys have codes of their own
+    definition.py   Window, BucketedAttentionSpec, and the dense definition
+    blocks.py       CPU implementation in blocks of tiles, forward and backward; layouts.py defines the tiles
+    gpu.py          GPU implementation: host code of kernels.py
+    ranges.py       keys of a query by rank in its bucket, if queries and keys have separate codes
 """
 
 from megasparse.ops.bucketed_attention import blocks

@@ -1,10 +1,10 @@
 """Bucketed attention in blocks of tiles: linear memory, forward and backward, deterministic.
 
-A pair that N rounds show counts in the first of them only: the sum of N Nths with fewer passes over the scores.
-The forward keeps q, k, v, the layout, the output and its log-sum-exp over all rounds, in base e (lse) and in base 2
-(lse2): for scores of 1e10 a rescaled one would be off by thousands. The backward recomputes scores block by block:
-exp2(score − lse2) is a pair's final weight, whatever its round, so rounds need no statistics of their own. Scores are
-in units of log2 e, as exp2 is several times faster than exp.
+A pair that N rounds select is included only in the first of them, instead of N times with weight 1/N: this needs fewer
+passes over the scores. The forward stores q, k, v, the layout, the output and its log-sum-exp over all rounds, in base
+e (lse) and in base 2 (lse2), because for scores of 1e10 a conversion would be off by thousands. The backward
+recomputes scores block by block: exp2(score − lse2) is the final weight of a pair in any round, so no statistics per
+round are needed. Scores are in units of log2 e, because exp2 is several times faster than exp.
 
 B batch, H heads, R rounds, L length, D head dim, G rows at a time; tiles as in layouts.py.
 """
@@ -52,21 +52,21 @@ def bucketed_attention(
 
     Args:
         q, k, v: (B, H, L, D). Scores must be below 2^90 in absolute value.
-        codes: (B, H, R, L) integer buckets, or (B, 1, R, L) for all heads; None is one bucket and one round, which is
-            local attention.
+        codes: (B, H, R, L) integer buckets, or (B, 1, R, L) for all heads; None means one bucket and one round, which
+            is local attention.
         spec: The window and the visible pairs.
         key_mask: (B, L) bool, True for real tokens. Padding neither attends nor is attended to.
         segments: (B, L) document numbers >= 0. Tokens attend only to their own document.
-        key_codes: (B, H, R, L) buckets of the keys; `codes` are then the queries'. The window is a band: the last M
-            keys of the query's bucket at or before it and, if not causal, the M after it. A query without visible keys
-            attends to itself (unless spec.self_at_last is false).
+        key_codes: (B, H, R, L) buckets of the keys, or None; `codes` are then only of queries. The window must be a
+            band: the last M keys of the query's bucket at or before it and, if not causal, the next M. A query without
+            visible keys attends to itself (unless spec.self_at_last is false).
         dropout: Applied to the probabilities; lse includes dropped pairs.
 
     Returns:
-        out (B, H, L, D) in q's dtype and the log-sum-exp of the scores (B, H, L), in fp32 at least; 0 and −∞ at
-        padding. Scores, softmax statistics and gradients are computed in fp32 at least.
+        out (B, H, L, D) in q's dtype and the log-sum-exp of the scores (B, H, L), in fp32 or wider; 0 and −∞ for
+        padding. Scores, softmax statistics and gradients are computed in fp32 or wider.
     """
-    assert key_codes is None or spec.window.kind == "band", "the chunk window needs codes that queries and keys share"
+    assert key_codes is None or spec.window.kind == "band", "the chunk window needs codes shared by queries and keys"
     out, lse = _BucketedAttention.apply(q, k, v, codes, spec, key_mask, segments, key_codes, dropout)
     return out, lse
 
@@ -75,8 +75,8 @@ def row_groups(
     layout: SortedLayout | RangeLayout, q: Tensor, k: Tensor, v: Tensor, spec: BucketedAttentionSpec,
     shared_codes: bool, dropout: PairDropout | None,
 ) -> Iterator[RowGroup]:  # fmt: skip
-    """Yield groups of whole rows that fit into a block, or single rows. layout: tensors (B, H, R, L), 1 for B or H
-    where all have the same.
+    """Yield groups of whole rows that fit into a block, at least one row each. layout: tensors (B, H, R, L), with B or
+    H = 1 if shared.
     """
     batch, heads, length, _ = q.shape
     tensors = [x.expand(-1, heads, -1, -1) for x in layout]
@@ -126,7 +126,7 @@ class _BucketedAttention(Function):
             out.masked_fill_(~key_mask[:, None, :, None], 0.0)
             lse.masked_fill_(~key_mask[:, None], -torch.inf)
             blind |= ~key_mask[:, None]
-        lse2.masked_fill_(blind, torch.inf)  # exp2(score − ∞) = 0: no tile gives these queries a gradient
+        lse2.masked_fill_(blind, torch.inf)  # exp2(score − ∞) = 0: no gradient from tiles
         out = out.to(q.dtype)
         ctx.spec, ctx.lonely, ctx.dropout, ctx.layout = spec, lonely, dropout, type(layout)
         ctx.save_for_backward(q, k, v, key_mask, out, lse, lse2, *layout)
@@ -162,7 +162,7 @@ class _BucketedAttention(Function):
                 block.add_to_keys(row_dk, score_grad, block_q)
             row_dq.mul_(spec.scale)
             row_dk.div_(_LOG2_E)
-        if ctx.lonely is not None:  # out = v and lse = scale·q·k there
+        if ctx.lonely is not None:  # for these tokens out = v and lse = scale·q·k
             lonely = ctx.lonely
             slope = grad_lse[lonely].unsqueeze(-1) * spec.scale
             dq[lonely] += slope * k[lonely]
@@ -172,7 +172,7 @@ class _BucketedAttention(Function):
 
 
 def _attend(rows: RowGroup, blocks: Iterable[TileBlock], out: Tensor, lse2: Tensor) -> None:
-    """Set the rows' outputs (G, L, D), 0 before, and log-sum-exps in base 2 (G, L), LOWEST before, block by block."""
+    """Update the rows' outputs (G, L, D), initially 0, and base-2 log-sum-exps (G, L), initially LOWEST, by block."""
     for block in blocks:
         block_q = block.queries(rows.q).mul_(rows.spec.scale * _LOG2_E)
         score = block.scores(block_q, block.keys(rows.k))  # (n, T, K)
@@ -193,25 +193,25 @@ def _attend(rows: RowGroup, blocks: Iterable[TileBlock], out: Tensor, lse2: Tens
 
 
 class QueryBlock(TileBlock):
-    """A tile for each of some rows, which has one query, at the shape and with the keys' columns that the tile of this
-    query has in a whole pass: so its output has the same bits.
+    """Block of single-query tiles, one per row, with the tile shape and key columns that the query's tile has in a full
+    pass, so that outputs are bit-identical.
 
     Args:
-        rows: (n,) int64, numbers of the rows.
-        tokens, hidden: (n, K), each column's key in its row, any where hidden (bool) is True.
-        keys: number of keys of a row.
-        tile: T of the whole pass.
-        like: a tensor of the query's dtype.
-        first_round: True if no earlier block has outputs of these rows.
+        rows: (n,) int64, row numbers.
+        tokens, hidden: (n, K), key of each column in its row, arbitrary if hidden (bool) is True.
+        keys: Number of keys per row.
+        tile: T of the full pass.
+        like: A tensor with the query's dtype.
+        first_round: True if no earlier block computed outputs of these rows.
     """
 
     def __init__(
         self, rows: Tensor, tokens: Tensor, hidden: Tensor, keys: int, tile: int, like: Tensor, first_round: bool = True
     ):  # fmt: skip
-        if len(rows) == 1:  # the product of a single matrix may be another sum
+        if len(rows) == 1:  # bmm may sum a single matrix in a different order
             rows, tokens, hidden = (x.repeat_interleave(2, 0) for x in (rows, tokens, hidden))
         self.first_round, self._columns, self.dtype = first_round, hidden, at_least_fp32(like[:0]).dtype
-        # From 8 on, the number of rows does not change a row of a product.
+        # With at least 8 rows, a row of a product does not depend on their number.
         self.query_tokens, self.key_tokens = rows[:, None].expand(-1, min(tile, 8)), rows[:, None] * keys + tokens
 
     def hidden(self) -> Tensor:
@@ -221,17 +221,17 @@ class QueryBlock(TileBlock):
         return self.query_tokens[:, 0], values[:, 0]
 
     def add_to_keys(self, x: Tensor, weight: Tensor, values: Tensor) -> None:
-        raise NotImplementedError("a cache has no gradient")
+        raise NotImplementedError("decoding from a cache does not support gradients")
 
 
 def query_attention(
     q: Tensor, k: Tensor, v: Tensor, spec: BucketedAttentionSpec, blocks: Iterable[QueryBlock]
 ) -> tuple[Tensor, Tensor]:
-    """Compute `bucketed_attention` of one query a row, without `self_at_last`, by all its blocks, round after round.
+    """Compute `bucketed_attention` of one query per row, without `self_at_last`, from all its blocks, round by round.
 
     Args:
         q: (B, H, 1, D).
-        k, v: (B, H, capacity, D), of a cache, contiguous.
+        k, v: (B, H, capacity, D), contiguous, of a cache.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
@@ -243,8 +243,8 @@ def query_attention(
 
 
 def _exp2(x: Tensor) -> Tensor:
-    """Compute 2^x in place, with the same bits wherever in x a number is: torch computes the last elements of a part of
-    a thread by another function unless it holds whole vectors, as tiles do, and one thread takes 2^15 or fewer.
+    """Compute 2^x in place, with bits that do not depend on an element's index: torch uses another function for a
+    thread's last elements unless its part is a multiple of the vector size, as in tiles of at most 2^15 numbers.
     """
     for part in x.view(-1).split(1 << 15):
         part.exp2_()
@@ -252,12 +252,12 @@ def _exp2(x: Tensor) -> Tensor:
 
 
 def _power(x: Tensor) -> Tensor:
-    """Compute 2^x in place by exp, which is slower, and has no such function."""
+    """Compute 2^x in place with exp, which is slower but does not depend on the index, see `_exp2`."""
     return x.mul_(_LN_2).exp_()
 
 
 def _own_value(x: Tensor, lonely: tuple[Tensor, ...], dropout: PairDropout | None, keys: int) -> Tensor:
-    """Drop the values (n, D) of the tokens `lonely`, which see themselves with probability 1."""
+    """Apply dropout to the values (n, D) of the tokens `lonely`, which attend to themselves with probability 1."""
     if dropout is None:
         return x
     factors = dropout.factors(dropout.queries[lonely], dropout.keys(keys)[lonely[2]], x.dtype)

@@ -1,21 +1,21 @@
-"""Bucketed attention on a GPU: no sorted copies of q, k and v, each round a launch, deterministic.
+"""Bucketed attention on GPUs: without sorted copies of q, k and v, one launch per round, deterministic.
 
-The forward keeps q, k, v, out, log2 Σ exp(score), and the layout (24 bytes a token, head and round; 12 where rounds are
-not counted): to sort anew costs more time than it saves memory. The backward recomputes scores: once around queries,
-for dq, and once around keys, for dk and dv, so that every program adds to rows of its own.
+The forward stores q, k, v, out, log2 Σ exp(score), and the layout (24 bytes per token, head and round; 12 without
+counting of rounds), because sorting again would cost more time than the memory is worth. The backward recomputes scores
+twice: by queries, for dq, and by keys, for dk and dv, so that programs write disjoint rows.
 
-Cost, of n = B·H·L tokens, s bytes a number, D, R rounds and W keys a query (M; 2M where two-sided):
+Cost, for n = B·H·L tokens, s bytes per number, D, R rounds and W keys per query (M; 2M if two-sided):
     forward   FLOPs 4·n·R·W·D                  bytes n·(R·3·s·D + s·D + (R−1)·8·D)
     backward  FLOPs 14·n·R·W·D (10 are needed) bytes n·(R·8·s·D + 2·s·D + 3·s·D + (R−1)·24·D)
-The factor 3 is q, k, v; 8 is q, k, v and the gradient of out, read around queries and around keys; then delta reads out
-and that gradient, and the gradients are written; (R−1) is what goes to and from fp32 sums between rounds. Bounds and
-statistics add about 40 bytes a token and round.
+The factor 3 is q, k, v; 8 is q, k, v and the gradient of out, read by queries and by keys; then delta reads out and its
+gradient, and the gradients are written; (R−1) is for fp32 sums between rounds. Bounds and statistics add about 40 bytes
+per token and round.
 
-Visibility: in each round queries and keys are sorted by (segment, bucket, position), padding last. Query i sees the
-sorted key places [low_i, high_i), and neither bound falls along the sorted queries: a block of queries meets a run of
-keys, and a block of keys is met by a run of queries.
+Visibility: in each round queries and keys are sorted by (segment, bucket, position), padding last. The sorted keys
+[low_i, high_i) are visible to query i, and both bounds are nondecreasing in sorted order: a block of queries needs a
+contiguous range of keys, and a block of keys a contiguous range of queries.
 
-B batch, H heads, R rounds, L length, D head dim, M chunk, W keys in a window, G rows of a layout.
+B batch, H heads, R rounds, L length, D head dim, M chunk, W keys per window, G rows of a layout.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -32,22 +32,22 @@ from megasparse.ops.kernels import block, empty_alike, launch, precision, stride
 from megasparse.ops.operator import Function
 
 NOWHERE = 1 << 30
-"""The bounds of padding, which sees nothing."""
+"""Bounds of padding, an empty window."""
 _PADDING = torch.iinfo(torch.int32).max
 _BITS = {torch.int16: 15, torch.int32: 31}
-_BLOCKS = 256  # of keys, of a program that finds whom they meet
-_PLACES = 512  # of a program that finds bounds
-_TOKENS = 32  # of a program that gathers no keys
+_BLOCKS = 256  # blocks of keys per program of `kernels.meeting`
+_PLACES = 512  # sorted indices per program of `kernels.bounds`
+_TOKENS = 32  # tokens per program that gathers no keys
 
 
 @dataclass(frozen=True)
 class Intervals:
-    """Orders and bounds, (G, R, L) int32 each, G = B·H, B or 1: rows of q with the same codes share them.
+    """Orders and bounds, (G, R, L) int32 each, with G = B·H, B or 1: rows of q with the same codes share them.
 
-    query_order, key_order: the token at each sorted index; None: sorted order is that of positions. low, high: bounds
-    of the query at each sorted index. token_low, token_high, token_index: the bounds of a query and the index of a key
-    by token; None where no other round is asked about. groups: sorted keys, equal in a bucket of a document; only the
-    forward reads them; None without codes.
+    query_order, key_order: token at each sorted index; None if tokens are sorted by position. low, high: bounds of the
+    query at each sorted index. token_low, token_high, token_index: bounds of a query and index of a key by token; None
+    if other rounds are irrelevant. groups: sorted keys, equal within a bucket of a document; read only in the forward;
+    None without codes.
     """
 
     query_order: Tensor | None
@@ -60,15 +60,15 @@ class Intervals:
     groups: Tensor | None = None
 
     def tensors(self) -> list[Tensor | None]:
-        """Return all but the groups."""
+        """Return all fields except the groups."""
         return [getattr(self, field.name) for field in fields(self)[:-1]]
 
     def slots(self, tile: int) -> tuple[Tensor, Tensor]:
-        """Return the slot of each sorted key (G, R, L), and the token in each slot (G, R, 4·L), −1 where it is empty.
+        """Return the slot of each sorted key (G, R, L), and the token in each slot (G, R, 4·L), −1 if empty.
 
-        Slots make the forward strictly causal to the bit. Later tokens move sorted places: a bucket's keys would be
-        split among other tiles, and be in other columns. Slots move by multiples of `tile`, and in a bucket of fewer
-        keys by multiples of a power of two that holds them, which no sum in blocks of powers of two can tell.
+        Slots make the forward bit-identical for equal prefixes. Later tokens move sorted indices, which would split a
+        bucket's keys differently among tiles and columns. Slots move only by multiples of `tile`, or in smaller buckets
+        of a power of two >= their size, which does not affect sums over blocks of powers of two.
         """
         assert self.groups is not None and self.key_order is not None
         rows, length = self.groups.flatten(0, 1).shape
@@ -82,7 +82,7 @@ class Intervals:
         return key_slot, slot_key
 
     def of_queries(self, places: range) -> "Intervals":
-        """The same, where the queries at no other sorted places see anything; padding keeps its bounds."""
+        """Return a copy in which queries at other sorted places have empty windows; padding is unchanged."""
         index = torch.arange(self.low.shape[-1], device=self.low.device)
         before, after = index < places.start, index >= places.stop
 
@@ -93,7 +93,7 @@ class Intervals:
         return replace(self, low=bound(self.low), high=bound(self.high))
 
     def meeting(self, block: int) -> tuple[Tensor, Tensor]:
-        """Return first, end (G, R, ⌈L / block⌉) int32: only sorted queries [first, end) see keys of a block."""
+        """Return first, end (G, R, ⌈L / block⌉) int32: only sorted queries [first, end) attend to keys of a block."""
         groups, rounds, length = self.low.shape
         count = -(-length // block)
         first, end = (torch.empty(groups, rounds, count, dtype=torch.int32, device=self.low.device) for _ in range(2))
@@ -110,10 +110,11 @@ def shared_intervals(
     key_mask: Tensor | None,
     segments: Tensor | None,
 ) -> Intervals:
-    """Intervals for codes (B, H, R, L) that queries and keys share; None: one bucket and round. like: (B, H, L, D).
+    """Return intervals for shared codes (B, H, R, L) of queries and keys; None: one bucket and round. like: (B, H, L,
+    D).
 
-    Where a bucket's tokens stand in order of position and attention is causal, the bounds alone decide what is visible;
-    elsewhere the kernels also compare positions.
+    With causal attention and buckets sorted by position, the bounds determine visibility; otherwise the kernels
+    also compare positions.
     """
     batch, _, length, _ = like.shape
     sorted_key = order = None
@@ -131,7 +132,7 @@ def separate_intervals(
     key_mask: Tensor | None,
     segments: Tensor | None,
 ) -> Intervals:
-    """Intervals for separate codes (B, H, R, L) of queries and keys: the windows of `windows_by_key_rank`."""
+    """Return intervals for separate codes (B, H, R, L) of queries and keys: the windows of `windows_by_key_rank`."""
     rounds = [
         key_range(query_codes[:, :, r], key_codes[:, :, r], spec.window.chunk, spec.causal, key_mask, segments)
         for r in range(query_codes.shape[2])
@@ -176,7 +177,7 @@ def _bounds(
     sorted_key: Tensor | None, order: Tensor | None, spec: BucketedAttentionSpec, key_mask: Tensor | None,
     segments: Tensor | None, like: Tensor,
 ) -> Intervals:  # fmt: skip
-    """The windows of sorted keys (G, R, L); None: one bucket and round."""
+    """Return the windows of sorted keys (G, R, L); None: one bucket and round."""
     length, window = like.shape[2], spec.window
     shape = (1, 1, length) if sorted_key is None else sorted_key.shape
     counted = order is not None and order.shape[1] > 1 and spec.count_rounds
@@ -211,7 +212,7 @@ def bucketed_attention(
     segments: Tensor | None = None,
     key_codes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `bucketed_attention` by kernels."""
+    """Compute `bucketed_attention` with kernels."""
     with torch.no_grad():
         if key_codes is None:
             intervals = shared_intervals(codes, q, spec, key_mask, segments)
@@ -229,7 +230,7 @@ def bucketed_attention(
 
 
 def _order_rule(spec: BucketedAttentionSpec, separate: bool) -> str:
-    """RULE of `kernels.visible`: how tokens must compare, where the bounds alone do not decide it."""
+    """Return RULE of `kernels.visible`: the required comparison of positions, if the bounds are not sufficient."""
     if separate or not spec.causal:
         return "others" if spec.exclude_self else "all"
     if spec.window.same_bucket:
@@ -238,7 +239,7 @@ def _order_rule(spec: BucketedAttentionSpec, separate: bool) -> str:
 
 
 class Tile(NamedTuple):
-    """Queries and keys that meet at a time, and the warps and pipeline stages of the program."""
+    """Queries and keys per tile, and the warps and pipeline stages of the program."""
 
     queries: int
     keys: int
@@ -256,9 +257,8 @@ class TileShapes(NamedTuple):
 
 
 def tiles(head_dim: int, dtype: torch.dtype, separate: bool, aligned: bool = False) -> TileShapes:
-    """Return tiles that do not spill in half precision up to D = 128, and of which two programs share a
-    multiprocessor's memory where they can. Loops that jump, where codes are separate or keys `aligned` in slots, keep
-    more in registers.
+    """Return tiles that do not spill in half precision up to D = 128, and that allow two programs per multiprocessor if
+    possible. Loops with jumps, for separate codes or keys `aligned` in slots, need more registers.
     """
     wide = block(head_dim)
     if dtype == torch.float32:  # exact products keep whole rows in registers
@@ -269,7 +269,7 @@ def tiles(head_dim: int, dtype: torch.dtype, separate: bool, aligned: bool = Fal
         if wide <= 128:
             return TileShapes(jumping if aligned and wide > 64 else Tile(32, 32, 8, 2), around, around)
         return TileShapes(jumping if aligned else Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), around)
-    # A pipeline of 3 stages fetches the next tile's order and rows, one of 5 those of two tiles.
+    # A pipeline of 3 stages prefetches the next tile's order and rows, one of 5 stages two tiles'.
     if wide <= 64:
         return TileShapes(Tile(64, 64, 4, 5), Tile(64, 32, 4, 5), Tile(32, 64, 4, 3))
     jumping = Tile(32, 32, wide // 32, 3)
@@ -350,7 +350,8 @@ class _Call:
         self.rule = {
             "RULE": _order_rule(spec, separate),
             "JUMP": separate,
-            "SELF": spec.self_at_last and (spec.exclude_self or separate),  # who sees nothing sees itself
+            "SELF": spec.self_at_last
+            and (spec.exclude_self or separate),  # queries without a visible key attend to themselves
             "PRECISION": precision(),
         }
 
@@ -362,7 +363,7 @@ class _Call:
         return (-(-self.length // size) * self.rows,)
 
     def partial(self, x: Tensor) -> Tensor | None:
-        """Return x in fp32, to add to in between rounds."""
+        """Return an fp32 accumulator for sums between rounds, x itself if it is fp32; None for a single round."""
         if self.rounds == 1:
             return None
         return x if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)

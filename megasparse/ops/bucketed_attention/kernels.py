@@ -1,10 +1,10 @@
 """Kernels of exact attention inside intervals of sorted keys, gathered by index; see gpu.py for the visibility.
 
-A program owns a block of sorted queries, or of sorted keys, of one row in one round, and reads and writes the rows of
-these tokens: each token stands once in a round, so nothing is added by two programs. A round goes on where the one
-before stopped: its softmax starts from that one's output and log-sum-exp.
+A program processes a block of sorted queries, or of sorted keys, of one row in one round, and reads and writes the rows
+of these tokens: each token occurs once per round, so programs write disjoint rows. A round continues the previous one:
+its softmax starts from the previous output and log-sum-exp.
 
-Logarithms are in base 2. lse2 is log2 Σ exp(score) of a query over all rounds so far, −∞ where it has shown nothing.
+Logarithms are in base 2. lse2 is log2 Σ exp(score) of a query over all rounds so far, −∞ without a visible key.
 
 B batch, H heads, R rounds, L length, D head dim, m queries and n keys of a tile.
 """
@@ -21,13 +21,13 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def row_of(x, row, heads, batch_stride, head_stride):
-    """The address at which row `row` of B·H begins in x (B, H, L, D)."""
+    """Return the address of row `row` of B·H in x (B, H, L, D)."""
     return x + (row // heads).to(tl.int64) * batch_stride + (row % heads).to(tl.int64) * head_stride
 
 
 @triton.jit
 def cells(token, stride, mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Offsets and mask of the vectors of tokens."""
+    """Return offsets and mask of the vectors of tokens."""
     d = tl.arange(0, BLOCK_D)
     offset = token.to(tl.int64)[:, None] * stride + d[None, :]
     inside = mask[:, None]
@@ -44,7 +44,7 @@ def gather(x, token, stride, mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 
 @triton.jit
 def keep(x, sums, result, token, stride, mask, LAST: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store vectors of tokens into fp32 sums, strided as the result is, or after the last round into the result."""
+    """Store vectors of tokens in fp32 sums, with the strides of the result, or after the last round in the result."""
     offset, inside = cells(token, stride, mask, HEAD_DIM, BLOCK_D)
     if LAST:
         tl.store(result + offset, x.to(result.dtype.element_ty), mask=inside)
@@ -62,7 +62,7 @@ def token_at(order, origin, index, mask):
 
 @triton.jit
 def within(low, high, index, KEYS_FIRST: tl.constexpr):
-    """Return True where sorted places of keys are in the windows of queries: (m, n), or (n, m)."""
+    """Return True if sorted key indices are in the windows of queries: (m, n), or (n, m)."""
     if KEYS_FIRST:
         shown = (index[:, None] >= low[None, :]) & (index[:, None] < high[None, :])
     else:
@@ -72,7 +72,7 @@ def within(low, high, index, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def visible(low, high, index, query, key, RULE: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Return True where a query sees a key: it is `within` its window, and their positions compare as RULE demands."""
+    """Return True if a key is visible to the query: `within` its window, with positions that satisfy RULE."""
     shown = within(low, high, index, KEYS_FIRST)
     if KEYS_FIRST:
         query, key = query[None, :], key[:, None]
@@ -92,9 +92,9 @@ def shown_first(
     shown, past_low, past_high, past_index, query, key, real, inside, length, EARLIER: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Return `shown` without the pairs that one of the EARLIER rounds before this one shows.
+    """Return `shown` without pairs that one of the EARLIER rounds before this one includes.
 
-    past_low, past_high, past_index: bounds of queries and places of keys in these rounds, by token.
+    past_low, past_high, past_index: bounds of queries and indices of keys in these rounds, by token.
     """
     for earlier in tl.static_range(EARLIER):
         low = tl.load(past_low + earlier * length + query, mask=real, other=NOWHERE)
@@ -106,7 +106,7 @@ def shown_first(
 
 @triton.jit
 def group_at(keys, origin, index, inside, SHIFT: tl.constexpr):
-    """The number of the group at sorted places: the key above its SHIFT low bits; one group where keys is None."""
+    """Return the group number at sorted indices: the key without its SHIFT low bits; one group if keys is None."""
     group = tl.zeros_like(index)
     if keys is not None:
         group = tl.load(keys + origin + index, mask=inside, other=0) >> SHIFT
@@ -118,11 +118,11 @@ def bounds(
     keys, order, low, high, token_low, token_high, token_index, length, chunk, offset, steps, PADDING: tl.constexpr,
     SHIFT: tl.constexpr, KIND: tl.constexpr, AHEAD: tl.constexpr, IN_ORDER: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The bounds of windows (G·R, L): of each sorted index the places of the same group, and near it as KIND says.
+    """Compute the bounds of windows (G·R, L): for each sorted index, nearby indices of the same group, as set by KIND.
 
-    keys: sorted. IN_ORDER: the window ends `offset` places after the query's own. AHEAD: a chunk's window has the one
-    after it. PADDING: keys from there on see nothing. token_low, token_high, token_index: the same by token, or None.
-    steps: of the search, which halves at most 2^steps places each time.
+    keys: sorted. IN_ORDER: the window ends `offset` indices after the query's own. AHEAD: a chunk's window includes the
+    next chunk. PADDING: keys from this value on are padding and get empty windows. token_low, token_high, token_index:
+    the same by token, or None. steps: bisection steps, for at most 2^steps indices.
     """
     blocks = tl.cdiv(length, TOKENS)
     origin = (tl.program_id(0) // blocks).to(tl.int64) * length
@@ -164,7 +164,7 @@ def bounds(
 
 @triton.jit
 def not_above(values, origin, length, bound, steps):
-    """How many of the ascending values [origin, origin + length) are at most `bound`."""
+    """Return how many of the ascending values [origin, origin + length) are at most `bound`."""
     left, right = tl.zeros_like(bound), tl.zeros_like(bound) + length
     for _ in range(steps):
         middle = (left + right) // 2
@@ -176,7 +176,7 @@ def not_above(values, origin, length, bound, steps):
 
 @triton.jit
 def meeting(lows, highs, first, end, length, count, steps, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """Fills first, end (G·R, count): the sorted queries [first, end) may see keys of each block of BLOCK keys."""
+    """Compute first, end (G·R, count): each block of BLOCK keys can be visible only to sorted queries [first, end)."""
     parts = tl.cdiv(count, BLOCKS)
     row = (tl.program_id(0) // parts).to(tl.int64)
     block = tl.program_id(0) % parts * BLOCKS + tl.arange(0, BLOCKS)
@@ -188,8 +188,8 @@ def meeting(lows, highs, first, end, length, count, steps, BLOCK: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["length", "steps"])
 def runs(keys, starts, widths, sums, slot_key, length, steps, KEYS: tl.constexpr, TOKENS: tl.constexpr):
-    """Store where the run of keys equal to each sorted key starts, and at that place the slots that the run takes, 0
-    elsewhere; each block's sum of these; and −1 into all slots. See `slots`.
+    """Store the start of the run of equal keys for each sorted key, and at that start the number of slots of the run (0
+    elsewhere); the sum of these per block; and −1 in all slots. See `slots`.
     """
     blocks = tl.cdiv(length, TOKENS)
     origin = (tl.program_id(0) // blocks).to(tl.int64) * length
@@ -209,7 +209,7 @@ def runs(keys, starts, widths, sums, slot_key, length, steps, KEYS: tl.constexpr
         open_ = left < right
         left, right = tl.where(open_ & same, middle + 1, left), tl.where(open_ & (same == 0), middle, right)
     size = left - stop
-    power = size - 1  # its bits below the highest one become 1: of the next power of two, less 1
+    power = size - 1  # set all lower bits: the next power of two minus 1
     for shift in tl.static_range(5):
         power |= power >> (1 << shift)
     width = tl.where(size > KEYS, tl.cdiv(size, KEYS) * KEYS, power + 1)
@@ -223,8 +223,8 @@ def runs(keys, starts, widths, sums, slot_key, length, steps, KEYS: tl.constexpr
 def slots(starts, widths, sums, order, key_slot, slot_key, length, KEYS: tl.constexpr, TOKENS: tl.constexpr):
     """Store the slot of each sorted key, and the token in each slot.
 
-    A run of w slots starts at a multiple of w, or of KEYS where w is more: of 2·w slots from twice the sum of earlier
-    widths on, w start at such a multiple, and no other run takes them.
+    A run of w slots starts at a multiple of w, or of KEYS if w is larger. It is placed in the 2·w slots that start at
+    twice the sum of earlier widths, which contain such a multiple and belong to no other run.
     """
     blocks = tl.cdiv(length, TOKENS)
     row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
@@ -251,7 +251,7 @@ def attend(
     origin, k_stride, v_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
     EARLIER: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One step of the softmax, over the keys at places, or slots, `start` and after: the new top, total and out."""
+    """Perform one step of the softmax, over the keys from index or slot `start` on. Returns the new top, total, out."""
     index = start + tl.arange(0, KEYS)
     if slot_key is None:
         inside = index < length
@@ -275,7 +275,7 @@ def attend(
 
 @triton.jit
 def after(start, low, high):
-    """The first index from `start` on that some query sees, NOWHERE if there is none."""
+    """Return the first index from `start` on that is visible to some query, NOWHERE if there is none."""
     return tl.min(tl.where(high > tl.maximum(low, start), tl.maximum(low, start), NOWHERE))
 
 
@@ -290,8 +290,8 @@ def forward(
     """Compute out, lse2 and (after the last round) lse of a block of queries.
 
     partial: out in fp32 between rounds, None if there is one round. sharing: rows that share a layout. JUMP: windows of
-    neighbours may lie far apart. SELF: a lonely query, which is real and saw nothing in any round, gets its own value,
-    and its own score as lse; its lse2 stays −∞, and that of padding becomes ∞.
+    neighbouring queries can be far apart. SELF: a real query without a visible key in any round gets its own value, and
+    its own score as lse; its lse2 stays −∞, and padding gets ∞.
     """
     blocks = tl.cdiv(length, QUERIES)
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -336,7 +336,7 @@ def forward(
                 past_high, past_index, origin, k_stride, v_stride, length, scale, HEAD_DIM, BLOCK_D, KEYS, EARLIER,
                 RULE, PRECISION,
             )  # fmt: skip
-    query = token_at(query_order, origin, index, inside)  # again: kept, it would cost registers
+    query = token_at(query_order, origin, index, inside)  # reloaded to save registers
     statistic = row.to(tl.int64) * length + query
     nonzero = total != 0  # NaN too
     total = tl.where(nonzero, total, 1.0)
@@ -364,7 +364,7 @@ def products(
     out, grad, grad_lse, lse2, delta, out_batch, out_head, out_stride, grad_batch, grad_head, grad_stride, heads,
     length, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Compute delta = Σ out·grad − grad_lse, common to the gradients of a query's scores; 0 where it saw nothing."""
+    """Compute delta = Σ out·grad − grad_lse, common to the gradients of a query's scores; 0 without a visible key."""
     blocks = tl.cdiv(length, TOKENS)
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     token = block * TOKENS + tl.arange(0, TOKENS)
@@ -380,9 +380,9 @@ def products(
 
 @triton.jit
 def score_gradient(a, b, c, d, lse2, delta, shown, scale, PRECISION: tl.constexpr):
-    """The weights of pairs and the gradients of their scores: scores are scale·a·bᵀ, gradients of weights c·dᵀ."""
+    """Return weights and score gradients of pairs, with scores scale·a·bᵀ and weight gradients c·dᵀ."""
     score = dot(a, tl.trans(b), PRECISION) * (scale * LOG2E)
-    # No weight is above 1: were it not for this, scores of 1e8, which fp32 knows to 8, could give exp(8).
+    # Clamp: weights are at most 1, but fp32 scores of 1e8 are exact only to 8, which could give exp(8).
     weight = tl.where(shown, tl.exp2(tl.minimum(score - lse2, 0.0)), 0.0)
     return weight, weight * (dot(c, tl.trans(d), PRECISION) - delta)
 
@@ -393,7 +393,7 @@ def query_step(
     k_stride, v_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
     EARLIER: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return dq / scale with what the keys at places `start` and after add."""
+    """Add the contribution of the keys from index `start` on to dq / scale."""
     index = start + tl.arange(0, KEYS)
     inside = index < length
     key = token_at(key_order, origin, index, inside)
@@ -417,7 +417,7 @@ def query_gradient(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of a block of queries. Arguments as in `forward`; partial: dq in fp32 between rounds. sorted_level and
-    sorted_delta: lse2 and delta in this round's order, for `key_gradient`; None where that is the tokens' order.
+    sorted_delta: lse2 and delta in this round's order, for `key_gradient`; None if that is the order of tokens.
     """
     blocks = tl.cdiv(length, QUERIES)
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -458,7 +458,7 @@ def query_gradient(
                 EARLIER, RULE, PRECISION,
             )  # fmt: skip
     result *= scale
-    query = token_at(query_order, origin, index, inside)  # again: kept, it would cost registers
+    query = token_at(query_order, origin, index, inside)  # reloaded to save registers
     if ROUNDS > 1:
         partial = row_of(partial, row, heads, dq_batch, dq_head)
         if ROUND > 0:
@@ -479,7 +479,7 @@ def key_step(
     past_high, past_index, origin, q_stride, grad_stride, length, scale, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     QUERIES: tl.constexpr, EARLIER: tl.constexpr, RULE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return dk / scale and dv with what the queries at places `start` and after add."""
+    """Add the contribution of the queries from index `start` on to dk / scale and dv."""
     index = start + tl.arange(0, QUERIES)
     inside = index < length
     query = token_at(query_order, origin, index, inside)
@@ -508,9 +508,9 @@ def key_gradient(
     ROUND: tl.constexpr, ROUNDS: tl.constexpr, EARLIER: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr,
     SELF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of a block of keys, which lie alike. Arguments as in `forward`; lse2, delta: in this round's
-    order; token_level: lse2 by token.
-    partial_k, partial_v: dk and dv in fp32 between rounds. first_query, end_query: see `Intervals.meeting`.
+    """Compute dk and dv of a block of keys, with equal strides. Arguments as in `forward`; lse2, delta: in
+    this round's order; token_level: lse2 by token. partial_k, partial_v: dk and dv in fp32 between rounds. first_query,
+    end_query: see `Intervals.meeting`.
     """
     blocks = tl.cdiv(length, KEYS)
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -536,7 +536,7 @@ def key_gradient(
             length, scale, HEAD_DIM, BLOCK_D, QUERIES, EARLIER, RULE, PRECISION,
         )  # fmt: skip
     to_k *= scale
-    key = token_at(key_order, origin, index, inside)  # again: kept, it would cost registers
+    key = token_at(key_order, origin, index, inside)  # reloaded to save registers
     if ROUNDS > 1:
         partial_k = row_of(partial_k, row, heads, dk_batch, dk_head)
         partial_v = row_of(partial_v, row, heads, dk_batch, dk_head)

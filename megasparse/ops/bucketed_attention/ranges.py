@@ -1,6 +1,6 @@
-"""Keys of a query by their rank inside its bucket: bands where queries and keys have buckets of their own.
+"""Keys of a query by rank inside its bucket: bands for queries and keys with separate codes.
 
-B batch, H heads, R rounds, Lq queries, Lk keys, M chunk, W keys a window: M, or 2M where it is two-sided.
+B batch, H heads, R rounds, Lq queries, Lk keys, M chunk, W keys per window: M, or 2M if two-sided.
 """
 
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_PIECE_ELEMENTS = 1 << 20  # key numbers found at a time: 8 MB of int64
+_PIECE_ELEMENTS = 1 << 20  # key numbers per piece: 8 MB of int64
 
 
 def windows_by_key_rank(
@@ -22,15 +22,14 @@ def windows_by_key_rank(
     distinct: bool = True,
     first_query: int = 0,
 ) -> Tensor:
-    """Return the keys that each query sees: in every round, of the keys in its bucket h(q_i) the last M at or before
-    position i, and where not causal the M after it too.
+    """Return the keys visible to each query: in every round, the last M keys of bucket h(q_i) at or before position i
+    and, if not causal, the next M.
 
-    With c keys of that bucket at or before i, these are the key ranks [c − M, c), or [c − M, c + M). Whether the
-    query's own key is among them is up to its own bucket alone. query_codes: (B, H, R, Lq), key_codes: (B, H, R, Lk),
-    any integer type. key_mask: (B, Lk) bool, true for real keys. segments: (B, Lk) document numbers >= 0, of keys, and
-    of queries by their positions. distinct: a key seen in several rounds is given once, in the first of them.
-    first_query: position of the first query; that of the first key is 0.
-    Returns (B, H, Lq, R·W) int32 key numbers, −1 at empty places.
+    With c keys of that bucket at or before i, these are the key ranks [c − M, c), or [c − M, c + M). They include the
+    query's own key only if that is in the same bucket. query_codes: (B, H, R, Lq), key_codes: (B, H, R, Lk), any
+    integer type. key_mask: (B, Lk) bool, true for real keys. segments: (B, Lk) document numbers >= 0, of keys, and of
+    queries by position. distinct: include a key of several rounds only in the first of them. first_query: position of
+    the first query; the first key is at position 0. Returns (B, H, Lq, R·W) int32 key numbers, −1 in empty slots.
     """
     batch, heads, rounds, queries = query_codes.shape
     width = chunk if causal else 2 * chunk
@@ -55,8 +54,8 @@ def windows_by_key_rank(
 
 
 class KeyRange(NamedTuple):
-    """One round. order: (B, H, Lk), keys by sorted place; rank: its inverse; group: of each place, the same in a bucket
-    of a document. A query sees places [low, high).
+    """One round. order: (B, H, Lk), keys by sorted index; rank: its inverse; group: group of each sorted index, unique
+    per bucket and document. Sorted indices [low, high) are visible to each query.
     """
 
     order: Tensor
@@ -75,17 +74,17 @@ def key_range(
     segments: Tensor | None,
     first_query: int = 0,
 ) -> KeyRange:
-    """Return the range of keys that queries may see. query_codes: (B, H, Lq). key_codes: (B, H, Lk)."""
+    """Return the range of keys visible to queries. query_codes: (B, H, Lq). key_codes: (B, H, Lk)."""
     query_group, key_group = query_codes.to(torch.int64).contiguous(), key_codes.to(torch.int64)
     if segments is not None:
         document = segments[:, None].to(torch.int64) << 32
         query_group = query_group + document[..., first_query : first_query + query_codes.shape[-1]]
         key_group = key_group + document
-    if key_mask is not None:  # into a group that no query is in
+    if key_mask is not None:  # into a group without queries
         key_group = key_group.masked_fill(~key_mask[:, None], torch.iinfo(torch.int64).max)
     group, order = torch.sort(key_group, dim=-1, stable=True)
     first, end = (torch.searchsorted(group, query_group, right=right) for right in (False, True))
-    # Keys at or before a query in its group: count in the order of (number of the group, position).
+    # Number of keys at or before a query in its group, counted in the order of (group number, position).
     number = torch.zeros_like(order)
     number[..., 1:] = (group[..., 1:] != group[..., :-1]).cumsum(dim=-1)
     stride = max(first_query + query_codes.shape[-1], key_codes.shape[-1])
