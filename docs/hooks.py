@@ -1,8 +1,9 @@
-"""Hooks of MkDocs: pages of the lab notebook enter the navigation, and reference pages get the help of every
-subcommand and every configuration key."""
+"""Hooks of MkDocs: pages of the lab notebook enter the navigation, reference pages get the help of every subcommand
+and every configuration key, and the page of docs/notebook.ipynb its cells with their outputs."""
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,19 @@ def keys(section: Any, prefix: str = "", skip: tuple[str, ...] = ()) -> Iterator
             yield from keys(part, f"{prefix}{name}.")
 
 
+def _cells() -> Iterator[str]:
+    for cell in json.loads((Path(__file__).parent / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]:
+        source = re.sub(r"^# .*\n", "", "".join(cell["source"]))  # the page has the title
+        yield f"\n{source}\n" if cell["cell_type"] == "markdown" else f"```python\n{source}\n```\n"
+        for output in cell.get("outputs", ()):
+            if image := output.get("data", {}).get("image/png"):
+                yield f'<img alt="plot of the cell above" src="data:image/png;base64,{"".join(image.split())}">\n'
+            elif output["output_type"] == "stream":
+                yield f"```text\n{''.join(output['text'])}```\n"
+
+
 GENERATED: dict[str, Callable[[], Iterable[str]]] = {
+    "notebook.md": _cells,
     "reference/command_line.md": _commands,
     "reference/configuration.md": lambda: keys(Config),
     "reference/attention.md": lambda: keys(AttentionConfig, "model.attention."),
