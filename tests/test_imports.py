@@ -57,7 +57,7 @@ def imported(path: Path) -> set[str]:
 FILES = sorted((ROOT / "megasparse").rglob("*.py"))
 
 
-def test_a_part_imports_only_what_lies_below_it():
+def test_a_part_imports_only_lower_parts():
     offences = []
     for path in FILES:
         part = path.relative_to(ROOT / "megasparse").parts[0].removesuffix(".py")
@@ -142,7 +142,7 @@ FAST = ("pretrain", "finetune", "prepare-data")
 @pytest.mark.parametrize(
     "command", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in REACHED]
 )
-def test_a_command_reaches_only_what_it_runs(command):
+def test_a_command_imports_only_the_modules_that_it_needs(command):
     work, folders = REACHED[command]
     code = f"""
 import importlib, sys

@@ -42,7 +42,7 @@ def test_the_triton_of_a_cuda_build_of_torch_is_allowed(torch):
     assert own.marker.evaluate({"sys_platform": "linux"})
 
 
-def test_the_pinned_torch_is_one_whose_triton_is_known():
+def test_the_pinned_torch_has_a_known_triton():
     (torch,) = (found for found in CORE if found.name == "torch")
     assert pin(torch) in TRITON
     installed = [Requirement(line) for line in requires("torch") or ()]

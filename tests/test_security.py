@@ -82,7 +82,7 @@ def findings(source: str) -> Iterator[str]:
             yield f"{where}: trust_remote_code="
 
 
-def test_nothing_in_our_source_executes_what_it_reads():
+def test_the_source_never_executes_file_content():
     offences = [f"{path.relative_to(ROOT)}: {text}" for path in SOURCES for text in findings(path.read_text("utf-8"))]
     assert not offences, "\n".join(offences)
 
@@ -149,7 +149,7 @@ re.compile("x"); model.eval(); torch.compile(model); table.load("x")
         *("__import__('os').system('touch MARKER')", "; touch MARKER", "| touch MARKER", "pipe:touch MARKER"),
     ],
 )
-def test_a_value_is_the_text_that_stands_there(tmp_path, monkeypatch, value):
+def test_a_value_is_taken_literally(tmp_path, monkeypatch, value):
     monkeypatch.chdir(tmp_path)
     value = value.replace("MARKER", "marker")
     path = tmp_path / "run.json"
@@ -175,7 +175,7 @@ def test_a_value_is_the_text_that_stands_there(tmp_path, monkeypatch, value):
         ("run.json", '@include "other.json"'),
     ],
 )
-def test_a_configuration_that_is_no_json_is_refused_in_one_line_and_never_executed(tmp_path, name, text):
+def test_a_configuration_that_is_not_json_is_rejected_in_one_line_and_never_executed(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     code = f"from megasparse.config.load import load_config; load_config({str(tmp_path / name)!r})"
     program = f"from megasparse.errors import report_user_errors\n@report_user_errors\ndef main():\n    {code}\nmain()"

@@ -47,7 +47,7 @@ def close(key, value, expected):
     assert difference <= 2e-2 * expected.norm() + 1e-6, f"{key}: {difference / expected.norm()}"
 
 
-def test_a_layer_turns_autocast_off_for_its_mechanisms_alone():
+def test_a_layer_disables_autocast_only_for_its_mechanisms():
     layer, seen = layer_of("lsh"), []
     layer.mechanism("lsh").register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
     layer.output.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))

@@ -86,7 +86,7 @@ def test_a_prefix_has_the_same_bits_in_a_sequence_of_any_length(name, dtype, thr
 
 
 @pytest.mark.parametrize("name", LEAKING)
-def test_a_leaking_window_says_so_and_does(name):
+def test_a_leaking_window_is_marked_and_leaks(name):
     model = trained(name)
     assert len(model.leaks) == 3 and "window = band" in model.leaks[0]
     assert moved_prefix(model, 60, RngContext.evaluation(0, 2), seeds=5) > 1e-2

@@ -109,7 +109,7 @@ def test_a_leaking_window_refuses_to_decode(name):
 
 
 @by_path("name", strict_names())
-def test_selected_sequences_decode_as_if_alone_in_the_batch(name):
+def test_selected_sequences_decode_as_separate_batches(name):
     model, rows = build_model(small(attention=named(name)), seed=3), torch.tensor([2, 0, 2, 1, 2])
     tokens, further = random_tokens(3, 60), random_tokens(5, 8, seed=1)
     cache, alone = model.new_cache(3, seed=7), model.new_cache(5, seed=7)

@@ -69,7 +69,7 @@ def test_lengths_around_a_chunk(name, causal, length):
 
 
 @EVERY
-def test_what_is_not_finite_stays_in_its_own_sequence(name, causal):
+def test_non_finite_values_stay_in_their_sequence(name, causal):
     """Outputs and gradients of the other sequence have the same bits, whatever one token of this one is."""
     single = Single(name, causal)
 

@@ -60,7 +60,7 @@ def test_far_pairs_and_their_shares(masked, causal, window):
                 assert found[row, head, at].tolist() == pytest.approx(share)
 
 
-def test_a_sketch_that_is_the_attention_has_no_divergence_and_another_what_the_definition_says():
+def test_the_divergence_of_a_sketch_is_0_for_the_attention_and_equals_the_definition():
     inputs, queries = heads(False), torch.tensor([5, 11])
     far = far_pairs(inputs, queries, 1, None)
     share = far_attention(inputs, queries, far, 0.5)[:, 0]

@@ -133,7 +133,7 @@ def settings(causal, **changes):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_separate_queries_and_keys_meet_where_their_hashes_agree(causal):
+def test_separate_queries_and_keys_meet_if_their_hashes_agree(causal):
     """Buckets so wide that the window is the whole bucket: then only the hash decides."""
     mechanism = build_mechanism("lsh", settings(causal, shared_qk=False, rounds=2, chunk=64, buckets=4), 2)
     assert not mechanism.shared_qk and mechanism.leak is None

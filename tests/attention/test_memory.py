@@ -48,7 +48,7 @@ def test_peak_memory_is_linear(name, causal):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name,causal", [case for case in LINEAR if case[0] in QUADRATIC_TIME])
-def test_peak_memory_is_linear_where_all_pairs_are_compared(name, causal):
+def test_peak_memory_is_linear_in_the_length(name, causal):
     check(name, causal, 16 * LONG)
 
 

@@ -81,7 +81,7 @@ def test_it_is_as_defined_with_gradients(lengths, masks, sinks):
     )
 
 
-def test_what_only_padding_has_followed_is_nothing():
+def test_a_match_followed_by_padding_is_ignored():
     """Position 20 knows the token that position 4 knows, and no other does; what follows that one is padding."""
     tokens = torch.arange(LENGTH).repeat(2, 1)
     tokens[:, 0], tokens[:, 20] = -1, tokens[:, 4]
@@ -107,11 +107,11 @@ def test_buckets_are_filled_evenly():
     assert abs(counts.var() / counts.mean() - 1) < 0.2  # Poisson, as of random codes
 
 
-def test_a_model_without_tokens_is_refused():
+def test_a_model_without_tokens_is_rejected():
     with pytest.raises(ConfigError, match="hashes tokens"):
         mechanism(2)(torch.zeros(2, LENGTH, 16), heads(), AttentionContext(0, RngContext.evaluation(0, 2)))
 
 
-def test_an_encoder_is_refused():
+def test_an_encoder_is_rejected():
     with pytest.raises(ConfigError, match="cannot see both ways"):
         load_config("masked_text", ['model.attention.pattern=["ngram"]'])

@@ -65,7 +65,7 @@ def test_a_mechanism_drops_its_probabilities_by_pairs(name, causal, masks):
 
 
 @pytest.mark.parametrize("name,causal", [("full", True), ("local relative", True)])
-def test_the_definition_drops_as_blocks_do_and_kernels_are_refused(name, causal, monkeypatch):
+def test_the_definition_drops_as_blocks_do_and_kernels_are_rejected(name, causal, monkeypatch):
     single = Single(name, causal, RATE)
     found = []
     for chosen in ("blockwise", "reference"):

@@ -39,7 +39,7 @@ def test_forward_and_gradients_are_those_of_the_definition(causal, length):
     assert_same_with_gradients(lambda *h: single(x, *h, key_mask=mask).out, lambda *h: dense(single, *h, mask), heads)
 
 
-def test_a_bucket_is_a_function_of_head_and_position_alone():
+def test_a_bucket_depends_only_on_head_and_position():
     whole = codes()
     assert torch.equal(codes(seed=1), whole)  # other tokens
     assert torch.equal(codes(length=17), whole[..., :17]) and torch.equal(codes(length=9, first=31), whole[..., 31:])
@@ -48,7 +48,7 @@ def test_a_bucket_is_a_function_of_head_and_position_alone():
     assert not torch.equal(whole[:, 0], whole[:, 1]) and not torch.equal(codes(layer=1), whole)
 
 
-def test_training_draws_anew_each_step_and_evaluation_never():
+def test_training_draws_new_buckets_each_step_and_evaluation_does_not():
     first, second = (codes(RngContext(0, step, torch.arange(2), training=True)) for step in (1, 2))
     assert not torch.equal(first, second)
     assert torch.equal(codes(RngContext(0, 1, torch.arange(2), training=True)), first)

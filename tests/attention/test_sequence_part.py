@@ -51,7 +51,7 @@ def test_an_exchange_of_heads_copies_once_before_and_not_after(part, heads, copi
     assert backward.made == 2 * sent + sent // copies
 
 
-def test_a_gather_makes_only_what_it_returns(part):
+def test_a_gather_allocates_only_its_result(part):
     x = torch.randn(1, LENGTH, DIM)
     with Allocations() as memory:
         whole = part.gather(x, 1)

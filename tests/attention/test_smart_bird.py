@@ -57,7 +57,7 @@ def test_evaluation_by_draws_is_that_of_training_at_the_step_of_evaluation():
     assert torch.equal(index, index_of(Single("smart_bird", True), inputs, training=True, step=EVALUATION_STEP))
 
 
-def test_the_tiny_transformer_reads_tokens_and_positions_alone():
+def test_the_tiny_transformer_reads_only_tokens_and_positions():
     """Eq. 1 by torch's own Transformer layer, and a document begins its positions anew."""
     single = Single("smart_bird transformer", False)
     m = single.mechanism.double()
@@ -197,7 +197,7 @@ def test_the_objective_of_an_answer_is_the_cross_entropy_of_each_of_its_tokens_t
     torch.testing.assert_close(loss, expected)
 
 
-def test_its_objective_trains_the_sketch_alone_and_nothing_else_does():
+def test_only_the_objective_trains_the_sketch_and_trains_nothing_else():
     for single, targets in ((Single("smart_bird", True), words(30)), (pooled(), LABELS)):
         inputs = [t.requires_grad_() for t in single.inputs(30)]
         parameters = list(single.mechanism.parameters())
@@ -225,7 +225,7 @@ def test_without_targets_there_is_no_objective():
     assert result.auxiliary_loss is None and result.statistics == {}
 
 
-def test_an_objective_that_does_not_fit_the_task_is_refused():
+def test_an_objective_that_does_not_fit_the_task_is_rejected():
     answer = Targets(torch.zeros(2, 3, dtype=torch.int64), None, answer=True)
     cases = ((False, LABELS, "pooled"), (True, words(20), "token"), (True, answer, "answer"))
     for labels, targets, hint in cases:

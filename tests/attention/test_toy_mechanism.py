@@ -110,7 +110,7 @@ def test_planning_counts_it():
     assert known_flops_per_token(model, 64)[1] == pytest.approx(4 * layers + 3 * head + 3 * 2 * 32)
 
 
-def test_a_lack_is_refused_by_name():
+def test_a_missing_method_is_named():
     model = build_model(config().model, seed=0)
     with pytest.raises(ConfigError, match=r"MeanAttention cannot decode token by token.*implement MeanAttention\.new_"):
         model.new_cache(1, seed=0)

@@ -73,7 +73,7 @@ def test_the_convolution_stays_inside_a_document_and_among_real_tokens(causal):
     torch.testing.assert_close(whole[0, 0, 6], inside)
 
 
-def test_outputs_have_length_one_or_are_zero_where_nothing_is_met():
+def test_outputs_have_length_one_or_are_zero_without_a_collision():
     heads = random_heads(40)
     out = attend(yoso(hashes=1, code_bits=9), heads).out
     length = out.norm(dim=-1)

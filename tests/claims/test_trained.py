@@ -395,7 +395,7 @@ def test_a_claim_is_verified_only_by_all_of_its_parts(tmp_path):
         assert json.loads((tmp_path / "toy-cpu/result.json").read_text())["status"] == status
 
 
-def test_trials_name_comparisons_and_configurations_whose_models_can_be_built():
+def test_trials_name_existing_comparisons_and_buildable_models():
     for case in CLAIMS:
         settings = case.settings
         if "comparison" in settings:

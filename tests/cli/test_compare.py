@@ -62,7 +62,7 @@ def test_arms_are_trained_and_evaluated_once(tmp_path, monkeypatch, capsys):
     assert rows("--arms", "full") == {"full; two", "full; one"} and again == ["prepare-data"]
 
 
-def test_a_subcommand_runs_in_a_process_whose_failure_is_one_line(tmp_path):
+def test_the_failure_of_a_subcommand_is_one_line(tmp_path):
     call("configs", "quickstart", log=tmp_path / "logs" / "log")
     assert "quickstart" in (tmp_path / "logs" / "log").read_text()
     with pytest.raises(UserError, match=r"megasparse pretrain failed with exit code 2: error: none: .* \(full log: "):

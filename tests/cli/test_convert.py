@@ -92,7 +92,7 @@ def test_the_first_byte_of_a_vocabulary_can_be_named(tmp_path):
     assert json.loads(result.read_text())["nats"] == pytest.approx(nats, rel=1e-5)
 
 
-def test_a_name_is_found_in_the_local_cache_alone(tmp_path, monkeypatch, capsys):
+def test_a_name_is_looked_up_only_in_the_local_cache(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     place = tmp_path / "cache" / "models--someone--reformer"
     saved(place / "snapshots" / ("0" * 40), attn_layers=["local"])
@@ -148,14 +148,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_is_one_line_and_leaves_nothing(name, tmp_path, capsys):
+def test_an_error_is_one_line_and_leaves_no_file(name, tmp_path, capsys):
     saved(tmp_path / "theirs", attn_layers=["local"])
     damage, message = REFUSED[name]
     damage(tmp_path / "theirs")
     refuses(tmp_path / "theirs", tmp_path / "run", message, capsys)
 
 
-def test_code_beside_a_known_architecture_is_not_run(tmp_path):
+def test_code_next_to_a_known_architecture_is_not_run(tmp_path):
     """The file config.json asks for it; transformers' own class is taken."""
     saved(tmp_path / "theirs", attn_layers=["local"])
     change_config(tmp_path / "theirs", auto_map={"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"})
@@ -164,7 +164,7 @@ def test_code_beside_a_known_architecture_is_not_run(tmp_path):
     assert (tmp_path / "run").exists() and not (tmp_path / "ran").exists()
 
 
-def test_an_existing_output_is_refused_first(tmp_path, capsys):
+def test_an_existing_output_is_rejected_first(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     refuses(tmp_path / "nowhere", tmp_path / "run", "exists already", capsys)
 
@@ -182,7 +182,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, capsys):
     refused(capsys, convert_to_hf, "--checkpoint", tmp_path, "--output", tmp_path / "out")
 
 
-def test_transformers_is_asked_for_where_it_is_missing(tmp_path, monkeypatch, capsys):
+def test_missing_transformers_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
     said = refused(capsys, convert_to_hf, "--checkpoint", "run", "--output", tmp_path / "out")
     assert said.startswith('error: transformers: is not installed. Install it: pip install "transformers==')

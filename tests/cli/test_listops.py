@@ -93,7 +93,7 @@ def test_a_seed_makes_the_same_files(tmp_path):
         assert (first / name).read_bytes() == (again / name).read_bytes() != (other / name).read_bytes()
 
 
-def test_trees_are_drawn_as_the_paper_says():
+def test_trees_follow_the_distribution_of_the_paper():
     sizes = Sizes(min_length=0, max_length=10**9, max_depth=4, max_args=5)
     draw = random.Random(0)
     drawn = [example for example in (tree(draw, sizes) for _ in range(8_000)) if example is not None]
@@ -120,7 +120,7 @@ def test_trees_are_drawn_as_the_paper_says():
         (("--max-depth", 1, "--min-length", 0, "--max-length", 5), "leaves too few trees: 10 were found"),
     ],
 )
-def test_what_cannot_be_made_is_said_and_leaves_nothing(tmp_path, capsys, options, said):
+def test_impossible_requests_are_one_line_and_leave_no_file(tmp_path, capsys, options, said):
     assert said in refused(capsys, main, *options, "--output", tmp_path / "listops")
     assert "exists already" in refused(capsys, main, *SMALL, "--output", tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -106,14 +106,14 @@ except SystemExit as end:
     assert found.stdout == "2 False\n", found.stderr
 
 
-def test_a_missing_package_is_one_line_that_says_what_to_install(tmp_path):
+def test_a_missing_package_is_one_line_with_the_install_command(tmp_path):
     code = "import sys; sys.modules['pydantic'] = None; from megasparse.cli.main import main; main()"
     ended = start("pretrain", "quickstart", program=("-c", code), cwd=tmp_path)
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1), ended.stderr
     assert "pydantic: " in ended.stderr and "pip install" in ended.stderr
 
 
-def test_unknown_options_are_refused_and_groups_are_listed(capsys):
+def test_unknown_options_are_rejected_and_groups_are_listed(capsys):
     assert ended(capsys, "pretrain", "quickstart", "--stes")[0] == 2
     assert ended(capsys, "pretrain", "quickstart", "--conf", "y")[0] == 2
     main(["convert"])
@@ -140,7 +140,7 @@ def test_an_interrupted_command_is_one_line_and_no_traceback(capsys):
 
 
 @pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.slow)])
-def test_a_reader_of_the_output_that_has_ended_is_no_error(unbuffered):
+def test_a_closed_output_pipe_is_not_an_error(unbuffered):
     """As in `megasparse configs | head -1`."""
     reading, writing = os.pipe()
     os.close(reading)

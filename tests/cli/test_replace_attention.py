@@ -84,7 +84,7 @@ def test_mistakes_are_told_in_a_line(folder, capsys, tool, arguments, message):
     assert not (folder / "never").exists()
 
 
-def test_a_model_without_lha_or_without_safetensors_is_refused(folder, capsys, tmp_path):
+def test_a_model_without_lha_or_without_safetensors_is_rejected(folder, capsys, tmp_path):
     given = ["--model", folder / "bert", "--output", folder / "never", "--texts", folder / "texts"]
     assert "contains no valid entry megasparse_attention" in commands.refused(capsys, teach, *given)
     (tmp_path / "config.json").write_text((folder / "bert" / "config.json").read_text())

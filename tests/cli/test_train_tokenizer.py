@@ -91,7 +91,7 @@ def test_a_source_of_few_lines_is_measured_on_itself(tmp_path):
     assert sample.held_out == b"one\n\ntwo\n" and not sample.is_held_out
 
 
-def test_wrong_requests_are_refused_and_leave_nothing(tmp_path, books, capfd):
+def test_invalid_requests_are_rejected_and_leave_no_file(tmp_path, books, capfd):
     (tmp_path / "there.model").write_text("x")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "empty.txt").write_bytes(b"")
@@ -118,7 +118,7 @@ def test_wrong_requests_are_refused_and_leave_nothing(tmp_path, books, capfd):
     assert (tmp_path / "there.model").read_text() == "x"
 
 
-def test_what_does_not_come_back_is_not_kept(tmp_path, books, monkeypatch):
+def test_a_lossy_tokenizer_is_not_written(tmp_path, books, monkeypatch):
     from megasparse.data.tokenizers import sentence_piece
 
     encode = sentence_piece.SentencePieceTokenizer.encode

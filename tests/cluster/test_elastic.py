@@ -63,7 +63,7 @@ def elastic(pair, tmp_path, data):
         elastic.kill(host)
 
 
-def test_a_host_is_lost_the_other_resumes_alone_and_both_when_it_is_back(elastic, clean, figures):
+def test_a_lost_host_shrinks_the_job_and_its_return_grows_it(elastic, clean, figures):
     run = elastic.run
     elastic.start(0)
     elastic.start(1)

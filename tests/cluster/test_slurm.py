@@ -45,7 +45,7 @@ def test_the_script_is_clean():
     assert found.returncode == 0, found.stdout
 
 
-def test_requeued_preempted_and_out_of_time_it_goes_on_to_the_end(slurm, run, clean):
+def test_a_job_finishes_after_requeue_preemption_and_time_limit(slurm, run, clean):
     job = submit(slurm, run)
     wait_for_step(slurm, run, 20)
     slurm.first.do("scontrol", "requeue", job)

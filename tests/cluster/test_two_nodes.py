@@ -51,7 +51,7 @@ def test_two_nodes_train_as_two_ranks_of_one(two_nodes, run, clean):
     assert "node-a" in ended.said and "node-b" in ended.said
 
 
-def test_a_node_that_is_cut_off_is_named_and_the_run_goes_on(two_nodes, run, clean, figures):
+def test_a_disconnected_node_is_named_and_the_run_resumes(two_nodes, run, clean, figures):
     """Host node-b loses its network, and with it the disk that it shares with node-a."""
     two_nodes.start(run, HOSTFILE)
     run.wait_for_step(25)
@@ -76,7 +76,7 @@ def test_a_node_that_is_cut_off_is_named_and_the_run_goes_on(two_nodes, run, cle
     goes_on(two_nodes, run, clean)
 
 
-def test_a_node_whose_processes_are_killed(two_nodes, run, clean, figures):
+def test_a_run_survives_the_killed_processes_of_a_node(two_nodes, run, clean, figures):
     two_nodes.start(run, HOSTFILE)
     run.wait_for_step(25)
     for pid in two_nodes.b.processes(*RANK):
@@ -88,7 +88,7 @@ def test_a_node_whose_processes_are_killed(two_nodes, run, clean, figures):
     goes_on(two_nodes, run, clean)
 
 
-def test_two_nodes_one_and_two_again_go_on_with_the_same_batch(two_nodes, run, clean):
+def test_runs_on_two_one_and_two_nodes_keep_the_batch(two_nodes, run, clean):
     """To the last bit on as many nodes as before; on another number sums have another order."""
     for hostfile, stop in ((HOSTFILE, 40), ("node-a slots=1\n", 80), (HOSTFILE, STEPS)):
         two_nodes.start(run, hostfile, stop_at=stop)
@@ -106,7 +106,7 @@ def test_two_nodes_one_and_two_again_go_on_with_the_same_batch(two_nodes, run, c
     [("node-a slots=1\nnode-c slots=1\n", (), BROKEN_CONNECTION), (HOSTFILE, ("--master_addr", NOBODY), HANG)],
     ids=["second host", "address"],
 )
-def test_what_is_out_of_reach_ends_in_time(two_nodes, run, hostfile, options, code):
+def test_an_unreachable_node_ends_the_run_in_time(two_nodes, run, hostfile, options, code):
     two_nodes.start(run, hostfile, *options)
     ended = run.wait(limit=50 + LIMIT)
     assert ended.code == code, ended.said

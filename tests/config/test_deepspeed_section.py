@@ -24,7 +24,7 @@ def refused(**section: object) -> str:
 
 
 @pytest.mark.parametrize("key", sorted(deepspeed_section.HELD_BY_MEGASPARSE))
-def test_what_megasparse_sets_itself_is_refused_with_our_key(key):
+def test_keys_that_megasparse_sets_are_rejected_with_the_megasparse_key(key):
     message = refused(**{key: 1})
     assert message.startswith(f"deepspeed.{key}: 1 is set here")
     assert message.endswith(f"set {deepspeed_section.HELD_BY_MEGASPARSE[key]}")
@@ -71,7 +71,7 @@ def test_an_unknown_key_is_one_line_with_the_nearest(key, near):
         ("zero_optimization.overlap_comm", "maybe", "true or false"),
     ],
 )
-def test_a_wrong_value_is_one_line_with_what_it_must_be(key, value, expected):
+def test_a_wrong_value_is_one_line_with_the_expected_type(key, value, expected):
     message = refused(**nested(key, value))
     assert message.startswith(f"deepspeed.{key}: {json.dumps(value)} does not fit. It must be {expected}")
 
@@ -102,7 +102,7 @@ def test_keys_that_do_not_go_together_are_one_line(section, message):
     assert message in refused(**section)
 
 
-def test_what_is_right_is_handed_over_as_it_is():
+def test_valid_settings_are_passed_on_unchanged():
     offload = {"offload_param": {"device": "cpu", "pin_memory": False}, "offload_optimizer": {"device": "cpu"}}
     sizes = {"stage3_param_persistence_threshold": 0, "prefetch_bucket_size": 0, "reduce_bucket_size": 5e8}
     section = {"zero_optimization": {"stage": 3, **offload, **sizes}}
@@ -114,7 +114,7 @@ def printed(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True).stdout
 
 
-def test_what_needs_no_deepspeed_is_refused_without_importing_it():
+def test_settings_are_checked_without_importing_deepspeed():
     code = """
 import sys
 from megasparse.config.load import build_config

@@ -34,7 +34,7 @@ def test_objects_are_merged_and_anything_else_is_replaced(write):
     assert read_values(own) == {"a": {"x": 1, "y": {"z": 2, "w": 5}}, "b": [6], "c": 7, "e": {"f": 8}}
 
 
-def test_null_removes_what_the_base_has_and_stays_null_elsewhere(write):
+def test_null_removes_a_value_of_the_base_and_stays_null_elsewhere(write):
     write("base", a={"x": 1, "y": 2}, b=3)
     own = write("own", extends="base", a={"x": None, "z": None}, b=None)
     assert read_values(own) == {"a": {"y": 2, "z": None}}
@@ -47,7 +47,7 @@ def test_a_chain_is_merged_from_its_end(write):
     assert (config.run.seed, config.run.directory, config.model.layers, config.model.heads) == (2, "own", 9, 4)
 
 
-def test_a_file_beside_comes_before_a_shipped_one_of_its_name(write):
+def test_a_neighbouring_file_takes_precedence_over_a_shipped_one(write):
     write("quickstart", run={"seed": 7})
     assert load_config(write("own", extends="quickstart")).run.seed == 7
     shipped = load_config(find_config("reformer_64k"))
@@ -82,13 +82,13 @@ def test_a_name_nearly_right_has_a_hint(name, near):
         find_config(name)
 
 
-def test_files_that_extend_one_another_in_a_circle_are_refused(write):
+def test_a_cycle_of_extends_is_rejected(write):
     first = write("first", extends="second")
     second = write("second", extends="first")
     assert refused(first).startswith(f"{second} extends: forms a cycle, first.json -> second.json -> first.json.")
 
 
-def test_a_long_chain_is_refused(write):
+def test_a_long_chain_is_rejected(write):
     for number in range(LONGEST_CHAIN + 1):
         write(str(number), extends=str(number + 1))
     write(str(LONGEST_CHAIN), run={"seed": 3})
@@ -97,7 +97,7 @@ def test_a_long_chain_is_refused(write):
 
 
 @pytest.mark.parametrize("base", [3, "", ["quickstart"], {}, False])
-def test_what_is_no_name_is_refused(write, base):
+def test_an_invalid_name_is_rejected(write, base):
     path = write("own", extends=base)
     assert refused(path).startswith(f"{path} extends: {json.dumps(base)} is not a configuration's name")
 
@@ -130,7 +130,7 @@ def test_a_configuration_of_another_kind_of_run_cannot_be_extended(write, kind, 
     assert message.startswith(f"{path} extends: ") and f'(it contains the section "{section}")' in message
 
 
-def test_the_saved_configuration_stands_alone(write):
+def test_the_saved_configuration_needs_no_other_file(write):
     config = load_config(write("own", extends="reformer_64k", run={"seed": 5}))
     saved = write("saved", **json.loads(config.model_dump_json()))
     assert "extends" not in saved.read_text() and load_config(saved) == config

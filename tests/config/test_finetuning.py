@@ -43,7 +43,7 @@ def test_the_defaults():
         ({"start": {"huggingface": "x", "checkpoint": "y"}}, "start: start.checkpoint and start.huggingface given"),
     ],
 )
-def test_there_is_one_beginning(values, said):
+def test_only_one_start_is_allowed(values, said):
     assert refused(values).startswith(said)
 
 
@@ -66,7 +66,7 @@ def test_there_is_one_beginning(values, said):
         (MODEL, ["model.heads=7"], "model.heads: 7 heads do not divide"),
     ],
 )
-def test_what_is_refused(values, overrides, said):
+def test_invalid_settings_are_rejected(values, overrides, said):
     assert refused(values, *overrides).startswith(said)
 
 

@@ -57,14 +57,14 @@ def loads(load: Callable[..., object], *given: object) -> bool:
 
 
 @pytest.mark.parametrize("name", ["quickstart.json", "reformer_64k.json", None])
-def test_a_mutated_configuration_loads_or_is_refused_in_one_line(name):
+def test_a_mutated_configuration_loads_or_is_rejected_in_one_line(name):
     base = Config().model_dump(mode="json") if name is None else read_values(ROOT / "configs" / name)
     draw = random.Random(f"fuzz {name}")
     loaded = sum(loads(build_config, mutate(base, draw)) for _ in range(200))
     assert 5 < loaded < 195  # both ways are tried
 
 
-def test_mutilated_text_loads_or_is_refused(tmp_path):
+def test_mutilated_text_loads_or_is_rejected(tmp_path):
     text = (ROOT / "configs" / "quickstart.json").read_text()
     draw, path = random.Random("text"), tmp_path / "run.json"
     for _ in range(300):
@@ -74,7 +74,7 @@ def test_mutilated_text_loads_or_is_refused(tmp_path):
         loads(load_config, path)
 
 
-def test_any_override_is_taken_or_refused():
+def test_any_override_is_taken_or_rejected():
     draw = random.Random("overrides")
     keys = ["run.seed", "model.attention.lsh.buckets", "deepspeed.zero_optimization.stage"]
     texts = ["", " ", "{", "[1,", "nul", "null", "1e5", "--", "=", "{}", "[[2]]", '"\\ud800"', "\udcff"]

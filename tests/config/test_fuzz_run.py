@@ -158,7 +158,7 @@ def try_all(name: str, count: int) -> tuple[int, int, list[str]]:
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_a_random_configuration_trains_a_step_or_is_refused_by_key(count):
+def test_a_random_configuration_trains_a_step_or_is_rejected_by_key(count):
     trained, refused, wrong = try_all("fuzz", count)
     assert not wrong, wrong
     assert trained > 0.2 * count and refused > 0.15 * count, "both ways are tried"

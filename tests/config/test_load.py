@@ -65,7 +65,7 @@ def test_overrides_are_json_and_a_bare_word_is_a_text(write):
     assert config.deepspeed == {"zero_optimization": {"stage": 2}}
 
 
-def test_overrides_do_not_change_what_they_are_given():
+def test_overrides_do_not_change_their_argument():
     values = {"deepspeed": {"zero_optimization": {"stage": 1}}}
     assert build_config(values, ["deepspeed.zero_optimization.stage=2"]).deepspeed["zero_optimization"]["stage"] == 2
     assert values == {"deepspeed": {"zero_optimization": {"stage": 1}}}
@@ -88,20 +88,20 @@ def test_overrides_do_not_change_what_they_are_given():
         ("\n\n{} {}", 3, "not JSON"),
     ],
 )
-def test_what_is_not_strict_json_is_named_with_its_line(write, text, line, words):
+def test_invalid_json_is_named_with_its_line(write, text, line, words):
     path = write(text)
     with pytest.raises(ConfigError, match=words) as caught:
         load_config(path)
     assert str(caught.value).startswith(f"{path} line {line}: ")
 
 
-def test_keys_and_constants_inside_texts_are_no_keys_and_no_constants(write):
+def test_keys_and_constants_inside_strings_are_ignored(write):
     path = write(r'{"run": {"directory": "{\"run\": NaN, \"run\": }"}, "data": {"path": "run\\"}}')
     assert load_config(path).data.path == "run\\"
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", '"run"', "true"])
-def test_a_file_that_is_no_object_is_refused(write, text):
+def test_a_file_without_a_json_object_is_rejected(write, text):
     path = write(text)
     with pytest.raises(ConfigError, match=r"is not a configuration\. Write an object"):
         load_config(path)

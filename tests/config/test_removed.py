@@ -29,7 +29,7 @@ def rows(monkeypatch):
         {"optimizer": {"betas": [0.9, 0.98]}},
     ],
 )
-def test_a_value_that_asks_for_what_is_left_is_dropped(values):
+def test_a_removed_key_with_the_remaining_behaviour_is_dropped(values):
     config = build_config(values)
     kind = values.get("model", {}).get("kind", "decoder")
     assert config.model.kind == kind

@@ -42,7 +42,7 @@ def test_any_sample_size_gives_the_text(make_index, corpus, sample_bytes):
     assert all(shard.tokens <= max(1000, sample_bytes) for shard in index.split("train").shards)
 
 
-def test_shards_depend_on_the_text_alone(make_index, corpus, monkeypatch):
+def test_shards_depend_only_on_the_text(make_index, corpus, monkeypatch):
     index = make_index(corpus)
     before = files(index.directory)
     for path in index.directory.iterdir():
@@ -92,7 +92,7 @@ def test_done_is_done(make_index, corpus, monkeypatch):
     make_index(corpus)
 
 
-def test_another_source_or_setting_is_refused(make_index, corpus):
+def test_another_source_or_setting_is_rejected(make_index, corpus):
     folder = make_index(corpus).directory
     want = files(folder)
     source = r"prepared with another source sha256 \w+ \(now \w+\)\. Choose another --output"
@@ -104,7 +104,7 @@ def test_another_source_or_setting_is_refused(make_index, corpus):
     refusal(lambda: make_index(corpus), match=r"\.tar is here, but no index\.json says what it holds")
 
 
-def test_two_at_a_time_are_refused(make_index, corpus):
+def test_a_second_preparation_of_a_folder_is_rejected(make_index, corpus):
     folder = make_index(corpus).directory
     with locked(folder, "preparing data"):
         refusal(lambda: make_index(corpus), match=r"data: another process is preparing data here\. Wait for it to end")
@@ -115,7 +115,7 @@ def test_two_at_a_time_are_refused(make_index, corpus):
     assert files(folder) == before
 
 
-def test_a_full_disk_is_an_error_that_says_what_to_do(make_index, corpus, tmp_path, monkeypatch):
+def test_a_full_disk_is_an_error_with_a_hint(make_index, corpus, tmp_path, monkeypatch):
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -127,7 +127,7 @@ def test_a_full_disk_is_an_error_that_says_what_to_do(make_index, corpus, tmp_pa
     make_index(corpus)
 
 
-def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, corpus):
+def test_a_source_that_changes_while_it_is_read_is_rejected(tmp_path, corpus):
     path = tmp_path / "source.txt"
     path.write_bytes(corpus)
     source = source_of(path, kind="stream")
@@ -193,7 +193,7 @@ def test_from_any_place_on_the_stream_is_the_same_and_nothing_before_is_encoded(
 @pytest.mark.parametrize(
     ("text", "words"), [("", 0), ("a", 1), (" a  b\n\tc ", 3), ("a\u00a0b\u3000c", 3), ("é\u200bé", 1), ("\n \n", 0)]
 )
-def test_words_stand_between_white_space_and_line_ends_count_where_asked(text, words):
+def test_words_are_separated_by_white_space_and_line_ends_are_counted_on_request(text, words):
     found = TextEncoder("bytes").encode(text.encode())
     assert (found.tokens.tobytes(), found.raw_bytes, found.words) == (text.encode(), len(text.encode()), words)
     assert TextEncoder("bytes", line_ends=True).encode(text.encode()).words == words + text.count("\n")
@@ -332,7 +332,7 @@ def test_finished_shards_stay_unless_their_source_changed(make, books, tmp_path,
         (b"", {"documents": True, "tokenizer": "words.txt"}, ConfigError, r'words\.txt" has no token that ends a doc'),
     ],
 )
-def test_what_does_not_fit_is_one_line_and_nothing_is_written(
+def test_unsuitable_settings_are_one_line_and_write_nothing(
     make, books, tmp_path, monkeypatch, content, options, error, message
 ):
     monkeypatch.chdir(tmp_path)
@@ -343,7 +343,7 @@ def test_what_does_not_fit_is_one_line_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("tokenizer", ["words.txt", "data/tokenizer.txt"])
-def test_a_split_without_tokens_is_refused_and_what_was_in_the_folder_stays(make, tmp_path, tokenizer):
+def test_an_empty_split_is_rejected_and_the_folder_is_unchanged(make, tmp_path, tokenizer):
     write_files(tmp_path, {"books/x.txt": b"w1 w2 w3 w4" + b" " * 30, tokenizer: WORDS})
     with pytest.raises(SourceError, match=r"books: nothing of it is left for validation\. Give more"):
         make(tokenizer=str(tmp_path / tokenizer), split="50,25,25")

@@ -36,7 +36,7 @@ def folder(request, tmp_path):
     return write_folder(tmp_path / "data", tokens_of(request.param), width=request.param)
 
 
-def test_any_range_is_what_numpy_reads(folder):
+def test_any_range_equals_numpy(folder):
     index, shards = Index.load(folder), read_folder(folder)
     reader = ShardReader(index, "train")
     draw = random.Random(0)
@@ -82,7 +82,7 @@ def test_a_fingerprint_of_one_byte_is_that_of_earlier_versions_and_of_more_has_t
         *(({"crc32": crc32}, {}, "crc32") for crc32 in ("0" * 79, "0" * 88, "g" * 80, "")),
     ],
 )
-def test_an_index_that_contradicts_itself_is_refused(tmp_path, shard, settings, problem):
+def test_an_index_that_contradicts_itself_is_rejected(tmp_path, shard, settings, problem):
     index = Index.load(write_folder(tmp_path / "data", tokens_of(2), width=2))
     edit(index, lambda content: content["settings"].update(settings))
     edit(index, lambda content: content["splits"]["train"]["shards"][0].update(shard))
@@ -136,7 +136,7 @@ def test_a_missing_and_a_replaced_shard(index):
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder"])
-def test_what_is_no_regular_file_is_refused_at_once(index, kind):
+def test_irregular_files_are_rejected_without_waiting(index, kind):
     path = index.directory / THIRD
     path.unlink()
     os.mkfifo(path) if kind == "fifo" else path.mkdir()
@@ -183,7 +183,7 @@ def test_files_are_closed(index):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_no_data_says_how_to_prepare_it(tmp_path):
+def test_missing_data_names_the_command_that_prepares_it(tmp_path):
     with pytest.raises(DataError, match=r"megasparse prepare-data enwik8 --source https\S+ --output \S*/enwik8$"):
         Index.load(tmp_path / "enwik8")
     with pytest.raises(DataError, match=r"megasparse prepare-data text --source \S+ .*--output '.*my book'$"):
@@ -220,7 +220,7 @@ def test_a_wrong_entry_is_named(index, change, named):
     assert caught.value.path == str(path)
 
 
-def test_fingerprint_is_of_the_tokens_alone(index):
+def test_the_fingerprint_depends_only_on_the_tokens(index):
     before = index.fingerprint
     edit(index, lambda c: c.update(command="another"))
     assert Index.load(index.directory).fingerprint == before
@@ -231,7 +231,7 @@ def test_fingerprint_is_of_the_tokens_alone(index):
     assert Index.load(index.directory).fingerprint != before
 
 
-def test_another_tokenizer_is_refused_naming_both(index):
+def test_another_tokenizer_is_rejected_naming_both(index):
     index.require_tokenizer(ByteTokenizer())
     edit(index, lambda c: c["tokenizer"].update(name="words"))
     with pytest.raises(ConfigError, match=r'data\.tokenizer: "bytes".*"words"'):
@@ -311,7 +311,7 @@ def test_a_hostile_index_is_one_line_in_bounded_memory(tmp_path, content, proble
 
 
 @pytest.mark.parametrize("kind", ["huge", "fifo", "folder", "device"])
-def test_what_cannot_be_an_index_is_not_even_read(tmp_path, kind):
+def test_huge_or_irregular_index_files_are_not_read(tmp_path, kind):
     path = tmp_path / "index.json"
     if kind == "huge":
         path.touch()
@@ -330,7 +330,7 @@ def test_what_cannot_be_an_index_is_not_even_read(tmp_path, kind):
     assert traced_peak(load) < 5e6
 
 
-def test_a_pipe_is_no_path(tmp_path, monkeypatch):
+def test_a_pipe_is_rejected_as_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refusal(lambda: Index.load("pipe:touch marker"), match="there is no data here")
     assert os.listdir(tmp_path) == []

@@ -113,7 +113,7 @@ def test_an_index_that_does_not_come_is_named(server, cache, monkeypatch, fault,
         "s3://[",
     ],
 )
-def test_other_urls_are_refused(url):
+def test_other_urls_are_rejected(url):
     with pytest.raises(DataError, match=r"not a URL that is read here.*http, https, s3, gs, az, hf") as caught:
         Index.load(url)
     assert "secret" not in str(caught.value) and str(caught.value).isprintable()

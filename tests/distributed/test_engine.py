@@ -274,7 +274,7 @@ def test_losses_and_texts_agree_with_plain_torch(trained, group, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero-1", "torch"])
-def test_adafactor_goes_on_under_another_stage_and_number_of_ranks(report, name):
+def test_adafactor_resumes_under_another_stage_and_number_of_ranks(report, name):
     losses = report["adafactor"]["torch"]["straight"]
     assert difference(report["adafactor across"][name], losses[len(losses) // 2 :]) < 1e-5
 
@@ -299,14 +299,14 @@ SKIPS = [*ZERO, *(f"{name} bf16" for name in GROUPS["bf16"].zero)]
 @pytest.mark.parametrize(
     ("launch", "name"), [("fast", "zero-2"), *(pytest.param("report", n, marks=pytest.mark.slow) for n in SKIPS)]
 )
-def test_what_is_not_finite_on_one_rank_is_skipped_on_all(request, launch, name):
+def test_a_non_finite_step_on_one_rank_is_skipped_on_all(request, launch, name):
     case = request.getfixturevalue(launch)["skips"][name]
     assert case["applied"] == [True, False, False, False, True, True, True]
     assert case["unchanged"] == [False, True, True, True, False, False, False]
     assert case["steps_done"] == 4
 
 
-def test_what_one_rank_knows_all_ranks_act_on(fast):
+def test_all_ranks_act_on_a_flag_of_one_rank(fast):
     assert fast["consensus"] == {"known": [True, True, True, False], "stopped": [False, True]}
 
 

@@ -163,7 +163,7 @@ def test_started_ranks_write_one_text(folder, capsys):
         (evaluate, ["--task", "table", "--source", "x.csv"], "--task: needs one process, but 2 ranks were started"),
     ],
 )
-def test_what_one_rank_alone_does_is_refused(monkeypatch, capsys, command, words, message):
+def test_an_evaluation_called_by_one_rank_is_rejected(monkeypatch, capsys, command, words, message):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("megasparse.errors.leave", sys.exit)
     assert message in refused(capsys, command, "--checkpoint", "runs/mine", *words)

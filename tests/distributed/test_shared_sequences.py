@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_launched_run_goes_on_alone(folder):
+def test_a_launched_run_resumes_on_one_rank(folder):
     run(pretrain, "--config", write_run(folder / "alone", folder / "data"))
     shared, zero = folder / "shared", {"zero_optimization": {"stage": 2}}
     config = write_run(shared, folder / "data", deepspeed=zero, **SHARED)
@@ -89,7 +89,7 @@ def test_each_rank_reads_its_part_of_every_sequence(folder):
         ({"model": {"source": {"length": 7}}}, "model.source.length: 7 tokens cannot be divided evenly among"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(tmp_path, changes, message):
+def test_models_that_cannot_share_sequences_are_rejected(tmp_path, changes, message):
     model = {"layers": 2, "heads": 6, "d_model": 18, "attention": {"pattern": [{"local": 2, "lsh": 4}]}}
     config = tiny_config(tmp_path, "deepspeed", model=model, data={"sequence_length": 24}, **SHARED)
     values = config.model_dump(mode="json")
@@ -99,6 +99,6 @@ def test_what_cannot_be_shared_is_refused(tmp_path, changes, message):
         check_parallel(Config.model_validate_json(json.dumps(values)))
 
 
-def test_a_number_of_ranks_that_is_no_multiple_is_refused(tmp_path):
+def test_a_number_of_ranks_that_is_not_a_multiple_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match=r"parallel\.sequence: 3 ranks .* do not divide the world size 1"):
         start_ranks(tiny_config(tmp_path, "deepspeed").run, 3)

@@ -126,7 +126,7 @@ def test_calls_are_heard_only_inside_the_with():
     assert len(found) == 3
 
 
-def test_maps_show_what_is_seen():
+def test_maps_show_the_visible_keys():
     weights = torch.tensor([[0.8, 0.2], [0.5, 0.5]])
     picture = attention_map(weights, torch.tensor([[True, False], [True, True]]))
     assert picture.shape == (2, 2, 3) and picture.dtype == torch.uint8

@@ -113,7 +113,7 @@ class Table:
         return beam_search(self.odds[0], step, BeamSettings(ends={1}, **rule))[0]
 
 
-def test_it_stops_as_soon_as_none_that_goes_on_can_win():
+def test_search_stops_when_no_open_hypothesis_can_win():
     sure = Table([0.4, 0.6], [0.01, 0.99])
     (found,) = sure.search(beams=3, tokens=9)
     assert found.tokens == [] and sure.steps == 0  # 0.4 can only fall
@@ -160,7 +160,7 @@ def test_the_length_penalty_prefers_longer_hypotheses_and_is_that_of_the_paper()
     assert mean_length(0.0) < mean_length(1.0) < mean_length(3.0)
 
 
-def test_searches_side_by_side_are_those_of_each_alone():
+def test_batched_searches_equal_separate_searches():
     """Sources of several lengths, which are padded, and hypotheses that end at different steps."""
     model = build_model(small(vocabulary=8, kind="encoder_decoder", source={"length": 12}, padding_token=7), seed=9)
     sources = [random_tokens(1, length, 7, seed=length)[0] for length in (12, 3, 7, 5)]

@@ -71,7 +71,7 @@ def test_non_overlapping_windows_score_every_token_once(batch):
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-def test_stride_scores_only_what_is_new(batch):
+def test_a_stride_scores_only_new_tokens(batch):
     stream = random_bytes(50)
     scored = [(0, 16, 0), (6, 22, 16), (12, 28, 22), (18, 34, 28), (24, 40, 34), (30, 46, 40), (36, 50, 46)]
     assert [(w.start, w.stop, w.first) for w in windows(50, 16, 6)] == scored
@@ -150,14 +150,14 @@ def test_nats_that_are_not_finite_are_an_error():
 
 
 @pytest.mark.parametrize("stride", [0, 17, -1])
-def test_a_stride_that_cannot_cover_is_refused(stride):
+def test_a_stride_that_leaves_gaps_is_rejected(stride):
     with pytest.raises(ConfigError, match=f"--stride: {stride} "):
         score(of_model(Model()), random_bytes(20), 16, seed=0, stride=stride)
     with pytest.raises(ConfigError, match="--limit: 0 "):
         score(of_model(Model()), random_bytes(20), 16, seed=0, limit=0)
 
 
-def test_a_leaking_model_is_refused():
+def test_a_leaking_model_is_rejected():
     refuse_leaks([])
     with pytest.raises(ConfigError, match=r"layer 1: window.*band.*--allow-leaking-attention"):
         refuse_leaks(["layer 1: window"])

@@ -97,7 +97,7 @@ def test_groups_of_windows_change_nothing_but_the_order(monkeypatch):
     assert decode(model, code, len(tokens), 20, seed=7).equal(tokens)
 
 
-def test_files_of_another_model_and_damaged_ones_are_refused():
+def test_files_of_another_model_and_damaged_ones_are_rejected():
     model, tokens = coder_and_tokens("local")
     digest, text, path = model_digest(model, 7, 60), bytes(tokens.tolist()), Path("x.msz")
     code = Code(encode(model, tokens, 60, seed=7).words, np.array([[5, 1], [900, 0]]))
@@ -134,7 +134,7 @@ def test_a_file_comes_back_byte_for_byte(run, tmp_path, capsys):
     assert (tmp_path / "b.bin").read_bytes() == (tmp_path / "a.bin").read_bytes()
 
 
-def test_what_is_refused_leaves_nothing(run, tmp_path):
+def test_a_rejected_input_leaves_no_file(run, tmp_path):
     source, packed, out = tmp_path / "a.txt", tmp_path / "a.txt.msz", tmp_path / "out"
     source.write_bytes(b"some text of no great length")
     compression.compress(run, source, packed)

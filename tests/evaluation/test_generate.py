@@ -64,7 +64,7 @@ def test_lengths_ends_and_the_vocabulary_bound_the_text(begin, count, settings, 
     assert list(generate(Counter(), prompt(*begin), count, hash_seed=0, temperature=0.0, **settings)) == expected
 
 
-def test_a_seed_gives_the_same_text_and_leaves_the_global_generator_alone():
+def test_a_seed_fixes_the_text_and_does_not_change_the_global_generator():
     def draw(seed):
         return list(generate(Counter(), prompt(10), 40, hash_seed=0, seed=seed, temperature=5.0))
 
@@ -154,7 +154,7 @@ class Rows(Counter):
         return -((torch.arange(self.vocabulary) - last[:, None] - 1).abs().float() % self.vocabulary)
 
 
-def test_rows_draw_for_themselves_whatever_stands_beside_them():
+def test_a_sampled_row_does_not_depend_on_other_rows():
     prompts, way = prompt(10, 10, 70, 10)[:, None], Sampling(temperature=5.0, seed=4)
 
     def rows(prompts, first=0):

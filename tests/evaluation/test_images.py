@@ -76,12 +76,12 @@ def test_the_shape_follows_from_the_number_of_tokens(tokens, shape):
 
 
 @pytest.mark.parametrize("tokens", [2, 100_000, 12287, 6])
-def test_other_numbers_are_no_images(tokens):
+def test_other_lengths_are_not_images(tokens):
     with pytest.raises(ConfigError, match=rf"data.sequence_length: {tokens} is neither 3·s² nor s²"):
         image_shape(tokens)
 
 
-def test_sub_pixels_stand_where_they_belong_and_the_rest_is_black():
+def test_sub_pixels_are_drawn_in_order_and_the_rest_is_black():
     picture = picture_of(list(range(1, 20)), RGB)
     assert picture.shape == (4, 4, 3) and picture.dtype == np.uint8
     for i in range(48):
@@ -162,7 +162,7 @@ def test_images_that_do_not_fit_are_named_and_nothing_is_made(tmp_path):
             read_picture(tmp_path / name, shape)
 
 
-def test_an_output_folder_with_files_is_left_alone(tmp_path):
+def test_an_output_folder_with_files_is_not_changed(tmp_path):
     (tmp_path / "kept.txt").write_text("mine")
     with pytest.raises(ConfigError, match=r"--output: .* holds files already"):
         draw_images(Counter(), RGB, 1, 0, GREEDY, str(tmp_path))
@@ -188,7 +188,7 @@ def of_pixels(sample_tokens: int) -> Config:
     return config.model_copy(update={"data": data, "evaluation": evaluation})
 
 
-def test_a_sample_is_broken_off_where_the_run_is_to_stop(monkeypatch):
+def test_a_stop_request_interrupts_a_sample(monkeypatch):
     monkeypatch.setattr(held_out, "PAUSE", 10)
     pauses: list[int] = []
 
@@ -202,7 +202,7 @@ def test_a_sample_is_broken_off_where_the_run_is_to_stop(monkeypatch):
 
 
 @pytest.mark.parametrize(("tokens", "drawn"), [(20, 20), (48, 48), (100, 48)])
-def test_a_sample_is_a_picture_and_what_was_not_drawn_is_black(tokens, drawn):
+def test_a_sample_is_a_picture_whose_missing_pixels_are_black(tokens, drawn):
     pauses: list[int] = []
     found = sampler(Counter(), of_pixels(tokens), Ranks(), lambda: pauses.append(1))()
     assert isinstance(found, torch.Tensor) and len(pauses) == 1

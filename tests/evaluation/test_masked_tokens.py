@@ -50,7 +50,7 @@ def test_the_evaluation_inside_training_is_that_of_a_checkpoint():
     assert found["evaluation/sentence_order_accuracy"] == order["accuracy"]
 
 
-def test_without_it_nothing_is_said_of_it():
+def test_without_sentence_order_the_result_omits_it():
     model = encoder(layers=1, sentence_order=None, **BERT)
     result = results.evaluate_predictions(model, Stream(pairs(4, LENGTH)), protocol([0]), 2, None, Ranks())
     assert "sentence_order" not in result and "sentence order" not in results.prediction_summary(result)

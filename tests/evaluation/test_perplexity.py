@@ -49,7 +49,7 @@ class Model:
         return TokenScores(nats, tokens == 0, torch.ones_like(tokens, dtype=torch.bool))
 
 
-def test_scores_are_a_code_length_only_of_what_is_tested():
+def test_only_tested_setups_report_a_code_length():
     def of(mechanism, **changed):
         model, stream = Model([1.0] * 256, (mechanism,)), Stream(list(TEXT))
         return evaluate(model, stream, protocol("bytes", **changed), 1, None, Ranks())["protocol"]
@@ -89,7 +89,7 @@ def test_a_uniform_model_needs_log2_of_its_vocabulary():
     assert "word" not in summary(of_text)  # a number of millions, beside which nothing stands
 
 
-def test_one_code_length_is_one_number_whatever_the_tokens():
+def test_byte_and_word_tokens_give_the_same_code_length():
     """A byte costs by a unigram model; a word as its bytes and the white space behind it do."""
     of_byte = [-math.log((1 + TEXT.count(byte)) / (256 + len(TEXT))) for byte in range(256)]
     of_word = [math.fsum(of_byte[byte] for byte in word + b" ") for word in VOCABULARY]
@@ -111,7 +111,7 @@ def test_batches_change_no_number(stride):
         assert other[name] == pytest.approx(one[name], rel=1e-9)
 
 
-def test_a_part_of_a_split_has_bytes_and_words_only_where_tokens_are_bytes():
+def test_part_of_a_split_has_byte_counts_only_for_byte_tokens():
     words, text = of_words([1.0] * 9, limit=1), of_bytes([1.0] * 256, limit=1)
     assert (words["dims"], words["bytes"], words["words"]) == (16, None, None)
     assert words["bits_per_token"] == pytest.approx(1 / math.log(2)) and words["token_perplexity"] == math.e
@@ -124,7 +124,7 @@ def test_a_part_of_a_split_has_bytes_and_words_only_where_tokens_are_bytes():
     assert summary(words).startswith("1.4427 bits/token, accuracy 6.25 %, token perplexity 2.7183 (16 of ")
 
 
-def test_what_the_index_does_not_have_is_left_out():
+def test_counts_missing_in_the_index_are_omitted():
     found = of_words([1.0] * 9, split_bytes=None, split_words=None)
     assert found["bits_per_byte"] is found["word_perplexity"] is None
     reason = "the index of the data does not have it"
@@ -160,7 +160,7 @@ def test_seeds_average_nats_and_deviate_by_the_definition():
     assert set(of_words([1.0] * 9)["standard_deviations"].values()) == {None}
 
 
-def test_pixels_have_bits_per_dim_beside_those_of_png_files():
+def test_pixels_are_compared_with_png_files():
     stream = Stream([0] * 96 + [i * i % 251 for i in range(48)])  # the last is harder to pack
     settings = protocol("pixels", sequence_length=48, stride=48, record=48, split_bytes=144, split_words=None)
     for limit, count in ((None, 3), (2, 2)):

@@ -129,12 +129,12 @@ def test_sources_are_a_text_or_the_lines_of_a_file(tmp_path):
         (config(), Request(b"", 1, Sampling(-1.0), None, 0.0), [], "--temperature: -1.0"),
     ],
 )
-def test_what_cannot_be_written_is_refused_at_once(settings, asked, sources, message):
+def test_an_unwritable_output_is_rejected_before_the_work(settings, asked, sources, message):
     with pytest.raises(ConfigError, match=message):
         texts(FromSource(), settings, ByteTokenizer(), asked, sources, CPU)
 
 
-def test_a_tokenizer_that_does_not_fit_is_refused():
+def test_a_tokenizer_that_does_not_fit_is_rejected():
     with pytest.raises(ConfigError, match="--checkpoint: its model predicts pixels, not text"):
         texts(Counter(), config(), PixelTokenizer(), request(), [], CPU)
     tokenizer = ByteTokenizer()

@@ -114,7 +114,7 @@ def test_the_logits_are_the_same(tmp_path, name):
     assert difference(our_logits(mine, tokens, 0), form.logits(model, tokens, 0)) > 1e-4
 
 
-def test_its_attention_sees_padding_and_ours_does_not(tmp_path):
+def test_huggingface_attends_to_padding_and_megasparse_does_not(tmp_path):
     """Padding is as YOSOFormat says; where this fails, transformers has fixed it."""
     model, form = theirs("yoso")
     mine = ours(load(form, saved(model, tmp_path)))
@@ -129,7 +129,7 @@ def test_its_attention_sees_padding_and_ours_does_not(tmp_path):
     torch.testing.assert_close(found[1:, :20], alone, rtol=0, atol=1e-5)
 
 
-def test_samples_of_ours_come_near_what_is_compared(tmp_path):
+def test_samples_approach_the_expectation(tmp_path):
     """The hashes of an imported model are those that its config.json names, of the same expectation."""
     model, form = theirs("yoso sampled")
     imported = load(form, saved(model, tmp_path))
@@ -186,7 +186,7 @@ def test_a_model_trained_here_goes_out_and_in_again(tmp_path, changes):
         ({"attention": {"pattern": ["yoso"], "yoso": {"evaluation_hashes": 7}}}, "model.attention.yoso.eval"),
     ],
 )
-def test_what_huggingface_has_not_is_named(changes, key):
+def test_features_missing_in_huggingface_are_named(changes, key):
     config = build_config({"model": {**MODEL, **changes}, "data": {"sequence_length": 64}})
     to = "bert" if key.startswith("model.attention.full") else "yoso"
     with pytest.raises(HubError, match=rf"^{key}.*: .* is not supported by HuggingFace's {to}, only "):

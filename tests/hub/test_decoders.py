@@ -168,7 +168,7 @@ def test_old_files_of_gpt2_are_read(tmp_path, buffer):
         ("llama", {"megasparse_attention": {}}, "its attention was replaced .*which would be lost.*load_replaced"),
     ],
 )
-def test_what_ours_cannot_express_is_one_line(tmp_path, name, change, problem):
+def test_features_that_megasparse_lacks_are_one_line(tmp_path, name, change, problem):
     saved(name, tmp_path)
     path = tmp_path / "config.json"
     values = json.loads(path.read_text())
@@ -203,7 +203,7 @@ def test_a_folder_without_its_tokenizer_and_gguf_without_its_package(tmp_path, m
         ("reformer", {}, "model.key_heads"),
     ],
 )
-def test_what_theirs_cannot_express_is_one_line(to, changes, key):
+def test_features_that_transformers_lacks_are_one_line(to, changes, key):
     ordinary = {"blocks": "ordinary", "activations": "stored"}
     parts = {"norm": "rms", "feed_forward": "swiglu", "feed_forward_biases": False, "logit_scale": 1.0}
     settings = {"layers": 1, "key_heads": 4, "start_token": 0, "positions": {"kind": "rotary"}, **parts, **changes}

@@ -92,7 +92,7 @@ DIFFER = r"not written: .* logits differ .* by [\d.e-]+ \(over 0\.0001\)"
         ("other", 0.0, "unexpected_keys"),
     ],
 )
-def test_what_does_not_agree_is_not_written(tmp_path, monkeypatch, name, factor, problem):
+def test_an_export_with_different_logits_is_not_written(tmp_path, monkeypatch, name, factor, problem):
     cross = "encoder" in name or "cross" in name
     _, path = checkpoint(small_pair() if cross else decoder("local"), tmp_path / "run")
     write = export.write_tensors
@@ -108,7 +108,7 @@ def test_what_does_not_agree_is_not_written(tmp_path, monkeypatch, name, factor,
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
 
 
-def test_the_card_shows_where_the_model_comes_from(tmp_path):
+def test_the_card_names_the_origin_of_the_model(tmp_path):
     data = prepared(tmp_path)
     trained(data, tmp_path / "run", ["local", "lsh"], 2)
     newest = Checkpoint.open(tmp_path / "run" / "checkpoints" / "00000002")
@@ -145,14 +145,14 @@ def test_the_card_shows_where_the_model_comes_from(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def test_the_card_of_a_leaking_model_says_so(tmp_path):
+def test_the_card_of_a_leaking_model_warns(tmp_path):
     _, path = checkpoint(decoder("lsh chunk"), tmp_path / "run")
     folder = to_hf(path, tmp_path / "out")
     assert "**It is not strictly causal** (layer 0: " in (folder / "README.md").read_text()
     assert json.loads((folder / "generation_config.json").read_text()) == {"use_cache": False}
 
 
-def test_wrong_requests_are_refused_and_leave_nothing(tmp_path):
+def test_invalid_requests_are_rejected_and_leave_no_file(tmp_path):
     assert callable(hub.replace_attention)
     with pytest.raises(AttributeError, match="to_hub"):
         _ = hub.to_hub

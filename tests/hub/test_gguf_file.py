@@ -56,7 +56,7 @@ def test_a_whole_file_passes_and_every_cut_header_does_not(tmp_path):
         ({"kind": 77}, "a value of type 77"),
     ],
 )
-def test_forged_sizes_are_refused_before_anybody_believes_them(tmp_path, monkeypatch, changed, message):
+def test_forged_sizes_are_rejected_before_an_allocation(tmp_path, monkeypatch, changed, message):
     path = tmp_path / "a.gguf"
     path.write_bytes(gguf(**changed))
     with pytest.raises(HubError, match=message) as caught:
@@ -65,7 +65,7 @@ def test_forged_sizes_are_refused_before_anybody_believes_them(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda _: None])
-def test_what_is_no_file_is_refused(tmp_path, make):
+def test_missing_and_irregular_files_are_rejected(tmp_path, make):
     make(tmp_path / "a.gguf")
     with pytest.raises(HubError, match=r"a\.gguf: "):
         check_gguf(tmp_path / "a.gguf")

@@ -123,7 +123,7 @@ def start(tmp_path, config, *arguments, **sections):
     run(pretrain, "--config", tmp_path / "config.json", *arguments)
 
 
-def test_a_run_starts_from_it_on_any_data_and_goes_on(tmp_path, capsys):
+def test_a_run_starts_from_an_import_on_any_data_and_resumes(tmp_path, capsys):
     """Step 1 is the first, with new data, another optimizer and another batch; later it goes on from its own."""
     config, weights = configured()
     path = write_checkpoint(config, readers(weights), tmp_path / "imported")
@@ -139,7 +139,7 @@ def test_a_run_starts_from_it_on_any_data_and_goes_on(tmp_path, capsys):
     assert (tmp_path / "trained" / "checkpoints" / "00000003").exists()
 
 
-def test_a_run_of_another_tokenizer_is_refused(tmp_path, monkeypatch, capsys):
+def test_a_run_of_another_tokenizer_is_rejected(tmp_path, monkeypatch, capsys):
     config, weights = configured()
     monkeypatch.setattr(importing, "identity", lambda config: {"name": "words", "sha256": "0"})
     path = write_checkpoint(config, readers(weights), tmp_path / "imported")

@@ -176,7 +176,7 @@ def test_a_classifier_reads_the_mean_of_an_encoder_and_the_end_of_a_decoder():
             torch.testing.assert_close(out.loss, F.cross_entropy(out.logits, torch.tensor([2, 0])))
 
 
-def test_the_loss_is_ours_but_for_the_first_token():
+def test_the_loss_equals_megasparse_except_for_the_first_token():
     config = decoder("lsh", dropout=0.1)
     ours, hf = made(config), wrapped(MegasparseForCausalLM, config)
     tokens = random_tokens(2, LENGTH)
@@ -208,7 +208,7 @@ def test_training_minimises_our_own_objective(name):
     assert len(trained) == len(list(hf.parameters()))
 
 
-def test_what_a_file_lacks_gets_its_initial_weights_and_the_rest_is_read(tmp_path):
+def test_missing_weights_are_initialised_and_the_rest_is_read(tmp_path):
     config = decoder("routing")
     hf = wrapped(MegasparseForCausalLM, config)
     hf.save_pretrained(tmp_path)
@@ -223,7 +223,7 @@ def test_what_a_file_lacks_gets_its_initial_weights_and_the_rest_is_read(tmp_pat
         assert torch.equal(again.state_dict()[name], expected), name
 
 
-def test_bad_inputs_are_refused_in_one_line():
+def test_bad_inputs_are_rejected_in_one_line():
     hf = wrapped(MegasparseForCausalLM, decoder("local"))
     with pytest.raises(ValueError, match="128 tokens are more than the model's maximum of 127"):
         hf(random_tokens(1, 128))

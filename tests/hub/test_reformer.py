@@ -94,7 +94,7 @@ def ours(seed=0, **changes):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_what_is_imported_and_exported_again_is_the_same_bit_for_bit(name, tmp_path):
+def test_import_then_export_is_bit_identical(name, tmp_path):
     model = theirs(**SHAPES[name])
     config, mine = imported(model, tmp_path / "there")
     hf_config, back = exported(config, mine, tmp_path / "back")
@@ -141,7 +141,7 @@ def test_with_local_layers_huggingfaces_own_forward_gives_our_logits(tmp_path):
         {"positions": {"kind": "learned"}, "max_length": 70, "heads": 3, "head_dim": 5, "norm_eps": 1e-3},
     ],
 )
-def test_what_is_exported_and_imported_again_is_the_same_bit_for_bit(changes, tmp_path):
+def test_export_then_import_is_bit_identical(changes, tmp_path):
     config, mine = ours(**changes)
     if config.model.output_bias:
         mine.head.bias.data.normal_()
@@ -173,7 +173,7 @@ def test_a_published_configuration_goes_both_ways(tmp_path):
 @pytest.mark.parametrize(
     ("length", "chunk"), [(128, 8), (128, 4), (4096, 16), (100, 7), (65536, 64), (16384, 2), (8, 8), (8, 64)]
 )
-def test_where_no_number_of_buckets_is_given_it_is_huggingfaces(length, chunk):
+def test_the_default_number_of_buckets_is_huggingfaces(length, chunk):
     settings = {"attn_layers": ["lsh"], "axial_pos_embds": False, "hidden_size": 4, "max_position_embeddings": length}
     config = ReformerConfig(**{**SMALL, **settings, "lsh_attn_chunk_length": chunk, "num_buckets": None})
     found = buckets(config)
@@ -181,7 +181,7 @@ def test_where_no_number_of_buckets_is_given_it_is_huggingfaces(length, chunk):
     assert config.num_buckets == (found[0] if len(found) == 1 else found)
 
 
-def test_the_published_files_have_the_bias_twice_and_constants_beside_the_weights(tmp_path):
+def test_published_files_with_a_duplicate_bias_and_constants_are_read(tmp_path):
     model = theirs()
     model.save_pretrained(tmp_path)
     tensors = TensorFile.open(tmp_path)
@@ -213,7 +213,7 @@ def test_an_added_bos_is_recognised(tmp_path):
     assert imported(model, tmp_path / "trained")[0].model.vocabulary == 257
 
 
-def test_huggingface_generates_what_we_do_and_never_an_added_bos(tmp_path):
+def test_huggingface_generates_the_same_text_without_an_added_bos(tmp_path):
     """Generation from a text by its own tokenizer, cached, with local layers."""
     config, mine = ours(attention={"pattern": ["local"], "local": {"chunk": 8}})
     _, model = exported(config, mine, tmp_path / "out")
@@ -256,7 +256,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("changes", "message"), OTHERS, ids=[message.split(":")[0] for _, message in OTHERS])
-def test_what_huggingface_cannot_express_is_refused_by_its_key(changes, message):
+def test_features_that_huggingface_lacks_are_rejected_by_key(changes, message):
     config, mine = ours(**changes)
     with pytest.raises(HubError) as error:
         FORMAT.export(config, mine.state_dict().__getitem__)
@@ -284,7 +284,7 @@ def test_what_huggingface_cannot_express_is_refused_by_its_key(changes, message)
         ({"attn_layers": ["local", "lsh", "lsh"]}, "contains no tensor reformer.encoder.layers.2."),
     ],
 )
-def test_a_model_that_ours_cannot_express_or_that_is_not_whole_is_refused(changes, message, tmp_path):
+def test_unsupported_or_incomplete_models_are_rejected(changes, message, tmp_path):
     theirs().save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -117,7 +117,7 @@ def test_padding_is_never_seen(attention):
 
 
 @pytest.mark.parametrize("attention", SMALL, ids=str)
-def test_evaluation_repeats_and_training_draws_anew(attention):
+def test_evaluation_repeats_and_training_draws_new_hashes(attention):
     model, given = build("ForSequenceClassification"), inputs()
     for part in model.modules():
         if isinstance(part, torch.nn.Dropout):
@@ -144,7 +144,7 @@ def labelled(given, name):
 
 
 @pytest.mark.parametrize("name", HEADS[1:])
-def test_what_lha_learns_from_is_in_the_loss_in_training_alone(name, monkeypatch):
+def test_the_loss_contains_the_lha_term_only_in_training(name, monkeypatch):
     monkeypatch.setattr(lha, "WEIGHT", 0.25)
     model, given = build(name, hidden_dropout_prob=0.0, classifier_dropout=0.0), labelled(inputs(), name)
     replace_attention(model, {"kind": "lha", "chunk": 8})
@@ -207,7 +207,7 @@ def test_gradient_checkpointing_changes_no_gradient(kind, attention):
         assert (plain is None and other is None) or torch.equal(plain, other)
 
 
-def test_labels_that_do_not_fit_and_reentrant_checkpointing_are_refused():
+def test_labels_that_do_not_fit_and_reentrant_checkpointing_are_rejected():
     model = replace_attention(build("ForSequenceClassification").train(), {"kind": "smart_bird", "keys": 6})
     with pytest.raises(ConfigError, match=r'smart_bird.objective: "token" does not match .* Set it to "pooled"'):
         model(**labelled(inputs(), "ForSequenceClassification"))
@@ -273,7 +273,7 @@ def test_a_saved_model_comes_back_replaced(tmp_path, kind, attention):
         save_replaced(model, tmp_path / "model")
 
 
-def test_a_damaged_folder_is_refused(tmp_path):
+def test_a_damaged_folder_is_rejected(tmp_path):
     from safetensors.torch import load_file, save_file
 
     model = replace_attention(build("Model"), {"kind": "lha", "chunk": 8})
@@ -313,7 +313,7 @@ def test_settings_that_do_not_fit_change_nothing(attention, message):
     assert torch.equal(values(model, inputs()), before) and positions(model) == 66
 
 
-def test_what_cannot_be_replaced_or_asked_for_is_refused():
+def test_unsupported_models_and_requests_are_rejected():
     with pytest.raises(HubError, match="Linear: is not a model of HuggingFace transformers"):
         replace_attention(torch.nn.Linear(2, 2), {"kind": "lha"})
     config = transformers.ElectraConfig(**SIZE, **WIDTHS)
@@ -335,7 +335,7 @@ def test_what_cannot_be_replaced_or_asked_for_is_refused():
         Teacher(model)
 
 
-def test_yosos_convolution_begins_with_nothing():
+def test_the_yoso_convolution_starts_at_zero():
     """The pretrained values go on as they are, and the convolution learns."""
     given, found = labelled(inputs(), "ForMaskedLM"), []
     for convolution in (None, 3):
@@ -347,7 +347,7 @@ def test_yosos_convolution_begins_with_nothing():
     assert all(parameter.grad.abs().sum() > 0 for each in mechanisms(model) for parameter in each.parameters())
 
 
-def test_a_configuration_of_ours_is_taken_as_it_is():
+def test_a_megasparse_configuration_is_accepted_unchanged():
     attention = AttentionConfig.model_validate({"pattern": ["lsh", "full"], "lsh": {"chunk": 8, "rounds": 3}})
     first, second = mechanisms(replace_attention(build("Model"), attention))
     assert (first.config.rounds, first.shared_qk, type(second).__name__) == (3, True, "FullAttention")

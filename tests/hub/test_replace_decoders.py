@@ -201,7 +201,7 @@ def test_a_cache_holds_key_heads_and_a_small_index(attention):
     assert held <= 1.2 * 2 * layer.keys.nbytes
 
 
-def test_attention_can_be_switched_and_what_cannot_follow_is_one_line():
+def test_attention_can_be_switched_and_unsupported_switches_are_one_line():
     model, given = build(), inputs(batch=2, length=12)
     options = {"max_new_tokens": 10, "do_sample": False}
     plain = model.generate(**given, **options)
@@ -224,7 +224,7 @@ def test_attention_can_be_switched_and_what_cannot_follow_is_one_line():
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_packed_documents_are_as_each_alone(cached):
+def test_packed_documents_equal_separate_ones(cached):
     model, tokens = replace_attention(build(), MIXED), inputs(batch=1)["input_ids"]
     cache = DynamicCache() if cached else None
     given = {"position_ids": torch.arange(40)[None] % 23, "use_cache": cached, "past_key_values": cache}
@@ -351,14 +351,14 @@ def test_a_model_that_was_not_replaced_is_not_loaded_as_one(tmp_path):
         ("Mistral", {"sliding_window": 32}, LHA, None, "sliding_window of 32 tokens is below max_length = 64"),
     ],
 )
-def test_what_a_decoder_cannot_have_is_refused(kind, changes, attention, length, message):
+def test_attention_unsuitable_for_decoders_is_rejected(kind, changes, attention, length, message):
     model = build(kind, dtype=torch.float32, **changes)
     with pytest.raises((HubError, ConfigError), match=message):
         replace_attention(model, attention, max_length=length)
     assert not any(".megasparse." in name for name in model.state_dict())
 
 
-def test_calls_that_cannot_be_are_refused():
+def test_unsupported_calls_are_rejected():
     model, given = replace_attention(build(), LHA, max_length=32), inputs(length=24)
     with pytest.raises(HubError, match="40 tokens are more than the max_length = 32"):
         logits(model, **inputs())

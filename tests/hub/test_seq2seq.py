@@ -47,7 +47,7 @@ def sources(*lengths, vocabulary=256):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_and_loss_are_ours(name):
+def test_logits_and_loss_equal_megasparse(name):
     ours, hf = model_of(name)
     tokens = padded_pairs(3, 60)
     tokens[2, -30:] = PADDING
@@ -112,7 +112,7 @@ def test_cached_greedy_text_is_the_uncached_and_our_own(name):
 
 
 @pytest.mark.parametrize("name, seed, end", [("reversible", 0, 2), ("hashed", 0, 3), ("others", 10, 2)])
-def test_beams_are_ours_where_hypotheses_end_in_time(name, seed, end):
+def test_beams_equal_megasparse_if_hypotheses_end_in_time(name, seed, end):
     """HuggingFace's length_penalty=0 and early_stopping=True are our rule with alpha 0. Other penalties differ:
     HuggingFace divides by length**alpha, we by ((5 + length)/6)**alpha; and at the longest length HuggingFace takes
     what is cut off for a hypothesis that has ended.
@@ -135,7 +135,7 @@ def test_beams_are_ours_where_hypotheses_end_in_time(name, seed, end):
     assert len({len(best.tokens) for best, *_ in found}) > 1
 
 
-def test_what_the_encoder_read_is_used_again():
+def test_encoder_outputs_are_reused():
     _, hf = model_of("hashed")
     _, batch = sources(S, 7, 23)
     target, calls = random_tokens(3, 9), []
@@ -155,7 +155,7 @@ def test_what_the_encoder_read_is_used_again():
     assert torch.equal(beams, hf.generate(batch, num_beams=2, max_new_tokens=5))
 
 
-def test_a_target_that_has_begun_goes_on():
+def test_a_started_target_is_continued():
     ours, hf = model_of("reversible")
     source, prompt = random_tokens(1, 23), random_tokens(1, 6, seed=1)
     own = list(generate(EncodedSource(ours, source, SEED), prompt[0], 8, hash_seed=SEED, temperature=0.0))
@@ -172,7 +172,7 @@ def test_a_target_that_has_begun_goes_on():
     assert later.past_key_values.get_seq_length() == 15
 
 
-def test_labels_that_do_not_count_at_the_beginning():
+def test_ignored_labels_at_the_start():
     ours, hf = model_of("reversible")
     tokens = padded_pairs(2, 30)
     nats = ours.token_scores(tokens, RngContext.evaluation(SEED, 2)).nats[:, S + 10 :]
@@ -199,7 +199,7 @@ def test_tied_weights_stay_tied_and_new_ones_are_those_of_our_own(name, tmp_path
     assert all(torch.equal(fresh[key], value) for key, value in initial.items())
 
 
-def test_bad_inputs_are_refused_in_one_line():
+def test_bad_inputs_are_rejected_in_one_line():
     _, hf = model_of("reversible")
     source, start = random_tokens(1, S), torch.tensor([[PADDING]])
     longest, left = torch.cat([start, random_tokens(1, 128)], dim=1), torch.tensor([[0, 1, 1]])

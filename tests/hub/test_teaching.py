@@ -61,7 +61,7 @@ def windows(count, seed):
     return torch.randint(5, 60, (count, 32), generator=generator).tolist()
 
 
-def test_a_course_that_stopped_goes_on_to_the_bit(tmp_path, monkeypatch):
+def test_a_stopped_teaching_resumes_bit_identically(tmp_path, monkeypatch):
     def course(passes, folder, seed=3):
         teacher = Teacher(taught(MIXED), seed)
         return teacher, teacher.teach(windows(3, 1), windows(1, 2), passes, folder)

@@ -45,7 +45,7 @@ def test_missing_unexpected_and_wrong_shaped_tensors_are_named(tmp_path):
         file.read("d")
 
 
-def test_a_torn_file_is_refused_by_name(tmp_path):
+def test_a_torn_file_is_rejected_by_name(tmp_path):
     save_file({"a": A, "b": B}, tmp_path / "model.safetensors")
     whole = (tmp_path / "model.safetensors").read_bytes()
     for length in (0, 4, 40, len(whole) - 1):
@@ -54,7 +54,7 @@ def test_a_torn_file_is_refused_by_name(tmp_path):
             TensorFile.open(tmp_path)
 
 
-def test_an_empty_folder_none_and_one_of_pickles_are_refused(tmp_path):
+def test_missing_empty_and_pickle_folders_are_rejected(tmp_path):
     with pytest.raises(HubError, match="contains neither"):
         TensorFile.open(tmp_path)
     with pytest.raises(HubError, match="no such folder"):
@@ -80,7 +80,7 @@ def test_an_empty_folder_none_and_one_of_pickles_are_refused(tmp_path):
         ),
     ],
 )
-def test_an_index_that_lies_or_is_none_is_refused(tmp_path, places, problem):
+def test_a_wrong_or_missing_index_is_rejected(tmp_path, places, problem):
     sharded(tmp_path)
     text = places if isinstance(places, str) else json.dumps({"weight_map": places})
     (tmp_path / "model.safetensors.index.json").write_text(text)

@@ -95,7 +95,7 @@ def test_every_id_has_a_piece_of_its_own():
     assert len(set(pieces)) == len(pieces) == 420
 
 
-def test_other_models_are_no_tokenizer_json():
+def test_other_models_are_not_written_as_tokenizer_json():
     proto = ModelProto()
     proto.ParseFromString(sentencepiece_model())
     assert of_unigram(proto.SerializeToString()) is not None
@@ -169,7 +169,7 @@ def test_pixels_have_no_tokenizer_there(tmp_path):
 
 
 @pytest.mark.parametrize("to, room", [("yoso", 257), ("bert", 264)])
-def test_encoders_of_bytes_take_theirs_to_other_architectures(tmp_path, to, room):
+def test_byte_encoders_export_their_tokenizer_with_other_architectures(tmp_path, to, room):
     bert = {"style": "bert", "blocks": "ordinary", "activations": "stored", "positions": {"kind": "learned"}}
     model = encoder({"bert": "full"}.get(to, to), tied_embeddings=True, **bert).model_copy(update={"vocabulary": room})
     folder = to_hf(trained(tmp_path, model, "bytes"), tmp_path / "out", to)
@@ -237,7 +237,7 @@ def test_a_bert_without_its_head_is_one_to_start_from(tmp_path):
         write_start(other, tmp_path / "bert", tmp_path / "other")
 
 
-def test_a_bert_without_a_sound_tokenizer_is_refused(tmp_path):
+def test_a_bert_without_a_sound_tokenizer_is_rejected(tmp_path):
     file = bert(tmp_path / "bert")
     values = wordpiece()
     values["model"]["vocab"] |= {f"more{i}": len(values["model"]["vocab"]) + i for i in range(4)}
@@ -255,7 +255,7 @@ def test_a_bert_without_a_sound_tokenizer_is_refused(tmp_path):
         HFModel.open(tmp_path / "bert")
 
 
-def test_a_tokenizer_that_is_not_there_or_another_is_refused(tmp_path):
+def test_a_tokenizer_that_is_not_there_or_another_is_rejected(tmp_path):
     file = tokenizer_file(tmp_path, "words")
     path = trained(tmp_path, sized("local", file), file)
     folder = to_hf(path, tmp_path / "out")

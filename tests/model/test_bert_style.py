@@ -127,7 +127,7 @@ def test_initial_weights_are_berts():
         ({"norm_eps": 0.0}, "model.norm_eps", "0.0"),
     ],
 )
-def test_what_does_not_go_together_is_refused(changes, key, problem):
+def test_incompatible_options_are_rejected(changes, key, problem):
     values = {**STYLE, "max_length": 64, "masking": {"token": 256}, "attention": {"pattern": ["full"]}, **changes}
     with pytest.raises(ConfigError, match=problem) as error:
         build_config({"model": values, "data": {"sequence_length": 64}})

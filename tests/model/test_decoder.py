@@ -90,7 +90,7 @@ def test_positions_tell_order(kind):
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder", "encoder_decoder"])
-def test_a_model_takes_tokens_alone(kind):
+def test_a_model_needs_only_tokens(kind):
     """The draws of evaluation with seed 0: the same in each call, and without dropout."""
     config = small_pair(dropout=0.5) if kind == "encoder_decoder" else small(kind=kind, vocabulary=257, dropout=0.5)
     model, tokens = build_model(config, seed=3).train(), random_tokens(2, 100)

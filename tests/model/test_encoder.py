@@ -78,7 +78,7 @@ def test_only_text_is_masked_and_as_much_as_is_counted(kind, whole_words, rate):
         assert model.count_scored(tokens) == masked.sum()
 
 
-def test_whole_words_are_masked_but_for_the_one_that_is_cut():
+def test_whole_words_are_masked_except_a_truncated_one():
     masking = MaskingConfig(rate=0.3, token=MASK, whole_words=True)
     model = encoder(masking=masking, padding_token=PAD, sentence_order=ORDER)
     model.set_word_starts(torch.arange(VOCABULARY) == SPACE)
@@ -106,7 +106,7 @@ def test_whole_words_are_masked_but_for_the_one_that_is_cut():
     assert 0.2 < first_letters[1] / first_letters[0] < 0.4
 
 
-def test_a_word_begins_behind_a_separator():
+def test_a_word_starts_after_a_separator():
     model = encoder(masking=MaskingConfig(rate=0.5, token=MASK, whole_words=True), document_separator=SEPARATOR)
     model.set_word_starts(torch.zeros(VOCABULARY, dtype=torch.bool))
     tokens = torch.tensor([[*b"abc", SEPARATOR, *b"def", SEPARATOR]]).expand(40, -1)
@@ -134,7 +134,7 @@ def test_a_random_token_is_never_a_reserved_one():
 
 
 @pytest.mark.parametrize("whole_words", [False, True])
-def test_masks_are_a_function_of_seed_step_and_sample_alone(whole_words):
+def test_masks_depend_only_on_seed_step_and_sample(whole_words):
     model, tokens = encoder(masking=MaskingConfig(token=MASK, whole_words=whole_words)), random_tokens(4, 100)
     model.set_word_starts(torch.arange(300) % 4 == 0)  # more ids than the model has
     read, scored = asked(model, tokens, training_draws(4))

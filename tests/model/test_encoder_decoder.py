@@ -159,7 +159,7 @@ def nats(model, tokens):
 
 
 @pytest.mark.parametrize("cross", ["full", "lsh"])
-def test_a_token_sees_the_whole_source_and_none_of_its_own_future(cross):
+def test_a_token_attends_to_the_whole_source_and_not_to_its_future(cross):
     lsh = {"buckets": 2, "chunk": S}  # of two buckets one sees every source token in some round
     layers = attention("full", lsh={**lsh, "rounds": 8})
     config = small_pair(attention=layers, source={"attention": attention("local"), "cross_attention": cross})

@@ -111,7 +111,7 @@ def test_the_words_of_a_run_are_those_of_its_tokenizer_by_one_key(tmp_path):
     assert refusal(lambda: check(pretrained), ConfigError).startswith('start.glove: "glove.txt", but the embeddings')
 
 
-def test_pieces_that_begin_no_word_are_none(tmp_path):
+def test_continuation_pieces_have_no_vector(tmp_path):
     written(tmp_path, bert_tokenizer())
     tokenizer = build_tokenizer(str(tmp_path / "tokenizer.json"))
     words, begins = words_of(tokenizer), tokenizer.word_starts()

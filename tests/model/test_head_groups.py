@@ -51,7 +51,7 @@ def assert_same(config, groups, tokens=None, tolerance=1e-9):
 
 
 @EVERY
-def test_every_mechanism_computes_what_it_does_with_all_heads_at_once(name, causal):
+def test_head_groups_do_not_change_the_result(name, causal):
     settings = {"heads": 4, "layers": 1, "dropout": 0.1, "feed_forward_tiles": 3, "vocabulary": 257}
     config = small(attention=named(name), kind="decoder" if causal else "encoder", **settings, **REVERSIBLE)
     assert_same(config, 2)
@@ -144,6 +144,6 @@ def test_generation_takes_all_heads_at_once_and_evaluation_groups():
         ),
     ],
 )
-def test_groups_that_cannot_be_are_refused(changes, problem):
+def test_impossible_head_groups_are_rejected(changes, problem):
     with pytest.raises(ConfigError, match=rf"model\.attention\.head_groups: .*{problem}"):
         load_config("quickstart", ["model.heads=4", 'model.attention.pattern=["local"]', *changes])

@@ -32,7 +32,7 @@ def two_layers():
     return step_memory(feed_forward_tiles=4, loss_tiles=4)
 
 
-def test_20_reversible_layers_need_what_2_do(two_layers):
+def test_20_reversible_layers_need_as_much_memory_as_2(two_layers):
     twenty = step_memory(layers=20, feed_forward_tiles=4, loss_tiles=4)
     assert twenty.peak < 1.05 * two_layers.peak
 

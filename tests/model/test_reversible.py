@@ -110,7 +110,7 @@ def test_codes_are_kept_not_hashed_again():
     assert len(calls) == 1
 
 
-def test_an_auxiliary_loss_trains_what_only_it_reads():
+def test_an_auxiliary_loss_trains_its_private_weights():
     class WithAuxiliary(Attention):
         def __init__(self, config):
             super().__init__(config, MechanismSpec(heads=2, head_dim=16, d_model=32, max_length=128, causal=True))

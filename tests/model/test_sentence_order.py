@@ -43,7 +43,7 @@ def test_half_of_the_pairs_are_swapped_whole():
     assert not torch.equal(model.sentence_order.arrange(tokens, training_draws(400, step=1)), arranged)
 
 
-def test_an_empty_segment_and_what_is_no_pair():
+def test_empty_segments_and_malformed_pairs():
     model = encoder(layers=1)
     rows = torch.tensor([[BEGIN, SEPARATOR, 5, 6, SEPARATOR, PAD], [BEGIN, 5, 6, SEPARATOR, SEPARATOR, PAD]] * 8)
     arranged = model.sentence_order.arrange(rows, training_draws(16))

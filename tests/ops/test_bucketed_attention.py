@@ -97,7 +97,7 @@ def test_bands_of_any_width_are_those_of_the_definition(chunk, causal, separate,
     assert_equal_to_the_definition(heads, codes, Window("band", chunk), causal=causal, **rule)
 
 
-def test_slots_beyond_what_fp32_counts_to_are_distinct():
+def test_slots_above_the_integers_of_fp32_are_distinct():
     """The last bucket of half a million others: its tokens' slots are above 2^24, and the window cuts it."""
     length, last = 530_000, 100
     heads = random_heads(length, batch=1, heads=1, dim=2, dtype=torch.float32)

@@ -65,7 +65,7 @@ def test_shared_codes_are_as_defined(seed):
     )
 
 
-def test_without_the_same_bucket_mask_positions_say_who_is_earlier():
+def test_without_the_same_bucket_mask_positions_order_the_tokens():
     window = Window("chunk", 7, same_bucket=False)
     assert_as_defined(random_heads(30), random_codes(30, 1), window, causal=True, exclude_self=False)
 
@@ -147,7 +147,7 @@ def test_half_precision_is_within_its_bar(dtype):
     assert_as_defined(heads, random_codes(45, 2, buckets=2).long(), Window("band", 20), causal=True)
 
 
-def test_strided_inputs_are_read_where_they_lie():
+def test_strided_inputs_are_read_without_a_copy():
     q, k, v = (x.requires_grad_() for x in as_views(random_heads(20, heads=2)))
     codes = random_codes(20, 2, heads=2).long().transpose(1, 2).contiguous().transpose(1, 2)
     mask = masks_of(40)["key_mask"][:, ::2]

@@ -113,7 +113,7 @@ def test_a_cpu_runs_blockwise_torch_unless_another_is_forced(monkeypatch):
         ("triton", torch.zeros(4, 257), "not float32 of 257"),
     ],
 )
-def test_what_cannot_be_forced_is_refused(value, x, said, monkeypatch):
+def test_an_unavailable_implementation_cannot_be_forced(value, x, said, monkeypatch):
     monkeypatch.setenv("MEGASPARSE_OPS", value)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ConfigError, match=said):
@@ -144,7 +144,7 @@ CARDS = {  # capability, bytes of shared memory
         ("A100", 256, None, ""),
     ],
 )
-def test_a_gpu_that_the_kernels_are_not_for_runs_blockwise_torch_and_says_so_once(card, width, hip, said, monkeypatch):
+def test_an_unsupported_gpu_runs_blockwise_torch_with_one_warning(card, width, hip, said, monkeypatch):
     major, shared = CARDS[card]
     found = SimpleNamespace(name=card, major=major, minor=5, shared_memory_per_block_optin=shared)
     monkeypatch.delenv(VARIABLE, raising=False)
@@ -171,7 +171,7 @@ def test_more_rows_than_a_grid_has_run_blockwise_torch(monkeypatch):
     "case,forced",
     [("bucketed", "blockwise"), ("gathered", "blockwise"), ("gathered", "triton"), ("dropout", "blockwise")],
 )
-def test_a_second_derivative_is_refused(case, forced, monkeypatch):
+def test_a_second_derivative_is_an_error(case, forced, monkeypatch):
     monkeypatch.setenv(VARIABLE, forced)
     heads = [made(1, 2, 24, 16).requires_grad_() for _ in range(3)]
     rows = torch.arange(24, device=DEVICE)[None]

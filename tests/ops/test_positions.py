@@ -23,5 +23,5 @@ def test_a_table_made_in_inference_trains():
     assert torch.equal(x.grad, first)
 
 
-def test_tables_of_shapes_alone_are_made_where_they_are_asked_for():
+def test_shape_only_tables_are_created_on_the_requested_device():
     assert sinusoids(0, 1 << 20, 1024, "meta").is_meta

@@ -96,7 +96,7 @@ def both_ways(function, shape, dtype, monkeypatch):
 @pytest.mark.parametrize(
     "length,width,rate,key", [(5, 24, 0.1, 2**63 + 17), (3, 1500, 0.5, 5), (1, 1, 0.99, 2**32 - 1)]
 )
-def test_the_kernel_drops_what_torch_drops_to_the_bit(length, width, rate, key, dtype, monkeypatch):
+def test_kernel_and_torch_dropout_masks_are_bit_identical(length, width, rate, key, dtype, monkeypatch):
     blockwise, kernel = both_ways(lambda x, rows: dropout(x, rate, key, rows), (2, length, width), dtype, monkeypatch)
     for a, b in zip(blockwise, kernel, strict=True):
         assert torch.equal(a == 0, b == 0) and torch.equal(a.signbit(), b.signbit())
@@ -114,7 +114,7 @@ def test_dropout_of_relu_and_into_another_dtype_are_those_of_torch(function, mon
     assert 0.2 < (made[1][1] == 0).double().mean() < 0.7
 
 
-def test_what_is_added_to_a_stream_is_that_of_torch_and_comes_off_again(monkeypatch):
+def test_an_addition_to_a_stream_equals_torch_and_can_be_undone(monkeypatch):
     made = []
     for name, device in (("blockwise", torch.device("cpu")), ("triton", DEVICE)):
         monkeypatch.setenv("MEGASPARSE_OPS", name)

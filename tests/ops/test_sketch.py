@@ -266,7 +266,7 @@ def test_kernels_without_noise_choose_exactly_those_of_the_definition(length, co
 
 
 @pytest.mark.usefixtures("implementation")
-def test_a_row_alone_chooses_what_it_does_among_others():
+def test_the_keys_of_a_row_do_not_depend_on_other_rows():
     q, k, v = (x[:1] for x in random_sketch(34, dtype=torch.float32, device=DEVICE))
     noise = some_noise(34, batch=1, heads=range(1), device=DEVICE)
     _, lse = sketched_attention(q, k, v, causal=True)
@@ -288,7 +288,7 @@ def test_kernels_draw_the_numbers_of_the_other_implementations(kernels):
     assert torch.equal(choose(q[:, :4], k, 7, **rule), choose(q[:, :4], k, 7, function=reference_choice, **rule))
 
 
-def test_a_sketch_wider_than_its_registers_is_refused_where_kernels_are_forced(kernels):
+def test_kernels_reject_a_sketch_wider_than_their_registers(kernels):
     q, k, v = (x.float() for x in random_sketch(5, dim=17, device=DEVICE))
     with pytest.raises(ConfigError, match="up to a head dim of 16"):
         sketched_attention(q, k, v, causal=True)

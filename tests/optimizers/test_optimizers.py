@@ -131,7 +131,7 @@ def test_an_added_optimizer_trains_a_step_and_is_planned():
     assert (states.moments, states.scratch) == (4 * states.trained, 0)
 
 
-def test_an_unknown_optimizer_is_refused_with_the_known_ones():
+def test_an_unknown_optimizer_is_rejected_with_the_known_ones():
     message = 'optimizer.name: "sgd" does not fit. It must be "adamw" or "adafactor" or "sign_sgd"'
     with pytest.raises(ConfigError, match=message):
         build_config({}, ["optimizer.name=sgd"])

@@ -64,7 +64,7 @@ ALLOCATED = {
 
 
 @pytest.mark.parametrize("name", ALLOCATED)
-def test_peaks_are_within_10_percent_of_what_is_allocated(name, monkeypatch):
+def test_predicted_peaks_are_within_10_percent_of_the_allocations(name, monkeypatch):
     monkeypatch.setenv("MEGASPARSE_OPS", "reference")
     length, model, sections = ALLOCATED[name]
     sections = {"training": {"global_batch": 1}, **sections}
@@ -119,7 +119,7 @@ def test_states_are_those_of_the_zero_paper(stage, each):
     assert device["ZeRO's buffers"] == (2 * BUCKET if stage else 0)
 
 
-def test_what_is_offloaded_is_not_on_the_device():
+def test_offloaded_state_is_not_on_the_device():
     rank = memory(STATES, Zero(3, True, True), 4, passing=0, again=0, accumulated=False)
     assert rank.device["weights"] == 0 and "optimizer" not in rank.device
     assert rank.host == {"offloaded weights": 500, "offloaded optimizer": 3000, "offloaded gradients": 1000}
@@ -240,7 +240,7 @@ def test_the_command_prints_json(tmp_path, capsys):
     assert "no unit" in commands.refused(capsys, door("plan"), *words, "80")
 
 
-def test_a_run_that_cannot_fit_is_refused_on_every_rank(capsys):
+def test_a_run_that_cannot_fit_is_rejected_on_every_rank(capsys):
     pools = [MemoryPool("GPU memory", {"weights": 90}, 100), MemoryPool("CPU memory", {"inputs": 110}, 100)]
     require_fit(pools[:1], Ranks(), "Change x")
     assert capsys.readouterr().err == ""
@@ -325,7 +325,7 @@ def predicted(case: str) -> dict[str, int]:
 
 
 @pytest.mark.soak
-def test_ranks_hold_what_is_predicted():
+def test_predicted_memory_per_rank_equals_the_allocations():
     """One launch of two ranks on the CPU. Compiles DeepSpeed's Adam for the CPU where that has not been done."""
     found = run_ranks(held, RANKS, timeout=600)
     for case in CASES:

@@ -46,7 +46,7 @@ def test_a_rank_that_hangs_is_named_in_time(data, tmp_path, how, figures):
 
 
 @pytest.mark.soak
-def test_a_save_that_is_slow_on_one_rank_is_no_hang(data, tmp_path):
+def test_a_slow_save_on_one_rank_is_not_a_hang(data, tmp_path):
     """Each block of it is progress, so that the ranks that wait do not fire; see also tests/training."""
     run = Run(tmp_path / "run", data, run={"hang_timeout": 2.0}, training={"steps": 6})
     with running(run):

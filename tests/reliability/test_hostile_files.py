@@ -198,7 +198,7 @@ FORMATS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name == "export" else name for name in FORMATS]
 )
-def test_mutants_are_read_or_refused_in_one_line(name, tmp_path):
+def test_mutants_are_read_or_rejected_in_one_line(name, tmp_path):
     (tmp_path / "seeds").mkdir()
     FORMATS[name].make(tmp_path / "seeds")
     shutil.copytree(tmp_path / "seeds", tmp_path / "whole")
@@ -297,7 +297,7 @@ def failing(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("how", "outcome"), [("e", "KeyError: 'uncaught'"), ("m", "took 1"), ("t", "took too long")])
-def test_the_fuzzer_sees_what_must_not_be(tmp_path, monkeypatch, how, outcome):
+def test_the_fuzzer_detects_forbidden_effects(tmp_path, monkeypatch, how, outcome):
     monkeypatch.setattr(fuzzing, "mutate", lambda *_: None)
     monkeypatch.setattr(fuzzing, "MOST_SECONDS", 0.3 if how == "t" else 5)
     monkeypatch.setattr(fuzzing, "MOST_BYTES", 64 << 20)

@@ -67,7 +67,7 @@ def test_a_run_over_http_with_faults_is_the_run_on_the_folder(folder, server, tm
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
-def test_a_run_that_loses_its_server_goes_on_exactly(folder, server, tmp_path, capsys):
+def test_a_run_that_loses_its_server_resumes_exactly(folder, server, tmp_path, capsys):
     want = run(folder, tmp_path, "local")
     lost, hidden = sorted(folder.glob("train-*.tar"))[4], tmp_path / "hidden"
     lost.rename(hidden)

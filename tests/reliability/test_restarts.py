@@ -78,7 +78,7 @@ class Watcher(threading.Thread):
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_every_point_of_a_save_or_a_step_goes_on_under_torchrun(clean, data, tmp_path):
+def test_a_run_killed_anywhere_in_a_save_or_step_resumes_under_torchrun(clean, data, tmp_path):
     """One job of two ranks: each crash kills a rank, torchrun's agent ends the other and starts both again."""
     run = Run(tmp_path, data)
     with running(run), Watcher(run, len(CRASHES)) as watcher:

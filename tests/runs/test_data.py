@@ -94,7 +94,7 @@ def test_the_fingerprint_of_a_mixture_is_of_contents_and_weights(folders):
     assert fingerprint(moved, a=2, b=1) == one, "not their paths"
 
 
-def test_what_is_trained_on_does_not_depend_on_paths_or_their_order(folders):
+def test_training_data_do_not_depend_on_paths_or_their_order(folders):
     def first_steps(where: dict[str, Path], **weights: float) -> list[list[int]]:
         config = config_of(where["c"], mixture=mixture(where, **weights))
         with training_batches(config, open_data(config), Ranks(), 0, RunHooks()) as steps:
@@ -179,7 +179,7 @@ def test_a_model_fits_the_folder(tmp_path, shards, corpus, model, problem):
     assert re.search(problem, refusal(lambda: open_folder(folder, config, ByteTokenizer()), ConfigError))
 
 
-def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path):
+def test_a_vocabulary_smaller_than_the_tokenizers_is_rejected(tmp_path):
     class Larger(ByteTokenizer):
         vocabulary = 30_000
 

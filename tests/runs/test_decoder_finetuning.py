@@ -73,7 +73,7 @@ def test_all_weights_learn_ones_own_books(decoder, tmp_path, capsys):
     assert index["splits"].keys() == {"train", "validation"} and index["settings"]["documents"]
 
 
-def test_adapters_learn_go_on_and_come_out_merged(decoder, tmp_path, capsys):
+def test_adapters_learn_resume_and_are_merged(decoder, tmp_path, capsys):
     """To the bit as a run that was not stopped; exported, transformers' model computes what the adapted one does."""
     texts = books(tmp_path / "books")
     go_on(tmp_path / "straight", decoder, texts)

@@ -98,7 +98,7 @@ def test_a_run_of_which_there_is_little(tmp_path, missing):
     assert ("No step has been logged yet" in found.text) == (missing != "config")
 
 
-def test_broken_files_cost_what_is_broken(tmp_path):
+def test_broken_files_lose_only_their_own_part(tmp_path):
     run = folder(tmp_path / "run", [line(1), line(2, **{"train/loss": None}), line(3)])
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'[5]\n{"step": "7", "a": 1}\n{"a": 2}\n\xff\xfe\n' + b"[" * 200_000 + b"\n")
@@ -116,7 +116,7 @@ def test_broken_files_cost_what_is_broken(tmp_path):
     assert "config.json is missing or damaged" in page_of(run)[0].text
 
 
-def test_nothing_that_a_file_says_becomes_more_than_text(tmp_path):
+def test_file_contents_are_escaped_as_text(tmp_path):
     lines = [line(step, **{f"evil/{EVIL}": 1.0, f"model/attention/{EVIL}/layer_1": 2.0}) for step in range(1, 4)]
     run = folder(tmp_path / EVIL.replace("/", "⁄")[:60], lines, data={"path": EVIL})
     write_lines(run / "events.jsonl", [{"step": 2, "time": EVIL, "message": EVIL}, {"step": EVIL}])

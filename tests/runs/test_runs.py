@@ -25,7 +25,7 @@ from tests.helpers.trained import prepared
 FULL = {"pattern": ["full"]}
 
 
-def test_pretraining_goes_on_where_it_stopped(tmp_path):
+def test_pretraining_resumes_where_it_stopped(tmp_path):
     run = tmp_path / "run"
     settings = {
         "run": {"directory": str(run), "engine": "torch", "device": "cpu"},
@@ -91,7 +91,7 @@ def test_every_step_runs_and_the_file_is_as_long_as_evaluation_promises(tmp_path
     assert f"its file   {summary['file_bits_per_dim']:.3f}" in said and "Next:" in said
 
 
-def test_a_missing_coder_leaves_one_step_out(tmp_path, monkeypatch, capsys):
+def test_a_missing_coder_skips_the_compression_step(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(steps, "megasparse", None)
     steps.compress(tmp_path, tmp_path / "held_out.txt")

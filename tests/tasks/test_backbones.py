@@ -87,7 +87,7 @@ def test_new_adapters_leave_a_bodys_outputs_as_they_were(name):
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_only_adapters_head_and_what_is_new_learn(name):
+def test_only_adapters_head_and_new_weights_learn(name):
     before = whole(BODIES[name]())
     model = whole(BODIES[name](), LoRAConfig(rank=2)).train()
     names = trained(model)
@@ -124,7 +124,7 @@ def test_transposed_layers_have_adapters(recwarn):
     assert not [each for each in recwarn if "fan_in_fan_out" in str(each.message)]
 
 
-def test_wrong_targets_are_refused():
+def test_wrong_targets_are_rejected():
     with pytest.raises(ConfigError, match=r'lora\.targets: .*"qery".*Did you mean "query"\?'):
         add_adapters(bert(), LoRAConfig(targets=["value", "qery"]), 0)
     with pytest.raises(ConfigError, match=r'Did you mean "output\.dense"\?'):  # a module of BERT's that is not linear
@@ -200,7 +200,7 @@ def test_gradients_are_those_of_stored_activations(name, kind, offload):
 
 
 @pytest.mark.parametrize("kind", ["lha", "smart_bird"])
-def test_what_mechanisms_learn_from_is_counted_once(kind):
+def test_auxiliary_losses_are_counted_once(kind):
     model = built("bert", kind)
     checkpoint_layers(model.body, False)
     rng = RngContext(3, 0, torch.arange(3), training=True)

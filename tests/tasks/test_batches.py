@@ -92,7 +92,7 @@ def test_ranks_share_out_the_same_batches(unit, world_size):
 
 @UNITS
 @pytest.mark.parametrize("taken", [1, 2, 5, 11])
-def test_a_resume_goes_on_where_it_was(unit, taken):
+def test_a_resume_continues_at_its_position(unit, taken):
     straight = batches(unit)
     position = [next(straight).position for _ in range(taken)][-1]
     resumed = batches(unit, start=position)
@@ -155,7 +155,7 @@ def test_the_fingerprint_knows_tokens_labels_and_their_order():
     assert len(found) == 6 and fingerprint(list(given)) in found
 
 
-def test_a_pack_takes_what_fits_and_no_less():
+def test_a_pack_is_filled_as_far_as_possible():
     packs = packed(SIZES, PACK, 3, 0)
     tokens = [len(pack) * int(SIZES[pack].max(0).sum()) for pack in packs]
     assert max(tokens) <= PACK
@@ -169,7 +169,7 @@ def test_a_pack_takes_what_fits_and_no_less():
     assert [pack.tolist() for pack in in_order] != [pack.tolist() for pack in packs]
 
 
-def test_a_resume_with_other_packs_is_refused():
+def test_a_resume_with_other_packs_is_rejected():
     straight = batches("tokens")
     positions = [next(straight).position for _ in range(4)]
     with pytest.raises(ConfigError, match=r"training\.micro_batch: 96, and the checkpoint's position .* began with"):

@@ -59,7 +59,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("limit", [*range(5, 16), 40, 100])
-def test_texts_and_pairs_are_what_transformers_makes_of_them(folder, limit):
+def test_encoded_texts_and_pairs_equal_transformers(folder, limit):
     theirs = AutoTokenizer.from_pretrained(folder)
     ours = encoder(str(folder / "tokenizer.json"), max_length=limit)
     texts = [text for text in TEXTS if "[" not in text]  # there a text can name a special token
@@ -93,7 +93,7 @@ def test_bytes_with_room_for_special_tokens():
     assert found.types.tolist() == [0, 0, 0, 0, 1, 1]
 
 
-def test_ids_stand_alone():
+def test_ids_get_no_special_tokens():
     ids = np.array([3, 1, 4, 1], dtype=np.int64)
     assert only(encoder(None).encode(examples((ids,)))).tokens.tolist() == [3, 1, 4, 1]
     (found,) = encoder(None, Towers).encode(examples((ids, ids[:2])))
@@ -103,7 +103,7 @@ def test_ids_stand_alone():
 
 @pytest.mark.parametrize("kind", [Made, Towers])
 @pytest.mark.parametrize("given", [("", "b"), ("a", "")])
-def test_an_empty_input_is_refused_where_it_stands(kind, given):
+def test_an_empty_input_is_rejected_where_it_stands(kind, given):
     with pytest.raises(DataError, match=r"^made\.tsv:6: is empty.*task\.empty=\"keep\"$"):
         list(encoder("bytes", kind).encode(examples(("a", "b"), given)))
 
@@ -116,13 +116,13 @@ def test_empty_inputs_are_kept_and_counted():
     assert ours.lines("training")[-1] == "training: 2 inputs are empty, the first in made.tsv:6"
 
 
-def test_too_long_an_input_is_refused_where_it_stands():
+def test_too_long_an_input_is_rejected_where_it_stands():
     ours = encoder("bytes", too_long="refuse", vocabulary=264, max_length=6)
     with pytest.raises(DataError, match=r"^made\.tsv:6: 7 tokens are more than task\.max_length = 6\. .*too_long"):
         list(ours.encode(examples(("abcd",), ("abcde",))))
 
 
-def test_what_is_cut_is_counted_and_printed():
+def test_truncated_texts_are_counted_and_printed():
     ours = encoder("bytes", vocabulary=264, max_length=6)
     found = list(ours.encode(examples(("abcd",), ("abcdefgh",), ("ab", "cdef"), ("x",))))
     assert [len(each.sequences[0].tokens) for each in found] == [6, 6, 6, 3]
@@ -133,7 +133,7 @@ def test_what_is_cut_is_counted_and_printed():
     assert "made.tsv:6" in said[1] and "task.max_length" in said[1] and len(said) == 2
 
 
-def test_a_limit_without_room_for_any_text_is_refused():
+def test_a_limit_without_room_for_any_text_is_rejected():
     for limit in (1, 3, 4):
         with pytest.raises(ConfigError, match=rf"^task\.max_length: {limit} leaves no room for a text beside 3 spe"):
             list(encoder("bytes", vocabulary=264, max_length=limit).encode(examples(("ab", "cd"))))

@@ -197,7 +197,7 @@ def test_a_prediction_needs_no_labels_takes_empty_texts_and_carries_ids(folder, 
     assert "new: 1 inputs are empty, the first in" in capsys.readouterr().err
 
 
-def test_options_that_do_not_go_together_are_refused(folder, capsys, tmp_path):
+def test_incompatible_options_of_a_launcher_are_rejected(folder, capsys, tmp_path):
     there = ["--checkpoint", folder / "run_0"]
     tasks = [*there, "--task", "table", "--source", folder / "test.csv"]
     for option in OF_PRETRAINED:

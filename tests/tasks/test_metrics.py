@@ -52,7 +52,7 @@ def test_a_correlation_with_a_constant_is_0(name):
     assert METRICS[name](values[:1], same[:1]) == 0.0
 
 
-def test_one_class_alone():
+def test_metrics_of_a_single_class():
     zeros, ones = np.zeros(4, dtype=int), np.ones(4, dtype=int)
     assert [METRICS[name](zeros, ones) for name in ("accuracy", "f1", "macro_f1", "matthews")] == [0.0] * 4
     assert [METRICS[name](zeros, zeros) for name in ("f1", "matthews")] == [0.0] * 2
@@ -63,7 +63,7 @@ def test_one_class_alone():
     ("missing", "needed"),
     [("sklearn", "f1 auc"), ("scipy", "f1 bleu"), ("sacrebleu", "bleu chrf"), ("rouge_score", "rougeL")],
 )
-def test_a_missing_library_is_one_line_where_its_metrics_are_needed(missing, needed, monkeypatch):
+def test_a_missing_metric_library_is_one_line(missing, needed, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find(name))
     for name in needed.split():
@@ -109,7 +109,7 @@ def test_students_interval_of_a_case_worked_by_hand():
     assert t_interval([0.5, 0.5, 0.5]) == (0.5, 0.5)
 
 
-def test_a_resample_of_one_class_is_no_matter_for_people(recwarn):
+def test_a_resample_with_one_class_prints_no_warning(recwarn):
     labels = np.array([0, 0, 0, 1])
     assert bootstrap_interval(METRICS["matthews"], labels, labels, 0) == (0.0, 1.0)  # 0 where it is not defined
     assert not recwarn.list

@@ -74,7 +74,7 @@ def test_forms_by_suffix(tmp_path):
     assert json.loads((tmp_path / "numbers.json").read_text()) == {"7": 0.1}
 
 
-def test_a_name_that_comes_twice_is_refused_where_one_would_be_lost(tmp_path):
+def test_a_duplicate_name_that_would_lose_a_prediction_is_rejected(tmp_path):
     examples = [encoded("7", 2.5, 1), encoded("8", 0.5, 2), encoded("7", 1.5, 3)]
     rows = predictions(OF_NUMBERS, examples, [predicted(0.1)] * 3)
     with pytest.raises(DataError, match=r'^new\.csv:3: .*"7".*twice.*\.jsonl'):
@@ -84,7 +84,7 @@ def test_a_name_that_comes_twice_is_refused_where_one_would_be_lost(tmp_path):
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 3
 
 
-def test_what_a_form_cannot_hold_is_refused_and_the_old_file_stays(tmp_path):
+def test_unrepresentable_predictions_are_rejected_and_the_old_file_stays(tmp_path):
     out = tmp_path / "out.tsv"
     out.write_text("old")
     rows = predictions_of_classes()
@@ -98,7 +98,7 @@ def test_what_a_form_cannot_hold_is_refused_and_the_old_file_stays(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out.tsv"]
 
 
-def test_outputs_are_refused_before_the_work(tmp_path):
+def test_outputs_are_rejected_before_the_work(tmp_path):
     (tmp_path / "file").write_text("")
     for path, message in (
         (tmp_path, "is a folder"),

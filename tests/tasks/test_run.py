@@ -28,7 +28,7 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["ours", "bert"])
-def test_a_run_that_stopped_goes_on_to_the_bit(name, place, tmp_path):
+def test_a_stopped_run_resumes_bit_identically(name, place, tmp_path):
     attention = {"pattern": ["lsh"], "lsh": {"chunk": 8}}
     sections: dict[str, Any] = {"start": {"huggingface": str(place / "bert"), "attention": attention}}
     if name == "ours":
@@ -105,7 +105,7 @@ def made(place: Path, source: Path | None = None, **sections: Any) -> Any:
                                                                      **sections})  # fmt: skip
 
 
-def test_what_is_held_out_is_chosen_by_the_seed(place):
+def test_the_seed_chooses_the_held_out_examples(place):
     one, same, other = (made(place, run={"seed": seed}) for seed in (0, 0, 1))
     assert len(one.train) == 30 and len(one.validation) == 10
     assert texts(one.train) == texts(same.train) and texts(one.validation) == texts(same.validation)
@@ -116,7 +116,7 @@ def test_what_is_held_out_is_chosen_by_the_seed(place):
     assert all(part == sorted(part, key=int) for part in names)
 
 
-def test_a_limit_takes_some_of_the_training_examples_alone(place):
+def test_a_limit_applies_only_to_training_examples(place):
     whole, few = made(place), made(place, task={"max_length": 128, "limit": 7})
     assert len(few.train) == 7 and set(texts(few.train)) <= set(texts(whole.train))
     assert texts(few.validation) == texts(whole.validation)
@@ -145,7 +145,7 @@ def test_steps_and_warm_up_follow_from_epochs(place):
         ({"model": {**ENCODER, "vocabulary": 200}}, ConfigError, "model.vocabulary: 200 ids.*256 or more"),
     ],
 )
-def test_what_is_refused(sections, kind, said, place):
+def test_invalid_settings_are_rejected(sections, kind, said, place):
     with pytest.raises(kind, match=said):
         made(place, **{name: {"max_length": 128, **s} if name == "task" else s for name, s in sections.items()})
 

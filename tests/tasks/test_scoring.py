@@ -76,7 +76,7 @@ def test_validation_comes_when_it_is_due_and_returns_the_tasks_loss_and_metrics(
     assert due[4]["evaluation/accuracy"] == right / len(labels)
 
 
-def test_a_stop_breaks_a_validation_off_and_training_goes_on(tmp_path):
+def test_a_stop_interrupts_a_validation_and_training_resumes(tmp_path):
     run = opened(tmp_path / "run", reviews(tmp_path / "table.csv", 12), model={**ENCODER, "layers": 1})
     run.model.train()
     engine: Any = FakeEngine(run.model)

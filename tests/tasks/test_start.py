@@ -95,7 +95,7 @@ OURS = {
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_checkpoint_of_ours(name, tmp_path):
+def test_start_from_a_megasparse_checkpoint(name, tmp_path):
     config = OURS[name]
     model, path = checkpoint(config, tmp_path / "pretrained")
     wanted = config_of(tmp_path, {"checkpoint": str(path)})
@@ -129,7 +129,7 @@ def test_a_checkpoints_final_states_are_the_models(tmp_path):
     assert (found[0] - expected[0]).abs().max() < 1e-5 and (found[1, :15] - expected[1, :15]).abs().max() < 1e-5
 
 
-def test_a_checkpoint_of_ours_gets_another_attention(tmp_path):
+def test_a_megasparse_checkpoint_gets_another_attention(tmp_path):
     model, path = checkpoint(OURS["bert"], tmp_path / "pretrained")
     given = {"pattern": ["local"], "local": {"chunk": 8}}
     wanted = config_of(tmp_path, {"checkpoint": str(path), "attention": given})
@@ -153,7 +153,7 @@ def test_initial_weights(tmp_path):
     assert_built_again(start, wanted, None)
 
 
-def test_a_bert_stays_what_it_is(tmp_path):
+def test_an_imported_bert_keeps_its_logits(tmp_path):
     folder = bert(tmp_path / "bert")
     wanted = config_of(tmp_path, {"huggingface": str(folder)})
     start = open_start(wanted, 2)
@@ -204,7 +204,7 @@ def test_a_folder_of_a_replaced_model(tmp_path):
     assert_built_again(start, wanted, tmp_path / "replaced")
 
 
-def test_a_folder_of_ours(tmp_path):
+def test_start_from_a_megasparse_folder(tmp_path):
     lsh = {"window": "chunk", "same_bucket": False, "count_rounds": False}
     _, path = checkpoint(decoder("full", attention=attention("local", "lsh", lsh=lsh)), tmp_path / "pretrained")
     folder = to_hf(path, tmp_path / "exported", to="reformer")
@@ -274,7 +274,7 @@ def refusal(config: FinetuneConfig) -> str:
     return str(caught.value)
 
 
-def test_other_weights_are_refused(tmp_path):
+def test_other_weights_are_rejected(tmp_path):
     folder = bert(tmp_path / "bert")
     found = open_start(config_of(tmp_path, {"huggingface": str(folder)}), 2).sha256
     open_start(config_of(tmp_path, {"huggingface": str(folder), "sha256": found}), 2)
@@ -287,7 +287,7 @@ def test_other_weights_are_refused(tmp_path):
     assert "but the weights have" in refusal(config_of(tmp_path, {"huggingface": str(folder), "sha256": found}))
 
 
-def test_encoder_decoders_are_refused(tmp_path):
+def test_encoder_decoders_are_rejected(tmp_path):
     _, path = checkpoint(small_pair(), tmp_path / "pretrained")
     assert "is of an encoder-decoder" in refusal(config_of(tmp_path, {"checkpoint": str(path)}))
     folder = to_hf(path, tmp_path / "exported")
@@ -300,7 +300,7 @@ def test_encoder_decoders_are_refused(tmp_path):
     assert "encoder-decoder" in refusal(config_of(tmp_path, {"huggingface": str(tmp_path / "bart")}))
 
 
-def test_other_mistakes_are_refused(tmp_path):
+def test_other_mistakes_are_rejected(tmp_path):
     folder = bert(tmp_path / "bert")
     of_bert = {"huggingface": str(folder)}
     assert "not a folder" in refusal(config_of(tmp_path, {"huggingface": str(tmp_path / "nowhere")}))
@@ -324,7 +324,7 @@ def test_other_mistakes_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, b"{", b"[]", b'{"kind": "megasparse"}', b"null"])
-def test_a_damaged_record_is_refused(content, tmp_path):
+def test_a_damaged_record_is_rejected(content, tmp_path):
     config = config_of(tmp_path, {}, model=ENCODER)
     open_start(config, 2).write(tmp_path)
     record = tmp_path / "start" / "body.json"
@@ -336,7 +336,7 @@ def test_a_damaged_record_is_refused(content, tmp_path):
         rebuild(tmp_path, finetuning.form_for(config), Checkpoint(tmp_path, {"tensors": {}}))
 
 
-def test_more_layers_than_weights_are_refused_before_one_is_built(tmp_path):
+def test_more_layers_than_weights_are_rejected_before_one_is_built(tmp_path):
     folder = bert(tmp_path / "bert")
     wanted = config_of(tmp_path, {"huggingface": str(folder)})
     start = open_start(wanted, 2)
@@ -381,7 +381,7 @@ def trained(tmp_path_factory):
     return folder
 
 
-def test_a_model_of_ours_predicts_what_it_did_in_training(trained):
+def test_a_restored_megasparse_model_predicts_as_in_training(trained):
     found, values = scores(trained / "run", trained / "validation.csv")
     known = best(trained / "run")
     assert {name: known["scalars"][f"evaluation/{name}"] for name in values} == values
@@ -401,7 +401,7 @@ def test_a_model_of_ours_predicts_what_it_did_in_training(trained):
     ],
     ids=["replaced", "bf16"],
 )
-def test_a_bert_predicts_what_it_did_in_training(tmp_path, sections):
+def test_a_restored_bert_predicts_as_in_training(tmp_path, sections):
     train, validation = files(tmp_path)
     start = {"huggingface": str(bert(tmp_path / "bert")), **sections.pop("start", {})}
     task = {"validation": str(validation)}
@@ -418,7 +418,7 @@ def test_a_bert_predicts_what_it_did_in_training(tmp_path, sections):
         restore_task(tmp_path / "run")
 
 
-def test_what_is_no_fine_tuned_model_is_refused(tmp_path, trained):
+def test_a_model_without_fine_tuning_is_rejected(tmp_path, trained):
     checkpoint(encoder("full"), tmp_path / "pretrained")
     with pytest.raises(CheckpointError, match=r"is of a pretrained model.*megasparse evaluate --data"):
         restore_task(tmp_path / "pretrained")

@@ -55,7 +55,7 @@ def test_every_implementation_runs_forward_and_backward(name):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_what_the_backward_needs_is_counted_once(causal):
+def test_saved_tensors_are_counted_once(causal):
     """Queries, keys, values and the output, (1, 2, 64, 8) of 4 bytes each, and a log-sum-exp of every query."""
     sdpa = replace(case("sdpa"), model=model_of("lsh", 64, 2, 8, rounds=2, window=8, causal=causal))
     assert 4 * 4096 <= measure(sdpa).kept_bytes <= 4 * 4096 + 2 * 512

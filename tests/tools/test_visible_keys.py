@@ -15,7 +15,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_exactly_the_keys_whose_values_reach_a_query_are_seen(name):
+def test_visible_keys_are_exactly_the_keys_that_reach_a_query(name):
     single = Single(name, True)
     x, q, k, _ = single.inputs(LENGTH)
     x, q, k = x[:1], q[:1], k[:1]

@@ -44,7 +44,7 @@ def curves(config: Config) -> list[list[float]]:
     return [[line[key] for key in keys] for line in metrics(config)]
 
 
-def test_a_run_that_is_past_its_last_step_says_why_it_does_not_begin(tmp_path, capsys):
+def test_a_run_past_its_last_step_explains_why_it_does_not_start(tmp_path, capsys):
     config = tiny_config(tmp_path)
     launch(config, stop_at=7)
     for stop, why in ((7, "step 7 is the run's step 7 of 20"), (5, "step 5 is before the run's step 7 of 20")):
@@ -113,7 +113,7 @@ def test_the_last_step_is_saved_even_without_an_interval(tmp_path):
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["00000007"]
 
 
-def test_a_wanted_stop_saves_before_the_next_step_and_the_run_goes_on_exactly(tmp_path):
+def test_a_requested_stop_saves_before_the_next_step_and_resumes_exactly(tmp_path):
     straight, stopped = tiny_config(tmp_path / "straight"), tiny_config(tmp_path / "stopped")
     launch(straight)
     reported: list[str] = []
@@ -160,7 +160,7 @@ def test_a_loss_spike_is_reported_and_applied(tmp_path):
     assert event["step"] == 150 and event["message"].startswith("step 150: loss spike")
 
 
-def test_a_run_whose_last_checkpoint_fails_does_not_end_well(tmp_path, monkeypatch):
+def test_a_run_whose_last_checkpoint_fails_exits_with_an_error(tmp_path, monkeypatch):
     config = tiny_config(tmp_path, checkpoint={"every": 10, "on_failure": "continue"})
     monkeypatch.setattr("megasparse.training.checkpoints.saving.free_bytes", lambda folder: 5)
     with pytest.raises(StorageError, match="the last step, 20, is not saved"):

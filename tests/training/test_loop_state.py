@@ -39,14 +39,14 @@ def test_no_step_of_a_noisy_falling_loss_is_taken_for_a_spike(figures):
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
-def test_rounding_noise_on_a_loss_that_stands_still_is_no_spike(scale):
+def test_rounding_noise_on_a_constant_loss_is_not_a_spike(scale):
     guard = after([scale] * HISTORY)
     assert not guard.is_spike(scale) and not guard.is_spike(scale * (1 + 1e-6))
     assert guard.is_spike(scale * 1.01)
     assert not after([0.0] * HISTORY).is_spike(0.0)
 
 
-def test_without_32_losses_or_of_what_is_not_finite_there_is_no_spike():
+def test_no_spike_without_32_losses_or_for_non_finite_losses():
     assert not after([1.0] * (FEWEST - 1)).is_spike(1e38)
     guard = after([1.0] * FEWEST)
     assert guard.is_spike(1e38)
@@ -145,7 +145,7 @@ def test_a_resumed_run_remembers_its_best(tmp_path, values, lower):
     assert found["metric"] == METRIC and found["step"] == 20 and found["value"] == values[1]
 
 
-def test_nothing_to_restore_changes_nothing_and_values_of_another_metric_are_no_measure():
+def test_an_empty_state_changes_nothing_and_another_metric_is_ignored():
     """The metric of evaluation may change when a run goes on."""
     selection = Selection("evaluation/accuracy")
     selection.restore({})

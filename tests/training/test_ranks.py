@@ -30,7 +30,7 @@ LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "1
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1], ids=["the first waits", "the first is not there"])
-def test_ranks_that_do_not_meet_say_so_and_end_as_hung(rank):
+def test_a_failed_rendezvous_is_reported_and_exits_as_a_hang(rank):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -43,7 +43,7 @@ def test_ranks_that_do_not_meet_say_so_and_end_as_hung(rank):
     assert ended.stderr.splitlines()[-1].startswith(f"HANG: {where} waited 1 s for the 2 ranks to meet at")
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch):
+def test_more_ranks_than_gpus_are_rejected(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     for name, value in {**LAUNCHED, "LOCAL_RANK": "8", "WORLD_SIZE": "9"}.items():
@@ -69,7 +69,7 @@ LEFT_OVER = {
 
 
 @pytest.mark.parametrize("variables", LEFT_OVER)
-def test_what_a_launcher_left_in_the_environment_is_refused_in_one_line(variables, monkeypatch):
+def test_a_stale_launcher_environment_is_rejected_in_one_line(variables, monkeypatch):
     for assignment in variables.split(" "):
         monkeypatch.setenv(*assignment.split("=", 1))
     with pytest.raises(ConfigError, match=f"^{LEFT_OVER[variables]}") as refused:
@@ -85,7 +85,7 @@ def listening() -> list[str]:
     return [row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and int(row[9]) in inodes]
 
 
-def test_ranks_of_one_machine_meet_where_no_other_machine_reaches():
+def test_ranks_of_one_machine_use_the_loopback_interface():
     assert set().union(*run_ranks(listening, 2)) == {"0100007F"}
 
 

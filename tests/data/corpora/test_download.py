@@ -62,7 +62,7 @@ def test_downloads_once_and_records_the_sha256(server, url, copies, folder):
     assert not [path for path in copies.iterdir() if b"secret" in path.name.encode() + path.read_bytes()]
 
 
-def test_a_truncated_body_is_an_error_and_the_next_call_goes_on(server, url, copies):
+def test_a_truncated_body_is_an_error_and_the_next_call_continues(server, url, copies):
     server.faults[FILE].extend(["cut", "cut"])
     for have in ("1,536,000", "2,304,000"):
         refusal(lambda: download(url, copies), match=rf"ended after {have} of 3,072,000 bytes.*goes on from there")
@@ -72,7 +72,7 @@ def test_a_truncated_body_is_an_error_and_the_next_call_goes_on(server, url, cop
 
 
 @pytest.mark.parametrize("change", ["another file", "no ranges"])
-def test_what_cannot_go_on_starts_over(server, url, copies, folder, change):
+def test_a_download_that_cannot_continue_starts_over(server, url, copies, folder, change):
     server.faults[FILE].append("cut")
     with pytest.raises(DataError):
         download(url, copies)
@@ -92,7 +92,7 @@ def test_refusals_name_the_url(server, url, copies, fault, problem):
     assert caught.value.path == url and not copies.parent.exists()
 
 
-def test_an_altered_copy_is_refused(url, copies):
+def test_an_altered_copy_is_rejected(url, copies):
     download(url, copies).write_bytes(BODY[:-1])
     refusal(lambda: download(url, copies), match="altered")
 
@@ -141,7 +141,7 @@ def test_a_planted_link_is_not_written_through(url, copies, tmp_path, name, link
     assert (tmp_path / "target").read_text() == "precious"
 
 
-def test_more_than_the_disk_holds_is_refused_before_it_comes(url, copies, monkeypatch):
+def test_a_download_larger_than_the_disk_is_rejected_first(url, copies, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3_071_999))
     refusal(lambda: download(url, copies), match=r"announces 3,072,000 bytes more, the disk has 3,071,999 free")
     assert not list(copies.iterdir())
@@ -207,7 +207,7 @@ def test_a_file_a_folder_and_a_pattern(store, tmp_path, location, names):
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_what_came_is_kept_unless_the_object_is_another(store, tmp_path, monkeypatch, replaced):
+def test_a_partial_download_is_kept_unless_the_object_changed(store, tmp_path, monkeypatch, replaced):
     monkeypatch.setattr(download_module, "PIECE", 100_000)
     read, asked = MemoryFile.read, []
 
@@ -247,7 +247,7 @@ def test_what_came_is_kept_unless_the_object_is_another(store, tmp_path, monkeyp
         ("swift://bucket/x", DataError, "^swift://bucket/x: .*Known here: http, https, s3, gs, az"),
     ],
 )
-def test_what_cannot_be_read_is_one_line(store, tmp_path, location, error, message):
+def test_an_unreadable_source_is_one_line(store, tmp_path, location, error, message):
     assert "secret" not in refusal(lambda: opened(tmp_path, location), error, message)
 
 

@@ -49,7 +49,7 @@ def test_sequences_are_a_function_of_the_seed(corpus):
         ("recall", {"sample_bytes": 200}, "--length"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(corpus, changed, message):
+def test_impossible_settings_are_rejected(corpus, changed, message):
     refusal(lambda: draw(corpus, **changed), ConfigError, message)
 
 

@@ -60,7 +60,7 @@ def test_planes_become_pixels():
     assert (encoder.record, encoder.width, encoder.end, encoder.name) == (192, 1, None, "pixels")
 
 
-def test_what_has_three_colours_of_a_byte_is_converted_and_reported(capsys):
+def test_other_colour_modes_are_converted_and_reported(capsys):
     images._report_conversion.cache_clear()
     grey = IMAGE[:, :, 0]
     three = np.repeat(grey[:, :, None], 3, axis=2)
@@ -98,7 +98,7 @@ def test_what_has_three_colours_of_a_byte_is_converted_and_reported(capsys):
         (bytes(20_000_000), "20,000,000 bytes are too many"),
     ],
 )
-def test_bad_images_are_refused_in_one_line(content, problem):
+def test_bad_images_are_rejected_in_one_line(content, problem):
     refusal(lambda: pixels(content), match=rf"^folder/one\.png: .*{problem}")
 
 
@@ -218,13 +218,13 @@ def test_shards_hold_the_pixels_of_whole_images(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
-def test_links_and_devices_are_refused(tmp_path, kind):
+def test_links_and_devices_are_rejected(tmp_path, kind):
     files = {"a.png": FILES["00.png"], "b.png": special_member("b.png", kind)}
     with pytest.raises(DataError, match=r"x\.tar:b\.png: at byte 1024 this is neither a file nor a folder"):
         read_corpus("images", write_tar(tmp_path / "x.tar", files))
 
 
-def test_names_in_an_archive_are_no_paths(tmp_path, monkeypatch):
+def test_archive_names_never_become_paths(tmp_path, monkeypatch):
     """Nothing is written, whatever a member is called."""
     monkeypatch.chdir(write_files(tmp_path / "here", {}) if (tmp_path / "here").mkdir() else tmp_path / "here")
     files = {"/tmp/absolute.png": FILES["00.png"], "train/../../up.png": FILES["01.png"]}
@@ -241,7 +241,7 @@ def torn(content: bytes, how: str) -> bytes:
 
 @pytest.mark.parametrize("how", ["a header", "in a member", "between members", "in a header"])
 @pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
-def test_a_torn_archive_is_refused(tmp_path, how, suffix):
+def test_a_torn_archive_is_rejected(tmp_path, how, suffix):
     """The iterator of tarfile takes three of these for the end of the archive."""
     content = torn(write_tar(tmp_path / "whole.tar", FILES).read_bytes(), how)
     path = tmp_path / f"x{suffix}"
@@ -259,7 +259,7 @@ def test_a_torn_archive_is_refused(tmp_path, how, suffix):
         ({"a.png": FILES["00.png"]}, "1 images are too few to give train any"),
     ],
 )
-def test_bad_sources_are_refused_and_nothing_is_written(tmp_path, files, problem):
+def test_bad_sources_are_rejected_and_nothing_is_written(tmp_path, files, problem):
     place = write_files(tmp_path / "photos", files)
     with pytest.raises(DataError, match=problem):
         prepared("images", source_of(place, kind="raw"), tmp_path / "data", 500, 900, **OPTIONS)
@@ -404,7 +404,7 @@ def test_the_older_version_is_recognised_by_its_names(tmp_path):
         assert imagenet64_about(*places) == {"downsampling": "pixelrnn", "verified": []}
 
 
-def test_images_of_ones_own_are_shared_out_and_must_say_how_they_were_made(tmp_path):
+def test_user_images_are_split_and_need_a_resampling_method(tmp_path):
     place = write_tar(tmp_path / "sample.tar", {f"{i}.png": png(image) for i, image in enumerate(TRAIN[:20])})
     found = read_corpus("imagenet64", place, downsampling="box")
     assert {name: len(images) for name, images in found.items()} == {"train": 18, "validation": 1, "test": 1}
@@ -429,7 +429,7 @@ def test_images_of_ones_own_are_shared_out_and_must_say_how_they_were_made(tmp_p
         ({"train_64x64/a.png": png(draw(1, 32)[0])}, "has 32×32 pixels, 64×64 are expected"),
     ],
 )
-def test_what_is_not_the_data_set_is_refused(tmp_path, files, problem):
+def test_files_of_another_data_set_are_rejected(tmp_path, files, problem):
     for name, content in files.items():
         if isinstance(content, dict):
             write_zip(tmp_path / name, content)

@@ -62,7 +62,7 @@ def lenient(monkeypatch):
     monkeypatch.setattr(records, "MOST_DAMAGED", 0.8)
 
 
-def test_lines_that_are_no_record_are_left_out_by_reason(tmp_path):
+def test_malformed_lines_are_skipped_and_counted_by_reason(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n".join(JSON_LINES))
     source = json_source(tmp_path / "a.jsonl")
     assert documents(source) == {"train": GOOD}
@@ -80,7 +80,7 @@ def test_lines_that_are_no_record_are_left_out_by_reason(tmp_path):
         ({"column": "id"}, [], {}),
     ],
 )
-def test_what_is_chosen(tmp_path, changed, want, why):
+def test_selected_splits_and_columns(tmp_path, changed, want, why):
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(JSON_LINES))
     if not want:
         with pytest.raises(DataError, match=r'record 1 here: no "id"\. Up to 80% are left out; check the source and'):
@@ -101,7 +101,7 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("suffix", PACKED)
-def test_compressed_files_are_read_as_they_are_and_torn_ones_refused(tmp_path, suffix):
+def test_compressed_files_are_read_and_truncated_ones_rejected(tmp_path, suffix):
     content = b"\n".join(JSON_LINES)
     file = tmp_path / "in" / f"a.jsonl{suffix}"
     file.parent.mkdir()
@@ -175,7 +175,7 @@ def test_any_number_of_workers_and_any_interruption_give_the_same_bytes(tmp_path
     assert files(prepared(tmp_path / "in", tmp_path / "again").directory) == want
 
 
-def test_a_file_that_changes_between_its_readings_is_refused(tmp_path):
+def test_a_file_that_changes_between_its_readings_is_rejected(tmp_path):
     crawl(tmp_path, files=1)
     source = json_source(tmp_path)
     place = tmp_path / "0.jsonl"
@@ -255,7 +255,7 @@ def torn() -> bytes:
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" + bytes(40) + b"PAR1", b"x" * 1000, torn()])
-def test_what_is_no_parquet_is_one_line(tmp_path, content):
+def test_invalid_parquet_is_one_line(tmp_path, content):
     (tmp_path / "a.parquet").write_bytes(content)
     refusal(lambda: read_parquet(tmp_path), match=r"a\.parquet: cannot be read: .*Check that it is complete")
 
@@ -337,7 +337,7 @@ def test_own_splits_of_every_kind_of_folder(tmp_path, made):
     assert CORPORA["huggingface"].about(source, settings(split=None))["documents"] == {"train": 3, "test": 1}
 
 
-def test_the_training_part_is_cut_where_it_is_all_or_a_split_is_given(tmp_path):
+def test_held_out_splits_are_cut_from_training_data_if_missing_or_requested(tmp_path):
     _, cut = dataset_source(saved(tmp_path / "all"), "50,25,25")
     assert cut == {"train": TEXTS["train"][:2], "test": TEXTS["train"][2:]}
     put(tmp_path / "one" / "data-00000-of-00001.arrow", [f"text {i:02d}" for i in range(40)])
@@ -364,14 +364,14 @@ def test_the_order_is_that_of_numbers_and_split_names_count_at_word_borders(tmp_
         (["README.txt"], r"no files named \*\.arrow, \*\.parquet, \*\.jsonl"),
     ],
 )
-def test_what_is_no_whole_dataset_is_refused(tmp_path, files, message):
+def test_incomplete_datasets_are_rejected(tmp_path, files, message):
     for file in files:
         put(tmp_path / file, ["x"])
     refusal(lambda: dataset_source(tmp_path), match=message)
 
 
 @pytest.mark.parametrize("info", ["[" * 100_000, "{", '{"download_checksums": 3}'])
-def test_a_description_that_is_none(tmp_path, info):
+def test_an_invalid_description(tmp_path, info):
     put(tmp_path / "train.parquet", ["x" * 100] * 40)
     (tmp_path / "dataset_info.json").write_text(info)
     if info.endswith(("}", "]")):

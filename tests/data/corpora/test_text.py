@@ -136,7 +136,7 @@ def test_books_that_look_like_paragraphs_are_reported(book_source, capsys):
     assert "5 books of 19 bytes in the mean: an empty line ends a book. Where it ends a p" in capsys.readouterr().err
 
 
-def test_too_few_books_are_refused(book_source):
+def test_too_few_books_are_rejected(book_source):
     with pytest.raises(DataError, match="5 books are too few to give validation any"):
         CORPORA["bookcorpus"].about(book_source, {**BOOK_SETTINGS, "split": "98,1,1"})
 
@@ -207,7 +207,7 @@ def test_folders_named_apart_and_archives_are_read_alike(tmp_path, monkeypatch):
         ({"metadata.csv": '10,A,1\n9,"B" x,1'}, r"metadata\.csv: it is not CSV"),
     ],
 )
-def test_what_does_not_fit_is_one_line(tmp_path, changed, message):
+def test_unsuitable_sources_are_one_line(tmp_path, changed, message):
     refusal(lambda: CORPORA["pg19"].about(source_of(written(tmp_path, PG19_FILES | changed)), BYTES), match=message)
 
 
@@ -272,7 +272,7 @@ def wikitext_about(*paths: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("official_wikitext")
-def test_a_wrong_checksum_is_refused_and_a_part_is_not_called_official(wikitext):
+def test_a_wrong_checksum_is_rejected_and_a_part_is_not_called_official(wikitext):
     train, names = wikitext / "wiki.train.tokens", ("wiki.test.tokens", "wiki.valid.tokens")
     train.write_text(TEXTS["train"] + " more \n", encoding="utf-8")
     assert wikitext_about(wikitext) == {"kind": "tokens", "official": False}
@@ -284,7 +284,7 @@ def test_a_wrong_checksum_is_refused_and_a_part_is_not_called_official(wikitext)
     assert [name for name, _ in CORPORA["wikitext103"].splits(some, BYTES)] == ["validation", "test"]
 
 
-def test_what_is_not_wikitext_is_one_line(wikitext, wikitext_zip, tmp_path):
+def test_files_other_than_wikitext_are_one_line(wikitext, wikitext_zip, tmp_path):
     raw, other = wikitext / "wiki.test.raw", tmp_path / "x.txt"
     same = r"wiki\.test\.tokens is the same split\. Give one of the two"
     refusal(lambda: wikitext_about(wikitext, wikitext_zip), match=same)
@@ -477,7 +477,7 @@ def test_splits_of_their_own_files(tmp_path):
         (GERMAN, ["--test-source", "SOURCE"], "test has 7 lines of the source and 0 of the target"),
     ],
 )
-def test_what_does_not_belong_together_is_refused(tmp_path, capsys, target, more, reported):
+def test_mismatched_files_are_rejected(tmp_path, capsys, target, more, reported):
     english, german = written_lines(tmp_path, "a.en", ENGLISH), written_lines(tmp_path, "a.de", target)
     more = [str(english) if word == "SOURCE" else word for word in more]
     with pytest.raises(SystemExit) as end:

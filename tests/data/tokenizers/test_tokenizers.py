@@ -180,7 +180,7 @@ def test_special_tokens_are_hidden_though_the_file_does_not_call_them_special(tm
     assert not set(built(tmp_path, values).encode("a [MASK] [CLS] b").tolist()) & {0, 2, 3, 4}
 
 
-def test_a_tokenizer_whose_special_tokens_text_can_have_is_refused(tmp_path):
+def test_a_tokenizer_whose_special_tokens_text_can_have_is_rejected(tmp_path):
     values = wordpiece()
     values |= {"pre_tokenizer": None, "normalizer": None}
     refusal(lambda: built(tmp_path, values), ConfigError, "a text can become its special token")
@@ -201,7 +201,7 @@ def test_added_words_and_lossy_parts_do_not_cost_bytes(tmp_path):
     assert number in mine.encode("W\u00d6RDx").tolist() and mine.decode(torch.tensor([number])) == "W\u00d6RD".encode()
 
 
-def test_others_say_that_they_lose_something(tmp_path):
+def test_lossy_tokenizers_are_marked(tmp_path):
     spaced = byte_level()
     spaced["pre_tokenizer"] = {**spaced["pre_tokenizer"], "add_prefix_space": True}
     for values in (wordpiece(), unigram(), spaced, {**byte_level(), "normalizer": {"type": "NFC"}}):
@@ -212,7 +212,7 @@ def test_others_say_that_they_lose_something(tmp_path):
     )
 
 
-def test_where_words_begin(tmp_path):
+def test_word_starts(tmp_path):
     for values, text, words in (
         (wordpiece(), "the attention models unable", ["the", "attention", "models", "unable"]),
         (byte_level(), "the thing\n\tthe end", ["the", " thing", "\n", "\t", "the", " end"][:3]),
@@ -305,13 +305,13 @@ def built_model(folder: Path, data: bytes) -> Tokenizer:
 
 
 @pytest.mark.parametrize("odd", [b"\xe2\x96\x81", b"\0", b"\xff", "\ud800".encode("utf-8", "surrogatepass")])
-def test_what_is_odd_costs_its_own_bytes_alone(model, odd):
+def test_odd_bytes_cost_only_their_own_tokens(model, odd):
     of_bytes = 5 + torch.tensor(list(odd))
     expected = torch.cat([model.encode("the attention"), of_bytes, model.encode(" of the")])
     assert torch.equal(model.encode(b"the attention" + odd + b" of the"), expected)
 
 
-def test_what_sentencepiece_would_change_comes_back_all_the_same(model, monkeypatch):
+def test_text_that_sentencepiece_normalises_is_restored(model, monkeypatch):
     class Changing:
         def encode(self, texts: list[str], num_threads: int) -> list[list[int]]:
             return [own.encode(text.replace("of", "")) for text in texts]
@@ -344,13 +344,13 @@ def test_long_lines_are_cut_before_spaces():
     assert found[-2:] == ["\n", "end"]
 
 
-def test_special_tokens_are_no_text(model):
+def test_special_tokens_never_come_from_text(model):
     assert model.special == SpecialTokens(begin=1, separator=2, padding=3, mask=4) and model.separator == 2
     assert model.vocabulary == 420 and model.lossless
     assert model.decode(torch.tensor([1, 2, 3, 4, 0])) == b""
 
 
-def test_words_begin_at_white_space(model):
+def test_words_start_after_white_space(model):
     starts = model.word_starts()
     assert starts.shape == (420,) and not starts[:5].any()
     for text, expected in ((" the", [True]), ("\n", [True]), ("\t", [True]), ("x", [False]), ("\0", [False])):
@@ -401,7 +401,7 @@ def without_bytes() -> bytes:
         (lambda: sentencepiece_model().replace(b"<0x41>", b"<unk>\xff", 1), "is no model of sentencepiece"),
     ],
 )
-def test_a_model_that_changes_text_is_refused(tmp_path, data, problem):
+def test_a_model_that_changes_text_is_rejected(tmp_path, data, problem):
     said = refusal(lambda: built_model(tmp_path, data()), ConfigError, problem)
     assert re.search(r"megasparse train-tokenizer|README", said)
 
@@ -442,7 +442,7 @@ def test_any_bytes_come_back(tmp_path, kind):
     assert torch.equal(tokenizer.encode(points), tokenizer.encode(points.encode("utf-8", "surrogatepass")))
 
 
-def test_numbers_that_are_no_tokens_are_refused(tmp_path, model):
+def test_ids_outside_the_vocabulary_are_rejected(tmp_path, model):
     words = tokenizer_of(tmp_path, "<unk>", "<eos>")
     for tokenizer in (ByteTokenizer(), words, model, *(built(tmp_path, kind()) for kind in KINDS.values())):
         for token in (-1, tokenizer.vocabulary):

@@ -161,7 +161,7 @@ def test_scores_costs_and_answers_against_one_example_at_a_time(where, tmp_path)
     assert found["accuracy"].item() == pytest.approx(np.mean(right))
 
 
-def test_gradients_reach_candidates_of_ones_own_alone(tmp_path):
+def test_gradients_reach_only_the_candidates_of_the_example(tmp_path):
     """Where others have more, nothing is learned from, or affected by, the padding that this leaves."""
     model, form, given = model_of(body_of("full", tmp_path), rate=0.0), form_with(tmp_path), examples()
 
@@ -204,7 +204,7 @@ def test_rows_of_predictions(tmp_path):
     assert form.measures([made, made], [2, 0]) == {"accuracy": 0.5}
 
 
-def test_settings_and_inputs_that_do_not_fit_are_refused(tmp_path):
+def test_unsuitable_settings_and_inputs_are_rejected(tmp_path):
     body = our_body()
     for key, value in (("pooling", "mean"), ("hidden", 8)):
         with pytest.raises(ConfigError, match=rf"^head\.{key}: .*{value}.*wikihop.* Remove it"):

@@ -186,7 +186,7 @@ def test_answers_are_scaled_and_rows_in_units(tmp_path, file):
 
 
 @pytest.mark.slow
-def test_a_run_resumes_to_the_bit_and_is_restored_without_its_table(tmp_path):
+def test_a_run_resumes_bit_identically_and_is_restored_without_its_table(tmp_path):
     file = write(tmp_path / "series.csv", numbers(120))
     straight = finetuning.assert_resumes(tmp_path, file, 3, **sections())
     assert len(finetuning.plain(straight)) == 6
@@ -220,7 +220,7 @@ def test_a_run_resumes_to_the_bit_and_is_restored_without_its_table(tmp_path):
         ({"evaluation": {"metric": "accuracy"}}, r'evaluation\.metric: "accuracy"'),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path, file, changes, said):
+def test_unsuitable_inputs_are_rejected(tmp_path, file, changes, said):
     with pytest.raises(ConfigError, match=said):
         finetuning.opened(tmp_path / "run", file, **{**sections(), **changes})
 

@@ -111,7 +111,7 @@ def test_numbers_are_learned_by_squared_error():
     assert found["nats"].item() == pytest.approx(sum(squares), rel=1e-5) and "accuracy" not in found
 
 
-def test_mechanisms_hear_of_classes_in_training_alone():
+def test_mechanisms_get_classes_only_in_training():
     body = Slow()
     inputs = collate([encoded(0, 5, 1), encoded(1, 9, 0)], 64)
     model = model_of(body)
@@ -122,7 +122,7 @@ def test_mechanisms_hear_of_classes_in_training_alone():
     assert body.seen[2] is None and "predicted" not in found
 
 
-def test_a_head_is_what_it_says():
+def test_a_head_equals_its_definition():
     head = Head(6, 3, HeadConfig(hidden=5), towers=False, seed=1)
     x = torch.randn(4, 6)
     expected = torch.tanh(x @ head.dense.weight.T + head.dense.bias) @ head.output.weight.T + head.output.bias
@@ -149,7 +149,7 @@ def test_dropout_of_a_head_is_an_examples_own():
     assert torch.equal(dropped(x, 0.5, evaluation(7, 8), "head dropout"), x)
 
 
-def test_a_pooler_reads_what_no_dropout_has_touched():
+def test_a_pooler_reads_states_before_dropout():
     for pooling, touched in (("pooler", False), ("first", True)):
         head = Head(400, 3, HeadConfig(dropout=0.5, pooling=pooling), False, seed=1)
         seen: list[Tensor] = []
@@ -191,7 +191,7 @@ def body_of(kind: str, where: str, folder: Path) -> Backbone:
 @pytest.mark.parametrize(
     ("kind", "where"), [*((kind, where) for where in ("ours", "replaced") for kind in KINDS), ("full", "kept")]
 )
-def test_a_prediction_depends_on_its_example_alone(kind, where, tmp_path):
+def test_a_prediction_depends_only_on_its_example(kind, where, tmp_path):
     model = model_of(body_of(kind, where, tmp_path))
     examples = [encoded(i, length, i % 3) for i, length in enumerate(LENGTHS)]
     alone = torch.cat([model(collate([each], 64), evaluation(i))[1]["predicted"] for i, each in enumerate(examples)])
@@ -204,7 +204,7 @@ def test_a_prediction_depends_on_its_example_alone(kind, where, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["reversible", "transformers"])
-def test_a_decoders_last_state_is_that_of_the_text_alone(where):
+def test_a_decoders_last_state_does_not_depend_on_padding(where):
     body: Backbone
     if where == "transformers":
         torch.manual_seed(0)

@@ -304,7 +304,7 @@ def test_negatives_are_others_of_the_impression_each_once_while_there_are_enough
         assert set(news[3:, 1:].flatten().tolist()) == {18}
 
 
-def test_a_draw_depends_on_seed_step_and_sample_alone():
+def test_a_draw_depends_only_on_seed_step_and_sample():
     one, both = shown([9], [[2, 4]]), shown([7, 9], [[1], [2, 4]])
 
     def of(batch: Impressions, samples: list[int], seed: int = 5, step: int = 3) -> list[list[int]]:
@@ -315,7 +315,7 @@ def test_a_draw_depends_on_seed_step_and_sample_alone():
     assert all(own != other for other in (of(one, [18]), of(one, [17], seed=6), of(one, [17], step=4)))
 
 
-def test_a_gradient_depends_neither_on_micro_batches_nor_on_what_else_is_read(tmp_path):
+def test_a_gradient_does_not_depend_on_micro_batches_or_other_examples(tmp_path):
     run = run_of(tmp_path, model={**ENCODER, "dropout": 0.2}, head={"hidden": 24, "dropout": 0.2})
     examples = run.train[:8]
     clicks = sum(sum(each.label) for each in examples)
@@ -365,12 +365,12 @@ def test_a_smart_bird_sketch_reads_titles_and_learns(tmp_path):
         ),
     ],
 )
-def test_an_attention_that_does_not_fit_is_refused(settings, message):
+def test_an_unsuitable_attention_is_rejected(settings, message):
     with pytest.raises(ConfigError, match=message):
         NewsRecommender(our_body(), RecommendationConfig(**settings), HeadConfig(), 0)
 
 
-def test_a_run_that_was_stopped_goes_on_with_the_same_losses(tmp_path):
+def test_a_stopped_run_resumes_with_the_same_losses(tmp_path):
     folder = mind(tmp_path / "mind", 30, 8)
     sections: dict[str, Any] = {
         "model": {**STILL, "layers": 1},

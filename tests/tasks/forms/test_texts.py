@@ -58,7 +58,7 @@ def test_both_sides_end_with_the_separator(data, tmp_path):
     assert lines == ["new: 2 examples, the longest of 6 tokens; 1 answers, the longest of 3 tokens"]
 
 
-def test_what_is_cut_is_counted(data, tmp_path):
+def test_truncated_texts_are_counted(data, tmp_path):
     run = run_of(data, tmp_path, task={"max_length": 4, "generation": {"target_length": 3}})
     (first, second), lines = encoded(run, ("abc", "AB"), ("abcd", "ABC"))
     assert first.source.tolist() == [*b"abc", END] and first.target.tolist() == [*b"AB", END]
@@ -86,7 +86,7 @@ def test_what_is_cut_is_counted(data, tmp_path):
         ({"training": {"batch_unit": "tokens", "micro_batch": 96, "global_batch": 100}}, r"training\.global_batch"),
     ],
 )
-def test_what_does_not_fit_is_refused(data, tmp_path, changes, problem):
+def test_unsuitable_inputs_are_rejected(data, tmp_path, changes, problem):
     changes = {"run": {"directory": str(tmp_path / "run")}, **changes}
     with pytest.raises(ConfigError, match=f"^{problem}"):
         run_of(data, tmp_path, **changes).batches(Ranks(), 0)
@@ -126,7 +126,7 @@ def test_epochs_of_tokens_decide_the_steps(data, tmp_path):
 
 
 @pytest.mark.parametrize("unit", ["examples", "tokens"])
-def test_a_resumed_run_is_the_same_to_the_bit_and_is_restored(data, tmp_path, unit):
+def test_a_resumed_run_is_bit_identical_and_is_restored(data, tmp_path, unit):
     given = sections(training=TOKENS if unit == "tokens" else {}, checkpoint={"keep": 9})
     straight = assert_resumes(tmp_path, data, 3, **given)
     path = tmp_path / "straight" / "checkpoints" / "00000006"
@@ -144,7 +144,7 @@ def test_a_resumed_run_is_the_same_to_the_bit_and_is_restored(data, tmp_path, un
     assert isinstance(text["predicted"], str) and text["label"] is None
 
 
-def test_a_pretrained_encoder_decoder_is_what_a_run_starts_from(data, tmp_path):
+def test_a_run_starts_from_a_pretrained_encoder_decoder(data, tmp_path):
     model, path = checkpoint(small_pair(attention=attention("full")), tmp_path / "pretrained")
     given = sections(start={"checkpoint": str(path)})
     run = opened(tmp_path / "run", data, **{**given, "model": None})
@@ -202,7 +202,7 @@ def trained(*samples: int) -> RngContext:
 
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("name", ["full", "lha", "lsh", "yoso"])
-def test_the_loss_is_the_cross_entropy_of_each_example_alone(name, blocks):
+def test_the_loss_is_the_cross_entropy_of_separate_examples(name, blocks):
     model, examples = text_model(pair(name, blocks, label_smoothing=0.1)), sentences(*LENGTHS)
     nats, smoothed, correct = list[float](), list[float](), 0
     for rng, kept, smoothing in ((evaluated(0), nats, 0.0), (trained(0), smoothed, 0.1)):

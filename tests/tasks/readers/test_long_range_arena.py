@@ -34,7 +34,7 @@ def defined(pixels: np.ndarray) -> list[int]:
     return values
 
 
-def test_grey_is_what_tensorflow_makes_of_it():
+def test_grey_pixels_equal_tensorflow():
     edges = np.array(list(itertools.product((0, 1, 127, 128, 254, 255), repeat=3)), dtype=np.uint8)
     for pixels in (edges, picture(0)):
         assert grey(pixels).tolist() == defined(pixels)

@@ -40,7 +40,7 @@ def test_lines_of_both_files_belong_together(tmp_path, ends):
     assert [(str(each.location), each.name) for each in found] == [(f"{file}:{n + 1}", str(n)) for n in range(3)]
 
 
-def test_the_direction_is_what_the_configuration_says(tmp_path):
+def test_the_configuration_sets_the_direction(tmp_path):
     write(tmp_path / "train.en", ENGLISH), write(tmp_path / "train.de", GERMAN)
     task = task_of(text=["de"], label="en")
     (file,) = split_files(task, tmp_path, "train")
@@ -75,7 +75,7 @@ def test_wmt14_is_validated_on_2013_and_tested_on_2014(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["new.en", "new.txt", "new"])
-def test_a_file_alone_has_no_labels(tmp_path, name):
+def test_a_single_file_has_no_labels(tmp_path, name):
     file = write(tmp_path / name, ENGLISH)
     write(tmp_path / "other.de", GERMAN)
     found = list(task_of().read(file))
@@ -84,13 +84,13 @@ def test_a_file_alone_has_no_labels(tmp_path, name):
 
 
 @pytest.mark.parametrize(("left", "right"), [(3, 5), (5, 3), (0, 2), (1200, 1)])
-def test_files_of_unequal_length_are_refused_naming_both(tmp_path, left, right):
+def test_files_of_unequal_length_are_rejected_naming_both(tmp_path, left, right):
     file = write(tmp_path / "a.en", ["x"] * left)
     other = write(tmp_path / "a.de", ["y"] * right)
     assert refusal(lambda: task_of().read(file)).startswith(f"{file}: {left:,} lines, and {other} has {right:,}. Give")
 
 
-def test_a_folder_without_such_files_is_refused(tmp_path):
+def test_a_folder_without_such_files_is_rejected(tmp_path):
     pair(tmp_path, "train")
     for task, names in ((task_of(text=["fr"]), "train.fr or val.fr"), (task_of("wmt14", ["cs"]), "newstest2013.cs")):
         message = refusal(lambda task=task: split_files(task, tmp_path, "train"))
@@ -100,7 +100,7 @@ def test_a_folder_without_such_files_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["parallel_text", "wmt14", "text_table"])
-def test_names_that_are_no_pair_are_refused(name):
+def test_unsuitable_column_names_are_rejected(name):
     message = refusal(lambda: task_of(name, ["en", "fr"]), ConfigError)
     assert message == f'task.text: 2 names, and "{name}" reads one text. Give one: task.text=["NAME"]'
     assert refusal(lambda: task_of(name, ["en"], "en"), ConfigError).startswith('task.label: "en" is task.text too')

@@ -26,7 +26,7 @@ def refusal(reader, file, *arguments):
 
 
 @pytest.mark.parametrize("delimiter", [";", "\t"])
-def test_a_table_of_semicolons_or_tabs_is_said_to_be_one(file, delimiter):
+def test_the_error_names_semicolons_or_tabs_as_separators(file, delimiter):
     file.write_text(f"text{delimiter}label\nGood, really{delimiter}1\n")
     assert "Save it with commas between the fields, or with tabs and the ending .tsv" in refusal(comma_separated, file)
     file.write_text("text\nGood; really\n")
@@ -48,7 +48,7 @@ def test_lines_end_in_lf_or_cr_lf_the_last_one_also_in_nothing(file, end, last):
         (json_lines, '{{"text": "{}"}}\n'),
     ],
 )
-def test_what_only_unicode_takes_for_a_line_end_stays_and_a_leading_byte_order_mark_goes(file, reader, form):
+def test_unicode_line_separators_stay_and_a_byte_order_mark_is_removed(file, reader, form):
     text = "\ufeffone\u2028two\u0085three" + "\x0bfour\x1cfive\rsix" * (reader is not json_lines)
     file.write_text("\ufeff" + form.format(text), encoding="utf-8", newline="")
     assert [row["text"] for _, row in reader(file)] == [text]
@@ -57,7 +57,7 @@ def test_what_only_unicode_takes_for_a_line_end_stays_and_a_leading_byte_order_m
 
 
 @pytest.mark.parametrize("reader", [lines, tab_separated, comma_separated, json_lines])
-def test_latin_1_is_refused_naming_line_and_column(file, reader):
+def test_latin_1_is_rejected_naming_line_and_column(file, reader):
     file.write_bytes("a\ncafé\n".encode("latin-1") if reader is not json_lines else '{}\n{"é": 1}\n'.encode("latin-1"))
     column = 3 if reader is json_lines else 4
     message = refusal(reader, file)
@@ -66,7 +66,7 @@ def test_latin_1_is_refused_naming_line_and_column(file, reader):
     assert "iconv -f utf-16 -t utf-8" in refusal(reader, file)
 
 
-def test_a_compressed_file_reads_as_the_file_and_a_damaged_one_is_refused(tmp_path):
+def test_a_compressed_file_reads_as_the_file_and_a_damaged_one_is_rejected(tmp_path):
     text = "".join(f"line {i} \u2028\n" for i in range(2000))
     plain, packed = tmp_path / "a.json", tmp_path / "a.json.gz"
     plain.write_text(text, encoding="utf-8")
@@ -91,14 +91,14 @@ def test_tab_separated_fields_keep_quotation_marks_and_spaces(file):
 
 @TABLES
 @pytest.mark.parametrize("fields", [1, 3])
-def test_a_row_of_another_number_of_fields_is_refused(file, reader, mark, fields):
+def test_a_row_of_another_number_of_fields_is_rejected(file, reader, mark, fields):
     file.write_text(f"text{mark}label\na{mark}1\n{mark.join('bcd'[:fields])}\n")
     message = refusal(reader, file)
     assert message.startswith(f"{file}:3: {fields} fields where there are 2 columns (text, label)")
 
 
 @TABLES
-def test_an_empty_file_is_refused_one_with_column_names_alone_has_no_rows(file, reader, mark):
+def test_an_empty_file_is_rejected_and_a_bare_header_has_no_rows(file, reader, mark):
     file.write_text("")
     assert refusal(reader, file).startswith(f"{file}: is empty")
     assert list(reader(file, ["text"])) == []
@@ -107,7 +107,7 @@ def test_an_empty_file_is_refused_one_with_column_names_alone_has_no_rows(file, 
 
 
 @TABLES
-def test_two_columns_of_one_name_are_refused(file, reader, mark):
+def test_two_columns_of_one_name_are_rejected(file, reader, mark):
     file.write_text(mark.join(["text", "label", "text"]) + "\n" + mark.join("abc") + "\n")
     assert refusal(reader, file).startswith(f'{file}:1: two columns are called "text"')
     file.write_text(mark.join(map(str, [*range(100_000), 99_999])) + "\n")
@@ -119,7 +119,7 @@ def test_a_line_of_a_million_objects_is_not_parsed(file):
     assert refusal(json_lines, file).startswith(f"{file}:1: is no JSON (more than 1,048,576 values)")
 
 
-def test_quoted_fields_are_those_of_the_standard_library_and_stand_where_they_begin(file):
+def test_quoted_fields_equal_the_standard_library_with_their_first_line(file):
     rows = [
         ["text", "label"],
         ["a, b", "1"],
@@ -148,7 +148,7 @@ def test_quoted_fields_are_those_of_the_standard_library_and_stand_where_they_be
         ("text;label\na;1\n", 1, "has one column", "Save it with commas"),
     ],
 )
-def test_what_is_no_csv_is_refused_where_its_row_begins_with_the_right_hint(file, text, line, problem, hint):
+def test_malformed_csv_is_rejected_at_the_first_line_of_its_row_with_a_hint(file, text, line, problem, hint):
     file.write_text(text, newline="")
     message = refusal(comma_separated, file)
     assert message.startswith(f"{file}:{line}: {problem}") and hint in message
@@ -167,7 +167,7 @@ def test_what_is_no_csv_is_refused_where_its_row_begins_with_the_right_hint(file
         ('{"a": ' + "9" * 5000 + "}", "is no JSON"),
     ],
 )
-def test_a_line_that_is_no_object_of_json_is_refused(file, line, problem):
+def test_a_line_without_a_json_object_is_rejected(file, line, problem):
     file.write_text('{"a": 0}\n' + line + "\n")
     assert refusal(json_lines, file).startswith(f"{file}:2: {problem}")
 
@@ -197,7 +197,7 @@ def test_the_one_file_of_a_zip_archive_is_read_where_it_is(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.zip"]
 
 
-def test_a_damaged_zip_archive_is_refused(tmp_path):
+def test_a_damaged_zip_archive_is_rejected(tmp_path):
     file = archive(tmp_path / "a.zip", ("a.csv", "".join(f"{n * n}\n" for n in range(1000))))
     whole = file.read_bytes()
     for content in (whole[:-30], whole[:200] + bytes([whole[200] ^ 8]) + whole[201:], b"no archive"):

@@ -47,7 +47,7 @@ def test_pairs_labels_ids_and_lines_are_those_of_the_file(tmp_path):
     assert (second.label, second.name, str(second.location)) == (0, "12", f"{file}:2")
 
 
-def test_entities_and_what_lies_outside_the_file_are_refused(problem, tmp_path):
+def test_entities_and_external_references_are_rejected(problem, tmp_path):
     secret = tmp_path / "secret.txt"
     secret.write_text("secret")
     pair = '<a><pair id="1" value="TRUE"><t>before &e; after</t><h>B</h></pair></a>'
@@ -73,6 +73,6 @@ def test_entities_and_what_lies_outside_the_file_are_refused(problem, tmp_path):
         ('encoding="UTF-8"', 'encoding="none"', ": is in an encoding that cannot be read"),
     ],
 )
-def test_what_is_malformed_is_named_by_file_and_pair(problem, old, new, message):
+def test_a_malformed_pair_is_named_by_file_and_pair(problem, old, new, message):
     assert old in FIRST
     assert problem(FIRST.replace(old, new)).startswith(message)

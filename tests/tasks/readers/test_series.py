@@ -136,7 +136,7 @@ def test_a_bad_line_is_named(file, line, text, said):
         series(file)
 
 
-def test_too_few_rows_are_refused(tmp_path):
+def test_too_few_rows_are_rejected(tmp_path):
     file = write(tmp_path / "short.csv", numbers(20))
     with pytest.raises(DataError, match=r"short\.csv: 20 rows leave 14 to the train split, too few .* 12 rows .* 4 to"):
         series(file)

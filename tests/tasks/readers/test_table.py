@@ -70,7 +70,7 @@ def test_given_classes_keep_their_order_and_need_no_training_file(tmp_path):
 
 
 @pytest.mark.parametrize("labels", [None, []])
-def test_what_was_resolved_builds_the_same_task_without_the_training_file(tmp_path, labels):
+def test_a_resolved_configuration_builds_the_same_task_without_the_training_file(tmp_path, labels):
     file = write(tmp_path / "train.csv", ("text", "label"), *(("x", label) for label in ("10", "9", "2")))
     task = task_of(file, labels=labels)
     resolved = TaskConfig.model_validate_json(task.resolved().model_dump_json())
@@ -83,7 +83,7 @@ def test_what_was_resolved_builds_the_same_task_without_the_training_file(tmp_pa
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
-def test_numbers_are_predicted_where_there_are_no_classes(tmp_path, suffix):
+def test_a_task_without_classes_predicts_numbers(tmp_path, suffix):
     values = ["3.5", "-1e-2", "4", "0"] if suffix == ".csv" else [3.5, -1e-2, 4, "0"]
     file = write(tmp_path / f"a{suffix}", ("text", "label"), *(("x", value) for value in values))
     task = task_of(file, labels=[])
@@ -123,14 +123,14 @@ COLUMNS, NAMED = ("text", "label"), "The column is named by"
           for rows in ([], [("x", "a")], [("x", "a"), ("y", "a")])],
     ],
 )  # fmt: skip
-def test_a_table_that_does_not_fit_is_refused(tmp_path, suffix, columns, rows, settings, said):
+def test_a_table_that_does_not_fit_is_rejected(tmp_path, suffix, columns, rows, settings, said):
     file = write(tmp_path / f"a{suffix}", columns, *rows)
     assert refusal(lambda: task_of(file, **settings).read(file)) == f"{file}{said}"
 
 
 @pytest.mark.parametrize(("suffix", "empty"), [(".csv", ""), (".tsv", ""), (".csv", " "), (".jsonl", "")])
 @pytest.mark.parametrize("labels", [None, [], ["1", "2"]])
-def test_an_empty_label_is_refused(tmp_path, suffix, empty, labels):
+def test_an_empty_label_is_rejected(tmp_path, suffix, empty, labels):
     file = write(tmp_path / f"a{suffix}", ("text", "label"), ("x", "1"), ("y", empty), ("z", "2"))
     line = 2 if suffix == ".jsonl" else 3
     message = refusal(lambda: task_of(file, labels=labels).read(file))
@@ -214,7 +214,7 @@ def test_a_row_is_a_text_and_its_answer(tmp_path, suffix):
     assert found[1].location.line == {".csv": 4, ".tsv": 3, ".jsonl": 2}[suffix]
 
 
-def test_of_ten_articles_eight_train_and_what_lacks_a_side_is_named(tmp_path, capsys):
+def test_eight_of_ten_articles_train_and_a_missing_side_is_named(tmp_path, capsys):
     rows = [[n, "2017/2/7", "http://x", f"title {n}", "", f"text {n}, é"] for n in range(25)]
     for number, column in ((2, "title"), (3, "text"), (10, "title")):
         rows[number][NEWS_COLUMNS.index(column)] = " "

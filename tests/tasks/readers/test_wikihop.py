@@ -79,13 +79,13 @@ def test_a_malformed_example_is_named_by_file_number_and_key(changes, said, tmp_
     ],
     ids=["cut off", "empty", "deep", "latin", "object", "text", "same id"],
 )
-def test_a_malformed_file_is_refused(data, said, tmp_path):
+def test_a_malformed_file_is_rejected(data, said, tmp_path):
     file = tmp_path / "train.json"
     file.write_bytes(data)
     assert refusal(lambda: read(file)).startswith(f"{file}{said}")
 
 
-def test_a_run_that_stopped_goes_on_to_the_bit(tmp_path):
+def test_a_stopped_run_resumes_bit_identically(tmp_path):
     drawn = random.Random(0)
     for name, number in (("train", 60), ("dev", 20)):
         rows = []

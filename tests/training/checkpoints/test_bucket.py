@@ -86,7 +86,7 @@ def test_the_newest_and_the_best_are_in_the_bucket_as_on_the_disk(store, tmp_pat
             assert store.cat_file(f"{URL}/{path.name}/{file.name}") == file.read_bytes()
 
 
-def test_training_waits_for_no_upload_and_the_queue_is_what_the_disk_keeps(store, tmp_path):
+def test_training_never_waits_for_an_upload_and_the_queue_follows_the_disk(store, tmp_path):
     saver, engine = prepare(tmp_path)
     gate = threading.Event()
     store.faults.append((f"put_file .*{FILE}", gate))
@@ -104,7 +104,7 @@ def test_training_waits_for_no_upload_and_the_queue_is_what_the_disk_keeps(store
     assert in_bucket(store) == [*checkpoints(3, 4), "latest", "owner"]
 
 
-def test_nothing_is_uploaded_after_what_ends_the_run(store, tmp_path):
+def test_nothing_is_uploaded_after_a_fatal_error(store, tmp_path):
     saver, engine = prepare(tmp_path)
     gate = threading.Event()
     store.faults = [("cat_file", gate), ("put_file", PermissionError("AccessDenied"))]
@@ -163,7 +163,7 @@ def test_whenever_a_run_dies_a_checkpoint_is_complete_or_absent(store, tmp_path,
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_what_fails_is_tried_again(store, tmp_path, operation, capsys):
+def test_a_failed_request_is_retried(store, tmp_path, operation, capsys):
     faults = ["cut", ConnectionError("refused"), TimeoutError("too slow")]
     store.faults = [(f"^{operation} ", fault) for fault in faults]
     prepare(tmp_path / "run", 1, 2, 3)
@@ -173,7 +173,7 @@ def test_what_fails_is_tried_again(store, tmp_path, operation, capsys):
     assert capsys.readouterr().err.count("again in") >= 2
 
 
-def test_a_bucket_that_does_not_recover_ends_the_run_and_the_next_start_uploads_what_is_missing(store, tmp_path):
+def test_a_lasting_bucket_failure_ends_the_run_and_the_next_start_uploads_the_rest(store, tmp_path):
     saver, engine = prepare(tmp_path)
     store.faults = [("put_file", OSError("down"))] * 8
     with pytest.raises(StorageError, match=rf"^{URL}/00000001/{FILE}: uploading failed: down, at attempt 8") as caught:
@@ -188,7 +188,7 @@ def test_a_bucket_that_does_not_recover_ends_the_run_and_the_next_start_uploads_
     assert in_bucket(store) == [*checkpoints(1), "latest", "owner"]
 
 
-def test_a_failed_upload_is_reported_and_gone_on_from_where_the_configuration_says_so(store, tmp_path, capsys):
+def test_a_failed_upload_is_a_warning_if_configured(store, tmp_path, capsys):
     saver, engine = prepare(tmp_path, on_failure="continue")
     store.faults = [("put_file", OSError("down"))] * 8
     save(saver, engine, 1, 2)
@@ -196,7 +196,7 @@ def test_a_failed_upload_is_reported_and_gone_on_from_where_the_configuration_sa
     assert in_bucket(store) == [*checkpoints(2), "latest", "owner"]
 
 
-def test_what_the_store_refuses_is_not_tried_again(store, tmp_path):
+def test_a_rejected_request_is_not_retried(store, tmp_path):
     saver, engine = prepare(tmp_path)
     store.faults = [("put_file", PermissionError("AccessDenied"))]
     with pytest.raises(CheckpointError, match=r"the store answers: AccessDenied.*what the credentials here may do"):
@@ -216,7 +216,7 @@ def test_every_rank_hears_of_a_failure(store, tmp_path):
     assert [type(error) for error in errors] == [StorageError] * 2 and str(errors[0]) == str(errors[1])
 
 
-def test_another_machine_goes_on_from_the_bucket_and_the_first_one_from_there(store, tmp_path):
+def test_another_machine_resumes_from_the_bucket_and_the_first_one_after_it(store, tmp_path):
     buckets = {"straight": None, "first": URL, "second": URL}
     runs = {
         name: tiny_config(tmp_path / name, training={"steps": 12}, checkpoint={"every": 2, "keep": 1, "bucket": bucket})
@@ -275,7 +275,7 @@ def test_a_bucket_of_a_later_story_is_not_written_over(store, tmp_path):
 
 
 @pytest.mark.parametrize("name", [FILE, MANIFEST])
-def test_what_has_changed_in_the_bucket_is_not_used(store, tmp_path, name):
+def test_changed_objects_of_the_bucket_are_not_used(store, tmp_path, name):
     prepare(tmp_path / "run", 1)
     path = f"{URL}/00000001/{name}"
     content = bytearray(store.cat_file(path))
@@ -286,7 +286,7 @@ def test_what_has_changed_in_the_bucket_is_not_used(store, tmp_path, name):
     assert list_checkpoints(tmp_path / "other machine" / "checkpoints") == []
 
 
-def test_a_folder_in_place_of_a_bucket(tmp_path):
+def test_a_folder_works_as_a_bucket(tmp_path):
     bucket = (tmp_path / "mounted").as_uri()
     prepare(tmp_path / "run", 1, 2, 3, bucket=bucket)
     left = sorted(str(path.relative_to(tmp_path / "mounted")) for path in (tmp_path / "mounted").rglob("*"))
@@ -296,6 +296,6 @@ def test_a_folder_in_place_of_a_bucket(tmp_path):
 
 
 @pytest.mark.parametrize("url", ["bucket/run", "http://host/run", "hf://buckets/me/run", "s3:/bucket"])
-def test_what_is_no_bucket_is_refused_before_anything_else(url):
+def test_an_invalid_bucket_is_rejected_first(url):
     with pytest.raises(ConfigError, match=r"checkpoint.bucket: .* is not a URL .* must start with s3://"):
         check(tiny_config("run", checkpoint={"bucket": url}))

@@ -99,7 +99,7 @@ def test_a_file_too_many_is_found(copy, name):
         Checkpoint.open(copy)
 
 
-def test_what_is_no_regular_file_is_not_read(copy):
+def test_only_regular_files_are_read(copy):
     for name in FILES:
         (copy / name).rename(copy.parent / name)
         (copy / name).symlink_to(copy.parent / name)
@@ -139,7 +139,7 @@ def norm(manifest: dict, name: str = "weight") -> dict:
         (lambda m: m.pop("tensors"), r"tensors: Field required"),
     ],
 )
-def test_a_manifest_of_another_making_is_refused(copy, edit, message):
+def test_a_manifest_of_another_making_is_rejected(copy, edit, message):
     manifest = json.loads((copy / MANIFEST).read_text())
     edit(manifest)
     (copy / MANIFEST).write_text(seal(manifest))
@@ -180,7 +180,7 @@ def test_the_newest_is_the_highest_step(tmp_path):
         (lambda path: path.symlink_to(path.parent), "00000001: is a symbolic link"),
     ],
 )
-def test_what_is_no_checkpoint_is_refused(tmp_path, make, message):
+def test_a_folder_without_a_checkpoint_is_rejected(tmp_path, make, message):
     make(tmp_path / "00000001")
     with pytest.raises(CheckpointError, match=message):
         Checkpoint.open(tmp_path / "00000001")

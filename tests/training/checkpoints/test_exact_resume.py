@@ -148,7 +148,7 @@ def test_killed_in_the_middle_of_an_accumulation(data, tmp_path, straight):
     ],
     ids=str,
 )
-def test_whatever_the_precision_the_optimizer_and_the_blocks(data, tmp_path, sections):
+def test_exact_resume_for_every_precision_optimizer_and_block(data, tmp_path, sections):
     sections = {**sections, "training": {"steps": 6, **sections.get("training", {})}}
     goes_on_exactly(data, tmp_path, attention("local", "yoso").model_dump(mode="json"), 3, **sections)
 
@@ -200,7 +200,7 @@ def models() -> list[tuple[str, list[str]]]:
     ("kind", "layers"),
     [pytest.param(*case, marks=() if n == 1 else pytest.mark.slow) for n, case in enumerate(models())],
 )
-def test_every_mechanism_goes_on_with_the_same_bits(data, tmp_path, kind, layers):
+def test_every_mechanism_resumes_with_the_same_bits(data, tmp_path, kind, layers):
     """Hash functions, rotations, samples, dropout, masks, centroids: all drawn, moved and read as if never stopped."""
     variants = [VARIANTS.get(name, (name, {})) for name in layers]
     settings = attention(*(own for own, _ in variants), **dict(variants)).model_dump(mode="json")

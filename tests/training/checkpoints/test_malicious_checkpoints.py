@@ -105,7 +105,7 @@ def test_the_payloads_are_live(tmp_path, payload):
         for name in ("optimizer.pt", "scheduler.pkl", "rng_state.pth", ".metadata", "data.pyd")
     ],
 )
-def test_a_pickle_beside_the_files_and_among_them(saved, tmp_path, payload, name, message):
+def test_pickles_in_a_checkpoint_are_never_loaded(saved, tmp_path, payload, name, message):
     payload(Touch(tmp_path / "marker"), saved / name)
     if name != FILE:
         assert_refused(saved, tmp_path / "marker", rf"{name}: not part of this checkpoint")
@@ -157,7 +157,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("change", HEADERS)
-def test_a_header_that_says_something_else(saved, tmp_path, change):
+def test_a_header_that_contradicts_the_file(saved, tmp_path, change):
     rewrite(saved / FILE, HEADERS[change])
     reseal(saved)
     assert_refused(saved, tmp_path / "marker", rf"{FILE}: ")

@@ -71,7 +71,7 @@ def test_the_hint_is_never_trusted(run, hint):
 
 
 @pytest.mark.parametrize("link", ["00000003", "nowhere", "file", "folder"])
-def test_a_numbered_entry_that_is_no_checkpoint_is_refused_by_name(run, link):
+def test_a_numbered_entry_without_a_checkpoint_is_rejected_by_name(run, link):
     entry = checkpoints(run) / "00000004"
     {"file": entry.touch, "folder": entry.mkdir}.get(link, lambda: entry.symlink_to(entry.with_name(link)))()
     with pytest.raises(CheckpointError, match=r"00000004.*damaged.*--resume \S*00000003") as caught:
@@ -89,7 +89,7 @@ def forget(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, forget])
-def test_a_damaged_newest_is_refused_and_an_older_one_named(run, damage):
+def test_a_damaged_newest_is_rejected_and_an_older_one_named(run, damage):
     damage(checkpoints(run) / "00000003")
     damage(checkpoints(run) / "00000002")
     with pytest.raises(CheckpointError, match=r"00000003.*damaged.*--resume \S*00000001") as caught:
@@ -119,7 +119,7 @@ def test_another_runs_checkpoint_starts_a_new_directory_only(run, tmp_path):
         start(own, newest)
 
 
-def test_an_edited_configuration_is_refused_key_by_key(run, capsys):
+def test_an_edited_configuration_is_rejected_key_by_key(run, capsys):
     changed = {"attention": {"pattern": ["full"]}, "layers": 3, "vocabulary": 300}
     edited = tiny_config(run.run.directory, optimizer={"learning_rate": 0.02}, model=changed)
     with pytest.raises(CheckpointError) as caught:
@@ -135,7 +135,7 @@ def test_an_edited_configuration_is_refused_key_by_key(run, capsys):
     assert "as requested" in logged and "optimizer.learning_rate: 0.01 -> 0.02" in logged and "model.layers" in logged
 
 
-def test_what_does_not_change_the_run_may_be_edited(run, capsys):
+def test_keys_that_do_not_change_the_run_may_be_edited(run, capsys):
     edited = tiny_config(
         run.run.directory,
         "deepspeed",
@@ -152,7 +152,7 @@ def test_what_does_not_change_the_run_may_be_edited(run, capsys):
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_other_data_or_another_tokenizer_is_refused_even_where_the_configuration_may_change(run, allowed):
+def test_other_data_or_another_tokenizer_is_rejected_even_where_the_configuration_may_change(run, allowed):
     with pytest.raises(CheckpointError, match=r'other data: data: "data" -> "other"\. Point data.path'):
         start(run, data="other", allow_changed_config=allowed)
     with pytest.raises(CheckpointError, match=r'other data: tokenizer.sha256: "b" -> "c"\. Point'):
@@ -194,7 +194,7 @@ def remove(folder: Path, *steps: int) -> None:
         shutil.rmtree(folder / "checkpoints" / f"{step:08d}")
 
 
-def test_a_run_that_has_lost_newer_checkpoints_says_so_and_goes_on(tmp_path, straight, capsys):
+def test_a_run_that_lost_newer_checkpoints_warns_and_resumes(tmp_path, straight, capsys):
     config = config_of(tmp_path / "run")
     losses_of(config)
     remove(tmp_path / "run", 4, 6)
@@ -205,7 +205,7 @@ def test_a_run_that_has_lost_newer_checkpoints_says_so_and_goes_on(tmp_path, str
 
 
 @pytest.mark.parametrize(("asynchronous", "stop", "refused"), [(False, 2, False), (False, 3, True), (True, 4, False)])
-def test_a_run_whose_checkpoints_are_gone_never_starts_at_0_in_silence(tmp_path, straight, asynchronous, stop, refused):
+def test_a_run_without_its_checkpoints_never_restarts_silently(tmp_path, straight, asynchronous, stop, refused):
     """Where one must have been there: a line of step 3 is written after the save of step 2."""
     folder = tmp_path / "run"
     config = config_of(folder, asynchronous=asynchronous)
@@ -222,14 +222,14 @@ def test_a_run_whose_checkpoints_are_gone_never_starts_at_0_in_silence(tmp_path,
 
 
 @pytest.mark.parametrize("changed", [{"every": 0}, {"on_failure": "continue"}])
-def test_where_nothing_had_to_be_saved_nothing_is_missed(tmp_path, straight, changed):
+def test_no_missing_checkpoint_is_reported_if_none_was_due(tmp_path, straight, changed):
     config = config_of(tmp_path / "run", **changed)
     losses_of(config, stop_at=5)
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     assert losses_of(config) == straight
 
 
-def test_a_checkpoint_and_metrics_of_different_runs_are_refused(tmp_path):
+def test_a_checkpoint_and_metrics_of_different_runs_are_rejected(tmp_path):
     """The same configuration and data, but a checkpoint that another run has saved: here, with other losses."""
     config = config_of(tmp_path / "run")
     losses_of(config, stop_at=4)
@@ -262,7 +262,7 @@ def test_lines_that_are_missing_before_the_checkpoint_are_reported(tmp_path, cap
         b'{"step": %b}' % value for value in (b"null", b'"x"', b"1e999", b"[1]", b"-1", b"true", b"9" * 4000, b"9" * 30)
     ],
 )
-def test_a_last_line_without_a_step_is_refused_in_one_line(tmp_path, line):
+def test_a_last_line_without_a_step_is_rejected_in_one_line(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b"\n")
     with pytest.raises(CheckpointError, match=r"metrics.jsonl: its last line contains no step: [\[{n]") as refused:
         check_records(tmp_path, None, "auto")

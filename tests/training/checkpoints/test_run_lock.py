@@ -46,7 +46,7 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in found}
 
 
-def test_a_second_run_is_refused_in_one_line_before_it_writes(tmp_path, capsys):
+def test_a_second_run_is_rejected_in_one_line_before_it_writes(tmp_path, capsys):
     run, data = tmp_path / "run", prepared(tmp_path)
     trained(data, run, ["local"], 2)
     with run_lock(run, Ranks()):
@@ -92,7 +92,7 @@ def test_a_killed_run_keeps_nobody_out_though_its_children_live(tmp_path):
             os.kill(child, signal.SIGKILL)
 
 
-def test_all_ranks_of_a_job_hold_the_folder_and_all_are_refused_together(tmp_path):
+def test_all_ranks_of_a_job_hold_the_folder_and_all_are_rejected_together(tmp_path):
     def work(ranks: Ranks) -> None:
         with run_lock(tmp_path, ranks):
             ranks.gather(None)  # all of them are inside
@@ -105,7 +105,7 @@ def test_all_ranks_of_a_job_hold_the_folder_and_all_are_refused_together(tmp_pat
 
 
 @pytest.mark.parametrize("problem", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_warned_of_and_the_run_goes_on(tmp_path, monkeypatch, capsys, problem):
+def test_a_file_system_without_locks_prints_a_warning_and_the_run_continues(tmp_path, monkeypatch, capsys, problem):
     def no_locks(descriptor: int, operation: int) -> None:
         raise OSError(problem, os.strerror(problem))
 
@@ -119,7 +119,7 @@ def test_a_file_system_without_locks_is_warned_of_and_the_run_goes_on(tmp_path, 
 
 
 @pytest.mark.parametrize("text", [b"", b"two\nlines", b"\x1b[2J", b"\xff\0"])
-def test_what_the_lock_file_says_is_shown_only_where_it_is_one_line(tmp_path, text):
+def test_the_lock_file_is_quoted_only_if_it_is_one_line(tmp_path, text):
     with run_lock(tmp_path, Ranks()):
         (tmp_path / LOCK_FILE).write_bytes(text)
         with pytest.raises(UserError) as refused, run_lock(tmp_path, Ranks()):
@@ -129,7 +129,7 @@ def test_what_the_lock_file_says_is_shown_only_where_it_is_one_line(tmp_path, te
 
 @pytest.mark.parametrize("name", [".lock", "config.json", "metrics.jsonl", "events.jsonl", f"{HEARTBEATS}/ranks.jsonl"])
 @pytest.mark.parametrize("kind", ["pipe", "link", "dangling link", "hard link"])
-def test_a_planted_link_or_pipe_is_refused_and_nothing_written_through_it(tmp_path, name, kind):
+def test_a_planted_link_or_pipe_is_rejected_and_nothing_written_through_it(tmp_path, name, kind):
     target, path = tmp_path / "target", tmp_path / "run" / name
     path.parent.mkdir(parents=True)
     if is_file := kind in ("link", "hard link"):
@@ -143,7 +143,7 @@ def test_a_planted_link_or_pipe_is_refused_and_nothing_written_through_it(tmp_pa
     assert target.exists() == is_file and (not is_file or target.read_text() == "{}\n")
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+def test_a_folder_that_cannot_be_made_is_rejected(tmp_path):
     (tmp_path / "file").touch()
     with (
         pytest.raises(UserError, match=r"^run\.directory: .*file/run cannot be created or read \(Not a directory\)"),
@@ -152,6 +152,6 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
         pass
 
 
-def test_object_storage_is_refused_by_name():
+def test_object_storage_is_rejected_by_name():
     with pytest.raises(ConfigError, match=r'^run\.directory: "s3://bucket/run" is a URL: object storage can neither'):
         build_config({"run": {"directory": "s3://bucket/run"}}, [])

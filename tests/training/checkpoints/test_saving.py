@@ -137,7 +137,7 @@ def test_the_newest_are_kept(tmp_path):
     assert (saver.directory / "latest").read_text() == "00000005\n"
 
 
-def test_what_could_not_be_cleaned_up_goes_with_the_next_save(tmp_path):
+def test_leftovers_are_deleted_by_the_next_save(tmp_path):
     saver, engine = prepare(tmp_path)
     (saver.directory / ".tmp-00000001-a").mkdir(parents=True)
     (saver.directory / ".tmp-latest-b").write_text("")
@@ -168,7 +168,7 @@ def test_the_loops_state_comes_back_exactly(tmp_path):
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_is_not_finite_is_not_saved(tmp_path, number, asynchronous):
+def test_non_finite_state_is_not_saved(tmp_path, number, asynchronous):
     saver, engine = prepare(tmp_path, 1, asynchronous=asynchronous)
     with torch.no_grad():
         engine.module.get_parameter("hidden.bias")[2] = number
@@ -216,7 +216,7 @@ def test_large_tensors_are_written_and_reported_in_blocks(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("umask", [0, 0o027, 0o077])
-def test_nothing_is_writable_by_others_whatever_the_umask(tmp_path, umask):
+def test_files_are_never_writable_by_others(tmp_path, umask):
     saver, engine = prepare(tmp_path / "run")
     before = os.umask(umask)
     try:
@@ -257,7 +257,7 @@ def gate(monkeypatch):
     event.set()
 
 
-def test_training_goes_on_and_the_checkpoint_is_that_of_a_synchronous_save(tmp_path, gate):
+def test_training_continues_and_the_checkpoint_equals_a_synchronous_save(tmp_path, gate):
     files = {}
     for asynchronous in (True, False):
         saver, engine = prepare(tmp_path / "run", asynchronous=asynchronous)
@@ -297,7 +297,7 @@ def test_one_save_at_a_time(tmp_path, gate):
     assert not torch.equal(first.tensor("weight", "out.bias"), second.tensor("weight", "out.bias"))
 
 
-def test_waiting_for_a_save_says_that_it_gets_on_but_only_while_it_does(tmp_path, gate):
+def test_a_pending_save_reports_progress_only_while_it_progresses(tmp_path, gate):
     saver, engine = prepare(tmp_path, asynchronous=True)
     reported: list[str] = []
     saver.hooks = RunHooks(alive=reported.append)
@@ -341,7 +341,7 @@ def refused(saver: Saver, engine: Engine, match: str) -> None:
     assert Checkpoint.open(saver.directory / "00000001").step == 1
 
 
-def test_too_little_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+def test_too_little_room_is_rejected_before_anything_is_written(tmp_path, monkeypatch):
     saver, engine = prepare(tmp_path, 1)
     needed = (saver.directory / "00000001" / "rank-00000.safetensors").stat().st_size
     monkeypatch.setattr(os, "mkdir", lambda *_: pytest.fail("something was written"))
@@ -356,7 +356,7 @@ def test_too_little_room_is_refused_before_anything_is_written(tmp_path, monkeyp
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EROFS", "EACCES", "EIO"])
 @pytest.mark.parametrize("call", ["mkdir", "open", "fsync"])
-def test_whatever_fails_is_named_and_a_later_save_works(tmp_path, monkeypatch, call, code, asynchronous):
+def test_every_failure_is_named_and_a_later_save_works(tmp_path, monkeypatch, call, code, asynchronous):
     saver, engine = prepare(tmp_path, 1, asynchronous=asynchronous)
     number, real = getattr(errno, code), getattr(os, call)
 
@@ -407,7 +407,7 @@ def test_a_write_that_is_cut_short_in_silence_is_noticed(tmp_path, monkeypatch):
     assert saver.save(engine, 2, 16, {}) is not None
 
 
-def test_nothing_is_written_where_the_runs_folder_was_unmounted(tmp_path):
+def test_nothing_is_written_below_an_unmounted_run_folder(tmp_path):
     run, said = tmp_path / "run", list[str]()
     run.mkdir()
     (run / LOCK_FILE).write_text("host a, pid 1, since then")
@@ -437,7 +437,7 @@ def test_a_folder_that_vanishes_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_training_goes_on_to_the_next_interval_if_configured_so(tmp_path, monkeypatch, capsys, asynchronous):
+def test_training_continues_to_the_next_interval_if_configured(tmp_path, monkeypatch, capsys, asynchronous):
     """On two ranks, of which the second cannot write: both go on without, and both have the next checkpoint."""
     checkpoint = {"on_failure": "continue", "asynchronous": asynchronous}
     config = tiny_config(tmp_path, checkpoint=checkpoint)

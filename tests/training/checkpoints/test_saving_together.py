@@ -45,7 +45,7 @@ def save_twice(folder: Path, world_size: int = 2, unlike: dict[int, dict[str, An
         ({1: {"state": {"losses": [0.1, 0.2 + 3e-17], "skipped": 0}}}, "state.losses: [0.1, 0.2] on ranks 0, 2, "),
     ],
 )
-def test_ranks_that_are_not_saving_the_same_are_refused(tmp_path, unlike, message, asynchronous):
+def test_ranks_that_disagree_on_a_save_are_rejected(tmp_path, unlike, message, asynchronous):
     errors = save_twice(tmp_path, 3, unlike, asynchronous=asynchronous)
     assert {type(error) for error in errors} == {CheckpointError} and len({str(error) for error in errors}) == 1
     assert message in str(errors[0]) and "disagree on the checkpoint" in str(errors[0])

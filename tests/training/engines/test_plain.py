@@ -109,7 +109,7 @@ def test_a_checkpoint_before_the_first_update_serves_its_own_model_only(tmp_path
         tiny_engine(config, model=TinyModel(width=7), start=saved)
 
 
-def test_plain_torch_on_two_ranks_is_refused(tmp_path, monkeypatch):
+def test_plain_torch_on_two_ranks_is_rejected(tmp_path, monkeypatch):
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"run.engine"):
@@ -117,7 +117,7 @@ def test_plain_torch_on_two_ranks_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_refused(tmp_path):
+def test_a_missing_gpu_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"run.device"):
         start_ranks(tiny_config(tmp_path, run={"device": "cuda"}).run)
 
@@ -133,7 +133,7 @@ def test_the_host_waits_once_a_step(tmp_path, monkeypatch):
     assert waits == ["tolist"]
 
 
-def test_what_deepspeed_prints_and_logs_goes_into_the_runs_folder(tmp_path, capsys, monkeypatch):
+def test_deepspeed_output_is_written_to_the_run_folder(tmp_path, capsys, monkeypatch):
     logger = logging.getLogger("DeepSpeed")
     monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(sys.stdout)])  # as DeepSpeed makes one when imported
     for run, word in ((tmp_path, "first"), (tmp_path, "second"), (tmp_path / "missing", "third")):
@@ -206,7 +206,7 @@ def went_on(config, ranks):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_with_frozen_weights_goes_on_exactly(tmp_path, precision):
+def test_a_run_with_frozen_weights_resumes_exactly(tmp_path, precision):
     config = tiny_config(tmp_path, training={"precision": precision})
     whole, again, checkpoint = went_on(config, Ranks())
     assert whole[3:] == again and whole[5] < whole[0]

@@ -29,11 +29,11 @@ ON_CPU = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried t
         (ValueError("can't allocate memory"), False),
     ],
 )
-def test_what_counts_as_out_of_memory(error, is_one):
+def test_out_of_memory_errors_are_recognised(error, is_one):
     assert is_out_of_memory(error) is is_one
 
 
-def test_torch_says_of_the_host_what_is_recognised():
+def test_the_host_allocator_raises_the_recognised_message():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 62, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
@@ -51,7 +51,7 @@ def fail_in_step(monkeypatch, step: int, error: Exception) -> None:
     monkeypatch.setattr(TorchEngine, "_backward", failing)
 
 
-def test_a_pretraining_ends_with_a_table_of_what_was_held(tmp_path, monkeypatch, capsys):
+def test_a_memory_failure_prints_a_table_of_allocations(tmp_path, monkeypatch, capsys):
     """The counts are those of the definition: fp32 weights, AdamW's two moments and its counters of steps."""
     data, run = prepared(tmp_path), tmp_path / "run"
     fail_in_step(monkeypatch, 3, torch.OutOfMemoryError(SAID))

@@ -107,7 +107,7 @@ def run(model: Any, config: Config, ranks: Ranks) -> list[dict[str, float]]:
     return metrics(config) if ranks.rank == 0 else []
 
 
-def test_memory_counts_what_holds_the_tensors_once():
+def test_memory_counts_shared_storage_once():
     whole = torch.zeros(100)
     views = [whole[:10], whole[50:], torch.zeros(7, dtype=torch.bfloat16), torch.zeros(5, device="meta")]
     assert bytes_of(views, torch.device("cpu")) == (414, 20)

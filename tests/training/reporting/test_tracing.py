@@ -55,7 +55,7 @@ def test_each_request_traces_the_next_steps_and_changes_no_loss(tmp_path):
     assert traces(tmp_path) == {f"step-{step:08d}-rank-00000.json.gz": STEPS for step in (4, 12)}
 
 
-def test_storage_that_fails_costs_the_trace_alone(tmp_path, capfd):
+def test_failing_storage_loses_only_the_trace(tmp_path, capfd):
     plain = losses(tiny_config(tmp_path / "plain"))
     run = tmp_path / "run"
     run.mkdir()
@@ -66,7 +66,7 @@ def test_storage_that_fails_costs_the_trace_alone(tmp_path, capfd):
     )
 
 
-def test_a_trace_that_the_exporter_could_not_finish_is_none(tmp_path, monkeypatch, capfd):
+def test_an_unfinished_trace_is_discarded(tmp_path, monkeypatch, capfd):
     """Torch's exporter may not report a full disk."""
 
     def torn(self: object, path: str) -> None:

@@ -66,7 +66,7 @@ def test_a_line_that_did_not_fit_is_cut_off_and_written_when_it_fits(tmp_path, r
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT, errno.ESTALE])
 @pytest.mark.parametrize("calls", [["pwrite"], ["open"], ["pwrite", "ftruncate"], ["pwrite", "open", "close"]])
-def test_whatever_fails_no_line_is_lost(tmp_path, reported, monkeypatch, code, calls):
+def test_no_failure_loses_a_line(tmp_path, reported, monkeypatch, code, calls):
     """Half of the data reaches the file before the error, and cutting it off may fail too."""
     path = tmp_path / "metrics.jsonl"
     real_pwrite, real_open = os.pwrite, os.open
@@ -96,7 +96,7 @@ def test_whatever_fails_no_line_is_lost(tmp_path, reported, monkeypatch, code, c
     assert len(reported) == 8, "each of four failures, and its end"
 
 
-def test_what_could_not_be_cut_at_the_start_is_cut_later(tmp_path, reported, monkeypatch):
+def test_lines_not_cut_at_the_start_are_cut_later(tmp_path, reported, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     with no_file_longer_than(0):
@@ -147,7 +147,7 @@ def test_events_are_reported_written_and_kept_over_restarts(tmp_path, capsys):
     assert "events/text_summary" in board.Tags()["tensors"]
 
 
-def test_a_run_goes_on_while_nothing_can_be_written(tmp_path, capsys):
+def test_a_run_continues_while_nothing_can_be_written(tmp_path, capsys):
     config = tiny_config(tmp_path, training={"steps": 100})
     tracker = Tracker(config, Ranks(), 0)
     with no_file_longer_than(1500):
@@ -226,7 +226,7 @@ def write(config, steps):
         tracker.image(steps[-1], "quality/map", PICTURE)
 
 
-def test_mlflow_has_every_step_once_and_a_restart_goes_on_with_the_run(tmp_path, monkeypatch):
+def test_mlflow_has_every_step_once_and_a_restart_continues_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/tracking")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     config = tiny_config(tmp_path / "run", logging={"sink": "mlflow"})
@@ -267,7 +267,7 @@ def test_nothing_of_them_is_imported_unless_asked_for(tmp_path, monkeypatch):
     write(tiny_config(tmp_path / "run"), [1])
 
 
-def test_trouble_switches_a_backend_off_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+def test_a_failing_backend_is_disabled_and_the_run_continues(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://user:SECRET@nowhere")
     write(tiny_config(tmp_path / "run", logging={"sink": "mlflow"}), [1, 2])
     said = capsys.readouterr().err

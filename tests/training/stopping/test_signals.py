@@ -112,7 +112,7 @@ def test_two_signals_within_half_a_second_are_one_and_a_later_one_ends_at_once(t
     assert said.count("saving and stopping") == 1
 
 
-def test_sigusr1_is_never_the_second_signal_and_makes_none_the_second(tmp_path):
+def test_sigusr1_is_not_counted_as_a_second_signal(tmp_path):
     rank = start(tmp_path, script(after="wait_for('saved')"))
     rank.send_signal(signal.SIGUSR1)
     read_until(rank.stderr, "SIGUSR1: saving and stopping")

@@ -85,7 +85,7 @@ def started(ranks: Ranks) -> Ranks:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_behind_is_named_by_all_with_what_it_was_doing(tmp_path, timers, world_size):
+def test_all_ranks_name_the_rank_behind_and_its_activity(tmp_path, timers, world_size):
     ranks, culprit = started(Ranks(tmp_path, world_size)), world_size - 1
     for rank in range(culprit):
         ranks.do(rank, "step 3, update")
