@@ -11,6 +11,7 @@ import tarfile
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from megasparse.evaluation.results import restore
 from megasparse.hub.export import to_hf
 from megasparse.hub.gguf_file import check_gguf
 from megasparse.hub.importing import HFModel
+from megasparse.tasks.readers.rows import comma_separated
 from megasparse.training.checkpoints.manifest import MANIFEST, seal
 from tests.data.corpora.pictures import draw, png, write_tar, write_zip
 from tests.data.folders import ramp, write_folder
@@ -243,9 +245,18 @@ def parquet(text: pa.Array) -> bytes:
     return out.getvalue()
 
 
-def stream(text: pa.Array) -> bytes:
-    out = io.BytesIO()
-    with pa.ipc.new_stream(out, pa.schema([("text", text.type)])) as writer:
+def forged() -> bytes:
+    """Return a Parquet file whose footer states 1,000 unpacked bytes, in as many digits as the right number has."""
+    content = parquet(cell())
+    size = pq.ParquetFile(io.BytesIO(content)).metadata.row_group(0).column(0).total_uncompressed_size
+    stated, small = (bytes(2 * n >> 7 * i & 127 | 128 * (i < 3) for i in range(4)) for n in (size, 1000))
+    start = content.rindex(stated)
+    return content[:start] + small + content[start + 4 :]
+
+
+def stream(text: pa.Array, compression: str | None = None) -> bytes:
+    out, options = io.BytesIO(), pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.ipc.new_stream(out, pa.schema([("text", text.type)]), options=options) as writer:
         writer.write_table(pa.table({"text": text}))
     return out.getvalue()
 
@@ -265,7 +276,12 @@ BOMBS: dict[str, tuple[str, str, Callable[[], bytes], str]] = {
     "name": ("images", "a.tar.gz", lambda: packed(3 << 30, header(3 << 30, tarfile.GNUTYPE_LONGNAME)), STATED),
     "member": ("images", "a.tar.gz", lambda: packed(1 << 30, header(8 << 30)), "unfold to 200 times"),
     "line ends": ("jsonl", "a.jsonl.gz", lambda: packed(1 << 30, byte=b"\n"), "unfold to 200 times"),
-    "objects": ("jsonl", "a.jsonl", lambda: b"[" + b"{}," * 21_000_000 + b"0]", "record 1 here: .* 1,048,576 JSON val"),
+    "objects": ("jsonl", "a.jsonl", lambda: b"[" + b"{}," * 5_000_000 + b"0]", "record 1 here: .* 1,048,576 JSON val"),
+    "line": ("jsonl", "a.jsonl", lambda: b"[" + b"{}," * 21_000_000 + b"0]", "record 1 here: .* 16,777,216 bytes"),
+    "wide": ("jsonl", "a.jsonl", lambda: '["\U0001f600'.encode() + b"a" * 16_000_000 + b'"]', "1 here: no JSON object"),
+    "field": ("csv", "a.csv", lambda: b'"' + b"a\n" * 33_000_000 + b'"', "a.csv.*field larger than field limit"),
+    "page": ("parquet", "a.parquet", forged, 'a.parquet: column "text" of row group 0: its .* unfold to 20 times'),
+    "batch": ("huggingface", "a.arrow", lambda: stream(cell(), "zstd"), "a.arrow: its .* bytes unfold to 20 times"),
     "cell": ("parquet", "a.parquet", lambda: parquet(cell()), 'a.parquet: column "text" of row group 0: its .* unfold'),
     "entry": ("parquet", "a.parquet", lambda: parquet(entry()), "a.parquet: its .* bytes unfold"),
     "entry of a dataset": ("huggingface", "a.arrow", lambda: stream(entry()), "a.arrow: its .* bytes unfold"),
@@ -277,10 +293,11 @@ BOMBS: dict[str, tuple[str, str, Callable[[], bytes], str]] = {
 def test_a_bomb_is_one_line_before_its_memory_is_taken(name, tmp_path, monkeypatch):
     corpus, file, content, message = BOMBS[name]
     monkeypatch.setattr(fuzzing, "mutate", lambda *_: None)
-    monkeypatch.setattr(fuzzing, "MOST_BYTES", 256 << 20)
     (tmp_path / "seeds").mkdir()
     (tmp_path / "seeds" / file).write_bytes(content())
-    format = Format(print, lambda folder: refusal(lambda: read_records(corpus, folder), match=message))
+    readers = {"csv": lambda folder: list(comma_separated(folder / file))}
+    read = readers.get(corpus, partial(read_records, corpus))
+    format = Format(print, lambda folder: refusal(lambda: read(folder), match=message))
     (case,) = fuzz(name, format, tmp_path / "seeds", tmp_path / "mutant", range(1))
     assert case.outcome == "read", case
 

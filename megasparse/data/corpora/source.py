@@ -26,8 +26,10 @@ from megasparse.errors import ConfigError, DataError, SourceError, did_you_mean,
 from megasparse.files import open_file
 
 PIECE = 1 << 20
-BOMB_BYTES, BOMB_RATIO = 1 << 26, 200
-"""Unpacked to more bytes, and more times its size on disk, than this, a file is no text (that packs 3 to 20 times)."""
+BOMB_BYTES, BOMB_RATIO, MEMORY_RATIO = 1 << 26, 200, 20
+"""Unpacked to more bytes, and more times its size on disk, than this, a file is no text (that packs 3 to 20 times); the
+second ratio is of what is decompressed in memory as a whole.
+"""
 MOST_MEMBERS, MOST_DIRECTORY = 1 << 16, 1 << 23
 """Files of a zip archive, and bytes of its directory, which zipfile reads whole."""
 ZIP_HIDDEN = (".", "__MACOSX")
@@ -338,10 +340,10 @@ def _require_text(part: Part, start: bytes) -> None:
             raise DataError(str(part), f"this is {kind}, not plain text", hint)
 
 
-def refuse_bomb(what: Part | Path | str, size: int, compressed: int) -> None:
+def refuse_bomb(what: Part | Path | str, size: int, compressed: int, ratio: int = BOMB_RATIO) -> None:
     """Raise DataError if a file of `compressed` bytes unfolds to `size` and more, which no corpus does."""
-    if size > max(BOMB_BYTES, BOMB_RATIO * compressed):
-        problem = f"its {compressed:,} bytes unfold to {BOMB_RATIO} times as many and more: this is no corpus"
+    if size > max(BOMB_BYTES, ratio * compressed):
+        problem = f"its {compressed:,} bytes unfold to {ratio} times as many and more: this is no corpus"
         raise DataError(str(what), problem, "Decompress it yourself if you trust it")
 
 

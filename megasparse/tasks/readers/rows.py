@@ -23,8 +23,8 @@ from megasparse.errors import DataError, did_you_mean
 from megasparse.files import MOST_VALUES, has_many_values, open_file, read_file
 from megasparse.tasks.task import HUB, SourceLocation, is_remote
 
-LONGEST_LINE, LARGEST = 1 << 26, 1 << 31
-"""Bytes of a line, and characters of a CSV field; bytes of a file that is read whole (WikiHop's have 400 MB)."""
+LONGEST_LINE, LONGEST_FIELD, LARGEST = 1 << 24, 1 << 22, 1 << 31
+"""Bytes of a line; characters of a CSV field, of many lines too; bytes of a file read whole (WikiHop's have 400 MB)."""
 UNREADABLE = (OSError, EOFError, zlib.error, zipfile.BadZipFile, RuntimeError)
 """Errors of opening or decompressing; RuntimeError is that of an encrypted archive."""
 HINT = "Put it right, or take the official file"
@@ -108,7 +108,7 @@ def comma_separated(file: Path, columns: Sequence[str] | None = None) -> Rows:
     Empty lines are skipped. columns: their names; None if the first row has them. A row's location is the line it
     begins on. Raises DataError for a quotation mark out of place.
     """
-    csv.field_size_limit(LONGEST_LINE)
+    csv.field_size_limit(LONGEST_FIELD)
     line, separator_hint = "", "Save it with commas between the fields, or with tabs and the ending .tsv"
 
     def read_lines() -> Iterator[str]:

@@ -12,13 +12,11 @@ import os
 import platform
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any
 
 from megasparse.config.schema import RunSettings
 from megasparse.errors import CheckpointError
@@ -36,72 +34,62 @@ in a third of the space.
 """
 RESTORE = "Restore it from a copy, or resume from an older checkpoint with --resume PATH"
 
-_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True)
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < 1 << 63)
 
 
-class _File(_Part):
-    bytes: _Count
-    sha256: str
+_SELECTION = {
+    "metric": str, "step": (_is_count, None), "value": (_is_number, None), "scalars": {"*": _is_number},
+    "without_better": _is_count,
+}  # fmt: skip
+_GUARD = {"losses?": [_is_number], "skipped_in_a_row?": _is_count, "spikes?": _is_count}
+_PIECE = {"file": str, "key": str, "start": _is_count, "numel": _is_count}
+_FORM = {
+    **dict.fromkeys(("step", "sequences", "optimizer_steps"), _is_count),
+    "state?": {"loss_guard?": _GUARD, "selection?": (_SELECTION, None)},
+    "config": {"*": object},
+    "data_fingerprint": str,
+    "tokenizer": {"*": str},
+    "files": {"*": {"bytes": _is_count, "sha256": str}},
+    "tensors": {"*": {"*": {"shape": [_is_count], "pieces": [_PIECE]}}},
+}
+"""Fields that the code relies on; the configuration is checked when it is used. `*` is any key, `?` an optional one."""
 
 
-class _Piece(_Part):
-    file: str
-    key: str
-    start: _Count
-    numel: _Count
-
-
-class _Tensor(_Part):
-    shape: list[_Count]
-    pieces: list[_Piece]
-
-
-class _LossGuard(_Part):
-    losses: list[float] = []
-    skipped_in_a_row: _Count = 0
-    spikes: _Count = 0
-
-
-class _Selection(_Part):
-    metric: str
-    step: _Count | None
-    value: float | None
-    scalars: dict[str, float]
-    without_better: _Count
-
-
-class _State(_Part):
-    loss_guard: _LossGuard = _LossGuard()
-    selection: _Selection | None = None
-
-
-class _Manifest(_Part):
-    """Fields that the code uses; the configuration is validated when it is used."""
-
-    step: _Count
-    sequences: _Count
-    optimizer_steps: _Count
-    state: _State = _State()
-    """Absent in checkpoints of older versions."""
-    config: dict[str, Any]
-    data_fingerprint: str
-    tokenizer: dict[str, str]
-    files: dict[str, _File]
-    tensors: dict[str, dict[str, _Tensor]]
+def _mismatch(value: Any, form: Any, path: str = "") -> str | None:
+    """Return the path of the first value that does not have a form: a type, a test, or a collection of forms."""
+    items: Iterable[tuple[Any, Any, Any]] = ()
+    if isinstance(form, tuple):
+        form = form[0]
+        if value is None:
+            return None
+    if isinstance(form, list) and isinstance(value, list):
+        items = ((number, item, form[0]) for number, item in enumerate(value))
+    elif isinstance(form, dict) and isinstance(value, dict):
+        if "*" in form:
+            items = ((key, item, form["*"]) for key, item in value.items())
+        else:
+            fields = {key.rstrip("?"): part for key, part in form.items() if not key.endswith("?") or key[:-1] in value}
+            items = ((key, value.get(key), part) for key, part in fields.items())
+    elif not (isinstance(value, form) if isinstance(form, type) else callable(form) and form(value)):
+        return path
+    return next((bad for key, item, part in items if (bad := _mismatch(item, part, f"{path}.{key}".lstrip(".")))), None)
 
 
 def seal(manifest: dict[str, Any]) -> str:
     """Return the text of a manifest's file, including a digest of its content."""
-    return json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1, sort_keys=True) + "\n"
+    return json.dumps({**manifest, "sha256": _digest(manifest, sort=True)}, indent=1, sort_keys=True) + "\n"
 
 
-def _digest(manifest: dict[str, Any]) -> str:
+def _digest(manifest: dict[str, Any], sort: bool) -> str:
+    """Return the digest over sorted keys. sort: False if they are sorted, as in a file of `seal`: it takes memory."""
     manifest = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(manifest, sort_keys=sort).encode()).hexdigest()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -119,10 +107,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         problem = f"{size} bytes; the manifest of these files has at most {most}"
         raise CheckpointError(file, problem, RESTORE)
     try:
-        content = read_file(file)
+        return parse_manifest(read_file(file), file)
     except OSError as error:
         raise CheckpointError(file, f"cannot be read ({type(error).__name__})", RESTORE) from None
-    return parse_manifest(content, file)
 
 
 def parse_manifest(content: bytes, file: Path | str) -> dict[str, Any]:
@@ -130,8 +117,11 @@ def parse_manifest(content: bytes, file: Path | str) -> dict[str, Any]:
     try:  # seal writes one value per line; many more on a line would take memory out of proportion to the file
         is_whole = content.endswith(b"}\n")
         is_ours = is_whole and content.count(b"{") + content.count(b"[") <= content.count(b"\n") + 1000
-        manifest: Any = json.loads(content.decode()) if is_ours else None
-        intact = isinstance(manifest, dict) and manifest.get("sha256") == _digest(manifest)
+        text = content.decode() if is_ours else ""
+        del content  # and the text, before the digest takes as much again
+        manifest: Any = json.loads(text) if text else None
+        del text
+        intact = isinstance(manifest, dict) and manifest.get("sha256") == _digest(manifest, sort=False)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(file, f"cannot be read ({type(error).__name__})", RESTORE) from None
     if not intact:
@@ -164,7 +154,8 @@ def _most_bytes(path: Path) -> int:
         size = size_of(file)
         try:
             with open_file(file) as stream:
-                headers += min(size, int.from_bytes(stream.read(8), "little"))
+                stated = int.from_bytes(stream.read(8), "little")
+                headers += min(size, stated, os.lseek(stream.fileno(), 0, os.SEEK_HOLE))  # a hole states nothing
         except OSError as error:
             raise CheckpointError(file, f"cannot be read ({error.strerror})", RESTORE) from None
     return min(LARGEST_MANIFEST, LEAST_ROOM + ROOM_PER_HEADER * headers)
@@ -181,11 +172,8 @@ def gap(tensor: dict[str, Any]) -> str | None:
 
 
 def _strange(manifest: dict[str, Any]) -> str | None:
-    try:
-        _Manifest.model_validate(manifest)
-    except ValidationError as error:
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    if (path := _mismatch(manifest, _FORM)) is not None:
+        return f"{path}: a value of another type"
     for name in manifest["files"]:
         if not re.fullmatch(r"rank-[0-9]{5,}\.safetensors", name):
             return f"names a file {name!r}"
