@@ -89,10 +89,3 @@ def test_every_step_runs_and_the_file_is_as_long_as_evaluation_promises(tmp_path
     assert (run / "report.html").exists()
     said = capfd.readouterr().out
     assert f"its file   {summary['file_bits_per_dim']:.3f}" in said and "Next:" in said
-
-
-def test_a_missing_coder_skips_the_compression_step(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr(steps, "megasparse", None)
-    steps.compress(tmp_path, tmp_path / "held_out.txt")
-    assert "pip install 'megasparse[compress]'" in capsys.readouterr().out
