@@ -19,7 +19,7 @@ from megasparse.config.files import parse_json
 from megasparse.config.load import build_config
 from megasparse.config.schema import Config, ModelConfig, SourceConfig
 from megasparse.data.tokenizers import build_tokenizer
-from megasparse.errors import ConfigError, HubError, UserError, did_you_mean
+from megasparse.errors import ConfigError, HubError, did_you_mean
 from megasparse.files import read_file
 from megasparse.hub import require_transformers
 from megasparse.hub.formats import (
@@ -312,20 +312,15 @@ def resumed_from(config: Config, source: str | Path, ranks: Ranks) -> str:
     Raises UserError, on all ranks, if the weights cannot be used.
     """
     start = _start_of(config)
-    problem = None
-    has_checkpoints = False
-    if ranks.rank == 0:
-        try:
-            has_checkpoints = newest_anywhere(config) is not None
-            if not start.exists() and (config.lora is not None or not has_checkpoints):
-                new = write_start(config, Path(source), start.parents[1])
-                print(f"started from {source}; new weights: {', '.join(new) or 'none'}", file=sys.stderr)
-        except UserError as error:
-            problem = str(error)
-    has_checkpoints, problem = ranks.gather([has_checkpoints, problem])[0]
-    if problem is not None:
-        raise UserError(problem)
-    return "auto" if has_checkpoints or config.lora is not None else str(start)
+
+    def prepare() -> bool:
+        has_checkpoints = newest_anywhere(config) is not None
+        if not start.exists() and (config.lora is not None or not has_checkpoints):
+            new = write_start(config, Path(source), start.parents[1])
+            print(f"started from {source}; new weights: {', '.join(new) or 'none'}", file=sys.stderr)
+        return has_checkpoints
+
+    return "auto" if ranks.on_first_rank(prepare) or config.lora is not None else str(start)
 
 
 def require_base(config: Config) -> None:

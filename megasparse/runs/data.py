@@ -18,7 +18,7 @@ from megasparse.data.index_file import INDEX_FILE
 from megasparse.data.prepare import prepare
 from megasparse.data.tokenizers import NAMED, Tokenizer, build_tokenizer
 from megasparse.data.urls import GIGABYTE, ShardCache
-from megasparse.errors import ConfigError, UserError
+from megasparse.errors import ConfigError
 from megasparse.training.ranks import Ranks, RunHooks
 
 
@@ -142,15 +142,7 @@ def with_texts(config: Config, texts: str, ranks: Ranks) -> Config:
     if (Path(texts) / INDEX_FILE).exists():
         return config.model_copy(update={"data": config.data.model_copy(update={"path": texts})})
     output = Path(config.run.directory) / "data"
-    problem, documents = None, True
-    if ranks.rank == 0:
-        try:
-            documents = _prepare(texts, config.data.tokenizer, output)
-        except UserError as error:
-            problem = str(error)
-    problem, documents = ranks.gather((problem, documents))[0]
-    if problem is not None:
-        raise UserError(problem)
+    documents = ranks.on_first_rank(lambda: _prepare(texts, config.data.tokenizer, output))
     model = config.model
     if documents and model.document_separator is None:
         separator = build_tokenizer(config.data.tokenizer).separator

@@ -1,25 +1,28 @@
 """The training loop (agree, step, log, evaluate, save, stop) and the part of its state that checkpoints store."""
 
+import gzip
 import json
 import math
+import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
+from megasparse.config.schema import RunSettings
 from megasparse.data.batches import Step, WaitingStopped
-from megasparse.errors import LostPeer, StorageError, TrainingError
+from megasparse.errors import LostPeer, StorageError, TrainingError, write_error
 from megasparse.files import write_file
 from megasparse.optimizers import learning_rate
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines.contract import Engine, StepResult
-from megasparse.training.ranks import StopWanted
+from megasparse.training.ranks import Ranks, StopWanted
 from megasparse.training.reporting.memory import memory_scalars
-from megasparse.training.reporting.tracing import traced
 from megasparse.training.run import RunResult, TrainingRun
 
 HISTORY = 128
@@ -37,12 +40,14 @@ class LossGuard:
     Its decisions are the same on every rank and after a resume.
     """
 
-    def __init__(self) -> None:
-        self.skipped_in_a_row = 0
-        """Steps since the last applied one."""
-        self.spikes = 0
+    def __init__(self, state: Mapping[str, Any] | None = None):
+        """Restore the result of `state()`; None starts with no losses."""
+        state = state or {}
+        self.skipped_in_a_row: int = state.get("skipped_in_a_row", 0)
+        """Number of steps since the last applied one."""
+        self.spikes: int = state.get("spikes", 0)
         """Number of spikes so far, applied or not."""
-        self._losses: deque[float] = deque(maxlen=HISTORY)
+        self._losses = deque[float](state.get("losses", []), maxlen=HISTORY)
 
     def is_spike(self, loss: float) -> bool:
         """True if `loss` is finite and more than 6 standard deviations above the mean of the last 128 applied ones."""
@@ -64,12 +69,6 @@ class LossGuard:
     def state(self) -> dict[str, Any]:
         """Return the state as JSON, which stores finite floats exactly."""
         return {"losses": list(self._losses), "skipped_in_a_row": self.skipped_in_a_row, "spikes": self.spikes}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state()`; {} resets."""
-        self._losses = deque(state.get("losses", []), maxlen=HISTORY)
-        self.skipped_in_a_row = state.get("skipped_in_a_row", 0)
-        self.spikes = state.get("spikes", 0)
 
 
 KEPT = ("step", "value", "scalars", "without_better")
@@ -135,8 +134,7 @@ class LoopState:
         self.step = start.step if start else 0
         self.sequences = start.sequences if start else 0
         """Position in the data."""
-        self.guard = LossGuard()
-        self.guard.restore(state.get("loss_guard", {}))
+        self.guard = LossGuard(state.get("loss_guard"))
         self.selection = selection
         if selection is not None:
             selection.restore(state.get("selection", {}))
@@ -321,3 +319,55 @@ def _evaluate(run: TrainingRun, step: int) -> dict[str, float]:
         else:
             scalars[name] = value
     return scalars
+
+
+TRACED_STEPS = 3
+"""Number of steps per trace."""
+
+
+def traced(steps: Iterable[int], config: RunSettings, ranks: Ranks, requested: Callable[[], bool]) -> Iterator[int]:
+    """Yield the steps; write run.directory/traces/step-00000012-rank-00000.json.gz, a Chrome trace from step 12 on.
+
+    requested: Returns True once per request to trace the next steps on this rank. Failures are reported on stderr and
+    do not stop training.
+    """
+    tracing, first = None, 0
+    try:
+        for step in steps:
+            if tracing is not None and step >= first + TRACED_STEPS:
+                _end_trace(tracing, first, config, ranks)
+                tracing = None
+            if tracing is None and requested():
+                tracing, first = _begin_trace(step, ranks), step
+            yield step
+    finally:
+        if tracing is not None:
+            _end_trace(tracing, first, config, ranks)
+
+
+def _begin_trace(step: int, ranks: Ranks) -> profile | None:
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (ranks.device.type == "cuda")
+    tracing = profile(activities=activities)
+    try:
+        tracing.start()
+    except RuntimeError as error:  # another profiler uses the device
+        reason = str(error).splitlines()[0]
+        write_error(f"rank {ranks.rank}: steps {step} to {step + TRACED_STEPS - 1} cannot be traced ({reason})")
+        return None
+    return tracing
+
+
+def _end_trace(tracing: profile, first: int, config: RunSettings, ranks: Ranks) -> None:
+    path = Path(config.run.directory) / "traces" / f"step-{first:08d}-rank-{ranks.rank:05d}.json.gz"
+    try:
+        tracing.stop()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(suffix=".json") as plain:
+            tracing.export_chrome_trace(plain.name)
+            trace = Path(plain.name).read_bytes()
+        if not trace.rstrip().endswith(b"}"):  # the exporter does not report a full disk
+            raise OSError(f"not enough space in {tempfile.gettempdir()}")
+        write_file(path, gzip.compress(trace, compresslevel=3))
+        write_error(f"rank {ranks.rank}: {path}: a trace; open it at https://ui.perfetto.dev or chrome://tracing")
+    except (OSError, RuntimeError) as error:
+        write_error(f"rank {ranks.rank}: {path} cannot be written ({error}). Training continues")

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import torch.distributed
 
+from megasparse import errors
 from megasparse.config.schema import RunConfig
-from megasparse.errors import HANG, NO_LAUNCHER, ConfigError, leave, rank_variable
+from megasparse.errors import HANG, NO_LAUNCHER, ConfigError, UserError, leave, rank_variable
 from megasparse.files import Progress, silent
 from megasparse.training.stopping.watchdog import START
 
@@ -77,6 +78,22 @@ class Ranks:
         else:
             torch.distributed.all_gather(texts, padded)
         return [json.loads(text[:length].cpu().numpy().tobytes()) for text, length in zip(texts, lengths, strict=False)]
+
+    def on_first_rank(self, work: Callable[[], Any]) -> Any:
+        """Return the JSON value of `work`, which rank 0 does while the others wait. Its UserError is raised on all."""
+        value = problem = None
+        if self.rank == 0:
+            try:
+                value = work()
+            except UserError as error:
+                problem = {"kind": type(error).__name__, "args": error.args, "values": vars(error)}
+        value, problem = self.gather((value, problem))[0]
+        if problem is not None:
+            kind = getattr(errors, problem["kind"], UserError)
+            copy = kind.__new__(kind, *problem["args"])
+            vars(copy).update(problem["values"])
+            raise copy
+        return value
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """All-reduce `values` in place with a sum, and return them."""

@@ -4,10 +4,15 @@
 engine, evaluation and tracker, in this order. It closes them in reverse order. `loop.train` runs the steps.
 """
 
+import os
+import socket
+import stat
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +20,11 @@ from torch import Tensor, nn
 
 from megasparse.config.schema import RunSettings
 from megasparse.data.batches import Steps
+from megasparse.errors import ConfigError
+from megasparse.files import LOCK_FILE, FileLock, open_file
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import RunIdentity
 from megasparse.training.checkpoints.resume import find_start
-from megasparse.training.checkpoints.run_lock import run_lock
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines import build_engine
 from megasparse.training.engines.contract import Engine, Initial, MakeRng
@@ -89,6 +95,63 @@ class RunResult:
     """The last completed step, which is saved."""
     complete: bool
     """True if all steps are done or early stopping ended the run."""
+
+
+LONGEST = 1024
+"""Bytes of the lock file that are read, at most."""
+
+
+@contextmanager
+def run_lock(directory: Path, ranks: Ranks) -> Iterator[None]:
+    """Keep other runs out of `directory`, which is created if necessary. All ranks call it; rank 0 holds the lock.
+
+    Without lock support in the file system, print a warning and continue.
+
+    Raises UserError, on every rank, if another run holds the lock or the folder cannot be created.
+    """
+    with ExitStack() as held:
+        ranks.on_first_rank(lambda: _take(directory, held))
+        yield
+
+
+def _take(directory: Path, held: ExitStack) -> None:
+    """Lock `directory` until `held` ends, and write the holder's name into the lock file. Raises ConfigError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        paths = [*directory.iterdir(), *directory.glob(f"{HEARTBEATS}/*")]
+        files = {path: path.lstat() for path in paths if not path.is_dir()}
+    except OSError as error:
+        problem = f"{directory} cannot be created or read ({error.strerror})"
+        raise ConfigError("run.directory", problem, "Choose a writable folder") from None
+    for path, status in files.items():
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            problem = f"{path} is a link or not a regular file, and the run would write to it"
+            hint = "Remove it, replace it with a copy, or choose another run.directory"
+            raise ConfigError("run.directory", problem, hint)
+    path = directory / LOCK_FILE
+    try:
+        lock = held.enter_context(FileLock(path))
+    except BlockingIOError:
+        problem = f"{directory} is in use by another run ({_holder(path) or f'not named in {path}'})"
+        raise ConfigError("run.directory", problem, "Choose another run.directory, or stop that run first") from None
+    except OSError as error:
+        problem = f"{path} cannot be locked ({error.strerror})"
+        print(f"warning: {problem}: a second run could write to this folder", file=sys.stderr)
+        return
+    since = datetime.now().astimezone().isoformat(" ", "seconds")
+    with suppress(OSError):  # a full disk: the folder is locked anyway
+        os.ftruncate(lock.descriptor, 0)
+        os.pwrite(lock.descriptor, f"host {socket.gethostname()}, pid {os.getpid()}, since {since}".encode(), 0)
+        os.fsync(lock.descriptor)
+
+
+def _holder(path: Path) -> str:
+    """Return the holder's name from the lock file if it is one printable line, else ""."""
+    with suppress(OSError), open_file(path) as file:
+        text = file.read(LONGEST).decode(errors="replace")
+        if text and text.isprintable():
+            return text
+    return ""
 
 
 @contextmanager

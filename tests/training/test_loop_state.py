@@ -76,9 +76,9 @@ def test_after_a_resume_every_decision_is_the_same():
     expected = spikes_of(straight, losses)
     assert sum(expected) == 12 == straight.spikes
     for stop in (1, 31, 49, 50, 128, 333):
-        first, second = LossGuard(), LossGuard()
+        first = LossGuard()
         before = spikes_of(first, losses[:stop])
-        second.restore(json.loads(json.dumps(first.state())))
+        second = LossGuard(json.loads(json.dumps(first.state())))
         assert second.state() == first.state()
         assert before + spikes_of(second, losses[stop:]) == expected
         assert second.state() == straight.state()

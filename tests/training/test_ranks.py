@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megasparse.config.schema import RunConfig
-from megasparse.errors import HANG, ConfigError
+from megasparse.errors import HANG, ConfigError, StorageError, UserError
 from megasparse.training import ranks
 from megasparse.training.ranks import start_ranks
+from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.run_ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,3 +116,13 @@ def test_messages_reach_every_rank_or_only_the_first():
     found = run_ranks(messages_of_three, 3)
     assert found[0] == [messages, messages, [None] * 3, [0, 1, 2]]
     assert found[1:] == [[messages, [], [], [0, 1, 2]]] * 2
+
+
+@pytest.mark.parametrize("error", [ConfigError("a.b", "no", "Do"), StorageError("c", "full", "Do"), UserError("x")])
+def test_an_error_of_rank_0_is_raised_on_every_rank_with_its_type_and_values(error):
+    def work() -> None:
+        raise error
+
+    for copy in run_in_threads(lambda ranks: ranks.on_first_rank(work), 3):
+        assert (type(copy), copy.args, vars(copy)) == (type(error), error.args, vars(error))
+    assert run_in_threads(lambda ranks: ranks.on_first_rank(lambda: ranks.rank), 3) == [0, 0, 0]

@@ -205,7 +205,7 @@ class Uploads:
                 self.begin(path, best)
 
         if self._settings.bucket is not None:
-            on_first_rank(self._ranks, claim)
+            self._ranks.on_first_rank(claim)
 
     def begin(self, path: Path, best: int | None) -> None:
         """Append a checkpoint to the queue without waiting. Rank 0 calls it."""
@@ -273,7 +273,7 @@ class Uploads:
                 raise self._problem
 
         if self._settings.bucket is not None:
-            on_first_rank(self._ranks, raise_problem)
+            self._ranks.on_first_rank(raise_problem)
 
 
 def newest_anywhere(config: RunSettings) -> int | None:
@@ -311,16 +311,4 @@ def fetch_newest(config: RunSettings, directory: Path, ranks: Ranks, hooks: RunH
             bucket.fetch(newest, directory)  # last: after an interruption the next start still fetches the best one
 
     if config.checkpoint.bucket is not None:
-        on_first_rank(ranks, get)
-
-
-def on_first_rank(ranks: Ranks, work: Callable[[], None]) -> None:
-    """Run `work` on rank 0 while the others wait; raise its CheckpointError on every rank."""
-    problem = None
-    if ranks.rank == 0:
-        try:
-            work()
-        except CheckpointError as error:
-            problem = {"storage": isinstance(error, StorageError), "message": [error.path, error.problem, error.hint]}
-    if (problem := ranks.gather(problem)[0]) is not None:
-        raise (StorageError if problem["storage"] else CheckpointError)(*problem["message"])
+        ranks.on_first_rank(get)

@@ -14,7 +14,7 @@ from typing import Any
 from megasparse.config.schema import Config, RunSettings
 from megasparse.errors import CheckpointError, ConfigError
 from megasparse.files import Progress, open_file, read_file
-from megasparse.training.checkpoints.bucket import fetch_newest, on_first_rank
+from megasparse.training.checkpoints.bucket import fetch_newest
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import (
     NO_DATA,
@@ -99,7 +99,7 @@ def find_start(
         raise CheckpointError(newest, "a new run here would overwrite this one", hint)
     path = newest if resume in ("auto", "never") else Path(resume)
     if path is None:
-        on_first_rank(ranks, lambda: check_records(directory.parent, None, resume))
+        ranks.on_first_rank(lambda: check_records(directory.parent, None, resume))
         return None
     if newest is not None and path.resolve().parent != directory.resolve():
         problem = f"this run has its own checkpoints, such as {newest}, but was told to resume from {path}"
@@ -107,8 +107,8 @@ def find_start(
     checkpoint = _open(path, ranks, hooks, None if path != newest else directory)
     _check_data(checkpoint, run)
     _check_config(checkpoint, run.config, allow_changed_config, ranks)
-    on_first_rank(ranks, lambda: check_records(directory.parent, checkpoint, resume))
-    on_first_rank(ranks, lambda: _set_aside_later(directory, checkpoint))
+    ranks.on_first_rank(lambda: check_records(directory.parent, checkpoint, resume))
+    ranks.on_first_rank(lambda: _set_aside_later(directory, checkpoint))
     return checkpoint
 
 

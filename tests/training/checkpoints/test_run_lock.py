@@ -17,9 +17,9 @@ import pytest
 from megasparse.config.load import build_config
 from megasparse.errors import ConfigError, UserError
 from megasparse.files import LOCK_FILE, FileLock
-from megasparse.training.checkpoints.run_lock import run_lock
 from megasparse.training.ranks import Ranks
 from megasparse.training.reporting.tracker import JsonLines
+from megasparse.training.run import run_lock
 from megasparse.training.stopping.watchdog import HEARTBEATS, overwrite
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.run_ranks import ROOT
@@ -28,7 +28,7 @@ from tests.helpers.trained import prepared, trained
 HOLDER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from megasparse.training.checkpoints.run_lock import run_lock
+from megasparse.training.run import run_lock
 from megasparse.training.ranks import Ranks
 with run_lock(Path(sys.argv[1]), Ranks()):
     started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False)
@@ -100,7 +100,7 @@ def test_all_ranks_of_a_job_hold_the_folder_and_all_are_rejected_together(tmp_pa
     assert run_in_threads(work, 3) == [None] * 3
     with run_lock(tmp_path, Ranks()):
         errors = run_in_threads(work, 3)
-    assert {type(error) for error in errors} == {UserError} and len({str(error) for error in errors}) == 1
+    assert {type(error) for error in errors} == {ConfigError} and len({str(error) for error in errors}) == 1
     assert run_in_threads(work, 3) == [None] * 3
 
 

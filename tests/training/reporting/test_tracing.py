@@ -7,9 +7,8 @@ import tempfile
 from pathlib import Path
 
 from megasparse.config.schema import Config
-from megasparse.training.loop import train
+from megasparse.training.loop import TRACED_STEPS, train
 from megasparse.training.ranks import RunHooks
-from megasparse.training.reporting.tracing import STEPS
 from tests.helpers.tiny import metrics, tiny_config, tiny_run
 
 
@@ -52,7 +51,7 @@ def test_each_request_traces_the_next_steps_and_changes_no_loss(tmp_path):
     plain = losses(tiny_config(tmp_path / "plain"))
     assert not (tmp_path / "plain" / "traces").exists()
     assert losses(tiny_config(tmp_path), RunHooks(progress=reported.append, trace_wanted=wanted)) == plain
-    assert traces(tmp_path) == {f"step-{step:08d}-rank-00000.json.gz": STEPS for step in (4, 12)}
+    assert traces(tmp_path) == {f"step-{step:08d}-rank-00000.json.gz": TRACED_STEPS for step in (4, 12)}
 
 
 def test_failing_storage_loses_only_the_trace(tmp_path, capfd):
