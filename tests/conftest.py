@@ -19,7 +19,7 @@ Report = Callable[..., None]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long come first, so that no process is left alone with one at the end."""
+    """Run long files first, so that no process is left with one at the end."""
     items.sort(key=lambda item: item.path.parent.name not in LONGEST)
 
 

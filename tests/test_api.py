@@ -1,4 +1,4 @@
-"""The Python API: what `import megasparse` offers, and the example in the docstring of each name."""
+"""The Python API: the names of `import megasparse`, and the example in the docstring of each."""
 
 import doctest
 import json
@@ -38,7 +38,7 @@ def test_nothing_is_imported_before_it_is_used():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with small stand-ins for what the examples name: data, a configuration, runs and a BERT."""
+    """A folder with small stand-ins for the files of the examples: data, a configuration, runs and a BERT."""
     folder = tmp_path_factory.mktemp("api")
     prepared(folder)
     tiny = TINY | {"model": {**TINY["model"], "attention": {"pattern": ["lsh"], "lsh": {"chunk": 8}}}}

@@ -1,4 +1,4 @@
-"""Documents name what exists: files, modules, links and commands; their lines fit an editor."""
+"""Documents name existing files, modules, links and commands; their lines fit an editor."""
 
 import math
 import re
@@ -25,7 +25,7 @@ FOLDERS = ("megasparse", "launch", "tools", "configs", "tests", "docs", "tokeniz
 MADE = ("tokenizers/books.model", "tokenizers/bert.json", "tokenizers/multi30k.model", "tokenizers/small.model")
 """Files that a reader makes or brings."""
 PLACEHOLDERS = {"NAME", "test_NAME", "my", "test_my", "mine"}
-"""Stems of files that stand for a reader's own."""
+"""Stems of placeholders for a reader's files."""
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

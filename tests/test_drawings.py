@@ -1,4 +1,4 @@
-"""The pictures of docs/how-it-works.md are what the mechanisms see now."""
+"""The pictures of docs/how-it-works.md show the current mechanisms."""
 
 import importlib.util
 from pathlib import Path

@@ -53,7 +53,7 @@ def test_the_pinned_torch_has_a_known_triton():
 
 @pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"]))
 def test_no_extra_pins_another_version_than_the_rest(extra):
-    """So that the resolver accepts every extra with what all need: a name that is pinned has one pin."""
+    """Each pinned name has one pin, so that the resolver accepts every extra with the requirements."""
     pins = {}
     for found in [*CORE, *required(extra)]:
         if pin(found):

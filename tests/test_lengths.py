@@ -10,7 +10,7 @@ LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 600, 100
 
 
 def long_parts(source: str) -> list[str]:
-    """What of a file is too long, with its lines."""
+    """Return the parts of a file that are too long, with their lines."""
     lines = source.count("\n")
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     sizes = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions}

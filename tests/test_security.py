@@ -27,7 +27,7 @@ METHODS = {"extractall", "extract"}
 
 
 def dotted(node: ast.expr, names: dict[str, str]) -> str:
-    """`t.hub.load` as `torch.hub.load` under `import torch as t`; "" for what is no plain name."""
+    """`t.hub.load` as `torch.hub.load` under `import torch as t`; "" if it is not a plain name."""
     if isinstance(node, ast.Name):
         return names.get(node.id, node.id)
     if isinstance(node, ast.Attribute):

@@ -46,7 +46,7 @@ def visible(query_codes, key_codes, real):
 
 
 def definition(made, x, states, seen, once):
-    """Attention by its definition. seen: (B, H, R, T, S). What sees nothing gets 0."""
+    """Attention by its definition. seen: (B, H, R, T, S). Queries without visible keys get 0."""
     w = {name: p.detach().double() for name, p in made.named_parameters()}
     q, k, v = (
         split(y.double() @ w[f"{part}.weight"].T) for part, y in (("query", x), ("key", states), ("value", states))

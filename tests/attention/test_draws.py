@@ -21,7 +21,7 @@ from tests.helpers.models import (
 )
 
 WEIGHTS_BY_HEAD = {"lha", "ngram", "routing", "local relative", "yoso gaussian, convolution", "smart_bird heads"}
-"""Mechanisms whose own weights are by head: a single head of theirs has other weights."""
+"""Mechanisms with weights per head: a single head has other weights."""
 
 
 @EVERY

@@ -1,4 +1,4 @@
-"""What lies beyond window and sinks, and the losses by which a choice of keys learns it, against their definitions."""
+"""Attention beyond window and sinks, and the losses that teach a choice of keys, against their definitions."""
 
 import math
 

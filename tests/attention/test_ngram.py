@@ -39,7 +39,7 @@ def defined(inputs, tokens, mechanism):
         number = {place: sum(real[:place]) for place in range(LENGTH) if real[place]}  # chunks count real tokens
 
         def history(i, n, b=b, real=real, document=document):
-            """The n tokens before position i, which position i knows; None for what is of no concern."""
+            """Return the n tokens before position i, with None for padding and other documents."""
             places = range(i - n, i)
             same = [p >= 0 and real[p] and document[p] == document[i] for p in places]
             return [tokens[b, p + 1].item() if ok else None for p, ok in zip(places, same, strict=True)]
@@ -82,7 +82,7 @@ def test_it_is_as_defined_with_gradients(lengths, masks, sinks):
 
 
 def test_a_match_followed_by_padding_is_ignored():
-    """Position 20 knows the token that position 4 knows, and no other does; what follows that one is padding."""
+    """Only position 20 has read the same token as position 4, and padding follows that token."""
     tokens = torch.arange(LENGTH).repeat(2, 1)
     tokens[:, 0], tokens[:, 20] = -1, tokens[:, 4]
     mask = torch.ones(2, LENGTH, dtype=torch.bool)

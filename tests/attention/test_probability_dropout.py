@@ -1,4 +1,4 @@
-"""Dropout of attention probabilities: a mechanism gives P ∘ M, of its own probabilities P and masks M made here."""
+"""Dropout of attention probabilities: a mechanism computes P ∘ M from its probabilities P and the masks M made here."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Random buckets: the definition, and what their draws depend on."""
+"""Random buckets: the definition and the arguments of their draws."""
 
 import dataclasses
 

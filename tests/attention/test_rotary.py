@@ -1,4 +1,4 @@
-"""Frequencies of rotary positions are those of transformers, and rotations depend on distances alone."""
+"""Frequencies of rotary positions are those of transformers, and rotations depend only on distances."""
 
 import math
 

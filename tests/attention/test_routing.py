@@ -26,7 +26,7 @@ def similarities(single, q, k):
 
 
 def band(single, q, k, mask, documents):
-    """Tokens whose buckets agree and that stand near each other among their bucket's real tokens."""
+    """Pairs of tokens in one bucket that are near each other among the real tokens of the bucket."""
     queries, keys = (s.argmax(-1) for s in similarities(single, q, k))
     real = mask[:, None, :, None] & mask[:, None, None, :] & (documents[:, None, :, None] == documents[:, None, None])
     same = (queries[..., :, None] == keys[..., None, :]) & real

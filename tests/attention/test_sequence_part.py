@@ -38,7 +38,7 @@ def projected(heads: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("heads", "copies"), [(8, 1), (2, 2)])
 def test_an_exchange_of_heads_copies_once_before_and_not_after(part, heads, copies):
-    """Forward: what is sent and what arrives, of which all tokens are a view. Backward: the same, and the gradient."""
+    """Forward: send and receive buffers; all tokens are a view of the latter. Backward: the same, and the gradient."""
     tensors = [projected(heads) for _ in range(3)]
     sent = sum(x.numel() for x in tensors) * 4 * copies
     with Allocations() as forward:

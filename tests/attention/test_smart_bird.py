@@ -1,4 +1,4 @@
-"""Smart Bird: what is chosen in training and in evaluation, and what the sketch learns from."""
+"""Smart Bird: the selected keys in training and in evaluation, and the objectives of the sketch."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_evaluation_by_draws_is_that_of_training_at_the_step_of_evaluation():
 
 
 def test_the_tiny_transformer_reads_only_tokens_and_positions():
-    """Eq. 1 by torch's own Transformer layer, and a document begins its positions anew."""
+    """Eq. 1 by torch's Transformer layer; positions restart with each document."""
     single = Single("smart_bird transformer", False)
     m = single.mechanism.double()
     x, *heads = single.inputs(30, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A mechanism that exists in this file alone, added as CONTRIBUTING.md describes: everything else finds it."""
+"""A mechanism defined only in this file, added as CONTRIBUTING.md describes, works everywhere."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The comparison of mechanisms: one tiny one from end to end, and what wrong requests answer."""
+"""`compare`: a tiny comparison from end to end, and the messages for invalid requests."""
 
 import json
 from contextlib import nullcontext

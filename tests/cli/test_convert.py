@@ -1,4 +1,4 @@
-"""`convert from-hf` and `convert to-hf`: what they write, what can be done with it, and what they refuse."""
+"""`convert from-hf` and `convert to-hf`: their outputs, the use of these, and rejected inputs."""
 
 import json
 import sys

@@ -62,7 +62,7 @@ class TwoNodes:
         run.launch(self.a.command(*command, folder=run.folder), **ENVIRONMENT)
 
     def clear(self) -> None:
-        """End what a test has left behind on both."""
+        """End the processes that a test left on both nodes."""
         for host in (self.a, self.b):
             for pid in host.processes(str(PRETRAIN)):
                 subprocess.run(["kill", "-9", str(pid)], stderr=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""torchrun --nnodes=1:2 on two hosts: one is lost, the other resumes alone, and both when it is back. Needs root."""
+"""torchrun --nnodes=1:2 on two hosts: one is lost, the other resumes, then both after its return. Needs root."""
 
 import json
 import os

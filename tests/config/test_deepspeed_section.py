@@ -110,7 +110,7 @@ def test_valid_settings_are_passed_on_unchanged():
 
 
 def printed(code: str) -> str:
-    """The output of a process of its own, which must succeed."""
+    """Return the output of a separate process, which must succeed."""
     return subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True).stdout
 
 

@@ -1,4 +1,4 @@
-"""`extends`: what a configuration takes from another one, by which names it finds it, and what is refused."""
+"""`extends`: inherited values, the lookup of the base, and rejected files."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The configuration of a fine-tuning run: shipped files, defaults, and what is refused."""
+"""The configuration of a fine-tuning run: shipped files, defaults and rejected values."""
 
 import importlib
 from typing import Any

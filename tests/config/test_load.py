@@ -1,4 +1,4 @@
-"""Files and overrides: what loads, and the one line that says what is wrong with what does not."""
+"""Files and overrides: valid ones load, invalid ones raise one line with the cause."""
 
 import subprocess
 import sys

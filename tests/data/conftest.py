@@ -36,7 +36,7 @@ def index(make_index, corpus):
 
 @pytest.fixture
 def impatient(monkeypatch, request):
-    """Short limits where a server is to stall, long ones elsewhere: a busy machine is no stall."""
+    """Short limits for a stalled server, otherwise long ones: a busy machine is not a stall."""
     faults = getattr(request.node, "callspec", None) and request.node.callspec.params.get("faults", ())
     monkeypatch.setattr(urls, "STALL_SECONDS", 0.4 if "stall" in (faults or ()) else 20.0)
     monkeypatch.setattr(urls, "LONGEST_PAUSE", 0.01)
@@ -63,5 +63,5 @@ def cache(tmp_path):
 
 @pytest.fixture
 def remote(server, cache):
-    """The index of what the server has."""
+    """Index of the server's shards."""
     return Index.load(server.url, cache=cache)

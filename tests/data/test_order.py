@@ -183,7 +183,7 @@ def test_order_does_not_depend_on_position_or_number_of_ranks(folders, world_siz
 
 
 def test_the_first_batch_reads_as_much_late_as_early(tmp_path, monkeypatch):
-    """Twice 40 shards, mixed two at a time: what is read is a step's tokens, after the shards that they are in."""
+    """Twice 40 shards, mixed two at a time: a step reads its shards and then its tokens."""
     folders = [
         write_folder(tmp_path / str(k), [ramp(300, 20_000 * k + 300 * i) for i in range(40)], width=2) for k in (0, 1)
     ]

@@ -55,14 +55,14 @@ CHECKPOINTED = {"model": DECODER | {"blocks": "ordinary", "activations": "checkp
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Runs under several ZeRO settings beside one of plain torch."""
+    """Runs under several ZeRO settings and one in plain torch."""
 
     sections: dict[str, dict[str, Any]]
     zero: Sequence[str] = tuple(ZERO)
     steps: int = 4
     tolerance: float = 1e-5
     resumes: bool = True
-    """Each saves half way, from where another engine goes on."""
+    """Each saves half way, and another engine resumes from there."""
     writes: bool = False
     """Each writes a text after step 3."""
 
@@ -154,7 +154,7 @@ def alone(folder: Path, group: str) -> dict[str, Any]:
 
 
 def skips(folder: Path, name: str, ranks: Ranks, precision: str) -> dict[str, Any]:
-    """Steps poisoned by one sequence on rank 1, by a loss of NaN, of infinity, and by its gradient alone."""
+    """Steps poisoned by one sequence on rank 1, by a loss of NaN, of infinity, and only by its gradient."""
     training = {"precision": precision}
     config = tiny_config(folder, "deepspeed", training=training, deepspeed={"zero_optimization": ZERO[name]})
     model = TinyModel()

@@ -56,7 +56,7 @@ def whole_model(config: Config, seed: int) -> dict[str, Tensor]:
 
 
 def unlike(engine: Engine, expected: dict[str, Tensor], precision: str, start: str) -> list[str]:
-    """What this rank has that is no piece of the whole model, bit for bit: of passes, and of the optimizer."""
+    """Return this rank's pieces of the model and optimizer that differ in any bit from the whole ones."""
     found, parameters = [], dict(engine.module.named_parameters())
     for name, own in engine.weights():
         whole = expected[name].detach().reshape(-1)
@@ -75,7 +75,7 @@ def unlike(engine: Engine, expected: dict[str, Tensor], precision: str, start: s
 
 
 def peaks(config: Config, ranks: Ranks) -> dict[str, int]:
-    """Bytes: the most while pieces are filled, the most of all, and what is there at the end."""
+    """Bytes: the peak while pieces are filled, the peak overall, and the final amount."""
     import deepspeed
 
     filled, initialize, model = [], deepspeed.initialize, deferred_model(config.model, 0)

@@ -29,7 +29,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "one head": {"attention": attention("lsh", "local"), "heads": 1},
 }
 NAMES = {2: [*strict_names(), *EXTRA], 4: [*(name for name in strict_names() if name in MECHANISMS), *EXTRA]}
-"""Of so many ranks: variants of mechanisms on two alone."""
+"""Cases by number of ranks; variants of mechanisms run only on two."""
 
 
 def model_of(name: str) -> Any:

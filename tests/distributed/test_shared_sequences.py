@@ -1,4 +1,4 @@
-"""A launched run whose two ranks share every sequence, and which goes on alone: the losses of one process."""
+"""A launched run whose two ranks share every sequence, and which resumes on one: losses equal one process."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""An encoder's evaluation of sentence order beside its masked tokens."""
+"""An encoder's evaluation of masked tokens and sentence order."""
 
 import dataclasses
 from types import SimpleNamespace

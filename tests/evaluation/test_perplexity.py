@@ -175,7 +175,7 @@ def test_pixels_are_compared_with_png_files():
 
 
 def launched(folder: Path, tokenizer: str, *arguments: str, **model: Any) -> dict:
-    """What launch/evaluate.py writes about TEXT, predicted by a model whose output weights are all 0."""
+    """Return the result of launch/evaluate.py for TEXT and a model whose output weights are all 0."""
     data, run, out = (folder / f"{Path(tokenizer).stem} {name}" for name in ("data", "run", "out.json"))
     if not data.exists():
         prepare_text(folder / "text", data, 64, 4096, split="100,0,0", tokenizer=tokenizer)

@@ -1,4 +1,4 @@
-"""What is asked of a model and how its texts come back, with synthetic models."""
+"""Prompts and generated texts, with synthetic models."""
 
 from types import SimpleNamespace
 
@@ -33,7 +33,7 @@ class Counter:
 
 
 class FromSource(Counter):
-    """Begins with the last token of each source; records what it read."""
+    """Starts with the last token of each source and records its inputs."""
 
     def __init__(self):
         super().__init__(SEPARATOR)

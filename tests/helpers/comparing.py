@@ -1,4 +1,4 @@
-"""What tests compare: outputs and gradients, of one way to compute something and of another."""
+"""Compare outputs and gradients of two implementations."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from tests.helpers.models import Single, training_draws
 
 
 def gradients(model: Any, tokens: Tensor, step: int = 0, call: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """The objective of a training step and its gradients by name. call: what computes it in place of the model."""
+    """The objective of a training step and its gradients by name. call: replaces the model."""
     model.zero_grad()
     objective, _ = (model if call is None else call)(tokens, training_draws(len(tokens), step))
     objective.backward()

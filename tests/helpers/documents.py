@@ -67,5 +67,5 @@ def runs(words: list[str]) -> list[Config | FinetuneConfig]:
 
 
 def _is_own(config: str) -> bool:
-    """Whether it stands for a file of the reader's, or one that a run wrote."""
+    """True for a placeholder of a reader's file or of a file that a run wrote."""
     return config in ("C", "mine.json") or config.startswith("runs/")

@@ -15,7 +15,7 @@ from typing import Any
 from megasparse.training.checkpoints.manifest import list_checkpoints
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--shutdown-timeout", "10"]
-"""torchrun, which kills what has not ended ten seconds after it was asked to."""
+"""torchrun, which kills processes ten seconds after asking them to end."""
 SCRIPT = Path(__file__).with_name("faulty_pretrain.py")
 LIMIT = 120.0
 """Seconds that anything may take; a test that waits longer has found a hang."""
@@ -109,7 +109,7 @@ class Run:
         return int((self.folder / f"rank-{number}.pid").read_text())
 
     def note(self, number: int) -> dict[str, Any] | None:
-        """What is known of a fault that has happened: event, time, rank, pids of all ranks by `rank-NUMBER`."""
+        """Record of a fault: event, time, rank, pids of all ranks by `rank-NUMBER`."""
         try:
             return dict(json.loads((self.folder / f"fault-{number}.json").read_text()))
         except FileNotFoundError:
@@ -189,7 +189,7 @@ class Run:
         return [_command(pid) for pid in self.processes()]
 
     def new_shared_memory(self) -> set[str]:
-        """What nobody uses: tests beside this one have shared memory of their own, mapped by who made it."""
+        """Return shared memory that no process maps; parallel tests map their own."""
         new = set(os.listdir("/dev/shm")) - self.shared_memory
         used, left = _mapped_shared_memory(), set()
         for name in new:

@@ -42,7 +42,7 @@ WRITING = os.O_WRONLY | os.O_RDWR
 
 
 class Injected(Exception):
-    """What `raise` raises."""
+    """Error of the fault `raise`."""
 
 
 class Faults:

@@ -39,7 +39,7 @@ ENCODER: dict[str, Any] = {
     "blocks": "ordinary", "activations": "stored", "dropout": 0.1, "positions": {"kind": "learned"},
     "attention": {"pattern": ["full"]},
 }  # fmt: skip
-"""A model of ours for `model` of a fine-tuning run's configuration."""
+"""A megasparse model for `model` of a fine-tuning configuration."""
 
 
 def bert_tokenizer() -> dict[str, Any]:

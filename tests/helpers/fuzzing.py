@@ -45,7 +45,7 @@ class Case(NamedTuple):
     """"read", "refused", or what must not be."""
     seconds: float
     bytes: int
-    """Memory at its peak above what there was before."""
+    """Peak memory above the amount before."""
 
 
 def mutate(folder: Path, draw: random.Random, repair: Callable[[Path], object]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 FIRST_PROCESS = "mount -t tmpfs none /run && mkdir /run/sshd && ip link set lo up && echo up; while sleep 1; do :; done"
-"""A shell: it takes over what loses its parent, as a host's init does."""
+"""A shell that adopts orphans, as a host's init does."""
 SSH = """
 IdentityFile {folder}/key
 UserKnownHostsFile /dev/null
@@ -58,12 +58,12 @@ class Host:
         self.do("hostname", name)
 
     def command(self, *command: str, folder: Path = Path("/")) -> list[str]:
-        """What runs `command` on this host, in `folder`."""
+        """Return the command line that runs `command` on this host, in `folder`."""
         own = ["--net", "--pid", "--mount", "--uts", "--ipc", f"--wd={folder}"]
         return ["nsenter", "-t", str(self.pid), *own, *command]
 
     def do(self, *command: str, folder: Path = Path("/")) -> str:
-        """Run a command to its end; what it wrote."""
+        """Run a command to its end and return its output."""
         done = subprocess.run(self.command(*command, folder=folder), capture_output=True, text=True, timeout=30)
         assert done.returncode == 0, f"{self.name}: {command}: {done.stderr or done.stdout}"
         return done.stdout

@@ -1,4 +1,4 @@
-"""Models for tests of what goes to HuggingFace."""
+"""Models for tests of exports to HuggingFace."""
 
 import json
 from pathlib import Path

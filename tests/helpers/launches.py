@@ -55,7 +55,7 @@ class Counts:
 
 
 class LaunchCounter(TorchDispatchMode):
-    """Counter of what runs inside the `with`, in `counts`. Kernels are recorded and not started."""
+    """Counter of the operations inside the `with`, in `counts`. Kernels are recorded, not started."""
 
     def __init__(self) -> None:
         super().__init__()

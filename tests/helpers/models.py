@@ -42,7 +42,7 @@ PARTS: dict[str, Any] = {
 """Parts of today's decoders, all at once, for 2 heads."""
 
 BERT: dict[str, Any] = {"style": "bert", "blocks": "ordinary", "activations": "stored", "tied_embeddings": True}
-"""What `style` bert needs, in an encoder."""
+"""Settings that `style` bert needs, in an encoder."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "full shared": ("full", {"shared_qk": True}),
@@ -248,7 +248,7 @@ class Single:
 
 
 def known_tokens(batch: int, length: int) -> Tensor:
-    """What the positions of a decoder know, the same in each sequence; of few symbols, so many n-grams are equal."""
+    """Tokens of a decoder, the same in each sequence; few symbols, so many n-grams are equal."""
     row = torch.cat([torch.full((1, 1), -1), random_tokens(1, length - 1, 3)], dim=1)
     return row.expand(batch, -1).clone()
 

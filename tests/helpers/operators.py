@@ -55,7 +55,7 @@ def assert_same_bits(ours, other):
 
 
 def assert_within_bars(ours, exact, dtype, floor=0.0):
-    """Each result is within its dtype's bar of the exact one, by norms; floor: what rounding alone adds to a number."""
+    """Each result is within its dtype's bar of the exact one, by norms; floor: the rounding error of a number."""
     assert ours[1].dtype == torch.float32 and all(x.dtype == dtype for x in (ours[0], *ours[2:]))
     for name, a, b in zip(NAMES, ours, exact, strict=True):
         seen = b > -torch.inf

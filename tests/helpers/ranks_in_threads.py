@@ -1,4 +1,4 @@
-"""Several ranks as threads of one process, for what ranks agree on before and after they compute."""
+"""Several ranks as threads of one process, for agreements before and after computing."""
 
 import json
 import threading
@@ -18,7 +18,7 @@ LIMIT = 600.0
 class ThreadRanks(Ranks):
     barrier: threading.Barrier = field(kw_only=True)
     texts: list[str] = field(kw_only=True)
-    """What each rank has said, which all share."""
+    """Messages of each rank, shared by all."""
 
     def gather(self, value: Any, first_only: bool = False) -> list[Any]:
         self.texts[self.rank] = json.dumps(value)
@@ -33,7 +33,7 @@ class ThreadRanks(Ranks):
 
 
 def run_in_threads(work: Callable[[Ranks], Any], world_size: int = 2) -> list[Any]:
-    """`work(ranks)` on every rank: what it returned, or the exception that it raised, in the order of the ranks."""
+    """Run `work(ranks)` on every rank. Returns results or raised exceptions in the order of the ranks."""
     barrier, texts = threading.Barrier(world_size, timeout=LIMIT), [""] * world_size
     found: list[Any] = [None] * world_size
 

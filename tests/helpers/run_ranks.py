@@ -18,7 +18,7 @@ from megasparse.errors import leave
 
 ROOT = Path(__file__).resolve().parents[2]
 READY = ("pytest", "torch._dynamo", "deepspeed", "tests.helpers.tiny", "megasparse.runs.pretraining")
-"""What the server of new processes has imported: importing takes as long as most tests compute."""
+"""Modules preloaded by the fork server: importing takes as long as most tests compute."""
 
 
 def run_ranks(function: Callable[..., Any], world_size: int = 2, timeout: float = 120.0, **arguments: Any) -> list[Any]:
@@ -62,7 +62,7 @@ def run_ranks(function: Callable[..., Any], world_size: int = 2, timeout: float 
 
 
 def _rank(function: Callable[..., Any], arguments: str, result: str, environment: dict[str, str]) -> None:
-    """In the new process: the result as JSON in a file, and what is printed in another."""
+    """In the new process: write the result as JSON to one file and the output to another."""
     with open(f"{result}.txt", "w") as output:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)

@@ -65,7 +65,7 @@ class Slurm:
         return self.first.do("env", *variables, "sbatch", "--parsable", *arguments, folder=folder).strip()
 
     def state(self, job: str) -> dict[str, str]:
-        """What scontrol knows of a job: JobState, ExitCode, Restarts, ..."""
+        """Fields of scontrol for a job: JobState, ExitCode, Restarts, ..."""
         words = self.first.do("scontrol", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 

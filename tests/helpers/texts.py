@@ -23,7 +23,7 @@ PAIR: dict[str, Any] = {
     "blocks": "ordinary", "activations": "stored", "dropout": 0.1, "label_smoothing": 0.1, "attention": FULL,
     "source": {"length": 40, "attention": FULL},
 }  # fmt: skip
-"""A model of ours for `model` of a fine-tuning run's configuration."""
+"""A megasparse model for `model` of a fine-tuning configuration."""
 WORDS = ["ab", "cde", "fg", "h", "ijkl"]
 
 
@@ -62,7 +62,7 @@ def example(source: list[int], target: list[int] | None, number: int = 0) -> Enc
 
 
 def logits(model: TextModel, source: list[int], reported: list[int], rng: RngContext) -> Tensor:
-    """(n + 1, V): the odds of each of n tokens and of the one after them, from the whole of both sequences, alone."""
+    """(n + 1, V): logits of each of n tokens and of the next one, from both whole sequences in a batch of one."""
     stack = model.body.stack
     states = stack.encoder(torch.tensor([source]), rng, None)[0]
     read = torch.tensor([reported], dtype=torch.int64)

@@ -34,7 +34,7 @@ class TinyModel(nn.Module):
         self.hidden = nn.Linear(width, 3 * width)
         self.out = nn.Linear(3 * width, 256)
         self.poisoned: dict[int, float] = {}
-        """Global sample number -> what is added to the loss when it comes; `nan` and `inf` poison the step."""
+        """Global sample number -> summand of its loss; `nan` and `inf` poison the step."""
         self.poisoned_gradient: set[int] = set()
         """Global sample numbers whose loss is finite and whose gradient is not."""
         generator = torch.Generator().manual_seed(seed)

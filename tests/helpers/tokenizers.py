@@ -37,7 +37,7 @@ ODD_TEXTS = {
 
 
 def random_texts(number: int, seed: int = 0) -> list[bytes]:
-    """Half of them any bytes, half of what is hard: white space and parts of U+2581 and of a byte piece's name."""
+    """Half random bytes, half hard cases: white space, parts of U+2581 and of a byte piece's name."""
     drawn = random.Random(seed)
     hard = [b" ", b"\n", b"\t", b"\r", b"\xe2", b"\x96", b"\x81", b"a", b"the", b"\0", b"<0x", b"4", b">", b"\xf0\x9f"]
     return [
@@ -62,7 +62,7 @@ def _saved(model: models.Model, names: list[str | AddedToken], **parts: Any) -> 
 
 
 def wordpiece() -> dict[str, Any]:
-    """A tokenizer.json as BERT's uncased ones are, with what published ones have besides."""
+    """A tokenizer.json like BERT's uncased ones, with the further entries of published files."""
     words = ["the", "atten", "##tion", "of", "a", "model", "##s", "un", "##able", "[", "]", ".", ",", "mask", "'", "!"]
     letters = "abcdefghijklmnopqrstuvwxyz0123456789"
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

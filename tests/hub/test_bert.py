@@ -71,7 +71,7 @@ def saved(model, folder):
 
 
 def ours(imported, form=None):
-    """Our model of what was imported; with a format, as it is compared."""
+    """The megasparse model of an import; with a format, as it is compared."""
     config = build_config(imported.config)
     config = form.comparable(config) if hasattr(form, "comparable") else config
     model = build_model(config.model, 0)

@@ -1,4 +1,4 @@
-"""HuggingFace's decoders in and out: weights to the bit, logits, tokenizers, and what is refused."""
+"""Import and export of HuggingFace decoders: identical weights, logits, tokenizers, rejected models."""
 
 import json
 import sys

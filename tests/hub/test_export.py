@@ -175,7 +175,7 @@ def test_invalid_requests_are_rejected_and_leave_no_file(tmp_path):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """A decoder of ours, as it was written."""
+    """A megasparse decoder, as written."""
     root = tmp_path_factory.mktemp("exported")
     _, path = checkpoint(decoder("local"), root / "run")
     return to_hf(path, root / "out")

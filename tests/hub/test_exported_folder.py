@@ -42,7 +42,7 @@ AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A model of ours of each kind, and what was written of it."""
+    """A megasparse model of each kind and its exported folder."""
     root = tmp_path_factory.mktemp("exported")
     found = {}
     for kind, config in (

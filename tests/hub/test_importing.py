@@ -23,7 +23,7 @@ MODEL = {
     "max_length": 64, "layers": 2, "d_model": 16, "d_ff": 32, "heads": 2,
     "attention": {"pattern": ["routing", "local"], "routing": {"chunk": 8}, "local": {"chunk": 8}},
 }  # fmt: skip
-"""Model with weights that are no parameters: the centroids of routing attention."""
+"""Model with weights that are not parameters: the centroids of routing attention."""
 
 
 def configured(**changes):

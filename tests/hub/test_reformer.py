@@ -71,7 +71,7 @@ def filled(config, weights):
 
 
 def exported(config, model, folder):
-    """HuggingFace's model of ours, through files."""
+    """HuggingFace's model of a megasparse model, through files."""
     out = FORMAT.export(config, model.state_dict().__getitem__)
     architecture = ReformerModelWithLMHead(ReformerConfig.from_dict(out.config))
     architecture.load_state_dict(dict(out.tensors()))
@@ -82,7 +82,7 @@ def exported(config, model, folder):
 
 
 def ours(seed=0, **changes):
-    """A decoder of ours as HuggingFace has it, its learned start vector being no token's embedding."""
+    """A megasparse decoder in HuggingFace's form; its learned start vector is not a token's embedding."""
     lsh = {"rounds": 2, "chunk": 8, "buckets": [4, 6], "window": "chunk", "same_bucket": False, "count_rounds": False}
     model = {
         "max_length": 128, "layers": 3, "d_model": 32, "d_ff": 64, "heads": 2,

@@ -103,7 +103,7 @@ def where(real):
 
 @pytest.mark.parametrize("attention", SMALL, ids=str)
 def test_padding_is_never_seen(attention):
-    """A sequence alone is what it is in a batch where others are longer, on either side."""
+    """A sequence has the same outputs in a batch with longer ones, padded on either side."""
     model = build("Model", "Bert")
     replace_attention(model, attention)
     for left in (False, True):
@@ -336,7 +336,7 @@ def test_unsupported_models_and_requests_are_rejected():
 
 
 def test_the_yoso_convolution_starts_at_zero():
-    """The pretrained values go on as they are, and the convolution learns."""
+    """The pretrained values are unchanged, and the convolution learns."""
     given, found = labelled(inputs(), "ForMaskedLM"), []
     for convolution in (None, 3):
         model = build("ForMaskedLM")

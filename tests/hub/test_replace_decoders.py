@@ -1,4 +1,4 @@
-"""A pretrained decoder's attention replaced: what it sees, cached and padded, packed, trained, saved, refused."""
+"""A pretrained decoder's attention replaced: visible keys, cache, padding, packing, training, saving, errors."""
 
 import copy
 from functools import partial

@@ -41,7 +41,7 @@ def model_of(name, **changes):
 
 
 def sources(*lengths, vocabulary=256):
-    """Each alone, (1, length), and all of them, padded right, (n, S)."""
+    """Each sequence by itself, (1, length), and all of them, padded right, (n, S)."""
     each = [random_tokens(1, length, vocabulary, seed=length) for length in lengths]
     return each, torch.cat([F.pad(one, (0, max(lengths) - one.shape[1]), value=PADDING) for one in each])
 

@@ -1,4 +1,4 @@
-"""A decoder's choice of keys is taught its own attention: it finds more, nothing else moves, and a course goes on."""
+"""Teach a decoder's key selection from its attention: recall rises, other weights stay, interruptions resume."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def taught(attention):
 
 
 def captured(model, tokens):
-    """Share of the model's own attention on what the first mechanism of the last layer sees."""
+    """Share of the model's attention on the keys that the first mechanism of the last layer selects."""
     with torch.no_grad(), full_attention(model), calls(model) as full:
         model(tokens, use_cache=False)
     with torch.no_grad(), calls(model) as found:

@@ -80,7 +80,7 @@ def test_streams_and_norms_are_fp32_in_half_precision():
 
 
 def test_nothing_is_dropped_inside_a_feed_forward():
-    """BERT drops what a branch adds, not what is inside."""
+    """BERT applies dropout to the output of a branch, not inside it."""
     layer = FeedForward(bert(dropout=0.5), 0)
     x = torch.randn(2, 9, 32, generator=randomise(layer))
     expected = F.linear(F.gelu(F.linear(x, layer.up, layer.up_bias)), layer.down, layer.down_bias)

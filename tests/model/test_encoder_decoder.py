@@ -1,4 +1,4 @@
-"""Encoder–decoders against the equations in plain torch, and what each token may see."""
+"""Encoder–decoders against the equations in plain torch, and the visible tokens."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Whole models: what is padding, and what is another document, changes nothing of a token's output."""
+"""Whole models: padding and other documents do not change a token's output."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Reversible layers against stored activations, and what must not disturb them."""
+"""Reversible layers against stored activations, under conditions that must not change them."""
 
 import pytest
 import torch

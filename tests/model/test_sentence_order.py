@@ -1,4 +1,4 @@
-"""Sentence order: which pairs are swapped, how, what the model reads of it, and that it learns."""
+"""Sentence order: swapped pairs, the model's inputs, and learning."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The fixture that checks addresses finds what it is for; all other tests of kernels run under it."""
+"""The fixture that checks addresses detects violations; all other kernel tests run under it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Operators under torch.autocast, called by themselves: they compute what they compute without it."""
+"""Operators called directly under torch.autocast compute the same results as without it."""
 
 import pytest
 import torch

@@ -74,7 +74,7 @@ def test_a_token_without_a_target_has_scores_and_a_gradient_of_zero(smoothing):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_target_outside_the_vocabulary_is_an_error_or_nan(implementation, smoothing):
-    """Kernels read no logit for it: their NaN is that token's alone, though the logits around the rows are finite."""
+    """Kernels read no logit for it: only that token gets NaN, though the logits around the rows are finite."""
     device = DEVICE if implementation == "triton" else "cpu"  # on a GPU the error ends the process
     logits = torch.linspace(-1, 1, 250, device=device)[:200].view(4, 50)
     targets = torch.tensor([3, 50, -1, -100], device=device)

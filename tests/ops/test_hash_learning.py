@@ -93,7 +93,7 @@ def uniform(count, seed):
 
 
 def test_of_all_keys_the_utilities_are_the_definition(monkeypatch):
-    """Queries: their own. Keys: what they get from the sampled queries."""
+    """Queries: their own attention. Keys: attention that they receive from the sampled queries."""
     monkeypatch.setattr(hash_learning, "_CPU_TILE_ELEMENTS", 400)
     q, k, in_query, in_key = problem()
     queries, tokens = sample_of(q)

@@ -75,7 +75,7 @@ def test_hard_inputs_equal_the_definition(causal, change):
 
 
 def test_a_later_token_moves_no_earlier_output_however_much_larger_its_exponents(monkeypatch):
-    """Long keys have exponents of −|k|²/2: beside a key of 0, all their features vanish."""
+    """Long keys have exponents of −|k|²/2: compared with a key of 0, all their features vanish."""
     monkeypatch.setattr(module, "_TILE", 16)
     q, k, v = (x.float() for x in random_heads(24))
     k = k * 30

@@ -63,7 +63,7 @@ def test_an_encoder_decoder_takes_a_step_on_padded_records(empty_folder):
 
 
 def test_peak_memory_is_that_of_weights_gradients_and_optimizer(tmp_path):
-    """In a process of its own: in this one the allocator would hand out what earlier tests left."""
+    """In a separate process: in this one the allocator would reuse memory of earlier tests."""
     wide = {"model": {**VALUES["model"], "d_model": 512, "d_ff": 8192}, "training": {"global_batch": 6}}
     (tmp_path / "config.json").write_text(json.dumps({**VALUES, **wide}))
     command = [sys.executable, "launch/pretrain.py", "--config", str(tmp_path / "config.json"), "--dry-run"]

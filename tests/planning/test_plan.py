@@ -139,7 +139,7 @@ def test_a_plan_counts_without_weights_and_finds_the_longest_length():
 
 @pytest.mark.parametrize("activations", ["checkpoint", "checkpoint_cpu"])
 def test_full_attention_that_is_recomputed_has_no_scores_on_a_gpu(activations):
-    """Nor is a score of 4,096 × 4,096 pairs and 4 heads counted; inputs of layers are where the configuration says."""
+    """Scores of 4,096 × 4,096 pairs and 4 heads are not counted; layer inputs are on the configured device."""
     counted = {}
     for layers in (2, 6):
         config = config_of(4096, {**DECODER, "layers": layers, "activations": activations}, **BF16)

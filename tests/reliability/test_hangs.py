@@ -1,4 +1,4 @@
-"""A rank that stands still ends the run in time and is named; one that is slow is named too, and nothing else."""
+"""A hanging rank ends the run in time and is named; a slow rank is only named."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Ranks die and change in number, jobs are killed at any moment: what comes after is what would have come anyway."""
+"""Killed ranks and jobs and changed numbers of ranks do not change the later steps."""
 
 import os
 import random

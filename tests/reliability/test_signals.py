@@ -1,4 +1,4 @@
-"""A run asked to stop saves and ends well, whoever is asked and whatever it is doing; one that breaks says why."""
+"""A stop request to any process saves and exits with 0 at any moment; a failing run prints the cause."""
 
 import os
 import re
@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.faults import Ended, Fault, Run, fault, is_complete, patience, running
 
 GRACE = 3.0
-"""Seconds for a step, a save and the end of the processes, from the moment at which the rank goes on."""
+"""Seconds for a step, a save and the end of the processes, from the moment at which the rank continues."""
 
 
 def alone(tmp_path: Path, data: Path, **sections: dict[str, Any]) -> Run:

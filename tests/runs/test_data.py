@@ -1,4 +1,4 @@
-"""The folders of a run: checked against its configuration, and what identifies them."""
+"""The data folders of a run: checks against its configuration, and fingerprints."""
 
 import json
 import re
@@ -108,7 +108,7 @@ def test_training_data_do_not_depend_on_paths_or_their_order(folders):
 
 @pytest.mark.parametrize("where", ["path", "mixture"])
 def test_each_folder_is_checked(folders, where):
-    """A folder of another tokenizer, or of records, is named, wherever it stands."""
+    """A folder of another tokenizer, or of records, is named, wherever it is listed."""
 
     def refused(kind: type[Exception], problem: str) -> None:
         config = config_of(folders["a"], mixture=mixture(folders, b=1, c=2))

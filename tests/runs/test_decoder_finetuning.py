@@ -1,4 +1,4 @@
-"""A pretrained decoder goes on with one's own texts: all weights or adapters, and out again as transformers' model."""
+"""Fine-tune a pretrained decoder on texts, all weights or adapters, and export it as a transformers model."""
 
 import json
 
@@ -52,7 +52,7 @@ QUERY = "blocks.1.attention.attention.query"
 
 
 def product(checkpoint):
-    """What the adapter of QUERY adds to its weight."""
+    """The product of the adapter of QUERY, which is added to its weight."""
     a, b = (checkpoint.tensor("weight", f"{QUERY}.lora_{each}.default.weight") for each in "AB")
     return 32 / 16 * b @ a
 

@@ -73,7 +73,7 @@ def test_every_step_runs_and_the_file_is_as_long_as_evaluation_promises(tmp_path
     started = steps.megasparse
 
     def command(*words, ranks=1):
-        """The training is started as users have it; the others run here, where what they need is imported."""
+        """Training starts as a process, as for users; the other commands run in this process for speed."""
         started(*words, ranks=ranks) if words[0] == "pretrain" else main([str(word) for word in words])
 
     monkeypatch.setattr(steps, "megasparse", command)

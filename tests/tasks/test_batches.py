@@ -1,4 +1,4 @@
-"""The order of examples, their shares, padding, and that neither ranks nor a resume change what a step sees."""
+"""The order of examples, their shares, padding, and that neither ranks nor a resume change the examples of a step."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""The common part of forms, and predictions as files; what is refused leaves none."""
+"""The common part of forms, and prediction files; rejected requests leave none."""
 
 import csv
 import json

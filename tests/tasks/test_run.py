@@ -1,4 +1,4 @@
-"""Runs of launch/finetune.py: data, resumed to the bit, early stopping, the best checkpoint, and their beginnings."""
+"""Runs of launch/finetune.py: data, bit-identical resume, early stopping, the best checkpoint, initial weights."""
 
 import json
 import math

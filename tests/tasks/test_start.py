@@ -1,4 +1,4 @@
-"""What fine-tuning starts from, what it restores without it, and what it refuses."""
+"""Initial models of fine-tuning, restoring without them, and rejected ones."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The kernels' binaries: what they take of a GPU is within its limits, and is what docs/kernels.json says."""
+"""The kernels' binaries: their resources are within a GPU's limits and equal docs/kernels.json."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def compiled(tmp_path, *options):
 
 
 def run(tmp_path, program):
-    """Return what a program prints that compiles kernels."""
+    """Return the output of a program that compiles kernels."""
     (tmp_path / "program.py").write_text(program)  # Triton reads a kernel's source from its file
     environment = {
         "PATH": "/usr/bin:/bin",
@@ -44,7 +44,7 @@ def run(tmp_path, program):
 
 
 def check(table):
-    """Against the limits of the GPUs under any Triton, and against what was recorded under the Triton of the record."""
+    """Against the limits of the GPUs under any Triton, and against the record under its Triton."""
     known = json.loads(RECORDED.read_text())
     assert known["triton"] in SUPPORTED, "record the table anew: python tools/bench/kernels.py --output"
     assert set(table) <= set(known["kernels"])

@@ -1,4 +1,4 @@
-"""One thread is fastest for models this small, and makes the tests' times independent of what else runs."""
+"""One thread is fastest for models this small, and makes the tests' times independent of other processes."""
 
 import torch
 

@@ -24,7 +24,7 @@ def launch(
     stop_at: int | None = None,
     hooks: RunHooks | None = None,
 ) -> list[int]:
-    """Start the run, or go on with it. Returns the steps at which it evaluated."""
+    """Start or resume the run. Returns the steps at which it evaluated."""
     evaluated = []
 
     def evaluate(step: int) -> dict[str, float | str]:

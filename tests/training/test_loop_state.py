@@ -1,4 +1,4 @@
-"""Loss spikes and the best step: what is found and left out, what ends training, what a resumed run remembers."""
+"""Loss spikes and the best step: detection, exclusions, the end of training, and a resumed state."""
 
 import json
 import math
@@ -18,7 +18,7 @@ def after(losses: list[float]) -> LossGuard:
 
 
 def curve(steps: int, seed: int) -> list[float]:
-    """A language model's loss in nats: log(256) falling to about 1, each batch with noise of its own."""
+    """A language model's loss in nats: log(256) falling to about 1, with noise per batch."""
     draw = random.Random(seed)
     floor = (1.0 + 3.0 * math.exp(-step / 300) + 1.5 * math.exp(-step / 3000) for step in range(steps))
     return [loss * draw.lognormvariate(0.0, 0.08) for loss in floor]
@@ -146,7 +146,7 @@ def test_a_resumed_run_remembers_its_best(tmp_path, values, lower):
 
 
 def test_an_empty_state_changes_nothing_and_another_metric_is_ignored():
-    """The metric of evaluation may change when a run goes on."""
+    """The metric of evaluation may change when a run resumes."""
     selection = Selection("evaluation/accuracy")
     selection.restore({})
     assert selection.state() == Selection("evaluation/accuracy").state()

@@ -1,4 +1,4 @@
-"""Ranks that cannot meet, or have no device, say so and end."""
+"""Ranks that cannot meet, or lack a device, print the cause and exit."""
 
 import os
 import socket

@@ -67,7 +67,7 @@ def write_zip(path: Path, files: Mapping[str, bytes | str]) -> Path:
 
 
 def special_member(name: str, kind: bytes) -> tarfile.TarInfo:
-    """A member of an archive that is no file: a link to /etc/passwd, or whatever the kind is."""
+    """A member of an archive that is not a file: a link to /etc/passwd, or the given kind."""
     info = tarfile.TarInfo(name)
     info.type, info.linkname = kind, "/etc/passwd"
     return info

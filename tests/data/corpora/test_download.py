@@ -32,7 +32,7 @@ FILE = "corpus.txt"
 
 @pytest.fixture
 def folder(tmp_path):
-    """What the server has."""
+    """Contents of the server."""
     (tmp_path / "served").mkdir()
     (tmp_path / "served" / FILE).write_bytes(BODY)
     return tmp_path / "served"

@@ -104,7 +104,7 @@ def test_bad_images_are_rejected_in_one_line(content, problem):
 
 @pytest.mark.parametrize("side", [20_000, 1 << 30])
 def test_a_bomb_is_not_decoded(side):
-    """An image that claims gigabytes is refused by what its header says."""
+    """An image that claims gigabytes is rejected by its header."""
     with pytest.raises(DataError, match=r"one\.png: (this image has 20000×20000|cannot be decoded: Image size)"):
         pixels(png(IMAGE, size=(side, side)))
 

@@ -316,7 +316,7 @@ def cached(root: Path) -> Path:
 
 
 def snapshot(root: Path) -> Path:
-    """The Hub's cache: names that are links to what they hold."""
+    """The Hub's cache: names are links to blobs."""
     folder = root / "datasets--stanfordnlp--imdb" / "snapshots" / COMMIT
     for number, (name, texts) in enumerate(TEXTS.items()):
         blob = root / "blobs" / f"{number}.parquet"

@@ -301,7 +301,7 @@ LENGTH = 96
 
 
 def book(number: int, count: int) -> list[str]:
-    """Sentences that say which they are."""
+    """Sentences that contain their number."""
     return [f"This is {'very ' * (i % 5)}sentence {i} of book {number}." for i in range(count)]
 
 
@@ -314,7 +314,7 @@ def prepared_pairs(files: dict[str, str], folder: Path, **options: Any) -> Index
 
 
 def records(index: Index, split: str = "train") -> list[tuple[str, str]]:
-    """Segments A and B of each record, after a check of what is around them."""
+    """Segments A and B of each record, after a check of the special tokens around them."""
     found = []
     for row in everything(index, split).reshape(-1, LENGTH).tolist():
         first, second = (i for i, token in enumerate(row) if token == SEPARATOR)

@@ -1,4 +1,4 @@
-"""A corpus that exists in this file alone, added as CONTRIBUTING.md describes: the command finds it."""
+"""A corpus defined only in this file, added as CONTRIBUTING.md describes: the command finds it."""
 
 from itertools import pairwise
 

@@ -138,7 +138,7 @@ def built(folder: Path, values: dict[str, Any]) -> HuggingFaceTokenizer:
 
 
 def plain(values: dict[str, Any]) -> Original:
-    """The `tokenizers` package's own, without what tokenizer.json adds to a text and cuts off."""
+    """The `tokenizers` package without the special tokens and truncation of tokenizer.json."""
     own = Original.from_str(json.dumps(values))
     own.no_padding()
     own.no_truncation()

@@ -1,4 +1,4 @@
-"""Forecasting: what the model may see, its loss, its mechanisms, and runs from a table to predictions."""
+"""Forecasting: visible rows, loss, mechanisms, and runs from a table to predictions."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""The model of a task: losses, pooling, dropout, and that a prediction depends on its example alone.
+"""The model of a task: losses, pooling, dropout, and that a prediction depends only on its example.
 
 B batch, L length, E width, C classes.
 """
@@ -32,7 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Slow(Backbone):
-    """States are a function of the token alone; what stands behind the real ones is NaN."""
+    """States depend only on the token; padding is NaN."""
 
     width, vocabulary, longest = 6, 256, 64
 

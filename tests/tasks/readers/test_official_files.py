@@ -100,7 +100,7 @@ def test_of_ten_examples_eight_train_and_splits_are_apart(name, files, row, tmp_
 
 
 AAN_TEXTS = ("b'Parsing \\xe2\\x80\\x93 a survey\\n1 Introduction'", 'b"It\'s \\"quoted"')
-"""What Python shows of bytes: its escapes stay, and a quotation mark is no quotation."""
+"""The repr of bytes: escapes stay, and a quotation mark does not quote."""
 NEWS = ["https://assets.msn.com/labs/mind/AAGH0ET.html", '[{"Label": "A", "OccurrenceOffsets": [48]}]', "[]"]
 MNLI_COLUMNS = "\t".join(("index", "promptID", "pairID", "genre", "sentence1_binary_parse", "sentence2_binary_parse",
                           "sentence1_parse", "sentence2_parse", "sentence1", "sentence2"))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Line-aligned files: which are read, in which pairs, and what is refused."""
+"""Line-aligned files: the files read, their pairs, and rejected files."""
 
 import gzip
 

@@ -1,4 +1,4 @@
-"""Files of rows: what stands in a row, where it stands, and what is refused."""
+"""Files of rows: fields, line numbers and rejected files."""
 
 import csv
 import gzip

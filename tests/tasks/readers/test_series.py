@@ -43,7 +43,7 @@ def part(task: Series, file: Path, split: str) -> list[Example]:
     [("train", range(L, 70 - H + 1)), ("validation", range(70, 80 - H + 1)), ("test", range(80, 100 - H + 1))],
 )
 def test_windows_of_a_split(file, split, predicted):
-    """Windows begin where they should; predicted: the first predicted row of each window."""
+    """Windows start at the expected rows; predicted: the first predicted row of each window."""
     task = series(file)
     dates, values = by_hand(file)
     scaled = StandardScaler().fit(values[:70]).transform(values)

@@ -1,4 +1,4 @@
-"""Your own data: columns, classes, numbers, texts and answers, and what is refused."""
+"""User tables: columns, classes, numbers, texts, answers and rejected files."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A task that exists in this file alone, one row of the catalog, as CONTRIBUTING.md describes; a run learns it."""
+"""A task defined only in this file, one row of the catalog, as CONTRIBUTING.md describes; a run learns it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket: complete or absent whatever fails, and a run on another machine goes on from there."""
+"""Checkpoints in a bucket: complete or absent after any failure, and usable from another machine."""
 
 import shutil
 import threading

@@ -1,4 +1,4 @@
-"""A run that stops anywhere and goes on is to the last bit the run that never stopped: every mechanism, dropout on."""
+"""A run that stops anywhere and resumes is bit-identical to an uninterrupted one: every mechanism, dropout on."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ class Died(Exception):
 
 
 class Read:
-    """What the model was given in training: (step, sample numbers, digest of the tokens) of each micro-batch."""
+    """Inputs of the model in training: (step, sample numbers, digest of the tokens) of each micro-batch."""
 
     def __init__(self, patch: pytest.MonkeyPatch, fail_at: int | None = None):
         self.batches: list[tuple[int, list[int], str]] = []
@@ -155,7 +155,7 @@ def test_exact_resume_for_every_precision_optimizer_and_block(data, tmp_path, se
 
 @pytest.fixture
 def deterministic_kernels():
-    """What run.deterministic switches on is of the whole process."""
+    """run.deterministic sets a switch of the whole process."""
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -169,7 +169,7 @@ def deterministic_kernels():
     ],
 )
 def test_the_same_seed_twice_gives_the_same_bits(data, tmp_path, device, steps, deterministic_kernels, figures):
-    """On a GPU with deterministic kernels, and what those cost."""
+    """On a GPU with deterministic kernels, and their cost."""
 
     def run_once(name: str, deterministic: bool) -> tuple[Any, float]:
         run, mechanisms = tmp_path / name, attention("lsh", "lha", "yoso", "local").model_dump(mode="json")

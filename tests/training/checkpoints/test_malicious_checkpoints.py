@@ -1,7 +1,7 @@
 """Checkpoints made to run code, to hurt, or that claim to be huge: refused by name before anything of them is used.
 
 Each is honestly sealed: sizes, digests and the manifest's own digest are right, as an attacker would have them. Nothing
-is timed: what must not happen raises an error instead."""
+is timed: forbidden actions raise an error instead."""
 
 import hashlib
 import json

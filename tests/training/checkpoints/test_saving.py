@@ -35,7 +35,7 @@ from tests.helpers.tiny import identity_of, tiny_config, tiny_engine, train_step
 
 
 class Killed(BaseException):
-    """Acts like SIGKILL: nothing of ours may catch it and clean up."""
+    """Acts like SIGKILL: megasparse must not catch it and clean up."""
 
 
 class AtOnce(threading.Thread):
@@ -438,7 +438,7 @@ def test_a_folder_that_vanishes_is_named(tmp_path):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_training_continues_to_the_next_interval_if_configured(tmp_path, monkeypatch, capsys, asynchronous):
-    """On two ranks, of which the second cannot write: both go on without, and both have the next checkpoint."""
+    """On two ranks, of which the second cannot write: both continue, and both have the next checkpoint."""
     checkpoint = {"on_failure": "continue", "asynchronous": asynchronous}
     config = tiny_config(tmp_path, checkpoint=checkpoint)
     fail_in_rank_1(monkeypatch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))

@@ -1,4 +1,4 @@
-"""What ranks agree on when they save: the same thing, all of it or nothing."""
+"""Ranks agree on a save: the same step, completely or not at all."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ SAME: dict[str, Any] = {"step": 2, "sequences": 16, "state": {"losses": [0.1, 0.
 
 
 def save_twice(folder: Path, world_size: int = 2, unlike: dict[int, dict[str, Any]] | None = None, **checkpoint: Any):
-    """Checkpoint 1, and then what each rank says to save: what happens to each rank."""
+    """Save checkpoint 1, then each rank's arguments. Returns the outcome of each rank."""
     config = tiny_config(folder, checkpoint=checkpoint)
 
     def work(ranks: Ranks) -> Any:

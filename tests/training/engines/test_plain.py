@@ -1,5 +1,5 @@
-"""The engine on one process; tests/distributed has it on two. Frozen weights stay what they are, are in no checkpoint,
-and a run goes on exactly beside them."""
+"""The engine on one process; tests/distributed has it on two. Frozen weights do not change, are not in a checkpoint,
+and a run with them resumes exactly."""
 
 import logging
 import math
@@ -52,7 +52,7 @@ def test_micro_batches_without_a_scored_token_do_not_shrink_the_loss(tmp_path):
 
 
 def test_a_step_against_its_definition(tmp_path):
-    """Loss, statistics, gradient norm and clipping of the first step, from the model alone."""
+    """Loss, statistics, gradient norm and clipping of the first step, directly from the model."""
     config = tiny_config(tmp_path, training={"gradient_clipping": 0.25}, optimizer={"weight_decay": 0.0, "eps": 1.0})
     data = next(DummyBatches(config, Ranks()))
     model = TinyModel()

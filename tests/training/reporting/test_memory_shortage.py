@@ -1,4 +1,4 @@
-"""A run that runs out of memory ends with a table of what held it."""
+"""A run that exhausts memory ends with a table of its allocations."""
 
 import json
 

@@ -21,7 +21,7 @@ from tests.helpers.trained import prepared, trained
 
 DOCUMENT = Path(__file__).parents[3] / "docs/reference/scalars.md"
 WORDS = {"REASON": "[A-Za-z0-9_ ]+", "KIND": f"({'|'.join(MECHANISMS)})", "METRIC": "[a-z0-9_]+", "_N": r"_\d+"}
-"""What the documentation's capital letters stand for."""
+"""Values of the placeholders in the documentation."""
 
 
 def documented() -> re.Pattern[str]:

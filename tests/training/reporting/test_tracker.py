@@ -1,4 +1,4 @@
-"""What a run reports outlives trouble with its storage: no line lost or torn once it works again, nothing raised."""
+"""Reports survive failing storage: no line is lost or torn once it works again, and nothing is raised."""
 
 import builtins
 import errno
@@ -33,7 +33,7 @@ def lines(path: Path) -> list[dict]:
 
 @contextmanager
 def no_file_longer_than(size: int) -> Iterator[None]:
-    """The kernel itself writes what still fits and refuses the rest, as a full disk or a quota does."""
+    """The kernel writes as much as fits and fails for the rest, as with a full disk or a quota."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

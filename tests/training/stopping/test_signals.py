@@ -1,4 +1,4 @@
-"""Requests to stop, in processes of their own whose clock stands still unless a test turns it."""
+"""Stop requests, in separate processes whose clock moves only by the test."""
 
 import os
 import signal

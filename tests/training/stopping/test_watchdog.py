@@ -20,7 +20,7 @@ TIMEOUT = 10.0
 
 
 class Ranks:
-    """Watchdogs of one launch on one clock, which stands still unless `pass_time` turns it; no thread runs."""
+    """Watchdogs of one launch on one clock, which moves only by `pass_time`; no thread runs."""
 
     def __init__(self, folder: Path, world_size: int = 2, launch: str = "this"):
         self.now, self.stop_wanted, folder = 0.0, set[int](), folder / "heartbeats"
