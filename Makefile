@@ -1,20 +1,19 @@
-# make quickstart   from nothing to held-out bits/dim of a model trained on real text: 9 minutes on two quiet cores
-# make test         the tests: every promise once                        make checks   ruff, mypy, turns of phrase, the site's links
-# make test-all     the grids and long cases that `make test` leaves out (marked slow)
-# make kernels      every GPU kernel in Triton's interpreter, and compiled for the A100 and the H100 (no GPU needed)
-# make soak         the tests that take minutes to hours        make clean    the virtual environment and caches
-# make docs         the documents as a site, in site/
-# make cluster      two hosts, and a Slurm, made of namespaces of this one; as root, with openssh-server, pdsh, slurm-wlm and munge
+# make quickstart   train and evaluate a small model on real text: 9 minutes on two idle cores
+# make test         run the default tests                       make checks   run ruff, mypy, prose and link checks
+# make test-all     run the slow tests that `make test` skips   make soak     run tests of minutes to hours
+# make kernels      run every GPU kernel in Triton's interpreter and compile it for A100 and H100, without a GPU
+# make cluster      run tests on two simulated hosts and Slurm; as root, with openssh-server, pdsh, slurm-wlm and munge
+# make docs         build the documentation in site/            make clean    delete the virtual environment and caches
 #
-# TORCH_INDEX=https://download.pytorch.org/whl/cpu takes PyTorch's CPU build (no GPU: 200 MB in place of several GB).
-# PYTHON=python3.12 chooses the interpreter of the virtual environment. JOBS=8 runs the files of the tests in 8 processes (2).
+# TORCH_INDEX=https://download.pytorch.org/whl/cpu selects PyTorch's CPU build (200 MB instead of several GB).
+# PYTHON=python3.12 selects the interpreter of the virtual environment. JOBS=8: 8 test processes (default: 2).
 
 SHELL := /bin/bash
 PYTHON ?= python3
 TORCH_INDEX ?=
 JOBS ?= 2
 BIN := .venv/bin
-# Threads that wait for each other by spinning for long slow down tenfold as soon as anything else needs a core.
+# With long spin-waits, threads slow down tenfold as soon as another process needs a core.
 export GOMP_SPINCOUNT ?= 2000
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
@@ -51,11 +50,11 @@ install: .venv/installed
 
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-	  || { echo "error: $(PYTHON) is missing or older than 3.10. Install one (apt-get install python3), or name one: make PYTHON=python3.12"; exit 2; }
+	  || { echo "error: $(PYTHON) is missing or older than 3.10. Install it (apt-get install python3), or select one: make PYTHON=python3.12"; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null \
-	  || { echo "error: $(PYTHON) has no venv and pip. Install them: apt-get install python3-venv python3-pip"; exit 2; }
+	  || { echo "error: $(PYTHON) lacks venv or pip. Install them: apt-get install python3-venv python3-pip"; exit 2; }
 	@test -x $(BIN)/python || { echo "creating .venv"; $(PYTHON) -m venv .venv; }
-	@echo "installing $(TORCH) into .venv $(if $(TORCH_INDEX),from $(TORCH_INDEX),(without a GPU, TORCH_INDEX=https://download.pytorch.org/whl/cpu is the small build))"
+	@echo "installing $(TORCH) into .venv $(if $(TORCH_INDEX),from $(TORCH_INDEX),(TORCH_INDEX=https://download.pytorch.org/whl/cpu selects the smaller CPU build))"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	@echo "installing megasparse and its other requirements"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
@@ -64,8 +63,8 @@ install: .venv/installed
 
 .venv/installed-dev: .venv/installed
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	  || { echo "error: the tests need Python 3.11, as transformers does. Name one: make clean, then make PYTHON=python3.12"; exit 2; }
-	@echo "installing the tools of the tests"
+	  || { echo "error: the tests need Python 3.11 or later. Select one: make clean, then make PYTHON=python3.12"; exit 2; }
+	@echo "installing development tools"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 

@@ -38,7 +38,7 @@ LONGEST_MESSAGE = 4000
 
 
 def one_line(text: str, longest: int = 200) -> str:
-    """Return untrusted text (a path, a key, a server's message) shortened, with control characters escaped."""
+    """Return untrusted text (a path, a key, a message of a server) shortened, with control characters escaped."""
     return "".join(
         character if character.isprintable() else ascii(character)[1:-1]
         for character in (text if len(text) <= longest else f"{text[:longest]}…")
@@ -71,7 +71,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """A configuration key is unknown, has the wrong type, or conflicts with another one."""
+    """A configuration key is unknown, of the wrong type, or in conflict with another one."""
 
     def __init__(self, key: str, problem: str, hint: str):
         super().__init__(f"{key}: {problem}. {hint}")

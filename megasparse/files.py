@@ -1,7 +1,7 @@
-"""Files: opened only if regular, replaced whole or not at all, locked, and identified by their content.
+"""Files: opened only if regular, replaced atomically, locked, and identified by content.
 
-A reader of a named pipe would wait for ever, and a writer would follow a planted symbolic link to another file. Paths
-that come from outside the package are therefore opened with `open_file`, `read_file`, `replacing` and `FileLock`.
+A reader of a named pipe would block forever, and a writer would follow a planted symbolic link to another file. Open
+paths from outside the package with `open_file`, `read_file`, `replacing` and `FileLock`.
 """
 
 import errno
@@ -23,20 +23,20 @@ Progress = Callable[[str], None]
 
 
 def silent(doing: str) -> None:
-    """A `Progress` that shows nothing."""
+    """Ignore progress; a `Progress`."""
 
 
 LARGEST = 1 << 28
-"""Bytes of a file that is read whole, by default."""
+"""Default limit of `read_file` in bytes."""
 NOT_REGULAR = "this is not a regular file"
 HARD_LINK = "this file has a second name (a hard link), which is not written through: replace it by a copy"
 REASONS = {errno.ELOOP: "this is a symbolic link, which is not written through", errno.ENXIO: NOT_REGULAR}
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """Return a descriptor of a regular file; usable as the `opener` of `open`. No link is written through.
+    """Return a descriptor of a regular file; usable as the `opener` of `open`. Links are not written through.
 
-    Raises OSError, also for a named pipe, a device and a folder, without waiting.
+    Raises OSError without blocking, also for a named pipe, a device and a folder.
     """
     writes = flags & (os.O_WRONLY | os.O_RDWR)
     flags |= os.O_NOFOLLOW if writes else 0
@@ -53,15 +53,15 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
 
 
 def open_file(path: str | os.PathLike[str], mode: str = "rb") -> IO[bytes]:
-    """Open a regular file in a binary mode of `open`. Raises OSError as `open_regular` does."""
+    """Open a regular file in a binary mode of `open`. Raises OSError like `open_regular`."""
     return open(path, mode, opener=open_regular)
 
 
 def read_file(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
-    """Return the content of a regular file. Raises OSError, also for more than `most` bytes, which are not read."""
+    """Return the content of a regular file. Raises OSError, also for files of more than `most` bytes."""
     with open_file(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
-            raise OSError(errno.EFBIG, f"{size:,} bytes are too many, at most {most:,} are read", os.fspath(path))
+            raise OSError(errno.EFBIG, f"{size:,} bytes are more than the limit of {most:,}", os.fspath(path))
         return file.read(size)
 
 
@@ -69,22 +69,22 @@ MOST_VALUES = 1 << 20
 
 
 def has_many_values(content: bytes) -> bool:
-    """Return True if a JSON text has more than MOST_VALUES values, each of which takes up to 100 bytes once read."""
+    """Return True if a JSON text contains more than MOST_VALUES values (each up to 100 bytes in memory)."""
     marks = (b"{", b"[", b",")
     if len(content) <= MOST_VALUES or sum(map(content.count, marks)) <= MOST_VALUES:
         return False
     content = content.replace(b"\\\\", b"").replace(b'\\"', b"")
     if content.count(b'"') > 2 * MOST_VALUES:
         return True
-    content = re.sub(rb'"[^"]*"', b"", content)  # marks in texts are no values
+    content = re.sub(rb'"[^"]*"', b"", content)  # ignore marks inside strings
     return sum(map(content.count, marks)) > MOST_VALUES
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A new file to write, which takes the name `path` when the block ends and vanishes when it fails.
+    """Yield a new file that replaces `path` when the block ends and is deleted if the block fails.
 
-    It is on disk before it has its name: after a crash at any moment `path` is the old file or the whole new one.
+    The file is synced before it is renamed: after a crash, `path` is either the old or the complete new file.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
@@ -100,17 +100,17 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_file(path: Path, content: bytes | str) -> None:
-    """Write a whole file, in UTF-8, through `replacing`."""
+    """Write a file atomically; text is encoded as UTF-8."""
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 PARTIAL = ".partial"
-"""Ending of the name of a file while it is being written; a crash may leave one."""
+"""Suffix of a file's name while it is written; a crash may leave such a file."""
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder as durable as the files."""
+    """Sync a folder, so that renames in it survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -121,11 +121,11 @@ def sync_folder(folder: Path) -> None:
 class FileLock:
     """An exclusive lock (flock) on the file at `path` until `release`, or until this process ends.
 
-    The kernel keeps such a lock while any process has the open file, and a forked child inherits open files. Children
-    therefore close theirs: those made by os.fork (multiprocessing too) at once, others when they start a program.
+    The kernel keeps such a lock while any process has the file open, and a forked child inherits open files. Children
+    therefore close it: after os.fork (as in multiprocessing) immediately, others when they start a program.
 
-    Raises BlockingIOError where another holds the lock, and OSError where the file cannot be opened or its file system
-    has no locks.
+    Raises BlockingIOError if another process holds the lock, and OSError if the file cannot be opened or the file
+    system does not support locks.
     """
 
     def __init__(self, path: Path):
@@ -138,7 +138,7 @@ class FileLock:
         _held.add(self)
 
     def release(self) -> None:
-        """Let others take the lock. A second call, or one in a forked child, does nothing."""
+        """Release the lock. A second call, or a call in a forked child, does nothing."""
         if self in _held:
             _held.remove(self)
             os.close(self.descriptor)
@@ -151,20 +151,20 @@ class FileLock:
 
 
 LOCK_FILE = ".lock"
-"""Name of the file in a locked folder. It may stay; only the lock on it counts."""
+"""Name of the lock file in a folder. The file may remain; only the flock matters."""
 
 
 @contextmanager
 def locked(folder: Path, doing: str) -> Iterator[None]:
-    """Lock a folder, which is made if there is none, until the block ends.
+    """Create a folder if necessary, and lock it until the block ends.
 
-    Raises DataError if another process has the lock. doing: what that process does, for the message.
+    Raises DataError if another process holds the lock. doing: activity of that process, for the message.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
         lock = FileLock(folder / LOCK_FILE)
     except BlockingIOError:
-        raise DataError(folder, f"another process is {doing} here", "Wait for it to end") from None
+        raise DataError(folder, f"another process is {doing} here", "Wait until it has finished") from None
     with lock:
         yield
 
@@ -181,7 +181,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def file_sha256(file: str | os.PathLike[str] | int, progress: Callable[[], None] = lambda: None) -> str:
-    """Return the sha256 of a regular file, given by its path or an open descriptor; `progress` is called every MB."""
+    """Return the SHA-256 of a regular file, a path or an open descriptor. `progress` is called every MiB."""
     digest = hashlib.sha256()
     with open(file, "rb", closefd=False) if isinstance(file, int) else open_file(file) as stream:
         stream.seek(0)
@@ -192,5 +192,5 @@ def file_sha256(file: str | os.PathLike[str] | int, progress: Callable[[], None]
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key by which batch_2 precedes batch_10."""
+    """Return a sort key for natural order, in which batch_2 precedes batch_10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]

@@ -1,16 +1,15 @@
-"""Study the attention of trained models on held-out text: what hashes, windows and n-grams find of it.
+"""Study the attention of trained models on held-out text, and how much of it hashes, windows and n-grams cover.
 
     python tools/study_attention.py hashes --checkpoint runs/full --data data/enwik8 --json hashes.json
     python tools/study_attention.py coverage --checkpoint runs/full_by_turns --data data/pays/client
     python tools/study_attention.py repetitions --data data/pays/client --length 8192
 
 hashes: assign the queries and keys of every layer to --buckets equal buckets at random, by position, by LSH, by SMYRF
-and by LHA's hash functions, which are trained here while the model stays as it is. Report the attention utility of each
-(LHA Eq. 5) with its upper bound and floor, recall of the largest weights, imbalance of the plain hashes' buckets, and
-the error of the output by hash rounds.
-coverage: of a decoder, the share of full attention's mass that windows, the best keys, LSH and n-grams hold, by
-distance.
-repetitions: of a corpus, how many tokens have their last n tokens earlier in the sequence, by distance.
+and by LHA's hash functions, which are trained here while the model is frozen. Report the attention utility of each
+method (LHA Eq. 5) with upper bound and floor, recall of the largest weights, imbalance of the buckets of unbalanced
+hashes, and the error of the output by hash rounds.
+coverage: for a decoder, the fraction of full attention on windows, the best keys, LSH and n-grams, by distance.
+repetitions: for a corpus, the fraction of tokens whose last n tokens also occur earlier in the sequence, by distance.
 
 B windows, H heads, R rounds, L length, D head dim, N buckets, T queries of a tile.
 """
@@ -64,24 +63,24 @@ from tools.bench.visible_keys import Bands
 
 METHODS = ("chunks", "random", "smyrf", "lsh", "lha")
 ROUNDS: dict[str, Sequence[int | None]] = {"lsh": (1, 2, 4, 8, 16), "smyrf": (1, 2, 4, 8, 16), "yoso": (8, 32, 128)}
-"""Hash rounds, or YOSO's hashes, at which the error of the output is measured."""
+"""Hash rounds, or hashes of YOSO, for which the error of the output is measured."""
 WINDOWS, BEST, LSH_ROUNDS, NGRAM = (64, 128, 256), (64, 128), (1, 2, 4, 8), 4
-"""Patterns of `coverage`: the tokens before; the keys of largest weight beyond the first window, an oracle; LSH; what
-followed earlier occurrences of the last tokens."""
+"""Patterns of `coverage`: window widths; number of keys of largest weight beyond the first window (an oracle); rounds
+of LSH; n of n-grams (tokens that followed earlier occurrences of the last n tokens)."""
 TILE = 64
 
 # Balanced assignments of queries and keys, (B, H, L) codes
 
 
 def cut(values: Tensor, buckets: int) -> Tensor:
-    """Sort by a number and cut into equal pieces: codes of values (..., L)."""
+    """Sort values (..., L) and divide them into equal buckets. Return the codes."""
     return values.argsort(dim=-1, stable=True).argsort(dim=-1, stable=True) * buckets // values.shape[-1]
 
 
 def balanced(scores: Tensor, sweeps: int = 60) -> Tensor:
-    """Codes of scores (..., L, N): the best-scored bucket after Sinkhorn's sweeps moved the boundaries between buckets
-    until all are equally large ("adaptively set hash boundaries", LHA section 3.3). A full bucket keeps the tokens that
-    score highest; the others ask their next best.
+    """Return codes of scores (..., L, N) for buckets of equal size ("adaptively set hash boundaries", LHA section 3.3):
+    Sinkhorn sweeps balance the scores, then tokens go to their best bucket. A full bucket keeps the tokens with the
+    highest scores; the others go to their next best bucket.
     """
     scores = scores.double().log_softmax(-1)
     offset = torch.zeros_like(scores[..., :1, :])
@@ -105,7 +104,7 @@ def balanced(scores: Tensor, sweeps: int = 60) -> Tensor:
 
 
 def assignments(call: Call, lha: LHAAttention, buckets: int, key: int, window: int) -> dict[str, dict[str, Any]]:
-    """Each method's "balanced" codes of queries and keys, and of a hash with buckets of its own the "plain" ones.
+    """Return method -> "balanced" codes of queries and keys, and for LSH and LHA also "plain" codes without balancing.
     Hashes are drawn again for every window.
     """
     q, k = call.inputs.q, call.inputs.k
@@ -127,25 +126,25 @@ def assignments(call: Call, lha: LHAAttention, buckets: int, key: int, window: i
     }
 
 
-# LHA's hash functions, trained alone on the queries and keys of a model (LHA section 4.2)
+# LHA's hash functions, trained on the queries and keys of a frozen model (LHA section 4.2)
 
 
 def unmasked(call: Call) -> Any:
-    """Inputs without a causal mask, as the paper measures, whose q·k/√D are the call's own logits."""
+    """Return inputs without a causal mask, as in the paper, scaled so that q·k/√D are the logits of the call."""
     q = call.inputs.q * (call.scale * call.inputs.q.shape[-1] ** 0.5)
     return call.inputs._replace(q=q, causal=False)
 
 
 def hash_scores(lha: LHAAttention, call: Call) -> tuple[Tensor, Tensor]:
-    """H_Q(q) and H_K(k): (B, H, L, N) each."""
+    """Return H_Q(q) and H_K(k), both (B, H, L, N)."""
     q, k = (unmasked(call)[i] for i in range(2))
     query, key = lha.hash(q, call.context)
     return scores_of((q,), (query,)), scores_of((k,), (key,))
 
 
 def train_hashes(steps: Iterator[list[Call]], buckets: int, seed: int) -> tuple[list[LHAAttention], list[float]]:
-    """Train LHA's hash functions for N buckets in place of every attention, a step of Adam for each of `steps`. Return
-    them in the order of the calls, and the divergence KL_Q + KL_K of each step.
+    """Train LHA's hash functions with N buckets for every attention of a model, with one step of Adam per item of
+    `steps`. Return them in the order of the calls, and the divergence KL_Q + KL_K per step.
     """
     first = next(steps)
     mechanisms = []
@@ -179,7 +178,7 @@ def train_hashes(steps: Iterator[list[Call]], buckets: int, seed: int) -> tuple[
 def measure_hashes(
     call: Call, lha: LHAAttention, attention: AttentionConfig, args: argparse.Namespace, key: int, window: int
 ) -> dict[str, float]:
-    """Means over heads by name: utility, recall and imbalance of each method, errors of the output by rounds."""
+    """Return name -> mean over heads: utility, recall and imbalance of each method, errors of the output by rounds."""
     weights, codes = full_weights(call), assignments(call, lha, args.buckets, key, window)
     values = {"utility/bound": upper_bound(weights, -(-weights.shape[-1] // args.buckets))}
     values["utility/floor"] = torch.tensor(1 / args.buckets)
@@ -207,15 +206,13 @@ def measure_hashes(
 
 
 def full_weights(call: Call) -> Tensor:
-    """Full attention (B, H, L, L) without a mask, as in the paper."""
+    """Return full attention (B, H, L, L) without a mask, as in the paper."""
     q, k = (at_least_fp32(x) for x in call.inputs[:2])
     return torch.softmax(q @ k.transpose(-1, -2) * call.scale, dim=-1)
 
 
 def largest_error(out: Tensor, exact: Tensor) -> Tensor:
-    """‖out − exact‖∞ / ‖exact‖∞, the largest difference of a number over the largest number, over the tokens of each
-    head (YOSO's Figure 5): (B, H) from (B, H, L, D).
-    """
+    """Return ‖out − exact‖∞ / ‖exact‖∞ over the tokens of each head (YOSO's Figure 5): (B, H) from (B, H, L, D)."""
     difference, size = ((x.double()).abs().amax((-1, -2)) for x in (out - exact, exact))
     return difference / size.clamp_min(torch.finfo(torch.float64).tiny)
 
@@ -225,12 +222,12 @@ def same_bucket(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def study_hashes(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure every layer; every number is {"mean", "half" of the 95 % interval over windows, "windows"}."""
+    """Measure every layer. Numbers are {"mean", "half" (of the 95 % interval over windows), "windows"}."""
     model, config, checkpoint, ranks = restore(args.checkpoint, args.set)
     index = open_folder(args.data or config.data.path, config, build_tokenizer(config.data.tokenizer))
     length, seed = args.length or min(1024, config.data.sequence_length), config.run.seed
     if args.buckets < 2 or args.buckets % 2 or args.buckets > length:
-        raise ConfigError("--buckets", f"{args.buckets} is not an even number up to --length", "LSH wants it even")
+        raise ConfigError("--buckets", f"{args.buckets} is not an even number up to --length", "LSH needs an even one")
 
     def calls(split: str, number: int, windows: int) -> list[Call]:
         tokens = window(EvaluationStream(index, split), number, windows, length, index.record or 1)
@@ -261,7 +258,7 @@ def study_hashes(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def nested(values: dict[str, list[float]]) -> dict[str, Any]:
-    """Names with slashes as nested dictionaries; of each list the mean and half its 95 % interval, Student's t."""
+    """Return names with slashes as nested dictionaries, with the mean and half the 95 % interval (t) of each list."""
     from scipy import stats
 
     report: dict[str, Any] = {}
@@ -278,9 +275,9 @@ def nested(values: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def window(stream: EvaluationStream, number: int, windows: int, length: int, record: int) -> Tensor:
-    """One of `windows` windows, spread evenly over a split, each the beginning of a record: (1, length)."""
+    """Return a window (1, length), one of `windows` that are spread evenly over a split and start at a record."""
     if stream.tokens < length:
-        raise ConfigError("--length", f"{length} is more than the split's {stream.tokens} tokens", "Ask for fewer")
+        raise ConfigError("--length", f"{length} is more than the split's {stream.tokens} tokens", "Lower it")
     start = number * (stream.tokens - length) // max(1, windows - 1) // record * record
     return stream.read(start, start + length).unsqueeze(0)
 
@@ -292,8 +289,8 @@ def window(stream: EvaluationStream, number: int, windows: int, length: int, rec
 def coverage_sums(
     call: Call, tokens: Tensor, attention: AttentionConfig, bounds: list[int], queries: int
 ) -> dict[str, Tensor]:
-    """Sums over heads and `queries` positions, spread evenly, of what full attention over the strictly earlier keys and
-    each pattern hold. bounds: distances; a key at distance d belongs to the first bound >= d.
+    """Return sums over heads and `queries` evenly spread positions of full attention on strictly earlier keys: by
+    distance, and on the keys of each pattern. bounds: distances; a key at distance d belongs to the first bound >= d.
     """
     (q, k), length = (at_least_fp32(x[0]) for x in call.inputs[:2]), tokens.shape[1]
     known = F.pad(tokens[:, :-1], (1, 0), value=-1)
@@ -336,10 +333,10 @@ def coverage_sums(
 
 
 def study_coverage(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure every layer of a decoder: means over heads and queries, by distance."""
+    """Measure every layer of a decoder, as means over heads and queries by distance."""
     model, config, checkpoint, ranks = restore(args.checkpoint, args.set)
     if not isinstance(model, Decoder):
-        raise ConfigError("--checkpoint", f"{args.checkpoint} is no decoder", "Give a causal language model")
+        raise ConfigError("--checkpoint", f"{args.checkpoint} is not a decoder", "Give a causal language model")
     index = open_folder(args.data or config.data.path, config, build_tokenizer(config.data.tokenizer))
     length, layers = args.length or config.model.max_length, dict[str, dict[str, Any]]()
     bounds = [*(bound for bound in (64, 512, 2048) if bound < length), length]
@@ -367,8 +364,9 @@ def study_coverage(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def repetitions(sequence: Tensor, n: int, bounds: list[int]) -> Tensor:
-    """Counts (bounds − 1, 2) of tokens by the distance to the latest earlier place with the same n tokens before it,
-    low < distance <= high: all of them, and those that stood there too. sequence: (L,) int64.
+    """Count tokens whose previous n tokens occurred before, by distance to the latest occurrence, low < d <= high.
+
+    sequence: (L,) int64. Returns (bounds − 1, 2): all such tokens, and the tokens that followed there as well.
     """
     counts = torch.zeros(len(bounds) - 1, 2, dtype=torch.long)
     if len(sequence) <= n:
@@ -385,7 +383,7 @@ def repetitions(sequence: Tensor, n: int, bounds: list[int]) -> Tensor:
 
 
 def study_repetitions(args: argparse.Namespace) -> dict[str, Any]:
-    """Count over the first --windows sequences of a split, beyond --near tokens in steps of a factor of 4."""
+    """Count repetitions in the first --windows sequences of a split, up to --near tokens and then in factors of 4."""
     stream = EvaluationStream(Index.load(args.data), args.split)
     length = args.length or 8192
     bounds = [0, args.near]
@@ -400,9 +398,7 @@ def study_repetitions(args: argparse.Namespace) -> dict[str, Any]:
         rows = zip(itertools.pairwise(bounds), torch.as_tensor(counts).tolist(), strict=True)
         tables[n] = [(low, high, all_of / tokens, same / max(1, all_of)) for (low, high), (all_of, same) in rows]
         for low, high, share, right in tables[n]:
-            print(
-                f"last {n} tokens stood {low:,} to {high:,} back: {share:.1%} of all; followed by the same {right:.0%}"
-            )
+            print(f"last {n} tokens repeat at distance {low:,} to {high:,}: {share:.1%}; same next token: {right:.0%}")
     return {"repetitions": tables, "protocol": vars(args)}
 
 
@@ -411,19 +407,19 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     studies = {"hashes": study_hashes, "coverage": study_coverage, "repetitions": study_repetitions}
     parser.add_argument("study", choices=studies)
-    parser.add_argument("--checkpoint", help="a checkpoint's folder, or a run's (its newest)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the configuration")
-    parser.add_argument("--data", help="folder of shards; by default the one trained on")
+    parser.add_argument("--checkpoint", help="a checkpoint, or a run (newest checkpoint)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key")
+    parser.add_argument("--data", help="folder of shards; by default the training data")
     parser.add_argument("--split", default="validation")
     parser.add_argument("--windows", type=int, default=10, help="windows of text, spread over the split")
-    parser.add_argument("--length", type=int, help="tokens of a window")
+    parser.add_argument("--length", type=int, help="tokens per window")
     parser.add_argument("--buckets", type=int, default=4, help="hashes: an even number")
-    parser.add_argument("--top", type=int, default=16, help="hashes: weights per query that recall counts")
-    parser.add_argument("--hash-steps", type=int, default=300, help="hashes: steps of training LHA's")
-    parser.add_argument("--queries", type=int, default=256, help="coverage: positions of a window")
+    parser.add_argument("--top", type=int, default=16, help="hashes: number of largest weights per query in the recall")
+    parser.add_argument("--hash-steps", type=int, default=300, help="hashes: training steps of LHA's hash functions")
+    parser.add_argument("--queries", type=int, default=256, help="coverage: positions per window")
     parser.add_argument("--ngrams", type=int, nargs="+", default=[4, 12], help="repetitions: n of each table")
-    parser.add_argument("--near", type=int, default=128, help="repetitions: tokens that any window sees")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers and how they were measured there")
+    parser.add_argument("--near", type=int, default=128, help="repetitions: distance that any window covers")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the results and their settings to this file")
     args = parser.parse_args(words)
     if args.study != "repetitions" and args.checkpoint is None:
         raise ConfigError("--checkpoint", "is missing", "Give a run's folder")

@@ -1,1 +1,1 @@
-"""Evaluation of trained models: held-out bits/dim, the same of compressors, and texts and images that they write."""
+"""Evaluation of trained models: held-out bits/dim, comparison with compressors, generated texts and images."""

@@ -1,7 +1,7 @@
-"""Distance of each attention of a model from full attention, measured inside training and by tools/study_attention.py:
-attention utility (LHA section 3.3), imbalance of buckets (section 3.2), recall of the largest weights, output error.
+"""Comparison of a model's attention with full attention, during training and in tools/study_attention.py: attention
+utility (LHA section 3.3), imbalance of buckets (section 3.2), recall of the largest weights, output error.
 
-Everything here holds L² weights a head: for windows of a few thousand tokens, not for training lengths.
+All functions store L² weights per head: use windows of a few thousand tokens, not training lengths.
 B windows, H heads, L length, D head dim, N buckets.
 """
 
@@ -24,22 +24,22 @@ from megasparse.ops.random import RngContext
 from megasparse.training.engines.contract import Engine
 
 WINDOW = 1024
-"""Tokens at most: the L² weights of each head are held."""
+"""Most tokens of the window, because L² weights per head are stored."""
 TOP = 16
-"""Largest exact weights of a query that its recall counts."""
+"""Number of largest exact weights per query in the recall."""
 HEADS_SHOWN = 2
-LEGEND = "a query a row, a key a column; white: not seen; blue: seen; darker: more of its query's attention"
+LEGEND = "rows are queries, columns are keys; white: masked; blue: visible; darker: larger attention weight"
 """Legend of `attention_map`, for the foot of a sheet."""
 
 
 def attention_quality(engine: Engine, index: Index, config: Config) -> Callable[[], dict[str, float | str | Tensor]]:
-    """Build a function that measures the attention on the first tokens of the validation split, an encoder–decoder's
-    first sequence, whose encoder and decoder are taken together; every rank calls it and has the same result.
+    """Return a function that measures attention on the first tokens of the validation split, or on the first sequence
+    of an encoder–decoder (encoder and decoder together). Call it on every rank; all return the same result.
 
-    For each kind of attention but full, mean over its layers and heads: quality/KIND/output_error, .../recall_top,
-    .../utility, .../utility_bound and .../utility_floor, of LSH and LHA also .../bucket_ratio, .../bucket_size and
-    .../bucket_largest (see `measure`), and of its first layer .../maps, a picture. Ranks that share sequences measure
-    each its own heads, where their number divides the window; the whole of it otherwise.
+    It returns for each kind of attention except full, as means over layers and heads: quality/KIND/output_error,
+    .../recall_top, .../utility, .../utility_bound and .../utility_floor; for LSH and LHA also .../bucket_ratio,
+    .../bucket_size and .../bucket_largest (see `measure`); and for the first layer .../maps, a picture. With sequence
+    parallelism each rank measures its heads if the number of ranks divides the window, and otherwise all heads.
     """
     stream = EvaluationStream(index, "validation")
     longest = WINDOW if config.model.source is None else config.data.sequence_length
@@ -61,7 +61,7 @@ def attention_quality(engine: Engine, index: Index, config: Config) -> Callable[
             if (name := f"quality/{call.kind}/maps") not in pictures:
                 pictures[name] = _picture(call, exact, weights)
         means = torch.tensor([sum(values) / len(values) for values in measured.values()], dtype=torch.float64)
-        if sequence is not None:  # each rank has equally many heads
+        if sequence is not None:  # all ranks measure the same number of heads
             means = ranks.sum(means.to(ranks.device)) / ranks.world_size
         return pictures | dict(zip(measured, means.tolist(), strict=True))
 
@@ -70,8 +70,8 @@ def attention_quality(engine: Engine, index: Index, config: Config) -> Callable[
 
 @torch.no_grad()
 def record_calls(model: Any, tokens: Tensor, seed: int, sequence: ProcessGroup | None = None) -> list[Call]:
-    """The call of each of a model's mechanisms on tokens (B, L), in evaluation mode. sequence: ranks that share the
-    tokens, each of which has the calls of its heads.
+    """Return the calls of all mechanisms of a model on tokens (B, L), in evaluation mode. sequence: group of ranks that
+    split the tokens; each rank gets the calls of its heads.
     """
     training = model.training
     local_tokens, padding = cut(tokens, model.config, sequence)
@@ -83,13 +83,13 @@ def record_calls(model: Any, tokens: Tensor, seed: int, sequence: ProcessGroup |
 
 
 def measure(call: Call, exact: Tensor, weights: Tensor) -> dict[str, float]:
-    """One layer's attention against full attention of the same queries and keys; means over heads and queries.
+    """Compare a layer's attention with full attention of the same queries and keys, as means over heads and queries.
 
-    exact, weights: the two attention matrices (B, H, L, L).
-    output_error: ‖output − exact output‖ / ‖exact output‖. recall_top: share of the TOP largest exact weights that are
-    among the TOP largest of its own. utility: exact attention on the pairs that it sees (LHA Eq. 5); utility_bound: the
-    most that so many keys a query can have; utility_floor: what so many keys taken at random have. Where tokens have
-    buckets also bucket_ratio, bucket_size and bucket_largest, see `Imbalance`.
+    exact, weights: matrices of full attention and of the layer's attention, (B, H, L, L). Returns output_error:
+    ‖output − exact output‖ / ‖exact output‖; recall_top: fraction of the TOP largest exact weights among the TOP
+    largest of `weights`; utility: exact attention on visible pairs (LHA Eq. 5); utility_bound: the largest utility for
+    this number of keys per query; utility_floor: the utility of random keys; and for bucketed attention bucket_ratio,
+    bucket_size and bucket_largest, see `Imbalance`.
     """
     visible = weights != 0
     keys = visible.sum(-1)
@@ -107,7 +107,7 @@ def measure(call: Call, exact: Tensor, weights: Tensor) -> dict[str, float]:
 
 
 def _picture(call: Call, exact: Tensor, weights: Tensor) -> Tensor:
-    """The exact map beside its own, of the first heads of the first sequence, one below the other: (S, S', 3) uint8."""
+    """Return maps of full and of the layer's attention for the first heads of the first sequence: (S, S', 3) uint8."""
     part, local_heads = call.context.part, exact.shape[1]
     exact, weights = (part.gather_heads(w[:1, :HEADS_SHOWN])[0, :HEADS_SHOWN] for w in (exact, weights))
     rows = [
@@ -122,18 +122,17 @@ def _picture(call: Call, exact: Tensor, weights: Tensor) -> Tensor:
 
 
 def attention_utility(weights: Tensor, visible: Tensor) -> Tensor:
-    """The attention that a pattern keeps, Σ_{visible j} A_ij, mean over the queries (Eq. 5 divided by their number).
+    """Return the attention on visible keys, Σ_{visible j} A_ij, as mean over queries (LHA Eq. 5 / number of queries).
 
-    weights: (B, H, L, L). visible: bool, broadcast to it. Returns (B, H).
+    weights: (B, H, L, L). visible: bool, broadcast to `weights`. Returns (B, H).
     """
     return weights.masked_fill(~visible, 0.0).sum(-1).mean(-1)
 
 
 def upper_bound(weights: Tensor, keys: int | Tensor) -> Tensor:
-    """The highest utility of any pattern with so many keys a query: each query's `keys` largest weights, mean over the
-    queries.
+    """Return the largest utility with `keys` keys per query: the sum of its largest weights, mean over queries.
 
-    keys: a number, or one a query, (B, H, L). Returns (B, H).
+    keys: a number, or a number per query (B, H, L). Returns (B, H).
     """
     total = weights.sort(dim=-1, descending=True).values.cumsum(-1)
     count = torch.as_tensor(keys, device=weights.device).expand(weights.shape[:-1])
@@ -142,10 +141,8 @@ def upper_bound(weights: Tensor, keys: int | Tensor) -> Tensor:
 
 
 def recall_of_top(exact: Tensor, sparse: Tensor, top: int) -> Tensor:
-    """Share of each query's `top` largest exact weights that are also among the `top` largest of the sparse ones, mean
-    over the queries: (B, H).
-
-    A weight of 0 is no key: a query with fewer than `top` keys of either kind has only those.
+    """Return the fraction of the `top` largest exact weights per query that are among the `top` largest sparse weights,
+    as mean over queries: (B, H). Weights of 0 are not counted as keys.
     """
     exact_top, sparse_top = _largest(exact, top), _largest(sparse, top)
     count = exact_top.sum(-1)
@@ -153,23 +150,23 @@ def recall_of_top(exact: Tensor, sparse: Tensor, top: int) -> Tensor:
 
 
 def _largest(weights: Tensor, top: int) -> Tensor:
-    """Mask of the `top` largest weights above 0 of each row: bool, the shape of `weights`."""
+    """Return a bool mask of the `top` largest weights above 0 per row, in the shape of `weights`."""
     values, index = weights.topk(min(top, weights.shape[-1]), dim=-1)
     return torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, index, values > 0)
 
 
 def relative_error(out: Tensor, exact: Tensor) -> Tensor:
-    """‖out − exact‖ / ‖exact‖ over the tokens of each head: (B, H) from (B, H, L, D)."""
+    """Return ‖out − exact‖ / ‖exact‖ over the tokens of each head: (B, H) from (B, H, L, D)."""
     difference = (out.double() - exact.double()).norm(dim=(-1, -2))
     return difference / exact.double().norm(dim=(-1, -2)).clamp_min(torch.finfo(torch.float64).tiny)
 
 
 class Imbalance(NamedTuple):
-    """Shares of the buckets, (B, H) each.
+    """Imbalance of buckets, tensors (B, H).
 
-    ratio: those with a query:key ratio outside 1:2 … 2:1, among the buckets that are not empty. size: those with more
-    than twice, or less than half, the queries and keys of an even bucket, among all. largest: what of all queries and
-    keys is in the largest bucket (1 if the hash has collapsed).
+    ratio: fraction of non-empty buckets with more than twice as many queries as keys, or the reverse. size: fraction of
+    all buckets with more than twice or less than half the mean number of queries and keys. largest: fraction of all
+    queries and keys in the largest bucket (1 if the hash has collapsed).
     """
 
     ratio: Tensor
@@ -178,7 +175,7 @@ class Imbalance(NamedTuple):
 
 
 def imbalance(query_codes: Tensor, key_codes: Tensor, buckets: int) -> Imbalance:
-    """The imbalance of an assignment as hashes give it, (B, H, L) each, before any balancing (LHA section 3.2)."""
+    """Return the imbalance of hash codes (B, H, L) before any balancing (LHA section 3.2)."""
     queries, keys = (_sizes(codes, buckets) for codes in (query_codes, key_codes))  # (B, H, N)
     filled = queries + keys > 0
     off = filled & ((queries > 2 * keys) | (keys > 2 * queries))
@@ -194,11 +191,11 @@ def _sizes(codes: Tensor, buckets: int) -> Tensor:
 
 @torch.no_grad()
 def weights_of(call: Call, mechanism: Attention) -> Tensor:
-    """The attention matrix (B, H, L, L) of a mechanism on a call's input, in the dtype of its output.
+    """Return the attention matrix (B, H, L, L) of a mechanism on a call's input, in the dtype of its output.
 
-    These are its outputs of one-hot values, some columns at a time, so it holds for whatever is linear in the values.
-    A mechanism that scales each output to length 1 gets one column more with the value 1 of every key, by which the
-    others are divided: its rows, too, sum to 1.
+    It is computed from outputs for one-hot values, a few columns at a time, which works for any mechanism that is
+    linear in the values. For a mechanism that scales outputs to length 1, an additional column of ones gives the
+    divisor with which rows sum to 1.
     """
     length, width = call.inputs.v.shape[2:]
     normalises = mechanism.normalises
@@ -219,10 +216,10 @@ def weights_of(call: Call, mechanism: Attention) -> Tensor:
 
 
 def attention_map(weights: Tensor, visible: Tensor, size: int = 256, causal: bool = False) -> Tensor:
-    """A picture of attention matrices (..., L, L): uint8 (..., S, S, 3), S = min(L, size).
+    """Return a picture of attention matrices (..., L, L): uint8 (..., S, S, 3), S = min(L, size).
 
-    Queries downwards, keys to the right. White is not visible, blue visible; darker has more of its query's weight. Of
-    the pairs that share a pixel the strongest shows. causal: keys behind their query are ground, not part of the map.
+    Rows are queries, columns are keys. Masked pairs are white, visible pairs blue, darker for larger weights. A pixel
+    shows the largest weight of its pairs. causal: keys after their query are drawn as background.
     """
     if causal:
         weights, visible = weights.tril(), visible.tril()

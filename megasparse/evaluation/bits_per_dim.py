@@ -1,9 +1,9 @@
-"""Held-out bits/dim, sum of nats / (ln 2 × symbols), and accuracy, over every symbol of a split.
+"""Held-out bits/dim, sum of nats / (ln 2 × tokens), and accuracy, over every token of a split.
 
-The split is cut into windows of T tokens. By default, as in Reformer, windows do not overlap and all T tokens are
+The split is divided into windows of T tokens. By default, as in Reformer, windows do not overlap and all T tokens are
 scored, the first from the model's learned start vector. With a stride S < T, windows start every S tokens, and each
-window after the first scores only its last S tokens, so each of these has at least T − S tokens of context. Batches and
-ranks add up sums (in float64) and counts, never means.
+window after the first scores only its last S tokens, so that these have at least T − S tokens of context. Batches and
+ranks add sums (in float64) and counts, never means.
 
 B batch, T window.
 """
@@ -27,12 +27,12 @@ from megasparse.ops.random import RngContext
 from megasparse.training.ranks import Ranks
 
 Scorer = Callable[[Tensor, RngContext, int], tuple[Tensor, Tensor, Tensor]]
-"""(tokens (B, T) int64, random draws, n) -> sum of the nats, number of right predictions, and number of what was
-scored, of all but each window's first n tokens."""
+"""(tokens (B, T) int64, random draws, n) -> sum of nats, number of correct predictions, and number of scored tokens,
+without the first n tokens of each window."""
 
 
 class Stream(typing.Protocol):
-    """A split as one run of tokens, such as data.reader.EvaluationStream."""
+    """A split as a sequence of tokens, such as data.reader.EvaluationStream."""
 
     tokens: int
 
@@ -41,7 +41,7 @@ class Stream(typing.Protocol):
 
 @dataclass(frozen=True)
 class Score:
-    """Sums over `dims` scored symbols. nats: their cost. correct: how many the model held to be the likeliest."""
+    """Sums over `dims` scored tokens. nats: code length. correct: number of tokens that the model ranks first."""
 
     nats: float
     correct: float
@@ -66,21 +66,19 @@ class ScoredWindow:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Tokens read, and how many of them at the start are not scored."""
+        """Number of tokens, and number of tokens at the start that are not scored."""
         return self.stop - self.start, self.first - self.start
 
 
 def windows(total: int, length: int, stride: int | None = None, score_from: int = 0) -> Iterator[ScoredWindow]:
-    """Cut `total` tokens so that each is scored exactly once; the last window is ragged.
+    """Yield windows that score each of `total` tokens exactly once; the last window may be shorter.
 
-    score_from: the first so many tokens of a window are never scored (model.score_from, 0 for text).
+    score_from: number of tokens at the start of a window that are never scored (model.score_from, 0 for text).
     Raises ConfigError unless 1 <= stride <= length.
     """
     stride = length if stride is None else stride
     if not 1 <= stride <= length:
-        raise ConfigError(
-            "--stride", f"{stride} is not between 1 and the window's {length} tokens", f"Try {length // 2}"
-        )
+        raise ConfigError("--stride", f"{stride} is not from 1 to the window's {length} tokens", f"Try {length // 2}")
     scored = 0
     for start in range(0, total, stride):
         stop = min(start + length, total)
@@ -107,41 +105,41 @@ def score(
     ranks: Ranks | None = None,
     progress: bool = False,
 ) -> Score:
-    """Score a split, or its first `limit` windows.
+    """Score a split, or its first `limit` windows. Call it on every rank.
+
+    Ranks divide the windows, run the model equally often (as ZeRO-3 requires), and return the same Score. With sequence
+    parallelism, every scorer of a group gets the whole window and returns its part of the sums.
 
     scorer: the model, see `of_model` and `of_engine`. seed: seed of the random draws (hash rotations, an encoder's
-    masks). rounds: hash rounds instead of the configured ones. batch: windows scored at once; it changes only the
-    speed. Every one of several ranks must call this: they share the windows, make equally many calls of the model (as
-    ZeRO-3 needs), and all get the same Score. Ranks that share sequences score each window together: their scorers
-    are given the whole of it, and each returns its part of the sums. Raises ConfigError for an invalid stride or
-    limit, UserError if the model's nats are not finite.
+    masks). rounds: hash rounds instead of the configured ones. batch: windows per forward pass, which affects only the
+    speed. Raises ConfigError for an invalid stride or limit, and UserError if the model's nats are not finite.
     """
     ranks = ranks or Ranks()
     if limit is not None and limit < 1:
-        raise ConfigError("--limit", f"{limit} windows cannot be scored", "Give 1 or more, or leave it out for all")
+        raise ConfigError("--limit", f"{limit} windows cannot be scored", "Give 1 or more, or remove it to score all")
     batches = list(_batches(list(windows(stream.tokens, sequence_length, stride, score_from))[:limit], batch))
     if not batches:
-        raise ConfigError("model.score_from", f"{score_from} leaves nothing of this split to score", "Lower it")
+        raise ConfigError("model.score_from", f"{score_from} excludes all tokens of this split", "Lower it")
     sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)  # nats, correct, dims
     steps = range(0, len(batches), ranks.data_ranks)
     for first in tqdm(steps, desc="scoring", unit="batch", disable=None if progress else True):
         number = first + ranks.data_rank
         group = batches[min(number, len(batches) - 1)]
         tokens = torch.stack([stream.read(window.start, window.stop) for window in group]).to(ranks.device)
-        # Draws depend on a window's start, so they are the same in any batch.
+        # Draws depend on a window's start, so they do not depend on the batch.
         samples = torch.tensor([window.start for window in group])
         rng = dataclasses.replace(RngContext.evaluation(seed, len(group), rounds), samples=samples)
         parts = scorer(tokens, rng, group[0].shape[1])
         if number < len(batches):
             sums += torch.stack([part.to(ranks.device, torch.float64) for part in parts])
-    # Checked only here, where all ranks have the sums: one that stopped earlier would leave the rest waiting.
+    # Checked only after the all-reduce: a rank that stopped earlier would leave the others waiting.
     if not ranks.sum(sums).isfinite().all():
         raise UserError("the model's nats are not finite on this split: evaluate an earlier checkpoint, or in fp32")
     return Score(float(sums[0]), float(sums[1]), int(sums[2]))
 
 
 def of_model(model: Any, sequence: ProcessGroup | None = None) -> Scorer:
-    """Return the scorer of a model with `token_scores`. sequence: ranks that share each window with this one."""
+    """Return the scorer of a model with `token_scores`. sequence: group of ranks that split each window."""
 
     def sums(tokens: Tensor, rng: RngContext, skip: int) -> tuple[Tensor, Tensor, Tensor]:
         if sequence is None:
@@ -157,7 +155,7 @@ def of_model(model: Any, sequence: ProcessGroup | None = None) -> Scorer:
 
 
 def of_engine(evaluate: Callable[[Tensor, RngContext], tuple[Tensor, dict[str, Tensor]]]) -> Scorer:
-    """Scorer of a training engine's `evaluate`, which itself sums over what is scored: for windows without a stride."""
+    """Return the scorer of a training engine's `evaluate`, which sums over all scored tokens: without a stride only."""
 
     def sums(tokens: Tensor, rng: RngContext, skip: int) -> tuple[Tensor, Tensor, Tensor]:
         metrics = evaluate(tokens, rng)[1]
@@ -167,17 +165,17 @@ def of_engine(evaluate: Callable[[Tensor, RngContext], tuple[Tensor, dict[str, T
 
 
 def _batches(cut: list[ScoredWindow], batch: int) -> Iterator[list[ScoredWindow]]:
-    """Windows in groups of at most `batch` that have one shape: the first and the ragged last one may stand alone."""
+    """Yield groups of at most `batch` windows of the same shape."""
     for _, group in groupby(cut, key=lambda window: window.shape):
         same = list(group)
         yield from (same[first : first + batch] for first in range(0, len(same), batch))
 
 
 def refuse_leaks(leaks: list[str]) -> None:
-    """Raise ConfigError for a model whose layers see later tokens: it has no code length, and no cached decoding."""
+    """Raise ConfigError for a non-causal model, which has neither a code length nor cached decoding."""
     if leaks:
         raise ConfigError(
             "model.attention",
             f"not strictly causal ({', '.join(leaks)}), so its bits/dim is not a code length",
-            'Train with the strictly causal setting, window = "band" (evaluation alone: --allow-leaking-attention)',
+            'Train with the strictly causal setting window = "band", or evaluate with --allow-leaking-attention',
         )

@@ -1,18 +1,16 @@
-"""Files compressed by a trained decoder and restored: the code length that evaluation promises, as bytes. And what gzip
-and xz need for the same bytes.
+"""Lossless compression of files with a trained decoder, and the sizes of gzip and xz for the same bytes.
 
-Tokens are cut into windows of T, each predicted from its own start, as evaluation cuts them. One loop encodes and
-decodes: it predicts one token after another from a cache, in fp64 whatever the precision of training, so both have the
-same bits, and hash codes, on one machine. Machines differ by rounding. Logits are rounded to a grid of 1/64 nat below
-the likeliest token; if a number is within MARGIN of the middle between two grid points, two machines could round it
-apart: the file then says which one was taken (an exception; a few in ten million bytes). Only the checksum notices a
-hash code that flips.
+Tokens are divided into windows of T as in evaluation. Encoding and decoding run the same loop, which predicts token by
+token from a cache in fp64, so that both compute identical logits and hash codes on one machine. Other machines round
+differently. Logits are therefore rounded to a grid of 1/64 nat below the most likely token. If a logit is within MARGIN
+of the middle between two grid points, two machines could round it differently, and the file stores the choice as an
+exception (a few in ten million bytes). A different hash code is only detected by the checksum.
 
-The file: MAGIC; 3 bytes of the model's digest; the text's CRC-32; twice the number of tokens, plus one where exceptions
-follow; these, their number first; the range coder's words without the zeros at their end. CRC and words are
+File format: MAGIC; 3 bytes of the model's digest; the text's CRC-32; twice the number of tokens, plus one if exceptions
+follow; the number of exceptions and the exceptions; the range coder's words without trailing zeros. CRC and words are
 little-endian, other numbers LEB128.
 
-W windows side by side, T their length, V vocabulary.
+W parallel windows, T their length, V vocabulary.
 """
 
 import dataclasses
@@ -44,23 +42,23 @@ from megasparse.model.decoder import Decoder
 from megasparse.ops.random import RngContext
 
 SCALE = 64
-"""Grid points a nat. Rounding to them costs 1e-5 nats a token."""
+"""Grid points per nat. Rounding to the grid costs 1e-5 nats per token."""
 DEEPEST = 1100
-"""The grid's last point: 24.8 bits below the likeliest token. No token is cheaper to rule out."""
+"""The last grid point, 24.8 bits below the most likely token, which bounds the probability of all tokens."""
 MARGIN = 1e-9
-"""Part of a grid step. Machines differ by 1e-12 or so in fp64."""
+"""Fraction of a grid step. Machines differ by about 1e-12 in fp64."""
 AT_ONCE = 1 << 24
-"""Numbers W·T·V that one group of windows has at most."""
+"""Largest W·T·V of a group of windows."""
 
 
 Progress = Callable[[int], object]
-"""Called with the number of tokens that are newly done."""
+"""Called with the number of newly processed tokens."""
 
 
 @dataclass(frozen=True)
 class Code:
-    """words: the range coder's, uint32. exceptions: (n, 2) int64, sorted: the number of a logit (token · V + id), and
-    whether its grid point is odd."""
+    """words: uint32 words of the range coder. exceptions: (n, 2) int64, sorted rows of logit number (token · V + id)
+    and parity of its grid point."""
 
     words: np.ndarray
     exceptions: np.ndarray
@@ -68,7 +66,7 @@ class Code:
 
 @cache
 def weights() -> np.ndarray:
-    """exp(−k / SCALE) · 2^24 for each grid point k, rounded to integers: the same on every machine."""
+    """Return exp(−k / SCALE) · 2^24 for each grid point k, rounded to integers: the same on every machine."""
     with localcontext() as context:
         context.prec = 40
         exact = [(Decimal(-k) / SCALE).exp() * 2**24 for k in range(DEEPEST + 1)]
@@ -76,7 +74,7 @@ def weights() -> np.ndarray:
 
 
 def depths(logits: Tensor) -> np.ndarray:
-    """Distance of each logit (..., V) below the largest, in grid steps: fp64, not rounded."""
+    """Return the distance of each logit (..., V) to the largest one in grid steps, fp64, not rounded."""
     logits = logits.double()
     return ((logits.amax(-1, keepdim=True) - logits) * SCALE).clamp(max=DEEPEST).cpu().numpy()
 
@@ -86,13 +84,13 @@ def grid_points(below: np.ndarray) -> np.ndarray:
 
 
 def probabilities(points: np.ndarray) -> np.ndarray:
-    """Probabilities of grid points (n, V): fp64 (n, V), quotients of integers."""
+    """Return probabilities (n, V) fp64 of grid points (n, V), as quotients of integers."""
     counts = weights()[points]
     return counts / counts.sum(-1, keepdims=True)
 
 
 def groups(tokens: int, length: int, vocabulary: int) -> Iterator[tuple[list[int], int]]:
-    """Starts of the windows that are coded side by side, and their length; the last, ragged one stands alone."""
+    """Yield the starts and the length of windows that are coded in parallel; a shorter last window is separate."""
     most = max(1, AT_ONCE // (length * vocabulary))
     whole = list(range(0, tokens - length + 1, length))
     for first in range(0, len(whole), most):
@@ -106,15 +104,14 @@ def walk(
     model: Any, tokens: int, length: int, seed: int, choose: Callable[[Sequence[int], int, np.ndarray], Tensor],
     progress: Progress,
 ) -> None:  # fmt: skip
-    """Predict tokens in windows of `length`, one after another from a cache. model: a strictly causal decoder in fp64.
+    """Predict the tokens of windows of `length` one after another with a cache. model: strictly causal, in fp64.
 
-    choose: from the starts of windows, the number of a token in them and the `depths` of its logits (W, V), this token
-    of each window, (W,) int64. seed: of the hash rotations, the run's.
+    seed: seed of the hash rotations. choose: (starts of windows, position, `depths` (W, V)) -> tokens (W,) int64.
     """
     vocabulary, device = model.config.vocabulary, next(model.parameters()).device
     for starts, size in groups(tokens, length, vocabulary):
         cache = model.new_cache(len(starts), seed)
-        # As evaluation draws for these windows, so that its code length is this one's.
+        # The same draws as in evaluation, for the same code length.
         cache.rng = dataclasses.replace(RngContext.evaluation(seed, len(starts)), samples=torch.tensor(starts))
         logits = model.prefill(torch.empty(len(starts), 0, dtype=torch.int64, device=device), cache)
         for t in range(size):
@@ -125,7 +122,7 @@ def walk(
 
 
 def encode(model: Any, tokens: Tensor, length: int, seed: int, progress: Progress = lambda _: None) -> Code:
-    """Code tokens (n,) int64, see `walk`."""
+    """Encode tokens (n,) int64, see `walk`."""
     import constriction
 
     stream = constriction.stream
@@ -147,7 +144,7 @@ def encode(model: Any, tokens: Tensor, length: int, seed: int, progress: Progres
 
 
 def decode(model: Any, code: Code, tokens: int, length: int, seed: int, progress: Progress = lambda _: None) -> Tensor:
-    """The tokens (n,) int64 of a code. What is damaged gives other tokens, never an error: check them."""
+    """Return the tokens (n,) int64 of a code. A damaged code gives wrong tokens instead of an error: check them."""
     import constriction
 
     stream = constriction.stream
@@ -179,7 +176,7 @@ DIGEST = 3
 
 
 def model_digest(model: Any, seed: int, window: int) -> bytes:
-    """Identifies what predicts: configuration and weights, the seed of the hashes, and the length of windows."""
+    """Return a digest of the predictor: configuration, weights, seed of the hashes, and length of windows."""
     digest = hashlib.sha256(json.dumps([model.config.model_dump(mode="json"), seed, window]).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
@@ -187,7 +184,7 @@ def model_digest(model: Any, seed: int, window: int) -> bytes:
 
 
 def pack(code: Code, tokens: int, text: bytes, digest: bytes) -> bytes:
-    """The file's bytes. digest: see `model_digest`. text: what the tokens stand for."""
+    """Return the bytes of the file. digest: see `model_digest`. text: the decoded tokens."""
     parts = [MAGIC, digest, zlib.crc32(text).to_bytes(4, "little"), _varint(2 * tokens + (len(code.exceptions) > 0))]
     if len(code.exceptions):
         parts.append(_varint(len(code.exceptions)))
@@ -199,16 +196,16 @@ def pack(code: Code, tokens: int, text: bytes, digest: bytes) -> bytes:
 
 
 def unpack(path: Path, raw: bytes, digest: bytes, vocabulary: int) -> tuple[Code, int, int]:
-    """The code, number of tokens and CRC-32 of a file. Raises DataError for one that is damaged, no file of ours, or
-    made with another model.
+    """Return the code, number of tokens and CRC-32 of a file. Raises DataError if it is damaged, in another format, or
+    compressed with another model.
     """
     if raw[: len(MAGIC)] != MAGIC:
-        raise DataError(path, "it was not made by megasparse compress", "Give a file that was")
+        raise DataError(path, "this file was not written by megasparse compress", "Give a compressed file")
     head = len(MAGIC) + DIGEST + 4
     made_with = raw[len(MAGIC) : len(MAGIC) + DIGEST]
     if made_with != digest:
-        problem = f"it was made with another model (digest {made_with.hex()}; this one has {digest.hex()})"
-        raise DataError(path, problem, "Give --checkpoint the one that it was made with")
+        problem = f"compressed with another model (digest {made_with.hex()}, not {digest.hex()})"
+        raise DataError(path, problem, "Set --checkpoint to the checkpoint used for compression")
     try:
         tokens, at = _read_varint(raw, head)
         tokens, exceptional = divmod(tokens, 2)
@@ -221,7 +218,7 @@ def unpack(path: Path, raw: bytes, digest: bytes, vocabulary: int) -> tuple[Code
     except IndexError:
         raise damaged(path) from None
     words = raw[at:]
-    # The likeliest token costs this much at least, as every other one has a probability of 2^-24 or more.
+    # Least code length of each token, because the probability of every other id is at least 2^-24.
     fewest_bits = math.log2(1 + (vocabulary - 1) / 2**25)
     if tokens * fewest_bits > 8 * len(words) + 64 or last >= max(1, tokens * vocabulary):
         raise damaged(path)
@@ -232,8 +229,8 @@ def unpack(path: Path, raw: bytes, digest: bytes, vocabulary: int) -> tuple[Code
 
 
 def damaged(path: Path) -> DataError:
-    problem = "it is damaged, or this machine rounds otherwise than the one that made it, so that predictions differ"
-    return DataError(path, problem, "Copy it again, or decompress with the torch version and processor that made it")
+    problem = "damaged, or compressed on a machine whose rounding gives other predictions"
+    return DataError(path, problem, "Copy it again, or decompress with the same torch version and processor")
 
 
 def _varint(number: int) -> bytes:
@@ -245,7 +242,7 @@ def _varint(number: int) -> bytes:
 
 
 def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
-    """Return the number at a position, and the position after it. Raises IndexError for none, or one above 2^63."""
+    """Return the number at a position and the next position. Raises IndexError if it is missing or above 2^63."""
     number = 0
     for shift in range(0, 63, 7):
         byte = raw[at]
@@ -257,7 +254,7 @@ def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
 
 
 class Coder(NamedTuple):
-    """A restored checkpoint that codes. model: in fp64."""
+    """A restored checkpoint for coding. model: in fp64."""
 
     model: Any
     tokenizer: Tokenizer
@@ -267,33 +264,33 @@ class Coder(NamedTuple):
 
 
 def compress(checkpoint: Path, source: Path, output: Path) -> tuple[int, int, float]:
-    """Write `output`, which `decompress` makes `source` of again. Returns bytes before, bytes after, seconds.
+    """Compress `source` to `output`. Return the bytes before, the bytes after, and the seconds.
 
-    Raises ConfigError for a model that cannot, DataError for a file that cannot be read, is empty, or exists already.
+    Raises ConfigError for an unsupported model, and DataError if `source` is unreadable or empty or `output` exists.
     """
     text = read(source, output)
     coder = open_coder(checkpoint)
     tokens = coder.tokenizer.encode(text)
     end = coder.model.config.document_separator
     if end is not None and (tokens == end).any():
-        raise DataError(source, f"it holds the token that ends a text ({end})", "Compress what is before and behind it")
-    begun = time.monotonic()
+        raise DataError(source, f"contains the token that ends a text ({end})", "Compress the parts around it")
+    started = time.monotonic()
     with tqdm(total=len(tokens), desc="compressing", unit="token", disable=None) as bar:
         code = encode(coder.model, tokens, coder.window, coder.seed, bar.update)
     packed = pack(code, len(tokens), text, coder.digest)
     with whole_file(output) as file:
         file.write(packed)
-    return len(text), len(packed), time.monotonic() - begun
+    return len(text), len(packed), time.monotonic() - started
 
 
 def decompress(checkpoint: Path, source: Path, output: Path) -> tuple[int, float]:
-    """Write what `compress` read. Returns its bytes and the seconds taken. Raises DataError for a wrong or damaged
-    file, before `output` exists.
+    """Restore a compressed file to `output`. Return its bytes and the seconds. Raises DataError for a wrong or damaged
+    file, before `output` is written.
     """
     raw = read(source, output)
     coder = open_coder(checkpoint)
     code, count, crc = unpack(source, raw, coder.digest, coder.model.config.vocabulary)
-    begun = time.monotonic()
+    started = time.monotonic()
     with tqdm(total=count, desc="decompressing", unit="token", disable=None) as bar:
         tokens = decode(coder.model, code, count, coder.window, coder.seed, bar.update)
     try:
@@ -304,28 +301,28 @@ def decompress(checkpoint: Path, source: Path, output: Path) -> tuple[int, float
         raise damaged(source)
     with whole_file(output) as file:
         file.write(text)
-    return len(text), time.monotonic() - begun
+    return len(text), time.monotonic() - started
 
 
 def open_coder(checkpoint: Path) -> Coder:
-    """Restore a checkpoint. Raises ConfigError unless it is a strictly causal decoder whose tokenizer keeps bytes."""
+    """Restore a checkpoint. Raises ConfigError unless it is a strictly causal decoder with a lossless tokenizer."""
     model, config, opened, _ = restore(checkpoint)
     tokenizer = trained_tokenizer(config, opened)
     if not isinstance(model, Decoder):
-        raise ConfigError("--checkpoint", f"its model is no decoder ({config.model.kind})", "Give a decoder's")
+        raise ConfigError("--checkpoint", f"the model is not a decoder ({config.model.kind})", "Give a decoder's")
     if not tokenizer.lossless:
-        problem = f'"{tokenizer.name}" does not give every text back'
-        raise ConfigError("data.tokenizer", problem, "Train with bytes or pieces that keep them")
+        problem = f'"{tokenizer.name}" is not lossless'
+        raise ConfigError("data.tokenizer", problem, "Train with bytes or sentencepiece")
     refuse_leaks(model.leaks)
-    # Tokens predicted from one start: as many as the model was trained and is evaluated with.
+    # The same length of windows as in training and evaluation.
     seed, window = config.run.seed, config.data.sequence_length
     return Coder(model.double(), tokenizer, seed, window, model_digest(model, seed, window))
 
 
 def read(path: Path, output: Path) -> bytes:
-    """Return a file's bytes. Raises DataError where it cannot be read or is empty, and where `output` exists."""
+    """Return a file's bytes. Raises DataError if it is unreadable or empty, or if `output` exists."""
     if output.exists():
-        raise DataError(output, "there is a file already", "Name another with --output")
+        raise DataError(output, "this file already exists", "Choose another name with --output")
     try:
         raw = read_file(path)
     except OSError as error:
@@ -338,22 +335,22 @@ def read(path: Path, output: Path) -> bytes:
 # gzip and xz
 
 PIECE = 1 << 20
-GZIP_CONTAINER = 16 + zlib.MAX_WBITS  # zlib's way of asking for gzip's header and trailer
+GZIP_CONTAINER = 16 + zlib.MAX_WBITS  # requests gzip's header and trailer from zlib
 
 
 def gzip_size(pieces: Iterable[bytes]) -> int:
-    """Bytes that gzip -9 -n needs for the concatenated pieces, to within 0.01 %: zlib's search is not GNU gzip's to the
-    last match, and with the same buffers (memLevel 9) as near as it gets."""
+    """Return the size of the concatenated pieces after gzip -9 -n, to within 0.01 %: zlib's search differs slightly
+    from GNU gzip's, least with the same buffers (memLevel 9)."""
     return _size(zlib.compressobj(9, zlib.DEFLATED, GZIP_CONTAINER, zlib.DEF_MEM_LEVEL + 1), pieces)
 
 
 def xz_size(pieces: Iterable[bytes]) -> int:
-    """Bytes that xz -9 needs for the concatenated pieces; takes about 700 MB of memory."""
+    """Return the size of the concatenated pieces after xz -9; needs about 700 MB of memory."""
     return _size(lzma.LZMACompressor(lzma.FORMAT_XZ, lzma.CHECK_CRC64, preset=9), pieces)
 
 
 def bits_per_byte(stream: Stream) -> dict[str, float]:
-    """Return {"gzip", "xz"}: bits per byte of a split of byte tokens."""
+    """Return {"gzip", "xz"} -> bits per byte of a split of byte tokens."""
     starts = range(0, stream.tokens, PIECE)
     sizes = {}
     for name, size in (("gzip", gzip_size), ("xz", xz_size)):

@@ -1,5 +1,4 @@
-"""Sequences from a model, token by token, by cached decoding: sampled, or found by beam search, which follows the K
-likeliest beginnings.
+"""Generation with a KV cache: sampling and beam search.
 
 B batch, n tokens of a prompt, K beams, V vocabulary.
 """
@@ -26,25 +25,26 @@ from megasparse.training.ranks import Ranks
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of `sample`. seed: row 0 draws by the seed itself, every other one by (seed, row)."""
+    """Settings of `sample`."""
 
     temperature: float = 1.0
-    """0 takes the likeliest token."""
+    """Divisor of the logits; 0 selects the most likely token."""
     top_p: float = 1.0
-    """Nucleus: the fewest likeliest tokens whose probabilities sum to this or more."""
+    """Nucleus sampling: use the fewest most likely tokens whose probabilities sum to at least this value."""
     min_p: float = 0.0
-    """Smallest probability of a token, as a share of the likeliest one's."""
+    """Least probability of candidates, relative to the most likely token."""
     repetition_penalty: float = 1.0
-    """Divisor of positive and factor of negative logits of the tokens in the prompt and the text so far."""
+    """Divisor of positive and factor of negative logits of tokens in the prompt and the generated text."""
     seed: int = 0
+    """Seed of row 0; other rows use a seed derived from (seed, row)."""
 
     def check(self) -> None:
         """Raise ConfigError for settings out of range."""
         for name, valid, interval, hint in (
-            ("temperature", 0.0 <= self.temperature < math.inf, "is not a number >= 0", "0 takes the likeliest token"),
+            ("temperature", 0.0 <= self.temperature < math.inf, "is not a number >= 0", "0 is greedy"),
             ("top_p", 0.0 < self.top_p <= 1.0, "is not in (0, 1]", "1 samples from all tokens"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "is not in [0, 1]", "0 samples from all tokens"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "is not a number > 0", "1 is no penalty"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "is not a number > 0", "1 disables it"),
             ("seed", 0 <= self.seed < 1 << 63, "is not a whole number from 0 to 2^63 - 1", "0 is the default"),
         ):
             if not valid:
@@ -55,8 +55,8 @@ class Sampling:
 
 
 class SharedDecoder:
-    """A decoder whose heads ranks share out, with a decoder's interface. Each calls it alike, and has the same logits,
-    but the cache of its heads alone.
+    """A decoder whose heads are divided among ranks, with a decoder's interface. All ranks make the same calls and get
+    the same logits; each stores only the cache of its heads.
     """
 
     def __init__(self, decoder: Any, sequence: ProcessGroup):
@@ -65,20 +65,20 @@ class SharedDecoder:
 
 
 def shared_decoder(decoder: Any, ranks: Ranks) -> Any:
-    """Return the decoder for ranks that write one text. Raises ConfigError where not all share out the heads."""
+    """Return the decoder for ranks that generate one text. Raises ConfigError if some ranks are not in the group."""
     if ranks.sequence_size < ranks.world_size:
-        problem = f"{ranks.sequence_size}, but {ranks.world_size} ranks are to write one text"
+        problem = f"{ranks.sequence_size}, but {ranks.world_size} ranks generate one text"
         raise ConfigError("parallel.sequence", problem, f"Set it to {ranks.world_size}")
     return decoder if ranks.sequence is None else SharedDecoder(decoder, ranks.sequence)
 
 
 def check_length(prompt: int, tokens: int, max_length: int) -> None:
-    """Raise ConfigError unless `tokens` tokens fit behind a prompt of `prompt` tokens."""
+    """Raise ConfigError unless `tokens` tokens fit after a prompt of `prompt` tokens."""
     if tokens < 0:
-        raise ConfigError("--tokens", f"{tokens} is negative", "Ask for 1 or more")
+        raise ConfigError("--tokens", f"{tokens} is negative", "Give 0 or more")
     if prompt + tokens > max_length:
-        hint = f"Ask for {max(0, max_length - prompt)} or fewer, or shorten the prompt"
-        problem = f"{prompt} tokens of prompt and {tokens} more do not fit model.max_length = {max_length}"
+        hint = f"Give {max(0, max_length - prompt)} or fewer, or shorten the prompt"
+        problem = f"a prompt of {prompt} tokens and {tokens} new tokens exceed model.max_length = {max_length}"
         raise ConfigError("--tokens", problem, hint)
 
 
@@ -116,7 +116,7 @@ def generate(
     ends: Collection[int] = (),
     **sampling: Any,
 ) -> Iterator[int]:
-    """Yield `tokens` token ids that continue `prompt` (n,) int64, or those before one of `ends`.
+    """Yield up to `tokens` token ids that continue `prompt` (n,) int64, stopping before a token in `ends`.
 
     See `continuations`. sampling: fields of `Sampling`.
     """
@@ -139,12 +139,15 @@ def continuations(
     vocabulary: int | None = None,
     ends: Collection[int] = (),
 ) -> Iterator[list[int]]:
-    """Yield `tokens` times the next token id of each of the prompts (B, n) int64, which stand on the model's device.
+    """Yield `tokens` times a list with the next token id of each prompt.
 
-    model: has new_cache(batch, seed), and prefill((B, n) tokens, cache) and decode((B,) tokens, cache), which return
-    the next token's logits (B, V). hash_seed: of the rotations, the run's seed. first_row: the first prompt's number
-    among all that are drawn with this seed; which other ones stand beside it changes nothing but rounding. vocabulary,
-    ends: see `restricted`.
+    Args:
+        model: Provides new_cache(batch, seed), and prefill((B, n) tokens, cache) and decode((B,) tokens, cache), which
+            return the next token's logits (B, V).
+        prompts: (B, n) int64, on the model's device.
+        hash_seed: Seed of the rotations, the run's seed.
+        first_row: Row number of the first prompt, for its seed. Samples do not depend on the batch except for rounding.
+        vocabulary, ends: See `restricted`.
     """
     generators = [sampling.generator(first_row + row) for row in range(len(prompts))]
     cache, texts = model.new_cache(len(prompts), hash_seed), prompts.tolist()
@@ -161,8 +164,8 @@ def continuations(
 
 
 def restricted(logits: Tensor, vocabulary: int | None, ends: Collection[int]) -> Tensor:
-    """Logits (B, V) with −∞ for the ids that are never drawn: those from `vocabulary` on (a softmax may be wider than
-    the tokenizer; None: all may be drawn), except `ends`.
+    """Return logits (B, V) with −∞ for ids of `vocabulary` or more, except `ends`: the softmax may be wider than the
+    tokenizer. None allows all ids.
     """
     if vocabulary is None:
         return logits
@@ -172,7 +175,7 @@ def restricted(logits: Tensor, vocabulary: int | None, ends: Collection[int]) ->
 
 
 def sample(logits: Tensor, text: Sequence[int], generator: torch.Generator, settings: Sampling) -> int:
-    """Draw one token id from logits (V,), as `settings` say, after the tokens of a text."""
+    """Sample one token id from logits (V,) with `settings`. text: token ids so far, for the repetition penalty."""
     logits, penalty = logits.double(), settings.repetition_penalty
     if penalty != 1.0:
         repeated = torch.zeros(len(logits), dtype=torch.bool).index_fill(0, torch.tensor(text, dtype=torch.long), True)
@@ -181,7 +184,7 @@ def sample(logits: Tensor, text: Sequence[int], generator: torch.Generator, sett
         return int(logits.argmax())
     probabilities = torch.softmax((logits - logits.max()) / settings.temperature, dim=0)
     probabilities, order = probabilities.sort(descending=True, stable=True)
-    before = probabilities.cumsum(0) - probabilities  # of the likelier tokens
+    before = probabilities.cumsum(0) - probabilities  # total of more likely tokens
     nucleus = probabilities * (before < settings.top_p) * (probabilities >= settings.min_p * probabilities[0])
     return int(order[torch.multinomial(nucleus, 1, generator=generator)])
 
@@ -189,19 +192,19 @@ def sample(logits: Tensor, text: Sequence[int], generator: torch.Generator, sett
 # Beam search
 
 Step = Callable[[Tensor, Tensor], Tensor]
-"""(rows (n,), tokens (n,) int64) -> logits (n, V): goes on with the sequences `rows` of those that the last logits
-belong to, repeats allowed, each followed by its token."""
+"""(rows (n,), tokens (n,) int64) -> logits (n, V): select the sequences `rows` of the previous call, with repetitions,
+and append a token to each."""
 
 
 class Hypothesis(NamedTuple):
     tokens: list[int]
-    """The text's tokens, without the one that ended it."""
+    """Token ids without the end token."""
     log_probability: float
-    """Log-probability in nats of the tokens and, where it has ended, of the end token."""
+    """Log-probability in nats of the tokens, including the end token if predicted."""
     score: float
     """Score, log_probability / length_penalty."""
     ended: bool
-    """True if the end token was predicted; else the text was cut off."""
+    """True if the end token was predicted; False if the text was truncated."""
 
 
 class _Live(NamedTuple):
@@ -212,23 +215,23 @@ class _Live(NamedTuple):
 def check_beams(beams: int, alpha: float) -> None:
     """Raise ConfigError for settings out of range."""
     if beams < 1:
-        raise ConfigError("--beams", f"{beams} is less than 1", "Give 1 (the likeliest token each time) or more")
+        raise ConfigError("--beams", f"{beams} is less than 1", "Give 1 (greedy search) or more")
     if not 0.0 <= alpha < math.inf:
         problem = f"{alpha} is not a number >= 0"
-        raise ConfigError("--length-penalty", problem, "0 compares sums, 0.6 is usual, more prefers longer texts")
+        raise ConfigError("--length-penalty", problem, "0 disables it, 0.6 is usual, more prefers longer texts")
 
 
 def length_penalty(length: int, alpha: float) -> float:
-    """((5 + length)/6)^alpha, by which a hypothesis' log-probability is divided (Wu et al. 2016, Eq. 14, without the
-    coverage term). length: its tokens, the end token among them.
+    """Return ((5 + length)/6)^alpha, the divisor of a hypothesis' log-probability (Wu et al. 2016, Eq. 14, without the
+    coverage term). length: number of tokens, including the end token.
     """
     return float(((5 + length) / 6) ** alpha)
 
 
 @dataclass(frozen=True)
 class BeamSettings:
-    """Settings of a search. At most `beams` hypotheses of at most `tokens` tokens are followed, which end with one of
-    the tokens `ends`. vocabulary: see `restricted`.
+    """Settings of a beam search for `beams` hypotheses of at most `tokens` tokens that end with a token in `ends`.
+    vocabulary: see `restricted`.
     """
 
     beams: int
@@ -241,12 +244,12 @@ class BeamSettings:
 
 @torch.no_grad()
 def beam_search(logits: Tensor, step: Step, settings: BeamSettings) -> list[list[Hypothesis]]:
-    """The hypotheses of each of B searches that take their steps together, best score first: those that have ended;
-    only if there is none, those that were cut off.
+    """Run B beam searches in parallel. logits: (B, V), logits of the first token.
 
-    logits: (B, V), of the first token. A hypothesis that ends among the K likeliest of all continuations is kept; the K
-    likeliest others go on. A search is over when K have ended, when none that goes on can still win, or at
-    `settings.tokens`. So one beam is greedy search, and as many beams as there are sequences are an exhaustive one.
+    In each step, hypotheses that end among the K most likely continuations are completed, and the K most likely other
+    ones are continued. A search stops when K hypotheses have ended, when no other one can reach a better score, or at
+    `settings.tokens`. One beam is greedy search. Returns per search the completed hypotheses, best score first;
+    truncated ones only if none was completed.
     """
     searches = [_follow(settings) for _ in logits]
     for search in searches:
@@ -271,7 +274,7 @@ def beam_search(logits: Tensor, step: Step, settings: BeamSettings) -> list[list
 
 
 def _follow(settings: BeamSettings) -> Generator[list[tuple[int, int]], Tensor, list[Hypothesis]]:
-    """One search. It is sent the logits (n, V) of its hypotheses, and yields those that go on: number, next token."""
+    """Run one search as a coroutine: receive logits (n, V) of hypotheses, yield (number, next token) to continue."""
     live, ended = [_Live([], 0.0)], list[Hypothesis]()
     penalty = length_penalty(settings.tokens, settings.alpha)
     steps: list[tuple[int, int]] = []
@@ -286,7 +289,7 @@ def _follow(settings: BeamSettings) -> Generator[list[tuple[int, int]], Tensor, 
         steps = [(row, token) for row, token, _ in survivors]
         if not live or len(ended) >= settings.beams:
             break
-        # A live log-probability only falls, and its penalty is at most the longest's: it can no longer win.
+        # Log-probabilities only decrease, and `penalty` is the largest divisor: no live hypothesis can win.
         if ended and max(x.score for x in ended) >= live[0].log_probability / penalty:
             break
     hypotheses = ended or [Hypothesis(x.tokens, x.log_probability, x.log_probability / penalty, False) for x in live]
@@ -294,8 +297,8 @@ def _follow(settings: BeamSettings) -> Generator[list[tuple[int, int]], Tensor, 
 
 
 def _likeliest(logits: Tensor, live: list[_Live], settings: BeamSettings) -> list[tuple[int, int, float]]:
-    """The (1 + ends)·K likeliest continuations, likeliest first: number in `live`, token, log-probability. As many as
-    end may be among the first, and K others remain."""
+    """Return the (1 + ends)·K most likely continuations in order, as (number in `live`, token, log-probability). At
+    least K of them do not end."""
     log_probabilities = torch.log_softmax(restricted(logits, settings.vocabulary, settings.ends).double(), dim=-1)
     totals = log_probabilities + torch.tensor(
         [[x.log_probability] for x in live], dtype=log_probabilities.dtype, device=log_probabilities.device
@@ -307,12 +310,12 @@ def _likeliest(logits: Tensor, live: list[_Live], settings: BeamSettings) -> lis
 
 
 def search(model: Any, prompts: Tensor, hash_seed: int, settings: BeamSettings) -> list[list[Hypothesis]]:
-    """Continuations of each of the prompts (B, n) int64 by cached decoding. model, hash_seed: see `continuations`."""
+    """Return beam search hypotheses for each of the prompts (B, n) int64. model, hash_seed: see `continuations`."""
     return search_with(model, prompts, model.new_cache(len(prompts), hash_seed), settings)
 
 
 def search_with(model: Any, prompts: Tensor, cache: Any, settings: BeamSettings) -> list[list[Hypothesis]]:
-    """Beam search of the prompts with an empty cache of the model's."""
+    """Run beam search on the prompts with an empty cache of the model."""
     logits = model.prefill(prompts, cache)
 
     def step(rows: Tensor, tokens: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The evaluation inside training, every so many steps: held-out loss, a sample, quality of the attention."""
+"""Periodic evaluation during training: held-out loss, a sample, and attention quality."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, RunHooks, check_stop
 
 Found = dict[str, float | str | Tensor]
-"""Scalars, texts and pictures by their names."""
+"""Name -> scalar, text or picture."""
 
 PAUSE = 64
-"""Tokens of a sample between two checks of whether the run should stop."""
+"""Tokens of a sample between checks for a stop signal."""
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The evaluation that the training loop calls on every rank with the step; see `held_out`."""
+    """Evaluation that the training loop calls with the step on every rank; see `held_out`."""
 
     engine: Engine
     config: Config
@@ -105,16 +105,18 @@ def held_out(
     config: Config,
     hooks: RunHooks = RunHooks(),  # noqa: B008  (frozen)
 ) -> HeldOut | None:
-    """Build the evaluation inside training; None where neither `evaluation.every` nor
-    `logging.attention_quality_every` asks for it.
+    """Build the evaluation during training.
 
-    It returns what is due at the step: all that `attention_quality` finds; of the evaluation "evaluation/loss" (nats a
-    token; an encoder's of a masked token, an encoder–decoder's of a token of the target) and "evaluation/accuracy", of
-    a decoder also "evaluation/bits_per_dim", whose dim is a token, and, where asked for, "evaluation/sample", a text
-    or, of a model of pixels, an image (s, s, 3) uint8, drawn without a prompt.
-    Between windows, and while a sample is drawn, it asks `hooks` whether to stop, and then raises StopWanted on all
-    ranks. Raises DataError where the data has no validation split, ConfigError where a sample is asked for of
-    sequences of pixels that are no images.
+    Returns:
+        None if `evaluation.every` and `logging.attention_quality_every` are 0. Otherwise a callable that returns the
+        results due at a step: the results of `attention_quality`; "evaluation/loss" (nats per token; encoders: masked
+        tokens, encoder–decoders: target tokens) and "evaluation/accuracy"; for decoders "evaluation/bits_per_dim" and,
+        if configured, "evaluation/sample", a text or for pixels an image (s, s, 3) uint8, generated without a prompt.
+        It raises StopWanted on all ranks if `hooks` request a stop between windows or during a sample.
+
+    Raises:
+        DataError: The data does not contain a validation split.
+        ConfigError: A sample is configured for pixels that do not form images.
     """
     wants_quality = config.logging.attention_quality_every > 0
     if not config.evaluation.every and not wants_quality:
@@ -129,8 +131,8 @@ def held_out(
 
 
 def sampler(decoder: Any, config: Config, ranks: Ranks, pause: Callable[[], None]) -> Callable[[], str | Tensor]:
-    """Build a function that samples a text or an image, and calls `pause` now and then. Every rank gets the same: under
-    ZeRO-3 each step gathers the weights from all of them. Ranks that share sequences share out the heads.
+    """Return a function that samples a text or an image and regularly calls `pause`. All ranks must call it, since
+    ZeRO-3 gathers weights from all ranks, and get the same sample. With sequence parallelism, ranks divide the heads.
     """
     tokenizer, tokens = build_tokenizer(config.data.tokenizer), config.evaluation.sample_tokens
     ends = end_tokens(config, tokenizer)

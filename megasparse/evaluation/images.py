@@ -1,8 +1,8 @@
-"""Images of a model of pixels: drawn whole, or the lower halves of given ones; pictures out of tokens and back, PNG
-files and sheets of many pictures.
+"""Image generation with a model of pixels: whole images, or lower halves of images; conversion between tokens and
+pictures, PNG files, and sheets of pictures.
 
-B images drawn at once, n tokens given, T tokens of an image, s its side, C channels: token i is a sub-pixel value, by
-rows, columns, channels.
+B images per batch, n tokens of a prompt, T tokens of an image, s its side, C channels. Tokens are sub-pixel values,
+ordered by row, column, channel.
 """
 
 import io
@@ -29,9 +29,9 @@ Picture = np.ndarray
 
 GAP = 4  # pixels between the pictures of a sheet
 HEADING = 16  # pixels for a line of text
-LABEL = 48  # pixels for a word beside a row
-SHEET_SIDE = 128  # smaller pictures are enlarged on a sheet, by a whole number
-BACKGROUND = (96, 96, 96)  # neither black nor white, which pictures often are at their borders
+LABEL = 48  # pixels for the label of a row
+SHEET_SIDE = 128  # smaller pictures are enlarged on a sheet, by an integer factor
+BACKGROUND = (96, 96, 96)  # grey, because borders of pictures are often black or white
 
 
 class Shape(NamedTuple):
@@ -45,33 +45,33 @@ class Shape(NamedTuple):
 
     @property
     def given(self) -> int:
-        """Tokens of the upper half, the middle row of an odd number of rows not among them."""
+        """Tokens of the upper half, without the middle row if the number of rows is odd."""
         return self.side // 2 * self.side * self.channels
 
 
 def image_shape(tokens: int) -> Shape:
-    """The shape of images of T = 3·s² (RGB) or s² (grey) tokens. Raises ConfigError for any other number."""
+    """Return the shape of images of T = 3·s² (RGB) or s² (grey) tokens. Raises ConfigError for any other number."""
     for channels in (3, 1):
         side = math.isqrt(tokens // channels)
         if side and side**2 * channels == tokens:
             return Shape(side, channels)
     raise ConfigError(
         "data.sequence_length",
-        f"{tokens} is neither 3·s² nor s², so its pixels make no square image",
+        f"{tokens} is neither 3·s² nor s², so the pixels do not form a square image",
         "Give the tokens of one image, such as 12288 for 64×64 RGB",
     )
 
 
 def picture_of(tokens: Sequence[int] | Tensor, shape: Shape) -> Picture:
-    """The picture of an image's first tokens; the missing ones are black."""
+    """Return the picture of an image's first tokens; missing pixels are black."""
     flat = np.zeros(shape.tokens, dtype=np.uint8)
     flat[: len(tokens)] = np.asarray(tokens, dtype=np.uint8)
     return np.broadcast_to(flat.reshape(shape.side, shape.side, shape.channels), (shape.side, shape.side, 3))
 
 
 def read_picture(path: str | Path, shape: Shape) -> Tensor:
-    """The tokens (T,) int64 of an image file. Nothing is scaled and no colour left out: raises DataError for an image
-    of another size, for one in colour where the model's are grey, and where it cannot be read.
+    """Return the tokens (T,) int64 of an image file. Raises DataError if it is unreadable, of another size, or in
+    colour for a model of grey images: images are not converted.
     """
     try:
         with open_file(path) as file:
@@ -80,12 +80,12 @@ def read_picture(path: str | Path, shape: Shape) -> Tensor:
         raise DataError(path, f"cannot be read: {error.strerror}", "Give the path of an image file") from None
     pixels = np.frombuffer(decode(str(path), content, shape.side), dtype=np.uint8).reshape(-1, 3).astype(np.int64)
     if shape.channels == 1 and (pixels != pixels[:, :1]).any():
-        raise DataError(path, "this image has colours, but the model's are grey", "Convert it to grey")
+        raise DataError(path, "this image is in colour, but the model's images are grey", "Convert it to grey")
     return torch.from_numpy(pixels[:, : shape.channels]).flatten()
 
 
 def write_png(path: Path, picture: Picture) -> None:
-    """Write a picture's file whole or not at all."""
+    """Write a picture atomically."""
     with replacing(path) as file:
         Image.fromarray(np.ascontiguousarray(picture)).save(file, format="PNG")
 
@@ -96,8 +96,8 @@ def sheet(
     labels: Sequence[str] = (),
     foot: Sequence[str] = (),
 ) -> Picture:
-    """A grid of pictures of one size, small ones enlarged. headings: words over columns; labels: words beside rows;
-    foot: lines below.
+    """Return a grid of pictures of the same size, enlarged if small. headings: texts above columns; labels: texts left
+    of rows; foot: lines below.
     """
     side, columns = rows[0][0].shape[0], max(len(row) for row in rows)
     scale = max(1, SHEET_SIDE // side)
@@ -118,15 +118,14 @@ def sheet(
 
 
 def png_bits_per_dim(stream: Stream, length: int, limit: int | None = None) -> float:
-    """Bits per sub-pixel of the images of `length` tokens each that a split consists of, or of its first `limit`.
+    """Return the bits per sub-pixel of optimised PNG files of a split's images, or of its first `limit` images.
 
-    Each is a PNG file of its own as an optimiser leaves it: deflate at level 9, the filters chosen row by row, and
-    nothing but the pixels in it. Raises ConfigError for a length that is no square image's, and where the split does
-    not consist of whole images.
+    Files are written with deflate level 9, filters per row, and without metadata. length: tokens per image. Raises
+    ConfigError if images are not square or the split does not consist of whole images.
     """
     shape = image_shape(length)
     if stream.tokens == 0 or stream.tokens % length:
-        problem = f"{length} tokens, but the split's {stream.tokens:,} are no whole number of such images"
+        problem = f"{length} tokens per image do not divide the split's {stream.tokens:,} tokens"
         raise ConfigError("data.sequence_length", problem, "Set it to the tokens of an image")
     count = stream.tokens // length if limit is None else min(limit, stream.tokens // length)
     size = 0
@@ -137,47 +136,47 @@ def png_bits_per_dim(stream: Stream, length: int, limit: int | None = None) -> f
 
 
 def png_size(picture: np.ndarray) -> int:
-    """Bytes of the smallest PNG file that Pillow writes of an image, uint8 (s, s, 3) or (s, s)."""
+    """Return the bytes of the smallest PNG file that Pillow writes for an image, uint8 (s, s, 3) or (s, s)."""
     file = io.BytesIO()
     Image.fromarray(picture).save(file, format="PNG", optimize=True, compress_level=9)
     return file.tell()
 
 
 AT_ONCE = 16
-"""Images drawn side by side: what each layer's cache holds, and what a step works on."""
+"""Images generated in one batch, which bounds the memory of the caches."""
 SHEET = "sheet.png"
 
 
 def shape_of(config: Config, option: str) -> Shape:
-    """The shape of the images that a model draws. Raises ConfigError naming `option` for a model of anything else."""
+    """Return the shape of the images that a model generates. Raises ConfigError with `option` for other models."""
     if config.data.tokenizer != "pixels" or config.model.kind != "decoder":
         model = f'a {config.model.kind} of data.tokenizer = "{config.data.tokenizer}"'
-        raise ConfigError(option, f"this is {model}, which predicts no pixels", 'Give a decoder\'s of "pixels"')
+        raise ConfigError(option, f"this is {model}, which does not predict pixels", 'Give a decoder of "pixels"')
     return image_shape(config.data.sequence_length)
 
 
 def open_output(directory: str | None) -> Path:
-    """The folder to write to, made if there is none. Raises ConfigError unless it is empty: nothing is overwritten."""
+    """Create the output folder and return it. Raises ConfigError unless it is empty: nothing is overwritten."""
     if directory is None:
-        raise ConfigError("--output", "it is missing", "Give a new folder, which the images are written to")
+        raise ConfigError("--output", "it is missing", "Give a new folder for the images")
     path = Path(directory)
     try:
         path.mkdir(parents=True, exist_ok=True)
         occupied = any(path.iterdir())
     except OSError as error:
-        problem = f"{path} cannot be made or read ({error.strerror})"
-        raise ConfigError("--output", problem, "Give a folder that can be written") from None
+        problem = f"{path} cannot be created or read ({error.strerror})"
+        raise ConfigError("--output", problem, "Give a writable folder") from None
     if occupied:
-        raise ConfigError("--output", f"{path} holds files already", "Give a new or an empty folder")
+        raise ConfigError("--output", f"{path} is not empty", "Give a new or an empty folder")
     return path
 
 
 def draw_images(
     decoder: Any, shape: Shape, count: int, hash_seed: int, sampling: Sampling, directory: str | None
 ) -> None:
-    """Write `count` images, each as soon as it is whole, and a sheet of all. Raises ConfigError for a used folder."""
+    """Write `count` images and a sheet of all. Raises ConfigError unless the folder is new or empty."""
     if count < 1:
-        raise ConfigError("--images", f"{count} images cannot be drawn", "Ask for 1 or more")
+        raise ConfigError("--images", f"{count} images cannot be drawn", "Give 1 or more")
     sampling.check()
     output = open_output(directory)
     nothing = torch.empty(count, 0, dtype=torch.long)
@@ -193,9 +192,9 @@ def draw_images(
 def complete_images(
     decoder: Any, shape: Shape, files: Sequence[str], hash_seed: int, sampling: Sampling, directory: str | None
 ) -> None:
-    """Write each image with another lower half, named by its number and its file, and a sheet with a row for each:
-    the original, the half that was given, the completion. Raises DataError for a file that is no image of this shape,
-    before anything is made, and ConfigError unless the directory is new or empty.
+    """Write each image with a new lower half, named by its number and file, and a sheet of originals, upper halves and
+    completions. Raises DataError for a file that is not an image of this shape, before anything is written, and
+    ConfigError unless the directory is new or empty.
     """
     sampling.check()
     originals = torch.stack([read_picture(file, shape) for file in files])
@@ -209,7 +208,7 @@ def complete_images(
 
 
 def _drawn(decoder: Any, prefixes: Tensor, shape: Shape, hash_seed: int, sampling: Sampling) -> Iterator[Tensor]:
-    """The tokens (T,) of each image whose first tokens are those of a row of `given` (B, n)."""
+    """Yield the tokens (T,) of images that start with the rows of `prefixes` (B, n)."""
     device = next(decoder.parameters()).device
     for first in range(0, len(prefixes), AT_ONCE):
         prompts = prefixes[first : first + AT_ONCE]

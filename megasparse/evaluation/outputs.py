@@ -1,4 +1,4 @@
-"""Files of results: written whole or not at all, and checked before the work begins; figures for documents."""
+"""Result files, checked before the work starts and written atomically, and figures for documents."""
 
 import json
 import os
@@ -14,8 +14,8 @@ HINT = "Make room, or choose another"
 
 
 def require_writable(*paths: Path | None, sources: Sequence[str] = ()) -> None:
-    """Make the folders of files to come, so that hours of work do not end at a wrong name. Raises UserError, also where
-    a file would take the place of one of the sources.
+    """Create the folders of output files and check them before the work starts. Raises UserError if a file cannot be
+    written or would replace one of the sources.
     """
     for path in paths:
         if path is None:
@@ -25,16 +25,16 @@ def require_writable(*paths: Path | None, sources: Sequence[str] = ()) -> None:
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror}). {HINT}") from None
         if path.resolve() in [Path(source).resolve() for source in sources]:
-            raise UserError(f"{path}: is one of the files that are read. Give the name of another file")
+            raise UserError(f"{path}: is an input file. Choose another name")
         if path.is_dir():
             raise UserError(f"{path}: is a folder. Give the name of a file")
         if not os.access(path.parent, os.W_OK):
-            raise UserError(f"{path}: its folder cannot be written to. {HINT}")
+            raise UserError(f"{path}: the folder is not writable. {HINT}")
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file through `files.replacing`, and make its folder. Raises UserError where it cannot be written."""
+    """Write a file through `files.replacing` and create its folder. Raises UserError if it cannot be written."""
     require_writable(path)
     try:
         with replacing(path) as out:
@@ -55,7 +55,7 @@ GREY = "#808890"
 
 
 def new_figure(columns: int) -> tuple[Any, list[Any]]:
-    """A matplotlib figure and its axes, side by side. Raises ConfigError where matplotlib is not installed."""
+    """Return a matplotlib figure with a row of axes. Raises ConfigError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -65,7 +65,7 @@ def new_figure(columns: int) -> tuple[Any, list[Any]]:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write the SVG in colours that are legible on any ground, the same byte for byte from the same numbers."""
+    """Write the SVG in colours that are legible on any background; the same numbers give identical bytes."""
     from matplotlib import rc_context
 
     for axes in figure.axes:
@@ -79,9 +79,9 @@ def save_figure(figure: Any, path: Path) -> None:
 
 
 def draw_lengths(lengths: dict[str, Any], path: Path) -> None:
-    """Draw documents, and their bytes, by length into an SVG. Raises ConfigError where matplotlib is not installed.
+    """Plot the number of documents and their bytes by length. Raises ConfigError if matplotlib is not installed.
 
-    lengths: as report.json of a corpus of records has them.
+    lengths: the section of a record corpus' report.json.
     """
     figure, (by_number, by_size) = new_figure(2)
     positions = range(len(lengths["documents"]))
@@ -97,6 +97,6 @@ def draw_lengths(lengths: dict[str, Any], path: Path) -> None:
 
 
 def _size(number: int) -> str:
-    """A power of two with Ki, Mi or Gi."""
+    """Return a power of two with Ki, Mi or Gi."""
     power = min((number.bit_length() - 1) // 10, 3)
     return f"{number >> 10 * power}{('', 'Ki', 'Mi', 'Gi')[power]}"

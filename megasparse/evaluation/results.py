@@ -1,14 +1,14 @@
-"""Trained models out of checkpoints, and results of evaluating a split, by kind of model, with their protocol.
+"""Restore models from checkpoints, and evaluate a split by kind of model, with the protocol of the evaluation.
 
-A decoder has a code length, in the units that papers compare:
+The result of a decoder is a code length, in the units that papers compare:
 
-    bits a token (bits/dim) = nats / (ln 2 · tokens)        token perplexity = exp(nats / tokens)
+    bits/token (bits/dim) = nats / (ln 2 · tokens)          token perplexity = exp(nats / tokens)
     bits/byte = nats / (ln 2 · bytes of the text)           word perplexity = exp(nats / reference words of the text)
 
-Tokens are the model's own, bytes and words the text's: only the lower two compare models of different tokenizers. A
-word perplexity is 2^(bits/byte · bytes a word), whatever the tokens. An encoder predicts masked tokens; each window's
-masks are a function of (seed, the window's start), the same at every evaluation. It is no code length: each token is
-predicted from both its sides. An encoder–decoder predicts its targets.
+Only bits/byte and word perplexity compare models with different tokenizers. Word perplexity is 2^(bits/byte · bytes per
+word). An encoder predicts masked tokens; the masks of a window are a function of (seed, the window's start), the same
+in every evaluation. Its loss is not a code length, because it predicts tokens from both sides. An encoder–decoder
+predicts its targets.
 """
 
 import math
@@ -35,27 +35,29 @@ from megasparse.training.checkpoints.checkpoint import Checkpoint, load_weights,
 from megasparse.training.ranks import Ranks, start_ranks
 
 OF_SOURCE = ("downsampling", "verified")
-"""Facts about the data's source in its index that a score depends on; the source's path is none."""
+"""Keys of the source in the data's index that affect a score, unlike its path."""
 START = "learned start vector"
-"""What the first token of a window is predicted from."""
+"""Context of the first token of a window."""
 
 
 def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Model, Config, Checkpoint, Ranks]:
-    """Build the model of a checkpoint, with its weights, in the precision and on the device that its run used, on each
-    of the ranks that were started. Of several ranks `parallel.sequence` share every sequence; a single rank has whole
-    sequences, however many shared them in training.
+    """Load a checkpoint's model in the precision and on the device of its run, on every rank. Several ranks use
+    `parallel.sequence` of the configuration; a single rank processes whole sequences.
 
-    directory: a checkpoint, or a run's folder, whose newest checkpoint is taken. overrides: `section.key=value`, on the
-    configuration that the checkpoint holds.
-    Raises CheckpointError where there is none or it is damaged, ConfigError for a wrong override, and for a number of
-    ranks that is not a multiple of `parallel.sequence`.
+    Args:
+        directory: A checkpoint, or a run's folder (its newest checkpoint).
+        overrides: Changes of the checkpoint's configuration as `section.key=value`.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged.
+        ConfigError: An override is invalid, or `parallel.sequence` does not divide the number of ranks.
     """
     checkpoint = open_newest(Path(directory), build=empty_model)
     values, alone = checkpoint.config.model_dump(mode="json"), rank_variable("WORLD_SIZE", 1) == 1
     if alone:
         values["parallel"]["sequence"] = 1
     else:
-        values["run"]["engine"] = "deepspeed"  # the rules allow shared sequences only with it
+        values["run"]["engine"] = "deepspeed"  # required for sequence parallelism
     config = build_config(values, overrides)
     run = config.run.model_copy(update={"engine": "torch" if alone else "deepspeed"})
     ranks = start_ranks(run, config.parallel.sequence)
@@ -68,19 +70,19 @@ def restore(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Model
 
 
 def trained_tokenizer(config: Config, checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer of a configuration. Raises ConfigError where it cannot be read, or is not the checkpoint's."""
+    """Return the tokenizer of a configuration. Raises ConfigError if it is unreadable or not the checkpoint's."""
     tokenizer, trained = build_tokenizer(config.data.tokenizer), checkpoint.manifest["tokenizer"]
     identity = {"name": tokenizer.name, "sha256": tokenizer.sha256}
     if identity != trained:
         names = [f'"{x.get("name")}" (sha256 {x.get("sha256", "")[:12]}…)' for x in (identity, trained)]
         problem = f"{names[0]}, but the checkpoint was trained with {names[1]}"
-        raise ConfigError("data.tokenizer", problem, "Give the one that it was trained with")
+        raise ConfigError("data.tokenizer", problem, "Set it to the tokenizer of the training")
     return tokenizer
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """Everything that a score depends on."""
+    """All settings that a score depends on."""
 
     split: str
     sequence_length: int
@@ -88,28 +90,28 @@ class Protocol:
     score_from: int
     """Tokens at the start of each window that are not scored; 0 for text."""
     rounds: int | None
-    """Hash rounds (YOSO: hashes) asked for in place of the configured ones."""
+    """Hash rounds (YOSO: hashes) requested instead of the configured ones."""
     configured_rounds: dict[str, int]
-    """Hash rounds that the configuration has for evaluation, by mechanism."""
+    """Mechanism -> hash rounds configured for evaluation."""
     seeds: list[int]
-    """Seeds of the random draws, such as hash rotations: one pass over the split each."""
+    """Seeds of the random draws, such as hash rotations, for one pass over the split per seed."""
     precision: str
     checkpoint: str
     checkpoint_step: int
     data_fingerprint: str
     trained_on_fingerprint: str
     tokenizer: dict[str, str]
-    """The tokenizer's name and sha256."""
+    """The tokenizer's name and SHA-256."""
     lossless: bool
-    """True if the text comes back from its tokens. If not (unknown words), the numbers are no code length of it."""
+    """True if the text can be decoded from its tokens. Otherwise (unknown words) scores are not code lengths."""
     record: int | None
-    """Tokens of a record of the data, such as an image; None for running text."""
+    """Tokens per record of the data, such as an image; None for running text."""
     split_bytes: int | None
-    """Bytes of the text that the split's tokens were made of; None where the index does not have it."""
+    """Bytes of the split's text; None if missing in the index."""
     split_words: int | None
-    """Reference words of that text; None where the index does not have it."""
+    """Reference words of the split's text; None if missing in the index."""
     data_settings: dict[str, Any]
-    """Settings that the shards were made with, such as the down-sampling of images."""
+    """Settings of the shards' preparation, such as the down-sampling of images."""
 
 
 def protocol_of(
@@ -122,15 +124,20 @@ def protocol_of(
     rounds: int | None = None,
     hash_seeds: int = 1,
 ) -> Protocol:
-    """The protocol of scoring a checkpoint on a split. stride: None takes the windows' whole length.
+    """Return the protocol of scoring a checkpoint on a split.
 
-    index, tokenizer: those of the configuration, as runs.data.open_folder and `trained_tokenizer` have checked.
-    Raises ConfigError where windows would begin inside records; DataError where there is no such split.
+    Args:
+        index, tokenizer: Data and tokenizer, checked by runs.data.open_folder and `trained_tokenizer`.
+        stride: New tokens per window; None uses the length of the windows.
+
+    Raises:
+        ConfigError: Windows would start inside records.
+        DataError: The data does not contain the split.
     """
     length, section = config.data.sequence_length, index.split(split)
     if index.record is not None and stride not in (None, length):
-        problem = f"{stride} tokens would begin a window inside one of the data's records of {index.record}"
-        raise ConfigError("--stride", problem, "Leave it out")
+        problem = f"{stride} tokens would start windows inside the data's records of {index.record} tokens"
+        raise ConfigError("--stride", problem, "Remove it")
     source = index.file.source
     return Protocol(
         split=split,
@@ -163,8 +170,8 @@ def score_seeds(
     ranks: Ranks,
     scorer: Scorer | None = None,
 ) -> list[Score]:
-    """Score a split by a protocol, once for each of its seeds: the model's tokens, or what `scorer` scores. Every rank
-    calls it, and has the same scores.
+    """Score a split once per seed of the protocol, with `scorer` or the model's token scores. Call it on every rank;
+    all ranks return the same scores.
     """
     return [
         score(
@@ -187,34 +194,34 @@ def score_seeds(
 # Decoders: code length
 
 BYTES, PIXELS = "bytes", "pixels"
-"""Tokenizers whose tokens are what bits/dim is counted in."""
+"""Tokenizers whose tokens are the dims of bits/dim."""
 
 
 @dataclass(frozen=True)
 class UnitCounts:
-    """Units that a sum of nats covers: scored tokens, and the bytes and reference words that they stand for."""
+    """Numbers of scored tokens, and of their bytes and reference words."""
 
     tokens: int
     raw_bytes: int | None
     words: int | None
     missing: str = "nothing"
-    """Why a count is None."""
+    """Reason why a count is None."""
 
 
 def counts_of(protocol: Protocol, scored: int, tokens: int) -> UnitCounts:
-    """The counts of `scored` of a split's `tokens`. Bytes and words of a part are known only where tokens are bytes."""
+    """Return the counts for `scored` tokens of a split. For a part, bytes are known only if tokens are bytes."""
     if scored == tokens:
         all_bytes = tokens if protocol.tokenizer["name"] == BYTES else None
         raw_bytes = all_bytes if protocol.split_bytes is None else protocol.split_bytes
         return UnitCounts(
-            scored, raw_bytes or None, protocol.split_words or None, "the index of the data does not have it"
+            scored, raw_bytes or None, protocol.split_words or None, "the index of the data does not contain it"
         )
-    part = f"known only of the whole split, of which {scored:,} of {tokens:,} tokens were scored"
+    part = f"known only for the whole split, of which {scored:,} of {tokens:,} tokens were scored"
     return UnitCounts(scored, scored if protocol.tokenizer["name"] == BYTES else None, None, part)
 
 
 def measures(nats: float, counts: UnitCounts, tokenizer: str) -> dict[str, float | None]:
-    """The measures usual for a text's tokens, the primary one first; None for those whose count is not known."""
+    """Return the usual measures for the tokenizer, the primary one first; None if the count is unknown."""
     of_token, of_byte = bits(nats, counts.tokens), bits(nats, counts.raw_bytes)
     of_word = perplexity(nats, counts.words)
     if tokenizer == PIXELS:
@@ -233,25 +240,28 @@ def bits(nats: float, count: int | None) -> float | None:
     return None if count is None else nats / (math.log(2.0) * count)
 
 
-LARGEST = 700.0  # exp of more is no float64
+LARGEST = 700.0  # exp of a larger number overflows float64
 
 
 def perplexity(nats: float, count: int | None) -> float | None:
-    """None also where it is beyond the numbers: text of almost no words."""
+    """Return the perplexity; None if it overflows, as for text with almost no words, or the count is unknown."""
     return None if count is None or nats > LARGEST * count else math.exp(nats / count)
 
 
 def evaluate_decoder(
     decoder: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, ranks: Ranks
 ) -> dict[str, Any]:
-    """Score a split by a protocol: the measures of `measures` for its tokenizer, "accuracy", "nats", "dims",
-    "bytes", "words", "standard_deviation", "standard_deviations", "protocol"; of pixels also "png_bits_per_dim".
+    """Score a split with a decoder by a protocol.
 
-    dims: tokens that were scored. accuracy: share of them that the model held to be the likeliest. Over several hash
-    seeds it is a mean, and nats are the mean code length (averaged probabilities would be an ensemble's), of which all
-    measures are; the deviations are the sample standard deviations of each measure, and of the primary one, the first.
-    The protocol also says whether the numbers are code lengths of the text, and if not, why; why a measure is null; and
-    which layers are not strictly causal. Raises ConfigError for pixels that make no square image.
+    Returns:
+        The measures of `measures` for the tokenizer, "accuracy", "nats", "dims", "bytes", "words",
+        "standard_deviation" (of the primary measure), "standard_deviations" (of all), "protocol", and for pixels
+        "png_bits_per_dim". dims is the number of scored tokens, and accuracy the fraction that the model ranks first.
+        Over several hash seeds accuracy and nats are means (not an ensemble's averaged probabilities). "protocol" also
+        reports if the numbers are code lengths of the text, the reason for each null, and non-causal layers.
+
+    Raises:
+        ConfigError: The tokens are pixels and do not form square images.
     """
     kind = protocol.tokenizer["name"]
     shape = image_shape(protocol.sequence_length) if kind == PIXELS else None
@@ -290,18 +300,18 @@ def evaluate_decoder(
 
 
 def _no_code_length(decoder: Any, protocol: Protocol, ranks: Ranks) -> list[str]:
-    """Return why scores are no code length of the text. They are one where tests show that no later token changes a bit
-    of an earlier prediction: of every strictly causal mechanism of the package, on a CPU and by the kernels.
+    """Return the reasons why scores are not code lengths of the text. They are if tests show that no later token
+    changes a bit of an earlier prediction, as for all strictly causal mechanisms of the package on CPU and GPU.
     """
     reasons = list(decoder.leaks)
     if not protocol.lossless:
-        reasons.append("the tokenizer does not give every text back")
+        reasons.append("the tokenizer is not lossless")
     if protocol.score_from:
         reasons.append(f"the first {protocol.score_from} tokens of each window are not scored")
     if ranks.sequence is not None:
-        reasons.append("strict causality to the bit is not tested of sequences that ranks share")
+        reasons.append("bit-exact causality is not tested for sequences split over ranks")
     reasons += [
-        f"layer {layer}: strict causality to the bit is not tested of {type(mechanism).__name__}"
+        f"layer {layer}: bit-exact causality is not tested for {type(mechanism).__name__}"
         for layer, mechanism in decoder.mechanisms()
         if not type(mechanism).__module__.startswith("megasparse.")
     ]
@@ -321,9 +331,9 @@ UNITS = {
 def decoder_summary(result: Mapping[str, Any]) -> str:
     """Return the line that megasparse evaluate prints."""
     protocol, shown = result["protocol"], {name: result[name] for name in UNITS if result.get(name) is not None}
-    if not protocol["lossless"]:  # cheap where words are predicted as unknown ones: not to be compared with compressors
+    if not protocol["lossless"]:  # predicting unknown words is cheap, so this cannot be compared with compressors
         shown.pop("bits_per_byte", None)
-    if protocol["tokenizer"]["name"] == BYTES:  # a number of millions, which no model of words would have
+    if protocol["tokenizer"]["name"] == BYTES:  # in the millions, not comparable with word models
         shown.pop("word_perplexity", None)
     primary, *further = shown
     parts = [f"{shown[primary]:.4f} {UNITS[primary]}", f"accuracy {100 * result['accuracy']:.2f} %"]
@@ -348,15 +358,15 @@ def _deviation(values: Sequence[float | None]) -> float | None:
 def evaluate_predictions(
     model: Any, stream: Stream, protocol: Protocol, batch: int, limit: int | None, ranks: Ranks
 ) -> dict[str, Any]:
-    """Score a split by a protocol: {"loss", "perplexity", "accuracy", "nats", "dims", "standard_deviation",
-    "protocol"}.
+    """Score a split with an encoder or encoder–decoder by a protocol.
 
-    dims: tokens that were scored, an encoder's masked ones, or those of targets and what ends them, without padding.
-    loss: mean nats per token, without label smoothing; perplexity: exp(loss). Each seed masks other tokens, so an
-    encoder's nats and dims are sums over all seeds; an encoder–decoder's are of the mean code length. The deviation is
-    the sample standard deviation of the losses.
-    With model.sentence_order also "sentence_order": {"loss", "accuracy", "pairs"}, the mean nats per pair, half of
-    which are swapped by the same draws, in a second pass.
+    Returns:
+        {"loss", "perplexity", "accuracy", "nats", "dims", "standard_deviation", "protocol"}. dims is the number of
+        scored tokens: masked tokens, or targets with their end tokens, without padding. loss is mean nats per token
+        without label smoothing, and perplexity exp(loss). Each seed masks other tokens, so nats and dims of an encoder
+        are sums over seeds; for an encoder–decoder they describe the mean code length. The deviation is the sample
+        standard deviation of the losses. With model.sentence_order also "sentence_order": {"loss", "accuracy",
+        "pairs"} with mean nats per pair, measured in a second pass in which half of the pairs are swapped.
     """
     config: ModelConfig = model.config
     scores = score_seeds(model, stream, protocol, batch, limit, ranks)
@@ -402,15 +412,15 @@ def prediction_summary(result: Mapping[str, Any]) -> str:
     """Return the lines that megasparse evaluate prints."""
     protocol = result["protocol"]
     kind = "target" if "source_length" in protocol else "masked"
-    head = f"{result['loss']:.4f} nats a {kind} token, perplexity {result['perplexity']:.3f}"
+    head = f"{result['loss']:.4f} nats per {kind} token, perplexity {result['perplexity']:.3f}"
     line = f"{head}, accuracy {100 * result['accuracy']:.2f} % ({result['dims']:,} {kind} tokens {_windows(protocol)})"
     if order := result.get("sentence_order"):
-        line += f"\nsentence order: {order['loss']:.4f} nats a pair, accuracy {100 * order['accuracy']:.2f} % "
+        line += f"\nsentence order: {order['loss']:.4f} nats per pair, accuracy {100 * order['accuracy']:.2f} % "
         line += f"({order['pairs']:,} pairs)"
     return line
 
 
 def _windows(protocol: Mapping[str, Any]) -> str:
-    """Return which windows of the data were scored."""
+    """Return a description of the scored windows."""
     windows = f"windows of {protocol['sequence_length']}, stride {protocol['stride']}"
     return f"of {protocol['split']}; {windows}; step {protocol['checkpoint_step']}"

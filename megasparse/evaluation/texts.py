@@ -1,4 +1,4 @@
-"""Texts written by a model: what continues a prompt, or what an encoder–decoder makes of a source.
+"""Text generation: continuations of a prompt, or targets of an encoder–decoder for source texts.
 
 S tokens of a source.
 """
@@ -27,25 +27,25 @@ from megasparse.evaluation.generate import (
 from megasparse.files import read_file
 
 DECODER_TOKENS = 200
-"""Tokens that a decoder adds by default; an encoder–decoder stops by itself."""
+"""Default number of new tokens of a decoder; an encoder–decoder stops at the end token."""
 AT_ONCE = 8
-"""Sources whose beams stand side by side."""
+"""Sources per batch of a beam search."""
 
 
 @dataclass(frozen=True)
 class Request:
     prompt: bytes
-    """Beginning of the text, UTF-8 or not."""
+    """Start of the text, not necessarily UTF-8."""
     tokens: int | None
-    """Largest number of tokens to add."""
+    """Maximum number of new tokens."""
     sampling: Sampling
     beams: int | None
-    """Beam search in place of sampling."""
+    """Width of beam search; None samples."""
     length_penalty: float
 
 
 class EncodedSource:
-    """An encoder–decoder that has read sources, (B, S) tokens, with a decoder's interface."""
+    """An encoder–decoder with encoded sources (B, S), with a decoder's interface."""
 
     def __init__(self, model: Any, sources: Tensor, hash_seed: int):
         self.model, self.memory = model, model.encode(sources, hash_seed)
@@ -56,29 +56,28 @@ class EncodedSource:
 
 
 def read_sources(text: str | None, file: str | None) -> list[bytes]:
-    """The source that was given, or the lines of a file of them. Raises DataError for a file that cannot be read."""
+    """Return the source text, or the lines of a file. Raises DataError if the file is unreadable or empty."""
     if file is None:
         return [] if text is None else [text.encode("utf-8", "surrogateescape")]
     try:
         content = read_file(file)
     except OSError as error:
-        raise DataError(file, f"cannot be read: {error.strerror}", "Give a text file with a source a line") from None
+        raise DataError(file, f"cannot be read: {error.strerror}", "Give a file with one source per line") from None
     if not content:
-        raise DataError(file, "the file is empty", "Give a text file with a source a line")
+        raise DataError(file, "the file is empty", "Give a file with one source per line")
     return [line.removesuffix(b"\r") for line in content.removesuffix(b"\n").split(b"\n")]
 
 
 def texts(
     model: Any, config: Config, tokenizer: Tokenizer, request: Request, sources: Sequence[bytes], device: torch.device
 ) -> Iterable[Iterator[str]]:
-    """The text of each source, or a decoder's only one, piece by piece as it is written. A text ends where its document
-    does, if the model knows documents.
+    """Return an iterator of text pieces per source, or one for a decoder. A text stops at an end token, if any.
 
-    Raises ConfigError for a request that cannot be met, before anything is written.
+    Raises ConfigError for an unsupported request, before any text is generated.
     """
     if tokenizer.name == "pixels":
-        hint = "Ask for --images N or --complete IMAGE, and --output DIR"
-        raise ConfigError("--checkpoint", "its model predicts pixels, not text", hint)
+        hint = "Use --images N or --complete IMAGE, and --output DIR"
+        raise ConfigError("--checkpoint", "the model predicts pixels, not text", hint)
     request.sampling.check()
     check_beams(1 if request.beams is None else request.beams, request.length_penalty)
     if config.model.source is None:
@@ -88,7 +87,7 @@ def texts(
         ends = frozenset([separator])
     prompt = tokenizer.encode(request.prompt)
     if separator is not None and separator in prompt:  # an imported model's other ends may be part of a chat
-        raise ConfigError("--prompt", f"it holds the token that ends a text ({separator})", "Leave that out")
+        raise ConfigError("--prompt", f"it contains the token that ends a text ({separator})", "Remove this token")
     tokens, room = request.tokens, max(0, config.model.max_length - len(prompt))
     if tokens is None:
         tokens = min(DECODER_TOKENS, room) if config.model.source is None else room
@@ -96,10 +95,10 @@ def texts(
     writer = _Writer(tokenizer, request, tokens, config.run.seed, ends)
     if config.model.source is None:
         if sources:
-            raise ConfigError("--source", "this is a decoder, which reads no source", "Give it a --prompt to continue")
+            raise ConfigError("--source", "a decoder does not read a source", "Give a --prompt to continue instead")
         return [writer.text(model, prompt.to(device))]
     if not sources:
-        problem = "it is missing, and this is an encoder-decoder, which writes what belongs to a source"
+        problem = "it is missing, but an encoder-decoder needs a source"
         raise ConfigError("--source", problem, "Give --source TEXT or --source-file FILE")
     read = [_source(text, number, config, tokenizer) for number, text in enumerate(sources, 1)]
     return writer.of_sources(model, read, prompt.to(device), config.model.padding_token)
@@ -114,7 +113,7 @@ class _Writer:
     ends: Set[int]
 
     def text(self, decoder: Any, prompt: Tensor) -> Iterator[str]:
-        """The text of the prompt and what continues it."""
+        """Yield pieces of the prompt and its continuation."""
         if self.request.beams is None:
             options: dict[str, Any] = {"hash_seed": self.hash_seed, "vocabulary": self.tokenizer.vocabulary}
             tokens = generate(decoder, prompt, self.tokens, ends=self.ends, **options, **asdict(self.request.sampling))
@@ -125,7 +124,7 @@ class _Writer:
     def of_sources(
         self, model: Any, sources: Sequence[Tensor], prompt: Tensor, padding: int | None
     ) -> Iterator[Iterator[str]]:
-        """The text of each source. Beam searches run side by side; each sampled text is drawn as if alone."""
+        """Yield the text of each source. Beam searches run in batches; sampled texts are generated one by one."""
         if self.request.beams is None or padding is None:
             for source in sources:
                 yield self.text(EncodedSource(model, source[None].to(prompt.device), self.hash_seed), prompt)
@@ -144,23 +143,23 @@ class _Writer:
 
 
 def _separator(tokenizer: Tokenizer, config: Config) -> int:
-    """The id of the token that ends a source, and a target."""
+    """Return the id of the token that ends a source and a target."""
     if tokenizer.special is None:
-        problem = f'"{tokenizer.name}" has no special tokens, and a source needs one at its end'
-        raise ConfigError("data.tokenizer", problem, "Give the tokenizer that the data was prepared with")
+        problem = f'"{tokenizer.name}" does not define special tokens, but a source ends with one'
+        raise ConfigError("data.tokenizer", problem, "Give the tokenizer of the training data")
     separator, vocabulary = tokenizer.special.separator, config.model.vocabulary
     if separator >= vocabulary:
-        problem = f"{vocabulary} has no room for the token that ends a source ({separator})"
-        raise ConfigError("model.vocabulary", problem, "Train on pairs of texts, which have it")
+        problem = f"{vocabulary} does not include the token that ends a source ({separator})"
+        raise ConfigError("model.vocabulary", problem, "Train on pairs of texts that contain it")
     return separator
 
 
 def _source(text: bytes, number: int, config: Config, tokenizer: Tokenizer) -> Tensor:
-    """The tokens (S,) of a source and what ends it. Raises ConfigError where the encoder cannot read them all."""
+    """Return the tokens (S,) of a source with its end token. Raises ConfigError if they exceed the encoder's length."""
     assert config.model.source is not None
     tokens = torch.cat([tokenizer.encode(text), torch.tensor([_separator(tokenizer, config)])])
     if len(tokens) > config.model.source.length:
-        problem = f"number {number} has {len(tokens)} tokens with the one that ends it"
-        hint = f"Cut it to model.source.length = {config.model.source.length}"
+        problem = f"number {number} is {len(tokens)} tokens long, with its end token"
+        hint = f"Shorten it to model.source.length = {config.model.source.length}"
         raise ConfigError("--source", problem, hint)
     return tokens

@@ -1,1 +1,1 @@
-"""The cost of a configuration before it runs: FLOPs by formula, memory and time by one trial step."""
+"""Prediction of a configuration's cost: FLOPs by formula, memory and time by counting or a trial step."""

@@ -30,35 +30,35 @@ class DryRun:
 
     parameters: int
     flops_per_step: float
-    """Model FLOPs of a whole step of `training.global_batch` sequences."""
+    """Model FLOPs of a complete step of `training.global_batch` sequences."""
     peak_bytes: int
     """Peak of the step, gradients and optimizer state included: GPU memory, or growth of resident memory."""
     seconds: float
-    """Duration of the micro-batch's step."""
+    """Duration of the step of one micro-batch."""
     loss: float
-    """Loss of the untrained model in nats a token."""
+    """Loss of the untrained model in nats per token."""
     device: str
 
     def lines(self, config: Config) -> str:
-        """The report that --dry-run prints."""
+        """Return the report that --dry-run prints."""
         data, training = config.data, config.training
         hours = self.seconds * training.steps * training.global_batch / training.micro_batch / 3600
         step = f"{training.global_batch} sequences of {data.sequence_length:,} tokens"
-        where = "GPU memory" if self.device.startswith("cuda") else "resident memory, beyond that of the empty process"
+        kind = "GPU memory" if self.device.startswith("cuda") else "resident memory, beyond the process before the step"
         return "\n".join(
             [
                 f"parameters       {self.parameters:,}",
-                f"FLOPs a step     {self.flops_per_step:.3g} ({step})",
-                f"peak memory      {self.peak_bytes / 1e9:.2f} GB of {where}, in one process without ZeRO",
+                f"FLOPs per step   {self.flops_per_step:.3g} ({step})",
+                f"peak memory      {self.peak_bytes / 1e9:.2f} GB of {kind}, in one process without ZeRO",
                 f"time             {self.seconds:.1f} s for a micro-batch of {training.micro_batch} on {self.device}",
-                f"training         about {hours:,.1f} h here for {training.steps:,} steps, in one process",
-                f"loss             {self.loss:.3f} nats a token, untrained",
+                f"training         about {hours:,.1f} h on this machine for {training.steps:,} steps, in one process",
+                f"loss             {self.loss:.3f} nats per token, untrained",
             ]
         )
 
 
 def dry_run_report(config: Config) -> Iterator[str]:
-    """Yield the trial step on this machine, which may take minutes, then the plan for as few A100s as it takes."""
+    """Yield the report of a trial step on this machine, which may take minutes, then the plan for A100s."""
     ranks = config.parallel.sequence
     yield "one step of synthetic data, on this machine:"
     yield dry_run(config).lines(config)
@@ -67,10 +67,9 @@ def dry_run_report(config: Config) -> Iterator[str]:
 
 
 def dry_run(config: Config) -> DryRun:
-    """Build everything and take one optimizer step on one micro-batch of synthetic records, in this process on plain
-    torch.
+    """Run one optimizer step on a micro-batch of synthetic records, in this process on plain torch.
 
-    Writes nothing and needs no data.
+    Does not need data and does not write files.
     """
     ranks = start_ranks(config.run.model_copy(update={"engine": "torch"}))
     before = reset_peak(ranks.device)
@@ -87,7 +86,7 @@ def dry_run(config: Config) -> DryRun:
 
 
 def trial_engine(config: Config, ranks: Ranks) -> tuple[Engine, Batch]:
-    """A model to train on plain torch, and a micro-batch of synthetic records for it."""
+    """Return a training engine on plain torch, and a micro-batch of synthetic records."""
     micro = config.training.micro_batch
     run, training = config.run.model_copy(update={"engine": "torch"}), config.training
     config = config.model_copy(update={"run": run, "training": training.model_copy(update={"global_batch": micro})})
@@ -102,22 +101,22 @@ def trial_engine(config: Config, ranks: Ranks) -> tuple[Engine, Batch]:
 
 
 def reset_peak(device: torch.device) -> int:
-    """Bytes in use now, and the peak's measurement starts here."""
+    """Reset the measurement of the peak and return the bytes in use."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    with contextlib.suppress(AttributeError, OSError):  # what is free is the system's again, where libc is GNU's
+    with contextlib.suppress(AttributeError, OSError):  # return free memory to the system (only glibc)
         ctypes.CDLL(None).malloc_trim(0)
-    with contextlib.suppress(OSError):  # where the kernel does not allow it, an earlier peak of the process counts too
+    with contextlib.suppress(OSError):  # if the kernel does not allow it, earlier peaks of the process are included
         Path("/proc/self/clear_refs").write_text("5")
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
 
 def peak(device: torch.device) -> int:
-    """Largest number of bytes in use since the reset."""
+    """Return the largest number of bytes in use since the reset."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Of this process alone: getrusage also knows the peak of the one that started it.
+    # Not getrusage, which includes the peak of the parent process.
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))

@@ -1,9 +1,9 @@
-"""Memory of a forward and backward pass, counted by the bytes of every tensor that exists.
+"""Memory of a forward and backward pass, counted as the bytes of all live tensors.
 
-A pass of a pretraining configuration runs on torch's meta device, where tensors have shapes and no memory: the host
-code of the Triton kernels allocates what it allocates on a GPU, and starts nothing. It takes seconds whatever the
-model's size. What a kernel takes inside itself (shared memory, registers) is not GPU memory; cuBLAS' workspace is not
-counted. Fine-tuning counts short passes of its own model on its own device by the same counter.
+A pass of a pretraining configuration runs on torch's meta device, whose tensors do not use memory: the host code of the
+Triton kernels makes the same allocations as on a GPU, without launching kernels. It takes seconds for any model size.
+Shared memory and registers of kernels are not GPU memory; cuBLAS' workspace is not counted. Fine-tuning counts short
+passes of its model on its device with the same counter.
 """
 
 import weakref
@@ -35,25 +35,25 @@ from megasparse.planning.states import States
 
 META = torch.device("meta")
 TORCH_LAUNCH, KERNEL_LAUNCH = 20e-6, 150e-6
-"""Seconds of the host for an operation of torch and for a Triton kernel, autograd and Python around them included; from
-eager passes of LSH (1 and 18 of them in 2.5 ms), local attention (1 and 6, 1.3 ms) and LHA (345 and 20, 9.7 ms) on a
-virtual machine with an H200."""
+"""Seconds of host time per torch operation and per Triton kernel, autograd and Python included; from eager passes of
+LSH (1 and 18 of them in 2.5 ms), local attention (1 and 6, 1.3 ms) and LHA (345 and 20, 9.7 ms) on a virtual machine
+with an H200."""
 PERIODS = 7, 8
-"""Periods of the pattern in the two shallow models from which the pass of a deeper one is continued by a line."""
+"""Periods of the pattern in the two shallow models from which the pass of a deeper model is extrapolated linearly."""
 VIEWS = {
     *("alias", "as_strided", "detach", "diagonal", "expand", "is_same_size", "lift_fresh", "narrow", "permute"),
     *("promote_types", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind"),
     *("unfold", "unsqueeze", "view", "_reshape_alias", "_unsafe_view", "empty", "empty_like", "empty_permuted"),
     *("empty_strided", "new_empty", "new_empty_strided"),
 }
-"""Operations that make a view or take memory, and move no bytes."""
+"""Operations that create a view or allocate memory, and do not move bytes."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counter of the bytes of the storages made inside the `with`: `live` now, and `peak`, the most since `mark`.
+    """Counter of the bytes of storages created in its context: `live` now, and `peak` since `mark`.
 
-    `moved`: bytes that operations other than matrix products read and write. `launches`: operations that are not views.
-    Memory that a kernel takes and releases inside itself is not counted.
+    `moved`: bytes read and written by operations other than matrix products. `launches`: number of operations that are
+    not views. Temporary memory inside a kernel is not counted.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class LiveBytes(TorchDispatchMode):
         self._storages: set[int] = set()
 
     def mark(self) -> int:
-        """Return the peak since the last mark, and start the next one."""
+        """Return the peak since the last mark, and reset it."""
         peak, self.peak = self.peak, self.live
         return peak
 
@@ -97,34 +97,34 @@ def _identity(x: Tensor) -> int:
 
 
 def _bytes(x: Tensor) -> int:
-    """Bytes of a tensor; of one that repeats its numbers, those of its memory."""
+    """Return the bytes of a tensor; of an expanded one, the bytes of its storage."""
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 
 @dataclass(frozen=True)
 class PassBytes:
-    """Bytes of one pass. A phase of it ends when a weight's gradient is complete, the last one with the pass."""
+    """Bytes of one pass. A phase ends when the gradient of a weight is complete; the last phase ends with the pass."""
 
     gradients: np.ndarray
-    """Bytes of weights' gradients that exist at the start of each phase."""
+    """Bytes of weight gradients that exist at the start of each phase."""
     beside: np.ndarray
-    """Most live bytes of each phase without these."""
+    """Peak live bytes of each phase without weight gradients."""
     moved: float = 0.0
     """Bytes moved by torch's operations other than matrix products, and by kernels outside of attention."""
     by_attention: float = field(default=0.0)
     """Bytes moved by attention's kernels."""
     host: float = 0.0
-    """Seconds that the host needs to launch all this."""
+    """Seconds of host time for all launches."""
 
     def peak(self, gradients: int | None = None) -> int:
-        """Return the peak; gradients: bytes of gradients that exist from the start, None for those of this pass."""
+        """Return the peak. gradients: bytes of gradients during the pass; None uses the gradients of this pass."""
         return int(((self.gradients if gradients is None else gradients) + self.beside).max())
 
 
 def count_pass(model: nn.Module, forward: Callable[[], Tensor], learns: bool = True) -> PassBytes:
-    """Count one pass of `forward`, which returns the objective, and its backward if `learns`.
+    """Count one pass of `forward`, which returns the objective, with its backward if `learns`.
 
-    The model is left without gradients.
+    Gradients of the model are None afterwards.
     """
     names = {id(weight): name for name, weight in model.named_parameters()}
     made, peaks, ends, moved, kernels = [0], [], set(), {True: 0, False: 0}, [0]
@@ -148,7 +148,7 @@ def count_pass(model: nn.Module, forward: Callable[[], Tensor], learns: bool = T
         with observed(skip), counter, torch.set_grad_enabled(learns):
             objective = forward()
             if learns:
-                # Tensor.backward inside the function modes that are on: torch's own leaves them.
+                # Tensor.backward with the active function modes, which torch's version disables.
                 ones = (torch.ones_like(objective),)
                 _engine_run_backward((objective,), ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
             peaks.append(counter.mark())
@@ -164,10 +164,10 @@ def count_pass(model: nn.Module, forward: Callable[[], Tensor], learns: bool = T
 
 
 class ConfiguredPass:
-    """The model of a configuration without memory, its states, and its counted passes."""
+    """The model of a configuration on the meta device, its states, and its counted passes."""
 
     def __init__(self, config: Config):
-        # Dropout of attention probabilities has no kernels to count; its blocks are no larger than what it replaces.
+        # Dropout of attention probabilities cannot be counted without kernels; its blocks do not need more memory.
         self.config = _without_attention_dropout(config)
         self.count = cache(self._count)
 
@@ -198,7 +198,7 @@ class ConfiguredPass:
         return States(number, frozen, largest, moments, rounded, scratch, optimizer.state_per_number)
 
     def _count(self, length: int) -> PassBytes:
-        """Count a pass of the configured micro-batch with sequences of this length on a rank."""
+        """Count a pass of the configured micro-batch. length: tokens per sequence on this rank."""
         model, period = self.config.model, len(self.config.model.attention.pattern)
         rest = model.layers % period
         if model.source is not None or model.layers <= max(PERIODS) * period + rest:
@@ -211,7 +211,7 @@ class ConfiguredPass:
         def line(low: float, high: float) -> float:
             return high + (high - low) * share
 
-        # The gradients that exist at the end and those that exist when activations are largest, both with depth
+        # Gradients at the end, and gradients when activations are largest; both grow with depth.
         first = line(few.peak(0), many.peak(0))
         last = line(few.peak(int(few.gradients[-1])), many.peak(int(many.gradients[-1])))
         peak = min(last, max(first, line(few.peak(), many.peak())))
@@ -220,7 +220,7 @@ class ConfiguredPass:
 
     def _count_whole(self, length: int) -> PassBytes:
         model, config, batch = self.model, self.config.model, self.config.training.micro_batch
-        if config.source is not None:  # each side keeps its share of the length
+        if config.source is not None:  # source and target keep their fractions of the length
             part = max(1, round(length * config.source.length / self.config.data.sequence_length))
             model.source_length = part
             config = config.model_copy(update={"source": config.source.model_copy(update={"length": part})})
@@ -233,8 +233,8 @@ class ConfiguredPass:
 def dummy_records(model: ModelConfig, batch: int, length: int, seed: int) -> Tensor:
     """Return (batch, length) random token ids in the form of the model's records.
 
-    With `sentence_order` two segments, each ended by the separator; with `padding_token` the last eighth is padding, as
-    is that of the source.
+    With `sentence_order` they consist of two segments that end with the separator; with `padding_token` the last eighth
+    is padding, also in the source.
     """
     separator = model.sentence_order.separator if model.sentence_order else None
     special = {model.padding_token, model.document_separator, separator}
@@ -261,9 +261,9 @@ def _without_attention_dropout(config: Config) -> Config:
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Run tensors of the meta device as those of a GPU: fused attention, past `nonzero`, to the CPU and back."""
+    """Run meta tensors like GPU tensors: with fused attention, `nonzero`, and copies to the CPU and back."""
     experimental = torch.fx.experimental._config
-    before = experimental.meta_nonzero_assume_all_nonzero  # where rows are chosen, the most there can be
+    before = experimental.meta_nonzero_assume_all_nonzero  # assume that `nonzero` selects all elements
     experimental.meta_nonzero_assume_all_nonzero = True
     try:
         with _OnGPU():
@@ -273,8 +273,8 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 class _OnGPU(TorchFunctionMode):
-    """Full attention by torch's fused kernels, which the meta device would not choose, and copies to CPU memory, which
-    it would refuse: there a tensor takes nothing of the device.
+    """Full attention with torch's fused kernels, not selected for meta tensors, and copies to CPU memory, not supported
+    for meta tensors: CPU tensors do not use device memory.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -287,7 +287,7 @@ class _OnGPU(TorchFunctionMode):
 
 
 def _moved(x: Tensor, device: torch.device) -> Tensor:
-    """Return x in CPU memory, a tensor of its shape over one number, or such a tensor back on the device."""
+    """Return x in CPU memory, represented by one number expanded to its shape, or such a tensor back on the device."""
     if device.type == "cpu":
         return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device) if not any(x.stride()) else x
@@ -297,11 +297,11 @@ def _fused_attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Run the kernel that torch chooses on a GPU: flash attention, or the memory-efficient one in fp32 or masked."""
+    """Run the kernel that torch selects on a GPU: flash attention, or memory-efficient attention (fp32 or masked)."""
     aten = torch.ops.aten
     if attn_mask is None and q.dtype != torch.float32:
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
     bias = None
-    if attn_mask is not None:  # it becomes numbers, a row for every query and head
+    if attn_mask is not None:  # converted to an additive bias for every query and head
         bias = torch.zeros_like(attn_mask, dtype=q.dtype).expand(*q.shape[:3], k.shape[2])
     return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]

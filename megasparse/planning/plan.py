@@ -1,13 +1,13 @@
-"""Plan of a pretraining run on a number of GPUs before it runs: memory, FLOPs, seconds by part, longest sequence.
+"""Prediction of a pretraining run on a number of GPUs: memory, FLOPs, seconds by part, longest sequence.
 
-States are counted by ZeRO's table (states.py), activations in one pass without a device (passes.py). The seconds of a
+States are counted with ZeRO's table (states.py), activations in one pass without a device (passes.py). The seconds of a
 step are a roofline of counted work, without communication and swap:
 
-    attention                           the longer of its FLOPs and of the bytes that its kernels move
-    projections, feed-forward, head     their FLOPs, with what the backward computes again (flops.py)
-    elementwise                         the bytes of all other operations: norms, sums, rotations, codes, losses
-    optimizer                           30 bytes per weight of AdamW: gradient, fp32 weight and moments read, weights
-                                        and moments written
+    attention                           the maximum of time for FLOPs and time for bytes moved by its kernels
+    projections, feed-forward, head     FLOPs, including recomputation in the backward (flops.py)
+    elementwise                         bytes moved by all other operations: norms, sums, rotations, codes, losses
+    optimizer                           30 bytes per weight of AdamW: read gradient, fp32 weight and moments, write
+                                        weights and moments
 """
 
 import re
@@ -33,16 +33,15 @@ from megasparse.training.reporting.tracker import PEAK_TFLOPS
 RESERVE = 1 << 30
 """Bytes of a GPU assumed for the CUDA context, cuBLAS and NCCL."""
 STREAMED = 0.8
-"""Share of a memory's bandwidth that operations which stream through it are assumed to reach."""
+"""Assumed fraction of the memory bandwidth for streaming operations."""
 OPTIMIZER_BYTES = 30
 REACH = 0.4
-"""Share of the peak that products and attention of an H100 are assumed to reach, and .55 of an A100's: with these,
-published steps come out within 20 %. Measured steps of reformer_64k on an H200, hashed and full, come out within 8 %
-with .5."""
+"""Assumed fraction of the peak for matrix products and attention on an H100; 0.55 on an A100. Predictions are within
+20 % of published steps, and with 0.5 within 8 % of measured steps of reformer_64k on an H200, hashed and full."""
 STEPS = 64
-"""Lengths are searched in multiples of the configured one divided by this."""
+"""The longest sequence is searched in multiples of the configured length divided by this."""
 LARGEST = 1 << 14
-"""The search ends at this many times the configured length."""
+"""The search ends at this multiple of the configured length."""
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)
 }
@@ -50,8 +49,8 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
 
 @dataclass(frozen=True)
 class Hardware:
-    """One GPU: dense bf16 `peak` in FLOP/s, bytes of `memory`, their `bandwidth` in bytes/s, and the share of the peak
-    that its products `reach`. host: bytes/s of a node's CPU memory, shared by its GPUs.
+    """One GPU: dense bf16 `peak` in FLOP/s, `memory` in bytes, `bandwidth` in bytes/s, and the fraction of the peak
+    that products `reach`. host: bytes/s of a node's CPU memory, shared by its GPUs.
     """
 
     name: str
@@ -67,15 +66,15 @@ GPUS = {
     "H100": Hardware("H100", PEAK_TFLOPS["H100"] * 1e12, bandwidth=3.35e12, reach=REACH, host=614e9),
     "H200": Hardware("H200", PEAK_TFLOPS["H200"] * 1e12, 141 * 10**9, 4.8e12, 0.5, 614e9),
 }
-"""NVIDIA's data sheets of the SXM modules, the A100's of 80 GB; 16 channels of DDR4-3200 or DDR5-4800 per node."""
+"""From NVIDIA's data sheets of SXM modules (A100: 80 GB); 16 channels of DDR4-3200 or DDR5-4800 per node."""
 
 
 def hardware(name: str, peak_tflops: float | None) -> Hardware:
-    """Return the hardware of a name. Raises ConfigError for an unknown GPU without a peak."""
+    """Return the hardware with this name. Raises ConfigError for an unknown GPU without a peak."""
     gpu = next((gpu for key, gpu in GPUS.items() if key in name.upper()), None)
     if gpu is None and peak_tflops is None:
         problem = f"{show(name)} is not one of {', '.join(GPUS)}"
-        raise ConfigError("--gpu", problem, "Give --peak-tflops too; its memory is taken to be that of an A100")
+        raise ConfigError("--gpu", problem, "Also give --peak-tflops; other properties are taken from the A100")
     gpu = gpu or replace(GPUS["A100"], name=name)
     return gpu if peak_tflops is None else replace(gpu, peak=peak_tflops * 1e12)
 
@@ -86,13 +85,13 @@ def parse_bytes(option: str, text: str) -> int:
     units = {unit.lower(): size for unit, size in UNITS.items()}
     number = float(match[1]) if match else 0.0
     if match is None or match[2].lower() not in units or number <= 0:
-        problem = f"{show(text)} is no size with a unit" if match is None or match[2] else f"{show(text)} has no unit"
+        problem = f"{show(text)} is not a size" if match is None or match[2] else f"{show(text)} needs a unit"
         raise ConfigError(option, problem, "Write a number above 0 and a unit, such as 80GiB or 85.9GB")
     return int(number * units[match[2].lower()])
 
 
 class Plan:
-    """The plan of a configuration on `gpus` GPUs, `per_node` in a node, of which `available` bytes are free each."""
+    """Plan of a configuration on `gpus` GPUs, `per_node` per node, with `available` bytes of free memory per GPU."""
 
     def __init__(
         self, config: Config, gpu: Hardware, gpus: int = 1, per_node: int = 8, available: int | None = None
@@ -107,21 +106,24 @@ class Plan:
 
     @cached_property
     def memory(self) -> Memory:
-        """Memory of a rank at the peak of a step."""
+        """Peak memory per rank in a step."""
         part = self.config.data.sequence_length // self.config.parallel.sequence
         counted = self.passes.count(part)
         return self._memory(counted.peak(), counted.peak(0), part)
 
     def _memory(self, passing: int, again: int, part: int) -> Memory:
-        """Memory with passes of so many bytes, with and without gradients, over this rank's part of the sequence."""
+        """Return the memory of a rank for the bytes of a pass with (`passing`) and without (`again`) its gradients.
+
+        part: tokens of this rank's part of the sequence.
+        """
         model, training = self.config.model, self.config.training
         rank = memory(
             self.states, self.zero, self.gpus, passing=passing, again=again, accumulated=self.micro_batches > 1
         )
         tokens = training.micro_batch * part
-        if self.config.parallel.sequence > 1:  # q, k, v and out, once more as they are sent
+        if self.config.parallel.sequence > 1:  # communication buffers for q, k, v and out
             groups = model.attention.head_groups
-            # Groups: q, k, v received, and those of the next group, projected, sent and received
+            # Groups: q, k, v received, and q, k, v of the next group, projected, sent and received
             exchanged = 4 if groups == 1 else max(4, 12 / groups)
             rank.device["all-to-all"] = int(exchanged * tokens * model.heads * head_dim(model) * self.states.size)
         rank.device["CUDA context, libraries (assumed)"] = RESERVE
@@ -131,7 +133,7 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes of a GPU at the peak of a step."""
+        """Peak bytes per GPU in a step."""
         return sum(self.memory.device.values())
 
     @property
@@ -142,7 +144,7 @@ class Plan:
 
     @property
     def pools(self) -> list[MemoryPool]:
-        """Memory of the GPU, at the peak of a step or of the start."""
+        """GPU memory, at the peak of a step or while the model is built."""
         device, _ = self.building
         parts = self.memory.device if self.peak >= device else {"while the model is built": device}
         return [MemoryPool("GPU memory", parts, self.available)]
@@ -153,8 +155,8 @@ class Plan:
 
     @cached_property
     def longest(self) -> int | None:
-        """The longest sequence that fits, by a line through passes of half and of all of the configured length; None
-        if not even a 64th of it does.
+        """Longest sequence that fits, extrapolated linearly from passes of half and of the full configured length; None
+        if 1/64 of the configured length does not fit.
         """
         ranks, length = self.config.parallel.sequence, self.config.data.sequence_length
         part, unit = length // ranks, max(1, length // STEPS)
@@ -172,17 +174,17 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a step, over all ranks."""
+        """Tokens per step over all ranks."""
         return self.config.training.global_batch * self.config.data.sequence_length
 
     @cached_property
     def model_flops(self) -> float:
-        """Model FLOPs of a step, over all ranks."""
+        """Model FLOPs per step over all ranks."""
         return self.tokens * model_flops_per_token(self.config.model, self.config.data.sequence_length)
 
     @cached_property
     def hardware_flops(self) -> float:
-        """FLOPs of a step with what is computed again, over all ranks."""
+        """FLOPs per step over all ranks, including recomputation."""
         return self.tokens * sum(self._flops.values())
 
     @cached_property
@@ -192,14 +194,14 @@ class Plan:
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """Seconds that a rank computes in a step, by part. Raises ConfigError if a mechanism does not count FLOPs."""
+        """Seconds of computation per rank and step, by part. Raises ConfigError if a mechanism does not count FLOPs."""
         training, gpu, ranks = self.config.training, self.gpu, self.config.parallel.sequence
         tokens = self.micro_batches * training.micro_batch * self.config.data.sequence_length / ranks
         seconds = {part: tokens * flops / (gpu.peak * gpu.reach) for part, flops in self._flops.items()}
         counted, bandwidth = self.passes.count(self.config.data.sequence_length // ranks), gpu.bandwidth * STREAMED
         seconds["attention"] = max(seconds["attention"], self.micro_batches * counted.by_attention / bandwidth)
         seconds["elementwise"] = self.micro_batches * counted.moved / bandwidth
-        # The GPU waits where launches take the host longer than it computes.
+        # The GPU waits if the host needs longer for launches than the GPU for the computation.
         seconds["launches"] = max(0.0, self.micro_batches * counted.host - sum(seconds.values()))
         weights = self.states.trained / (self.gpus if self.zero.stage > 0 else 1)
         host = gpu.host * STREAMED / min(self.gpus, self.per_node)
@@ -208,7 +210,7 @@ class Plan:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of computing in a step."""
+        """Seconds of computation per step."""
         return sum(self.seconds.values())
 
     def as_json(self) -> dict[str, Any]:
@@ -233,7 +235,7 @@ class Plan:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of the report: one rank's memory, then a step."""
+        """Yield the lines of the report: memory per rank, then FLOPs and time per step."""
         config, states, gpu = self.config, self.states, self.gpu
         training, length = config.training, config.data.sequence_length
         yield (
@@ -270,7 +272,7 @@ class Plan:
 
 
 def pretraining_pools(config: Config, ranks: Ranks) -> list[MemoryPool]:
-    """Return the memory that a step of a rank takes of its GPU and of its share of CPU memory."""
+    """Return the memory of a step on this rank's GPU and in its share of CPU memory."""
     local = local_ranks(ranks.world_size)
     plan = Plan(config, GPUS["A100"], ranks.world_size, local, available_bytes(ranks.device))
     host = plan.memory.host if sum(plan.memory.host.values()) >= plan.building[1] else {"start": plan.building[1]}
@@ -278,20 +280,20 @@ def pretraining_pools(config: Config, ranks: Ranks) -> list[MemoryPool]:
 
 
 def _micro_batches(config: Config, gpus: int, per_node: int) -> int:
-    """Number of micro-batches of a rank in a step."""
+    """Return the number of micro-batches per rank and step."""
     training, sequence = config.training, config.parallel.sequence
     if gpus > per_node and gpus % per_node:
         hint = "Give a multiple of it, or another --gpus-per-node"
-        raise ConfigError("--gpus", f"{gpus} is no multiple of --gpus-per-node = {per_node}", hint)
+        raise ConfigError("--gpus", f"{gpus} is not a multiple of --gpus-per-node = {per_node}", hint)
     if gpus % sequence:
-        problem = f"{gpus} is no multiple of parallel.sequence = {sequence}"
+        problem = f"{gpus} is not a multiple of parallel.sequence = {sequence}"
         raise ConfigError("--gpus", problem, "Give a multiple of it, or change parallel.sequence")
     share = training.micro_batch * (gpus // sequence)
     if training.global_batch % share:
-        problem = f"{show(gpus)} GPUs take {share} sequences at once, and training.global_batch = "
-        problem += f"{training.global_batch} is no multiple of that"
+        problem = f"{show(gpus)} GPUs process {share} sequences at once, and training.global_batch = "
+        problem += f"{training.global_batch} is not a multiple of {share}"
         most = training.global_batch // training.micro_batch * sequence
-        hint = f"At most {most} GPUs have work in a step; raise training.global_batch or parallel.sequence for more"
+        hint = f"Use at most {most} GPUs, or raise training.global_batch or parallel.sequence"
         raise ConfigError("--gpus", problem, hint)
     return training.global_batch // share
 

@@ -1,13 +1,13 @@
 """Sizes and locations of weights, gradients and optimizer state under ZeRO (Rajbhandari et al. 2019), and the check
 that a run fits.
 
-N trained weights, n ranks that share the states, s bytes of a weight (2 in bf16, else 4).
+N trained weights, n ranks that partition the states, s bytes per weight (2 in bf16, else 4).
 
-    stage   weights   fp32 weights, moments   gradients as the optimizer reads them
+    stage   weights   fp32 weights, moments   gradients read by the optimizer
     0       s·N       4·N in bf16, 8·N        4·N
     1       s·N       (4 + 8)·N/n             4·N in bf16, else 4·N/n
     2       s·N       (4 + 8)·N/n             4·N/n
-    3       s·N/n     (4 + 8)·N/n             4·N/n, and weights gathered for the layers at work
+    3       s·N/n     (4 + 8)·N/n             4·N/n, and gathered weights of the current layers
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ from megasparse.training.ranks import Ranks
 LIVE_PARAMETERS = 10**9
 """DeepSpeed's default of zero_optimization.stage3_max_live_parameters."""
 BUCKET = 5 * 10**8
-"""DeepSpeed's default of zero_optimization.reduce_bucket_size, which is a buffer of its own."""
+"""DeepSpeed's default of zero_optimization.reduce_bucket_size, the size of a separate buffer."""
 ERROR = 0.15
-"""Share by which a prediction may be too high: a run is refused only if it does not fit even then."""
+"""Fraction by which a prediction may be too high: a run is an error only if it does not fit even then."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Zero:
 
     @staticmethod
     def of(engine: str, section: dict[str, Any], several_gpus: bool) -> "Zero":
-        """Read the ZeRO settings. engine: `run.engine`. section: its `deepspeed`."""
+        """Read the ZeRO settings. engine: `run.engine`. section: `deepspeed` of the configuration."""
         zero = section.get("zero_optimization", {}) if engine == "deepspeed" else {}
         weights, optimizer = (
             (zero.get(f"offload_{kind}") or {}).get("device", "none") != "none" for kind in ("param", "optimizer")
@@ -56,7 +56,7 @@ class Zero:
 
 @dataclass(frozen=True)
 class States:
-    """The weights of a run. moments: bytes of the optimizer's state of all trained ones. scratch: of its update."""
+    """Weights of a run. moments: bytes of the optimizer's state for all trained weights. scratch: of its update."""
 
     trained: int
     frozen: int
@@ -64,7 +64,7 @@ class States:
     """Number of elements of the largest trained weight."""
     moments: int
     rounded: bool
-    """True if weights are bf16 and the optimizer's fp32."""
+    """True if the model's weights are bf16 and the optimizer keeps fp32 weights."""
     scratch: int = 0
     divided: bool = True
     """True if ZeRO divides `moments` among ranks."""
@@ -76,19 +76,19 @@ class States:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank by kind: on its device, and in its share of CPU memory."""
+    """Kind -> bytes per rank: on its device, and in its share of CPU memory."""
 
     device: dict[str, int]
     host: dict[str, int] = field(default_factory=dict)
 
 
 def building(states: States, zero: Zero, ranks: int, on_gpu: bool = True) -> tuple[int, int]:
-    """Return the most bytes of a rank's device and of its share of CPU memory while its model and engine are built.
+    """Return the peak bytes of a rank's device and of its share of CPU memory while the model and engine are built.
 
-    Below ZeRO 3 the device gets each weight whole in fp32, read or drawn one at a time; frozen weights are read whole
-    before they are rounded. Under ZeRO 3 it gets this rank's piece, and one whole weight at a time, also when DeepSpeed
-    gathers each once to put a hook on it. Then DeepSpeed makes fp32 weights and gradients, but no moments; where it
-    offloads them, gradients twice.
+    Below ZeRO 3 the device stores all weights in fp32, read or drawn one at a time; frozen weights are read completely
+    before they are rounded. Under ZeRO 3 it stores this rank's partition and one complete weight at a time, also when
+    DeepSpeed gathers weights to register hooks. Then DeepSpeed allocates fp32 weights and gradients, but not moments;
+    with offloading it allocates gradients twice.
     """
     read = 4 * max(states.largest, states.frozen)
     if zero.stage < 3:
@@ -99,7 +99,7 @@ def building(states: States, zero: Zero, ranks: int, on_gpu: bool = True) -> tup
     host = 0
     if not zero.weight_offload:
         device += pieces
-        host = pieces if on_gpu else 0  # they are moved into one vector by way of the CPU
+        host = pieces if on_gpu else 0  # copied into one vector via the CPU
     if not zero.optimizer_offload:
         device += masters + gradients
     offloaded = (pieces if zero.weight_offload else 0) + (masters + 2 * gradients if zero.optimizer_offload else 0)
@@ -113,25 +113,25 @@ def memory(
     """Return the memory at the peak of a step on each of `ranks` ranks.
 
     Args:
-        passing: bytes of a micro-batch's pass with its gradients.
-        again: the same without its gradients.
-        accumulated: True if a step has several micro-batches.
-        other: bytes of what else runs, such as a pass without gradients.
-        on_gpu: ZeRO's buffers are whole; on the CPU they are never larger than what goes through them.
+        passing: Peak bytes of the pass of a micro-batch, gradients included.
+        again: The same without gradients.
+        accumulated: True if a step consists of several micro-batches.
+        other: Peak bytes of other work, such as a pass without gradients.
+        on_gpu: True to count ZeRO's buffers with their full size; on the CPU they are at most as large as gradients.
     """
     number, shared = states.trained, ranks if zero.stage > 0 else 1
     has_masters, offloads = states.rounded or zero.stage > 0, zero.optimizer_offload
-    # fp32 weights if the model's are rounded, or flat pieces of them, and moments.
+    # fp32 weights if the model's are rounded, or flat partitions of them, and moments.
     masters, moments = (4 * number // shared if has_masters else 0), states.moments // (shared if states.divided else 1)
-    # In bf16 under stage 1 each rank has the fp32 gradients of all weights, not only of its part.
+    # In bf16 under stage 1 each rank stores the fp32 gradients of all weights, not only of its partition.
     every_gradient = states.rounded and zero.stage == 1 and not offloads
     full, whole = (4 * number if every_gradient else 4 * number // shared), number * states.size
-    if zero.stage >= 2:  # a gradient goes into the bucket as soon as it exists, from there to the rank that owns it
+    if zero.stage >= 2:  # each gradient is copied to the bucket at once and reduced to its owner's rank
         whole = states.largest * states.size
         passing = min(passing, again + whole)
     if has_masters:
-        # Low-precision gradients become fp32 ones after each micro-batch, weight by weight. Where they are vectors that
-        # last from step to step, they are there in every pass.
+        # After each micro-batch, gradients are converted to fp32 weight by weight. If the fp32 gradients are persistent
+        # vectors, they exist during every pass.
         lasting = every_gradient or zero.stage == 3
         held = full if (accumulated or lasting) and not offloads else 0
         update = full + (whole if zero.stage > 0 else 8 * min(states.largest, number))
@@ -160,7 +160,7 @@ def memory(
 
 @dataclass(frozen=True)
 class MemoryPool:
-    """One kind of memory: what a run holds there at its peak, in bytes by kind, and what is available."""
+    """One kind of memory: peak use of a run in bytes by kind, and available bytes."""
 
     name: str
     parts: dict[str, int]
@@ -172,21 +172,21 @@ class MemoryPool:
 
 
 def require_fit(pools: Sequence[MemoryPool], ranks: Ranks, hint: str) -> None:
-    """Check that a step fits on every rank. Print a warning if the prediction is too near to the limit to be sure.
+    """Check that a step fits on every rank. Print a warning if the prediction is close to the limit.
 
     Args:
-        hint: what to change if it does not.
+        hint: Changes to suggest if it does not fit.
 
     Raises:
-        UserError: on all ranks, if some rank cannot take its first step.
+        UserError: The first step does not fit on some rank; raised on all ranks.
     """
     pool = max(pools, key=lambda pool: pool.peak / max(1, pool.available))
     refused = ranks.any(pool.peak * (1 - ERROR) > pool.available)
     if pool.peak <= pool.available:
         if refused:
-            raise UserError("this run cannot fit on another rank, whose own message says why")
+            raise UserError("this run cannot fit on another rank; see the message of that rank for the reason")
         return
-    problem = f"a step takes about {gigabytes(pool.peak)} of {pool.name}, {gigabytes(pool.available)} are available"
+    problem = f"a step needs about {gigabytes(pool.peak)} of {pool.name}, {gigabytes(pool.available)} are available"
     if refused:
         raise UserError(f"this run cannot fit: {problem}. {hint}")
     ranks.say(f"this run may not fit: {problem}. {hint}")

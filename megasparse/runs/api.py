@@ -201,10 +201,10 @@ def plan(config: Config, gpus: int = 1, gpu_memory: str = "80GiB", gpu: str = "A
         gpus: Number of GPUs.
         gpu_memory: Memory per GPU with its unit, such as "80GiB" or "80GB".
         gpu: A100, H100 or H200.
-        gpus_per_node: GPUs that share a node.
+        gpus_per_node: Number of GPUs per node.
 
     Raises:
-        ConfigError: The GPU is unknown, or the size has no unit.
+        ConfigError: The GPU is unknown, or the unit of the size is missing.
 
     Examples:
         >>> plan = megasparse.plan(megasparse.load_config("reformer_64k"), gpus=8)

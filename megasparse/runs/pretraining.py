@@ -32,7 +32,7 @@ def pretrain(
         config: The run's configuration.
         resume: "auto" resumes from the newest checkpoint of the folder, "never" starts from scratch and raises an error
             if the folder contains checkpoints, a path resumes from that checkpoint.
-        start: Folder of weights to initialise from when the run has no checkpoint yet, see `hub.importing`. Needs
+        start: Folder of weights to initialise from before the first checkpoint exists, see `hub.importing`. Needs
             resume="auto".
         texts: Your own texts instead of `data.path`, see `runs.data.with_texts`.
         allow_changed_config: Resume although the configuration describes another run.
@@ -101,7 +101,7 @@ def require_room(config: Config, ranks: Ranks) -> None:
     """Check the memory of a step on each GPU before any weight is allocated; do nothing on a CPU.
 
     Raises:
-        UserError: A rank does not have the memory for its first step; raised on all ranks.
+        UserError: The first step does not fit on some rank; raised on all ranks.
     """
     if ranks.device.type != "cuda":
         return

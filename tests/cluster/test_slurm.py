@@ -96,6 +96,6 @@ def test_the_real_time_limit_and_the_limit_of_requeues(slurm, run, figures):
     state = slurm.wait_for(job, "COMPLETED", "FAILED", "TIMEOUT", limit=480)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), said(run)
     assert said(run).count("time is up, and the run has saved; requeued") == 1
-    assert "not requeued: that has happened 1 times" in said(run)
+    assert "not requeued: 1 requeues are the limit" in said(run)
     assert max(run.checkpoints()) == max(run.losses())
     figures(steps_in_four_minutes_of_queue=max(run.losses()))

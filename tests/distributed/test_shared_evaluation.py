@@ -117,7 +117,7 @@ def test_two_ranks_are_one(folder, found, sequence, name):
     if sequence > 1 and "no_code_length" in expected:
         reasons = [
             *expected["no_code_length"],
-            "strict causality to the bit is not tested of sequences that ranks share",
+            "bit-exact causality is not tested for sequences split over ranks",
         ]
         expected |= {"code_length": False, "no_code_length": reasons}
     assert ours == theirs and ours["protocol"] == expected
@@ -170,5 +170,5 @@ def test_an_evaluation_called_by_one_rank_is_rejected(monkeypatch, capsys, comma
 
 
 def test_all_ranks_write_one_text():
-    with pytest.raises(ConfigError, match=r"parallel\.sequence: 1, but 2 ranks are to write one text\. Set it to 2"):
+    with pytest.raises(ConfigError, match=r"parallel\.sequence: 1, but 2 ranks generate one text\. Set it to 2"):
         shared_decoder(None, Ranks(0, 2))

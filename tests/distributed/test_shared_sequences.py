@@ -83,7 +83,7 @@ def test_each_rank_reads_its_part_of_every_sequence(folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"run": {"engine": "torch"}}, 'parallel.sequence: 2 ranks are to share a sequence, but run.engine = "torch"'),
+        ({"run": {"engine": "torch"}}, 'parallel.sequence: 2 ranks per sequence, but run.engine = "torch"'),
         ({"data": {"sequence_length": 23}}, "data.sequence_length: 23 tokens cannot be divided evenly among"),
         ({"model": {"sentence_order": {"separator": 9}}}, "model.sentence_order: given"),
         ({"model": {"source": {"length": 7}}}, "model.source.length: 7 tokens cannot be divided evenly among"),

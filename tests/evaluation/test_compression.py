@@ -107,10 +107,10 @@ def test_files_of_another_model_and_damaged_ones_are_rejected():
     assert (found.exceptions == code.exceptions).all()
     assert (count, crc) == (len(tokens), zlib.crc32(text))
     other = build_model(model.config, seed=4).double()
-    with pytest.raises(DataError, match="made with another model"):
+    with pytest.raises(DataError, match="compressed with another model"):
         unpack(path, raw, model_digest(other, 7, 60), 256)
     assert model_digest(model, 8, 60) != digest != model_digest(model, 7, 61)
-    with pytest.raises(DataError, match="not made by megasparse compress"):
+    with pytest.raises(DataError, match="not written by megasparse compress"):
         unpack(path, b"PK" + raw, digest, 256)
     huge = raw[:9] + b"\xff" * 8 + b"\x01" + raw[11:]
     for wrong in (raw[:8], raw[:10], huge, pack(code, 1 << 40, text, digest)):
@@ -140,10 +140,10 @@ def test_a_rejected_input_leaves_no_file(run, tmp_path):
     compression.compress(run, source, packed)
     damaged = tmp_path / "damaged.msz"
     damaged.write_bytes(packed.read_bytes()[:-1] + bytes([packed.read_bytes()[-1] ^ 1]))
-    for path, message in ((damaged, "it is damaged"), (source, "not made by"), (tmp_path / "none", "cannot be read")):
+    for path, message in ((damaged, ": damaged"), (source, "not written by"), (tmp_path / "none", "cannot be read")):
         with pytest.raises(UserError, match=message):
             compression.decompress(run, path, out)
-    with pytest.raises(UserError, match="a file already"):
+    with pytest.raises(UserError, match="already exists"):
         compression.compress(run, source, packed)
     (tmp_path / "empty").touch()
     with pytest.raises(UserError, match="the file is empty"):

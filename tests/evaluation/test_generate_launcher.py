@@ -145,7 +145,7 @@ def test_mistakes_are_one_line(pixels, translator, tmp_path, capsys):
     other = refused(capsys, generate, "--checkpoint", pixels, "--set", "data.tokenizer=bytes")
     assert 'data.tokenizer: "bytes" (sha256' in other and 'the checkpoint was trained with "pixels" (sha256' in other
     there, out = ["--checkpoint", pixels], ["--output", tmp_path / "out"]
-    assert "its model predicts pixels" in refused(capsys, generate, *there, "--tokens", 3)
+    assert "the model predicts pixels" in refused(capsys, generate, *there, "--tokens", 3)
     assert "--output: it is missing" in refused(capsys, generate, *there, "--images", 2)
     assert "--temperature: -1.0" in refused(capsys, generate, *there, "--images", 1, "--temperature", -1, *out)
     big = tmp_path / "big.png"
@@ -154,7 +154,7 @@ def test_mistakes_are_one_line(pixels, translator, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
     assert "--beams: not supported for images" in refused(capsys, generate, *there, "--images", 1, "--beams", 2, *out)
     there = ["--checkpoint", translator]
-    assert "predicts no pixels" in refused(capsys, generate, *there, "--images", 1, *out)
+    assert "does not predict pixels" in refused(capsys, generate, *there, "--images", 1, *out)
     assert "--source: it is missing" in refused(capsys, generate, *there)
     assert "--output: not supported for text" in refused(capsys, generate, *there, "--source", "x", *out)
     assert "--beams: 0" in refused(capsys, generate, *there, "--source", "x", "--beams", 0)

@@ -156,7 +156,7 @@ def test_images_that_do_not_fit_are_named_and_nothing_is_made(tmp_path):
     for name, shape, message in (
         ("text.png", RGB, "text.png: cannot be decoded"),
         ("none.png", RGB, "none.png: cannot be read: No such file"),
-        (saved(tmp_path / "colours.png", colours), ODD, "colours.png: this image has colours"),
+        (saved(tmp_path / "colours.png", colours), ODD, "colours.png: this image is in colour"),
     ):
         with pytest.raises(DataError, match=message):
             read_picture(tmp_path / name, shape)
@@ -164,12 +164,12 @@ def test_images_that_do_not_fit_are_named_and_nothing_is_made(tmp_path):
 
 def test_an_output_folder_with_files_is_not_changed(tmp_path):
     (tmp_path / "kept.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"--output: .* holds files already"):
+    with pytest.raises(ConfigError, match=r"--output: .* is not empty"):
         draw_images(Counter(), RGB, 1, 0, GREEDY, str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
     with pytest.raises(ConfigError, match="--output: it is missing"):
         open_output(None)
-    with pytest.raises(ConfigError, match=r"--output: .* cannot be made or read"):
+    with pytest.raises(ConfigError, match=r"--output: .* cannot be created or read"):
         open_output(str(tmp_path / "kept.txt" / "below"))
     with pytest.raises(ConfigError, match="--images: 0"):
         draw_images(Counter(), RGB, 0, 0, GREEDY, str(tmp_path / "new"))
@@ -229,7 +229,9 @@ def len_of_file(image: np.ndarray) -> int:
     return len(file.getvalue())
 
 
-@pytest.mark.parametrize(("count", "length", "problem"), [(192, 100, "are no whole"), (192, 96, "no square image")])
+@pytest.mark.parametrize(
+    ("count", "length", "problem"), [(192, 100, "do not divide"), (192, 96, "not form a square image")]
+)
 def test_png_wants_whole_square_images(count, length, problem):
     with pytest.raises(ConfigError, match=f"data.sequence_length: .*{problem}"):
         png_bits_per_dim(Stream(np.zeros(count, dtype=np.uint8)), length)

@@ -117,7 +117,7 @@ def test_greedy_text_is_the_whole_sequence_models_choice(folder, capsys):
 
 def test_mistakes_are_one_line(folder, capsys, tmp_path):
     long = refused(capsys, generate, "--checkpoint", folder / "run", "--prompt", "x" * 60, "--tokens", 5)
-    assert "--tokens: 60 tokens of prompt and 5 more do not fit model.max_length = 64" in long
+    assert "--tokens: a prompt of 60 tokens and 5 new tokens exceed model.max_length = 64" in long
     assert "contains no checkpoint" in refused(capsys, evaluate, "--checkpoint", tmp_path, "--data", folder / "data")
     there = ["--checkpoint", folder / "run"]
     assert "no data here" in refused(capsys, evaluate, *there, "--data", tmp_path)
@@ -160,7 +160,7 @@ def test_an_encoder_is_scored_on_the_tokens_it_masks(folder, capsys):
     assert found["accuracy"] == correct / masked
     assert "bits_per_dim" not in found
     assert found["protocol"]["masking"] == {"rate": 0.15, "token": 256, "whole_words": False}
-    line = f"{found['loss']:.4f} nats a masked token, perplexity {found['perplexity']:.3f}, accuracy "
+    line = f"{found['loss']:.4f} nats per masked token, perplexity {found['perplexity']:.3f}, accuracy "
     assert line in capsys.readouterr().out
     run(evaluate, *arguments, "--hash-seeds", 2)
     both = json.loads(out.read_text())

@@ -35,7 +35,7 @@ def test_sentence_order_is_reported_with_its_loss_accuracy_and_pairs():
     assert order["pairs"] == 14 and order["accuracy"] == pytest.approx(sum(correct) / 14)
     assert order["loss"] == pytest.approx(sum(nats) / 14, rel=1e-5)
     line = results.prediction_summary(result)
-    assert f"sentence order: {order['loss']:.4f} nats a pair" in line and "(14 pairs)" in line
+    assert f"sentence order: {order['loss']:.4f} nats per pair" in line and "(14 pairs)" in line
 
 
 def test_the_evaluation_inside_training_is_that_of_a_checkpoint():

@@ -57,7 +57,7 @@ def test_only_tested_setups_report_a_code_length():
     packaged = build_mechanism("lsh", small(), 2)
     assert (of(packaged)["code_length"], of(packaged)["no_code_length"]) == (True, [])
     (reason,) = of(object())["no_code_length"]
-    assert reason == "layer 0: strict causality to the bit is not tested of object"
+    assert reason == "layer 0: bit-exact causality is not tested for object"
     assert of(packaged, score_from=3)["no_code_length"] == ["the first 3 tokens of each window are not scored"]
 
 
@@ -116,7 +116,7 @@ def test_part_of_a_split_has_byte_counts_only_for_byte_tokens():
     assert (words["dims"], words["bytes"], words["words"]) == (16, None, None)
     assert words["bits_per_token"] == pytest.approx(1 / math.log(2)) and words["token_perplexity"] == math.e
     assert words["bits_per_byte"] is words["word_perplexity"] is None
-    reason = f"known only of the whole split, of which 16 of {len(WORDS)} tokens were scored"
+    reason = f"known only for the whole split, of which 16 of {len(WORDS)} tokens were scored"
     assert words["protocol"]["left_out"] == dict.fromkeys(["bits_per_byte", "word_perplexity"], reason)
     assert words["protocol"]["coverage"] == 16 / len(WORDS)
     assert (text["bytes"], text["words"], text["word_perplexity"]) == (16, None, None)
@@ -127,7 +127,7 @@ def test_part_of_a_split_has_byte_counts_only_for_byte_tokens():
 def test_counts_missing_in_the_index_are_omitted():
     found = of_words([1.0] * 9, split_bytes=None, split_words=None)
     assert found["bits_per_byte"] is found["word_perplexity"] is None
-    reason = "the index of the data does not have it"
+    reason = "the index of the data does not contain it"
     assert found["protocol"]["left_out"] == dict.fromkeys(["bits_per_byte", "word_perplexity"], reason)
     old = of_bytes([1.0] * 256, split_bytes=None, split_words=None)
     assert old["bytes"] == len(TEXT) and old["protocol"]["left_out"] == {"word_perplexity": reason}
@@ -203,7 +203,7 @@ def test_from_text_to_result_with_words_and_with_bytes(tmp_path, capsys):
     protocol = words["protocol"]
     assert (protocol["tokenizer"]["name"], protocol["lossless"]) == ("words", False)
     assert protocol["symbols"] == "tokens of words"
-    assert protocol["no_code_length"] == ["the tokenizer does not give every text back"]
+    assert protocol["no_code_length"] == ["the tokenizer is not lossless"]
     assert protocol["code_length"] is False and "bits/byte" not in capsys.readouterr().out
     assert (protocol["coverage"], protocol["context_start"], protocol["left_out"]) == (1.0, "learned start vector", {})
     text = launched(tmp_path, "bytes")
@@ -229,5 +229,7 @@ def test_windows_of_records_are_records(tmp_path):
     assert found.data_settings == {"record": 16, "sample_bytes": 64, "downsampling": "box"}
     assert (found.record, found.stride, found.split_bytes, found.split_words) == (16, 16, len(TEXT), len(WORDS))
     assert protocol_of(config, run, index, build_tokenizer("bytes"), "train", stride=8).stride == 8
-    with pytest.raises(ConfigError, match=r"--stride: 8 tokens would begin a window inside .* records of 16\. Leave"):
+    with pytest.raises(
+        ConfigError, match=r"--stride: 8 tokens would start windows inside .* records of 16 tokens\. Remove"
+    ):
         protocol_of(config, run, records, build_tokenizer("bytes"), "train", stride=8)

@@ -66,7 +66,9 @@ def test_targets_are_scored_and_neither_sources_nor_padding(model):
     assert found["accuracy"] == correct / 2 / count > 0
     assert found["standard_deviation"] == pytest.approx(abs(sums[0] - sums[1]) / count / math.sqrt(2), rel=1e-3)
     assert found["protocol"]["source_length"] == SOURCE and found["protocol"]["leaks"] == []
-    assert summary(found).startswith(f"{found['loss']:.4f} nats a target token, perplexity {found['perplexity']:.3f}, ")
+    assert summary(found).startswith(
+        f"{found['loss']:.4f} nats per target token, perplexity {found['perplexity']:.3f}, "
+    )
     one = evaluate(model, stream, protocol_with("bytes", sequence_length=14, stride=14, seeds=[3]), 1, 2, Ranks())
     assert one["standard_deviation"] is None
     assert one["dims"] == sum(token != PADDING for record in data[:2] for token in record[SOURCE:])
@@ -88,4 +90,4 @@ def test_from_translations_to_a_result(tmp_path, capsys):
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["dims"] == len("eins zwei sechs") - 2 + 3  # each target's end is predicted too
     assert found["perplexity"] == pytest.approx(260, rel=1e-5)
-    assert "5.5607 nats a target token, perplexity 260.000, accuracy" in capsys.readouterr().out
+    assert "5.5607 nats per target token, perplexity 260.000, accuracy" in capsys.readouterr().out

@@ -118,13 +118,13 @@ def test_sources_are_a_text_or_the_lines_of_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "asked", "sources", "message"),
     [
-        (config(), request(), [b"x"], "--source: this is a decoder, which reads no source"),
+        (config(), request(), [b"x"], "--source: a decoder does not read a source"),
         (pair(), request(), [], "--source: it is missing"),
-        (pair(), request(), [b"12345", b"123456"], r"--source: number 2 has 7 tokens.*model.source.length = 6"),
-        (config(document_separator=0), request(b"a\0b"), [], r"--prompt: it holds the token that ends a text \(0\)"),
-        (pair(vocabulary=258), request(), [b"x"], r"model.vocabulary: 258 has no room for.*\(259\)"),
-        (config(), request(b"a", 16), [], "--tokens: 1 tokens of prompt and 16 more do not fit"),
-        (config(), request(b"a" * 17), [], "--tokens: 17 tokens of prompt and"),
+        (pair(), request(), [b"12345", b"123456"], r"--source: number 2 is 7 tokens long.*model.source.length = 6"),
+        (config(document_separator=0), request(b"a\0b"), [], r"--prompt: it contains the token that ends a text \(0\)"),
+        (pair(vocabulary=258), request(), [b"x"], r"model.vocabulary: 258 does not include.*\(259\)"),
+        (config(), request(b"a", 16), [], "--tokens: a prompt of 1 tokens and 16 new tokens exceed"),
+        (config(), request(b"a" * 17), [], "--tokens: a prompt of 17 tokens and"),
         (config(), request(beams=0), [], "--beams: 0"),
         (config(), Request(b"", 1, Sampling(-1.0), None, 0.0), [], "--temperature: -1.0"),
     ],
@@ -135,9 +135,9 @@ def test_an_unwritable_output_is_rejected_before_the_work(settings, asked, sourc
 
 
 def test_a_tokenizer_that_does_not_fit_is_rejected():
-    with pytest.raises(ConfigError, match="--checkpoint: its model predicts pixels, not text"):
+    with pytest.raises(ConfigError, match="--checkpoint: the model predicts pixels, not text"):
         texts(Counter(), config(), PixelTokenizer(), request(), [], CPU)
     tokenizer = ByteTokenizer()
     tokenizer.special = None
-    with pytest.raises(ConfigError, match='"bytes" has no special tokens'):
+    with pytest.raises(ConfigError, match='"bytes" does not define special tokens'):
         texts(FromSource(), pair(), tokenizer, request(), [b"x"], CPU)

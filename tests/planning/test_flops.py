@@ -200,4 +200,4 @@ def test_the_first_rank_on_cpus_warns_of_a_long_run(precision, gflops, hours, ra
     for warning in warnings:
         assert "about 5 hours on this machine" in warning and f"of the {gflops} GFLOP/s" in warning
         assert warning.endswith("fewer training.steps; a GPU")
-        assert ('Quicker: training.precision="fp32", 2.5 times as fast here; ' in warning) == (precision == "bf16")
+        assert ('Faster: training.precision="fp32", 2.5 times as fast here; ' in warning) == (precision == "bf16")

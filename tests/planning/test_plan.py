@@ -218,13 +218,13 @@ def test_sizes_need_a_number_and_a_unit(text):
 
 
 def test_gpus_must_be_known_and_divide_the_batch():
-    with pytest.raises(ConfigError, match=r'--gpu: "V9" is not one of A100, H100, H200\. Give --peak-tflops'):
+    with pytest.raises(ConfigError, match=r'--gpu: "V9" is not one of A100, H100, H200\. Also give --peak-tflops'):
         hardware("V9", None)
     assert hardware("V9", 100).peak == 1e14
     config = config_of(training={"global_batch": 4})
-    with pytest.raises(ConfigError, match=r"--gpus: 3 GPUs take 3 sequences at once.*At most 4 GPUs have work"):
+    with pytest.raises(ConfigError, match=r"--gpus: 3 GPUs process 3 sequences at once.*Use at most 4 GPUs"):
         Plan(config, A100, 3)
-    with pytest.raises(ConfigError, match="--gpus: 12 is no multiple of --gpus-per-node = 8"):
+    with pytest.raises(ConfigError, match="--gpus: 12 is not a multiple of --gpus-per-node = 8"):
         Plan(config, A100, 12)
 
 
@@ -237,7 +237,7 @@ def test_the_command_prints_json(tmp_path, capsys):
     assert plan["step_seconds"] == pytest.approx(sum(plan["seconds"].values()))
     commands.run(door("plan"), *words, "2GiB")
     assert "longest sequence that fits" in capsys.readouterr().out
-    assert "no unit" in commands.refused(capsys, door("plan"), *words, "80")
+    assert "needs a unit" in commands.refused(capsys, door("plan"), *words, "80")
 
 
 def test_a_run_that_cannot_fit_is_rejected_on_every_rank(capsys):
@@ -246,7 +246,7 @@ def test_a_run_that_cannot_fit_is_rejected_on_every_rank(capsys):
     assert capsys.readouterr().err == ""
     require_fit(pools, Ranks(), "Change x")
     (warning,) = capsys.readouterr().err.splitlines()
-    assert "may not fit: a step takes about 0.000 MB of CPU memory" in warning
+    assert "may not fit: a step needs about 0.000 MB of CPU memory" in warning
     with pytest.raises(UserError, match=r"this run cannot fit: .* of CPU memory, .* are available\. Change x"):
         require_fit([pools[0], replace(pools[1], available=90)], Ranks(), "Change x")
     other = SimpleNamespace(any=lambda refused: True)

@@ -35,7 +35,7 @@ def test_pretraining_resumes_where_it_stopped(tmp_path):
     }
     config = build_config(settings, [])
     _, trial, plan = dry_run_report(config)
-    assert "planned for A100" in plan and " h here for 3 steps" in trial and not run.exists()
+    assert "planned for A100" in plan and " h on this machine for 3 steps" in trial and not run.exists()
     handlers = [signal.getsignal(number) for number in STOPPING]
     assert pretrain(config, stop_at=2) == RunResult(run, 2, complete=False)
     assert pretrain(config, stop_at=1) == RunResult(run, 2, complete=False)

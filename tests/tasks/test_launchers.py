@@ -212,9 +212,9 @@ def test_incompatible_options_of_a_launcher_are_rejected(folder, capsys, tmp_pat
     assert "needs a single checkpoint" in refused(capsys, evaluate, *several, "--checkpoint", folder / "run_1")
     assert "2 pretrained models" in refused(capsys, evaluate, *there, folder / "run_1")
     assert "Use megasparse evaluate --task" in refused(capsys, evaluate, *there)
-    assert "is one of the files that are read" in refused(capsys, evaluate, *tasks, "--json", folder / "test.csv")
+    assert "is an input file" in refused(capsys, evaluate, *tasks, "--json", folder / "test.csv")
     new = ["--source", folder / "test.csv", "--output"]
-    assert "is one of the files that are read" in refused(capsys, predict, *there, *new, folder / "test.csv")
+    assert "is an input file" in refused(capsys, predict, *there, *new, folder / "test.csv")
     assert "is no known form" in refused(capsys, predict, *there, *new, tmp_path / "x.xml")
     checkpoint(encoder("full"), tmp_path / "pretrained")
     other = ["--checkpoint", tmp_path / "pretrained"]

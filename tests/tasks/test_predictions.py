@@ -103,7 +103,7 @@ def test_outputs_are_rejected_before_the_work(tmp_path):
     for path, message in (
         (tmp_path, "is a folder"),
         (tmp_path / "file" / "out.csv", "cannot be written"),
-        (tmp_path / "file", "is one of the files that are read"),
+        (tmp_path / "file", "is an input file"),
     ):
         with pytest.raises(UserError, match=message):
             require_writable(None, path, sources=[str(tmp_path / "." / "file")])

@@ -99,10 +99,10 @@ def test_attention_writes_a_table_and_all_its_figures(tmp_path, capsys, monkeypa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--lengths", "100"], "100 is no multiple of two windows"),
-        (["--mechanisms", "lhs"], 'there is no "lhs"'),
-        (["--compare", "flash"], '--compare: there is no "flash"'),
-        (["--bidirectional", "--compare", "hf"], "hf is measured as a decoder's"),
+        (["--lengths", "100"], "100 is not a multiple of two windows"),
+        (["--mechanisms", "lhs"], 'unknown name "lhs"'),
+        (["--compare", "flash"], '--compare: unknown name "flash"'),
+        (["--bidirectional", "--compare", "hf"], "hf is only measured with a causal mask"),
     ],
 )
 def test_a_wrong_request_is_one_line(words, message, capsys):
@@ -162,7 +162,7 @@ def test_decoders_measure_nats_and_captured_attention(plain):
     assert rows["full"]["captured"] == pytest.approx(1.0) == rows["all"]["captured"]
     assert rows["all"]["nats"] == pytest.approx(expected, abs=1e-5)
     assert rows["window"]["captured"] < rows["oracle"]["captured"] < 1.0
-    with pytest.raises(Exception, match=r"--arm: full names no attention"):
+    with pytest.raises(Exception, match=r"--arm: full is not an arm"):
         decoders.arm_of("full")
 
 

@@ -1,24 +1,24 @@
-r"""Measure time and memory of the attention operation, heads in and heads out, beside torch's and published Reformers'.
+r"""Measure time and memory of attention without projections, compared with torch and published Reformers.
 
-    python tools/bench/attention.py                                         # a GPU: an hour or two
-    python tools/bench/attention.py --mechanisms lsh --lengths 16384,65536  # a GPU: minutes
-    python tools/bench/attention.py --device cpu --lengths 1024,4096        # a CPU: a minute
+    python tools/bench/attention.py                                         # one or two hours on a GPU
+    python tools/bench/attention.py --mechanisms lsh --lengths 16384,65536  # minutes on a GPU
+    python tools/bench/attention.py --device cpu --lengths 1024,4096        # a minute on a CPU
     python tools/bench/attention.py --device cpu --lengths 4096,16384,65536 --compare sdpa,hf,reformer-pytorch \
       --json bench.json
 
-Each implementation is measured at each length in a process of its own, on the same random queries, keys and values:
-normalisation of keys, hashing, sorting, attention and, with the mechanisms that learn their hashes, that learning. A
-warm-up, then --repeat runs, forward and backward: median and range of their times (CUDA events on a GPU), and the peak
-of memory beyond inputs and the outputs' gradient (resident memory on a CPU), in training and in a forward pass without
-gradients, beside what the forward pass keeps for the backward, inputs included. What runs out of memory is a row that
-says so, and is not tried at greater lengths.
+Each implementation and length is measured in a separate process, on the same random queries, keys and values. The
+measurement includes normalisation of keys, hashing, sorting, attention, and the training of learned hashes. After a
+warm-up, --repeat runs of forward and backward give the median and range of times (CUDA events on a GPU), the peak
+memory beyond inputs and output gradient (resident memory on a CPU) in training and in a forward without gradients, and
+the bytes saved for the backward, inputs included. If an implementation runs out of memory, its row reports this, and
+greater lengths are skipped.
 
-LSH has shared queries and keys, --rounds rounds and --window tokens a chunk (of half a chunk a bucket); HuggingFace's
-LSHSelfAttention (its projections left out) and reformer-pytorch's LSHAttention have the same. LHA (window: a bucket)
-and local attention have the same window, YOSO --hashes hashes, Smart Bird 20 keys, torch's SDPA the fastest of its
-backends, all of them causal unless --bidirectional is given. YOSO's time depends on which queries and keys collide:
-yoso-clustered has each of them near one of L/64 random centres (two of a cluster have a cosine of about 0.9), as
-trained ones have, which random ones have not.
+LSH uses shared queries and keys, --rounds rounds and chunks of --window tokens (two buckets per chunk), as do
+HuggingFace's LSHSelfAttention (without projections) and reformer-pytorch's LSHAttention. LHA (window: a bucket) and
+local attention use the same window, YOSO --hashes hashes, Smart Bird 20 keys, and SDPA the fastest backend of torch.
+Attention is causal unless --bidirectional is given. The time of YOSO depends on collisions of queries and keys: in
+yoso-clustered they are near L/64 random centres (cosine of about 0.9 in a cluster), as in trained models but unlike
+random vectors.
 
 B batch, H heads, L length, D head dim, E = H·D, M window, R rounds.
 """
@@ -54,9 +54,9 @@ from megasparse.ops.random import RngContext
 from tools.bench.measuring import MeasurementError, alone, machine, peak, reset_peak, time_passes
 
 Pass = Callable[[], Callable[[], None]]
-"""A forward pass, which gives back its backward pass."""
+"""A forward pass that returns its backward pass."""
 CLUSTERED = "yoso-clustered"
-"""YOSO on queries and keys that lie together, as trained ones do and random ones do not: its cost depends on them."""
+"""YOSO on clustered queries and keys, as in trained models, because its cost depends on collisions."""
 MECHANISMS: dict[str, str] = {
     "lsh": "lsh",
     "lha": "lha",
@@ -66,7 +66,7 @@ MECHANISMS: dict[str, str] = {
     "local": "local",
     "full": "full",
 }
-"""Ours by the names of the benchmark."""
+"""Name in the benchmark -> mechanism of megasparse."""
 CLUSTER = 64
 SPREAD = 1 / 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -75,8 +75,8 @@ WARM_UP = {"cpu": 1, "cuda": 3}
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured. implementation: one of MECHANISMS or PEERS, or a kind of attention. model: of which it is a
-    layer; its longest length is that of the measurement.
+    """A measurement. implementation: one of MECHANISMS or PEERS, or a kind of attention. model: configuration of the
+    layer; its `max_length` is the length of the measurement.
     """
 
     implementation: str
@@ -90,9 +90,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds of each repeat. extra_bytes: peak of memory beyond inputs and the outputs' gradient. testing_bytes: that
-    of a forward pass without gradients. kept_bytes: what a forward pass keeps for the backward, inputs included. note:
-    what else was chosen for it.
+    """Seconds of each repeat. extra_bytes: peak memory beyond inputs and output gradient. testing_bytes: the same for
+    a forward without gradients. kept_bytes: bytes saved for the backward, inputs included. note: chosen backend.
     """
 
     forward: list[float]
@@ -106,7 +105,10 @@ class Measurement:
 def model_of(
     kind: str, length: int, heads: int, dim: int, rounds: int, window: int, hashes: int = 32, causal: bool = True
 ) -> ModelConfig:
-    """A decoder, or an encoder, whose layers have this mechanism. LSH has the paper's 2·L/M buckets. hashes: YOSO's."""
+    """Return the configuration of a decoder or encoder with this mechanism; LSH uses the paper's 2·L/M buckets.
+
+    hashes: number of hashes of YOSO.
+    """
     attention = {
         "pattern": [kind],
         "lsh": {"rounds": rounds, "chunk": min(window, length)},
@@ -125,12 +127,12 @@ def model_of(
 
 
 def measure(case: Case) -> Measurement:
-    """Takes memory that nothing else may have taken before: one call a process."""
+    """Measure a case. Call it once per process, because the peak of memory includes earlier use."""
     device = torch.device(case.device)
     warm_up = WARM_UP[device.type]
     short = min(max(256, 4 * case.model.attention.lsh.chunk), case.model.max_length)
     tiny = replace(case, model=case.model.model_copy(update={"max_length": short}))
-    time_passes(build(tiny, device)[0], device, 1, 0)  # what libraries take for themselves is not the operation's
+    time_passes(build(tiny, device)[0], device, 1, 0)  # exclude memory that libraries allocate at their first use
     run, note = build(case, device)
     before = reset_peak(device)
     seconds = time_passes(run, device, case.repeats, warm_up)
@@ -144,7 +146,7 @@ def measure(case: Case) -> Measurement:
 
 
 def kept_bytes(run: Pass) -> int:
-    """Bytes of the tensors that a forward pass keeps for its backward, each once."""
+    """Return the bytes of the tensors that a forward pass saves for the backward, without duplicates."""
     kept: dict[int, Tensor] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -158,17 +160,17 @@ def kept_bytes(run: Pass) -> int:
 
 
 def build(case: Case, device: torch.device) -> tuple[Pass, str]:
-    """The implementation on random inputs, and what was chosen for it."""
+    """Return the implementation's pass on random inputs, and the chosen backend."""
     heads = Inputs(case, device)
     peer = PEERS.get(case.implementation)
     return (_ours(case, heads), "") if peer is None else peer(case, heads)
 
 
 class Inputs:
-    """Tensors q, k, v (B, H, L, D) and the outputs' gradient g: standard normal, the same for every implementation.
+    """Tensors q, k, v (B, H, L, D) and the output gradient g: standard normal, the same for every implementation.
 
-    Of `CLUSTERED`, q and k are one of L/64 random centres each (the same 64 tokens' of both on average) plus noise a
-    third as long: two of a cluster have a cosine of about 0.9.
+    For `CLUSTERED`, q and k are one of L/64 random centres plus noise with a third of its length: two vectors of a
+    cluster have a cosine of about 0.9.
     """
 
     def __init__(self, case: Case, device: torch.device):
@@ -189,7 +191,7 @@ class Inputs:
         return centres.gather(2, nearest.unsqueeze(-1).expand_as(noise)) + SPREAD * noise
 
     def layer_input(self, case: Case) -> Tensor:
-        """Input of the layer, x (B, L, E), which Smart Bird alone reads."""
+        """Return the input of the layer, x (B, L, E), which only Smart Bird reads."""
         shape = (case.batch, case.model.max_length, case.model.d_model)
         if case.implementation == "smart_bird":
             return self._normal(*shape)
@@ -197,7 +199,7 @@ class Inputs:
 
 
 def _ours(case: Case, heads: Inputs) -> Pass:
-    """Our mechanism, called as `AttentionLayer` calls it in training; with what the mechanism itself learns."""
+    """Return the pass of a megasparse mechanism as in `AttentionLayer` in training, with its auxiliary loss."""
     model, kind = case.model, MECHANISMS.get(case.implementation, case.implementation)
     mechanism = build_mechanism(kind, model, model.heads)
     initialise(mechanism, model, case.seed)
@@ -218,8 +220,9 @@ def outputs_of(
     kind: str, mechanism: Attention, model: ModelConfig, heads: Sequence[Tensor], x: Tensor, samples: Tensor,
     targets: Tensor, seed: int = 0,
 ) -> list[Tensor]:  # fmt: skip
-    """The output of a mechanism over all heads of a layer in training, and the loss of what it learns itself, if any.
-    heads: q, k and v (B, H, L, D), without k where the queries are the keys.
+    """Return the output of a mechanism over all heads of a layer in training, and its auxiliary loss, if any.
+
+    heads: q, k and v (B, H, L, D), without k if queries and keys are shared.
     """
     q, v = heads[0], heads[-1]
     keys = q[:, :0] if mechanism.shared_qk else heads[1]
@@ -237,7 +240,7 @@ def _leaves(*inputs: Tensor) -> list[Tensor]:
 
 
 def _passes(attend: Callable[[], list[Tensor]], leaves: list[Tensor], g: Tensor) -> Pass:
-    """Return a pass forward and backward. attend: gives the output, whose gradient is g, and any auxiliary loss."""
+    """Return a forward and backward pass. attend: returns the output, whose gradient is g, and any auxiliary loss."""
 
     def forward() -> Callable[[], None]:
         for leaf in leaves:
@@ -250,7 +253,7 @@ def _passes(attend: Callable[[], list[Tensor]], leaves: list[Tensor], g: Tensor)
 
 
 def sdpa(case: Case, heads: Inputs) -> Pass:
-    """PyTorch's attention, by the backend that torch chooses."""
+    """Return the pass of PyTorch's attention with the backend that torch selects."""
     leaves = _leaves(heads.q, heads.k, heads.v)
     causal = case.model.kind != "encoder"
 
@@ -262,7 +265,7 @@ def sdpa(case: Case, heads: Inputs) -> Pass:
 
 
 def _fastest_sdpa(case: Case, heads: Inputs) -> tuple[Pass, str]:
-    """PyTorch's attention, on a GPU by the fastest of its fused backends."""
+    """Return the pass of PyTorch's attention, on a GPU with its fastest fused backend."""
     run = sdpa(case, heads)
     if heads.q.device.type != "cuda":
         return run, ""
@@ -275,7 +278,7 @@ def _fastest_sdpa(case: Case, heads: Inputs) -> tuple[Pass, str]:
         return forward
 
     times = dict(_tried(by, heads.q.device))
-    for leaf in (heads.q, heads.k, heads.v):  # what is measured after it allocates its own
+    for leaf in (heads.q, heads.k, heads.v):  # measured passes allocate their gradients
         leaf.grad = None
     if not times:
         return run, ""
@@ -284,18 +287,18 @@ def _fastest_sdpa(case: Case, heads: Inputs) -> tuple[Pass, str]:
 
 
 def _tried(by: Callable[[SDPBackend], Pass], device: torch.device) -> Iterator[tuple[SDPBackend, float]]:
-    """Each backend that can do it, and its seconds."""
+    """Yield each supported backend and its seconds."""
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
         try:
             yield backend, min(both for _, both in time_passes(by(backend), device, 2, 1))
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:  # it does not take this dtype, head dim or GPU
+        except RuntimeError:  # unsupported dtype, head dim or GPU
             continue
 
 
 class _Projected(nn.Module):
-    """Stand-in for a projection, which returns vectors that are projected already."""
+    """Stand-in for a projection that returns projected vectors."""
 
     def __init__(self, x: Tensor):
         super().__init__()
@@ -306,8 +309,8 @@ class _Projected(nn.Module):
 
 
 def _hf(case: Case, heads: Inputs) -> tuple[Pass, str]:
-    """HuggingFace's LSHSelfAttention without its projections: queries and values go in as (B, L, E), as it splits them
-    itself. It takes numbers of buckets that are powers of two, here the nearest to 2·L/M, above 128 in two factors.
+    """Return the pass of HuggingFace's LSHSelfAttention without projections, on queries and values (B, L, E). The
+    number of buckets is the power of two nearest to 2·L/M, above 128 in two factors.
     """
     from transformers import ReformerConfig
     from transformers.models.reformer.modeling_reformer import LSHSelfAttention
@@ -339,7 +342,7 @@ def _hf(case: Case, heads: Inputs) -> tuple[Pass, str]:
 
 
 def _reformer_pytorch(case: Case, heads: Inputs) -> tuple[Pass, str]:
-    """LSHAttention as lucidrains published it, which takes (B·H, L, D) and gives its output first."""
+    """Return the pass of lucidrains' LSHAttention, which takes (B·H, L, D) and returns its output first."""
     from reformer_pytorch.reformer_pytorch import LSHAttention
 
     lsh = case.model.attention.lsh
@@ -354,12 +357,13 @@ PEERS: dict[str, Callable[[Case, Inputs], tuple[Pass, str]]] = {
     "reformer-pytorch": _reformer_pytorch,
 }
 NEEDS = {"hf": "transformers", "reformer-pytorch": "reformer_pytorch"}
-"""The package that a peer is in, where it is not torch."""
+"""Peer -> package that it needs besides torch."""
 
 
 def crossover(ours: dict[int, float], theirs: dict[int, float]) -> int | None:
-    """The length from which on ours is faster, interpolated on logarithmic scales; the shortest one measured, if it is
-    faster already there; None where it is not at the longest one. Seconds by length; infinite where it failed.
+    """Return the length above which the first of two implementations is faster, interpolated on logarithmic scales; the
+    shortest length if it is always faster, and None if it is slower at the longest one. Arguments: length -> seconds,
+    infinite if the measurement failed.
     """
     lengths = sorted(ours.keys() & theirs.keys())
     slower = [n for n in lengths if not ours[n] < theirs[n]]
@@ -384,7 +388,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {"cpu": CPU, "cuda": CUDA}
 
 
 def bench_attention(args: argparse.Namespace, command: str) -> dict[str, Any]:
-    """Measure everything. Returns all figures, which are also written to `args.json` as they come in."""
+    """Measure everything and return all figures, which are also written to `args.json` after each measurement."""
     settings = {key: value for key, value in vars(args).items() if key != "json"}
     about = {"command": command, "machine": alone(machine, torch.device(args.device)), "seed": SEED}
     rows: list[dict[str, Any]] = []
@@ -398,7 +402,7 @@ def bench_attention(args: argparse.Namespace, command: str) -> dict[str, Any]:
 
 
 def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for each implementation and length. Lengths above one that ran out of memory are not measured."""
+    """Yield a row per implementation and length. Lengths above one that ran out of memory are skipped."""
     series = list(product(args.heads, args.head_dim, [*args.compare, *args.mechanisms]))
     with tqdm(total=len(series) * len(args.lengths), unit="measurement", disable=None) as progress:
         for heads, dim, name in series:
@@ -414,7 +418,7 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def measure_one(args: argparse.Namespace, name: str, heads: int, dim: int, length: int) -> dict[str, Any]:
-    """Return the figures of one measurement, or the error that it ended with."""
+    """Return the figures of one measurement, or its error."""
     batch, layer_heads = (heads // 8, 8) if heads % 8 == 0 else (1, heads)
     kind, causal = MECHANISMS.get(name, "lsh"), not args.bidirectional
     model = model_of(kind, length, layer_heads, dim, args.rounds, args.window, args.hashes, causal)
@@ -438,8 +442,8 @@ def spread(seconds: list[float]) -> dict[str, Any]:
 
 
 def compared(rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
-    """Return the rows with their ratios to each peer at the same length (how much faster ours is, forward and backward,
-    and its memory as a fraction of the peer's), and the crossovers with SDPA.
+    """Return the rows with their ratios to each peer at the same length (speed of forward and backward, and memory),
+    and the crossovers with SDPA.
     """
     at = {(row["implementation"], row["heads"], row["head_dim"], row["length"]): row for row in rows}
     times: dict[tuple, dict[int, float]] = {}
@@ -461,7 +465,7 @@ def compared(rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, 
 
 
 def report(result: dict[str, Any], args: argparse.Namespace) -> Iterator[str]:
-    """Yield Markdown: a table for every number of heads and head dim, and where ours crosses SDPA."""
+    """Yield Markdown: a table for every number of heads and head dim, and the crossovers with SDPA."""
     about = result["machine"]
     yield f"`{result['command']}` on {about['device']}, torch {about['torch']}, {about['threads']} threads"
     mask = "both sides" if args.bidirectional else "causal"
@@ -481,7 +485,7 @@ def report(result: dict[str, Any], args: argparse.Namespace) -> Iterator[str]:
 
 
 def table(rows: list[dict[str, Any]], args: argparse.Namespace) -> Iterator[str]:
-    heading = ["attention", "tokens", "forward, ms", "forward + backward, ms", "ns a token"]
+    heading = ["attention", "tokens", "forward, ms", "forward + backward, ms", "ns per token"]
     heading += ["extra memory, GB", "in testing, GB", "kept, GB"]
     heading += [f"faster than {peer} × / its memory ×" for peer in args.compare]
     yield f"| {' | '.join(heading)} |"
@@ -502,25 +506,25 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace) -> Iterator[str]
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. Raises ConfigError for what does not go together or is not installed."""
+    """Parse the command line. Raises ConfigError for conflicting options and missing packages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
-    parser.add_argument("--mechanisms", type=names, metavar="A,B", help=f"of {', '.join(MECHANISMS)} (a CPU: lsh)")
-    parser.add_argument("--lengths", type=numbers, metavar="N,N", help="tokens (a CPU: 4096,16384; a GPU: 1K to 1M)")
-    parser.add_argument("--heads", type=numbers, metavar="N,N", help="batch × heads, 8 a sequence (a GPU: 8,64)")
-    parser.add_argument("--head-dim", type=numbers, metavar="N,N", help="(a CPU: 64; a GPU: 64,128)")
-    parser.add_argument("--rounds", type=int, metavar="N", help="hash rounds of LSH and its peers (a CPU: 4, a GPU: 2)")
-    parser.add_argument("--window", type=int, metavar="N", help="M, tokens of a chunk (a CPU: 64, a GPU: 128)")
-    parser.add_argument("--hashes", type=int, default=32, metavar="N", help="YOSO's (%(default)s)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if available")
+    parser.add_argument("--mechanisms", type=names, metavar="A,B", help=f"of {', '.join(MECHANISMS)} (CPU: lsh)")
+    parser.add_argument("--lengths", type=numbers, metavar="N,N", help="tokens (CPU: 4096,16384; GPU: 1K to 1M)")
+    parser.add_argument("--heads", type=numbers, metavar="N,N", help="batch × heads, 8 per sequence (GPU: 8,64)")
+    parser.add_argument("--head-dim", type=numbers, metavar="N,N", help="(CPU: 64; GPU: 64,128)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="hash rounds of LSH and its peers (CPU: 4; GPU: 2)")
+    parser.add_argument("--window", type=int, metavar="N", help="M, tokens per chunk (CPU: 64; GPU: 128)")
+    parser.add_argument("--hashes", type=int, default=32, metavar="N", help="hashes of YOSO (%(default)s)")
     parser.add_argument("--bidirectional", action="store_true", help="as in an encoder; --compare sdpa or none")
-    parser.add_argument("--dtype", choices=list(DTYPES), help="(a CPU: fp32, a GPU: bf16)")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="(CPU: fp32; GPU: bf16)")
     parser.add_argument("--compare", type=names, metavar="A,B", help=f"of {', '.join(PEERS)}, or none (all installed)")
-    parser.add_argument("--repeat", type=int, metavar="N", help="measured runs (a CPU: 3, a GPU: 10)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers and how they were measured there")
+    parser.add_argument("--repeat", type=int, metavar="N", help="measured runs (CPU: 3; GPU: 10)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the results and their settings to this file")
     args = parser.parse_args(words)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device", "torch sees no GPU here", "Write --device cpu")
+        raise ConfigError("--device", "torch does not find a GPU", "Use --device cpu")
     installed = [peer for peer in PEERS if peer not in NEEDS or importlib.util.find_spec(NEEDS[peer]) is not None]
     for key, value in {**DEFAULTS[args.device], "compare": installed}.items():
         if getattr(args, key) is None:
@@ -529,17 +533,17 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     for option, values, allowed in (("mechanisms", args.mechanisms, MECHANISMS), ("compare", args.compare, PEERS)):
         for name in values:
             if name not in allowed:
-                raise ConfigError(f"--{option}", f'there is no "{name}"', did_you_mean(name, allowed))
+                raise ConfigError(f"--{option}", f'unknown name "{name}"', did_you_mean(name, allowed))
     if missing := [peer for peer in args.compare if peer not in installed]:
-        hint = "pip install 'megasparse[bench]', or leave it out"
+        hint = "Run pip install 'megasparse[bench]', or remove it"
         raise ConfigError("--compare", f"{missing[0]} is not installed", hint)
     causal = sorted(set(NEEDS) & set(args.compare))
     if args.bidirectional and causal:
-        raise ConfigError("--bidirectional", f"{causal[0]} is measured as a decoder's", "Write --compare sdpa")
+        raise ConfigError("--bidirectional", f"{causal[0]} is only measured with a causal mask", "Use --compare sdpa")
     args.lengths = sorted(args.lengths)
     if causal and (unfit := [length for length in args.lengths if length % (2 * args.window)]):
-        hint = f"Take multiples of {2 * args.window}, or --compare sdpa"
-        raise ConfigError("--lengths", f"{unfit[0]} is no multiple of two windows, which hf and its like need", hint)
+        hint = f"Give multiples of {2 * args.window}, or --compare sdpa"
+        raise ConfigError("--lengths", f"{unfit[0]} is not a multiple of two windows, as {causal[0]} needs", hint)
     return args
 
 

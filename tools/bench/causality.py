@@ -1,9 +1,9 @@
-"""Measure strict causality: how far nats move before a position whose token and all later ones are replaced, of every
-strictly causal mechanism, in fp32, bf16 and fp16, and how far cached decoding is from a whole pass.
+"""Measure strict causality of every causal mechanism in fp32, bf16 and fp16: the change of nats before a position when
+its token and all later ones are replaced, and the difference between cached decoding and a forward pass.
 
     python tools/bench/causality.py --output causality.json
 
-One process, on a CPU; models of random weights. Writes the file after every case, and prints a Markdown table.
+Runs in one process on a CPU with random weights. Writes the file after every case and prints a Markdown table.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from megasparse.ops.random import RngContext
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DECODED = 64
-"""Tokens that are decoded after a prompt."""
+"""Number of tokens decoded after the prompt."""
 
 
 def random_tokens(length: int, seed: int) -> torch.Tensor:
@@ -30,7 +30,7 @@ def random_tokens(length: int, seed: int) -> torch.Tensor:
 
 @torch.no_grad()
 def measure(kind: str, dtype: str, length: int, layers: int, decode: bool) -> dict[str, object]:
-    """Return the largest moved nats before a position, the number of nats that moved, and the same of decoding."""
+    """Return the largest change of nats before a position, the number of changed nats, and the same for decoding."""
     positions = PositionsConfig(kind="rotary")
     config = ModelConfig(
         max_length=length, layers=layers, d_model=64, d_ff=128, heads=2, positions=positions,
@@ -72,9 +72,9 @@ def table(cases: list[dict[str, object]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--output", type=Path, required=True, help="a JSON file")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file for the results")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384])
-    parser.add_argument("--decode-at", type=int, default=4096, help="the length at which decoding is measured")
+    parser.add_argument("--decode-at", type=int, default=4096, help="length at which decoding is measured")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--mechanisms", nargs="+", default=list(MECHANISMS))
     args = parser.parse_args()

@@ -1,16 +1,15 @@
-r"""Compare attentions inside a pretrained decoder on texts of your own: nats a token, keys a query, the share of full
-attention on those keys, seconds.
+r"""Compare attention mechanisms inside a pretrained decoder on your own texts: nats per token, keys per query, the
+fraction of full attention on these keys, and seconds.
 
     python tools/bench/decoders.py --model MODEL --texts held_out/ --length 4096 --json decoder.json \
       --arm 'full={"kind": "full"}' --arm 'window, sinks={"kind": "local", "chunk": 128, "sinks": 4}' \
       --arm 'oracle={"best": 96, "window": 96, "sinks": 4}' --arm taught=TAUGHT
 
-An arm is settings of `megasparse replace-attention` for MODEL, a replaced folder, or an oracle: the `best` keys of each
-head beside a window and the first tokens. Arms that draw are measured once for each of --seeds; folders of several
-seeds may share a NAME. One window of --length tokens is taken from the beginning of every text. Rows that FILE holds
-already are not measured again, so the command can be stopped. With --passkey every arm also has so many trials of
-passkey retrieval (Mohtashami & Jaggi 2023): a number hidden at a drawn depth of the first text, --length tokens long,
-and asked for at its end.
+An arm is given by settings of `megasparse replace-attention` for MODEL, a replaced folder, or an oracle: the `best`
+keys of each head, a window and the first tokens. Arms with random draws are measured for --seeds seeds; folders of
+several seeds may share a NAME. The first window of --length tokens of every text is used. Rows that exist in FILE are
+skipped, so the command can be stopped and repeated. --passkey adds this number of trials of passkey retrieval per arm
+(Mohtashami & Jaggi 2023): a number is hidden at a random depth of the first text and asked for at its end.
 
 H heads, S queries, L length, D head dim.
 """
@@ -47,14 +46,14 @@ from megasparse.hub.teaching import read_windows
 from tools.bench.visible_keys import best_pairs, seen_pairs, weights
 
 QUERIES = 128
-"""Queries of a text whose keys are counted, spread evenly."""
+"""Number of evenly spread queries per text whose keys are counted."""
 _TILE = 128
-_TOKENS = 512  # whose logits exist at a time
+_TOKENS = 512  # tokens whose logits are computed at a time
 
 
 @dataclass(frozen=True)
 class Best:
-    """The oracle: `count` best keys of each head beside a window and sinks."""
+    """The oracle: the `count` best keys of each head, a window and sinks."""
 
     count: int
     window: int
@@ -64,7 +63,7 @@ class Best:
         return best_pairs(weight, queries, self.count, self.window, self.sinks)
 
     def attend(self, call: Call) -> Tensor:
-        """Softmax attention to the oracle's keys, some queries at a time: (1, H, L, D)."""
+        """Return softmax attention to the oracle's keys, computed in tiles of queries: (1, H, L, D)."""
         out = []
         for queries in torch.arange(call.inputs.q.shape[2]).split(_TILE):
             k, v = (x[:, :, : int(queries[-1]) + 1] for x in (call.inputs.k, call.inputs.v))
@@ -76,7 +75,7 @@ class Best:
 
 @dataclass(frozen=True)
 class Arm:
-    """An arm by its name. attention: settings of `replace_attention`, or {"best", "window", "sinks"}, or a folder."""
+    """A named arm. attention: settings of `replace_attention`, {"best", "window", "sinks"}, or a folder."""
 
     name: str
     attention: dict[str, Any] | Path
@@ -91,7 +90,7 @@ class Arm:
         )
 
     def seeds(self, count: int) -> list[int]:
-        """Of the models to measure: a folder's own, the first `count` of settings that draw, else 0."""
+        """Return the seeds to measure: a folder's seed, the first `count` for arms with random draws, else 0."""
         if isinstance(self.attention, Path):
             return [replacement_of(self.attention)["seed"]]
         return list(range(1 if self.attention.get("kind") in ("full", "local", None) else count))
@@ -105,9 +104,12 @@ class Arm:
 
 @torch.no_grad()
 def measure(model: PreTrainedModel, tokens: Tensor, oracle: Best | None) -> dict[str, Any]:
-    """One text (1, L). nats: mean over the tokens after the first. keys: mean number that a query sees, and captured:
-    the share of the layer's own full attention on them, of QUERIES queries, mean over heads and layers. seconds: of the
-    process, all threads, for the pass without the counting. layers: captured in each.
+    """Measure one text (1, L).
+
+    Returns:
+        nats: mean over the tokens after the first. keys: visible keys per query, and captured: fraction of the layer's
+        full attention on them, means over QUERIES queries, heads and layers. seconds: CPU time of all threads for the
+        pass without the counting. layers: captured per layer.
     """
     length, parts = tokens.shape[1], dict[int, list[tuple[float, float]]]()
     queries = 1 + torch.arange(min(QUERIES, length - 1)) * (length - 1) // min(QUERIES, length - 1)
@@ -141,7 +143,7 @@ def measure(model: PreTrainedModel, tokens: Tensor, oracle: Best | None) -> dict
 
 
 def nats(model: PreTrainedModel, hidden: Tensor, tokens: Tensor) -> float:
-    """Mean nats of tokens 1… (L,) of what the last layer gives, hidden (L, E)."""
+    """Return the mean nats of tokens (L,) after the first, from the last layer's states hidden (L, E)."""
     head: Any = model.get_output_embeddings()
     pairs = zip(hidden[:-1].split(_TOKENS), tokens[1:].split(_TOKENS), strict=True)
     return float(sum(F.cross_entropy(head(x).float(), y, reduction="sum") for x, y in pairs)) / (len(tokens) - 1)
@@ -149,7 +151,7 @@ def nats(model: PreTrainedModel, hidden: Tensor, tokens: Tensor) -> float:
 
 @contextmanager
 def attending(model: PreTrainedModel, oracle: Best | None) -> Iterator[None]:
-    """Inside the `with`, layers of full attention see the oracle's keys alone, where there is one."""
+    """Restrict layers of full attention to the oracle's keys in the context, if there is an oracle."""
 
     def restrict(mechanism: nn.Module, given: Any, output: AttentionOutput) -> AttentionOutput:
         assert isinstance(mechanism, Attention) and oracle is not None
@@ -165,14 +167,14 @@ def attending(model: PreTrainedModel, oracle: Best | None) -> Iterator[None]:
 
 KEY = "\nThe pass key is {number}. Remember it. {number} is the pass key.\n"
 QUESTION = "\nWhat is the pass key? The pass key is "
-"""The space is part of the question: it is a token of tokenizers that cut numbers into digits."""
+"""The space belongs to the question: it is a token in tokenizers that split numbers into digits."""
 ANSWER = "{number}"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A text with a number of five digits. tokens: (1, L) int64, whose last `answer` tokens are the number. depth: the
-    share of the text before the place where it is hidden.
+    """A text with a hidden number of five digits. tokens: (1, L) int64; the last `answer` tokens are the number. depth:
+    position of the number as a fraction of the text.
     """
 
     tokens: Tensor
@@ -181,8 +183,8 @@ class Trial:
 
     @staticmethod
     def draw(tokenizer: Any, filler: list[int], length: int, number: int) -> "Trial":
-        """The trial of a number (0, 1, …): which digits and which depth are a function of it. filler: tokens of a text,
-        `length` at least.
+        """Return the trial with this number (0, 1, …), which determines digits and depth. filler: at least `length`
+        tokens of a text.
         """
         drawn = random.Random(f"pass key {number}")
         digits, depth = drawn.randrange(10_000, 100_000), drawn.random()
@@ -198,7 +200,7 @@ class Trial:
 
 @torch.no_grad()
 def retrieved(model: PreTrainedModel, trial: Trial) -> bool:
-    """True if greedy decoding gives the number: each of its tokens is the likeliest after those before it."""
+    """Return True if greedy decoding gives the number: each of its tokens is the most likely next token."""
     base: Any = model.base_model
     head: Any = model.get_output_embeddings()
     hidden = base(input_ids=trial.tokens, use_cache=False).last_hidden_state
@@ -207,15 +209,14 @@ def retrieved(model: PreTrainedModel, trial: Trial) -> bool:
 
 
 KEYS = ("arm", "attention", "seed", "text", "trial")
-"""What rows differ by. trial: the number of a passkey trial, None in rows of texts."""
+"""Keys that identify a row. trial: number of a passkey trial, None in rows of texts."""
 
 
 def measured(
     plain: Path, arms: Sequence[Arm], texts: list[Path], length: int, seeds: int, trials: int, output: Path
 ) -> list[dict[str, Any]]:
-    """The rows of every arm, seed and text, and of passkey trials in the first text, of which those that are not in the
-    JSON file `output` are measured and written. Raises DataError for texts that are too short, or a file of something
-    else.
+    """Return the rows of every arm, seed and text, and of passkey trials in the first text. Rows missing in the
+    JSON file `output` are measured and written. Raises DataError for short texts or a file of another kind.
     """
     tokenizer = AutoTokenizer.from_pretrained(plain, local_files_only=True)
     first, rows = _windows(tokenizer, texts, length), kept_rows(output, KEYS, length=length)
@@ -246,8 +247,8 @@ def measured(
 
 
 def kept_rows(path: Path, keys: Sequence[str], **same: Any) -> list[dict[str, Any]]:
-    """The `rows` that a command wrote into a JSON file and goes on from; none where there is no file. keys: of each
-    row. same: values that stand beside the rows. Raises DataError for a file of something else.
+    """Return the `rows` of a JSON file to resume from; an empty list without a file. keys: keys of each row.
+    same: expected values of other keys of the file. Raises DataError for a file of another kind.
     """
     if not path.exists():
         return []
@@ -260,8 +261,8 @@ def kept_rows(path: Path, keys: Sequence[str], **same: Any) -> list[dict[str, An
             raise ValueError
     except (ValueError, LookupError, TypeError, AttributeError):
         with_what = "".join(f" with {name} {value}" for name, value in same.items())
-        problem = f"holds no rows{with_what} that this command wrote"
-        raise DataError(path, problem, "Name another file, or remove it") from None
+        problem = f"does not contain rows{with_what} of this command"
+        raise DataError(path, problem, "Choose another file, or remove it") from None
     return rows
 
 
@@ -270,22 +271,20 @@ def _windows(tokenizer: Any, texts: list[Path], length: int) -> list[list[int]]:
     for path in [file for text in texts for file in (sorted(text.rglob("*.txt")) if text.is_dir() else [text])]:
         first = read_windows(tokenizer, [path], length)[0]
         if len(first) < length:
-            raise DataError(path, f"has {len(first)} tokens, fewer than --length {length}", "Give longer texts")
+            raise DataError(path, f"{len(first)} tokens are fewer than --length {length}", "Give longer texts")
         texts_windows.append(first)
     if not texts_windows:
-        raise DataError(texts[0], "holds no *.txt", "Give text files")
+        raise DataError(texts[0], "contains no *.txt", "Give text files")
     return texts_windows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Means over texts and seeds of each arm, as lines of Markdown: with several seeds the range of their means, with
-    passkey trials the number found.
-    """
+    """Return a Markdown table of means over texts and seeds per arm, with the range over seeds and passkeys found."""
     arms: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         arms[row["arm"]].append(row)
     lines = [
-        "| attention | keys a query | captured | nats a token | CPU seconds | pass keys |",
+        "| attention | keys per query | captured | nats per token | CPU seconds | pass keys |",
         "|---|---|---|---|---|---|",
     ]
     for name, all_rows in arms.items():
@@ -312,11 +311,11 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--texts", type=Path, nargs="+", required=True, metavar="FILE", help="files, folders with *.txt"
     )
-    parser.add_argument("--length", type=int, default=4096, help="tokens of each text (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=4096, help="tokens per text (default: %(default)s)")
     parser.add_argument("--arm", action="append", required=True, metavar="NAME=VALUE", help="may be repeated")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="of arms that draw (default: 1)")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds of arms with draws (default: 1)")
     parser.add_argument("--passkey", type=int, default=0, metavar="N", help="trials of passkey retrieval (default: 0)")
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="file of the rows")
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="file for the rows")
     args = parser.parse_args(words)
     disable_progress_bar()
     arms = [arm_of(text) for text in args.arm]
@@ -328,7 +327,7 @@ def arm_of(text: str) -> Arm:
     name, equals, value = text.partition("=")
     hint = 'Write NAME={"kind": "full"}, NAME=FOLDER or NAME={"best": 96, "window": 96, "sinks": 4}'
     if not (name and equals and value):
-        raise ConfigError("--arm", f"{text} names no attention", hint)
+        raise ConfigError("--arm", f"{text} is not an arm", hint)
     if not value.startswith("{"):
         return Arm(name, Path(value))
     attention = parse_json(value, "--arm")

@@ -1,16 +1,16 @@
-r"""Check a GPU in minutes: kernels against their definitions, attention and training steps beside torch's attention.
+r"""Check a GPU in minutes: kernels against their definitions, attention and training steps against torch's attention.
 
     python tools/bench/gpu_check.py --output results --seconds 330        # an H100 or H200
-    python tools/bench/gpu_check.py --output more --skip results/results.jsonl   # on another machine, what is left
-    python tools/bench/gpu_check.py --only attention train                # jobs by the beginnings of their names
-    python tools/bench/gpu_check.py --list                                # their names and expected seconds
-    python tools/bench/gpu_check.py --small                               # a CPU: tiny sizes in Triton's interpreter
+    python tools/bench/gpu_check.py --output more --skip results/results.jsonl   # remaining jobs, on another machine
+    python tools/bench/gpu_check.py --only attention train                # jobs by prefixes of their names
+    python tools/bench/gpu_check.py --list                                # names and expected seconds
+    python tools/bench/gpu_check.py --small                               # on a CPU: tiny sizes, Triton's interpreter
 
-Every job runs in a process of its own with a limit of time; one that crashes is a row, and the others run. Jobs are in
-order of value, and none starts that cannot end within --seconds. The same command resumes; jobs that have run are
-skipped unless --only names them. OUTPUT gets results.jsonl (a row a result, written at once), table.md and log.txt.
-A wrong result ends the command with exit code 2. What jobs launch is recorded on torch's meta device and compiled
-beforehand in parallel; "compiled late" counts what that missed. The tests of the kernels run on a GPU by
+Every job runs in a separate process with a time limit; a crash is reported as a row, and the other jobs run. Jobs are
+sorted by value, and a job only starts if it can end within --seconds. Run the same command again to resume: finished
+jobs are skipped unless --only selects them. OUTPUT contains results.jsonl (one row per result), table.md and log.txt. A
+wrong result ends the command with exit code 2. Kernel launches of the jobs are recorded on torch's meta device and
+compiled ahead in parallel; "compiled late" counts the missed ones. The tests of the kernels run on a GPU with
 `pytest -m "kernels or not soak" tests/ops`.
 
 B batch, H heads, L length, D head dim, R rounds, M window.
@@ -66,7 +66,7 @@ from tools.bench.training import models, step_seconds
 
 
 def about(report: Report, small: bool) -> None:
-    """Name the machine, and measure a copy and a bf16 product: the bandwidth and peak that it reaches."""
+    """Report the machine, and measure its bandwidth with a copy and its peak with a bf16 product."""
     device = device_of(small)
     report.add("machine", note="; ".join(f"{key} {value}" for key, value in machine(device).items()))
     if not small:
@@ -83,7 +83,7 @@ ASSEMBLER = ("TRITON_PTXAS_PATH", "PTXAS_OPTIONS")
 
 
 def assembler(report: Report) -> None:
-    """Run a kernel of the assembler that TRITON_PTXAS_PATH names: drivers refuse binaries of a much newer one."""
+    """Run a kernel compiled with TRITON_PTXAS_PATH, because drivers reject binaries of a much newer assembler."""
     x = torch.arange(-64, 64, device="cuda").float()
     right = torch.allclose(powers(x), torch.ldexp(torch.ones_like(x), x.int()))
     ptxas = triton.knobs.nvidia.ptxas
@@ -95,7 +95,7 @@ def device_of(small: bool) -> torch.device:
 
 
 def seconds_a_call(call: Callable[[], object], device: torch.device, least: float = 0.1, repeats: int = 3) -> float:
-    """Return the median seconds of a call among several that do not wait for each other, `least` seconds in all."""
+    """Return the median seconds per call of asynchronous calls that take at least `least` seconds together."""
     for _ in range(2):
         start = mark(device)
         call()
@@ -118,8 +118,7 @@ LSH, HF, TINY = (8, 64, 2, 128), (8, 64, 4, 64), (2, 16, 2, 32)
 def attention_pass(
     name: str, length: int, rows: int, small: bool, sizes: Sizes, device: torch.device | None = None
 ) -> Callable[[], Callable[[], None]]:
-    """Return a forward pass that gives back its backward. name: one of BACKENDS, MECHANISMS, "sdpa" and "hf". rows:
-    B·H."""
+    """Return a forward pass that returns its backward. name: one of BACKENDS, MECHANISMS, "sdpa", "hf". rows: B·H."""
     model = model_of(MECHANISMS.get(name, "full"), length, *(TINY if small else sizes))
     kind = device_of(small) if device is None else device
     case = Case(name, model, max(1, rows // model.heads), "fp32" if small else "bf16", kind.type, 1, 0)
@@ -144,8 +143,8 @@ def attention(
     report: Report, small: bool, names: Sequence[str], lengths: Sequence[int], rows: int, graphs: bool = False,
     sizes: Sizes = LSH, least: float = 0.1,
 ) -> None:  # fmt: skip
-    """Attention forward and backward: milliseconds, the peak of memory beside the counted one, and launches. graphs:
-    also in a CUDA graph, which has the same rotations in every replay.
+    """Measure attention forward and backward: milliseconds, measured and counted peak memory, and launches. graphs:
+    also in a CUDA graph, whose replays use the same rotations.
     """
     device, lengths = device_of(small), [128] if small else lengths
     for name in names:
@@ -155,7 +154,7 @@ def attention(
         for length in lengths:
             run = attention_pass(name, length, rows, small, sizes)
             launches = launches_of(run)
-            run()  # without the gradients of the pass before
+            run()  # releases the gradients of the previous pass
             before = reset_peak(device)
             run()()
             memory = (peak(device) - before) / 1e9
@@ -182,7 +181,7 @@ def attention(
 
 
 def launches_of(run: Callable[[], Callable[[], None]]) -> int:
-    """Count the kernels that a pass starts, those of torch left out."""
+    """Count the Triton kernels that a pass launches."""
     seen: list[Launch] = []
 
     def see(launch: Launch) -> None:
@@ -204,7 +203,7 @@ def title(name: str, length: int, rows: int) -> str:
 
 
 def counted_bytes(name: str, length: int, rows: int, small: bool, sizes: Sizes) -> int:
-    """Count the peak of a pass, without its inputs, on the meta device."""
+    """Count the peak bytes of a pass on the meta device, without inputs."""
     run = attention_pass(name, length, rows, small, sizes, META)
     with observed(lambda launch: None), as_on_a_gpu(), LiveBytes() as counter:
         run()()
@@ -226,7 +225,7 @@ def captured(run: Callable[[], Callable[[], None]]) -> Callable[[], None]:
 
 
 def profile(report: Report, small: bool, name: str, length: int) -> None:
-    """Microseconds of each kernel in a pass of attention."""
+    """Report the microseconds of each kernel in a pass of attention."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
@@ -254,7 +253,7 @@ def train_config(name: str, small: bool) -> Config:
 
 
 def train(report: Report, small: bool, name: str, steps: int) -> None:
-    """Steps of configs/reformer_64k after a first one, or of a variant of it."""
+    """Measure steps of configs/reformer_64k, or of a variant of it, after a first step."""
     config = train_config(name, small)
     ranks = start_ranks(config.run.model_copy(update={"device": device_of(small).type}))
     before = reset_peak(ranks.device)
@@ -267,14 +266,14 @@ def train(report: Report, small: bool, name: str, steps: int) -> None:
 
 
 def plan(report: Report, small: bool, name: str) -> None:
-    """What `megasparse plan` says of the step."""
+    """Report the prediction of `megasparse plan` for the step."""
     planned = Plan(train_config(name, small), GPUS["H100"])
     figures = {"s": planned.step_seconds, "GB": (planned.peak - RESERVE) / 1e9}
     report.add(f"planned, {name}", figures, note="GB without the CUDA context")
 
 
 def kernels_once(device: torch.device) -> None:
-    """LSH forward and backward, its hash and sort, and keys and scores, at L = 256, D = 64."""
+    """Run LSH forward and backward, hash, sort, unit keys and local attention at L = 256, D = 64."""
     problem = Problem(256, 64, device)
     with implementation("triton"):
         for name in ("bucketed_attention", "unit_keys", "windows_of_positions"):
@@ -317,7 +316,7 @@ def other_tiles(part: str, **changes: int) -> Callable[[], None]:
 
 
 def unaligned() -> None:
-    """Let tiles of keys begin where later tokens move them."""
+    """Let tiles of keys start at positions that depend on later tokens."""
     gpu.Intervals.slots = lambda *_: (None, None)  # type: ignore[method-assign,assignment]
 
 
@@ -348,7 +347,7 @@ def variant(report: Report, small: bool, name: str) -> None:
 
 @dataclass(frozen=True)
 class Check:
-    """An operator at a size: a job's arguments."""
+    """An operator at one size: the arguments of a job."""
 
     name: str
     length: int
@@ -384,13 +383,13 @@ FIRST = (
     *("windows_of_positions", "unit_keys", "cross_entropy", "layer_norm"),
     *("angular_hash", "counting_sort", "dropout"),
 )
-"""Operators that the attention and training jobs run."""
+"""Operators used by the attention and training jobs."""
 LENGTHS = (4096, 8192, 16384, 65536)
 STEPS = {"as configured": 3, "all layers full": 1, "hashed layers full": 1}
 
 
 def phases(small: bool) -> tuple[list[Job], list[Job]]:
-    """Return the jobs until the main answers are there, and the rest, both in order of value."""
+    """Return the main jobs and the other jobs, both in order of value."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     operators = [*SMOOTH, *EXACT]
     later = [name for name in operators if name not in FIRST]
@@ -456,14 +455,14 @@ def train_launches(name: str) -> None:
 
 
 def beyond_32_bits(report: Report, small: bool) -> None:
-    """Local attention of so many heads that their numbers are more than 2^31: the last head is as it is alone."""
+    """Check local attention with more than 2^31 numbers in all heads: the last head must equal a call with only it."""
     all_heads, last = many_heads(device_of(small), small)
     right = all(torch.equal(a, b) for a, b in zip(all_heads, last, strict=True))
-    report.add("the last of many heads", right=right, note="" if right else "it differs from the head alone")
+    report.add("the last of many heads", right=right, note="" if right else "it differs from a call with only it")
 
 
 def many_heads(device: torch.device, small: bool) -> list[list[Tensor]]:
-    """Return the last head's output and gradients, from a call with all heads and from one with it alone."""
+    """Return the last head's output and gradients, from a call with all heads and from a call with only this head."""
     heads, length, dim = (2, 37, 16) if small else (33, 1 << 19, 128)
     spec = BucketedAttentionSpec(Window("chunk", 128), True, dim**-0.5, exclude_self=False)
     q, k, v, g = (torch.randn(1, heads, length, dim, dtype=torch.bfloat16, device=device) for _ in range(4))
@@ -480,9 +479,9 @@ def many_heads(device: torch.device, small: bool) -> list[list[Tensor]]:
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("gpu-check"), metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=600, metavar="N", help="for all jobs (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="jobs whose names begin so, also if they have run")
-    parser.add_argument("--skip", type=Path, metavar="FILE", help="results.jsonl with jobs not to run again")
+    parser.add_argument("--seconds", type=float, default=600, metavar="N", help="limit of all jobs (%(default)s)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="run jobs with these prefixes, also finished ones")
+    parser.add_argument("--skip", type=Path, metavar="FILE", help="results.jsonl with jobs to skip")
     parser.add_argument("--list", action="store_true", help="print the jobs and their expected seconds")
     parser.add_argument("--small", action="store_true", help="on a CPU, in Triton's interpreter, at tiny sizes")
     parser.add_argument("--kernels-once", action="store_true", help=argparse.SUPPRESS)
@@ -496,15 +495,15 @@ def main(words: Sequence[str] | None = None) -> None:
     names = [job.name for job in main_jobs + others]
     for word in args.only or ():
         if not any(name.startswith(word) for name in names):
-            raise ConfigError("--only", f'no job begins with "{word}"', did_you_mean(word, names))
+            raise ConfigError("--only", f'no job starts with "{word}"', did_you_mean(word, names))
     if args.skip is not None and not args.skip.is_file():
-        raise ConfigError("--skip", f"{args.skip} is not a file", "Name a results.jsonl of an earlier check")
+        raise ConfigError("--skip", f"{args.skip} is not a file", "Give a results.jsonl of an earlier check")
     if args.list:
         print("\n".join(f"{job.seconds:4g} s  {job.name}" for job in main_jobs + others))
         return
     if not args.small and not gpu_facts("compute_cap"):
         raise ConfigError(
-            "--small", "is not given, and nvidia-smi sees no GPU here", "Give it, for tiny sizes on a CPU"
+            "--small", "is not given, and nvidia-smi does not find a GPU", "Add it to run tiny sizes on a CPU"
         )
     args.output.mkdir(parents=True, exist_ok=True)
     results = args.output / RESULTS

@@ -1,6 +1,6 @@
-"""Jobs in forked processes with limits of time and rows in a file, and the compilation of kernels ahead of them.
+"""Jobs in forked processes with time limits and a file of result rows, and ahead-of-time compilation of their kernels.
 
-The process that forks must not have started CUDA; every job has a CUDA context of its own.
+The parent process must not initialise CUDA; every job creates its CUDA context.
 """
 
 import ctypes
@@ -32,15 +32,15 @@ from tools.bench.kernels import distinct
 
 RESULTS = "results.jsonl"
 FAULT = "\n\nCurrent thread"
-"""What faulthandler's stacks begin with."""
+"""Start of faulthandler's output."""
 TOGETHER = 4
-"""Jobs at a time, of those that may be together: definitions in float64 take up to 15 GB."""
+"""Most parallel jobs, because definitions in float64 need up to 15 GB."""
 PROCESSES = min(15, max(1, (os.cpu_count() or 2) - 1))
 Task = TypeVar("Task")
 
 
 class Report:
-    """Rows of one job, appended to a file one by one and printed unless `quiet`; several processes may write to it."""
+    """Writer of a job's rows, which appends to a file shared by processes and prints them unless `quiet`."""
 
     def __init__(self, path: Path, job: str, terminal: int = 1):
         self.quiet = False
@@ -49,7 +49,7 @@ class Report:
     def add(
         self, name: str, figures: Mapping[str, float] | None = None, right: bool | None = None, note: str = ""
     ) -> None:
-        """right: None where nothing can be wrong. note: one line."""
+        """Add a row. right: verdict of a check, None for measurements. note: one line."""
         seconds, figures = round(time.monotonic() - self.start, 2), dict(figures or {})
         row = {"job": self.job, "name": name, "right": right, "figures": figures, "note": note, "seconds": seconds}
         with self.path.open("a") as file:
@@ -79,8 +79,8 @@ def write_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """A part of the check. seconds: expected. launches: starts, with tensors of the meta device, the kernels of the
-    job. together: it runs next to others.
+    """A part of the check. seconds: expected duration. launches: launches the job's kernels with meta tensors.
+    together: True if it may run in parallel with others.
     """
 
     name: str
@@ -120,10 +120,10 @@ class Running:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(code)  # a broken CUDA context would end the interpreter's own way out
+            os._exit(code)  # the interpreter's shutdown would fail with a broken CUDA context
 
     def ended(self) -> bool:
-        """Reap the process, and report how it ended."""
+        """Reap the process and report its end. Return True if it has ended."""
         late = time.monotonic() > self.limit
         if late:
             os.kill(self.pid, signal.SIGKILL)
@@ -148,12 +148,12 @@ class Running:
 
 
 def end_with_parent() -> None:
-    """Let Linux kill this process when the one that forked it ends."""
+    """Let Linux kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def run_jobs(jobs: Sequence[Job], output: Path, deadline: float) -> None:
-    """Run the jobs in order, those that may be together up to TOGETHER at a time, and skip what would be too late."""
+    """Run the jobs in order, up to TOGETHER in parallel if allowed, and skip jobs that cannot end by the deadline."""
     waiting, running, late = deque(jobs), list[Running](), []
     while waiting or running:
         while waiting and (
@@ -174,7 +174,7 @@ def run_jobs(jobs: Sequence[Job], output: Path, deadline: float) -> None:
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    """Read rows; the last one may have been cut off."""
+    """Read rows, skipping a truncated last one."""
     lines = path.read_text().splitlines() if path.exists() else []
     rows = []
     for line in lines:
@@ -186,7 +186,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def count_compilations() -> list[str]:
-    """Return a list to which the names of kernels are added that Triton compiles from now on."""
+    """Return a list that receives the names of kernels compiled by Triton from now on."""
     names: list[str] = []
 
     def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
@@ -200,8 +200,8 @@ def count_compilations() -> list[str]:
 def spread(
     function: Callable[[Task], Any], tasks: Sequence[Task], processes: int
 ) -> Iterator[tuple[Task, Any, str | None]]:
-    """Call function(task) in forked processes, and yield tasks with their results, or None and the problem. A process
-    that dies takes one task with it.
+    """Call function(task) in forked processes and yield (task, result, None), or (task, None, problem). The death of a
+    process fails only its current task.
     """
     waiting, busy, children = deque(range(len(tasks))), dict[Any, int](), list[int]()
 
@@ -246,8 +246,8 @@ def spread(
 
 
 def recorded_launches(launches: Callable[[], object]) -> list[tuple[Any, ...]]:
-    """Record what a function launches with tensors of the meta device: modules and names of the kernels, arguments with
-    dtypes for tensors, and settings.
+    """Record the kernel launches of a function with meta tensors: module and name of the kernel, arguments with dtypes
+    for tensors, and settings.
     """
     seen: list[Launch] = []
     Launch.start = lambda self: seen.append(self)  # type: ignore[method-assign]
@@ -266,7 +266,7 @@ def launch_of(module: str, kernel: str, arguments: tuple[Any, ...], settings: di
 
 
 def compile_launch(launch: Launch) -> float:
-    """Compile a kernel and its launcher into Triton's cache, as the launch would. Returns the seconds."""
+    """Compile a kernel and its launcher into Triton's cache, as a launch does. Return the seconds."""
     start = time.perf_counter()
     compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.settings)
     triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
@@ -274,7 +274,7 @@ def compile_launch(launch: Launch) -> float:
 
 
 def compile_all(report: Report, name: str, functions: Sequence[Callable[[], object]]) -> None:
-    """Compile what functions launch with tensors of the meta device, in processes without a CUDA context."""
+    """Compile the kernels that functions launch with meta tensors, in processes without a CUDA context."""
     start, seconds, failed, rows = time.perf_counter(), 0.0, 0, dict[str, tuple[Any, ...]]()
     for _, result, problem in spread(recorded_launches, functions, PROCESSES):
         if problem is not None:
@@ -293,7 +293,7 @@ def compile_all(report: Report, name: str, functions: Sequence[Callable[[], obje
 
 
 def without_context() -> None:
-    """Let Triton compile for the GPU of this machine without its own CUDA context in each process."""
+    """Let Triton compile for the GPU of this machine without a CUDA context per process."""
     from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 
     class Compiler(CudaDriver):  # type: ignore[misc]
@@ -308,7 +308,7 @@ def without_context() -> None:
 
 
 def gpu_facts(*names: str) -> list[str]:
-    """Ask nvidia-smi, which starts no CUDA context, for facts about the first GPU; none where there is no GPU."""
+    """Query the first GPU with nvidia-smi, which does not create a CUDA context; an empty list without a GPU."""
     command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
     try:
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()

@@ -1,6 +1,6 @@
-"""One call of each operator's kernels, forward and backward, for whatever has to see all of them.
+"""One call of each operator's kernels, forward and backward, for tools that compile all of them.
 
-A case takes a dtype and a head dim and calls kernels as a model does; within `ops.kernels.recorded` nothing runs.
+A case takes a dtype and a head dim and calls kernels like a model; `ops.kernels.recorded` records them instead.
 """
 
 from collections.abc import Callable
@@ -9,10 +9,10 @@ import torch
 
 Case = Callable[[torch.dtype, int], None]
 CASES: dict[str, Case] = {}
-"""The case of each operator."""
+"""Operator -> case."""
 HEAD_DIMS = (16, 32, 64, 128, 256)
 ONE_WIDTH = {"counting_sort", "hash_learning", "layer_norm", "random_numbers", "sketch", "cross_entropy"}
-"""Operators in which a layer's head dim has no part: the case has all their widths, and one head dim stands for all."""
+"""Operators that do not depend on the head dim; they are compiled once, for all widths that they use."""
 ONE = 64
 
 
@@ -23,7 +23,7 @@ def case(function: Case) -> Case:
 
 @case
 def counting_sort(dtype: torch.dtype, head_dim: int) -> None:
-    """2,048 buckets, and 16,384, which take two passes; in order and in reverse."""
+    """2,048 buckets, and 16,384 in two passes; in forward and reverse order."""
     from megasparse.ops.counting_sort_kernels import counting_sort
 
     for bits in (11, 14):
@@ -32,7 +32,7 @@ def counting_sort(dtype: torch.dtype, head_dim: int) -> None:
 
 @case
 def local_attention(dtype: torch.dtype, head_dim: int) -> None:
-    """Relative positions: a causal decoder's, and an encoder's with padding."""
+    """Relative positions in a causal decoder, and in an encoder with padding."""
     from megasparse.ops.local_attention import LocalAttentionSpec, distances
     from megasparse.ops.local_attention_kernels import relative_local_attention
 
@@ -46,7 +46,7 @@ def local_attention(dtype: torch.dtype, head_dim: int) -> None:
 
 @case
 def gathered_attention(dtype: torch.dtype, head_dim: int) -> None:
-    """Smart Bird: in training every head has keys of its own, in evaluation all heads share them."""
+    """Smart Bird: separate keys per head in training, shared keys in evaluation."""
     from megasparse.ops.gathered_attention_kernels import gathered_attention
 
     for heads in (2, 1):
@@ -67,7 +67,7 @@ def angular_hash(dtype: torch.dtype, head_dim: int) -> None:
 
 @case
 def sign_codes(dtype: torch.dtype, head_dim: int) -> None:
-    """32 hashes of 9 bits; and as many as need several programs for the same tokens."""
+    """32 hashes of 9 bits, and a number of hashes that needs several programs per token."""
     from megasparse.ops.hashing import Kind
     from megasparse.ops.hashing_kernels import sign_codes as coded
 
@@ -89,7 +89,7 @@ def learned_codes(dtype: torch.dtype, head_dim: int) -> None:
 
 @case
 def hash_table_attention(dtype: torch.dtype, head_dim: int) -> None:
-    """YOSO: a causal decoder, and an encoder with padding, whose buckets are 64-bit numbers."""
+    """YOSO in a causal decoder, and in an encoder with padding, with 64-bit bucket numbers."""
     from megasparse.ops.hash_table_attention import HashTableAttentionSpec
     from megasparse.ops.hash_table_attention_kernels import hash_table_attention
 
@@ -165,7 +165,7 @@ def bucketed_attention(dtype: torch.dtype, head_dim: int) -> None:
 
 @case
 def sketch(dtype: torch.dtype, head_dim: int) -> None:
-    """Width 4 and the largest one: a decoder, then an encoder with padding, each with draws and without."""
+    """Width 4 and the largest width, in a decoder and in an encoder with padding, with and without draws."""
     from megasparse.ops.sketch import WIDEST, KeyChoiceSpec, Noise
     from megasparse.ops.sketch_kernels import chosen_keys, exact_projection, sketched_attention
 
@@ -193,7 +193,7 @@ def cross_entropy(dtype: torch.dtype, head_dim: int) -> None:
 
 @case
 def hash_learning(dtype: torch.dtype, head_dim: int) -> None:
-    """LHA's 512 buckets at 64K tokens."""
+    """LHA with 512 buckets at 64K tokens."""
     from megasparse.ops.hash_learning_kernels import divergence, ranks, unit_sum
 
     rows = torch.zeros(1, 2, 64, 512)

@@ -1,14 +1,14 @@
-"""Report what every GPU kernel takes of an A100 and of an H100, read from its binary; compiled without a GPU.
+"""Report the resources of every GPU kernel on A100 and H100, read from the binaries; compiled without a GPU.
 
-    python tools/bench/kernels.py                                             (all of them: half an hour on two cores)
+    python tools/bench/kernels.py                                             (all kernels: half an hour on two cores)
     python tools/bench/kernels.py --operators bucketed_attention --dtypes bf16 --head-dims 64 128           (a minute)
-    python tools/bench/kernels.py --output docs/kernels.json                               (records what was compiled)
+    python tools/bench/kernels.py --output docs/kernels.json                               (write the table to a file)
 
-Each operator is called forward and backward as models call it (kernel_cases.py), and every kernel that it starts is
-compiled with the settings it is started with. The table has, over all variants of a kernel, the most registers per
-thread, the most instructions that spill registers to memory, the most bytes of shared memory per program, the fewest
-tensor-core instructions, and the most asynchronous products whose registers are reused before the wait (sass.py). One
-of these is a fault of the assembler: the command then ends with exit code 1, and records nothing.
+Each operator is called forward and backward as in models (kernel_cases.py), and every launched kernel is compiled with
+the settings of its launch. The table lists, over all variants of a kernel, the most registers per thread, the most
+instructions that spill registers to memory, the most bytes of shared memory per program, the fewest tensor-core
+instructions, and the most asynchronous products whose registers are reused before the wait (sass.py). Such a reuse is a
+bug of the assembler: the command then exits with code 1 and writes nothing.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from tools.bench.kernel_cases import CASES, HEAD_DIMS, ONE, ONE_WIDTH
 from tools.bench.sass import instructions, reuses
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
-"""Bytes of shared memory that a program may have, by compute capability (CUDA C programming guide, table of technical
+"""Compute capability -> largest shared memory per program in bytes (CUDA C programming guide, table of technical
 specifications): A100, H100."""
 _WARP = 32
 _TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -51,8 +51,8 @@ _TYPES |= {torch.bool: "i1"}
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources of a compiled kernel. registers: a thread's. spills: instructions that move registers to and from local
-    memory. shared: bytes a program. tensor_cores: matrix instructions. reuses: see `sass.reuses`.
+    """Resources of a compiled kernel. registers: per thread. spills: instructions that move registers to and from local
+    memory. shared: bytes per program. tensor_cores: matrix instructions. reuses: see `sass.reuses`.
     """
 
     registers: int
@@ -63,7 +63,7 @@ class Resources:
 
 
 def distinct(launches: Iterable[Launch]) -> list[Launch]:
-    """Return the launches without those that run the same binary as an earlier one."""
+    """Return the launches without duplicates that run the same binary."""
     first: dict[str, Launch] = {}
     for launch in launches:
         source, options = _source(launch)
@@ -73,7 +73,7 @@ def distinct(launches: Iterable[Launch]) -> list[Launch]:
 
 
 class Assembly(NamedTuple):
-    """A compiled kernel as cuobjdump prints it. shared: bytes a program."""
+    """A compiled kernel as printed by cuobjdump. shared: bytes per program."""
 
     usage: str
     code: str
@@ -81,7 +81,7 @@ class Assembly(NamedTuple):
 
 
 def assemble(launch: Launch, capability: int) -> Assembly:
-    """Compile a recorded launch for a compute capability (80 is the A100's, 90 the H100's)."""
+    """Compile a recorded launch for a compute capability (80: A100, 90: H100)."""
     source, options = _source(launch)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, _WARP), options=options)
     with tempfile.TemporaryDirectory() as folder:
@@ -105,8 +105,8 @@ def compile_ahead(launch: Launch, capability: int) -> Resources:
 
 
 def _source(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:
-    """A launch's source as Triton would specialise it: pointers and numbers that 16 divides are marked, and a number 1
-    is constant, but for arguments that the kernel excludes.
+    """Return a launch's source as Triton specialises it: pointers and numbers divisible by 16 are marked, and the
+    number 1 becomes a constant, except for arguments that the kernel excludes.
     """
     general = {p.name for p in launch.kernel.params if p.do_not_specialize}
     parameters = {p.name: p.is_constexpr for p in launch.kernel.params}
@@ -151,7 +151,7 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Variants(NamedTuple):
-    """One kernel at a head dim, dtype and compute capability."""
+    """A kernel at one head dim, dtype and compute capability."""
 
     kernel: str
     dtype: str
@@ -165,12 +165,12 @@ Table = dict[Variants, Resources]
 def kernel_table(
     operators: list[str], names: list[str], head_dims: list[int], capabilities: list[int], jobs: int
 ) -> Table:
-    """Compile the kernels of the operators in `jobs` processes. names: those of the dtypes.
+    """Compile the kernels of the operators in `jobs` processes. names: names of the dtypes.
 
-    Raises ConfigError where Triton's interpreter is on.
+    Raises ConfigError if Triton's interpreter is active.
     """
     if INTERPRETED:
-        raise ConfigError("TRITON_INTERPRET", "the interpreter compiles nothing", "Unset it")
+        raise ConfigError("TRITON_INTERPRET", "the interpreter does not compile kernels", "Unset it")
     dtypes = [dtype for dtype, name in NAMES.items() if name in names]
     work = [(o, t, d) for o in operators for t in dtypes for d in head_dims if d == ONE or o not in ONE_WIDTH]
     table: Table = {}
@@ -182,7 +182,7 @@ def kernel_table(
 
 
 def compiled(operator: str, dtype: torch.dtype, head_dim: int, capabilities: list[int]) -> Table:
-    """Every kernel that a case starts, over its variants."""
+    """Return the resources of every kernel that a case launches, merged over variants."""
     with recorded() as launches:
         CASES[operator](dtype, head_dim)
     table: Table = {}
@@ -220,9 +220,9 @@ def markdown(table: Table) -> Iterator[str]:
 
 
 def record(table: Table, path: Path) -> None:
-    """Write the table into the file; its entries replace earlier ones of the same kernels.
+    """Write the table to the file; its entries replace earlier entries of the same kernels.
 
-    A line a kernel, capability and dtype: head dim -> [registers, spills, shared bytes, tensor-core instructions].
+    One line per kernel, capability and dtype: head dim -> [registers, spills, shared bytes, tensor-core instructions].
     """
     recorded_table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"kernels": {}}
     lines = recorded_table["kernels"] if recorded_table.get("triton") == triton.__version__ else {}

@@ -1,4 +1,4 @@
-"""Time and memory of a run, measured alone in a process of its own."""
+"""Time and memory of a function, measured in a separate process."""
 
 import contextlib
 import multiprocessing
@@ -20,27 +20,26 @@ from megasparse.planning.dry_run import peak, reset_peak
 __all__ = ["MeasurementError", "alone", "machine", "mark", "peak", "reset_peak", "seconds_between", "time_passes"]
 Result = TypeVar("Result")
 PATIENCE = 600.0
-"""Seconds after which no further run is started."""
+"""Seconds after which no further repeat is started."""
 
 
 class MeasurementError(UserError):
     """Failure of the measured function. problem: the reason, in one line."""
 
     def __init__(self, problem: str):
-        super().__init__(f"a measurement in its own process failed: {problem}. Correct that and run the command again")
+        super().__init__(f"a measurement in a separate process failed: {problem}. Correct it and run the command again")
         self.problem = problem
 
 
 def alone(measure: Callable[..., Result], *arguments: Any) -> Result:
-    """Run measure(*arguments) in a new process, where nothing else has taken memory. `measure` is a function of a
-    module, and both arguments and result can be pickled. Raises MeasurementError, also where the system ends the
-    process.
+    """Run measure(*arguments) in a new process, whose memory is not used by anything else. `measure` must be a function
+    of a module, and arguments and result must be picklable. Raises MeasurementError, also if the process is killed.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _end_this_first) as pool:
         try:
             result, problem = pool.submit(_attempt, measure, arguments).result()
         except BrokenProcessPool:
-            problem = "its process was ended, as the system does where no memory is left"
+            problem = "its process was killed, probably because the machine ran out of memory"
     if problem is not None:
         raise MeasurementError(problem)
     return result
@@ -49,14 +48,14 @@ def alone(measure: Callable[..., Result], *arguments: Any) -> Result:
 def _attempt(measure: Callable[..., Result], arguments: tuple[Any, ...]) -> tuple[Any, str | None]:
     try:
         return measure(*arguments), None
-    except Exception as error:  # whatever it is, the measurements after it go on
+    except Exception as error:  # report any error, so that later measurements can run
         lines = str(error).strip().splitlines() or [""]
         out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in lines[0]
         return None, "out of memory" if out_of_memory else f"{type(error).__name__}: {lines[0][:200]}"
 
 
 def _end_this_first() -> None:
-    """Let Linux end this process, no other one, where memory runs out."""
+    """Let Linux kill this process first if memory runs out."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
@@ -64,8 +63,8 @@ def _end_this_first() -> None:
 def time_passes(
     forward: Callable[[], Callable[[], None]], device: torch.device, repeats: int, warm_up: int
 ) -> list[tuple[float, float]]:
-    """Seconds of the forward pass, and of it with its backward pass, which `forward()` gives back; one pair a repeat,
-    fewer than `repeats` where these take longer than `PATIENCE`. By CUDA events on a GPU.
+    """Return pairs of seconds, of the forward pass and of forward and backward, one per repeat, fewer than `repeats`
+    after `PATIENCE` seconds. forward: runs the forward pass and returns the backward pass. Uses CUDA events on GPUs.
     """
     times: list[tuple[float, float]] = []
     started = time.perf_counter()
@@ -85,7 +84,7 @@ def time_passes(
 
 
 def mark(device: torch.device) -> Any:
-    """Return the present moment on the device's stream, or on the CPU's clock."""
+    """Return a CUDA event recorded on the device's stream, or the time of the CPU's clock."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -94,7 +93,7 @@ def mark(device: torch.device) -> Any:
 
 
 def seconds_between(start: Any, end: Any, device: torch.device) -> float:
-    """Return the seconds between two moments of `mark`; waits for the second."""
+    """Return the seconds between two results of `mark`; waits for the second."""
     if device.type != "cuda":
         return end - start
     end.synchronize()
@@ -102,7 +101,7 @@ def seconds_between(start: Any, end: Any, device: torch.device) -> float:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """The facts about the machine that a measurement depends on."""
+    """Return the properties of the machine that affect a measurement."""
     facts: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "cores": os.cpu_count(),

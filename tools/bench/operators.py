@@ -1,5 +1,5 @@
-"""Operators with kernels, each with random inputs, and their comparison with definitions: outputs and gradients in
-float64 for those that have gradients, blockwise torch for integers and draws; twice, in memory that holds NaN.
+"""Operators with kernels and random inputs, compared with their definitions: outputs and gradients in float64 for
+differentiable operators, blockwise torch for integers and draws. Kernels run twice, in memory filled with NaN.
 
 B batch, H heads, L length, D head dim, R rounds, M window.
 """
@@ -18,21 +18,21 @@ from megasparse.ops.operator import VARIABLE, Implementation
 
 Outputs = Sequence[Tensor]
 BARS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1e-2, 3e-2), torch.float16: (1e-2, 3e-2)}
-"""Relative errors that outputs and gradients may have, by norms."""
+"""Dtype -> largest relative errors of outputs and of gradients, by norms."""
 AGREEMENT = 0.998
-"""Least part of equal codes and choices: two scores that are equal up to rounding may go either way."""
+"""Least fraction of equal codes and choices, because scores that are equal up to rounding may be ordered either way."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Random inputs of an operator. heads: of B = 1, H = 2."""
+    """Random inputs of an operator, with B = 1 and H = 2."""
 
     length: int
     head_dim: int
     device: torch.device
 
     def normal(self, *shape: int) -> Tensor:
-        """Float64 numbers that depend on the shape alone."""
+        """Return float64 numbers that depend only on the shape."""
         if self.device.type == "meta":
             return torch.empty(shape, dtype=torch.float64, device=self.device)
         generator = torch.Generator().manual_seed(sum(shape))
@@ -43,23 +43,23 @@ class Problem:
         return torch.randint(below, shape, generator=generator).to(self.device)
 
     def heads(self, count: int = 3) -> list[Tensor]:
-        """Different vectors (1, 2, L, D)."""
+        """Return `count` different tensors (1, 2, L, D)."""
         return list(self.normal(count, 1, 2, self.length, self.head_dim))
 
     def padding(self) -> Tensor:
-        """(1, L) bool: the last eighth is padding."""
+        """Return a mask (1, L) bool in which the last eighth is padding."""
         return (torch.arange(self.length, device=self.device) < self.length - self.length // 8)[None]
 
     def documents(self) -> Tensor:
-        """(1, L): three documents."""
+        """Return document numbers (1, L) of three documents."""
         return (torch.arange(self.length, device=self.device) * 3 // self.length)[None]
 
 
 Make = Callable[[Problem], tuple[list[Tensor], Callable[..., Outputs]]]
 SMOOTH: dict[str, Make] = {}
-"""Operators with gradients: inputs in float64, and a function of them that gives the outputs."""
+"""Differentiable operators -> inputs in float64, and a function of them that returns the outputs."""
 EXACT: dict[str, tuple[Callable[[Problem], Callable[[], Tensor]], float]] = {}
-"""Operators of integers and draws: a function that gives them, and the least part of them that must be equal."""
+"""Operators of integers and draws -> a function that returns them, and the least fraction that must be equal."""
 
 
 def smooth(make: Make) -> Make:
@@ -87,7 +87,7 @@ def bucketed_attention(p: Problem) -> tuple[list[Tensor], Callable[..., Outputs]
 
 @smooth
 def bucketed_attention_of_separate_codes(p: Problem) -> tuple[list[Tensor], Callable[..., Outputs]]:
-    """LHA in an encoder with padding and documents. Its definition takes a step a query: at most 1,027 tokens."""
+    """LHA in an encoder with padding and documents, at most 1,027 tokens because its definition loops over queries."""
     from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
 
     p = Problem(min(p.length, 1027), p.head_dim, p.device)
@@ -99,7 +99,7 @@ def bucketed_attention_of_separate_codes(p: Problem) -> tuple[list[Tensor], Call
 
 @smooth
 def bucketed_attention_of_small_buckets(p: Problem) -> tuple[list[Tensor], Callable[..., Outputs]]:
-    """What follows earlier n-grams: buckets of four tokens that heads share; a query may see nothing."""
+    """N-gram attention: buckets of four tokens shared by the heads; queries may be without visible keys."""
     from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
 
     codes = p.integers(max(2, p.length // 4), 1, 1, 1, p.length).to(torch.int16)
@@ -109,7 +109,7 @@ def bucketed_attention_of_small_buckets(p: Problem) -> tuple[list[Tensor], Calla
 
 @smooth
 def windows_of_positions(p: Problem) -> tuple[list[Tensor], Callable[..., Outputs]]:
-    """Local attention in a decoder, of documents."""
+    """Local attention in a decoder, within documents."""
     from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window, bucketed_attention
 
     spec = BucketedAttentionSpec(Window("chunk", 128), True, p.head_dim**-0.5, exclude_self=False)
@@ -198,7 +198,7 @@ def hash_learning(p: Problem) -> Callable[[], Tensor]:
     from megasparse.ops.hash_learning import ranks
 
     scores = p.normal(1, 2, p.length, 16).float()
-    return lambda: ranks(scores, 0).argsort(-1)  # their order: the ranks themselves hold a logarithm's last bits
+    return lambda: ranks(scores, 0).argsort(-1)  # the order, because the ranks contain rounding errors of a logarithm
 
 
 @exact(AGREEMENT)
@@ -232,8 +232,8 @@ def dropout(p: Problem) -> Callable[[], Tensor]:
 
 
 def check_smooth(name: str, p: Problem, dtype: torch.dtype) -> tuple[bool, float, str]:
-    """Compare an operator's outputs and gradients with its definition's: whether they are right, the largest relative
-    error, and what is wrong.
+    """Compare an operator's outputs and gradients with its definition. Return the verdict, the largest relative error,
+    and the problem.
     """
     inputs, call = SMOOTH[name](p)
     inputs = [x.to(dtype) for x in inputs]
@@ -257,7 +257,7 @@ def check_smooth(name: str, p: Problem, dtype: torch.dtype) -> tuple[bool, float
 
 
 def check_exact(name: str, p: Problem) -> tuple[bool, float, str]:
-    """Compare integers or draws with those of blockwise torch; the second result is the part of them that differs."""
+    """Compare integers or draws with blockwise torch. Return the verdict, the differing fraction, and the problem."""
     make, least = EXACT[name]
     with implementation("blockwise"):
         expected = make(p)()
@@ -270,7 +270,7 @@ def check_exact(name: str, p: Problem) -> tuple[bool, float, str]:
 
 
 def with_gradients(call: Callable[..., Outputs], inputs: list[Tensor]) -> list[Tensor]:
-    """The outputs, and the inputs' gradients toward fixed random directions of the outputs."""
+    """Return the outputs, and the gradients of the inputs for fixed random gradients of the outputs."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     outs = list(call(*leaves))
     generator = torch.Generator().manual_seed(7)
@@ -294,10 +294,10 @@ def implementation(name: Implementation) -> Iterator[None]:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Memory that is allocated inside holds NaN, or the largest integer, until it is written."""
+    """Fill memory allocated in the context with NaN or the largest integer."""
     before = torch.are_deterministic_algorithms_enabled()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # operations that have no deterministic variant say so
+        warnings.simplefilter("ignore")  # warnings about nondeterministic operations
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             yield

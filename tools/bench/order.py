@@ -1,4 +1,4 @@
-"""Facts on which a strictly causal design rests: which sums depend on where their terms are, on a GPU, and which
+"""Checks of assumptions behind strict causality: which sums on a GPU depend on the positions of their terms, and which
 outputs of attention change when later tokens change.
 
 B batch, H heads, L length, D head dim.
@@ -20,7 +20,7 @@ from tools.bench.operators import Outputs, Problem, implementation
 
 @triton.jit
 def _products(a, b, out, TILES: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out (n, D) = a·b of fp32 a (n, 128·TILES), which goes through registers as probabilities do, and b."""
+    """Compute out (n, D) = a·b for fp32 a (n, 128·TILES), which is passed in registers like probabilities, and b."""
     row, k, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, 128), tl.arange(0, D)
     total = tl.zeros([ROWS, D], tl.float32)
     for tile in range(TILES):
@@ -43,7 +43,7 @@ def _powers(x, out, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 def powers(x: Tensor) -> Tensor:
-    """Return 2 to the power of each of a multiple of 128 numbers, by a kernel."""
+    """Return 2^x, computed by a kernel; the number of elements must be a multiple of 128."""
     out = torch.empty_like(x)
     launch(_powers, (len(x) // 128,), x, out, NUMBERS=128, num_warps=4)
     return out
@@ -53,7 +53,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def product_by(dtype: torch.dtype, precision: str, rows: int) -> Product:
-    """Products by tl.dot of tiles of `rows` by 128: from 64 rows on wgmma in half precision, on Hopper."""
+    """Return products by tl.dot with tiles of `rows` by 128, which use wgmma on Hopper in half precision (64 rows)."""
 
     def product(a: Tensor, b: Tensor) -> Tensor:
         out = torch.empty(len(a), 64, device=a.device)
@@ -82,11 +82,11 @@ PRODUCTS: dict[str, tuple[Product, int]] = {
     f"bmm {name}": (product_by_cublas(dtype), 192)
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32))
 }  # fmt: skip
-"""Products and their numbers of terms a sum."""
+"""Name -> product and number of terms per sum."""
 
 
 def order_facts(product: Product, terms: int, device: torch.device, rows: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield pairs of results that are equal if a sum does not depend on what the name says."""
+    """Yield (change, result, result after the change); they are equal if sums do not depend on the change."""
 
     def numbers(*shape: int) -> Tensor:
         if device.type == "meta":
@@ -125,7 +125,7 @@ def order_facts(product: Product, terms: int, device: torch.device, rows: int) -
 
 
 def order_rows(device: torch.device, rows: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield a fact's name and two results, for every product, for sums, and for powers of two."""
+    """Yield the name of a check and two results, for every product, for sums, and for powers of two."""
     torch.backends.cuda.matmul.allow_tf32 = False
     for name, (product, terms) in PRODUCTS.items():
         for fact, one, other in order_facts(product, terms, device, rows):
@@ -151,7 +151,7 @@ def order_rows(device: torch.device, rows: int) -> Iterator[tuple[str, Tensor, T
 
 
 def order(report: Report, device: torch.device, rows: int) -> None:
-    """Report which sums depend on where their terms are, by the number of results that change."""
+    """Report which sums depend on the positions of their terms, by the number of results that change."""
     report.quiet = True  # two hundred rows
     for name, one, other in order_rows(device, rows):
         report.add(name, {"changed": int((one != other).sum()), "of": one.numel()})
@@ -163,13 +163,13 @@ CAUSAL: dict[str, tuple[int, BucketedAttentionSpec]] = {
     "n-grams": (4, BucketedAttentionSpec(Window("band", 63), True, 0.125, self_at_last=False)),
     "local": (0, BucketedAttentionSpec(Window("chunk", 128), True, 0.125, exclude_self=False)),
 }
-"""Tokens a bucket (0: no buckets), and settings."""
+"""Mechanism -> tokens per bucket (0: no buckets), and settings."""
 
 
 def causal_rows(
     device: torch.device, length: int, dim: int, places: Sequence[int]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield a mechanism's name, and outputs before each of these tokens, without and with changes from it on."""
+    """Yield the name of a mechanism and its outputs before a position, without and with changes from there on."""
     problem = Problem(length, dim, device)
 
     def outputs(name: str, heads: Sequence[Tensor], codes: Tensor | None) -> Outputs:
@@ -192,7 +192,7 @@ def causal_rows(
 
 
 def causal(report: Report, device: torch.device, length: int, dim: int, places: Sequence[int]) -> None:
-    """Report how many outputs change by how much when queries, keys, values and codes of later tokens change."""
+    """Report the number and size of changes in outputs when queries, keys, values and codes of later tokens change."""
     for name, pairs in groupby(causal_rows(device, length, dim, places), lambda row: row[0]):
         changed, numbers, largest = 0, 0, 0.0
         for _, x, y in pairs:

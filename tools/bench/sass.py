@@ -1,7 +1,7 @@
-"""Search the assembly of sm_90 for a register that an asynchronous matrix product still reads when it is overwritten.
+"""Search sm_90 assembly for registers that are overwritten while an asynchronous matrix product still reads them.
 
 HGMMA reads its factor A from registers while later instructions run, until WARPGROUP.DEPBAR waits for its group. ptxas
-before CUDA 13.3 may put other values into these registers too early (github.com/triton-lang/triton/pull/11781).
+before CUDA 13.3 may overwrite these registers too early (github.com/triton-lang/triton/pull/11781).
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import NamedTuple
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z]\S*)\s*([^;]*);")
 _WITHOUT_RESULT = re.compile(r"HGMMA|BAR|BR|CALL|RET|WARP|NANOSLEEP|R2P|\w*SETP|PLOP3")
 _FACTOR = 4  # registers of A: 64 rows by 32 bytes, of 128 threads
-_GROUPS = 8  # more are never pending
+_GROUPS = 8  # most pending groups
 
 
 class Instruction(NamedTuple):
@@ -21,7 +21,7 @@ class Instruction(NamedTuple):
 
 
 def instructions(sass: str) -> list[Instruction]:
-    """Return the instructions of a kernel, as cuobjdump prints them."""
+    """Return the instructions of a kernel from cuobjdump's output."""
     return [
         Instruction(int(address, 16), predicate != "", name, [x.strip() for x in operands.split(",")])
         for address, predicate, name, operands in _LINE.findall(sass)
@@ -29,14 +29,14 @@ def instructions(sass: str) -> list[Instruction]:
 
 
 def reuses(code: list[Instruction]) -> int:
-    """Count the products that read registers which an instruction may overwrite before the wait, on any path."""
+    """Count the products whose registers may be overwritten before the wait, on any path."""
     after = _successors(code)
     return sum(_reused(code, after, i) for i, x in enumerate(code) if x.name.startswith("HGMMA"))
 
 
 def _reused(code: list[Instruction], after: list[list[int]], product: int) -> bool:
     factor = _registers(code[product].operands[1], _FACTOR)
-    # Where the path is; whether the product's group is closed; groups closed after it
+    # (instruction, True if the product's group is closed, groups closed after it)
     paths, seen = [(i, _commits(code[product]), 0) for i in after[product] if factor], set()
     while paths:
         state = i, committed, later = paths.pop()
@@ -46,7 +46,7 @@ def _reused(code: list[Instruction], after: list[list[int]], product: int) -> bo
         instruction = code[i]
         if instruction.name.startswith("WARPGROUP.DEPBAR") and not instruction.conditional:
             if committed and later >= int(instruction.operands[1], 16):
-                continue  # the groups that may be pending are later ones
+                continue  # only later groups may still be pending
         elif _commits(instruction):
             committed, later = True, min(later + committed, _GROUPS)
         elif factor & _results(instruction):
@@ -86,6 +86,6 @@ def _results(x: Instruction) -> set[int]:
 
 
 def _registers(operand: str, count: int) -> set[int]:
-    """Return the numbers of `count` registers from the operand on; none if it is not a register."""
+    """Return the numbers of `count` registers starting at the operand; an empty set if it is not a register."""
     match = re.fullmatch(r"R(\d+)(?:\.\w+)*", operand)
     return set() if match is None else set(range(int(match[1]), int(match[1]) + count))

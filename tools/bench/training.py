@@ -1,18 +1,18 @@
-"""Measure tokens per second and peak memory of training steps, beside those of the same model with full attention.
+"""Measure tokens per second and peak memory of training steps, compared with the same model with full attention.
 
-    python tools/bench/training.py reformer_64k --json training.json             # a GPU
-    python tools/bench/training.py quickstart --set data.sequence_length=256     # a CPU, a minute
+    python tools/bench/training.py reformer_64k --json training.json             # on a GPU
+    python tools/bench/training.py quickstart --set data.sequence_length=256     # on a CPU, a minute
 
-Models of one configuration, each in a process of its own, on plain torch (no ZeRO, no offloading), dummy tokens, one
-micro-batch per step:
+Variants of a configuration are measured in separate processes on plain torch (without ZeRO and offloading), with dummy
+tokens and one micro-batch per step:
 
     as configured
-    full, checkpointed    every layer has full attention, in ordinary blocks with activation checkpointing
-    all layers full       full attention in every layer, all else as configured
-    hashed layers full    full attention in place of every mechanism but local attention
-    2 layers, 20 layers   as configured, but for the depth; of 2 layers each has another mechanism
+    full, checkpointed    full attention in every layer, in ordinary blocks with activation checkpointing
+    all layers full       full attention in every layer, otherwise as configured
+    hashed layers full    full attention instead of every mechanism except local attention
+    2 layers, 20 layers   as configured except for the depth; the 2 layers use different mechanisms
 
-"activations" is the peak before the optimizer's step beyond weights, optimizer state and gradients.
+"activations" is the peak before the optimizer's step, without weights, optimizer state and gradients.
 """
 
 import argparse
@@ -45,13 +45,13 @@ AS_CONFIGURED = "as configured"
 
 
 def bench_training(config: Config, steps: int, command: str, json_file: Path | None = None) -> dict[str, Any]:
-    """Measure the models of a configuration (see `models`). Returns all figures, which are also written to a file as
-    they come in. Raises ConfigError.
+    """Measure the models of a configuration (see `models`). Return all figures, which are also written to a file after
+    each model. Raises ConfigError for unsupported settings.
     """
     if steps < 1:
-        raise ConfigError("--steps", f"{steps} is too few", "Write 1 or more")
+        raise ConfigError("--steps", f"{steps} is too few", "Give 1 or more")
     if config.model.source is not None:
-        raise ConfigError("model.kind", '"encoder_decoder" is not measured here', "Give a decoder or an encoder")
+        raise ConfigError("model.kind", '"encoder_decoder" is not supported', "Give a decoder or an encoder")
     device = config.run.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,13 +62,13 @@ def bench_training(config: Config, steps: int, command: str, json_file: Path | N
         except MeasurementError as error:
             row = {"error": error.problem}
         result["rows"].append({"model": name} | row)
-        if json_file is not None:  # each time: what was measured is there even if the rest takes too long
+        if json_file is not None:  # written after each model, in case the rest is stopped
             write_json(json_file, result)
     return result
 
 
 def models(config: Config) -> dict[str, dict[str, Any]]:
-    """What is measured: name -> a whole configuration's values."""
+    """Return name -> values of the complete configuration for all models to measure."""
     pattern = config.model.attention.pattern
     entries = [{entry: config.model.heads} if isinstance(entry, str) else dict(entry) for entry in pattern]
     kinds = list(dict.fromkeys(kind for entry in entries for kind in entry))
@@ -84,7 +84,7 @@ def models(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def in_full(entry: dict[Any, int]) -> dict[str, int]:
-    """A layer's heads by kind, with full attention in place of all that is not local."""
+    """Return kind -> heads of a layer, with full attention instead of every mechanism except local attention."""
     local = entry.get("local", 0)
     heads = {"local": local, "full": sum(entry.values()) - local}
     return {kind: number for kind, number in heads.items() if number}
@@ -100,7 +100,7 @@ def changed(config: Config, pattern: list[Any] | None = None, **model: Any) -> d
 
 
 def measure(values: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Measure one model, in a process that does nothing else. values: its configuration."""
+    """Measure one model in a separate process. values: values of its configuration."""
     config = build_config(values)
     ranks = start_ranks(config.run.model_copy(update={"engine": "torch"}))
     device = ranks.device
@@ -109,7 +109,7 @@ def measure(values: dict[str, Any], steps: int) -> dict[str, Any]:
     before_update: list[int] = []
     seconds = []
     for step in range(WARM_UP + steps):
-        if step == WARM_UP:  # the optimizer's state is there
+        if step == WARM_UP:  # the optimizer's state exists now
             standing = reset_peak(device)
             engine.optimizer.register_step_pre_hook(lambda *_: before_update.append(peak(device)))
         seconds.append(step_seconds(engine, batch, step, config.optimizer.learning_rate))
@@ -125,7 +125,7 @@ def measure(values: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def step_seconds(engine: Engine, batch: Batch, step: int, learning_rate: float) -> float:
-    """Seconds of a training step of one micro-batch."""
+    """Return the seconds of a training step of one micro-batch."""
     begun = time.perf_counter()
     engine.train_step([batch], step, learning_rate)
     if engine.ranks.device.type == "cuda":
@@ -134,11 +134,11 @@ def step_seconds(engine: Engine, batch: Batch, step: int, learning_rate: float) 
 
 
 def report(result: dict[str, Any], config: Config) -> Iterator[str]:
-    """The figures as Markdown lines."""
+    """Yield the figures as Markdown lines."""
     about, data = result["machine"], config.data
     yield f"`{result['command']}` on {about['device']}, torch {about['torch']}, {about['threads']} threads"
     yield ""
-    yield f"{config.training.micro_batch} × {data.sequence_length:,} tokens a step, {config.training.precision}"
+    yield f"{config.training.micro_batch} × {data.sequence_length:,} tokens per step, {config.training.precision}"
     yield ""
     heading = ["model", "parameters, millions", "tokens/s", "step, s (least to greatest)", "peak, GB"]
     heading.append("activations, GB")
@@ -168,7 +168,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a shipped configuration, or a file")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=JSON", help="override one key")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="measured steps (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers and how they were measured there")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the results and their settings to this file")
     args = parser.parse_args(words)
     config = load_config(args.config, args.set)
     command = shlex.join(["python", "tools/bench/training.py", *words])

@@ -1,4 +1,4 @@
-"""Keys that the mechanisms of a decoder show to some queries, found densely from what they hash or choose.
+"""Keys that are visible to queries in the mechanisms of a decoder, computed densely from hash codes or sketches.
 
 B batch, H heads, R rounds, S queries, L length, M chunk.
 """
@@ -27,8 +27,8 @@ class Bands:
         self.rank = torch.empty_like(keys).scatter_(-1, order, rank)
 
     def shown(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Which keys up to the last of the queries `rows` each round shows, (H, R, T, keys) bool, and how many keys the
-        bucket has at or before the query, (H, R, T).
+        """Return the visible keys of the queries `rows` per round, (H, R, T, keys) bool up to the last query, and the
+        number of keys in the query's bucket at or before it, (H, R, T).
         """
         stop = int(rows[-1]) + 1
         place = torch.arange(stop, device=rows.device)
@@ -40,9 +40,9 @@ class Bands:
 
 @torch.no_grad()
 def seen_pairs(call: Call, queries: Tensor) -> Tensor:
-    """The keys that each query of one whole sequence sees in evaluation: (H or 1, S, L) bool. queries: (S,) int64.
+    """Return the visible keys of queries (S,) int64 of one sequence in evaluation: (H or 1, S, L) bool.
 
-    Raises ConfigError for a mechanism that shows no set of keys, such as YOSO.
+    Raises ConfigError for a mechanism without a set of visible keys, such as YOSO.
     """
     mechanism, place = call.mechanism, torch.arange(call.inputs.q.shape[2], device=queries.device)
     causal = place <= queries[:, None]
@@ -68,11 +68,11 @@ def seen_pairs(call: Call, queries: Tensor) -> Tensor:
         own = place == queries[:, None]
         return (seen & ~own) | (own & ~(seen & ~own).any(-1, keepdim=True))
     name = type(mechanism).__name__
-    raise ConfigError("attention", f"{name} shows no set of keys that could be counted", "Choose another kind")
+    raise ConfigError("attention", f"visible keys of {name} cannot be counted", "Choose another kind")
 
 
 def _chosen(mechanism: SmartBirdAttention, call: Call, queries: Tensor, causal: Tensor) -> Tensor:
-    """The K best keys of each sketch, of scores in steps of 1/256 and of equal ones the first; window and sinks."""
+    """Return the K best keys per sketch (scores rounded to 1/256, the first of equal keys), window and sinks."""
     config, place = mechanism.config, torch.arange(causal.shape[1], device=causal.device)
     near = (queries[:, None] // config.chunk - place // config.chunk <= 1) & config.local
     beside = causal & (near | (place < config.sinks))
@@ -85,8 +85,8 @@ def _chosen(mechanism: SmartBirdAttention, call: Call, queries: Tensor, causal: 
 
 
 def best_pairs(weight: Tensor, queries: Tensor, count: int, window: int, sinks: int) -> Tensor:
-    """The oracle's keys: the last `window`, the sinks, and of the others the `count` of largest weight, of each head:
-    (H, S, L) bool. weight: (H, S, L), full attention.
+    """Return the oracle's keys (H, S, L) bool: the last `window` keys, the sinks, and the `count` other keys of largest
+    weight per head. weight: full attention (H, S, L).
     """
     place = torch.arange(weight.shape[2], device=queries.device)
     causal = place <= queries[:, None]
@@ -96,7 +96,7 @@ def best_pairs(weight: Tensor, queries: Tensor, count: int, window: int, sinks: 
 
 
 def weights(call: Call, queries: Tensor) -> Tensor:
-    """Full attention of the call's own queries and keys, (H, S, L) fp32 at least."""
+    """Return full attention of the call's queries and keys, (H, S, L) in at least fp32."""
     q, k = (at_least_fp32(x[0]) for x in call.inputs[:2])
     later = torch.arange(k.shape[1], device=k.device) > queries[:, None]
     return torch.softmax((q[:, queries] @ k.transpose(-1, -2) * call.scale).masked_fill(later, -torch.inf), dim=-1)
