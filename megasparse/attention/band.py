@@ -231,12 +231,12 @@ class BandAttention(Attention):
             picks.append(torch.where(match, position, -1).topk(chunk, dim=-1).values)
         index = torch.cat(picks, dim=3).transpose(2, 3).flatten(3).long()  # (B, H, n, R·M)
         rank = tokens.rank[:, -count:, None]
-        beside = torch.arange(self.sinks, device=rank.device)
-        beside = beside.masked_fill(beside > rank, -1)
+        extra = torch.arange(self.sinks, device=rank.device)
+        extra = extra.masked_fill(extra > rank, -1)
         if self.local:
             window = rank - torch.arange(self.window.chunk, device=rank.device)
-            beside = torch.cat([beside, window.masked_fill(window < self.sinks, -1)], dim=-1)
-        index = torch.cat([index, tokens.at(beside)[:, None].expand(*index.shape[:2], -1, -1)], dim=-1)
+            extra = torch.cat([extra, window.masked_fill(window < self.sinks, -1)], dim=-1)
+        index = torch.cat([index, tokens.at(extra)[:, None].expand(*index.shape[:2], -1, -1)], dim=-1)
         if self.rule["count_rounds"] and (self.local or rounds > 1):
             index = index.sort(dim=-1).values
             index[..., 1:] = index[..., 1:].masked_fill(index[..., 1:] == index[..., :-1], -1)

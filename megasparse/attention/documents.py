@@ -71,8 +71,8 @@ def attend_each(inputs: AttentionInputs, attend: Callable[[AttentionInputs], Ten
         dropout = inputs.dropout
         if dropout is not None:
             dropout = replace(dropout, queries=document.take(dropout.queries))
-        alone = inputs._replace(q=q, k=k, v=v, key_mask=None, segments=None, dropout=dropout)
-        parts.append(attend(alone)[0].transpose(0, 1))  # (n, H, D)
+        document_inputs = inputs._replace(q=q, k=k, v=v, key_mask=None, segments=None, dropout=dropout)
+        parts.append(attend(document_inputs)[0].transpose(0, 1))  # (n, H, D)
         slots.append(document.rows.start * length + document.tokens)
     if not parts:
         return inputs.q.masked_fill(torch.ones_like(inputs.q, dtype=torch.bool), 0.0)  # keep a zero gradient

@@ -88,9 +88,9 @@ def collision_loss(query_scores: Tensor, key_scores: Tensor, share: Tensor, best
     keys. best_scores: (B, H, S, K, N), scores of these keys.
     """
     chosen, drawn = torch.softmax(query_scores, dim=-1), torch.softmax(key_scores, dim=-1)
-    meet = (torch.softmax(best_scores, dim=-1) @ chosen.unsqueeze(-1)).squeeze(-1)
+    match = (torch.softmax(best_scores, dim=-1) @ chosen.unsqueeze(-1)).squeeze(-1)
     total = share.sum(-1)
-    hit = (share * meet).sum(-1) / total.clamp_min(torch.finfo(total.dtype).tiny)
+    hit = (share * match).sum(-1) / total.clamp_min(torch.finfo(total.dtype).tiny)
     missed = -(total * (hit + 1e-4).log()).sum((0, 2)) / total.sum((0, 2)).clamp_min(torch.finfo(total.dtype).tiny)
     mean = torch.stack([chosen, drawn]).mean((1, 3))  # (2, H, N)
     # Clamp: a softmax can be exactly 0, and the gradient of log is infinite there.

@@ -36,8 +36,8 @@ def build_mechanism(kind: str, model: ModelConfig, heads: int) -> Attention:
         vocabulary=model.vocabulary,
         dropout=model.attention.dropout,
     )
-    built: Attention = MECHANISMS[kind](getattr(model.attention, kind), spec)
-    return built
+    mechanism: Attention = MECHANISMS[kind](getattr(model.attention, kind), spec)
+    return mechanism
 
 
 def ranks_with_the_same_heads(mechanism: Attention, model: ModelConfig, ranks: int) -> int:
@@ -88,11 +88,11 @@ class AttentionLayer(nn.Module):
         self.causal, self.group = config.kind != "encoder", config.heads // (config.key_heads or config.heads)
         self.rotary = Rotary(config.positions, self.head_dim) if config.positions.kind == "rotary" else None
         self.split = heads_of_layer(config, layer)
-        built = {kind: build_mechanism(kind, config, heads) for kind, heads in self.split.items()}
-        self.mechanisms = nn.ModuleDict(built)
+        mechanisms = {kind: build_mechanism(kind, config, heads) for kind, heads in self.split.items()}
+        self.mechanisms = nn.ModuleDict(mechanisms)
         biases = config.attention_biases or ("all" if config.style == "bert" else "none")
         biased = biases != "none"
-        keyed = sum(heads for kind, heads in self.split.items() if not built[kind].shared_qk) // self.group
+        keyed = sum(heads for kind, heads in self.split.items() if not mechanisms[kind].shared_qk) // self.group
         self.query = projection(config.d_model, self.heads * self.head_dim, biased)
         self.key = projection(config.d_model, keyed * self.head_dim, biased) if keyed else None
         self.value = projection(config.d_model, self.heads // self.group * self.head_dim, biased)

@@ -316,9 +316,9 @@ def _balance(inputs: AttentionInputs, codes: Assignment, buckets: int) -> dict[s
         for x in (queries, keys)
     ]
     imbalanced = (counts[0] > 2 * counts[1]) | (counts[1] > 2 * counts[0])
-    held = (counts[0] + counts[1] > 0).sum()
+    nonempty = (counts[0] + counts[1] > 0).sum()
     return {
-        "bucket_imbalance": imbalanced.sum() / held.clamp_min(1),
+        "bucket_imbalance": imbalanced.sum() / nonempty.clamp_min(1),
         "queries_in_no_bucket": counts[0].masked_fill(counts[1] > 0, 0).sum() / _real(inputs),
     }
 

@@ -120,10 +120,10 @@ class SequencePart:
         if self.size == 1:
             return lambda: tensors
         by_way = [x.transpose(1, 2).unflatten(2, (self.ways, 1, -1)).movedim((2, 3, 1), (0, 1, 2)) for x in tensors]
-        sent = torch.stack([x.expand(-1, self.copies, *x.shape[2:]) for x in by_way], dim=3).flatten(0, 1)
+        payload = torch.stack([x.expand(-1, self.copies, *x.shape[2:]) for x in by_way], dim=3).flatten(0, 1)
         # (S, L/S, n, B, H/W, D): tokens before heads, so that all tokens are a view of the received tensor
         works: list[Any] = []
-        received = _Exchange.apply(sent, self.group, None, works).flatten(0, 1)
+        received = _Exchange.apply(payload, self.group, None, works).flatten(0, 1)
 
         def arrive() -> tuple[Tensor, ...]:
             works.pop().wait()
@@ -136,8 +136,8 @@ class SequencePart:
         if self.size == 1:
             return x
         pieces = zip(x.chunk(self.size, dim=2), self.answers, strict=True)
-        sent = torch.stack([piece for piece, answered in pieces if answered])  # (W, B, H/W, L/S, D)
-        return _Exchange.apply(sent, self.group, self.answers).movedim(0, 1).flatten(1, 2)
+        payload = torch.stack([piece for piece, answered in pieces if answered])  # (W, B, H/W, L/S, D)
+        return _Exchange.apply(payload, self.group, self.answers).movedim(0, 1).flatten(1, 2)
 
     def parts_to_tokens(self, out: Tensor, lse: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Apply `to_tokens` to the partial results of C ranks, out (B, H/W, L, D) and lse (B, H/W, L): C pairs."""

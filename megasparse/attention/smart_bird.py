@@ -311,10 +311,10 @@ class SmartBirdAttention(Attention):
         masked = inputs._replace(key_mask=tokens.real)
         chosen = self._choose(pairs, masked, context, index.shape[1] - tokens.number).long()
         sinks, chunk = self.config.sinks, self.near.window.chunk if self.config.local else None
-        beside, start = tokens.near(chunk, sinks)
+        extra, start = tokens.near(chunk, sinks)
         rank = tokens.rank.expand(len(chosen), -1).gather(1, chosen.clamp_min(0).flatten(1)).view(chosen.shape)
         chosen = chosen.masked_fill((rank < sinks) | (rank >= start[:, None]), -1)
-        return torch.cat([chosen, beside[:, None].expand(*chosen.shape[:2], -1, -1)], dim=-1)
+        return torch.cat([chosen, extra[:, None].expand(*chosen.shape[:2], -1, -1)], dim=-1)
 
     @torch.no_grad()
     def _choose(

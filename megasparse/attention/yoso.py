@@ -137,16 +137,16 @@ class YOSOAttention(Attention):
         q, k, v, mask = unit_vectors(inputs.q), unit_vectors(inputs.k), inputs.v, inputs.key_mask
         spec = HashTableAttentionSpec(self.code_bits, inputs.causal, self.config.chunk)
         if self.config.expectation:
-            out, met = expected_attention(q, k, v, spec, mask, mask, inputs.segments)
+            out, matches = expected_attention(q, k, v, spec, mask, mask, inputs.segments)
         else:
             hashes = self.rounds(context.rng)
             codes = self.codes(q, hashes, context), self.codes(k, hashes, context)
-            out, met = hash_table_attention(q, k, v, *codes, spec, mask, mask, inputs.segments)
+            out, matches = hash_table_attention(q, k, v, *codes, spec, mask, mask, inputs.segments)
         out = unit_vectors(out, inputs.q.dtype if self.convolution is None else None)
         if self.convolution is not None:
             out = out + self.convolution(inputs.v, mask, inputs.segments, inputs.causal, context.part)
-        real = mask.sum() if mask is not None else met[:, 0].numel()
-        return AttentionOutput(out.to(inputs.q.dtype), None, {"collisions": met.sum() / (real * met.shape[1])})
+        real = mask.sum() if mask is not None else matches[:, 0].numel()
+        return AttentionOutput(out.to(inputs.q.dtype), None, {"collisions": matches.sum() / (real * matches.shape[1])})
 
     def flops(self, length: int) -> Passes:
         """Codes of q and k; 2·D to add a value to a table and to read it, and again for the gradient of v. Gradients of

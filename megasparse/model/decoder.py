@@ -83,12 +83,12 @@ class Causal(Transformer):
     def decode(self, token: Tensor, cache: DecodingCache) -> Tensor:
         """Append a token (B,) to the cache. Returns the logits (B, V) of the next token."""
         assert cache.position < self.config.max_length, "the cache is full"
-        entered = streams = self._enter(token[:, None], cache.position, cache.rng)
+        initial = streams = self._enter(token[:, None], cache.position, cache.rng)
         run = Pass(cache.rng, Padding(part=cache.part), tokens=token[:, None])
         for block, layer in zip(self.layers, cache.layers, strict=True):
             _, *streams = block(run, layer, None, *streams, position=cache.position)
         cache.position += 1
-        return self.head(self._leave(streams, entered), None)
+        return self.head(self._leave(streams, initial), None)
 
     def _empty_cache(self, rng: RngContext, part: SequencePart = WHOLE) -> DecodingCache:
         layers = [block.attention.attention.new_cache(len(rng.samples), rng.rounds, part) for block in self.layers]

@@ -138,7 +138,7 @@ class Stack(nn.Module):
         config, tokens = self.config, self._newest_tokens(read, rng.first, padding.part)
         run = Pass(rng, padding, targets if rng.training else None, source and source.key_mask, tokens)
         states = None if source is None else source.states
-        entered = streams = self._enter(read, rng.first, rng)
+        initial = streams = self._enter(read, rng.first, rng)
         if config.activations == "reversible" and torch.is_grad_enabled():
             *streams, total = Reversible.apply(*streams, states, self.layers, run, given_away)
         else:
@@ -146,7 +146,7 @@ class Stack(nn.Module):
             for i, block in enumerate(self.layers):
                 auxiliary, *streams = block(run, caches[i] if caches is not None else None, states, *streams)
                 total = total if auxiliary is None else total + auxiliary
-        return self._leave(streams, entered), total, average_over_layers(run.statistics, config.layers)
+        return self._leave(streams, initial), total, average_over_layers(run.statistics, config.layers)
 
     def mechanisms(self) -> Iterator[tuple[int, Attention]]:
         """Yield (layer, mechanism) for every mechanism of self-attention."""
@@ -170,10 +170,10 @@ class Stack(nn.Module):
             x = x.bfloat16()
         return (x, x) if self.config.blocks == "reversible" else (x,)
 
-    def _leave(self, streams: Sequence[Tensor], entered: Streams) -> Streams:
+    def _leave(self, streams: Sequence[Tensor], initial: Streams) -> Streams:
         """Return the output streams."""
         once = self.embedding_once and self.config.blocks == "reversible"
-        return (streams[0], streams[1] - entered[1]) if once else tuple(streams)
+        return (streams[0], streams[1] - initial[1]) if once else tuple(streams)
 
 
 class OutputHead(nn.Module):

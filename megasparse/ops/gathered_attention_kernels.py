@@ -172,16 +172,16 @@ def tile_gradients(
         whole = real & (key != after) & (key != before)
         cut = real & ends & ~whole
         slot = program * 2 + tl.where(key == first, 0, 1)
-        together = (key[:, None] == key[None, :]) & real[None, :]
+        same_key = (key[:, None] == key[None, :]) & real[None, :]
         pair = pairs + (row * entries + entry) * 2
         query = entry // slots
         weight = tl.load(pair, mask=real, other=0.0)
         grads = load_rows(grad + batch * grad_batch + head * grad_head, query, real, grad_token, D, WIDTH)
-        sums = dot(tl.where(together, weight[None, :], 0.0).to(grads.dtype), grads, PRECISION)
+        sums = dot(tl.where(same_key, weight[None, :], 0.0).to(grads.dtype), grads, PRECISION)
         _keep(sums, dv + row * key_count * D, value_parts, key, slot, whole, cut, D, WIDTH)
         score_grad = tl.load(pair + 1, mask=real, other=0.0)
         query_rows = load_rows(q + batch * q_batch + head * q_head, query, real, q_token, D, WIDTH)
-        sums = dot(tl.where(together, score_grad[None, :], 0.0).to(query_rows.dtype), query_rows, PRECISION) * scale
+        sums = dot(tl.where(same_key, score_grad[None, :], 0.0).to(query_rows.dtype), query_rows, PRECISION) * scale
         _keep(sums, dk + row * key_count * D, key_parts, key, slot, whole, cut, D, WIDTH)
 
 

@@ -65,10 +65,10 @@ def draw_keys(q: Tensor, k: Tensor, uniform: Tensor, *, scale: float) -> Draws:
         received = received + score.softmax(-1).sum(-2, dtype=torch.promote_types(k.dtype, torch.float32))
     share = 0.5 * (received.double() / q.shape[2] + 1.0 / k.shape[2])
     parts = (share * _SHARES).long() + 1
-    until = parts.cumsum(-1)
-    count, total = len(uniform), until[..., -1:]
+    ends = parts.cumsum(-1)
+    count, total = len(uniform), ends[..., -1:]
     point = (torch.arange(count, device=k.device) + uniform.double()) / count * total
-    tokens = torch.searchsorted(until, point.long().minimum(total - 1), right=True)
+    tokens = torch.searchsorted(ends, point.long().minimum(total - 1), right=True)
     ln_count = (count * parts.gather(-1, tokens) / total).log().float()
     return Draws(at_tokens(k, tokens), tokens, ln_count)
 

@@ -202,12 +202,12 @@ class _HashTableAttention(Function):
         out = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
         total = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
         for part in _parts(q, k, q_codes, spec):
-            meet = _buckets(q_codes, k_codes, group, part, spec.code_bits)
+            codes = _buckets(q_codes, k_codes, group, part, spec.code_bits)
             values = v.flatten(0, 1)[part].to(dtype)
             # An extra column of ones counts the collisions.
             values = torch.cat([values, torch.ones_like(values[..., :1])], dim=-1)
-            both = _through_tables(meet.keys, meet.queries, meet.tables, values, spec.causal_chunk)
-            for piece, count in _chunks(meet, spec.causal_chunk, dtype):
+            both = _through_tables(codes.keys, codes.queries, codes.tables, values, spec.causal_chunk)
+            for piece, count in _chunks(codes, spec.causal_chunk, dtype):
                 both[:, piece] += count @ values[:, piece]
             both /= q_codes.shape[2]
             out.flatten(0, 1)[part], total.flatten(0, 1)[part] = both[..., :-1], both[..., -1]
@@ -223,16 +223,16 @@ class _HashTableAttention(Function):
         dtype, hashes = total.dtype, q_codes.shape[2]
         dq, dk, dv = (torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
         for part in _parts(q, k, q_codes, spec):
-            meet = _buckets(q_codes, k_codes, ctx.group, part, spec.code_bits)
+            codes = _buckets(q_codes, k_codes, ctx.group, part, spec.code_bits)
             rows_q, rows_k, rows_v, g = (x.flatten(0, 1)[part].to(dtype) for x in (q, k, v, grads[0]))
-            into_v = _through_tables(meet.queries, meet.keys, meet.tables, g, spec.causal_chunk, reverse=True)
-            for piece, count in _chunks(meet, spec.causal_chunk, dtype):
+            into_v = _through_tables(codes.queries, codes.keys, codes.tables, g, spec.causal_chunk, reverse=True)
+            for piece, count in _chunks(codes, spec.causal_chunk, dtype):
                 into_v[:, piece] += count.transpose(1, 2) @ g[:, piece]
             collisions = total.flatten(0, 1)[part].sum() * hashes
-            if _prefers_pairs(spec, collisions, meet, q.shape[3]):
-                into_q, into_k = _pair_gradients(rows_q, rows_k, rows_v, g, meet, causal=spec.causal)
+            if _prefers_pairs(spec, collisions, codes, q.shape[3]):
+                into_q, into_k = _pair_gradients(rows_q, rows_k, rows_v, g, codes, causal=spec.causal)
             else:
-                into_q, into_k = _table_gradients(rows_q, rows_k, rows_v, g, meet, spec.causal_chunk)
+                into_q, into_k = _table_gradients(rows_q, rows_k, rows_v, g, codes, spec.causal_chunk)
             factor = spec.code_bits / (2 * hashes)
             dq.flatten(0, 1)[part], dk.flatten(0, 1)[part] = into_q.mul_(factor), into_k.mul_(factor)
             dv.flatten(0, 1)[part] = into_v.div_(hashes)
@@ -244,12 +244,12 @@ def _parts(q: Tensor, k: Tensor, codes: Tensor, spec: HashTableAttentionSpec) ->
     return row_slices(q.shape[0] * q.shape[1], _ROW_ELEMENTS, size)
 
 
-def _prefers_pairs(spec: HashTableAttentionSpec, collisions: Tensor, meet: HashCodes, head_dim: int) -> bool:
+def _prefers_pairs(spec: HashTableAttentionSpec, collisions: Tensor, codes: HashCodes, head_dim: int) -> bool:
     """Compare the costs of the paper's min(L·m·D², nnz·(m + D)), with the number of collisions as nnz."""
     if spec.backward != "auto":
         return spec.backward == "pairs"
-    rows, hashes, length = meet.queries.shape
-    over_tables = rows * hashes * (length + meet.keys.shape[2]) * head_dim**2
+    rows, hashes, length = codes.queries.shape
+    over_tables = rows * hashes * (length + codes.keys.shape[2]) * head_dim**2
     return collisions.item() * _PAIR_COST * (hashes + head_dim) < over_tables
 
 
@@ -265,8 +265,8 @@ def _through_tables(
     out = values.new_zeros(rows, length, width)
     whole = slice(0, None)
     pieces = [whole] if chunk is None else [slice(i, min(i + chunk, length)) for i in range(0, length, chunk)]
-    for some in row_slices(hashes, _TABLE_ELEMENTS, rows * width * max(tables, length, source.shape[2])):
-        into, out_of = source[:, some], target[:, some]  # (G, m', L)
+    for subset in row_slices(hashes, _TABLE_ELEMENTS, rows * width * max(tables, length, source.shape[2])):
+        into, out_of = source[:, subset], target[:, subset]  # (G, m', L)
         first = torch.arange(rows * into.shape[1], device=values.device).view(rows, -1, 1) * tables
         into, out_of = into + first, out_of + first
         table = values.new_zeros(first.numel() * tables, width)
@@ -285,38 +285,38 @@ def _add(table: Tensor, into: Tensor, values: Tensor) -> None:
     table.index_add_(0, into.flatten(), repeated.flatten(0, 2))
 
 
-def _chunks(meet: HashCodes, chunk: int | None, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+def _chunks(codes: HashCodes, chunk: int | None, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """Yield every chunk with its collision counts (G, C, C), zero if the key is later than the query."""
     if chunk is None:
         return
-    rows, hashes, length = meet.queries.shape
+    rows, hashes, length = codes.queries.shape
     for start in range(0, length, chunk):
         piece = slice(start, min(start + chunk, length))
         size = piece.stop - start
-        count = torch.zeros(rows, size, size, dtype=dtype, device=meet.keys.device)
-        for some in row_slices(hashes, _TABLE_ELEMENTS, count.numel()):
-            count += (meet.queries[:, some, piece, None] == meet.keys[:, some, None, piece]).sum(1)
+        count = torch.zeros(rows, size, size, dtype=dtype, device=codes.keys.device)
+        for subset in row_slices(hashes, _TABLE_ELEMENTS, count.numel()):
+            count += (codes.queries[:, subset, piece, None] == codes.keys[:, subset, None, piece]).sum(1)
         yield piece, count.tril_()
 
 
 def _table_gradients(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, meet: HashCodes, chunk: int | None
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, codes: HashCodes, chunk: int | None
 ) -> tuple[Tensor, Tensor]:
     """Return Σ_j c_ij (g_i·v_j) k_j for each query and Σ_i c_ij (g_i·v_j) q_i for each key; c_ij is the number of
     hashes in which they collide.
     """
     into_q, into_k = torch.zeros_like(q), torch.zeros_like(k)
-    tallest = max(meet.tables, q.shape[1], k.shape[1])
+    tallest = max(codes.tables, q.shape[1], k.shape[1])
     slab = max(1, _ROW_ELEMENTS // (2 * len(q) * tallest * q.shape[2]))
     for start in range(0, v.shape[2], slab):
         columns = slice(start, start + slab)
         outer = (v[..., columns, None] * k[..., None, :]).flatten(2)  # (G, Lk, slab·D)
-        read = _through_tables(meet.keys, meet.queries, meet.tables, outer, chunk)
+        read = _through_tables(codes.keys, codes.queries, codes.tables, outer, chunk)
         into_q += (g[..., columns, None] * read.unflatten(-1, (-1, k.shape[2]))).sum(2)
         outer = (g[..., columns, None] * q[..., None, :]).flatten(2)  # (G, Lq, slab·D)
-        read = _through_tables(meet.queries, meet.keys, meet.tables, outer, chunk, reverse=True)
+        read = _through_tables(codes.queries, codes.keys, codes.tables, outer, chunk, reverse=True)
         into_k += (v[..., columns, None] * read.unflatten(-1, (-1, q.shape[2]))).sum(2)
-    for piece, count in _chunks(meet, chunk, q.dtype):
+    for piece, count in _chunks(codes, chunk, q.dtype):
         weight = count * (g[:, piece] @ v[:, piece].transpose(1, 2))
         into_q[:, piece] += weight @ k[:, piece]
         into_k[:, piece] += weight.transpose(1, 2) @ q[:, piece]
@@ -334,13 +334,15 @@ class _Runs(NamedTuple):
     size: Tensor
 
 
-def _pair_gradients(q: Tensor, k: Tensor, v: Tensor, g: Tensor, meet: HashCodes, causal: bool) -> tuple[Tensor, Tensor]:
+def _pair_gradients(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, codes: HashCodes, causal: bool
+) -> tuple[Tensor, Tensor]:
     """Return Σ_j c_ij (g_i·v_j) k_j for each query and Σ_i c_ij (g_i·v_j) q_i for each key; c_ij is the number of
     hashes in which they collide.
 
     q, g: (G, Lq, D). k, v: (G, Lk, D). causal: only j <= i.
     """
-    runs = _key_runs(meet, causal)
+    runs = _key_runs(codes, causal)
     # Contiguous for any strides of q and k, because `flatten` of the targets must not copy
     into_q, into_k = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k))
     sources, targets = [x.flatten(0, 1) for x in (q, k, v, g)], [x.flatten(0, 1) for x in (into_q, into_k)]
@@ -354,18 +356,18 @@ def _pair_gradients(q: Tensor, k: Tensor, v: Tensor, g: Tensor, meet: HashCodes,
     return into_q, into_k
 
 
-def _key_runs(meet: HashCodes, causal: bool) -> _Runs:
-    rows, hashes, length = meet.queries.shape
-    keys = meet.keys.shape[2]
-    position = torch.arange(keys, device=meet.keys.device)
+def _key_runs(codes: HashCodes, causal: bool) -> _Runs:
+    rows, hashes, length = codes.queries.shape
+    keys = codes.keys.shape[2]
+    position = torch.arange(keys, device=codes.keys.device)
     latest = torch.arange(length, device=position.device) if causal else keys - 1
     order = torch.empty(rows, hashes, keys, dtype=torch.int32, device=position.device)
     start = torch.empty(rows, length, hashes, dtype=torch.int32, device=position.device)
     size = torch.empty_like(start)
     for hash_ in range(hashes):
         # Sorted by (bucket, position), a bucket's keys up to a position are a run.
-        ordered, order[:, hash_] = torch.sort(meet.keys[:, hash_].to(torch.int64) * keys + position, dim=-1)
-        lowest = meet.queries[:, hash_].to(torch.int64) * keys
+        ordered, order[:, hash_] = torch.sort(codes.keys[:, hash_].to(torch.int64) * keys + position, dim=-1)
+        lowest = codes.queries[:, hash_].to(torch.int64) * keys
         begin = torch.searchsorted(ordered, lowest)
         start[..., hash_] = begin
         size[..., hash_] = torch.searchsorted(ordered, lowest + latest, right=True) - begin

@@ -242,9 +242,9 @@ def weighted_sums(
         token = row * length + tl.load(order + base + source, mask=source < length, other=0)
         weight = tl.zeros([BLOCK, TILE], tl.float32)
         for start in range(0, WIDTH, DEPTH):
-            some = start + tl.arange(0, DEPTH)
-            a = _rows(target_left, row * targets + target, slot < targets, some, D)
-            weight += dot(a, tl.trans(_rows(left, token, source < length, some, D)), PRECISION)
+            depth = start + tl.arange(0, DEPTH)
+            a = _rows(target_left, row * targets + target, slot < targets, depth, D)
+            weight += dot(a, tl.trans(_rows(left, token, source < length, depth, D)), PRECISION)
         visible = (source[None, :] >= begin[:, None]) & (source[None, :] < close[:, None])
         b = _rows(right, token, source < length, columns, D)
         total += dot(tl.where(visible, weight, 0.0).to(b.dtype), b, PRECISION)
@@ -255,9 +255,9 @@ def weighted_sums(
     boundary = tl.min(tl.where(whole, span, spans + 1), axis=0)
     while boundary <= spans:
         for start in range(0, WIDTH, DEPTH):
-            some = start + tl.arange(0, DEPTH)
-            a = _rows(target_left, row * targets + target, whole & (span == boundary), some, D)
-            b = _rows(products, (row_hash * spans + boundary - 1) * D + some, some < D, columns, D)
+            depth = start + tl.arange(0, DEPTH)
+            a = _rows(target_left, row * targets + target, whole & (span == boundary), depth, D)
+            b = _rows(products, (row_hash * spans + boundary - 1) * D + depth, depth < D, columns, D)
             if a.dtype != tl.float32:  # sums of long runs can exceed the range of fp16
                 a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
             total += dot(a, b, PRECISION)
@@ -358,15 +358,15 @@ class _HashTableAttention(Function):
         hashes, slabs = q_codes.shape[2], _slabs(q_codes, k_codes, v)
         several = len(slabs) > 1
         out = _total((*q.shape[:3], v.shape[3]), torch.float32, q.device, several)
-        met = _total(q.shape[:3], torch.float32, q.device, several)
+        matches = _total(q.shape[:3], torch.float32, q.device, several)
         [values] = _row_copies(v.dtype, v)
         for slab in slabs:
             queries, keys = _buckets(q_codes, k_codes, group, spec, slab)
             sources = _sorted(keys, spec.code_bits)
-            _add_sums(out, values, sources, _windows(queries, sources, spec), hashes, several, met)
+            _add_sums(out, values, sources, _windows(queries, sources, spec), hashes, several, matches)
         ctx.spec, ctx.group = spec, group
         ctx.save_for_backward(q, k, v, q_codes, k_codes)
-        total = met / hashes if several else met
+        total = matches / hashes if several else matches
         ctx.mark_non_differentiable(total)
         ctx.set_materialize_grads(False)  # `total` is not differentiable
         return out, total

@@ -79,8 +79,8 @@ def angular(
             low = tl.minimum(low, best)
         code = code * FACTORS[f] + tl.where(high >= -low, high_at, low_at + half)
         matrix += half
-    place = codes + (row * rounds + round_) * length + token
-    tl.store(place, code.to(codes.dtype.element_ty), mask=token < length)
+    address = codes + (row * rounds + round_) * length + token
+    tl.store(address, code.to(codes.dtype.element_ty), mask=token < length)
 
 
 @triton.jit(do_not_specialize=["length", "heads"])
@@ -99,8 +99,8 @@ def hidden_units(
     head = row % heads
     score = _projected(x, token, length, stride, weight + head * D * D, unit, D, D, D, DEPTH)
     score += tl.load(bias + head * D + unit, mask=unit < D, other=0)[None, :]
-    place = out + (row * length + token)[:, None] * width + first + unit[None, :]
-    tl.store(place, tl.maximum(score, 0.0), mask=(token < length)[:, None] & (unit < D)[None, :])
+    address = out + (row * length + token)[:, None] * width + first + unit[None, :]
+    tl.store(address, tl.maximum(score, 0.0), mask=(token < length)[:, None] & (unit < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["length", "heads"])
@@ -148,9 +148,9 @@ def sides(
         code |= (score >= 0).to(tl.int32) << bit
         normals += D * hashes
         bit += 1
-    place = codes + (row * hashes + hash_)[None, :] * length + token[:, None]
+    address = codes + (row * hashes + hash_)[None, :] * length + token[:, None]
     inside = (token < length)[:, None] & (hash_ < hashes)[None, :]
-    tl.store(place, code.to(codes.dtype.element_ty), mask=inside)
+    tl.store(address, code.to(codes.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -190,9 +190,9 @@ def transformed_sides(
     P: tl.constexpr = 1 << LEVELS
     PARTS: tl.constexpr = 1 << PARTS_LEVELS
     HASHES: tl.constexpr = P // PARTS
-    used, groups = tl.cdiv(hashes, HASHES), tl.cdiv(hashes, P)
+    part_count, groups = tl.cdiv(hashes, HASHES), tl.cdiv(hashes, P)
     program, tiles = tl.program_id(0), tl.cdiv(length, TOKENS)
-    part, tile, row = program % used, program // used % tiles, (program // used // tiles).to(tl.int64)
+    part, tile, row = program % part_count, program // part_count % tiles, (program // part_count // tiles).to(tl.int64)
     x = _vectors(x, row, heads, batch_stride, head_stride) + (tile * TOKENS).to(tl.int64) * stride
     inside, d = tl.arange(0, TOKENS), tl.arange(0, P)
     token = tile * TOKENS + inside
@@ -212,9 +212,9 @@ def transformed_sides(
         diagonals += 3 * P
         bit += 1
     hash_ = part * HASHES + tl.arange(0, HASHES)
-    place = codes + (row * hashes + hash_)[:, None] * length + token[None, :]
+    address = codes + (row * hashes + hash_)[:, None] * length + token[None, :]
     valid = (hash_ < hashes)[:, None] & (token < length)[None, :]
-    tl.store(place, code.to(codes.dtype.element_ty), mask=valid)
+    tl.store(address, code.to(codes.dtype.element_ty), mask=valid)
 
 
 def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
@@ -283,12 +283,12 @@ def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, k
         return codes
     power = 1 << (width - 1).bit_length()
     tokens = min(32 * _WARPS, _COORDINATES // power)
-    together = min(power, 1 << (hashes - 1).bit_length(), _HASHES)
-    parts = -(-hashes // together)
+    hashes_per_part = min(power, 1 << (hashes - 1).bit_length(), _HASHES)
+    parts = -(-hashes // hashes_per_part)
     grid = (-(-length // tokens) * batch * len(heads) * parts,)
     arguments = (x, planes, codes, length, len(heads), hashes, code_bits, *x.stride()[:3])
     levels = power.bit_length() - 1
-    split = {"LEVELS": levels, "PARTS_LEVELS": levels - (together.bit_length() - 1), "FIRST": parts == 1}
+    split = {"LEVELS": levels, "PARTS_LEVELS": levels - (hashes_per_part.bit_length() - 1), "FIRST": parts == 1}
     launch(transformed_sides, grid, *arguments, 0, D=width, **split, TOKENS=tokens, num_warps=_WARPS)
     return codes
 

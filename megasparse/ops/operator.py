@@ -108,21 +108,21 @@ def implementation(
     Raises:
         ConfigError: MEGASPARSE_OPS has another value, or forces kernels that do not support x.
     """
-    forced = os.environ.get(VARIABLE)
+    requested = os.environ.get(VARIABLE)
     fits = x.dtype in dtypes and (largest_width is None or x.shape[-1] <= largest_width)
     fits = fits and (most_rows is None or x.shape[:-2].numel() <= most_rows)
-    if forced == "triton" and dropout is not None:
+    if requested == "triton" and dropout is not None:
         raise ConfigError(VARIABLE, "the kernels do not support dropout of attention probabilities", "Unset it")
-    if forced is None:
+    if requested is None:
         if not fits or dropout is not None or not _HAS_TRITON or not (x.is_cuda or x.is_meta):
             return "blockwise"
         return "triton" if x.is_meta or _suits(x.device, x.shape[-1], largest_width) else "blockwise"
-    if forced not in get_args(Implementation):
+    if requested not in get_args(Implementation):
         raise ConfigError(
-            VARIABLE, f"{forced!r} is not an implementation", "Set reference, blockwise or triton, or unset it"
+            VARIABLE, f"{requested!r} is not an implementation", "Set reference, blockwise or triton, or unset it"
         )
-    if forced != "triton":
-        return cast(Implementation, forced)
+    if requested != "triton":
+        return cast(Implementation, requested)
     if not _HAS_TRITON:
         raise ConfigError(VARIABLE, "triton is not installed", "pip install triton, or set blockwise")
     if not fits:
@@ -138,12 +138,12 @@ def implementation(
 
 def _suits(device: torch.device, width: int, largest_width: int | None) -> bool:
     """Return True if the kernels support this GPU; otherwise print the reason once."""
-    lack, shared = _facts(device)
-    if lack is None and largest_width == LARGEST_HEAD_DIM and width > LARGEST_IN_99_KB and shared < 160 << 10:
-        lack = f"a head dim of {width} needs more shared memory than the {shared >> 10} KB of this GPU"
-    if lack is not None:
-        _say(f"megasparse: {lack}. Using blockwise torch instead of kernels: equal results, but slower")
-    return lack is None
+    reason, shared = _facts(device)
+    if reason is None and largest_width == LARGEST_HEAD_DIM and width > LARGEST_IN_99_KB and shared < 160 << 10:
+        reason = f"a head dim of {width} needs more shared memory than the {shared >> 10} KB of this GPU"
+    if reason is not None:
+        _say(f"megasparse: {reason}. Using blockwise torch instead of kernels: equal results, but slower")
+    return reason is None
 
 
 @cache
@@ -153,8 +153,8 @@ def _facts(device: torch.device) -> tuple[str | None, int]:
         return "the kernels are for NVIDIA GPUs, not for ROCm", 0
     gpu = torch.cuda.get_device_properties(device)
     shared: int = getattr(gpu, "shared_memory_per_block_optin")  # noqa: B009  (missing in torch's stubs)
-    lack = f"the kernels need compute capability 8.0, but {gpu.name} has {gpu.major}.{gpu.minor}"
-    return lack if gpu.major < 8 else None, shared
+    reason = f"the kernels need compute capability 8.0, but {gpu.name} has {gpu.major}.{gpu.minor}"
+    return reason if gpu.major < 8 else None, shared
 
 
 @cache

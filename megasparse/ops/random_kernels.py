@@ -48,14 +48,14 @@ def _dropout(
     low, high = _key(low, high)
     number = tl.load(rows + row, mask=row < count, other=0)
     bits = _bits_of(_row_seed(number, low, high)[:, None], column[None, :], high)
-    place = row.to(tl.int64)[:, None] * width + column[None, :]
-    value = tl.load(x + place, mask=inside, other=0)
+    offset = row.to(tl.int64)[:, None] * width + column[None, :]
+    value = tl.load(x + offset, mask=inside, other=0)
     dropped = value.to(tl.float32) * tl.where(bits >= threshold, scale, 0.0)
     if RELU:
         dropped = tl.where(dropped < 0, 0.0, dropped)  # NaN stays
     if stream is not None:
-        dropped = tl.load(stream + place, mask=inside, other=0).to(tl.float32) + SIGN * dropped
-    tl.store(out + place, dropped.to(out.dtype.element_ty), mask=inside)
+        dropped = tl.load(stream + offset, mask=inside, other=0).to(tl.float32) + SIGN * dropped
+    tl.store(out + offset, dropped.to(out.dtype.element_ty), mask=inside)
 
 
 def drop(
@@ -90,11 +90,11 @@ def drop(
 
 @triton.jit(do_not_specialize=["scale"])
 def _relu_gradient(grad, out, dx, count, scale, NUMBERS: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
-    inside = place < count
-    value = tl.load(grad + place, mask=inside, other=0).to(tl.float32) * scale
-    kept = tl.load(out + place, mask=inside, other=0) > 0
-    tl.store(dx + place, tl.where(kept, value, 0.0).to(dx.dtype.element_ty), mask=inside)
+    offset = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+    inside = offset < count
+    value = tl.load(grad + offset, mask=inside, other=0).to(tl.float32) * scale
+    positive = tl.load(out + offset, mask=inside, other=0) > 0
+    tl.store(dx + offset, tl.where(positive, value, 0.0).to(dx.dtype.element_ty), mask=inside)
 
 
 def relu_gradient(grad: Tensor, out: Tensor, scale: float) -> Tensor:
@@ -141,8 +141,8 @@ def _normals(out, first, count, columns, low, high, other_low, other_high, COLUM
     """Draw normal numbers of (head, number) `program_id(0)`. low, high: key of the radius. other_low, other_high: key
     of the angle.
     """
-    place = tl.program_id(0)
-    row = (first + place // count).to(tl.int64) * 65536 + place % count
+    pair = tl.program_id(0)
+    row = (first + pair // count).to(tl.int64) * 65536 + pair % count
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     low, high = _key(low, high)
     other_low, other_high = _key(other_low, other_high)
@@ -150,7 +150,7 @@ def _normals(out, first, count, columns, low, high, other_low, other_high, COLUM
     angle = _bits_of(_row_seed(row, other_low, other_high), column, other_high).to(tl.float64)
     length = tl.sqrt(-2.0 * tl.log((radius + 2147483648.5) * _SCALE))
     number = length * tl.cos(angle * _TURN)
-    tl.store(out + place.to(tl.int64) * columns + column, number.to(tl.float32), mask=column < columns)
+    tl.store(out + pair.to(tl.int64) * columns + column, number.to(tl.float32), mask=column < columns)
 
 
 def normals(key: int, heads: range, count: int, columns: int, device: torch.device) -> Tensor:

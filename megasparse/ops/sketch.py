@@ -302,8 +302,8 @@ def reference_choice(
     key_mask: Tensor | None = None, segments: Tensor | None = None, first_query: int = 0,
 ) -> Tensor:  # fmt: skip
     """Compute `chosen_keys` densely. lse is unused: α is computed from q and k."""
-    who = key_mask, segments
-    alpha, visible = sketched_weights(q.double(), k.double(), spec.causal, *who, noise is None, first_query)
+    masks = key_mask, segments
+    alpha, visible = sketched_weights(q.double(), k.double(), spec.causal, *masks, noise is None, first_query)
     drawn = None if noise is None else uniform(noise, k.shape[1])
     sampling = "top_k" if noise is None else spec.sampling
     return best_keys(alpha, visible, spec.count, sampling=sampling, uniform=drawn).to(torch.int32)

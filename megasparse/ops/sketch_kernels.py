@@ -292,8 +292,8 @@ def write(out, rows, queries, best, index, COUNT: tl.constexpr):
         highest = tl.max(best, 1)
         key = tl.min(tl.where(best == highest[:, None], index, _LAST), 1)
         tl.store(out + rows.to(tl.int64) * COUNT + slot, tl.maximum(key, -1), mask=rows < queries)
-        taken = index == key[:, None]
-        best, index = tl.where(taken, _TAKEN, best), tl.where(taken, _LAST, index)
+        written = index == key[:, None]
+        best, index = tl.where(written, _TAKEN, best), tl.where(written, _LAST, index)
 
 
 @triton.jit(do_not_specialize=["queries", "first_query"])  # decoding changes them at every token

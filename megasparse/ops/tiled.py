@@ -82,11 +82,11 @@ class GradientSums:
         """Return the gradients of `inputs`, None for unused ones. Gradients of the leaves since the last `take` are
         added to the sums.
         """
-        used, self._used = self._used, []
+        leaves, self._used = self._used, []
         cast = [grad.to(y.dtype) for y, grad in zip(outputs, grads, strict=True)]
-        sources = [*inputs, *(leaf for leaf, _ in used)]
+        sources = [*inputs, *(leaf for leaf, _ in leaves)]
         gradients = torch.autograd.grad(outputs, sources, cast, allow_unused=True)
-        for (_, total), grad in zip(used, gradients[len(inputs) :], strict=True):
+        for (_, total), grad in zip(leaves, gradients[len(inputs) :], strict=True):
             if grad is not None:
                 total += grad
         return gradients[: len(inputs)]

@@ -182,11 +182,11 @@ def _attend(rows: RowGroup, blocks: Iterable[TileBlock], out: Tensor, lse2: Tens
         if rows.dropout is not None:
             weight *= block.factors(rows.dropout)
         part = torch.bmm(weight, block.keys(rows.v)).div_(total)  # (n, T, D)
-        this = merged = highest.add_(total.log2_()).squeeze(-1)
+        current = merged = highest.add_(total.log2_()).squeeze(-1)
         if not block.first_round:  # rounds are merged by log-sum-exp
             before = block.queries(lse2)
-            merged = torch.maximum(before, this).add_(_power(-(before - this).abs_()).add_(1.0).log2_())
-            shares = (_power(x - merged).unsqueeze(-1) for x in (before, this))
+            merged = torch.maximum(before, current).add_(_power(-(before - current).abs_()).add_(1.0).log2_())
+            shares = (_power(x - merged).unsqueeze(-1) for x in (before, current))
             part = block.queries(out).mul_(next(shares)).add_(part.mul_(next(shares)))
         block.put_queries(out, part)
         block.put_queries(lse2, merged)
