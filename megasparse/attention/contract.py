@@ -81,9 +81,9 @@ class RecomputeCache:
 class Targets(NamedTuple):
     """Training targets, for mechanisms that learn from them directly (Smart Bird's sketch).
 
-    values: int64, (B, L) next tokens, (B,) sequence labels, or, with `answer`, (B, T) target tokens of the other stack.
-    counted: bool, true for values that enter the loss; None for all. With sequence parallelism, values cover this
-    rank's tokens; an answer is always complete.
+    values: int64: (B, L) a token for each position, (B,) sequence labels, or, with `answer`, (B, T) target tokens of
+    the other stack. counted: bool, true for values that enter the loss; None for all. With sequence parallelism, values
+    cover this rank's tokens; an answer is always complete.
     """
 
     values: Tensor

@@ -83,7 +83,7 @@ def collision_loss(query_scores: Tensor, key_scores: Tensor, share: Tensor, best
     """Return −Σ_i m_i·log(Σ_j a_ij·P_i·P′_j / m_i) / Σ_i m_i, the negative log probability that a query and its best
     keys draw the same bucket from their softmaxes P and P′; plus, for each head, the divergence of the mean P and P′
     from the uniform distribution, without which a single bucket would be optimal. Mean over heads, scalar.
-    query_scores, key_scores: (B, H, S, N), of sampled queries and keys. share: (B, H, S, K), attention a_ij to the best
+
     query_scores, key_scores: (B, H, S, N), of sampled queries and keys. share: (B, H, S, K), attention a_ij to the best
     keys. best_scores: (B, H, S, K, N), scores of these keys.
     """

@@ -29,7 +29,7 @@ _MASK = 1 << 24
 
 @dataclass
 class Cache:
-    """Decoding state: tensors whose first dimension is the batch, and nested caches. Others are not per sequence."""
+    """Decoding state: tensors whose first dimension is the batch, and nested caches. Others do not depend on it."""
 
     def select(self, rows: Tensor) -> None:
         """Keep the sequences `rows`, (n,) int64 indices into the batch; repeats allowed. In place."""

@@ -101,9 +101,16 @@ class AttentionLayer(nn.Module):
         self.key_norm = Norm(config, self.head_dim) if config.query_key_norm and keyed else None
 
     def forward(self, x: Tensor, context: AttentionContext, padding: Padding, cache: Any = None) -> AttentionOutput:
-        """Run the layer on a whole sequence. x: (B, L, E). cache: an empty cache to prefill, or None.
+        """Run the layer on a whole sequence.
 
-        Returns the layer's output (B, L, E), the sum of the auxiliary losses, and statistics named kind/name.
+        Args:
+            x: (B, L, E), with sequence parallelism this rank's tokens.
+            context: Layer and random state.
+            padding: Real tokens and documents; `Padding()` if all tokens are real and each sequence is one document.
+            cache: An empty cache to prefill (`new_cache`), or None.
+
+        Returns:
+            The layer's output (B, L, E), the sum of the auxiliary losses, and statistics named kind/name.
         """
         outs: list[Tensor] = []
         auxiliary: Tensor | None = None

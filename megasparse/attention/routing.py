@@ -1,5 +1,5 @@
 """Routing attention (Roy et al. 2021): clusters around centroids, moving averages of queries and keys. Also attention
-inside random, content-independent buckets, the lower bound for every hash (LHA's "Rand.").
+inside random, content-independent buckets, the baseline of every hash (LHA's "Rand.").
 
 B batch, H heads, L length, n tokens of a document, D head dim, N centroids, W clusters, M slots of a cluster.
 """
@@ -96,7 +96,7 @@ class RoutingAttention(BandAttention):
         """Return, for the band, nearest centroids (B, H, L) of queries and of keys (in a decoder equal); for top_k,
         clusters.
 
-        Not called in recomputation. Checkpointed layers call it twice, doubling sums and counts, so means are equal."""
+        Checkpointed layers compute it twice, which doubles both sums and counts, so means are unchanged."""
         queries, keys = self._sides(inputs, context)
         if context.rng.training:
             self._remember(inputs, queries, keys, context)

@@ -53,8 +53,8 @@ class YOSOAttentionConfig(MechanismSection):
     expectation: bool = False
     """Use the exact weight (1 − acos(q·k)/π)^τ, in O(L²) time, instead of m samples of it (YOSO-E)."""
     code_bits: Positive | None = None
-    """Number τ of sign bits per code. null means log2(max_length); in a decoder at most the number (at least 1) whose
-    hash tables are smaller than a key-value cache of max_length tokens."""
+    """Number τ of sign bits per code. null means log2(max_length), in a decoder reduced (to 1 at least) until
+    the hash tables are smaller than a key-value cache of max_length tokens."""
     projection: Literal["hadamard", "gaussian"] = "hadamard"
     """`hadamard`: fast, slightly biased. `gaussian`: dense projections, unbiased."""
     convolution: Positive | None = None

@@ -34,6 +34,9 @@ def build_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float
         seed: Seed of the weights.
         dtype: Dtype of the weights.
 
+    Returns:
+        A Decoder, Encoder or EncoderDecoder, by `config.kind`, on the CPU.
+
     Examples:
         >>> model = megasparse.build_model(megasparse.load_config("quickstart").model, seed=0)
         >>> sum(parameter.numel() for parameter in model.parameters()) > 0
