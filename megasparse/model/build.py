@@ -35,7 +35,7 @@ def build_model(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float
         dtype: Dtype of the weights.
 
     Returns:
-        A Decoder, Encoder or EncoderDecoder, by `config.kind`, on the CPU.
+        A Decoder, Encoder or EncoderDecoder, as selected by `config.kind`.
 
     Examples:
         >>> model = megasparse.build_model(megasparse.load_config("quickstart").model, seed=0)

@@ -45,8 +45,8 @@ def adaptive_scores(
     """Return −ln p of every target, (N,) fp32, and whether it is the most likely of all ids, (N,) bool.
 
     hidden: (N, E). targets: (N,) int64. weight: (V, E), vectors of all ids. clusters: (K, E), vectors of the clusters,
-    whose first ids are `cutoffs`. A cluster's softmax is computed only for targets in it, and for targets that only one
-    of its ids could beat: more likely than all frequent ids, but less likely than the cluster as a whole.
+    whose first ids are `cutoffs`. A cluster's softmax is computed only for targets in it, and for targets that only its
+    ids could beat: those more likely than all frequent ids, but less likely than the cluster as a whole.
     """
     first = cutoffs[0]
     head, *tails = _parts(weight, clusters, cutoffs)

@@ -95,9 +95,9 @@ def implementation(
     """Return the implementation for vectors x (..., L, D).
 
     Kernels run on a GPU for `dtypes`, up to a width D of `largest_width` (None: any) and `most_rows` rows of L, else
-    blockwise torch. Tensors on the meta device get the implementation for GPUs, so that GPU memory can be
-    estimated without one. Unsupported GPUs (ROCm, compute capability below 8.0, or too little shared memory for D) run
-    blockwise torch, with one warning on stderr.
+    blockwise torch. Tensors on the meta device get the implementation for GPUs, so that GPU memory can be estimated
+    without one. Unsupported GPUs (ROCm, compute capability below 8.0, or too little shared memory for D) run blockwise
+    torch, with one warning on stderr.
 
     The environment variable MEGASPARSE_OPS=reference|blockwise|triton overrides the choice; kernels then also run on a
     CPU, in Triton's interpreter.
