@@ -62,16 +62,16 @@ class RecomputeCache:
     """
 
     def __init__(self) -> None:
-        self._kept: list[Any] = []
+        self._values: list[Any] = []
         self._next: int | None = None
 
     def keep(self, decide: Callable[[], Any]) -> Any:
         """Return `decide()` in the forward pass, and the recorded value in the replay."""
         if self._next is None:
-            self._kept.append(decide())
-            return self._kept[-1]
+            self._values.append(decide())
+            return self._values[-1]
         self._next += 1
-        return self._kept[self._next - 1]
+        return self._values[self._next - 1]
 
     def replay(self) -> None:
         """Make later calls of `keep` return the recorded values in order."""
