@@ -32,17 +32,21 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
+def hooks():
+    specification = importlib.util.spec_from_file_location("hooks", ROOT / "docs/hooks.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.parametrize("page", ["configuration", "attention", "finetuning"])
 def test_the_reference_explains_every_key(page):
-    specification = importlib.util.spec_from_file_location("hooks", ROOT / "docs/hooks.py")
-    hooks = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(hooks)
-    entries = list(hooks.GENERATED[f"reference/{page}.md"]())
+    entries = list(hooks().GENERATED[f"reference/{page}.md"]())
     headings = {re.match(r"#+ `(.*)`", entry)[1]: entry for entry in entries}
     expected = {
         "configuration": {key for key in all_keys(Config) if ".attention." not in key},
         "attention": {key for key in all_keys(Config) if key.startswith("model.attention.")},
-        "finetuning": {key for key in all_keys(FinetuneConfig) if key.split(".")[0] not in hooks.SHARED},
+        "finetuning": {key for key in all_keys(FinetuneConfig) if key.split(".")[0] not in hooks().SHARED},
     }[page]
     missing = {key for key in expected if key not in headings and ".attention." not in key.removeprefix("model.")}
     assert not missing
