@@ -395,10 +395,7 @@ def test_a_restored_megasparse_model_predicts_as_in_training(trained):
 
 @pytest.mark.parametrize(
     "sections",
-    [
-        {"start": {"attention": {"pattern": ["yoso"], "yoso": {"hashes": 4}}}},
-        {"training": {"precision": "bf16"}},
-    ],
+    [{"start": {"attention": {"pattern": ["yoso"], "yoso": {"hashes": 4}}}}, {"training": {"precision": "bf16"}}],
     ids=["replaced", "bf16"],
 )
 def test_a_restored_bert_predicts_as_in_training(tmp_path, sections):

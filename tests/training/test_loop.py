@@ -19,10 +19,7 @@ from tests.helpers.tiny import TinyModel, metrics, read_metrics, tiny_config, ti
 
 
 def launch(
-    config: Config,
-    model: TinyModel | None = None,
-    stop_at: int | None = None,
-    hooks: RunHooks | None = None,
+    config: Config, model: TinyModel | None = None, stop_at: int | None = None, hooks: RunHooks | None = None
 ) -> list[int]:
     """Start or resume the run. Returns the steps at which it evaluated."""
     evaluated = []

@@ -38,17 +38,17 @@ class ParallelText(RowTask):
     """Names without suffixes -> their splits."""
 
     def __init__(self, config: TaskConfig):
-        self.source, self.target, columns, hub = self.sides(config)
+        columns, hub = self.sides(config)
+        self.source, self.target = (names.partition("|")[0] for names in columns)
         entry = Entry(
             files=(self.splits,), rows=self.rows, text=columns[:1], label=columns[1], form="texts", hub=hub,
             metrics=self.metrics,
         )  # fmt: skip
         super().__init__(config, entry)
 
-    def sides(self, config: TaskConfig) -> tuple[str, str, tuple[str, str], str]:
-        """Return the suffixes of both sides, their columns, and the dataset on the Hub."""
-        names = names_of(config)
-        return *names, names, ""
+    def sides(self, config: TaskConfig) -> tuple[tuple[str, str], str]:
+        """Return the columns of both sides, the suffix of its files first, and the dataset on the Hub."""
+        return names_of(config), ""
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
         if splits := super().files(folder):
@@ -80,9 +80,8 @@ class ParallelText(RowTask):
 
     def rows(self, file: Path) -> Rows:
         """Yield the lines of both sides by column."""
-        text, label = (column.partition("|")[0] for column in (*self.entry.text, self.entry.label))  # type: ignore[union-attr]
         if (other := self.translation(file)) is None:
-            yield from ((location, {text: line.strip()}) for location, line in strict(lines(file)))
+            yield from ((location, {self.source: line.strip()}) for location, line in strict(lines(file)))
             return
         sides = strict(lines(file)), strict(lines(other))
         for number, (read, answer) in enumerate(zip_longest(*sides)):
@@ -91,7 +90,7 @@ class ParallelText(RowTask):
                           for side, rest in zip((read, answer), sides, strict=True)]  # fmt: skip
                 problem = f"{counts[0]:,} lines, and {other} has {counts[1]:,}"
                 raise DataError(file, problem, "Give files whose lines are translations of each other")
-            yield read[0], {text: read[1].strip(), label: answer[1]}
+            yield read[0], {self.source: read[1].strip(), self.target: answer[1]}
 
     def translation(self, file: Path) -> Path | None:
         """Return the target file of a source file. Raises DataError if the file itself is the target's."""
@@ -112,9 +111,9 @@ class WMT14(ParallelText):
     metrics = ("bleu", "bleu_intl", "bleu_intl_uncased", "chrf")
     stems: ClassVar[dict[str, str]] = {"train": "train", "newstest2013": "validation", "newstest2014": "test"}
 
-    def sides(self, config: TaskConfig) -> tuple[str, str, tuple[str, str], str]:
+    def sides(self, config: TaskConfig) -> tuple[tuple[str, str], str]:
         source, target = names_of(config)
-        return source, target, (source, target), f"wmt/wmt14/{target if source == 'en' else source}-en"
+        return (source, target), f"wmt/wmt14/{target if source == 'en' else source}-en"
 
 
 class CNNDailyMail(ParallelText):
@@ -125,8 +124,8 @@ class CNNDailyMail(ParallelText):
     name = "cnn_dm"
     metrics = ROUGE
 
-    def sides(self, config: TaskConfig) -> tuple[str, str, tuple[str, str], str]:
-        return "source", "target", ("source|article", "target|highlights"), "abisee/cnn_dailymail/3.0.0"
+    def sides(self, config: TaskConfig) -> tuple[tuple[str, str], str]:
+        return ("source|article", "target|highlights"), "abisee/cnn_dailymail/3.0.0"
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
         if folder.is_dir() and (any(folder.glob("*/stories")) or any(folder.glob("*_stories_tokenized"))):

@@ -29,30 +29,14 @@ from megasparse.training.checkpoints.saving import remove_leftovers
 from megasparse.training.ranks import Ranks, RunHooks
 
 FREE_TO_CHANGE = (
-    "run.directory",
-    "run.engine",
-    "run.device",
-    "run.hang_timeout",
-    "run.deterministic",
-    "data.path",  # for this key and the next ones the content is compared: data fingerprint, tokenizer's sha256
-    "data.mixture",
-    "data.cache",
-    "data.cache_gb",
-    "data.tokenizer",
-    "start.checkpoint",  # its sha256 is compared, as for the next key
-    "start.huggingface",
-    "start.activations",
-    "task.source",  # the fingerprint of the examples is compared
-    "task.validation",
-    "training.epochs",
-    "training.steps",
-    "training.micro_batch",
-    "parallel.sequence",
-    "evaluation",
-    "checkpoint",
-    "logging",
-    "deepspeed",
-)
+    "run.directory", "run.engine", "run.device", "run.hang_timeout", "run.deterministic",
+    # the content is compared: the data's fingerprint, the tokenizer's sha256
+    "data.path", "data.mixture", "data.cache", "data.cache_gb", "data.tokenizer",
+    # the content is compared: the weights' sha256, the fingerprint of the examples
+    "start.checkpoint", "start.huggingface", "start.activations", "task.source", "task.validation",
+    "training.epochs", "training.steps", "training.micro_batch", "parallel.sequence",
+    "evaluation", "checkpoint", "logging", "deepspeed",
+)  # fmt: skip
 """Keys and sections that may change when a run resumes: they do not affect the result of a step, or only how bad steps
 and samples are handled."""
 

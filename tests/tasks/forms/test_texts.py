@@ -164,10 +164,7 @@ def test_a_decoders_sketch_learns_the_predicted_tokens(data, tmp_path):
 STOP = 257
 RULE = BeamSettings(beams=1, tokens=12, ends={STOP})
 NAMES = ("full", "lha", "lsh", "yoso", "smart_bird")
-BLOCKS: dict[str, dict[str, Any]] = {
-    "reversible": {},
-    "ordinary": {"blocks": "ordinary", "activations": "stored"},
-}
+BLOCKS: dict[str, dict[str, Any]] = {"reversible": {}, "ordinary": {"blocks": "ordinary", "activations": "stored"}}
 
 
 def pair(name: str = "full", blocks: str = "ordinary", **changes: Any) -> ModelConfig:
