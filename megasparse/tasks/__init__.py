@@ -1,1 +1,1 @@
-"""Downstream tasks: the catalog of them, what learns them, and how they are evaluated."""
+"""Downstream tasks: catalog, training and evaluation."""

@@ -1,4 +1,4 @@
-"""Pretrained models without their heads: tokens in, final states out. B batch, L length, E width."""
+"""Pretrained models without their heads: tokens to final states. B batch, L length, E width."""
 
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
@@ -19,53 +19,53 @@ from megasparse.tasks.batches import Padded
 
 
 def checkpoint_layers(body: "HuggingFaceBody", offload_to_cpu: bool) -> None:
-    """Checkpoint every layer of a transformers model, in place, as transformers does it.
+    """Enable activation checkpointing of every layer of a transformers model, in place.
 
     Args:
-        offload_to_cpu: keep the layers' inputs in CPU memory.
+        offload_to_cpu: Store the layers' inputs in CPU memory.
 
     Raises:
-        ConfigError: the model's layers cannot be recomputed.
+        ConfigError: The model does not support checkpointing.
     """
     if not body.model.supports_gradient_checkpointing:
-        problem = f"{type(body.model).__name__} has no layers that can be recomputed"
+        problem = f"{type(body.model).__name__} does not support recomputation of its layers"
         raise ConfigError("start.activations", problem, 'Set it to "stored"')
     body.model.gradient_checkpointing_enable({"use_reentrant": False})
     body.offload = offload_to_cpu
 
 
 class Backbone(nn.Module, ABC):
-    """A model that turns sequences into states, which a head reads."""
+    """A model from sequences to states, the input of a head."""
 
     width: int
     """Width of a state, E."""
     causal: bool
-    """Whether a token's state depends only on itself and on the tokens before it."""
+    """True if a token's state depends only on the token and earlier ones."""
     vocabulary: int
     longest: int
-    """Number of tokens of the longest sequence."""
+    """Longest sequence in tokens."""
     separators: int = 1
     """Number of separators between two segments."""
     task_weight: float = 1.0
-    """Weight of the task's loss beside the mechanisms'."""
+    """Weight of the task's loss relative to the mechanisms'."""
     pooler: tuple[Tensor, Tensor] | None = None
-    """Weight (E, E) and bias (E,) of a pretrained dense layer over the first token's state."""
+    """Weight (E, E) and bias (E,) of a pretrained dense layer on the first token's state."""
 
     @abstractmethod
     def forward(self, read: Padded, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The states (B, L, E) fp32, and the sum of the mechanisms' auxiliary losses.
+        """Return the states (B, L, E) fp32, and the sum of the mechanisms' auxiliary losses.
 
-        classes: (B,) int64, from which Smart Bird's sketch learns (objective "pooled").
+        classes: (B,) int64 labels for Smart Bird's sketch (objective "pooled").
         """
 
     @abstractmethod
     def attention(self) -> dict[str, Any] | None:
-        """The settings of the self-attention as a configuration has them; None for a HuggingFace model's own."""
+        """Return the settings of the self-attention as in a configuration; None for the original attention."""
 
 
 class MegasparseBody(Backbone):
-    """The embedding and the blocks of one of our models, and a new norm over the concatenated final streams; none where
-    a pretrained pooler reads them.
+    """Embedding and blocks of a megasparse model, with a new norm on the concatenated final streams, unless a
+    pretrained pooler reads them.
     """
 
     def __init__(self, config: ModelConfig):
@@ -79,12 +79,12 @@ class MegasparseBody(Backbone):
 
     def forward(self, read: Padded, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
         mask = read.mask
-        if self.causal and mask is not None:  # the start vector stands before the first token
+        if self.causal and mask is not None:  # the start vector precedes the first token
             mask = nn.functional.pad(mask, (1, 0), value=True)
         targets = Targets(classes, None) if classes is not None and self.pooled_sketch else None
         streams, auxiliary, _ = self.stack.streams(read.tokens, rng, Padding(mask), targets)
         states = torch.cat([x.float() for x in streams], dim=-1)
-        states = states[:, 1:] if self.causal else states  # position p has read p tokens
+        states = states[:, 1:] if self.causal else states  # position p follows p tokens
         if (norm := self.norm) is None:
             return states, auxiliary
         return nn.functional.layer_norm(
@@ -98,13 +98,13 @@ class MegasparseBody(Backbone):
 class HuggingFaceBody(Backbone):
     """A transformers model without its head, whose attention may be replaced.
 
-    Its dropout draws from torch's generators, which are seeded by the step and the samples for each pass, so that a
-    resumed run draws the same.
+    Its dropout uses torch's generators, seeded by step and samples in each pass, so that a resumed run draws the same
+    values.
     """
 
     def __init__(self, model: Any, causal: bool, longest: int):
         super().__init__()
-        self.model = model.train()  # transformers loads a model in evaluation, without dropout
+        self.model = model.train()  # transformers loads models in evaluation mode, without dropout
         self.causal, self.longest, self.offload = causal, longest, False
         self.vocabulary, self.width = model.config.vocab_size, model.config.hidden_size
         self.separators = 2 if model.config.model_type in ("roberta", "xlm-roberta") else 1
@@ -152,14 +152,14 @@ class HuggingFaceBody(Backbone):
 
 
 def attention_settings(config: ModelConfig) -> dict[str, Any]:
-    """The attention settings of one of our models."""
+    """Return the attention settings of a megasparse model."""
     attention = config.attention.model_dump(mode="json", include={"pattern", *kinds(config)})
     return {**attention, "evaluation_rounds": evaluation_rounds(config)}
 
 
 def add_adapters(body: Backbone, config: LoRAConfig, seed: int) -> None:
-    """`model.adapters.add_adapters` of a body, whose norm over the states, where it has one, is trained as well: it is
-    not pretrained.
+    """Add adapters to a body as `model.adapters.add_adapters` does. A new norm on the states is trained as well,
+    because it is not pretrained.
     """
     norm, kinds = getattr(body, "norm", None), adapters.LINEAR
     if not isinstance(body, MegasparseBody):

@@ -1,6 +1,6 @@
-"""Examples to token ids, and token ids to micro-batches. B batch, L length.
+"""Encoding of examples to token ids, and batching. B batch, L length.
 
-Nothing is dropped: inputs that are cut or empty are counted, or raise an error.
+No example is dropped silently: truncated and empty inputs are counted, or raise an error.
 """
 
 import hashlib
@@ -20,11 +20,11 @@ from megasparse.tasks.task import Example, Input, SourceLocation, Task
 from megasparse.training.ranks import Ranks
 
 LINE_END = 10
-"""Byte between two segments where a model has no separator."""
+"""Byte between two segments if the model has no separator."""
 
 
 class Segments(NamedTuple):
-    """One sequence of the model, of one or two segments."""
+    """A sequence of one or two segments."""
 
     tokens: np.ndarray
     """Tokens, int64 (L,)."""
@@ -34,10 +34,10 @@ class Segments(NamedTuple):
 
 @dataclass(frozen=True)
 class EncodedExample:
-    """An example as the model reads it."""
+    """An example in the form that the model reads."""
 
     sequences: tuple[Segments, ...]
-    """One sequence, or two where the task has towers."""
+    """One sequence, or two if the task has towers."""
     label: Any
     location: SourceLocation
     name: str
@@ -48,7 +48,7 @@ class EncodedExample:
         return max(len(sequence.tokens) for sequence in self.sequences)
 
     def content(self) -> Iterator[bytes]:
-        """Yield the bytes of all that is learned from the example."""
+        """Yield the bytes of all training data in the example."""
         yield f"{self.label!r} {[len(sequence.tokens) for sequence in self.sequences]}\n".encode()
         for sequence in self.sequences:
             yield sequence.tokens.tobytes()
@@ -60,20 +60,20 @@ class ExampleCounts:
 
     examples: int = 0
     cut: int = 0
-    """Number of inputs that were longer than the model takes, of which only the beginning is left."""
+    """Number of inputs longer than the model's limit, which were truncated to their start."""
     empty: int = 0
     longest: int = 0
-    """Number of tokens of the longest input before it was cut."""
+    """Longest input in tokens before truncation."""
     first_cut: SourceLocation | None = None
     first_empty: SourceLocation | None = None
     kinds: dict[str, int] = field(default_factory=dict)
-    """Number of examples of each class, and of what else a form counts."""
+    """Number of examples by class, and other counts of a form."""
 
     def notes(self, split: str, noun: str, limit: int, hint: str) -> list[str]:
-        """Return the lines about inputs that were cut or empty. noun: their name."""
+        """Return the lines about truncated and empty inputs. noun: name of the inputs."""
         notes = []
         if self.cut:
-            cut = f"{split}: {self.cut:,} {noun} of more than {limit:,} tokens keep only their beginning"
+            cut = f"{split}: {self.cut:,} {noun} of more than {limit:,} tokens are truncated to their start"
             notes.append(f"{cut}, the first in {self.first_cut}. Raise {hint} more of them")
         if self.empty:
             notes.append(f"{split}: {self.empty:,} {noun} are empty, the first in {self.first_empty}")
@@ -81,13 +81,13 @@ class ExampleCounts:
 
 
 class ExampleEncoder:
-    """Encoder of a task's inputs in the form that pretrained models know: [begin] A [separator], or [begin] A
-    [separator] B [separator], where its tokenizer has these; else A, or A, a line end and B.
+    """Encoder of a task's inputs in the format of pretrained models: [begin] A [separator], or [begin] A [separator] B
+    [separator], if the tokenizer has these tokens; else A, or A, a line end and B.
     """
 
     def __init__(self, task: Task, tokenizer: Tokenizer | None, vocabulary: int, separators: int = 1):
-        """Prepare the encoding of a task. tokenizer: None where the task's inputs are ids. vocabulary: of the model;
-        special tokens that it has no room for are left out. separators: between two segments (RoBERTa has 2).
+        """Prepare the encoding of a task. tokenizer: None if the task's inputs are ids. vocabulary: of the model;
+        special tokens beyond it are omitted. separators: number of them between two segments (2 for RoBERTa).
         """
         self.task, self.tokenizer, self.config = task, tokenizer, task.config
         special = tokenizer.special if tokenizer is not None else None
@@ -100,9 +100,9 @@ class ExampleEncoder:
         self.counts = ExampleCounts()
 
     def encode(self, examples: Iterable[Example]) -> Iterator[EncodedExample]:
-        """Encode the examples of a split, and count them in `counts`. Raises DataError naming the location of an input
-        that is empty or too long, if the configuration refuses these; ConfigError if task.max_length has no room for
-        any text.
+        """Encode the examples of a split, and count them in `counts`. Raises DataError naming the location of an empty
+        or too long input, if the configuration treats these as errors; ConfigError if task.max_length leaves no space
+        for text.
         """
         self.reset()
         for example in examples:
@@ -110,7 +110,7 @@ class ExampleEncoder:
             yield self.encoded(example)
 
     def encoded(self, example: Example) -> EncodedExample:
-        """Return one example as the model reads it."""
+        """Encode one example."""
         if self.task.classes is not None and example.label is not None:
             name = self.task.classes[int(example.label)]
             self.counts.kinds[name] = self.counts.kinds.get(name, 0) + 1
@@ -119,7 +119,7 @@ class ExampleEncoder:
         return EncodedExample(sequences, example.label, example.location, example.name)
 
     def lines(self, split: str) -> list[str]:
-        """Return the lines that a run prints about the split encoded last."""
+        """Return the lines to print about the split encoded last."""
         counts = self.counts
         title = f"{split}: {counts.examples:,} examples, the longest of {counts.longest:,} tokens"
         if counts.kinds:
@@ -133,7 +133,7 @@ class ExampleEncoder:
         if self.is_cut(sum(map(len, parts)) + special, location):
             room = self.config.max_length - special
             if room < len(parts):
-                problem = f"{self.config.max_length} leaves no room for a text beside {special} special tokens"
+                problem = f"{self.config.max_length} leaves no space for text next to {special} special tokens"
                 raise ConfigError("task.max_length", problem, "Raise it")
             parts = cut(parts, room)
         first = len(frame[0]) + len(parts[0]) + len(frame[1])
@@ -153,25 +153,26 @@ class ExampleEncoder:
 
     def _ids(self, value: Input, location: SourceLocation) -> np.ndarray:
         if isinstance(value, str):
-            assert self.tokenizer is not None, "a task of texts has a tokenizer"
+            assert self.tokenizer is not None, "a task with texts needs a tokenizer"
             tokens = self.tokenizer.encode(value).numpy()
         else:
             tokens = value
         if not len(tokens):
-            self.count_empty(self.counts, "is empty: the model has nothing to read", location)
+            self.count_empty(self.counts, "empty: the model has nothing to read", location)
         return tokens
 
     def count_empty(self, counts: ExampleCounts, problem: str, location: SourceLocation) -> None:
-        """Count an empty input. Raises DataError if the configuration refuses these."""
+        """Count an empty input. Raises DataError if the configuration treats these as errors."""
         if self.config.empty == "refuse":
-            hint = 'Remove it, or keep such examples, which are counted: --set task.empty="keep"'
+            hint = 'Remove it, or keep and count such examples: --set task.empty="keep"'
             raise DataError(str(location), problem, hint)
         counts.empty, counts.first_empty = counts.empty + 1, counts.first_empty or location
 
     def is_cut(self, length: int, location: SourceLocation, counts: ExampleCounts | None = None) -> bool:
-        """Count an input's tokens; return True if it is too long. Raises DataError if the configuration refuses these.
+        """Count an input's tokens. Return True if it is too long. Raises DataError if the configuration treats these as
+        errors.
 
-        counts: of answers; None counts inputs.
+        counts: counts of answers; None for inputs.
         """
         key, noun, limit = "task.max_length", "", self.config.max_length
         if counts is not None:
@@ -182,15 +183,15 @@ class ExampleEncoder:
             return False
         if self.config.too_long == "refuse":
             problem = f"{noun}{length:,} tokens are more than {key} = {limit:,}"
-            raise DataError(str(location), problem, 'Raise it, or keep the beginning: --set task.too_long="cut"')
+            raise DataError(str(location), problem, 'Raise it, or truncate such inputs: --set task.too_long="cut"')
         counts.cut, counts.first_cut = counts.cut + 1, counts.first_cut or location
         return True
 
 
 def cut(parts: list[np.ndarray], room: int) -> list[np.ndarray]:
-    """Return the beginnings of the parts, `room` tokens together, cut as Hugging Face's tokenizers do (longest first).
+    """Truncate the parts to `room` tokens in total, longest first, as Hugging Face's tokenizers do.
 
-    Of two only the longer one is cut, but not below half; of equal ones the second counts as the longer.
+    Of two parts only the longer one is truncated, but not below half; of equal ones the second is the longer one.
     """
     lengths = [len(part) for part in parts]
     if len(parts) == 1:
@@ -203,23 +204,23 @@ def cut(parts: list[np.ndarray], room: int) -> list[np.ndarray]:
 
 
 def require_vocabulary(body: Any, needed: int, task: str | None = None) -> None:
-    """Raise ConfigError if a body has no embedding for some ids: of a task's own, or of its tokenizer's."""
+    """Raise ConfigError if a body has no embedding for some ids of a task or its tokenizer."""
     if needed > body.vocabulary:
-        problem = f"{body.vocabulary} ids, and {task or 'its tokenizer'} has {needed}"
+        problem = f"{body.vocabulary} ids, but {task or 'its tokenizer'} has {needed}"
         raise ConfigError("model.vocabulary", problem, f"Set it to {needed} or more")
 
 
 Collate = Callable[[Sequence[EncodedExample]], Any]
-"""Function from examples to the batch that the task's model takes."""
+"""Function from examples to a batch of the task's model."""
 MULTIPLE = 8
-"""Lengths of batches are rounded up to a multiple of this: fewer shapes, and whole tiles on a GPU."""
+"""Lengths of batches are rounded up to a multiple of this, for fewer shapes, and full tiles on a GPU."""
 
 
 class Movable:
-    """A dataclass of tensors, of other such classes, and of what has no device."""
+    """Dataclass of tensors and other values, nested or not, that can be moved to a device."""
 
     def to(self, device: torch.device) -> Any:
-        """Return the same on a device."""
+        """Return a copy on a device."""
 
         def moved(value: Any) -> Any:
             if isinstance(value, tuple):
@@ -234,15 +235,15 @@ class Padded(Movable):
     """The sequences of a batch, padded to one length."""
 
     tokens: Tensor
-    """Tokens, int64 (B, L), 0 where there is no token."""
+    """Tokens, int64 (B, L), 0 for padding."""
     types: Tensor
     """Segments, int64 (B, L): 1 in the second segment."""
     lengths: Tensor
-    """Lengths, int64 (B,): number of real tokens, which come first; at least 1."""
+    """Number of real tokens, int64 (B,), at least 1; they come first."""
 
     @property
     def mask(self) -> Tensor | None:
-        """Mask of the tokens, bool (B, L), true for real tokens; None where all are."""
+        """Mask of real tokens, bool (B, L); None if all are real."""
         positions = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         mask = positions < self.lengths.unsqueeze(1)
         return None if bool(mask.all()) else mask
@@ -250,22 +251,22 @@ class Padded(Movable):
 
 @dataclass(frozen=True)
 class Inputs(Movable):
-    """A micro-batch of examples, in place of the `Batch.tokens` of a pretraining run."""
+    """A micro-batch of examples, as `Batch.tokens` of a fine-tuning run."""
 
     sequences: tuple[Padded, ...]
-    """One sequence an example, or two where the task has towers."""
+    """One sequence per example, or two if the task has towers."""
     labels: Tensor | None
-    """(B,) int64 classes or fp32 numbers; None where the files have no labels."""
+    """(B,) int64 classes or fp32 numbers; None if the files have no labels."""
     marks: Tensor | None = None
-    """Places, int64 (B, K), where a choice reads the scores of each example's own candidates, then -1."""
+    """Positions, int64 (B, K), of the scores of each example's candidates in a choice, padded with -1."""
 
     def numel(self) -> int:
-        """Number of tokens read, without padding."""
+        """Return the number of tokens without padding."""
         return sum(int(sequence.lengths.sum()) for sequence in self.sequences)
 
 
 def side_by_side(rows: Sequence[Any], limit: int) -> tuple[Tensor, Tensor]:
-    """Return rows of integers as (B, W) int64, padded with 0, W a multiple of 8 or the limit; and lengths (B,)."""
+    """Stack rows of integers to (B, W) int64, padded with 0, W a multiple of 8 or the limit. Return lengths too."""
     width = min(limit, -(-max(1, *map(len, rows)) // MULTIPLE) * MULTIPLE)
     table = np.zeros((len(rows), width), dtype=np.int64)
     for number, row in enumerate(rows):
@@ -274,7 +275,7 @@ def side_by_side(rows: Sequence[Any], limit: int) -> tuple[Tensor, Tensor]:
 
 
 def collate(examples: Sequence[EncodedExample], limit: int) -> Inputs:
-    """Return a batch of padded sequences of at most `limit` tokens. An example without any token reads the id 0."""
+    """Pad sequences to a batch of at most `limit` tokens each. An example without tokens reads the id 0."""
     labels, sequences = None, []
     if all(example.label is not None for example in examples):
         labels = torch.tensor([example.label for example in examples])
@@ -287,11 +288,11 @@ def collate(examples: Sequence[EncodedExample], limit: int) -> Inputs:
 
 
 class ExampleBatches(Steps):
-    """Endless iterator of `Step`s over examples in memory: epochs follow each other, in each every example comes once.
+    """Endless iterator of `Step`s over examples in memory, epoch after epoch; each epoch contains every example once.
 
-    Which one comes i-th is a pure function of (seed, i); the ranks share each global batch out among them whatever
-    their number. Inside a global batch examples of like length stand together, so that micro-batches have little
-    padding; each keeps the global sample number that its draws depend on.
+    The i-th example is a pure function of (seed, i), and the ranks split each global batch, whatever their number.
+    Within a global batch, examples are sorted by length, so that micro-batches contain little padding; each example
+    keeps its global sample number, on which random draws depend.
     """
 
     def __init__(
@@ -305,7 +306,7 @@ class ExampleBatches(Steps):
         collate: Collate,
         start: int = 0,
     ):
-        """Prepare the batches of a run. start: the global sample number to begin at, a checkpoint's position."""
+        """Prepare the batches of a run. start: first global sample number, a checkpoint's position."""
         self.examples, self.seed, self.collate = examples, seed, collate
         self.global_batch, self.micro_batch, self.ranks = global_batch, micro_batch, ranks
         self.position = start
@@ -320,7 +321,7 @@ class ExampleBatches(Steps):
         return Step(batches, self.position, 0.0)
 
     def _deal(self) -> list[list[tuple[EncodedExample, int]]]:
-        """Return the micro-batches of all ranks, as examples with their sample numbers, and move the position on."""
+        """Return the micro-batches of all ranks, as examples with their sample numbers, and advance the position."""
         samples = range(self.position, self.position + self.global_batch)
         self.position = samples.stop
         located = sorted(((self._locate(sample), sample) for sample in samples), key=lambda pair: pair[0].length)
@@ -334,7 +335,7 @@ class ExampleBatches(Steps):
 
 
 def fingerprint(examples: Sequence[EncodedExample]) -> str:
-    """Return the sha256 of the training data: tokens and labels, in order."""
+    """Return the SHA-256 of the training data: tokens and labels, in order."""
     digest = hashlib.sha256()
     for example in examples:
         for piece in example.content():

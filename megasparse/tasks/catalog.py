@@ -1,8 +1,8 @@
-"""Downstream tasks as rows of a table: where their files are, their columns, classes and metrics.
+"""Table of downstream tasks: their files, columns, classes and metrics.
 
-Columns and classes may have several names with | between them: of the official files, and of the dataset on the Hub.
-GLUE's folders are those that its official download unpacks to; labels of its test files are not public. Metrics are the
-benchmark's, of which GLUE's own comes first (LHA's paper reports accuracy of MRPC and QQP).
+Alternative names of columns and classes are separated by |: the official files' name, and the name in the dataset on
+the Hub. GLUE's folders are the ones that its official archive unpacks to; its test files have no public labels. Metrics
+are the benchmark's, in GLUE its main one first (LHA's paper reports accuracy for MRPC and QQP).
 """
 
 import importlib
@@ -45,37 +45,37 @@ Files = Mapping[str, str | Sequence[str]] | Callable[[Path], dict[str, list[Path
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A task whose files have an example per row."""
+    """A task whose files contain one example per row."""
 
     files: tuple[Files, ...]
-    """Official files of each split, or several sets of them, of which the first that exists is read. Files of the split
-    "" are split by position."""
+    """Official files of each split, or alternatives, of which the first that exists is read. Files of the split "" are
+    split by position."""
     rows: Callable[[Path], Rows] = tab_separated
     text: tuple[str | Callable[[dict[str, Any]], Input], ...]
     """Column of each input, or a function of the row."""
     label: str | Callable[[dict[str, Any]], Any] = "label"
     """Column of the label, or a function of the row."""
     classes: tuple[str, ...] | None = None
-    """Names of the classes by number; None where a number from 0 to 5 is predicted, or a text."""
+    """Names of the classes by number; None if the label is a number from 0 to 5, or a text."""
     metrics: tuple[str, ...] = ("accuracy",)
     inner: str = ""
-    """The folder that an archive of the files unpacks to."""
+    """Folder that an archive of the files unpacks to."""
     identifier: str = "index|idx|id"
-    """Column, or columns with spaces between them, of the official ids; rows without one are counted."""
+    """Column, or columns separated by spaces, of the official ids; without one, rows are numbered."""
     hub: str = ""
-    """OWNER/NAME/CONFIGURATION of the dataset on the Hub with the same columns."""
+    """OWNER/NAME/CONFIGURATION of the dataset with the same columns on the Hub."""
     form: str = "labels"
     towers: bool = False
     vocabulary: int | None = None
     whole: bool = False
-    """True to leave rows without a text or an answer out of the splits, and to print their number."""
+    """True to leave rows without a text or answer out of the splits, and to print their number."""
 
 
 class RowTask(Task):
-    """A task of the catalog, read from its official files or from a dataset of Hugging Face."""
+    """A task of the catalog, read from its official files or a Hugging Face dataset."""
 
     text_key = ""
-    """Key of the configuration that names the columns of the texts, for hints."""
+    """Key of the configuration that names the text columns, for hints."""
 
     def __init__(self, config: TaskConfig, entry: Entry):
         super().__init__(config)
@@ -115,7 +115,7 @@ class RowTask(Task):
             print(f"{left_out}: lines {', '.join(lacking)}", file=sys.stderr)
 
     def example(self, row: dict[str, Any], location: SourceLocation, number: str) -> Example:
-        """Return the example of a row. number: the row's, from 0. Raises DataError naming the location."""
+        """Convert a row. number: index of the row. Raises DataError naming the location."""
         inputs = tuple(self._input(row, column, location) for column in self.entry.text)
         try:
             label = self._label(row, location)
@@ -132,12 +132,12 @@ class RowTask(Task):
             try:
                 value: Any = column(row)
             except (KeyError, TypeError, ValueError, AttributeError) as error:  # a dataset has values of any type
-                missing = f"has no column {error}" if isinstance(error, KeyError) else str(error)
+                missing = f"missing column {error}" if isinstance(error, KeyError) else str(error)
                 raise DataError(str(location), missing, HINT) from None
             return value
         value = field(row, column, location, self.text_key)
         if not isinstance(value, str):
-            problem = f'{json.dumps(value, ensure_ascii=False)[:80]} in the column "{column}" is no text'
+            problem = f'{json.dumps(value, ensure_ascii=False)[:80]} in the column "{column}" is not a text'
             raise DataError(str(location), problem, "Write a text in quotation marks")
         return value
 
@@ -158,25 +158,25 @@ class RowTask(Task):
 
 
 def similarity(text: str, location: SourceLocation) -> float:
-    """Return a label from 0 to 5, as a number. Raises DataError naming the location for anything else."""
+    """Parse a label from 0 to 5. Raises DataError naming the location."""
     if (value := parse_number(text.strip())) is None or not 0.0 <= value <= 5.0:
-        raise DataError(str(location), f'"{text[:80]}" is no similarity from 0 to 5', "Put it right")
+        raise DataError(str(location), f'"{text[:80]}" is not a similarity from 0 to 5', "Correct it")
     return value
 
 
 def cola_rows(file: Path) -> Rows:
-    """Read a file of CoLA: training and validation files have no line of column names, the test file has one."""
+    """Read a file of CoLA. Only the test file starts with column names."""
     first = next(lines(file), None)
     header = first is not None and first[1] == "index\tsentence"
     return tab_separated(file, None if header else ("source", "label", "mark", "sentence"))
 
 
 def sts_rows(file: Path) -> Rows:
-    """Read a file of the STS benchmark; rows of some genres have two more fields, the sentences' licences."""
+    """Read a file of the STS benchmark. Rows of some genres have two more fields, the licences of the sentences."""
     for location, line in lines(file):
         fields = line.split("\t") if isinstance(line, str) else []
         if fields and len(fields) not in (7, 9):
-            problem = f"{len(fields)} fields where there are 7, or 9 with licences"
+            problem = f"{len(fields)} fields instead of 7, or 9 with licences"
             line = DataError(str(location), problem, HINT)
         elif fields:
             line = dict(zip(("score", "sentence1", "sentence2"), fields[4:7], strict=True))
@@ -186,37 +186,37 @@ def sts_rows(file: Path) -> Rows:
 def pairs(file: Path) -> Rows:
     """Read the <pair>s of an RTE challenge's XML file: attributes, and texts by element.
 
-    Nothing outside the file is read, and entities of its own, by which a small file can become a large one, are
-    refused. Raises DataError also for a file that is no XML.
+    Nothing outside the file is read. Entity declarations are an error, because with them a small file can expand to a
+    large one. Raises DataError also if the file is not XML.
     """
     data = whole_bytes(file)
     try:
         if b"<!ENTITY" in data:
-            raise DataError(file, "declares entities of its own", "Remove them: a text is written out")
+            raise DataError(file, "declares its own entities", "Replace them by the text that they expand to")
         root = ElementTree.fromstring(data)
     except ElementTree.ParseError as error:
-        raise DataError(f"{file}:{error.position[0]}", f"is no XML ({error})", HINT) from None
+        raise DataError(f"{file}:{error.position[0]}", f"not XML ({error})", HINT) from None
     except (LookupError, ValueError) as error:
         raise DataError(file, f"is in an encoding that cannot be read ({error})", "Convert it to UTF-8") from None
     for number, pair in enumerate(root.iter("pair"), 1):
         location, texts = SourceLocation(file, number), {part.tag: part.text or "" for part in pair}
         if len(texts) < len(pair) or any(len(part) for part in pair) or "id" not in pair.attrib:
-            problem = "a pair without an id, with an element twice, or with one inside another"
+            problem = "a pair without an id, or with a repeated or nested element"
             yield location, DataError(str(location), problem, HINT)
         else:
             yield location, {**pair.attrib, **texts}
 
 
 def review_files(path: Path) -> Rows:
-    """Read a review per file: of a folder those in neg/ and pos/, by the numbers in their names; or a single file,
-    whose folder's name is its label.
+    """Read one review per file: a folder's in neg/ and pos/, by the numbers in their names; or a single file, with the
+    folder's name as label.
     """
     files = [path]
     if path.is_dir():
         files = []
         for folder in (path / "neg", path / "pos"):
             if not (reviews := sorted(folder.glob("*.txt"), key=lambda review: natural(review.name))):
-                raise DataError(folder, "holds no *.txt", "Give a folder with neg/*.txt and pos/*.txt")
+                raise DataError(folder, "contains no *.txt", "Use a folder with neg/*.txt and pos/*.txt")
             files += reviews
     for file in files:
         label, location = file.resolve().parent.name, SourceLocation(file)
@@ -226,7 +226,7 @@ def review_files(path: Path) -> Rows:
 
 def review_folds(folder: Path) -> dict[str, list[Path]]:
     """Return the files of the official folds of the movie reviews: the last one is the test split, the one before it
-    validation. (The authors test on each fold in turn.)
+    the validation split. (The authors test on each fold in turn.)
     """
     roots = (folder / name for name in (".", "txt_sentoken", "movie_reviews"))
     root = next((root for root in roots if (root / "neg").is_dir()), folder)
@@ -237,8 +237,8 @@ def review_folds(folder: Path) -> dict[str, list[Path]]:
 
 
 def polarity_rows(file: Path) -> Rows:
-    """Read a sentence per line of *.neg and *.pos; of any other file without labels. A file that is no UTF-8 is read as
-    Latin-1, in which the authors' own files are.
+    """Read one sentence per line, with labels from *.neg and *.pos. A file that is not UTF-8 is read as Latin-1, the
+    encoding of the official files.
     """
     data, name = whole_bytes(file), file.suffix.removeprefix(".")
     try:
@@ -246,22 +246,22 @@ def polarity_rows(file: Path) -> Rows:
     except UnicodeDecodeError:
         text = data.decode("latin-1")
     label = {"label": name} if name in ("neg", "pos") else {}
-    sentences = text.split("\n")  # not splitlines: Latin-1 has one character more that it splits at
+    sentences = text.split("\n")  # splitlines would also split at a Latin-1 control character
     for number, sentence in enumerate(sentences[: -1 if not sentences[-1] else None], 1):
         yield SourceLocation(file, number), {"text": sentence.removesuffix("\r"), **label}
 
 
 def every_33rd(file: Path) -> Rows:
-    """Read 50,000 of Amazon's reviews: as many as Smart Bird has, whose paper does not say which."""
+    """Read every 33rd of Amazon's reviews, 50,000: Smart Bird's paper uses as many, but does not specify which."""
     for number, (location, row) in enumerate(islice(json_lines(file), 0, 33 * 50_000, 33)):
         yield location, row | {"id": 33 * number} if isinstance(row, dict) else row
 
 
 def sentences(column: str, mark: str, row: dict[str, Any]) -> str:
-    """Return the sentences of a paper, joined by `mark`, without the <S> and </S> around those of an abstract."""
+    """Join the sentences of a paper by `mark`, without the tags <S> and </S> around sentences of abstracts."""
     values = row[column]
     if not isinstance(values, list) or not all(isinstance(sentence, str) for sentence in values):
-        raise ValueError(f'"{column}" is no list of sentences')
+        raise ValueError(f'"{column}" is not a list of sentences')
     stripped = (sentence.strip() for sentence in values)
     return mark.join(one.removeprefix("<S>").removesuffix("</S>").strip() if mark == "\n" else one for one in stripped)
 
@@ -292,52 +292,52 @@ TASKS: dict[str, Entry | str] = {
     # GLUE (Wang et al. 2019)
     "cola": glue(inner="CoLA", rows=cola_rows, text=("sentence",), classes=("0|unacceptable", "1|acceptable"),
                  metrics=("matthews", "accuracy"), hub="nyu-mll/glue/cola"),
-    # `test` and `validation` are of the genres that are trained on, the mismatched ones of others; files have each
-    # annotator's label too, label1 and so on.
+    # `test` and `validation` are of the genres of the training set, the mismatched splits of others. Files also contain
+    # each annotator's label: label1 and so on.
     "mnli": glue(inner="MNLI", text=("sentence1|premise", "sentence2|hypothesis"), label="gold_label|label",
                  classes=("entailment", "neutral", "contradiction"), hub="nyu-mll/glue/mnli",
                  files=({"train": "train.tsv", "validation": "dev_matched.tsv",
                          "validation_mismatched": "dev_mismatched.tsv", "test": "test_matched.tsv",
                          "test_mismatched": "test_mismatched.tsv"},)),
-    # Microsoft's own files hold GLUE's validation examples in their training file, and labels in their test file.
+    # Microsoft's training file contains GLUE's validation examples, and its test file contains labels.
     "mrpc": glue(inner="MRPC", files=(TSV, MICROSOFT), text=("#1 String|sentence1", "#2 String|sentence2"),
                  label="Quality|label", classes=("0|not_equivalent", "1|equivalent"), metrics=("f1", "accuracy"),
                  identifier="index|idx", hub="nyu-mll/glue/mrpc"),
     "qnli": glue(inner="QNLI", text=("question", "sentence"), classes=("entailment", "not_entailment"),
                  hub="nyu-mll/glue/qnli"),
-    # In eleven pairs of Quora's release a question has a line end inside. GLUE dealt the release's 404,301 lines out
-    # to training and validation one by one, so that 22 of them are halves of these pairs, far from their other halves.
-    # They are skipped, as in published results (363,849 and 40,430 pairs remain).
+    # Eleven questions of Quora's release contain a line end. GLUE split the release's 404,301 lines one by one, so that
+    # 22 of them are halves of these pairs, far from their other halves. They are skipped, as in published results
+    # (363,849 and 40,430 pairs remain).
     "qqp": glue(inner="QQP", text=("question1", "question2"), label="is_duplicate|label", identifier="id|idx",
                 classes=("0|not_duplicate", "1|duplicate"), metrics=("f1", "accuracy"), hub="nyu-mll/glue/qqp"),
     "rte": glue(inner="RTE", classes=("entailment", "not_entailment"), hub="nyu-mll/glue/rte"),
     "sst2": glue(inner="SST-2", text=("sentence",), classes=("0|negative", "1|positive"), hub="nyu-mll/glue/sst2"),
     "stsb": glue(inner="STS-B", label="score|label", metrics=SIMILARITY, hub="nyu-mll/glue/stsb"),
-    # STS as its authors publish it (Cer et al. 2017), with the test labels that GLUE keeps to itself.
+    # STS as published by its authors (Cer et al. 2017), with the test labels that GLUE does not publish.
     "sts_benchmark": glue(inner="stsbenchmark", rows=sts_rows, label="score", metrics=SIMILARITY, files=(
         {"train": "sts-train.csv", "validation": "sts-dev.csv", "test": "sts-test.csv"},)),
-    # The first three challenges, whose pairs GLUE's RTE deals out otherwise: figures for one are none for the other.
+    # The first three challenges. GLUE's RTE splits their pairs differently: results are not comparable.
     "rte_challenge": glue(inner="rte", rows=pairs, text=("t", "h"), label="entailment|value", files=({
         "train": [f"rte{number}_dev.xml" for number in (1, 2, 3)],
         "test": [f"rte{number}_test.xml" for number in (1, 2, 3)],
     },), classes=("entailment|YES|TRUE", "not_entailment|NO|FALSE")),
-    # Long Range Arena (Tay et al. 2021). ListOps' parentheses only repeat what its brackets say.
+    # Long Range Arena (Tay et al. 2021). ListOps' parentheses are redundant with its brackets.
     "listops": Entry(text=(token_ids,), label="Target", classes=DIGITS, vocabulary=len(TOKENS), files=(
         {"train": "basic_train.tsv", "validation": "basic_val.tsv", "test": "basic_test.tsv"},)),
-    # Tay et al. validate on the test set, which would choose the checkpoint by it: a part of `train` is held out here.
+    # Tay et al. validate on the test set, which would select the checkpoint by it; here a part of `train` is held out.
     "byte_imdb": Entry(files=({"train": "train", "test": "test"},), rows=review_files, text=("text",),
                        classes=("neg", "pos"), hub="stanfordnlp/imdb"),
-    # The texts there are as Python shows bytes, b'...', with escapes. They are read as they stand, as Tay et al. do.
+    # These texts are Python's representation of bytes, b'...', with escapes. They are read unchanged, as by Tay et al.
     "aan": Entry(files=({"train": "new_aan_pairs.train.tsv", "validation": "new_aan_pairs.eval.tsv",
                          "test": "new_aan_pairs.test.tsv"},), text=("text1", "text2"), towers=True,
                  rows=partial(tab_separated, columns=("label", "id1", "id2", "text1", "text2")),
                  classes=("0|0.0", "1|1.0"), identifier="id1 id2"),
     "pathfinder": "images:Pathfinder",
-    # Tay et al. hold out the last tenth of the training images, in an order that is shuffled before, so there is no
-    # split `validation`: task.validation_fraction, 0.1, holds out as many, 5,000, at random.
+    # Tay et al. hold out the last tenth of the training images after shuffling. Without a split `validation`,
+    # task.validation_fraction, 0.1, holds out as many at random, 5,000.
     "grey_cifar10": Entry(files=(cifar_files,), rows=class_folders, text=(grey_pixels,), classes=CIFAR10,
                           vocabulary=256, hub="uoft-cs/cifar10"),
-    # Classes of texts. imdb: the files of Tang, Qin and Liu (ACL 2015, or EMNLP 2015); Smart Bird has JMARS' own.
+    # Text classification. imdb: the files of Tang, Qin and Liu (ACL 2015, or EMNLP 2015); Smart Bird uses JMARS' files.
     "imdb": Entry(files=tuple({split: f"imdb{mark}{name}.txt.ss" for split, name in
                                (("train", "train"), ("validation", "dev"), ("test", "test"))} for mark in ".-"),
                   rows=partial(tab_separated, columns=("user", "product", "rating", "text"), mark="\t\t"),
@@ -351,18 +351,18 @@ TASKS: dict[str, Entry | str] = {
     "ag_news": Entry(files=({"train": "train.csv", "test": "test.csv"},), metrics=F1, label="class index|label",
                      rows=partial(comma_separated, columns=("class index", "title", "description")), text=(article,),
                      classes=("World|1", "Sports|2", "Business|3", "Sci/Tech|4"), hub="fancyzhx/ag_news"),
-    # The official validation and test folders list many of the same articles, so one file is split. Smart Bird reads
-    # the bodies, which MIND links to and does not hold, of more articles: its figures are of another text.
+    # The official validation and test folders contain many of the same articles, so one file is split. Smart Bird reads
+    # the bodies of more articles, which MIND links to but does not contain: its results are for other texts.
     "mind_topics": Entry(files=tuple({"": f"{folder}news.tsv"} for folder in
                                      ("MINDlarge_train/", "MINDsmall_train/", "")),
                          rows=partial(tab_separated, columns=NEWS_COLUMNS),
                          text=(lambda row: " ".join(filter(None, (row["title"], row["abstract"]))),),
                          label="category", classes=TOPICS, metrics=F1),
-    # Texts that answer texts
+    # Text to text
     "pubmed": Entry(files=({"train": "train.txt", "validation": "val.txt", "test": "test.txt"},), form="texts",
                     inner="pubmed-dataset", rows=json_lines, text=(partial(sentences, "article_text", " "),),
                     label=abstract, metrics=ROUGE, identifier="article_id"),
-    # 95 of its rows have no title or no text.
+    # 95 of its rows contain no title or no text.
     "headlines": Entry(files=({"": "NewsArticles.csv"}, {"": "NewsArticles.zip"}), rows=comma_separated, form="texts",
                        text=(lambda row: str(row["text"]).strip(),), label="title", metrics=ROUGE,
                        identifier="article_id", whole=True),
@@ -378,13 +378,13 @@ TASKS: dict[str, Entry | str] = {
     "etth1": "series:ETTh1",
     "ettm1": "series:ETTm1",
 }  # fmt: skip
-"""Entry of each task, or module:class of readers/ that reads it."""
+"""Entry of each task, or module:class in readers/ that reads it."""
 
 
 def build_task(config: TaskConfig) -> Task:
-    """Return the task that `task.name` names. Raises ConfigError naming that key, or a setting that does not fit."""
+    """Build the task `task.name`. Raises ConfigError for an unknown task or an invalid setting."""
     if (entry := TASKS.get(config.name)) is None:
-        raise ConfigError("task.name", f'there is no task "{config.name}"', did_you_mean(config.name, TASKS))
+        raise ConfigError("task.name", f'unknown task "{config.name}"', did_you_mean(config.name, TASKS))
     if isinstance(entry, Entry):
         return RowTask(config, entry)
     module, _, kind = entry.partition(":")

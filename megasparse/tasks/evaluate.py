@@ -1,4 +1,4 @@
-"""Fine-tuned models on examples: predictions, official metrics with their intervals, and files. N examples."""
+"""Evaluation of fine-tuned models: predictions, official metrics with intervals, and files. N examples."""
 
 import csv
 import importlib.util
@@ -31,17 +31,17 @@ from megasparse.training.ranks import Ranks, RunHooks, check_stop
 from megasparse.training.run import Evaluate
 
 Score = Callable[[Any, RngContext], tuple[Any, dict[str, Any]]]
-"""A model of a task's form in evaluation, or an engine around one: (batch, rng) -> (objective, statistics)."""
+"""A model of a task's form in evaluation, or its engine: (batch, rng) -> (objective, statistics)."""
 
 
 class Prediction(NamedTuple):
-    """The model's output for one example."""
+    """The model's output for an example."""
 
     values: np.ndarray
-    """Flat float64: what the form's `answer` reads."""
+    """Flat float64, the input of the form's `answer`."""
     cost: float
     weight: float
-    """The loss is the sum of costs divided by that of weights; both are NaN if the example has no label."""
+    """The loss is the sum of costs divided by the sum of weights; both are NaN if the example has no label."""
 
 
 def predict_examples(
@@ -52,10 +52,10 @@ def predict_examples(
     ranks: Ranks,
     pause: Callable[[], object] = lambda: None,
 ) -> list[Prediction]:
-    """Return the model's prediction for each example, on every rank.
+    """Return the model's predictions for all examples, on every rank.
 
-    The ranks share out the batches; every one scores equally many. A prediction depends neither on the batch nor on the
-    rank that its example is in. pause: called before each batch.
+    The ranks split the batches; each scores the same number. Predictions do not depend on the batch or rank of an
+    example. pause: called before each batch.
     """
     order = sorted(range(len(examples)), key=lambda i: -examples[i].length)
     size = config.evaluation.batch
@@ -81,10 +81,10 @@ def answers(form: Form, examples: Sequence[EncodedExample], table: Sequence[Pred
 
 
 def validation(run: TaskRun, engine: Engine, hooks: RunHooks) -> Evaluate:
-    """Return a function that the training loop calls after every step.
+    """Return a validation function for the training loop, called after every step.
 
-    When a validation is due it returns evaluation/loss (the costs of all examples by their weights) and
-    evaluation/METRIC for each of the task's. It raises StopWanted as `check_stop` does.
+    When a validation is due, it returns evaluation/loss (the examples' weighted mean cost) and evaluation/METRIC for
+    each metric of the task. Raises StopWanted as `check_stop` does.
     """
     config, every, steps = run.config, run.config.evaluation.every, run.config.training.steps
     examples, form, model = run.validation, run.form, engine.module
@@ -106,8 +106,8 @@ def validation(run: TaskRun, engine: Engine, hooks: RunHooks) -> Evaluate:
 
 
 Row = dict[str, Any]
-"""A prediction: `name` of the example, its `file` and `line` (null if the file holds it alone), `label` (null if
-unknown), `predicted`, and what the task's form adds, such as `probabilities` of classes."""
+"""A prediction: `name` of the example, its `file` and `line` (null if it is the whole file), `label` (null if unknown),
+`predicted`, and fields of the task's form, such as `probabilities` of classes."""
 
 
 def predicted(model: Finetuned, examples: Sequence[EncodedExample]) -> list[Prediction]:
@@ -116,7 +116,7 @@ def predicted(model: Finetuned, examples: Sequence[EncodedExample]) -> list[Pred
     with torch.no_grad(), tqdm(total=total, desc="scoring", unit="batch", leave=False, disable=None) as bar:
         table = predict_examples(model.model, model.form, examples, model.config, model.ranks, bar.update)
     if not all(np.isfinite(output.values).all() for output in table):
-        hint = "Take an earlier checkpoint, or --set training.precision=fp32"
+        hint = "Use an earlier checkpoint, or --set training.precision=fp32"
         raise UserError(f"{model.checkpoint.path}: the predictions are not finite. {hint}")
     return table
 
@@ -131,8 +131,8 @@ def predictions(form: Form, examples: Sequence[EncodedExample], table: Sequence[
 
 
 def predict(model: Finetuned, sources: Sequence[str], say: Callable[[str], None]) -> list[Row]:
-    """Predict every example of the files, in their order, without labels if they cannot be read; an empty text is
-    counted. Raises DataError if there is none.
+    """Predict all examples of the files, in order. Labels that cannot be read are ignored, and empty texts are counted.
+    Raises DataError if there are no examples.
     """
     task, encoder = model.form.task, model.encoder
     task.needs_labels, task.config = False, task.config.model_copy(update={"empty": "keep"})
@@ -140,12 +140,12 @@ def predict(model: Finetuned, sources: Sequence[str], say: Callable[[str], None]
     _, files = chosen_files(task, sources, None)
     encoded = encode_all(encoder, "new", read_files(task, files), say)
     if not encoded:
-        raise DataError(sources[0], "has no examples", "Give files that have some")
+        raise DataError(sources[0], "contains no examples", "Use files with examples")
     return predictions(model.form, encoded, predicted(model, encoded))
 
 
 def predict_texts(model: Finetuned, texts: Sequence[str], say: Callable[[str], None]) -> Row:
-    """Predict one example, given by its texts. Raises ConfigError if the task has other inputs."""
+    """Predict one example from its texts. Raises ConfigError if the task has other inputs."""
     encoded = encode_all(model.encoder, "new", [model.form.example(texts)], say)
     return predictions(model.form, encoded, predicted(model, encoded))[0]
 
@@ -154,22 +154,22 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
 
 
 def require_form(path: Path) -> None:
-    """Raise ConfigError for a suffix of no form of predictions."""
+    """Raise ConfigError if the suffix is not one of SUFFIXES."""
     if path.suffix not in SUFFIXES:
-        problem = f'"{path.suffix}" is no known form of predictions: {path}'
-        raise ConfigError("--output", problem, f"Give a name that ends in {', '.join(SUFFIXES)}")
+        problem = f'"{path.suffix}" is not a known format of predictions: {path}'
+        raise ConfigError("--output", problem, f"Use a name that ends in {', '.join(SUFFIXES)}")
 
 
 def write_predictions(path: Path, rows: Sequence[Row]) -> None:
-    """Write a file by its suffix.
+    """Write a file in the format of its suffix.
 
-    .jsonl: an object a line; .json: an object of `predicted` by name, WikiHop's form of submission; .csv: `name`,
-    `predicted` and `probability of CLASS`; .tsv: GLUE's form of submission, `index` and `prediction`.
+    .jsonl: one object per line; .json: an object of `predicted` by name, WikiHop's submission format; .csv: `name`,
+    `predicted` and `probability of CLASS`; .tsv: GLUE's submission format, `index` and `prediction`.
 
     Raises:
-        ConfigError: another suffix.
-        DataError: a name that a .tsv cannot hold, or that a .json would have twice.
-        UserError: the file cannot be written.
+        ConfigError: Another suffix.
+        DataError: A name that a .tsv cannot contain, or that a .json would contain twice.
+        UserError: The file cannot be written.
     """
     require_form(path)
     out = io.StringIO()
@@ -179,7 +179,7 @@ def write_predictions(path: Path, rows: Sequence[Row]) -> None:
         answers: dict[str, Any] = {}
         for row in rows:
             if row["name"] in answers:
-                problem = f'"{row["name"]}" comes twice, which a .json cannot hold'
+                problem = f'"{row["name"]}" occurs twice, which a .json cannot contain'
                 raise DataError(_location(row), problem, "Write a .jsonl")
             answers[row["name"]] = row["predicted"]
         out.write(json.dumps(answers, indent=1) + "\n")
@@ -195,7 +195,7 @@ def write_predictions(path: Path, rows: Sequence[Row]) -> None:
             try:
                 writer.writerow(cells if tabs else [*cells, *(row.get("probabilities") or {}).values()])
             except csv.Error:
-                problem = f"{cells} has a tab or a line end, which a .tsv cannot hold"
+                problem = f"{cells} contains a tab or a line end, which a .tsv cannot contain"
                 raise DataError(_location(row), problem, "Write a .csv") from None
     with whole_file(path) as stream:
         stream.write(out.getvalue().encode())
@@ -208,7 +208,7 @@ def _location(row: Row) -> str:
 LIBRARIES = {"scikit-learn": "sklearn", "rouge-score": "rouge_score"} | {
     name: name for name in ("torch", "numpy", "scipy", "sacrebleu", "tokenizers")
 }
-"""Distributions whose versions are part of a result -> their modules."""
+"""Modules of the packages whose versions are part of a result."""
 
 
 def evaluate_checkpoints(
@@ -219,25 +219,28 @@ def evaluate_checkpoints(
     split: str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[dict[str, Any], list[Row]]:
-    """Score checkpoints of a task on files that have labels.
+    """Score checkpoints of a task on files with labels.
 
     Args:
-        directories: runs, each represented by its best checkpoint, or checkpoints.
-        say: prints the counts of the examples.
+        directories: Runs, for their best checkpoints, or checkpoints.
+        overrides: `section.key=value` changes to the configuration.
+        name: Name of the task.
+        sources, split: See `chosen_files`.
+        say: Prints the counts of the examples.
 
     Returns:
         The result, {"task", "split", "files", "examples", "metrics", "signatures", "interval", "runs", "versions"}, and
-        the first checkpoint's predictions. Each metric has `value`, `low` and `high`: of one checkpoint with the
-        bootstrap interval over examples, of several the mean with Student's t interval, and their `standard_deviation`.
-        `signatures`: a metric's library's settings and version.
+        the first checkpoint's predictions. Each metric has `value`, `low` and `high`: for one checkpoint the bootstrap
+        interval over examples, for several the mean with Student's t interval, and their `standard_deviation`.
+        `signatures`: settings and version of a metric's library.
 
     Raises:
-        ConfigError: the same checkpoint is given twice; also as `restore_task` and the task's reader.
+        ConfigError: The same checkpoint is given twice; errors of `restore_task` and the task's reader.
     """
     paths = [chosen_checkpoint(Path(directory)).resolve() for directory in directories]
     for number, path in enumerate(paths):
         if path in paths[:number]:
-            hint = "Give each once: they count as independent runs"
+            hint = "Name each once: they are treated as independent runs"
             raise ConfigError("--checkpoint", f"{path} is given twice", hint)
     runs, first = [], None
     for directory in directories:
@@ -246,7 +249,7 @@ def evaluate_checkpoints(
         require_metrics(task.metrics)
         chosen, files = chosen_files(task, sources, split)
         if first and first[0].task.classes != task.classes:
-            raise ConfigError("--checkpoint", f"{directory} was trained on other classes", "Evaluate it on its own")
+            raise ConfigError("--checkpoint", f"{directory} was trained on other classes", "Evaluate it separately")
         split_name = chosen or "given"
         examples = labelled(read_files(task, files), split_name, files[0])
         encoded = encode_all(model.encoder, split_name, examples, say)

@@ -1,10 +1,10 @@
-"""Official metrics of labels, rankings and texts, each computed by the library that the field uses, and their 95 %
+"""Official metrics of labels, rankings and texts, each computed by the field's standard library, and their 95 %
 confidence intervals. N examples, or impressions of a ranking.
 
-Rankings are scored as by MIND's official evaluate.py, means over impressions. An impression's label is a tuple of 0 and
-1 (clicked), its answer the tuple of scores. Among equal scores the later candidate ranks higher, as in the official
-`argsort(scores)[::-1]`, except for AUC, where each such pair counts a half. The parts of a text metric and of a ranking
-are cached by pair, so that the thousand resamples of an interval take seconds.
+Rankings are scored as by MIND's official evaluate.py, as means over impressions. An impression's label is a tuple of 0
+and 1 (clicked), its answer the tuple of scores. Among equal scores the later candidate ranks higher, as in the official
+`argsort(scores)[::-1]`; AUC gives each such pair half a point. Statistics of text pairs and of rankings are cached, so
+that the thousand resamples of an interval take seconds.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ def bootstrap_interval(
     seed: int,
     step: Callable[[], object] = lambda: None,
 ) -> tuple[float, float] | None:
-    """Return the percentile interval (Efron 1979) of a metric over resampled examples, labels and answers together.
+    """Return the percentile interval (Efron 1979) of a metric over resampled pairs of label and answer.
 
     labels, predicted: (N,). step: called after each of RESAMPLES. Returns None for a single example.
     """
@@ -49,7 +49,7 @@ def bootstrap_interval(
 
 
 def t_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return Student's t interval of the mean of two or more independent runs' values."""
+    """Return Student's t interval of the mean of two or more independent values."""
     from scipy.stats import t
 
     mean, deviation = statistics.fmean(values), statistics.stdev(values)
@@ -58,16 +58,16 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 cached_ranking = lru_cache(1 << 19)
-"""Decorator that caches the metrics of more impressions than MIND's validation set has."""
+"""Decorator with a cache that fits the impressions of MIND's validation set."""
 
 
 def _mean(labels: np.ndarray, predicted: np.ndarray, metric: Callable[..., float]) -> float:
-    """Return the mean over impressions of the metric of one."""
+    """Return the mean of a metric over impressions."""
     return statistics.fmean(map(metric, labels, predicted))
 
 
 def ranking(scores: Sequence[float]) -> np.ndarray:
-    """Return the candidates' indices, (C,) int64, the one of highest score first."""
+    """Return the candidates' indices, (C,) int64, highest score first."""
     return np.argsort(np.asarray(scores), kind="stable")[::-1]
 
 
@@ -80,14 +80,14 @@ def _auc(clicked: tuple[int, ...], scores: tuple[float, ...]) -> float:
 
 @cached_ranking
 def _mrr(clicked: tuple[int, ...], scores: tuple[float, ...]) -> float:
-    """Σ y_i/rank_i ÷ Σ y_i."""
+    """Compute Σ y_i/rank_i ÷ Σ y_i."""
     hits = np.asarray(clicked)[ranking(scores)]
     return float((hits / np.arange(1, len(hits) + 1)).sum() / hits.sum())
 
 
 @cached_ranking
 def _ndcg(clicked: tuple[int, ...], scores: tuple[float, ...], k: int) -> float:
-    """Compute nDCG by the order of the ranking, which has no ties for scikit-learn to average over."""
+    """Compute nDCG from ranks, which have no ties for scikit-learn to average over."""
     from sklearn.metrics import ndcg_score
 
     order = np.empty(len(scores))
@@ -96,33 +96,34 @@ def _ndcg(clicked: tuple[int, ...], scores: tuple[float, ...], k: int) -> float:
 
 
 CACHED_PAIRS = 1 << 17
-"""Number of pairs of texts whose statistics are cached at most."""
+"""Largest number of cached text pairs."""
 BLEUS: dict[str, dict[str, Any]] = {
     "bleu": {},
     "bleu_intl": {"tokenize": "intl"},
     "bleu_intl_uncased": {"tokenize": "intl", "lowercase": True},
 }
-"""Settings of sacrebleu's BLEU by metric: of plain text that sacrebleu tokenises itself; by the tokenizer "intl", which
-knows Unicode's punctuation and symbols, as Reformer's Table 4 has it; of such texts in lower case."""
+"""Settings of sacrebleu's BLEU by metric: plain text that sacrebleu tokenises; the tokenizer "intl", which handles
+Unicode punctuation and symbols, as in Reformer's Table 4; the latter in lower case."""
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
-"""Words, pairs of words, the longest common subsequence, the union of those of sentences (CNN/DailyMail: ROUGE-L)."""
+"""Words, word pairs, longest common subsequence, union of subsequences over sentences (CNN/DailyMail's ROUGE-L)."""
 
 
 def _corpus_score(labels: np.ndarray, predicted: np.ndarray, name: str) -> float:
-    """Corpus BLEU (Papineni et al. 2002, Post 2018) or chrF (F2 of character n-grams to 6, Popović 2015), 0 to 100."""
+    """Compute corpus BLEU (Papineni et al. 2002, Post 2018) or chrF (F2 of character n-grams to 6, Popović 2015), 0 to
+    100."""
     sums = np.array([_counts(name, *pair) for pair in zip(labels, predicted, strict=True)]).sum(0).tolist()
     return float(_scorer(name)._compute_score_from_stats(sums).score)
 
 
 def _mean_rouge(labels: np.ndarray, predicted: np.ndarray, name: str) -> float:
-    """Mean over examples of the F1 of words, stemmed by Porter's rules (Lin 2004), 0 to 1. rouge-score knows the
-    letters a to z and digits alone: it is a measure of English.
+    """Compute the mean F1 over examples of words stemmed by Porter's rules (Lin 2004), 0 to 1. rouge-score recognises
+    only the letters a to z and digits, so it is a measure for English.
     """
     return float(np.mean([_rouge(label, answer)[name] for label, answer in zip(labels, predicted, strict=True)]))
 
 
 def signature(name: str) -> str | None:
-    """Return the settings and version that a library reports with its metric; None for metrics without any."""
+    """Return the settings and version that a metric's library reports; None for other metrics."""
     if name == "chrf" or name in BLEUS:
         scorer = _scorer(name)
         scorer.corpus_score(["a"], [["a"]])
@@ -147,15 +148,15 @@ def _scorer(name: str) -> Any:
 
 @lru_cache(maxsize=CACHED_PAIRS)
 def _counts(name: str, reference: str, hypothesis: str) -> tuple[int, ...]:
-    """Lengths and n-grams of a pair, whose sums decide the score. sacrebleu has no public name for them; those that it
-    has are what its own resampling takes.
+    """Return the lengths and n-gram counts of a pair, whose sums determine the score. sacrebleu's own resampling uses
+    these private functions.
     """
     return tuple(_scorer(name)._extract_corpus_statistics([hypothesis], [[reference]])[0])
 
 
 @lru_cache(maxsize=CACHED_PAIRS)
 def _rouge(reference: str, hypothesis: str) -> dict[str, float]:
-    """F1 of each of ROUGE."""
+    """Return the F1 of each of ROUGE."""
     scores = _scorer(ROUGE[0]).score(reference, hypothesis)
     return {name: scores[name].fmeasure for name in ROUGE}
 
@@ -168,11 +169,11 @@ SKLEARN: dict[str, tuple[str, dict[str, Any]]] = {
     "mse": ("mean_squared_error", {}),
     "mae": ("mean_absolute_error", {}),
 }
-"""Functions of scikit-learn and their settings by metric. f1 is that of class 1, as GLUE has it for MRPC and QQP;
-macro_f1 the mean of the classes that occur among labels or predictions; Matthews' correlation is CoLA's metric."""
+"""Functions of scikit-learn and their settings by metric. f1 is for class 1, as in GLUE's MRPC and QQP; macro_f1 is the
+mean over classes that occur among labels or predictions; Matthews' correlation is CoLA's metric."""
 CORRELATIONS = ("matthews", "pearson", "spearman")
 LOWER_IS_BETTER = ("mse", "mae")
-"""Metrics for which lower is better; for all others higher is. They take all numbers of all examples."""
+"""Metrics for which lower is better. They are computed over all numbers of all examples."""
 
 
 def _of_labels(labels: np.ndarray, predicted: np.ndarray, name: str) -> float:
@@ -198,16 +199,16 @@ METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "ndcg5": partial(_mean, metric=partial(_ndcg, k=5)),
     "ndcg10": partial(_mean, metric=partial(_ndcg, k=10)),
 }
-"""(labels (N,), answers (N,)) -> the metric: class numbers, numbers, or objects of another form, of these texts. A
-correlation with a constant, which is not defined, is 0. BLEU and chrF go from 0 to 100, as everyone gives them, ROUGE
-from 0 to 1."""
+"""Metric of (labels (N,), answers (N,)): class numbers, numbers, or objects of another form, such as texts. A
+correlation with a constant is undefined and returns 0. BLEU and chrF range from 0 to 100, as usual, ROUGE from 0 to
+1."""
 
 
 def require_metrics(names: Sequence[str]) -> None:
-    """Raise UserError if a library that computes these metrics is not installed."""
+    """Raise UserError if a library for these metrics is not installed."""
     for name in names:
         texts = "rouge_score" if name in ROUGE else "sacrebleu" if name == "chrf" or name in BLEUS else "sklearn"
         for library in (texts, "scipy"):
             if importlib.util.find_spec(library) is None:
-                hint = 'Install what fine-tuning needs: pip install "megasparse[tasks]"'
-                raise UserError(f"{library}: is not installed, and computes {name}. {hint}")
+                hint = 'Install the packages for fine-tuning: pip install "megasparse[tasks]"'
+                raise UserError(f"{library}: is not installed, but is needed for {name}. {hint}")

@@ -1,5 +1,5 @@
-"""A fine-tuning run before its first step (task, examples, model, complete configuration), and the model of a finished
-run.
+"""Preparation of a fine-tuning run (task, examples, model, complete configuration), and loading of the model of a
+finished run.
 """
 
 import json
@@ -40,12 +40,12 @@ FORMS: dict[str, type[Form]] = {
 
 @dataclass(frozen=True)
 class Finetuned:
-    """A fine-tuned model with all that it takes to predict new examples."""
+    """A fine-tuned model with all that is needed for predictions."""
 
     model: Any
-    """The model of `form.model` with its weights, in evaluation mode, in the precision and on the device of its run."""
+    """The model of `form.model` in evaluation mode, in the precision and on the device of its run."""
     form: Form
-    """That of the task that it was trained on, or of another one with the same form and classes."""
+    """Form of its training task, or of another task with the same form and classes."""
     encoder: ExampleEncoder
     config: FinetuneConfig
     checkpoint: Checkpoint
@@ -53,19 +53,23 @@ class Finetuned:
 
 
 def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str | None = None) -> Finetuned:
-    """Return the model of a fine-tuning run.
+    """Load the model of a fine-tuning run.
 
-    directory: a run's folder, whose best checkpoint by its validation is taken (the newest where there was none yet),
-    or one of its checkpoints. overrides: `section.key=value`, on the configuration that the checkpoint holds. task: the
-    name of another task of the same classes, in place of the one it was trained on.
-    Raises CheckpointError where there is none, it is damaged, or it is of a pretraining run; ConfigError for a wrong
-    override, and for a task that does not fit.
+    Args:
+        directory: A run's folder, for its best checkpoint by validation (without validation, its newest), or a
+            checkpoint.
+        overrides: `section.key=value` changes to the checkpoint's configuration.
+        task: Name of another task with the same classes, instead of the training task.
+
+    Raises:
+        CheckpointError: There is no checkpoint, it is damaged, or it belongs to a pretraining run.
+        ConfigError: An override is invalid, or the task is incompatible.
     """
     checkpoint = Checkpoint.open(chosen_checkpoint(Path(directory)))
     settings = checkpoint.settings
     if not isinstance(settings, FinetuneConfig):
         hint = "Evaluate it with megasparse evaluate --data, or fine-tune it first: megasparse finetune"
-        raise CheckpointError(checkpoint.path, "is of a pretrained model, which knows no task", hint)
+        raise CheckpointError(checkpoint.path, "belongs to a pretrained model, without a task", hint)
     trained = build_task(settings.task)
     changes = []
     if task not in (None, trained.name):
@@ -75,21 +79,21 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
     config = build_settings(settings.model_dump(mode="json"), [*overrides, *changes], FinetuneConfig)
     for key in ("model", "lora"):
         if getattr(config, key) != getattr(settings, key):
-            raise ConfigError(key, "a fine-tuned model is read as it was trained", f"Leave out --set {key}…")
+            raise ConfigError(key, "cannot be changed in a fine-tuned model", f"Omit --set {key}…")
     chosen = build_task(config.task)
     if chosen.classes != trained.classes:
         names = [", ".join(one.classes)[:100] if one.classes else "a number" for one in (chosen, trained)]
         problem = f'"{chosen.name}" has {names[0]}; the model was trained on "{trained.name}", {names[1]}'
-        raise ConfigError("--task", problem, f"Give --task {trained.name}, or another task of the same classes")
+        raise ConfigError("--task", problem, f"Use --task {trained.name}, or another task with the same classes")
     if (chosen.form, chosen.towers, chosen.vocabulary) != (trained.form, trained.towers, trained.vocabulary):
-        problem = f'"{chosen.name}" has other inputs than "{trained.name}", which the model was trained on'
-        raise ConfigError("--task", problem, f"Give --task {trained.name}")
+        problem = f'"{chosen.name}" has other inputs than "{trained.name}", the training task'
+        raise ConfigError("--task", problem, f"Use --task {trained.name}")
     run = Path(os.path.abspath(checkpoint.path)).parents[1]
     form = FORMS[chosen.form](chosen, config)
     body, tokenizer = body_of_run(run, settings.model_copy(update={"start": config.start}), form, checkpoint)
     if tokenizer.sha256 != checkpoint.manifest["tokenizer"].get("sha256"):
-        hint = "Copy the run's folder again, whole"
-        raise CheckpointError(run / FOLDER, "does not have the tokenizer that the checkpoint was trained with", hint)
+        hint = "Copy the whole run folder again"
+        raise CheckpointError(run / FOLDER, "its tokenizer is not the one of the checkpoint's training", hint)
     require_length(config, body)
     ranks = start_ranks(config.run.model_copy(update={"engine": "torch"}))
     model = form.model(body)
@@ -102,7 +106,7 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
 
 
 def chosen_checkpoint(directory: Path) -> Path:
-    """Return `directory` if it is a checkpoint, else the best one of a run by its validation, else its newest."""
+    """Return `directory` if it is a checkpoint, else a run's best checkpoint by validation, else its newest."""
     newest = find_checkpoint(directory)
     if newest == directory:
         return directory
@@ -112,15 +116,15 @@ def chosen_checkpoint(directory: Path) -> Path:
 
 
 HELD_OUT = 1 << 20
-"""Key of the permutation that chooses what is held out, which is no epoch's."""
+"""Key of the permutation that selects held-out examples; not the number of an epoch."""
 
 
 @dataclass(frozen=True)
 class TaskRun:
-    """All that a fine-tuning run is made of."""
+    """Parts of a fine-tuning run."""
 
     config: FinetuneConfig
-    """The configuration with numbers of steps, labels and the digest of the pretrained weights filled in."""
+    """Configuration with the number of steps, labels and digest of the pretrained weights filled in."""
     form: Form
     start: Start
     model: Any
@@ -130,7 +134,7 @@ class TaskRun:
 
     def batches(self, ranks: Ranks, position: int) -> Steps:
         """Return this rank's steps from the global sample number `position` on. Raises ConfigError if the ranks cannot
-        share out training.global_batch.
+        split training.global_batch.
         """
         training = self.config.training
         check_shares(training.global_batch, training.micro_batch, ranks.world_size)
@@ -144,8 +148,8 @@ class TaskRun:
 def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
     """Read and encode the examples, and build the model. say: prints the counts of the examples.
 
-    Raises DataError naming file and line of a bad example; ConfigError, CheckpointError, HubError as `build_task` and
-    `open_start` do; UserError where the libraries of the metrics are missing.
+    Raises DataError naming file and line of a bad example; ConfigError, CheckpointError and HubError as `build_task`
+    and `open_start` do; UserError if a library for the metrics is missing.
     """
     task = build_task(config.task)
     require_metrics(task.metrics)
@@ -153,7 +157,7 @@ def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
     if metric not in task.metrics:
         raise ConfigError("evaluation.metric", f'"{metric}"', did_you_mean(metric, task.metrics))
     if config.training.batch_unit == "tokens" and task.form != "texts":
-        problem = f'"tokens" counts those of texts and their answers, and the answers of {task.name} are none'
+        problem = f'"tokens" needs tasks whose answers are texts, unlike {task.name}'
         raise ConfigError("training.batch_unit", problem, 'Set it to "examples"')
     form = FORMS[task.form](task, config)
     train, validation = read_examples(task, config)
@@ -169,14 +173,14 @@ def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
     for warning in task.warnings():
         say(warning)
     if task.classes and (unseen := sorted(kinds[1] - kinds[0])):
-        say(f"warning: no training example is of the class {', '.join(unseen)[:200]}, and validation has some that are")
+        say(f"warning: the training data contains no examples of {', '.join(unseen)[:200]}, unlike the validation data")
     return TaskRun(_resolved(config, task, start, model, encoded[0]), form, start, model, *encoded)
 
 
 def encode_all(
     encoder: ExampleEncoder, split: str, examples: Iterable[Example], say: Callable[[str], None]
 ) -> list[EncodedExample]:
-    """Encode with a progress bar, and print the counts by `say`."""
+    """Encode with a progress bar, then print the counts with `say`."""
     bar = tqdm(examples, desc=f"reading {split} examples", unit="", leave=False, disable=None)
     encoded = list(encoder.encode(bar))
     for line in encoder.lines(split):
@@ -185,12 +189,12 @@ def encode_all(
 
 
 def read_examples(task: Task, config: FinetuneConfig) -> tuple[list[Example], list[Example]]:
-    """Return training and validation examples. Raises DataError if there are none, or one has no label."""
+    """Return training and validation examples. Raises DataError if there are none, or if one has no label."""
     settings, seed, source = config.task, config.run.seed, find_file(config.task.source)
     files = split_files(task, source, "train")
     official = settings.validation is not None or "validation" in task.files(source)
     held_out_files = []
-    if official:  # the official part of the source, or your own folder or file
+    if official:  # the official split of the source, or your own folder or file
         other = Path(settings.validation or settings.source)
         single = settings.validation is not None and not other.is_dir()
         held_out_files = [other] if single else split_files(task, other, "validation")
@@ -201,7 +205,7 @@ def read_examples(task: Task, config: FinetuneConfig) -> tuple[list[Example], li
         order = permutation(len(train), seed, HELD_OUT)
         count = max(1, round(settings.validation_fraction * len(train)))
         if count >= len(train):
-            raise DataError(settings.source, f"{len(train)} examples are too few to hold some out", "Give more")
+            raise DataError(settings.source, f"{len(train)} examples are too few to hold some out", "Add examples")
         held_out = [train[i] for i in sorted(order[:count])]
         train = [train[i] for i in sorted(order[count:])]
     if settings.limit and settings.limit < len(train):
@@ -216,21 +220,21 @@ def read_files(task: Task, files: Sequence[Path]) -> Iterator[Example]:
 
 
 def labelled(examples: Iterable[Example], name: str, source: str | Path) -> Iterator[Example]:
-    """Yield the examples. Raises DataError if there are none, or one has no label."""
+    """Yield the examples. Raises DataError if there are none, or if one has no label."""
     empty = True
     for example in examples:
         empty = False
         if example.label is None:
-            hint = "Give a labelled file; megasparse predict labels others"
+            hint = "Use a labelled file; megasparse predict labels others"
             raise DataError(str(example.location), "has no label to learn from or to compare with", hint)
         yield example
     if empty:
-        raise DataError(source, f"has no {name} examples", "Give files that have some")
+        raise DataError(source, f"contains no {name} examples", "Use files with examples")
 
 
 def _resolved(config: FinetuneConfig, task: Task, start: Start, model: Any, train: Sequence[Any]) -> FinetuneConfig:
-    """Return the configuration completed from data and weights: numbers of steps that depend on the number of training
-    examples, of which a pack of tokens counts as one, are those of the first epoch.
+    """Complete the configuration from data and weights. Numbers of steps that depend on the number of training examples
+    (or packs of tokens) are computed from the first epoch.
     """
     training, optimizer, evaluation = config.training, config.optimizer, config.evaluation
     number, batch, steps = len(train), training.global_batch, training.steps

@@ -1,5 +1,5 @@
-"""The start of fine-tuning: one of our checkpoints, a HuggingFace model, or initial weights; and how the same body is
-rebuilt, without these, for a run's own checkpoints.
+"""The start of fine-tuning: a megasparse checkpoint, a Hugging Face model, or initial weights. Also rebuilds the body
+without these, for a run's own checkpoints.
 """
 
 import hashlib
@@ -28,18 +28,18 @@ from megasparse.tasks.form import Form
 from megasparse.training.checkpoints.checkpoint import Checkpoint, on_meta, open_newest, persistent_buffers
 
 FOLDER, RECORD = "start", "body.json"
-"""Names, in a run's folder, of the folder of its start and of the record of its body."""
+"""Names of the start's folder in a run's folder, and of the record of its body."""
 OURS = ("megasparse", "reformer", "yoso")
-"""`model_type` of the HuggingFace models that become ours; the others stay what they are."""
-TWO_SIDES = "is of an encoder-decoder, which has no one state a sequence", "Give a decoder's or an encoder's"
-ONE_SIDE = "is no encoder-decoder of ours, which the task needs", "Give such a checkpoint, or a model in place of start"
+"""`model_type` of Hugging Face models that are converted to megasparse models; others remain transformers models."""
+TWO_SIDES = "is an encoder-decoder, without a single state per sequence", "Use a decoder or an encoder"
+ONE_SIDE = "is not a megasparse encoder-decoder, as the task needs", "Use such a checkpoint, or model instead of start"
 """Problems and their hints."""
-COPY = "Copy the run's folder again, whole"
+COPY = "Copy the whole run folder again"
 
 
 @dataclass(frozen=True)
 class Start:
-    """A body, with its pretrained or initial weights."""
+    """A body with its pretrained or initial weights."""
 
     body: Backbone
     tokenizer: Tokenizer
@@ -49,7 +49,7 @@ class Start:
     """Description of a transformers model, from which `rebuild` makes it again; None for a model of ours."""
 
     def write(self, run: Path) -> None:
-        """Write the record to RUN/start, and the tokenizer's file where it has one."""
+        """Write the record, and the tokenizer's file if there is one, to RUN/start."""
         folder = run / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         name, file = self.tokenizer.name, self.tokenizer.file
@@ -64,10 +64,10 @@ class Start:
 
 
 def open_start(config: FinetuneConfig, form: Form, labels: int) -> Start:
-    """Return the body that a configuration names, for tasks of a form.
+    """Build the body of a configuration, for tasks of a form.
 
-    labels: number of classes that a Smart Bird sketch learns to predict. Raises ConfigError, CheckpointError and
-    HubError for weights that are missing, damaged, too short for `task.max_length`, or not those of `start.sha256`.
+    labels: number of classes that a Smart Bird sketch learns. Raises ConfigError, CheckpointError and HubError if the
+    weights are missing, damaged, too short for `task.max_length`, or do not match `start.sha256`.
     """
     if config.model is not None:
         start = _initial(config, config.model, form, labels)
@@ -77,7 +77,7 @@ def open_start(config: FinetuneConfig, form: Form, labels: int) -> Start:
         start = _of_huggingface(config, Path(str(config.start.huggingface)), form, labels)
     expected = config.start.sha256
     if expected is not None and expected != start.sha256:
-        hint = "Give the weights that the run began with, or choose another run.directory and remove start.sha256"
+        hint = "Use the weights that the run started from, or choose another run.directory and remove start.sha256"
         raise ConfigError("start.sha256", f"{show(expected)}, but the weights have {show(start.sha256)}", hint)
     require_length(config, start.body)
     return start
@@ -91,9 +91,9 @@ def require_length(config: FinetuneConfig, body: Backbone) -> None:
 
 
 def rebuild(run: Path, form: Form, checkpoint: Checkpoint) -> tuple[Backbone, Tokenizer]:
-    """Return the body of a run, its weights not filled yet, and its tokenizer.
+    """Build a run's body, without its weights, and its tokenizer.
 
-    Raises CheckpointError if the record cannot be read, or does not describe the checkpoint's weights.
+    Raises CheckpointError if the record cannot be read or does not describe the checkpoint's weights.
     """
     with _record_of(run) as (record, tokenizer):
         if record["kind"] == "megasparse":
@@ -109,7 +109,7 @@ def rebuild(run: Path, form: Form, checkpoint: Checkpoint) -> tuple[Backbone, To
             for name, parameter in on_meta(checkpoint, model, build).named_parameters():
                 entry = stored.get(f"body.{name}")
                 if entry is not None and entry["shape"] != list(parameter.shape):
-                    problem = f"body.{name} has shape {entry['shape']}, in the run's record {list(parameter.shape)}"
+                    problem = f"body.{name} has shape {entry['shape']}, but {list(parameter.shape)} in the run's record"
                     raise CheckpointError(checkpoint.path, problem, COPY)
             return build(), tokenizer
         from transformers import AutoConfig, AutoModel
@@ -119,7 +119,7 @@ def rebuild(run: Path, form: Form, checkpoint: Checkpoint) -> tuple[Backbone, To
 
         values = record["config"]
         if (layers := depth(values)) > (weights := len(checkpoint.manifest["tensors"].get("weight", {}))):
-            problem = f"has {weights} weights, in the run's record {layers} layers"
+            problem = f"contains {weights} weights, but the run's record {layers} layers"
             raise CheckpointError(checkpoint.path, problem, COPY)
         empty = AutoConfig.for_model(**values)
         transformer = AutoModel.from_config(empty, trust_remote_code=False, dtype=torch.float32)
@@ -130,7 +130,7 @@ def rebuild(run: Path, form: Form, checkpoint: Checkpoint) -> tuple[Backbone, To
 
 @contextmanager
 def _record_of(run: Path) -> Iterator[tuple[dict[str, Any], Tokenizer]]:
-    """Yield the record and the tokenizer in a run's folder. Raises CheckpointError if reading or using them fails."""
+    """Yield the record and tokenizer in a run's folder. Raises CheckpointError if reading or using them fails."""
     folder = run / FOLDER
     try:
         record = json.loads(read_file(folder / RECORD))
@@ -142,10 +142,10 @@ def _record_of(run: Path) -> Iterator[tuple[dict[str, Any], Tokenizer]]:
 
 
 def body_of_run(run: Path, config: FinetuneConfig, form: Form, checkpoint: Checkpoint) -> tuple[Backbone, Tokenizer]:
-    """Return the body of a run of this configuration, its trained weights not filled yet, and its tokenizer.
+    """Build a run's body, without its trained weights, and its tokenizer.
 
-    The frozen weights of a run with adapters are in no checkpoint: they are read again from `start`. Raises
-    CheckpointError if the run's record cannot be read, or the pretrained weights are not where they were.
+    Checkpoints of adapters do not contain the frozen weights, which are loaded from `start` again. Raises
+    CheckpointError if the run's record cannot be read, or the pretrained weights are missing.
     """
     if config.lora is None:
         return rebuild(run, form, checkpoint)
@@ -162,8 +162,8 @@ def body_of_run(run: Path, config: FinetuneConfig, form: Form, checkpoint: Check
         body = open_start(config, form, labels).body
     except (CheckpointError, ConfigError, HubError) as error:
         key = "start.checkpoint" if config.start.checkpoint is not None else "start.huggingface"
-        problem = f"has adapters alone, and the weights that they belong to cannot be read ({error})"
-        raise CheckpointError(run, problem, f"Put these back, or name their folder by {key}") from None
+        problem = f"contains only adapters, and the weights that they belong to cannot be read ({error})"
+        raise CheckpointError(run, problem, f"Restore them, or set {key} to their folder") from None
     add_adapters(body, config.lora, config.run.seed)
     return body, tokenizer
 
@@ -171,7 +171,7 @@ def body_of_run(run: Path, config: FinetuneConfig, form: Form, checkpoint: Check
 def _initial(config: FinetuneConfig, model: ModelConfig, form: Form, labels: int) -> Start:
     if (model.kind == "encoder_decoder") != form.two_sided:
         kinds = '"encoder_decoder"' if form.two_sided else '"encoder" or "decoder"'
-        raise ConfigError("model.kind", f'"{model.kind}", and {form.task.name} has another form', f"Set it to {kinds}")
+        raise ConfigError("model.kind", f'"{model.kind}" is not supported by {form.task.name}', f"Set it to {kinds}")
     body = _megasparse_body(config, model, form, labels)
     tokenizer = build_tokenizer(config.task.tokenizer)
     if config.start.glove is not None:
@@ -210,14 +210,14 @@ def _of_huggingface(config: FinetuneConfig, named: Path, form: Form, labels: int
         raise HubError(folder, *ONE_SIDE)
     if not (folder / "tokenizer.json").is_file():
         hint = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
-        raise HubError(folder / "tokenizer.json", "is missing, without which its tokens mean nothing", hint)
+        raise HubError(folder / "tokenizer.json", "is missing, so its tokens have no meaning", hint)
     tokenizer = build_tokenizer(found_tokenizer(folder, None))
     body, record = _transformer(config, folder, labels)
     return Start(body, tokenizer, sha256, record)
 
 
 def _transformer(config: FinetuneConfig, folder: Path, labels: int) -> tuple[Backbone, dict[str, Any]]:
-    """Return a model that stays a transformers model, with its attention replaced if the configuration asks for it."""
+    """Load a model that remains a transformers model, with its attention replaced if the configuration requests it."""
     from transformers import AutoModel
 
     from megasparse.hub.replace import ENCODERS, ENTRY, extend_positions, positions, replace_attention
@@ -231,14 +231,14 @@ def _transformer(config: FinetuneConfig, folder: Path, labels: int) -> tuple[Bac
             output_loading_info=True,
         )  # fmt: skip
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        problem = f"transformers does not load it ({' '.join(str(error).split())[:200]})"
-        raise HubError(folder, problem, "Give the folder of a model that it loads") from None
+        problem = f"transformers cannot load it ({' '.join(str(error).split())[:200]})"
+        raise HubError(folder, problem, "Use the folder of a model that transformers can load") from None
     if model.config.is_encoder_decoder:
         raise HubError(folder, *TWO_SIDES)
     missing = sorted(report["missing_keys"])
     if lost := [name for name in missing if not name.startswith("pooler.")]:
-        problem = f"has no weight {lost[0]}, nor {len(lost) - 1} others of the model"
-        raise HubError(folder, problem, "Copy it again, whole, with its own config.json")
+        problem = f"contains no weight {lost[0]}, nor {len(lost) - 1} others of the model"
+        raise HubError(folder, problem, "Copy the whole folder again, with its original config.json")
     if attention is not None:
         settings = _with_sketch_labels(attention, labels).model_dump(mode="json", exclude_unset=True)
         replace_attention(model, settings, max_length=longest, seed=config.run.seed)
@@ -247,7 +247,7 @@ def _transformer(config: FinetuneConfig, folder: Path, labels: int) -> tuple[Bac
     encoder = model.config.model_type in ENCODERS and not getattr(model.config, "is_decoder", False)
     causal = not encoder and any(getattr(module, "is_causal", False) for module in model.modules())
     record: dict[str, Any] = {"causal": causal, "activations": config.start.activations or "stored"}
-    dense = getattr(getattr(model, "pooler", None), "dense", None)  # a BERT's, over the first token's state
+    dense = getattr(getattr(model, "pooler", None), "dense", None)  # BERT's, on the first token's state
     body = _huggingface_body(model, **record)
     if isinstance(dense, torch.nn.Linear) and dense.bias is not None and dense.weight.shape[0] == dense.in_features:
         body.pooler = None if missing else (dense.weight.detach().clone(), dense.bias.detach().clone())
@@ -258,7 +258,7 @@ def _huggingface_body(model: Any, causal: bool, activations: str) -> HuggingFace
     from megasparse.hub.replace import positions
 
     if hasattr(model, "pooler"):
-        model.pooler = None  # the head reads the states, and what gets no gradient has no place in a checkpoint
+        model.pooler = None  # the head reads the states; checkpoints contain no weights without gradients
     body = HuggingFaceBody(model, causal, positions(model))
     if activations != "stored":
         checkpoint_layers(body, offload_to_cpu=activations == "checkpoint_cpu")
@@ -266,10 +266,10 @@ def _huggingface_body(model: Any, causal: bool, activations: str) -> HuggingFace
 
 
 def _megasparse_body(config: FinetuneConfig, model: ModelConfig, form: Form, labels: int) -> Any:
-    """Return one of our models with initial weights, its configuration changed for a task.
+    """Build a megasparse model with initial weights, its configuration adapted to a task.
 
-    A Smart Bird sketch's objective becomes the task's, unless that is to predict tokens as in pretraining. Lengths are
-    known here, so the padding token is one like any other.
+    A Smart Bird sketch gets the task's objective, unless that is to predict tokens as in pretraining. Lengths are
+    explicit, so the padding token is an ordinary token.
     """
     start = config.start
     changes: dict[str, Any] = {"padding_token": None, "document_separator": None, "loss_tiles": 1}
@@ -283,7 +283,7 @@ def _megasparse_body(config: FinetuneConfig, model: ModelConfig, form: Form, lab
             changes["source"] = model.source.model_copy(update={"attention": attention})
     if start.activations is not None:
         if model.blocks == "reversible":
-            problem = f'"{start.activations}" is for ordinary blocks, and this model recomputes its inputs already'
+            problem = f'"{start.activations}" is for ordinary blocks, but this model already recomputes its inputs'
             raise ConfigError("start.activations", problem, "Set it to null")
         changes["activations"] = start.activations
     model = model.model_copy(update=changes)
@@ -302,9 +302,9 @@ def _with_sketch_labels(attention: AttentionConfig, labels: int) -> AttentionCon
 def _filled_body(
     config: FinetuneConfig, model: ModelConfig, form: Form, labels: int, tensors: Any, error: Callable[..., FileError]
 ) -> Any:
-    """Return one of our models with pretrained weights; a sketch's objective keeps its initial weights.
+    """Build a megasparse model with pretrained weights; a sketch's objective keeps its initial weights.
 
-    tensors: name -> function that reads it. error: of its folder.
+    tensors: readers by name. error: constructor of errors about their folder.
     """
     if (model.kind == "encoder_decoder") != form.two_sided:
         raise error(*(ONE_SIDE if form.two_sided else TWO_SIDES))
@@ -313,7 +313,7 @@ def _filled_body(
         if ".objective." in name:
             continue
         if name not in tensors:
-            hint = "Give a checkpoint of the same model, or set start.attention to null to keep the checkpoint's own"
-            raise error(f"has no weight {name}", hint)
+            hint = "Use a checkpoint of the same model, or set start.attention to null to use the checkpoint's"
+            raise error(f"contains no weight {name}", hint)
         tensor.data.copy_(tensors[name]())
     return body

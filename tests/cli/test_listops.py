@@ -117,7 +117,7 @@ def test_trees_follow_the_distribution_of_the_paper():
         (("--train", 0), "--train: 0 is too few. Give 1 or more"),
         (("--max-args", 1), "--max-args: 1 is too few. Give 2 or more"),
         (("--max-length", 500), "--max-length: 500 is too few. Give 502 or more"),
-        (("--max-depth", 1, "--min-length", 0, "--max-length", 5), "leaves too few trees: 10 were found"),
+        (("--max-depth", 1, "--min-length", 0, "--max-length", 5), "allows too few trees: 10 were found"),
     ],
 )
 def test_impossible_requests_are_one_line_and_leave_no_file(tmp_path, capsys, options, said):

@@ -172,7 +172,7 @@ def test_a_pack_is_filled_as_far_as_possible():
 def test_a_resume_with_other_packs_is_rejected():
     straight = batches("tokens")
     positions = [next(straight).position for _ in range(4)]
-    with pytest.raises(ConfigError, match=r"training\.micro_batch: 96, and the checkpoint's position .* began with"):
+    with pytest.raises(ConfigError, match=r"training\.micro_batch: 96, but the checkpoint's position .* started with"):
         for position in positions:
             batches("tokens", start=position, micro=2 * PACK)
 
@@ -182,7 +182,7 @@ def test_an_example_that_fits_into_no_pack_is_named():
     with pytest.raises(DataError) as caught:
         sizes_of(given, PACK)
     assert str(caught.value) == (
-        "made.en:2: 49 tokens with its answer's are more than training.micro_batch = 48. "
+        "made.en:2: 49 tokens with its answer are more than training.micro_batch = 48. "
         "Raise it to 60 or more, or lower task.max_length"
     )
     assert [len(pack) for pack in packed(sizes_of(given, 60), 60, 0, 0)] == [1, 1, 1]

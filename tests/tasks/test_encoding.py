@@ -104,7 +104,7 @@ def test_ids_get_no_special_tokens():
 @pytest.mark.parametrize("kind", [Made, Towers])
 @pytest.mark.parametrize("given", [("", "b"), ("a", "")])
 def test_an_empty_input_is_rejected_where_it_stands(kind, given):
-    with pytest.raises(DataError, match=r"^made\.tsv:6: is empty.*task\.empty=\"keep\"$"):
+    with pytest.raises(DataError, match=r"^made\.tsv:6: empty.*task\.empty=\"keep\"$"):
         list(encoder("bytes", kind).encode(examples(("a", "b"), given)))
 
 
@@ -129,11 +129,11 @@ def test_truncated_texts_are_counted_and_printed():
     assert (ours.counts.examples, ours.counts.cut, ours.counts.longest) == (4, 2, 10)
     said = ours.lines("training")
     assert said[0] == "training: 4 examples, the longest of 10 tokens; no 2, yes 2"
-    assert said[1].startswith("training: 2 inputs of more than 6 tokens keep only their beginning")
+    assert said[1].startswith("training: 2 inputs of more than 6 tokens are truncated to their start")
     assert "made.tsv:6" in said[1] and "task.max_length" in said[1] and len(said) == 2
 
 
 def test_a_limit_without_room_for_any_text_is_rejected():
     for limit in (1, 3, 4):
-        with pytest.raises(ConfigError, match=rf"^task\.max_length: {limit} leaves no room for a text beside 3 spe"):
+        with pytest.raises(ConfigError, match=rf"^task\.max_length: {limit} leaves no space for text next to 3 spe"):
             list(encoder("bytes", vocabulary=264, max_length=limit).encode(examples(("ab", "cd"))))

@@ -75,7 +75,7 @@ def test_from_a_table_to_a_score_and_predictions(folder, capsys):
     assert (result["task"], result["split"], result["examples"]) == ("table", None, 30)
     assert {"torch", "scipy", "scikit-learn", "megasparse", "python"} <= result["versions"].keys()
     assert f"accuracy {accuracy['value']:.4f} (95 %" in said.out
-    assert f"given: {cut:,} inputs of more than 48 tokens keep only their beginning" in said.err
+    assert f"given: {cut:,} inputs of more than 48 tokens are truncated to their start" in said.err
 
     new = table(folder / "new.csv", [[row["text"]] for row in official], ("text",))
     typed(predict, "--checkpoint", folder / "run_0", "--source", new, test, "--output", folder / "out" / "new.jsonl")
@@ -136,7 +136,7 @@ def test_a_bert_of_pairs_on_official_files(tmp_path, capsys):
     submitted = [line.split("\t") for line in (tmp_path / "RTE.tsv").read_text().splitlines()]
     assert [row[0] for row in submitted] == ["index", "31", "17"]
     assert {row[1] for row in submitted[1:]} <= {"entailment", "not_entailment"}
-    assert '1 given, and an example of "rte" has 2' in refused(capsys, predict, *there, "--text", "the model")
+    assert '1 given, but an example of "rte" has 2' in refused(capsys, predict, *there, "--text", "the model")
     typed(predict, *there, "--text", "the model", "--text", "we go")
     assert json.loads(capsys.readouterr().out)["predicted"] == submitted[1][1]
     new = table(tmp_path / "own.csv", [["the model", "we go", "entailment"]], ("premise", "claim", "label"))
@@ -172,13 +172,13 @@ def test_mistakes_are_one_line_and_leave_nothing(folder, capsys, tmp_path):
     headed = table(folder / "headed.csv", [])
     for source, message in (
         (folder / "none.csv", f"{folder / 'none.csv'}: cannot be read (No such file"),
-        (wrong, f'{wrong}:2: has no column "text". Did you mean "txt"?'),
+        (wrong, f'{wrong}:2: missing column "text". Did you mean "txt"?'),
         (folder, f"{folder}: is a folder without splits of table"),
         (headed, f"{headed}: has no"),
     ):
         assert message in refused(capsys, evaluate, *scored, "--source", source)
         assert message in refused(capsys, predict, *predicted, "--source", source)
-    for source, message in ((label, f'{label}:3: "awful" is no label of table'), (empty, f"{empty}:3: is empty")):
+    for source, message in ((label, f'{label}:3: "awful" is not a label of table'), (empty, f"{empty}:3: is empty")):
         assert message in refused(capsys, evaluate, *scored, "--source", source)
     assert f"{unlabelled}:2: has no label" in refused(capsys, evaluate, *scored, "--source", unlabelled)
     cut = ["--set", "task.too_long=refuse", "--set", "task.max_length=4"]
@@ -215,7 +215,7 @@ def test_incompatible_options_of_a_launcher_are_rejected(folder, capsys, tmp_pat
     assert "is an input file" in refused(capsys, evaluate, *tasks, "--json", folder / "test.csv")
     new = ["--source", folder / "test.csv", "--output"]
     assert "is an input file" in refused(capsys, predict, *there, *new, folder / "test.csv")
-    assert "is no known form" in refused(capsys, predict, *there, *new, tmp_path / "x.xml")
+    assert "is not a known format" in refused(capsys, predict, *there, *new, tmp_path / "x.xml")
     checkpoint(encoder("full"), tmp_path / "pretrained")
     other = ["--checkpoint", tmp_path / "pretrained"]
     assert "megasparse evaluate --data" in refused(capsys, evaluate, *tasks[2:], *other)

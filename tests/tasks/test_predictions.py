@@ -89,11 +89,11 @@ def test_unrepresentable_predictions_are_rejected_and_the_old_file_stays(tmp_pat
     out.write_text("old")
     rows = predictions_of_classes()
     rows[1]["predicted"] = "a\tb"
-    with pytest.raises(DataError, match="has a tab"):
+    with pytest.raises(DataError, match="contains a tab"):
         write_predictions(out, rows)
     assert out.read_text() == "old"
     for name in ("out.xml", "out"):
-        with pytest.raises(ConfigError, match=rf'"{Path(name).suffix}" is no known form'):
+        with pytest.raises(ConfigError, match=rf'"{Path(name).suffix}" is not a known format'):
             write_predictions(tmp_path / name, rows)
     assert [path.name for path in tmp_path.iterdir()] == ["out.tsv"]
 

@@ -140,7 +140,7 @@ def test_steps_and_warm_up_follow_from_epochs(place):
     ("sections", "kind", "said"),
     [
         ({"evaluation": {"metric": "acuracy"}}, ConfigError, 'evaluation.metric: "acuracy".*Did you mean "accuracy"'),
-        ({"task": {"name": "tabel"}}, ConfigError, 'task.name: there is no task "tabel".*"table"'),
+        ({"task": {"name": "tabel"}}, ConfigError, 'task.name: unknown task "tabel".*"table"'),
         ({"task": {"validation_fraction": 0.99}}, DataError, "too few to hold some out"),
         ({"model": {**ENCODER, "vocabulary": 200}}, ConfigError, "model.vocabulary: 200 ids.*256 or more"),
     ],
@@ -179,8 +179,8 @@ def test_labels_that_look_like_a_mistake_are_reported(tmp_path):
     source, reported = table(tmp_path / "table.csv", rows), []
     task = {"validation": str(held_out), "labels": ["0.5", "1.5", "2.5", "7.5"], "max_length": 128}
     open_run(configured(tmp_path / "run", source, model=ENCODER, task=task), reported.append)
-    assert reported[-2].startswith('warning: the 4 real numbers in the column "label" are taken as classes: task.l')
-    assert reported[-1] == "warning: no training example is of the class 7.5, and validation has some that are"
+    assert reported[-2].startswith('warning: the 4 real numbers in the column "label" are treated as classes: task.l')
+    assert reported[-1] == "warning: the training data contains no examples of 7.5, unlike the validation data"
     reported.clear()
     open_run(configured(tmp_path / "run", reviews(tmp_path / "table.csv", 40), model=ENCODER), reported.append)
     assert not any("warning" in line for line in reported)

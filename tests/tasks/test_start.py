@@ -289,7 +289,7 @@ def test_other_weights_are_rejected(tmp_path):
 
 def test_encoder_decoders_are_rejected(tmp_path):
     _, path = checkpoint(small_pair(), tmp_path / "pretrained")
-    assert "is of an encoder-decoder" in refusal(config_of(tmp_path, {"checkpoint": str(path)}))
+    assert "is an encoder-decoder" in refusal(config_of(tmp_path, {"checkpoint": str(path)}))
     folder = to_hf(path, tmp_path / "exported")
     assert "encoder-decoder" in refusal(config_of(tmp_path, {"huggingface": str(folder)}))
     layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
@@ -307,11 +307,11 @@ def test_other_mistakes_are_rejected(tmp_path):
     assert "contains no checkpoint" in refusal(config_of(tmp_path, {"checkpoint": str(tmp_path / "nowhere")}))
     _, path = checkpoint(decoder("lsh"), tmp_path / "pretrained")
     found = refusal(config_of(tmp_path, {"checkpoint": str(path)}, task={"max_length": 129}))
-    assert found.startswith("task.max_length: 129 tokens are more than the 128 that the model reads. Lower it")
+    assert found.startswith("task.max_length: 129 tokens are more than the model's maximum of 128. Lower it")
     found = refusal(config_of(tmp_path, {"checkpoint": str(path), "activations": "checkpoint"}))
     assert found.startswith("start.activations:")
     found = refusal(config_of(tmp_path, {"checkpoint": str(path), "attention": {"pattern": ["lha"]}}))
-    assert "has no weight" in found and ".lha." in found
+    assert "contains no weight" in found and ".lha." in found
     (folder / "tokenizer.json").rename(folder / "hidden.json")
     assert "tokenizer.json: is missing" in refusal(config_of(tmp_path, of_bert))
     (folder / "hidden.json").rename(folder / "tokenizer.json")
@@ -332,7 +332,7 @@ def test_a_damaged_record_is_rejected(content, tmp_path):
         record.unlink()
     else:
         record.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"body\.json: cannot be read .*Copy the run's folder again"):
+    with pytest.raises(CheckpointError, match=r"body\.json: cannot be read .*Copy the whole run folder again"):
         rebuild(tmp_path, finetuning.form_for(config), Checkpoint(tmp_path, {"tensors": {}}))
 
 
@@ -345,7 +345,7 @@ def test_more_layers_than_weights_are_rejected_before_one_is_built(tmp_path):
     assert "tensors, but its config.json specifies 1000000000 layers" in refusal(wanted)
     start.record["config"]["num_hidden_layers"] = 10**9
     start.write(tmp_path / "run")
-    with pytest.raises(CheckpointError, match="has 1 weights, in the run's record 1000000000 layers"):
+    with pytest.raises(CheckpointError, match="contains 1 weights, but the run's record 1000000000 layers"):
         rebuild(
             tmp_path / "run", finetuning.form_for(wanted), Checkpoint(tmp_path, {"tensors": {"weight": {"body.x": {}}}})
         )
@@ -411,13 +411,13 @@ def test_a_restored_bert_predicts_as_in_training(tmp_path, sections):
     assert (found.model.body.attention() or {}).get("pattern") == start.get("attention", {}).get("pattern")
     with (tmp_path / "run" / "start" / "tokenizer.json").open("ab") as file:
         file.write(b"\n")
-    with pytest.raises(CheckpointError, match="does not have the tokenizer"):
+    with pytest.raises(CheckpointError, match="its tokenizer is not the one"):
         restore_task(tmp_path / "run")
 
 
 def test_a_model_without_fine_tuning_is_rejected(tmp_path, trained):
     checkpoint(encoder("full"), tmp_path / "pretrained")
-    with pytest.raises(CheckpointError, match=r"is of a pretrained model.*megasparse evaluate --data"):
+    with pytest.raises(CheckpointError, match=r"belongs to a pretrained model.*megasparse evaluate --data"):
         restore_task(tmp_path / "pretrained")
     with pytest.raises(CheckpointError, match="contains no checkpoint"):
         restore_task(tmp_path)
@@ -425,12 +425,12 @@ def test_a_model_without_fine_tuning_is_rejected(tmp_path, trained):
 
 def test_another_task_takes_its_place_only_with_the_same_classes(trained):
     assert restore_task(trained / "run", task="table").form.task.classes == ("bad", "good")
-    other = r'--task: "rte" has entailment, not_entailment; the model was trained on "table", bad, good\. Give --task'
+    other = r'--task: "rte" has entailment, not_entailment; the model was trained on "table", bad, good\. Use --task'
     with pytest.raises(ConfigError, match=other):
         restore_task(trained / "run", task="rte")
     with pytest.raises(ConfigError, match="--task"):
         restore_task(trained / "run", task="listops")
-    with pytest.raises(ConfigError, match='no task "tabel"'):
+    with pytest.raises(ConfigError, match='unknown task "tabel"'):
         restore_task(trained / "run", task="tabel")
 
 
@@ -440,7 +440,7 @@ def test_overrides_are_checked(trained):
         restore_task(trained / "run", ["task.max_length=129"])
     with pytest.raises(ConfigError, match="max_lenght"):
         restore_task(trained / "run", ["task.max_lenght=1"])
-    with pytest.raises(ConfigError, match="model: a fine-tuned model is read as it was trained"):
+    with pytest.raises(ConfigError, match="model: cannot be changed in a fine-tuned model"):
         restore_task(trained / "run", ["model.attention.lsh.chunk=4"])
     with pytest.raises(CheckpointError, match="shape"):
         restore_task(trained / "run", ["head.hidden=5"])

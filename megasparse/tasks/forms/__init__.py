@@ -1,1 +1,1 @@
-"""The forms of tasks, how each is encoded, learned and evaluated: a module a form, its model beside it."""
+"""Forms of tasks: encoding, model, training and evaluation, one module per form."""

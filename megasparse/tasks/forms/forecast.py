@@ -1,7 +1,7 @@
-"""Tasks that forecast the rows of a table, all at once (Informer's generative decoder, Zhou et al. 2020).
+"""Tasks that forecast all rows of a horizon at once (Informer's generative decoder, Zhou et al. 2020).
 
-B batch, L rows read, O of them seen by the decoder too, H rows predicted, C columns read, T columns predicted,
-F time features, E d_model.
+B batch, L rows read, O of them also read by the decoder, H rows predicted, C columns read, T columns predicted, F time
+features, E d_model.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,43 +35,43 @@ from megasparse.tasks.task import Example, Task
 
 @dataclass(frozen=True)
 class Windows(Movable):
-    """A micro-batch, scaled, fp32."""
+    """A micro-batch of scaled windows, fp32."""
 
     values: Tensor
-    """The rows read, (B, L, C)."""
+    """Rows read, (B, L, C)."""
     marks: Tensor
-    """Time features of the rows read and of those to predict, (B, L + H, F)."""
+    """Time features of the rows read and the rows to predict, (B, L + H, F)."""
     labels: Tensor | None
-    """The rows to predict, (B, H, T)."""
+    """Rows to predict, (B, H, T)."""
 
     def numel(self) -> int:
-        """Number of rows read."""
+        """Return the number of rows read."""
         return self.values.shape[0] * self.values.shape[1]
 
 
 class VectorEmbedding(nn.Module):
-    """The input at position t: a linear map of row t and of its time features, plus position t."""
+    """Embedding of rows: a linear map of row t and its time features, plus position t."""
 
     def __init__(self, config: ModelConfig, width: int, shared: nn.Linear | None = None):
-        """Make an embedding of rows. width: C + F. shared: the linear map of another embedding."""
+        """Build an embedding of rows. width: C + F. shared: linear map of another embedding."""
         super().__init__()
         self.linear = projection(width, config.d_model, biased=False) if shared is None else shared
         self.positions = Positions(config)
 
     def initialise(self, seed: int, name: str) -> None:
-        """Draw from a normal distribution of deviation 1/√(C + F): no larger than the positions."""
+        """Draw from a normal distribution with deviation 1/√(C + F), at most the scale of positions."""
         weight = self.linear.weight
         draw_normal(weight, weight.shape[1] ** -0.5, seed, "initial weights", f"{name}.linear.weight")
 
     def forward(self, rows: Tensor, first: int) -> Tensor:
-        """Embed rows. rows: (B, n, C + F), from position `first` on. Returns (B, n, E) fp32."""
+        """Embed rows (B, n, C + F) at positions from `first` on. Returns (B, n, E) fp32."""
         x = self.linear(rows.to(self.linear.weight.dtype)).float()
         positions = self.positions(first, x.shape[1], x.device)
         return x if positions is None else x + positions.to(x.device, torch.float32)
 
 
 class VectorStacks(Stack):
-    """The decoder, and the encoder that it attends to."""
+    """A decoder, and the encoder that it attends to."""
 
     embedding_once = True
 
@@ -86,8 +86,8 @@ class VectorStacks(Stack):
     def forward(
         self, encoder_rows: Tensor, decoder_rows: Tensor, rng: RngContext, targets: Targets | None
     ) -> tuple[Tensor, Tensor]:
-        """Run both stacks. encoder_rows: (B, L, C + F). decoder_rows: (B, O + H, C + F). Returns the mean of the
-        decoder's streams, normalised, (B, O + H, E) fp32, and the sum of auxiliary losses.
+        """Run both stacks. encoder_rows: (B, L, C + F). decoder_rows: (B, O + H, C + F). Returns the normalised mean of
+        the decoder's streams, (B, O + H, E) fp32, and the sum of auxiliary losses.
         """
         memory, of_encoder, _ = self.encoder(encoder_rows, rng, None, targets)
         streams, of_decoder, _ = self.streams(decoder_rows, rng, Padding(), targets, source=EncoderOutput(memory, None))
@@ -95,14 +95,14 @@ class VectorStacks(Stack):
 
 
 class ForecastBody(Backbone):
-    """Body that reads windows. The decoder sees the last O rows, then H rows of zeros, of which the time features alone
-    are known, in one pass; its self-attention is causal.
+    """Body that reads windows. The decoder reads, in one pass with causal self-attention, the last O rows and then H
+    rows of zeros with known time features.
     """
 
     causal, vocabulary = True, 1
 
     def __init__(self, config: ModelConfig, width: int, overlap: int):
-        """Make the model. width: C + F. overlap: O."""
+        """Build the model. width: C + F. overlap: O."""
         super().__init__()
         assert config.source is not None
         self.stack, self.overlap = VectorStacks(config, width), overlap
@@ -112,7 +112,7 @@ class ForecastBody(Backbone):
         self.pooled_sketch = any(predicts(side, "pooled") for side in (config, encoder_part(config)))
 
     def forward(self, read: Any, rng: RngContext, classes: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Run the model on windows. read: Windows. The states are those of the rows to predict, (B, H, E) fp32."""
+        """Run the model on windows. read: Windows. Returns the states of the rows to predict, (B, H, E) fp32."""
         length = read.values.shape[1]
         first, horizon = max(0, length - self.overlap), read.marks.shape[1] - length
         encoder_rows = torch.cat([read.values, read.marks[:, :length]], dim=-1)
@@ -129,21 +129,21 @@ class ForecastBody(Backbone):
 
 class Forecaster(nn.Module):
     """Model that predicts the targets of every row of the forecast by a linear layer; with `anchors` as
-    x̂ = level + f(x − level), where the level is the last row read (Zeng et al. 2023).
+    x̂ = level + f(x − level), with the last row read as the level (Zeng et al. 2023).
     """
 
     varying_token_counts = False
 
     def __init__(self, body: ForecastBody, targets: int, seed: int, anchors: list[int] | None = None):
-        """Make the model and its output layer. anchors: each target's column; None predicts values as they are."""
+        """Build the model and its output layer. anchors: column of each target; None predicts absolute values."""
         super().__init__()
         self.anchors = anchors
         self.body, self.output = body, projection(body.width, targets, biased=True)
         draw_normal(self.output.weight, DEVIATION, seed, "initial head", "output")
 
     def forward(self, windows: Windows, rng: RngContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the objective, mean squared error of a predicted number plus auxiliary losses; and the statistics of
-        tasks/form.py, an example weighing H·T. `predicted` is (B, H, T) fp32. Without labels the loss is 0.
+        """Return the objective, mean squared error per predicted number plus auxiliary losses, and the statistics of
+        tasks/form.py, with weight H·T per example. `predicted` is (B, H, T) fp32. Without labels the loss is 0.
 
         Smart Bird's sketches learn whether an example's targets are above their training mean.
         """
@@ -168,7 +168,7 @@ class Forecaster(nn.Module):
 @dataclass(frozen=True)
 class ForecastWindow(EncodedExample):
     values: np.ndarray
-    """Values, float64 (L, C): the rows read, scaled; of the task's columns, those that the model reads first."""
+    """Scaled rows read, float64 (L, C), of the task's columns, the model's inputs first."""
     marks: np.ndarray
     """Time features, float64 (L + H, F)."""
 
@@ -183,7 +183,7 @@ class ForecastWindow(EncodedExample):
 
 
 class WindowEncoder(ExampleEncoder):
-    """Encoder that takes examples as they are: the task has scaled them, and all are equally long."""
+    """Encoder of windows, which the task has scaled and which have equal lengths."""
 
     def encoded(self, example: Example) -> ForecastWindow:
         inputs: Any = example.inputs
@@ -194,7 +194,7 @@ class WindowEncoder(ExampleEncoder):
 
 
 class ForecastForm(Form):
-    """Mean squared error; answers and labels are float64 (H, T), scaled. Predictions are in the file's own units."""
+    """Mean squared error; answers and labels are scaled, float64 (H, T). Predictions are in the file's units."""
 
     two_sided = True
 
@@ -204,13 +204,13 @@ class ForecastForm(Form):
         self.series, settings = task, config.task.forecast
         for key, value in (("checkpoint", config.start.checkpoint), ("huggingface", config.start.huggingface)):
             if value is not None:
-                problem = "given, and no pretrained model reads rows of numbers"
-                raise ConfigError(f"start.{key}", problem, "Give a `model`, which is trained from its initial weights")
+                problem = "given, but pretrained models do not read rows of numbers"
+                raise ConfigError(f"start.{key}", problem, "Use a `model`, which is trained from its initial weights")
         if settings.overlap > config.task.max_length:
-            problem = f"{settings.overlap} rows are more than the task.max_length = {config.task.max_length} read"
+            problem = f"{settings.overlap} rows are more than task.max_length = {config.task.max_length}"
             raise ConfigError("task.forecast.overlap", problem, "Lower it")
         if settings.relative and (unread := [column for column in task.targets if column not in task.inputs]):
-            problem = f'true, and "{unread[0]}" is predicted but not read'
+            problem = f'true, but "{unread[0]}" is predicted and not read'
             raise ConfigError("task.forecast.relative", problem, "Add it to task.forecast.inputs, or set it to false")
         self.shape = (settings.horizon, len(task.targets))
 
@@ -240,7 +240,7 @@ class ForecastForm(Form):
         return predicted.reshape(self.shape)
 
     def row(self, example: EncodedExample, predicted: np.ndarray) -> dict[str, Any]:
-        """`label` and `predicted`: the numbers of the forecast by column; `name` is the date of the first row."""
+        """Return `label` and `predicted`: forecasts by column; `name` is the date of the first row."""
         label = example.label
         return {
             "label": None if label is None else self.in_units(label),
@@ -248,7 +248,7 @@ class ForecastForm(Form):
         }
 
     def in_units(self, scaled: np.ndarray) -> dict[str, list[float]]:
-        """Return targets (rows, T), by column and in the units of the file."""
+        """Return targets (rows, T) by column, in the units of the file."""
         indices = self.series.target_places
         values = scaled * self.series.scale[indices] + self.series.mean[indices]
         return {column: values[:, i].tolist() for i, column in enumerate(self.series.targets)}

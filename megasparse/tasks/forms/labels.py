@@ -1,4 +1,4 @@
-"""Tasks whose examples have a label: a class, a number, or one of the example's own candidates (WikiHop).
+"""Tasks with one label per example: a class, a number, or one of the example's candidates (WikiHop).
 
 B batch, L length, E width, C classes (1 for a number), K candidates.
 """
@@ -26,13 +26,13 @@ DEVIATION = 0.02
 
 @torch.no_grad()
 def draw_normal(weight: Tensor, deviation: float, seed: int, *purpose: str) -> None:
-    """Fill a weight with normal draws: a pure function of seed and purpose."""
+    """Fill a weight with normal draws, a pure function of seed and purpose."""
     generator = torch.Generator().manual_seed(derive(seed, *purpose) >> 1)
     weight.copy_(torch.randn(weight.shape, generator=generator) * deviation)
 
 
 def dropped(x: Tensor, rate: float, rng: RngContext, purpose: str) -> Tensor:
-    """Apply dropout to states (B, L, E) in training, by draws for this purpose."""
+    """Apply dropout to states (B, L, E) in training, with random draws for this purpose."""
     if not rng.training:
         return x
     return dropout(x, rate, rng.key(-1, purpose), rng.rows(x.shape[1], x.device))
@@ -41,8 +41,8 @@ def dropped(x: Tensor, rate: float, rng: RngContext, purpose: str) -> Tensor:
 def mean_loss(
     scores: Tensor, labels: Tensor | None, rng: RngContext, numbers: bool = False
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Return the mean cross-entropy of scores (B, C), or squared error of numbers (B, 1), 0 without labels (B,); and
-    the statistics of tasks/form.py except `predicted`, each example with weight 1, and `accuracy` of classes.
+    """Return the mean cross-entropy of scores (B, C), or squared error of numbers (B, 1), 0 without labels (B,). Also
+    return the statistics of tasks/form.py except `predicted`, with weight 1 per example, and `accuracy` of classes.
     """
     count, loss, statistics = scores.new_tensor(float(len(scores))), scores.new_zeros(()), {}
     if labels is not None:
@@ -58,8 +58,8 @@ def mean_loss(
 
 
 class Head(nn.Module):
-    """Classification or regression head: tanh(W·dropout(x)) and a linear layer after another dropout, as RoBERTa's; of
-    a pair read apart x is [u, v, u·v, u − v] (Long Range Arena's, Tay et al. 2021).
+    """Classification or regression head: tanh(W·dropout(x)), another dropout and a linear layer, as in RoBERTa. For a
+    pair encoded separately, x is [u, v, u·v, u − v] (Long Range Arena, Tay et al. 2021).
     """
 
     def __init__(self, width: int, outputs: int, config: HeadConfig, towers: bool, seed: int):
@@ -73,7 +73,7 @@ class Head(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, pooled: list[Tensor], rng: RngContext) -> Tensor:
-        """Return the outputs (B, C) fp32. pooled: (B, E) of each sequence."""
+        """Return the outputs (B, C) fp32. pooled: (B, E) per sequence."""
         x = pooled[0]
         if self.towers:
             u, v = pooled
@@ -85,12 +85,12 @@ class Head(nn.Module):
 
 
 class TaskModel(nn.Module):
-    """Model that predicts each example's class, or its number."""
+    """Model that predicts a class or a number per example."""
 
     varying_token_counts = False
 
     def __init__(self, body: Backbone, outputs: int, config: HeadConfig, towers: bool, seed: int):
-        """Make the model with its output layer. outputs: number of classes; 1 to predict a number."""
+        """Build the model with its output layer. outputs: number of classes; 1 to predict a number."""
         super().__init__()
         self.body, self.outputs = body, outputs
         fits = body.pooler is not None and not towers and config.hidden in (0, body.width)
@@ -110,7 +110,7 @@ class TaskModel(nn.Module):
         return self.body.task_weight * loss + auxiliary, statistics
 
     def predicted(self, inputs: Inputs, rng: RngContext, classes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the logits (B, C) fp32, or the numbers; and the auxiliary losses. classes: (B,), for mechanisms."""
+        """Return the logits (B, C) fp32, or the numbers, and the auxiliary losses. classes: (B,), for mechanisms."""
         pooled, auxiliary = [], torch.zeros((), device=inputs.sequences[0].tokens.device)
         for read in inputs.sequences:
             states, losses = self.body(read, rng, classes)
@@ -130,16 +130,16 @@ class TaskModel(nn.Module):
 
 
 class LabelForm(Form):
-    """Cross-entropy of the class, or squared error of the number; answers are class numbers, or numbers."""
+    """Cross-entropy of classes, or squared error of numbers. Answers are class numbers, or numbers."""
 
     def check(self, body: Backbone) -> None:
         head, hint = self.config.head, 'Set it to "first" or "mean"'
         if head.pooling != "pooler":
             return
         if body.pooler is None:
-            raise ConfigError("head.pooling", '"pooler", and the pretrained model has none', hint)
+            raise ConfigError("head.pooling", '"pooler", but the pretrained model has none', hint)
         if self.task.towers or head.hidden not in (0, body.width):
-            raise ConfigError("head.pooling", '"pooler" is as wide as the model, and of one sequence', hint)
+            raise ConfigError("head.pooling", '"pooler" needs head.hidden = 0 and a single sequence', hint)
 
     @property
     def reads_pooler(self) -> bool:
@@ -158,11 +158,11 @@ class LabelForm(Form):
         return collate(examples, self.config.task.max_length)
 
     def answer(self, example: EncodedExample, predicted: np.ndarray) -> int | float:
-        """The class of highest probability, or the number."""
+        """Return the class of highest probability, or the number."""
         return float(predicted[0]) if self.task.classes is None else int(predicted.argmax())
 
     def row(self, example: EncodedExample, predicted: np.ndarray) -> dict[str, Any]:
-        """`label` and `predicted` are names of classes, or numbers; `probabilities` by class, null for numbers."""
+        """Return `label` and `predicted`, class names or numbers, and `probabilities` by class, null for numbers."""
         label, answer, classes = example.label, self.answer(example, predicted), self.task.classes
         if classes is None:
             return {"label": label, "predicted": answer, "probabilities": None}
@@ -177,7 +177,7 @@ class LabelForm(Form):
 @dataclass(frozen=True)
 class EncodedChoice(EncodedExample):
     marks: np.ndarray
-    """Places, int64 (K,): where in the sequence each candidate's score is read."""
+    """Positions, int64 (K,), of the candidates' scores in the sequence."""
     candidates: tuple[str, ...]
 
     def content(self) -> Iterator[bytes]:
@@ -186,23 +186,22 @@ class EncodedChoice(EncodedExample):
 
 
 class ChoiceModel(nn.Module):
-    """Model that scores the candidates of a question: a candidate's score is w·dropout(h), h the body's final state at
-    its mark, as Longformer's model of WikiHop has it (Beltagy et al. 2020); p = softmax of the scores of an example's
-    own candidates.
+    """Model that scores the candidates of a question: w·dropout(h), with h the body's final state at the candidate's
+    mark, as in Longformer's WikiHop model (Beltagy et al. 2020). p = softmax of the scores of an example's candidates.
     """
 
     varying_token_counts = False
 
     def __init__(self, body: Backbone, rate: float, seed: int):
-        """Make the model. rate: dropout probability."""
+        """Build the model. rate: dropout probability."""
         super().__init__()
         self.body, self.rate = body, rate
-        self.output = nn.Linear(body.width, 1, bias=False)  # a softmax does not see a bias
+        self.output = nn.Linear(body.width, 1, bias=False)  # a bias does not change a softmax
         draw_normal(self.output.weight, DEVIATION, seed, "initial head", "choice")
 
     def forward(self, inputs: Inputs, rng: RngContext) -> tuple[Tensor, dict[str, Any]]:
-        """Return the objective, `mean_loss` plus auxiliary losses, and its statistics. `predicted` is (its K,) fp32 for
-        each example.
+        """Return the objective, `mean_loss` plus auxiliary losses, and its statistics. `predicted` is (its K,) fp32 per
+        example.
         """
         scores, auxiliary = self.scores(inputs, rng)
         loss, statistics = mean_loss(scores, inputs.labels, rng)
@@ -212,7 +211,7 @@ class ChoiceModel(nn.Module):
         return self.body.task_weight * loss + auxiliary, statistics
 
     def scores(self, inputs: Inputs, rng: RngContext) -> tuple[Tensor, Tensor]:
-        """Return the scores (B, K) fp32, -inf if an example has no such candidate; and the auxiliary losses."""
+        """Return the scores (B, K) fp32, -inf for missing candidates, and the auxiliary losses."""
         states, auxiliary = self.body(inputs.sequences[0], rng, None)
         marks = inputs.marks
         assert marks is not None
@@ -224,43 +223,43 @@ class ChoiceModel(nn.Module):
 
 @dataclass(frozen=True)
 class Choice(Example):
-    """`inputs`: the question, its candidates, and the texts to read. `label`: the right candidate's number, from 0."""
+    """`inputs`: the question, its candidates, and the texts to read. `label`: number of the right candidate, from 0."""
 
     candidates: int
 
 
 class ChoiceEncoder(ExampleEncoder):
     """Encoder to one sequence: [begin] question [separator] candidate [separator] ... candidate [separator] text
-    [separator] ..., of type 0 up to the last candidate's separator and 1 from there on. A candidate's mark, where its
-    score is read, is the separator behind it: there a decoder, too, has read it. Without special tokens nothing stands
-    at the beginning, and a line end in place of separators where the tokens are bytes; other tokenizers have none, and
+    [separator] ..., with type 0 up to the last candidate's separator and 1 after it. The mark of a candidate, the
+    position of its score, is the separator after it, where a decoder has read the candidate. Without special tokens
+    there is no begin token, and byte tokenizers use a line end as separator; other tokenizers have no separator, and
     the mark is the candidate's last token.
 
-    Question and candidates are always whole. What is too long loses the end of its texts.
+    Only the texts are truncated, at their end, never the question and candidates.
     """
 
     def encoded(self, example: Any) -> EncodedChoice:
-        """Encode a Choice. Raises DataError if question and candidates alone are too long."""
+        """Encode a Choice. Raises DataError if question and candidates are too long."""
         begin, between, end = self._frame(2)
-        separator = end if len(end) else between  # one even where a pair has two between its segments
+        separator = end if len(end) else between  # a single one, even if the tokenizer puts two between segments
         ids = [np.concatenate([self._ids(value, example.location), separator]) for value in example.inputs]
         uncut = 1 + example.candidates
         ends = len(begin) + np.cumsum([len(part) for part in ids[:uncut]])
         tokens, first = np.concatenate([begin, *ids]), int(ends[-1])
         limit, location = self.config.max_length, example.location
         if first > limit:
-            problem = f"question and {example.candidates} candidates of {example.name} alone are {first:,} tokens"
-            hint = "Raise it, or remove the example: they are never cut"
+            problem = f"question and {example.candidates} candidates of {example.name} have {first:,} tokens"
+            hint = "Raise it, or remove the example: they are never truncated"
             raise DataError(str(location), f"{problem}, more than task.max_length = {limit:,}", hint)
         tokens = tokens[:limit] if self.is_cut(len(tokens), location) else tokens
         sequence = Segments(tokens, (np.arange(len(tokens)) >= first).astype(np.int64))
-        # A candidate without tokens, where there are no separators either, may end before anything begins.
+        # Without separators, a candidate without tokens may end before the first token.
         marks, names = np.maximum(ends[1:] - 1, 0), tuple(map(str, example.inputs[1:uncut]))
         return EncodedChoice((sequence,), example.label, location, example.name, marks, names)
 
 
 class ChoiceForm(Form):
-    """Cross-entropy over an example's own candidates; answers are their numbers."""
+    """Cross-entropy over an example's candidates. Answers are their numbers."""
 
     encoder_class = ChoiceEncoder
 
@@ -268,7 +267,7 @@ class ChoiceForm(Form):
         head, hint = self.config.head, "Remove it: a candidate is scored by one linear layer at its mark"
         for key, value in (("pooling", head.pooling), ("hidden", head.hidden)):
             if value:
-                raise ConfigError(f"head.{key}", f"{value!r}, and {self.task.name} pools nothing", hint)
+                raise ConfigError(f"head.{key}", f"{value!r}, but {self.task.name} does not pool", hint)
 
     def model(self, body: Backbone) -> ChoiceModel:
         return ChoiceModel(body, self.config.head.dropout, self.config.run.seed)
@@ -280,11 +279,11 @@ class ChoiceForm(Form):
         return replace(collate(examples, self.config.task.max_length), marks=torch.from_numpy(marks))
 
     def answer(self, example: EncodedExample, predicted: np.ndarray) -> int:
-        """The candidate of the highest score; of equal ones the first."""
+        """Return the candidate with the highest score, the first of equal ones."""
         return int(predicted.argmax())
 
     def row(self, example: Any, predicted: np.ndarray) -> dict[str, Any]:
-        """`label` and `predicted` are texts of candidates; `scores` are logits by candidate."""
+        """Return `label` and `predicted`, texts of candidates, and `scores`, logits by candidate."""
         label, names = example.label, example.candidates
         return {
             "label": None if label is None else names[label],

@@ -1,6 +1,6 @@
-"""Tasks that rank the items shown to a user by those chosen before: NRMS (Wu et al. 2019).
+"""Tasks that rank the items shown to a user, given the items chosen before: NRMS (Wu et al. 2019).
 
-News are read by a pretrained body, users by attention over the news they clicked. B impressions, N distinct news of a
+A pretrained body encodes news, and attention over clicked news encodes users. B impressions, N distinct news of a
 batch, L length, H clicked news, C candidates, K negatives, M clicks, E width.
 """
 
@@ -30,37 +30,37 @@ from megasparse.tasks.forms.labels import draw_normal, dropped
 from megasparse.tasks.task import Example
 
 HISTORY_LAYER = -2
-"""Layer number in the draws of the attention over clicked news, which is no layer of the body."""
+"""Layer number for random draws of the attention over clicked news; not a layer of the body."""
 NEGATIVES = 4
-"""News K of the same impression that were not clicked, against which a clicked one is learned; NRMS' number."""
+"""K, news of the same impression without a click, as negatives of a clicked one; NRMS' value."""
 
 
 @dataclass(frozen=True)
 class Impressions(Movable):
-    """A micro-batch: each distinct news once, and the rows of it that each impression shows or has clicked."""
+    """A micro-batch: distinct news, and the rows of them that each impression shows or has clicked."""
 
     news: Padded
     """Tokens of the news, (N, L)."""
     numbers: Tensor
-    """(N,) int64 below 2^31: a function of each news' tokens, on which its dropout depends rather than on its row."""
+    """(N,) int64 below 2^31: a hash of the news' tokens, which seeds its dropout independently of its row."""
     history: Tensor
-    """(B, H) int64 rows of `news`, 0 behind the last one."""
+    """(B, H) int64 rows of `news`, padded with 0."""
     clicks: Tensor
-    """(B,) int64: number of news in each history, may be 0."""
+    """(B,) int64: number of news in each history, possibly 0."""
     candidates: Tensor
-    """(B, C) int64 rows of `news`, 0 behind the last one."""
+    """(B, C) int64 rows of `news`, padded with 0."""
     shown: Tensor
     """(B,) int64: number of candidates of each impression."""
     clicked: Tensor | None
-    """(B, C) bool; None where the files have no labels."""
+    """(B, C) bool; None if the files have no labels."""
 
     def numel(self) -> int:
-        """Number of tokens of the news; training skips candidates that are neither clicked nor drawn as negatives."""
+        """Return the number of news tokens. Training skips candidates that are neither clicked nor negatives."""
         return int(self.news.lengths.sum())
 
 
 class AdditivePooling(nn.Module):
-    """Σ α_i·x_i, α = softmax_i(q·tanh(V·x_i + v)): the additive attention of both of NRMS' encoders (section 2)."""
+    """Σ α_i·x_i, α = softmax_i(q·tanh(V·x_i + v)): the additive attention of NRMS' encoders (section 2)."""
 
     def __init__(self, width: int, hidden: int, seed: int, name: str):
         super().__init__()
@@ -70,24 +70,24 @@ class AdditivePooling(nn.Module):
             draw_normal(layer.weight, layer.weight.shape[1] ** -0.5, seed, "initial pooling", name, part)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Pool x (B, L, E) by additive attention over mask (B, L), true for one token at least. Returns (B, E) fp32."""
+        """Pool x (B, L, E) over mask (B, L), which is true for at least one token. Returns (B, E) fp32."""
         scores = self.query(torch.tanh(self.dense(x.to(self.dense.weight.dtype)))).squeeze(-1).float()
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
         return (weights.unsqueeze(-1) * torch.where(mask.unsqueeze(-1), x.float(), 0.0)).sum(1)
 
 
 class NewsRecommender(nn.Module):
-    """Model that scores each candidate by the product u·r of the user's vector and the news' own.
+    """Model that scores candidates by the product u·r of a user's and a news' vector.
 
-    r: additive pooling of the body's states of a title. u: multi-head self-attention over the vectors r of the clicked
-    news, then additive pooling; a user who clicked nothing has a learned vector, which begins as 0. Dropout before
-    both poolings. The width of the additive attentions is `head.hidden`.
+    r: additive pooling of the body's states of a title. u: multi-head self-attention over the vectors r of clicked
+    news, then additive pooling; a learned vector, initially 0, for users without clicks. Dropout precedes both
+    poolings. `head.hidden` is the width of the additive attentions.
     """
 
     varying_token_counts = True
 
     def __init__(self, body: Backbone, config: RecommendationConfig, head: HeadConfig, seed: int):
-        """Raise ConfigError if the attention over clicked news does not fit."""
+        """Raise ConfigError for invalid settings of the attention over clicked news."""
         super().__init__()
         self.body, self.rate = body, head.dropout
         hidden, model = head.hidden or body.width, history_model(body.width, config)
@@ -104,10 +104,10 @@ class NewsRecommender(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor | list[Tensor]]]:
         """Return the objective, auxiliary losses included, and the statistics of tasks/form.py.
 
-        In training every click is an example of weight 1: its cost is −ln softmax of its score among those of itself
-        and K news of its impression that were not clicked. divisor: of the sum of costs, in place of M. Otherwise all
-        candidates are scored, `predicted` has a tensor (its candidates,) of scores for each impression, and an
-        impression costs the sum over its clicks of −ln softmax among the click and all its news that were not clicked.
+        In training every click is an example of weight 1, with cost −ln softmax of its score among itself and K news of
+        its impression without a click. divisor: replaces M as the divisor of the sum of costs. In evaluation all
+        candidates are scored: `predicted` has a tensor (its candidates,) of scores per impression, and the cost of an
+        impression is the sum over its clicks of −ln softmax among the click and all its news without a click.
         """
         if rng.training:
             assert batch.clicked is not None
@@ -139,12 +139,12 @@ class NewsRecommender(nn.Module):
         return batch.clicked.sum()
 
     def _read(self, batch: Impressions, candidates: Tensor, rng: RngContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the vectors of clicked news and candidates (N, E), 0 for others; those of users (B, E); auxiliary
-        losses.
+        """Return the vectors of clicked news and candidates (N, E), 0 for others, the users' vectors (B, E), and the
+        auxiliary losses.
         """
         mask, news, popular = _first(batch.clicks, batch.history.shape[1]), batch.news, None
         needed = torch.cat([batch.history[mask], candidates.flatten()]).unique()
-        if rng.training:  # a sketch learns the news that some user of the batch clicked, now or before: 1, others 0
+        if rng.training:  # a sketch learns which news any user of the batch has clicked, now or before: 1, others 0
             assert batch.clicked is not None
             popular = batch.numbers.new_zeros(len(batch.numbers))
             popular[batch.history[mask]] = 1
@@ -162,7 +162,7 @@ class NewsRecommender(nn.Module):
     def _users(self, clicked: Tensor, mask: Tensor, rng: RngContext) -> tuple[Tensor, Tensor]:
         """Return the users' vectors (B, E) fp32, and the auxiliary loss. clicked: (B, H, E). mask: (B, H)."""
         visible = mask.clone()
-        visible[:, 0] = True  # else a user without clicks has a softmax over nothing, and NaN spreads
+        visible[:, 0] = True  # without it, the softmax of a user without clicks is NaN, which would spread
         x = torch.where(mask.unsqueeze(-1), clicked, 0.0).to(self.attention.query.weight.dtype)
         context = AttentionContext(HISTORY_LAYER, rng)
         out, auxiliary, *_ = self.attention(x, context, Padding(None if bool(visible.all()) else visible))
@@ -172,7 +172,7 @@ class NewsRecommender(nn.Module):
 
 
 def history_model(width: int, config: RecommendationConfig) -> ModelConfig:
-    """Return the one-layer encoder that reads clicked news. Raises ConfigError naming task.recommendation."""
+    """Return the one-layer encoder of clicked news. Raises ConfigError naming task.recommendation."""
     section = "task.recommendation"
     if width % config.heads:
         problem = f"{config.heads} heads do not divide the width of the news' vectors, {width}"
@@ -183,7 +183,7 @@ def history_model(width: int, config: RecommendationConfig) -> ModelConfig:
     )  # fmt: skip
     try:
         check_model(model)
-        check_targets(model, f"{section}.attention")  # a history has neither labels nor tokens
+        check_targets(model, f"{section}.attention")  # a history provides neither labels nor tokens
     except ConfigError as error:
         texts = [text.replace("model.max_length", f"{section}.history") for text in (error.problem, error.hint)]
         raise ConfigError(error.key.replace("model", section, 1), *texts) from None
@@ -191,11 +191,10 @@ def history_model(width: int, config: RecommendationConfig) -> ModelConfig:
 
 
 def drawn_negatives(batch: Impressions, rng: RngContext, count: int) -> tuple[Tensor, Tensor]:
-    """Return the impression of each click (M,), and the news that it is learned among: (M, 1 + count), the click first.
+    """Return the impression of each click (M,), and its news to score, (M, 1 + count): the click, then its negatives.
 
-    The others are drawn without replacement from those that its impression shows and that were not clicked; where
-    there are fewer, all of them in a drawn order, again and again. A draw depends on seed, step, the impression's
-    sample number and the click's column in it, and on nothing else.
+    Negatives are drawn without replacement from the impression's news without a click; if there are fewer, all of them
+    repeat in random order. A draw depends only on seed, step, the impression's sample number and the click's column.
     """
     assert batch.clicked is not None
     width = batch.candidates.shape[1]
@@ -215,7 +214,7 @@ def _first(counts: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Impression(EncodedExample):
-    """An encoded impression, whose `sequences` are the candidates. Equal texts and equal histories are one object."""
+    """An encoded impression, with candidates as `sequences`. Equal texts and equal histories are one object."""
 
     history: tuple[Segments, ...]
 
@@ -231,7 +230,7 @@ class Impression(EncodedExample):
 
 
 class RankingEncoder(ExampleEncoder):
-    """Encoder of each distinct text once: those that are cut or empty are counted once, too."""
+    """Encoder of distinct texts: truncated and empty texts are counted once."""
 
     def reset(self) -> None:
         super().reset()
@@ -255,22 +254,22 @@ class RankingEncoder(ExampleEncoder):
 
 
 class RankingForm(Form):
-    """Inputs are the texts chosen before and those shown, labels 0 or 1 of each one shown; answers are their scores.
+    """Inputs are the texts chosen before and the texts shown, labels 0 or 1 per text shown; answers are their scores.
 
-    A training example is an impression with all its clicks, of which each weighs the same: `training.global_batch`
-    counts impressions, and an epoch has every click once. The negatives are drawn anew for each of its steps.
+    A training example is an impression with all its clicks, which have equal weight: `training.global_batch` is a
+    number of impressions, and an epoch contains every click once. Every step draws new negatives.
     """
 
     encoder_class = RankingEncoder
 
     def model(self, body: Backbone) -> nn.Module:
         if self.config.head.pooling is not None:
-            problem = f'"{self.config.head.pooling}", and news are pooled by additive attention'
+            problem = f'"{self.config.head.pooling}", but news are pooled by additive attention'
             raise ConfigError("head.pooling", problem, "Remove it")
         return NewsRecommender(body, self.config.task.recommendation, self.config.head, self.config.run.seed)
 
     def collate(self, examples: Sequence[EncodedExample]) -> Impressions:
-        """Each distinct text of the batch comes once."""
+        """Batch the examples, each distinct text once."""
         rows: dict[int, int] = {}
         distinct: list[EncodedExample] = []
 
@@ -294,7 +293,7 @@ class RankingForm(Form):
         return Impressions(news, torch.tensor(numbers), history, clicks, candidates, counts, clicked)
 
     def answer(self, example: EncodedExample, predicted: np.ndarray) -> tuple[float, ...]:
-        """The candidates' scores."""
+        """Return the candidates' scores."""
         return tuple(predicted.tolist())
 
     def row(self, example: EncodedExample, predicted: np.ndarray) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Tasks whose answers are texts: translation, summaries, headlines. B batch, S source length, E width, N examples.
 
-A source is its tokens and an end; so is its target, which the decoder predicts from a learned start vector on.
-Micro-batches have about equally many tokens, of like length (Vaswani et al. 2017, section 5.1).
+Sources and targets end in a separator. The decoder predicts the target from a learned start vector. Micro-batches
+contain about equally many tokens, of similar lengths (Vaswani et al. 2017, section 5.1).
 """
 
 import math
@@ -46,24 +46,24 @@ class Texts(Movable):
 
     source: Padded
     target: Padded | None
-    """Targets; None where some example has none."""
+    """Targets; None if any example has none."""
     rule: BeamSettings
-    """Settings of the search for answers."""
+    """Settings of beam search."""
 
     def numel(self) -> int:
-        """Number of tokens read and predicted, without padding."""
+        """Return the number of tokens read and predicted, without padding."""
         target = 0 if self.target is None else int(self.target.lengths.sum())
         return int(self.source.lengths.sum()) + target
 
 
 def padded(sequences: Sequence[np.ndarray]) -> Padded:
-    """Return sequences of token ids, at least 1 each, padded to the longest."""
+    """Pad sequences of token ids, of at least 1 each, to the longest."""
     tokens, lengths = side_by_side(sequences, max(map(len, sequences)))
     return Padded(tokens, torch.zeros_like(tokens), lengths)
 
 
 class SequenceToSequenceBody(Backbone):
-    """One of our encoder–decoders, whole: all weights of a checkpoint of its pretraining."""
+    """A megasparse encoder–decoder with all weights of a pretraining checkpoint."""
 
     causal = False
 
@@ -77,14 +77,14 @@ class SequenceToSequenceBody(Backbone):
     def forward(
         self, read: Padded, rng: RngContext, classes: Tensor | None, answer: Targets | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the encoder's states (B, S, E) fp32 of the sources, and the sum of its mechanisms' losses. answer: the
-        targets' tokens, from which the encoder's sketch learns.
+        """Return the encoder's states (B, S, E) fp32 of the sources, and its auxiliary losses. answer: the targets'
+        tokens, for the encoder's sketch.
         """
         states, auxiliary, _ = self.stack.encoder(read.tokens, rng, read.mask, answer)
         return states, auxiliary
 
     def attention(self) -> dict[str, Any]:
-        """Return the settings of both sides; the decoder's attention to the source is `source`'s `cross_attention`."""
+        """Return the settings of both sides; `source` also contains `cross_attention`, the decoder's to the source."""
         config = self.stack.config
         assert config.source is not None
         source = {**attention_settings(encoder_part(config)), "cross_attention": config.source.cross_attention}
@@ -92,7 +92,7 @@ class SequenceToSequenceBody(Backbone):
 
 
 class TextModel(nn.Module):
-    """−ln p(target | source), summed over the target's tokens, its end among them (Vaswani et al. 2017)."""
+    """−ln p(target | source), summed over the target's tokens with its end (Vaswani et al. 2017)."""
 
     varying_token_counts = True
 
@@ -101,16 +101,16 @@ class TextModel(nn.Module):
         self.body = body
 
     def count_scored(self, batch: Texts) -> Tensor:
-        """Number of tokens of the targets."""
+        """Return the number of target tokens."""
         assert batch.target is not None
         return batch.target.lengths.sum()
 
     def forward(self, batch: Texts, rng: RngContext, divisor: float | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the objective, mean nats of a target token (in training with label smoothing) plus auxiliary losses;
-        and the statistics of tasks/form.py, each token with weight 1, and `accuracy`. Without targets the loss is 0.
+        """Return the objective, mean nats per target token (with label smoothing in training) plus auxiliary losses,
+        and the statistics of tasks/form.py, with weight 1 per token, and `accuracy`. Without targets the loss is 0.
 
-        Out of training `predicted` has the token ids (n,) of each example's best hypothesis, without its end; a single
-        NaN where the model's probabilities are not finite.
+        In evaluation `predicted` contains the token ids (n,) of each example's best hypothesis, without its end, or one
+        NaN if the model's probabilities are not finite.
         """
         stack = self.body.stack
         answer = None if batch.target is None else Targets(batch.target.tokens, batch.target.mask, answer=True)
@@ -136,7 +136,7 @@ class TextModel(nn.Module):
 
 
 LENGTH_PENALTY = 0.6
-"""Exponent of ((5 + length)/6), by which a hypothesis' log-probability is divided (Wu et al. 2016)."""
+"""Exponent of ((5 + length)/6), the divisor of a hypothesis' log-probability (Wu et al. 2016)."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class EncodedText(EncodedExample):
     """An encoded pair of texts; `length` is the source's."""
 
     target: np.ndarray | None
-    """The answer and its end, int64 (T,); only the beginning of an answer that was cut. None where there is none."""
+    """The answer and its end, int64 (T,); without the end if it was truncated. None without an answer."""
 
     @property
     def source(self) -> np.ndarray:
@@ -158,8 +158,8 @@ class EncodedText(EncodedExample):
 
 
 class SourceTargetEncoder(ExampleEncoder):
-    """Sources are cut, refused and counted as other inputs are, but keep their end. A target that is cut has no end:
-    it would teach to end too early.
+    """Encoder of sources and targets. Truncated sources keep their end; truncated targets do not, because it would
+    teach the model to end too early.
     """
 
     def __init__(self, task: Task, tokenizer: Tokenizer, vocabulary: int, end: int):
@@ -171,8 +171,8 @@ class SourceTargetEncoder(ExampleEncoder):
         self.answers = ExampleCounts()
 
     def encoded(self, example: Example) -> EncodedText:
-        """Encode source and answer. Raises DataError also for an answer that is empty or longer than
-        task.generation.target_length, if the configuration refuses these.
+        """Encode source and answer. Raises DataError also if the answer is empty or longer than
+        task.generation.target_length, if the configuration treats these as errors.
         """
         sequences, label, location = super().encoded(example).sequences, example.label, example.location
         target = None if label is None else self._target(label, location)
@@ -199,18 +199,18 @@ class SourceTargetEncoder(ExampleEncoder):
 
 
 class TextForm(Form):
-    """Cross-entropy of the target's tokens; answers are the texts that beam search finds."""
+    """Cross-entropy of the target's tokens. Answers are the texts found by beam search."""
 
     two_sided, pooled_sketch = True, False
     tokenizer: Tokenizer
     rule: BeamSettings
-    """Settings of the search; known, like the tokenizer, once there is an encoder."""
+    """Settings of beam search; set, like the tokenizer, by `encoder`."""
 
     def __init__(self, task: Task, config: FinetuneConfig):
         super().__init__(task, config)
         zero = config.deepspeed.get("zero_optimization", {})
         if config.run.engine == "deepspeed" and int(zero.get("stage", 0)) == 3:
-            problem = "3 has the ranks gather each weight together, and their searches for answers differ in length"
+            problem = "3 gathers each weight on all ranks at once, but their searches for answers differ in length"
             raise ConfigError("deepspeed.zero_optimization.stage", problem, "Set it to 2")
 
     def body(self, model: ModelConfig) -> Backbone:
@@ -219,16 +219,16 @@ class TextForm(Form):
     def encoder(self, start: Any) -> ExampleEncoder:
         body, tokenizer, generation = start.body, start.tokenizer, self.config.task.generation
         if tokenizer.special is None:
-            problem = f'"{tokenizer.name}" has no special tokens, of which one ends a text'
-            raise ConfigError("task.tokenizer", problem, "Give a tokenizer that has them, or start from such a model")
+            problem = f'"{tokenizer.name}" has no special tokens, which are needed to end a text'
+            raise ConfigError("task.tokenizer", problem, "Use a tokenizer with special tokens, or a model with one")
         end, longest = tokenizer.special.separator, body.stack.config.max_length
         require_vocabulary(body, max(tokenizer.vocabulary, end + 1))
         if generation.target_length > longest:
-            problem = f"{generation.target_length} tokens are more than the {longest} that the model predicts"
+            problem = f"{generation.target_length} tokens are more than the decoder's maximum of {longest}"
             raise ConfigError("task.generation.target_length", problem, f"Set it to {longest} or less")
         if leaks := body.stack.leaks:
-            problem = f"not strictly causal ({', '.join(leaks)}), and answers are predicted token by token"
-            raise ConfigError("model.attention", problem, 'Take the strictly causal setting, window = "band"')
+            problem = f"not strictly causal ({', '.join(leaks)}), but answers are predicted token by token"
+            raise ConfigError("model.attention", problem, 'Use the strictly causal setting, window = "band"')
         self.tokenizer = tokenizer
         self.rule = BeamSettings(
             generation.beams, generation.target_length, {end}, LENGTH_PENALTY, tokenizer.vocabulary
@@ -245,33 +245,32 @@ class TextForm(Form):
         return Texts(padded([example.source for example in examples]), target, self.rule)
 
     def answer(self, example: EncodedExample, predicted: np.ndarray) -> str:
-        """Return the text of the tokens, stripped of white space; empty if the probabilities were not finite."""
+        """Return the text of the tokens, stripped of white space; "" if the probabilities were not finite."""
         return "".join(self.tokenizer.text(int(token) for token in predicted if np.isfinite(token))).strip()
 
 
 POOL = 8192
 """Number of examples that are sorted by length together."""
 PACKS = 1
-"""Key of the permutation of an epoch's packs, beside that of its examples."""
+"""Key of the permutation of an epoch's packs; the permutation of examples has none."""
 
 
 def sizes_of(examples: Sequence[EncodedText], most: int) -> np.ndarray:
-    """Return tokens of each source and target (N, 2). Raises DataError for an example that fits no pack of `most`."""
+    """Return the tokens of each source and target (N, 2). Raises DataError for an example longer than `most` tokens."""
     sizes = np.array([(x.length, 0 if x.target is None else len(x.target)) for x in examples], dtype=np.int64)
     if (too_long := np.flatnonzero(sizes.sum(1) > most)).size:
         example, tokens = examples[too_long[0]], sizes[too_long[0]].sum()
-        problem = f"{tokens:,} tokens with its answer's are more than training.micro_batch = {most:,}"
+        problem = f"{tokens:,} tokens with its answer are more than training.micro_batch = {most:,}"
         hint = f"Raise it to {sizes.sum(1).max()} or more, or lower task.max_length"
         raise DataError(str(example.location), problem, hint)
     return sizes
 
 
 def packed(sizes: np.ndarray, most: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """Return the numbers of the examples of each pack of an epoch, every example once: a function of the arguments.
+    """Return the numbers of the examples in each pack of an epoch, every example once. A pure function.
 
-    Examples in random order are sorted in pools, by their source's length, of equal ones by their target's; a pack
-    takes the next ones as long as its padded sources and targets together are at most `most` tokens. Packs are then put
-    in random order.
+    Examples in random order are sorted in pools, by source length, then target length. A pack takes the next examples
+    as long as its padded sources and targets have at most `most` tokens in total. Packs are then put in random order.
     """
     order = permutation(len(sizes), seed, epoch)
     packs: list[np.ndarray] = []
@@ -289,17 +288,16 @@ def packed(sizes: np.ndarray, most: int, seed: int, epoch: int) -> list[np.ndarr
 
 
 class TokenBatches(ExampleBatches):
-    """Endless iterator of `Step`s over examples in memory: the packs of one epoch follow those of another.
+    """Endless iterator of `Step`s over examples in memory, one epoch of packs after another.
 
-    A step takes the next global_batch/micro_batch packs whatever the number of ranks, of which rank r has every
-    world_size-th from the r-th on. Its position counts examples, and each keeps the global sample number that its draws
-    depend on.
+    A step takes the next global_batch/micro_batch packs, whatever the number of ranks; rank r gets every world_size-th,
+    starting at the r-th. The position counts examples, and each keeps the global sample number for its random draws.
     """
 
     def __init__(self, examples: Sequence[EncodedText], **settings: Any):
-        """Prepare the batches of a run. settings: those of ExampleBatches, with batches in tokens.
+        """Prepare the batches of a run. settings: arguments of ExampleBatches, with batches in tokens.
 
-        Raises DataError as `sizes_of` does, and ConfigError where other packs led to the position to begin at.
+        Raises DataError as `sizes_of` does, and ConfigError if the start is not the end of a batch of these sizes.
         """
         super().__init__(examples, **settings)
         self.sizes = sizes_of(examples, self.micro_batch)
@@ -309,8 +307,8 @@ class TokenBatches(ExampleBatches):
         while passed > 0:
             passed -= len(next(self._packs))
         if passed:
-            problem = f"{self.micro_batch}, and the checkpoint's position ({self.position}) is the end of no batch of"
-            hint = "Put back the one that the run began with"
+            problem = f"{self.micro_batch}, but the checkpoint's position {self.position} is not the end of a batch of"
+            hint = "Restore the value that the run started with"
             raise ConfigError("training.micro_batch", f"{problem} such a size", hint)
 
     def _deal(self) -> list[list[tuple[EncodedExample, int]]]:

@@ -1,1 +1,1 @@
-"""Official files to examples: a module a task, and what these share (rows, parts, images, calendar, text_task)."""
+"""Readers of official files, one module per task, and shared formats (rows, images, tables, texts)."""

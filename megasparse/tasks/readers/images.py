@@ -15,9 +15,9 @@ from megasparse.tasks.task import Example, SourceLocation, Task, examples_of, ex
 
 
 def image(file: Path, side: int) -> np.ndarray:
-    """Return the pixels of an image file, uint8 (S, S, 3): red, green and blue.
+    """Decode an image file to uint8 (S, S, 3): red, green and blue.
 
-    Raises DataError naming a file that cannot be read, is damaged, of another size, or not of 8 bits a colour.
+    Raises DataError if the file cannot be read, is damaged, has another size, or not 8 bits per channel.
     """
     pixels = decode(str(file), whole_bytes(file, MOST_BYTES), side)
     return np.frombuffer(pixels, dtype=np.uint8).reshape(side, side, 3)
@@ -30,39 +30,39 @@ WEIGHTS = (2989, 5870, 1140)
 
 
 def cifar_files(folder: Path) -> dict[str, list[Path]]:
-    """Return the folders of images. Raises DataError for the archives' batches."""
+    """Return the folders of images. Raises DataError for CIFAR-10's batch archives."""
     if batch := next((path for path in folder.rglob("*_batch*") if path.suffix in ("", ".bin")), None):
         hint = 'Set task.source to "hub", or unpack the images to {train,test}/CLASS/*.png'
-        raise DataError(batch, "batches of CIFAR-10 are not read", hint)
+        raise DataError(batch, "CIFAR-10's batch files are not supported", hint)
     return existing(folder, {"train": "train", "test": "test"})
 
 
 def class_folders(folder: Path) -> Rows:
-    """Read the images in CLASS/*.png or *.jpg, class by class, by the numbers in their names."""
+    """Read the images in CLASS/*.png or *.jpg, class by class, in the order of the numbers in their names."""
     names = {path.name for path in folder.iterdir() if path.is_dir()}
     for name in (*CIFAR10, *sorted(names - {*CIFAR10})):
         paths = [path for path in (folder / name).glob("*") if path.name.lower().endswith(SUFFIXES)]
         if name not in names or not paths:
-            hint = f"Give a folder with one folder of images for each class: {', '.join(CIFAR10)}"
-            raise DataError(folder / name, "holds no images", hint)
+            hint = f"Use a folder with one folder of images per class: {', '.join(CIFAR10)}"
+            raise DataError(folder / name, "contains no images", hint)
         for path in sorted(paths, key=lambda path: natural(path.name)):
             row = {"img": image(path, SIDE), "label": name, "id": f"{name}/{path.stem}"}
             yield SourceLocation(path), row
 
 
 def grey_pixels(row: dict[str, Any]) -> np.ndarray:
-    """Return the grey values of `img`, int64 (1024,), in rows from the top. Raises ValueError for another size."""
+    """Return the grey values of `img`, int64 (1024,), row by row. Raises ValueError for another size."""
     colours = np.asarray(row["img"])
     if colours.shape != (SIDE, SIDE, 3) or colours.dtype != np.uint8:
-        raise ValueError(f"an image of {colours.shape} {colours.dtype}, ({SIDE}, {SIDE}, 3) uint8 is expected")
+        raise ValueError(f"an image of {colours.shape} {colours.dtype} instead of ({SIDE}, {SIDE}, 3) uint8")
     return grey(colours)
 
 
 def grey(colours: np.ndarray) -> np.ndarray:
-    """Turn uint8 (..., 3), red, green and blue, into the grey values, int64 in 0 … 255, of all pixels in one row.
+    """Convert uint8 (..., 3), red, green and blue, to the grey values of all pixels, flat int64 in 0 … 255.
 
-    ⌊(0.2989·R + 0.5870·G + 0.1140·B)·255.5/255⌋, as TensorFlow's rgb_to_grayscale rounds it for Tay et al., here
-    without floating point (float32 is 1 off for 237 of the 256³ colours): grey pixels keep their value.
+    ⌊(0.2989·R + 0.5870·G + 0.1140·B)·255.5/255⌋, the rounding of TensorFlow's rgb_to_grayscale in Tay et al., without
+    floating point (float32 is off by 1 for 237 of the 256³ colours). Grey pixels keep their value.
     """
     weighted = colours.astype(np.int64) @ np.array(WEIGHTS)
     return (weighted * 511 // (510 * 10_000)).reshape(-1)
@@ -76,15 +76,15 @@ FOLDER, FILE = re.compile(r"imgs/[0-9]+"), re.compile(r"sample_[0-9]+\.png")
 class Pathfinder(Task):
     """Pathfinder of Long Range Arena (Linsley et al. 2018; Tay et al. 2021): are two dots joined by a dashed path?
 
-    Official files: of lra_release/pathfinder32 one level's folder, such as curv_contour_length_14, which Tay et al.
-    report ("hard"): metadata/N.npy and imgs/N/sample_M.png, 32×32 grey pixels, read in rows from the top. Metadata are
-    text in spite of their names, a line an image: `imgs/N sample_M.png M LABEL` and the drawing's settings, spaces
-    between.
+    Official files: one level's folder in lra_release/pathfinder32, such as curv_contour_length_14 ("hard", reported by
+    Tay et al.), with metadata/N.npy and imgs/N/sample_M.png, 32×32 grey pixels, read row by row. Despite their names,
+    metadata files are text, one line per image: `imgs/N sample_M.png M LABEL` and drawing settings, separated by
+    spaces.
 
-    Tay et al. train on the first 80 % of a level's images, validate on the next 10 % and test on the last, in the
-    shuffled order of their conversion. Here it is so of the metadata files in the order of their numbers (of 200 with
-    1,000 images each 160, 20 and 20); the labels in them were drawn image by image. They pass over images whose file is
-    empty, as one of curv_baseline is; so does this reader.
+    Tay et al. train on the first 80 % of a level's images, validate on the next 10 % and test on the rest, in the
+    shuffled order of their conversion. Here the split is by metadata files in numeric order (of 200 files with 1,000
+    images each: 160, 20 and 20); labels were drawn independently per image. Both skip images with an empty file, such
+    as one in curv_baseline.
     """
 
     name = "pathfinder"
@@ -93,11 +93,11 @@ class Pathfinder(Task):
     classes = ("0", "1")
 
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        """Return the metadata files by split. Raises DataError for the folder of all levels: a run reads one."""
+        """Return the metadata files by split. Raises DataError for the folder of all levels."""
         levels = [level for level in LEVELS if (folder / level).is_dir()]
         if levels:
-            hint = f"Give one of them: {folder / levels[-1]}"
-            raise DataError(folder, f"has {len(levels)} levels, of which a run reads one", hint)
+            hint = f"Use one of them: {folder / levels[-1]}"
+            raise DataError(folder, f"contains {len(levels)} levels, but a run reads one", hint)
         paths = sorted((folder / "metadata").glob("*.npy"), key=lambda path: natural(path.name))
         first, second = len(paths) * 8 // 10, len(paths) * 9 // 10
         splits = {"train": paths[:first], "validation": paths[first:second], "test": paths[second:]}
@@ -105,24 +105,24 @@ class Pathfinder(Task):
 
     def read(self, file: Path) -> Iterator[Example]:
         if whole_bytes(file).startswith(NUMPY):
-            problem = "this is a numpy array, which can hold pickles, and those could run anything when they are read"
-            raise DataError(file, problem, "Give lra_release's, which is text, or write text: imgs/0 sample_7.png 7 1")
+            problem = "a numpy array, which can contain pickles, and loading these could run any code"
+            raise DataError(file, problem, "Use lra_release's, which is text, or write text: imgs/0 sample_7.png 7 1")
         return examples_of(file, lines(file), self.example)
 
     def example(self, row: str, location: SourceLocation, number: str) -> Example:
         fields = row.split(" ")
         if len(fields) < 4 or not FOLDER.fullmatch(fields[0]) or not FILE.fullmatch(fields[1]):
             hint = "Write: imgs/0 sample_7.png 7 1"
-            raise DataError(str(location), f'"{row[:80]}" is no line of metadata', hint)
+            raise DataError(str(location), f'"{row[:80]}" is not a line of metadata', hint)
         folder, name, _, label = fields[:4]
         path = location.file.parent.parent / folder / name
         if not path.is_file():
-            raise DataError(str(location), f"{path} is not there", "Unpack lra_release again, or delete this line")
+            raise DataError(str(location), f"{path} is missing", "Unpack lra_release again, or delete this line")
         if not path.stat().st_size:
-            hint = "Delete this line: Long Range Arena leaves such images out"
+            hint = "Delete this line: Long Range Arena omits such images"
             raise DataError(str(location), f"{path} is empty", hint)
         colours = image(path, SIDE)
         if (colours != colours[..., :1]).any():
-            raise DataError(path, "this image has colours, grey is expected", "Convert it to grey")
+            raise DataError(path, "the image is not grey", "Convert it to grey")
         pixels = colours[..., 0].astype(np.int64).reshape(-1)
         return Example((pixels,), self.class_of(label, location), location, f"{folder}/{name}")

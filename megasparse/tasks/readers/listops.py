@@ -1,8 +1,8 @@
-"""ListOps (Nangia & Bowman 2018) as Long Range Arena has it: its tokens, and its generator.
+"""ListOps (Nangia & Bowman 2018) in Long Range Arena's version: its tokens, and its generator.
 
-An example is a tree of MIN, MAX, MED and SM over digits, such as `( ( ( [MAX 2 ) 9 ) ] )`. The parentheses, which only
-repeat what the brackets say, are left out: what remains is 0-9, [MIN, [MAX, [MED, [SM and ], at most 1,999 tokens, as
-Tay et al. (2021) describe the task. Their published input pipeline also lost every bracket, an error by its authors.
+An example is a tree of MIN, MAX, MED and SM over digits, such as `( ( ( [MAX 2 ) 9 ) ] )`. The parentheses are
+redundant and omitted. The remaining tokens are 0-9, [MIN, [MAX, [MED, [SM and ], at most 1,999, as Tay et al. (2021)
+describe the task. Their published input pipeline also dropped every bracket, an error by its authors.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "[MED": lambda values: int(statistics.median(values)),
     "[SM": lambda values: sum(values) % 10,
 }
-"""Operators on digits, whose values are digits."""
+"""Operators from digits to a digit."""
 END = "]"
 TOKENS = (*DIGITS, *OPERATORS, END)
 """Tokens by id."""
@@ -33,33 +33,33 @@ PARENTHESES = ("(", ")")
 
 
 def token_ids(row: dict[str, Any]) -> np.ndarray:
-    """Return the tokens of the column Source, int64 (L,). Raises ValueError for an unknown token."""
+    """Return the token ids of the column Source, int64 (L,). Raises ValueError for an unknown token."""
     tokens = [token for token in row["Source"].split() if token not in PARENTHESES]
     if unknown := [token for token in tokens if token not in IDS]:
-        raise ValueError(f'Source has "{unknown[0][:80]}", which is no token of ListOps: ( ) {" ".join(TOKENS)}')
+        raise ValueError(f'unknown token "{unknown[0][:80]}" in Source; ListOps has ( ) {" ".join(TOKENS)}')
     return np.array([IDS[token] for token in tokens], dtype=np.int64)
 
 
 OPERATOR_PROBABILITY = 0.25
 MOST_TRIES = 100_000
-"""Trees drawn in a row without a new one of the right length. With the default sizes, one of 15 is."""
+"""Trees drawn in a row without a new one of the right length. With the default sizes, one in 15 is."""
 
 
 class Sizes(NamedTuple):
-    """Sizes of the trees that are examples."""
+    """Sizes of the trees in examples."""
 
     min_length: int
     max_length: int
-    """Tokens between these two, which are excluded."""
+    """Bounds of the number of tokens, both exclusive."""
     max_depth: int
-    """Nodes from the root to a digit, both included, at most."""
+    """Largest number of nodes from the root to a digit, both included."""
     max_args: int
 
 
 def write_listops(output: Path, numbers: dict[str, int], sizes: Sizes, seed: int) -> None:
-    """Write a folder with a file for each of `numbers` (name -> examples), which no two files share.
+    """Write a folder with one file for each of `numbers` (name -> examples), without examples in common.
 
-    Raises ConfigError where there are too few different trees, HubError where `output` exists or cannot be written.
+    Raises ConfigError if there are too few different trees, HubError if `output` exists or cannot be written.
     """
     from megasparse.hub.tensor_file import appearing
 
@@ -75,7 +75,7 @@ def write_listops(output: Path, numbers: dict[str, int], sizes: Sizes, seed: int
 
 
 def distinct(draw: random.Random, sizes: Sizes) -> Iterator[tuple[str, int]]:
-    """Draw source and target of one example after another, none twice. Raises ConfigError if no more are found."""
+    """Yield source and target of distinct examples. Raises ConfigError if no more are found."""
     digests = set()
     tries = 0
     while tries < MOST_TRIES:
@@ -87,22 +87,22 @@ def distinct(draw: random.Random, sizes: Sizes) -> Iterator[tuple[str, int]]:
             digests.add(digest)
             tries = 0
             yield example
-    problem = f"{sizes.max_length}, with the other options, leaves too few trees: {len(digests):,} were found"
-    raise ConfigError("--max-length", problem, "Allow more lengths, more depth or more arguments, or ask for fewer")
+    problem = f"{sizes.max_length}, with the other options, allows too few trees: {len(digests):,} were found"
+    raise ConfigError("--max-length", problem, "Allow more lengths, depth or arguments, or request fewer trees")
 
 
 def tree(draw: random.Random, sizes: Sizes) -> tuple[str, int] | None:
-    """Draw one tree, as text, and its value; None if its length is out of bounds, which ends the drawing early."""
+    """Draw one tree as text, and its value; None if its length is out of bounds, which ends the drawing early."""
     parts: list[str] = []
     length = 0
-    unfinished: list[tuple[str, int, list[int]]] = []  # operators, their numbers of arguments, the values so far
+    unfinished: list[tuple[str, int, list[int]]] = []  # operators, their numbers of arguments, their values so far
     while length < sizes.max_length:
         if len(unfinished) + 1 < sizes.max_depth and draw.random() < OPERATOR_PROBABILITY:
             arguments = 2 + _below(draw, sizes.max_args - 1)
             operator = [*OPERATORS][_below(draw, len(OPERATORS))]
             parts += ["("] * (arguments + 1) + [operator]
             unfinished.append((operator, arguments, []))
-            length += 2  # its end too
+            length += 2  # with its end
             continue
         value = _below(draw, len(DIGITS))
         parts.append(DIGITS[value])
@@ -122,5 +122,5 @@ def tree(draw: random.Random, sizes: Sizes) -> tuple[str, int] | None:
 
 
 def _below(draw: random.Random, number: int) -> int:
-    """Draw a number of 0 … number − 1. Only `random.random` is promised to stay the same in later Pythons."""
+    """Draw from 0 … number − 1. Only `random.random` is guaranteed to be the same in later versions of Python."""
     return int(draw.random() * number)

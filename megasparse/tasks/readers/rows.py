@@ -1,7 +1,7 @@
-"""Rows of files: tab-separated, CSV, JSON lines, and datasets of Hugging Face (saved, exported, or on the Hub).
+"""Rows of files: tab-separated, CSV, JSON lines, and Hugging Face datasets (saved, exported, or on the Hub).
 
-A reader yields the location of each row and the row: its values by column, or the DataError of a malformed one. A file
-that ends in .gz is decompressed as it is read, and so is the only file of a .zip archive.
+Readers yield the location of each row and the row: its values by column, or the DataError of a malformed row. Files
+ending in .gz, and .zip archives of a single file, are decompressed while they are read.
 """
 
 import csv
@@ -24,10 +24,10 @@ from megasparse.files import MOST_VALUES, has_many_values, open_file, read_file
 from megasparse.tasks.task import HUB, SourceLocation, is_remote
 
 LONGEST_LINE, LONGEST_FIELD, LARGEST = 1 << 24, 1 << 22, 1 << 31
-"""Bytes of a line; characters of a CSV field, of many lines too; bytes of a file read whole (WikiHop's have 400 MB)."""
+"""Bytes of a line; characters of a CSV field of one or several lines; bytes of a file read at once (WikiHop: 400 MB)."""
 UNREADABLE = (OSError, EOFError, zlib.error, zipfile.BadZipFile, RuntimeError)
-"""Errors of opening or decompressing; RuntimeError is that of an encrypted archive."""
-HINT = "Put it right, or take the official file"
+"""Errors of opening or decompressing; RuntimeError is raised for an encrypted archive."""
+HINT = "Correct it, or use the official file"
 Rows = Iterator[tuple[SourceLocation, Any]]
 
 
@@ -40,7 +40,7 @@ def strict(rows: Rows) -> Rows:
 
 
 def lines(file: Path, ends: bool = False) -> Rows:
-    """Read the lines of a UTF-8 file, which end in LF or CR LF only (a text may have U+2028), with their ends or not.
+    """Read the lines of a UTF-8 file, with their ends or not. Lines end only in LF or CR LF, not in U+2028.
 
     Raises DataError if the file cannot be read, or a line has more than LONGEST_LINE bytes.
     """
@@ -59,14 +59,14 @@ def lines(file: Path, ends: bool = False) -> Rows:
                 yield location, line
     except UNREADABLE as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise DataError(file, f"cannot be read ({reason})", "Give a whole file of the task") from None
+        raise DataError(file, f"cannot be read ({reason})", "Use a complete file of the task") from None
 
 
 def _decoded(raw: bytes, location: SourceLocation, encoding: str = "utf-8") -> str | DataError:
     try:
         return raw.decode(encoding)
     except UnicodeDecodeError as error:
-        problem = f"is no UTF-8 (byte 0x{raw[error.start]:02x} in column {error.start + 1})"
+        problem = f"not UTF-8 (byte 0x{raw[error.start]:02x} in column {error.start + 1})"
         coding = "utf-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin1"
         return DataError(str(location), problem, f"Convert the file: iconv -f {coding} -t utf-8")
 
@@ -80,16 +80,16 @@ def _opened(file: Path) -> Iterator[Any]:
     with open_file(file) as packed, bounded_zip(packed, file) as archive:
         members = [member for member in archive.infolist() if not member.is_dir()]
         if len(members) != 1:
-            raise DataError(file, f"has {len(members)} files, where one is read", "Unpack the one that is meant")
+            raise DataError(file, f"contains {len(members)} files instead of one", "Unpack it and use one of them")
         with archive.open(members[0]) as inside:
             yield inside
 
 
 def tab_separated(file: Path, columns: Sequence[str] | None = None, mark: str = "\t") -> Rows:
-    """Read rows of fields with tabs between them, in which a quotation mark is an ordinary character (GLUE's files).
+    """Read rows of tab-separated fields, in which quotation marks are ordinary characters (GLUE's files).
 
-    columns: their names; None if the first line has them. mark: stands between fields; in the last one another mark
-    than a tab may occur. Raises DataError for a file without a line.
+    columns: their names; None if they are in the first line. mark: separator of fields; if it is not a tab, the last
+    field may contain it. Raises DataError for a file without lines.
     """
     for location, line in lines(file):
         if isinstance(line, DataError):
@@ -99,17 +99,17 @@ def tab_separated(file: Path, columns: Sequence[str] | None = None, mark: str = 
         else:
             yield location, _row(columns, line.split(mark, -1 if mark == "\t" else len(columns) - 1), location)
     if columns is None:
-        raise DataError(file, "is empty", "Its first line has the names of the columns")
+        raise DataError(file, "is empty", "Its first line must contain the names of the columns")
 
 
 def comma_separated(file: Path, columns: Sequence[str] | None = None) -> Rows:
-    """Read rows of a CSV file (RFC 4180: quoted fields may hold commas, quotation marks and line ends).
+    """Read rows of a CSV file (RFC 4180: quoted fields may contain commas, quotation marks and line ends).
 
-    Empty lines are skipped. columns: their names; None if the first row has them. A row's location is the line it
-    begins on. Raises DataError for a quotation mark out of place.
+    Empty lines are skipped. columns: their names; None if they are in the first row. The location of a row is its first
+    line. Raises DataError for a misplaced quotation mark.
     """
     csv.field_size_limit(LONGEST_FIELD)
-    line, separator_hint = "", "Save it with commas between the fields, or with tabs and the ending .tsv"
+    line, separator_hint = "", "Save it with commas between the fields, or with tabs and the suffix .tsv"
 
     def read_lines() -> Iterator[str]:
         nonlocal line
@@ -124,25 +124,25 @@ def comma_separated(file: Path, columns: Sequence[str] | None = None) -> Rows:
         except csv.Error as error:
             hint = "Close the quotation mark, or double it inside a quoted field"
             if "\r" in line.removesuffix("\n").removesuffix("\r"):
-                hint = "A line ends in CR: end it in LF, as tr '\\r' '\\n' does"
+                hint = "A line ends in CR: convert line ends to LF, as tr '\\r' '\\n' does"
             elif columns is None and (";" in line or "\t" in line):
                 hint = separator_hint
-            raise DataError(str(location), f"is no CSV ({error})", hint) from None
+            raise DataError(str(location), f"not CSV ({error})", hint) from None
         if fields is None:
             break
         if columns is None:
             columns = _column_names(fields, location)
             if len(columns) == 1 and (";" in columns[0] or "\t" in columns[0]):
-                raise DataError(str(location), f'has one column, "{columns[0][:80]}"', separator_hint)
+                raise DataError(str(location), f'contains one column, "{columns[0][:80]}"', separator_hint)
         elif fields:
-            yield location, _row(columns, fields, location, "Put it right: a field with a comma stands in quotes")
+            yield location, _row(columns, fields, location, "Correct it: a field with a comma needs quotation marks")
     if columns is None:
-        raise DataError(file, "is empty", "Its first line has the names of the columns")
+        raise DataError(file, "is empty", "Its first line must contain the names of the columns")
 
 
 def json_lines(file: Path) -> Rows:
-    """Read JSON objects, one per line; empty lines are skipped. What only Python takes for JSON (a key given twice,
-    NaN, infinity) is malformed.
+    """Read JSON objects, one per line; empty lines are skipped. Python's extensions of JSON (repeated keys, NaN,
+    infinity) are malformed.
     """
     for location, line in lines(file):
         if isinstance(line, str) and not line.strip():
@@ -153,17 +153,17 @@ def json_lines(file: Path) -> Rows:
                     raise ValueError(f"more than {MOST_VALUES:,} values")
                 line = json.loads(line, object_pairs_hook=_without_repeats, parse_constant=_refuse)
             except (ValueError, RecursionError) as error:
-                line = DataError(str(location), f"is no JSON ({error})", "Write one object a line: {...}")
+                line = DataError(str(location), f"not JSON ({error})", "Write one object per line: {...}")
         if not isinstance(line, dict | DataError):
-            hint = 'Write one object a line: {"text": "...", "label": "..."}'
-            line = DataError(str(location), "is no JSON object", hint)
+            hint = 'Write one object per line: {"text": "...", "label": "..."}'
+            line = DataError(str(location), "not a JSON object", hint)
         yield location, line
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise ValueError(f'the key "{_repeated(key for key, _ in pairs)[0]}" is given twice')
+        raise ValueError(f'the key "{_repeated(key for key, _ in pairs)[0]}" occurs twice')
     return values
 
 
@@ -172,25 +172,25 @@ def _repeated(names: Iterable[str]) -> list[str]:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON number")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _row(columns: Sequence[str], fields: Sequence[str], location: SourceLocation, hint: str = HINT) -> Any:
     if len(fields) == len(columns):
         return dict(zip(columns, fields, strict=True))
-    problem = f"{len(fields)} fields where there are {len(columns)} columns ({', '.join(columns)[:100]})"
+    problem = f"{len(fields)} fields instead of {len(columns)} ({', '.join(columns)[:100]})"
     return DataError(str(location), problem, hint)
 
 
 def _column_names(names: list[str], location: SourceLocation) -> list[str]:
     if repeated := _repeated(names):
-        problem = f'two columns are called "{repeated[0][:80]}"'
-        raise DataError(str(location), problem, "Give each a name of its own: the first line has the names")
+        problem = f'two columns have the name "{repeated[0][:80]}"'
+        raise DataError(str(location), problem, "Rename one of them in the first line")
     return names
 
 
 def is_dataset(path: Path) -> bool:
-    """True for the path of a dataset on the Hub, and for a folder that `datasets` saved or exported."""
+    """True for a dataset on the Hub, and for a folder that `datasets` saved or exported."""
     marks = ("dataset_dict.json", "state.json", "*.parquet", "data/*.parquet")
     return is_remote(path) or (path.is_dir() and any(any(path.glob(mark)) for mark in marks))
 
@@ -208,18 +208,18 @@ def open_dataset(path: Path) -> dict[str, Any]:
             return dict(saved) if isinstance(saved, dict) else {"train": saved}
         return dict(datasets.load_dataset("parquet", data_dir=str(path), streaming=True))
     except ImportError:
-        raise DataError(path, "datasets is not installed, which reads it", "pip install 'megasparse[tasks]'") from None
-    except Exception as error:  # of pyarrow, of the Hub's client, of datasets itself
+        raise DataError(path, "needs the package datasets", "pip install 'megasparse[tasks]'") from None
+    except Exception as error:  # errors of pyarrow, the Hub's client and datasets
         problem = f"cannot be read as a dataset ({' '.join(str(error).split())[:200]})"
-        hint = "Give a folder of save_to_disk or of .parquet files, or hf://datasets/O/N"
+        hint = "Use a folder of save_to_disk or of .parquet files, or hf://datasets/O/N"
         raise DataError(path, problem, hint) from None
 
 
 def dataset_rows(path: Path, split: str) -> Rows:
-    """Read the rows of a split: classes by name, hidden ones (-1) left out. Raises DataError for an unknown split."""
+    """Read the rows of a split: classes by name, without hidden ones (-1). Raises DataError for an unknown split."""
     splits = open_dataset(path)
     if (rows := splits.get(split)) is None:
-        raise DataError(path, f'lacks the split "{split}"', f"Its splits: {', '.join(splits)}")
+        raise DataError(path, f'has no split "{split}"', f"Its splits: {', '.join(splits)}")
     names = {column: kind.names for column, kind in (rows.features or {}).items() if hasattr(kind, "names")}
     for number, row in enumerate(rows, 1):
         row |= row["translation"] if isinstance(row.get("translation"), dict) else {}  # WMT's languages
@@ -230,17 +230,15 @@ def dataset_rows(path: Path, split: str) -> Rows:
 
 
 def whole_bytes(file: Path, most: int = LARGEST) -> bytes:
-    """Return the content of a file. Raises DataError if it cannot be read, or has more than `most` bytes."""
+    """Read a file. Raises DataError if it cannot be read, or has more than `most` bytes."""
     try:
         return read_file(file, most)
     except OSError as error:
-        raise DataError(
-            file, f"cannot be read ({error.strerror})", "Give a file of the task, and a whole one"
-        ) from None
+        raise DataError(file, f"cannot be read ({error.strerror})", "Use a complete file of the task") from None
 
 
 def whole_text(file: Path) -> str:
-    """Return the text of a UTF-8 file as it is. Raises DataError if it cannot be read, or is not UTF-8."""
+    """Read a UTF-8 text unchanged. Raises DataError if it cannot be read, or is not UTF-8."""
     text = _decoded(whole_bytes(file), SourceLocation(file))
     if isinstance(text, DataError):
         raise text
@@ -248,10 +246,10 @@ def whole_text(file: Path) -> str:
 
 
 def field(row: dict[str, Any], column: str, location: SourceLocation, key: str = "") -> Any:
-    """Return a row's value in a column. Raises DataError if there is no such column.
+    """Return a row's value in a column. Raises DataError if the column is missing.
 
-    column: one name, or several with | between them, of which the first that the row has is read. key: the
-    configuration's key that names the column, for the hint.
+    column: one name, or alternatives separated by |, of which the first in the row is read. key: key of the
+    configuration that names the column, for the hint.
     """
     names = column.split("|") if not key else [column]
     for name in names:
@@ -259,15 +257,15 @@ def field(row: dict[str, Any], column: str, location: SourceLocation, key: str =
             return row[name]
     hint = did_you_mean(names[0], [name for name in row if isinstance(name, str)])
     if key:
-        hint = f"{hint.removesuffix('?')}{'?' if hint.endswith('?') else '.'} The column is named by {key}"
-    raise DataError(str(location), f'has no column "{names[0]}"', hint)
+        hint = f"{hint.removesuffix('?')}{'?' if hint.endswith('?') else '.'} Set the name of the column by {key}"
+    raise DataError(str(location), f'missing column "{names[0]}"', hint)
 
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 def parse_number(text: str) -> float | None:
-    """Return a finite decimal number, None for any other text."""
+    """Parse a finite decimal number. Return None for any other text."""
     value = float(text) if NUMBER.fullmatch(text) else math.inf
     return value if math.isfinite(value) else None
 
@@ -276,12 +274,12 @@ READERS: dict[str, Callable[[Path], Rows]] = {".csv": comma_separated, ".tsv": t
 
 
 def table_rows(file: Path, split: str | None = None) -> Rows:
-    """Read the rows of a file of READERS, or of a dataset's split ("train" by default). Raises DataError for a
-    malformed row, and for any other file.
+    """Read the rows of a file with a suffix in READERS, or of a dataset's split ("train" by default). Raises DataError
+    for a malformed row and for other files.
     """
     if is_dataset(file):
         return dataset_rows(file, split or "train")
     if (reader := READERS.get(Path(re.sub(r"\.(gz|zip)\Z", "", file.name)).suffix.lower())) is None:
-        hint = f"Give a dataset's folder, or a file that ends in {', '.join(READERS)}, also with .gz or .zip behind it"
-        raise DataError(file, f'"{file.suffix}" is no known kind of table', hint)
+        hint = f"Use a dataset's folder, or a file that ends in {', '.join(READERS)}, optionally with .gz or .zip"
+        raise DataError(file, f'"{file.suffix}" is not a known kind of table', hint)
     return strict(reader(file))

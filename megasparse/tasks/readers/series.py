@@ -1,4 +1,4 @@
-"""Forecasts of time series: ETT, Electricity and others, and the features of their dates."""
+"""Forecasts of time series (ETT, Electricity and others), and the features of their dates."""
 
 import json
 from collections.abc import Iterator
@@ -14,16 +14,16 @@ from megasparse.tasks.readers.rows import comma_separated, field, parse_number, 
 from megasparse.tasks.task import Example, SourceLocation, Task, parts_of, split_name
 
 HOUR = 3600.0
-"""Seconds."""
-HINT = "Put the rows in order of time, one each step, and fill the gaps"
+"""Seconds per hour."""
+HINT = "Sort the rows by time, one per step, and fill the gaps"
 DATE_HINT = "Write it as 2016-07-01 13:00:00"
-NUMBER_HINT = "Write one, such as 3.5, or name other columns: task.forecast.inputs"
+NUMBER_HINT = "Write one, such as 3.5, or select other columns: task.forecast.inputs"
 
 
 def time_features(dates: np.ndarray, step: float) -> np.ndarray:
-    """Informer's time features (Zhou et al. 2020), float64 (N, 4), each from −1/2 to 1/2: hour of the day/23, day of
-    the week/6 (from Monday), day of the month/30 and day of the year/365 (both counted from 0), less 1/2 each. Where
-    the step is no whole number of hours, the minute of the hour/59 comes first, (N, 5).
+    """Compute Informer's time features (Zhou et al. 2020), float64 (N, 4), each from −1/2 to 1/2: hour of the day/23,
+    day of the week/6 (from Monday), day of the month/30 and day of the year/365 (both from 0), less 1/2 each. If the
+    step is not a whole number of hours, the minute of the hour/59 precedes them, (N, 5).
 
     dates: (N,) datetime64. step: in seconds.
     """
@@ -41,7 +41,7 @@ def time_features(dates: np.ndarray, step: float) -> np.ndarray:
 
 
 class SeriesRows(NamedTuple):
-    """The rows of a file, in its own units: dates datetime64 (N,), values float64 (N, C), each row's line (N)."""
+    """Rows of a file, in its units: dates datetime64 (N,), values float64 (N, C), line numbers (N)."""
 
     columns: list[str]
     lines: list[int]
@@ -50,15 +50,14 @@ class SeriesRows(NamedTuple):
 
 
 class Series(Task):
-    """Any CSV file with a column of dates, an equal step from each row to the next, and columns of numbers. The file to
-    train on is the task's source.
+    """Any CSV file with a column of dates at equal steps, and columns of numbers. The source is the training file.
 
-    FILE#train, FILE#validation and FILE#test are 70, 10 and 20 % of its rows, in their order; a window may read rows of
-    the part before its own, and predicts only rows of its own. There is a window for every row that one can begin at.
-    FILE alone is one example without a label: its last L rows, after which the model forecasts.
+    FILE#train, FILE#validation and FILE#test are 70, 10 and 20 % of its rows, in order. A window may read rows of the
+    previous part, but predicts only rows of its part. There is one window for every possible first row. FILE is one
+    example without a label: its last L rows, followed by the forecast.
 
-    An example's inputs are scaled values (L, C), those of `forecast.inputs` first, and the time features of the dates
-    of all rows (L + H, F); its label the scaled targets (H, T); its name the date of the first row to predict.
+    The inputs of an example are scaled values (L, C), columns of `forecast.inputs` first, and the time features of all
+    rows (L + H, F). The label is the scaled targets (H, T), the name the date of the first predicted row.
     """
 
     name = "series"
@@ -67,7 +66,7 @@ class Series(Task):
     source_is_file = True
 
     def __init__(self, config: TaskConfig):
-        """Read the training file where the configuration lacks columns, mean, scale or step. Raises DataError too."""
+        """Read the training file if columns, mean, scale or step are not configured. Raises DataError too."""
         super().__init__(config)
         forecast = config.forecast
         if None in (forecast.inputs, forecast.targets, forecast.mean, forecast.scale, forecast.step):
@@ -79,8 +78,8 @@ class Series(Task):
         mean, scale, self.step = forecast.mean or {}, forecast.scale or {}, forecast.step or 0.0
         for column in self.columns:
             if column not in mean or column not in scale:
-                hint = "Set forecast.mean and forecast.scale to null: the training file has them"
-                raise ConfigError("task.forecast.mean", f'has no "{column}", or forecast.scale has none', hint)
+                hint = "Set forecast.mean and forecast.scale to null, to compute them from the training file"
+                raise ConfigError("task.forecast.mean", f'or forecast.scale lacks the column "{column}"', hint)
         self.mean, self.scale = (np.array([of[column] for column in self.columns]) for of in (mean, scale))
         self.time_features = time_features(np.array(["2000-01-01"], dtype="datetime64[us]"), self.step).shape[1]
 
@@ -94,7 +93,7 @@ class Series(Task):
         return parts_of([self.file_of(folder)])
 
     def borders(self, rows: int, file: Path) -> dict[str, tuple[int, int]]:
-        """The first predicted row of each part, and the one after its last (as Informer's Dataset_Custom)."""
+        """Return the first predicted row of each part, and the end of the part (as in Informer's Dataset_Custom)."""
         train, test = int(rows * 0.7), int(rows * 0.2)
         return {"train": (0, train), "validation": (train, rows - test), "test": (rows - test, rows)}
 
@@ -104,8 +103,8 @@ class Series(Task):
         rows = read_series(file, self.config.forecast.date, self.columns, timedelta(seconds=self.step))
         count = len(rows.dates)
         if part is None and count < length:
-            problem = f"has {count} rows, and a forecast reads {length} (task.max_length)"
-            raise DataError(file, problem, "Give at least as many, the last ones before those to predict")
+            problem = f"contains {count} rows, but a forecast reads {length} (task.max_length)"
+            raise DataError(file, problem, "Add earlier rows")
         values = (rows.values - self.mean) / self.scale
         further = rows.dates[-1] + np.timedelta64(timedelta(seconds=self.step)) * np.arange(1, horizon + 1)
         dates = np.concatenate([rows.dates, further])
@@ -117,21 +116,21 @@ class Series(Task):
             yield Example(inputs, label, SourceLocation(file, rows.lines[now - 1]), str(dates[now].astype(datetime)))
 
     def _begins(self, part: str, rows: int, file: Path) -> range:
-        """The first rows of a part's windows. Raises DataError where there are none."""
+        """Return the first rows of a part's windows. Raises DataError if there are none."""
         length, horizon = self.config.max_length, self.config.forecast.horizon
         first, end = self.borders(rows, file)[part]
         begins = range(max(0, first - length), end - length - horizon + 1)
         if not begins:
-            problem = f"{rows} rows leave {end - first} to the {part} split, too few for a window of {length} rows to "
-            hint = "Give a longer file, or lower task.max_length or task.forecast.horizon"
+            problem = f"{rows} rows leave {end - first} for the {part} split, too few for a window of {length} rows to "
+            hint = "Use a longer file, or lower task.max_length or task.forecast.horizon"
             raise DataError(file, f"{problem}read and {horizon} to predict", hint)
         return begins
 
     def _fitted(self, forecast: ForecastConfig) -> ForecastConfig:
-        """The settings completed from the training file: columns, step, and mean and scale of the training rows."""
+        """Complete the settings from the training file: columns, step, and mean and scale of the training rows."""
         for key, names in (("inputs", forecast.inputs), ("targets", forecast.targets)):
             if names is not None and (not names or len(set(names)) < len(names)):
-                problem = f"{json.dumps(names)[:80]} are no columns"
+                problem = f"{json.dumps(names)[:80]} is not a list of columns"
                 raise ConfigError(f"task.forecast.{key}", problem, "Name one or more, each once")
         file, columns = self.file_of(Path(self.config.source)), None
         if forecast.inputs is not None:
@@ -142,7 +141,7 @@ class Series(Task):
             field(dict.fromkeys(rows.columns), column, SourceLocation(file, 1))
         self._begins("train", len(rows.dates), file)
         first, end = self.borders(len(rows.dates), file)["train"]
-        from sklearn.preprocessing import StandardScaler  # mean and population standard deviation of each column
+        from sklearn.preprocessing import StandardScaler  # mean and population standard deviation per column
 
         scaler = StandardScaler().fit(rows.values[first:end])
         settings: dict[str, Any] = {"inputs": inputs, "targets": forecast.targets or inputs}
@@ -153,8 +152,8 @@ class Series(Task):
 
 
 class ETT(Series):
-    """Electricity transformer temperature (Zhou et al. 2020). `source`: the folder of the official file; of its months
-    of 30 days 12 are for training, the next 4 for validation, the next 4 for test, and the rest is not used.
+    """Electricity transformer temperature (Zhou et al. 2020). The source is the folder of the official file. Of its
+    months of 30 days, 12 are for training, the next 4 for validation, the next 4 for test; the rest is not used.
     """
 
     source_is_file = False
@@ -165,11 +164,11 @@ class ETT(Series):
         return source / self.file
 
     def borders(self, rows: int, file: Path) -> dict[str, tuple[int, int]]:
-        """The official splits. Raises DataError for a file that is shorter than they are."""
+        """Return the official splits. Raises DataError if the file is too short for them."""
         month = 30 * 24 * self.rows_an_hour
         if rows < 20 * month:
-            hint = f'Take the official {self.file}; for a file of one\'s own: task.name="series"'
-            raise DataError(file, f"has {rows:,} rows, and the official splits {20 * month:,}", hint)
+            hint = f'Use the official {self.file}, or task.name="series" for your own file'
+            raise DataError(file, f"contains {rows:,} rows, but the official splits {20 * month:,}", hint)
         return {"train": (0, 12 * month), "validation": (12 * month, 16 * month), "test": (16 * month, 20 * month)}
 
 
@@ -184,7 +183,7 @@ class ETTm1(ETT):
 def read_series(file: Path, date: str, columns: list[str] | None, step: timedelta | None) -> SeriesRows:
     """Read all rows of a file.
 
-    columns: None takes all but the date. step: required between dates; None takes any that is equal throughout. Raises
+    columns: None reads all except the date. step: required step between dates; None accepts any constant step. Raises
     DataError naming file and line.
     """
     lines: list[int] = []
@@ -194,15 +193,15 @@ def read_series(file: Path, date: str, columns: list[str] | None, step: timedelt
         try:
             at = datetime.fromisoformat(text := field(row, date, location).strip())
         except ValueError:
-            raise DataError(str(location), f'"{text[:80]}" is no date and time', DATE_HINT) from None
-        if at.tzinfo is not None:  # the days of a time zone vary in length
-            raise DataError(str(location), f"{at} names a time zone", "Give all times in one zone, without its name")
+            raise DataError(str(location), f'"{text[:80]}" is not a date and time', DATE_HINT) from None
+        if at.tzinfo is not None:  # days in a time zone vary in length
+            raise DataError(str(location), f"{at} has a time zone", "Convert all times to one zone without its name")
         if dates:
             difference = at - dates[-1]
             if difference <= timedelta(0):
-                raise DataError(str(location), f"{at} comes after {dates[-1]}, which is no earlier", HINT)
+                raise DataError(str(location), f"{at} follows {dates[-1]}, but is not later", HINT)
             if step is not None and difference != step:
-                problem = f"{at} is {difference} after the row before it, where a step is {step}"
+                problem = f"{at} is {difference} after the previous row, but the step is {step}"
                 raise DataError(str(location), problem, HINT)
             step = difference
         columns = columns or [name for name in row if name != date]
@@ -211,8 +210,8 @@ def read_series(file: Path, date: str, columns: list[str] | None, step: timedelt
         values.append([])
         for column in columns:
             if (value := parse_number((text := field(row, column, location)).strip())) is None:
-                raise DataError(str(location), f'"{text[:80]}" in the column "{column}" is no number', NUMBER_HINT)
+                raise DataError(str(location), f'"{text[:80]}" in the column "{column}" is not a number', NUMBER_HINT)
             values[-1].append(value)
     if not values or not columns:
-        raise DataError(file, f'has no {"columns beside" if values else "rows below"} "{date}"', "Give numbers by date")
+        raise DataError(file, f'no {"columns apart from" if values else "rows below"} "{date}"', "Add numbers by date")
     return SeriesRows(columns, lines, np.array(dates, dtype="datetime64[us]"), np.array(values))

@@ -1,4 +1,4 @@
-"""Tables of your own: a column of texts or two, and one of labels or of answers."""
+"""Your own tables: one or two columns of texts, and one of labels or answers."""
 
 import json
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from megasparse.tasks.task import Example, SourceLocation, split_name
 
 
 class OwnTable(RowTask):
-    """A CSV file (quoted as in RFC 4180), a TSV file (no quoting), whose first line names the columns, a file of JSON
-    objects, one a line (.jsonl), or a dataset of Hugging Face. A row without the column of labels has none.
+    """A CSV file (quoted as in RFC 4180) or TSV file (no quoting) with column names in its first line, a file of JSON
+    objects, one per line (.jsonl), or a Hugging Face dataset. Rows without the label column have no label.
     """
 
     source_is_file = True
@@ -34,8 +34,8 @@ class OwnTable(RowTask):
 
 
 class Table(OwnTable):
-    """Classes, distinguished by their text, in JSON also by that of numbers, true and false; or, if task.labels is [],
-    numbers to predict. An empty label is an error.
+    """Classes, given by their text (in JSON, numbers, true and false too); or numbers to predict, if task.labels is [].
+    An empty label is an error.
     """
 
     name = "table"
@@ -46,13 +46,13 @@ class Table(OwnTable):
         metrics = SIMILARITY if labels == [] else F1
         super().__init__(config, Entry(files=(), text=tuple(config.text), label=config.label, metrics=metrics))
         if config.label in config.text:
-            problem = f'"{config.label}" is a column of task.text too'
-            raise ConfigError("task.label", problem, "Name the column of the labels")
+            problem = f'"{config.label}" is also a column of task.text'
+            raise ConfigError("task.label", problem, "Use the column of the labels")
         if labels == []:
             return
         if labels is not None and (len(set(labels)) < len(labels) or len(labels) < 2):
-            hint = "Name two classes or more, each once; [] predicts numbers, null takes those of the training file"
-            raise ConfigError("task.labels", f"{json.dumps(labels, ensure_ascii=False)[:80]} are no classes", hint)
+            hint = "List two classes or more, each once; [] predicts numbers, null uses the training file's classes"
+            raise ConfigError("task.labels", f"{json.dumps(labels, ensure_ascii=False)[:80]} is not valid", hint)
         self.classes = tuple(labels) if labels is not None else self._classes_of(find_file(config.source))
 
     def resolved(self) -> TaskConfig:
@@ -64,7 +64,7 @@ class Table(OwnTable):
         if any(value is None for value in numbers) or all(value == int(value or 0) for value in numbers):
             return []
         column = self.config.label
-        return [f'warning: the {len(numbers)} real numbers in the column "{column}" are taken as classes: '
+        return [f'warning: the {len(numbers)} real numbers in the column "{column}" are treated as classes: '
                 "task.labels=[] predicts numbers"]  # fmt: skip
 
     def _label(self, row: dict[str, Any], location: SourceLocation) -> int | float | None:
@@ -75,32 +75,32 @@ class Table(OwnTable):
         if self.classes is not None:
             return self.class_of(label, location)
         if (value := parse_number(label)) is None:
-            hint = "Write one, such as 3.5; or take labels as classes: --set task.labels=null"
-            raise DataError(str(location), f'"{label[:80]}" in the column "{column}" is no number', hint)
+            hint = "Write one, such as 3.5; or treat labels as classes: --set task.labels=null"
+            raise DataError(str(location), f'"{label[:80]}" in the column "{column}" is not a number', hint)
         return value
 
     def _classes_of(self, file: Path) -> tuple[str, ...]:
-        """Return the labels of a file, sorted: as numbers if all of them are numbers, else by their text."""
+        """Return the labels in a file, sorted by number if all are numbers, else by text."""
         column = self.config.label
         if not file.exists() and not is_dataset(file):
             texts = ", ".join(f'"{text}"' for text in self.config.text)
             columns = f'{texts} (task.text) and "{column}" (task.label)'
             problem = "cannot be read (No such file or directory)"
-            raise DataError(file, problem, f"Give a table with the columns {columns}: --set task.source=FILE")
+            raise DataError(file, problem, f"Use a table with the columns {columns}: --set task.source=FILE")
         labels = ((location, field(row, column, location, "task.label")) for location, row in table_rows(file))
         names = {_label_text(label, column, location) for location, label in labels}
         if len(names) < 2:
             problem = f'{len(names)} labels in the column "{column}" ({", ".join(names)[:80]})'
-            raise DataError(file, problem, "Give a file with two classes or more, or name them: task.labels")
+            raise DataError(file, problem, "Use a file with two classes or more, or list them in task.labels")
         numbers = {label: value for label in names if (value := parse_number(label)) is not None}
         ranks = numbers if len(numbers) == len(names) else dict.fromkeys(names, 0.0)
         return tuple(sorted(names, key=lambda label: (ranks[label], label)))
 
 
 def _label_text(value: Any, column: str, location: SourceLocation) -> str:
-    """Return the text of a label: of CSV and TSV as it is, of JSON as JSON writes it, without quotation marks."""
+    """Return the text of a label: unchanged in CSV and TSV; in JSON as JSON, without quotation marks."""
     if value is None or isinstance(value, dict | list):
-        problem = f'{json.dumps(value, ensure_ascii=False)[:80]} in the column "{column}" is no label'
+        problem = f'{json.dumps(value, ensure_ascii=False)[:80]} in the column "{column}" is not a label'
         raise DataError(str(location), problem, "Write a text, a number, true or false")
     text = value if isinstance(value, str) else json.dumps(value)
     if not text.strip():
@@ -109,7 +109,7 @@ def _label_text(value: Any, column: str, location: SourceLocation) -> str:
 
 
 class TextTable(OwnTable):
-    """Texts and their answers: `task.text` names the column of the texts, `task.label` that of the answers."""
+    """Texts and their answers, in the columns `task.text` and `task.label`."""
 
     name = "text_table"
 

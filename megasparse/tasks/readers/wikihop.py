@@ -1,5 +1,5 @@
-"""WikiHop (Welbl et al. 2018): which of a question's candidates follows from several paragraphs of Wikipedia; as
-QAngaroo publishes it, whose MedHop has files of the same form.
+"""WikiHop (Welbl et al. 2018): which of a question's candidates follows from several Wikipedia paragraphs. In the
+format of QAngaroo, whose MedHop uses it too.
 """
 
 import json
@@ -31,13 +31,13 @@ class Question(BaseModel):
 
 
 class WikiHop(Task):
-    """Questions of WikiHop: train.json and dev.json, and test.json where there is one: `source` is their folder, or one
-    that has them in `wikihop/`. A location's line is the number of the example in its file, from 1. The variant whose
-    candidates are masked is read by its files' names: --source dev.masked.json.
+    """Questions of WikiHop: train.json, dev.json and optionally test.json in the `source` folder, or in its subfolder
+    `wikihop/`. The line of a location is the number of the example in its file, from 1. For the variant with masked
+    candidates, name its files: --source dev.masked.json.
 
-    Longformer (Beltagy et al. 2020) rids texts of the spaces before punctuation, shuffles the paragraphs in training,
-    and reads those beyond its length in further windows, each beside the candidates, whose logits it adds. Here texts
-    stand as they are in the files, in their order, and what is beyond `task.max_length` is cut.
+    Longformer (Beltagy et al. 2020) removes spaces before punctuation, shuffles the paragraphs in training, and reads
+    paragraphs beyond its length in further windows, each with the candidates, whose logits it adds. Here texts are read
+    unchanged, in order, and truncated to `task.max_length`.
     """
 
     name = "wikihop"
@@ -52,15 +52,15 @@ class WikiHop(Task):
         try:
             rows = json.loads(whole_text(file).removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
-            raise DataError(file, f"is no JSON ({error})", HINT) from None
+            raise DataError(file, f"not JSON ({error})", HINT) from None
         if not isinstance(rows, list):
-            raise DataError(file, "is no JSON array of examples", f"Write [EXAMPLE, ...]. {FORM}")
+            raise DataError(file, "not a JSON array of examples", f"Write [EXAMPLE, ...]. {FORM}")
 
         def convert(row: Any, location: SourceLocation, number: str) -> Choice:
             example = _example(row, location)
             if example.name in names:
-                problem = f'example {location.line}: the id "{example.name[:80]}" is another example\'s too'
-                raise DataError(str(location), problem, "Give each an id of its own")
+                problem = f'example {location.line}: the id "{example.name[:80]}" occurs twice'
+                raise DataError(str(location), problem, "Use unique ids")
             names.add(example.name)
             return example
 
@@ -69,7 +69,7 @@ class WikiHop(Task):
 
 
 def _example(row: Any, location: SourceLocation) -> Choice:
-    """Return the example of one object. Raises DataError naming file, number and key if it is malformed."""
+    """Convert an object to an example. Raises DataError naming file, number and key if it is malformed."""
     try:
         question = Question.model_validate(row)
     except ValidationError as error:
@@ -81,9 +81,9 @@ def _example(row: Any, location: SourceLocation) -> Choice:
     title = f'example {location.line} ("{question.id[:80]}")'
     if len(set(candidates)) < len(candidates):
         twice = next(text for text in candidates if candidates.count(text) > 1)
-        raise DataError(str(location), f'{title}: "{twice[:80]}" is twice among the candidates', "Remove one")
+        raise DataError(str(location), f'{title}: "{twice[:80]}" occurs twice among the candidates', "Remove one")
     if answer is not None and answer not in candidates:
-        hint = f"Its candidates are: {', '.join(candidates)[:200]}. Without an answer leave the key out"
+        hint = f"Its candidates are: {', '.join(candidates)[:200]}. Without an answer omit the key"
         raise DataError(str(location), f'{title}: the answer "{answer[:80]}" is not among the candidates', hint)
     label = None if answer is None else candidates.index(answer)
     return Choice((question.query, *candidates, *question.supports), label, location, question.id, len(candidates))

@@ -88,13 +88,13 @@ def test_the_end_of_the_texts_is_cut_and_counted(tmp_path):
         assert np.array_equal(made.sequences[0].types, whole.sequences[0].types[:limit])
         assert np.array_equal(made.marks, whole.marks)
         assert (ours.counts.cut, ours.counts.longest, str(ours.counts.first_cut)) == (1, 27, "made.json:3")
-        assert f"1 inputs of more than {limit} tokens keep only their beginning" in ours.lines("new")[1]
+        assert f"1 inputs of more than {limit} tokens are truncated to their start" in ours.lines("new")[1]
     ours = encoder(tmp_path, max_length=27)
     assert one(ours, QUESTION).length == 27 and ours.counts.cut == 0 and len(ours.lines("new")) == 1
 
 
 def test_question_and_candidates_are_never_cut(tmp_path):
-    said = r"question and 2 candidates of made_3 alone are 13 tokens, more than task\.max_length = 12\. Raise it"
+    said = r"question and 2 candidates of made_3 have 13 tokens, more than task\.max_length = 12\. Raise it"
     with pytest.raises(DataError, match=rf"^made\.json:3: {said}"):
         one(encoder(tmp_path, max_length=12), QUESTION)
 
@@ -210,5 +210,5 @@ def test_unsuitable_settings_and_inputs_are_rejected(tmp_path):
         with pytest.raises(ConfigError, match=rf"^head\.{key}: .*{value}.*wikihop.* Remove it"):
             form_with(tmp_path, head={key: value}).check(body)
     form_with(tmp_path, head={"dropout": 0.3}).check(body)
-    with pytest.raises(ConfigError, match=r'^--text: "wikihop" reads no texts. Give --source FILE'):
+    with pytest.raises(ConfigError, match=r'^--text: "wikihop" does not read texts. Use --source FILE'):
         form_with(tmp_path).example(["who?"])

@@ -211,12 +211,15 @@ def test_a_run_resumes_bit_identically_and_is_restored_without_its_table(tmp_pat
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"start": {"huggingface": "m"}, "model": None}, r"start\.huggingface: given, and no pretrained model reads"),
-        ({"start": {"checkpoint": "m"}, "model": None}, r"start\.checkpoint: given, and no pretrained model reads"),
+        (
+            {"start": {"huggingface": "m"}, "model": None},
+            r"start\.huggingface: given, but pretrained models do not read",
+        ),
+        ({"start": {"checkpoint": "m"}, "model": None}, r"start\.checkpoint: given, but pretrained models do not read"),
         (forecast(overlap=13), r"overlap: 13 rows are more than .* = 12"),
         (forecast(horizon=11), r"model\.max_length: 6 \+ 11 rows of the decoder are more than 16. Set it to 17"),
         ({"task": {**TASK, "max_length": 25}}, r"task\.max_length: 25 tokens are more than model\.source\.length = 24"),
-        ({"model": finetuning.ENCODER}, r'model\.kind: "encoder", and series has another form. Set it to "encoder_dec'),
+        ({"model": finetuning.ENCODER}, r'model\.kind: "encoder" is not supported by series. Set it to "encoder_dec'),
         ({"evaluation": {"metric": "accuracy"}}, r'evaluation\.metric: "accuracy"'),
     ],
 )
@@ -257,5 +260,5 @@ def test_relative_forecasts_are_differences_from_the_last_row_read(tmp_path, fil
     above = predicted(runs[1], replace(windows, values=windows.values + moved))
     assert above == pytest.approx(predicted(runs[1], windows) + moved[[2, 0]], abs=1e-4)
     values = sections() | forecast(inputs=[COLUMNS[0]], targets=[COLUMNS[1]], relative=True)
-    with pytest.raises(ConfigError, match=rf'task.forecast.relative: true, and "{COLUMNS[1]}" is predicted but not'):
+    with pytest.raises(ConfigError, match=rf'task.forecast.relative: true, but "{COLUMNS[1]}" is predicted and not'):
         finetuning.opened(tmp_path / "refused", file, **values)

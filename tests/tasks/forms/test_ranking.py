@@ -162,17 +162,17 @@ def test_an_impression_is_the_titles_of_clicked_and_of_shown_news(tmp_path):
 @pytest.mark.parametrize(
     ("news", "rows", "problem"),
     [
-        ([], [behaviors_row("2", "N1 N9", "N1-0 N2-1")], r'behaviors.tsv:2: "N9" is no news of .*news\.tsv'),
-        ([], [behaviors_row("2", "N1", "N1 N7")], r'behaviors.tsv:2: "N7" is no news of .*news\.tsv'),
-        ([], [behaviors_row("2", "N1", "N1-0 N2-2")], 'behaviors.tsv:2: "N2-2" has no label 0 or 1'),
-        ([], [behaviors_row("2", "N1", "N1-0 N2")], 'behaviors.tsv:2: "N2" has no label 0 or 1'),
+        ([], [behaviors_row("2", "N1 N9", "N1-0 N2-1")], r'behaviors.tsv:2: "N9" is not in .*news\.tsv'),
+        ([], [behaviors_row("2", "N1", "N1 N7")], r'behaviors.tsv:2: "N7" is not in .*news\.tsv'),
+        ([], [behaviors_row("2", "N1", "N1-0 N2-2")], 'behaviors.tsv:2: the label of "N2-2" is not 0 or 1'),
+        ([], [behaviors_row("2", "N1", "N1-0 N2")], 'behaviors.tsv:2: the label of "N2" is not 0 or 1'),
         ([], [behaviors_row("2", "N1", " ")], "behaviors.tsv:2: an impression without any news"),
         ([], [behaviors_row("2", "N1", "N1-0 N2-0")], "behaviors.tsv:2: no click on any news shown"),
         ([], [behaviors_row("2", "N1", "N1-1")], "behaviors.tsv:2: a click on every news shown"),
-        ([], ["2\tU1\tnow\tN1\n"], r"behaviors.tsv:2: 4 fields where there are 5 columns \(impression id, user id"),
+        ([], ["2\tU1\tnow\tN1\n"], r"behaviors.tsv:2: 4 fields instead of 5 \(impression id, user id"),
         ([news_row("N5", "")], [], 'news.tsv:5: the title of "N5" is empty'),
-        ([news_row("N1", "again")], [], 'news.tsv:5: "N1" stands there twice'),
-        (["N5\tnews\ta title\n"], [], "news.tsv:5: 3 fields where there are 8 columns"),
+        ([news_row("N1", "again")], [], 'news.tsv:5: "N1" occurs twice'),
+        (["N5\tnews\ta title\n"], [], "news.tsv:5: 3 fields instead of 8"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path, news, rows, problem):

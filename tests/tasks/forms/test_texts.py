@@ -65,14 +65,14 @@ def test_truncated_texts_are_counted(data, tmp_path):
     assert second.source.tolist() == [*b"abc", END] and second.target.tolist() == [*b"ABC"]
     assert lines[0].endswith("2 examples, the longest of 5 tokens; 2 answers, the longest of 4 tokens")
     assert lines[1].startswith("new: 1 inputs of more than 4 tokens") and "x.en:2" in lines[1]
-    assert lines[2].startswith("new: 1 answers of more than 3 tokens keep only their beginning, the first in x.en:2")
+    assert lines[2].startswith("new: 1 answers of more than 3 tokens are truncated to their start, the first in x.en:2")
 
 
 @pytest.mark.parametrize(
     "changes, problem",
     [
         ({"task": {"tokenizer": "pixels"}}, r'task\.tokenizer: "pixels" has no special tokens'),
-        ({"model": {"vocabulary": 259}}, r"model\.vocabulary: 259 ids, and its tokenizer has 260"),
+        ({"model": {"vocabulary": 259}}, r"model\.vocabulary: 259 ids, but its tokenizer has 260"),
         ({"task": {"generation": {"target_length": 33}}}, r"task\.generation\.target_length: 33 .* Set it to 32"),
         (
             {"run": {"engine": "deepspeed"}, "deepspeed": {"zero_optimization": {"stage": 3}}},

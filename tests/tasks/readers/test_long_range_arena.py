@@ -50,7 +50,9 @@ def test_grey_pixels_equal_tensorflow():
 def test_batches_of_the_archives_are_named(tmp_path, name):
     (tmp_path / name).parent.mkdir()
     (tmp_path / name).write_bytes(b"\x80\x02}q\x01.")
-    with pytest.raises(DataError, match=r"data_batch_1.*: batches of CIFAR-10 are not read\. Set task\.source to"):
+    with pytest.raises(
+        DataError, match=r"data_batch_1.*: CIFAR-10's batch files are not supported\. Set task\.source to"
+    ):
         split_files(CIFAR10, tmp_path, "train")
 
 
@@ -126,17 +128,17 @@ def test_the_splits_are_the_first_and_last_tenths_in_the_order_of_the_numbers(le
 def test_arrays_are_not_read(tmp_path):
     path = tmp_path / "0.npy"
     np.save(path, np.array([["imgs/0", "sample_0.png"]], dtype=object), allow_pickle=True)
-    with pytest.raises(DataError, match=r"0\.npy: this is a numpy array, which can hold pickles.*text"):
+    with pytest.raises(DataError, match=r"0\.npy: a numpy array, which can contain pickles.*text"):
         list(PATHFINDER.read(path))
 
 
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ("../../secret sample_0.png 0 1", r'0\.npy:1: "\.\./\.\./secret sample_0\.png 0 1" is no line of metadata'),
-        ("imgs/0 ../sample_0.png 0 1", r"0\.npy:1: .* is no line of metadata. Write: imgs/0 sample_7\.png 7 1"),
-        ("imgs/0 sample_0.png 0 2", r'0\.npy:1: "2" is no label of pathfinder'),
-        ("imgs/0 sample_99.png 99 1", r"0\.npy:1: .*imgs/0/sample_99\.png is not there"),
+        ("../../secret sample_0.png 0 1", r'0\.npy:1: "\.\./\.\./secret sample_0\.png 0 1" is not a line of metadata'),
+        ("imgs/0 ../sample_0.png 0 1", r"0\.npy:1: .* is not a line of metadata. Write: imgs/0 sample_7\.png 7 1"),
+        ("imgs/0 sample_0.png 0 2", r'0\.npy:1: "2" is not a label of pathfinder'),
+        ("imgs/0 sample_99.png 99 1", r"0\.npy:1: .*imgs/0/sample_99\.png is missing"),
     ],
 )
 def test_lines_that_name_no_image_are_named(level, row, said):
@@ -151,7 +153,7 @@ def test_images_that_do_not_fit_are_named(level):
     with pytest.raises(DataError, match=r"0\.npy:1: .*sample_0\.png is empty\. Delete this line"):
         list(PATHFINDER.read(level / "metadata" / "0.npy"))
     Image.fromarray(np.stack([picture(0)[..., 0], picture(1)[..., 0], picture(2)[..., 0]], axis=-1)).save(path)
-    with pytest.raises(DataError, match=r"sample_0\.png: this image has colours, grey is expected"):
+    with pytest.raises(DataError, match=r"sample_0\.png: the image is not grey"):
         list(PATHFINDER.read(level / "metadata" / "0.npy"))
     Image.fromarray(np.zeros((128, 128), dtype=np.uint8)).save(path)
     with pytest.raises(DataError, match=r"sample_0\.png: this image has 128×128 pixels, 32×32 are expected"):

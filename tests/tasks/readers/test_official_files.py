@@ -65,7 +65,9 @@ def test_splits_are_the_official_files(name, inner, splits, tmp_path):
     assert all(split_files(task, tmp_path, split) == files for split, files in paths.items())
     paths["train"][-1].unlink()
     assert task.files(tmp_path) == {split: files for split, files in paths.items() if split != "train"}
-    with pytest.raises(DataError, match=rf'holds no "train" split of {name}\. It has: {", ".join(list(splits)[1:])}'):
+    with pytest.raises(
+        DataError, match=rf'contains no "train" split of {name}\. Its splits: {", ".join(list(splits)[1:])}'
+    ):
         split_files(task, tmp_path, "train")
 
 
@@ -201,29 +203,29 @@ def sts(*fields: str, score: str = "5.000") -> str:
 
 REVIEW_ROW, QQP = json.dumps(REVIEW), "id\tquestion1\tquestion2\tis_duplicate"
 MALFORMED = [
-    ("aan", "", AAN, "0\ta\tb\tx", "4 fields where there are 5 columns (label, id1, id2, text1, text2)"),
-    ("aan", "", AAN, "2.0\ta\tb\tx\ty", '"2.0" is no label of aan. Its labels are: 0, 1'),
-    *[("ag_news", "", '"1","a","b"', f'"{index}","a","b"', f'"{index}" is no label of ag_news.')
+    ("aan", "", AAN, "0\ta\tb\tx", "4 fields instead of 5 (label, id1, id2, text1, text2)"),
+    ("aan", "", AAN, "2.0\ta\tb\tx\ty", '"2.0" is not a label of aan. Its labels are: 0, 1'),
+    *[("ag_news", "", '"1","a","b"', f'"{index}","a","b"', f'"{index}" is not a label of ag_news.')
       for index in ("0", "5", "", "1.0", "Class Index")],
-    *[("imdb", "", "u\t\tp\t\t7\t\tgood", f"u\t\tp\t\t{rating}\t\tgood", f'"{rating}" is no label of imdb')
+    *[("imdb", "", "u\t\tp\t\t7\t\tgood", f"u\t\tp\t\t{rating}\t\tgood", f'"{rating}" is not a label of imdb')
       for rating in ("0", "11", "7.5", "", "05")],
-    ("imdb", "", "u\t\tp\t\t7\t\tgood", "", "1 fields where there are 4 columns (user, product, rating, text)"),
-    ("listops", "Source\tTarget", f"{TREE}\t0", "( [FIRST 0 ) 7 ]\t0", 'Source has "[FIRST", which is no token of'),
-    ("listops", "Source\tTarget", f"{TREE}\t0", f"{TREE}\t10", '"10" is no label of listops'),
+    ("imdb", "", "u\t\tp\t\t7\t\tgood", "", "1 fields instead of 4 (user, product, rating, text)"),
+    ("listops", "Source\tTarget", f"{TREE}\t0", "( [FIRST 0 ) 7 ]\t0", 'unknown token "[FIRST" in Source'),
+    ("listops", "Source\tTarget", f"{TREE}\t0", f"{TREE}\t10", '"10" is not a label of listops'),
     ("mind_topics", "", news_row("N1", "a")[:-1], news_row("N2", "a").replace("news", "sport")[:-1],
-     '"sport" is no label of mind_topics. Did you mean "sports"?'),
+     '"sport" is not a label of mind_topics. Did you mean "sports"?'),
     *[("amazon", "", REVIEW_ROW, json.dumps({**REVIEW, "overall": stars}),
-       f'"{json.dumps(stars)[:80]}" is no label of amazon') for stars in (0.0, 4.5, True, [5], 10**400)],
+       f'"{json.dumps(stars)[:80]}" is not a label of amazon') for stars in (0.0, 4.5, True, [5], 10**400)],
     ("amazon", "", REVIEW_ROW, json.dumps({**REVIEW, "reviewText": None}), 'null in the column "reviewText"'),
-    ("amazon", "", REVIEW_ROW, "{", "is no JSON ("),
-    *[("pubmed", "", json.dumps(PAPER), json.dumps({**PAPER, column: value}), f'"{column}" is no list of sentences')
+    ("amazon", "", REVIEW_ROW, "{", "not JSON ("),
+    *[("pubmed", "", json.dumps(PAPER), json.dumps({**PAPER, column: value}), f'"{column}" is not a list of sentences')
       for column, value in (("article_text", "one"), ("article_text", ["x", None]), ("abstract_text", None))],
-    ("sts_benchmark", "", sts(), "\t".join(STS_ROW[:6]), "6 fields where there are 7"),
-    ("sts_benchmark", "", sts(), sts(score="much"), '"much" is no similarity from 0 to 5'),
-    ("rte", f"{PAIR}label", "1\tA\tB\tentailment", "1\tA\tB\tentails", '"entails" is no label of rte. Did you mean'),
-    ("cola", "", "gj04\t1\t\tA", "gj04\t1\t\tA\tB", "5 fields where there are 4 columns"),
-    ("qqp", QQP, "7\tA\tB\t1", "7\tA", "2 fields where there are 4 columns"),
-    *[("stsb", f"{PAIR}score", "0\tA\tB\t1", f"0\tA\tB\t{score}", f'"{score}" is no similarity from 0 to 5. Put it')
+    ("sts_benchmark", "", sts(), "\t".join(STS_ROW[:6]), "6 fields instead of 7"),
+    ("sts_benchmark", "", sts(), sts(score="much"), '"much" is not a similarity from 0 to 5'),
+    ("rte", f"{PAIR}label", "1\tA\tB\tentailment", "1\tA\tB\tentails", '"entails" is not a label of rte. Did you mean'),
+    ("cola", "", "gj04\t1\t\tA", "gj04\t1\t\tA\tB", "5 fields instead of 4"),
+    ("qqp", QQP, "7\tA\tB\t1", "7\tA", "2 fields instead of 4"),
+    *[("stsb", f"{PAIR}score", "0\tA\tB\t1", f"0\tA\tB\t{score}", f'"{score}" is not a similarity from 0 to 5')
       for score in ("5.1", "-0.1", "nan", "")],
 ]  # fmt: skip
 
@@ -254,7 +256,7 @@ def test_a_malformed_row_is_named_and_skipped_within_the_limit(name, header, goo
 def test_a_missing_column_is_named(name, header, row, column, tmp_path):
     (tmp_path / "rows.txt").write_text(f"{header}\n{row}\n")
     message = refusal(lambda: build_task(TaskConfig(name=name)).read(tmp_path / "rows.txt"))
-    assert message.startswith(f"{tmp_path / 'rows.txt'}:2: has no column {column}")
+    assert message.startswith(f"{tmp_path / 'rows.txt'}:2: missing column {column}")
 
 
 @pytest.mark.parametrize(
@@ -329,7 +331,7 @@ def test_reviews_come_class_by_class_in_the_order_of_their_numbers(imdb_folder):
 def test_a_class_without_reviews_is_named(imdb_folder):
     task = build_task(TaskConfig(name="byte_imdb"))
     (imdb_folder / "train" / "pos" / "0_9.txt").rename(imdb_folder / "train" / "pos" / "0_9.text")
-    with pytest.raises(DataError, match=r"train/pos: holds no \*\.txt\. Give a folder with neg/\*\.txt and pos"):
+    with pytest.raises(DataError, match=r"train/pos: contains no \*\.txt\. Use a folder with neg/\*\.txt and pos"):
         list(task.read(imdb_folder / "train"))
 
 

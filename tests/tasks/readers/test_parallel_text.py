@@ -87,7 +87,7 @@ def test_a_single_file_has_no_labels(tmp_path, name):
 def test_files_of_unequal_length_are_rejected_naming_both(tmp_path, left, right):
     file = write(tmp_path / "a.en", ["x"] * left)
     other = write(tmp_path / "a.de", ["y"] * right)
-    assert refusal(lambda: task_of().read(file)).startswith(f"{file}: {left:,} lines, and {other} has {right:,}. Give")
+    assert refusal(lambda: task_of().read(file)).startswith(f"{file}: {left:,} lines, but {right:,} in {other}. Use")
 
 
 def test_a_folder_without_such_files_is_rejected(tmp_path):
@@ -102,8 +102,8 @@ def test_a_folder_without_such_files_is_rejected(tmp_path):
 @pytest.mark.parametrize("name", ["parallel_text", "wmt14", "text_table"])
 def test_unsuitable_column_names_are_rejected(name):
     message = refusal(lambda: task_of(name, ["en", "fr"]), ConfigError)
-    assert message == f'task.text: 2 names, and "{name}" reads one text. Give one: task.text=["NAME"]'
-    assert refusal(lambda: task_of(name, ["en"], "en"), ConfigError).startswith('task.label: "en" is task.text too')
+    assert message == f'task.text: 2 names, but "{name}" reads one text. Use one: task.text=["NAME"]'
+    assert refusal(lambda: task_of(name, ["en"], "en"), ConfigError).startswith('task.label: "en" is also task.text')
 
 
 def test_summaries_are_a_line_a_story_and_stories_are_named(tmp_path):
@@ -116,9 +116,9 @@ def test_summaries_are_a_line_a_story_and_stories_are_named(tmp_path):
     found = [(example.inputs[0], example.label) for example in task.read(file)]
     assert found == [("val one .", "summary one ."), ("val two .", "summary two .")]
     (tmp_path / "val.target").write_text("summary one .\n")
-    assert "2 lines, and" in refusal(lambda: task.read(file))
+    assert "2 lines, but 1 in" in refusal(lambda: task.read(file))
     (tmp_path / "cnn" / "stories").mkdir(parents=True)
-    assert "holds .story files" in refusal(lambda: task.files(tmp_path))
+    assert "contains .story files" in refusal(lambda: task.files(tmp_path))
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -28,7 +28,7 @@ def refusal(reader, file, *arguments):
 @pytest.mark.parametrize("delimiter", [";", "\t"])
 def test_the_error_names_semicolons_or_tabs_as_separators(file, delimiter):
     file.write_text(f"text{delimiter}label\nGood, really{delimiter}1\n")
-    assert "Save it with commas between the fields, or with tabs and the ending .tsv" in refusal(comma_separated, file)
+    assert "Save it with commas between the fields, or with tabs and the suffix .tsv" in refusal(comma_separated, file)
     file.write_text("text\nGood; really\n")
     assert [row for _, row in comma_separated(file)] == [{"text": "Good; really"}]
 
@@ -61,7 +61,7 @@ def test_latin_1_is_rejected_naming_line_and_column(file, reader):
     file.write_bytes("a\ncafé\n".encode("latin-1") if reader is not json_lines else '{}\n{"é": 1}\n'.encode("latin-1"))
     column = 3 if reader is json_lines else 4
     message = refusal(reader, file)
-    assert message.startswith(f"{file}:2: is no UTF-8 (byte 0xe9 in column {column})") and "-f latin1" in message
+    assert message.startswith(f"{file}:2: not UTF-8 (byte 0xe9 in column {column})") and "-f latin1" in message
     file.write_bytes("a\ncafé\n".encode("utf-16"))
     assert "iconv -f utf-16 -t utf-8" in refusal(reader, file)
 
@@ -94,7 +94,7 @@ def test_tab_separated_fields_keep_quotation_marks_and_spaces(file):
 def test_a_row_of_another_number_of_fields_is_rejected(file, reader, mark, fields):
     file.write_text(f"text{mark}label\na{mark}1\n{mark.join('bcd'[:fields])}\n")
     message = refusal(reader, file)
-    assert message.startswith(f"{file}:3: {fields} fields where there are 2 columns (text, label)")
+    assert message.startswith(f"{file}:3: {fields} fields instead of 2 (text, label)")
 
 
 @TABLES
@@ -109,14 +109,14 @@ def test_an_empty_file_is_rejected_and_a_bare_header_has_no_rows(file, reader, m
 @TABLES
 def test_two_columns_of_one_name_are_rejected(file, reader, mark):
     file.write_text(mark.join(["text", "label", "text"]) + "\n" + mark.join("abc") + "\n")
-    assert refusal(reader, file).startswith(f'{file}:1: two columns are called "text"')
+    assert refusal(reader, file).startswith(f'{file}:1: two columns have the name "text"')
     file.write_text(mark.join(map(str, [*range(100_000), 99_999])) + "\n")
-    assert refusal(reader, file).startswith(f'{file}:1: two columns are called "99999"')
+    assert refusal(reader, file).startswith(f'{file}:1: two columns have the name "99999"')
 
 
 def test_a_line_of_a_million_objects_is_not_parsed(file):
     file.write_text('{"a": [' + "{}," * (1 << 20) + "0]}\n")
-    assert refusal(json_lines, file).startswith(f"{file}:1: is no JSON (more than 1,048,576 values)")
+    assert refusal(json_lines, file).startswith(f"{file}:1: not JSON (more than 1,048,576 values)")
 
 
 def test_quoted_fields_equal_the_standard_library_with_their_first_line(file):
@@ -139,13 +139,13 @@ def test_quoted_fields_equal_the_standard_library_with_their_first_line(file):
 @pytest.mark.parametrize(
     ("text", "line", "problem", "hint"),
     [
-        ('text,label\na,1\n"b,2\nc,3\n', 3, "is no CSV (", "Close the quotation mark"),  # never closed
-        ('text,label\n"a,1\n"b",2\n', 2, "is no CSV (", "Close the quotation mark"),  # closed by the next row's
-        ('text,label\n"a" b,1\n', 2, "is no CSV (", "Close the quotation mark"),
-        ("text,label\na\rb,1\n", 2, "is no CSV (", "A line ends in CR"),
-        ("text,label\ra,1\rb,2\r", 1, "is no CSV (", "A line ends in CR"),
-        ('"text";"label"\n"a";"1"\n', 1, "is no CSV (", "Save it with commas"),
-        ("text;label\na;1\n", 1, "has one column", "Save it with commas"),
+        ('text,label\na,1\n"b,2\nc,3\n', 3, "not CSV (", "Close the quotation mark"),  # never closed
+        ('text,label\n"a,1\n"b",2\n', 2, "not CSV (", "Close the quotation mark"),  # closed by the next row's
+        ('text,label\n"a" b,1\n', 2, "not CSV (", "Close the quotation mark"),
+        ("text,label\na\rb,1\n", 2, "not CSV (", "A line ends in CR"),
+        ("text,label\ra,1\rb,2\r", 1, "not CSV (", "A line ends in CR"),
+        ('"text";"label"\n"a";"1"\n', 1, "not CSV (", "Save it with commas"),
+        ("text;label\na;1\n", 1, "contains one column", "Save it with commas"),
     ],
 )
 def test_malformed_csv_is_rejected_at_the_first_line_of_its_row_with_a_hint(file, text, line, problem, hint):
@@ -157,14 +157,14 @@ def test_malformed_csv_is_rejected_at_the_first_line_of_its_row_with_a_hint(file
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('{"a": 1', "is no JSON ("),
-        ('{"a": 1} {"a": 2}', "is no JSON ("),
-        ("[1]", "is no JSON object"),
-        ('"a"', "is no JSON object"),
-        ('{"a": NaN}', "is no JSON (NaN is no JSON number)"),
-        ('{"a": 1, "b": 2, "a": 3}', 'is no JSON (the key "a" is given twice)'),
-        ("[" * 100_000, "is no JSON"),
-        ('{"a": ' + "9" * 5000 + "}", "is no JSON"),
+        ('{"a": 1', "not JSON ("),
+        ('{"a": 1} {"a": 2}', "not JSON ("),
+        ("[1]", "not a JSON object"),
+        ('"a"', "not a JSON object"),
+        ('{"a": NaN}', "not JSON (NaN is not a JSON number)"),
+        ('{"a": 1, "b": 2, "a": 3}', 'not JSON (the key "a" occurs twice)'),
+        ("[" * 100_000, "not JSON"),
+        ('{"a": ' + "9" * 5000 + "}", "not JSON"),
     ],
 )
 def test_a_line_without_a_json_object_is_rejected(file, line, problem):
@@ -177,7 +177,7 @@ def test_a_missing_column_is_named_with_its_nearest(file):
     assert field({"text": "a"}, "text", location) == "a"
     with pytest.raises(DataError) as caught:
         field({"text": "a", "label": "b"}, "texts", location)
-    assert str(caught.value) == f'{file}:3: has no column "texts". Did you mean "text"?'
+    assert str(caught.value) == f'{file}:3: missing column "texts". Did you mean "text"?'
     with pytest.raises(DataError, match=r"Known here: 0, 1, .* and 99,940 more$"):
         field({str(number): "" for number in range(100_000)}, "text", location)
 

@@ -113,17 +113,21 @@ def test_official_splits_of_etth1(etth1, horizon, counts):
 @pytest.mark.parametrize(
     ("line", "text", "said"),
     [
-        (1, "time,load,wind,OT", r'series\.csv:2: has no column "date"'),
-        (5, "2019-12-30 08:00:00,1,2,", r'series\.csv:5: "" in the column "OT" is no number. Write one, such as 3.5'),
-        (5, "2019-12-30 08:00:00,1,nan,3", r'series\.csv:5: "nan" in the column "wind" is no number'),
-        (5, "2019-12-30 08:00:00,x,2,3", r'series\.csv:5: "x" in the column "load" is no number'),
-        (5, "2019-12-30 08:00:00,1,2", r"series\.csv:5: 3 fields where there are 4 columns"),
-        (5, "now,1,2,3", r'series\.csv:5: "now" is no date and time'),
-        (5, "2019-12-30 09:00:00,1,2,3", r"series\.csv:5: .* is 2:00:00 after the row before it"),
-        (5, "2019-12-30 06:00:00,1,2,3", r"series\.csv:5: .* comes after 2019-12-30 07:00:00, which is no earlier"),
-        (None, "date,load,wind,OT\n", r"series\.csv: has no rows below"),
+        (1, "time,load,wind,OT", r'series\.csv:2: missing column "date"'),
+        (
+            5,
+            "2019-12-30 08:00:00,1,2,",
+            r'series\.csv:5: "" in the column "OT" is not a number. Write one, such as 3.5',
+        ),
+        (5, "2019-12-30 08:00:00,1,nan,3", r'series\.csv:5: "nan" in the column "wind" is not a number'),
+        (5, "2019-12-30 08:00:00,x,2,3", r'series\.csv:5: "x" in the column "load" is not a number'),
+        (5, "2019-12-30 08:00:00,1,2", r"series\.csv:5: 3 fields instead of 4"),
+        (5, "now,1,2,3", r'series\.csv:5: "now" is not a date and time'),
+        (5, "2019-12-30 09:00:00,1,2,3", r"series\.csv:5: .* is 2:00:00 after the previous row"),
+        (5, "2019-12-30 06:00:00,1,2,3", r"series\.csv:5: .* follows 2019-12-30 07:00:00, but is not later"),
+        (None, "date,load,wind,OT\n", r"series\.csv: no rows below"),
         (None, "", r"series\.csv: is empty"),
-        (None, "date\n2020-01-01\n2020-01-02\n", r'series\.csv: has no columns beside "date"'),
+        (None, "date\n2020-01-01\n2020-01-02\n", r'series\.csv: no columns apart from "date"'),
     ],
 )
 def test_a_bad_line_is_named(file, line, text, said):
@@ -138,13 +142,13 @@ def test_a_bad_line_is_named(file, line, text, said):
 
 def test_too_few_rows_are_rejected(tmp_path):
     file = write(tmp_path / "short.csv", numbers(20))
-    with pytest.raises(DataError, match=r"short\.csv: 20 rows leave 14 to the train split, too few .* 12 rows .* 4 to"):
+    with pytest.raises(DataError, match=r"short\.csv: 20 rows leave 14 for the train split, too few .* 12 rows .* 4"):
         series(file)
     file = write(tmp_path / "short.csv", numbers(30))  # 21, 3 and 6
-    with pytest.raises(DataError, match=r"short\.csv: 30 rows leave 3 to the validation split"):
+    with pytest.raises(DataError, match=r"short\.csv: 30 rows leave 3 for the validation split"):
         part(series(file), file, "validation")
     new = write(tmp_path / "new.csv", numbers(11))
-    with pytest.raises(DataError, match=r"new\.csv: has 11 rows, and a forecast reads 12 \(task.max_length\)"):
+    with pytest.raises(DataError, match=r"new\.csv: contains 11 rows, but a forecast reads 12 \(task.max_length\)"):
         list(series(file).read(new))
 
 

@@ -94,32 +94,32 @@ def test_a_task_without_classes_predicts_numbers(tmp_path, suffix):
     assert METRICS[task.metrics[0]](np.array(found), np.array(found)) == pytest.approx(1.0)
 
 
-COLUMNS, NAMED = ("text", "label"), "The column is named by"
+COLUMNS, NAMED = ("text", "label"), "Set the name of the column by"
 
 
 @pytest.mark.parametrize(
     ("suffix", "columns", "rows", "settings", "said"),
     [
         (".csv", ("text", "labels"), [("x", "a"), ("y", "b")], {},
-         f':2: has no column "label". Did you mean "labels"? {NAMED} task.label'),
+         f':2: missing column "label". Did you mean "labels"? {NAMED} task.label'),
         (".csv", ("review", "stars"), [("x", "a"), ("y", "b")], {},
-         f':2: has no column "label". Known here: review, stars. {NAMED} task.label'),
+         f':2: missing column "label". Known here: review, stars. {NAMED} task.label'),
         (".csv", ("review", "label"), [("x", 1), ("y", 2)], {"text": ["reviews"]},
-         f':2: has no column "reviews". Did you mean "review"? {NAMED} task.text'),
+         f':2: missing column "reviews". Did you mean "review"? {NAMED} task.text'),
         *[(".jsonl", COLUMNS, [("x", "a"), ("y", value)], {"labels": ["a", "b"]},
-           f':2: {json.dumps(value)} in the column "label" is no label. Write a text, a number, true or false')
+           f':2: {json.dumps(value)} in the column "label" is not a label. Write a text, a number, true or false')
           for value in (None, ["a"], {"a": 1})],
         (".csv", COLUMNS, [("x", "pos"), ("y", "Pos")], {"labels": ["neg", "pos"]},
-         ':3: "Pos" is no label of table. Did you mean "pos"? Its labels are: neg, pos'),
+         ':3: "Pos" is not a label of table. Did you mean "pos"? Its labels are: neg, pos'),
         *[(".csv", COLUMNS, [("x", "1"), ("y", value)], {"labels": []},
-           f':3: "{value}" in the column "label" is no number. '
-           "Write one, such as 3.5; or take labels as classes: --set task.labels=null")
+           f':3: "{value}" in the column "label" is not a number. '
+           "Write one, such as 3.5; or treat labels as classes: --set task.labels=null")
           for value in ("four", "nan", "inf", "1e999", "1,5", "0x10", "1_0", "true", "٣")],
         *[(".jsonl", COLUMNS, [("x", 1), (value, 2)], {},
-           f':2: {json.dumps(value)} in the column "text" is no text. Write a text in quotation marks')
+           f':2: {json.dumps(value)} in the column "text" is not a text. Write a text in quotation marks')
           for value in (None, 3, ["x"])],
         *[(".csv", COLUMNS, rows, {}, f': {len(rows[:1])} labels in the column "label" ({"a" * len(rows[:1])}). '
-           "Give a file with two classes or more, or name them: task.labels")
+           "Use a file with two classes or more, or list them in task.labels")
           for rows in ([], [("x", "a")], [("x", "a"), ("y", "a")])],
     ],
 )  # fmt: skip
@@ -177,9 +177,9 @@ def test_a_dataset_of_hugging_face_is_read_by_its_splits(dataset, name, classes)
     assert [(each.name, str(each.location)) for each in found["train"][1:]] == [
         ("1", f"{dataset}:2"), ("2", f"{dataset}:3"),
     ]  # fmt: skip
-    with pytest.raises(DataError, match=r'data:1: has no column "text"'):
+    with pytest.raises(DataError, match=r'data:1: missing column "text"'):
         list(task_of(dataset, labels=["a", "b"]).read(Path(f"{dataset}#train")))
-    with pytest.raises(DataError, match=r'data: lacks the split "extra"\. Its splits: train, validation, test'):
+    with pytest.raises(DataError, match=r'data: has no split "extra"\. Its splits: train, validation, test'):
         list(task.read(Path(f"{dataset}#extra")))
 
 

@@ -55,7 +55,10 @@ def test_examples_of_a_file(tmp_path):
         ({"candidates": []}, ": candidates: List should have at least 1 item"),
         ({"candidates": ["a", 3]}, ": candidates.1: Input should be a valid string (3)"),
         ({"candidates": ["a", " "]}, ": candidates.1: String should match pattern"),
-        ({"candidates": ["estonia", "b", "estonia"]}, ' ("WH_dev_0"): "estonia" is twice among the candidates. Remove'),
+        (
+            {"candidates": ["estonia", "b", "estonia"]},
+            ' ("WH_dev_0"): "estonia" occurs twice among the candidates. Remove',
+        ),
         ({"supports": ["a", None]}, ": supports.1: Input should be a valid string (null)"),
         ({"answer": "Estonia"}, ' ("WH_dev_0"): the answer "Estonia" is not among the candidates. Its candidates are'),
         ({"answer": 1}, ": answer: Input should be a valid string (1)"),
@@ -69,13 +72,13 @@ def test_a_malformed_example_is_named_by_file_number_and_key(changes, said, tmp_
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b'[{"id": "a",\n "query": "b', ": is no JSON (Unterminated string starting at: line 2 column 11 (char 23)"),
-        (b"", ": is no JSON"),
-        (b"[" * 200_000, ": is no JSON (maximum recursion depth exceeded"),
-        (b'["\xff"]', ": is no UTF-8 (byte 0xff in column 3)"),
-        (b'{"id": "a"}', ": is no JSON array of examples"),
+        (b'[{"id": "a",\n "query": "b', ": not JSON (Unterminated string starting at: line 2 column 11 (char 23)"),
+        (b"", ": not JSON"),
+        (b"[" * 200_000, ": not JSON (maximum recursion depth exceeded"),
+        (b'["\xff"]', ": not UTF-8 (byte 0xff in column 3)"),
+        (b'{"id": "a"}', ": not a JSON array of examples"),
         (b'["a"]', ":1: example 1: it: Input should be a valid dictionary"),
-        (json.dumps([ROWS[0], ROWS[0]]).encode(), ':2: example 2: the id "WH_dev_0" is another example\'s too'),
+        (json.dumps([ROWS[0], ROWS[0]]).encode(), ':2: example 2: the id "WH_dev_0" occurs twice'),
     ],
     ids=["cut off", "empty", "deep", "latin", "object", "text", "same id"],
 )
