@@ -86,8 +86,8 @@ def open_start(config: FinetuneConfig, form: Form, labels: int) -> Start:
 def require_length(config: FinetuneConfig, body: Backbone) -> None:
     """Raise ConfigError if the inputs can be longer than the sequences that a body reads."""
     if config.task.max_length > body.longest:
-        problem = f"{config.task.max_length} tokens are more than the {body.longest} that the model reads"
-        raise ConfigError("task.max_length", problem, "Lower it, or give a model that was trained on longer inputs")
+        problem = f"{config.task.max_length} tokens are more than the model's maximum of {body.longest}"
+        raise ConfigError("task.max_length", problem, "Lower it, or use a model trained on longer inputs")
 
 
 def rebuild(run: Path, form: Form, checkpoint: Checkpoint) -> tuple[Backbone, Tokenizer]:

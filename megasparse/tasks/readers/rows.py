@@ -24,7 +24,7 @@ from megasparse.files import MOST_VALUES, has_many_values, open_file, read_file
 from megasparse.tasks.task import HUB, SourceLocation, is_remote
 
 LONGEST_LINE, LONGEST_FIELD, LARGEST = 1 << 24, 1 << 22, 1 << 31
-"""Bytes of a line; characters of a CSV field of one or several lines; bytes of a file read at once (WikiHop: 400 MB)."""
+"""Bytes of a line; characters of a CSV field of any number of lines; bytes of a file (WikiHop: 400 MB)."""
 UNREADABLE = (OSError, EOFError, zlib.error, zipfile.BadZipFile, RuntimeError)
 """Errors of opening or decompressing; RuntimeError is raised for an encrypted archive."""
 HINT = "Correct it, or use the official file"
