@@ -174,7 +174,7 @@ def test_mistakes_are_one_line_and_leave_nothing(folder, capsys, tmp_path):
         (folder / "none.csv", f"{folder / 'none.csv'}: cannot be read (No such file"),
         (wrong, f'{wrong}:2: missing column "text". Did you mean "txt"?'),
         (folder, f"{folder}: is a folder without splits of table"),
-        (headed, f"{headed}: has no"),
+        (headed, f"{headed}: contains no"),
     ):
         assert message in refused(capsys, evaluate, *scored, "--source", source)
         assert message in refused(capsys, predict, *predicted, "--source", source)
