@@ -24,7 +24,7 @@ class Encoded(NamedTuple):
     """Reference words, by which a word perplexity is counted; 0 where the corpus has none."""
 
 
-class Encoder(ABC):
+class PieceEncoder(ABC):
     """Makes tokens of pieces, in several processes. Pickled to them, what is large is built again there."""
 
     name: str
@@ -45,7 +45,7 @@ class Encoder(ABC):
         """Return the tokens of a piece, a function of it alone. Raises a UserError that names what is wrong with it."""
 
 
-class RecordEncoder(Encoder):
+class RecordEncoder(PieceEncoder):
     """Pieces that are records of bytes already, with the meaning of the tokenizer `bytes`."""
 
     name, sha256 = ByteTokenizer.name, ByteTokenizer.sha256
@@ -57,7 +57,7 @@ class RecordEncoder(Encoder):
         return Encoded(np.frombuffer(piece, dtype=np.uint8), len(piece), 0)
 
 
-class TextEncoder(Encoder):
+class TextEncoder(PieceEncoder):
     """Text to tokens. Pickled, it is the tokenizer's name or file, read again.
 
     Args:

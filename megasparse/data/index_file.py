@@ -26,13 +26,13 @@ Width = Literal[1, 2, 4]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class Entry(BaseModel):
+class IndexEntry(BaseModel):
     """A part of index.json: nothing unknown in it, nothing coerced."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class Shard(Entry):
+class Shard(IndexEntry):
     """One tar file of samples."""
 
     file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*\.tar$")]  # a plain name: never a path
@@ -54,7 +54,7 @@ class Shard(Entry):
         return self.tokens * self.width
 
 
-class Split(Entry):
+class Split(IndexEntry):
     """The shards of one split, in the order of the corpus."""
 
     tokens: Count
@@ -72,7 +72,7 @@ class Split(Entry):
         return cls(tokens=tokens, samples=samples, shards=tuple(shards), raw_bytes=raw_bytes, words=words)
 
 
-class TokenizerEntry(Entry):
+class TokenizerEntry(IndexEntry):
     """The tokenizer that made the tokens."""
 
     name: Annotated[str, Field(pattern=r"^[ -~]{1,80}$")]
@@ -88,7 +88,7 @@ def public(value: Any) -> Any:
     return without_secrets(value) if isinstance(value, str) else value
 
 
-class IndexFile(Entry):
+class IndexFile(IndexEntry):
     """The content of index.json as it is on disk."""
 
     format: Literal[1] = 1

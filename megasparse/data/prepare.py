@@ -25,11 +25,11 @@ from webdataset.writer import TarWriter
 from megasparse.data.corpora import CORPORA
 from megasparse.data.corpora.corpus import ByteStream, CorpusSplits
 from megasparse.data.corpora.source import Document, Source
-from megasparse.data.encoders import Encoded, Encoder
+from megasparse.data.encoders import Encoded, PieceEncoder
 from megasparse.data.index_file import (
     INDEX_FILE,
     MOST_SAMPLES,
-    Entry,
+    IndexEntry,
     IndexFile,
     Shard,
     Split,
@@ -45,7 +45,7 @@ PROGRESS_FILE = ".progress.json"
 Number = Annotated[int, Field(ge=0)]
 
 
-class StreamPosition(Entry):
+class StreamPosition(IndexEntry):
     """Position between two tokens of a split. An item is a piece, or the token at the end of a document."""
 
     item: Number = 0
@@ -61,7 +61,7 @@ class TokenStream(ByteStream):
     """`read(n)` over the tokens from a position on; the items before it are passed over, not encoded."""
 
     def __init__(
-        self, documents: Iterable[Document], encoder: Encoder, workers: Workers[Encoded], start: StreamPosition
+        self, documents: Iterable[Document], encoder: PieceEncoder, workers: Workers[Encoded], start: StreamPosition
     ):
         super().__init__(self._items(_encode(documents, encoder, workers, start.item)))
         self.width = encoder.width
@@ -86,7 +86,7 @@ class TokenStream(ByteStream):
 
 
 def _encode(
-    documents: Iterable[Document], encoder: Encoder, workers: Workers[Encoded], first: int
+    documents: Iterable[Document], encoder: PieceEncoder, workers: Workers[Encoded], first: int
 ) -> Iterator[Encoded]:
     """Yield the items from number `first` on: pieces that are not empty, and each document's end if it has any."""
     is_end: deque[bool] = deque()  # of the items that are with the workers
@@ -114,7 +114,7 @@ def _encode(
     yield from (end for _ in is_end)
 
 
-class Progress(IndexFile):
+class PartialIndex(IndexFile):
     """The index of what is finished so far: there may be no split yet."""
 
     splits: dict[str, Split] = Field(default={})
@@ -153,14 +153,14 @@ def prepare(
 
 
 def _plan(
-    corpus: str, source: Source, about: dict[str, Any], encoder: Encoder, settings: dict[str, Any], command: str
-) -> Progress:
+    corpus: str, source: Source, about: dict[str, Any], encoder: PieceEncoder, settings: dict[str, Any], command: str
+) -> PartialIndex:
     """Return the content of index.json without splits. Options that were not set are left out, as in old folders."""
     unit = encoder.width * (encoder.record or 1)
     size = max(1, settings["sample_bytes"] // unit) * unit
     stated = {key: value for key, value in settings.items() if not (value is None or value is False)}
     stated.pop("tokenizer", None)
-    return Progress(
+    return PartialIndex(
         tokenizer=TokenizerEntry(name=encoder.name, sha256=encoder.sha256),
         corpus=corpus,
         command=command,
@@ -176,7 +176,9 @@ def _plan(
     )
 
 
-def _write(plan: Progress, streams: CorpusSplits, encoder: Encoder, workers: Workers[Encoded], output: Path) -> bool:
+def _write(
+    plan: PartialIndex, streams: CorpusSplits, encoder: PieceEncoder, workers: Workers[Encoded], output: Path
+) -> bool:
     for leftover in output.glob(f".*{PARTIAL}"):  # of a preparation that was killed
         leftover.unlink()
     finished, ends = _finished(plan, output)
@@ -233,7 +235,7 @@ def _file(split: str, number: int) -> str:
 
 
 def _shards(
-    name: str, number: int, stream: TokenStream, plan: Progress, finished: Mapping[str, Shard], output: Path
+    name: str, number: int, stream: TokenStream, plan: PartialIndex, finished: Mapping[str, Shard], output: Path
 ) -> Iterator[Shard]:
     """Yield the shards of a split from `number` on; those that are missing or damaged are written."""
     sample_bytes, shard_bytes = plan.settings["sample_bytes"], plan.settings["shard_bytes"]
@@ -274,17 +276,17 @@ def _write_shard(path: Path, samples: Iterable[tuple[int, bytes]], width: Litera
     )
 
 
-def _finished(plan: Progress, output: Path) -> tuple[dict[str, Shard], dict[str, StreamPosition]]:
+def _finished(plan: PartialIndex, output: Path) -> tuple[dict[str, Shard], dict[str, StreamPosition]]:
     """Return the shards that an earlier run finished, and the positions where they end if known, by file name.
 
     Raises DataError if they are of something else.
     """
-    for name, kind in ((INDEX_FILE, IndexFile), (PROGRESS_FILE, Progress)):
+    for name, kind in ((INDEX_FILE, IndexFile), (PROGRESS_FILE, PartialIndex)):
         if (output / name).exists():
             earlier = parse(output / name, kind)
             _refuse_another(plan, earlier, output)
             shards = {shard.file: shard for split in earlier.splits.values() for shard in split.shards}
-            return shards, earlier.ends if isinstance(earlier, Progress) else {}
+            return shards, earlier.ends if isinstance(earlier, PartialIndex) else {}
     if stray := next(output.glob("*.tar"), None):
         problem = f"{stray.name} is here, but no {INDEX_FILE} says what it holds"
         raise DataError(output, problem, "Choose another --output, or delete what is here")

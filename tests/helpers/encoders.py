@@ -6,11 +6,11 @@ import time
 
 import numpy as np
 
-from megasparse.data.encoders import Encoded, Encoder, Width
+from megasparse.data.encoders import Encoded, PieceEncoder, Width
 from megasparse.errors import DataError
 
 
-class Doubling(Encoder):
+class Doubling(PieceEncoder):
     """Two tokens of 2 bytes for each byte of a piece; some pieces do other things."""
 
     name, sha256 = "doubling", "0" * 64

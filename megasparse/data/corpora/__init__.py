@@ -5,13 +5,13 @@ from megasparse.data.corpora.drawn import Duplication, Recall
 from megasparse.data.corpora.image_sets import Cifar10, ImageNet64
 from megasparse.data.corpora.images import Images
 from megasparse.data.corpora.pairs import Pairs, Parallel
-from megasparse.data.corpora.tables import HuggingFace, JsonLines, Parquet
+from megasparse.data.corpora.tables import HuggingFace, JsonLinesCorpus, Parquet
 from megasparse.data.corpora.text import PG19, BookCorpus, Enwik8, Text, WikiText103
 
 CORPORA: dict[str, Corpus] = {
     "enwik8": Enwik8(),
     "text": Text(),
-    "jsonl": JsonLines(),
+    "jsonl": JsonLinesCorpus(),
     "parquet": Parquet(),
     "huggingface": HuggingFace(),
     "bookcorpus": BookCorpus(),

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from tqdm import tqdm
 
 from megasparse.data.corpora.source import PIECE, Document, Kind, Source
-from megasparse.data.encoders import Encoder, TextEncoder
+from megasparse.data.encoders import PieceEncoder, TextEncoder
 from megasparse.data.tokenizers.sentence_piece import segments
 from megasparse.errors import ConfigError, DataError, positive
 
@@ -92,7 +92,7 @@ class Corpus(ABC):
         return {}
 
     @abstractmethod
-    def encoder(self, settings: CorpusSettings) -> Encoder:
+    def encoder(self, settings: CorpusSettings) -> PieceEncoder:
         """Return the encoder that makes tokens of a piece, in several processes at once."""
 
     @abstractmethod

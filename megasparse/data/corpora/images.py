@@ -52,7 +52,7 @@ from megasparse.data.corpora.source import (
     refuse_bomb,
     report_left_out,
 )
-from megasparse.data.encoders import Encoded, Encoder
+from megasparse.data.encoders import Encoded, PieceEncoder
 from megasparse.data.tokenizers.simple import PixelTokenizer
 from megasparse.errors import DataError, SourceError, positive
 from megasparse.files import open_file
@@ -71,7 +71,7 @@ ARCHIVE = re.compile(r"\.(zip|tar(\.(gz|xz|bz2))?|tgz|txz|tbz2?)\Z", re.IGNORECA
 SPLIT_NAME = re.compile(r"\A(train|valid|val|test)(ing|ation)?([_.-]?[0-9][0-9x_.-]*)?\Z", re.IGNORECASE)
 
 
-class PixelEncoder(Encoder):
+class PixelEncoder(PieceEncoder):
     """Pieces, as the file's head describes them, to S·S·3 tokens an image."""
 
     name = PixelTokenizer.name

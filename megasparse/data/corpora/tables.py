@@ -56,7 +56,7 @@ JSON_SUFFIXES = [f".{name}{packed}" for name in ("jsonl", "ndjson", "json") for 
 COLUMN = option("--column", default="text", metavar="NAME", help="column of the texts (default: %(default)s)")
 
 
-class JsonLines(RecordCorpus):
+class JsonLinesCorpus(RecordCorpus):
     """JSON lines: of each line's object one field is the text of a document, with the tokenizer's separator after it.
 
     Plain, or compressed as .gz, .bz2, .xz or .zst, or in zip archives; of a folder, the files named *.jsonl, *.ndjson
