@@ -1,7 +1,7 @@
 """Files: opened only if regular, replaced atomically, locked, and identified by content.
 
-A reader of a named pipe would block forever, and a writer would follow a planted symbolic link to another file. Open
-paths from outside the package with `open_file`, `read_file`, `replacing` and `FileLock`.
+A reader of a named pipe would block forever, and a writer would follow a planted link to another file. Open
+paths from outside the package with `open_file`, `read_file`, `write_file` and `FileLock`.
 """
 
 import errno

@@ -6,10 +6,10 @@ its splits and documents, `encoders.py` makes tokens of them with `tokenizers/`,
 A run then goes through four stages:
 
     index.py      the shards of each split, with their counts, sizes and sha256: read and checked once, at the start
-                  (`index_file.py` is the format on disk, and describes what a token and a record are)
-    order.py      of several corpora with weights, the corpus of the i-th sequence; and where a corpus' i-th sequence
-                  is: a window of T tokens inside one shard. Both are pure functions of (seed, position): they are
-                  computed, never stored, and know nothing of ranks
+                  (`index_file.py` is the format on disk)
+    order.py      the corpus of the i-th sequence, by the corpora's weights, and the position of its window of T tokens
+                  inside a shard. Both are pure functions of (seed, position): computed, never stored, the same on
+                  every rank
     reader.py     its tokens, by byte offset inside the tar file. A shard is verified against its sha256 before its
                   first token is used, and again when the file changes. Evaluation reads a split as one stream
     batches.py    this rank's micro-batches of each optimizer step, read ahead by a background thread

@@ -1,9 +1,8 @@
 """This rank's micro-batches of each optimizer step, read ahead by a background thread.
 
-Of global batch GB, step s takes the global sample numbers [s·GB, (s+1)·GB); micro-batch m of rank r takes
-[s·GB + (m·world_size + r)·micro_batch, + micro_batch). So the ranks share each global batch out among them whatever
-their number is, and each has equally many micro-batches. Ranks that share sequences count as one: they take the same
-numbers, and each reads its own part of every sequence.
+With global batch GB, step s takes the global sample numbers [s·GB, (s+1)·GB); micro-batch m of rank r takes
+[s·GB + (m·world_size + r)·micro_batch, + micro_batch). Every number of ranks therefore trains on the same batches.
+Ranks that share sequences take the same numbers, and each reads its part of every sequence.
 """
 
 import queue
@@ -22,7 +21,7 @@ from megasparse.data.urls import FetchAhead
 from megasparse.errors import ConfigError
 from megasparse.files import Progress, silent
 
-MOST_OPEN_FILES = 256  # well under the usual limit of 1,024 descriptors a process
+MOST_OPEN_FILES = 256  # well under the usual limit of 1,024 per process
 POLL_SECONDS = 0.1
 CLOSE_SECONDS = 1.0
 
@@ -47,14 +46,15 @@ class Step:
 
     micro_batches: list[Batch]
     position: int
-    """First global sample number of the next step: what a checkpoint stores."""
+    """First global sample number of the next step, stored in checkpoints."""
     wait_seconds: float
-    """Time the training loop stood still for this step's data."""
+    """Time that the training loop waited for this step's data."""
 
 
 def check_shares(global_batch: int, micro_batch: int, ranks: int, sharing: int = 1) -> None:
-    """Raise ConfigError if a global batch cannot be shared out among so many ranks, of which `sharing` take each
-    sequence together; it names what numbers can.
+    """Raise ConfigError, with possible numbers of ranks, if they cannot divide a global batch equally.
+
+    sharing: ranks that take each sequence together.
     """
     share = micro_batch * ranks // sharing
     if global_batch % share == 0:
@@ -84,15 +84,15 @@ class Steps(Iterator[Step]):
 
 
 class Sequences:
-    """Sequences 0, 1, 2, ... of a split: epochs follow each other, in each every sequence comes exactly once.
+    """Sequences 0, 1, 2, ... of a split, epoch after epoch; each epoch contains every sequence once.
 
     Args:
         open_files: shards kept open.
         part: (p, S): of each sequence read the p-th of S equal parts.
-        progress: called while a shard of a remote folder must be waited for. The next ones are fetched ahead.
+        progress: called while waiting for a shard of a remote folder. The next shards are fetched ahead.
 
     Raises:
-        ConfigError: no shard has a sequence; names data.sequence_length.
+        ConfigError: every shard is shorter than data.sequence_length.
     """
 
     def __init__(
@@ -138,20 +138,19 @@ class Sequences:
 
 
 class TrainingBatches(Steps):
-    """Endless iterator of `Step`s over folders of shards, each with its weight among the sequences.
+    """Endless iterator of `Step`s over folders of shards. `next` raises the errors of the background thread.
 
-    Of each folder epochs follow each other, in each every sequence comes exactly once.
+    Args:
+        folders: indices, each with its weight among the sequences; see `Sequences`.
+        rank: number of this rank among the `world_size` ranks that read the same part of sequences.
+        start: first global sample number, 0 or a checkpoint's position.
+        prefetch: steps to read ahead; with 0 they are read by `next`.
+        stop_waiting: called every 0.1 s while `next` waits; if it returns True, `next` raises WaitingStopped.
+        part: (p, S): S ranks share each sequence, and this one reads the p-th of S parts.
+        alive: called with the progress of downloads while `next` waits for shards from a URL.
 
-    `start` is the first global sample number, 0 or a checkpoint's position. `prefetch` is the number of steps read
-    ahead; with 0 they are read when asked for. An error of the background thread is raised by `next`. While `next`
-    waits for that thread, or itself for shards that come from a URL, it asks `stop_waiting` every 0.1 s, and raises
-    WaitingStopped when that returns True. `close` ends the thread; use it, or a `with` statement. `alive` is called
-    with what happens, by the thread that calls `next`, while that waits for shards that come from a URL.
-
-    `part` (p, S): S ranks share each sequence, and this one reads the p-th of S parts. `rank` and `world_size` count
-    those that read the same part.
-
-    Raises ConfigError naming training.global_batch or data.sequence_length when they do not fit the ranks or the data.
+    Raises:
+        ConfigError: training.global_batch or data.sequence_length does not fit the ranks or the data.
     """
 
     def __init__(
@@ -194,7 +193,7 @@ class TrainingBatches(Steps):
         self.world_size = world_size
         self._stop_waiting = stop_waiting
         self._alive = alive
-        self._signs = (0, "")  # of progress in what the background thread fetches; replaced as one
+        self._signs = (0, "")  # of the background thread's downloads; replaced as one
         self._steps = self._read_steps(start)
         self._queue: queue.Queue[Step | BaseException] | None = queue.Queue(prefetch) if prefetch else None
         self._thread: threading.Thread | None = None
@@ -208,7 +207,7 @@ class TrainingBatches(Steps):
 
     @property
     def unused_tokens(self) -> int:
-        """Tokens at the ends of the shards that no sequence has."""
+        """Tokens at the ends of shards, too few for a sequence."""
         return sum(corpus.order.unused_tokens for corpus in self.corpora)
 
     def __next__(self) -> Step:
@@ -226,7 +225,7 @@ class TrainingBatches(Steps):
     def _try_next(self) -> Step | BaseException:
         try:
             return next(self._steps)
-        except BaseException as error:  # whatever it is, the loop must get it instead of waiting for ever
+        except BaseException as error:  # the training loop must receive it instead of waiting for ever
             return error
 
     def _next_read_ahead(self, steps: "queue.Queue[Step | BaseException]") -> Step | BaseException:
@@ -280,7 +279,7 @@ class TrainingBatches(Steps):
     def close(self) -> None:
         """End the background thread and close the shards. May be called twice.
 
-        A thread that is stuck in a read (a dead file server) is left behind after a second, with its files.
+        A thread stuck in a read (from a dead file server) is abandoned after 1 s, with its open files.
         """
         self._closing.set()
         if self._thread is not None:

@@ -1,4 +1,4 @@
-"""Encoders, which make the tokens in shards of a corpus' pieces."""
+"""Encoders, which convert pieces of a corpus to the tokens in shards."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from megasparse.errors import ConfigError
 
 
 class Encoded(NamedTuple):
-    """The tokens of a piece, and what they stand for."""
+    """Tokens of a piece, and the size of its text."""
 
     tokens: np.ndarray
     """(length,) uint8, uint16 or uint32, of the encoder's width."""
     raw_bytes: int
     """Bytes of the text, or of the pixels."""
     words: int
-    """Reference words, by which a word perplexity is counted; 0 where the corpus has none."""
+    """Reference words, for word perplexities; 0 if the corpus defines none."""
 
 
 class PieceEncoder(ABC):
-    """Makes tokens of pieces, in several processes. Pickled to them, what is large is built again there."""
+    """Convert pieces to tokens, in several processes. It is pickled; each process builds large parts again."""
 
     name: str
     """The tokenizer's kind, as in index.json."""
@@ -38,11 +38,11 @@ class PieceEncoder(ABC):
     record: int | None = None
     """Tokens of a record, if every sequence must be one (an image, a pair); samples then hold whole records."""
     file: Path | None = None
-    """The tokenizer's file, which is copied beside the shards as tokenizer.SUFFIX."""
+    """The tokenizer's file, which is copied next to the shards as tokenizer.SUFFIX."""
 
     @abstractmethod
     def encode(self, piece: bytes) -> Encoded:
-        """Return the tokens of a piece, a function of it alone. Raises a UserError that names what is wrong with it."""
+        """Return the tokens of a piece, a pure function of it. Raises UserError for an invalid piece."""
 
 
 class RecordEncoder(PieceEncoder):
@@ -63,10 +63,10 @@ class TextEncoder(PieceEncoder):
     Args:
         tokenizer: `bytes`, or a tokenizer's file.
         documents: a separator is put after each document.
-        line_ends: the end of a line counts as a reference word, besides those between white space.
+        line_ends: count the end of a line as a reference word.
 
     Raises:
-        ConfigError: there is no such tokenizer, or it has no separator and `documents` needs one.
+        ConfigError: the tokenizer does not exist, or lacks the separator that `documents` requires.
     """
 
     def __init__(self, tokenizer: str, documents: bool = False, line_ends: bool = False):
@@ -87,7 +87,7 @@ class TextEncoder(PieceEncoder):
         return type(self), self._arguments
 
     def encode(self, piece: bytes) -> Encoded:
-        """Encode a text. Its words are what stands between (Unicode) white space; bytes that are not UTF-8 are none."""
+        """Encode a text. Its words are separated by Unicode white space; bytes that are not UTF-8 are ignored."""
         words = len(piece.decode(errors="replace").split())
         if self.line_ends:
             words += piece.count(b"\n")
@@ -96,7 +96,7 @@ class TextEncoder(PieceEncoder):
 
 
 class PaddedEncoder(TextEncoder):
-    """Padded records of text with special tokens. Raises ConfigError for a tokenizer that has none."""
+    """Padded records of text with special tokens. Raises ConfigError for a tokenizer without them."""
 
     record: int
 

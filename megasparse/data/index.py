@@ -31,8 +31,8 @@ class Index:
             directory: a path or a URL. The shards of a URL are fetched into `cache` and checked when they are read.
 
         Raises:
-            DataError: there is no index (with the command that makes one), it is not valid, or a shard is missing or
-                has another size than the index says.
+            DataError: the index is missing (with the command that creates it) or invalid, or a shard is missing or
+                differs in size.
         """
         if is_url(str(directory)):
             remote = RemoteFolder(str(directory), cache or ShardCache())
@@ -71,7 +71,7 @@ class Index:
 
     @property
     def record(self) -> int | None:
-        """Tokens of a record, where every sequence must be a whole one (an image, a pair); None for running text."""
+        """Tokens of a record (an image, a pair), which every sequence must be; None for running text."""
         record: int | None = self.file.settings.get("record")
         return record
 
@@ -96,8 +96,8 @@ class Index:
             raise ConfigError("data.tokenizer", problem, "Set data.tokenizer to theirs, or prepare the data again")
 
     def require_length(self, sequence_length: int, source_length: int | None = None) -> None:
-        """Raise ConfigError unless sequences of this many tokens are the records that the shards consist of, and
-        `source_length`, of an encoder–decoder, is where in them the target begins.
+        """Raise ConfigError unless the shards' records have this length, and start with `source_length` source tokens
+        if a model's encoder takes so many.
         """
         if self.record not in (None, sequence_length):
             problem = f"{sequence_length} tokens, but each record of the shards in {self.directory} has {self.record}"
@@ -108,9 +108,9 @@ class Index:
             raise ConfigError("model.source.length", problem, f"Set it to {stated}")
 
     def require_room(self, tokenizer: Tokenizer, vocabulary: int, padding_token: int | None) -> None:
-        """Raise ConfigError unless a model with these has room for every token of the shards, and knows the padding.
+        """Raise ConfigError unless the vocabulary covers every token of the shards, and the padding token is theirs.
 
-        Records that are wide enough for the special tokens have them: only padded texts are both.
+        Records contain special tokens if their width fits those: only padded texts do.
         """
         width = max(shard.width for split in self.file.splits.values() for shard in split.shards)
         special = tokenizer.special if self.record is not None else None

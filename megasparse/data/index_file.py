@@ -1,4 +1,4 @@
-"""The entries of index.json, and its parser, which validates everything: the file may come from anyone."""
+"""The entries of index.json, and a parser that validates all of it: the file may come from anyone."""
 
 import json
 import tarfile
@@ -16,7 +16,7 @@ AGAIN = "Prepare the data again with megasparse prepare-data: it rewrites what i
 ANEW = "Delete the folder and prepare the data again with megasparse prepare-data"
 MOST_BYTES = 1 << 29  # of index.json: 50 million samples take less
 MOST_SAMPLES = 1 << 21  # of a shard
-LONGEST_TEXT = 8 * MOST_SAMPLES  # a name or entry, in characters: what the crc32 of that many samples take
+LONGEST_TEXT = 8 * MOST_SAMPLES  # characters of a key or value: the crc32 of that many samples
 
 TAR_HEADER = tarfile.BLOCKSIZE
 """Bytes of the tar header before each sample."""
@@ -61,9 +61,9 @@ class Split(IndexEntry):
     samples: Count
     shards: Annotated[tuple[Shard, ...], Field(min_length=1)]
     raw_bytes: Count | None = None
-    """Bytes of the text that the tokens were made of; None where that is not known."""
+    """Bytes of the text before tokenization; None if unknown."""
     words: Count | None = None
-    """Words of that text, as its corpus counts them; None where it counts none."""
+    """Reference words of that text; None if the corpus defines none."""
 
     @classmethod
     def of(cls, shards: Sequence[Shard], raw_bytes: int | None = None, words: int | None = None) -> "Split":
@@ -80,7 +80,7 @@ class TokenizerEntry(IndexEntry):
 
 
 def public(value: Any) -> Any:
-    """Return a JSON value whose URLs have no secrets: folders of shards are published."""
+    """Return a JSON value with the secrets of URLs removed: folders of shards are published."""
     if isinstance(value, dict):
         return {key: public(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -133,7 +133,7 @@ def parse_content(raw: bytes, path: Path | str, kind: type[File]) -> File:
     try:
         if has_many_values(raw):
             raise ValueError(f"it has more than {MOST_VALUES:,} values")
-        # Refuse what JSON parsers take in different ways, before pydantic's reads it
+        # Reject JSON that parsers interpret differently, before pydantic's parser reads it
         json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant)
         file = kind.model_validate_json(raw)
     except ValidationError as error:
@@ -184,7 +184,7 @@ def _check_counts(path: Path | str, file: IndexFile) -> None:
 
 
 def _shard_problem(shard: Shard, settings: dict[str, Any]) -> str | None:
-    """Return what in a shard's entry contradicts itself or the settings. All samples but the last have one size."""
+    """Return a contradiction within a shard's entry or to the settings; all samples but the last have the same size."""
     size, record = settings["sample_bytes"], settings.get("record")
     before_last = (shard.samples - 1) * size
     if not before_last < shard.data_bytes <= before_last + size or min(size, shard.data_bytes) % shard.width:

@@ -1,8 +1,8 @@
 """The order of sequences: a pure function of (seed, epoch, index), computed when it is asked for.
 
-A sequence is a window of T tokens inside one shard; what is left at the end of a shard is shorter than T and never
-trained on (`unused_tokens`). In each epoch the shards are permuted, taken in groups, and the sequences of each group
-permuted among themselves: a run keeps few shards open, and holds one group's permutation in memory.
+A sequence is a window of T tokens inside one shard; the remaining tokens at the end of a shard are not used
+(`unused_tokens`). In each epoch the shards are permuted and divided into groups, and the sequences of each group are
+permuted: a run keeps few shards open, and one group's permutation in memory.
 """
 
 from collections.abc import Sequence
@@ -10,14 +10,13 @@ from fractions import Fraction
 
 import numpy as np
 
-SHARDS, SEQUENCES, MIXTURE = 0, 1, 2  # what a permutation is for: they must never share their random numbers
+SHARDS, SEQUENCES, MIXTURE = 0, 1, 2  # purposes of permutations, which must not share random numbers
 
 
 def permutation(n: int, seed: int, *key: int) -> np.ndarray:
-    """Return a permutation of range(n), int64 (n,), that depends on nothing but its arguments.
+    """Return a permutation of range(n), int64 (n,), a pure function of its arguments in every version of numpy.
 
-    The ranks of raw Philox words: numpy promises those to stay the same in every version, but not
-    `Generator.permutation`, and a resumed run must find the same order under a newer numpy.
+    It sorts raw Philox words, which numpy keeps stable across versions, unlike `Generator.permutation`.
     """
     words = np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)).random_raw(n)
     return np.argsort(words, kind="stable")
@@ -93,20 +92,19 @@ MIXTURE_BLOCK = 1024
 class Mixture:
     """Deals the global sample numbers 0, 1, 2, ... out to corpora, in proportion to their weights.
 
-    Each corpus gets numbers 0, 1, 2, ... of its own, each once and in order.
+    Each corpus receives its sample numbers 0, 1, 2, ... once and in order.
     """
 
     def __init__(self, weights: Sequence[float], seed: int):
         exact = [Fraction(weight) for weight in weights]
-        self._shares = [weight / sum(exact[i:]) for i, weight in enumerate(exact)]  # of what those before leave over
+        self._shares = [weight / sum(exact[i:]) for i, weight in enumerate(exact)]  # of the remainder
         self._seed = seed
         self._block: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def counts(self, blocks: int) -> list[int]:
         """Return the number of sequences of each corpus in the first `blocks` blocks.
 
-        Each in turn takes its share, rounded, of what is left over. So, unlike with parts of the whole that are rounded
-        each by itself, the sum is exact, and no count ever falls.
+        Each in turn takes its rounded share of the remainder, so that the sum is exact and no count ever falls.
         """
         remaining, counts = blocks * MIXTURE_BLOCK, []
         for share in self._shares:

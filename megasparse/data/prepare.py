@@ -2,11 +2,10 @@
 
     documents -> pieces (corpora/) -> tokens (workers.py) -> samples -> shards
 
-A shard appears under its name only when it is whole, index.json after the last of them. `.progress.json` lists the
-shards finished so far and the place where each ended: run again, the preparation verifies and keeps those, and goes on
-behind them; the others come out the same byte for byte, whatever the number of workers. A folder that was begun from
-another source, tokenizer or other settings is refused. Finished shards stay when a worker is killed or a source
-vanishes; those made of a source that changed while it was read, or that fills no split, are deleted.
+A shard appears under its name when it is complete, index.json after the last shard. `.progress.json` lists the finished
+shards and the position at which each ended: the next run verifies them and resumes behind them. Shards do not depend on
+the number of workers. Another source, tokenizer or setting than the folder's is an error. Finished shards stay if a
+worker is killed or a source vanishes; they are deleted if the source changed while it was read, or fills no split.
 """
 
 import zlib
@@ -115,11 +114,11 @@ def _encode(
 
 
 class PartialIndex(IndexFile):
-    """The index of what is finished so far: there may be no split yet."""
+    """The index of the finished shards; splits may be missing."""
 
     splits: dict[str, Split] = Field(default={})
     ends: dict[str, StreamPosition] = Field(default={})
-    """Position behind each shard, by file name: where the next one begins."""
+    """Position behind each shard, by file name."""
 
 
 def prepare(
@@ -133,11 +132,15 @@ def prepare(
     command: str,
     workers: int = 1,
 ) -> bool:
-    """Write the shards and index.json of `corpus` to `output`. Return False if they were all there already.
+    """Write the shards and index.json of `corpus` to `output`. Return False if all exist already.
 
-    `options` are the corpus' own. A sample has `sample_bytes` bytes, less what does not make a whole token or record;
-    the last of a split what is left. A shard has as many samples as fit `shard_bytes`. Raises DataError when the source
-    does not fit the corpus, the folder belongs to another source, or the disk is full.
+    Args:
+        options: options of the corpus.
+        sample_bytes: bytes of a sample, rounded down to whole tokens or records; the last of a split may be shorter.
+        shard_bytes: bytes of the samples of a shard, at most.
+
+    Raises:
+        DataError: the source does not fit the corpus, the folder belongs to another source, or the disk is full.
     """
     settings = {"sample_bytes": sample_bytes, "shard_bytes": shard_bytes, **options}
     about = CORPORA[corpus].about(source, settings)
@@ -277,9 +280,9 @@ def _write_shard(path: Path, samples: Iterable[tuple[int, bytes]], width: Litera
 
 
 def _finished(plan: PartialIndex, output: Path) -> tuple[dict[str, Shard], dict[str, StreamPosition]]:
-    """Return the shards that an earlier run finished, and the positions where they end if known, by file name.
+    """Return the shards that an earlier run finished, and the positions of their ends if known, by file name.
 
-    Raises DataError if they are of something else.
+    Raises DataError if they have another source or other settings.
     """
     for name, kind in ((INDEX_FILE, IndexFile), (PROGRESS_FILE, PartialIndex)):
         if (output / name).exists():
@@ -301,7 +304,7 @@ def _refuse_another(plan: IndexFile, earlier: IndexFile, output: Path) -> None:
         return {"corpus": file.corpus, **tokenizer, **source, **file.settings}
 
     old, new = identity(earlier), identity(plan)
-    missing = {"record"} - old.keys()  # from folders of earlier versions; what it follows from is compared
+    missing = {"record"} - old.keys()  # in folders of earlier versions; the settings that determine it are compared
     differing = [key for key in {**old, **new} if key not in missing and old.get(key) != new.get(key)]
     if differing:
         changes = ", ".join(one_line(f"{key} {old.get(key)} (now {new.get(key)})") for key in differing[:9])

@@ -1,4 +1,4 @@
-"""Tokens of shards by position, without unpacking: the place of each sample in its tar file follows from the index.
+"""Read tokens of shards by position, without unpacking: the index gives the offset of each sample in its tar file.
 
 A shard is verified against its size and sha256 before its first token is used, and again when the file changes. A
 missing or damaged shard is an error that names it.
@@ -28,7 +28,7 @@ _verified: dict[tuple[str, str], Signature] = {}
 
 
 def check_size(path: Path, shard: Shard, file: Path | int) -> None:
-    """Raise DataError unless `file` (the shard at `path`, or its descriptor) has the size that the index states."""
+    """Raise DataError unless the size of `file` (the shard at `path`, or its descriptor) equals the index's."""
     try:
         size = os.stat(file).st_size
     except OSError as error:
@@ -38,9 +38,9 @@ def check_size(path: Path, shard: Shard, file: Path | int) -> None:
 
 
 def verify_shard(path: Path, shard: Shard, file: Path | int, sample_bytes: int) -> None:
-    """Raise DataError unless the file has the size and sha256 of the index.
+    """Raise DataError unless size and sha256 equal those in the index.
 
-    The message names the first damaged sample where the index has crc32 of the samples.
+    The message names the first damaged sample if the index contains crc32 checksums.
     """
     check_size(path, shard, file)
     try:

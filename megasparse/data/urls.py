@@ -31,7 +31,7 @@ from megasparse.data.reader import ShardFile
 from megasparse.errors import ConfigError, DataError, UserError, one_line, without_secrets
 from megasparse.files import LOCK_FILE, FileLock, Progress, open_file, open_regular, silent
 
-STALL_SECONDS = 30.0  # without a byte for so long, a connection counts as broken
+STALL_SECONDS = 30.0  # without data before a connection is considered broken
 ATTEMPTS = 8
 LONGEST_PAUSE = 30.0  # between two attempts: 1, 2, 4, ... seconds
 POLL_SECONDS = 0.1
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class StoreError(Exception):
-    """Failed request to a store. refused: True if the same request would fail again."""
+    """Failed request to a store. refused: True if repeating it is useless."""
 
     def __init__(self, reason: str, refused: bool = False):
         super().__init__(one_line(without_secrets(reason)))
@@ -63,7 +63,7 @@ class WrongContent(StoreError):
 
 
 class FetchError(DataError):
-    """Failure of all attempts. refused: True if a further attempt would fail too."""
+    """Failure of all attempts. refused: True if repeating them is useless."""
 
     def __init__(self, url: str, doing: str, error: StoreError, number: int):
         hint = "Start again when that is repaired"
@@ -147,7 +147,7 @@ def open_url(url: str) -> Any:
 
 
 def fetch(url: str, out: IO[bytes], progress: Progress, size: int, sha256: str = "", attempts: int = ATTEMPTS) -> None:
-    """Replace the content of `out` by that of a URL, of `size` bytes; without a sha256, of at most so many.
+    """Replace the content of `out` by a URL's, of `size` bytes (at most, if sha256 is empty).
 
     Raises FetchError; OSError if `out` cannot be written.
     """
@@ -212,7 +212,7 @@ class ShardCache:
         """Return a whole, verified shard, fetched if needed. It is safe from deletion until it is closed.
 
         Raises:
-            ConfigError: the limit has no room for it next to the files in use.
+            ConfigError: the limit is too small for it and the files in use.
             DataError: it cannot be fetched, or the folder cannot be used.
         """
         path = self.path(shard)
@@ -261,7 +261,7 @@ class ShardCache:
             with suppress(FileNotFoundError):  # a damaged one, which its reader has just deleted
                 status = path.stat(follow_symlinks=False)
                 if path.suffix == ".partial" and ENTRY.fullmatch(path.name):
-                    path.unlink()  # of a process that has ended: this one has the lock
+                    path.unlink()  # of a process that has ended, as this one holds the lock
                 elif ENTRY.fullmatch(path.name):
                     entries.append((max(status.st_atime_ns, status.st_mtime_ns), path, status.st_size))
                     room -= status.st_size
@@ -287,7 +287,7 @@ class ShardCache:
             size = 0
             with suppress(FileNotFoundError):
                 size = sum(path.stat().st_size for path in self.folder.glob("*.partial"))
-            if size != reported:  # a wait in which nothing comes is no progress
+            if size != reported:  # report progress only if data arrives
                 reported = size
                 progress(doing)
             time.sleep(POLL_SECONDS)
@@ -321,7 +321,7 @@ class _Closed(Exception):
 
 
 class FetchAhead:
-    """A thread that fetches the shards which will be needed next. Its failures are left to who needs the shard."""
+    """A thread that fetches the next shards. It ignores failures: the reader of the shard fetches it again."""
 
     def __init__(self, folder: RemoteFolder):
         self._folder, self._closing = folder, threading.Event()
@@ -329,7 +329,7 @@ class FetchAhead:
         threading.Thread(target=self._run, name="shards", daemon=True).start()
 
     def want(self, shards: list[Shard]) -> None:
-        """Fetch these next, in this order, instead of those of the call before."""
+        """Fetch these next, in this order, instead of the ones requested before."""
         self._queue.put(shards)
 
     def close(self) -> None:

@@ -21,8 +21,8 @@ Result = TypeVar("Result")
 class Workers(Generic[Result]):
     """`work` in `count` processes, which start with the first piece and end with the block; 1 is this process.
 
-    In memory are 2 tasks a worker, of about 1 MiB and at most `task_pieces` each. Raises what the work raises, at the
-    piece's turn, and ConfigError naming --workers when a process was killed.
+    Two tasks per worker are in memory, of about 1 MiB and at most `task_pieces` each. Raises the exceptions of `work`
+    in order, and ConfigError naming --workers if a process was killed.
     """
 
     def __init__(self, work: Callable[[bytes], Result], count: int, task_pieces: int = BATCH_PIECES):
@@ -57,7 +57,7 @@ class Workers(Generic[Result]):
             resource_tracker.ensure_running()  # its own start would undo the mask below
             spawn = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(self._count, spawn, _start, (self._work,))
-        # A process is started here, and inherits the mask: Ctrl-C is ours to deal with, not theirs.
+        # Starts a process, which inherits the mask: only this process handles Ctrl-C
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return self._pool.submit(_results, batch)
@@ -66,7 +66,7 @@ class Workers(Generic[Result]):
 
 
 def grouped(pieces: Iterable[bytes], most_bytes: int, most_pieces: int | None = None) -> Iterator[list[bytes]]:
-    """Consecutive pieces in groups of at most so many bytes, unless one piece is larger, and so many pieces."""
+    """Yield consecutive pieces in groups of at most so many bytes (unless a piece is larger) and so many pieces."""
     group: list[bytes] = []
     size = 0
     for piece in pieces:
@@ -80,7 +80,7 @@ def grouped(pieces: Iterable[bytes], most_bytes: int, most_pieces: int | None = 
 
 
 def _start(work: Callable[[bytes], Any]) -> None:
-    """Initialise a worker: keep its work, and end when the preparation does, however that ends."""
+    """Initialise a worker, which ends when its parent process does."""
     global _work
     _work = work
     parent = multiprocessing.parent_process()

@@ -1,4 +1,4 @@
-"""The base class of corpora, and what they share: options, splits by percent, pieces of text."""
+"""The base class of corpora: options, splits by percent, pieces of text."""
 
 import argparse
 import re
@@ -17,7 +17,7 @@ from megasparse.errors import ConfigError, DataError, positive
 
 NAMES = ("train", "validation", "test")
 SPLIT_NAMES = {**{name: name for name in NAMES}, "valid": "validation", "val": "validation", "dev": "validation"}
-"""Name of a folder or file -> the split that it stands for."""
+"""Maps names of folders and files to splits."""
 SPLIT = "90,5,5"
 UNCHANGED = "Leave it alone and run the command again"
 
@@ -27,9 +27,8 @@ HELD_OUT_BYTES = 1_000_000
 CorpusSettings = Mapping[str, Any]
 """`sample_bytes`, `shard_bytes` and the corpus' own options, `tokenizer` among them."""
 CorpusSplits = Iterable[tuple[str, Iterable[Document]]]
-"""(split name, its documents) in the order of the source. A document is an iterable of pieces: bytes of up to about
-1 MiB that the encoder takes. Documents of a split and pieces of a document are used up in turn before the next is asked
-for, so that only one piece is in memory."""
+"""(split, documents) in the order of the source. A document is an iterable of pieces: bytes of up to 1 MiB for the
+encoder. Consume them in order: only one piece is in memory."""
 
 
 Options = dict[str, dict[str, Any]]
@@ -42,11 +41,11 @@ def option(name: str, **settings: Any) -> Options:
 
 
 def split_option(shares: str, default: str | None = None) -> Options:
-    """Return the option --split. shares: what it is percent of."""
+    """Return the option --split. shares: the unit of the percentages, for its help."""
     return option("--split", default=default, metavar="TRAIN,VALIDATION,TEST", help=f"percent {shares}")
 
 
-MEMBER_HELP = "which file of a zip archive, where it has several; docs/*.txt: all that match, by path"
+MEMBER_HELP = "file of a zip archive that contains several; a pattern such as docs/*.txt selects all that match"
 SAMPLE_HELP = "bytes in a sample, rounded down to whole tokens and records (default: %(default)s)"
 FILE_HELP = "bytes, or a tokenizer's file: *.model, *.json, *.txt (default: %(default)s)"
 SOURCE = option("--source", nargs="+", required=True, metavar="PATH_OR_URL", help="what to read, in this order")
@@ -69,7 +68,7 @@ class Corpus(ABC):
     KIND: ClassVar[Kind] = "stream"
     """How files are read: see `Source.open`."""
     OPTIONS: ClassVar[Options] = SOURCE | MEMBER | SAMPLE
-    """Options of the command, those of a source among them if it reads one."""
+    """Options of the command."""
     SENTENCE_PAIRS: ClassVar[bool] = False
     """True if records are pairs of segments, so that a model can learn their order."""
 
@@ -85,9 +84,8 @@ class Corpus(ABC):
         return Source.open(locations, member, downloads, self.KIND)
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return what index.json says of the source besides its size and sha256.
-
-        It is called before anything is written: the place to refuse a source that is damaged or unfit.
+        """Return further entries of index.json on the source. Called before anything is written: raise DataError here
+        for a damaged or unsuitable source.
         """
         return {}
 
@@ -97,18 +95,16 @@ class Corpus(ABC):
 
     @abstractmethod
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
-        """Return the splits: a pure function of the source's content and the settings, so that an interrupted
-        preparation can resume by counting.
-        """
+        """Return the splits, a pure function of the source's content and the settings: resuming counts documents."""
 
 
 class TextCorpus(Corpus):
     """A corpus of running text or of documents, with any tokenizer."""
 
     DOCUMENTS: ClassVar[bool] = False
-    """The tokenizer's separator is put after each document."""
+    """Append the tokenizer's separator to each document."""
     LINE_ENDS: ClassVar[bool] = False
-    """The end of a line counts as a reference word."""
+    """Count the end of a line as a reference word."""
     OPTIONS = Corpus.OPTIONS | TOKENIZER
 
     def encoder(self, settings: CorpusSettings) -> TextEncoder:
@@ -121,7 +117,7 @@ def as_bytes(settings: CorpusSettings) -> bool:
 
 
 def require_full(source: Source, counts: Mapping[str, int], amount: str) -> None:
-    """Raise DataError naming a split that gets nothing. amount: of what the source has so little."""
+    """Raise DataError naming an empty split. amount: size of the source, for the message."""
     if empty := [name for name, count in counts.items() if not count]:
         problem = f"{amount} are too few to give {empty[0]} any"
         raise DataError(source.name, problem, "Give more, or another --split, such as 100,0,0")
@@ -148,7 +144,7 @@ def split_sizes(split: str, total: int) -> dict[str, int]:
 
 
 def split_at(byte: int, sizes: Mapping[str, int]) -> str:
-    """Return the split that a byte of the source lies in."""
+    """Return the split that contains a byte of the source."""
     stop = 0
     for name, size in sizes.items():
         stop += size
@@ -188,9 +184,9 @@ class ByteStream:
 def cut(
     pieces: Iterable[bytes], sizes: Mapping[str, int], whole_characters: bool = False
 ) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """Cut a stream into (name, stream of `size` bytes), in turn; each is used up before the next is asked for.
+    """Cut a stream into (name, stream of `size` bytes), to be consumed in order.
 
-    whole_characters: a border inside a UTF-8 character moves to its end.
+    whole_characters: move a border inside a UTF-8 character to its end.
     """
     stream, stop = ByteStream(pieces), 0
 
@@ -203,7 +199,7 @@ def cut(
     for name, size in sizes.items():
         stop += size
         yield name, take(stop)
-    while stream.read(PIECE):  # to its end, where a source that changed meanwhile is found out
+    while stream.read(PIECE):  # to its end, which detects a source that changed meanwhile
         pass
 
 
@@ -211,11 +207,8 @@ LINE = re.compile(rb"\S[^\n]*")
 
 
 def lines(pieces: Iterable[bytes], longest: int) -> Iterator[tuple[int, bytes | None]]:
-    """Yield (number from 1 on, line without its end and the white space before it) of each line that is not blank, and
-    at the end (number of the last line, what it has).
-
-    Of a line of more than `longest` bytes nothing is kept: it is None. Blank lines take a nanosecond a byte, so that a
-    file that unfolds to nothing else is read at once.
+    """Yield (number from 1 on, line without its end and leading white space) of each line that is not blank, and
+    of the last line in any case. A line of more than `longest` bytes is None. Blank lines take 1 ns per byte.
     """
     number, parts, size = 1, list[bytes](), 0
     for piece in pieces:
@@ -238,9 +231,9 @@ def lines(pieces: Iterable[bytes], longest: int) -> Iterator[tuple[int, bytes | 
 
 
 def text_pieces(stream: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the same bytes in pieces of up to 1 MiB that depend on nothing but them.
+    """Yield the same bytes in pieces of up to 1 MiB that do not depend on the pieces of `stream`.
 
-    A piece ends with a line; in longer lines before white space, and without any before a character.
+    A piece ends after a line; within longer lines before white space, otherwise before a character.
     """
     source, rest = ByteStream(stream), b""
     while piece := rest + source.read(PIECE - len(rest)):
@@ -260,21 +253,21 @@ def _border(text: bytes) -> int:
 
 
 class LineSample:
-    """Sample of at most `size` bytes of a source of UTF-8, as whole lines spread evenly over it; a pure function of it.
+    """Sample of at most `size` bytes of a source in UTF-8: whole lines, evenly distributed; a pure function of it.
 
-    Every hundredth line is not among them but held out, up to `HELD_OUT_BYTES`; a source of fewer lines holds nothing
-    out. Memory: a piece of up to 1 MiB, and what is held out. Raises DataError for what is not UTF-8.
+    Every hundredth line is held out instead, up to `HELD_OUT_BYTES` bytes. Memory: a piece of up to 1 MiB, and the
+    lines held out. Raises DataError for bytes that are not UTF-8.
     """
 
     def __init__(self, source: Source, size: int):
         source.require_text()
         self._source, self._size = source, size
         self.held_out = b""
-        """Bytes of the lines held out; known once `lines` or `all` is through."""
+        """Bytes of the lines held out, after `lines` or `all` has ended."""
         self.is_held_out = False
 
     def lines(self) -> Iterator[str]:
-        """Lines without their ends; those of over `LONGEST` characters come in parts."""
+        """Yield lines without their ends; lines of over `LONGEST` characters in parts."""
         held_out, first = bytearray(), bytearray()
         read = sampled = 0
         all_lines = (line for piece in self._pieces() for line in segments(piece.decode()))
@@ -292,7 +285,7 @@ class LineSample:
         self.held_out, self.is_held_out = bytes(held_out or first), bool(held_out)
 
     def all(self) -> Iterator[bytes]:
-        """Yield everything, with nothing held out: pieces that end with a line, or with a file."""
+        """Yield the whole source, without holding out lines, in pieces that end after a line or a file."""
         self.held_out = last = b""
         for piece in self._pieces():
             self.held_out = self.held_out or piece[:HELD_OUT_BYTES]

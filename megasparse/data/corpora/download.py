@@ -1,6 +1,6 @@
-"""Files from an http(s) URL or an object store, downloaded once: an interrupted download resumes where it stopped.
+"""Download files from http(s) URLs and object stores once; an interrupted download resumes.
 
-One process at a time downloads into a folder. No file and no message contains the query of a URL.
+One process at a time downloads into a folder. Files and messages never contain the query of a URL.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from megasparse.files import file_sha256, locked, open_file, read_file, sync_fol
 
 PIECE = 1 << 20
 TIMEOUT_SECONDS = 60
-LEAST_BYTES = 60_000  # that must come in each such time: a server that drips would hold us up for ever
+LEAST_BYTES = 60_000  # required in each such time, as a server may send a byte at a time
 LARGEST_RECORD = 1 << 16  # bytes
 WHEELS = Path("data/.download")
 AT_ONCE = 8  # objects of a store
@@ -40,15 +40,14 @@ PINNED = re.compile(r"hf://(datasets/|spaces/)?[^/@]+/[^/@]+@[0-9a-f]{40}(/|\Z)"
 def download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[tuple[Path, str]]:
     """Return (local copy, name) of each file of a URL: a file; in an object store, a folder too, or a pattern.
 
-    suffixes: of a folder, only files whose names end so. Raises ConfigError for a HuggingFace URL without a revision:
-    what is read must stay the same; DataError for an invalid URL, and if another process is downloading here; what
-    `download` raises.
+    suffixes: restrict the files of folders to these. Raises ConfigError for a HuggingFace URL without a revision;
+    DataError as `download` does, for an invalid URL, and if another process is downloading into the folder.
     """
     if location.startswith("hf://") and not PINNED.match(location):
         problem = f"{location} names no revision, so that it may be another tomorrow"
         hint = "Write hf://datasets/OWNER/NAME@REVISION/..., with the 40 digits of a commit"
         raise ConfigError("--source", problem, hint)
-    check_url(location.partition("?")[0])  # a presigned one has a query
+    check_url(location.partition("?")[0])  # presigned URLs contain a query
     try:
         with locked(folder, "downloading"):
             return _download_all(location, folder, suffixes)
@@ -84,11 +83,10 @@ def _download_all(location: str, folder: Path, suffixes: Sequence[str]) -> list[
 
 
 def download(url: str, folder: Path) -> Path:
-    """Return the local copy of `url` in `folder`, downloaded unless it is there already.
+    """Return the local copy of `url` in `folder`, downloaded if it does not exist.
 
-    NAME.json records the URL without its query and the sha256 of the copy. Raises DataError if the server refuses, the
-    connection ends early or hardly gets on (the next call resumes there), the disk has no room for what the server
-    announces, the copy was altered since, or its record is damaged.
+    NAME.json records the URL without its query and the sha256 of the copy. Raises DataError for an error of the server,
+    a connection that breaks or is too slow (the next call resumes), a full disk, an altered copy, a damaged record.
     """
     name = unquote(urlsplit(url).path).rsplit("/", 1)[-1]
     name = f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{re.sub(r'[^A-Za-z0-9._-]', '_', name)[-120:]}"
@@ -120,7 +118,7 @@ def download(url: str, folder: Path) -> Path:
 
 
 def _fetch(url: str, copy: Path, validator: Path) -> None:
-    """Append to `copy` what it lacks, or start over if the server's file may be another one by now."""
+    """Complete `copy`, or download all of it again if the server's file may have changed."""
     have = copy.stat().st_size if copy.exists() and validator.exists() else 0
     with closing(_open(url, have, read_file(validator, LARGEST_RECORD).decode() if have else "")) as body:
         have, total = body.start, body.size
@@ -130,7 +128,7 @@ def _fetch(url: str, copy: Path, validator: Path) -> None:
         if total - have > (free := shutil.disk_usage(copy.parent).free):
             raise OSError(f"the server announces {total - have:,} bytes more, the disk has {free:,} free")
         with open_file(copy, "ab") as file:
-            validator.unlink(missing_ok=True)  # what it notes is always of what is in the file
+            validator.unlink(missing_ok=True)  # it always describes the content of the file
             file.truncate(have)
             if body.tag:
                 write_file(validator, body.tag)
@@ -175,7 +173,7 @@ def _open(url: str, start: int, tag: str) -> Download:
         answer = urllib.request.build_opener(_Redirects()).open(request, timeout=urls.STALL_SECONDS)
     except urllib.error.HTTPError as error:
         error.close()
-        if error.code == 416 and start:  # the file is shorter than what came of it before
+        if error.code == 416 and start:  # the file is shorter than the part downloaded before
             return _open(url, 0, "")
         raise OSError(f"the server answers {error.code} ({error.reason})") from None
     tag = answer.headers.get("ETag", "")
@@ -193,14 +191,14 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
         if urlsplit(newurl).scheme not in ("https", req.type):
             raise urllib.error.HTTPError(req.full_url, code, f"it redirects to {newurl[:6]}", headers, fp)
-        fp.close()  # urllib would read what comes with the redirect to its end
+        fp.close()  # urllib would read the body of the redirect
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 def fetch_wheel(requirement: str, name: str, sha256: str, options: Sequence[str] = ()) -> Path:
-    """Return the path of the wheel `name` in WHEELS, downloaded if needed. options: further ones of `pip download`.
+    """Return the path of the wheel `name` in WHEELS, downloaded if needed. options: for `pip download`.
 
-    Raises DataError if it cannot be had, or its content is another.
+    Raises DataError if the download fails, or the sha256 differs.
     """
     path = WHEELS / name
     if not path.exists():

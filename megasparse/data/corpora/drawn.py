@@ -1,4 +1,4 @@
-"""Corpora whose sequences are drawn here: a sequence is a sample and a record, and there is no source."""
+"""Synthetic corpora, without a source; a sequence is a sample and a record."""
 
 import argparse
 from abc import abstractmethod
@@ -13,7 +13,7 @@ from megasparse.data.encoders import RecordEncoder
 from megasparse.errors import ConfigError
 
 Draw = Callable[[np.random.Philox], bytes]
-"""Makes a sequence of raw words, which numpy promises to stay the same in every version."""
+"""Draws a sequence from raw Philox words, which numpy keeps stable across versions."""
 
 
 class DrawnCorpus(Corpus):
@@ -43,7 +43,7 @@ class DrawnCorpus(Corpus):
 
     @abstractmethod
     def draw(self, settings: CorpusSettings) -> Draw:
-        """Return what draws a sequence of `sample_bytes` bytes. Raises ConfigError for impossible settings."""
+        """Return a function that draws a sequence of `sample_bytes` bytes. Raises ConfigError for bad settings."""
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
         draw, sequences, seed = self.draw(settings), settings["sequences"], settings["seed"]
@@ -62,8 +62,7 @@ class DrawnCorpus(Corpus):
 class Duplication(DrawnCorpus):
     """The duplication task (Kitaev, Kaiser and Levskaya 2020, section 2.1): sequences 0w0w, w of random symbols.
 
-    Only the second half can be predicted, and only by what attention finds in the first: `model.score_from` = length/2
-    scores only that half.
+    Only the second half can be predicted, by attention to the first: `model.score_from` = length/2 scores that half.
     """
 
     HELP = "sequences 0w0w of random symbols, made here"

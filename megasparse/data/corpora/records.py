@@ -1,8 +1,8 @@
 """Texts in records of files (objects of JSON lines, rows of tables): each record is a document.
 
-All files are read once before anything is written, each by one of the worker processes: which texts are fit, their
-lengths and, to leave out exact copies, a digest of 128 bits each. In memory are 8 bytes a text, and 16 more for its
-digest. A text belongs to the split that its first byte lies in, of those that are kept, or to its file's own split.
+All files are read once before anything is written, each by a worker process, for the lengths of the texts that are
+taken and, with --deduplicate, digests of 128 bits: 8 and 16 bytes of memory per text. A text belongs to the split that
+contains its first byte, or to the split of its file.
 """
 
 import hashlib
@@ -39,10 +39,10 @@ from megasparse.errors import ConfigError, DataError, SourceError, positive
 from megasparse.files import write_file
 
 MOST_DAMAGED = 0.01
-"""Part of the records that may be damaged: with more, the source is not what it was taken for."""
+"""Largest share of damaged records of a source."""
 COPY = "copy of an earlier one"
 DIGEST_BYTES = 16
-LENGTH_BYTES = 8  # before each text, where a source's digest is taken: texts that are cut otherwise are others
+LENGTH_BYTES = 8  # before each text in a source's digest, so that texts cut otherwise have another
 
 
 class Unfit(NamedTuple):
@@ -50,7 +50,7 @@ class Unfit(NamedTuple):
 
     reason: str
     damaged: bool = False
-    """It is not what a record should be; otherwise nobody wants it."""
+    """The record is invalid; otherwise it is excluded by an option."""
 
 
 Records = Iterator[tuple[int, bytes | Unfit]]
@@ -72,7 +72,7 @@ class RecordReader:
     least: int
     most: float
     zeros: bool
-    """Texts may have the byte 0."""
+    """Accept the byte 0 in texts."""
     copies: bool
     """Take digests, by which copies are found."""
 
@@ -152,9 +152,9 @@ class RecordSource(Source):
     ) -> "RecordSource":
         """Read all files, in `workers` processes, and choose the texts that the corpus' settings ask for.
 
-        file_splits: split of each file, if the source has its own. Raises ConfigError for settings that no text fits,
-        and for a bad --split; DataError if a file cannot be read, if more records are
-        damaged than MOST_DAMAGED, or if no text is left.
+        file_splits: split of each file, if files belong to splits. Raises ConfigError for contradictory settings and an
+        invalid --split; DataError for an unreadable file, more damaged records than MOST_DAMAGED, and if no text is
+        left.
         """
         least, most = settings.get("min_bytes") or 1, settings.get("max_bytes") or float("inf")
         if least > most:

@@ -27,8 +27,8 @@ from megasparse.files import open_file
 
 PIECE = 1 << 20
 BOMB_BYTES, BOMB_RATIO, MEMORY_RATIO = 1 << 26, 200, 20
-"""Unpacked to more bytes, and more times its size on disk, than this, a file is no text (that packs 3 to 20 times); the
-second ratio is of what is decompressed in memory as a whole.
+"""Largest unpacked bytes, and ratio to the packed ones, of a file (text packs 3 to 20 times); the second ratio is for
+content that is decompressed in memory as a whole.
 """
 MOST_MEMBERS, MOST_DIRECTORY = 1 << 16, 1 << 23
 """Files of a zip archive, and bytes of its directory, which zipfile reads whole."""
@@ -55,7 +55,10 @@ def open_zstd(stream: IO[bytes]) -> Any:
 
 Opener = Callable[[IO[bytes]], IO[bytes]]
 DECOMPRESS = cast(dict[str, Opener], {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zstd})
-UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
+UNREADABLE = (
+    *(OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError),
+    UnicodeDecodeError,
+)
 """Exceptions for a file that is missing, damaged, encrypted, or compressed in an unknown way."""
 INTACT = "Check that it is complete and of the kind its name says"
 SIGNATURES = {
@@ -65,7 +68,7 @@ SIGNATURES = {
     "a Parquet file": (0, b"PAR1"), "an Arrow file": (0, b"ARROW1"),
     "text in UTF-16": (0, b"\xff\xfe"), "text in UTF-16, big endian": (0, b"\xfe\xff"),
 }  # fmt: skip
-"""Offset and bytes by which a file is recognised that would pass for text."""
+"""Offset and bytes of the signatures of files that are not plain text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +79,22 @@ class Part:
     """Path on disk of the file, or of the archive."""
     member: str | None
     name: str
-    """Path below its location, with slashes: `train/1.txt`. A file that was named itself has its own name."""
+    """Path below its location, with slashes: `train/1.txt`; the name of a file that is the location."""
     raw: bool
-    """Read as it is: neither decompressed nor opened as an archive."""
+    """Neither decompressed nor opened as an archive."""
     size: int = 0
     """Bytes of its content, as `pieces` yields it."""
     crc32: int = 0
     not_utf8: int | None = None
-    """Offset of the first byte that is no UTF-8; None where all are, and where `raw`."""
+    """Offset of the first byte that is not UTF-8; None if all are, or if `raw`."""
     zero: int | None = None
-    """Offset of the first byte 0; None where there is none, and where `raw`."""
+    """Offset of the first byte 0; None without such a byte, or if `raw`."""
 
     def __str__(self) -> str:
         return os.fspath(self.path) if self.member is None else f"{os.fspath(self.path)}: {self.member}"
 
     def pieces(self) -> Iterator[bytes]:
-        """Its content, up to 1 MiB at a time. Raises DataError when it is not what `Source.open` read."""
+        """Yield the content, up to 1 MiB at a time. Raises DataError if it changed since `Source.open`."""
         crc32 = 0
         for piece in read(self):
             crc32 = zlib.crc32(piece, crc32)
@@ -102,21 +105,21 @@ class Part:
 
 @dataclass(frozen=True)
 class Source:
-    """The files of a corpus, and what identifies them. A synthetic corpus has none."""
+    """The files of a corpus, and their digests. A synthetic corpus has no files."""
 
     locations: tuple[str, ...]
     """Paths and URLs as the user named them."""
     member: str | None
     parts: tuple[Part, ...]
-    """Files, or members, that are not empty; those of a folder in the order of their paths."""
+    """Files and members that are not empty; the files of a folder in the order of their paths."""
     total_bytes: int
     sha256: str
     """Digest of all content, one file after another."""
     md5: str = ""
     empty: tuple[str, ...] = ()
-    """Names of files that are empty, and were left out."""
+    """Names of empty files, which are left out."""
     layout: str | None = None
-    """The sha256 over names and sizes of the parts, if files are kept apart."""
+    """The sha256 over names and sizes of the parts; None if the files are one stream."""
 
     @classmethod
     def open(
@@ -129,11 +132,10 @@ class Source:
     ) -> "Source":
         """Find (or download into `downloads`) every file, and read all of it once to know its size and digests.
 
-        kind: "stream", one stream of bytes, archives of several files are refused without `member`; "files", kept
-        apart, all members of archives among them; "raw", files as they are. parts: those of `find_parts` to read, all
-        by default. Raises DataError naming the file that cannot be read, or the source that is empty.
+        kind: "stream", one stream of bytes (an archive of several files requires `member`); "files", separate files and
+        members of archives; "raw", files without decompression. parts: use these of `find_parts`. Raises DataError for
+        an unreadable file and an empty source.
         """
-        parts = find_parts(locations, member, downloads, kind) if parts is None else parts
         sha256, md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
         with tqdm(desc="reading the source", unit="B", unit_scale=True, disable=None) as bar:
 
@@ -142,7 +144,7 @@ class Source:
                 md5.update(piece)
                 bar.update(len(piece))
 
-            parts = [_examine(part, see) for part in parts]
+            parts = [_examine(part, see) for part in parts or find_parts(locations, member, downloads, kind)]
         full = tuple(part for part in parts if part.size)
         empty = tuple(str(part) for part in parts if not part.size)
         if full:
@@ -166,11 +168,11 @@ class Source:
         return " ".join(self.locations)
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield all bytes, up to 1 MiB at a time. Raises DataError if they are not those that `open` read."""
+        """Yield all bytes, up to 1 MiB at a time. Raises DataError if they changed since `open`."""
         return chain.from_iterable(part.pieces() for part in self.parts)
 
     def require_text(self, zeros: bool = True) -> None:
-        """Raise DataError naming file and byte offset unless all of it is UTF-8, and without byte 0 if not `zeros`."""
+        """Raise DataError naming file and offset unless all is UTF-8, and without byte 0 if not `zeros`."""
         for part in self.parts:
             if part.not_utf8 is not None:
                 hint = "Convert it to UTF-8; as one stream of bytes the corpus `text` takes it as it is"
@@ -183,9 +185,9 @@ class Source:
 def find_parts(
     locations: Sequence[str], member: str | None, downloads: Path, kind: Kind, suffixes: Sequence[str] = ()
 ) -> list[Part]:
-    """Return every file of a source, downloaded into `downloads` if it is a URL, not yet read.
+    """Return every file of a source, unread; a URL is downloaded into `downloads`.
 
-    kind: as in `Source.open`. suffixes: of a folder, only files whose names end so.
+    kind: as in `Source.open`. suffixes: restrict the files of folders to these.
     """
     return [
         part
@@ -196,7 +198,7 @@ def find_parts(
 
 
 def _files(location: str, downloads: Path, suffixes: tuple[str, ...]) -> list[tuple[Path, str]]:
-    """Return (path, name below the location) of what a location stands for, in a folder sorted without hidden files."""
+    """Return (path, name below the location) of a location's files, sorted, without hidden ones."""
     if is_url(location):
         return download_all(location, downloads, suffixes)
     path = Path(location)
@@ -223,14 +225,14 @@ def is_hidden(name: str, marks: str | tuple[str, ...] = ".") -> bool:
 
 
 def report_left_out(location: str, count: int, left_out: Sequence[str], reason: str) -> None:
-    """Print how many files of a source are read, and which are not, if there are any."""
+    """Print the number of files that are read, and the files left out, if any."""
     if left_out:
         some = ", ".join(map(one_line, left_out[:3])) + (", …" if len(left_out) > 3 else "")
         report_line(location, f"{count:,} files are read, {len(left_out):,} left out ({some}): {reason}")
 
 
 def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Part]:
-    """Yield the file itself, or of a zip archive what it holds."""
+    """Yield the file, or the members of a zip archive."""
     if kind == "raw" or not _is_archive(file):
         if member is not None:
             raise ConfigError("--member", f"{os.fspath(file)} is not a zip archive", "Leave --member out")
@@ -251,7 +253,7 @@ def _parts(file: Path, name: str, member: str | None, kind: Kind) -> Iterator[Pa
 
 
 def _is_archive(file: Path) -> bool:
-    """Raise DataError for a zip archive whose end is missing: it would pass for text."""
+    """Raise DataError for a zip archive without its end, which would be read as text."""
     try:
         if zipfile.is_zipfile(file):
             return True
@@ -288,12 +290,12 @@ def open_zip(file: Path) -> zipfile.ZipFile:
 
 @lru_cache(maxsize=1)
 def _opened(file: Path, size: int, modified: int) -> zipfile.ZipFile:
-    """Kept open: reading the list of its members anew for each of them would take their number squared."""
+    """Keep it open: reading the directory again for each member would take quadratic time."""
     return bounded_zip(open_file(file), file)
 
 
 def _examine(part: Part, see: Callable[[bytes], None]) -> Part:
-    """Return the part with size, digest and offsets of its content; `see` is called with each piece of that."""
+    """Return the part with size, checksum and offsets of its content. see: called with each piece."""
     size, crc32, not_utf8, zero = 0, 0, None, None
     decoder = codecs.getincrementaldecoder("utf-8")()
     for piece in chain(read(part), [b""]):
@@ -310,9 +312,9 @@ def _examine(part: Part, see: Callable[[bytes], None]) -> Part:
 
 
 def read(part: Part) -> Iterator[bytes]:
-    """Yield the content of a part, up to 1 MiB at a time: unless it is raw, decompressed, without a byte-order mark.
+    """Yield the content of a part, up to 1 MiB at a time; unless raw, decompressed and without a byte-order mark.
 
-    Raises DataError when it cannot be read, and for what is not text by its first bytes.
+    Raises DataError if it cannot be read, or starts with the signature of another format.
     """
     try:
         compressed, size = part.path.stat().st_size, 0
@@ -341,7 +343,7 @@ def _require_text(part: Part, start: bytes) -> None:
 
 
 def refuse_bomb(what: Part | Path | str, size: int, compressed: int, ratio: int = BOMB_RATIO) -> None:
-    """Raise DataError if a file of `compressed` bytes unfolds to `size` and more, which no corpus does."""
+    """Raise DataError if a file of `compressed` bytes unfolds to too many bytes: `size` or more."""
     if size > max(BOMB_BYTES, ratio * compressed):
         problem = f"its {compressed:,} bytes unfold to {ratio} times as many and more: this is no corpus"
         raise DataError(str(what), problem, "Decompress it yourself if you trust it")
@@ -352,12 +354,12 @@ def _unreadable(what: Part | Path, error: Exception) -> DataError:
 
 
 def reason(error: Exception) -> str:
-    """Return the message of an exception of a library's, short and on one line."""
+    """Return the message of a library's exception, shortened, on one line."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _members(file: Path, names: list[str], member: str | None) -> list[str]:
-    """Return the one that `member` names, all that match it as a pattern, or without it the archive's only one."""
+    """Return the member of that name, all that match it as a pattern, or without a name the only one."""
     if member is None and len(names) == 1:
         return names
     if member is None:

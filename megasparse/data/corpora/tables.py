@@ -60,7 +60,7 @@ class JsonLinesCorpus(RecordCorpus):
     """JSON lines: of each line's object one field is the text of a document, with the tokenizer's separator after it.
 
     Plain, or compressed as .gz, .bz2, .xz or .zst, or in zip archives; of a folder, the files named *.jsonl, *.ndjson
-    or *.json. Lines that are no record are left out and counted, up to one of a hundred.
+    or *.json. Invalid lines are left out and counted, up to 1%.
     """
 
     HELP = "JSON lines: a field of each is a document"
@@ -79,8 +79,8 @@ class JsonLinesCorpus(RecordCorpus):
 class Parquet(RecordCorpus):
     """Parquet files: of each row one column is the text of a document, with the tokenizer's separator after it.
 
-    Of a folder, the files named *.parquet are read, a few hundred rows at a time. Rows whose text is no UTF-8 are left
-    out and counted, up to one of a hundred. It needs `pip install 'megasparse[arrow]'`.
+    Reads the files named *.parquet of a folder, a few hundred rows at a time. Rows whose text is not UTF-8 are left out
+    and counted, up to 1%. It requires `pip install 'megasparse[arrow]'`.
     """
 
     HELP = "Parquet files: a column of texts, each a document"
@@ -240,7 +240,7 @@ def _arrow_values(path: Path, column: str) -> Iterator[bytes | None]:
             yield from _values(batch.column(table.schema.get_field_index(column)))
 
 
-# Sizes of what is decompressed as a whole, read from where the decompressor takes them: a footer may state others
+# Unpacked sizes, read from the pages and batches that the decompressor reads: a footer may state others
 
 
 def page_sizes(file: IO[bytes], start: int, stop: int) -> Iterator[int]:
@@ -320,7 +320,7 @@ def _offset(content: bytes, position: int) -> int:
 
 
 def _field(content: bytes, table: int, number: int) -> int:
-    """Return the position of a field of a flatbuffer's table, 0 if it has the default value."""
+    """Return the position of a field of a flatbuffer's table, 0 if absent."""
     fields = table - struct.unpack_from("<i", content, table)[0]
     (size,) = struct.unpack_from("<H", content, fields)
     offset = struct.unpack_from("<H", content, fields + 4 + 2 * number)[0] if 4 + 2 * number < size else 0
@@ -328,7 +328,7 @@ def _field(content: bytes, table: int, number: int) -> int:
 
 
 def _require_texts(path: Path, schema: Any, column: str) -> None:
-    """Raise ConfigError unless a file has one column of this name, of texts."""
+    """Raise ConfigError unless exactly one column of a file has this name, and consists of texts."""
     columns = schema.get_all_field_indices(column)
     if len(columns) != 1:
         problem = f'{path} has {len(columns)} columns "{column}"' if columns else f'{path} has no column "{column}"'
@@ -341,7 +341,7 @@ def _require_texts(path: Path, schema: Any, column: str) -> None:
 
 
 def _is_text(kind: Any) -> bool:
-    """True for a type of texts, and for that of a column whose values are all null."""
+    """True for a type of texts, and the type of a column of nulls."""
     names = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")
     return any(getattr(arrow().types, f"is_{name}")(kind) for name in names)
 
@@ -367,7 +367,7 @@ def _values(column: Any) -> Iterator[bytes | None]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn what pyarrow raises for a damaged file into DataError."""
+    """Convert exceptions of pyarrow for a damaged file to DataError."""
     try:
         yield
     except (arrow().ArrowException, OSError, MemoryError, ValueError, LookupError, struct.error) as error:
@@ -410,7 +410,7 @@ def revision(location: str) -> str | None:
 
 
 def _require_one(location: str, parts: Sequence[Part]) -> None:
-    """Raise DataError if the files are those of several configurations."""
+    """Raise DataError if the files belong to several configurations."""
     roots = set()
     for part in parts:
         folders = PurePosixPath(part.name).parent.parts

@@ -9,8 +9,6 @@ import gzip
 import json
 import math
 import re
-import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,15 +16,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from megasparse.data.corpora.source import bounded_zip
+from megasparse.data.corpora.source import UNREADABLE, bounded_zip
 from megasparse.errors import DataError, did_you_mean
 from megasparse.files import MOST_VALUES, has_many_values, open_file, read_file
 from megasparse.tasks.task import HUB, SourceLocation, is_remote
 
 LONGEST_LINE, LONGEST_FIELD, LARGEST = 1 << 24, 1 << 22, 1 << 31
 """Bytes of a line; characters of a CSV field of any number of lines; bytes of a file (WikiHop: 400 MB)."""
-UNREADABLE = (OSError, EOFError, zlib.error, zipfile.BadZipFile, RuntimeError)
-"""Errors of opening or decompressing; RuntimeError is raised for an encrypted archive."""
 HINT = "Correct it, or use the official file"
 Rows = Iterator[tuple[SourceLocation, Any]]
 

@@ -113,6 +113,10 @@ def test_a_zip_member_with_a_flipped_bit_is_named(tmp_path):
         archive.writestr("one.txt", "hello")
     path.write_bytes(path.read_bytes().replace(b"hello", b"hellp"))
     refusal(lambda: open_source(path), match=r"x\.zip: one\.txt: cannot be read: Bad CRC")
+    write_zip(path, {"é.txt": b"one"})
+    for count in (1, -1):  # the name in the member's header, and in the directory
+        path.write_bytes(path.read_bytes().replace("é".encode(), b"\x9d\x9d", count))
+        refusal(lambda: open_source(path), match=r"x\.zip: .*cannot be read: 'utf-8' codec")
 
 
 @pytest.mark.parametrize("path", ["no/such/file", "pipe:touch marker", "| touch marker"])
