@@ -240,7 +240,7 @@ class BandAttention(Attention):
         if self.rule["count_rounds"] and (self.local or rounds > 1):
             index = index.sort(dim=-1).values
             index[..., 1:] = index[..., 1:].masked_fill(index[..., 1:] == index[..., :-1], -1)
-        blind = (index < 0).all(-1)  # a query that sees no key attends to itself
+        blind = (index < 0).all(-1)  # a query without a visible key attends to itself
         index[..., 0] = torch.where(blind, position[length - count :], index[..., 0])
         return index
 
