@@ -110,9 +110,8 @@ def chosen_checkpoint(directory: Path) -> Path:
     newest = find_checkpoint(directory)
     if newest == directory:
         return directory
-    selection = read_manifest(newest).get("state", {}).get("selection")
-    best = selection.get("step") if isinstance(selection, dict) else None
-    return newest.with_name(f"{best:08d}") if isinstance(best, int) else newest
+    best = (read_manifest(newest).get("state", {}).get("selection") or {}).get("step")
+    return newest if best is None else newest.with_name(f"{best:08d}")
 
 
 HELD_OUT = 1 << 20

@@ -234,20 +234,18 @@ class Uploads:
         try:
             bucket = Bucket(str(self._settings.bucket), self._count)
             bucket.upload(path, self._name)
-        except CheckpointError as error:
-            return self._fail(error)
-        except OSError as error:
-            return self._fail(StorageError(path, f"cannot be read ({error.strerror})", "Repair the storage"))
+        except (CheckpointError, OSError) as error:
+            if isinstance(error, OSError):
+                error = StorageError(path, f"cannot be read ({error.strerror})", "Repair the storage")
+            if isinstance(error, StorageError) and self._settings.on_failure == "continue":
+                print(f'warning: upload failed (checkpoint.on_failure="continue"): {error}', file=sys.stderr)
+            else:
+                self._problem = error
+            return
         try:
             bucket.tidy(int(path.name), self._settings.keep, best)
         except CheckpointError as error:
             print(f"warning: older checkpoints could not be deleted: {error}", file=sys.stderr)
-
-    def _fail(self, problem: CheckpointError) -> None:
-        if isinstance(problem, StorageError) and self._settings.on_failure == "continue":
-            print(f'warning: upload failed (checkpoint.on_failure="continue"): {problem}', file=sys.stderr)
-        else:
-            self._problem = problem
 
     def _count(self, doing: str) -> None:
         self._progress = (self._progress[0] + 1, doing)
@@ -304,8 +302,7 @@ def fetch_newest(config: RunSettings, directory: Path, ranks: Ranks, hooks: RunH
                 raise CheckpointError(f"{bucket.url}/{newest:08d}", problem, hint)
         elif max(local, default=-1) < newest:
             print(f"fetching {bucket.url}/{newest:08d}, the newest checkpoint of this run", file=sys.stderr)
-            selection = bucket.manifest(newest)[0].get("state", {}).get("selection")
-            best = selection.get("step") if isinstance(selection, dict) else None
+            best = (bucket.manifest(newest)[0].get("state", {}).get("selection") or {}).get("step")
             if best in steps and best not in (newest, *local):
                 bucket.fetch(best, directory)
             bucket.fetch(newest, directory)  # last: after an interruption the next start still fetches the best one
