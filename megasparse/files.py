@@ -7,14 +7,15 @@ paths from outside the package with `open_file`, `read_file`, `write_file` and `
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from megasparse.errors import DataError
 
@@ -78,6 +79,14 @@ def has_many_values(content: bytes) -> bool:
         return True
     content = re.sub(rb'"[^"]*"', b"", content)  # ignore marks inside strings
     return sum(map(content.count, marks)) > MOST_VALUES
+
+
+def json_object(text: bytes) -> dict[str, Any]:
+    """Return the JSON object in a text; an empty one if the text is damaged or another value."""
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text)
+        return value if isinstance(value, dict) else {}
+    return {}
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import numpy as np
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import Config, ModelConfig
 from megasparse.errors import DataError
-from megasparse.files import open_file, read_file
+from megasparse.files import json_object, open_file, read_file
 from megasparse.training.checkpoints.manifest import flatten, list_checkpoints
 
 HUGE = 1e300
@@ -71,11 +71,9 @@ def read_run(path: Path) -> Run:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one if it cannot be read."""
-    try:
-        value = json.loads(read_file(path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    with suppress(OSError):
+        return json_object(read_file(path))
+    return {}
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -83,13 +81,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     with open_file(path) as file:
-        for line in file:
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError):  # such as a line truncated by a crash
-                continue
-            if isinstance(value, dict):
-                yield value
+        yield from filter(None, map(json_object, file))
 
 
 def read_series(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megasparse.config.schema import Config, RunSettings
 from megasparse.errors import CheckpointError, ConfigError
-from megasparse.files import Progress, open_file, read_file
+from megasparse.files import Progress, json_object, open_file, read_file
 from megasparse.training.checkpoints.bucket import fetch_newest
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import (
@@ -237,18 +237,11 @@ def _lines(path: Path, step: int) -> tuple[int, dict[str, Any]]:
                 last = line
                 if line.startswith(b'{"step": %d,' % step):
                     match = line
-    last_step = _read(last).get("step") if last else 0
+    last_step = json_object(last).get("step") if last else 0
     if type(last_step) is not int or not 0 <= last_step < 1 << 63:
         problem = f"its last line contains no step: {last.strip()[:40].decode(errors='replace')}"
         raise CheckpointError(path, problem, "Remove that line, or move the file away")
-    return last_step, _read(match)
-
-
-def _read(line: bytes) -> dict[str, Any]:
-    with suppress(ValueError, RecursionError):
-        value = json.loads(line)
-        return value if isinstance(value, dict) else {}
-    return {}
+    return last_step, json_object(match)
 
 
 def _saved_for_certain(directory: Path, last: int) -> int:
