@@ -73,7 +73,7 @@ def lines(globs: tuple[str, ...]) -> list[tuple[str, str]]:
 
 def matches(globs: tuple[str, ...], pattern: str) -> list[str]:
     """One `file:line: text` for each match of pattern."""
-    return [f"{place}: {text.strip()}" for place, text in lines(globs) for _ in re.findall(pattern, text)]
+    return [f"{location}: {text.strip()}" for location, text in lines(globs) for _ in re.findall(pattern, text)]
 
 
 def main(names: list[str]) -> int:

@@ -92,15 +92,15 @@ def balanced(scores: Tensor, sweeps: int = 60) -> Tensor:
     capacity = ((torch.arange(buckets, device=scores.device) + 1) * length // buckets).diff(
         prepend=torch.zeros(1, dtype=torch.long, device=scores.device)
     )
-    refused = torch.zeros_like(scores, dtype=torch.bool)
+    rejected = torch.zeros_like(scores, dtype=torch.bool)
     while True:
-        codes = scores.masked_fill(refused, -1.0).argmax(-1, keepdim=True)
-        asked = torch.zeros_like(refused).scatter_(-1, codes, True)
-        rank = torch.where(asked, scores, -1.0).argsort(dim=-2, descending=True, stable=True).argsort(dim=-2)
-        over = asked & (rank >= capacity)
+        codes = scores.masked_fill(rejected, -1.0).argmax(-1, keepdim=True)
+        requests = torch.zeros_like(rejected).scatter_(-1, codes, True)
+        rank = torch.where(requests, scores, -1.0).argsort(dim=-2, descending=True, stable=True).argsort(dim=-2)
+        over = requests & (rank >= capacity)
         if not over.any():
             return codes.squeeze(-1)
-        refused |= over
+        rejected |= over
 
 
 def assignments(call: Call, lha: LHAAttention, buckets: int, key: int, window: int) -> dict[str, dict[str, Any]]:
@@ -109,8 +109,8 @@ def assignments(call: Call, lha: LHAAttention, buckets: int, key: int, window: i
     """
     q, k = call.inputs.q, call.inputs.k
     (_, heads, length, width), device = q.shape, q.device
-    rows, drawn = torch.arange(heads, device=device), derive(key, window)
-    bits = [random_bits(derive(drawn, side), rows, length).expand(q.shape[:3]) for side in ("queries", "keys")]
+    rows, window_key = torch.arange(heads, device=device), derive(key, window)
+    bits = [random_bits(derive(window_key, side), rows, length).expand(q.shape[:3]) for side in ("queries", "keys")]
     matrices = rotations(key, range(heads), window + 1, width, [buckets], device)[:, window:]
     rotated = [torch.einsum("bhld,hbdn->bhln", x.float(), matrices) for x in (q, k)]
     lsh = [torch.cat([x, -x], dim=-1) for x in rotated]  # argmax [xR; -xR], Eq. 9
@@ -158,7 +158,7 @@ def train_hashes(steps: Iterator[list[Call]], buckets: int, seed: int) -> tuple[
                 if weight.dim() > 1:
                     weight.copy_(torch.randn(weight.shape, generator=generator) * weight.shape[1] ** -0.5)
         mechanisms.append(mechanism.to(call.inputs.q.device))
-    optimizer = torch.optim.Adam([weight for each in mechanisms for weight in each.parameters()], lr=3e-3)
+    optimizer = torch.optim.Adam([weight for module in mechanisms for weight in module.parameters()], lr=3e-3)
     history = []
     for step, calls in enumerate(itertools.chain([first], steps)):
         losses = []
@@ -293,13 +293,13 @@ def coverage_sums(
     distance, and on the keys of each pattern. bounds: distances; a key at distance d belongs to the first bound >= d.
     """
     (q, k), length = (at_least_fp32(x[0]) for x in call.inputs[:2]), tokens.shape[1]
-    known = F.pad(tokens[:, :-1], (1, 0), value=-1)
+    previous = F.pad(tokens[:, :-1], (1, 0), value=-1)
     lsh = LSHAttention(attention.lsh.model_copy(update={"shared_qk": call.mechanism.shared_qk}), call.spec)
     rng = dataclasses.replace(call.context.rng, rounds=max(LSH_ROUNDS))
     lsh_context = dataclasses.replace(call.context, rng=rng, recompute=RecomputeCache())
     of_queries, of_keys = lsh.assign(call.inputs, lsh_context)[:2]
     of_queries, of_keys = of_queries[0].long(), (of_queries if of_keys is None else of_keys)[0].long()
-    grams = ngram_codes(known, NGRAM, 1 << max(1, length - 1).bit_length()).long()[None]
+    grams = ngram_codes(previous, NGRAM, 1 << max(1, length - 1).bit_length()).long()[None]
     bands = {
         "lsh": Bands(of_queries, of_keys, attention.lsh.chunk),
         f"n-gram {NGRAM}": Bands(grams, F.pad(grams[..., :-1], (1, 0), value=-1), attention.ngram.chunk - 1),
@@ -316,12 +316,12 @@ def coverage_sums(
         patterns = {f"window {width}": (back > 0) & (back <= width) for width in WINDOWS}
         far = past.masked_fill(back <= WINDOWS[0], -torch.inf)
         for best in BEST:
-            value, place = far.topk(min(best, len(keys)), dim=-1)
-            patterns[f"best {best}"] = torch.zeros_like(far, dtype=torch.bool).scatter_(-1, place, value > -torch.inf)
+            value, index = far.topk(min(best, len(keys)), dim=-1)
+            patterns[f"best {best}"] = torch.zeros_like(far, dtype=torch.bool).scatter_(-1, index, value > -torch.inf)
         for name, hashed in bands.items():
-            shown = hashed.shown(rows)[0] & (back > 0)
-            each = {f"{name}, {r} rounds": shown[:, :r].any(1) for r in LSH_ROUNDS} if name == "lsh" else {}
-            patterns |= each or {name: shown.any(1)}
+            masks = hashed.shown(rows)[0] & (back > 0)
+            by_rounds = {f"{name}, {r} rounds": masks[:, :r].any(1) for r in LSH_ROUNDS} if name == "lsh" else {}
+            patterns |= by_rounds or {name: masks.any(1)}
         totals = {"queries": torch.tensor(len(rows) * len(q)), "mass": torch.einsum("htl,tlb->b", weights, band)}
         for name, visible in patterns.items():
             visible = visible.expand_as(weights)
@@ -345,8 +345,8 @@ def study_coverage(args: argparse.Namespace) -> dict[str, Any]:
         tokens = window(stream, number, args.windows, length, index.record or 1).to(ranks.device)
         for call in record_calls(model, tokens, config.run.seed):
             layer = layers.setdefault(f"layer {call.context.layer} {call.kind}", defaultdict(int))
-            own = coverage_sums(call, tokens, config.model.attention, bounds, args.queries)
-            for name, value in own.items():
+            sums = coverage_sums(call, tokens, config.model.attention, bounds, args.queries)
+            for name, value in sums.items():
                 layer[name] += value
     report = {}
     for layer_name, total in layers.items():
@@ -354,8 +354,8 @@ def study_coverage(args: argparse.Namespace) -> dict[str, Any]:
         report[layer_name] = means
         print(f"{layer_name}, up to {bounds} tokens back: mass {[round(x, 3) for x in means['mass']]}")
         for name in (name.removeprefix("keys/") for name in means if name.startswith("keys/")):
-            held = [round(x, 3) for x in means[f"held/{name}"]]
-            print(f"  {name}: {means[f'keys/{name}']:.0f} keys, holds {held}")
+            shares = [round(x, 3) for x in means[f"held/{name}"]]
+            print(f"  {name}: {means[f'keys/{name}']:.0f} keys, holds {shares}")
     protocol = {**vars(args), "step": checkpoint.step, "data": index.fingerprint, "length": length, "bounds": bounds}
     return {"layers": report, "protocol": protocol}
 
@@ -376,9 +376,9 @@ def repetitions(sequence: Tensor, n: int, bounds: list[int]) -> Tensor:
     same = codes[order[1:]] == codes[order[:-1]]
     current, before = order[1:][same], order[:-1][same]
     right = sequence[current + n] == sequence[before + n]
-    place = torch.bucketize(current - before, torch.tensor(bounds[1:]))
-    for kept, column in ((torch.ones_like(right), 0), (right, 1)):
-        counts[:, column] += torch.bincount(place[kept & (place < len(counts))], minlength=len(counts))
+    interval = torch.bucketize(current - before, torch.tensor(bounds[1:]))
+    for selected, column in ((torch.ones_like(right), 0), (right, 1)):
+        counts[:, column] += torch.bincount(interval[selected & (interval < len(counts))], minlength=len(counts))
     return counts
 
 

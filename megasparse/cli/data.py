@@ -33,7 +33,7 @@ def prepare_data(args: argparse.Namespace) -> None:
     """Convert a corpus to webdataset shards and the index.json that training reads.
 
         megasparse prepare-data enwik8 --source https://mattmahoney.net/dc/enwik8.zip --output data/enwik8
-        megasparse prepare-data text --source book.txt --output data/book            (a CPU, a second)
+        megasparse prepare-data text --source book.txt --output data/book            (a second on a CPU)
         megasparse prepare-data text --source archive.zip --member path/in/it/dump.xml.bz2 --output data/dump
         megasparse prepare-data text --source books/ --tokenizer tokenizers/books.model --output data/books
         megasparse prepare-data jsonl --source gs://bucket/crawl/*.jsonl.gz --deduplicate --output data/crawl

@@ -138,8 +138,8 @@ def generate(args: argparse.Namespace) -> None:
     drawing = args.images is not None or args.complete
     for option in ("prompt", "tokens", "beams") if drawing else ("output",):
         if getattr(args, option) not in (None, ""):
-            what = "images" if drawing else "text"
-            raise ConfigError(f"--{option}", f"not supported for {what}", "Remove it")
+            content = "images" if drawing else "text"
+            raise ConfigError(f"--{option}", f"not supported for {content}", "Remove it")
     if rank_variable("WORLD_SIZE", 1) > 1:
         for option in ("images", "complete", "source", "source_file"):
             if getattr(args, option) is not None:

@@ -203,7 +203,7 @@ def compare(args: argparse.Namespace) -> None:
 
         megasparse compare comparisons/duplication
         megasparse compare comparisons/masked_text --seeds 0 1 2 --jobs 2
-        megasparse compare comparisons/duplication --arms full lha        (a CPU, two minutes)
+        megasparse compare comparisons/duplication --arms full lha        (two minutes on a CPU)
         megasparse compare comparisons/duplication --arms lha --set training.steps=3000 --output runs/longer
         megasparse compare comparisons/reformer_table2 --dry-run          (print the commands)
         megasparse compare comparisons/pays --corpora client recall --seeds 0 1 2 --arms "window 64" n-gram

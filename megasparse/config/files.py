@@ -79,17 +79,17 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 def _find_base(path: Path, base: object) -> Path:
     """Return the file that `path` extends. A file may extend the shipped configuration of the same name."""
-    where = f"{path} {KEY}"
+    key = f"{path} {KEY}"
     if not isinstance(base, str) or not base:
-        raise ConfigError(where, f"{show(base)} is not a configuration's name", 'Write a name, such as "reformer_64k"')
+        raise ConfigError(key, f"{show(base)} is not a configuration's name", 'Write a name, such as "reformer_64k"')
     for name in (base, base + SUFFIX):
-        beside = path.parent / name
-        if beside.is_file() and beside.resolve() != path.resolve():
-            return beside
+        candidate = path.parent / name
+        if candidate.is_file() and candidate.resolve() != path.resolve():
+            return candidate
     try:
         return find_config(base)
     except ConfigError as error:
-        raise ConfigError(where, f"{show(base)} {error.problem}", error.hint) from None
+        raise ConfigError(key, f"{show(base)} {error.problem}", error.hint) from None
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -187,13 +187,13 @@ def _hint(text: str, position: int) -> tuple[str, int]:
 def _refuse_what_python_lets_pass(text: str, name: str) -> None:
     keys: list[set[str]] = []
     for match in _TOKEN.finditer(text):
-        where = _where(name, text, match.start())
+        location = _where(name, text, match.start())
         if match["constant"]:
-            raise ConfigError(where, f"{match['constant']} is not JSON", "Write a number")
+            raise ConfigError(location, f"{match['constant']} is not JSON", "Write a number")
         if match["colon"]:
             key = json.loads(match["string"])
             if key in keys[-1]:
-                raise ConfigError(where, f"the key {match['string']} is given twice", "Remove one of the two")
+                raise ConfigError(location, f"the key {match['string']} is given twice", "Remove one of the two")
             keys[-1].add(key)
         elif match[0] == "{":
             keys.append(set())

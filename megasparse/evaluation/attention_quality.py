@@ -50,20 +50,20 @@ def attention_quality(engine: Engine, index: Index, config: Config) -> Callable[
 
     @torch.no_grad()
     def quality() -> dict[str, float | str | Tensor]:
-        measured: dict[str, list[float]] = defaultdict(list)
+        measurements: dict[str, list[float]] = defaultdict(list)
         pictures: dict[str, float | str | Tensor] = {}
         for call in record_calls(engine.module, tokens, config.run.seed, sequence):
             if call.kind == "full":
                 continue
             exact, weights = weights_of(call, call.exact()), weights_of(call, call.mechanism.without_additions())
             for name, value in measure(call, exact, weights).items():
-                measured[f"quality/{call.kind}/{name}"].append(value)
+                measurements[f"quality/{call.kind}/{name}"].append(value)
             if (name := f"quality/{call.kind}/maps") not in pictures:
                 pictures[name] = _picture(call, exact, weights)
-        means = torch.tensor([sum(values) / len(values) for values in measured.values()], dtype=torch.float64)
+        means = torch.tensor([sum(values) / len(values) for values in measurements.values()], dtype=torch.float64)
         if sequence is not None:  # all ranks measure the same number of heads
             means = ranks.sum(means.to(ranks.device)) / ranks.world_size
-        return pictures | dict(zip(measured, means.tolist(), strict=True))
+        return pictures | dict(zip(measurements, means.tolist(), strict=True))
 
     return quality
 
@@ -226,12 +226,12 @@ def attention_map(weights: Tensor, visible: Tensor, size: int = 256, causal: boo
     strength = (weights / weights.amax(-1, keepdim=True).clamp_min(1e-30)).sqrt() * visible
     side = min(weights.shape[-1], size)
     shape = (*weights.shape[:-2], side, side)
-    dark, shown = (
+    dark, visibility = (
         torch.nn.functional.adaptive_max_pool2d(x.float().reshape(-1, *x.shape[-2:]), side).reshape(shape)
         for x in (strength, visible)
     )
     blue = torch.tensor([0.75, 0.87, 1.0], device=weights.device)
-    paper = 1.0 - shown.unsqueeze(-1) * (1.0 - blue)
+    paper = 1.0 - visibility.unsqueeze(-1) * (1.0 - blue)
     picture = (255 * paper * (1.0 - dark.unsqueeze(-1))).round().to(torch.uint8)
     if causal:
         later = torch.ones(side, side, dtype=torch.bool, device=weights.device).triu(1)

@@ -92,9 +92,9 @@ def probabilities(points: np.ndarray) -> np.ndarray:
 def groups(tokens: int, length: int, vocabulary: int) -> Iterator[tuple[list[int], int]]:
     """Yield the starts and the length of windows that are coded in parallel; a shorter last window is separate."""
     most = max(1, AT_ONCE // (length * vocabulary))
-    whole = list(range(0, tokens - length + 1, length))
-    for first in range(0, len(whole), most):
-        yield whole[first : first + most], length
+    starts = list(range(0, tokens - length + 1, length))
+    for first in range(0, len(starts), most):
+        yield starts[first : first + most], length
     if tokens % length:
         yield [tokens - tokens % length], tokens % length
 
@@ -139,8 +139,8 @@ def encode(model: Any, tokens: Tensor, length: int, seed: int, progress: Progres
         return symbols
 
     walk(model, len(tokens), length, seed, choose, progress)
-    noted = np.concatenate([np.empty((0, 2), dtype=np.int64), *exceptions])
-    return Code(coder.get_compressed(), noted[np.argsort(noted[:, 0])])
+    rows = np.concatenate([np.empty((0, 2), dtype=np.int64), *exceptions])
+    return Code(coder.get_compressed(), rows[np.argsort(rows[:, 0])])
 
 
 def decode(model: Any, code: Code, tokens: int, length: int, seed: int, progress: Progress = lambda _: None) -> Tensor:
@@ -223,8 +223,8 @@ def unpack(path: Path, raw: bytes, digest: bytes, vocabulary: int) -> tuple[Code
     if tokens * fewest_bits > 8 * len(words) + 64 or last >= max(1, tokens * vocabulary):
         raise damaged(path)
     words += bytes(8 + -len(words) % 4)
-    noted = np.array(exceptions, dtype=np.int64).reshape(-1, 2)
-    code = Code(np.frombuffer(words, dtype="<u4").astype(np.uint32), noted)
+    rows = np.array(exceptions, dtype=np.int64).reshape(-1, 2)
+    code = Code(np.frombuffer(words, dtype="<u4").astype(np.uint32), rows)
     return code, tokens, int.from_bytes(raw[head - 4 : head], "little")
 
 

@@ -42,14 +42,14 @@ class HeldOut:
 
     def __call__(self, step: int) -> Found:
         evaluated = _is_due(step, self.config.evaluation.every)
-        measured = self.quality is not None and _is_due(step, self.config.logging.attention_quality_every)
-        if not evaluated and not measured:
+        quality_due = self.quality is not None and _is_due(step, self.config.logging.attention_quality_every)
+        if not evaluated and not quality_due:
             return {}
         model: Any = self.engine.module
         model.eval()
         try:
             results = self._losses() if evaluated else {}
-            if self.quality is not None and measured:
+            if self.quality is not None and quality_due:
                 check_stop(self.hooks, self.engine.ranks, "quality of attention")
                 results |= self.quality()
         finally:

@@ -103,18 +103,18 @@ def sheet(
     scale = max(1, SHEET_SIDE // side)
     cell, top, left = side * scale + GAP, HEADING if headings else 0, LABEL if labels else 0
     bottom = top + GAP + len(rows) * cell
-    drawn = Image.new("RGB", (left + GAP + columns * cell, bottom + len(foot) * HEADING), BACKGROUND)
+    image = Image.new("RGB", (left + GAP + columns * cell, bottom + len(foot) * HEADING), BACKGROUND)
     for number, line in enumerate(foot):
-        ImageDraw.Draw(drawn).text((GAP, bottom + number * HEADING), line, fill=(255, 255, 255))
+        ImageDraw.Draw(image).text((GAP, bottom + number * HEADING), line, fill=(255, 255, 255))
     for column, heading in enumerate(headings):
-        ImageDraw.Draw(drawn).text((left + GAP + column * cell, 2), heading, fill=(255, 255, 255))
+        ImageDraw.Draw(image).text((left + GAP + column * cell, 2), heading, fill=(255, 255, 255))
     for row, label in enumerate(labels):
-        ImageDraw.Draw(drawn).text((GAP, top + GAP + row * cell), label, fill=(255, 255, 255))
+        ImageDraw.Draw(image).text((GAP, top + GAP + row * cell), label, fill=(255, 255, 255))
     for y, pictures in enumerate(rows):
         for x, picture in enumerate(pictures):
             enlarged = np.kron(picture, np.ones((scale, scale, 1), dtype=np.uint8))
-            drawn.paste(Image.fromarray(enlarged), (left + GAP + x * cell, top + GAP + y * cell))
-    return np.asarray(drawn)
+            image.paste(Image.fromarray(enlarged), (left + GAP + x * cell, top + GAP + y * cell))
+    return np.asarray(image)
 
 
 def png_bits_per_dim(stream: Stream, length: int, limit: int | None = None) -> float:

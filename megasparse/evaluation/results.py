@@ -330,14 +330,14 @@ UNITS = {
 
 def decoder_summary(result: Mapping[str, Any]) -> str:
     """Return the line that megasparse evaluate prints."""
-    protocol, shown = result["protocol"], {name: result[name] for name in UNITS if result.get(name) is not None}
+    protocol, values = result["protocol"], {name: result[name] for name in UNITS if result.get(name) is not None}
     if not protocol["lossless"]:  # predicting unknown words is cheap, so this cannot be compared with compressors
-        shown.pop("bits_per_byte", None)
+        values.pop("bits_per_byte", None)
     if protocol["tokenizer"]["name"] == BYTES:  # in the millions, not comparable with word models
-        shown.pop("word_perplexity", None)
-    primary, *further = shown
-    parts = [f"{shown[primary]:.4f} {UNITS[primary]}", f"accuracy {100 * result['accuracy']:.2f} %"]
-    parts += [f"{UNITS[name]} {shown[name]:.4f}" for name in further if shown[name] != shown[primary]]
+        values.pop("word_perplexity", None)
+    primary, *further = values
+    parts = [f"{values[primary]:.4f} {UNITS[primary]}", f"accuracy {100 * result['accuracy']:.2f} %"]
+    parts += [f"{UNITS[name]} {values[name]:.4f}" for name in further if values[name] != values[primary]]
     covered = f"{result['dims']:,} of {protocol['split_dims']:,} symbols"
     return f"{', '.join(parts)} ({covered} {_windows(protocol)})"
 

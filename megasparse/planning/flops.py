@@ -57,12 +57,12 @@ def hardware_flops_by_part(model: ModelConfig, sequence_length: int, ranks: int 
     sequence-parallel degree; work replicated on several ranks is counted on each.
     """
     parts, activations = flops_by_part(model, sequence_length, ranks), model.activations
-    again = 0.0 if activations == "stored" else 1.0
+    rerun = 0.0 if activations == "stored" else 1.0
     # Head groups recompute attention and the projections of q, k and v in any backward.
-    attend = again + (model.attention.head_groups > 1 and activations != "reversible")
+    attend = rerun + (model.attention.head_groups > 1 and activations != "reversible")
     # A reversible backward knows the output gradient when it recomputes, so each tile is recomputed only once.
     tiled = 1.0 if model.feed_forward_tiles > 1 and activations != "reversible" else 0.0
-    times = {"attention": attend, "projections": attend, "feed-forward": again + tiled, "head": model.loss_tiles > 1}
+    times = {"attention": attend, "projections": attend, "feed-forward": rerun + tiled, "head": model.loss_tiles > 1}
     return {part: passes.both + times[part] * passes.forward for part, passes in parts.items()}
 
 

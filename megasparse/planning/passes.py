@@ -127,14 +127,14 @@ def count_pass(model: nn.Module, forward: Callable[[], Tensor], learns: bool = T
     Gradients of the model are None afterwards.
     """
     names = {id(weight): name for name, weight in model.named_parameters()}
-    made, peaks, ends, moved, kernels = [0], [], set(), {True: 0, False: 0}, [0]
+    sizes, peaks, ends, moved, kernels = [0], [], set(), {True: 0, False: 0}, [0]
     counter = LiveBytes()
 
     def end_phase(weight: Tensor) -> None:
         if names[id(weight)] not in ends:
             ends.add(names[id(weight)])
             peaks.append(counter.mark())
-            made.append(weight.numel() * weight.element_size())
+            sizes.append(weight.numel() * weight.element_size())
 
     def skip(launch: Launch) -> None:
         tensors = [x for x in launch.arguments if isinstance(x, Tensor)]
@@ -157,10 +157,10 @@ def count_pass(model: nn.Module, forward: Callable[[], Tensor], learns: bool = T
             hook.remove()
         for weight in model.parameters():
             weight.grad = None
-    gradients = np.array(list(accumulate(made)), dtype=np.float64)
-    beside = np.maximum(0.0, np.array(peaks) - gradients)
+    gradients = np.array(list(accumulate(sizes)), dtype=np.float64)
+    others = np.maximum(0.0, np.array(peaks) - gradients)
     host = counter.launches * TORCH_LAUNCH + kernels[0] * KERNEL_LAUNCH
-    return PassBytes(gradients, beside, float(counter.moved + moved[False]), float(moved[True]), host)
+    return PassBytes(gradients, others, float(counter.moved + moved[False]), float(moved[True]), host)
 
 
 class ConfiguredPass:

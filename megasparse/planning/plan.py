@@ -160,12 +160,12 @@ class Plan:
         """
         ranks, length = self.config.parallel.sequence, self.config.data.sequence_length
         part, unit = length // ranks, max(1, length // STEPS)
-        half, whole = self.passes.count(part // 2), self.passes.count(part)
+        half, full = self.passes.count(part // 2), self.passes.count(part)
 
         def fits(length: int) -> bool:
             times = (length / ranks - part) / (part - part // 2)
-            passing = whole.peak() + (whole.peak() - half.peak()) * times
-            again = whole.peak(0) + (whole.peak(0) - half.peak(0)) * times
+            passing = full.peak() + (full.peak() - half.peak()) * times
+            again = full.peak(0) + (full.peak(0) - half.peak(0)) * times
             peak = sum(self._memory(max(0, int(passing)), max(0, int(again)), length // ranks).device.values())
             return max(peak, self.building[0]) <= self.available
 

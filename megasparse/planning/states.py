@@ -133,9 +133,9 @@ def memory(
         # After each micro-batch, gradients are converted to fp32 weight by weight. If the fp32 gradients are persistent
         # vectors, they exist during every pass.
         lasting = every_gradient or zero.stage == 3
-        held = full if (accumulated or lasting) and not offloads else 0
+        persistent = full if (accumulated or lasting) and not offloads else 0
         update = full + (whole if zero.stage > 0 else 8 * min(states.largest, number))
-        step = max(held + passing, 0 if offloads else max(update, full + states.scratch))
+        step = max(persistent + passing, 0 if offloads else max(update, full + states.scratch))
     else:
         step = max(passing, whole + again if accumulated else 0, whole + states.scratch)
     gradients = min(step, max(whole, full if has_masters and not offloads else 0))
@@ -181,13 +181,13 @@ def require_fit(pools: Sequence[MemoryPool], ranks: Ranks, hint: str) -> None:
         UserError: The first step does not fit on some rank; raised on all ranks.
     """
     pool = max(pools, key=lambda pool: pool.peak / max(1, pool.available))
-    refused = ranks.any(pool.peak * (1 - ERROR) > pool.available)
+    too_large = ranks.any(pool.peak * (1 - ERROR) > pool.available)
     if pool.peak <= pool.available:
-        if refused:
+        if too_large:
             raise UserError("this run cannot fit on another rank; see the message of that rank for the reason")
         return
     problem = f"a step needs about {gigabytes(pool.peak)} of {pool.name}, {gigabytes(pool.available)} are available"
-    if refused:
+    if too_large:
         raise UserError(f"this run cannot fit: {problem}. {hint}")
     ranks.say(f"this run may not fit: {problem}. {hint}")
 

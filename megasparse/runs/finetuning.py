@@ -97,24 +97,24 @@ def finetune_dry_run(config: FinetuneConfig) -> str:
     ranks = start_ranks(run)
     task = open_run(config, ranks.say)
     training, seed, weights = task.config.training, config.run.seed, list(task.model.parameters())
-    held, before = sum(weight.nbytes for weight in weights), reset_peak(ranks.device)
+    weight_bytes, before = sum(weight.nbytes for weight in weights), reset_peak(ranks.device)
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     length = max(example.length for example in task.train)
     size = training.micro_batch if training.batch_unit == "examples" else max(1, training.micro_batch // length)
     longest = sorted(task.train, key=lambda example: -example.length)[:size]
     single = training.model_copy(update={"global_batch": size, "micro_batch": size})
     settings = task.config.model_copy(update={"run": run, "training": single})
-    began = time.perf_counter()
+    started = time.perf_counter()
     try:
         make_rng = partial(RngContext, seed, training=True)
         engine = build_engine(task.model.train(), settings, make_rng, ranks)
         loss = engine.train_step([Batch(task.form.collate(longest), torch.arange(size))], 0, 1e-9).loss
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - started
         scored = sorted(task.validation, key=lambda example: -example.length)[: config.evaluation.batch]
         predict_examples(engine.evaluate, task.form, scored, settings, ranks)
     except torch.OutOfMemoryError as error:
         raise UserError(f"a step of {size} × {length:,} tokens does not fit into memory ({error}). {HINT}") from None
-    used, free = peak(ranks.device) - before + held, available_bytes(ranks.device)
+    used, free = peak(ranks.device) - before + weight_bytes, available_bytes(ranks.device)
     lines = {
         "parameters": f"{trained:,} trained, {sum(weight.numel() for weight in weights) - trained:,} frozen",
         "steps": f"{training.steps:,}, of {training.global_batch} {training.batch_unit}",

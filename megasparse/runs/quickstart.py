@@ -89,12 +89,12 @@ def report(run: Path, text: Path, held_out: EvaluationStream) -> None:
 def megasparse(*words: object, ranks: int = 1) -> None:
     """Print a command and run it, with torchrun for several ranks. Raises UserError if it fails."""
     options = [] if ranks == 1 else ["--standalone", "--nproc-per-node", str(ranks), "-m", "megasparse"]
-    shown = shlex.join([*(["torchrun", *options] if options else ["megasparse"]), *map(str, words)])
-    print(f"$ {shown}", flush=True)
+    command = shlex.join([*(["torchrun", *options] if options else ["megasparse"]), *map(str, words)])
+    print(f"$ {command}", flush=True)
     program = ["torch.distributed.run", *options] if options else ["megasparse"]
     code = subprocess.run([sys.executable, "-m", *program, *map(str, words)], check=False).returncode
     if code != 0:
-        raise UserError(f"{shown} failed with exit code {code}. Correct the error printed above and run again")
+        raise UserError(f"{command} failed with exit code {code}. Correct the error printed above and run again")
 
 
 def say(text: str) -> None:

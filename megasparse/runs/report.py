@@ -236,11 +236,11 @@ def url(png: bytes) -> str:
 def samples(run: Run) -> str:
     """Return a few pictures or texts per tag of TensorBoard, evenly spread from the first to the last."""
     parts = []
-    for tag, shown in run.board.items():
+    for tag, entries in run.board.items():
         parts.append(f"<h3>{escape(tag)}</h3>")
-        steps = [*shown]
+        steps = [*entries]
         for step in sorted({steps[round(n * (len(steps) - 1) / (MOST_SHOWN - 1))] for n in range(MOST_SHOWN)}):
-            content = shown[step]
+            content = entries[step]
             if isinstance(content, bytes):
                 body = f'<img alt="step {step}" src="{url(content)}">'
             else:

@@ -229,9 +229,7 @@ def len_of_file(image: np.ndarray) -> int:
     return len(file.getvalue())
 
 
-@pytest.mark.parametrize(
-    ("count", "length", "problem"), [(192, 100, "do not divide"), (192, 96, "not form a square image")]
-)
+@pytest.mark.parametrize(("count", "length", "problem"), [(192, 100, "do not divide"), (192, 96, "not form a square")])
 def test_png_wants_whole_square_images(count, length, problem):
     with pytest.raises(ConfigError, match=f"data.sequence_length: .*{problem}"):
         png_bits_per_dim(Stream(np.zeros(count, dtype=np.uint8)), length)

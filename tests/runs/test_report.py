@@ -160,8 +160,5 @@ def test_the_command_writes_the_page_or_one_line(tmp_path, capsys):
     main([str(run)])
     main([str(run), "--output", str(tmp_path / "other.html")])
     assert all("train/loss" in path.read_text() for path in (run / "report.html", tmp_path / "other.html"))
-    for path, reason in (
-        (tmp_path, "contains neither config.json nor metrics.jsonl"),
-        (tmp_path / "none", "is not a folder"),
-    ):
+    for path, reason in ((tmp_path, "neither config.json nor metrics.jsonl"), (tmp_path / "none", "is not a folder")):
         assert reason in refused(capsys, main, path)

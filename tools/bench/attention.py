@@ -147,16 +147,16 @@ def measure(case: Case) -> Measurement:
 
 def kept_bytes(run: Pass) -> int:
     """Return the bytes of the tensors that a forward pass saves for the backward, without duplicates."""
-    kept: dict[int, Tensor] = {}
+    saved: dict[int, Tensor] = {}
 
     def keep(x: Tensor) -> Tensor:
-        kept[x.untyped_storage().data_ptr()] = x
+        saved[x.untyped_storage().data_ptr()] = x
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         backward = run()
     del backward
-    return sum(x.untyped_storage().nbytes() for x in kept.values())
+    return sum(x.untyped_storage().nbytes() for x in saved.values())
 
 
 def build(case: Case, device: torch.device) -> tuple[Pass, str]:

@@ -38,7 +38,7 @@ def measure(kind: str, dtype: str, length: int, layers: int, decode: bool) -> di
     )  # fmt: skip
     model: Any = build_model(config, seed=0).to(DTYPES[dtype]).eval()
     rng = RngContext.evaluation(0, 1)
-    begun, tokens = time.monotonic(), random_tokens(length, 0)
+    started, tokens = time.monotonic(), random_tokens(length, 0)
     nats = model.token_scores(tokens, rng).nats
     first = length // 3 + 5
     other = tokens.clone()
@@ -55,7 +55,7 @@ def measure(kind: str, dtype: str, length: int, layers: int, decode: bool) -> di
         decoded = -torch.log_softmax(torch.stack(logits, 1), -1).gather(-1, tokens[:, prompt:, None]).squeeze(-1)
         error = (decoded - nats[:, prompt:]).abs()
         case |= {"decoded_nats": error.max().item(), "decoded_tokens": int((error > 0).sum())}
-    return case | {"seconds": round(time.monotonic() - begun, 1)}
+    return case | {"seconds": round(time.monotonic() - started, 1)}
 
 
 def table(cases: list[dict[str, object]]) -> str:

@@ -82,10 +82,10 @@ class Arm:
 
     @property
     def oracle(self) -> Best | None:
-        given = self.attention
+        settings = self.attention
         return (
-            Best(given["best"], given["window"], given["sinks"])
-            if isinstance(given, dict) and "best" in given
+            Best(settings["best"], settings["window"], settings["sinks"])
+            if isinstance(settings, dict) and "best" in settings
             else None
         )
 
@@ -186,8 +186,8 @@ class Trial:
         """Return the trial with this number (0, 1, …), which determines digits and depth. filler: at least `length`
         tokens of a text.
         """
-        drawn = random.Random(f"pass key {number}")
-        digits, depth = drawn.randrange(10_000, 100_000), drawn.random()
+        generator = random.Random(f"pass key {number}")
+        digits, depth = generator.randrange(10_000, 100_000), generator.random()
         parts = [
             tokenizer(text.format(number=digits), add_special_tokens=False)["input_ids"]
             for text in (KEY, QUESTION, ANSWER)
@@ -222,8 +222,8 @@ def measured(
     first, rows = _windows(tokenizer, texts, length), kept_rows(output, KEYS, length=length)
     places: list[tuple[int, int | None]] = [(number, None) for number in range(len(first))]
     places += [(0, trial) for trial in range(trials)]
-    planned = [(arm, seed, place) for arm in arms for seed in arm.seeds(seeds) for place in places]
-    model, made = None, None
+    planned = [(arm, seed, item) for arm in arms for seed in arm.seeds(seeds) for item in places]
+    model, loaded = None, None
     for arm, seed, (number, trial) in tqdm(planned, unit="row", disable=None):
         text = hashlib.sha256(json.dumps(first[number]).encode()).hexdigest()[:16]
         attention = arm.attention
@@ -232,16 +232,16 @@ def measured(
         row = {"arm": arm.name, "attention": attention, "seed": seed, "text": text, "trial": trial}
         if any(all(old[name] == row[name] for name in KEYS) for old in rows):
             continue
-        if made != (arm.name, seed):
+        if loaded != (arm.name, seed):
             model = None  # one at a time
-            model, made = arm.model(plain, length, seed), (arm.name, seed)
+            model, loaded = arm.model(plain, length, seed), (arm.name, seed)
         assert model is not None
         if trial is None:
             rows.append(row | measure(model, torch.tensor([first[number]]), arm.oracle))
         else:
-            asked = Trial.draw(tokenizer, first[0], length, trial)
+            passkey = Trial.draw(tokenizer, first[0], length, trial)
             with attending(model, arm.oracle):
-                rows.append(row | {"depth": round(asked.depth, 3), "found": retrieved(model, asked)})
+                rows.append(row | {"depth": round(passkey.depth, 3), "found": retrieved(model, passkey)})
         write_json(output, {"length": length, "threads": torch.get_num_threads(), "rows": rows})
     return rows
 

@@ -182,15 +182,15 @@ def attention(
 
 def launches_of(run: Callable[[], Callable[[], None]]) -> int:
     """Count the Triton kernels that a pass launches."""
-    seen: list[Launch] = []
+    launches: list[Launch] = []
 
     def see(launch: Launch) -> None:
-        seen.append(launch)
+        launches.append(launch)
         launch.start()
 
     with observed(see):
         run()()
-    return len(seen)
+    return len(launches)
 
 
 def both(run: Callable[[], Callable[[], None]]) -> Callable[[], None]:
@@ -304,10 +304,10 @@ def other_tiles(part: str, **changes: int) -> Callable[[], None]:
     """Return a function that changes a kernel's tiles in this process. part: a field of `TileShapes`."""
 
     def change() -> None:
-        chosen = gpu.tiles
+        original = gpu.tiles
 
         def tiles(*arguments: Any) -> Any:
-            tiles = chosen(*arguments)
+            tiles = original(*arguments)
             return tiles._replace(**{part: getattr(tiles, part)._replace(**changes)})
 
         gpu.tiles = tiles  # type: ignore[assignment]
@@ -517,8 +517,8 @@ def main(words: Sequence[str] | None = None) -> None:
         ]
         launches = [job.launches for job in part if job.launches is not None]
         if launches and not args.small:
-            place = part[:1] != [] and part[0].name == "about"
-            part.insert(place, Job(f"warm {phase}", partial(compile_all, name="compiled", functions=launches), 30))
+            position = part[:1] != [] and part[0].name == "about"
+            part.insert(position, Job(f"warm {phase}", partial(compile_all, name="compiled", functions=launches), 30))
         jobs += part
     if not args.small:
         run_jobs([Job("assembler", assembler, 5)], args.output, deadline)

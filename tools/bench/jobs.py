@@ -215,15 +215,15 @@ def spread(
                 connection.send((None, f"{type(error).__name__}: {str(error).strip()[-300:]}"))
 
     def start() -> Any:
-        ours, theirs = multiprocessing.Pipe()
+        parent_end, child_end = multiprocessing.Pipe()
         children.append(os.fork())
         if children[-1] == 0:
             try:
-                work(theirs)
+                work(child_end)
             finally:
                 os._exit(1)
-        theirs.close()
-        return ours
+        child_end.close()
+        return parent_end
 
     idle = [start() for _ in range(min(processes, len(tasks)))]
     while waiting or busy:
@@ -249,12 +249,12 @@ def recorded_launches(launches: Callable[[], object]) -> list[tuple[Any, ...]]:
     """Record the kernel launches of a function with meta tensors: module and name of the kernel, arguments with dtypes
     for tensors, and settings.
     """
-    seen: list[Launch] = []
-    Launch.start = lambda self: seen.append(self)  # type: ignore[method-assign]
-    with observed(seen.append), as_on_a_gpu():
+    recorded: list[Launch] = []
+    Launch.start = lambda self: recorded.append(self)  # type: ignore[method-assign]
+    with observed(recorded.append), as_on_a_gpu():
         launches()
     rows = []
-    for item in distinct(seen):
+    for item in distinct(recorded):
         arguments = tuple(x.dtype if isinstance(x, Tensor) else x for x in item.arguments)
         rows.append((item.kernel.fn.__module__, item.kernel.fn.__name__, arguments, item.settings))
     return rows
@@ -283,11 +283,11 @@ def compile_all(report: Report, name: str, functions: Sequence[Callable[[], obje
     launches, recording = distinct(launch_of(*row) for row in rows.values()), time.perf_counter() - start
     launches.sort(key=lambda item: ("attention" in item.kernel.fn.__module__, len(item.kernel.src)), reverse=True)
     without_context()
-    for item, taken, problem in spread(compile_launch, launches, PROCESSES):
+    for item, duration, problem in spread(compile_launch, launches, PROCESSES):
         if problem is not None:
             failed += 1
             report.add(f"{name}: {item.kernel.fn.__module__}.{item.kernel.fn.__name__}", right=False, note=problem)
-        seconds += taken or 0.0
+        seconds += duration or 0.0
     figures = {"binaries": len(launches), "failed": failed, "recording s": recording, "CPU s": seconds}
     report.add(name, figures | {"wall s": time.perf_counter() - start}, failed == 0)
 

@@ -132,8 +132,8 @@ def unit_keys(dtype: torch.dtype, head_dim: int) -> None:
     from megasparse.ops.normalize_kernels import unit_vectors
 
     q = torch.zeros(1, 64, 2, head_dim, dtype=dtype, requires_grad=True)
-    own, keys = keys_of(q.transpose(1, 2))
-    (own.sum() + keys.sum() + unit_vectors(q.transpose(1, 2), None).sum()).backward()
+    vectors, keys = keys_of(q.transpose(1, 2))
+    (vectors.sum() + keys.sum() + unit_vectors(q.transpose(1, 2), None).sum()).backward()
 
 
 @case
@@ -154,13 +154,13 @@ def bucketed_attention(dtype: torch.dtype, head_dim: int) -> None:
 
     codes, mask = torch.zeros(1, 2, 2, 512, dtype=torch.int16), torch.ones(1, 512, dtype=torch.bool)
     band, local = Window("band", 128), Window("chunk", 128)
-    for shared, own, key_mask, spec in (
+    for shared, codes_of_keys, key_mask, spec in (
         (codes, None, None, BucketedAttentionSpec(band, causal=True)),
         (None, None, None, BucketedAttentionSpec(local, True, 0.125, exclude_self=False)),
         (codes, codes, mask, BucketedAttentionSpec(band, False, 0.125, exclude_self=False)),
     ):
         q, k, v = (torch.zeros(1, 2, 512, head_dim, dtype=dtype, requires_grad=True) for _ in range(3))
-        attend(q, k, v, shared, spec, key_mask, key_codes=own)[0].sum().backward()
+        attend(q, k, v, shared, spec, key_mask, key_codes=codes_of_keys)[0].sum().backward()
 
 
 @case
@@ -177,8 +177,8 @@ def sketch(dtype: torch.dtype, head_dim: int) -> None:
             h, lse = sketched_attention(q, k, v, causal=causal, key_mask=mask)
             (h.sum() + lse.sum()).backward()
             noise = Noise(0, range(2), torch.arange(64).expand(1, -1))
-            for drawn in (noise, None):
-                chosen_keys(q, k, KeyChoiceSpec(20, causal, "inverse_log_squared"), drawn, lse, mask)
+            for draws in (noise, None):
+                chosen_keys(q, k, KeyChoiceSpec(20, causal, "inverse_log_squared"), draws, lse, mask)
 
 
 @case

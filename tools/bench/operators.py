@@ -240,19 +240,19 @@ def check_smooth(name: str, p: Problem, dtype: torch.dtype) -> tuple[bool, float
     with implementation("reference"):
         expected = with_gradients(call, [x.double() for x in inputs])
     with implementation("triton"), poisoned_memory():
-        ours, again = (with_gradients(call, inputs) for _ in range(2))
-    if not all(torch.equal(a, b) for a, b in zip(ours, again, strict=True)):
+        result, repeated = (with_gradients(call, inputs) for _ in range(2))
+    if not all(torch.equal(a, b) for a, b in zip(result, repeated, strict=True)):
         return False, float("nan"), "two runs differ"
-    bars, outputs, worst = BARS[dtype], len(ours) - len(inputs), 0.0
-    for number, (a, b) in enumerate(zip(ours, expected, strict=True)):
-        seen = b > -torch.inf
-        if not torch.equal(a > -torch.inf, seen):
+    bars, outputs, worst = BARS[dtype], len(result) - len(inputs), 0.0
+    for number, (a, b) in enumerate(zip(result, expected, strict=True)):
+        finite = b > -torch.inf
+        if not torch.equal(a > -torch.inf, finite):
             return False, float("nan"), f"output {number} is −∞ elsewhere"
-        error = ((a[seen].double() - b[seen]).norm() / b[seen].norm().clamp_min(1e-30)).item()
+        error = ((a[finite].double() - b[finite]).norm() / b[finite].norm().clamp_min(1e-30)).item()
         worst = max(worst, error)
         if not error <= bars[number >= outputs]:
-            what = f"output {number}" if number < outputs else f"the gradient of input {number - outputs}"
-            return False, error, f"{what} is {error:.2g} off"
+            label = f"output {number}" if number < outputs else f"the gradient of input {number - outputs}"
+            return False, error, f"{label} is {error:.2g} off"
     return True, worst, ""
 
 
@@ -262,10 +262,10 @@ def check_exact(name: str, p: Problem) -> tuple[bool, float, str]:
     with implementation("blockwise"):
         expected = make(p)()
     with implementation("triton"), poisoned_memory():
-        ours, again = make(p)(), make(p)()
-    if not torch.equal(ours, again):
+        result, repeated = make(p)(), make(p)()
+    if not torch.equal(result, repeated):
         return False, float("nan"), "two runs differ"
-    equal = (ours == expected).double().mean().item()
+    equal = (result == expected).double().mean().item()
     return equal >= least, 1 - equal, "" if equal >= least else f"{1 - equal:.2g} of them differ"
 
 

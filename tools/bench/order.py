@@ -38,8 +38,8 @@ def _sums(x, out, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _powers(x, out, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
-    place = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
-    tl.store(out + place, tl.exp2(tl.load(x + place)))
+    position = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
+    tl.store(out + position, tl.exp2(tl.load(x + position)))
 
 
 def powers(x: Tensor) -> Tensor:
@@ -99,8 +99,8 @@ def order_facts(product: Product, terms: int, device: torch.device, rows: int) -
 
     a, b, k = numbers(rows, terms), numbers(terms, 64), torch.arange(terms, device=device)
     plain = product(a, b)
-    chosen = torch.arange(rows, device=device) % 16 == 0
-    mixed = torch.where(chosen[:, None], a, numbers(rows, terms))
+    fixed = torch.arange(rows, device=device) % 16 == 0
+    mixed = torch.where(fixed[:, None], a, numbers(rows, terms))
     yield "other rows", plain[::16], product(mixed, b)[::16]
     for shift in (1, 8, 37):
         yield f"place of the row, {shift} later", plain, product(a.roll(shift, 0), b).roll(-shift, 0)
@@ -144,8 +144,8 @@ def order_rows(device: torch.device, rows: int) -> Iterator[tuple[str, Tensor, T
         for shift in (16, 5):
             fact = f"16 terms, zeros elsewhere, {shift} later"
             yield f"tl.sum, {tile} rows: {fact}", sums(some), sums(some.roll(shift, 1))
-    whole = torch.arange(-126, 130, device=device).clamp_max(127).float()
-    yield "exp2 of an integer is a power of two", powers(whole), torch.ldexp(torch.ones_like(whole), whole.int())
+    steps = torch.arange(-126, 130, device=device).clamp_max(127).float()
+    yield "exp2 of an integer is a power of two", powers(steps), torch.ldexp(torch.ones_like(steps), steps.int())
     fraction = torch.arange(-(1 << 12), 0, device=device) / (1 << 12)  # exact, and so is its sum with an integer
     yield "exp2(f − 8) = exp2(f)·2^−8", powers(fraction - 8), powers(fraction) / 256
 

@@ -37,12 +37,12 @@ def reuses(code: list[Instruction]) -> int:
 def _reused(code: list[Instruction], after: list[list[int]], product: int) -> bool:
     factor = _registers(code[product].operands[1], _FACTOR)
     # (instruction, True if the product's group is closed, groups closed after it)
-    paths, seen = [(i, _commits(code[product]), 0) for i in after[product] if factor], set()
+    paths, visited = [(i, _commits(code[product]), 0) for i in after[product] if factor], set()
     while paths:
         state = i, committed, later = paths.pop()
-        if state in seen:
+        if state in visited:
             continue
-        seen.add(state)
+        visited.add(state)
         instruction = code[i]
         if instruction.name.startswith("WARPGROUP.DEPBAR") and not instruction.conditional:
             if committed and later >= int(instruction.operands[1], 16):

@@ -72,15 +72,15 @@ def models(config: Config) -> dict[str, dict[str, Any]]:
     pattern = config.model.attention.pattern
     entries = [{entry: config.model.heads} if isinstance(entry, str) else dict(entry) for entry in pattern]
     kinds = list(dict.fromkeys(kind for entry in entries for kind in entry))
-    made: dict[str, dict[str, Any]] = {
+    variants: dict[str, dict[str, Any]] = {
         AS_CONFIGURED: {},
         "full, checkpointed": {"pattern": ["full"], "blocks": "ordinary", "activations": "checkpoint"},
         "all layers full": {"pattern": ["full"]},
         "hashed layers full": {"pattern": [in_full(entry) for entry in entries]},
     }
     for depth in DEPTHS:
-        made[f"{depth} layers"] = {"layers": depth, "pattern": pattern if depth >= len(pattern) else kinds[:depth]}
-    return {name: changed(config, **changes) for name, changes in made.items()}
+        variants[f"{depth} layers"] = {"layers": depth, "pattern": pattern if depth >= len(pattern) else kinds[:depth]}
+    return {name: changed(config, **changes) for name, changes in variants.items()}
 
 
 def in_full(entry: dict[Any, int]) -> dict[str, int]:
@@ -110,7 +110,7 @@ def measure(values: dict[str, Any], steps: int) -> dict[str, Any]:
     seconds = []
     for step in range(WARM_UP + steps):
         if step == WARM_UP:  # the optimizer's state exists now
-            standing = reset_peak(device)
+            baseline = reset_peak(device)
             engine.optimizer.register_step_pre_hook(lambda *_: before_update.append(peak(device)))
         seconds.append(step_seconds(engine, batch, step, config.optimizer.learning_rate))
     gradients = sum(p.numel() * p.element_size() for p in engine.module.parameters())
@@ -120,17 +120,17 @@ def measure(values: dict[str, Any], steps: int) -> dict[str, Any]:
         "tokens_a_second": tokens / statistics.median(seconds[WARM_UP:]),
         "seconds": seconds[WARM_UP:],
         "peak_bytes": peak(device) - start,
-        "activation_bytes": before_update[0] - standing - gradients if before_update else None,
+        "activation_bytes": before_update[0] - baseline - gradients if before_update else None,
     }
 
 
 def step_seconds(engine: Engine, batch: Batch, step: int, learning_rate: float) -> float:
     """Return the seconds of a training step of one micro-batch."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     engine.train_step([batch], step, learning_rate)
     if engine.ranks.device.type == "cuda":
         torch.cuda.synchronize(engine.ranks.device)
-    return time.perf_counter() - begun
+    return time.perf_counter() - started
 
 
 def report(result: dict[str, Any], config: Config) -> Iterator[str]:

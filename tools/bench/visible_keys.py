@@ -31,9 +31,9 @@ class Bands:
         number of keys in the query's bucket at or before it, (H, R, T).
         """
         stop = int(rows[-1]) + 1
-        place = torch.arange(stop, device=rows.device)
+        positions = torch.arange(stop, device=rows.device)
         same = self.queries[..., rows, None] == self.keys[..., None, :stop]
-        same &= place <= rows[:, None]
+        same &= positions <= rows[:, None]
         size = same.sum(-1)
         return same & (self.rank[..., None, :stop] >= size.unsqueeze(-1) - self.width), size
 
@@ -44,55 +44,55 @@ def seen_pairs(call: Call, queries: Tensor) -> Tensor:
 
     Raises ConfigError for a mechanism without a set of visible keys, such as YOSO.
     """
-    mechanism, place = call.mechanism, torch.arange(call.inputs.q.shape[2], device=queries.device)
-    causal = place <= queries[:, None]
+    mechanism, positions = call.mechanism, torch.arange(call.inputs.q.shape[2], device=queries.device)
+    causal = positions <= queries[:, None]
     if isinstance(mechanism, FullAttention):
         return causal[None]
     if isinstance(mechanism, LocalAttention):
-        near = queries[:, None] // mechanism.chunk - place // mechanism.chunk <= 1
-        return (causal & (near | (place < mechanism.sinks)))[None]
+        near = queries[:, None] // mechanism.chunk - positions // mechanism.chunk <= 1
+        return (causal & (near | (positions < mechanism.sinks)))[None]
     if isinstance(mechanism, SmartBirdAttention):
         return _chosen(mechanism, call, queries, causal)
     if isinstance(mechanism, BandAttention):
         of_queries, of_keys = mechanism.band_codes(call.inputs, 0, call.context)
-        keys = (of_queries if of_keys is None else of_keys).long().masked_fill(place < mechanism.sinks, -1)
+        keys = (of_queries if of_keys is None else of_keys).long().masked_fill(positions < mechanism.sinks, -1)
         width = mechanism.window.chunk
-        shown = torch.zeros(1, *causal.shape, dtype=torch.bool, device=place.device)
+        band = torch.zeros(1, *causal.shape, dtype=torch.bool, device=positions.device)
         for heads, own in zip(of_queries[0].long().split(1), keys[0].split(1), strict=True):
-            found = Bands(heads, own, width).shown(queries)[0].any(1)
-            shown = torch.cat([shown, F.pad(found, (0, len(place) - found.shape[-1]))])
-        near = (queries[:, None] - place < width) & mechanism.local
-        seen = causal & (shown[1:] | near | (place < mechanism.sinks))
+            visible = Bands(heads, own, width).shown(queries)[0].any(1)
+            band = torch.cat([band, F.pad(visible, (0, len(positions) - visible.shape[-1]))])
+        near = (queries[:, None] - positions < width) & mechanism.local
+        mask = causal & (band[1:] | near | (positions < mechanism.sinks))
         if not mechanism.rule["exclude_self"]:
-            return seen
-        own = place == queries[:, None]
-        return (seen & ~own) | (own & ~(seen & ~own).any(-1, keepdim=True))
+            return mask
+        own = positions == queries[:, None]
+        return (mask & ~own) | (own & ~(mask & ~own).any(-1, keepdim=True))
     name = type(mechanism).__name__
     raise ConfigError("attention", f"visible keys of {name} cannot be counted", "Choose another kind")
 
 
 def _chosen(mechanism: SmartBirdAttention, call: Call, queries: Tensor, causal: Tensor) -> Tensor:
     """Return the K best keys per sketch (scores rounded to 1/256, the first of equal keys), window and sinks."""
-    config, place = mechanism.config, torch.arange(causal.shape[1], device=causal.device)
-    near = (queries[:, None] // config.chunk - place // config.chunk <= 1) & config.local
-    beside = causal & (near | (place < config.sinks))
-    found = []
+    config, positions = mechanism.config, torch.arange(causal.shape[1], device=causal.device)
+    near = (queries[:, None] // config.chunk - positions // config.chunk <= 1) & config.local
+    window = causal & (near | (positions < config.sinks))
+    masks = []
     for q, k in mechanism.sketches(call.x, call.inputs, call.context):
         score = (q[0, queries] @ k[0].T * q.shape[-1] ** -0.5 * 256).round().masked_fill(~causal, -torch.inf)
         best = score.sort(dim=-1, descending=True, stable=True).indices[:, : config.keys]
-        found.append(torch.zeros_like(causal).scatter_(1, best, True) & causal | beside)
-    return torch.stack(found).repeat_interleave(call.inputs.q.shape[1] // len(found), dim=0)
+        masks.append(torch.zeros_like(causal).scatter_(1, best, True) & causal | window)
+    return torch.stack(masks).repeat_interleave(call.inputs.q.shape[1] // len(masks), dim=0)
 
 
 def best_pairs(weight: Tensor, queries: Tensor, count: int, window: int, sinks: int) -> Tensor:
     """Return the oracle's keys (H, S, L) bool: the last `window` keys, the sinks, and the `count` other keys of largest
     weight per head. weight: full attention (H, S, L).
     """
-    place = torch.arange(weight.shape[2], device=queries.device)
-    causal = place <= queries[:, None]
-    beside = causal & ((queries[:, None] - place < window) | (place < sinks))
-    best = weight.masked_fill(beside | ~causal, -1.0).topk(min(count, len(place)), dim=-1).indices
-    return torch.zeros_like(weight, dtype=torch.bool).scatter_(-1, best, True) & causal | beside
+    positions = torch.arange(weight.shape[2], device=queries.device)
+    causal = positions <= queries[:, None]
+    near = causal & ((queries[:, None] - positions < window) | (positions < sinks))
+    best = weight.masked_fill(near | ~causal, -1.0).topk(min(count, len(positions)), dim=-1).indices
+    return torch.zeros_like(weight, dtype=torch.bool).scatter_(-1, best, True) & causal | near
 
 
 def weights(call: Call, queries: Tensor) -> Tensor:
