@@ -83,7 +83,7 @@ class Task(ABC):
     metrics: tuple[str, ...]
     """Names in tasks/metrics.py; the first one selects the best checkpoint."""
     form: str = "labels"
-    """Name in tasks/form.py: the kind of labels and model. The attributes below are for the form "labels"."""
+    """Name in FORMS of tasks/run.py: the kind of labels and model. The attributes below are for the form "labels"."""
     segments: int = 1
     """Number of inputs per example."""
     towers: bool = False
@@ -124,10 +124,8 @@ class Task(ABC):
         """Return the number of a class, given its name. Raises DataError naming the location."""
         assert self.classes is not None
         if label not in self.classes:
-            near = did_you_mean(label, self.classes)
-            hint = f"{near} " if near.startswith("Did") else ""
-            hint += f"Its labels are: {', '.join(self.classes)}"
-            raise DataError(str(location), f'"{label[:80]}" is not a label of {self.name}', hint)
+            problem = f'"{label[:80]}" is not a label of {self.name}'
+            raise DataError(str(location), problem, did_you_mean(label, self.classes))
         return self.classes.index(label)
 
 

@@ -204,7 +204,7 @@ def sts(*fields: str, score: str = "5.000") -> str:
 REVIEW_ROW, QQP = json.dumps(REVIEW), "id\tquestion1\tquestion2\tis_duplicate"
 MALFORMED = [
     ("aan", "", AAN, "0\ta\tb\tx", "4 fields instead of 5 (label, id1, id2, text1, text2)"),
-    ("aan", "", AAN, "2.0\ta\tb\tx\ty", '"2.0" is not a label of aan. Its labels are: 0, 1'),
+    ("aan", "", AAN, "2.0\ta\tb\tx\ty", '"2.0" is not a label of aan. Known here: 0, 1'),
     *[("ag_news", "", '"1","a","b"', f'"{index}","a","b"', f'"{index}" is not a label of ag_news.')
       for index in ("0", "5", "", "1.0", "Class Index")],
     *[("imdb", "", "u\t\tp\t\t7\t\tgood", f"u\t\tp\t\t{rating}\t\tgood", f'"{rating}" is not a label of imdb')
