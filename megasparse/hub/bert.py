@@ -1,4 +1,4 @@
-"""Formats of BERT, RoBERTa and YOSO: megasparse encoders of `style` bert have the same network."""
+"""Formats of BERT, RoBERTa and YOSO: megasparse encoders of `style` bert are the same network."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -264,7 +264,7 @@ class YOSOFormat(BERTFormat):
 
     Hashing (`use_expectation` false) runs in a CUDA kernel that transformers downloads on demand, and draws new hashes
     at each call. `logits` of such a model are therefore computed with its expectation, the mean over all hashes, and
-    compared with megasparse's under `comparable`, which has the same parameters and code length. Gaussian hashing
+    compared with megasparse's under `comparable`, with the same parameters and code length. Gaussian hashing
     (`use_fast_hash` false) gives each query the code of the key at its position, a bug; megasparse hashes the query.
 
     Padding: its model passes on an attention_mask of 1 (token) and 0 (padding), but its layers expect 0 and −10,000.

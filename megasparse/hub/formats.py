@@ -64,7 +64,7 @@ class Format(ABC):
 
     @abstractmethod
     def export(self, config: Config, weight: Callable[[str], Tensor]) -> Exported:
-        """Convert a megasparse model. weight: returns the fp32 value of a parameter, by megasparse's name.
+        """Convert a megasparse model. weight: returns a parameter (fp32) by megasparse's name.
 
         Raises HubError for a key of the configuration with a value that the architecture cannot express.
         """
@@ -85,7 +85,7 @@ class Format(ABC):
         return config
 
     def must_be(self, model: ModelConfig, key: str, *only: Any) -> None:
-        """Raise HubError unless a key of the `model` section has one of the values that the architecture supports."""
+        """Raise HubError unless a key of the `model` section is one of the supported values `only`."""
         if (value := attrgetter(key)(model)) not in only:
             raise self.inexpressible(key, value, " or ".join(map(repr, only)))
 
@@ -94,7 +94,7 @@ class Format(ABC):
         return HubError(f"model.{key}", problem, "Export to another format, such as megasparse")
 
     def check_parts(self, model: ModelConfig) -> None:
-        """Raise HubError if one of PARTS does not have its default value."""
+        """Raise HubError if the value of one of PARTS is not its default."""
         for key in PARTS:
             self.must_be(model, key, ModelConfig.model_fields[key].default)
 
@@ -170,7 +170,7 @@ def not_ours(path: Path, key: str, value: Any, only: str) -> HubError:
 
 
 def check_only(config: Any, only: Mapping[str, Any], path: Path) -> None:
-    """Raise HubError naming `path` if a key of config.json has an unsupported value."""
+    """Raise HubError naming `path` if the value of a key of config.json is not supported."""
     for key, expected in only.items():
         if (value := getattr(config, key, expected)) != expected:
             raise not_ours(path, key, value, repr(expected))
@@ -221,7 +221,7 @@ class Weight(NamedTuple):
     """A parameter of Hugging Face's model, and the megasparse parameters that it concatenates."""
 
     ours: tuple[str, ...]
-    """Empty if megasparse has no such parameter; it is exported as zeros."""
+    """Empty if megasparse lacks the parameter, which is then exported as zeros."""
     theirs: str
     shape: tuple[int, ...]
     """Shape in Hugging Face's model; megasparse may omit the unused first rows of a table."""
@@ -252,9 +252,9 @@ PAIRS = {".*": (".weight", ".bias"), "_*": ("_weight", "_bias"), "~": ("", "_bia
 def weights_of(table: str, model: ModelConfig) -> list[Weight]:
     """Return the weights in a table that the megasparse model contains.
 
-    table: lines of megasparse's name and Hugging Face's. `{}` is the number of a layer; `a|b|c` are concatenated; a `T`
-    at the end means that Hugging Face's is transposed. `.*`, `_*` and `~`, with `.*` in the second name, are a weight
-    and its bias.
+    table: lines of two names, megasparse's and Hugging Face's. `{}` is the number of a layer; `a|b|c` are concatenated;
+    a `T` at the end means that Hugging Face's is transposed. `.*`, `_*` and `~`, with `.*` in the second name, are both
+    a weight and its bias.
     """
     from megasparse.hub.megasparse_format import shapes
 

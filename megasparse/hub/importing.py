@@ -91,7 +91,7 @@ class HFModel:
         kind = format_named(architecture)
         if kind.name in ("bert", "roberta", *DECODERS) and not (folder / FILE).is_file():
             hint = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
-            raise HubError(folder / FILE, "is missing, so its tokens have no meaning", hint)
+            raise HubError(folder / FILE, "is missing, without which tokens are undefined", hint)
         imported = kind.load(values, TensorFile.open(folder))
         model = imported.config["model"]
         length = model.get("max_length", ModelConfig().max_length)
@@ -177,7 +177,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _with_special(folder: Path, sections: dict[str, Any]) -> dict[str, Any]:
-    """Add the tokenizer's mask token, if there is one, to the sections. Raises HubError if the model has no such id."""
+    """Add the tokenizer's mask token, if there is one, to the sections. Raises HubError if the model lacks its id."""
     tokenizer = build_tokenizer(sections["data"]["tokenizer"])
     model = dict(sections["model"])
     if tokenizer.file is None:
@@ -305,8 +305,8 @@ def base_values(source: str | Path) -> dict[str, Any]:
 
 
 def resumed_from(config: Config, source: str | Path, ranks: Ranks) -> str:
-    """Return the value of `--resume` for a run that starts from `source`: its newest checkpoint if it has one, else the
-    checkpoint that `write_start` writes to RUN/start, once, on rank 0. With adapters always "auto", because its
+    """Return the value of `--resume` for a run that starts from `source`: its newest checkpoint if there is one, else
+    the checkpoint that `write_start` writes to RUN/start, once, on rank 0. With adapters always "auto", because its
     checkpoints contain only the adapters, and RUN/start the base weights. Every rank calls it.
 
     Raises UserError, on all ranks, if the weights cannot be used.
@@ -326,7 +326,7 @@ def resumed_from(config: Config, source: str | Path, ranks: Ranks) -> str:
 def require_base(config: Config) -> None:
     """Raise ConfigError if a run has adapters but no base weights."""
     if config.lora is not None and not (start := _start_of(config)).exists():
-        problem = f"given, but {start.parents[1]} contains no base weights for the adapters"
+        problem = f"{start.parents[1]} contains no base weights for the adapters"
         raise ConfigError("lora", problem, "Name a pretrained model with --start, or set it to null")
 
 
@@ -389,7 +389,7 @@ def write_start(config: Config, source: Path, output: Path) -> list[str]:
 
 
 def _hf_model(source: Path) -> HFModel | None:
-    """Open a Hugging Face model's folder; None for a megasparse run, whose config.json has no model_type."""
+    """Open a Hugging Face model's folder; None for a megasparse run (config.json without model_type)."""
     try:
         if "model_type" not in read_config(source):
             return None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PREFIX = "model."
-"""Prefix of megasparse's parameter names."""
+"""Prefix of parameter names."""
 _IMPORT = """\
 \"\"\"The code of this model is in the package megasparse.\"\"\"
 
@@ -117,7 +117,7 @@ class MegasparseFormat(Format):
 
 def special_tokens(config: Config) -> dict[str, int]:
     """Return the special tokens of an encoder–decoder: padding, also used as the start token, and the separator that
-    ends sources and targets, if its tokenizer has one in the model's vocabulary.
+    ends sources and targets, if its tokenizer's separator is in the model's vocabulary.
     """
     model = config.model
     if model.source is None:

@@ -128,7 +128,7 @@ class AlignedRows:
 
 
 class MegasparseCache:
-    """Cache for generation: one decoding cache for the rows of each length, because it has a single position."""
+    """Cache for generation: one decoding cache for the rows of each length, as a cache stores a single position."""
 
     is_compileable = False
 

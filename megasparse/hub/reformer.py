@@ -77,9 +77,9 @@ class ReformerFormat(Format):
 
     Start: a megasparse decoder predicts token t from the tokens before it, and the first one from a start vector.
     Hugging Face's model predicts the token after each input. Its input is therefore [BOS, token 0, token 1, ...], its
-    logits at t predict token t, and the embedding of BOS is the start vector. If the start vector equals a token
-    embedding, that token is BOS. Otherwise BOS is an extra token with id V; on import it is recognised by its row of
-    the LM head, 0, and its bias, `NEVER`. Its logit has no meaning, and `suppress_tokens` excludes it from generation.
+    logits at t predict token t, and the embedding of BOS is the start vector. If the start vector equals the embedding
+    of a token, that token is BOS. Otherwise BOS is an extra token with id V; on import it is recognised by its row of
+    the LM head, 0, and its bias, `NEVER`. Its logit is meaningless, and `suppress_tokens` excludes it from generation.
     A Hugging Face model without a `bos_token_id` starts with its `pad_token_id`, as the published ones were trained.
 
     Bias of the LM head: `model.output_bias`; omitted if it is zero. transformers 5 stores it but does not add it to the
@@ -101,7 +101,7 @@ class ReformerFormat(Format):
     name = "reformer"
     note = (
         "Every input starts with BOS (its tokenizer adds it), and the logits at a position predict the next token; the "
-        "logit of BOS has no meaning. Attention inside hash buckets is random here: HuggingFace's Reformer draws new "
+        "logit of BOS is meaningless. Attention inside hash buckets is random here: HuggingFace's Reformer draws new "
         "rotations at each call (hash_seed null), and lets the first chunk of a hash round attend to the last chunk of "
         "the round before, unlike the original model. Individual logits therefore differ from the original model's, "
         "as between two draws of its rotations. A sequence is padded to full chunks, and must fit "
@@ -379,7 +379,7 @@ def reformer_logits(model: "PreTrainedModel", bos: int, vocabulary: int, tokens:
     """Return logits of Hugging Face's code on [BOS, tokens], with three changes to its LSH layers.
 
     They get the rotations of megasparse's evaluation with `seed`, attend only within a hash round, and compute in fp64:
-    in fp32, a token without visible keys in any round has a log-sum-exp of −1e5, rounded so coarsely that the rounds'
+    in fp32, a token without visible keys in any round gets a log-sum-exp of −1e5, rounded so coarsely that the rounds'
     weights sum to 1 only within 0.4 %. Without LSH layers only the precision differs. The LM head's bias is added if
     transformers omits it.
     """

@@ -35,7 +35,7 @@ ENTRY = "megasparse_attention"
 """Key of config.json with the arguments of the replacement: {"attention", "max_length", "seed"}."""
 DRAWS, TARGETS = "megasparse_draws", "megasparse_targets"
 """Arguments of a replaced model's forward, for training loops: an RngContext that replaces the model's seed and pass
-number, and labels (B,) for mechanisms to learn from if the model has no head. With the first one, the training loop
+number, and labels (B,) for mechanisms to learn from in a model without a head. With the first one, the training loop
 calls the mechanisms' `after_step`.
 """
 ADAPTER = "megasparse.safetensors"
@@ -295,7 +295,7 @@ def _hand_over_input(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[An
 
 
 def _begin(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Start a pass. A forward pre-hook of the model and of its base model, which is called within it."""
+    """Start a pass. A forward pre-hook of the model and, within its call, of its base model."""
     if "megasparse_pass" in kwargs:
         return None
     state = _state(model)

@@ -57,7 +57,7 @@ class Teacher:
                 'Replace its attention by {"kind": "smart_bird", "sketch": "heads", "objective": "attention"} or '
                 '{"kind": "lha", "joint": false, "utility": "collisions"}'
             )
-            raise HubError(type(model).__name__, "its attention has no part that can be taught", hint)
+            raise HubError(type(model).__name__, "no part of its attention can be taught", hint)
 
     def teach(
         self, windows: list[list[int]], held_out: list[list[int]], passes: int, folder: Path | None = None

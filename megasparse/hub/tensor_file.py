@@ -64,7 +64,7 @@ class TensorFile:
         return tuple(self._file(name).get_slice(name).get_shape())
 
     def read(self, name: str, shape: Iterable[int] | None = None) -> Tensor:
-        """Read a tensor, floating point as fp32. Raises HubError if it is missing or does not have the `shape`."""
+        """Read a tensor, floating point as fp32. Raises HubError if it is missing or its shape is not `shape`."""
         if shape is not None:
             self._check_shape(name, shape)
         try:

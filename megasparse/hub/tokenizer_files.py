@@ -113,7 +113,7 @@ def files_with_start(files: Files, token: int, name: str) -> Files:
 
 
 def own_name(tokenizer: Tokenizer, kind: str) -> str:
-    """Return the name of a tokenizer's own file in an exported folder; the tokenizer's name if it has no file.
+    """Return the name of a tokenizer's own file in an exported folder; the tokenizer's name if it needs no file.
 
     An encoder–decoder's tokenizer.json adds the separator after every text, so the training file has another name.
     """
@@ -224,7 +224,7 @@ def of_unigram(model: bytes) -> dict[str, Any] | None:
     which tokenizer.json cannot express exactly: bpe, and scores that it would round.
 
     Pieces are written as their bytes, so that U+2581 in a text is not a space, and a name like `<0x0A>` not a byte.
-    Only a byte that is not a known character is a token.
+    Only bytes that are not known characters are tokens.
     """
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 

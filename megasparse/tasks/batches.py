@@ -20,7 +20,7 @@ from megasparse.tasks.task import Example, Input, SourceLocation, Task
 from megasparse.training.ranks import Ranks
 
 LINE_END = 10
-"""Byte between two segments if the model has no separator."""
+"""Byte between two segments, for models without a separator."""
 
 
 class Segments(NamedTuple):
@@ -204,7 +204,7 @@ def cut(parts: list[np.ndarray], room: int) -> list[np.ndarray]:
 
 
 def require_vocabulary(body: Any, needed: int, task: str | None = None) -> None:
-    """Raise ConfigError if a body has no embedding for some ids of a task or its tokenizer."""
+    """Raise ConfigError if a body lacks embeddings for ids of a task or its tokenizer."""
     if needed > body.vocabulary:
         problem = f"{body.vocabulary} ids, but {task or 'its tokenizer'} has {needed}"
         raise ConfigError("model.vocabulary", problem, f"Set it to {needed} or more")
@@ -213,7 +213,7 @@ def require_vocabulary(body: Any, needed: int, task: str | None = None) -> None:
 Collate = Callable[[Sequence[EncodedExample]], Any]
 """Function from examples to a batch of the task's model."""
 MULTIPLE = 8
-"""Lengths of batches are rounded up to a multiple of this, for fewer shapes, and full tiles on a GPU."""
+"""Lengths of batches are rounded up to a multiple of this, for fewer shapes, and full tiles on GPUs."""
 
 
 class Movable:
@@ -256,7 +256,7 @@ class Inputs(Movable):
     sequences: tuple[Padded, ...]
     """One sequence per example, or two if the task has towers."""
     labels: Tensor | None
-    """(B,) int64 classes or fp32 numbers; None if the files have no labels."""
+    """(B,) int64 classes or fp32 numbers; None without labels."""
     marks: Tensor | None = None
     """Positions, int64 (B, K), of the scores of each example's candidates in a choice, padded with -1."""
 

@@ -1,7 +1,7 @@
 """Table of downstream tasks: their files, columns, classes and metrics.
 
 Alternative names of columns and classes are separated by |: the official files' name, and the name in the dataset on
-the Hub. GLUE's folders are the ones that its official archive unpacks to; its test files have no public labels. Metrics
+the Hub. GLUE's folders are the ones that its official archive unpacks to; its test files lack public labels. Metrics
 are the benchmark's, in GLUE its main one first (LHA's paper reports accuracy for MRPC and QQP).
 """
 
@@ -172,7 +172,7 @@ def cola_rows(file: Path) -> Rows:
 
 
 def sts_rows(file: Path) -> Rows:
-    """Read a file of the STS benchmark. Rows of some genres have two more fields, the licences of the sentences."""
+    """Read a file of the STS benchmark. Rows of some genres contain two more fields, the licences of the sentences."""
     for location, line in lines(file):
         fields = line.split("\t") if isinstance(line, str) else []
         if fields and len(fields) not in (7, 9):

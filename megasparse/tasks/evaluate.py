@@ -41,7 +41,7 @@ class Prediction(NamedTuple):
     """Flat float64, the input of the form's `answer`."""
     cost: float
     weight: float
-    """The loss is the sum of costs divided by the sum of weights; both are NaN if the example has no label."""
+    """The loss is the sum of costs divided by the sum of weights; both are NaN without a label."""
 
 
 def predict_examples(

@@ -83,7 +83,7 @@ class Form(ABC):
         if self.task.form not in ("labels", "texts") or self.task.vocabulary is not None:
             raise ConfigError("--text", f'"{self.task.name}" does not read texts', "Use --source FILE")
         if len(texts) != self.task.segments:
-            problem = f'{len(texts)} given, but an example of "{self.task.name}" has {self.task.segments}'
+            problem = f'{len(texts)} given, but an example of "{self.task.name}" needs {self.task.segments}'
             raise ConfigError("--text", problem, f"Use it {'twice' if self.task.segments == 2 else 'once'}")
         return Example(tuple(texts), None, SourceLocation(Path("--text")), "0")
 

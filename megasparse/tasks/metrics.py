@@ -87,7 +87,7 @@ def _mrr(clicked: tuple[int, ...], scores: tuple[float, ...]) -> float:
 
 @cached_ranking
 def _ndcg(clicked: tuple[int, ...], scores: tuple[float, ...], k: int) -> float:
-    """Compute nDCG from ranks, which have no ties for scikit-learn to average over."""
+    """Compute nDCG from ranks: without ties, over which scikit-learn would average."""
     from sklearn.metrics import ndcg_score
 
     order = np.empty(len(scores))

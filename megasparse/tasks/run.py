@@ -188,7 +188,7 @@ def encode_all(
 
 
 def read_examples(task: Task, config: FinetuneConfig) -> tuple[list[Example], list[Example]]:
-    """Return training and validation examples. Raises DataError if there are none, or if one has no label."""
+    """Return training and validation examples. Raises DataError if there are none, or if one lacks a label."""
     settings, seed, source = config.task, config.run.seed, find_file(config.task.source)
     files = split_files(task, source, "train")
     official = settings.validation is not None or "validation" in task.files(source)
@@ -219,13 +219,13 @@ def read_files(task: Task, files: Sequence[Path]) -> Iterator[Example]:
 
 
 def labelled(examples: Iterable[Example], name: str, source: str | Path) -> Iterator[Example]:
-    """Yield the examples. Raises DataError if there are none, or if one has no label."""
+    """Yield the examples. Raises DataError if there are none, or if one lacks a label."""
     empty = True
     for example in examples:
         empty = False
         if example.label is None:
             hint = "Use a labelled file; megasparse predict labels others"
-            raise DataError(str(example.location), "has no label to learn from or to compare with", hint)
+            raise DataError(str(example.location), "lacks a label to learn from or to compare with", hint)
         yield example
     if empty:
         raise DataError(source, f"contains no {name} examples", "Use files with examples")

@@ -46,7 +46,7 @@ class Start:
     sha256: str | None = None
     """Digest of the pretrained weights; None for initial ones."""
     record: dict[str, Any] | None = None
-    """Description of a transformers model, from which `rebuild` makes it again; None for a model of ours."""
+    """Description of a transformers model for `rebuild`; None for a megasparse model."""
 
     def write(self, run: Path) -> None:
         """Write the record, and the tokenizer's file if there is one, to RUN/start."""
@@ -210,7 +210,7 @@ def _of_huggingface(config: FinetuneConfig, named: Path, form: Form, labels: int
         raise HubError(folder, *ONE_SIDE)
     if not (folder / "tokenizer.json").is_file():
         hint = "Save it there: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
-        raise HubError(folder / "tokenizer.json", "is missing, so its tokens have no meaning", hint)
+        raise HubError(folder / "tokenizer.json", "is missing, without which tokens are undefined", hint)
     tokenizer = build_tokenizer(found_tokenizer(folder, None))
     body, record = _transformer(config, folder, labels)
     return Start(body, tokenizer, sha256, record)

@@ -69,8 +69,7 @@ class Example:
     inputs: tuple[Input, ...]
     """One input, or two for a pair."""
     label: Any
-    """Class number, number to predict, or the label of another form; None if the file has no label, as in official test
-    files."""
+    """Class number, number to predict, or label of another form; None without a label, as in official test files."""
     location: SourceLocation
     name: str
     """Official id, else the index in the file."""
@@ -195,9 +194,9 @@ def existing(folder: Path, names: Mapping[str, str | Sequence[str]], inner: str 
 def chosen_files(task: Task, sources: Sequence[str], split: str | None) -> tuple[str | None, list[Path]]:
     """Return the split and its files.
 
-    sources: the folder of the task's official files, or files in their format, which have no split. split: by default
-    "test" if it has labels, else "validation". Raises DataError if there are no such files, and ConfigError for a split
-    of files.
+    sources: the folder of the task's official files, or files in their format, without splits. split: by default "test"
+    if its examples are labelled, else "validation". Raises DataError if there are no such files, and ConfigError for a
+    split of files.
     """
     paths = [find_file(source) for source in sources]
     folder = next((path for path in paths if path.is_dir() or is_remote(path)), None)
@@ -216,8 +215,8 @@ def chosen_files(task: Task, sources: Sequence[str], split: str | None) -> tuple
 
 
 def sha256_of(file: Path) -> str:
-    """Return the digest of a file, or of the names and digests of a folder's files; "" for a dataset on the Hub. A part
-    of a file has the digest of the whole file.
+    """Return the digest of a file, or of the names and digests of a folder's files; "" for a dataset on the Hub. For a
+    part of a file, return the digest of the file.
     """
     path, _ = split_name(file)
     if is_remote(path):

@@ -58,7 +58,7 @@ class LossGuard:
         return loss > mean + DEVIATIONS * max(deviation, SMALLEST_DEVIATION * abs(mean))
 
     def note(self, loss: float, applied: bool) -> bool:
-        """Record the loss of a step. Return True if it is a spike."""
+        """Record a step's loss. Return True if it is a spike."""
         spike = self.is_spike(loss)
         self.spikes += spike
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
@@ -93,7 +93,7 @@ class Selection:
         """Evaluations since that step."""
 
     def note(self, step: int, scalars: Mapping[str, float]) -> bool:
-        """Record the scalars of a step. Return True if they contain the best value so far (of equal values the first).
+        """Record a step's scalars. Return True if they contain the best value so far (of equal values the first).
 
         A step without an evaluation does not contain the scalar and changes nothing. NaN is worse than any number.
         """
@@ -260,7 +260,7 @@ def _last_words(state: LoopState, steps: int) -> str:
 
 
 def _next_data(run: TrainingRun, source: Iterator[Step], step: int) -> Step | Exception:
-    """Return the data of a step, or the error that prevented reading it."""
+    """Return a step's data, or the error that prevented reading it."""
     run.hooks.progress(f"step {step}: reading data")
     try:
         return next(source)

@@ -80,7 +80,7 @@ class Ranks:
         return [json.loads(text[:length].cpu().numpy().tobytes()) for text, length in zip(texts, lengths, strict=False)]
 
     def on_first_rank(self, work: Callable[[], Any]) -> Any:
-        """Return the JSON value of `work`, which rank 0 does while the others wait. Its UserError is raised on all."""
+        """Run `work` on rank 0 while the others wait. Return its JSON value, or raise its UserError, on all ranks."""
         value = problem = None
         if self.rank == 0:
             try:

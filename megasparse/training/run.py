@@ -174,7 +174,7 @@ def open_training(
         resume, allow_changed_config: See `find_start`.
         stop_at: See `TrainingRun`.
         signals: Signal handlers of the process. Without them (in a notebook) signals do not stop the run, and a single
-            process has no watchdog, which would also end the notebook.
+            process runs without a watchdog, which would also end the notebook.
 
     Raises:
         Exception: Errors of `run_lock`, `find_start` and `build_engine`.

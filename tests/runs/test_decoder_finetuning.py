@@ -118,7 +118,7 @@ def test_adapters_want_weights_that_they_belong_to(decoder, tmp_path, capsys):
     go_on(tmp_path / "run", decoder, texts)
     (tmp_path / "run" / "start").rename(tmp_path / "elsewhere")
     found = refused(capsys, door("generate"), "--checkpoint", tmp_path / "run")
-    assert "contains only adapters" in found and "Copy the run's folder again, whole" in found
+    assert "contains only adapters" in found and "Copy the whole run folder again" in found
 
 
 @pytest.mark.slow

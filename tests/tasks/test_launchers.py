@@ -131,12 +131,12 @@ def test_a_bert_of_pairs_on_official_files(tmp_path, capsys):
     assert result["runs"][0]["attention"] is None
     assert "rte, validation: 6 examples" in capsys.readouterr().out
     message = refused(capsys, evaluate, *there, "--task", "rte", "--source", tmp_path, "--split", "test")
-    assert f"{tmp_path / 'test.tsv'}:2: has no label" in message
+    assert f"{tmp_path / 'test.tsv'}:2: lacks a label" in message
     typed(predict, *there, "--source", tmp_path / "test.tsv", "--output", tmp_path / "RTE.tsv")
     submitted = [line.split("\t") for line in (tmp_path / "RTE.tsv").read_text().splitlines()]
     assert [row[0] for row in submitted] == ["index", "31", "17"]
     assert {row[1] for row in submitted[1:]} <= {"entailment", "not_entailment"}
-    assert '1 given, but an example of "rte" has 2' in refused(capsys, predict, *there, "--text", "the model")
+    assert '1 given, but an example of "rte" needs 2' in refused(capsys, predict, *there, "--text", "the model")
     typed(predict, *there, "--text", "the model", "--text", "we go")
     assert json.loads(capsys.readouterr().out)["predicted"] == submitted[1][1]
     new = table(tmp_path / "own.csv", [["the model", "we go", "entailment"]], ("premise", "claim", "label"))
@@ -178,9 +178,9 @@ def test_mistakes_are_one_line_and_leave_nothing(folder, capsys, tmp_path):
     ):
         assert message in refused(capsys, evaluate, *scored, "--source", source)
         assert message in refused(capsys, predict, *predicted, "--source", source)
-    for source, message in ((label, f'{label}:3: "awful" is not a label of table'), (empty, f"{empty}:3: is empty")):
+    for source, message in ((label, f'{label}:3: "awful" is not a label of table'), (empty, f"{empty}:3: empty")):
         assert message in refused(capsys, evaluate, *scored, "--source", source)
-    assert f"{unlabelled}:2: has no label" in refused(capsys, evaluate, *scored, "--source", unlabelled)
+    assert f"{unlabelled}:2: lacks a label" in refused(capsys, evaluate, *scored, "--source", unlabelled)
     cut = ["--set", "task.too_long=refuse", "--set", "task.max_length=4"]
     assert f"{unlabelled}:2: 10 tokens are more" in refused(capsys, predict, *predicted, *cut, "--source", unlabelled)
     assert not list(tmp_path.iterdir())

@@ -231,9 +231,9 @@ class Choice(Example):
 class ChoiceEncoder(ExampleEncoder):
     """Encoder to one sequence: [begin] question [separator] candidate [separator] ... candidate [separator] text
     [separator] ..., with type 0 up to the last candidate's separator and 1 after it. The mark of a candidate, the
-    position of its score, is the separator after it, where a decoder has read the candidate. Without special tokens
-    there is no begin token, and byte tokenizers use a line end as separator; other tokenizers have no separator, and
-    the mark is the candidate's last token.
+    position of its score, is the separator after it, so that a decoder has read the candidate. Without special tokens
+    the sequence starts with the question, and byte tokenizers use a line end as separator; with other tokenizers there
+    are no separators, and the mark is the candidate's last token.
 
     Only the texts are truncated, at their end, never the question and candidates.
     """

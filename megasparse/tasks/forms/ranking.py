@@ -52,7 +52,7 @@ class Impressions(Movable):
     shown: Tensor
     """(B,) int64: number of candidates of each impression."""
     clicked: Tensor | None
-    """(B, C) bool; None if the files have no labels."""
+    """(B, C) bool; None without labels."""
 
     def numel(self) -> int:
         """Return the number of news tokens. Training skips candidates that are neither clicked nor negatives."""
@@ -106,7 +106,7 @@ class NewsRecommender(nn.Module):
 
         In training every click is an example of weight 1, with cost −ln softmax of its score among itself and K news of
         its impression without a click. divisor: replaces M as the divisor of the sum of costs. In evaluation all
-        candidates are scored: `predicted` has a tensor (its candidates,) of scores per impression, and the cost of an
+        candidates are scored: `predicted` is one tensor (its candidates,) of scores per impression, and the cost of an
         impression is the sum over its clicks of −ln softmax among the click and all its news without a click.
         """
         if rng.training:

@@ -219,7 +219,7 @@ class TextForm(Form):
     def encoder(self, start: Any) -> ExampleEncoder:
         body, tokenizer, generation = start.body, start.tokenizer, self.config.task.generation
         if tokenizer.special is None:
-            problem = f'"{tokenizer.name}" has no special tokens, which are needed to end a text'
+            problem = f'"{tokenizer.name}" lacks special tokens, one of which ends a text'
             raise ConfigError("task.tokenizer", problem, "Use a tokenizer with special tokens, or a model with one")
         end, longest = tokenizer.special.separator, body.stack.config.max_length
         require_vocabulary(body, max(tokenizer.vocabulary, end + 1))

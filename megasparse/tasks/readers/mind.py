@@ -42,7 +42,7 @@ class MIND(Task):
         """Read the impressions of a behaviors.tsv.
 
         Rows are also malformed if a news id is not in the news.tsv of the same folder, a label is not 0 or 1, or a
-        labelled impression has no click, or only clicks, for which the metrics are undefined.
+        labelled impression contains no click, or only clicks, for which the metrics are undefined.
         """
         titles = self._titles(file.with_name(NEWS))
         cache: dict[tuple[Any, ...], tuple[Any, ...]] = {}

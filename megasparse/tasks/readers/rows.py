@@ -180,7 +180,7 @@ def _row(columns: Sequence[str], fields: Sequence[str], location: SourceLocation
 
 def _column_names(names: list[str], location: SourceLocation) -> list[str]:
     if repeated := _repeated(names):
-        problem = f'two columns have the name "{repeated[0][:80]}"'
+        problem = f'the column name "{repeated[0][:80]}" occurs twice'
         raise DataError(str(location), problem, "Rename one of them in the first line")
     return names
 
@@ -215,7 +215,7 @@ def dataset_rows(path: Path, split: str) -> Rows:
     """Read the rows of a split: classes by name, without hidden ones (-1). Raises DataError for an unknown split."""
     splits = open_dataset(path)
     if (rows := splits.get(split)) is None:
-        raise DataError(path, f'has no split "{split}"', f"Its splits: {', '.join(splits)}")
+        raise DataError(path, f'contains no split "{split}"', f"Its splits: {', '.join(splits)}")
     names = {column: kind.names for column, kind in (rows.features or {}).items() if hasattr(kind, "names")}
     for number, row in enumerate(rows, 1):
         row |= row["translation"] if isinstance(row.get("translation"), dict) else {}  # WMT's languages

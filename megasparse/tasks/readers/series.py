@@ -195,7 +195,7 @@ def read_series(file: Path, date: str, columns: list[str] | None, step: timedelt
         except ValueError:
             raise DataError(str(location), f'"{text[:80]}" is not a date and time', DATE_HINT) from None
         if at.tzinfo is not None:  # days in a time zone vary in length
-            raise DataError(str(location), f"{at} has a time zone", "Convert all times to one zone without its name")
+            raise DataError(str(location), f"{at} contains a time zone", "Convert all times to one zone, and omit it")
         if dates:
             difference = at - dates[-1]
             if difference <= timedelta(0):

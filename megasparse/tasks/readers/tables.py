@@ -17,7 +17,7 @@ from megasparse.tasks.task import Example, SourceLocation, split_name
 
 class OwnTable(RowTask):
     """A CSV file (quoted as in RFC 4180) or TSV file (no quoting) with column names in its first line, a file of JSON
-    objects, one per line (.jsonl), or a Hugging Face dataset. Rows without the label column have no label.
+    objects, one per line (.jsonl), or a Hugging Face dataset. The label column is optional.
     """
 
     source_is_file = True

@@ -28,8 +28,8 @@ class ParallelText(RowTask):
     `task.label` of the target: ["en"] and "de" translate English.
 
     A single test file is the split "test"; of several, each is a split named by the file without suffixes. `read` takes
-    the source's file, and finds the target's next to it. If there is none, or the file has another suffix, examples
-    have no labels.
+    the source's file, and finds the target's next to it. Without one, or for a file with another suffix, examples are
+    unlabelled.
     """
 
     name = "parallel_text"
@@ -59,7 +59,7 @@ class ParallelText(RowTask):
 
     def splits(self, folder: Path) -> dict[str, list[Path]]:
         """Return the files by split; {} if there are none. Raises DataError if two files are in the same split, or if
-        training or validation texts have no translations.
+        training or validation texts lack translations.
         """
         splits: dict[str, list[Path]] = {}
         for file in sorted(folder.iterdir()):

@@ -134,7 +134,7 @@ class Bucket:
         self._ask("uploading", url, write)
 
     def _upload(self, path: Path, url: str) -> None:
-        from fsspec.callbacks import Callback  # fsspec is only required with a bucket
+        from fsspec.callbacks import Callback  # only required with a bucket
 
         sent = Callback(hooks={"sent": lambda *_, **__: self._progress(f"uploading {url}")})
         self._ask("uploading", url, lambda: self._system.put_file(str(path), url, callback=sent))
@@ -226,7 +226,7 @@ class Uploads:
         more = True
         while more:
             self._upload(*self._queue[0])
-            with self._lock:  # after the last one, `begin` starts another thread
+            with self._lock:  # after the last upload, a new one needs a new thread
                 del self._queue[: 1 if self._problem is None else None]
                 more = bool(self._queue)
 

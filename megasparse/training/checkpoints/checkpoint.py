@@ -239,7 +239,7 @@ def open_newest(directory: Path, **options: Any) -> Checkpoint:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the persistent buffers by name: learned state that is not a parameter, such as moving averages."""
+    """Return the persistent buffers by name: learned state other than parameters, such as moving averages."""
     names = module.state_dict(keep_vars=True).keys() - dict(module.named_parameters(remove_duplicate=False)).keys()
     return {name: buffer for name, buffer in module.named_buffers() if name in names}
 
@@ -347,4 +347,4 @@ def merge_adapters(checkpoint: Checkpoint) -> Checkpoint:
         return Merged(checkpoint, Checkpoint.open(base), settings.lora)
     except CheckpointError as error:
         problem = f"contains only adapters, and the weights that they belong to cannot be read ({error})"
-        raise CheckpointError(checkpoint.path, problem, "Copy the run's folder again, whole") from None
+        raise CheckpointError(checkpoint.path, problem, "Copy the whole run folder again") from None

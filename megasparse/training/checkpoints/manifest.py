@@ -58,11 +58,11 @@ _FORM = {
     "files": {"*": {"bytes": _is_count, "sha256": str}},
     "tensors": {"*": {"*": {"shape": [_is_count], "pieces": [_PIECE]}}},
 }
-"""Fields that the code relies on; the configuration is checked when it is used. `*` is any key, `?` an optional one."""
+"""Fields that the code uses; the configuration is validated when it is used. `*` is any key, `?` an optional one."""
 
 
 def _mismatch(value: Any, form: Any, path: str = "") -> str | None:
-    """Return the path of the first value that does not have a form: a type, a test, or a collection of forms."""
+    """Return the path of the first value that does not match a form: a type, a test, or a collection of forms."""
     items: Iterable[tuple[Any, Any, Any]] = ()
     if isinstance(form, tuple):
         form = form[0]
@@ -87,7 +87,7 @@ def seal(manifest: dict[str, Any]) -> str:
 
 
 def _digest(manifest: dict[str, Any], sort: bool) -> str:
-    """Return the digest over sorted keys. sort: False if they are sorted, as in a file of `seal`: it takes memory."""
+    """Return the digest over sorted keys. sort: False if they are sorted, as in a file of `seal`, to save memory."""
     manifest = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(manifest, sort_keys=sort).encode()).hexdigest()
 
@@ -118,7 +118,7 @@ def parse_manifest(content: bytes, file: Path | str) -> dict[str, Any]:
         is_whole = content.endswith(b"}\n")
         is_ours = is_whole and content.count(b"{") + content.count(b"[") <= content.count(b"\n") + 1000
         text = content.decode() if is_ours else ""
-        del content  # and the text, before the digest takes as much again
+        del content  # free memory before the digest takes as much again
         manifest: Any = json.loads(text) if text else None
         del text
         intact = isinstance(manifest, dict) and manifest.get("sha256") == _digest(manifest, sort=False)
@@ -155,7 +155,7 @@ def _most_bytes(path: Path) -> int:
         try:
             with open_file(file) as stream:
                 stated = int.from_bytes(stream.read(8), "little")
-                headers += min(size, stated, os.lseek(stream.fileno(), 0, os.SEEK_HOLE))  # a hole states nothing
+                headers += min(size, stated, os.lseek(stream.fileno(), 0, os.SEEK_HOLE))  # holes contain no header
         except OSError as error:
             raise CheckpointError(file, f"cannot be read ({error.strerror})", RESTORE) from None
     return min(LARGEST_MANIFEST, LEAST_ROOM + ROOM_PER_HEADER * headers)

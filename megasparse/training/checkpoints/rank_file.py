@@ -95,7 +95,7 @@ def durable(path: Path, size: int) -> Iterator[IO[bytes]]:
         yield file
         _sync(file)
         if (there := os.fstat(file.fileno()).st_size) != size:
-            raise OSError(errno.EIO, f"{there:,} of {size:,} bytes were kept", str(path))
+            raise OSError(errno.EIO, f"{there:,} of {size:,} bytes were written", str(path))
 
 
 def make_folder(folder: Path) -> None:

@@ -30,14 +30,14 @@ from megasparse.training.ranks import Ranks, RunHooks
 
 FREE_TO_CHANGE = (
     "run.directory", "run.engine", "run.device", "run.hang_timeout", "run.deterministic",
-    # the content is compared: the data's fingerprint, the tokenizer's sha256
+    # Their content is compared: the data's fingerprint, the tokenizer's sha256.
     "data.path", "data.mixture", "data.cache", "data.cache_gb", "data.tokenizer",
-    # the content is compared: the weights' sha256, the fingerprint of the examples
+    # Their content is compared: the weights' sha256, the examples' fingerprint.
     "start.checkpoint", "start.huggingface", "start.activations", "task.source", "task.validation",
     "training.epochs", "training.steps", "training.micro_batch", "parallel.sequence",
     "evaluation", "checkpoint", "logging", "deepspeed",
 )  # fmt: skip
-"""Keys and sections that may change when a run resumes: they do not affect the result of a step, or only how bad steps
+"""Keys and sections that may change when a run resumes: they do not affect the results of steps, or only how bad steps
 and samples are handled."""
 
 
@@ -86,7 +86,7 @@ def find_start(
         ranks.on_first_rank(lambda: check_records(directory.parent, None, resume))
         return None
     if newest is not None and path.resolve().parent != directory.resolve():
-        problem = f"this run has its own checkpoints, such as {newest}, but was told to resume from {path}"
+        problem = f"this run contains its own checkpoints, such as {newest}, so it cannot resume from {path}"
         raise CheckpointError(directory, problem, "Choose another run.directory")
     checkpoint = _open(path, ranks, hooks, None if path != newest else directory)
     _check_data(checkpoint, run)

@@ -78,7 +78,7 @@ class Engine(ABC):
         progress: Progress = silent,
     ) -> StepResult:
         """Run one optimizer step: forward and backward of every micro-batch, all-reduce, clipping, update. All ranks
-        call it. All scored tokens of the global batch have the same weight.
+        call it. All scored tokens of the global batch are weighted equally.
 
         Args:
             micro_batches: This rank's micro-batches, or its parts of shared ones; of equal size on all ranks.
@@ -146,7 +146,7 @@ class Engine(ABC):
         return {"weights": bytes_of(weights, device), "optimizer": bytes_of([*moments, *rounded], device)}
 
     def _totals(self, sums: dict[str, Tensor]) -> tuple[float, bool, dict[str, float]]:
-        """Sum over all ranks in one all-reduce, the only host synchronisation of a step.
+        """Sum over all ranks in one all-reduce, the only host synchronisation in a step.
 
         Returns the mean nats per scored token; True if the objective is finite, so that the step can be applied; and
         the other sums by name, of a vector over layers one for each layer.
@@ -178,7 +178,7 @@ class Engine(ABC):
     def _mean_scored(self, micro_batches: Sequence[Batch]) -> float:
         """Return the scored tokens per micro-batch of this step, averaged over all ranks."""
         model: Any = self.module
-        device = self.ranks.device if self._shared else torch.device("cpu")  # where the ranks that share count together
+        device = self.ranks.device if self._shared else torch.device("cpu")  # count_scored may all-reduce
         tokens = (batch.tokens.to(device) for batch in micro_batches)
         scored = sum(int(model.count_scored(x, **self._shared)) for x in tokens)
         total = self.ranks.sum(torch.tensor(scored, dtype=torch.float64, device=self.ranks.device)).item()
@@ -277,7 +277,7 @@ class Weights:
             return self._checkpoint.read("weight", name, start, numel)
         if not weight.is_meta:
             return weight.detach().reshape(-1)[start : start + numel]
-        assert self._initial is not None, f"{name} is on the meta device and has no initial value"
+        assert self._initial is not None, f"{name} is on the meta device without an initial value"
         return self._initial(name, weight.shape, start, numel)
 
     def fill(self, device: torch.device) -> None:

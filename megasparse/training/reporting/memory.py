@@ -49,7 +49,7 @@ def memory_scalars(device: torch.device, held: dict[str, tuple[int, int]]) -> di
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory use: allocated tensors on a GPU, resident memory of this process on a CPU."""
+    """Return the peak memory use: allocated tensors on GPUs, resident memory of this process on CPUs."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -120,5 +120,5 @@ def shortage(error: BaseException, engine: "Engine | None", ranks: Ranks, direct
     with suppress(OSError):
         write_file(path, json.dumps(facts, indent=1) + "\n")
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    where = f"rank {ranks.rank} on {device}"
-    return MemoryShortage(f"{where} is out of memory ({reason.rstrip('.')}). {HINT}. All figures: {path}")
+    name = f"rank {ranks.rank} on {device}"
+    return MemoryShortage(f"{name} is out of memory ({reason.rstrip('.')}). {HINT}. All figures: {path}")

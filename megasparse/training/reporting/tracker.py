@@ -66,7 +66,7 @@ class JsonLines:
             free = "free space unknown"
             with suppress(OSError):
                 free = f"{shutil.disk_usage(self.path.parent).free:,} bytes are free"
-            waiting = "its lines are kept in memory and written when it works again"
+            waiting = "its lines stay in memory until they can be written"
             self._report(f"{self.path} cannot be written ({problem}; {free}): {waiting}")
         elif self._failing and not problem:
             self._report(f"{self.path} can be written again: no line is missing")
@@ -216,7 +216,7 @@ class Tracker:
                 self._backends[name] = backend
 
     def speed(self, tokens: int, step_seconds: float, data_seconds: float) -> dict[str, float]:
-        """Return the speed scalars of a step. tokens: over all ranks. data_seconds: time spent waiting for data."""
+        """Return a step's speed scalars. tokens: over all ranks. data_seconds: time spent waiting for data."""
         rate = tokens / step_seconds
         scalars = {
             "speed/tokens_per_second": rate, "speed/tokens_per_second_per_device": rate / self._world_size,

@@ -46,7 +46,7 @@ LAST_WORDS = 2.0
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """State of a rank, written for the other ranks."""
+    """A rank's state, written for the other ranks."""
 
     launch: str
     rank: int
@@ -70,7 +70,7 @@ class Watchdog:
     """Context manager that ends this process if the run hangs. Call `watchdog.progress("step 3, ...")` in it.
 
     It fires when no rank has made progress for its limit: it prints one line that names the rank behind, prints the
-    stacks of all threads to stderr, and exits with errors.HANG. While any rank makes progress (say, a slow save), the
+    stacks of all threads to stderr, and exits with errors.HANG. While any rank makes progress (for example, saves), the
     others wait for it and the watchdog does not fire.
 
     If the main thread holds Python's lock, the watchdog cannot run. A timer of faulthandler then prints the stacks and
@@ -225,7 +225,7 @@ class Watchdog:
             last = decode(line)
             if last and last.launch == self._launch and 0 <= last.rank < self._world_size and last.rank != self._rank:
                 entry = self._others[last.rank]
-                if entry is None or entry[0].beats < last.beats:  # a table that is no longer updated has older ones
+                if entry is None or entry[0].beats < last.beats:  # an outdated table contains older ones
                     self._others[last.rank] = (last, self._clock())
         return last
 
@@ -254,7 +254,7 @@ class Watchdog:
                 if rank != self._rank and starting:
                     return None
             elif not entry[0].ended and entry[0].age < entry[0].limit and now - entry[1] < local.limit:
-                return None  # the limit of a silent rank is ours: its last heartbeat may be from its first step
+                return None  # a silent rank is judged by the local limit: its last heartbeat may be from its first step
         return self._verdict(local) if local.age >= local.limit else None
 
     def _set_timer(self, limit: float) -> None:
@@ -313,7 +313,7 @@ def encode(heartbeat: Heartbeat) -> bytes:
 
 
 def decode(line: bytes) -> Heartbeat | None:
-    """Parse a line. Return None if it is incomplete."""
+    """Parse one line. Return None if it is incomplete."""
     try:
         record = json.loads(line)
         fields = record["heartbeat"]

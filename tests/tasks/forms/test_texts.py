@@ -71,7 +71,7 @@ def test_truncated_texts_are_counted(data, tmp_path):
 @pytest.mark.parametrize(
     "changes, problem",
     [
-        ({"task": {"tokenizer": "pixels"}}, r'task\.tokenizer: "pixels" has no special tokens'),
+        ({"task": {"tokenizer": "pixels"}}, r'task\.tokenizer: "pixels" lacks special tokens'),
         ({"model": {"vocabulary": 259}}, r"model\.vocabulary: 259 ids, but its tokenizer has 260"),
         ({"task": {"generation": {"target_length": 33}}}, r"task\.generation\.target_length: 33 .* Set it to 32"),
         (

@@ -109,9 +109,9 @@ def test_an_empty_file_is_rejected_and_a_bare_header_has_no_rows(file, reader, m
 @TABLES
 def test_two_columns_of_one_name_are_rejected(file, reader, mark):
     file.write_text(mark.join(["text", "label", "text"]) + "\n" + mark.join("abc") + "\n")
-    assert refusal(reader, file).startswith(f'{file}:1: two columns have the name "text"')
+    assert refusal(reader, file).startswith(f'{file}:1: the column name "text" occurs twice')
     file.write_text(mark.join(map(str, [*range(100_000), 99_999])) + "\n")
-    assert refusal(reader, file).startswith(f'{file}:1: two columns have the name "99999"')
+    assert refusal(reader, file).startswith(f'{file}:1: the column name "99999" occurs twice')
 
 
 def test_a_line_of_a_million_objects_is_not_parsed(file):

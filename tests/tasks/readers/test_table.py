@@ -179,7 +179,7 @@ def test_a_dataset_of_hugging_face_is_read_by_its_splits(dataset, name, classes)
     ]  # fmt: skip
     with pytest.raises(DataError, match=r'data:1: missing column "text"'):
         list(task_of(dataset, labels=["a", "b"]).read(Path(f"{dataset}#train")))
-    with pytest.raises(DataError, match=r'data: has no split "extra"\. Its splits: train, validation, test'):
+    with pytest.raises(DataError, match=r'data: contains no split "extra"\. Its splits: train, validation, test'):
         list(task.read(Path(f"{dataset}#extra")))
 
 

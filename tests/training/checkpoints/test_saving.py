@@ -402,7 +402,7 @@ def test_a_write_that_is_cut_short_in_silence_is_noticed(tmp_path, monkeypatch):
             return super().write(bytes(numbers)[:100])
 
     monkeypatch.setattr(rank_file, "open_file", lambda path, mode: Short(path, mode))
-    refused(saver, engine, rf"[\d,]+ of [\d,]+ bytes were kept {ROOM}")
+    refused(saver, engine, rf"[\d,]+ of [\d,]+ bytes were written {ROOM}")
     monkeypatch.undo()
     assert saver.save(engine, 2, 16, {}) is not None
 
