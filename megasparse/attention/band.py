@@ -223,12 +223,13 @@ class BandAttention(Attention):
         hidden = tokens.rank < self.sinks
         if tokens.real is not None:
             hidden = hidden | ~tokens.real
+        seen = position.masked_fill(hidden, -1)[:, None, None, None]  # (B or 1, 1, 1, 1, L)
         step, picks = max(1, _MATCHES // (batch * heads * rounds * length)), []
         for first in range(0, count, step):
             last = position[length - count + first :][:step, None]
+            at_last = seen if count == 1 else torch.where(position <= last, seen, -1)
             match = codes.unsqueeze(-2) == queries[..., first : first + step, None].to(codes.dtype)
-            match &= (position <= last) & ~hidden[:, None, None, None]  # (B, H, R, T, L)
-            picks.append(torch.where(match, position, -1).topk(chunk, dim=-1).values)
+            picks.append(torch.where(match, at_last, -1).topk(chunk, dim=-1).values)  # (B, H, R, T, M)
         index = torch.cat(picks, dim=3).transpose(2, 3).flatten(3).long()  # (B, H, n, R·M)
         rank = tokens.rank[:, -count:, None]
         extra = torch.arange(self.sinks, device=rank.device)
@@ -240,8 +241,9 @@ class BandAttention(Attention):
         if self.rule["count_rounds"] and (self.local or rounds > 1):
             index = index.sort(dim=-1).values
             index[..., 1:] = index[..., 1:].masked_fill(index[..., 1:] == index[..., :-1], -1)
-        blind = (index < 0).all(-1)  # a query without a visible key attends to itself
-        index[..., 0] = torch.where(blind, position[length - count :], index[..., 0])
+        if not self.local:  # a query without a visible key attends to itself
+            blind = (index < 0).all(-1)
+            index[..., 0] = torch.where(blind, position[length - count :], index[..., 0])
         return index
 
     def new_cache(self, batch: int, like: Tensor, rounds: int | None, part: SequencePart = WHOLE) -> BandCache:

@@ -194,6 +194,8 @@ class CachedTokens(NamedTuple):
 
     def at(self, ranks: Tensor) -> Tensor:
         """Return the tokens of ranks (B or 1, n, m), −1 for negative ranks."""
+        if self.real is None:
+            return ranks
         tokens = self.order.gather(1, ranks.clamp_min(0).flatten(1)).view(ranks.shape)
         return tokens.masked_fill(ranks < 0, -1)
 

@@ -6,6 +6,7 @@ B batch, H heads, R rounds, L length, D head dim.
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
 
 from megasparse.attention.band import BandAttention, Codes, check_band
@@ -152,8 +153,10 @@ class LSHAttention(BandAttention):
         if self._rotations is None or self._rotations[0] != draws:
             self._rotations = draws, rotations(key, numbers, rounds, inputs.q.shape[3], self.factors, inputs.q.device)
         matrices = self._rotations[1]
-        queries = angular_hash(inputs.q.detach(), matrices, self.factors)
-        return queries, None if self.shared_qk else angular_hash(inputs.k.detach(), matrices, self.factors)
+        if self.shared_qk:
+            return angular_hash(inputs.q.detach(), matrices, self.factors), None
+        queries, keys = angular_hash(torch.cat([inputs.q.detach(), inputs.k.detach()]), matrices, self.factors).chunk(2)
+        return queries, keys
 
     def band_codes(self, inputs: AttentionInputs, position: int, context: AttentionContext) -> Codes:
         return self.assign(inputs, context)

@@ -97,13 +97,10 @@ class Mechanisms(nn.ModuleDict):
         return parts
 
     def attend_cached(
-        self, parts: list[_Part], k: Tensor, v: Tensor, index: Sequence[Tensor | None], real: Tensor | None
+        self, parts: list[_Part], k: Tensor, v: Tensor, index: Sequence[Tensor | None], tokens: CachedTokens
     ) -> Tensor:
-        """Attend from the newest n tokens to a cache. Returns (B, H, n, D). k, v: (B, G, L, D). index: of all tokens.
-        real: (B, L) bool, or None.
-        """
-        length, count, repeats = k.shape[2], parts[0].heads.q.shape[2], sum(self.split.values()) // k.shape[1]
-        tokens, outs, first = CachedTokens.of(length, count, real, k.device), [], 0
+        """Attend from the newest n tokens to a cache. Returns (B, H, n, D). k, v: (B, G, L, D). index: of all tokens."""
+        repeats, real, outs, first = sum(self.split.values()) // k.shape[1], tokens.real, [], 0
         for part, entries in zip(parts, index, strict=True):
             mechanism, q, heads = part.mechanism, part.heads.q, part.heads.q.shape[1]
             local_heads = slice(first, first + heads)
@@ -128,7 +125,7 @@ class Mechanisms(nn.ModuleDict):
         mechanisms = {kind: cast(Attention, self[kind]) for kind in self.split}
         shares = zip(k.split(list(self.split.values()), dim=1), mechanisms.values(), strict=True)
         keyed = [keys for keys, mechanism in shares if not mechanism.shared_qk]
-        k = torch.cat(keyed, dim=1) if keyed else k[:, :0]
+        k = torch.cat(keyed, dim=1) if len(keyed) > 1 else keyed[0] if keyed else k[:, :0]
         for kind, heads, part_context in split_heads_by_mechanism(
             mechanisms, self.split, (q, k, v), padding, self.causal, context, position
         ):
@@ -204,17 +201,31 @@ def attend_to(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> T
     (batch, _, count, dim), groups, slots = q.shape, k.shape[1], index.shape[3]
     shares = math.lcm(groups, index.shape[1])
     index = index.expand(batch, -1, -1, -1).repeat_interleave(shares // index.shape[1], dim=1)  # (B, S, n, K)
-    group = torch.arange(shares, device=q.device) // (shares // groups)
-    row = torch.arange(batch, device=q.device)[:, None, None, None]
+    (keys, key_row), (values, value_row) = (_rows(x, shares) for x in (k, v))
     q = q.unflatten(1, (shares, -1)).transpose(2, 3)  # (B, S, n, H/S, D)
     step, outs = max(1, _GATHERED // (batch * shares * slots * dim)), []
     for first in range(0, count, step):
         part = index[:, :, first : first + step]
-        keys, values = (x[row, group[:, None, None], part.clamp_min(0)] for x in (k, v))  # (B, S, T, K, D)
-        score = scale * at_least_fp32(q[:, :, first : first + step] @ keys.transpose(-1, -2))
-        weight = torch.softmax(score.masked_fill((part < 0).unsqueeze(3), -torch.inf), dim=-1)
-        outs.append(weight.to(values.dtype) @ values)
+        empty, token = part < 0, part.clamp_min(0)
+        chosen = keys.index_select(0, (token + key_row).flatten()).view(*part.shape, dim)  # (B, S, T, K, D)
+        score = scale * at_least_fp32(q[:, :, first : first + step] @ chosen.transpose(-1, -2))
+        weight = torch.softmax(score.masked_fill_(empty.unsqueeze(3), -torch.inf), dim=-1)
+        chosen = values.index_select(0, (token + value_row).flatten()).view(*part.shape, dim)
+        outs.append(weight.to(values.dtype) @ chosen)
     return torch.cat(outs, dim=2).transpose(2, 3).flatten(1, 2)
+
+
+def _rows(x: Tensor, shares: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens of all rows and heads of a cache (B, G, L, D) as lines (N, D) without a copy, and the line of
+    the first token for each of the S shares of heads, (B, S, 1, 1).
+    """
+    batch, groups, length, dim = x.shape
+    if x.stride()[2:] != (dim, 1) or x.stride(0) % dim or x.stride(1) % dim:
+        x = x.contiguous()
+    row, group = x.stride(0) // dim, x.stride(1) // dim
+    lines = x.as_strided(((batch - 1) * row + (groups - 1) * group + length, dim), (dim, 1))
+    share = torch.arange(shares, device=x.device) // (shares // groups)
+    return lines, (torch.arange(batch, device=x.device)[:, None] * row + share * group)[..., None, None]
 
 
 class InterfaceCall(NamedTuple):
@@ -243,13 +254,24 @@ class ReplacedPass:
     losses: list[Tensor] = field(default_factory=list)
     calls: list[InterfaceCall] | None = None
     """If set, the pass only records its calls of the attention interface, and attention returns its values."""
+    _of_layers: dict[Any, Any] = field(default_factory=dict)
+    """Values that all layers of the pass share."""
 
     def rng(self, batch: int, training: bool) -> RngContext:
         if self.draws is not None:
             return self.draws
-        if not training:
-            return RngContext.evaluation(self.seed, batch)
-        return RngContext(self.seed, self.step, torch.arange(batch), training=True)
+        if training:
+            return RngContext(self.seed, self.step, torch.arange(batch), training=True)
+        if batch not in self._of_layers:
+            self._of_layers[batch] = RngContext.evaluation(self.seed, batch)
+        return cast(RngContext, self._of_layers[batch])
+
+    def tokens(self, length: int, count: int, real: Tensor | None, device: torch.device) -> CachedTokens:
+        """Return the tokens of a cache, of which the newest `count` are queries. real: (B, length) bool, or None."""
+        key = length, count, id(real), device
+        if key not in self._of_layers:
+            self._of_layers[key] = CachedTokens.of(length, count, real, device)
+        return cast(CachedTokens, self._of_layers[key])
 
 
 def attend(
@@ -312,7 +334,7 @@ def attend(
         problem = f"contains {position} tokens, but a model in training attends only to its input"
         raise HubError("past_key_values", problem, "Call model.eval(), or pass the whole sequence and no cache")
     if position and parts:
-        out = layer.attend_cached(parts, key, value, index, attention_mask)
+        out = layer.attend_cached(parts, key, value, index, run.tokens(length, count, attention_mask, key.device))
     elif position:
         out = _after(query, key, value, attention_mask)
     else:

@@ -23,6 +23,8 @@ WIDEST = 16
 """The largest d that the kernels support: a thread keeps all coordinates of its rows in registers."""
 _SCORE_ELEMENTS = 1 << 20  # scores per tile
 _PROJECTED = 1 << 12  # tokens projected at a time in float64
+_WIDE = 1 << 15  # keys per tile without noise
+_BEHIND = 2.0**-24  # subtracted from a rank per position, in steps: of equal scores the smaller position wins
 _STEPS = 256  # without noise, products are rounded to multiples of 1/256
 _NOTHING = torch.iinfo(torch.int64).min  # rank below every key
 _LOW = (1 << 32) - 1
@@ -239,34 +241,41 @@ def _chosen_keys(
     q: Tensor, k: Tensor, spec: KeyChoiceSpec, noise: Noise | None, lse: Tensor | None, key_mask: Tensor | None,
     segments: Tensor | None, first_query: int,
 ) -> Tensor:  # fmt: skip
-    """Compute `chosen_keys` in tiles: s in float64 except for the logarithms, ranked in fp32."""
+    """Compute `chosen_keys` in tiles: s in float64 except for the logarithms; drawn scores are ranked in fp32."""
     sight, count = _Sight(spec.causal, key_mask, segments), spec.count
-    batch, queries, _ = q.shape
+    batch, queries, width = q.shape
     heads = 1 if noise is None else len(noise.heads)
-    index = torch.empty(batch, heads, queries, count, dtype=torch.int32, device=q.device)
-    tile = KEYS if noise is not None else max(KEYS, _SCORE_ELEMENTS // (batch * queries))
+    index = torch.full((batch, heads, queries, count), -1, dtype=torch.int32, device=q.device)
+    tile = KEYS if noise is not None else _WIDE
     step = max(1, _SCORE_ELEMENTS // (batch * heads * min(tile, k.shape[1])))
     for start in range(0, queries, step):
         rows = slice(start, min(start + step, queries))
         positions = torch.arange(rows.start, rows.stop, device=q.device) + first_query
-        last = first_query + rows.stop if spec.causal else k.shape[1]
-        best = torch.full((batch, heads, len(positions), count), _NOTHING, device=q.device)
-        for first_key in range(0, min(last, k.shape[1]), tile):
-            keys = torch.arange(first_key, min(first_key + tile, last, k.shape[1]), device=q.device)
+        last = min(first_query + rows.stop, k.shape[1]) if spec.causal else k.shape[1]
+        best = chosen = index[:, :, rows, :0]
+        for first_key in range(0, last, tile):
+            keys = torch.arange(first_key, min(first_key + tile, last), device=q.device)
             # In float64, so that equal keys have equal scores in every tile.
-            score = q[:, rows].double() @ k[:, keys].double().transpose(-1, -2) * q.shape[2] ** -0.5
+            score = q[:, rows].double() @ k[:, first_key : first_key + len(keys)].double().transpose(-1, -2)
             if noise is not None:
-                log_p = _log_p(score, spec.sampling, None if lse is None else lse[:, rows, None])
-                log_s = _log_uniform(noise, rows, first_key // tile, len(keys)).add_(log_p.float()[:, None])
+                log_p = _log_p(score.mul_(width**-0.5), spec.sampling, None if lse is None else lse[:, rows, None])
+                ranks = _ranks(
+                    _log_uniform(noise, rows, first_key // tile, len(keys)).add_(log_p.float()[:, None]), keys
+                )
+                nothing: float = _NOTHING
             else:
-                log_s = score.mul_(_STEPS).round_().div_(_STEPS).float()[:, None]
-            ranks = torch.empty(*best.shape[:3], count + len(keys), dtype=torch.int64, device=q.device)
-            ranks[..., :count] = best
-            _put_ranks(ranks[..., count:], log_s, keys)
+                ranks = score.mul_(_STEPS * width**-0.5).round_().sub_(keys, alpha=_BEHIND)[:, None]
+                nothing = -torch.inf
             if not sight.hides_nothing(first_query + rows.start, first_key + len(keys) - 1):
-                ranks[..., count:].masked_fill_(~sight.pairs(positions, keys)[:, None], _NOTHING)
-            best = ranks.topk(count, dim=-1).values  # (B, H, T, K)
-        index[:, :, rows] = torch.where(best == _NOTHING, -1, _LOW - (best & _LOW)).to(torch.int32)
+                ranks.masked_fill_(~sight.pairs(positions, keys)[:, None], nothing)
+            values, slot = ranks.topk(min(count, len(keys)), dim=-1)
+            tokens = torch.where(values == nothing, -1, slot + first_key)
+            if first_key:
+                values, tokens = torch.cat([best, values], dim=-1), torch.cat([chosen, tokens], dim=-1)
+                values, slot = values.topk(min(count, values.shape[-1]), dim=-1)
+                tokens = tokens.gather(-1, slot)
+            best, chosen = values, tokens
+        index[:, :, rows, : chosen.shape[-1]] = chosen
     return index
 
 
@@ -290,11 +299,11 @@ def _log_uniform(noise: Noise, rows: slice, tile: int, keys: int) -> Tensor:
     return u.add_((1 << 22) + 0.5).mul_(2.0**-23).log_()
 
 
-def _put_ranks(ranks: Tensor, score: Tensor, keys: Tensor) -> None:
-    """Fill ranks with int64 numbers in the order of the fp32 scores; ties are ordered by falling position."""
+def _ranks(score: Tensor, keys: Tensor) -> Tensor:
+    """Return int64 numbers in the order of the fp32 scores; ties are ordered by falling position."""
     bits = score.add_(0.0).view(torch.int32)  # −0 becomes 0
     bits ^= (bits >> 31).bitwise_and_(0x7FFFFFFF)
-    ranks.copy_(bits).bitwise_left_shift_(32).add_(_LOW - keys)
+    return bits.long().bitwise_left_shift_(32).add_(_LOW - keys)
 
 
 def reference_choice(

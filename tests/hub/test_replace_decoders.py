@@ -76,7 +76,7 @@ SMALL = [LOCAL, LSH, LHA, BIRD, HEADS, SEPARATE, SHARED, ROUTING, YOSO, MIXED]
 
 def build(kind="Llama", name="ForCausalLM", dtype=torch.float64, **changes):
     torch.manual_seed(0)
-    config = copy.deepcopy({**CONFIGS, **FURTHER, **REFUSED}[kind])
+    config = copy.deepcopy({**REFUSED, **FURTHER, **CONFIGS}[kind])
     for key, value in changes.items():
         setattr(config, key, value)
     name = "LMHeadModel" if kind == "GPT2" and name == "ForCausalLM" else name
