@@ -99,7 +99,7 @@ class Mechanisms(nn.ModuleDict):
     def attend_cached(
         self, parts: list[_Part], k: Tensor, v: Tensor, index: Sequence[Tensor | None], tokens: CachedTokens
     ) -> Tensor:
-        """Attend from the newest n tokens to a cache. Returns (B, H, n, D). k, v: (B, G, L, D). index: of all tokens."""
+        """Attend from the newest n tokens to a cache, (B, H, n, D). k, v: (B, G, L, D). index: of all tokens."""
         repeats, real, outs, first = sum(self.split.values()) // k.shape[1], tokens.real, [], 0
         for part, entries in zip(parts, index, strict=True):
             mechanism, q, heads = part.mechanism, part.heads.q, part.heads.q.shape[1]

@@ -46,6 +46,7 @@ def masks(length, device="cpu"):
 @pytest.fixture
 def small_tiles(monkeypatch):
     monkeypatch.setattr(module, "_SCORE_ELEMENTS", 2 * 3 * 7 * 5)
+    monkeypatch.setattr(module, "_WIDE", 9)
     monkeypatch.setattr(module, "KEYS", 7)
 
 
