@@ -239,14 +239,14 @@ def _result(path: Path) -> dict[str, Any] | None:
         result = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):
         return None
-    good = isinstance(result, dict) and isinstance(result.get("protocol"), dict)
-    return result if good and any(name in result for name in MEASURES[:-1]) else None
+    valid = isinstance(result, dict) and isinstance(result.get("protocol"), dict)
+    return result if valid and any(name in result for name in MEASURES[:-1]) else None
 
 
 def _measured(result: dict[str, Any]) -> str:
     protocol = result["protocol"]
-    left_out = {"bits_per_byte"} if protocol.get("lossless") is False else set()
-    numbers = [f"{name} {result[name]:.4f}" for name in MEASURES if result.get(name) and name not in left_out]
+    excluded = {"bits_per_byte"} if protocol.get("lossless") is False else set()
+    numbers = [f"{name} {result[name]:.4f}" for name in MEASURES if result.get(name) and name not in excluded]
     windows = f"windows of {protocol.get('sequence_length')}, stride {protocol.get('stride')}"
     split = f"split `{protocol.get('split')}` ({windows}, data {protocol.get('data_fingerprint')})"
     return f"- {', '.join(numbers)}, over {result['dims']:,} tokens of {split}"

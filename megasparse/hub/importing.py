@@ -354,7 +354,7 @@ def write_start(config: Config, source: Path, output: Path) -> list[str]:
     the same names and initial values for all others. Return the names of the others.
 
     source: a checkpoint, a run's folder, or a Hugging Face model's folder, with or without the language-modelling head.
-    Pretrained weights that the model lacks, such as those of another attention, are ignored.
+    Pretrained weights that the model lacks, such as another attention's, are ignored.
     Raises HubError if a weight has another shape or the tokenizers differ.
     """
     if (hf_model := _hf_model(source)) is not None:

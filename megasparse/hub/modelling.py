@@ -231,8 +231,8 @@ class MegasparsePreTrainedModel(PreTrainedModel):
 
     def from_cache(self, input_ids: Tensor, cache: MegasparseCache) -> Tensor:
         """Append tokens (B, n) to the cache. Return the logits (B, n, V) of the token after each."""
-        taken = max(part.position for _, part in cache.groups) - self.config.is_decoder
-        self.check_length(taken + input_ids.shape[1])
+        length = max(part.position for _, part in cache.groups) - self.config.is_decoder
+        self.check_length(length + input_ids.shape[1])
         logits = torch.empty(*input_ids.shape, self.config.vocab_size, device=input_ids.device)
         for column in range(input_ids.shape[1]):
             for numbers, part in cache.groups:

@@ -61,7 +61,7 @@ def tokenizer_files(config: Config, longest: int, room: int | None = None) -> Fi
 
 
 def chat_files(config: Config, longest: int, room: int | None = None) -> Files:
-    """Return a decoder's original tokenizer files, if it was imported with its settings; else those of
+    """Return a decoder's original tokenizer files, if it was imported with its settings; else the files of
     `tokenizer_files`.
     """
     file = build_tokenizer(config.data.tokenizer).file

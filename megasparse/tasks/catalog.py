@@ -104,15 +104,15 @@ class RowTask(Task):
         if is_dataset(file):
             yield from examples_of(file, dataset_rows(file, part or "train"), self.example)
             return
-        rows, lacking = self.entry.rows(file), []
+        rows, incomplete = self.entry.rows(file), []
         for example in examples_of(file, rows, self.example, part):
             if part and self.entry.whole and not (str(example.inputs[0]).strip() and example.label):
-                lacking.append(str(example.location.line))
+                incomplete.append(str(example.location.line))
             else:
                 yield example
-        if lacking:
-            left_out = f"{file}#{part}: left out {len(lacking)} articles without a title or a text"
-            print(f"{left_out}: lines {', '.join(lacking)}", file=sys.stderr)
+        if incomplete:
+            notice = f"{file}#{part}: left out {len(incomplete)} articles without a title or a text"
+            print(f"{notice}: lines {', '.join(incomplete)}", file=sys.stderr)
 
     def example(self, row: dict[str, Any], location: SourceLocation, number: str) -> Example:
         """Convert a row. number: index of the row. Raises DataError naming the location."""

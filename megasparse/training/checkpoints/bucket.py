@@ -134,7 +134,7 @@ class Bucket:
         self._ask("uploading", url, write)
 
     def _upload(self, path: Path, url: str) -> None:
-        from fsspec.callbacks import Callback  # only required with a bucket
+        from fsspec.callbacks import Callback  # only buckets need fsspec
 
         sent = Callback(hooks={"sent": lambda *_, **__: self._progress(f"uploading {url}")})
         self._ask("uploading", url, lambda: self._system.put_file(str(path), url, callback=sent))

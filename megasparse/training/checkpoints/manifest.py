@@ -154,8 +154,8 @@ def _most_bytes(path: Path) -> int:
         size = size_of(file)
         try:
             with open_file(file) as stream:
-                stated = int.from_bytes(stream.read(8), "little")
-                headers += min(size, stated, os.lseek(stream.fileno(), 0, os.SEEK_HOLE))  # holes contain no header
+                header_size = int.from_bytes(stream.read(8), "little")
+                headers += min(size, header_size, os.lseek(stream.fileno(), 0, os.SEEK_HOLE))  # holes contain no header
         except OSError as error:
             raise CheckpointError(file, f"cannot be read ({error.strerror})", RESTORE) from None
     return min(LARGEST_MANIFEST, LEAST_ROOM + ROOM_PER_HEADER * headers)

@@ -94,8 +94,8 @@ def durable(path: Path, size: int) -> Iterator[IO[bytes]]:
     with open_file(path, "xb") as file:
         yield file
         _sync(file)
-        if (there := os.fstat(file.fileno()).st_size) != size:
-            raise OSError(errno.EIO, f"{there:,} of {size:,} bytes were written", str(path))
+        if (written := os.fstat(file.fileno()).st_size) != size:
+            raise OSError(errno.EIO, f"{written:,} of {size:,} bytes were written", str(path))
 
 
 def make_folder(folder: Path) -> None:

@@ -150,9 +150,9 @@ def _check_config(checkpoint: Checkpoint, config: RunSettings, allow_changed: bo
         conflicts = [key for key in conflicts if key.startswith("model.")]
     listed = _listed(then, now, conflicts)
     if conflicts and not allow_changed:
-        anew = "another run.directory" + " and checkpoint.bucket" * (config.checkpoint.bucket is not None)
+        alternative = "another run.directory" + " and checkpoint.bucket" * (config.checkpoint.bucket is not None)
         hint = (
-            f"Restore them, choose {anew} to start a new run, "
+            f"Restore them, choose {alternative} to start a new run, "
             f"or resume with the changes: --resume {checkpoint.path} --allow-changed-config"
         )
         raise CheckpointError(checkpoint.path, f"the configuration has changed: {listed}", hint)
@@ -204,14 +204,14 @@ def check_records(directory: Path, start: Checkpoint | None, resume: str) -> Non
     path = directory / "metrics.jsonl"
     last, line = _lines(path, start.step if start else 0)
     saved = _saved_for_certain(directory, last) if resume == "auto" else 0
-    gone = f"{path} ends at step {last}, but the checkpoint of step {saved} is missing"
+    contradiction = f"{path} ends at step {last}, but the checkpoint of step {saved} is missing"
     if start is None:
         if saved:
             hint = "Restore it, or start again: --resume never, or another run.directory"
-            raise CheckpointError(directory / "checkpoints", f"{gone}, as are all others", hint)
+            raise CheckpointError(directory / "checkpoints", f"{contradiction}, as are all others", hint)
         return
     if saved > start.step:
-        print(f"{gone}: resuming from step {start.step}", file=sys.stderr)
+        print(f"{contradiction}: resuming from step {start.step}", file=sys.stderr)
     if last < start.step and path.exists():
         missing = f"steps {last + 1} to {start.step} are not in it"
         print(f"{path} ends at step {last}, before the checkpoint: {missing}", file=sys.stderr)

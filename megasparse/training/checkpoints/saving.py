@@ -306,7 +306,7 @@ class _Save:
             self.part["sha256"] = self.attempt(lambda: file.write(self.temporary / self.part["file"], progress))
 
     def write_in_thread(self, file: RankFile) -> None:
-        """Write this rank's file in a thread. It reports no progress, which would hide a hang in training."""
+        """Write this rank's file in a thread. It reports no progress, which would hide hangs of training."""
 
         def count() -> None:
             self._blocks += 1

@@ -288,7 +288,7 @@ class Weights:
 
 
 def put(weight: Tensor, values: Tensor) -> None:
-    """Set a weight, possibly on the meta device, to `values` without a copy. It stays the same object."""
+    """Set a weight, possibly on the meta device, to `values` without copying. It stays the same object."""
     if weight.is_meta:
         torch.utils.swap_tensors(weight, nn.Parameter(values, requires_grad=weight.requires_grad))
     else:

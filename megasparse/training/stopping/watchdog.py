@@ -289,11 +289,11 @@ class Watchdog:
             culprits = [self._describe(beat, silence, local.limit) for beat, silence in behind]
         more = f" and {len(culprits) - NAMED} more" if len(culprits) > NAMED else ""
         ended = [beat.rank for beat, _ in heard if beat.ended]
-        gone = f" (ended before: {', '.join(map(str, ended[:NAMED]))})" if ended else ""
+        endings = f" (ended before: {', '.join(map(str, ended[:NAMED]))})" if ended else ""
         even = len(behind) == self._world_size > 1 and not silent
         hint = " (no rank is behind the others: is the network between them down?)" if even else ""
         return (
-            f"HANG: {'; '.join(culprits[:NAMED])}{more}{gone}{hint}. "
+            f"HANG: {'; '.join(culprits[:NAMED])}{more}{endings}{hint}. "
             f'Rank {local.rank}, at "{local.doing}" for {local.age:.1f} s, ends with exit code {HANG}; '
             f"its stacks follow (limit {local.limit:g} s, run.hang_timeout={self._timeout:g})"
         )
