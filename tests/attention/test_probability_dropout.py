@@ -96,5 +96,5 @@ def test_a_projected_sequence_is_dropped_too():
 
 def test_a_mechanism_without_probabilities_refuses_the_rate():
     attention = named("yoso").model_copy(update={"dropout": RATE})
-    with pytest.raises(ConfigError, match=r'attention\.dropout: 0\.3 is given, but "yoso" forms'):
+    with pytest.raises(ConfigError, match=r'attention\.dropout: 0\.3 is given, but "yoso" computes no'):
         check_model(small(attention=attention))
