@@ -30,9 +30,8 @@ PICKLED = re.compile(r"\A(data_batch_[1-5]|test_batch)\Z")
 class Cifar10(Corpus):
     """CIFAR-10 (Krizhevsky 2009): images of 32×32 pixels, 3,072 tokens each. The labels are left out.
 
-    The official binary version, cifar-10-binary.tar.gz or the files in it, is in no order of classes: the last 5,000 of
-    the training set, data_batch_5.bin's second half, are the split `validation`. In folders and archives of images,
-    whose order is often that of the classes, every 10th of the training set is.
+    The last 5,000 training images of the official binary version (cifar-10-binary.tar.gz or its files), which are in
+    random order, are the split `validation`. In folders and archives of images, often sorted by class, every 10th is.
     """
 
     HELP = "CIFAR-10: the official binary version, or folders, tar and zip archives of its images"
@@ -40,21 +39,20 @@ class Cifar10(Corpus):
     KIND = "raw"
     VALIDATION = 5_000
     PIECE = 250  # images
-    VALIDATION_EVERY = 10  # where it is images in files
+    VALIDATION_EVERY = 10  # of image files
     MD5: ClassVar = {"cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"}  # published
 
     def encoder(self, settings: CorpusSettings) -> PixelEncoder:
         return PixelEncoder(SIDE)
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return the files that have the published md5. Raises DataError for one that only has the name."""
+        """Return the files with the published md5. Raises DataError for another file of that name."""
         return {"verified": verify_official(source, self.MD5)}
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
         """Return train 45,000, validation 5,000 and test 10,000 images.
 
-        Raises DataError for a pickled batch, for one that is missing or has another size, and for images whose folders
-        do not say train or test.
+        Raises DataError for a pickled, missing or incomplete batch, and for images outside of train and test folders.
         """
         names = {name for name, _ in self._batches(source)}
         if not names:
@@ -120,8 +118,8 @@ class ImageNet64(Corpus):
         pixelrnn  van den Oord, Kalchbrenner and Kavukcuoglu 2016: train_64x64.tar, valid_64x64.tar, or .zip (older
                   papers)
 
-    As in the papers, figures are reported on the official validation set: it is the split `test`. Of the training set,
-    which is in no known order, every 128th image is the split `validation`.
+    As in the papers, figures are reported on the official validation set: it is the split `test`. Every 128th training
+    image is the split `validation`.
     """
 
     HELP = "ImageNet at 64×64 pixels: npz batches, or folders, tar and zip archives of images"
@@ -137,16 +135,16 @@ class ImageNet64(Corpus):
     }
     """Checksums of the official archives, as TensorFlow Datasets publishes them."""
 
-    SMALL = "how the images were made small, where the files are not the official ones"
+    SMALL = "how the images were made small, if the files are not the official ones"
     OPTIONS = images.SHARED_OUT | option("--downsampling", choices=("box", "pixelrnn"), help=SMALL)
 
     def encoder(self, settings: CorpusSettings) -> PixelEncoder:
         return PixelEncoder(IMAGENET_SIDE)
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return which of the two versions it is, and which archives have the published sha256.
+        """Return the version, and the archives with the published sha256.
 
-        Raises DataError for an official archive that has not, ConfigError if the version is missing or wrong.
+        Raises DataError for another file of such a name, ConfigError if the version is missing or wrong.
         """
         verified = verify_official(source, self.SHA256)
         official = "box" if self._batches(source) else None
@@ -164,7 +162,7 @@ class ImageNet64(Corpus):
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
         """Return train, every 128th of it as validation, and the official validation set as test.
 
-        Images whose folders name no split are shared out by --split, as those of the corpus `images` are.
+        Images whose folders name no split are divided by --split, as in the corpus `images`.
         """
         batches = self._batches(source)
         if not batches:
@@ -187,10 +185,7 @@ class ImageNet64(Corpus):
         return ((name, [stream]) for name, stream in streams.items())
 
     def _batches(self, source: Source) -> list[NumberBatch]:
-        """Return the batches of numbers of a source, those of the training set in the order of their numbers.
-
-        Raises DataError for pickled ones, and for other files next to batches.
-        """
+        """Return the batches of numbers of a source, sorted. Raises DataError for pickled batches and other files."""
         batches: list[NumberBatch] = []
         others: list[Part] = []
         for part in source.parts:
@@ -268,9 +263,9 @@ def npz_rows(path: Path, batch: str, numbers: int) -> Iterator[bytes]:
 
 
 def verify_official(source: Source, published: Mapping[str, str]) -> list[str]:
-    """Return the names of a source's files that are the official ones. Raises DataError for one that only has the name.
+    """Return the names of the official files. Raises DataError for another file of such a name.
 
-    published: md5 (32 digits) or sha256 by the name of the file, which files in folders and behind URLs alike have.
+    published: md5 (32 digits) or sha256 by name of the file.
     """
     verified = []
     for part in source.parts:

@@ -1,11 +1,10 @@
 """Images as tokens: 256 values, rows from top to bottom, pixels from left to right, red, green and blue of each.
 
-What an image corpus hands on is a piece an image: the name it is known by, a zero byte, and the encoded file as it
-is; or, without a name, pixels as the archives of numbers have them, all red ones first.
+A piece is the name of an image, a zero byte, and its encoded file; or, without a name, pixels with all red values
+first, as archives of arrays store them.
 
-Image files of folders, tar and zip archives are recognised by the suffix of their name; others are left out, as are
-hidden files. Nothing is extracted, no archive is held in memory. Names in archives only give the split and stand in
-messages: they are never used as paths.
+Images in folders, tar and zip archives are recognised by their suffix; other files and hidden ones are left out.
+Nothing is extracted, no archive is held in memory. Names in archives are never used as paths.
 
 S side of an image.
 """
@@ -102,10 +101,10 @@ def planar_piece(planes: bytes) -> bytes:
 
 
 def decode(name: str, content: bytes, side: int) -> bytes:
-    """Return the pixels of an image file: S·S·3 bytes. Images of other MODES become RGB, which is reported once each.
+    """Return the pixels of an image file: S·S·3 bytes. Images of other MODES are converted to RGB, with a notice.
 
-    The size is looked at before anything is decoded, so that no file can ask for more than S·S pixels. Raises
-    DataError naming the file: for another size, transparency, other colours, more than 8 bits, damage.
+    The size is checked before decoding: no file can allocate more than S·S pixels. Raises DataError for another size,
+    transparency, other colours, more than 8 bits, damage.
     """
     if len(content) > MOST_BYTES:
         raise DataError(name, f"{len(content):,} bytes are too many for an image of {side}×{side}", "Leave it out")
@@ -152,9 +151,9 @@ class ImageFile(NamedTuple):
     name: str
     """The file's path; in an archive, the archive's path, a colon and the member's name."""
     folders: tuple[str, ...]
-    """The folders that it lies in: those in the archive, then what `folders` returns for the file or archive."""
+    """Its folders in the archive, then those that `folders` returns for the file or archive."""
     read: Callable[[], bytes]
-    """The file's content; of an archive's member only until the next file is asked for."""
+    """Read the content; of an archive's member only before the next file is requested."""
 
 
 def image_files(source: Source) -> Iterator[ImageFile]:
@@ -260,7 +259,7 @@ def members(path: Path, most: int = 1 << 26) -> Iterator[tuple[tarfile.TarInfo, 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn what damage raises into a DataError that names the file."""
+    """Convert exceptions for a damaged file to DataError."""
     try:
         yield
     except (*UNREADABLE, ValueError, tarfile.TarError) as error:
@@ -278,9 +277,8 @@ SHARED_OUT = {
 class Images(Corpus):
     """Images of your own, all of one size, in folders, tar and zip archives.
 
-    The split of each is named by a folder that it lies in (train, validation or valid, test, also with numbers behind
-    it: valid_64x64), or by an archive named so (train-01.tar); otherwise a permutation drawn from --seed shares them
-    out.
+    The name of a folder or archive selects the split (train, validation or valid, test, also with numbers: valid_64x64,
+    train-01.tar); otherwise a random permutation of --seed does.
     """
 
     HELP = "image files of one size, in folders, tar or zip archives"
@@ -317,7 +315,7 @@ def splits_by_folder(source: Source) -> list[str]:
 
 
 def split_named(folders: Sequence[str]) -> str | None:
-    """Return the split that the first of the folders named like one stands for."""
+    """Return the split that the first folder with such a name selects."""
     for folder in folders:
         if match := SPLIT_NAME.match(folder):
             return "validation" if match[1].lower().startswith("val") else match[1].lower()
@@ -325,9 +323,9 @@ def split_named(folders: Sequence[str]) -> str | None:
 
 
 def shared_out(source: Source, settings: CorpusSettings) -> list[str]:
-    """Return the split of each image by --split, or, where no folder names one, by the default percentages; else [].
+    """Return the split of each image by --split, or by the default percentages if no folder names a split; else [].
 
-    The permutation is made of raw Philox words: numpy promises those to stay the same in every version.
+    The permutation sorts raw Philox words, which numpy keeps stable across versions.
     """
     split, seed = settings["split"], settings["seed"]
     check_seed(seed)
@@ -346,7 +344,7 @@ def shared_out(source: Source, settings: CorpusSettings) -> list[str]:
 
 
 def hold_out(labels: Sequence[str], every: int) -> list[str]:
-    """Return the splits with every so-manyth image of train in validation, where no other is."""
+    """Return the splits, with every `every`-th image of train moved to an empty validation split."""
     if "validation" in labels:
         return list(labels)
     number = np.cumsum([name == "train" for name in labels])

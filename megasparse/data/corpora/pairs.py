@@ -36,14 +36,13 @@ from megasparse.data.workers import grouped
 from megasparse.errors import ConfigError, DataError, positive
 
 ENDS = ("empty-lines", "files", "doc-tags")
-"""Ways to end a document besides its file: an empty line (a sentence a line, as BookCorpus comes); nothing (empty lines
-are paragraphs'); or the lines <doc ...> and </doc> of WikiExtractor."""
+"""Ends of documents within a file: empty lines (BookCorpus); none; the lines <doc ...> and </doc> of WikiExtractor."""
 _TAG = re.compile(rb"</?doc\b[^>]*>\s*\Z")
 _END = re.compile(r"""([.!?…]+)["'”’»)\]]*\s+(?=["'“‘«(\[]*(\w))""")
 _NO_END = re.compile(r"\b([^\W\d_]|Mr|Mrs|Ms|Dr|Prof|St|Jr|Sr|vs|etc|e\.g|i\.e)\Z")
 SIDES = ("source", "target")
 SHORTER = 0.1
-"""Part of the records that are made for a random length."""
+"""Share of the records of random length."""
 
 
 def length_option(name: str, tokens: int, of: str) -> Options:
@@ -53,12 +52,10 @@ def length_option(name: str, tokens: int, of: str) -> Options:
 class Pairs(Corpus):
     """Pairs of consecutive segments of text, for encoders that predict masked tokens and sentence order (ALBERT).
 
-    A record of L tokens is [begin] A [separator] B [separator] and padding; A and B are runs of whole sentences that
-    follow each other in one document, in order, with a border of sentences, at random, between them. Every tenth record
-    is made for a random shorter length. How many sentences a record has does not depend on their order: where records
-    are filled until the next sentence does not fit, or segments are cut to the record's length as ALBERT's are, lengths
-    and cuts give away which segment came first, and order can be predicted without reading (62 % of movie reviews'
-    pairs of 128 tokens by sentence lengths alone).
+    A record of L tokens is [begin] A [separator] B [separator] and padding; A and B are consecutive runs of whole
+    sentences of a document, with a random border. Every tenth record has a random shorter length. The number of
+    sentences does not depend on their order: filling records until a sentence does not fit, or cutting segments as
+    ALBERT does, reveals which segment came first (62 % of movie reviews' pairs of 128 tokens by sentence lengths).
     """
 
     HELP = "pairs of text segments, for masked tokens and sentence order"
@@ -66,7 +63,7 @@ class Pairs(Corpus):
     KIND = "files"
     SENTENCE_PAIRS = True
 
-    ENDS_HELP = "what ends a document within a file (default: %(default)s); a file ends one in any case"
+    ENDS_HELP = "end of a document within a file (default: %(default)s); the end of a file always ends one"
     OPTIONS: ClassVar = {
         **Corpus.OPTIONS,
         **TOKENIZER,
@@ -80,9 +77,9 @@ class Pairs(Corpus):
         return PairEncoder(settings["tokenizer"], settings["length"], settings["seed"])
 
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
-        """Return the splits; a document belongs to the split that its first byte lies in.
+        """Return the splits; a document belongs to the split that contains its first byte.
 
-        Raises ConfigError for a bad --split; DataError for text that is not UTF-8, and a split that gets no document.
+        Raises ConfigError for an invalid --split; DataError for text that is not UTF-8, and a split without documents.
         """
         source.require_text()
         sizes = split_sizes(settings["split"], source.total_bytes)
@@ -104,7 +101,7 @@ class PairEncoder(PaddedEncoder):
     """Pieces of documents to records. Each sentence is read with a space before it."""
 
     def __init__(self, tokenizer: str, length: int, seed: int):
-        """Raise ConfigError for a tokenizer without special tokens, a length that holds no pair, a negative seed."""
+        """Raise ConfigError for a tokenizer without special tokens, a length below 5, a negative seed."""
         super().__init__(tokenizer)
         self._arguments = (tokenizer, length, seed)
         self.record, self.seed = length, seed
@@ -124,7 +121,7 @@ class PairEncoder(PaddedEncoder):
 
 
 class Words:
-    """Random numbers of raw Philox words, which numpy promises to stay the same, that depend on seed and text."""
+    """Random numbers by seed and text: raw Philox words, which numpy keeps stable across versions."""
 
     def __init__(self, seed: int, text: str):
         digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), dtype="<u4")
@@ -137,8 +134,8 @@ class Words:
 def segments(sentences: Sequence[np.ndarray], room: int, words: Words) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Segments A and B of the records of a document, of up to `room` tokens together.
 
-    sentences: the tokens of each. As many at a time as would fill the record if they were of the document's mean
-    length; of too many one is left out on either side, by a coin, until they fit.
+    sentences: tokens of each. Takes as many as fill the record at the document's mean length; if they do not fit, it
+    drops the first or last, at random.
     """
     start, mean = 0, sum(map(len, sentences)) / max(1, len(sentences))
     while start < len(sentences):
@@ -157,9 +154,8 @@ def segments(sentences: Sequence[np.ndarray], room: int, words: Words) -> Iterat
 
 
 def text_documents(source: Source, ends: str) -> Iterator[tuple[int, bytes]]:
-    """Yield all documents in turn, or parts of up to 1 MiB of those that are longer. ends: one of ENDS.
-
-    Of each the byte of the source at which the document starts; and its lines that are not empty, and an empty one.
+    """Yield (byte of the source at which it starts, its lines that are not empty, and an empty one) of each document,
+    longer ones in parts of up to 1 MiB. ends: one of ENDS.
     """
     position = 0
     for part in source.parts:
@@ -183,8 +179,8 @@ def text_documents(source: Source, ends: str) -> Iterator[tuple[int, bytes]]:
 
 
 def sentences(line: str) -> list[str]:
-    """Cut a line into sentences: each ends with . ! ? or …, quotes and brackets behind it, and white space, where what
-    comes next begins with no small letter; not behind a single letter or a usual abbreviation.
+    """Cut a line into sentences, after . ! ? or …, closing quotes and brackets, and white space, unless a lower-case
+    letter follows; not after a single letter or a common abbreviation.
     """
     cut, start = [], 0
     for end in _END.finditer(line):
@@ -203,7 +199,7 @@ def documents(text: bytes) -> Iterator[list[str]]:
 
 
 class Files(argparse.Action):
-    """Adds files to those of the source, and to `roles` what each is."""
+    """Add files to the source, and the role of each to `roles`."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, role: str, **options: Any):
         super().__init__(option_strings, dest, nargs="+", metavar="FILE", **options)
@@ -215,19 +211,18 @@ class Files(argparse.Action):
 
 
 class Parallel(Corpus):
-    """Sentences and their translations, line by line in files of their own, for encoder–decoders.
+    """Sentences and their translations, line by line in separate files, for encoder–decoders.
 
-    A record is the source's tokens, [separator] and padding up to the source's length, then the target's tokens,
-    [separator] and padding up to the target's. A pair that does not fit is left out, because a cut one would teach to
-    end too early; so is one with an empty side. index.json has the lines of each split (source.lines); a split's tokens
-    divided by the record are the pairs that were taken.
+    A record is the source's tokens, [separator] and padding up to the source's length, then the target's, likewise.
+    Pairs that are too long, or have an empty side, are left out: a cut target would teach to end too early. index.json
+    lists the lines of each split (source.lines); a split's tokens divided by the record's are the pairs taken.
     """
 
     HELP = "lines and their translations, for encoder-decoders"
     EXAMPLE = "--source train.en --target train.de --tokenizer tokenizers/ende.model --output data/ende"
     KIND = "files"
 
-    SHARES = split_option(f"of the lines, from first to last, where no split but train has files (default: {SPLIT})")
+    SHARES = split_option(f"of the lines, from first to last, if only train is given (default: {SPLIT})")
     SOURCE_LENGTH = length_option("--source-length", 256, "the source in a record, its end included")
     TARGET_LENGTH = length_option("--target-length", 256, "the target in a record, its end included")
     OPTIONS = SAMPLE | TOKENIZER | SHARES | SOURCE_LENGTH | TARGET_LENGTH
@@ -236,7 +231,7 @@ class Parallel(Corpus):
         super().add_arguments(parser)
         for split, side in product(NAMES, SIDES):
             option = f"--{side}" if split == "train" else f"--{split}-{side}"
-            help = f"{split}: files with a sentence a line; .gz, .bz2 and .xz are decompressed"
+            help = f"{split}: files with one sentence per line; .gz, .bz2 and .xz are decompressed"
             settings: dict[str, Any] = {"dest": "source", "action": Files, "role": f"{split} {side}", "help": help}
             parser.add_argument(option, required=split == "train", **settings)
 
@@ -244,7 +239,7 @@ class Parallel(Corpus):
         return ParallelEncoder(settings["tokenizer"], settings["source_length"], settings["target_length"])
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return the lines of each split. Raises ConfigError and DataError for files that are no pairs, or no UTF-8."""
+        """Return the lines of each split. Raises ConfigError and DataError for unpaired lines, and invalid UTF-8."""
         source.require_text()
         files = _files(source, settings["roles"])
         lines_of: dict[str, int] = {}
@@ -286,7 +281,7 @@ class ParallelEncoder(PaddedEncoder):
         self.record = source_length + target_length
 
     def encode(self, piece: bytes) -> Encoded:
-        """Encode pairs of texts. raw_bytes and words are those of the targets, which the decoder predicts."""
+        """Encode pairs of texts. raw_bytes and words count the targets, which the decoder predicts."""
         texts = piece.decode().split("\n")
         records, raw_bytes, words = [], 0, 0
         for pair in zip(texts[:-1:2], texts[1::2], strict=True):

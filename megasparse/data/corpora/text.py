@@ -1,4 +1,4 @@
-"""Corpora of text: any files, enwik8, BookCorpus, PG-19 and WikiText-103. Reference words stand between white space."""
+"""Corpora of text: any files, enwik8, BookCorpus, PG-19 and WikiText-103. White space separates reference words."""
 
 import csv
 import hashlib
@@ -31,10 +31,10 @@ from megasparse.errors import DataError, report_line
 
 
 class Text(TextCorpus):
-    """Any text: one file, several or a folder, one after another as they are, split by byte position.
+    """Any text: one file, several or a folder, concatenated and split by byte position.
 
-    With --documents each file is a document, with a separator after it; it belongs to the split that its first byte
-    lies in. Reference words: what stands between white space.
+    With --documents each file is a document, with a separator after it, in the split that contains its first byte.
+    White space separates reference words.
     """
 
     HELP = "any text files, split by byte position"
@@ -54,8 +54,8 @@ class Text(TextCorpus):
     def splits(self, source: Source, settings: CorpusSettings) -> CorpusSplits:
         """Return the splits that are not 0 percent.
 
-        Raises ConfigError for a bad --split; DataError for text that is not UTF-8 if the tokenizer needs that, and for
-        a split that gets nothing.
+        Raises ConfigError for an invalid --split; DataError for text that is not UTF-8 if the tokenizer requires it,
+        and for an empty split.
         """
         sizes = split_sizes(settings["split"], source.total_bytes)
         documents = settings.get("documents", False)
@@ -74,9 +74,7 @@ class Text(TextCorpus):
 
 class Enwik8(TextCorpus):
     """The corpus enwik8: the first 100,000,000 bytes of an English Wikipedia dump (Mahoney), split 90M/5M/5M by byte
-    position. It has no options of its own: figures on it are comparable because everyone splits it alike.
-
-    Reference words: what stands between white space, markup included.
+    position, so that figures are comparable. White space separates reference words, which include markup.
     """
 
     HELP = "enwik8 (100,000,000 bytes of Wikipedia), split 90M/5M/5M by byte position"
@@ -101,22 +99,21 @@ class Enwik8(TextCorpus):
 
 
 class BookCorpus(TextCorpus):
-    """BookCorpus (Zhu et al. 2015) and text files like it: a sentence a line, an empty line or a file's end between
-    books.
+    """BookCorpus (Zhu et al. 2015) and similar files: one sentence per line; an empty line or a file's end ends a book.
 
-    Lines stay as they are; empty ones go, and the tokenizer's separator is put after each book. A book belongs to the
-    split that its first byte lies in. The published books_large_p1.txt and books_large_p2.txt have no empty lines: two
-    documents, or, if that leaves a split without any, one running text that is split by byte position. Nobody publishes
-    checksums of them. Reference words: what stands between white space.
+    Empty lines are removed, and the tokenizer's separator follows each book. A book belongs to the split that contains
+    its first byte. The published books_large_p1.txt and books_large_p2.txt, without empty lines, are two documents, or
+    one text split by byte position if a split would be empty. No checksums are published. White space separates
+    reference words.
     """
 
-    HELP = "text files of a sentence a line, an empty line or a file's end between books"
+    HELP = "text files with one sentence per line, an empty line or a file's end between books"
     EXAMPLE = "--source books_in_sentences/ --split 98,1,1 --output data/bookcorpus"
     KIND = "files"
     OPTIONS = TextCorpus.OPTIONS | SPLIT_OPTION
     DOCUMENTS = True
     SHORT = 10_000
-    """Bytes of a book in the mean, of which fewer are reported."""
+    """Mean bytes per book, below which a warning is printed."""
     EMPTY_LINE = re.compile(rb"(?m)^[ \t\r\f\v]*\n")
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
@@ -147,7 +144,7 @@ class BookCorpus(TextCorpus):
             yield name, (map(itemgetter(1), book) for _, book in groupby(lines, key=itemgetter(0)))
 
     def _counts(self, source: Source, sizes: Mapping[str, int]) -> Counter[str]:
-        """Return the books of each split; none if no file has an empty line, and a split would get nothing."""
+        """Return the books of each split; none if no file contains an empty line, and a split would be empty."""
         books = Counter(split_at(start, sizes) for start, _ in groupby(self._books(source), key=itemgetter(0)))
         is_running_text = books.total() == len(source.parts) and len(books) < len(sizes)
         return Counter() if is_running_text else books
@@ -173,11 +170,10 @@ class PG19(TextCorpus):
     """PG-19 (Rae et al. 2020): books of Project Gutenberg from before 1919, in folders train/, validation/ (or valid/)
     and test/.
 
-    Each file NNN.txt is a book, NNN its number there, and a document. metadata.csv (number, title, date, link), if it
-    is next to them, gives index.json the title and date of each book, in the order of the shards. No checksums are
-    published: `official` says that the numbers of books are the published ones. Reference words: what stands between
-    white space, to be compared with the published 1,973,136,207, 3,007,061 and 6,966,499. The splits are the official
-    ones: figures on them are comparable because everyone splits alike.
+    Each file NNN.txt is a book (NNN is its number) and a document. index.json lists title and date of each book if
+    metadata.csv (number, title, date, link) is in the source. No checksums are published: `official` means that the
+    numbers of books are the published ones. White space separates reference words; the published counts are
+    1,973,136,207, 3,007,061 and 6,966,499.
     """
 
     HELP = "PG-19: a book a file in train/, validation/ and test/, with metadata.csv"
@@ -191,8 +187,7 @@ class PG19(TextCorpus):
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
         """Return numbers of books, and titles and dates.
 
-        Raises DataError for text that is not UTF-8, folders that are not PG-19's, a book that is there twice, and
-        metadata that cannot be read or has none of the books.
+        Raises DataError for text that is not UTF-8, other folders than PG-19's, a duplicate book, and invalid metadata.
         """
         source.require_text(zeros=not as_bytes(settings))
         books = self._books(source)
@@ -257,12 +252,9 @@ class PG19(TextCorpus):
 class WikiText103(TextCorpus):
     """WikiText-103 (Merity et al. 2016): wiki.{train,valid,test}.tokens, or .raw, in a folder or the official zip.
 
-    Each split is one stream of lines, as it comes. Reference words: what stands between white space, and one end of
-    line for each line, so that word perplexities are those of the literature (245,569 words in the test split). The
-    splits are the official ones: figures on them are comparable because everyone splits alike.
-
-    Published checksums: the files' SHA-1 are GluonNLP's (gluonnlp.data.WikiText103 and WikiText103Raw), numbers of
-    lines torchtext's (torchtext.datasets.WikiText103).
+    Each official split is one stream of lines. Ends of lines are reference words, too, as in the word perplexities of
+    the literature (245,569 words in the test split). SHA-1 checksums are those of gluonnlp.data.WikiText103 and
+    WikiText103Raw, numbers of lines those of torchtext.datasets.WikiText103.
     """
 
     HELP = "WikiText-103: wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens, or the official zip"
@@ -285,10 +277,10 @@ class WikiText103(TextCorpus):
     }
 
     def about(self, source: Source, settings: CorpusSettings) -> dict[str, Any]:
-        """Return the kind of the files, and whether they are all three official ones. Other files are taken as well.
+        """Return the kind of the files, and whether all three are the official ones.
 
-        Raises DataError for text that is not UTF-8, if no file is WikiText's, and for a file with as many lines as the
-        official one but another checksum: it is damaged.
+        Raises DataError for text that is not UTF-8, without a file of WikiText, and for a file with the official number
+        of lines but another checksum.
         """
         source.require_text()
         kind, files = self._files(source)

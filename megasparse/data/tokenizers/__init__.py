@@ -1,4 +1,4 @@
-"""Text (or pixels) to tokens and back: the base class of tokenizers, and what those of a file share.
+"""Text (or pixels) to tokens and back: the base class of tokenizers, and helpers for their files.
 
 Adding a kind is writing a Tokenizer in a file here, and naming it in `build_tokenizer`.
 """
@@ -16,7 +16,7 @@ from megasparse.errors import ConfigError, did_you_mean
 from megasparse.files import read_file
 
 WHITE_SPACE = b" \t\n\r\v\f"
-MOST_BYTES = 1 << 26  # of a file: those of 250,000 tokens have 20 million
+MOST_BYTES = 1 << 26  # of a file; 250,000 tokens take 20 million
 NAMED = ("bytes", "pixels")
 """Tokenizers that need no file."""
 
@@ -33,18 +33,18 @@ class SpecialTokens(NamedTuple):
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back. Pickled by its worker processes, it is built anew from its name or file."""
+    """Text to token ids and back."""
 
     name: str
     """Its kind."""
     vocabulary: int
-    """Ids that text can have are below this; `special` ones may lie above (bytes) or among them."""
+    """Ids of text are below this; `special` ones may be above (bytes) or among them."""
     sha256: str
-    """Identifies what the tokens mean; an index made under another meaning is refused."""
+    """Identifies the meaning of the tokens; an index with another one is rejected."""
     lossless: bool = True
     """True if any bytes come back unchanged from their tokens."""
     separator: int | None = None
-    """Id of the token after each document of a corpus of documents; None where there is none."""
+    """Id of the token after each document of a corpus of documents, if any."""
     special: SpecialTokens | None = None
     file: Path | None = None
     """The file that it was read from."""
@@ -58,11 +58,11 @@ class Tokenizer(ABC):
         """Yield the bytes each token adds to a text, none for special ones. Raises ValueError for another number."""
 
     def decode(self, tokens: Tensor) -> bytes:
-        """Bytes of tokens (length,). Raises ValueError for a number that is no token."""
+        """Return the bytes of tokens (length,). Raises ValueError for another number."""
         return b"".join(self.pieces(tokens.tolist()))
 
     def text(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Tokens as text, as soon as each character is whole; what is no UTF-8 becomes U+FFFD."""
+        """Yield text once its characters are complete; bytes that are not UTF-8 become U+FFFD."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for piece in self.pieces(tokens):
             if text := decoder.decode(piece):
@@ -72,11 +72,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def word_starts(self) -> Tensor:
-        """Return a mask of the ids that begin a word: bool (highest id + 1,)."""
+        """Return a mask of the ids that start a word: bool (highest id + 1,)."""
 
 
 def words_of(tokenizer: Tokenizer) -> list[str]:
-    """Return the word that each token is, "" for special ones and pieces that a word does not begin with."""
+    """Return the word of each token, "" for special ones and for pieces within a word."""
     starts = tokenizer.word_starts().tolist()[: tokenizer.vocabulary]
     return ["".join(tokenizer.text([token])).strip() if start else "" for token, start in enumerate(starts)]
 
@@ -115,7 +115,7 @@ def damaged(path: Path, problem: str, hint: str) -> ConfigError:
 
 
 def special_tokens(find: Callable[[str], int | None]) -> tuple[SpecialTokens | None, int | None]:
-    """Return the special tokens, where all four are there, and the documents' separator. find: a name's id, or None."""
+    """Return the special tokens, if all four exist, and the documents' separator. find: maps names to ids."""
     ids = [next((token for name in names if (token := find(name)) is not None), None) for names in USUAL]
     begin, separator, padding, mask = ids
     if begin is None or separator is None or padding is None or mask is None:

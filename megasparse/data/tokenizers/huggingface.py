@@ -1,4 +1,4 @@
-"""Any tokenizer.json of HuggingFace's `tokenizers`: BERT, RoBERTa, byte-level BPE, XLM-R, ..."""
+"""Any tokenizer.json of Hugging Face `tokenizers`: BERT, RoBERTa, byte-level BPE, XLM-R, ..."""
 
 import json
 import re
@@ -16,11 +16,11 @@ from megasparse.errors import report_line
 SPACE = "\u2581"
 AGAIN = "Copy it again"
 MOST = 1 << 24
-"""Tokens, more than which are damage: a list of all is in memory."""
+"""Largest vocabulary: a list of it is in memory."""
 TRIAL = "A trial, of 1 line\n\U0010fffe"
 
 _PARTS = re.compile("([\udc80-\udcff]+)")
-"""Bytes that are no UTF-8, as groups that `split` keeps."""
+"""Bytes that are not UTF-8, in a group for `split`."""
 _LINES = re.compile("[^\n]*\n|[^\n]+")
 
 
@@ -36,17 +36,16 @@ BYTE_OF = {character: byte for byte, character in enumerate(alphabet())}
 
 
 def raw(piece: str) -> bytes:
-    """Return the bytes that a piece stands for; one with another character in it stands for itself."""
+    """Return the bytes of a byte-level piece, or of the text if it contains another character."""
     return bytes(BYTE_OF[c] for c in piece) if all(c in BYTE_OF for c in piece) else piece.encode()
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Tokens of a text alone: nothing is put before or after it, nothing is cut off, and no text becomes a special
-    token, though it be its name: the first such name in a text, as of a chat template, is reported on stderr.
+    """Tokens of a text, without a prefix, suffix or truncation. No text becomes a special token: the first name of one
+    in a text, as of a chat template, is reported on stderr.
 
-    Byte-level ones give back any bytes (`lossless`): what is no UTF-8, or would come back otherwise, is encoded byte by
-    byte. Others do not; BERT's leaves out case, accents and white space, and unknown words. Special tokens, the
-    unknown one among them, are no text.
+    Byte-level tokenizers are lossless: invalid UTF-8 and other text that would change is encoded byte by byte. BERT's
+    drops case, accents, white space and unknown words. Special tokens decode to no text.
     """
 
     name = "huggingface"
@@ -54,7 +53,7 @@ class HuggingFaceTokenizer(Tokenizer):
     _special_ids: dict[str, int]
 
     def __init__(self, file: Path):
-        """Raise ConfigError for what is no tokenizer.json, and where a text could become a special token."""
+        """Raise ConfigError for an invalid tokenizer.json, and if a text could become a special token."""
         data = read(file)
         self.file, self.sha256 = file, identity(self.name, data)
         try:
@@ -63,7 +62,7 @@ class HuggingFaceTokenizer(Tokenizer):
             self.word_starts()
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # `tokenizers` raises nothing more special, and panics are no Exception
+        except BaseException as error:  # `tokenizers` raises bare Exception, and panics with BaseException
             raise damaged(file, f"is no usable tokenizer.json ({type(error).__name__}: {error})", AGAIN) from None
         for name, token in self._special_ids.items():
             if token != unknown and any(token in self._ids(text) for text in (name, _hidden(name))):
@@ -72,7 +71,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._markers = re.compile(names) if names else None
 
     def _load(self, values: dict[str, Any]) -> int | None:
-        """Returns the id of the unknown token. Raises anything for a file that is damaged."""
+        """Return the id of the unknown token. Raises any exception for a damaged file."""
         from tokenizers import Tokenizer as Package
 
         self._values, self._markers = values, None
@@ -119,8 +118,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return (self._table[self._known(token)] for token in tokens)
 
     def word_starts(self) -> Tensor:
-        """Word starts by what joins the tokens to words: pieces that go on begin with BERT's ##; those that begin one
-        with the white space before it. Where there is neither, each token is a word.
+        """Return the starts of words: tokens without BERT's ## or, in other tokenizers, with white space before them.
+        All tokens if the tokenizer marks neither.
         """
         parts = [*_parts(self._values.get("decoder"), "decoders")]
         prefix = next((part.get("prefix", "##") for part in parts if part["type"] == "WordPiece"), None)
@@ -151,7 +150,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return ids
 
     def _checked(self, text: str) -> list[int]:
-        """Tokens that give back a text exactly; where its own do not, those of its lines, or of their bytes."""
+        """Return tokens that decode to the text exactly; if its own do not, those of its lines, or of their bytes."""
         tokens, expected = self._ids(text), text.encode()
         if b"".join([self._table[token] for token in tokens]) == expected:
             return tokens
@@ -169,8 +168,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return token
 
     def _lossy_pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
-        """Text that each token adds to that of those before it, of which the last ones that added something decide; a
-        character that several tokens make comes with the last of them.
+        """Yield the text that each token adds, decoded with the last tokens that added some; a character of several
+        tokens comes with the last.
         """
         special = set(self._special_ids.values())
         context, waiting = list[int](), list[int]()
@@ -210,10 +209,10 @@ def _hidden(name: str) -> str:
 
 
 def _disguise(values: dict[str, Any]) -> tuple[dict[str, int], int | None]:
-    """Take from a tokenizer.json what is added to texts or cut off from them, and give its special tokens names that
-    no text matches: asked not to read them as special, `tokenizers` still finds them among a unigram model's pieces.
+    """Remove prefixes, suffixes and truncation from a tokenizer.json, and rename its special tokens so that no text
+    matches them: even with `encode_special_tokens`, `tokenizers` finds them among a unigram model's pieces.
 
-    Returns the id of each special token by its own name, and that of the unknown one.
+    Returns the ids of the special tokens by name, and of the unknown one.
     """
     model, added = values["model"], values["added_tokens"]
     pieces = model["vocab"]

@@ -1,4 +1,4 @@
-"""Models of sentencepiece, used so that any bytes come back; and their training."""
+"""Lossless tokenizers of sentencepiece, and their training."""
 
 import io
 import re
@@ -14,31 +14,26 @@ from megasparse.data.tokenizers import WHITE_SPACE, Tokenizer, damaged, identity
 from megasparse.errors import ConfigError
 
 SPACE = "\u2581"
-"""Character that stands for a space in a piece."""
+"""The space, in a piece."""
 LONGEST = 4096
-"""Characters that sentencepiece gets at once: it adds up scores in single precision."""
+"""Characters per call of sentencepiece, which sums scores in single precision."""
 
 GRID = 128
-"""Scores of the unigram models trained here are multiples of 1/128: sums of up to 2¹⁷ are then exact in single
-precision as in double, and two splittings that are equally good are so to every program.
-"""
+"""Scores of trained unigram models are multiples of 1/128, so that sums up to 2¹⁷ are exact in single precision."""
 
 CONTROL = ["[CLS]", "[SEP]", "[PAD]", "[MASK]"]
 _PARTS = re.compile("([\u2581\udc80-\udcff]+)")
-"""Text that sentencepiece would change (a real U+2581, and bytes that are no UTF-8), as groups that `split` keeps."""
+"""Text that sentencepiece would change (U+2581, and bytes that are not UTF-8), in a group for `split`."""
 _LINES = re.compile("[^\n]*\n|[^\n]+")
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Pieces of text, and one of each byte: any bytes go in, and come out again unchanged.
-
-    What sentencepiece itself could not give back is encoded by its bytes (`<0xNN>`). Lines are read one by one.
-    """
+    """Lossless pieces of text; text that sentencepiece would change is encoded by its bytes (`<0xNN>`)."""
 
     name = "sentencepiece"
 
     def __init__(self, file: Path):
-        """Raise ConfigError for what is no model, and for one that changes the text that it reads."""
+        """Raise ConfigError for an invalid model, and one that is not lossless."""
         data = read(file)
         self.file, self.sha256 = file, identity(self.name, data)
         self._processor, self._table = _load(file, data)
@@ -49,7 +44,7 @@ class SentencePieceTokenizer(Tokenizer):
     def encode(self, text: str | bytes) -> Tensor:
         ordinary: list[str] = []
         parts: list[bytes | None] = []
-        """Bytes of each part, or None where it is the next one of `ordinary`."""
+        """Bytes of each part; None for the next one of `ordinary`."""
         for number, part in enumerate(_PARTS.split(utf8(text).decode("utf-8", "surrogateescape"))):
             if number % 2:
                 parts.append(part.encode("utf-8", "surrogateescape"))
@@ -70,11 +65,11 @@ class SentencePieceTokenizer(Tokenizer):
             yield self._table[token]
 
     def word_starts(self) -> Tensor:
-        """Return a mask in which a word begins with the white space before it."""
+        """Return a mask of the tokens with white space before a word."""
         return torch.tensor([piece[:1] != b"" and piece[:1] in WHITE_SPACE for piece in self._table])
 
     def _checked(self, text: str, tokens: list[int]) -> list[int]:
-        """`tokens`, unless they are not exactly those of the text."""
+        """Return `tokens` if they decode to the text, else its bytes."""
         raw = text.encode()
         return tokens if b"".join([self._table[token] for token in tokens]) == raw else self._of_bytes(raw)
 
@@ -87,7 +82,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def segments(text: str) -> Iterator[str]:
-    """Cut a text after each line's end, and in longer lines before a space, where a piece can begin."""
+    """Cut a text after each line, and longer lines before a space, at which pieces start."""
     for line in _LINES.findall(text):
         start = 0
         while len(line) - start > LONGEST:
@@ -109,8 +104,8 @@ def _load(file: Path, data: bytes) -> tuple[Any, list[bytes]]:
         model.ParseFromString(data)
         processor = SentencePieceProcessor(model_proto=data)
         if not model.pieces or not all(isinstance(piece.piece, str) for piece in model.pieces):
-            raise RuntimeError  # protobuf gives bytes that are no UTF-8 as bytes
-    except (DecodeError, RuntimeError, ValueError):  # the last where sentencepiece's own message is no UTF-8
+            raise RuntimeError  # protobuf returns invalid UTF-8 as bytes
+    except (DecodeError, RuntimeError, ValueError):  # the last if sentencepiece's message is not UTF-8
         raise damaged(
             file, "is no model of sentencepiece", "Copy it again, or make one: tokenizers/README.md"
         ) from None

@@ -16,7 +16,7 @@ HINT = "Make it again with megasparse train-tokenizer words"
 
 
 class ByteTokenizer(Tokenizer):
-    """Token i is the byte i: any bytes go in, and come out again unchanged."""
+    """Token i is the byte i, for any bytes."""
 
     name = "bytes"
     vocabulary = 256
@@ -35,7 +35,7 @@ class ByteTokenizer(Tokenizer):
         return bytes(tokens.tolist())
 
     def word_starts(self) -> Tensor:
-        """Return a mask in which a word begins with the white space before it."""
+        """Return a mask of the white space before a word."""
         starts = torch.zeros(260, dtype=torch.bool)
         starts[list(WHITE_SPACE)] = True
         return starts
@@ -62,7 +62,7 @@ class WordTokenizer(Tokenizer):
     lossless = False
 
     def __init__(self, file: Path):
-        """Raise ConfigError, naming the line, where the file is not as `vocabulary_file` writes it."""
+        """Raise ConfigError with the line for an invalid file."""
         data = read(file)
         self.file, self.sha256 = file, identity(self.name, data)
         self.words = _parse(file, data)
@@ -79,7 +79,7 @@ class WordTokenizer(Tokenizer):
         return torch.from_numpy(np.array(tokens, dtype=np.int64))
 
     def pieces(self, tokens: Iterable[int]) -> Iterator[bytes]:
-        """Yield each word, with a space before it where one stands before it in its line."""
+        """Yield each word, with a space before it unless it is the first of its line."""
         space = ""
         for token in tokens:
             if not 0 <= token < self.vocabulary:
@@ -96,7 +96,7 @@ class WordTokenizer(Tokenizer):
 
 
 def vocabulary_file(pieces: Iterable[bytes], size: int | None = None) -> bytes:
-    """Return a file of the words of a training text, most frequent first, those of one frequency by code points.
+    """Return a file of the words of a training text, by frequency, then by code points.
 
     pieces: of UTF-8, cut anywhere. size: so many words at most, the most frequent ones, `<unk>` and `<eos>` among them;
     the others count as `<unk>`. Raises UnicodeDecodeError.

@@ -47,7 +47,7 @@ UNREADABLE: dict[Callable[[Path], Any], str] = {
     lambda path: None: "No such file",
     os.mkdir: "this is not a regular file",
     os.mkfifo: "this is not a regular file",
-    lambda path: path.touch() or os.truncate(path, 1 << 40): "at most 67,108,864 are read",
+    lambda path: path.touch() or os.truncate(path, 1 << 40): "more than the limit of 67,108,864",
 }
 
 
