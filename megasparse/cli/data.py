@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megasparse.errors import ConfigError, DataError, positive, whole
+from megasparse.errors import ConfigError, DataError, positive
 
 COMMON = {"command", "corpus", "source", "member", "output", "sample_bytes", "shard_bytes", "workers"}
 WORKER_BYTES = 8 << 20
@@ -156,48 +156,3 @@ def train_tokenizer(args: argparse.Namespace) -> None:
         args.output.unlink()
         raise DataError(args.output, "decoding did not restore the text, so the file was removed", "Please report this")
     print("decoding restored the text" if tokenizer.lossless else "not lossless: unknown words become <unk>")
-
-
-NUMBERS = {
-    "train": (96_000, 1, "training examples"),
-    "validation": (2_000, 1, "validation examples"),
-    "test": (2_000, 1, "test examples"),
-    "min_length": (500, 0, "examples have more tokens than this"),
-    "max_length": (2_000, 2, "examples have fewer tokens than this"),
-    "max_depth": (10, 1, "most nodes from the root to a digit"),
-    "max_args": (10, 2, "most arguments of an operator"),
-    "seed": (0, 0, "seed of all draws"),
-}
-"""Option of listops -> (default, least value, meaning)."""
-
-
-def add_listops(parser: argparse.ArgumentParser) -> None:
-    for name, (default, _, meaning) in NUMBERS.items():
-        option, help = f"--{name.replace('_', '-')}", f"{meaning} (default: %(default)s)"
-        parser.add_argument(option, type=whole, default=default, metavar="N", help=help)
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
-
-
-def listops(args: argparse.Namespace) -> None:
-    """Generate the data of ListOps as in Long Range Arena (Nangia & Bowman 2018; Tay et al. 2021).
-
-        megasparse listops --output data/listops
-        megasparse listops --train 2000 --min-length 50 --max-length 200 --output data/small_listops
-
-    Writes basic_train.tsv, basic_val.tsv and basic_test.tsv with the columns Source and Target. Each example is a
-    random tree. A node is an operator with probability 1/4, with 2 to --max-args arguments, equally likely; otherwise,
-    and at --max-depth, it is a digit. Trees of at most --min-length or at least --max-length tokens (not counting
-    parentheses) and duplicates are drawn again. The operators are [MIN, [MAX, [MED (the median, rounded down) and [SM
-    (the sum modulo 10). The same seed gives the same files.
-    """
-    for name, (_, least, _) in NUMBERS.items():
-        least += args.min_length if name == "max_length" else 0
-        if getattr(args, name) < least:
-            key = f"--{name.replace('_', '-')}"
-            raise ConfigError(key, f"{getattr(args, name)} is too few", f"Give {least} or more")
-    from megasparse.tasks.readers.listops import Sizes, write_listops
-
-    sizes = Sizes(args.min_length, args.max_length, args.max_depth, args.max_args)
-    files = {"basic_train.tsv": args.train, "basic_val.tsv": args.validation, "basic_test.tsv": args.test}
-    write_listops(args.output, files, sizes, args.seed)
-    print(f"{args.output}: {args.train:,} training, {args.validation:,} validation, {args.test:,} test examples")

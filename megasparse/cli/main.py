@@ -22,7 +22,6 @@ COMMANDS = {
     "configs": ("train", "list the shipped configurations"),
     "prepare-data": ("data", "turn a corpus into shards"),
     "train-tokenizer": ("data", "train a tokenizer on text"),
-    "listops": ("data", "generate the data of ListOps"),
     "plan": ("train", "predict memory, traffic, time and cost of a pretraining run"),
     "report": ("train", "write an HTML page about one or several runs"),
     "convert to-hf": ("hub", "write a checkpoint as a HuggingFace model"),

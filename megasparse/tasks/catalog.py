@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
+
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError, DataError, did_you_mean
 from megasparse.files import natural
 from megasparse.tasks.metrics import ROUGE
 from megasparse.tasks.readers.images import CIFAR10, cifar_files, class_folders, grey_pixels
-from megasparse.tasks.readers.listops import DIGITS, TOKENS, token_ids
 from megasparse.tasks.readers.mind import NEWS_COLUMNS
 from megasparse.tasks.readers.rows import (
     HINT,
@@ -155,6 +156,20 @@ class RowTask(Task):
         if self.classes is None:
             return similarity(text, location)
         return self._numbers[text] if text in self._numbers else self.class_of(text, location)
+
+
+DIGITS = tuple("0123456789")
+TOKENS = (*DIGITS, "[MIN", "[MAX", "[MED", "[SM", "]")
+"""Tokens of ListOps by id. Parentheses are redundant and omitted. Long Range Arena's published input pipeline also
+dropped every bracket, an error by its authors."""
+
+
+def token_ids(row: dict[str, Any]) -> np.ndarray:
+    """Return the token ids of the column Source, int64 (L,). Raises ValueError for an unknown token."""
+    tokens = [token for token in row["Source"].split() if token not in ("(", ")")]
+    if unknown := [token for token in tokens if token not in TOKENS]:
+        raise ValueError(f'unknown token "{unknown[0][:80]}" in Source; ListOps has ( ) {" ".join(TOKENS)}')
+    return np.array([TOKENS.index(token) for token in tokens], dtype=np.int64)
 
 
 def similarity(text: str, location: SourceLocation) -> float:

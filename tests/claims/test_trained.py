@@ -20,7 +20,7 @@ from megasparse.evaluation.results import restore
 from megasparse.runs.comparison import call, load, runs_of, spread, train_all
 from megasparse.runs.data import open_folder
 from tests.claims.claim import CLAIMS, Claim, Trials, claim, shown_below, together
-from tools import study_attention
+from tools import listops, study_attention
 
 
 def comparison_of(settings):
@@ -264,7 +264,7 @@ MECHANISMS = {
 def measure_listops(trial):
     """Fine-tune with each mechanism. Returns its best accuracies on held-out rows, a seed each."""
     settings = trial.settings
-    call(*settings["prepare"], log=trial.folder / "prepare.log")
+    listops.main(settings["prepare"])
     values = {}
     for kind, attention in MECHANISMS.items():
         for seed in range(settings["seeds"]):
@@ -284,13 +284,13 @@ def measure_listops(trial):
     "trial, with its three seeds inside.)",
     cpu={
         "prepare": [
-            "listops", "--train", "10000", "--validation", "1000", "--test", "1000", "--min-length", "10",
+            "--train", "10000", "--validation", "1000", "--test", "1000", "--min-length", "10",
             "--max-length", "200", "--output", "data/listops_200",
         ],
         "config": "finetune/small_listops", "seeds": 3, "minutes": 40,
     },
     gpu={
-        "prepare": ["listops", "--output", "data/listops"], "config": "finetune/lra_listops", "seeds": 3,
+        "prepare": ["--output", "data/listops"], "config": "finetune/lra_listops", "seeds": 3,
         "minutes": 600,
     },
     seeds=(0,),

@@ -8,13 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megasparse.cli.main import door
 from megasparse.config.finetuning import TaskConfig
 from megasparse.tasks.catalog import build_task
-from megasparse.tasks.readers.listops import Sizes, tree
 from tests.helpers.commands import refused
-
-main = door("listops")
+from tools.listops import Sizes, main, tree
 
 SMALL = ("--train", 40, "--validation", 5, "--test", 5, "--min-length", 20, "--max-length", 60)
 NAMES = {"basic_train.tsv": 40, "basic_val.tsv": 5, "basic_test.tsv": 5}

@@ -1,23 +1,32 @@
-"""ListOps (Nangia & Bowman 2018) in Long Range Arena's version: its tokens, and its generator.
+"""Generate the data of ListOps as in Long Range Arena (Nangia & Bowman 2018; Tay et al. 2021).
 
-An example is a tree of MIN, MAX, MED and SM over digits, such as `( ( ( [MAX 2 ) 9 ) ] )`. The parentheses are
-redundant and omitted. The remaining tokens are 0-9, [MIN, [MAX, [MED, [SM and ], at most 1,999, as Tay et al. (2021)
-describe the task. Their published input pipeline also dropped every bracket, an error by its authors.
+    python tools/listops.py --output data/listops
+    python tools/listops.py --train 2000 --min-length 50 --max-length 200 --output data/small_listops
+
+Writes basic_train.tsv, basic_val.tsv and basic_test.tsv with the columns Source and Target. Each example is a random
+tree such as `( ( ( [MAX 2 ) 9 ) ] )`. A node is an operator with probability 1/4, with 2 to --max-args arguments,
+equally likely; otherwise, and at --max-depth, it is a digit. Trees of at most --min-length or at least --max-length
+tokens (not counting parentheses) and duplicates are drawn again. The operators are [MIN, [MAX, [MED (the median,
+rounded down) and [SM (the sum modulo 10). The same seed gives the same files.
 """
 
+import argparse
 import hashlib
 import random
 import statistics
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from tqdm import tqdm
 
-from megasparse.errors import ConfigError
+from megasparse.errors import ConfigError, report_user_errors, whole
+from megasparse.hub.tensor_file import appearing
+from megasparse.tasks.catalog import DIGITS
 
-DIGITS = tuple("0123456789")
 OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "[MIN": min,
     "[MAX": max,
@@ -25,21 +34,6 @@ OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "[SM": lambda values: sum(values) % 10,
 }
 """Operators from digits to a digit."""
-END = "]"
-TOKENS = (*DIGITS, *OPERATORS, END)
-"""Tokens by id."""
-IDS = {token: number for number, token in enumerate(TOKENS)}
-PARENTHESES = ("(", ")")
-
-
-def token_ids(row: dict[str, Any]) -> np.ndarray:
-    """Return the token ids of the column Source, int64 (L,). Raises ValueError for an unknown token."""
-    tokens = [token for token in row["Source"].split() if token not in PARENTHESES]
-    if unknown := [token for token in tokens if token not in IDS]:
-        raise ValueError(f'unknown token "{unknown[0][:80]}" in Source; ListOps has ( ) {" ".join(TOKENS)}')
-    return np.array([IDS[token] for token in tokens], dtype=np.int64)
-
-
 OPERATOR_PROBABILITY = 0.25
 MOST_TRIES = 100_000
 """Trees drawn in a row without a new one of the right length. With the default sizes, one in 15 is."""
@@ -61,8 +55,6 @@ def write_listops(output: Path, numbers: dict[str, int], sizes: Sizes, seed: int
 
     Raises ConfigError if there are too few different trees, HubError if `output` exists or cannot be written.
     """
-    from megasparse.hub.tensor_file import appearing
-
     examples = distinct(random.Random(seed), sizes)
     with appearing(output) as folder, tqdm(total=sum(numbers.values()), unit="tree", disable=None) as progress:
         for name, count in numbers.items():
@@ -113,7 +105,7 @@ def tree(draw: random.Random, sizes: Sizes) -> tuple[str, int] | None:
             values.append(value)
             if len(values) < arguments:
                 break
-            parts += [END, ")"]
+            parts += ["]", ")"]
             value = OPERATORS[operator](values)
             unfinished.pop()
         if not unfinished:
@@ -124,3 +116,39 @@ def tree(draw: random.Random, sizes: Sizes) -> tuple[str, int] | None:
 def _below(draw: random.Random, number: int) -> int:
     """Draw from 0 … number − 1. Only `random.random` is guaranteed to be the same in later versions of Python."""
     return int(draw.random() * number)
+
+
+NUMBERS = {
+    "train": (96_000, 1, "training examples"),
+    "validation": (2_000, 1, "validation examples"),
+    "test": (2_000, 1, "test examples"),
+    "min_length": (500, 0, "examples have more tokens than this"),
+    "max_length": (2_000, 2, "examples have fewer tokens than this"),
+    "max_depth": (10, 1, "most nodes from the root to a digit"),
+    "max_args": (10, 2, "most arguments of an operator"),
+    "seed": (0, 0, "seed of all draws"),
+}
+"""Option of listops -> (default, least value, meaning)."""
+
+
+@report_user_errors
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, (default, _, meaning) in NUMBERS.items():
+        option, help = f"--{name.replace('_', '-')}", f"{meaning} (default: %(default)s)"
+        parser.add_argument(option, type=whole, default=default, metavar="N", help=help)
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
+    args = parser.parse_args(words)
+    for name, (_, least, _) in NUMBERS.items():
+        least += args.min_length if name == "max_length" else 0
+        if getattr(args, name) < least:
+            key = f"--{name.replace('_', '-')}"
+            raise ConfigError(key, f"{getattr(args, name)} is too few", f"Give {least} or more")
+    sizes = Sizes(args.min_length, args.max_length, args.max_depth, args.max_args)
+    files = {"basic_train.tsv": args.train, "basic_val.tsv": args.validation, "basic_test.tsv": args.test}
+    write_listops(args.output, files, sizes, args.seed)
+    print(f"{args.output}: {args.train:,} training, {args.validation:,} validation, {args.test:,} test examples")
+
+
+if __name__ == "__main__":
+    main()
