@@ -40,7 +40,7 @@ def test_files_and_links_that_a_document_names_exist(path):
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_an_option_on_a_line_of_its_own_continues_one(path):
+def test_an_option_on_a_separate_line_continues_a_command(path):
     assert not re.findall(r"^ {4,}[^#\n]*[^\\\n]\n {4,}--\w", path.read_text(encoding="utf-8"), re.M)
 
 
@@ -86,7 +86,7 @@ def test_lines_fit_an_editor_and_the_readme_a_sitting():
     assert sum(words.values()) <= 18_000 and max(words.values()) <= 1_200, words
 
 
-def test_the_drawn_floors_are_those_of_the_imports():
+def test_the_drawn_layers_equal_the_imports():
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     rows = [re.findall(r"(\w+)(?:/|\.py)", line[:39]) for line in text.split("```")[1].splitlines()]
     floor = {part: -number for number, row in enumerate(rows) for part in row}

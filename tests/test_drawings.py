@@ -9,7 +9,7 @@ PICTURES = Path(__file__).parents[1] / "docs/pictures"
 
 
 @pytest.mark.slow
-def test_drawn_again_the_pictures_are_those_of_the_documents(tmp_path, monkeypatch):
+def test_redrawn_pictures_equal_the_pictures_of_the_documents(tmp_path, monkeypatch):
     found = importlib.util.spec_from_file_location("draw_mechanisms", PICTURES / "draw_mechanisms.py")
     drawing = importlib.util.module_from_spec(found)
     found.loader.exec_module(drawing)

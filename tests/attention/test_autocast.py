@@ -38,7 +38,7 @@ def check(single, dtypes, autocast, backward_inside):
 
 @EVERY
 @pytest.mark.parametrize("backward_inside", [False, True], ids=["backward outside", "backward inside"])
-def test_attention_of_bf16_heads_is_that_of_the_same_numbers_in_fp32(name, causal, backward_inside):
+def test_attention_of_bf16_heads_equals_the_same_numbers_in_fp32(name, causal, backward_inside):
     check(Single(name, causal), [torch.bfloat16] * 3, torch.bfloat16, backward_inside)
 
 

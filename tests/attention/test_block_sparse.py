@@ -81,7 +81,7 @@ def dense(shown, q, k, v, mask, segments):
 @BOTH
 @EVERY
 @pytest.mark.parametrize("length", [1, 23])
-def test_forward_and_gradients_are_those_of_the_definition(kind, settings, causal, length):
+def test_forward_and_gradients_equal_the_definition(kind, settings, causal, length):
     single, shown = build(kind, causal, settings), pattern(kind, settings, causal, length)
     x, *heads = single.inputs(length, dtype=torch.float64)
     everything = torch.ones(2, length, dtype=torch.bool)
@@ -111,7 +111,7 @@ def test_random_blocks_are_different_candidates(total, global_blocks, count):
             assert set(chosen) <= candidates
 
 
-def test_random_blocks_are_uniform_and_those_of_the_global_head_and_block():
+def test_random_blocks_are_uniform_and_depend_on_the_global_head_and_block():
     table = random_blocks(torch.arange(12), 7, range(4000), 1, 12, 3)
     counts = torch.bincount(table[:, 5].flatten(), minlength=12)
     candidates = [1, 2, 3, 7, 8, 9, 10, 11]

@@ -61,7 +61,7 @@ def definition(made, x, states, seen, once):
 @pytest.mark.parametrize("once", [True, False])
 @pytest.mark.parametrize(("target", "source"), [(25, 40), (40, 25), (30, 30), (1, 9)])
 @pytest.mark.parametrize("kind", ["full", "lsh"])
-def test_outputs_and_gradients_are_those_of_the_definition(kind, target, source, once):
+def test_outputs_and_gradients_equal_the_definition(kind, target, source, once):
     made = cross(kind, lsh={"count_rounds": once})
     x, states, real = inputs(target, source)
     context = AttentionContext(1, training_draws(2))
@@ -86,7 +86,7 @@ def test_rounds_of_evaluation():
         assert made.read(EncoderOutput(states, real), AttentionContext(0, rng)).codes.shape == (2, 2, rounds, 30)
 
 
-def test_buckets_of_the_longer_side_and_draws_of_its_own():
+def test_buckets_of_the_longer_side_and_separate_draws():
     assert cross("lsh", lsh={"buckets": None}, max_length=20).factors == [20]  # 2·40/4
     assert cross("lsh", lsh={"buckets": None}, max_length=64).factors == [32]
     made, (_, states, real) = cross("lsh"), inputs(20, 30)

@@ -66,7 +66,7 @@ def test_a_recomputation_decides_nothing_again(name, causal):
 
 
 @EVERY
-def test_reversible_gradients_are_those_of_stored_activations(name, causal):
+def test_reversible_gradients_equal_stored_activations(name, causal):
     config = small(attention=named(name, 0.2), **in_stack(causal), vocabulary=260, dropout=0.1)
     models = (build_model(config.model_copy(update={"activations": kind}), 0) for kind in ("reversible", "stored"))
     ours, exact = (gradients(model, random_tokens(2, 70), step=1)[1] for model in models)

@@ -83,7 +83,7 @@ def in_best(scores, size):
 
 @pytest.mark.parametrize("masks", [{}, {"key_mask": MASK}, {"segments": SEGMENTS, "key_mask": MASK}], ids=len)
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_loss_is_that_of_equation_19(masks, causal, monkeypatch):
+def test_the_loss_equals_equation_19(masks, causal, monkeypatch):
     """A sample as large as the document is all of it."""
     monkeypatch.setattr(hash_learning, "_CPU_TILE_ELEMENTS", 1000)
     monkeypatch.setattr(lha_module, "WEIGHT", 0.2)
@@ -148,7 +148,7 @@ def test_positions_and_normalisation_of_queries_and_keys(kind, settings):
 
 @pytest.mark.parametrize("kind", ["mlp", "linear"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_gradients_of_the_loss_are_those_of_the_definition(kind, causal, monkeypatch):
+def test_gradients_of_the_loss_equal_the_definition(kind, causal, monkeypatch):
     monkeypatch.setattr(hash_learning, "_CPU_TILE_ELEMENTS", 1000)
     single = lha(causal, hash=kind)
     mechanism, inputs = single.mechanism, single.inputs(40, dtype=torch.float64)
@@ -199,7 +199,7 @@ def test_top_k_is_the_papers_algorithm(masks, causal, count_buckets, monkeypatch
     torch.testing.assert_close(result.statistics["queries_in_no_bucket"], missing)
 
 
-def test_of_equal_tokens_the_earlier_ones_are_members():
+def test_ties_of_tokens_go_to_the_earlier_ones():
     """Repeated tokens score equally where no positions were added."""
     single = lha(False, window="top_k")
     x, q, k, v = single.inputs(40, dtype=torch.float64)

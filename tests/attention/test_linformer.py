@@ -27,7 +27,7 @@ def dense(single, q, k, v, mask, segments):
 
 
 @pytest.mark.parametrize("case", ["plain", "padded", "packed"])
-def test_forward_and_gradients_are_those_of_the_definition(case):
+def test_forward_and_gradients_equal_the_definition(case):
     single = Single("linformer", False)
     single.mechanism.double()
     x, *heads = single.inputs(11, dtype=torch.float64)

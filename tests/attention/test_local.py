@@ -38,7 +38,7 @@ def test_sinks_are_in_the_softmax_of_the_window_once(causal, masked, sinks):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_relative_positions_are_those_of_transformer_xl(causal):
+def test_relative_positions_equal_transformer_xl(causal):
     single = Single("local relative", causal)
     x, *heads = single.inputs(50, dtype=torch.float64)
     positions = single.mechanism.double().relative

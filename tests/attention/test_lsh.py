@@ -162,7 +162,7 @@ def test_separate_queries_and_keys_meet_if_their_hashes_agree(causal):
         (65, 64, [4]),
     ],
 )
-def test_null_takes_as_many_buckets_as_the_paper(length, chunk, factors):
+def test_null_means_the_number_of_buckets_of_the_paper(length, chunk, factors):
     assert lsh_buckets(LSHAttentionConfig(chunk=chunk), length) == factors
 
 

@@ -32,7 +32,7 @@ def dense(single, q, k, v, mask):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("length", [1, 37, 128])
-def test_forward_and_gradients_are_those_of_the_definition(causal, length):
+def test_forward_and_gradients_equal_the_definition(causal, length):
     single = Single("random", causal)
     x, *heads = single.inputs(length, dtype=torch.float64)
     mask = padded_and_packed(length)["key_mask"]

@@ -26,7 +26,7 @@ THEIRS = {
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_scaled_frequencies_are_those_of_transformers(name):
+def test_scaled_frequencies_equal_transformers(name):
     kind, (mine, yours) = name.split(",")[0], THEIRS[name]
     scaling = {"kind": kind, "factor": 4.0, **mine}
     rotary = Rotary(PositionsConfig(kind="rotary", base=BASE, scaling=scaling), DIM)

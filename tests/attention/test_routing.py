@@ -56,7 +56,7 @@ def top_k(single, q, k, mask, documents):
 @pytest.mark.parametrize("name,pattern", [("routing", band), ("routing top_k", top_k)])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("length", [1, 9, 70])
-def test_forward_and_gradients_are_those_of_the_definition(name, pattern, causal, length):
+def test_forward_and_gradients_equal_the_definition(name, pattern, causal, length):
     single = Single(name, causal)
     x, *heads = single.inputs(length, dtype=torch.float64)
     masks = padded_and_packed(length)
@@ -85,7 +85,7 @@ def passed(single, *batches, step=0, **masks):
 
 @pytest.mark.parametrize("name", ["routing", "routing top_k"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_moving_average_is_that_of_its_definition_over_all_micro_batches(name, causal):
+def test_the_moving_average_equals_its_definition_over_all_micro_batches(name, causal):
     single = Single(name, causal)
     single.mechanism.config = single.mechanism.config.model_copy(update={"decay": 0.7})
     old = single.mechanism.centroids.clone().double()
@@ -109,7 +109,7 @@ def test_the_moving_average_is_that_of_its_definition_over_all_micro_batches(nam
     torch.testing.assert_close(passed(whole, joined), ours, rtol=0, atol=2e-7)
 
 
-def test_padding_and_evaluation_move_nothing_and_neither_does_a_skipped_step():
+def test_padding_evaluation_and_skipped_steps_do_not_move_centroids():
     single, other = Single("routing", True), Single("routing", True)
     before = single.mechanism.centroids.clone()
     inputs = single.inputs(40)
@@ -130,7 +130,7 @@ def test_padding_and_evaluation_move_nothing_and_neither_does_a_skipped_step():
     assert not torch.equal(single.mechanism.centroids, before)
 
 
-def test_a_replay_neither_routes_nor_counts_again():
+def test_a_replay_does_not_route_or_count_again():
     single = Single("routing", True)
     recompute, inputs = RecomputeCache(), single.inputs(40)
     first = single(*inputs, training=True, recompute=recompute).out

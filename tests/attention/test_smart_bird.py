@@ -50,7 +50,7 @@ def test_evaluation_attends_to_the_k_largest_weights_of_the_sketch(causal):
     torch.testing.assert_close(single(x, q, k, v).out, expected)
 
 
-def test_evaluation_by_draws_is_that_of_training_at_the_step_of_evaluation():
+def test_evaluation_by_draws_equals_training_at_the_step_of_evaluation():
     single, inputs = Single("smart_bird draws", True), Single("smart_bird", True).inputs(60)
     index = index_of(single, inputs)
     assert index.shape == (2, 2, 60, 6) and not torch.equal(index[:, 0], index[:, 1])
@@ -172,7 +172,7 @@ def pooled_logits(m, x):
     return (share * h).sum(1) @ m.objective.weight.T + m.objective.bias
 
 
-def test_the_pooled_objective_is_that_of_the_label_and_padding_is_not_pooled():
+def test_the_pooled_objective_equals_the_label_and_padding_is_not_pooled():
     single = pooled()
     m = single.mechanism.double()
     x, *heads = single.inputs(30, dtype=torch.float64)
@@ -186,7 +186,7 @@ def test_the_pooled_objective_is_that_of_the_label_and_padding_is_not_pooled():
     assert nothing.auxiliary_loss.isfinite()
 
 
-def test_the_objective_of_an_answer_is_the_cross_entropy_of_each_of_its_tokens_that_counts():
+def test_the_objective_of_an_answer_is_the_cross_entropy_of_its_scored_tokens():
     single = pooled(objective="answer")
     m = single.mechanism.double()
     x, *heads = single.inputs(30, dtype=torch.float64)

@@ -64,7 +64,7 @@ def dense(q, k, v, mask, documents):
 
 
 @pytest.mark.parametrize("length", [1, 8, 45])
-def test_forward_and_gradients_are_those_of_the_definition(length):
+def test_forward_and_gradients_equal_the_definition(length):
     single = Single("smyrf", causal=False)
     x, *heads = single.inputs(length, dtype=torch.float64)
     masks = padded_and_packed(length)

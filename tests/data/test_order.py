@@ -106,7 +106,7 @@ def test_after_each_block_every_corpus_has_had_its_part(weights):
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-def test_each_corpus_gets_numbers_of_its_own_each_once_and_in_order(weights):
+def test_each_corpus_gets_separate_consecutive_numbers(weights):
     mixture = Mixture(weights, 5)
     places = [mixture.locate(sample) for sample in range(10 * MIXTURE_BLOCK)]
     for block in range(10):
@@ -119,7 +119,7 @@ def test_each_corpus_gets_numbers_of_its_own_each_once_and_in_order(weights):
         assert [number for _, number in places] == list(range(10 * MIXTURE_BLOCK))
 
 
-def test_the_permutation_is_another_for_each_seed_and_block_and_the_orders_are_not_its():
+def test_permutations_differ_between_seeds_and_blocks_and_from_the_orders():
     def block(seed: int, number: int) -> tuple[int, ...]:
         mixture = Mixture([1, 1], seed)
         return tuple(mixture.locate(number * MIXTURE_BLOCK + place)[0] for place in range(MIXTURE_BLOCK))
@@ -150,7 +150,7 @@ def opened(folders: list[Path], weights: tuple[float, float] = (2, 1)) -> list[t
     return [(Index.load(folder), weight) for folder, weight in zip(folders, weights, strict=True)]
 
 
-def test_each_corpus_has_epochs_of_its_own_and_in_each_every_sequence_once(folders):
+def test_each_corpus_has_separate_epochs_with_every_sequence_once(folders):
     """Twice as many of the smaller one: nine of its epochs in three of the larger."""
     data = batches(opened(folders))
     assert (data.sequences_per_epoch, data.unused_tokens) == (23 + 66, 9 + 20)

@@ -53,7 +53,7 @@ def test_any_range_equals_numpy(folder):
     stream.close()
 
 
-def test_a_fingerprint_of_one_byte_is_that_of_earlier_versions_and_of_more_has_the_width(tmp_path):
+def test_a_fingerprint_of_one_byte_is_unchanged_and_a_wider_one_contains_the_width(tmp_path):
     """The formula of the first release, written out."""
     fingerprints = {}
     for width in (1, 2):

@@ -27,7 +27,7 @@ FIRST = "train-000000.tar"
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_steps_from_a_url_are_those_of_the_folder(folder, server, cache, prefetch):
+def test_steps_from_a_url_equal_the_folder(folder, server, cache, prefetch):
     with batches([(Index.load(folder), 1.0)]) as data:
         expected = [next(data).micro_batches for _ in range(120)]  # more than two epochs
     remote = Index.load(server.url + "/", cache=cache)
@@ -268,7 +268,7 @@ def bucket(folder, monkeypatch):
         yield bucket
 
 
-def test_the_tokens_from_a_bucket_are_those_of_the_folder(folder, bucket, cache):
+def test_the_tokens_from_a_bucket_equal_the_folder(folder, bucket, cache):
     index = Index.load("s3://bucket/data", cache=cache)
     bucket.faults["train-000001.tar"].extend([500, "cut", "wrong"])
     assert torch.equal(everything(index), everything(Index.load(folder)))

@@ -82,7 +82,7 @@ def test_two_ranks_have_the_losses_of_one(report):
     assert first != last
 
 
-def test_a_validation_on_two_ranks_is_that_of_one(report):
+def test_a_validation_on_two_ranks_equals_one(report):
     """The same bits before training, where the weights are the same."""
     mine, theirs = report["ranks"], report["alone"]
     assert mine["reported"] == theirs["reported"] and len(mine["reported"]) == 11

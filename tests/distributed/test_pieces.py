@@ -120,7 +120,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("case", [" ".join(case) for case in CASES])
-def test_weights_are_those_of_the_whole_model(results, ranks, case):
+def test_weights_equal_the_whole_model(results, ranks, case):
     assert [found[case][0] for found in results[ranks]] == [[]] * ranks
     whole = whole_model(config_of(Path(), "zero-0", "fp32"), 0)
     assert sum(found[case][1] for found in results[ranks]) == sum(value.numel() for value in whole.values())

@@ -126,7 +126,7 @@ def test_two_ranks_are_one(folder, found, sequence, name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_quality_of_attention_is_that_of_one_rank(folder, found, name):
+def test_the_quality_of_attention_equals_one_rank(folder, found, name):
     alone, (ours, theirs) = quality(folder / name), (each[f"quality of {name}"] for each in found)
     assert numbers(ours) == numbers(theirs) == pytest.approx(numbers(alone), rel=1e-6)
     maps = {name for name in alone if name.endswith("/maps")}

@@ -190,7 +190,7 @@ def local_call() -> Call:
     return call
 
 
-def test_measures_of_local_attention_are_those_of_its_band():
+def test_measures_of_local_attention_equal_its_band():
     call = local_call()
     exact, own = (weights_of(call, mechanism) for mechanism in (call.exact(), call.mechanism))
     row = torch.arange(64)

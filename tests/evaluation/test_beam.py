@@ -146,7 +146,7 @@ def test_ids_of_no_text_are_never_predicted_but_ends_are(ends):
     assert set(predicted) == {0, 1}
 
 
-def test_the_length_penalty_prefers_longer_hypotheses_and_is_that_of_the_paper():
+def test_the_length_penalty_prefers_longer_hypotheses_and_equals_the_paper():
     assert length_penalty(1, 0.7) == 1.0
     assert length_penalty(7, 0.5) == pytest.approx(math.sqrt(2))
 

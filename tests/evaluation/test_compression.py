@@ -126,7 +126,7 @@ def run(tmp_path_factory, request):
     return folder / "run"
 
 
-def test_a_file_comes_back_byte_for_byte(run, tmp_path, capsys):
+def test_a_file_is_restored_byte_for_byte(run, tmp_path, capsys):
     (tmp_path / "a.bin").write_bytes(bytes(reversed(range(256))) + b"\0ends here")
     main(["compress", str(tmp_path / "a.bin"), "--checkpoint", str(run)])
     assert "266 bytes compressed to" in capsys.readouterr().out

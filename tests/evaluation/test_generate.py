@@ -116,7 +116,7 @@ def test_top_p_and_min_p_keep_the_likeliest_tokens(settings, support):
         {"top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.2, "temperature": 1.3},
     ],
 )
-def test_probabilities_are_those_of_transformers(settings):
+def test_probabilities_equal_transformers(settings):
     """Drawn shares within 4 standard deviations, and the same tokens left out."""
     logits, text, count = 2.0 * torch.randn(12, generator=torch.Generator().manual_seed(3)), (1, 4, 4, 7), 4000
     temperature, top_p = settings.get("temperature", 1.0), settings.get("top_p", 1.0)

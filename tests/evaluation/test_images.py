@@ -107,7 +107,7 @@ def test_each_image_is_a_file_and_all_are_on_the_sheet(tmp_path, monkeypatch, at
     assert "images 1-" in capsys.readouterr().err
 
 
-def test_an_image_is_the_same_however_many_are_drawn_at_once(tmp_path, monkeypatch):
+def test_an_image_does_not_depend_on_the_batch_size(tmp_path, monkeypatch):
     for at_once in (2, 16):
         monkeypatch.setattr(images, "AT_ONCE", at_once)
         draw_images(Counter(), RGB, 5, 0, Sampling(temperature=40.0), str(tmp_path / str(at_once)))
@@ -211,7 +211,7 @@ def test_a_sample_is_a_picture_whose_missing_pixels_are_black(tokens, drawn):
     assert (found.flatten() == wanted).all()  # odds of e^50 to 1
 
 
-def test_png_bits_are_those_of_all_images_or_of_the_first():
+def test_png_bits_equal_all_images_or_of_the_first():
     images = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 3), dtype=np.uint8)
     images[0] = 7
     flat, noisy = (8 * png_size(images[i]) / 192 for i in (0, 1))

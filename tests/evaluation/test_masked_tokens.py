@@ -38,7 +38,7 @@ def test_sentence_order_is_reported_with_its_loss_accuracy_and_pairs():
     assert f"sentence order: {order['loss']:.4f} nats per pair" in line and "(14 pairs)" in line
 
 
-def test_the_evaluation_inside_training_is_that_of_a_checkpoint():
+def test_the_evaluation_inside_training_equals_a_checkpoint():
     model, stream = encoder(layers=1, **BERT), Stream(pairs(7, LENGTH))
     config = Config(model=model.config).model_copy(update={"data": DataConfig(sequence_length=LENGTH)})
     engine = SimpleNamespace(module=model, ranks=Ranks(), evaluate=model)

@@ -44,7 +44,7 @@ def records(count: int) -> list[list[int]]:
     return found
 
 
-def test_targets_are_scored_and_neither_sources_nor_padding(model):
+def test_only_targets_are_scored(model):
     data = records(7)
     stream = Stream([token for record in data for token in record])
     settings = protocol_with("bytes", sequence_length=14, stride=14, record=14, rounds=None, seeds=[3, 4])

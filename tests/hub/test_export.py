@@ -47,7 +47,7 @@ def test_every_mechanism_is_exported_with_all_its_weights(tmp_path, kind):
     ],
     ids=["tied", "ordinary", "rotary", "parts", "long", "bert", "encoder-decoder", "encoder-decoder shared"],
 )
-def test_a_model_comes_back_bit_for_bit(tmp_path, config):
+def test_an_exported_model_is_imported_bit_identically(tmp_path, config):
     model, path = checkpoint(config, tmp_path / "run")
     folder = hub.to_hf(path, tmp_path / "out")
     imported = load(FORMAT, folder)

@@ -250,7 +250,7 @@ def test_a_longer_max_length_extends_and_decides_the_buckets():
 @pytest.mark.parametrize(
     "kind", ["Bert", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Roberta", "DistilBert"))]
 )
-def test_a_saved_model_comes_back_replaced(tmp_path, kind, attention):
+def test_a_saved_model_is_loaded_replaced(tmp_path, kind, attention):
     model = build("ForSequenceClassification", kind)
     replace_attention(model, attention, max_length=100, seed=2)
     with torch.no_grad():

@@ -150,7 +150,7 @@ def test_mechanisms_get_the_models_own_queries_and_keys(kind):
 
 @pytest.mark.parametrize("beams", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("attention", SMALL, ids=str)
-def test_generation_from_a_cache_is_that_of_whole_sequences(attention, beams):
+def test_generation_from_a_cache_equals_whole_sequences(attention, beams):
     model, given = replace_attention(build(), attention, seed=4), inputs(batch=2, length=12)
     options = {"max_new_tokens": 14, "do_sample": False, "num_beams": beams}
     found = [model.generate(**given, **options, use_cache=cached) for cached in (True, False)]
@@ -237,7 +237,7 @@ def test_packed_documents_equal_separate_ones(cached):
 
 
 @pytest.mark.parametrize("attention", [LHA, SEPARATE, BIRD, HEADS, MIXED], ids=str)
-def test_gradients_reach_the_weights_and_checkpointing_changes_none(attention):
+def test_gradients_reach_the_weights_with_and_without_checkpointing(attention):
     given, found = inputs(), []
     labels = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
     for checkpointed in (False, True):

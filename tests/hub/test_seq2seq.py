@@ -187,7 +187,7 @@ def test_ignored_labels_at_the_start():
 
 
 @pytest.mark.parametrize("name", ["reversible", "apart", "ordinary"])
-def test_tied_weights_stay_tied_and_new_ones_are_those_of_our_own(name, tmp_path):
+def test_tied_weights_stay_tied_and_new_ones_equal_megasparse(name, tmp_path):
     ours, hf = model_of(name)
     hf.save_pretrained(tmp_path)
     again = MegasparseForSeq2SeqLM.from_pretrained(tmp_path)

@@ -90,7 +90,7 @@ def test_special_tokens_of_an_encoder_are_read_by_name(tmp_path, kind):
     assert theirs(["the", "the the"], padding=True)["attention_mask"][0][-1] == 0
 
 
-def test_every_id_has_a_piece_of_its_own():
+def test_every_id_has_a_separate_piece():
     pieces = [piece for piece, _ in of_unigram(sentencepiece_model())["model"]["vocab"]]
     assert len(set(pieces)) == len(pieces) == 420
 
@@ -112,7 +112,7 @@ def test_other_models_are_not_written_as_tokenizer_json():
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe", "words"])
-def test_a_tokenizer_goes_out_with_its_model_and_comes_back(tmp_path, kind):
+def test_a_tokenizer_is_exported_with_its_model_and_imported_again(tmp_path, kind):
     file = tokenizer_file(tmp_path, kind)
     ours = build_tokenizer(str(file))
     folder = to_hf(trained(tmp_path, sized("local", file), file), tmp_path / "out")
@@ -134,7 +134,7 @@ def test_a_tokenizer_goes_out_with_its_model_and_comes_back(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["bytes", "unigram", "byte-level", "wordpiece"])
-def test_an_encoder_decoders_texts_are_those_of_the_records_and_it_comes_back(tmp_path, kind):
+def test_the_tokenizer_of_an_encoder_decoder_encodes_as_the_records_and_is_imported_again(tmp_path, kind):
     file = "bytes" if kind == "bytes" else str(tokenizer_file(tmp_path, kind))
     ours = build_tokenizer(file)
     end, padding = ours.special.separator, ours.special.padding

@@ -43,7 +43,7 @@ def with_theirs(config):
 @pytest.mark.parametrize(
     "changes", [{}, {"loss_tiles": 3, "feed_forward_tiles": 4, "activations": "checkpoint"}, {"tied_embeddings": False}]
 )
-def test_scores_and_gradients_are_those_of_huggingface(changes):
+def test_scores_and_gradients_equal_huggingface(changes):
     ours, theirs = with_theirs(bert(**changes))
     tokens, rng = random_tokens(3, 50, seed=4), RngContext.evaluation(0, 3)
     real = torch.arange(50) < torch.tensor([[50], [33], [1]])

@@ -71,7 +71,7 @@ class Equations:
 
 
 @pytest.mark.parametrize(("shared", "tied"), [(True, False), (False, False), (True, True)])
-def test_loss_and_gradients_are_those_of_the_equations(shared, tied):
+def test_loss_and_gradients_equal_the_equations(shared, tied):
     positions = {"kind": "learned"}
     source = {"positions": positions, "attention": attention("full"), "shared_embedding": shared}
     model = build_model(small_pair(("full",), positions=positions, source=source, tied_embeddings=tied), 0)
@@ -88,7 +88,7 @@ def test_loss_and_gradients_are_those_of_the_equations(shared, tied):
 
 
 @pytest.mark.parametrize("cross", ["full", "lsh"])
-def test_gradients_are_those_of_stored_activations(cross):
+def test_gradients_equal_stored_activations(cross):
     settings = dict(dropout=0.1, source={"cross_attention": cross})
     ours, stored = (build_model(small_pair(**settings, activations=kind), 0) for kind in ("reversible", "stored"))
     tokens = padded_pairs(3, 100)

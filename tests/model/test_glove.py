@@ -97,7 +97,7 @@ def test_a_model_starts_from_vectors_of_any_width(tmp_path, width):
                 torch.testing.assert_close(sketch_of.embedding.weight[:200].double(), projected, rtol=1e-3, atol=1e-3)
 
 
-def test_the_words_of_a_run_are_those_of_its_tokenizer_by_one_key(tmp_path):
+def test_the_words_of_a_run_come_from_its_tokenizer_by_one_key(tmp_path):
     file = tmp_path / "words.txt"
     file.write_text("<unk>\n<eos>\nfilm\nbad\ngood\n")
     path = glove_file(tmp_path / "glove.txt", {"film": [1.0, 2.0], "bad": [3.0, 4.0], "other": [5.0, 5.0]})

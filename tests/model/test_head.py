@@ -67,7 +67,7 @@ def defined(head, streams, targets):
         {"adaptive_cutoffs": CUTOFFS, "blocks": "ordinary", "activations": "stored"},
     ],
 )
-def test_nats_and_gradients_are_those_of_the_formula(changes, tiles):
+def test_nats_and_gradients_equal_the_formula(changes, tiles):
     head, streams, targets = head_and_streams(loss_tiles=tiles, **changes)
     # the likeliest token in half of the places, that there is something to be right about
     targets[:, ::2] = probabilities(head, streams).argmax(-1)[:, ::2]

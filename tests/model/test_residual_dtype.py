@@ -24,7 +24,7 @@ def gradient(tokens, **changes):
         {"attention": attention("local"), **PARTS},
     ],
 )
-def test_the_gradient_is_that_of_streams_in_fp32_up_to_their_rounding(changes):
+def test_the_gradient_equals_streams_in_fp32_up_to_their_rounding(changes):
     tokens = random_tokens(2, 128)
     narrow, wide = (gradient(tokens, residual_dtype=dtype, **changes) for dtype in ("bf16", "fp32"))
     assert 1e-4 < error(narrow, wide) < 0.05

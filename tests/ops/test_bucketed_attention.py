@@ -61,7 +61,7 @@ GRID = list(itertools.product(WINDOWS, (1, 29), BOOLS, BOOLS, COUNTS, BOOLS, BOO
 
 
 @pytest.mark.parametrize("window,length,causal,exclude_self,counts,masked,documents", some(GRID, 17))
-def test_forward_and_gradients_are_those_of_the_definition(
+def test_forward_and_gradients_equal_the_definition(
     window, length, causal, exclude_self, counts, masked, documents, monkeypatch
 ):
     rounds, count_rounds = counts
@@ -89,7 +89,7 @@ def own_codes(separate, length, rounds, **settings):
 @SEPARATE
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("chunk", [31, 33, 64, 65, 130])
-def test_bands_of_any_width_are_those_of_the_definition(chunk, causal, separate, monkeypatch):
+def test_bands_of_any_width_equal_the_definition(chunk, causal, separate, monkeypatch):
     """Tiles are as wide as the band up to 32, then 32 and above 64 tokens 64 wide."""
     monkeypatch.setattr(layouts, "SCORE_ELEMENTS", 30000)
     heads, codes = random_heads(200, batch=1), random_codes(200, 2, batch=1)
@@ -147,7 +147,7 @@ SEPARATE_GRID = list(itertools.product((70, 1000, 1 << 18), (1, 29), BOOLS, COUN
 
 
 @pytest.mark.parametrize("block,length,causal,counts,masked,documents", some(SEPARATE_GRID, 7))
-def test_separate_codes_are_those_of_the_definition(block, length, causal, counts, masked, documents, monkeypatch):
+def test_separate_codes_equal_the_definition(block, length, causal, counts, masked, documents, monkeypatch):
     monkeypatch.setattr(layouts, "SCORE_ELEMENTS", block)
     rounds, count_rounds = counts
     mask, segments = random_masks(length)

@@ -84,7 +84,7 @@ def test_a_matrix_of_a_batched_product_is_the_same_in_any_batch_of_two_or_more(s
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_row_of_a_product_takes_nothing_from_other_rows_and_from_terms_of_weight_0(shape, threads):
+def test_a_row_of_a_product_ignores_other_rows_and_terms_of_weight_0(shape, threads):
     generator = torch.Generator().manual_seed(0)
     rows, keys = shape
     weight, values = (torch.rand(5, *sizes, generator=generator) for sizes in (shape, (keys, 16)))

@@ -66,7 +66,7 @@ def assert_equal_to_the_definition(heads, lists, bar=1e-9, **rule):
 
 @pytest.mark.parametrize("elements", [1, 150])
 @pytest.mark.parametrize("length", [1, 23])
-def test_forward_and_gradients_are_those_of_the_definition(length, elements, monkeypatch):
+def test_forward_and_gradients_equal_the_definition(length, elements, monkeypatch):
     monkeypatch.setattr(module, "_CPU_BLOCK_ELEMENTS", elements)
     heads = random_heads(length, length)
     mask, documents = random_masks(length)

@@ -33,7 +33,7 @@ def results(score, logits, targets, smoothing):
 @pytest.mark.parametrize(
     "count,width,dtype", [(1, 2, torch.float32), (5, 258, torch.bfloat16), (3, 9000, torch.float16)]
 )
-def test_scores_and_gradient_are_those_of_the_definition(count, width, dtype, smoothing):
+def test_scores_and_gradient_equal_the_definition(count, width, dtype, smoothing):
     logits, targets = random_logits(count, width, dtype)
     out, slope = results(token_scores, logits, targets, smoothing)
     exact, exact_slope = results(defined, logits.double(), targets, smoothing)
@@ -44,7 +44,7 @@ def test_scores_and_gradient_are_those_of_the_definition(count, width, dtype, sm
 
 
 @pytest.mark.usefixtures("implementation")
-def test_of_equal_logits_the_first_is_the_likeliest():
+def test_ties_of_logits_go_to_the_first():
     scores = token_scores(torch.zeros(3, 5000, device=DEVICE), torch.tensor([0, 1, 4999], device=DEVICE))
     assert scores[:, 1].tolist() == [1.0, 0.0, 0.0]
 
@@ -118,7 +118,7 @@ def adaptive_definition(hidden: Tensor, weight: Tensor, clusters: Tensor, cutoff
 
 @pytest.mark.parametrize("cutoffs", CUTOFFS, ids=str)
 @pytest.mark.parametrize("sharp", [0.1, 1.0])
-def test_adaptive_scores_and_gradients_are_those_of_the_definition(cutoffs, sharp):
+def test_adaptive_scores_and_gradients_equal_the_definition(cutoffs, sharp):
     *leaves, targets = random_inputs(cutoffs, 60, sharp)
     every = adaptive_definition(*leaves, cutoffs)
     likeliest, second = every.topk(2).indices.T.contiguous()

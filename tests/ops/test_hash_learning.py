@@ -92,7 +92,7 @@ def uniform(count, seed):
     return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_of_all_keys_the_utilities_are_the_definition(monkeypatch):
+def test_utilities_of_all_keys_equal_the_definition(monkeypatch):
     """Queries: their own attention. Keys: attention that they receive from the sampled queries."""
     monkeypatch.setattr(hash_learning, "_CPU_TILE_ELEMENTS", 400)
     q, k, in_query, in_key = problem()

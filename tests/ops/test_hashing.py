@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("factors", [[2], [16], [4, 6], [16, 32], [256, 256]])
 @pytest.mark.parametrize("block", [1, 1 << 21])
-def test_angular_codes_are_those_of_the_definition(factors, block, monkeypatch):
+def test_angular_codes_equal_the_definition(factors, block, monkeypatch):
     monkeypatch.setattr(hashing, "_BLOCK_ELEMENTS", block)
     x = torch.randn(2, 3, 37, 8, generator=torch.Generator().manual_seed(0))
     matrices = rotations(1, range(3), 2, 8, factors, CPU)
@@ -83,7 +83,7 @@ def collision_share(kind, cosine, width, bits, heads=400, pairs=200, hashes=16):
 @KINDS
 @pytest.mark.parametrize("block", [1, 1 << 20])
 @pytest.mark.parametrize("width,hashes,bits", [(8, 3, 4), (6, 20, 3), (1, 2, 2), (16, 5, 17)])
-def test_sign_codes_are_those_of_the_definition(kind, block, width, hashes, bits, monkeypatch):
+def test_sign_codes_equal_the_definition(kind, block, width, hashes, bits, monkeypatch):
     monkeypatch.setattr(hashing, "_SIGN_ELEMENTS", block)
     x = vectors(2, 3, 11, width)
     codes = sign_codes(x, 7, range(4, 7), hashes, bits, kind)
@@ -174,7 +174,7 @@ def assert_sides(codes, x, key, global_heads, bits, kind):
 
 @KERNELS
 @pytest.mark.parametrize("factors", [[4, 6], [256, 256], *more([2], [40], [16, 66], [2, 4, 6])])
-def test_buckets_are_those_of_the_largest_score(factors):
+def test_a_bucket_is_the_largest_score(factors):
     x, matrices = heads(70, 24), rotations(1, range(2), 2, 24, factors, DEVICE)
     codes = angular_hash(x, matrices, factors)
     assert codes.shape == (2, 2, 2, 70) and codes.dtype == (torch.int32 if factors == [256, 256] else torch.int16)
@@ -182,7 +182,7 @@ def test_buckets_are_those_of_the_largest_score(factors):
 
 
 @KERNELS
-def test_of_equal_scores_the_first_and_the_positive_one_wins():
+def test_ties_of_scores_go_to_the_first_and_the_positive_one():
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(-2, 3, (1, 2, 60, 4), generator=generator).float()  # exact products, and many equal ones
     matrices = torch.randint(-1, 2, (2, 3, 4, 40), generator=generator).float()
@@ -196,7 +196,7 @@ def test_of_equal_scores_the_first_and_the_positive_one_wins():
 @pytest.mark.parametrize("functions", [1, 2])
 @pytest.mark.parametrize("width,buckets,length", [(24, 50, 70), *more((16, 3, 17))])
 @pytest.mark.parametrize("linear", [False, True])
-def test_learned_buckets_are_those_of_the_largest_score(width, buckets, length, functions, dtype, linear):
+def test_a_learned_bucket_is_the_largest_score(width, buckets, length, functions, dtype, linear):
     """Of one function, and of a sum of two: W2·relu(W1·x + b1) + b2, or W·x."""
     inputs = [heads(length, width, dtype), heads(length, width, dtype).flip(2)][:functions]
     generator = torch.Generator().manual_seed(1)
@@ -218,7 +218,7 @@ def test_learned_buckets_are_those_of_the_largest_score(width, buckets, length, 
 
 
 @KERNELS
-def test_of_equal_learned_scores_the_first_wins():
+def test_ties_of_learned_scores_go_to_the_first():
     x, zero = torch.ones(1, 1, 5, 16, device=DEVICE), torch.zeros(1, 16, 40, device=DEVICE)
     assert (learned_codes([x], [(zero,)]) == 0).all()
     zero[:, :, [7, 33]] = 1.0

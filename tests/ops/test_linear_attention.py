@@ -32,7 +32,7 @@ def gradients(attention, heads, *arguments, **masks):
 
 @pytest.mark.parametrize("length", [1, 8, 29])
 @pytest.mark.parametrize("tile,chunk", [(1, 1), (5, 7), (64, 2), (64, 64)])
-def test_forward_and_gradients_are_those_of_the_definition(length, tile, chunk, monkeypatch):
+def test_forward_and_gradients_equal_the_definition(length, tile, chunk, monkeypatch):
     monkeypatch.setattr(module, "_TILE", tile)
     mask = torch.rand(2, length, generator=torch.Generator().manual_seed(3)) > 0.3
     mask[1] = False
@@ -74,7 +74,7 @@ def test_hard_inputs_equal_the_definition(causal, change):
         assert torch.isfinite(a).all()
 
 
-def test_a_later_token_moves_no_earlier_output_however_much_larger_its_exponents(monkeypatch):
+def test_a_later_token_with_large_exponents_does_not_change_earlier_outputs(monkeypatch):
     """Long keys have exponents of −|k|²/2: compared with a key of 0, all their features vanish."""
     monkeypatch.setattr(module, "_TILE", 16)
     q, k, v = (x.float() for x in random_heads(24))
@@ -130,7 +130,7 @@ def test_projections_are_orthogonal_in_blocks_and_as_long_as_normal_vectors():
     torch.testing.assert_close(directions.T @ directions / 500, torch.eye(8).double() / 8, rtol=0, atol=0.04)
 
 
-def test_projections_are_those_of_the_global_head_and_the_row():
+def test_projections_depend_on_the_global_head_and_the_row():
     everything = orthogonal_projections(6, range(0, 8), 40, 16, CPU)
     assert everything.shape == (8, 40, 16) and everything.dtype == torch.float32
     part = orthogonal_projections(6, range(3, 5), 20, 16, CPU)

@@ -62,7 +62,7 @@ def test_normal_has_normal_moments():
     assert abs((x**4).mean() - 3) < 4 * (96 / n) ** 0.5
 
 
-def test_rotations_are_those_of_the_global_head_and_the_round():
+def test_rotations_depend_on_the_global_head_and_the_round():
     everything = rotations(5, range(0, 8), 4, 16, [8, 6], torch.device("cpu"))
     assert everything.shape == (8, 4, 16, 7)
     part = rotations(5, range(3, 5), 2, 16, [8, 6], torch.device("cpu"))
@@ -106,7 +106,7 @@ def test_kernel_and_torch_dropout_masks_are_bit_identical(length, width, rate, k
 
 
 @pytest.mark.parametrize("function", [relu_dropout, lambda *given: dropout(*given, torch.float32)])
-def test_dropout_of_relu_and_into_another_dtype_are_those_of_torch(function, monkeypatch):
+def test_dropout_of_relu_and_into_another_dtype_equal_torch(function, monkeypatch):
     """fp16: the interpreter rounds it as torch does."""
     made = both_ways(lambda x, rows: function(x, 0.25, 2**63 + 17, rows), (2, 9, 48), torch.float16, monkeypatch)
     for blockwise, kernel in zip(*made, strict=True):
@@ -139,7 +139,7 @@ def test_an_empty_batch_is_dropped_to_an_empty_batch(monkeypatch):
 
 
 @pytest.mark.parametrize("shape,columns", [((), 3), ((2, 3), 1500), ((0,), 4)])
-def test_the_kernels_bits_are_those_of_torch(shape, columns, monkeypatch):
+def test_the_kernels_bits_equal_torch(shape, columns, monkeypatch):
     rows = torch.randint(-(2**63), 2**63 - 1, shape, generator=torch.Generator().manual_seed(2))
     monkeypatch.setenv("MEGASPARSE_OPS", "blockwise")
     expected = random_bits(2**63 + 17, rows, columns)
@@ -147,7 +147,7 @@ def test_the_kernels_bits_are_those_of_torch(shape, columns, monkeypatch):
     assert torch.equal(random_bits(2**63 + 17, rows.to(DEVICE), columns).cpu(), expected)
 
 
-def test_the_kernels_bits_by_head_are_those_of_torch(monkeypatch):
+def test_the_kernels_bits_by_head_equal_torch(monkeypatch):
     found = []
     for name, device in (("blockwise", torch.device("cpu")), ("triton", DEVICE)):
         monkeypatch.setenv("MEGASPARSE_OPS", name)
@@ -156,7 +156,7 @@ def test_the_kernels_bits_by_head_are_those_of_torch(monkeypatch):
 
 
 @pytest.mark.parametrize("key", [5, 2**64 - 1])
-def test_the_kernels_normal_numbers_are_those_of_torch(key, monkeypatch):
+def test_the_kernels_normal_numbers_equal_torch(key, monkeypatch):
     """To the last bit of fp32 but where float64 logarithms and cosines that differ in theirs round apart."""
     heads, count, columns = range(3, 7), 3, 1100
     rows = torch.tensor([[head * 65536 + number for number in range(count)] for head in heads])

@@ -161,7 +161,7 @@ def test_how_often_a_key_is_the_first_is_its_probability(sampling):
 
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("width", [3, 16])
-def test_the_exact_projection_is_that_of_float64_and_each_rows_own(width):
+def test_the_exact_projection_equals_float64_in_every_batch(width):
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 70, generator=generator).to(DEVICE, torch.bfloat16) for n in (37, width))
     x[5] = x[30]

@@ -18,7 +18,7 @@ def inputs(length, dtype=torch.float64, width=6, hidden=10):
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 3, 7, 50])
-def test_tiles_change_neither_value_nor_gradients(tiles):
+def test_tiles_do_not_change_value_or_gradients(tiles):
     x, shift, up, down = inputs(7)
     expected, result = mlp(x, shift, up, down), tiled(mlp, (x, shift), (up, down), tiles)
     torch.testing.assert_close(result, expected)

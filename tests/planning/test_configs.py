@@ -64,7 +64,7 @@ def test_a_configuration_loads_and_trains_a_step_at_a_small_size(path):
     ("name", "least", "most"),
     [("lha_wikitext103", 149e6, 154e6), ("yoso_bert", 109e6, 111e6), ("yoso_bert_4096", 112e6, 114e6)],
 )
-def test_sizes_are_those_of_the_papers(name, least, most):
+def test_sizes_equal_the_papers(name, least, most):
     """LHA: 153M, of which 110M embed 267,735 words. BERT-base: 110M, and 3M for 4,096 positions."""
     config = load_config(next(path for path in FILES if path.stem == name)).model
     with torch.device("meta"):

@@ -62,7 +62,7 @@ def test_an_encoder_decoder_takes_a_step_on_padded_records(empty_folder):
     assert all((row == 299).nonzero().flatten().tolist() == padding for row in tokens)
 
 
-def test_peak_memory_is_that_of_weights_gradients_and_optimizer(tmp_path):
+def test_peak_memory_equals_weights_gradients_and_optimizer(tmp_path):
     """In a separate process: in this one the allocator would reuse memory of earlier tests."""
     wide = {"model": {**VALUES["model"], "d_model": 512, "d_ff": 8192}, "training": {"global_batch": 6}}
     (tmp_path / "config.json").write_text(json.dumps({**VALUES, **wide}))

@@ -165,7 +165,7 @@ def test_an_encoder_decoder_by_its_own_weights(shared):
     [{}, {"blocks": "ordinary", "activations": "checkpoint"}, {"blocks": "ordinary", "activations": "stored"}],
 )
 @pytest.mark.parametrize("tiles", [1, 4])
-def test_hardware_flops_are_those_of_the_products_that_run(changed, tiles):
+def test_hardware_flops_equal_the_products_that_run(changed, tiles):
     """All that torch multiplies in a step, counted operation by operation, but for local attention's kernels."""
     tiled = {"feed_forward_tiles": tiles, "loss_tiles": tiles, "feed_forward": "swiglu", "key_heads": 2}
     sections = {"model": {**BASE, **changed, **tiled, "attention": attention("local")}, "data": {"sequence_length": 64}}

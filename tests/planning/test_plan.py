@@ -112,7 +112,7 @@ STATES = States(trained=1000, frozen=0, largest=100, moments=8000, rounded=True)
 
 
 @pytest.mark.parametrize(("stage", "each"), [(0, 2 + 12), (1, 2 + 12 / 4), (2, 2 + 12 / 4), (3, (2 + 12) / 4)])
-def test_states_are_those_of_the_zero_paper(stage, each):
+def test_states_equal_the_zero_paper(stage, each):
     """Rajbhandari et al. 2019, figure 1: 2Ψ + 12Ψ of bf16 weights and Adam's fp32 numbers, shared by 4 ranks."""
     device = memory(STATES, Zero(stage), 4, passing=0, again=0, accumulated=False).device
     assert device["weights"] + device["fp32 weights"] + device["optimizer"] == 1000 * each

@@ -194,7 +194,7 @@ def test_every_sequence_of_the_epoch_comes_once(change, clean, data):
 
 
 @pytest.mark.slow
-def test_losses_are_those_of_the_same_number_of_ranks_throughout(change, clean):
+def test_losses_equal_the_same_number_of_ranks_throughout(change, clean):
     found = {step: float.fromhex(loss) for step, loss in change.run.losses().items()}
     expected = {step: float.fromhex(loss) for step, loss in clean.losses().items()}
     assert list(found) == list(range(1, 21))

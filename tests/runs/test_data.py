@@ -28,7 +28,7 @@ def config_of(folder: Path, model: dict[str, Any] | None = None, **data: Any) ->
 
 
 @pytest.mark.parametrize(("form", "words"), [("text", 50), ("jsonl", 5)])
-def test_of_texts_and_json_lines_the_more_bytes_are_read_and_the_others_reported(tmp_path, capsys, form, words):
+def test_the_larger_of_texts_and_json_lines_is_read_and_the_other_reported(tmp_path, capsys, form, words):
     files = {f"shelf/{number:02}.txt": f"book {number} ".encode() * words for number in range(20)}
     lines = b"".join(b'{"text": "an entry of %d"}\n' % number for number in range(100))
     write_files(tmp_path, {**files, "shelf/metadata.jsonl": lines, "shelf/.hidden/app.json": b"{}" * 9999})

@@ -106,7 +106,7 @@ def test_only_adapters_head_and_new_weights_learn(name):
     assert {each for each, weight in model.named_parameters() if weight.grad is not None} == names
 
 
-def test_the_output_is_that_of_the_definition():
+def test_the_output_equals_the_definition():
     body = bert()
     add_adapters(body, LoRAConfig(rank=2, alpha=5.0), 0)
     layer = body.model.encoder.layer[0].attention.self.query
@@ -188,7 +188,7 @@ def one_pass(model, passes=1):
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 @pytest.mark.parametrize("offload", [False, True])
-def test_gradients_are_those_of_stored_activations(name, kind, offload):
+def test_gradients_equal_stored_activations(name, kind, offload):
     stored, again = built(name, kind), built(name, kind)
     checkpoint_layers(again.body, offload)
     assert stored.state_dict().keys() == again.state_dict().keys()

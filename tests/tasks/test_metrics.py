@@ -91,7 +91,7 @@ def macro_f1(labels, predicted):
 
 
 @pytest.mark.parametrize("metric", [accuracy, macro_f1])
-def test_the_bootstrap_interval_is_that_of_its_definition(metric):
+def test_the_bootstrap_interval_equals_its_definition(metric):
     generator = np.random.default_rng(0)
     labels = generator.integers(0, 3, 200)
     predicted = np.where(generator.random(200) < 0.6, labels, generator.integers(0, 3, 200))
@@ -168,7 +168,7 @@ def test_signatures_are_sacrebleus_own():
 
 
 @pytest.mark.parametrize("name", ["bleu", pytest.param("rouge2", marks=pytest.mark.slow)])
-def test_an_interval_of_texts_is_that_of_the_library(name):
+def test_an_interval_of_texts_equals_the_library(name):
     labels, predicted = column(TEXTS * 2), column(PREDICTED_TEXTS * 2)
     scorer = RougeScorer([name], use_stemmer=True) if name != "bleu" else None
 

@@ -116,7 +116,7 @@ class OfUnequalWeight(torch.nn.Module):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 16])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_validations_loss_is_the_sum_of_costs_by_that_of_weights(tmp_path, size, ranks):
+def test_the_loss_of_a_validation_is_the_sum_of_costs_over_the_sum_of_weights(tmp_path, size, ranks):
     config = settled(tmp_path, batch=size)
     config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"every": 1})})
     form: Any = Weighted(form_for(config).task, config)

@@ -55,7 +55,7 @@ def test_no_spike_without_32_losses_or_for_non_finite_losses():
     assert not huge.is_spike(2e38) and huge.is_spike(1e39)
 
 
-def test_a_spike_that_is_applied_enters_the_history_and_one_that_is_skipped_does_not():
+def test_an_applied_spike_enters_the_history_and_a_skipped_one_does_not():
     applied, skipped = after(curve(200, 2)), after(curve(200, 2))
     for step in range(6):
         assert skipped.is_spike(50.0)

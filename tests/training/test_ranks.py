@@ -95,7 +95,7 @@ def names_of_a_start(store: torch.distributed.Store, size: int) -> list[str]:
         return list(pool.map(lambda rank: ranks._name_of_this_start(store, rank, size), reversed(range(size))))
 
 
-def test_each_start_of_torchrun_has_a_name_of_its_own_in_the_store_that_outlives_them():
+def test_each_start_of_torchrun_has_a_separate_name_in_the_store():
     """Also after a start that was killed in between, and on another number of ranks."""
     store = torch.distributed.HashStore()
     store.set("start", "of a start whose ranks died")

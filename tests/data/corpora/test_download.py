@@ -269,7 +269,7 @@ def test_a_missing_library_is_one_error_with_its_command(tmp_path, monkeypatch, 
     refusal(lambda: opened(tmp_path, location), match=rf"{library} is not installed\. Run: pip install {package}")
 
 
-def test_shards_in_a_store_are_those_of_the_folder(store, tmp_path):
+def test_shards_in_a_store_equal_the_folder(store, tmp_path):
     folder = write_folder(tmp_path / "data", [ramp(3000, 7 * k, 11 + k) % 256 for k in range(3)])
     for path in folder.iterdir():
         store.pipe_file(f"/bucket/data/{path.name}", path.read_bytes())

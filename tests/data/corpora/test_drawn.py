@@ -67,7 +67,7 @@ def test_sequences_are_0w0w_of_all_symbols():
     assert all(abs(symbols.count(symbol) - expected) < 5 * deviation for symbol in range(1, 8))
 
 
-def test_a_key_has_one_value_in_a_sequence_and_comes_back_far_away():
+def test_a_key_has_one_value_in_a_sequence_and_recurs_far_away():
     splits = draw("recall")
     assert [*splits] == ["train", "validation", "test"]
     assert [*map(len, splits.values())] == [40, Recall.HELD_OUT, Recall.HELD_OUT]

@@ -167,7 +167,7 @@ def test_files_are_kept_apart_and_empty_ones_left_out(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("longest", [2, 5, 100])
-def test_lines_of_any_pieces_are_those_of_the_whole(longest):
+def test_lines_of_any_pieces_equal_the_whole(longest):
     draw = random.Random(longest)
     for _ in range(2000):
         text = bytes(draw.choice(b"ab \n\n\r\t") for _ in range(draw.randrange(30)))

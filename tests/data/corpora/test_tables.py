@@ -346,7 +346,7 @@ def test_held_out_splits_are_cut_from_training_data_if_missing_or_requested(tmp_
     assert {name: len(texts) for name, texts in found.items()} == {"train": 36, "validation": 2, "test": 2}
 
 
-def test_the_order_is_that_of_numbers_and_split_names_count_at_word_borders(tmp_path):
+def test_files_are_ordered_by_number_and_split_names_are_whole_words(tmp_path):
     for number in (2, 10, 1):
         put(tmp_path / f"part-{number}.parquet", [f"text {number} " + "x" * 20])
     _, found = dataset_source(tmp_path, "100,0,0")

@@ -457,7 +457,7 @@ def test_pairs_that_fit_are_taken_and_the_others_counted(tmp_path):
     assert index.file.splits["train"].words == 4
 
 
-def test_splits_of_their_own_files(tmp_path):
+def test_splits_from_separate_files(tmp_path):
     files = {side: written_lines(tmp_path, f"a.{side}", lines) for side, lines in (("en", ENGLISH), ("de", GERMAN))}
     files |= {"vs": written_lines(tmp_path, "v.en", ["a", "b\r"]), "vt": written_lines(tmp_path, "v.de", ["c", "d"])}
     (tmp_path / "v.de").write_text("c\nd")  # without an end

@@ -411,7 +411,7 @@ def charsmap() -> bytes:
     return parsed(model).normalizer_spec.precompiled_charsmap
 
 
-def test_a_foreign_model_without_special_tokens_has_none(tmp_path):
+def test_no_special_tokens_are_added_to_a_foreign_model(tmp_path):
     proto = parsed(sentencepiece_model())
     proto.pieces[2].piece, proto.pieces[4].type = "</s>", ModelProto.SentencePiece.USER_DEFINED
     model = built_model(tmp_path, proto.SerializeToString())

@@ -78,7 +78,7 @@ def test_metrics_are_means_of_their_definitions(name, tied):
     assert name not in LOWER_IS_BETTER
 
 
-def test_of_equal_scores_the_later_candidate_ranks_higher():
+def test_ties_of_scores_go_to_the_later_candidate():
     assert ranking([1.0, 2.0, 1.0, 2.0]).tolist() == [3, 1, 2, 0]
 
 
@@ -248,7 +248,7 @@ def trained(run: TaskRun, examples: Sequence[EncodedExample], step: int = 1, fir
     return run.model(run.form.collate(examples), rng, **given)
 
 
-def test_scores_and_costs_are_those_of_a_straight_computation(run):
+def test_scores_and_costs_equal_a_straight_computation(run):
     predicted, found = evaluated(run, run.validation)
     assert {bool(getattr(each, "history", None)) for each in run.validation} == {True, False}
     assert len({len(each) for each in predicted}) > 1

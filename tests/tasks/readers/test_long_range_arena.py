@@ -110,7 +110,7 @@ def level(tmp_path):
     return folder
 
 
-def test_images_and_labels_are_those_of_the_metadata(level):
+def test_images_and_labels_equal_the_metadata(level):
     first, second = PATHFINDER.read(level / "metadata" / "3.npy")
     assert first.inputs[0].tolist() == picture(6)[..., 0].reshape(-1).tolist() and first.inputs[0].dtype == np.int64
     assert second.inputs[0].tolist() == picture(7)[..., 0].reshape(-1).tolist()

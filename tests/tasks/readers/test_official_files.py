@@ -84,7 +84,7 @@ POLARITY = ("rt-polarity.neg", "rt-polarity.pos")
           for release in ("MINDlarge_train/", "MINDsmall_train/", "")],
     ],
 )  # fmt: skip
-def test_of_ten_examples_eight_train_and_splits_are_apart(name, files, row, tmp_path):
+def test_eight_of_ten_examples_train_and_splits_are_disjoint(name, files, row, tmp_path):
     for file in files:
         (tmp_path / file).parent.mkdir(exist_ok=True)
         content = "".join(row.replace("{}", str(n)) for n in range(23)).encode()

@@ -37,7 +37,7 @@ def problem(tmp_path):
     return found
 
 
-def test_pairs_labels_ids_and_lines_are_those_of_the_file(tmp_path):
+def test_pairs_labels_ids_and_lines_equal_the_file(tmp_path):
     file = tmp_path / "rte1_dev.xml"
     file.write_text(FIRST, encoding="utf-8")
     first, second = TASK.read(file)

@@ -153,7 +153,7 @@ def test_too_few_rows_are_rejected(tmp_path):
 
 
 @pytest.mark.parametrize("minutes", [15, 60, 24 * 60, 7 * 60 + 13])
-def test_features_are_those_of_datetime(minutes):
+def test_features_equal_datetime(minutes):
     for start in (datetime(2016, 2, 27, 21, 30), datetime(1968, 12, 30, 3), datetime(2023, 12, 31, 23, 45)):
         dates = [start + i * timedelta(minutes=minutes) for i in range(400)]
         found = time_features(np.array(dates, dtype="datetime64[us]"), minutes * 60.0)

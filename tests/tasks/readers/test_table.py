@@ -55,7 +55,7 @@ def test_rows_become_examples_in_their_order(tmp_path, suffix):
         (["pos", "neg", "Pos"], ("Pos", "neg", "pos")),
     ],
 )
-def test_classes_are_those_of_the_training_file_sorted_numbers_as_numbers(tmp_path, labels, classes):
+def test_classes_come_from_the_training_file_in_order(tmp_path, labels, classes):
     file = write(tmp_path / "a.csv", ("text", "label"), *(("x", label) for label in labels))
     task = task_of(file)
     assert task.classes == classes

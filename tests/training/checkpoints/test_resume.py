@@ -41,7 +41,7 @@ def checkpoints(config: Config) -> Path:
     return Path(config.run.directory) / "checkpoints"
 
 
-def test_auto_takes_the_newest_and_a_new_run_starts_at_none(run, tmp_path):
+def test_auto_resumes_from_the_newest_and_a_new_run_starts_without_one(run, tmp_path):
     found = start(run)
     assert (found.step, found.sequences) == (3, 24)
     assert start(tiny_config(tmp_path / "new")) is None
@@ -152,7 +152,7 @@ def test_keys_that_do_not_change_the_run_may_be_edited(run, capsys):
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_other_data_or_another_tokenizer_is_rejected_even_where_the_configuration_may_change(run, allowed):
+def test_other_data_or_tokenizers_are_always_rejected(run, allowed):
     with pytest.raises(CheckpointError, match=r'other data: data: "data" -> "other"\. Point data.path'):
         start(run, data="other", allow_changed_config=allowed)
     with pytest.raises(CheckpointError, match=r'other data: tokenizer.sha256: "b" -> "c"\. Point'):

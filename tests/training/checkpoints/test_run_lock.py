@@ -68,7 +68,7 @@ def test_a_second_run_is_rejected_in_one_line_before_it_writes(tmp_path, capsys)
     assert [row["step"] for row in trained(data, run, ["local"], 3)] == [1, 2, 3]
 
 
-def test_a_killed_run_keeps_nobody_out_though_its_children_live(tmp_path):
+def test_a_killed_run_releases_the_folder_though_its_children_live(tmp_path):
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     children: list[int] = []
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)

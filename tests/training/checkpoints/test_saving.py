@@ -155,7 +155,7 @@ def test_a_checkpoint_is_never_written_over(tmp_path):
     assert (path / MANIFEST).read_bytes() == before and names(saver.directory) == ["00000001", "latest"]
 
 
-def test_the_loops_state_comes_back_exactly(tmp_path):
+def test_the_state_of_the_loop_is_restored_exactly(tmp_path):
     saver, engine = prepare(tmp_path)
     state = {"losses": [0.1, 1 / 3, 5e-324, 1.7976931348623157e308], "skipped": 3, "deep": {"names": ["ä", None]}}
     path = saver.save(engine, 1, 8, state)

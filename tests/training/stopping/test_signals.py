@@ -98,7 +98,7 @@ def test_a_signal_is_noted_and_the_process_ends_by_itself(tmp_path, number):
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
-def test_two_signals_within_half_a_second_are_one_and_a_later_one_ends_at_once(tmp_path, second):
+def test_two_signals_within_half_a_second_are_one_and_a_later_one_exits_at_once(tmp_path, second):
     rank = start(tmp_path, script(after="wait_for('never')"))
     rank.send_signal(signal.SIGINT)
     assert wait_for(lambda: looks_at_clock(tmp_path) == 1)

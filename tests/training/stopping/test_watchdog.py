@@ -108,7 +108,7 @@ def test_ranks_that_all_wait_at_the_same_place_suspect_the_network(two):
 
 
 @pytest.mark.parametrize("ahead", [0, 50], ids=["the slow one behind", "the slow one ahead"])
-def test_nobody_fires_while_one_rank_makes_progress(two, ahead):
+def test_no_watchdog_fires_while_one_rank_makes_progress(two, ahead):
     two.do(0, *["saving"] * ahead)
     two.do(1, *["saved"] * 20)
     for part in range(14):
@@ -140,7 +140,7 @@ def test_slow_steps_raise_the_limit_to_four_of_them(tmp_path, timers):
     assert alone.hang()
 
 
-def test_the_start_and_the_first_step_may_take_ten_times_as_long_and_count_for_no_limit(tmp_path, timers):
+def test_the_start_and_first_step_have_ten_times_the_limit_and_do_not_change_it(tmp_path, timers):
     alone = Ranks(tmp_path, 1)
     for doing in ("step 1, micro-batch 1", "step 1, update", "step 2"):
         alone.pass_time(10 * TIMEOUT - 0.1)
@@ -156,7 +156,7 @@ def test_the_start_and_the_first_step_may_take_ten_times_as_long_and_count_for_n
     assert first.hang()
 
 
-def test_files_of_an_earlier_launch_are_ignored_and_a_rank_never_heard_of_is_named(tmp_path, timers):
+def test_files_of_an_earlier_launch_are_ignored_and_a_silent_rank_is_named(tmp_path, timers):
     earlier = Ranks(tmp_path, 3, "earlier")
     earlier.stop_wanted = {1, 2}
     earlier.exchange()
@@ -169,7 +169,7 @@ def test_files_of_an_earlier_launch_are_ignored_and_a_rank_never_heard_of_is_nam
 
 
 @pytest.mark.parametrize("short", [False, True], ids=["full", "cut short"])
-def test_a_heartbeat_that_cannot_be_written_is_reported_once_and_ends_nobody(two, short, monkeypatch, capfd):
+def test_a_heartbeat_that_cannot_be_written_is_reported_once_and_not_fatal(two, short, monkeypatch, capfd):
     pwrite = os.pwrite
 
     def fail(file: int, data: bytes, offset: int) -> int:
@@ -329,12 +329,12 @@ def test_a_rank_that_holds_pythons_lock_prints_its_stacks(start):
     assert rank.returncode == 1 and "in catastrophic" in said
 
 
-def test_without_a_timeout_nobody_fires(start):
+def test_without_a_timeout_no_watchdog_fires(start):
     rank = start("time.sleep(1.5); print(os.getpid(), file=sys.stderr)", timeout=0)
     assert rank.communicate(timeout=LIMIT) == (None, f"{rank.pid}\n") and rank.returncode == 0
 
 
-def test_a_file_system_that_never_answers_ends_nobody_and_hides_no_hang(start):
+def test_a_file_system_that_never_answers_is_not_fatal_and_hides_no_hang(start):
     stuck = "os.open = lambda *_: time.sleep(600)"
     assert start("pass", timeout=100, before=stuck).wait(timeout=LIMIT) == 0
     assert start("hang()", before=stuck).wait(timeout=LIMIT) == HANG
