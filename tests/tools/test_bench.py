@@ -149,7 +149,7 @@ def plain(tmp_path_factory):
     return folder
 
 
-def test_decoders_measure_nats_and_captured_attention(plain):
+def test_decoders_measure_nats_captured_attention_and_speed(plain, monkeypatch):
     tokens = torch.randint(41, (1, 60), generator=torch.Generator().manual_seed(0))
     model = AutoModelForCausalLM.from_pretrained(plain)
     with torch.no_grad():
@@ -162,6 +162,11 @@ def test_decoders_measure_nats_and_captured_attention(plain):
     assert rows["full"]["captured"] == pytest.approx(1.0) == rows["all"]["captured"]
     assert rows["all"]["nats"] == pytest.approx(expected, abs=1e-5)
     assert rows["window"]["captured"] < rows["oracle"]["captured"] < 1.0
+    monkeypatch.setattr(decoders, "STEPS", 2)
+    monkeypatch.setattr(decoders, "TURN", 8)
+    sdpa, full = decoders.speed(plain, [arms["full"]], 40, 1, 1)
+    assert (sdpa["arm"], sdpa["turn_ratio"], full["arm"], full["layers"]) == ("SDPA", 1.0, "full", 1)
+    assert sdpa["cache_bytes"] == 2 * 4 * 50 * 32 <= full["cache_bytes"] and full["decode_ratio"] > 0.0
     with pytest.raises(Exception, match=r"--arm: full is not an arm"):
         decoders.arm_of("full")
 

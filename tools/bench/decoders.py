@@ -11,6 +11,12 @@ several seeds may share a NAME. The first window of --length tokens of every tex
 skipped, so the command can be stopped and repeated. --passkey adds this number of trials of passkey retrieval per arm
 (Mohtashami & Jaggi 2023): a number is hidden at a random depth of the first text and asked for at its end.
 
+    OMP_NUM_THREADS=1 python tools/bench/decoders.py --model MODEL --layers 3 --speed 4096 8192 --json speed.json \
+      --arm 'sketch={"kind": "smart_bird", "keys": 128, "sketch": "heads", "objective": "attention"}'
+
+--speed measures CPU seconds of these lengths instead, on random tokens: prefill, one decoded token, TURN more tokens on
+the filled cache and alone, and bytes of the cache, each next to the model with transformers' SDPA, in turns.
+
 H heads, S queries, L length, D head dim.
 """
 
@@ -25,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -304,13 +311,70 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+STEPS, TURN = 24, 512
+"""Decoded tokens, and tokens of a second turn, of a measurement of speed."""
+
+
+@torch.no_grad()
+def speed(plain: Path, arms: Sequence[Arm], length: int, layers: int | None, repeats: int) -> list[dict[str, Any]]:
+    """Measure CPU seconds of each arm and of transformers' SDPA, which come in turns; ratios are medians of pairs."""
+    models = {"SDPA": first_layers(load_plain(plain), layers)}
+    for arm in arms:
+        assert isinstance(arm.attention, dict)
+        settings, longest = arm.attention, length + STEPS + TURN
+        models[arm.name] = replace_attention(first_layers(load_plain(plain), layers), settings, max_length=longest)
+    numbers = torch.Generator().manual_seed(0)
+    tokens = torch.randint(models["SDPA"].config.vocab_size, (1, length + STEPS + TURN), generator=numbers)
+    seconds: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in models}
+    caches: dict[str, Any] = {}
+
+    def timed(name: str, part: str, first: int, end: int, cache: Any = None) -> None:
+        start = time.process_time()
+        caches[name] = models[name](
+            tokens[:, first:end], past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).past_key_values
+        seconds[name][part].append(time.process_time() - start)
+
+    for _ in range(repeats):
+        for name in models:
+            timed(name, "turn_alone", 0, TURN)
+        for name in models:
+            timed(name, "prefill", 0, length)
+        for first in range(length, length + STEPS):
+            for name in models:
+                timed(name, "decode", first, first + 1, caches[name])
+        for name in models:
+            timed(name, "turn", length + STEPS, tokens.shape[1], caches[name])
+    rows = []
+    for name, parts in seconds.items():
+        row: dict[str, Any] = {"arm": name, "length": length, "layers": models[name].config.num_hidden_layers}
+        for part, values in parts.items():
+            row[part] = median(values)
+            row[f"{part}_ratio"] = median(x / y for x, y in zip(values, seconds["SDPA"][part], strict=True))
+        row["turn_to_alone"] = median(x / y for x, y in zip(parts["turn"], parts["turn_alone"], strict=True))
+        held = (
+            getattr(layer, key, None) for layer in caches[name].layers for key in ("keys", "values", "indexer_keys")
+        )
+        rows.append(row | {"cache_bytes": sum(x.untyped_storage().nbytes() for x in held if x is not None)})
+    return rows
+
+
+def first_layers(model: PreTrainedModel, count: int | None) -> PreTrainedModel:
+    """Keep the first layers of a decoder such as Llama; all of them without a count."""
+    if count is not None:
+        base: Any = model.base_model
+        base.layers, model.config.num_hidden_layers = base.layers[:count], min(count, len(base.layers))
+    return model.eval()
+
+
 @report_user_errors
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of a pretrained decoder")
-    parser.add_argument(
-        "--texts", type=Path, nargs="+", required=True, metavar="FILE", help="files, folders with *.txt"
-    )
+    parser.add_argument("--texts", type=Path, nargs="+", default=[], metavar="FILE", help="files, folders with *.txt")
+    parser.add_argument("--speed", type=int, nargs="+", metavar="L", help="measure seconds of these lengths instead")
+    parser.add_argument("--layers", type=int, metavar="N", help="of a decoder whose speed is measured (default: all)")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of speed (default: %(default)s)")
     parser.add_argument("--length", type=int, default=4096, help="tokens per text (default: %(default)s)")
     parser.add_argument("--arm", action="append", required=True, metavar="NAME=VALUE", help="may be repeated")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds of arms with draws (default: 1)")
@@ -319,6 +383,13 @@ def main(words: Sequence[str] | None = None) -> None:
     args = parser.parse_args(words)
     disable_progress_bar()
     arms = [arm_of(text) for text in args.arm]
+    if args.speed:
+        rows = [row for length in args.speed for row in speed(args.model, arms, length, args.layers, args.repeats)]
+        write_json(args.json, {"turn": TURN, "threads": torch.get_num_threads(), "rows": rows})
+        print(json.dumps(rows, indent=1))
+        return
+    if not args.texts:
+        raise ConfigError("--texts", "it is missing", "Give text files, or --speed")
     print(table(measured(args.model, arms, args.texts, args.length, args.seeds, args.passkey, args.json)))
 
 
