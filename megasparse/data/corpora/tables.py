@@ -49,7 +49,7 @@ TOO_MANY = Unfit(f"more than {MOST_VALUES:,} JSON values", damaged=True)
 SURROGATE = Unfit("half a surrogate pair", damaged=True)
 BATCH_ROWS, BATCH_BYTES = 512, 1 << 26  # decoded at once
 LARGEST_FOOTER = 1 << 26
-"""Bytes of any text, and numbers of any list, in a Parquet file's own description."""
+"""Bytes of any text, and numbers of any list, in a Parquet file's description; bytes of an Arrow batch's metadata."""
 JSON_SUFFIXES = [f".{name}{packed}" for name in ("jsonl", "ndjson", "json") for packed in ("", *DECOMPRESS)]
 
 
@@ -295,6 +295,8 @@ def batch_sizes(file: IO[bytes], position: int) -> Iterator[int]:
             length, position = mark, position - 4
         if not length:
             return
+        if length > LARGEST_FOOTER:
+            raise ValueError(f"the message before byte {position:,} states {length:,} bytes of metadata")
         file.seek(position)
         content = file.read(length)
         position += length

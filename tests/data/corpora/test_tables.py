@@ -3,7 +3,9 @@
 import gzip
 import io
 import json
+import os
 import random
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -225,13 +227,23 @@ def test_texts_of_every_type_and_compression(tmp_path, kind, packed):
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("form", ["stream", "file"])
-def test_arrow_files_of_both_formats(tmp_path, kind, form):
+@pytest.mark.parametrize("packed", [None, "lz4", "zstd"])
+def test_arrow_files_of_both_formats(tmp_path, kind, form, packed):
     table = pa.table({"text": pa.array(VALUES, pa.string()).cast(TYPES[kind]), "id": range(len(VALUES))})
     opened = pa.ipc.new_stream if form == "stream" else pa.ipc.new_file
-    with opened(str(tmp_path / "a.arrow"), table.schema) as writer:
+    options = pa.ipc.IpcWriteOptions(compression=packed)
+    with opened(str(tmp_path / "a.arrow"), table.schema, options=options) as writer:
         writer.write_table(table, max_chunksize=4)
     want = [None if text is None else text.encode() for text in VALUES]
     assert list(_arrow_values(tmp_path / "a.arrow", "text")) == want
+
+
+def test_arrow_metadata_of_gigabytes_are_not_read(tmp_path):
+    (tmp_path / "a.arrow").write_bytes(struct.pack("<II", 0xFFFFFFFF, 3 << 30))
+    os.truncate(tmp_path / "a.arrow", 4 << 30)
+    refusal(
+        lambda: next(_arrow_values(tmp_path / "a.arrow", "text")), match=r"a\.arrow: .* 3,221,225,472 bytes of meta"
+    )
 
 
 @pytest.mark.parametrize(
