@@ -55,17 +55,17 @@ def test_more_ranks_than_gpus_are_rejected(monkeypatch):
 
 LEFT_OVER = {
     "WORLD_SIZE=2": "WORLD_SIZE: of the launcher.s variables only WORLD_SIZE",
-    "WORLD_SIZE=abc": "WORLD_SIZE: 'abc', in the environment, is not a number",
+    "WORLD_SIZE=abc": "WORLD_SIZE: 'abc' in the environment is not a number",
     "WORLD_SIZE=0": "RANK: 0 is not below WORLD_SIZE=0",
-    "WORLD_SIZE=-1": "WORLD_SIZE: '-1', in",
+    "WORLD_SIZE=-1": "WORLD_SIZE: '-1' in",
     "RANK=0": "RANK: of the launcher.s variables only RANK is set",
     "RANK=1 WORLD_SIZE=2": "RANK: of the launcher.s variables only RANK, WORLD_SIZE is set",
     "RANK=5 WORLD_SIZE=2": "RANK: 5 is not below WORLD_SIZE=2",
     "LOCAL_RANK=3": "LOCAL_RANK: 3 is not below WORLD_SIZE=1",
-    "LOCAL_RANK=x RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=0": "LOCAL_RANK: 'x', in",
-    "RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=abc": "MASTER_PORT: 'abc', in",
+    "LOCAL_RANK=x RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=0": "LOCAL_RANK: 'x' in",
+    "RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=abc": "MASTER_PORT: 'abc' in",
     "RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=99999": "MASTER_ADDR:MASTER_PORT: the rendezvous at",
-    "RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=0 LOCAL_SIZE=\n": "LOCAL_SIZE: '\\\\n', in",
+    "RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=0 LOCAL_SIZE=\n": "LOCAL_SIZE: '\\\\n' in",
 }
 
 
