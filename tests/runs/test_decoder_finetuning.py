@@ -117,8 +117,8 @@ def test_adapters_want_weights_that_they_belong_to(decoder, tmp_path, capsys):
     assert "lora: given" in message and "--start" in message and not (tmp_path / "run").exists()
     go_on(tmp_path / "run", decoder, texts)
     (tmp_path / "run" / "start").rename(tmp_path / "elsewhere")
-    found = refused(capsys, door("generate"), "--checkpoint", tmp_path / "run")
-    assert "contains only adapters" in found and "Copy the whole run folder again" in found
+    result = refused(capsys, door("generate"), "--checkpoint", tmp_path / "run")
+    assert "contains only adapters" in result and "Copy the whole run folder again" in result
 
 
 @pytest.mark.slow

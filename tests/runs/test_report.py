@@ -80,12 +80,12 @@ def test_a_run_in_full(tmp_path):
     (run / "best.json").write_text(json.dumps({"metric": "evaluation/f1", "step": 20, "value": 0.3}))
     (run / "checkpoints" / "00000020").mkdir(parents=True)
     (run / "checkpoints" / "00000020" / "rank-00000.safetensors").write_bytes(bytes(2000))
-    found, text = page_of(run)
+    result, text = page_of(run)
     for shown in ("40 of 40", "0.2, 0.2", "STEP 12 SKIPPED", "best f1", "0.3, step 20", "2,000"):
-        assert shown in found.text, shown
+        assert shown in result.text, shown
     charts = ["evaluation/bits_per_dim", "train/loss", "model/attention/lha/kl_keys", "speed/tokens_per_second"]
-    assert found.charts() == charts
-    assert "2 of " in found.text and re.search(r"00000020.*best</td>", text)
+    assert result.charts() == charts
+    assert "2 of " in result.text and re.search(r"00000020.*best</td>", text)
     assert re.search(r"learning_rate</td><td>0.125</td><td>0.0", text)
 
 
@@ -94,8 +94,8 @@ def test_a_run_of_which_there_is_little(tmp_path, missing):
     run = folder(tmp_path / "run", [] if missing == "steps" else [line(1)])
     if missing != "steps":
         (run / {"metrics": "metrics.jsonl", "config": "config.json"}[missing]).unlink()
-    found, _ = page_of(run)
-    assert ("No step has been logged yet" in found.text) == (missing != "config")
+    result, _ = page_of(run)
+    assert ("No step has been logged yet" in result.text) == (missing != "config")
 
 
 def test_broken_files_lose_only_their_own_part(tmp_path):
@@ -124,9 +124,9 @@ def test_file_contents_are_escaped_as_text(tmp_path):
     with SummaryWriter(str(run / "tensorboard")) as board:
         board.add_text("evaluation/sample", EVIL, 1)
         board.add_image(f"{EVIL}/y", torch.zeros(3, 4, 4), 1)
-    found, text = page_of(run)
+    result, text = page_of(run)
     assert "<script>" not in text and "<img src=x" not in text
-    assert found.text.count("<script>alert(1)") >= 7, "all of it is there, as text"
+    assert result.text.count("<script>alert(1)") >= 7, "all of it is there, as text"
     assert "default-src 'none'" in text
 
 
@@ -135,8 +135,8 @@ def test_a_long_run_keeps_its_extremes_and_several_runs_share_charts(tmp_path):
     runs = [folder(tmp_path / "a", [{"step": step, "train/loss": value} for step, value in enumerate(values, 1)])]
     write_lines(runs[0] / "events.jsonl", ({"step": step, "message": "SKIPPED"} for step in range(0, 20_000, 20)))
     runs.append(folder(tmp_path / "b", [line(1), line(2)]))
-    found, _ = page_of(*runs)
-    assert found.charts().count("train/loss") == 1 and "800 earlier incidents" in found.text
+    result, _ = page_of(*runs)
+    assert result.charts().count("train/loss") == 1 and "800 earlier incidents" in result.text
     assert len(read_run(runs[0]).series["train/loss"][0]) == 20_000
 
 

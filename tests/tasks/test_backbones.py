@@ -143,13 +143,13 @@ def test_a_run_is_restored_from_its_adapters_and_the_pretrained_weights(tmp_path
     names = checkpoint.manifest["tensors"]["weight"]
     assert any(".lora_B." in name for name in names) and not any("base_layer" in name for name in names)
     assert not any("embedding" in name for name in names)
-    found = restore_task(checkpoint.path)
+    result = restore_task(checkpoint.path)
     examples = finetuning.opened(tmp_path / "other", source, **sections).validation
-    predicted = predict_examples(found.model, found.form, examples, found.config, found.ranks)
-    metric = f"evaluation/{found.form.task.metrics[0]}"
+    predicted = predict_examples(result.model, result.form, examples, result.config, result.ranks)
+    metric = f"evaluation/{result.form.task.metrics[0]}"
     last = [line[metric] for line in scalars if metric in line][-1]
-    measured = found.form.measures(examples, answers(found.form, examples, predicted))
-    assert measured[found.form.task.metrics[0]] == last
+    measured = result.form.measures(examples, answers(result.form, examples, predicted))
+    assert measured[result.form.task.metrics[0]] == last
 
     moved = pretrained.rename(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match=r"contains only adapters.*set start\.huggingface to their folder"):

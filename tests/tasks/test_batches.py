@@ -122,8 +122,8 @@ def test_sorting_by_length_changes_no_mean_gradient():
     numbers = [number for _, number in sorted(itertools.chain(*seen(step)))]
     whole = collate([EXAMPLES[i] for i in numbers], 64)
     expected = gradient([(whole, torch.arange(8))])
-    found = gradient([(batch.tokens, batch.samples) for batch in step.micro_batches])  # type: ignore[misc]
-    assert expected.norm() > 1e-3 and (found - expected).norm() < 1e-5 * expected.norm()
+    result = gradient([(batch.tokens, batch.samples) for batch in step.micro_batches])  # type: ignore[misc]
+    assert expected.norm() > 1e-3 and (result - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_padding():
@@ -151,8 +151,8 @@ def test_the_fingerprint_knows_tokens_labels_and_their_order():
     given = EXAMPLES[:3]
     changed = [[example(*values), *given[1:]] for values in ((0, 1, 1), (5, 1), (0, 2))]
     other = [given[:2], [given[1], given[0], given[2]], *changed]
-    found = {fingerprint(examples) for examples in (given, *other)}
-    assert len(found) == 6 and fingerprint(list(given)) in found
+    result = {fingerprint(examples) for examples in (given, *other)}
+    assert len(result) == 6 and fingerprint(list(given)) in result
 
 
 def test_a_pack_is_filled_as_far_as_possible():

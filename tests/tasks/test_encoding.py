@@ -45,8 +45,8 @@ def examples(*inputs: tuple[object, ...]) -> list[Example]:
     return [Example(given, i % 2, SourceLocation(Path("made.tsv"), i + 5), str(i)) for i, given in enumerate(inputs)]  # type: ignore[arg-type]
 
 
-def only(found: Iterator[EncodedExample]) -> Segments:
-    (each,) = found
+def only(examples: Iterator[EncodedExample]) -> Segments:
+    (each,) = examples
     (sequence,) = each.sequences
     return sequence
 
@@ -65,10 +65,10 @@ def test_encoded_texts_and_pairs_equal_transformers(folder, limit):
     texts = [text for text in TEXTS if "[" not in text]  # there a text can name a special token
     for given in [*((text,) for text in texts), *itertools.product(texts, texts)]:
         expected = theirs(*given, truncation=True, max_length=limit, return_token_type_ids=True)
-        found = only(ours.encode(examples(given)))
-        assert found.tokens.tolist() == expected["input_ids"], given
-        assert found.types.tolist() == expected["token_type_ids"]
-        assert found.tokens.dtype == found.types.dtype == np.int64
+        result = only(ours.encode(examples(given)))
+        assert result.tokens.tolist() == expected["input_ids"], given
+        assert result.types.tolist() == expected["token_type_ids"]
+        assert result.tokens.dtype == result.types.dtype == np.int64
 
 
 def test_robertas_pairs_have_two_separators(tmp_path):
@@ -88,17 +88,17 @@ def test_robertas_pairs_have_two_separators(tmp_path):
 def test_bytes_with_room_for_special_tokens():
     special = build_tokenizer("bytes").special
     assert special is not None
-    found = only(encoder("bytes", vocabulary=264).encode(examples(("ab", "c"))))
-    assert found.tokens.tolist() == [special.begin, 97, 98, special.separator, 99, special.separator]
-    assert found.types.tolist() == [0, 0, 0, 0, 1, 1]
+    result = only(encoder("bytes", vocabulary=264).encode(examples(("ab", "c"))))
+    assert result.tokens.tolist() == [special.begin, 97, 98, special.separator, 99, special.separator]
+    assert result.types.tolist() == [0, 0, 0, 0, 1, 1]
 
 
 def test_ids_get_no_special_tokens():
     ids = np.array([3, 1, 4, 1], dtype=np.int64)
     assert only(encoder(None).encode(examples((ids,)))).tokens.tolist() == [3, 1, 4, 1]
-    (found,) = encoder(None, Towers).encode(examples((ids, ids[:2])))
-    assert [each.tokens.tolist() for each in found.sequences] == [[3, 1, 4, 1], [3, 1]]
-    assert all(not each.types.any() for each in found.sequences)
+    (result,) = encoder(None, Towers).encode(examples((ids, ids[:2])))
+    assert [each.tokens.tolist() for each in result.sequences] == [[3, 1, 4, 1], [3, 1]]
+    assert all(not each.types.any() for each in result.sequences)
 
 
 @pytest.mark.parametrize("kind", [Made, Towers])
@@ -110,8 +110,8 @@ def test_an_empty_input_is_rejected_where_it_stands(kind, given):
 
 def test_empty_inputs_are_kept_and_counted():
     ours = encoder("bytes", empty="keep", vocabulary=264)
-    found = list(ours.encode(examples(("a",), ("",), ("",))))
-    assert [len(each.sequences[0].tokens) for each in found] == [3, 2, 2]
+    result = list(ours.encode(examples(("a",), ("",), ("",))))
+    assert [len(each.sequences[0].tokens) for each in result] == [3, 2, 2]
     assert ours.counts.empty == 2 and str(ours.counts.first_empty) == "made.tsv:6"
     assert ours.lines("training")[-1] == "training: 2 inputs are empty, the first in made.tsv:6"
 
@@ -124,8 +124,8 @@ def test_too_long_an_input_is_rejected_where_it_stands():
 
 def test_truncated_texts_are_counted_and_printed():
     ours = encoder("bytes", vocabulary=264, max_length=6)
-    found = list(ours.encode(examples(("abcd",), ("abcdefgh",), ("ab", "cdef"), ("x",))))
-    assert [len(each.sequences[0].tokens) for each in found] == [6, 6, 6, 3]
+    result = list(ours.encode(examples(("abcd",), ("abcdefgh",), ("ab", "cdef"), ("x",))))
+    assert [len(each.sequences[0].tokens) for each in result] == [6, 6, 6, 3]
     assert (ours.counts.examples, ours.counts.cut, ours.counts.longest) == (4, 2, 10)
     said = ours.lines("training")
     assert said[0] == "training: 4 examples, the longest of 10 tokens; no 2, yes 2"

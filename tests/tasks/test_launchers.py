@@ -60,7 +60,7 @@ def test_from_a_table_to_a_score_and_predictions(folder, capsys):
     accuracy, macro = (result["metrics"][name] for name in ("accuracy", "macro_f1"))
     assert accuracy["value"] == accuracy_score(labels, answers)
     assert macro["value"] == pytest.approx(f1_score(labels, answers, average="macro"), rel=1e-12)
-    assert all(found["low"] <= found["value"] <= found["high"] for found in (accuracy, macro))
+    assert all(actual["low"] <= actual["value"] <= actual["high"] for actual in (accuracy, macro))
     assert accuracy["low"] < accuracy["high"] and accuracy["standard_deviation"] is None
     (only,) = result["runs"]
     best = json.loads((folder / "run_0" / "best.json").read_text())["step"]
@@ -103,13 +103,13 @@ def test_several_seeds_give_a_mean_with_students_interval(folder, capsys):
         typed(evaluate, *common[:4], "--checkpoint", path, "--predictions", folder / "out" / "one.jsonl")
         rows = lines(folder / "out" / "one.jsonl")
         each.append(accuracy_score([row["label"] for row in rows], [row["predicted"] for row in rows]))
-    found = result["metrics"]["accuracy"]
+    actual = result["metrics"]["accuracy"]
     assert [one["metrics"]["accuracy"] for one in result["runs"]] == each
     assert [one["seed"] for one in result["runs"]] == [0, 1, 2]
-    assert found["value"] == pytest.approx(sum(each) / 3)
-    assert found["standard_deviation"] == pytest.approx(statistics.stdev(each))
+    assert actual["value"] == pytest.approx(sum(each) / 3)
+    assert actual["standard_deviation"] == pytest.approx(statistics.stdev(each))
     half = 4.302653 * statistics.stdev(each) / 3**0.5  # t(0.975; 2) by the tables
-    assert (found["low"], found["high"]) == pytest.approx((sum(each) / 3 - half, sum(each) / 3 + half), rel=1e-5)
+    assert (actual["low"], actual["high"]) == pytest.approx((sum(each) / 3 - half, sum(each) / 3 + half), rel=1e-5)
     assert "Student's t over 3 runs" in printed and "3 runs, seeds 0, 1, 2" in printed
 
 
@@ -191,9 +191,9 @@ def test_a_prediction_needs_no_labels_takes_empty_texts_and_carries_ids(folder, 
     rows = [["a1", "the mask", "good"], ["b2", "", label or ""], ["c3", "we go", label]]
     source = table(tmp_path / f"new.{'jsonl' if label is None else 'csv'}", rows, ("id", "text", "label"))
     typed(predict, "--checkpoint", folder / "run_0", "--source", source, "--output", tmp_path / "out.jsonl")
-    found = lines(tmp_path / "out.jsonl")
-    assert [row["name"] for row in found] == ["a1", "b2", "c3"]
-    assert [row["label"] for row in found] == ["good", None, None]
+    result = lines(tmp_path / "out.jsonl")
+    assert [row["name"] for row in result] == ["a1", "b2", "c3"]
+    assert [row["label"] for row in result] == ["good", None, None]
     assert "new: 1 inputs are empty, the first in" in capsys.readouterr().err
 
 

@@ -95,10 +95,10 @@ def test_the_bootstrap_interval_equals_its_definition(metric):
     generator = np.random.default_rng(0)
     labels = generator.integers(0, 3, 200)
     predicted = np.where(generator.random(200) < 0.6, labels, generator.integers(0, 3, 200))
-    found = bootstrap_interval(metric, labels, predicted, 0)
-    assert found == pytest.approx(by_hand(metric, labels, predicted), abs=0.01)  # 4 deviations of a quantile's own
-    assert found == bootstrap_interval(metric, labels, predicted, 0)
-    assert found != bootstrap_interval(metric, labels, predicted, 1)
+    result = bootstrap_interval(metric, labels, predicted, 0)
+    assert result == pytest.approx(by_hand(metric, labels, predicted), abs=0.01)  # 4 deviations of a quantile's own
+    assert result == bootstrap_interval(metric, labels, predicted, 0)
+    assert result != bootstrap_interval(metric, labels, predicted, 1)
 
 
 def test_students_interval_of_a_case_worked_by_hand():
@@ -143,11 +143,11 @@ def test_bleu_and_chrf_are_sacrebleus_of_the_corpus():
 
 def test_reformers_bleus_are_sacrebleus_by_another_tokenizer_and_uncased():
     labels, predicted = ["Preis: 5€–6€ (ca.) Für ALLE da"], ["Preis: 5€–6€ (ca.) für alle da"]
-    found = {name: value(name, labels, predicted) for name in ("bleu", "bleu_intl", "bleu_intl_uncased")}
+    result = {name: value(name, labels, predicted) for name in ("bleu", "bleu_intl", "bleu_intl_uncased")}
     for name, lowercase in (("bleu_intl", False), ("bleu_intl_uncased", True)):
         expected = sacrebleu.corpus_bleu(predicted, [labels], tokenize="intl", lowercase=lowercase).score
-        assert found[name] == pytest.approx(expected)
-    assert found["bleu"] < found["bleu_intl"] < found["bleu_intl_uncased"] == pytest.approx(100)
+        assert result[name] == pytest.approx(expected)
+    assert result["bleu"] < result["bleu_intl"] < result["bleu_intl_uncased"] == pytest.approx(100)
     assert "case:lc|eff:no|tok:intl" in signature("bleu_intl_uncased")
 
 

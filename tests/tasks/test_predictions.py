@@ -115,13 +115,13 @@ def test_outputs_are_rejected_before_the_work(tmp_path):
 
 def test_a_column_of_anything_else_has_an_object_a_row():
     for values in (["a", "", "a long one"], [[1, 2], [3, 4]], [[1, 2], [3]], [[]], [("a", "b"), ("c", "d")], [1, None]):
-        found = column(values)
-        assert found.dtype == object and found.shape == (len(values),) and list(found) == values
-        drawn = found[np.array([len(values) - 1, 0, 0])]  # as a bootstrap does
+        result = column(values)
+        assert result.dtype == object and result.shape == (len(values),) and list(result) == values
+        drawn = result[np.array([len(values) - 1, 0, 0])]  # as a bootstrap does
         assert list(drawn) == [values[-1], values[0], values[0]] and type(drawn[0]) is type(values[-1])
 
 
 def test_a_sketch_learns_the_tasks_classes_or_as_many_as_its_numbers_are_high():
     train = [Example(("a",), label, SourceLocation(Path("made"), 1), "0") for label in (0.4, 3.6, None)]
-    found = [form_of_labels(labels).sketch_labels(train[:count]) for labels, count in ((CLASSES, 3), ([], 3), ([], 1))]
-    assert found == [3, 5, 2]
+    result = [form_of_labels(labels).sketch_labels(train[:count]) for labels, count in ((CLASSES, 3), ([], 3), ([], 1))]
+    assert result == [3, 5, 2]

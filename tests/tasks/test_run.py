@@ -62,9 +62,9 @@ def test_the_best_checkpoint_is_kept_although_it_is_old(place, tmp_path, given_m
     if stop:
         launch(tmp_path / "run", place / "reviews.csv", "--stop-at", str(stop), **TINY)
     launch(tmp_path / "run", place / "reviews.csv", **TINY)
-    found = json.loads((tmp_path / "run" / "best.json").read_text())
-    assert (found["metric"], found["step"], found["value"]) == ("evaluation/accuracy", 2, 0.6)
-    assert found["scalars"]["evaluation/accuracy"] == 0.6 and "evaluation/macro_f1" in found["scalars"]
+    result = json.loads((tmp_path / "run" / "best.json").read_text())
+    assert (result["metric"], result["step"], result["value"]) == ("evaluation/accuracy", 2, 0.6)
+    assert result["scalars"]["evaluation/accuracy"] == 0.6 and "evaluation/macro_f1" in result["scalars"]
     assert steps_of(tmp_path / "run") == [2, 7, 8] and not given_metrics
     assert restore_task(tmp_path / "run").checkpoint.step == 2
 
@@ -74,22 +74,22 @@ def test_patience_ends_a_run_early_and_it_stays_ended(place, tmp_path, given_met
     sections = {**TINY, "evaluation": {"every": 1, "patience": 2}}
     lines = launch(tmp_path / "run", place / "reviews.csv", **sections)
     assert given_metrics == [9.0] and steps_of(tmp_path / "run") == [2, 3, 4]
-    found = json.loads((tmp_path / "run" / "best.json").read_text())
-    assert found["step"] == 2
+    result = json.loads((tmp_path / "run" / "best.json").read_text())
+    assert result["step"] == 2
     assert "done early, after step 4 of 8" in capfd.readouterr().err
     (tmp_path / "run" / "best.json").unlink()
     again = launch(tmp_path / "run", place / "reviews.csv", **sections)
     assert given_metrics == [9.0] and plain(again) == plain(lines) and steps_of(tmp_path / "run") == [2, 3, 4]
     assert "nothing left to do" in capfd.readouterr().err
-    assert json.loads((tmp_path / "run" / "best.json").read_text()) == found
+    assert json.loads((tmp_path / "run" / "best.json").read_text()) == result
 
 
 @pytest.mark.parametrize(("first", "best", "taken"), [(0.1, (4, 0.1), 4), (math.nan, (None, None), 8)])
 def test_nan_is_never_the_best(place, tmp_path, given_metrics, first, best, taken):
     given_metrics += [math.nan, first, math.nan, math.nan]
     launch(tmp_path / "run", place / "reviews.csv", **{**TINY, "evaluation": {"every": 2}})
-    found = json.loads((tmp_path / "run" / "best.json").read_text())
-    assert (found["step"], found["value"]) == best
+    result = json.loads((tmp_path / "run" / "best.json").read_text())
+    assert (result["step"], result["value"]) == best
     assert restore_task(tmp_path / "run").checkpoint.step == taken
 
 
@@ -127,11 +127,11 @@ def test_steps_and_warm_up_follow_from_epochs(place):
     training = {"steps": 6, "global_batch": 8, "micro_batch": 4}
     plain_run = made(place, training={**training, "epochs": 0}).config
     assert plain_run.training.steps == 6 and plain_run.optimizer.warmup_steps == round(0.1 * 6)
-    found = made(place, training={**training, "epochs": 2.5}, optimizer={"warmup_fraction": 0.2},
+    result = made(place, training={**training, "epochs": 2.5}, optimizer={"warmup_fraction": 0.2},
                  evaluation={"every": 0}).config  # fmt: skip
-    assert found.training.steps == math.ceil(2.5 * 30 / 8) == 10
-    assert (found.optimizer.warmup_steps, found.evaluation.every) == (2, 4)  # an epoch is begun four times
-    assert found.evaluation.metric == "accuracy" and found.task.labels == ["bad", "good"]
+    assert result.training.steps == math.ceil(2.5 * 30 / 8) == 10
+    assert (result.optimizer.warmup_steps, result.evaluation.every) == (2, 4)  # an epoch is begun four times
+    assert result.evaluation.metric == "accuracy" and result.task.labels == ["bad", "good"]
     fixed = made(place, optimizer={"warmup_fraction": 0.0, "warmup_steps": 5}).config
     assert fixed.optimizer.warmup_steps == 5
 

@@ -125,13 +125,13 @@ def test_the_loss_of_a_validation_is_the_sum_of_costs_over_the_sum_of_weights(tm
         engine: Any = FakeEngine(OfUnequalWeight())
         engine.ranks = own
         run: Any = SimpleNamespace(config=config, form=form, validation=examples())
-        found = validation(run, engine, RunHooks())(1)
-        return found, predict_examples(engine.module.eval(), form, examples(), config, own)
+        result = validation(run, engine, RunHooks())(1)
+        return result, predict_examples(engine.module.eval(), form, examples(), config, own)
 
     predicted = run_in_threads(work, ranks) if ranks > 1 else [work(Ranks())]
     assert not [each for each in predicted if isinstance(each, Exception)]
-    for found, rows in predicted:
-        assert found == {"evaluation/loss": pytest.approx(26.25 / 94), "evaluation/numbers": sum(LENGTHS)}
+    for result, rows in predicted:
+        assert result == {"evaluation/loss": pytest.approx(26.25 / 94), "evaluation/numbers": sum(LENGTHS)}
         assert [(each.cost, each.weight) for each in rows] == list(zip(COSTS, WEIGHTS, strict=True))
         expected = [[float(number)] * length for number, length in enumerate(LENGTHS)]
         assert answers(form, examples(), rows) == expected

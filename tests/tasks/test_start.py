@@ -51,8 +51,8 @@ def states(body: Backbone, step: int = EVALUATION_STEP) -> Tensor:
     body.train(training)
     read = read_of()
     with torch.no_grad():
-        found = body(read, RngContext(0, step, torch.arange(2), training=training), torch.tensor([1, 0]))[0]
-    return torch.cat([found[0], found[1, :15]])
+        result = body(read, RngContext(0, step, torch.arange(2), training=training), torch.tensor([1, 0]))[0]
+    return torch.cat([result[0], result[1, :15]])
 
 
 def assert_built_again(start: Start, config: FinetuneConfig, origin: Path | None) -> None:
@@ -125,8 +125,8 @@ def test_a_checkpoints_final_states_are_the_models(tmp_path):
     with torch.no_grad():
         (stream,), _, _ = whole.streams(read.tokens, rng, Padding(read.mask), None)
         expected = torch.nn.functional.layer_norm(stream, (32,), eps=body.norm.eps)
-        found = body.eval()(read, rng, None)[0]
-    assert (found[0] - expected[0]).abs().max() < 1e-5 and (found[1, :15] - expected[1, :15]).abs().max() < 1e-5
+        result = body.eval()(read, rng, None)[0]
+    assert (result[0] - expected[0]).abs().max() < 1e-5 and (result[1, :15] - expected[1, :15]).abs().max() < 1e-5
 
 
 def test_a_megasparse_checkpoint_gets_another_attention(tmp_path):
@@ -161,8 +161,8 @@ def test_an_imported_bert_keeps_its_logits(tmp_path):
     assert isinstance(start.body, HuggingFaceBody) and not start.body.causal and start.body.longest == 64
     with torch.no_grad():
         expected = theirs(read.tokens, attention_mask=read.mask, token_type_ids=read.types).last_hidden_state
-    found = states(start.body)
-    assert (found[:24] - expected[0]).abs().max() < 1e-5 and (found[24:] - expected[1, :15]).abs().max() < 1e-5
+    result = states(start.body)
+    assert (result[:24] - expected[0]).abs().max() < 1e-5 and (result[24:] - expected[1, :15]).abs().max() < 1e-5
     text = "the attention of models"
     assert start.tokenizer.encode(text).tolist() == AutoTokenizer.from_pretrained(folder)(text)["input_ids"][1:-1]
     assert_built_again(start, wanted, folder)
@@ -262,8 +262,8 @@ def test_the_pooler_of_sentence_order_makes_the_head_of_our_own(tmp_path):
         (stream,), _, _ = whole.streams(read.tokens, rng, Padding(read.mask), None)
         pooled = torch.tanh(stream[:, 0] @ pooler["dense"].T + pooler["dense_bias"])
         expected = task_model.head.output(pooled)
-        found, _ = task_model.eval().predicted(Inputs((read,), None), rng)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        result, _ = task_model.eval().predicted(Inputs((read,), None), rng)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
     assert_built_again(start, wanted, tmp_path / "pretrained")
 
 
@@ -276,15 +276,15 @@ def refusal(config: FinetuneConfig) -> str:
 
 def test_other_weights_are_rejected(tmp_path):
     folder = bert(tmp_path / "bert")
-    found = open_start(config_of(tmp_path, {"huggingface": str(folder)}), 2).sha256
-    open_start(config_of(tmp_path, {"huggingface": str(folder), "sha256": found}), 2)
+    result = open_start(config_of(tmp_path, {"huggingface": str(folder)}), 2).sha256
+    open_start(config_of(tmp_path, {"huggingface": str(folder), "sha256": result}), 2)
     wrong = config_of(tmp_path, {"huggingface": str(folder), "sha256": "0" * 64})
-    assert refusal(wrong).startswith(f'start.sha256: "{"0" * 64}", but the weights have "{found}"')
+    assert refusal(wrong).startswith(f'start.sha256: "{"0" * 64}", but the weights have "{result}"')
     model = BertModel.from_pretrained(folder)
     with torch.no_grad():
         model.embeddings.word_embeddings.weight[0, 0] += 1.0
     model.save_pretrained(folder)
-    assert "but the weights have" in refusal(config_of(tmp_path, {"huggingface": str(folder), "sha256": found}))
+    assert "but the weights have" in refusal(config_of(tmp_path, {"huggingface": str(folder), "sha256": result}))
 
 
 def test_encoder_decoders_are_rejected(tmp_path):
@@ -306,12 +306,12 @@ def test_other_mistakes_are_rejected(tmp_path):
     assert "not a folder" in refusal(config_of(tmp_path, {"huggingface": str(tmp_path / "nowhere")}))
     assert "contains no checkpoint" in refusal(config_of(tmp_path, {"checkpoint": str(tmp_path / "nowhere")}))
     _, path = checkpoint(decoder("lsh"), tmp_path / "pretrained")
-    found = refusal(config_of(tmp_path, {"checkpoint": str(path)}, task={"max_length": 129}))
-    assert found.startswith("task.max_length: 129 tokens are more than the model's maximum of 128. Lower it")
-    found = refusal(config_of(tmp_path, {"checkpoint": str(path), "activations": "checkpoint"}))
-    assert found.startswith("start.activations:")
-    found = refusal(config_of(tmp_path, {"checkpoint": str(path), "attention": {"pattern": ["lha"]}}))
-    assert "contains no weight" in found and ".lha." in found
+    result = refusal(config_of(tmp_path, {"checkpoint": str(path)}, task={"max_length": 129}))
+    assert result.startswith("task.max_length: 129 tokens are more than the model's maximum of 128. Lower it")
+    result = refusal(config_of(tmp_path, {"checkpoint": str(path), "activations": "checkpoint"}))
+    assert result.startswith("start.activations:")
+    result = refusal(config_of(tmp_path, {"checkpoint": str(path), "attention": {"pattern": ["lha"]}}))
+    assert "contains no weight" in result and ".lha." in result
     (folder / "tokenizer.json").rename(folder / "hidden.json")
     assert "tokenizer.json: is missing" in refusal(config_of(tmp_path, of_bert))
     (folder / "hidden.json").rename(folder / "tokenizer.json")
@@ -358,9 +358,9 @@ def test_more_layers_than_weights_are_rejected_before_one_is_built(tmp_path):
 
 
 def scores(run, file):
-    found = restore_task(run)
-    examples = encode_all(found.encoder, "new", found.form.task.read(file), lambda line: None)
-    return found, found.form.measures(examples, answers(found.form, examples, predicted(found, examples)))
+    result = restore_task(run)
+    examples = encode_all(result.encoder, "new", result.form.task.read(file), lambda line: None)
+    return result, result.form.measures(examples, answers(result.form, examples, predicted(result, examples)))
 
 
 def files(folder):
@@ -382,12 +382,12 @@ def trained(tmp_path_factory):
 
 
 def test_a_restored_megasparse_model_predicts_as_in_training(trained):
-    found, values = scores(trained / "run", trained / "validation.csv")
+    result, values = scores(trained / "run", trained / "validation.csv")
     known = best(trained / "run")
     assert {name: known["scalars"][f"evaluation/{name}"] for name in values} == values
-    assert found.checkpoint.step == known["step"]
-    assert not found.model.training
-    attention = found.model.body.attention()
+    assert result.checkpoint.step == known["step"]
+    assert not result.model.training
+    attention = result.model.body.attention()
     assert (attention["pattern"], attention["lsh"]["chunk"]) == (["lsh"], 8)
     assert attention["evaluation_rounds"] == {"lsh": attention["lsh"]["rounds"]}
     assert "yoso" not in attention
@@ -403,12 +403,12 @@ def test_a_restored_bert_predicts_as_in_training(tmp_path, sections):
     start = {"huggingface": str(bert(tmp_path / "bert")), **sections.pop("start", {})}
     task = {"validation": str(validation)}
     finetuning.launch(tmp_path / "run", train, start=start, task=task, **sections)
-    found, values = scores(tmp_path / "run", validation)
+    result, values = scores(tmp_path / "run", validation)
     known = best(tmp_path / "run")["scalars"]
     assert {name: known[f"evaluation/{name}"] for name in values} == values
     dtype = torch.bfloat16 if "training" in sections else torch.float32
-    assert found.model.head.dense.weight.dtype == dtype
-    assert (found.model.body.attention() or {}).get("pattern") == start.get("attention", {}).get("pattern")
+    assert result.model.head.dense.weight.dtype == dtype
+    assert (result.model.body.attention() or {}).get("pattern") == start.get("attention", {}).get("pattern")
     with (tmp_path / "run" / "start" / "tokenizer.json").open("ab") as file:
         file.write(b"\n")
     with pytest.raises(CheckpointError, match="its tokenizer is not the one"):

@@ -141,8 +141,8 @@ def test_a_resumed_run_remembers_its_best(tmp_path, values, lower):
         assert note(resumed, values, stop).state() == straight.state() and resumed.exhausted
     assert straight.scalars == {METRIC: values[1], "evaluation/loss": 2}
     straight.write(tmp_path / "best.json")
-    found = json.loads((tmp_path / "best.json").read_text())
-    assert found["metric"] == METRIC and found["step"] == 20 and found["value"] == values[1]
+    result = json.loads((tmp_path / "best.json").read_text())
+    assert result["metric"] == METRIC and result["step"] == 20 and result["value"] == values[1]
 
 
 def test_an_empty_state_changes_nothing_and_another_metric_is_ignored():

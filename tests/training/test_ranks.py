@@ -99,9 +99,9 @@ def test_each_start_of_torchrun_has_a_separate_name_in_the_store():
     """Also after a start that was killed in between, and on another number of ranks."""
     store = torch.distributed.HashStore()
     store.set("start", "of a start whose ranks died")
-    found = [names_of_a_start(store, size) for size in (3, 3, 2, 4)]
-    assert all(len(set(names)) == 1 for names in found)
-    assert len({names[0] for names in found}) == 4
+    result = [names_of_a_start(store, size) for size in (3, 3, 2, 4)]
+    assert all(len(set(names)) == 1 for names in result)
+    assert len({names[0] for names in result}) == 4
 
 
 def messages_of_three() -> list[list[object]]:
@@ -113,9 +113,9 @@ def messages_of_three() -> list[list[object]]:
 
 def test_messages_reach_every_rank_or_only_the_first():
     messages = [{"rank": rank, "text": "\u00fc" * 1000 * rank} for rank in range(3)]
-    found = run_ranks(messages_of_three, 3)
-    assert found[0] == [messages, messages, [None] * 3, [0, 1, 2]]
-    assert found[1:] == [[messages, [], [], [0, 1, 2]]] * 2
+    result = run_ranks(messages_of_three, 3)
+    assert result[0] == [messages, messages, [None] * 3, [0, 1, 2]]
+    assert result[1:] == [[messages, [], [], [0, 1, 2]]] * 2
 
 
 @pytest.mark.parametrize("error", [ConfigError("a.b", "no", "Do"), StorageError("c", "full", "Do"), UserError("x")])

@@ -38,8 +38,8 @@ def encoder(tmp_path: Path, tokenizer: str = "bytes", vocabulary: int = 264, **t
     return ChoiceEncoder(form.task, build_tokenizer(tokenizer), vocabulary)
 
 
-def one(found: ChoiceEncoder, example: Choice) -> EncodedChoice:
-    (made,) = found.encode([example])
+def one(coder: ChoiceEncoder, example: Choice) -> EncodedChoice:
+    (made,) = coder.encode([example])
     assert isinstance(made, EncodedChoice)
     return made
 
@@ -142,7 +142,7 @@ def body_of(where: str, tmp_path: Path) -> Backbone:
 def test_scores_costs_and_answers_against_one_example_at_a_time(where, tmp_path):
     model, form = model_of(body_of(where, tmp_path)), form_with(tmp_path)
     given = examples()
-    objective, found = model(form.collate(given), evaluation(*range(4)))
+    objective, result = model(form.collate(given), evaluation(*range(4)))
     expected = []
     for row, each in enumerate(given):
         ids, types = (torch.from_numpy(values).unsqueeze(0) for values in each.sequences[0])
@@ -150,15 +150,15 @@ def test_scores_costs_and_answers_against_one_example_at_a_time(where, tmp_path)
         scores = np.array([float(states[mark] @ model.output.weight[0]) for mark in each.marks.tolist()])
         p = np.exp(scores) / np.exp(scores).sum()
         expected.append(-np.log(p[each.label]))
-        own = found["predicted"][row]
+        own = result["predicted"][row]
         assert np.allclose(own.numpy(), scores, atol=1e-5) and own.dtype == torch.float32
         assert form.answer(each, own.double().numpy()) == scores.argmax()
-    assert np.allclose(found["costs"].numpy(), expected, atol=1e-5) and found["weights"].tolist() == [1.0] * 4
-    assert found["nats"].item() == pytest.approx(sum(expected), rel=1e-5) and found["tokens"] == 4
+    assert np.allclose(result["costs"].numpy(), expected, atol=1e-5) and result["weights"].tolist() == [1.0] * 4
+    assert result["nats"].item() == pytest.approx(sum(expected), rel=1e-5) and result["tokens"] == 4
     if where != "lha":  # it adds a loss of its own
         assert objective.item() == pytest.approx(sum(expected) / 4, rel=1e-5)
-    right = [int(predicted.argmax()) == each.label for predicted, each in zip(found["predicted"], given, strict=True)]
-    assert found["accuracy"].item() == pytest.approx(np.mean(right))
+    right = [int(predicted.argmax()) == each.label for predicted, each in zip(result["predicted"], given, strict=True)]
+    assert result["accuracy"].item() == pytest.approx(np.mean(right))
 
 
 def test_gradients_reach_only_the_candidates_of_the_example(tmp_path):
@@ -168,8 +168,8 @@ def test_gradients_reach_only_the_candidates_of_the_example(tmp_path):
     def gradient(chosen: list[int]) -> torch.Tensor:
         model.zero_grad()
         rng = RngContext(3, 1, torch.tensor(chosen), training=True)
-        objective, found = model(form.collate([given[i] for i in chosen]), rng)
-        assert "predicted" not in found
+        objective, result = model(form.collate([given[i] for i in chosen]), rng)
+        assert "predicted" not in result
         objective.backward()
         assert model.output.weight.grad is not None
         return model.output.weight.grad.clone()

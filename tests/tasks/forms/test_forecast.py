@@ -83,14 +83,14 @@ def test_the_loss_is_the_mean_squared_error(tmp_path, file):
     windows = batch(run)
     values = predicted(run, windows)
     assert windows.labels is not None
-    objective, found = run.model(windows, RngContext.evaluation(0, 3))
+    objective, result = run.model(windows, RngContext.evaluation(0, 3))
     wanted = mean_squared_error(windows.labels.flatten(), values.flatten())
     assert float(objective.detach()) == pytest.approx(wanted, rel=1e-6)
-    assert float(found["nats"] / found["tokens"]) == pytest.approx(wanted, rel=1e-6)
+    assert float(result["nats"] / result["tokens"]) == pytest.approx(wanted, rel=1e-6)
     each = [float(((values[i] - windows.labels[i]) ** 2).sum()) for i in range(3)]
-    assert found["costs"].tolist() == pytest.approx(each, rel=1e-6) and found["weights"].tolist() == [H] * 3
-    _, found = run.model(Windows(windows.values, windows.marks, None), RngContext.evaluation(0, 3))
-    assert "costs" not in found and torch.equal(found["predicted"], values)
+    assert result["costs"].tolist() == pytest.approx(each, rel=1e-6) and result["weights"].tolist() == [H] * 3
+    _, result = run.model(Windows(windows.values, windows.marks, None), RngContext.evaluation(0, 3))
+    assert "costs" not in result and torch.equal(result["predicted"], values)
 
 
 @pytest.mark.parametrize("source", [{}, {"shared_embedding": False, "cross_attention": "lsh"}])
@@ -146,9 +146,9 @@ def test_every_mechanism_learns_on_both_sides(tmp_path, file, kind, blocks):
     changes |= {"blocks": blocks, "activations": "stored" if blocks == "ordinary" else blocks}
     run = opened(tmp_path, file, **changes)
     windows = batch(run)
-    objective, found = run.model.train()(windows, RngContext(0, 1, torch.arange(3), training=True))
+    objective, result = run.model.train()(windows, RngContext(0, 1, torch.arange(3), training=True))
     objective.backward()
-    assert torch.isfinite(objective) and "predicted" not in found
+    assert torch.isfinite(objective) and "predicted" not in result
     missing = {name for name, p in run.model.named_parameters() if p.grad is None or not p.grad.isfinite().all()}
     assert not missing
     values = predicted(run, windows)

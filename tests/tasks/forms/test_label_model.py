@@ -83,32 +83,32 @@ def test_pooling_against_slow_loops(pooling):
     model = model_of(Slow(), pooling=pooling)
     inputs = collate([encoded(i, length) for i, length in enumerate(LENGTHS)], 64)
     (read,), (states, _) = inputs.sequences, model.body(inputs.sequences[0], evaluation(*range(5)), None)
-    found = model._pool(states, read)
+    result = model._pool(states, read)
     for row, length in enumerate(LENGTHS):
         real = [states[row, place] for place in range(length)]
         expected = {"first": real[0], "last": real[-1], "mean": sum(real[1:], real[0]) / length}[pooling]
-        assert (found[row] - expected).abs().max() < 1e-6
+        assert (result[row] - expected).abs().max() < 1e-6
 
 
 def test_classes_are_learned_by_cross_entropy():
     model, labels = model_of(Slow()), [0, 2, 1, 2, 0]
     inputs = collate([encoded(i, 5 + i, label) for i, label in enumerate(labels)], 64)
-    objective, found = model(inputs, evaluation(*range(5)))
-    each = [-torch.log_softmax(row.double(), 0)[label] for row, label in zip(found["predicted"], labels, strict=True)]
-    assert found["predicted"].shape == (5, 3) and found["predicted"].dtype == torch.float32
+    objective, result = model(inputs, evaluation(*range(5)))
+    each = [-torch.log_softmax(row.double(), 0)[label] for row, label in zip(result["predicted"], labels, strict=True)]
+    assert result["predicted"].shape == (5, 3) and result["predicted"].dtype == torch.float32
     assert objective.item() == pytest.approx(sum(each).item() / 5 + 0.25, rel=1e-6)  # type: ignore[union-attr]
-    assert found["nats"].item() == pytest.approx(sum(each).item(), rel=1e-6)  # type: ignore[union-attr]
-    right = sum(int(row.argmax()) == label for row, label in zip(found["predicted"], labels, strict=True))
-    assert found["tokens"] == 5 and found["accuracy"].item() == pytest.approx(right / 5)
+    assert result["nats"].item() == pytest.approx(sum(each).item(), rel=1e-6)  # type: ignore[union-attr]
+    right = sum(int(row.argmax()) == label for row, label in zip(result["predicted"], labels, strict=True))
+    assert result["tokens"] == 5 and result["accuracy"].item() == pytest.approx(right / 5)
 
 
 def test_numbers_are_learned_by_squared_error():
     model, labels = model_of(Slow(), outputs=1), [0.5, -2.0, 3.25]
     inputs = collate([encoded(i, 5 + i, label) for i, label in enumerate(labels)], 64)
-    objective, found = model(inputs, evaluation(0, 1, 2))
-    squares = ((found["predicted"][:, 0] - torch.tensor(labels)) ** 2).tolist()
+    objective, result = model(inputs, evaluation(0, 1, 2))
+    squares = ((result["predicted"][:, 0] - torch.tensor(labels)) ** 2).tolist()
     assert objective.item() == pytest.approx(sum(squares) / 3 + 0.25, rel=1e-5)
-    assert found["nats"].item() == pytest.approx(sum(squares), rel=1e-5) and "accuracy" not in found
+    assert result["nats"].item() == pytest.approx(sum(squares), rel=1e-5) and "accuracy" not in result
 
 
 def test_mechanisms_get_classes_only_in_training():
@@ -116,10 +116,10 @@ def test_mechanisms_get_classes_only_in_training():
     inputs = collate([encoded(0, 5, 1), encoded(1, 9, 0)], 64)
     model = model_of(body)
     model(inputs, evaluation(0, 1))
-    found = model(inputs, training(0, 1))[1]
+    result = model(inputs, training(0, 1))[1]
     model_of(body, outputs=1)(collate([encoded(0, 5, 1.5)], 64), training(0))
     assert body.seen[0] is None and body.seen[1] is not None and body.seen[1].tolist() == [1, 0]
-    assert body.seen[2] is None and "predicted" not in found
+    assert body.seen[2] is None and "predicted" not in result
 
 
 def test_a_head_equals_its_definition():

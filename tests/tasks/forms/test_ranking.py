@@ -111,14 +111,14 @@ def text(segments: Any) -> str:
 
 def test_each_text_and_each_history_is_encoded_once():
     own = encoder()
-    found: list[Any] = list(own.encode(EXAMPLES))
-    assert [tuple(map(text, each.history)) for each in found] == [each.inputs[0] for each in EXAMPLES]
-    assert [tuple(map(text, each.sequences)) for each in found] == [each.inputs[1] for each in EXAMPLES]
-    assert [(each.label, each.name, each.length) for each in found] == [
+    result: list[Any] = list(own.encode(EXAMPLES))
+    assert [tuple(map(text, each.history)) for each in result] == [each.inputs[0] for each in EXAMPLES]
+    assert [tuple(map(text, each.sequences)) for each in result] == [each.inputs[1] for each in EXAMPLES]
+    assert [(each.label, each.name, each.length) for each in result] == [
         ((0, 1, 0), "I1", 3), ((1, 0), "I2", 1), ((1, 0), "I3", 3),
     ]  # fmt: skip
-    assert found[0].history is found[2].history
-    distinct = {id(each) for one in found for each in (*one.history, *one.sequences)}
+    assert result[0].history is result[2].history
+    distinct = {id(each) for one in result for each in (*one.history, *one.sequences)}
     assert len(distinct) == own.counts.kinds["distinct texts"] == 4
     counts = "clicks 3, distinct texts 4, users without clicks 1"
     assert own.lines("training") == [f"training: 3 examples, the longest of 3 tokens; {counts}"]
@@ -238,8 +238,8 @@ def evaluated(run: TaskRun, examples: Sequence[EncodedExample]) -> tuple[list[Te
     run.model.eval()
     rng = RngContext(0, EVALUATION_STEP, torch.arange(len(examples)), training=False)
     with torch.no_grad():
-        found = run.model(run.form.collate(examples), rng)[1]
-    return found["predicted"], found
+        result = run.model(run.form.collate(examples), rng)[1]
+    return result["predicted"], result
 
 
 def trained(run: TaskRun, examples: Sequence[EncodedExample], step: int = 1, first: int = 0, **given: Any) -> Any:
@@ -249,23 +249,23 @@ def trained(run: TaskRun, examples: Sequence[EncodedExample], step: int = 1, fir
 
 
 def test_scores_and_costs_equal_a_straight_computation(run):
-    predicted, found = evaluated(run, run.validation)
+    predicted, result = evaluated(run, run.validation)
     assert {bool(getattr(each, "history", None)) for each in run.validation} == {True, False}
     assert len({len(each) for each in predicted}) > 1
-    for example, scores, cost in zip(run.validation, predicted, found["costs"].tolist(), strict=True):
+    for example, scores, cost in zip(run.validation, predicted, result["costs"].tolist(), strict=True):
         expected = straight_scores(run.model, example)
         torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
         others = [score for score, label in zip(expected, example.label, strict=True) if not label]
         clicked = [score for score, label in zip(expected, example.label, strict=True) if label]
         nats = [math.log(sum(math.exp(other - score) for other in [*others, score])) for score in clicked]
         assert cost == pytest.approx(sum(nats), rel=1e-3, abs=1e-4)
-    assert found["weights"].tolist() == [sum(example.label) for example in run.validation]
-    assert float(found["nats"]) == pytest.approx(sum(found["costs"].tolist()), rel=1e-5)
+    assert result["weights"].tolist() == [sum(example.label) for example in run.validation]
+    assert float(result["nats"]) == pytest.approx(sum(result["costs"].tolist()), rel=1e-5)
 
 
 def test_a_training_step_learns_each_click_among_the_drawn_news(run):
     examples = run.train[:5]
-    objective, found = trained(run, examples)
+    objective, result = trained(run, examples)
     batch = run.form.collate(examples)
     rows, chosen = drawn_negatives(batch, RngContext(0, 1, torch.arange(5), training=True), 4)
     costs = []
@@ -274,9 +274,9 @@ def test_a_training_step_learns_each_click_among_the_drawn_news(run):
         known = batch.candidates[row].tolist()
         own = torch.stack([scores[known.index(each)] for each in news.tolist()])
         costs.append(-torch.log_softmax(own, 0)[0].item())
-    assert len(costs) == sum(sum(each.label) for each in examples) == int(found["tokens"])
+    assert len(costs) == sum(sum(each.label) for each in examples) == int(result["tokens"])
     assert objective.item() == pytest.approx(sum(costs) / len(costs), rel=1e-4)
-    assert found["nats"].item() == pytest.approx(sum(costs), rel=1e-4)
+    assert result["nats"].item() == pytest.approx(sum(costs), rel=1e-4)
     assert run.model.count_scored(batch).item() == len(costs)
 
 

@@ -94,8 +94,8 @@ def test_unsuitable_inputs_are_rejected(data, tmp_path, changes, problem):
 
 def test_batches_are_padded_to_their_longest_and_predicted_without_answers_too(data, tmp_path):
     run = run_of(data, tmp_path)
-    found, _ = encoded(run, ("ab", "ABC"), ("abcde", "A"))
-    batch = run.form.collate(found)
+    result, _ = encoded(run, ("ab", "ABC"), ("abcde", "A"))
+    batch = run.form.collate(result)
     assert batch.source.tokens.tolist() == [[97, 98, END, 0, 0, 0], [*b"abcde", END]]
     assert batch.target.tokens.tolist() == [[*b"ABC", END], [65, END, 0, 0]]
     assert batch.numel() == 15 and (batch.rule.ends, batch.rule.vocabulary, batch.rule.beams) == ({END}, 256, 2)
@@ -132,15 +132,15 @@ def test_a_resumed_run_is_bit_identical_and_is_restored(data, tmp_path, unit):
     path = tmp_path / "straight" / "checkpoints" / "00000006"
     assert (unit == "tokens") == (Checkpoint.open(path).sequences != 48)
 
-    found = restore_task(path)
-    assert isinstance(found.model, TextModel)
-    read = list(found.encoder.encode(found.form.task.read(data / "val.en")))
+    result = restore_task(path)
+    assert isinstance(result.model, TextModel)
+    read = list(result.encoder.encode(result.form.task.read(data / "val.en")))
     with torch.no_grad():
-        predicted = predict_examples(found.model, found.form, read, found.config, found.ranks)
+        predicted = predict_examples(result.model, result.form, read, result.config, result.ranks)
     loss = sum(each.cost for each in predicted) / sum(each.weight for each in predicted)
     assert loss == pytest.approx(straight[-1]["evaluation/loss"], rel=1e-6)
-    assert found.form.measures(read, answers(found.form, read, predicted))["chrf"] == straight[-1]["evaluation/chrf"]
-    text = predict_texts(found, [read[0].label.lower()], lambda line: None)
+    assert result.form.measures(read, answers(result.form, read, predicted))["chrf"] == straight[-1]["evaluation/chrf"]
+    text = predict_texts(result, [read[0].label.lower()], lambda line: None)
     assert isinstance(text["predicted"], str) and text["label"] is None
 
 
@@ -213,14 +213,14 @@ def test_the_loss_is_the_cross_entropy_of_separate_examples(name, blocks):
             correct += 0 if smoothing else int((odds.argmax(-1) == wanted).sum())
     count = sum(target for _, target in LENGTHS)
     with torch.no_grad():
-        loss, found = model(batch(examples), evaluated(0, 1, 2, 3))
+        loss, result = model(batch(examples), evaluated(0, 1, 2, 3))
         objective, predicted = model(batch(examples), trained(0, 1, 2, 3))
-    assert found["costs"].tolist() == pytest.approx(nats, rel=1e-5)
-    assert found["weights"].tolist() == [9, 30, 2, 17] and found["tokens"] == count
-    assert found["nats"].item() == pytest.approx(sum(nats), rel=1e-5)
+    assert result["costs"].tolist() == pytest.approx(nats, rel=1e-5)
+    assert result["weights"].tolist() == [9, 30, 2, 17] and result["tokens"] == count
+    assert result["nats"].item() == pytest.approx(sum(nats), rel=1e-5)
     weight = 0.95 if name == "lha" else 1.0  # its objective is a convex combination of the task's and its own
     assert weight == model.body.task_weight and (name == "lha" or loss.item() == pytest.approx(sum(nats) / count))
-    assert found["accuracy"].item() == pytest.approx(correct / count)
+    assert result["accuracy"].item() == pytest.approx(correct / count)
     assert "predicted" not in predicted and "costs" not in predicted
     if name == "full":  # the others add losses of their own, or draw anew for each step
         assert objective.item() == pytest.approx(sum(smoothed) / count, rel=1e-5)
@@ -245,7 +245,7 @@ def test_draws_go_by_the_sample_and_not_by_the_place_in_the_batch():
 def test_cached_decoding_is_decoding_of_whole_prefixes(name, blocks):
     model, examples = text_model(pair(name, blocks)), sentences(*LENGTHS)
     with torch.no_grad():
-        found = model(batch(examples), evaluated(0, 1, 2, 3))[1]["predicted"]
+        result = model(batch(examples), evaluated(0, 1, 2, 3))[1]["predicted"]
         for row, each in enumerate(examples):
             predicted: list[int] = []
             while len(predicted) < RULE.tokens:
@@ -253,7 +253,7 @@ def test_cached_decoding_is_decoding_of_whole_prefixes(name, blocks):
                 if token == STOP:
                     break
                 predicted.append(token)
-            assert found[row].tolist() == predicted and len(set(predicted)) > 1
+            assert result[row].tolist() == predicted and len(set(predicted)) > 1
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 3.0])
@@ -266,9 +266,9 @@ def test_a_wide_beam_finds_the_best_of_all_texts(alpha):
         costs = model(all_of_them, evaluated(*[0] * len(texts)))[1]["costs"].tolist()
         scores = [-cost / length_penalty(len(text) + 1, alpha) for text, cost in zip(texts, costs, strict=True)]
         best = texts[max(range(len(texts)), key=lambda i: scores[i])]
-        found = model(batch([example(source, None)], BeamSettings(200, tokens, {end}, alpha)), evaluated(0))[1]
-    assert found["predicted"][0].tolist() == best
-    assert "costs" not in found and found["nats"] == found["tokens"] == 0
+        result = model(batch([example(source, None)], BeamSettings(200, tokens, {end}, alpha)), evaluated(0))[1]
+    assert result["predicted"][0].tolist() == best
+    assert "costs" not in result and result["nats"] == result["tokens"] == 0
 
 
 def gradient(model: TextModel, parts: list[tuple[list[EncodedText], list[int]]]) -> torch.Tensor:

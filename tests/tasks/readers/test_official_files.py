@@ -89,14 +89,14 @@ def test_eight_of_ten_examples_train_and_splits_are_disjoint(name, files, row, t
         (tmp_path / file).parent.mkdir(exist_ok=True)
         content = "".join(row.replace("{}", str(n)) for n in range(23)).encode()
         (tmp_path / file).write_bytes(gzip.compress(content) if file.endswith(".gz") else content)
-    task, found = build_task(TaskConfig(name=name)), {}
+    task, result = build_task(TaskConfig(name=name)), {}
     for split in ("train", "validation", "test"):
         examples = [example for file in split_files(task, tmp_path, split) for example in task.read(file)]
-        found[split] = [int(str(example.inputs[0]).split()[1]) for example in examples]
+        result[split] = [int(str(example.inputs[0]).split()[1]) for example in examples]
         assert {example.location.file for example in examples} == {tmp_path / file for file in files}
-        assert [example.location.line for example in examples] == [n + 1 for n in found[split]]
+        assert [example.location.line for example in examples] == [n + 1 for n in result[split]]
     expected = {"test": [0, 10, 20], "validation": [1, 11, 21], "train": [n for n in range(23) if n % 10 > 1]}
-    assert found == {split: numbers * len(files) for split, numbers in expected.items()}
+    assert result == {split: numbers * len(files) for split, numbers in expected.items()}
     (tmp_path / files[-1]).unlink()
     assert task.files(tmp_path) == {}
 
@@ -183,13 +183,13 @@ NEW = {"article_text": ["one .", "two ."]}
 def test_an_example_is_a_row_with_its_columns_label_and_id(tmp_path, name, header, rows, want):
     file = tmp_path / "some.txt"
     file.write_text("".join(f"{row}\n" for row in [header, *rows] if row), encoding="utf-8", newline="")
-    found = list(build_task(TaskConfig(name=name)).read(file))
-    arrays = [part for example in found for part in example.inputs if isinstance(part, np.ndarray)]
+    result = list(build_task(TaskConfig(name=name)).read(file))
+    arrays = [part for example in result for part in example.inputs if isinstance(part, np.ndarray)]
     assert all(part.dtype == np.int64 for part in arrays) and bool(arrays) == (name == "listops")
-    inputs = [tuple(part.tolist() if arrays else part for part in example.inputs) for example in found]
-    assert list(zip(inputs, [each.label for each in found], [each.name for each in found], strict=True)) == want
+    inputs = [tuple(part.tolist() if arrays else part for part in example.inputs) for example in result]
+    assert list(zip(inputs, [each.label for each in result], [each.name for each in result], strict=True)) == want
     first = 2 if header else 1
-    assert [str(example.location) for example in found] == [f"{file}:{first + i}" for i in range(len(rows))]
+    assert [str(example.location) for example in result] == [f"{file}:{first + i}" for i in range(len(rows))]
 
 
 AAN, TREE = "1\ta\tb\tx\ty", "( ( ( [MIN 0 ) 7 ) ] )"
@@ -243,9 +243,9 @@ def test_a_malformed_row_is_named_and_skipped_within_the_limit(name, header, goo
     printed = capsys.readouterr().err
     assert printed.startswith(f"skipped: {message}\n") and f"{file}: skipped {1 + latin} of " in printed
     file.write_text(header + f"{odd}\n" * 3 + f"{good}\n" * 200)
-    found = refusal(lambda: task.read(file))
-    assert found.startswith(f"{file}: 3 of 203 rows are malformed, the first one: {file}:{first}: ")
-    assert found.endswith("At most 1% may be: replace the file")
+    result = refusal(lambda: task.read(file))
+    assert result.startswith(f"{file}: 3 of 203 rows are malformed, the first one: {file}:{first}: ")
+    assert result.endswith("At most 1% may be: replace the file")
 
 
 @pytest.mark.parametrize(
@@ -295,9 +295,9 @@ def test_the_sample_is_every_33rd_review_in_parts_of_eight_one_and_one(tmp_path)
     (tmp_path / "reviews_Electronics_5.json").write_text("\n".join(rows))
     task = build_task(TaskConfig(name="amazon_50k"))
     splits = ("train", "validation", "test")
-    found = {s: [int(e.name) for f in split_files(task, tmp_path, s) for e in task.read(f)] for s in splits}
+    result = {s: [int(e.name) for f in split_files(task, tmp_path, s) for e in task.read(f)] for s in splits}
     train = [33 * n for n in range(20) if n % 10 > 1]
-    assert found == {"train": train, "validation": [33, 363], "test": [0, 330]}
+    assert result == {"train": train, "validation": [33, 363], "test": [0, 330]}
 
 
 IMDB = {

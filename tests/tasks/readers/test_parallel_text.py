@@ -34,10 +34,10 @@ def pair(folder, stem, end="", number=3):
 def test_lines_of_both_files_belong_together(tmp_path, ends):
     file = write(tmp_path / f"mine.en{ends[0]}", ENGLISH)
     write(tmp_path / f"mine.de{ends[1]}", GERMAN)
-    found = list(task_of().read(file))
-    assert [example.inputs for example in found] == [(line.strip(),) for line in ENGLISH]
-    assert [example.label for example in found] == [line.strip() for line in GERMAN]
-    assert [(str(each.location), each.name) for each in found] == [(f"{file}:{n + 1}", str(n)) for n in range(3)]
+    result = list(task_of().read(file))
+    assert [example.inputs for example in result] == [(line.strip(),) for line in ENGLISH]
+    assert [example.label for example in result] == [line.strip() for line in GERMAN]
+    assert [(str(each.location), each.name) for each in result] == [(f"{file}:{n + 1}", str(n)) for n in range(3)]
 
 
 def test_the_configuration_sets_the_direction(tmp_path):
@@ -78,9 +78,9 @@ def test_wmt14_is_validated_on_2013_and_tested_on_2014(tmp_path):
 def test_a_single_file_has_no_labels(tmp_path, name):
     file = write(tmp_path / name, ENGLISH)
     write(tmp_path / "other.de", GERMAN)
-    found = list(task_of().read(file))
-    assert [example.label for example in found] == [None] * 3
-    assert found[2].inputs == (ENGLISH[2].strip(),) and str(found[2].location) == f"{file}:3"
+    result = list(task_of().read(file))
+    assert [example.label for example in result] == [None] * 3
+    assert result[2].inputs == (ENGLISH[2].strip(),) and str(result[2].location) == f"{file}:3"
 
 
 @pytest.mark.parametrize(("left", "right"), [(3, 5), (5, 3), (0, 2), (1200, 1)])
@@ -113,8 +113,8 @@ def test_summaries_are_a_line_a_story_and_stories_are_named(tmp_path):
         (tmp_path / f"{name}.target").write_text("summary one .\nsummary two .\n")
     assert set(task.files(tmp_path)) == {"train", "validation", "test"}
     (file,) = split_files(task, tmp_path, "validation")
-    found = [(example.inputs[0], example.label) for example in task.read(file)]
-    assert found == [("val one .", "summary one ."), ("val two .", "summary two .")]
+    result = [(example.inputs[0], example.label) for example in task.read(file)]
+    assert result == [("val one .", "summary one ."), ("val two .", "summary two .")]
     (tmp_path / "val.target").write_text("summary one .\n")
     assert "2 lines, but 1 in" in refusal(lambda: task.read(file))
     (tmp_path / "cnn" / "stories").mkdir(parents=True)

@@ -84,9 +84,9 @@ def test_a_compressed_file_reads_as_the_file_and_a_damaged_one_is_rejected(tmp_p
 
 def test_tab_separated_fields_keep_quotation_marks_and_spaces(file):
     file.write_bytes(b'text\tlabel\n"He said ""no\t 1\r\n\'a, b \t\n')
-    found = list(tab_separated(file))
-    assert [row for _, row in found] == [{"text": '"He said ""no', "label": " 1"}, {"text": "'a, b ", "label": ""}]
-    assert [str(location) for location, _ in found] == [f"{file}:2", f"{file}:3"]
+    result = list(tab_separated(file))
+    assert [row for _, row in result] == [{"text": '"He said ""no', "label": " 1"}, {"text": "'a, b ", "label": ""}]
+    assert [str(location) for location, _ in result] == [f"{file}:2", f"{file}:3"]
 
 
 @TABLES
@@ -130,10 +130,10 @@ def test_quoted_fields_equal_the_standard_library_with_their_first_line(file):
     ]
     with open(file, "w", encoding="utf-8", newline="") as stream:
         csv.writer(stream).writerows(rows)  # ends rows with CR LF
-    found = list(comma_separated(file))
-    assert [list(row.values()) for _, row in found] == rows[1:]
-    assert [location.line for location, _ in found] == [2, 3, 7, 8, 9]
-    assert all(location.file == file for location, _ in found)
+    result = list(comma_separated(file))
+    assert [list(row.values()) for _, row in result] == rows[1:]
+    assert [location.line for location, _ in result] == [2, 3, 7, 8, 9]
+    assert all(location.file == file for location, _ in result)
 
 
 @pytest.mark.parametrize(

@@ -27,14 +27,14 @@ more</t>
 
 @pytest.fixture
 def problem(tmp_path):
-    def found(text, encoding="utf-8"):
+    def read(text, encoding="utf-8"):
         file = tmp_path / "rte1_dev.xml"
         file.write_text(text, encoding=encoding)
         message = refusal(lambda: TASK.read(file))
         assert message.startswith(str(file))
         return message.removeprefix(str(file))
 
-    return found
+    return read
 
 
 def test_pairs_labels_ids_and_lines_equal_the_file(tmp_path):

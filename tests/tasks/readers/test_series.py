@@ -47,9 +47,9 @@ def test_windows_of_a_split(file, split, predicted):
     task = series(file)
     dates, values = by_hand(file)
     scaled = StandardScaler().fit(values[:70]).transform(values)
-    found = part(task, file, split)
-    assert len(found) == len(predicted)
-    for example, now in zip(found, predicted, strict=True):
+    result = part(task, file, split)
+    assert len(result) == len(predicted)
+    for example, now in zip(result, predicted, strict=True):
         read, marks = example.inputs
         np.testing.assert_allclose(read, scaled[now - L : now], rtol=1e-12)
         np.testing.assert_allclose(example.label, scaled[now : now + H], rtol=1e-12)
@@ -75,13 +75,13 @@ def test_a_resolved_task_needs_no_training_file(file, tmp_path):
     new = write(tmp_path / "new.csv", by_hand(file)[1][60:97].tolist(), START + 60 * HOUR)
     file.unlink()
     task = build_task(TaskConfig(**{**kept, "name": "series"}))
-    (found,) = task.read(new)
-    assert found.label is None and str(found.location) == f"{new}:38" and found.name == str(START + 97 * HOUR)
+    (result,) = task.read(new)
+    assert result.label is None and str(result.location) == f"{new}:38" and result.name == str(START + 97 * HOUR)
     wanted = next(each for each in before if each.name == str(START + 96 * HOUR)).inputs
-    np.testing.assert_array_equal(found.inputs[0][:-1], wanted[0][1:])  # one row later
-    np.testing.assert_array_equal(found.inputs[1][:-1], wanted[1][1:])
+    np.testing.assert_array_equal(result.inputs[0][:-1], wanted[0][1:])  # one row later
+    np.testing.assert_array_equal(result.inputs[1][:-1], wanted[1][1:])
     later = time_features(np.array([START + (97 + H - 1) * HOUR], dtype="datetime64[us]"), 3600.0)
-    np.testing.assert_array_equal(found.inputs[1][-1:], later)
+    np.testing.assert_array_equal(result.inputs[1][-1:], later)
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +103,10 @@ def test_official_splits_of_etth1(etth1, horizon, counts):
     mean, scale = task.mean[0], task.scale[0]
     assert mean == pytest.approx(8639 / 2) and scale == pytest.approx(((8640**2 - 1) / 12) ** 0.5)
     for split, count, first in zip(("train", "validation", "test"), counts, (96, 8640, 11520), strict=True):
-        found = part(task, etth1, split)
-        rows = [round(float(example.label[0, 0] * scale + mean)) for example in found]
+        result = part(task, etth1, split)
+        rows = [round(float(example.label[0, 0] * scale + mean)) for example in result]
         assert rows == list(range(first, first + count))
-        last = float(found[-1].label[-1, 0] * scale + mean)
+        last = float(result[-1].label[-1, 0] * scale + mean)
         assert round(last) == {"train": 8639, "validation": 11519, "test": 14399}[split]
 
 
@@ -156,10 +156,10 @@ def test_too_few_rows_are_rejected(tmp_path):
 def test_features_equal_datetime(minutes):
     for start in (datetime(2016, 2, 27, 21, 30), datetime(1968, 12, 30, 3), datetime(2023, 12, 31, 23, 45)):
         dates = [start + i * timedelta(minutes=minutes) for i in range(400)]
-        found = time_features(np.array(dates, dtype="datetime64[us]"), minutes * 60.0)
+        result = time_features(np.array(dates, dtype="datetime64[us]"), minutes * 60.0)
         wanted = []
         for one in dates:
             day = [one.hour / 23, one.weekday() / 6, (one.day - 1) / 30, (one.timetuple().tm_yday - 1) / 365]
             wanted.append([one.minute / 59, *day] if minutes % 60 else day)
-        np.testing.assert_allclose(found, np.array(wanted) - 0.5, rtol=0, atol=1e-15)
-        assert np.abs(found).max() <= 0.5
+        np.testing.assert_allclose(result, np.array(wanted) - 0.5, rtol=0, atol=1e-15)
+        assert np.abs(result).max() <= 0.5

@@ -35,12 +35,12 @@ def test_rows_become_examples_in_their_order(tmp_path, suffix):
     rows = [(n, text, "ab"[n % 2]) for n, text in enumerate(texts)]
     task = task_of(write(tmp_path / f"train{suffix}", ("number", "text", "label"), *rows))
     (file,) = split_files(task, tmp_path / f"train{suffix}", "train")
-    found = list(task.read(file))
-    assert [example.inputs for example in found] == [(text,) for text in texts]
-    assert [example.label for example in found] == [0, 1, 0, 1] and task.classes == ("a", "b")
-    assert [example.name for example in found] == ["0", "1", "2", "3"]
+    result = list(task.read(file))
+    assert [example.inputs for example in result] == [(text,) for text in texts]
+    assert [example.label for example in result] == [0, 1, 0, 1] and task.classes == ("a", "b")
+    assert [example.name for example in result] == ["0", "1", "2", "3"]
     lines = {".tsv": [2, 3, 4, 5], ".jsonl": [1, 2, 3, 4]}.get(suffix, [2, 3, 5, 6])
-    assert [str(example.location) for example in found] == [f"{file}:{line}" for line in lines]
+    assert [str(example.location) for example in result] == [f"{file}:{line}" for line in lines]
     assert task.metrics == ("accuracy", "macro_f1")
 
 
@@ -87,11 +87,11 @@ def test_a_task_without_classes_predicts_numbers(tmp_path, suffix):
     values = ["3.5", "-1e-2", "4", "0"] if suffix == ".csv" else [3.5, -1e-2, 4, "0"]
     file = write(tmp_path / f"a{suffix}", ("text", "label"), *(("x", value) for value in values))
     task = task_of(file, labels=[])
-    found = [example.label for example in task.read(file)]
-    assert task.classes is None and found == [3.5, -0.01, 4.0, 0.0]
-    assert all(type(label) is float for label in found)
+    result = [example.label for example in task.read(file)]
+    assert task.classes is None and result == [3.5, -0.01, 4.0, 0.0]
+    assert all(type(label) is float for label in result)
     assert task.metrics == ("pearson", "spearman") and set(task.metrics) <= set(METRICS)
-    assert METRICS[task.metrics[0]](np.array(found), np.array(found)) == pytest.approx(1.0)
+    assert METRICS[task.metrics[0]](np.array(result), np.array(result)) == pytest.approx(1.0)
 
 
 COLUMNS, NAMED = ("text", "label"), "Set the name of the column by"
@@ -168,13 +168,13 @@ def dataset(tmp_path, request):
 @pytest.mark.parametrize(("name", "classes"), [("sst2", ("0", "1")), ("table", ("negative", "positive"))])
 def test_a_dataset_of_hugging_face_is_read_by_its_splits(dataset, name, classes):
     task = build_task(TaskConfig(name=name, source=str(dataset), text=["sentence"]))
-    found = {split: list(read_files(task, files)) for split, files in task.files(dataset).items()}
+    result = {split: list(read_files(task, files)) for split, files in task.files(dataset).items()}
     assert task.classes == classes
-    assert {split: [each.label for each in examples] for split, examples in found.items()} == {
+    assert {split: [each.label for each in examples] for split, examples in result.items()} == {
         "train": [1, 0, 1], "validation": [0], "test": [None, None],
     }  # fmt: skip
-    assert [each.inputs for each in found["train"]] == [("train 0",), ("train 1",), ("train 2",)]
-    assert [(each.name, str(each.location)) for each in found["train"][1:]] == [
+    assert [each.inputs for each in result["train"]] == [("train 0",), ("train 1",), ("train 2",)]
+    assert [(each.name, str(each.location)) for each in result["train"][1:]] == [
         ("1", f"{dataset}:2"), ("2", f"{dataset}:3"),
     ]  # fmt: skip
     with pytest.raises(DataError, match=r'data:1: missing column "text"'):
@@ -188,8 +188,8 @@ def test_a_dataset_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
     assert "cannot be read as a dataset (" in refusal(lambda: build_task(TaskConfig(name="sst2")).files(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    found = refusal(lambda: split_files(build_task(TaskConfig(name="sst2")), Path("hub"), "train"))
-    assert found.startswith("hf:/datasets/nyu-mll/glue/sst2: cannot be read as a dataset (")
+    result = refusal(lambda: split_files(build_task(TaskConfig(name="sst2")), Path("hub"), "train"))
+    assert result.startswith("hf:/datasets/nyu-mll/glue/sst2: cannot be read as a dataset (")
 
 
 @pytest.mark.parametrize(("name", "text", "label"), [("listops", "Source", "Target"), ("ag_news", "text", "label")])
@@ -208,10 +208,10 @@ def test_a_row_is_a_text_and_its_answer(tmp_path, suffix):
     table(file, [(b, 1, a) for a, b in rows], ("predicted", "n", "body"))
     task = build_task(TaskConfig(name="text_table", text=["body"], label="predicted"))
     assert split_files(task, file, "train") == [file] and task.form == "texts"
-    found = list(task.read(file))
-    assert [(each.inputs, each.label) for each in found] == [((a,), b.strip()) for a, b in rows]
-    assert [each.name for each in found] == ["0", "1"]
-    assert found[1].location.line == {".csv": 4, ".tsv": 3, ".jsonl": 2}[suffix]
+    result = list(task.read(file))
+    assert [(each.inputs, each.label) for each in result] == [((a,), b.strip()) for a, b in rows]
+    assert [each.name for each in result] == ["0", "1"]
+    assert result[1].location.line == {".csv": 4, ".tsv": 3, ".jsonl": 2}[suffix]
 
 
 def test_eight_of_ten_articles_train_and_a_missing_side_is_named(tmp_path, capsys):
@@ -221,14 +221,14 @@ def test_eight_of_ten_articles_train_and_a_missing_side_is_named(tmp_path, capsy
     content = table(tmp_path / "rows.csv", rows, NEWS_COLUMNS).read_bytes()
     file = write_zip(tmp_path / "NewsArticles.zip", {"NewsArticles.csv": content})
     task = build_task(TaskConfig(name="headlines"))
-    found = {}
+    result = {}
     for split, (part,) in task.files(tmp_path).items():
         examples = list(task.read(part))
         assert all(each.location.file == file and each.location.line == int(each.name) + 2 for each in examples)
         assert all((each.inputs[0], each.label) == (f"text {each.name}, é", f"title {each.name}") for each in examples)
-        found[split] = [int(each.name) for each in examples]
-    assert found["test"] == [0, 20] and found["validation"] == [1, 11, 21]
-    assert found["train"] == [n for n in range(4, 25) if n % 10 > 1]
+        result[split] = [int(each.name) for each in examples]
+    assert result["test"] == [0, 20] and result["validation"] == [1, 11, 21]
+    assert result["train"] == [n for n in range(4, 25) if n % 10 > 1]
     assert capsys.readouterr().err.splitlines() == [
         f"{file}#train: left out 2 articles without a title or a text: lines 4, 5",
         f"{file}#test: left out 1 articles without a title or a text: lines 12",

@@ -168,8 +168,8 @@ def test_a_failed_request_is_retried(store, tmp_path, operation, capsys):
     store.faults = [(f"^{operation} ", fault) for fault in faults]
     prepare(tmp_path / "run", 1, 2, 3)
     assert in_bucket(store) == [*checkpoints(2, 3), "latest", "owner"]
-    found = start(tmp_path / "other machine")
-    assert found.step == 3 and not store.faults
+    result = start(tmp_path / "other machine")
+    assert result.step == 3 and not store.faults
     assert capsys.readouterr().err.count("again in") >= 2
 
 
@@ -248,8 +248,8 @@ def test_the_best_checkpoint_comes_with_the_newest(store, tmp_path):
         saver.save(engine, step, step * 8, {"selection": selection})
     saver.finish_uploads()
     assert start(tmp_path / "other machine").step == 3
-    found = list_checkpoints(tmp_path / "other machine" / "checkpoints")
-    assert [path.name for path in found] == ["00000001", "00000003"]
+    result = list_checkpoints(tmp_path / "other machine" / "checkpoints")
+    assert [path.name for path in result] == ["00000001", "00000003"]
 
 
 def test_a_later_run_elsewhere_ends_the_earlier_one(store, tmp_path):

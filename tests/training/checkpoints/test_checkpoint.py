@@ -40,7 +40,7 @@ def copy(saved, tmp_path):
     return Path(shutil.copytree(saved, tmp_path / saved.name))
 
 
-def found(copy: Path, name: str) -> bool:
+def is_detected(copy: Path, name: str) -> bool:
     """Whether opening it is refused with an error that names the file."""
     try:
         Checkpoint.open(copy)
@@ -58,7 +58,7 @@ def test_one_flipped_bit_is_found_wherever_it_is(copy, file, figures):
     for position in positions:
         for bit in (1, 16, 128):
             (copy / file).write_bytes(whole[:position] + bytes([whole[position] ^ bit]) + whole[position + 1 :])
-            done, detected = done + 1, detected + found(copy, file)
+            done, detected = done + 1, detected + is_detected(copy, file)
     (copy / file).write_bytes(whole)
     Checkpoint.open(copy)
     figures(checkpoint_damages=done, checkpoint_damages_detected=detected)
@@ -71,11 +71,11 @@ def test_a_file_that_is_cut_or_gone_is_found(copy, file, figures):
     detected, lengths = 0, (0, 1, 8, len(whole) // 2, len(whole) - 1)
     for length in lengths:
         (copy / file).write_bytes(whole[:length])
-        detected += found(copy, file)
+        detected += is_detected(copy, file)
     (copy / file).write_bytes(whole + b"\0")
-    detected += found(copy, file)
+    detected += is_detected(copy, file)
     (copy / file).unlink()
-    detected += found(copy, file)
+    detected += is_detected(copy, file)
     with pytest.raises(CheckpointError, match=f"{file}: missing"):
         Checkpoint.open(copy)
     figures(checkpoint_damages=len(lengths) + 2, checkpoint_damages_detected=detected)
@@ -103,10 +103,10 @@ def test_only_regular_files_are_read(copy):
     for name in FILES:
         (copy / name).rename(copy.parent / name)
         (copy / name).symlink_to(copy.parent / name)
-        assert found(copy, name)
+        assert is_detected(copy, name)
         (copy / name).unlink()
         os.mkfifo(copy / name)  # opening it would wait for ever
-        assert found(copy, name)
+        assert is_detected(copy, name)
         (copy / name).unlink()
         (copy.parent / name).rename(copy / name)
     Checkpoint.open(copy)
@@ -131,12 +131,12 @@ def norm(manifest: dict, name: str = "weight") -> dict:
         (lambda m: m["files"].update({"../outside": {"bytes": 0, "sha256": ""}}), "names a file '../outside'"),
         (lambda m: m["config"]["model"].update(wings=2), "model.wings"),
         (lambda m: norm(m)["pieces"].clear(), r"weight of norm.weight: 0 numbers for the shape \[13\]"),
-        (lambda m: norm(m)["pieces"][0].update(start=-5), r"norm.weight.pieces.0.start: .*greater than or equal to 0"),
+        (lambda m: norm(m)["pieces"][0].update(start=-5), r"norm.weight.pieces.0.start: a value of another type"),
         (lambda m: norm(m).update(pieces=norm(m, "bias")["pieces"]), r"twice"),
         (lambda m: norm(m)["pieces"][0].update(file="/etc/passwd"), r"a piece in a file '/etc/passwd'"),
-        (lambda m: m.update(files=list(m["files"])), r"files: .*valid dictionary"),
-        (lambda m: m.update(step=True), r"step: .*valid integer"),
-        (lambda m: m.pop("tensors"), r"tensors: Field required"),
+        (lambda m: m.update(files=list(m["files"])), r"files: a value of another type"),
+        (lambda m: m.update(step=True), r"step: a value of another type"),
+        (lambda m: m.pop("tensors"), r"tensors: a value of another type"),
     ],
 )
 def test_a_manifest_of_another_making_is_rejected(copy, edit, message):

@@ -175,8 +175,8 @@ def test_the_same_seed_twice_gives_the_same_bits(data, tmp_path, device, steps, 
         run, mechanisms = tmp_path / name, attention("lsh", "lha", "yoso", "local").model_dump(mode="json")
         where = {"device": device, "deterministic": deterministic}
         config = configuration(data, run, mechanisms, run=where, training={"steps": steps}, model={"layers": 4})
-        found = outcome(run, launch(config))
-        return found, statistics.median(line["speed/step_seconds"] for line in read_metrics(run))
+        result = outcome(run, launch(config))
+        return result, statistics.median(line["speed/step_seconds"] for line in read_metrics(run))
 
     fast = run_once("fast", False)[1] if device == "cuda" else math.nan  # what is deterministic once stays so
     (first, seconds), (second, _) = run_once("first", True), run_once("second", True)
@@ -187,13 +187,13 @@ def test_the_same_seed_twice_gives_the_same_bits(data, tmp_path, device, steps, 
 
 def models() -> list[tuple[str, list[str]]]:
     """(kind, layers): every mechanism and variant once, those of different mechanisms as layers of one model."""
-    found = [("encoder", [*(name for name in MECHANISMS if not can_be_causal(name)), "lsh", "routing"])]
+    result = [("encoder", [*(name for name in MECHANISMS if not can_be_causal(name)), "lsh", "routing"])]
     left = causal_names()
     while left:
         layers = list({kind_of(name): name for name in reversed(left)}.values())
-        found.append(("decoder", layers))
+        result.append(("decoder", layers))
         left = [name for name in left if name not in layers]
-    return found
+    return result
 
 
 @pytest.mark.parametrize(

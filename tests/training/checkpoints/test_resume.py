@@ -42,8 +42,8 @@ def checkpoints(config: Config) -> Path:
 
 
 def test_auto_resumes_from_the_newest_and_a_new_run_starts_without_one(run, tmp_path):
-    found = start(run)
-    assert (found.step, found.sequences) == (3, 24)
+    result = start(run)
+    assert (result.step, result.sequences) == (3, 24)
     assert start(tiny_config(tmp_path / "new")) is None
     assert start(tiny_config(tmp_path / "new"), "never") is None
 

@@ -42,8 +42,8 @@ with run_lock(Path(sys.argv[1]), Ranks()):
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
     """Path -> when it was last written, and its bytes."""
-    found = [folder, *folder.rglob("*")]
-    return {str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in found}
+    result = [folder, *folder.rglob("*")]
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in result}
 
 
 def test_a_second_run_is_rejected_in_one_line_before_it_writes(tmp_path, capsys):

@@ -134,9 +134,9 @@ def start(folder: Path, **unlike: Any) -> list[Any]:
     ],
 )
 def test_ranks_that_were_given_different_runs_do_not_start(tmp_path, unlike, message):
-    found = start(tmp_path, **unlike)
-    assert [type(one) for one in found] == [ConfigError if message else type(None)] * 3
-    assert all(message in str(one) for one in found)
+    result = start(tmp_path, **unlike)
+    assert [type(one) for one in result] == [ConfigError if message else type(None)] * 3
+    assert all(message in str(one) for one in result)
 
 
 def test_ranks_that_run_different_code_do_not_start(tmp_path, monkeypatch):

@@ -234,19 +234,19 @@ def test_filling_a_model_leaves_its_frozen_weights(tmp_path):
 
 def in_deepspeed(folder):
     """For each setting of ENGINES: the names of saved weights, and the losses as `went_on` has them."""
-    found = {}
+    result = {}
     for name, zero in ENGINES.items():
         config = tiny_config(f"{folder}/{name}", "deepspeed", deepspeed={"zero_optimization": zero})
         whole, again, checkpoint = went_on(config, start_ranks(config.run))
-        found[name] = [sorted(checkpoint.manifest["tensors"]["weight"]), whole, again]
-    return found
+        result[name] = [sorted(checkpoint.manifest["tensors"]["weight"]), whole, again]
+    return result
 
 
 @pytest.mark.slow
 def test_deepspeed_does_the_same(tmp_path):
     expected = went_on(tiny_config(tmp_path / "torch"), Ranks())[0]
-    (found,) = run_ranks(in_deepspeed, world_size=1, timeout=900, folder=str(tmp_path))
+    (result,) = run_ranks(in_deepspeed, world_size=1, timeout=900, folder=str(tmp_path))
     for name in ENGINES:
-        saved, whole, again = found[name]
+        saved, whole, again = result[name]
         assert saved == sorted(set(dict(TinyModel().named_parameters())) - FROZEN)
         assert whole == pytest.approx(expected, rel=1e-5) and again == whole[3:]

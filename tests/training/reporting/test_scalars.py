@@ -129,8 +129,8 @@ def test_on_a_gpu_memory_has_more_kinds_and_they_are_in_the_table(monkeypatch):
 
 def test_layers_are_vectors_with_nan_for_those_without():
     one, two, three = (torch.tensor(x) for x in (1.0, 2.0, 3.0))
-    found = average_over_layers({"a": {0: one, 3: three}, "b": {1: two}}, 4)
-    assert {name: value.tolist() for name, value in found.items() if value.dim() == 0} == {"a": 2.0, "b": 2.0}
-    assert found.keys() == {"a", "b", "a/layers"}
-    assert torch.equal(found["a/layers"].isnan(), torch.tensor([False, True, True, False]))
-    assert found["a/layers"][[0, 3]].tolist() == [1.0, 3.0]
+    result = average_over_layers({"a": {0: one, 3: three}, "b": {1: two}}, 4)
+    assert {name: value.tolist() for name, value in result.items() if value.dim() == 0} == {"a": 2.0, "b": 2.0}
+    assert result.keys() == {"a", "b", "a/layers"}
+    assert torch.equal(result["a/layers"].isnan(), torch.tensor([False, True, True, False]))
+    assert result["a/layers"][[0, 3]].tolist() == [1.0, 3.0]

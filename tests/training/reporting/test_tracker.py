@@ -224,8 +224,8 @@ def test_mlflow_has_every_step_once_and_a_restart_continues_the_run(tmp_path, mo
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert [(metric.step, metric.value) for metric in history] == [(1, 1.0), (2, 2.0), (3, 3.0)]
     assert run.info.status == "FINISHED" and run.info.run_name == "run"
-    found = {file.path for file in client.list_artifacts(run.info.run_id)}
-    assert {"config.json", "evaluation", "quality"} <= found
+    result = {file.path for file in client.list_artifacts(run.info.run_id)}
+    assert {"config.json", "evaluation", "quality"} <= result
 
 
 def test_wandb_has_every_step_offline_under_one_name(tmp_path, monkeypatch):
