@@ -114,7 +114,7 @@ def test_adapters_want_weights_that_they_belong_to(decoder, tmp_path, capsys):
     sets = [word for key, value in QUICK.items() for word in ("--set", f"{key}={value}")]
     folder = f"run.directory={tmp_path / 'run'}"
     message = refused(capsys, door("pretrain"), "decoder_64k", "--data", texts, "--set", folder, *sets)
-    assert "lora: given" in message and "--start" in message and not (tmp_path / "run").exists()
+    assert "contains no base weights" in message and "--start" in message and not (tmp_path / "run").exists()
     go_on(tmp_path / "run", decoder, texts)
     (tmp_path / "run" / "start").rename(tmp_path / "elsewhere")
     result = refused(capsys, door("generate"), "--checkpoint", tmp_path / "run")

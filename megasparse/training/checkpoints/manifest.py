@@ -151,7 +151,8 @@ def _most_bytes(path: Path) -> int:
     """Return the largest valid size of the manifest, given the headers of the checkpoint's files."""
     headers = 0
     for file in path.glob("rank-*.safetensors"):
-        size = size_of(file)
+        if not (size := size_of(file)):
+            continue
         try:
             with open_file(file) as stream:
                 header_size = int.from_bytes(stream.read(8), "little")
