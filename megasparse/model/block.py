@@ -1,6 +1,5 @@
 """Layer of the stack: attention, cross-attention (in an encoder–decoder) and feed-forward branches on residual streams;
-and reversible layers, whose backward reconstructs inputs from outputs, so that activation memory is independent of
-depth.
+and reversible layers, whose backward reconstructs inputs from outputs: activation memory is independent of depth.
 
 B batch, L length, S source length, E d_model, F d_ff.
 """
@@ -43,8 +42,7 @@ class AttentionBranch(Branch):
     ) -> Any:
         """Run the residual branch. x: (B, L, E). Returns its output and the auxiliary loss.
 
-        residual: update streams in groups of heads, see `Branch.rewrite`. position: position of the new token in
-        decoding.
+        residual: update streams in groups of heads, see `Branch.rewrite`. position: of the new token in decoding.
         """
         if position is not None:
             context = AttentionContext(self.layer, run.rng, tokens=run.tokens)

@@ -43,8 +43,7 @@ def _unit_keys(q: Tensor) -> tuple[Tensor, Tensor]:
         q: (B, H, L, D).
 
     Returns:
-        q and k, (B, H, L, D) each. Use the returned q from then on, so that the gradients of both are joined in one
-        pass.
+        q and k, (B, H, L, D) each. Use the returned q from then on, to join the gradients of both in one pass.
     """
     # Tiles over heads, because the backward stores several copies.
     return q, tiled(_unit, [q], [], -(-q.numel() // _ELEMENTS))

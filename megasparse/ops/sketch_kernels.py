@@ -438,9 +438,7 @@ def chosen_keys(
 
 
 def _coordinates(x: Tensor, scale: float = 1.0) -> Tensor:
-    """Return x (B, L, d) as (B, d, L) fp32, times `scale`, so that a warp reads a coordinate of its tokens
-    contiguously.
-    """
+    """Return x (B, L, d) as (B, d, L) fp32, times `scale`, so that warps read contiguous coordinates."""
     return x.float().mul(scale).transpose(1, 2).contiguous()
 
 
