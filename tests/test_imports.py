@@ -84,7 +84,7 @@ PROTOCOLS = {"hub"}
 
 
 def test_every_method_is_called():
-    """One that nobody calls may be one that a rename has missed, in a subclass say."""
+    """An unused method may be one that a rename has missed, for example in a subclass."""
     nodes = [(path, node) for path in FILES for node in ast.walk(parsed(path))]
     called = {node.attr for _, node in nodes if isinstance(node, ast.Attribute)}
     called |= {node.value for _, node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
@@ -136,7 +136,7 @@ ONLY = {"pretrain": {"planning": {"planning.flops"}}}
 
 
 FAST = ("pretrain", "finetune", "prepare-data")
-"""Commands that are checked by `make test`; each imports torch in a process of its own."""
+"""Commands that are checked by `make test`; each imports torch in a separate process."""
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def pin(requirement):
 
 
 def required(extra):
-    """The requirements of an extra, those of the extras that it names included."""
+    """The requirements of an extra, including the extras that it names."""
     for line in PROJECT["optional-dependencies"][extra]:
         found = Requirement(line)
         if found.name == PROJECT["name"]:
@@ -36,7 +36,7 @@ def required(extra):
 
 @pytest.mark.parametrize("torch", TRITON)
 def test_the_triton_of_a_cuda_build_of_torch_is_allowed(torch):
-    """2.13.0: that of a fresh installation. 2.11.0: that of a machine on which `tools/bench/gpu_check.py` is to run."""
+    """2.13.0: a fresh installation. 2.11.0: a machine on which `tools/bench/gpu_check.py` runs."""
     (own,) = (found for found in CORE if found.name == "triton")
     assert own.specifier.contains(TRITON[torch])
     assert own.marker.evaluate({"sys_platform": "linux"})

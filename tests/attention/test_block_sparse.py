@@ -51,7 +51,7 @@ def sees(kind, settings, i, j, causal, drawn, max_length=40):
 
 
 def drawn_blocks(settings, causal, max_length=40):
-    """By head and block, from the function that has tests of its own."""
+    """By head and block, from a function that is tested separately."""
     if "random" not in settings:
         return [{}, {}]
     chunk = min(settings["chunk"], max_length)

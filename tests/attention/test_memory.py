@@ -13,7 +13,7 @@ LONG, PART = 2048, 1 / 8
 QUADRATIC_TIME = ["smart_bird", "yoso expectation"]
 """They compare all pairs, a tile at a time: longer ones are among the soak tests."""
 NOT_LINEAR = ["full", "full shared"]
-"""The baseline: its memory is that of torch's kernel."""
+"""The baseline, with the memory of torch's kernel."""
 LINEAR = [case for case in CASES if case[0] not in NOT_LINEAR and not case[0].startswith("smart_bird ")]
 
 

@@ -1,4 +1,4 @@
-"""Frequencies of rotary positions are those of transformers, and rotations depend only on distances."""
+"""Frequencies of rotary positions equal transformers, and rotations depend only on distances."""
 
 import math
 

@@ -20,7 +20,7 @@ LABELS = Targets(torch.tensor([2, 0]), None)
 
 
 def pooled(**settings):
-    """Learns the label of a sequence, or as `settings` say."""
+    """Learns the label of a sequence, or according to `settings`."""
     single = Single("smart_bird", False, settings=settings or {"objective": "pooled", "labels": 3})
     randomise(single.mechanism, 0.5)
     return single

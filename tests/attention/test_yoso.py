@@ -31,7 +31,7 @@ def attend(mechanism, heads, training=False, rounds=None):
 
 
 def sampled_and_expected(kind, hashes, heads=200, length=16, dim=8, bits=6):
-    """Sums of the same 16 tokens sampled in many heads, each with hashes of its own, and their expectation."""
+    """Sums of the same 16 tokens sampled in many heads, each with separate hashes, and their expectation."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, length, dim, generator=generator, dtype=torch.float64) for _ in range(3))
     q = unit_vectors(q + 0.5 * k)

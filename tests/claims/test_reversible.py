@@ -1,4 +1,4 @@
-"""Reformer's claims on reversible layers: constant memory in depth, and gradients equal to those of stored states."""
+"""Reformer's claims on reversible layers: constant memory in depth, and the same gradients as with stored states."""
 
 import torch
 

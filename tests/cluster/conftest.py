@@ -27,7 +27,7 @@ ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "torch_extensions")),
 }
-"""What every rank is given, on whichever node."""
+"""Arguments of every rank, on every node."""
 SETTINGS = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
 
 
@@ -50,7 +50,7 @@ class TwoNodes:
     b: Host
 
     def start(self, run: Run, hostfile: str, *options: str, stop_at: int = STEPS) -> None:
-        """`deepspeed --hostfile` with these lines, and options of its own."""
+        """`deepspeed --hostfile` with these lines and further options."""
         path = run.folder / "hostfile"
         path.write_text(hostfile)
         (run.folder / ".deepspeed_env").write_text("\n".join(SETTINGS))

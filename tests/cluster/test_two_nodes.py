@@ -1,5 +1,5 @@
 """Two hosts, each with its own network, processes and sshd: a run on both by a hostfile, one of them cut off or killed,
-and what DeepSpeed's launcher says of wrong hostfiles. Needs root; see docs/nodes.md.
+and the messages of DeepSpeed's launcher for wrong hostfiles. Needs root; see docs/nodes.md.
 """
 
 import os
@@ -35,7 +35,7 @@ def run(two_nodes, tmp_path, data):
 
 
 def goes_on(two_nodes: TwoNodes, run: Run, clean: Run) -> None:
-    """The same command ends the run, whose every loss is that of the undisturbed one to the last bit."""
+    """The same command finishes the run with losses bit-identical to an undisturbed one."""
     assert 10 <= max(run.checkpoints()) < STEPS
     two_nodes.start(run, HOSTFILE)
     ended = run.wait()

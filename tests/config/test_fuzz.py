@@ -47,7 +47,7 @@ def mutate(values: dict, draw: random.Random) -> dict:
 
 
 def loads(load: Callable[..., object], *given: object) -> bool:
-    """Whether it loads; if not, it is refused in one line of our own."""
+    """True if it loads; otherwise the error must be one megasparse line."""
     try:
         load(*given)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Random configurations of a tiny run: each is refused in one line that names a key, or trains a step."""
+"""Random configurations of a tiny run: each trains a step or is rejected in one line that names a key."""
 
 import copy
 import math
@@ -139,7 +139,7 @@ def step_of(config: Config) -> None:
 
 
 def try_all(name: str, count: int) -> tuple[int, int, list[str]]:
-    """(trained, refused, the configurations that did neither)."""
+    """(trained, rejected, configurations with another outcome)."""
     trained, refused, wrong = 0, 0, []
     for number in range(count):
         values = mutated(random.Random(f"{name} {number}"))

@@ -1,4 +1,4 @@
-"""Folders of shards at URLs and in buckets, and their cache: the tokens are those of the local folder."""
+"""Folders of shards at URLs and in buckets, and their cache: the tokens equal the local folder."""
 
 import hashlib
 import os

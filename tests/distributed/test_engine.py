@@ -1,6 +1,6 @@
 """The engine on two ranks: every ZeRO setting against plain torch, exact resume, skipped steps.
 
-One launch of two gloo ranks (`everything`) runs all cases one after another; the tests look at what it reports.
+One launch of two gloo ranks (`everything`) runs all cases one after another; the tests check its report.
 """
 
 import dataclasses

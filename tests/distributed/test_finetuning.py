@@ -1,6 +1,6 @@
 """Fine-tuning on two ranks under ZeRO 2, against one process on plain torch.
 
-One launch of two gloo ranks (`on_ranks`); the tests look at what it reports.
+One launch of two gloo ranks (`on_ranks`); the tests check its report.
 """
 
 import json

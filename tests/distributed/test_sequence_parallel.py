@@ -1,4 +1,4 @@
-"""Ranks that share every sequence: losses and gradients of every mechanism are those of one rank, to 1e-5.
+"""Ranks that share every sequence: losses and gradients of every mechanism equal one rank, to 1e-5.
 
 A launch of gloo ranks goes through many cases: each rank has its part of the tokens, and rank 0 compares the mean of
 the ranks' gradients with the gradient of the whole batch. Then two ranks train under every ZeRO stage. With more ranks

@@ -56,7 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "pairs": ("pairs", {"batch": 3}),
 }
 SEQUENCE = (1, 2)
-"""Ranks that share a sequence: with one, each has windows of its own."""
+"""Ranks that share a sequence: with one, each rank has separate windows."""
 
 
 @pytest.fixture(scope="module")

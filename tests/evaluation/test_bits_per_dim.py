@@ -21,7 +21,7 @@ def random_bytes(count: int) -> Stream:
 
 class Model:
     """A token costs a function of itself and of the token before it in the window, and counts as predicted where it is
-    the greater of the two; records what it was asked."""
+    the greater of the two; records its inputs."""
 
     leaks: list[str] = []  # noqa: RUF012
 

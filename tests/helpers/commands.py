@@ -14,7 +14,7 @@ def run(program: Any, *arguments: object) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], program: Any, *arguments: object) -> str:
-    """The one line by which a command refuses its arguments."""
+    """The one-line error of a command for its arguments."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as caught:
         run(program, *arguments)

@@ -1,4 +1,4 @@
-"""The script launch/pretrain.py, in which things go wrong where a test says so; tests/helpers/faults.py starts it.
+"""The script launch/pretrain.py with faults at points that a test chooses; tests/helpers/faults.py starts it.
 
 MEGASPARSE_FAULTS is a JSON object: `folder` for notes, and `faults`, a list of
     {"on": regular expression, "do": [act, ...], "rank": only this one, "every": true}
@@ -94,7 +94,7 @@ class Faults:
 
 
 def watch_files(faults: Faults) -> None:
-    """Tell of what happens to a checkpoint's files, whoever does it: the interpreter's own audit of system calls."""
+    """Report every access to a checkpoint's files by the interpreter's audit of system calls."""
 
     def audit(name: str, arguments: tuple[Any, ...]) -> None:
         if name == "open":

@@ -101,7 +101,7 @@ def table(file: Path, rows: Sequence[Sequence[Any]], columns: tuple[str, ...] = 
 
 
 def our_body(**changes: Any) -> MegasparseBody:
-    """ENCODER's, with initial weights that are no longer small; changes: of its configuration."""
+    """Like ENCODER with larger initial weights; changes: to its configuration."""
     config = ModelConfig.model_validate_json(json.dumps({**ENCODER, **changes}))
     body = MegasparseBody(config)
     initialise(body.stack, config, 5)
@@ -156,7 +156,7 @@ def typed(launcher: Any, *arguments: Any) -> None:
 
 
 def plain(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Metrics by step without those of the clock; of a step that was written twice the later one."""
+    """Metrics by step without times; the later one of a step that was written twice."""
     by_step = {line["step"]: line for line in lines if "step" in line}
     lines = [by_step[step] for step in sorted(by_step)]
     return [{k: v for k, v in line.items() if not k.startswith(TIMES) and k != "time"} for line in lines]

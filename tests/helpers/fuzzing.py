@@ -45,7 +45,7 @@ class Case(NamedTuple):
     """"read", "refused", or what must not be."""
     seconds: float
     bytes: int
-    """Peak memory above the amount before."""
+    """Peak memory above the starting amount."""
 
 
 def mutate(folder: Path, draw: random.Random, repair: Callable[[Path], object]) -> None:

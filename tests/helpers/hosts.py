@@ -1,4 +1,4 @@
-"""Hosts to try a cluster with: each a set of Linux namespaces of its own (network, processes, mounts, name) with its
+"""Hosts to try a cluster with: each a separate set of Linux namespaces (network, processes, mounts, name) with its
 own sshd, joined by a cable that can be cut. Nothing has a name or an address outside, and all of it is gone when its
 first process is, which the kernel kills with the tests. Needs root, and Debian's openssh-server.
 """

@@ -95,7 +95,7 @@ class LaunchCounter(TorchDispatchMode):
 
 
 def _sizes(tree: Any) -> Iterator[int]:
-    """Bytes of each tensor; of one that repeats its numbers, those of its memory."""
+    """Bytes of each tensor; for an expanded one, the bytes of its memory."""
     for x in tree_leaves(tree):
         if isinstance(x, Tensor):
             yield min(x.numel() * x.element_size(), x.untyped_storage().nbytes())

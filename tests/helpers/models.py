@@ -131,7 +131,7 @@ PATHS = {
 
 
 def by_path(arguments: str, values: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrise a test by names, or by tuples that begin with one; those not in PATHS are marked slow."""
+    """Parametrise a test by names, or by tuples that start with one; those not in PATHS are marked slow."""
     cases = [value if isinstance(value, tuple) else (value,) for value in values]
     stacks = {"True": "causal", "False": "both"}
     ids = [", ".join(stacks.get(str(part), str(part)) for part in case) for case in cases]

@@ -103,7 +103,7 @@ def tiny_engine(
     model: nn.Module | None = None,
     start: Checkpoint | None = None,
 ) -> Engine:
-    """An engine around a model, a TinyModel if none is given, with its weights or those of `start`."""
+    """An engine around a model, by default a TinyModel, with its weights or the weights of `start`."""
     return build_engine(model or TinyModel(), config, make_rng, ranks, start)
 
 
@@ -127,7 +127,7 @@ def tiny_run(
     draws: MakeRng = make_rng,
     **options: Any,
 ) -> Iterator[TrainingRun]:
-    """A run on dummy data, wired as every run is. options: those of `open_training`."""
+    """A run on dummy data, wired as every run is. options: arguments of `open_training`."""
     recipe = Recipe(
         identity_of(config),
         draws,

@@ -115,7 +115,7 @@ def test_the_logits_are_the_same(tmp_path, name):
 
 
 def test_huggingface_attends_to_padding_and_megasparse_does_not(tmp_path):
-    """Padding is as YOSOFormat says; where this fails, transformers has fixed it."""
+    """Padding is treated as YOSOFormat describes; if this fails, transformers has fixed it."""
     model, form = theirs("yoso")
     mine = ours(load(form, saved(model, tmp_path)))
     tokens, rng = random_tokens(2, 41, vocabulary=301), RngContext.evaluation(0, 2)

@@ -124,7 +124,7 @@ def start(tmp_path, config, *arguments, **sections):
 
 
 def test_a_run_starts_from_an_import_on_any_data_and_resumes(tmp_path, capsys):
-    """Step 1 is the first, with new data, another optimizer and another batch; later it goes on from its own."""
+    """Step 1 is the first, with new data, another optimizer and another batch; later it resumes from its checkpoint."""
     config, weights = configured()
     path = write_checkpoint(config, readers(weights), tmp_path / "imported")
     start(tmp_path, config, "--resume", path)
@@ -148,7 +148,7 @@ def test_a_run_of_another_tokenizer_is_rejected(tmp_path, monkeypatch, capsys):
 
 
 def test_a_run_starts_from_weights_of_another_attention_and_task(tmp_path, capsys):
-    """Every weight that both have, bit for bit; the hash functions are new. Then it goes on from its own."""
+    """Shared weights are bit-identical, and the hash functions are new. Then it resumes from its checkpoint."""
     config, weights = configured(attention={"pattern": ["lsh"], "lsh": {"chunk": 8, "shared_qk": False}})
     path = write_checkpoint(config, readers(weights), tmp_path / "imported")
     hashed, _ = configured(attention={"pattern": ["lha"], "lha": {"chunk": 8}})

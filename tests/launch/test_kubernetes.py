@@ -22,7 +22,7 @@ def manifest() -> dict[str, Any]:
 
 
 def as_known(values: dict[str, Any]) -> dict[str, Any]:
-    """What the models keep of an object: unknown fields are dropped, wrong types and missing fields refused."""
+    """An object as the models read it: unknown fields are dropped, wrong types and missing fields are errors."""
     return dict(models.JobsetV1alpha2JobSet.from_dict(copy.deepcopy(values)).to_dict())
 
 

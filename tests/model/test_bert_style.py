@@ -136,7 +136,7 @@ def test_incompatible_options_are_rejected(changes, key, problem):
 
 @pytest.mark.parametrize("name", ["yoso", "longformer", "bigbird", "performer", "lsh separate"])
 def test_another_attention_has_the_same_weights(name):
-    """So a pretrained encoder can go on with it: `megasparse pretrain --resume ... --allow-changed-config`."""
+    """So a pretrained encoder can resume with it: `megasparse pretrain --resume ... --allow-changed-config`."""
     with torch.device("meta"):
         models = [empty_model(bert(attention=named(each))) for each in ("full", name)]
     full, other = ({name: weight.shape for name, weight in model.named_parameters()} for model in models)

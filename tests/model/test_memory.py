@@ -97,7 +97,7 @@ def test_nothing_but_streams_is_larger_than_a_group_of_heads():
 
 
 def test_streams_in_bf16_are_half_as_large():
-    """The embedding alone is fp32, and so is its gradient, when the streams are not there yet, or no longer."""
+    """Only the embedding and its gradient are fp32, before and after the streams exist."""
     grouped = step(HEADS, residual_dtype="bf16")
     assert sum(size > 0.51 * STREAM for size in grouped.sizes) <= 4
     assert grouped.peak < 2 * STREAM + 24 * STREAM / HEADS

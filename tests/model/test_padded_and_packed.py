@@ -26,7 +26,7 @@ def outputs(model, tokens):
 
 
 RELATIVE = ("full", "local", "longformer")
-"""Those that see rotary positions in products of queries and keys alone; hashes are of what was turned."""
+"""Mechanisms that see rotary positions only in products of queries and keys; hashes read rotated vectors."""
 PADDED = [
     *((name, NONE, {}) for name in ("full", "lsh", "yoso", "lha", "performer", "smyrf")),
     *((name, LEARNED, {}) for name in ("full", "lsh")),

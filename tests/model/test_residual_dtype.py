@@ -1,4 +1,4 @@
-"""Residual streams in bf16: half the memory of a reversible stack, and gradients near those of streams in fp32."""
+"""Residual streams in bf16: half the memory of a reversible stack, and gradients near the gradients of fp32 streams."""
 
 import pytest
 import torch

@@ -39,7 +39,7 @@ HEADS = {
     ),
     "hash tables": lambda q, k, v: hash_table_attention(q, k, v, CODES, CODES, TABLES)[:1],
 }
-"""Operators with kernels, of q, k, v (1, 2, L, 16): what they return that has gradients."""
+"""Operators with kernels, of q, k, v (1, 2, L, 16). Returns their differentiable outputs."""
 OTHERS = {
     "expected": lambda q, k, v: expected_attention(q / 9, k / 9, v, TABLES)[:1],
     "linear": lambda q, k, v: (linear_attention(q, k, v, PROJECTION, scale=0.25),),

@@ -73,7 +73,7 @@ def pairs_at(cosine, count, width):
 
 
 def collision_share(kind, cosine, width, bits, heads=400, pairs=200, hashes=16):
-    """Share of collisions over heads (each with hyperplanes of its own), hashes and pairs, and its standard error."""
+    """Share of collisions over heads (with separate hyperplanes), hashes and pairs, and its standard error."""
     x, y = (t.expand(1, heads, -1, -1) for t in pairs_at(cosine, pairs, width))
     met = [sign_codes(t, 5, range(heads), hashes, bits, kind) for t in (x, y)]
     share = (met[0] == met[1]).double().mean((0, 2, 3))  # (heads,) independent draws

@@ -65,7 +65,7 @@ def test_a_layer_takes_no_more_launches_and_bytes_than_recorded(kind):
 
 
 def test_lha_costs_no_more_than_one_and_a_half_times_lsh():
-    """What its hashes learn included; bytes by count, FLOPs as the mechanisms state them."""
+    """Includes the training of hashes; bytes by count, FLOPs as the mechanisms state them."""
     moved = {kind: total(layer(kind)).moved for kind in ("lha", "lsh")}
     assert moved["lha"] <= 1.5 * moved["lsh"]
     model = model_of("lha", 65536, heads=8, dim=64, rounds=2, window=128)
@@ -88,7 +88,7 @@ def test_launches_do_not_grow_with_the_length(kind):
 
 
 def test_a_step_of_reformer_64k_takes_no_more_than_recorded():
-    """A third of the launches of the first count, 7,664, and half of its 417 GB beside products and attention."""
+    """A third of the launches of the first count, 7,664, and half of its 417 GB without products and attention."""
     both = total(count_step(load_config("reformer_64k")))
     assert (both.transfers, both.host) == (0, 0)
     assert both.torch + both.kernels <= 2157 and both.moved <= 351.1e9 and both.flops <= 77.8e12

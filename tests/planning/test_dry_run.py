@@ -1,4 +1,4 @@
-"""The trial step: it measures what it says, and leaves nothing behind; and a step of 65,536 tokens in little memory."""
+"""The trial step: correct measurements, no traces, and a step of 65,536 tokens in little memory."""
 
 import json
 import math

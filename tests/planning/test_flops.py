@@ -29,7 +29,7 @@ def attention(pattern: str | dict, **kinds) -> dict:
 
 
 def encoder(pattern: str, **kinds) -> float:
-    """FLOPs of an encoder with 256 outputs, as the decoders here have: what its mask token adds is taken off."""
+    """FLOPs of an encoder with 256 outputs, as the decoders here have, without the contribution of its mask token."""
     made = model(kind="encoder", vocabulary=257, attention=attention(pattern, **kinds))
     return model_flops_per_token(made, 64) - 6 * 64
 
@@ -140,7 +140,7 @@ def test_an_adaptive_softmax_counts_its_head():
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_an_encoder_decoder_by_its_own_weights(shared):
-    """Each side's matrices once a token of its own, keys and values of the source once a token of the source."""
+    """Each side's matrices once per token of that side, keys and values of the source once per source token."""
     made = {"kind": "encoder_decoder", "layers": 3, "attention": attention("full")}
     source = {"length": 40, "layers": 2, "attention": attention("full"), "shared_embedding": shared}
     values = {"model": {**BASE, **made, "source": source}, "data": {"sequence_length": 64}}

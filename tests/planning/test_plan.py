@@ -1,4 +1,4 @@
-"""Predicted memory against what steps allocate and ranks hold; the plan's other figures against counts by hand."""
+"""Predicted memory against allocations of steps and ranks; the plan's other figures against counts by hand."""
 
 import json
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """Checkpoints on an independent S3 server: uploads in parts, and runs that resume on one machine after another.
 
-Needs `pip install 'moto[server]'`, which is not among what `dev` installs: it brings 45 packages.
+Needs `pip install 'moto[server]'`, which `dev` does not install, because it brings 45 packages.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Mutants of every kind of file that comes from elsewhere: read, or refused in one line, in little memory."""
+"""Mutants of every kind of external file: read, or rejected in one line, in little memory."""
 
 import gzip
 import hashlib

@@ -169,7 +169,7 @@ ENCODER = {"kind": "encoder", "vocabulary": 264, "padding_token": 257, "sentence
     ],
 )  # fmt: skip
 def test_a_model_fits_the_folder(tmp_path, shards, corpus, model, problem):
-    """Room for the tokens of padded records, their padding, where the target begins, and an encoder's objectives."""
+    """Room for the tokens of padded records, their padding, the target's start, and an encoder's objectives."""
     folder = write_folder(tmp_path / "data", [ramp(300, 0) % 256], **shards)
     edit(Index.load(folder), lambda content: content.update(corpus=corpus))
     config = config_of(folder, model)

@@ -74,7 +74,7 @@ def test_all_weights_learn_ones_own_books(decoder, tmp_path, capsys):
 
 
 def test_adapters_learn_resume_and_are_merged(decoder, tmp_path, capsys):
-    """To the bit as a run that was not stopped; exported, transformers' model computes what the adapted one does."""
+    """Bit-identical to an uninterrupted run; the exported transformers model equals the adapted one."""
     texts = books(tmp_path / "books")
     go_on(tmp_path / "straight", decoder, texts)
     go_on(tmp_path / "run", decoder, texts, "--stop-at", "2")

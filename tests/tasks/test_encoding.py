@@ -1,4 +1,4 @@
-"""Examples to token ids: against transformers' own tokenizer, cut, empty, counted and refused."""
+"""Examples to token ids: against transformers' tokenizer, truncation, empty texts, counts and errors."""
 
 import itertools
 from collections.abc import Iterator

@@ -86,7 +86,7 @@ def test_a_stop_interrupts_a_validation_and_training_resumes(tmp_path):
 
 
 class Weighted(Form):
-    """A model that predicts an example's number once a token, with a cost and a weight of its own."""
+    """A model that predicts an example's number once per token, with a cost and a weight."""
 
     encoder = model = None  # type: ignore[assignment]
 

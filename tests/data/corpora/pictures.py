@@ -1,4 +1,4 @@
-"""Images made for tests, and files of them written without Pillow where they are what Pillow is compared with."""
+"""Images made for tests, and files of them written without Pillow for comparison with Pillow."""
 
 import io
 import struct
@@ -28,7 +28,7 @@ def chunk(kind: bytes, content: bytes) -> bytes:
 
 
 def png(rows: np.ndarray, colour: int = RGB, depth: int = 8, more: bytes = b"", size: Sequence[int] = ()) -> bytes:
-    """A PNG file without filters. size: what its header claims in place of its own width and height."""
+    """A PNG file without filters. size: width and height in its header if they are to be wrong."""
     height, width = rows.shape[:2]
     header = struct.pack(">IIBBBBB", *(size or (width, height)), depth, colour, 0, 0, 0)
     content = b"".join(b"\0" + row.tobytes() for row in rows)

@@ -115,7 +115,7 @@ def test_a_bomb_of_text_is_not_unpacked():
 
 
 def test_any_damage_is_a_line_or_leaves_an_image_of_the_size():
-    """A flipped byte anywhere in a file is refused, or gives some image; nothing else comes out of Pillow."""
+    """A flipped byte anywhere in a file is an error or gives some image; Pillow raises nothing else."""
     drawn = np.random.default_rng(0)
     image = np.full((8, 8, 3), 90, dtype=np.uint8)
     for content in (png(IMAGE), saved(Image.fromarray(image), "JPEG"), saved(Image.fromarray(image), "WEBP")):

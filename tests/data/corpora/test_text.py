@@ -232,7 +232,7 @@ def wikitext(tmp_path):
 
 @pytest.fixture
 def wikitext_zip(wikitext):
-    """Archive as the official one: the files in a folder, which is an entry of its own."""
+    """Archive like the official one: the files in a folder, which has its own entry."""
     path = wikitext.parent / "wikitext-103-v1.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.write(wikitext, "wikitext-103/")

@@ -187,7 +187,7 @@ STILL = {**ENCODER, "dropout": 0.0}
 
 
 def run_of(folder: Path, model: dict[str, Any] = STILL, **sections: Any) -> TaskRun:
-    """A run whose model has weights that are no longer small, an unknown user's among them."""
+    """A run whose model has larger weights, including an unknown user's."""
     given = {"task": TASK, "head": {"hidden": 24, "dropout": 0.0}, **sections}
     run = opened(folder / "run", mind(folder / "mind", 24, 12, cold=0.3), model=model, **given)
     generator = torch.Generator().manual_seed(7)

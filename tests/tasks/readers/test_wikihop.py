@@ -1,4 +1,4 @@
-"""QAngaroo's files: read, refused, learned from, resumed, evaluated and answered."""
+"""QAngaroo's files: reading, errors, training, resume, evaluation and answers."""
 
 import json
 import random

@@ -41,7 +41,7 @@ def copy(saved, tmp_path):
 
 
 def is_detected(copy: Path, name: str) -> bool:
-    """Whether opening it is refused with an error that names the file."""
+    """True if opening it raises an error that names the file."""
     try:
         Checkpoint.open(copy)
     except CheckpointError as error:

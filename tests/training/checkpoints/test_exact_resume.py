@@ -186,7 +186,7 @@ def test_the_same_seed_twice_gives_the_same_bits(data, tmp_path, device, steps, 
 
 
 def models() -> list[tuple[str, list[str]]]:
-    """(kind, layers): every mechanism and variant once, those of different mechanisms as layers of one model."""
+    """(kind, layers): every mechanism and variant once, different mechanisms as layers of one model."""
     result = [("encoder", [*(name for name in MECHANISMS if not can_be_causal(name)), "lsh", "routing"])]
     left = causal_names()
     while left:

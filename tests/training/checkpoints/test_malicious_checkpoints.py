@@ -1,4 +1,4 @@
-"""Checkpoints made to run code, to hurt, or that claim to be huge: refused by name before anything of them is used.
+"""Checkpoints made to run code, to do harm, or that claim to be huge: rejected by name before their use.
 
 Each is honestly sealed: sizes, digests and the manifest's own digest are right, as an attacker would have them. Nothing
 is timed: forbidden actions raise an error instead."""
@@ -51,7 +51,7 @@ def saved(tmp_path):
 
 
 def reseal(path: Path, *more: str) -> None:
-    """Make sizes and digests those of the files that are there, and of `more` of them."""
+    """Update sizes and digests to the present files, and to `more` of them."""
     manifest = json.loads((path / MANIFEST).read_text())
     for name in {*manifest["files"], *more}:
         contents = (path / name).read_bytes()

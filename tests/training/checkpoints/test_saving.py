@@ -39,7 +39,7 @@ class Killed(BaseException):
 
 
 class AtOnce(threading.Thread):
-    """A thread whose work is done before `start` returns, and whose death is that of its process."""
+    """A thread that finishes its work before `start` returns and dies with its process."""
 
     def start(self) -> None:
         self.run()

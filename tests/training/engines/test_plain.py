@@ -192,7 +192,7 @@ def frozen_model():
 
 
 def went_on(config, ranks):
-    """The losses of 6 steps, those of a run that was saved after 3 of them and started again, and the checkpoint."""
+    """The losses of 6 steps, the losses of a run that was saved after 3 and resumed, and the checkpoint."""
     engine = tiny_engine(config, ranks, frozen_model())
     whole = train_steps(engine, config, 1, 3)
     Saver(identity_of(config), ranks).save(engine, 3, 24, {})

@@ -52,7 +52,7 @@ def fail_in_step(monkeypatch, step: int, error: Exception) -> None:
 
 
 def test_a_memory_failure_prints_a_table_of_allocations(tmp_path, monkeypatch, capsys):
-    """The counts are those of the definition: fp32 weights, AdamW's two moments and its counters of steps."""
+    """The counts follow the definition: fp32 weights, AdamW's two moments and its counters of steps."""
     data, run = prepared(tmp_path), tmp_path / "run"
     fail_in_step(monkeypatch, 3, torch.OutOfMemoryError(SAID))
     monkeypatch.setattr(memory, "resident_bytes", lambda: 1000)
