@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from megasparse.errors import DataError, one_line, without_secrets
 from megasparse.files import MOST_VALUES, has_many_values, read_file, write_file
@@ -16,6 +16,7 @@ AGAIN = "Prepare the data again with megasparse prepare-data: it rewrites what i
 ANEW = "Delete the folder and prepare the data again with megasparse prepare-data"
 MOST_BYTES = 1 << 29  # of index.json: 50 million samples take less
 MOST_SAMPLES = 1 << 21  # of a shard
+MOST_KEYS = 100  # of an object that is validated: pydantic collects an error for each
 LONGEST_TEXT = 8 * MOST_SAMPLES  # characters of a key or value: the crc32 of that many samples
 
 TAR_HEADER = tarfile.BLOCKSIZE
@@ -59,7 +60,7 @@ class Split(IndexEntry):
 
     tokens: Count
     samples: Count
-    shards: Annotated[tuple[Shard, ...], Field(min_length=1)]
+    shards: Annotated[tuple[Shard, ...], Field(min_length=1), FailFast()]
     raw_bytes: Count | None = None
     """Bytes of the text before tokenization; None if unknown."""
     words: Count | None = None
@@ -134,7 +135,7 @@ def parse_content(raw: bytes, path: Path | str, kind: type[File]) -> File:
         if has_many_values(raw):
             raise ValueError(f"it has more than {MOST_VALUES:,} values")
         # Reject JSON that parsers interpret differently, before pydantic's parser reads it
-        json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant)
+        _check_keys(json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant))
         file = kind.model_validate_json(raw)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
@@ -158,6 +159,16 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 raise ValueError(f'"{key[:60]}" is or has a text of {len(text):,} characters')
         values[key] = value
     return values
+
+
+def _check_keys(values: Any) -> None:
+    """Raise ValueError for more than MOST_KEYS keys in the file's object, its splits and their shards."""
+    splits = values.get("splits") if isinstance(values, dict) else None
+    parts = list(splits.values())[: MOST_KEYS + 1] if isinstance(splits, dict) else []
+    shards = [part.get("shards") for part in parts if isinstance(part, dict)]
+    for item in (values, splits, *parts, *(shard for some in shards if isinstance(some, list) for shard in some)):
+        if isinstance(item, dict) and len(item) > MOST_KEYS:
+            raise ValueError(f"an object has {len(item):,} keys, at most {MOST_KEYS} are read")
 
 
 def _refuse_constant(name: str) -> NoReturn:

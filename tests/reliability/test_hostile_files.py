@@ -261,6 +261,10 @@ def stream(text: pa.Array, compression: str | None = None) -> bytes:
     return out.getvalue()
 
 
+def splits(value: Any) -> bytes:
+    return json.dumps({"splits": value}).encode()
+
+
 def cell() -> pa.Array:
     return pa.array(["a" * (5 << 24)])
 
@@ -280,6 +284,8 @@ BOMBS: dict[str, tuple[str, str, Callable[[], bytes], str]] = {
     "line": ("jsonl", "a.jsonl", lambda: b"[" + b"{}," * 21_000_000 + b"0]", "record 1 here: .* 16,777,216 bytes"),
     "wide": ("jsonl", "a.jsonl", lambda: '["\U0001f600'.encode() + b"a" * 16_000_000 + b'"]', "1 here: no JSON object"),
     "field": ("csv", "a.csv", lambda: b'"' + b"a\n" * 33_000_000 + b'"', "a.csv.*field larger than field limit"),
+    "keys": ("index", "index.json", lambda: splits(dict.fromkeys(map(str, range(10**6)), 1)), "has 1,000,000 keys"),
+    "shards": ("index", "index.json", lambda: splits({"a": {"shards": [{}] * 500_000}}), "Field required"),
     "page": ("parquet", "a.parquet", forged, 'a.parquet: column "text" of row group 0: its .* unfold to 20 times'),
     "batch": ("huggingface", "a.arrow", lambda: stream(cell(), "zstd"), "a.arrow: its .* bytes unfold to 20 times"),
     "cell": ("parquet", "a.parquet", lambda: parquet(cell()), 'a.parquet: column "text" of row group 0: its .* unfold'),
@@ -295,7 +301,7 @@ def test_a_bomb_is_one_line_before_its_memory_is_taken(name, tmp_path, monkeypat
     monkeypatch.setattr(fuzzing, "mutate", lambda *_: None)
     (tmp_path / "seeds").mkdir()
     (tmp_path / "seeds" / file).write_bytes(content())
-    readers = {"csv": lambda folder: list(comma_separated(folder / file))}
+    readers = {"csv": lambda folder: list(comma_separated(folder / file)), "index": Index.load}
     read = readers.get(corpus, partial(read_records, corpus))
     format = Format(print, lambda folder: refusal(lambda: read(folder), match=message))
     (case,) = fuzz(name, format, tmp_path / "seeds", tmp_path / "mutant", range(1))
