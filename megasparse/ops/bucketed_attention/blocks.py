@@ -186,9 +186,8 @@ def _attend(rows: RowGroup, blocks: Iterable[TileBlock], out: Tensor, lse2: Tens
         if not block.first_round:  # rounds are merged by log-sum-exp
             before = block.queries(lse2)
             merged = torch.maximum(before, current).add_(_power(-(before - current).abs_()).add_(1.0).log2_())
-            shares = (_power(x - merged).unsqueeze(-1) for x in (before, current))
-            part = block.queries(out).mul_(next(shares)).add_(part.mul_(next(shares)))
-        block.put_queries(out, part)
+            part.sub_(block.queries(out)).mul_(_power(current - merged).unsqueeze(-1))
+        block.add_to_queries(out, part)
         block.put_queries(lse2, merged)
 
 
@@ -208,6 +207,7 @@ class QueryBlock(TileBlock):
     def __init__(
         self, rows: Tensor, tokens: Tensor, hidden: Tensor, keys: int, tile: int, like: Tensor, first_round: bool = True
     ):  # fmt: skip
+        self._rows = len(rows)
         if len(rows) == 1:  # bmm may sum a single matrix in a different order
             rows, tokens, hidden = (x.repeat_interleave(2, 0) for x in (rows, tokens, hidden))
         self.first_round, self._columns, self.dtype = first_round, hidden, at_least_fp32(like[:0]).dtype
@@ -218,7 +218,7 @@ class QueryBlock(TileBlock):
         return self._columns[:, None].repeat(1, self.query_tokens.shape[1], 1)
 
     def real_queries(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        return self.query_tokens[:, 0], values[:, 0]
+        return self.query_tokens[: self._rows, 0], values[: self._rows, 0]
 
     def add_to_keys(self, x: Tensor, weight: Tensor, values: Tensor) -> None:
         raise NotImplementedError("decoding from a cache does not support gradients")

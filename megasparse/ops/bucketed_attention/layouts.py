@@ -555,10 +555,9 @@ class RangeBlock(TileBlock):
         if tiles.real is not None and not bool(tiles.real.all()):
             self.real = tiles.real
         self.real_places = None if self.real is None else self.real.flatten().nonzero().squeeze(1)
-        index = tiles.start[:, None] + torch.arange(tiles.run, device=tiles.start.device)  # (n, K)
-        inside = torch.minimum(index, tiles.end[:, None] - 1)  # a place after a tile's run repeats its last key
-        self.key_tokens = round_.order.take(inside + tiles.row[:, None] * round_.length)
-        self.index = index.to(round_.dtype)
+        self.index = tiles.start[:, None] + torch.arange(tiles.run, device=tiles.start.device)  # (n, K)
+        inside = torch.minimum(self.index, tiles.end[:, None] - 1)  # a place after a tile's run repeats its last key
+        self.key_tokens = _at(round_.order, inside.add_(tiles.row[:, None] * round_.length))
 
     def real_queries(self, values: Tensor) -> tuple[Tensor, Tensor]:
         if self.real_places is None:
@@ -571,18 +570,24 @@ class RangeBlock(TileBlock):
         x.flatten(0, 1).index_add_(0, self.key_tokens.flatten(), total.flatten(0, 1))
 
     def hidden(self) -> Tensor:
-        round_, index = self.round, self.index.unsqueeze(1)
-        shape = (*self.query_tokens.shape, index.shape[2])
-        above, below = (index.new_empty(shape) for _ in range(2))
+        round_, shape = self.round, (*self.query_tokens.shape, self.key_tokens.shape[1])
+        above, below = (torch.empty(shape, dtype=round_.dtype, device=self.index.device) for _ in range(2))
         if self.same_hidden is not None:
             hidden = self.same_hidden.expand(shape).clone(memory_format=torch.contiguous_format)
         else:
-            hidden = torch.lt(index, round_.low[self.query_tokens].unsqueeze(-1), out=index.new_empty(shape))
-            hidden += torch.ge(index, round_.high[self.query_tokens].unsqueeze(-1), out=above)
+            index = self.index.to(round_.dtype).unsqueeze(1)
+            low, high = (_at(x, self.query_tokens).unsqueeze(-1) for x in (round_.low, round_.high))
+            hidden = torch.lt(index, low, out=torch.empty_like(above))
+            hidden += torch.ge(index, high, out=below)
             if round_.spec.exclude_self:
                 hidden += torch.eq(self.key_tokens.unsqueeze(1), self.query_tokens.unsqueeze(2), out=above)
         for places, low, high in round_.earlier:
-            index = places[self.key_tokens].unsqueeze(1)
-            low, high = (x[self.query_tokens].unsqueeze(-1) for x in (low, high))
+            index = _at(places, self.key_tokens).unsqueeze(1)
+            low, high = (_at(x, self.query_tokens).unsqueeze(-1) for x in (low, high))
             hidden.addcmul_(torch.ge(index, low, out=above), torch.lt(index, high, out=below))
         return hidden
+
+
+def _at(x: Tensor, index: Tensor) -> Tensor:
+    """Return the elements of x (N) at index, of any shape: `x[index]`, several times as fast."""
+    return x.index_select(0, index.flatten()).view(index.shape)
