@@ -177,11 +177,12 @@ def test_buckets_that_only_queries_or_only_keys_are_in(causal):
         assert_equal_to_the_definition(heads, queries, Window("band", 8), **rule)
 
 
-def test_keys_that_are_not_finite_move_no_tile_that_does_not_see_them():
-    """Padding and other heads are in no tile's run of keys."""
+@pytest.mark.parametrize("causal", [True, False])
+def test_keys_that_are_not_finite_move_no_tile_that_does_not_see_them(causal):
+    """Padding and other heads are in no tile's run of keys, nor in a tile without keys."""
     heads, codes = random_heads(40, dtype=torch.float32), random_codes(40, 2)
-    mask = torch.arange(40).expand(2, -1) < 33
-    rule = {"causal": True, "exclude_self": False, "key_codes": random_codes(40, 2, seed=5), "key_mask": mask}
+    codes[..., 5:25], mask = 0, torch.arange(40).expand(2, -1) < 33
+    rule = {"causal": causal, "exclude_self": False, "key_codes": random_codes(40, 2, seed=5) + 1, "key_mask": mask}
     clean = gradients(blockwise, heads, codes, Window("band", 8), **rule)
     dirty = [x.clone() for x in heads]
     for x in dirty[1:]:

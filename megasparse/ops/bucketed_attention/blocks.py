@@ -119,7 +119,7 @@ class _BucketedAttention(Function):
         lonely = None
         # Queries with no visible key attend to themselves.
         if spec.self_at_last and (spec.exclude_self or key_codes is not None):
-            lonely = blind.nonzero(as_tuple=True)
+            lonely = (blind if key_mask is None else blind & key_mask[:, None]).nonzero(as_tuple=True)
             out[lonely] = _own_value(v[lonely].to(dtype), lonely, dropout, v.shape[2])
             lse[lonely] = (q[lonely].to(dtype) * k[lonely]).sum(-1) * spec.scale
         if key_mask is not None:

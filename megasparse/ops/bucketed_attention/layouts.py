@@ -85,11 +85,11 @@ class TileBlock(ABC):
 
     def queries(self, x: Tensor) -> Tensor:
         """Return each tile's queries of x (G, L, ...): (n, T, ...)."""
-        return self.query_tiles(self._gathered(x, self.query_tokens))
+        return self.query_tiles(_at(x.flatten(0, 1), self.query_tokens).to(self.dtype))
 
     def keys(self, x: Tensor) -> Tensor:
         """Return each tile's keys of x (G, L, D): (n, K, D)."""
-        return self.key_tiles(self._gathered(x, self.key_tokens))
+        return self.key_tiles(_at(x.flatten(0, 1), self.key_tokens).to(self.dtype))
 
     def real_lse(self, x: Tensor) -> Tensor:
         """Return `queries` of log-sum-exps x (G, L), ∞ at places that repeat a query: they add to no gradient."""
@@ -116,10 +116,6 @@ class TileBlock(ABC):
         queries = self.query_tiles(dropout.queries.flatten()[self.query_tokens])
         keys = self.key_tiles(dropout.keys(self.length)[self.key_tokens % self.length])
         return dropout.factors(queries.unsqueeze(-1), keys.unsqueeze(1), self.dtype)
-
-    def _gathered(self, x: Tensor, tokens: Tensor) -> Tensor:
-        rows = x.flatten(0, 1).index_select(0, tokens.flatten())
-        return rows.to(self.dtype).view(*tokens.shape, *x.shape[2:])
 
     def query_tiles(self, x: Tensor) -> Tensor:
         """Return values (*query_tokens.shape, ...) as tiles (n, T, ...)."""
@@ -556,14 +552,14 @@ class RangeBlock(TileBlock):
             self.real = tiles.real
         self.real_places = None if self.real is None else self.real.flatten().nonzero().squeeze(1)
         self.index = tiles.start[:, None] + torch.arange(tiles.run, device=tiles.start.device)  # (n, K)
-        inside = torch.minimum(self.index, tiles.end[:, None] - 1)  # a place after a tile's run repeats its last key
-        self.key_tokens = _at(round_.order, inside.add_(tiles.row[:, None] * round_.length))
+        last = (tiles.end - 1).clamp_min_(0)[:, None]  # places after a tile's run repeat its last key, of its own row
+        self.key_tokens = _at(round_.order, torch.minimum(self.index, last).add_(tiles.row[:, None] * round_.length))
 
     def real_queries(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, values = self.query_tokens.flatten(), values.flatten(0, 1)
         if self.real_places is None:
-            return self.query_tokens.flatten(), values.flatten(0, 1)
-        values = values.flatten(0, 1).index_select(0, self.real_places)
-        return self.query_tokens.flatten().index_select(0, self.real_places), values
+            return tokens, values
+        return tokens.index_select(0, self.real_places), values.index_select(0, self.real_places)
 
     def add_to_keys(self, x: Tensor, weight: Tensor, values: Tensor) -> None:
         total = torch.bmm(weight.transpose(1, 2), values)
@@ -571,14 +567,13 @@ class RangeBlock(TileBlock):
 
     def hidden(self) -> Tensor:
         round_, shape = self.round, (*self.query_tokens.shape, self.key_tokens.shape[1])
-        above, below = (torch.empty(shape, dtype=round_.dtype, device=self.index.device) for _ in range(2))
+        hidden, above, below = (torch.empty(shape, dtype=round_.dtype, device=self.index.device) for _ in range(3))
         if self.same_hidden is not None:
-            hidden = self.same_hidden.expand(shape).clone(memory_format=torch.contiguous_format)
+            hidden.copy_(self.same_hidden)
         else:
             index = self.index.to(round_.dtype).unsqueeze(1)
             low, high = (_at(x, self.query_tokens).unsqueeze(-1) for x in (round_.low, round_.high))
-            hidden = torch.lt(index, low, out=torch.empty_like(above))
-            hidden += torch.ge(index, high, out=below)
+            torch.lt(index, low, out=hidden).add_(torch.ge(index, high, out=above))
             if round_.spec.exclude_self:
                 hidden += torch.eq(self.key_tokens.unsqueeze(1), self.query_tokens.unsqueeze(2), out=above)
         for places, low, high in round_.earlier:
@@ -589,5 +584,5 @@ class RangeBlock(TileBlock):
 
 
 def _at(x: Tensor, index: Tensor) -> Tensor:
-    """Return the elements of x (N) at index, of any shape: `x[index]`, several times as fast."""
-    return x.index_select(0, index.flatten()).view(index.shape)
+    """Return x[index] of x (N, ...), index of any shape, several times as fast."""
+    return x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
