@@ -102,8 +102,8 @@ def add_replace_attention(parser: argparse.ArgumentParser) -> None:
 
 
 def replace_attention(args: argparse.Namespace) -> None:
-    r"""Replace the attention of a HuggingFace encoder (BERT, RoBERTa, XLM-RoBERTa, DistilBERT) or decoder (Llama,
-    SmolLM, Mistral, Qwen2, Qwen3, GPT-2).
+    r"""Replace the attention of a HuggingFace encoder (BERT, RoBERTa, XLM-RoBERTa, DistilBERT) or of a
+    decoder that uses transformers' attention interface (Llama, Qwen, Gemma, Phi, GPT-2, ...).
 
         megasparse replace-attention --model DIR --attention '{"kind": "yoso"}' --max-length 4096 --output DIR
         megasparse replace-attention --model DIR --output DIR \
@@ -113,8 +113,8 @@ def replace_attention(args: argparse.Namespace) -> None:
 
     The projections are unchanged; an encoder's position embeddings are repeated up to --max-length. --attention takes
     the keys of model.attention (docs/attention.md): one kind with its settings, or a pattern of layers and heads. LHA's
-    new hash functions are untrained: train them with `megasparse teach`. megasparse.hub.load_replaced loads the folder;
-    transformers loads it as the same model with full attention.
+    new hash functions are untrained: train them with `megasparse teach`. After `import megasparse.hub` transformers'
+    from_pretrained loads the folder; with attn_implementation="sdpa" it has full attention.
     """
     from megasparse.config.files import parse_json
     from megasparse.errors import ConfigError
