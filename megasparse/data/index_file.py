@@ -60,7 +60,7 @@ class Split(IndexEntry):
 
     tokens: Count
     samples: Count
-    shards: Annotated[tuple[Shard, ...], Field(min_length=1), FailFast()]
+    shards: Annotated[tuple[Shard, ...], Field(min_length=1, strict=False), FailFast()]
     raw_bytes: Count | None = None
     """Bytes of the text before tokenization; None if unknown."""
     words: Count | None = None
@@ -134,9 +134,10 @@ def parse_content(raw: bytes, path: Path | str, kind: type[File]) -> File:
     try:
         if has_many_values(raw):
             raise ValueError(f"it has more than {MOST_VALUES:,} values")
-        # Reject JSON that parsers interpret differently, before pydantic's parser reads it
-        _check_keys(json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant))
-        file = kind.model_validate_json(raw)
+        # Reject JSON that parsers interpret differently; pydantic's own parser copies the values for each error
+        values = json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant)
+        _check_keys(values)
+        file = kind.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
@@ -157,6 +158,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         for text in (key, value):
             if isinstance(text, str) and len(text) > LONGEST_TEXT:
                 raise ValueError(f'"{key[:60]}" is or has a text of {len(text):,} characters')
+            if isinstance(text, str) and not text.isascii():
+                text.encode()  # raises ValueError for half a surrogate pair
         values[key] = value
     return values
 

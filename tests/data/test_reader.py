@@ -322,7 +322,7 @@ def test_huge_or_irregular_index_files_are_not_read(tmp_path, kind):
         path.mkdir()
     else:
         path.symlink_to("/dev/zero")
-    problem = r"index\.json: cannot be read: (536,870,913 bytes are too many|this is not a regular file)"
+    problem = r"index\.json: cannot be read: (536,870,913 bytes are more|this is not a regular file)"
 
     def load():
         refusal(lambda: Index.load(tmp_path), match=problem)
