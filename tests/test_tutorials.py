@@ -1,6 +1,5 @@
 """The tutorials: their commands, one after another in an empty folder, with small stand-ins for the reader's files, few
-steps and small models; and the first hour whole (an hour, and a network for the text).
-"""
+steps and small models; and the first hour whole (an hour, and a network for the text)."""
 
 import csv
 import json

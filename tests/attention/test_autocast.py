@@ -15,8 +15,7 @@ LENGTH = 37
 def results(single, dtypes, autocast=None, backward_inside=False):
     """A training pass's output and the gradients of all that it reads and of the mechanism's own weights, in fp32.
 
-    dtypes: of q, k, v. The numbers are those of bf16 in any case.
-    """
+    dtypes: of q, k, v. The numbers are those of bf16 in any case."""
     x, *heads = single.inputs(LENGTH, dtype=torch.bfloat16)
     inputs = [t.to(dtype).requires_grad_() for t, dtype in zip([x, *heads], [torch.float32, *dtypes], strict=True)]
     with torch.autocast("cpu", autocast, enabled=autocast is not None):

@@ -33,8 +33,7 @@ def together(heads, b):
 
 def defined(heads, query_codes, key_codes, window, *, scale, exclude_self, count_rounds, sinks=0, ahead=WINDOW.chunk):
     """Query by query: the M keys of its bucket at or before it, and the next ones where attention is not causal. Sinks
-    are the first real tokens of its document, which stand in no bucket.
-    """
+    are the first real tokens of its document, which stand in no bucket."""
     seen = torch.zeros(*query_codes.shape, heads.k.shape[2], dtype=torch.bool)  # (B, H, R, L, L)
     for b, h, r, i in itertools.product(*map(range, query_codes.shape)):
         same = (key_codes[b, h, r] == query_codes[b, h, r, i]) & together(heads, b)[i]

@@ -34,8 +34,7 @@ def split(x):
 
 def visible(query_codes, key_codes, real):
     """(B, H, R, T, S) bool, counted pair by pair: of its bucket's real keys a query sees the last M at or before its
-    position and the M after it.
-    """
+    position and the M after it."""
     same = query_codes[..., :, None] == key_codes[..., None, :]
     same = same & real[:, None, None, None]
     targets, sources = same.shape[-2:]

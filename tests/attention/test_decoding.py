@@ -1,6 +1,5 @@
 """Cached decoding gives the logits of the whole-sequence pass, beyond several windows: bit by bit where keys are in
-buckets or in a window by position, else up to rounding.
-"""
+buckets or in a window by position, else up to rounding."""
 
 import dataclasses
 

@@ -1,7 +1,6 @@
 """Tokens drawn uniformly at random cannot be predicted: a causal model whose loss on fresh ones is below ln V saw them.
 
-The sharpest test of causality there is: training finds a leak wherever gradients can, however a window hides it.
-"""
+The sharpest test of causality there is: training finds a leak wherever gradients can, however a window hides it."""
 
 import math
 

@@ -43,8 +43,7 @@ def without_wrap(layer, chunks):
     """Keeps a HuggingFace layer from looking over the ends of a round of so many chunks.
 
     It takes the chunk before the first one from the end: the last chunk of the round before (and the other way round).
-    Here such a chunk's tokens get the number −1, and the mask hides it.
-    """
+    Here such a chunk's tokens get the number −1, and the mask hides it."""
     look, mask = layer._look_adjacent, layer._compute_attn_mask
 
     def look_adjacent(vectors, before, after):
@@ -73,8 +72,7 @@ def same_layers(causal, rounds, monkeypatch):
     """HuggingFace's layer and ours: the same weights, and the rotations that ours draws.
 
     In float64: a token that sees nothing in any round has a log-sum-exp of −1e5 in HuggingFace's, which fp32 rounds so
-    coarsely that the rounds' shares sum to 1 only to 0.4 %.
-    """
+    coarsely that the rounds' shares sum to 1 only to 0.4 %."""
     torch.manual_seed(0)
     theirs = theirs_lsh(causal, CHUNK, rounds, BUCKETS).double()
     layer = ours("lsh", {**AS_HUGGINGFACE, "rounds": rounds}, causal, query=theirs.query_key, value=theirs.value)
@@ -93,8 +91,7 @@ def inputs(length=LENGTH):
 @pytest.mark.parametrize("rounds", [1, 2, 4])
 def test_huggingface_without_its_wrap_gives_the_same_for_every_token(causal, rounds, monkeypatch):
     """Here HuggingFace's layer is kept from looking over the ends of a round (see `without_wrap`), which is all that
-    was left: every token is compared, and the gradients of the input and of the weights.
-    """
+    was left: every token is compared, and the gradients of the input and of the weights."""
     theirs, layer = same_layers(causal, rounds, monkeypatch)
     theirs = without_wrap(theirs, LENGTH // CHUNK)
     x = inputs()

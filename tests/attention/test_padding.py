@@ -36,8 +36,7 @@ def test_masks_of_full_attention_are_made_for_some_queries_at_a_time(name, monke
 @pytest.mark.parametrize("left,right", [(0, 3), (0, 30), (5, 0), (8, 0), (5, 30), (8, 3)])
 def test_padding_on_either_side_changes_no_real_token(name, causal, left, right):
     """Padding may hold anything, infinities of attention scores included. Smart Bird's keys are drawn by their
-    place in the row, as dropout is: padding before them shifts the draw.
-    """
+    place in the row, as dropout is: padding before them shifts the draw."""
     left = 0 if name in ("smart_bird random", "smart_bird draws") else left
     single, stop = Single(name, causal), left + 40
     inputs = single.inputs(stop + right)

@@ -5,8 +5,7 @@
     cat runs/claims/claims.md               # the table, updated after each claim
 
 A test fails unless every part of its claim is shown. The rules judge the paper's statement, with equivalence bounds and
-paired seeds. They replaced rules that left out a part of the statement, and were written after the recorded trials.
-"""
+paired seeds. They replaced rules that left out a part of the statement, and were written after the recorded trials."""
 
 import json
 import platform
@@ -53,8 +52,7 @@ NOT_ATTEMPTED = {
 
 def claim(paper: str, statement: str, rule: str, seeds: Sequence[int] = (0, 1, 2), **budgets: Settings) -> Callable:
     """Mark a test as a trial of a claim, which takes the fixture `trials`. budgets: `cpu` and `gpu` run with
-    `-m claims`; `small` is an ordinary test of the trial's code, at a size at which the rule also holds.
-    """
+    `-m claims`; `small` is an ordinary test of the trial's code, at a size at which the rule also holds."""
     marks = {"small": [pytest.mark.slow], "cpu": [pytest.mark.claims], "gpu": [pytest.mark.claims, NO_GPU]}
 
     def wrap(test: Callable) -> Callable:
@@ -110,8 +108,7 @@ class Trials:
             table: Rows of the measured numbers.
 
         Raises:
-            AssertionError: Unless every part is shown.
-        """
+            AssertionError: Unless every part is shown."""
         values = [*parts.values()]
         if any(values):
             status = "verified" if all(values) else "partly"
@@ -162,8 +159,7 @@ def mean_of(runs: Sequence[Numbers], key: str) -> list[float]:
 
 def shown_below(differences: Sequence[float], bound: float = 0.0) -> bool | None:
     """Compare the mean of paired differences with a bound by its one-sided 95 % interval (Student's t): True if the
-    whole interval is below the bound, False if it is above, None if it contains it.
-    """
+    whole interval is below the bound, False if it is above, None if it contains it."""
     half = float(stats.t.ppf(0.95, len(differences) - 1)) * statistics.stdev(differences) / len(differences) ** 0.5
     mean = statistics.mean(differences)
     return True if mean + half < bound else False if mean - half > bound else None

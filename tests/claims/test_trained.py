@@ -185,8 +185,7 @@ IMBALANCES = ("ratio", "size")
 
 def measure_utility(trial):
     """Train a model with full attention, then hashes on the frozen model. Returns by method the utility of each
-    held-out window (Eq. 5, a query's share; mean over layers), and the shares of unbalanced buckets of LSH and LHA.
-    """
+    held-out window (Eq. 5, a query's share; mean over layers), and the shares of unbalanced buckets of LSH and LHA."""
     settings, run = trial.settings, trial.folder / f"run-{trial.seed}"
     result = trial.folder / f"quality-{trial.seed}.json"
     if settings["corpus"] is not None:
@@ -312,8 +311,7 @@ def of_width(width, heads=1):
 def measure_maps(trial):
     """Train a narrow and two wide models of a head each, and a wide one of narrow heads. Returns the correlations of
     their maps of held-out windows with the wide one's, {"widths": the narrow model's, "seeds": the other wide one's,
-    "heads": that of narrow heads, their mean}, a number a window each, mean over layers.
-    """
+    "heads": that of narrow heads, their mean}, a number a window each, mean over layers."""
     settings, seed = trial.settings, trial.seed
     if settings["corpus"] is not None:
         fetch_corpus(trial, settings["corpus"])

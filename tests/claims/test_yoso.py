@@ -1,6 +1,5 @@
 """YOSO's claims on its operators. L length, D head dim, m hashes, τ code bits; B_ij the share of m hashes in which q_i
-and k_j collide, W_ij = E[B_ij] = (1 − acos(q_i·k_j)/π)^τ.
-"""
+and k_j collide, W_ij = E[B_ij] = (1 − acos(q_i·k_j)/π)^τ."""
 
 import math
 import statistics

@@ -1,7 +1,6 @@
 """The engine on two ranks: every ZeRO setting against plain torch, exact resume, skipped steps.
 
-One launch of two gloo ranks (`everything`) runs all cases one after another; the tests check its report.
-"""
+One launch of two gloo ranks (`everything`) runs all cases one after another; the tests check its report."""
 
 import dataclasses
 import hashlib
@@ -101,8 +100,7 @@ def run(
 ) -> tuple[list[str], Engine]:
     """Losses (as exact hexadecimal) of steps first..last; save: a checkpoint, after which step.
 
-    written: takes the tokens that the model writes after step 3 by cached decoding, beyond several windows.
-    """
+    written: takes the tokens that the model writes after step 3 by cached decoding, beyond several windows."""
     opened = Checkpoint.open(checkpoint) if checkpoint else None
     engine = build_engine(build_model(config.model, 0), config, partial(RngContext, 0, training=True), ranks, opened)
     losses, position = [], opened.sequences if opened else 0

@@ -1,7 +1,6 @@
 """Fine-tuning on two ranks under ZeRO 2, against one process on plain torch.
 
-One launch of two gloo ranks (`on_ranks`); the tests check its report.
-"""
+One launch of two gloo ranks (`on_ranks`); the tests check its report."""
 
 import json
 from pathlib import Path

@@ -1,8 +1,7 @@
 """Every mechanism and every kind of model on two ranks under ZeRO: the losses of one process of plain torch.
 
 Draws, sampled keys and hashes depend on the global sample and head, so the number of ranks moves nothing. One launch of
-two gloo ranks (`on_two_ranks`) runs all cases.
-"""
+two gloo ranks (`on_two_ranks`) runs all cases."""
 
 import sys
 from functools import cache, partial

@@ -1,6 +1,5 @@
 """A model is built a weight at a time, under ZeRO 3 each rank its own pieces: the numbers of a model that is built
-whole, from the seed and from a checkpoint, and no more memory than a rank keeps and one weight.
-"""
+whole, from the seed and from a checkpoint, and no more memory than a rank keeps and one weight."""
 
 from functools import partial
 from pathlib import Path
@@ -129,8 +128,7 @@ def test_weights_equal_the_whole_model(results, ranks, case):
 @pytest.mark.parametrize(("zero", "precision"), COUNTED)
 def test_no_rank_holds_more_than_its_share_and_one_weight(results, zero, precision):
     """By the bytes of every tensor that is made. Filling: a rank's pieces, and the largest weight. Then DeepSpeed makes
-    its optimizer: at no time more than what the rank has in the end, and a layer; it gathers every weight once.
-    """
+    its optimizer: at no time more than what the rank has in the end, and a layer; it gathers every weight once."""
     config = config_of(Path(), zero, precision, **WIDE)
     weights = dict(build_model(config.model, 0).named_parameters())
     sizes, size = {name: p.numel() for name, p in weights.items()}, 2 if precision == "bf16" else 4

@@ -2,8 +2,7 @@
 
 A launch of gloo ranks goes through many cases: each rank has its part of the tokens, and rank 0 compares the mean of
 the ranks' gradients with the gradient of the whole batch. Then two ranks train under every ZeRO stage. With more ranks
-than heads, 2 and 4 share a head's pairs; encoder–decoders have a part of source and target on each of 2 and 4.
-"""
+than heads, 2 and 4 share a head's pairs; encoder–decoders have a part of source and target on each of 2 and 4."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -80,8 +79,7 @@ def batch_of(padded: bool) -> Tensor:
 
 def by_turns(decoders: list[str], encoders: list[str], first: bool) -> list[tuple[str, str, bool]]:
     """(kind, name, padded): each name with padding and documents in one kind and without in the other; in which, the
-    next name has it the other way round, and so has each mechanism where `first` is another.
-    """
+    next name has it the other way round, and so has each mechanism where `first` is another."""
     turns = dict.fromkeys([*models.all_names(), *decoders, *encoders])
     padded = {name: (number % 2 == 0) == first for number, name in enumerate(turns)}
     return [("decoder", n, padded[n]) for n in decoders] + [("encoder", n, not padded[n]) for n in encoders]
@@ -89,8 +87,7 @@ def by_turns(decoders: list[str], encoders: list[str], first: bool) -> list[tupl
 
 def cases(names: Sequence[str] = ()) -> list[tuple[str, str, bool]]:
     """With those of one head (test_beyond_heads), all four of kind and padding for each mechanism and variant; of these
-    names only, where any are given.
-    """
+    names only, where any are given."""
     decoders = [*causal_names(), *(name for name in EXTRA if name not in ("whole words", "bert"))]
     all_cases = by_turns(decoders, [*encoder_names(), *(name for name in EXTRA if name != "score_from")], first=False)
     return [case for case in all_cases if not names or case[1] in names]
@@ -117,8 +114,7 @@ def summed(ranks: Ranks, values: dict[str, Tensor], divisor: int) -> list[Tensor
 
 def compare(ranks: Ranks, model: Any, tokens: Tensor) -> dict[str, float]:
     """On rank 0, the largest relative difference of each sum over the ranks to that of the whole batch, which all
-    ranks that share a sequence have.
-    """
+    ranks that share a sequence have."""
     scored = float(model.count_scored(tokens))
     own = tokens.chunk(ranks.sequence_size, dim=1)[ranks.sequence_rank]
     counted = ranks.sum(model.count_scored(own, sequence=ranks.sequence).double()) / ranks.data_ranks
@@ -154,8 +150,7 @@ TRAINED = [("lha", "local", "routing"), ("smart_bird", "lsh", "bigbird")]
 
 def trained_config(folder: Path, engine: str, each: int = 2, **sections: dict[str, Any]) -> Config:
     """Sequences of 24 tokens, among which those with id 7 are left out: not equally many on both ranks. each: heads of
-    every mechanism.
-    """
+    every mechanism."""
     pattern = [dict.fromkeys(kinds, each) for kinds in TRAINED]
     model = {
         "max_length": 24, "layers": 2, "d_model": 18, "d_ff": 17, "heads": 3 * each, "head_dim": 4, "dropout": 0.1,
@@ -278,8 +273,7 @@ def cases_of_few_heads(world: int) -> list[tuple[str, str, bool]]:
 
 def model_of_few_heads(kind: str, name: str, padded: bool) -> Any:
     """One head, unless the case says otherwise, and dropout, of attention probabilities too where documents are
-    padded.
-    """
+    padded."""
     settings = FEW_HEADS.get(name) or {"attention": named(name, 0.1 if padded else 0.0)}
     if kind == "encoder" and name in FEW_HEADS and "ngram" in str(settings["attention"].pattern):
         settings = settings | {"attention": attention({"local": 2, "lsh": 1}, {"random": 1, "lha": 2})}

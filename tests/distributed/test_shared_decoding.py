@@ -1,7 +1,6 @@
 """Cached decoding by 2 and by 4 ranks that share out the heads: the logits of one rank.
 
-One launch of four gloo ranks, first in two pairs that share out the cases, then as four.
-"""
+One launch of four gloo ranks, first in two pairs that share out the cases, then as four."""
 
 import dataclasses
 from collections.abc import Iterator

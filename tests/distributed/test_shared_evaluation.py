@@ -1,8 +1,7 @@
 """The evaluation of pretrained models by two ranks, which share out windows, or the tokens of each: one rank's numbers.
 So is the quality of their attention, of which each measures its heads.
 
-Models as they are initialised, of data prepared as a user prepares it.
-"""
+Models as they are initialised, of data prepared as a user prepares it."""
 
 import json
 import random

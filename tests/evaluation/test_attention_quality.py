@@ -87,8 +87,7 @@ def test_largest_error():
 
 def test_imbalance_of_buckets():
     """Queries per bucket 6, 1, 1, 0; keys 2, 2, 4, 0: 3:1 and 1:4 are imbalanced, 1:2 is not, the empty one is no
-    ratio. Of sizes 8, 3, 5, 0 where 4 is even, only 0 is off by more than twice.
-    """
+    ratio. Of sizes 8, 3, 5, 0 where 4 is even, only 0 is off by more than twice."""
     queries = torch.tensor([0] * 6 + [1] + [2]).expand(1, 2, 8)
     keys = torch.tensor([0] * 2 + [1] * 2 + [2] * 4).expand(1, 2, 8)
     found = imbalance(queries, keys, 4)

@@ -1,6 +1,5 @@
 """Tokens to bytes and back, by every strictly causal mechanism, at the promised length; the commands; and the
-sizes of gzip and xz against the tools.
-"""
+sizes of gzip and xz against the tools."""
 
 import dataclasses
 import math

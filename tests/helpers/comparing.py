@@ -66,8 +66,7 @@ def assert_same_with_gradients(
 ) -> None:
     """Both functions of the inputs have the same output, and the same gradients of inputs and weights, in float64.
 
-    unread: numbers of the inputs that have no gradient.
-    """
+    unread: numbers of the inputs that have no gradient."""
     found = []
     for function in (ours, definition):
         leaves = [x.clone().requires_grad_() for x in inputs]

@@ -12,8 +12,7 @@ from megasparse.ops.operator import at_least_fp32
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
     """Compute weight·(x − mean)/√(variance + eps) + bias over the last dimension; without a bias
-    weight·x/√(mean(x²) + eps).
-    """
+    weight·x/√(mean(x²) + eps)."""
     if bias is None:
         return (weight.to(x.dtype) * x / ((x * x).mean(-1, keepdim=True) + eps).sqrt()).to(dtype)
     centred = x - x.mean(-1, keepdim=True)
@@ -65,8 +64,7 @@ def linear_attention(
     Eq. 4–5).
 
     φ: positive features of `projection` (H, F, D). Sums of exponentials are taken in log space, pair by pair. A query
-    that sees no real key gets 0.
-    """
+    that sees no real key gets 0."""
     length = q.shape[2]
     logs = [
         torch.einsum("bhld,hfd->bhlf", x * scale**0.5, projection.to(x.dtype)) - scale * (x * x).sum(-1)[..., None] / 2
@@ -110,8 +108,7 @@ def utilities(kernel: Tensor, in_query: Tensor, in_key: Tensor) -> tuple[Tensor,
     """Compute ψ_i[b] ∝ Σ_{j in b} A_ij (LHA Eq. 11) and ψ′_j[b] ∝ Σ_{i in b} A_ij (Eq. 14), each with sum 1.
 
     kernel: (B, H, Lq, Lk), exp(q·k/√D); A is it with rows that sum to 1. in_query, in_key: (B, H, L, N), 1 where a
-    token is in a bucket, else 0. A token that attends to no bucket has 0. Returns (B, H, Lq, N) and (B, H, Lk, N).
-    """
+    token is in a bucket, else 0. A token that attends to no bucket has 0. Returns (B, H, Lq, N) and (B, H, Lk, N)."""
     attention = kernel / kernel.sum(-1, keepdim=True)
     queries = torch.einsum("bhij,bhjn->bhin", attention, in_key)
     keys = torch.einsum("bhij,bhin->bhjn", attention, in_query)

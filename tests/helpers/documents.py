@@ -17,8 +17,7 @@ LAUNCHED = re.compile(r"(?:deepspeed|torchrun) .*?(?:launch/(?=\w+\.py )|-m mega
 
 def commands(text: str) -> list[list[str]]:
     """Return the words of every command in an indented block or a bash fence, as `megasparse` takes them: continued
-    lines joined, loops of the shell written out. Commands with `...`, which show a form, are left out.
-    """
+    lines joined, loops of the shell written out. Commands with `...`, which show a form, are left out."""
     text = re.sub(r"^```bash\n(.*?)^```", lambda fence: textwrap.indent(fence[1], "    "), text, flags=re.M | re.S)
     block = re.sub(r"\\\n\s*", " ", "\n".join(re.findall(r"^ {4,}(.*)$", text, re.M)))
     found = []
@@ -49,8 +48,7 @@ def _unrolled(lines: list[str]) -> Iterator[str]:
 
 def runs(words: list[str]) -> list[Config | FinetuneConfig]:
     """Every run that a command trains or plans, its configuration checked. None of one that does neither, or takes its
-    configuration from a file of the reader's.
-    """
+    configuration from a file of the reader's."""
     name, rest = split(words)
     assert name is not None, shlex.join(words)
     args = parser_of(name).parse_args(rest)

@@ -67,8 +67,7 @@ class Run:
         script: Path = SCRIPT,
     ) -> None:
         """Start it with `arguments` for the script by torchrun, which restarts a failed run so many times; `ranks=None`
-        starts one process without a launcher. `faults`: see faulty_pretrain.py.
-        """
+        starts one process without a launcher. `faults`: see faulty_pretrain.py."""
         words = [str(script), "--config", str(self.folder / "config.json"), *arguments]
         if ranks is None:
             command = [sys.executable, *words]

@@ -16,8 +16,7 @@ starts of the run together, and leave the note `fault-NUMBER.json`; those with `
 Acts: kill, stop (SIGKILL and SIGSTOP to itself), sleep SECONDS [to SECONDS], raise MESSAGE, gil (sleep for ever and let
 no other thread run).
 
-Each rank also appends the samples that it trains on to `samples-RANK.txt`: process id, step, sample number, crc32.
-"""
+Each rank also appends the samples that it trains on to `samples-RANK.txt`: process id, step, sample number, crc32."""
 
 import ctypes
 import itertools

@@ -13,8 +13,7 @@ OPERATIONS = ("put_file", "pipe_file", "ls", "cat_file", "rm_file", "_open")
 class FaultyStore(MemoryFileSystem):
     """Each element of `faults` happens to the next operation that it is for, in turn: (regular expression that finds
     "OPERATION PATH", what happens). An exception is raised; "cut" keeps half of what is written, or read, and raises
-    OSError; an event is waited for.
-    """
+    OSError; an event is waited for."""
 
     cachable = False
     store: dict[str, Any] = {}  # noqa: RUF012  (of this class, not of every MemoryFileSystem)

@@ -164,8 +164,7 @@ def plain(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def assert_resumes(folder: Path, source: Path, stop: int, **sections: Any) -> list[dict[str, Any]]:
     """A run stopped at a step and resumed has the metrics, weights and states of one in a stretch, to the bit, in
-    folder/stopped and folder/straight. Returns the metrics of the latter.
-    """
+    folder/stopped and folder/straight. Returns the metrics of the latter."""
     straight = launch(folder / "straight", source, **sections)
     launch(folder / "stopped", source, "--stop-at", str(stop), **sections)
     assert not (folder / "stopped" / "best.json").exists()
@@ -251,8 +250,7 @@ def split_folder(folder: Path, news: list[str], behaviors: list[str]) -> Path:
 
 def mind(folder: Path, train: int, dev: int, seed: int = 0, each: int = 20, cold: float = 0.1) -> Path:
     """Writes train/, dev/ and an unlabelled test/. A user likes one topic: all clicks, before and now, are of it. each:
-    news of a topic. cold: share of impressions without a history.
-    """
+    news of a topic. cold: share of impressions without a history."""
     drawn = random.Random(seed)
     titles = {}
     for topic, words in enumerate(TOPICS.values()):

@@ -1,7 +1,6 @@
 """Hosts to try a cluster with: each a separate set of Linux namespaces (network, processes, mounts, name) with its
 own sshd, joined by a cable that can be cut. Nothing has a name or an address outside, and all of it is gone when its
-first process is, which the kernel kills with the tests. Needs root, and Debian's openssh-server.
-"""
+first process is, which the kernel kills with the tests. Needs root, and Debian's openssh-server."""
 
 import os
 import shutil

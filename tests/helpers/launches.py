@@ -2,8 +2,7 @@
 
 A pass runs on torch's meta device: shapes are worked out, and nothing is computed. An operation of torch is taken to be
 one launch, unless it only makes a view or takes memory. It moves its inputs and outputs once each; so does a Triton
-kernel its tensors, of which it may read some rows several times, from the cache at best.
-"""
+kernel its tensors, of which it may read some rows several times, from the cache at best."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -36,8 +35,7 @@ _NO_LAUNCH = {
 class Counts:
     """Counts of one pass. torch: launches of torch's own operations. kernels: launches of Triton kernels. moved: bytes
     of both. flops: those of torch's products alone. transfers: operations with tensors of the host and of the GPU.
-    host: operations on tensors of the host alone. by_name: launches and bytes of each operation and kernel.
-    """
+    host: operations on tensors of the host alone. by_name: launches and bytes of each operation and kernel."""
 
     torch: int = 0
     kernels: int = 0
@@ -138,8 +136,7 @@ def total(passes: dict[str, Counts]) -> Counts:
 
 def count_layer(kind, model, batch, dtype):
     """Count a mechanism over all heads of a layer in training, from queries, keys and values (B, H, L, D) on, with the
-    normalisation of keys, hashing, and what the mechanism learns itself.
-    """
+    normalisation of keys, hashing, and what the mechanism learns itself."""
     mechanism = build_mechanism(kind, model, model.heads).to(META, dtype)
     length = model.max_length
     shape = (batch, model.heads, length, head_dim(model))

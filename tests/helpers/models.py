@@ -85,8 +85,7 @@ def attention(*pattern: Any, **sections: dict[str, Any]) -> AttentionConfig:
 
 def named(name: str, dropout: float = 0.0, **changes: Any) -> AttentionConfig:
     """The configuration of a mechanism, or of a variant, that every layer has. dropout: of attention probabilities,
-    where it has any. changes: of its section.
-    """
+    where it has any. changes: of its section."""
     kind, settings = VARIANTS.get(name, (name, {}))
     found = attention(kind, **{kind: {**settings, **changes}})
     return found if getattr(found, kind).no_probabilities else found.model_copy(update={"dropout": dropout})
@@ -162,8 +161,7 @@ def small(pattern: tuple[Any, ...] = ("local", "lsh", "full"), **changes: Any) -
 def small_pair(pattern: tuple[Any, ...] = ("local", "lsh", "full"), **changes: Any) -> ModelConfig:
     """An encoder–decoder of `small` stacks of 3 and 2 layers: 40 tokens of source, id 258 is padding.
 
-    changes: any field; source: any of its own.
-    """
+    changes: any field; source: any of its own."""
     source = {"length": 40, "layers": 2, "attention": attention("full", "lsh"), **changes.pop("source", {})}
     settings = {"kind": "encoder_decoder", "vocabulary": 260, "padding_token": 258, **changes, "source": source}
     return small(pattern, **settings)

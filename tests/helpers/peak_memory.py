@@ -29,8 +29,7 @@ def allocated_peak(profiled: Any) -> int:
 def traced_peak(call: Callable[[], object]) -> int:
     """Bytes that `call` allocates at its peak. A forked process calls it, which has none of this one's other threads.
 
-    An error of `call` fails the test: the process prints it.
-    """
+    An error of `call` fails the test: the process prints it."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_send_peak, args=(call, sender))

@@ -26,8 +26,7 @@ def run_ranks(function: Callable[..., Any], world_size: int = 2, timeout: float 
 
     Arguments and results are JSON values; returns the results in the order of the ranks. When a rank fails, or
     `timeout` seconds have passed, all are killed and an AssertionError shows what each of them printed. Processes are
-    forked from a server that has imported what they need and computed nothing; none may use a GPU.
-    """
+    forked from a server that has imported what they need and computed nothing; none may use a GPU."""
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload([*READY])
     with patch.dict(os.environ, DS_ACCELERATOR="cpu"):  # as DeepSpeed looks for a GPU when it is imported

@@ -1,7 +1,6 @@
 """A web server for a folder, on 127.0.0.1, that fails on demand: request by request, file by file.
 
-It answers HEAD and GET with ranges, as a web server does and as S3 does for an object of a bucket.
-"""
+It answers HEAD and GET with ranges, as a web server does and as S3 does for an object of a bucket."""
 
 import contextlib
 import re
@@ -18,8 +17,7 @@ class ShardServer(ThreadingHTTPServer):
 
     A number is that status; "stall" sends half and then nothing, "drip" a byte now and then; "cut" sends half and ends;
     "refuse" ends the connection without an answer; "wrong" sends other bytes, as many; "longer" more of them;
-    "unannounced" states no length; "no ranges" begins at 0; "ftp" redirects to there.
-    """
+    "unannounced" states no length; "no ranges" begins at 0; "ftp" redirects to there."""
 
     daemon_threads = True
 

@@ -28,8 +28,7 @@ def prepared(folder: Path, size: int = 4000) -> Path:
 
 def trained(data: Path, run: Path, pattern: list[Any], steps: int, /, **sections: Any) -> list[dict[str, float]]:
     """Train a model of 64 positions, 4 heads and a layer for each entry of the pattern into the folder `run`, and
-    end as the command does. Returns the lines of its metrics.jsonl.
-    """
+    end as the command does. Returns the lines of its metrics.jsonl."""
     attention = {"pattern": pattern, "local": {"chunk": 8}, "lsh": {"chunk": 8}}
     size = {"max_length": 64, "layers": len(pattern), "d_model": 32, "d_ff": 64, "heads": 4}
     config = {

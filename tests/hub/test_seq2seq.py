@@ -115,8 +115,7 @@ def test_cached_greedy_text_is_the_uncached_and_our_own(name):
 def test_beams_equal_megasparse_if_hypotheses_end_in_time(name, seed, end):
     """HuggingFace's length_penalty=0 and early_stopping=True are our rule with alpha 0. Other penalties differ:
     HuggingFace divides by length**alpha, we by ((5 + length)/6)**alpha; and at the longest length HuggingFace takes
-    what is cut off for a hypothesis that has ended.
-    """
+    what is cut off for a hypothesis that has ended."""
     ours, hf = model_of(name, vocabulary=8, padding_token=7)
     batch = torch.full((3, S), 7)
     for row, length in enumerate((S, 7, 23)):

@@ -1,6 +1,5 @@
 """The encoder: what it masks (never padding, separators or a pair's beginning; whole words), what it scores, and what a
-token sees.
-"""
+token sees."""
 
 import dataclasses
 import math

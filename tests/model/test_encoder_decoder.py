@@ -16,8 +16,7 @@ HASHED = {"cross_attention": "lsh"}
 
 class Equations:
     """The reversible encoder–decoder with full attention and learned positions, from its definition: every layer one
-    after the other in plain torch, in the weights' own precision.
-    """
+    after the other in plain torch, in the weights' own precision."""
 
     def __init__(self, weights, heads):
         self.weights, self.heads = weights, heads

@@ -35,8 +35,7 @@ def step(config, tokens, dtype=torch.float64):
 
 def assert_same(config, groups, tokens=None, tolerance=1e-9):
     """The same step with groups of heads and without. What is summed in another order is the output projection over
-    heads, and with it every sum after it.
-    """
+    heads, and with it every sum after it."""
     tokens = random_tokens(2, 90) if tokens is None else tokens
     whole, parts = (step(grouped(config, n), tokens) for n in (1, groups))
     torch.testing.assert_close(parts[0], whole[0], rtol=tolerance, atol=0)

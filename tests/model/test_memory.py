@@ -86,8 +86,7 @@ def step(groups, **changes):
 def test_nothing_but_streams_is_larger_than_a_group_of_heads():
     """In a step, the embedding without its start and with it, two streams, and their gradients: six. Everything else is
     a group's, an eighth, or a tile. At the peak there are two streams, two gradients, and about two dozen tensors of a
-    group. With all heads at once queries, keys and values are as large as a stream each.
-    """
+    group. With all heads at once queries, keys and values are as large as a stream each."""
     whole, grouped = step(1), step(HEADS)
     assert len(grouped.sizes) == 6
     assert all(0.99 * STREAM < size <= STREAM for size in grouped.sizes)

@@ -54,8 +54,7 @@ PACKED = [*((*case, NONE) for case in CASES), *((kind, "full", ROTARY) for kind 
 @pytest.mark.parametrize(("kind", "name", "positions"), PACKED)
 def test_packed_documents_equal_separate_documents(kind, name, positions):
     """A decoder reads each token behind the one before it: a document's first behind the separator of the document
-    before, alone behind the start, which here has the separator's embedding.
-    """
+    before, alone behind the start, which here has the separator's embedding."""
     model = model_of(name, positions, kind=kind, document_separator=SEPARATOR)
     if kind == "decoder":
         with torch.no_grad():

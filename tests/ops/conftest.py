@@ -22,8 +22,7 @@ def kernels(monkeypatch):
 def checked_addresses(monkeypatch):
     """Fail a kernel in the interpreter whose load or store leaves the tensors that it is given: a GPU may not notice.
 
-    An address in another tensor of the same launch is not found.
-    """
+    An address in another tensor of the same launch is not found."""
     if not INTERPRETED.value:
         yield
         return

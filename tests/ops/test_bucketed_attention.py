@@ -197,8 +197,7 @@ def test_keys_that_are_not_finite_move_no_tile_that_does_not_see_them(causal):
 @pytest.mark.parametrize("spread", ["alike", "one bucket of queries", "one bucket of keys"])
 def test_the_pairs_of_all_tiles_are_linear_in_length(buckets, spread):
     """Runs of keys: at most L + W·⌈L / T⌉ keys, whatever the buckets, where attention is not causal. Where it is, T
-    queries have the keys of their ranks, and a bucket's tiles are half full at least but for the first one.
-    """
+    queries have the keys of their ranks, and a bucket's tiles are half full at least but for the first one."""
     length, band, tile = 4096, 64, 32
     queries, keys = (random_codes(length, 1, buckets, batch=1, heads=1, seed=seed) for seed in (1, 5))
     if spread != "alike":

@@ -109,8 +109,7 @@ def test_powers_and_logarithms_are_the_same_wherever_a_number_is(threads):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(threads, dtype, monkeypatch):
     """Each vector meets two columns with the same product up to the order of its terms, or is on a hyperplane up to it:
-    another order gives other codes.
-    """
+    another order gives other codes."""
     generator = torch.Generator().manual_seed(0)
     half = torch.randn(1, 2, 4096, 32, generator=generator).to(dtype)
     one, other = torch.randn(2, 2, 1, 32, 20, generator=generator)

@@ -17,8 +17,7 @@ def members(index, length):
 
 def defined(q, k, v, query_index, key_index, spec, key_mask=None, segments=None):
     """Return dense out_i = Σ_j N_ij exp(scale·q_i·k_j − lse_i) v_j and lse, N_ij the number of clusters that hold query
-    i and key j, at most 1 with spec.count_clusters.
-    """
+    i and key j, at most 1 with spec.count_clusters."""
     query, key = members(query_index, q.shape[2]), members(key_index, k.shape[2])
     count = torch.einsum("bhiw,bhjw->bhij", query.to(q.dtype), key.to(q.dtype)).expand(*q.shape[:3], -1)
     if spec.count_clusters:

@@ -133,8 +133,7 @@ def test_each_bit_of_the_fast_transform_is_nearly_unbiased(width, cosine):
 )
 def test_collisions_have_the_probability_of_the_paper(kind, hashes, width, cosine):
     """The bits of one code are independent. Out of one transform they are not: 15 % fewer collisions at (64, 0.3), 58 %
-    at (16, 0.3), 24 % at (16, 0.7).
-    """
+    at (16, 0.3), 24 % at (16, 0.7)."""
     share, error = collision_share(kind, cosine, width, 9, pairs=100, hashes=hashes)
     assert abs(share - (1 - math.acos(cosine) / math.pi) ** 9) < 4 * error
 

@@ -196,8 +196,7 @@ def test_steps_on_an_h200_are_planned_as_measured():
 
 def test_a_published_step_is_predicted_within_20_percent():
     """torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, Table 1: Llama 3.1 8B on 8 H100s of 2.4 TB/s, FSDP with
-    selective activation checkpointing, without torch.compile: 5,762 tokens/s per GPU.
-    """
+    selective activation checkpointing, without torch.compile: 5,762 tokens/s per GPU."""
     llama = {
         "vocabulary": 128256, "layers": 32, "d_model": 4096, "d_ff": 14336, "heads": 32, "key_heads": 8, "norm": "rms",
         "feed_forward": "swiglu", "feed_forward_biases": False, **ORDINARY, "positions": {"kind": "rotary"},

@@ -30,8 +30,7 @@ def ask(run: Run, name: str, to: str) -> float:
 
 def stopped_well(run: Run, ended: Ended, step: int | None = None, code: int = 0) -> None:
     """It said so, its newest checkpoint is complete and of its last step, and nothing of it is left. code: 1 where
-    torchrun was signalled, which reports that by a traceback.
-    """
+    torchrun was signalled, which reports that by a traceback."""
     assert ended.code == code, ended.said
     assert ("Traceback" in ended.said) == (code == 1)
     last = max(run.losses(), default=0)

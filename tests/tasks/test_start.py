@@ -57,8 +57,7 @@ def states(body: Backbone, step: int = EVALUATION_STEP) -> Tensor:
 
 def assert_built_again(start: Start, config: FinetuneConfig, origin: Path | None) -> None:
     """From RUN/start and a checkpoint in which every weight has moved, its outputs are the same bits, in evaluation and
-    in training, though the origin is gone.
-    """
+    in training, though the origin is gone."""
     run, generator = Path(config.run.directory), torch.Generator().manual_seed(8)
     with torch.no_grad():
         for parameter in start.body.parameters():

@@ -1,7 +1,6 @@
 """The model of a task: losses, pooling, dropout, and that a prediction depends only on its example.
 
-B batch, L length, E width, C classes.
-"""
+B batch, L length, E width, C classes."""
 
 from pathlib import Path
 from typing import Any
