@@ -1,5 +1,4 @@
-"""Runs of launch/slurm/pretrain.sbatch on a Slurm of two nodes: preempted, out of time, killed, wrong and
-requeued."""
+"""Runs of launch/slurm/pretrain.sbatch on a Slurm of two nodes: preempted, out of time, killed, wrong and requeued."""
 
 import os
 import signal

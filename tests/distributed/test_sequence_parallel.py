@@ -149,8 +149,7 @@ TRAINED = [("lha", "local", "routing"), ("smart_bird", "lsh", "bigbird")]
 
 
 def trained_config(folder: Path, engine: str, each: int = 2, **sections: dict[str, Any]) -> Config:
-    """Sequences of 24 tokens, among which those with id 7 are left out: not equally many on both ranks. each: heads of
-    every mechanism."""
+    """Sequences of 24 tokens, without tokens of id 7: unequal numbers on the ranks. each: heads per mechanism."""
     pattern = [dict.fromkeys(kinds, each) for kinds in TRAINED]
     model = {
         "max_length": 24, "layers": 2, "d_model": 18, "d_ff": 17, "heads": 3 * each, "head_dim": 4, "dropout": 0.1,
@@ -272,8 +271,7 @@ def cases_of_few_heads(world: int) -> list[tuple[str, str, bool]]:
 
 
 def model_of_few_heads(kind: str, name: str, padded: bool) -> Any:
-    """One head, unless the case says otherwise, and dropout, of attention probabilities too where documents are
-    padded."""
+    """One head unless the case sets more, with dropout, also of attention probabilities if documents are padded."""
     settings = FEW_HEADS.get(name) or {"attention": named(name, 0.1 if padded else 0.0)}
     if kind == "encoder" and name in FEW_HEADS and "ngram" in str(settings["attention"].pattern):
         settings = settings | {"attention": attention({"local": 2, "lsh": 1}, {"random": 1, "lha": 2})}

@@ -11,8 +11,7 @@ from megasparse.ops.operator import at_least_fp32
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
-    """Compute weight·(x − mean)/√(variance + eps) + bias over the last dimension; without a bias
-    weight·x/√(mean(x²) + eps)."""
+    """Compute weight·(x − mean)/√(variance + eps) + bias; without a bias weight·x/√(mean(x²) + eps)."""
     if bias is None:
         return (weight.to(x.dtype) * x / ((x * x).mean(-1, keepdim=True) + eps).sqrt()).to(dtype)
     centred = x - x.mean(-1, keepdim=True)

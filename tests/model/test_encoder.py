@@ -1,5 +1,4 @@
-"""The encoder: what it masks (never padding, separators or a pair's beginning; whole words), what it scores, and what a
-token sees."""
+"""The encoder: masked tokens (whole words, never padding or special tokens), scores and visible tokens."""
 
 import dataclasses
 import math
