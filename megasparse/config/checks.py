@@ -200,9 +200,6 @@ def check_model(model: ModelConfig) -> None:
         _check_stack(model)
         return
     _check_stack(decoder_part(model))
-    if model.source.cross_attention == "lsh":
-        longest = max(model.max_length, model.source.length)
-        model.attention.lsh.check("model.attention.lsh", model.model_copy(update={"max_length": longest}))
     try:
         _check_stack(encoder_part(model))
     except ConfigError as error:  # rename keys of the encoder to keys of model.source

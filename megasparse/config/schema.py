@@ -81,9 +81,6 @@ class SourceConfig(Section):
     positions: PositionsConfig = PositionsConfig()
     attention: AttentionConfig = Field(default_factory=AttentionConfig)
     """Self-attention of the encoder; `model.attention` configures the decoder."""
-    cross_attention: Literal["full", "lsh"] = "full"
-    """`full`: attend to every source token. `lsh`: only to source tokens in the same bucket (settings:
-    `model.attention.lsh`)."""
     shared_embedding: bool = True
     """Share one token embedding table between encoder and decoder."""
 

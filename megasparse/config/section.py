@@ -36,6 +36,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
         lambda model: model.get("kind") == "encoder_decoder" and model.get("blocks", "reversible") == "reversible",
         "It is true in encoder–decoders of reversible blocks, false in all others: remove the key",
     ),
+    "SourceConfig.cross_attention": ("full", "Every target token attends to every source token: remove the key"),
     "ModelConfig.residual_bits": (None, "Reversible streams are floating-point numbers: remove the key"),
     "DataConfig.prefetch": (ANY, "Remove the key"),
     "TrainingConfig.max_skipped_steps": (20, "A run stops after 20 skipped steps in a row: remove the key"),

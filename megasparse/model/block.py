@@ -67,13 +67,10 @@ class CrossAttentionBranch(Branch):
         super().__init__(config, layer)
         self.attention = CrossAttention(config)
 
-    def forward(
-        self, x: Tensor, run: Pass, source: EncoderOutput | SourceKeys, position: int | None = None
-    ) -> tuple[Tensor, None]:
-        """Run the residual branch. x: (B, L, E). position: position of the new token in decoding."""
-        decisions = run.recompute["cross-attention", self.layer]
-        context = AttentionContext(self.layer, run.rng, recompute=decisions, part=run.padding.part)
-        return self.attention(self.read(x), source, context, position or 0), None
+    def forward(self, x: Tensor, run: Pass, source: EncoderOutput | SourceKeys) -> tuple[Tensor, None]:
+        """Run the residual branch. x: (B, L, E)."""
+        context = AttentionContext(self.layer, run.rng, part=run.padding.part)
+        return self.attention(self.read(x), source, context), None
 
     def new_cache(self, source: EncoderOutput, rng: RngContext) -> SourceKeys:
         return self.attention.read(source, AttentionContext(self.layer, rng))
@@ -185,8 +182,7 @@ class Block(nn.Module):
         ]
         if self.cross_attention is not None:
             states = EncoderOutput(source, run.source_mask) if source is not None else cache["cross"]
-            crossing = partial(self.cross_attention, run=run, source=states, position=position)
-            branches.append((self.cross_attention, crossing))
+            branches.append((self.cross_attention, partial(self.cross_attention, run=run, source=states)))
         return [*branches, (self.feed_forward, partial(self.feed_forward, run=run))]
 
 

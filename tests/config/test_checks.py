@@ -159,7 +159,7 @@ def test_just_inside_the_rules(overrides):
 FULL = {"pattern": ["full"]}
 MODEL = {"kind": "encoder_decoder", "max_length": 60, "layers": 2, "attention": FULL}
 SOURCE = {"length": 40, "attention": FULL}
-SAME, CROSS = {"layers": None}, {"cross_attention": "lsh"}
+SAME = {"layers": None}
 BIRD = {"pattern": ["smart_bird"]}
 POOLED = {**BIRD, "smart_bird": {"objective": "pooled", "labels": 2}}
 
@@ -178,8 +178,7 @@ def built(source, **changes):
         ({"attention": {"pattern": ["full"] * 3}}, {}, "model.source.attention.pattern", ["3 layers"]),
         ({"attention": BIRD}, {}, "model.source.attention.smart_bird.objective", ['"token"', '"answer"']),
         ({"attention": POOLED}, {}, "model.source.attention.smart_bird.objective", ['"pooled"', '"answer"']),
-        (CROSS, {"attention": {**FULL, "lsh": {"buckets": 7, "chunk": 8}}}, "model.attention.lsh.buckets", ["7", "8"]),
-        (CROSS, {"attention": {**FULL, "lsh": {"chunk": 61}}}, "model.attention.lsh.chunk", ["61", "60"]),
+        ({"cross_attention": "lsh"}, {}, "model.source.cross_attention", ['"lsh" was removed']),
         ({"length": 100}, {}, "data.sequence_length", ["100", "target"]),
         ({"length": 39}, {}, "data.sequence_length", ["61", "60"]),
     ],
@@ -190,10 +189,8 @@ def test_rule_of_two_sides(source, changes, key, words):
 
 
 def test_just_inside_the_rules_of_two_sides():
-    lsh = {"chunk": 60}  # of the longer side
-    built(CROSS, attention={**FULL, "lsh": lsh})
-    built({**CROSS, "length": 90}, max_length=10, attention={**FULL, "lsh": {"chunk": 90}})
     built(SAME, attention={**FULL, "lsh": {"buckets": 7}})
+    built({"cross_attention": "full"})
     built({"attention": {"pattern": ["full", "smyrf"]}, "layers": 2}, padding_token=300, vocabulary=301)
 
 

@@ -40,7 +40,7 @@ PATTERNS: dict[str, list[dict[str, int]]] = {
     "encoder_decoder": [{"lha": 2, "full": 1}, {"lsh": 2, "local": 1}],
 }
 PAIRS = {  # of 10 and 14 tokens, among which those with id 7 are left out: not equally many on both ranks
-    "source": {"length": 10, "cross_attention": "lsh", "attention": {"pattern": [{"lha": 1, "lsh": 2}], **SMALL}},
+    "source": {"length": 10, "attention": {"pattern": [{"lha": 1, "lsh": 2}], **SMALL}},
     "padding_token": 7,
     "tied_embeddings": True,
 }

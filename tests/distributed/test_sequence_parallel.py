@@ -315,26 +315,20 @@ PAIRS: dict[str, dict[str, Any]] = {
 }
 
 
-def settings_of_pair(name: str, cross: str) -> dict[str, Any]:
+def settings_of_pair(name: str) -> dict[str, Any]:
     """The mechanism in both stacks, or full attention where it cannot be; in an encoder a sketch learns the answer."""
     if name in PAIRS:
-        given = dict(PAIRS[name])
-        return given | {"source": {**given.pop("source", {}), "cross_attention": cross}}
+        return PAIRS[name]
     decoder = named(name if models.can_be_causal(name) else "full", 0.1)
     encoder = named(name if name in encoder_names() else "full", 0.1)
     bird = encoder.smart_bird.model_copy(update={"objective": "answer"})
     encoder = encoder.model_copy(update={"smart_bird": bird})
-    return {"attention": decoder, "source": {"attention": encoder, "cross_attention": cross}}
+    return {"attention": decoder, "source": {"attention": encoder}}
 
 
-def cases_of_pairs(size: int) -> list[tuple[str, str]]:
-    """(name, cross-attention) of so many ranks: by turns, so that each name has one kind on 2 ranks, the other on 4."""
-    return [(name, ("full", "lsh")[(turn + size // 4) % 2]) for turn, name in enumerate((*PAIRS, *MECHANISMS))]
-
-
-def compare_pair(ranks: Ranks, name: str, cross: str) -> dict[str, float]:
+def compare_pair(ranks: Ranks, name: str) -> dict[str, float]:
     fixed = {"layers": 2, "heads": 4, "dropout": 0.1}
-    model: Any = build_model(small_pair(**{**fixed, **settings_of_pair(name, cross)}), 0)
+    model: Any = build_model(small_pair(**{**fixed, **settings_of_pair(name)}), 0)
     tokens = models.padded_pairs(3, TARGET)
     return compare(ranks, model, tokens.clamp_max(255) if name == "not padded" else tokens)
 
@@ -343,7 +337,7 @@ def pairs_on_four_ranks() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for size in SIZES:
         ranks = start_ranks(RunConfig(device="cpu"), size)
-        found |= {f"{size} {name} {cross}": compare_pair(ranks, name, cross) for name, cross in cases_of_pairs(size)}
+        found |= {f"{size} {name}": compare_pair(ranks, name) for name in (*PAIRS, *MECHANISMS)}
     torch.distributed.destroy_process_group()
     return found
 
@@ -354,6 +348,7 @@ def pairs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "name", "cross"), [(size, *case) for size in SIZES for case in cases_of_pairs(size)])
-def test_ranks_that_share_pairs_are_one(pairs, size, name, cross):
-    assert_equal(pairs[f"{size} {name} {cross}"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", [*PAIRS, *MECHANISMS])
+def test_ranks_that_share_pairs_are_one(pairs, size, name):
+    assert_equal(pairs[f"{size} {name}"])

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 
 PATTERN = {"pattern": [{"local": 2, "lsh": 2}, "lsh"], **SMALL}
 SIZE = {"max_length": 64, "layers": 2, "d_model": 32, "d_ff": 64, "heads": 4, "attention": PATTERN}
-SOURCE = {"length": 32, "attention": PATTERN, "cross_attention": "lsh"}
+SOURCE = {"length": 32, "attention": PATTERN}
 PAIR = {"kind": "encoder_decoder", "vocabulary": 264, "max_length": 32, "padding_token": 257, "source": SOURCE}
 MODELS: dict[str, dict[str, Any]] = {
     "decoder": {},

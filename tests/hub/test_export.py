@@ -42,7 +42,7 @@ def test_every_mechanism_is_exported_with_all_its_weights(tmp_path, kind):
         decoder("lsh", **PARTS, start_token=3),
         decoder("full", max_length=700, positions={"kind": "learned"}, vocabulary=300),
         encoder("full", style="bert", blocks="ordinary", activations="stored", positions={"kind": "learned"}),
-        small_pair(source={"cross_attention": "lsh", "shared_embedding": False}, tied_embeddings=True),
+        small_pair(source={"shared_embedding": False}, tied_embeddings=True),
         small_pair(blocks="ordinary", activations="checkpoint", source={"attention": attention("smyrf", "lha")}),
     ],
     ids=["tied", "ordinary", "rotary", "parts", "long", "bert", "encoder-decoder", "encoder-decoder shared"],

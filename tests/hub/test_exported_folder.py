@@ -48,7 +48,7 @@ def folders(tmp_path_factory):
     for kind, config in (
         ("decoder", decoder("lsh", blocks="ordinary", activations="checkpoint")),
         ("encoder", encoder("lha")),
-        ("encoder_decoder", small_pair(source={"cross_attention": "lsh"})),
+        ("encoder_decoder", small_pair()),
     ):
         model, path = checkpoint(config, root / f"{kind}-run")
         found[kind] = model, to_hf(path, root / kind)

@@ -11,7 +11,6 @@ from tests.helpers.models import attention, padded_pairs, random_tokens, small_p
 from tests.helpers.peak_memory import PeakMemory
 
 S = 40
-HASHED = {"cross_attention": "lsh"}
 
 
 class Equations:
@@ -86,10 +85,8 @@ def test_loss_and_gradients_equal_the_equations(shared, tied):
     assert error(ours, {name: w.grad for name, w in weights.items()}) < 1e-5
 
 
-@pytest.mark.parametrize("cross", ["full", "lsh"])
-def test_gradients_equal_stored_activations(cross):
-    settings = dict(dropout=0.1, source={"cross_attention": cross})
-    ours, stored = (build_model(small_pair(**settings, activations=kind), 0) for kind in ("reversible", "stored"))
+def test_gradients_equal_stored_activations():
+    ours, stored = (build_model(small_pair(dropout=0.1, activations=kind), 0) for kind in ("reversible", "stored"))
     tokens = padded_pairs(3, 100)
     (loss, a), (exact_loss, b) = gradients(ours, tokens), gradients(stored, tokens)
     assert loss == exact_loss
@@ -99,7 +96,7 @@ def test_gradients_equal_stored_activations(cross):
 
 @pytest.mark.parametrize("activations", ["checkpoint", "checkpoint_cpu"])
 def test_checkpointed_ordinary_blocks_are_as_stored_ones(activations):
-    settings = dict(blocks="ordinary", dropout=0.1, tied_embeddings=True, source=HASHED)
+    settings = dict(blocks="ordinary", dropout=0.1, tied_embeddings=True)
     ours, stored = (build_model(small_pair(**settings, activations=kind), 0) for kind in (activations, "stored"))
     tokens = padded_pairs(2, 50)
     assert error(gradients(ours, tokens)[1], gradients(stored, tokens)[1]) < 1e-6
@@ -157,12 +154,8 @@ def nats(model, tokens):
     return model.token_scores(tokens, RngContext.evaluation(7, len(tokens))).nats[:, S:]
 
 
-@pytest.mark.parametrize("cross", ["full", "lsh"])
-def test_a_token_attends_to_the_whole_source_and_not_to_its_future(cross):
-    lsh = {"buckets": 2, "chunk": S}  # of two buckets one sees every source token in some round
-    layers = attention("full", lsh={**lsh, "rounds": 8})
-    config = small_pair(attention=layers, source={"attention": attention("local"), "cross_attention": cross})
-    model = build_model(config, 0)
+def test_a_token_attends_to_the_whole_source_and_not_to_its_future():
+    model = build_model(small_pair(attention=attention("full"), source={"attention": attention("local")}), 0)
     tokens = random_tokens(1, S + 30)
     before = nats(model, tokens)
     for t in (1, 10, 29):
@@ -176,9 +169,8 @@ def test_a_token_attends_to_the_whole_source_and_not_to_its_future(cross):
         assert ((nats(model, changed) - before).abs() > 1e-6).float().mean() > 0.9
 
 
-@pytest.mark.parametrize("cross", ["full", "lsh"])
-def test_padding_is_seen_by_nothing_and_not_told(cross):
-    model = build_model(small_pair(source={"cross_attention": cross}), 0)
+def test_padding_is_seen_by_nothing_and_not_told():
+    model = build_model(small_pair(), 0)
     tokens = padded_pairs(3, 30)
     scores = model.token_scores(tokens, RngContext.evaluation(7, 3))
     assert torch.equal(scores.scored[:, S:], tokens[:, S:] != 258) and not scores.scored[:, :S].any()
@@ -194,21 +186,16 @@ def test_padding_is_seen_by_nothing_and_not_told(cross):
 
 
 def test_a_source_of_nothing_but_padding_is_seen_as_nothing():
-    for cross in ("full", "lsh"):
-        model = build_model(small_pair(source={"cross_attention": cross}), 0)
-        tokens = padded_pairs(2, 30)
-        tokens[1, :S] = 258
-        assert all(gradient.isfinite().all() for gradient in gradients(model, tokens)[1].values())
+    model, tokens = build_model(small_pair(), 0), padded_pairs(2, 30)
+    tokens[1, :S] = 258
+    assert all(gradient.isfinite().all() for gradient in gradients(model, tokens)[1].values())
 
 
-@pytest.mark.parametrize(
-    ("blocks", "cross", "prompt"),
-    [("reversible", "lsh", 0), ("reversible", "full", 1), ("reversible", "lsh", 20), ("ordinary", "full", 0)],
-)
-def test_cached_decoding_is_the_whole_sequence(blocks, cross, prompt):
+@pytest.mark.parametrize(("blocks", "prompt"), [("reversible", 0), ("reversible", 20), ("ordinary", 0)])
+def test_cached_decoding_is_the_whole_sequence(blocks, prompt):
     activations = "reversible" if blocks == "reversible" else "stored"
-    source = {"cross_attention": cross, "attention": attention("lsh")}
-    model = build_model(small_pair(blocks=blocks, activations=activations, source=source), 3)
+    config = small_pair(blocks=blocks, activations=activations, source={"attention": attention("lsh")})
+    model = build_model(config, 3)
     tokens = padded_pairs(3, 60)
     tokens[:, S:] = random_tokens(3, 60)
     whole = model.token_scores(tokens, RngContext.evaluation(7, 3, rounds=3)).nats[:, S + prompt :]
@@ -225,7 +212,7 @@ def test_cached_decoding_is_the_whole_sequence(blocks, cross, prompt):
 def test_activations_do_not_grow_with_the_depth_of_either_stack():
     def peak(layers, activations):
         positions, layer = {"kind": "none"}, attention("local", local={"chunk": 32})
-        source = {"length": 512, "layers": layers, "attention": layer, "cross_attention": "lsh"}
+        source = {"length": 512, "layers": layers, "attention": layer}
         config = small_pair(attention=layer, layers=layers, d_model=64, max_length=512, positions=positions,
                             activations=activations, source=source)  # fmt: skip
         model = build_model(config, 0)

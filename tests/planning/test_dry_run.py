@@ -52,7 +52,7 @@ def test_it_measures_one_step_and_writes_nothing(empty_folder):
 
 
 def test_an_encoder_decoder_takes_a_step_on_padded_records(empty_folder):
-    source = {"length": 24, "attention": {"pattern": ["full"]}, "cross_attention": "lsh"}
+    source = {"length": 24, "attention": {"pattern": ["full"]}}
     model = {**VALUES["model"], "kind": "encoder_decoder", "source": source, "vocabulary": 300, "padding_token": 299}
     config, found = run({**VALUES, "model": model})
     assert abs(found.loss - math.log(300)) < 2

@@ -10,10 +10,9 @@ Local attention is the special case of one bucket and one round.
 
 from megasparse.ops.bucketed_attention import blocks
 from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec, Window, reference_attention
-from megasparse.ops.bucketed_attention.ranges import windows_by_key_rank
 from megasparse.ops.operator import Operator
 
-__all__ = ["BucketedAttentionSpec", "Window", "bucketed_attention", "windows_by_key_rank"]
+__all__ = ["BucketedAttentionSpec", "Window", "bucketed_attention"]
 
 bucketed_attention = Operator(
     blocks.bucketed_attention,

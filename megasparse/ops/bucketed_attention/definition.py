@@ -1,6 +1,6 @@
-"""Settings of bucketed attention, its tiles by rank, and its definition, dense, to test against.
+"""Settings of bucketed attention, its tiles by rank, and its dense definition for tests.
 
-The definition shares no code with the implementations: visibility is counted from ranks inside buckets and from sorted
+The definition shares no code with the implementations: visibility follows from ranks inside buckets and from sorted
 positions, pair by pair. B batch, H heads, R rounds, L length, D head dim, M chunk.
 """
 
@@ -13,17 +13,17 @@ from torch import Tensor
 from megasparse.ops.random import PairDropout
 
 PLACES = 64
-"""A share starts at a multiple of this number of sorted places, where every kernel starts a block of queries."""
-_SMALLEST_TILE = 8  # queries of a bucket's first tile, where buckets have few tokens
+"""Shares start at multiples of this number of sorted indices, because every kernel starts a block of queries there."""
+_SMALLEST_TILE = 8  # queries in a bucket's first tile if buckets are small
 
 
 @dataclass(frozen=True)
 class Window:
-    """Keys that a query may attend to, in the order of tokens sorted by bucket.
+    """Keys visible to a query, in the order of tokens sorted by bucket.
 
     Args:
         kind: `band`, the last M tokens of the query's bucket, without a causal mask also the next M − 1; or `chunk`,
-            the query's chunk of M sorted tokens and the chunk before it (Reformer Eq. 5). Later tokens move borders.
+            the query's chunk of M sorted tokens and the previous chunk (Reformer Eq. 5). Later tokens move borders.
         chunk: M, in tokens.
         same_bucket: Hide tokens of other buckets.
         ahead: Include the chunk after the query's.
@@ -36,7 +36,7 @@ class Window:
 
     def __post_init__(self) -> None:
         assert self.kind == "chunk" or self.same_bucket, "a band is causal only with the same-bucket mask"
-        assert self.kind == "chunk" or not self.ahead, "a band is two-sided where attention is not causal"
+        assert self.kind == "chunk" or not self.ahead, "a band is two-sided if attention is not causal"
 
     @property
     def width(self) -> int:
@@ -52,19 +52,18 @@ class BucketedAttentionSpec:
     """Settings of bucketed attention.
 
     Args:
-        window: tokens that a query may see.
-        causal: only keys at or before the query are visible.
-        scale: factor of q·k.
-        exclude_self: a token sees itself only when it sees nothing else.
-        count_rounds: a key visible in N rounds counts once, else N times.
-        buckets: a number that all codes are below, or None; it saves passes of the sort.
-        longest: the longest length, from which with `buckets` the smallest tiles on a CPU follow, so that a prefix of a
-            shorter sequence has the same bits; None is this one's.
-        self_at_last: a query without any visible key sees itself, where exclude_self or key codes hide it; else its
-            output is 0 and its log-sum-exp −∞, for a merge with other keys.
-        share: (g, G), only the queries of the g-th of G parts of every round's sorted order attend, or of the
-            positions, where keys have codes of their own on a CPU; the others get 0 and −∞. All parts merged are the
-            whole.
+        window: Window of visible tokens.
+        causal: Only keys at or before the query are visible.
+        scale: Factor of q·k.
+        exclude_self: A token attends to itself only if no other key is visible.
+        count_rounds: Include a key that is visible in N rounds once instead of N times.
+        buckets: Exclusive upper bound of all codes, or None; it saves passes of the sort.
+        longest: Maximum length, which together with `buckets` determines the smallest tiles on a CPU, so that results
+            of shorter sequences are bit-identical; None means the length of the input.
+        self_at_last: A query without a visible key attends to itself, even if exclude_self or key codes hide it;
+            otherwise its output is 0 and its log-sum-exp −∞, for a merge with other keys.
+        share: (g, G): only queries in the g-th of G parts of every round's sorted order attend (on a CPU with key
+            codes, of the positions); others get 0 and −∞. Merging all parts gives the full result.
     """
 
     window: Window
@@ -79,21 +78,21 @@ class BucketedAttentionSpec:
 
     def __post_init__(self) -> None:
         assert self.share is None or not self.self_at_last, (
-            "which queries see nothing is known only after shares are merged"
+            "queries without a visible key are known only after merging all shares"
         )
 
     def places(self, length: int) -> range:
-        """Return the sorted places of the queries that attend."""
+        """Return the sorted indices of the queries that attend."""
         number, shares = self.share or (0, 1)
         size = -(-length // (PLACES * shares)) * PLACES
         return range(min(number * size, length), min((number + 1) * size, length))
 
 
 class RankedTiles(NamedTuple):
-    """Tiles by rank: of queries that see keys of one bucket up to a rank in [a, a + T), with keys of ranks [a − back, a
-    + T). T doubles with a: a bucket fills its tiles by half at least. Ranks and settings alone decide them.
+    """Tiles by rank: queries whose last visible rank in a bucket is in [a, a + T), with keys of ranks [a − back, a +
+    T). T doubles with a, so that a bucket fills at least half of its tiles. Tiles depend only on ranks and settings.
 
-    smallest, tile: T at first and at last, powers of two. back: of the last tiles.
+    smallest, tile: First and last T, powers of two. back: Number of keys before a in the last tiles.
     """
 
     smallest: int
@@ -104,18 +103,18 @@ class RankedTiles(NamedTuple):
     def of(cls, spec: BucketedAttentionSpec, length: int) -> "RankedTiles":
         chunk = spec.window.chunk
         tile = min(max(_SMALLEST_TILE, 1 << (chunk.bit_length() - 1)), 32 if chunk <= 64 else 64)
-        mean = (spec.longest or length) // (spec.buckets or 1)  # tokens of a bucket
+        mean = (spec.longest or length) // (spec.buckets or 1)  # mean number of tokens per bucket
         smallest = min(max(_SMALLEST_TILE, 1 << mean.bit_length() >> 1), tile)
         return cls(smallest, tile, -(-(chunk - 1) // 8) * 8)
 
     def start(self, rank: Tensor) -> Tensor:
-        """Return a of each rank, int64; 0 of a rank below 0."""
+        """Return a for each rank, int64; 0 for negative ranks."""
         small = torch.arange(self.tile, device=rank.device)
         small = torch.where(small < self.smallest, 0, 2 ** small.clamp_min(1).log2().long())
         return torch.where(rank < self.tile, small.take(rank.long().clamp(0, self.tile - 1)), rank & -self.tile)
 
     def kind(self, start: Tensor) -> Tensor:
-        """Return the first of all a of one shape."""
+        """Return the first a with the same tile shape."""
         return start.clamp_max(-(-self.back // self.tile) * self.tile)
 
     def shape(self, kind: int) -> tuple[int, int]:
@@ -131,7 +130,7 @@ def visible(
     segments: Tensor | None = None,
     key_codes: Tensor | None = None,
 ) -> Tensor:
-    """Return (B, H, R, L, L) bool, True if round r shows key j (last) to query i. Self is visible."""
+    """Return (B, H, R, L, L) bool, True if key j (last) is visible to query i in round r, including i = j."""
     batch, heads, rounds, length = codes.shape
     real = torch.ones(batch, length, dtype=torch.bool, device=codes.device) if key_mask is None else key_mask
     document = torch.zeros(batch, length, dtype=torch.int64, device=codes.device) if segments is None else segments
@@ -144,10 +143,10 @@ def visible(
         return _visible_by_key_rank(codes, key_codes, window.chunk, causal, together)
     same = (codes[..., :, None] == codes[..., None, :]) & together
     if window.kind == "band":
-        rank = (same & earlier).sum(-1)  # tokens of i's bucket at or before i
+        rank = (same & earlier).sum(-1)  # number of tokens in i's bucket at or before i
         shown = same & ((rank[..., :, None] - rank[..., None, :]).abs() < window.chunk)
         return shown & earlier if causal else shown
-    # Sorted position: how many real tokens come before in the order (document, bucket, position).
+    # Sorted position: number of preceding real tokens in the order (document, bucket, position).
     key = (document[:, None, None].expand_as(codes), codes, position.expand_as(codes))
     before = torch.zeros_like(together)
     for part in reversed(key):
@@ -163,7 +162,7 @@ def visible(
 
 
 def _visible_by_key_rank(codes: Tensor, key_codes: Tensor, chunk: int, causal: bool, together: Tensor) -> Tensor:
-    """Return pairs of a query with the last M keys of its bucket up to it and, where not causal, the M after it."""
+    """Return pairs of a query with the last M keys of its bucket at or before it and, if not causal, the next M."""
     position = torch.arange(codes.shape[-1], device=codes.device)
     between = (position[:, None] < position[None, :])[None]  # [j, j']: j before j'
     same = (codes[..., :, None] == key_codes[..., None, :]) & together
@@ -180,7 +179,7 @@ def _visible_by_key_rank(codes: Tensor, key_codes: Tensor, chunk: int, causal: b
 
 
 def _in_share(codes: Tensor, spec: BucketedAttentionSpec, key_mask: Tensor | None, segments: Tensor | None) -> Tensor:
-    """Return (B, H, R, L) bool, True for queries in the share of their round's order by (document, bucket, position),
+    """Return (B, H, R, L) bool, True for queries in the share of the round's order by (document, bucket, position),
     padding last.
     """
     order = codes.argsort(dim=-1, stable=True)
@@ -205,8 +204,8 @@ def reference_attention(
     *,
     dropout: PairDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `bucketed_attention` by its definition, dense. With exclude_self or key_codes a token that sees nothing
-    gets its own value, and its own score as lse (spec.self_at_last).
+    """Compute `bucketed_attention` densely. With exclude_self or key_codes a token without a visible key gets its own
+    value, and its own score as lse (spec.self_at_last).
     """
     length = q.shape[2]
     if codes is None:
@@ -218,7 +217,7 @@ def reference_attention(
     score = (q * spec.scale) @ k.transpose(-1, -2)
     if spec.share is None:
         weight = (counts > 0).to(q.dtype).log() if spec.count_rounds else counts.to(q.dtype).log()
-    else:  # each share's part of a pair is (its rounds that show the pair)/N
+    else:  # a share's weight of a pair is (its rounds that select the pair)/N
         in_share = (shown & _in_share(codes, spec, key_mask, segments)[..., None]).sum(2)
         weight = (in_share.to(q.dtype) / counts.clamp_min(1) if spec.count_rounds else in_share.to(q.dtype)).log()
         counts = in_share
@@ -228,7 +227,7 @@ def reference_attention(
         lonely = (counts.sum(-1) == 0) & real
         itself = torch.eye(length, dtype=torch.bool, device=q.device) & lonely[..., None]
         logits = torch.where(itself, score, logits)
-    blind = (logits == -torch.inf).all(-1)  # padding: kept out of the softmax, whose gradient would be NaN
+    blind = (logits == -torch.inf).all(-1)  # padding: avoid NaN gradients of a softmax over −∞
     probability = torch.softmax(logits.masked_fill(blind[..., None], 0.0), dim=-1)
     lse = torch.logsumexp(logits.masked_fill(blind[..., None], 0.0), dim=-1)
     if dropout is not None:

@@ -132,7 +132,7 @@ def separate_intervals(
     key_mask: Tensor | None,
     segments: Tensor | None,
 ) -> Intervals:
-    """Return intervals for separate codes (B, H, R, L) of queries and keys: the windows of `windows_by_key_rank`."""
+    """Return intervals for separate codes (B, H, R, L) of queries and keys."""
     rounds = [
         key_range(query_codes[:, :, r], key_codes[:, :, r], spec.window.chunk, spec.causal, key_mask, segments)
         for r in range(query_codes.shape[2])

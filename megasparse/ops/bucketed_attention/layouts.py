@@ -1,20 +1,20 @@
-"""Layouts of bucketed attention in blocks: the tiles in which queries and keys meet.
+"""Layouts of bucketed attention in blocks: tiles of queries and their keys.
 
-A row is one batch element's head. Each round orders its tokens so that a tile of T queries sees a short run of keys:
+A row is one batch element's head. Each round sorts its tokens so that a tile of T queries needs a short run of keys:
 
     SortedLayout   queries and keys share codes: one order by (segment, bucket, position); a tile's keys are the S tiles
                    around it
-    RangeLayout    causal bands, and keys with codes of their own: keys are sorted like that, queries by the end of
-                   their range of sorted keys; a tile's keys are one run. Causal tiles are cut by ranks in a bucket
-                   alone, so that later tokens change no bit
+    RangeLayout    causal bands, and keys with separate codes: keys are sorted in the same order, queries by the end
+                   of their range of sorted keys; a tile's keys are one run. Causal tiles depend only on ranks in a
+                   bucket, so that later tokens change no bit
 
-A block is some tiles. It gathers its own tokens from q, k and v, so no sorted copy of a row exists. Visibility is
-arithmetic on floats, as comparisons to bool and masked_fill_ run one element at a time: a hidden pair has a multiple of
-2^100 taken off its score, by the product that makes the score.
+A block is several tiles. It gathers its tokens from q, k and v, so that rows are never copied in sorted order.
+Visibility is float arithmetic, because bool comparisons and masked_fill_ are not vectorised: the product that computes
+the scores also subtracts a multiple of 2^100 from the score of each hidden pair.
 
-B batch, H heads, R rounds, L length, D head dim, M the window's chunk, G rows at a time, T queries a tile, S tiles of
-keys around it, n tiles of a block, K keys a tile (S·T, or the longest run of a block), P places: sorted indices with
-empty ones around them.
+B batch, H heads, R rounds, L length, D head dim, M the window's chunk, G rows at a time, T queries per tile, S tiles of
+keys around it, n tiles per block, K keys per tile (S·T, or the longest run of a block), P slots: sorted indices with
+empty slots around them.
 """
 
 from abc import ABC, abstractmethod
@@ -30,11 +30,11 @@ from megasparse.ops.bucketed_attention.definition import BucketedAttentionSpec, 
 from megasparse.ops.bucketed_attention.ranges import key_range
 from megasparse.ops.random import PairDropout
 
-SCORE_ELEMENTS = 1 << 18  # scores in a block: 1 MB of fp32
+SCORE_ELEMENTS = 1 << 18  # scores per block: 1 MB of fp32
 _LAYOUT_ELEMENTS = 1 << 21  # tokens sorted at a time
 EXACT = 1 << 24  # fp32 represents every integer up to here
 HIDDEN = 2.0**100  # far above any score, and its multiples are finite
-LOWEST = -(2.0**90)  # below any score and far above hidden ones: the highest score where nothing is visible
+LOWEST = -(2.0**90)  # below any score and far above hidden ones: the maximum if no key is visible
 
 
 @dataclass
@@ -42,12 +42,12 @@ class RowGroup:
     """A group of G rows with their layout.
 
     Args:
-        index: the rows of B·H.
+        index: Rows of B·H.
         q, k, v: (G, L, D).
-        layout: a layout whose tensors are (G, R, L), or None for a cache's.
-        dtype: of the computation.
-        shared_codes: keys have the codes of queries.
-        dropout: of the probabilities; its queries are those of the group, (G, L).
+        layout: A layout with tensors (G, R, L), or None for a cache.
+        dtype: Dtype of the computation.
+        shared_codes: True if queries and keys share codes.
+        dropout: Dropout of the probabilities, with queries (G, L), or None.
     """
 
     index: slice
@@ -62,18 +62,18 @@ class RowGroup:
 
 
 def tile_size(window: Window) -> int:
-    """Return T. Narrow tiles compute fewer masked scores, K − M a query; below 32 the products themselves slow down."""
+    """Return T. Narrow tiles compute fewer masked scores, K − M per query; below 32 the products slow down."""
     return window.chunk if window.kind == "chunk" else min(window.chunk, 32 if window.chunk <= 64 else 64)
 
 
 class TileBlock(ABC):
-    """Some tiles of a round. Tokens are numbered over the rows of their group.
+    """Tiles of a round. Tokens are numbered over the rows of their group.
 
     Attributes:
-        first_round: the block is of the first round.
-        query_tokens, key_tokens: the tokens that it gathers.
-        length, dtype: of a row, and of the computation.
-        real: (n, T) bool, False for places that repeat a query, or None where there are none.
+        first_round: True if the block belongs to the first round.
+        query_tokens, key_tokens: Gathered tokens.
+        length, dtype: Length of a row, and dtype of the computation.
+        real: (n, T) bool, False for slots that repeat a query; None if no slot does.
     """
 
     first_round: bool
@@ -92,7 +92,7 @@ class TileBlock(ABC):
         return self.key_tiles(_at(x.flatten(0, 1), self.key_tokens).to(self.dtype))
 
     def real_lse(self, x: Tensor) -> Tensor:
-        """Return `queries` of log-sum-exps x (G, L), ∞ at places that repeat a query: they add to no gradient."""
+        """Return `queries` of log-sum-exps x (G, L), ∞ in slots that repeat a query, to exclude them from gradients."""
         lse = self.queries(x)
         return lse if self.real is None else lse.masked_fill_(~self.real, torch.inf)
 
@@ -105,14 +105,14 @@ class TileBlock(ABC):
         x.flatten(0, 1).index_add_(0, *self.real_queries(values))
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return q·k where visible in this round and in none before it, far below LOWEST elsewhere: (n, T, K).
+        """Return q·k of pairs visible in this round but no earlier one, far below LOWEST for others: (n, T, K).
 
         q, k: results of `queries` and `keys`, scaled.
         """
         return self.hidden().to(q.dtype).baddbmm_(q, k.transpose(1, 2), beta=-HIDDEN)
 
     def factors(self, dropout: PairDropout) -> Tensor:
-        """Return the factors of probabilities that dropout gives the pairs of `scores`, (n, T, K)."""
+        """Return the dropout factors of the probabilities of `scores`, (n, T, K)."""
         queries = self.query_tiles(dropout.queries.flatten()[self.query_tokens])
         keys = self.key_tiles(dropout.keys(self.length)[self.key_tokens % self.length])
         return dropout.factors(queries.unsqueeze(-1), keys.unsqueeze(1), self.dtype)
@@ -135,22 +135,22 @@ class TileBlock(ABC):
 
     @abstractmethod
     def hidden(self) -> Tensor:
-        """Count the reasons that hide a key from a query, (n, T, K); an earlier round that shows it is one."""
+        """Count the reasons to hide a key from a query, (n, T, K), including earlier rounds that select the pair."""
 
 
 class SortedLayout(NamedTuple):
     """Each round's order of the tokens, and their slots: (B, H, R, L) int32; (B, 1, 1, L) without codes.
 
-    Visibility in a round is one integer comparison: j is visible to i iff 0 <= slot_i − slot_j < width, or where the
-    window is two-sided |slot_i − slot_j| < width:
+    Visibility in a round is one integer comparison: j is visible to i if 0 <= slot_i − slot_j < width, or in a
+    two-sided window |slot_i − slot_j| < width:
 
-        band   slot = sorted index + M·(rank of the bucket), width M: the last M tokens of i's own bucket, i included;
+        band   slot = sorted index + M·(rank of the bucket), width M: the last M tokens in i's bucket, including i;
                two-sided: also the next M − 1
-        chunk  slot = ⌊sorted index / M⌋ + 2·(rank of the bucket), width 2: i's chunk of M sorted tokens and the one
-               before it; two-sided: also the one after it
+        chunk  slot = ⌊sorted index / M⌋ + 2·(rank of the bucket), width 2: i's chunk of M sorted tokens and the
+               previous chunk; two-sided: also the next chunk
 
-    The gap between buckets keeps tokens of different buckets apart; without the same-bucket mask only segments and
-    padding are. Padding sorts last, so it moves nothing.
+    The gap between buckets separates them; without the same-bucket mask it separates only segments and padding. Padding
+    is sorted last, so it does not affect other slots.
     """
 
     order: Tensor
@@ -169,12 +169,12 @@ class SortedLayout(NamedTuple):
         return cls(order, slot)
 
     def pairs(self, spec: BucketedAttentionSpec, length: int) -> int:
-        """Return the number of pairs of a row's tiles."""
+        """Return the number of query-key pairs in a row's tiles."""
         tile, back, ahead = _reach(spec)
         return max(1, len(_attending(spec, length))) * (back + 1 + ahead) * tile**2
 
     def blocks(self, rows: RowGroup) -> "Iterator[TileBlock]":
-        """Yield all tiles that attend, round after round. rows: the group whose layout this is."""
+        """Yield all tiles that attend, round by round. rows: the group with this layout."""
         group, rounds, length = self.order.shape
         tiles = _attending(rows.spec, length)
         for number in range(rounds):
@@ -185,7 +185,7 @@ class SortedLayout(NamedTuple):
 
 
 def _pieces(codes: Tensor, *masks: Tensor | None) -> Iterator[tuple[tuple[slice, slice], list[Tensor | None]]]:
-    """Cut codes (B, H, R, L) into batch elements and heads that are sorted at a time. Yield these, with their masks."""
+    """Yield the slices of codes (B, H, R, L) over batch and heads that are sorted at a time, with their masks."""
     heads, rounds, length = codes.shape[1:]
     step = max(1, _LAYOUT_ELEMENTS // (heads * rounds * length))
     head_step = max(1, _LAYOUT_ELEMENTS // (rounds * length))
@@ -196,7 +196,7 @@ def _pieces(codes: Tensor, *masks: Tensor | None) -> Iterator[tuple[tuple[slice,
 
 
 def _sort(codes: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the sorted numbers of (segment, bucket), the segment in the upper 32 bits, padding last, and the order,
+    """Return the sorted keys (segment, bucket), with the segment in the upper 32 bits and padding last, and the order,
     the token at each sorted index: (B, H, R, L) int64 each.
     """
     segment = torch.zeros_like(codes[:, :1, :1], dtype=torch.int64)  # (B, 1, 1, L), broadcast
@@ -219,7 +219,7 @@ def _slots(codes: Tensor, window: Window, key_mask: Tensor | None, segments: Ten
 
 
 def _reach(spec: BucketedAttentionSpec) -> tuple[int, int, int]:
-    """Return T, and the number of tiles of keys before and after a tile's own."""
+    """Return T, and the number of key tiles before and after a query tile."""
     window, tile = spec.window, tile_size(spec.window)
     back = 1 if window.kind == "chunk" else -(-(window.chunk - 1) // tile)
     return tile, back, back if window.two_sided(spec.causal) else 0
@@ -232,24 +232,24 @@ def _attending(spec: BucketedAttentionSpec, length: int) -> range:
 
 
 class SortedRound:
-    """One round of a group of rows in sorted order, with empty places around it.
+    """One round of a group of rows in sorted order, with empty slots around it.
 
     Attributes:
-        token: (G, P), the tokens in order.
-        window, earlier: for this round, and for earlier ones that hide its pairs, slots of each tile's keys
-            (G, tiles, 1, K), and low and high of its queries (G, tiles, T, 1), which see the slots low < slot <= high.
-        order_hides: (T, K), 1 where the order of places alone hides a tile's key from its query; or None.
-        position: positions of each tile's keys and queries where a causal window mixes buckets; or None.
+        token: (G, P), tokens in order.
+        window, earlier: For this round, and for earlier rounds that hide its pairs, slots of each tile's keys
+            (G, tiles, 1, K), and low and high of its queries (G, tiles, T, 1): slots low < slot <= high are visible.
+        order_hides: (T, K), 1 for keys that the sorted order hides from a query of the tile; or None.
+        position: Positions of each tile's keys and queries if a causal window mixes buckets; else None.
     """
 
     def __init__(self, rows: RowGroup, number: int):
         spec, device = rows.spec, rows.layout.order.device
         self.spec, self.rows_dtype, self.first = spec, rows.dtype, number == 0
         self.tile, back, ahead = _reach(spec)
-        self.span, self.lead = back + 1 + ahead, back * self.tile  # S; empty places before a row's first
+        self.span, self.lead = back + 1 + ahead, back * self.tile  # S; empty slots before a row's first
         group, _, self.length = rows.layout.order.shape
         self.tiles = -(-self.length // self.tile)
-        # An empty place repeats a token of its own row, so that a number that is not finite stays in its row.
+        # An empty slot repeats a token of the same row, so that non-finite numbers stay in their row.
         sorted_index = torch.arange(-self.lead, self.tile * (self.tiles + ahead), device=device)
         index = rows.layout.order[:, number].index_select(1, sorted_index.clamp_(0, self.length - 1)).long()  # (G, P)
         self.token = index + torch.arange(group, device=device)[:, None] * self.length
@@ -259,13 +259,13 @@ class SortedRound:
         width = spec.window.width
         after = width - 1 if spec.window.two_sided(spec.causal) else 0
         self.earlier = [self._ranges(x, x - width, x + after) for x in slots[:-1]]
-        # In this round empty places neither see nor are seen, and queries of other shares do not see.
+        # In this round empty slots are hidden as queries and keys, and queries of other shares do not attend.
         slot_of_round, low, high = slots[-1], slots[-1] - width, slots[-1] + after
         places = spec.places(self.length)
         low[:, : self.lead + places.start] = low[:, self.lead + places.stop :] = torch.inf
         slot_of_round[:, : self.lead] = slot_of_round[:, self.lead + self.length :] = -torch.inf
         self.window = self._ranges(slot_of_round, low, high)
-        # A bucket's tokens are in the order of positions: all that a causal query may see is sorted before it.
+        # A bucket's tokens are sorted by position, so the visible keys of a causal query precede it.
         self.in_order = spec.causal and spec.window.same_bucket
         query = torch.arange(self.tile, device=device)[:, None]
         key = torch.arange(-self.lead, (1 + ahead) * self.tile, device=device)
@@ -288,7 +288,7 @@ class SortedRound:
 
 
 class SortedBlock(TileBlock):
-    """Neighbouring tiles of a round, the same ones of all its rows."""
+    """Neighbouring tiles of a round, at the same indices in all rows."""
 
     def __init__(self, round_: SortedRound, start: int, stop: int):
         self.round, self.first_round, self.length, self.dtype = round_, round_.first, round_.length, round_.rows_dtype
@@ -296,13 +296,13 @@ class SortedBlock(TileBlock):
         lead = round_.lead
         self.query_tokens = round_.token[:, lead + start * self.tile : lead + stop * self.tile]  # (G, n/G·T)
         self.key_tokens = round_.token[:, start * self.tile : (stop + self.span - 1) * self.tile]
-        self.places = min(stop * self.tile, self.length) - start * self.tile  # the last tile's other places are empty
+        self.places = min(stop * self.tile, self.length) - start * self.tile  # the last tile's other slots are empty
 
     def query_tiles(self, x: Tensor) -> Tensor:
         return x.view(-1, self.tile, *x.shape[2:])
 
     def key_tiles(self, x: Tensor) -> Tensor:
-        tiles = x.unfold(1, self.span * self.tile, self.tile)  # overlapping views where there is a single row
+        tiles = x.unfold(1, self.span * self.tile, self.tile)  # overlapping views for a single row
         return (tiles.transpose(2, 3) if x.dim() == 3 else tiles).flatten(0, 1)
 
     def real_queries(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -339,12 +339,12 @@ class SortedBlock(TileBlock):
 
 
 class RangeLayout(NamedTuple):
-    """Each query's range of sorted keys, (B, H, R, L) int32, or (B, 1, R, L) where all heads have the same codes.
+    """Range of sorted keys of each query, (B, H, R, L) int32, or (B, 1, R, L) if all heads share codes.
 
-    A query sees the last W places of [first, high). Where attention is causal W is M and `first` the first key of its
-    bucket; else W is 2M, which is all of the range.
+    A query attends to the last W indices of [first, high). If causal, W is M and `first` the first key of the bucket;
+    otherwise W is 2M, which covers the range.
 
-    order: the key at each sorted place. rank: its inverse.
+    order: key at each sorted index. rank: its inverse.
     """
 
     order: Tensor
@@ -357,8 +357,8 @@ class RangeLayout(NamedTuple):
         cls, codes: Tensor, key_codes: Tensor | None, spec: BucketedAttentionSpec, key_mask: Tensor | None,
         segments: Tensor | None,
     ) -> "RangeLayout":  # fmt: skip
-        """codes: (B, H, R, L) or (B, 1, R, L), any integer type. key_codes: None, keys have the codes of queries; only
-        where attention is causal.
+        """Return the layout of codes (B, H, R, L) or (B, 1, R, L), any integer type. key_codes: None if shared with the
+        queries, which requires causal attention.
         """
         layout = cls(*(torch.empty(codes.shape, dtype=torch.int32, device=codes.device) for _ in range(4)))
         if key_codes is None:
@@ -374,11 +374,11 @@ class RangeLayout(NamedTuple):
         return layout
 
     def pairs(self, spec: BucketedAttentionSpec, length: int) -> int:
-        """Return the number of pairs of a row's tiles, about."""
+        """Return the approximate number of query-key pairs in a row's tiles."""
         return length * (tile_size(spec.window) + spec.window.chunk)
 
     def blocks(self, rows: RowGroup) -> "Iterator[TileBlock]":
-        """Yield all tiles that attend and see a key, round after round. rows: the group whose layout this is."""
+        """Yield all tiles with visible keys, round by round. rows: the group with this layout."""
         for number in range(self.order.shape[1]):
             round_ = RangeRound(rows, number)
             for tiles in round_.ranked_tiles() if rows.spec.causal else round_.short_tiles():
@@ -386,7 +386,7 @@ class RangeLayout(NamedTuple):
 
 
 def _own_ranges(codes: Tensor, key_mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, ...]:
-    """Return order, rank, first and high of causal attention in buckets that queries and keys share."""
+    """Return order, rank, first and high of causal attention with shared codes."""
     group, order = _sort(codes, key_mask, segments)
     index = torch.arange(codes.shape[-1], device=codes.device).expand_as(order)
     first = torch.zeros_like(order)
@@ -402,10 +402,10 @@ def _own_ranges(codes: Tensor, key_mask: Tensor | None, segments: Tensor | None)
 class KeyRuns(NamedTuple):
     """Tiles of a round with equally long runs of sorted keys.
 
-    queries: (n, T), numbered over the rows of their group. real: (n, T) bool, False for places that repeat a query, or
-    None where there are none. row: (n). start, end: (n), sorted places of their row: a tile's keys are `run` from
-    `start` on; those at `end` and after are not gathered. hidden: (T, K), what `TileBlock.hidden` counts in the first
-    round, where it is the same in all tiles; or None.
+    queries: (n, T), numbered over the rows of their group. real: (n, T) bool, False for slots that repeat a query; None
+    if no slot does. row: (n). start, end: (n), sorted indices in the row: a tile's keys are the `run` keys from `start`
+    on, of which keys from `end` on are not gathered. hidden: (T, K), the counts of `TileBlock.hidden` in the first
+    round if they are equal in all tiles; else None.
     """
 
     queries: Tensor
@@ -422,11 +422,11 @@ class KeyRuns(NamedTuple):
 
 
 class RangeRound:
-    """One round of a group of rows, its queries in the order of the ends of their ranges.
+    """One round of a group of rows, with queries sorted by the ends of their ranges.
 
     Attributes:
-        order: (G·L), the key at each sorted place, rows one after another, numbered over them.
-        low, high: by token, the range of its keys; earlier: (rank, low, high) of the rounds that hide its pairs.
+        order: (G·L), key at each sorted index of all rows, numbered over the rows.
+        low, high: Key range by token; earlier: (rank, low, high) of the rounds that hide pairs of this one.
     """
 
     def __init__(self, rows: RowGroup, number: int):
@@ -455,11 +455,11 @@ class RangeRound:
         self.earlier, (_, self.low, self.high) = rounds[:-1], rounds[-1]
 
     def short_tiles(self) -> Iterator[KeyRuns]:
-        """Yield tiles of T neighbouring queries, with the run of keys that they see. All runs together are at most L +
-        W·⌈L / T⌉ keys long, whatever the buckets.
+        """Yield tiles of T neighbouring queries, with the run of their visible keys. The total length of all runs is at
+        most L + W·⌈L / T⌉ keys, for any buckets.
 
-        Runs differ in length: a block has tiles of about one length, the longest first, and shorter ones see places
-        after their run as hidden.
+        Tiles are sorted by run length, the longest first, so that tiles in a block have similar lengths; keys after a
+        shorter run are hidden.
         """
         tiles = -(-self.query.shape[1] // self.tile)
         index = torch.arange(tiles * self.tile, device=self.query.device)
@@ -482,17 +482,17 @@ class RangeRound:
             start += step
 
     def ranked_tiles(self) -> Iterator[KeyRuns]:
-        """Yield tiles as `RankedTiles` has them.
+        """Yield the tiles of `RankedTiles`.
 
-        Causal to the bit: a bucket's earlier tokens alone decide a query's row, its keys' columns and the shape of its
-        tile, and later keys get weights of exactly 0, so a row is one sum of the same terms at the same places
-        whatever comes later. That rests on properties of the CPU libraries that tests hold: a row of a product of two
-        or more matrices, of a sum, of exp and of log2 has the same bits wherever in the batch it is.
+        Results are bit-identical for any later tokens: a query's row, its keys' columns and its tile's shape depend
+        only on earlier tokens in its bucket, and later keys get weights of exactly 0, so a row sums the same terms in
+        the same columns. This relies on properties of the CPU libraries that tests verify: the bits of a row of a
+        product of at least two matrices, of a sum, of exp and of log2 do not depend on its index in the batch.
         """
         ranked, length = RankedTiles.of(self.spec, self.length), self.length
         count = self.query_high - self.query_first
         live = count > 0
-        if self.shared_codes and self.spec.exclude_self:  # a bucket's only token sees nothing
+        if self.shared_codes and self.spec.exclude_self:  # a single token in a bucket has no visible key
             only = torch.ones_like(live)
             only[:, :-1] = self.query_first[:, 1:] != self.query_first[:, :-1]
             live &= (count > 1) | ~only
@@ -511,7 +511,7 @@ class RangeRound:
             wide, back = ranked.shape(a)
             of_kind = (kind == a).nonzero().squeeze(1)
             first, stop = begin[of_kind], end[of_kind]
-            if not self.aligned:  # any number of queries may see keys up to these ranks
+            if not self.aligned:  # any number of queries can attend to keys up to these ranks
                 several = -(-size[of_kind] // wide)
                 of_kind = of_kind.repeat_interleave(several)
                 number = torch.arange(len(of_kind), device=of_kind.device)
@@ -528,14 +528,12 @@ class RangeRound:
             step = max(2, SCORE_ELEMENTS // (wide * (back + wide)))
             for at in range(0, len(real), step):
                 piece = tiles.take(slice(at, at + step))
-                if len(piece.row) == 1:  # the product of a single matrix may be another sum
+                if len(piece.row) == 1:  # bmm may sum a single matrix in a different order
                     piece = piece.take(piece.row.new_zeros(2))._replace(real=F.pad(real[at : at + 1], (0, 0, 0, 1)))
                 yield piece
 
     def _hidden(self, tile: int, back: int) -> Tensor:
-        """Return 1 where a tile's key is hidden from its query because of their ranks, (T, K), of tokens that share
-        their buckets.
-        """
+        """Return (T, K), 1 for keys whose rank hides them from a query of the tile, with shared codes."""
         query = torch.arange(tile, device=self.order.device)[:, None]
         key = torch.arange(-back, tile, device=self.order.device)
         later = key >= query if self.spec.exclude_self else key > query
@@ -543,7 +541,7 @@ class RangeRound:
 
 
 class RangeBlock(TileBlock):
-    """Some tiles of a round, `run` keys each."""
+    """Tiles of a round with `run` keys each."""
 
     def __init__(self, round_: RangeRound, tiles: KeyRuns):
         self.round, self.first_round, self.length = round_, round_.first_round, round_.length

@@ -84,11 +84,9 @@ class SequenceToSequenceBody(Backbone):
         return states, auxiliary
 
     def attention(self) -> dict[str, Any]:
-        """Return the settings of both sides; `source` also contains `cross_attention`, the decoder's to the source."""
+        """Return the settings of both sides."""
         config = self.stack.config
-        assert config.source is not None
-        source = {**attention_settings(encoder_part(config)), "cross_attention": config.source.cross_attention}
-        return {**attention_settings(config), "source": source}
+        return {**attention_settings(config), "source": attention_settings(encoder_part(config))}
 
 
 class TextModel(nn.Module):
