@@ -17,10 +17,7 @@ from tests.test_imports import MAY_IMPORT
 
 ROOT = Path(__file__).parents[1]
 NAMED = ("README.md", "CONTRIBUTING.md", "tokenizers/README.md")
-DOCUMENTS = [
-    *(ROOT / name for name in NAMED),
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
+DOCUMENTS = [*(ROOT / name for name in NAMED), *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = ("megasparse", "launch", "tools", "configs", "tests", "docs", "tokenizers")
 MADE = ("tokenizers/books.model", "tokenizers/bert.json", "tokenizers/multi30k.model", "tokenizers/small.model")
 """Files that a reader makes or brings."""

@@ -105,19 +105,7 @@ def test_the_check_sees_every_kind_of_import(tmp_path):
     assert imported(path) == {"data", "ops", "model"}
 
 
-RUNS = {
-    "cli",
-    "runs",
-    "config",
-    "errors",
-    "files",
-    "data",
-    "ops",
-    "attention",
-    "model",
-    "optimizers",
-    "training",
-}
+RUNS = {"cli", "runs", "config", "errors", "files", "data", "ops", "attention", "model", "optimizers", "training"}
 REACHED = {
     "pretrain": ("runs.pretraining", RUNS | {"evaluation", "planning"}),
     "finetune": ("runs.finetuning", RUNS | {"evaluation", "planning", "tasks"}),

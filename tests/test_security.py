@@ -106,11 +106,7 @@ def test_the_package_writes_through_no_link():
         *("eval('1')", "exec('1')", "compile('1', '', 'eval')", "import builtins as b\nb.eval('1')", "__import__('x')"),
         *("import torch\ntorch.load('x')", "import torch as t\nt.load('x', weights_only=False)"),
         *("from torch import load\nload('x')", "import torch\ntorch.load('x', weights_only=flag)"),
-        *(
-            "import yaml\nyaml.load(text, Loader=yaml.SafeLoader)",
-            "from yaml import load",
-            "import yaml\nf = yaml.load",
-        ),
+        *("import yaml\nyaml.load(text, Loader=yaml.SafeLoader)", "from yaml import load", "import yaml\nf=yaml.load"),
         *("archive.extractall()", "tarfile.open(x).extract(member)", "import shutil\nshutil.unpack_archive('x')"),
         *("import subprocess as s\ns.run('x', shell=True)", "run('x', shell=wanted)"),
         *("import os\nos.system('x')", "from os import popen", "import os\nf = os.popen"),
@@ -139,13 +135,7 @@ re.compile("x"); model.eval(); torch.compile(model); table.load("x")
     "value",
     [
         *("$HOME", "${HOME}", "$(touch MARKER)", "`touch MARKER`", "~/runs", "%(HOME)s", "runs{HOME}", "!ENV HOME"),
-        *(
-            "!!python/object/apply:os.system ['touch MARKER']",
-            "@MARKER",
-            "@file:MARKER",
-            "${oc.env:HOME}",
-            "../../runs",
-        ),
+        *("!!python/object/apply:os.system ['touch MARKER']", "@MARKER", "@file:MARKER", "${oc.env:HOME}", "../runs"),
         *("__import__('os').system('touch MARKER')", "; touch MARKER", "| touch MARKER", "pipe:touch MARKER"),
     ],
 )

@@ -89,9 +89,7 @@ def test_compare_trains_every_arm_on_the_readers_text(folder):
     fingerprint = Index.load(folder / "data/books").fingerprint
     protocols = [result(file)["protocol"] for file in folder.glob("runs/mine/*/evaluation.json")]
     assert len(protocols) == 9
-    assert {(protocol["trained_on_fingerprint"], protocol["split"]) for protocol in protocols} == {
-        (fingerprint, "validation")
-    }
+    assert {(each["trained_on_fingerprint"], each["split"]) for each in protocols} == {(fingerprint, "validation")}
     rows = (folder / "runs/mine/table.md").read_text().splitlines()[2:]
     assert {row.split(" | ")[0] for row in rows} == {"| window", "| lsh", "| n-gram"}
     assert "validation split" in (folder / "runs/mine/curves.svg").read_text()
@@ -107,9 +105,8 @@ def test_classifier(folder):
     table(folder / "new.csv", [["a good model"], ["we go"]], ("review",))
     run("classifier", "training.epochs=0", "training.steps=2", "run.engine=torch", "run.device=cpu")
     assert 0 <= result(folder / "result.json")["metrics"]["accuracy"]["value"] <= 1
-    assert [row["predicted"] in ("good", "bad") for row in csv.DictReader((folder / "predictions.csv").open())] == [
-        True
-    ] * 2
+    predicted = [row["predicted"] for row in csv.DictReader((folder / "predictions.csv").open())]
+    assert len(predicted) == 2 and {*predicted} <= {"good", "bad"}
 
 
 @pytest.mark.slow
@@ -117,9 +114,8 @@ def test_decoder(folder):
     torch.manual_seed(0)
     values = bert_tokenizer()
     size = {**WIDTHS, "num_key_value_heads": 2, "max_position_embeddings": 4096}
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(values["model"]["vocab"]), **size)).save_pretrained(
-        folder / "MODEL_DIR"
-    )
+    config = LlamaConfig(vocab_size=len(values["model"]["vocab"]), **size)
+    LlamaForCausalLM(config).save_pretrained(folder / "MODEL_DIR")
     write_tokenizer(folder / "MODEL_DIR", values)
     text = run("decoder")
     code = re.search("```python\n(.*?)```", text, re.S)[1].replace("model.generate", "tokens = model.generate")

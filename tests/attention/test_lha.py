@@ -140,9 +140,8 @@ def test_positions_and_normalisation_of_queries_and_keys(kind, settings):
         if "sinusoidal_positions" in settings and not settings.get("project_positions"):
             wanted = wanted + sinusoids(0, 5, 16).double()
         if settings.get("normalize"):
-            wanted = (wanted - wanted.mean(-1, keepdim=True)) / (
-                wanted.var(-1, correction=0, keepdim=True) + 1e-6
-            ).sqrt()
+            variance = wanted.var(-1, correction=0, keepdim=True)
+            wanted = (wanted - wanted.mean(-1, keepdim=True)) / (variance + 1e-6).sqrt()
         torch.testing.assert_close(given, wanted, rtol=1e-7, atol=1e-7)
 
 

@@ -150,14 +150,9 @@ def test_the_first_centroids_depend_on_seed_and_layer():
 
 
 MODEL: dict[str, Any] = {
-    "max_length": 24,
-    "layers": 2,
-    "d_model": 16,
-    "d_ff": 16,
-    "heads": 2,
-    "positions": {"kind": "learned"},
+    "max_length": 24, "layers": 2, "d_model": 16, "d_ff": 16, "heads": 2, "positions": {"kind": "learned"},
     "attention": {"pattern": ["routing"], "routing": {"chunk": 4, "decay": 0.5}},
-}
+}  # fmt: skip
 
 
 def trained(config, steps):

@@ -115,13 +115,7 @@ def test_the_help_of_each_corpus_has_an_example_that_works(corpus, capsys):
     assert given.corpus == corpus and given.output.parent == Path("data")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["text", "--source", "nowhere.txt", "--output", "x"], "error: nowhere.txt: there is no such file or folder."),
-        (["text", "--source", "ftp://x/y", "--output", "x"], "error: ftp://x/y: this is not a URL"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, capsys, tmp_path, monkeypatch):
+def test_a_mistake_is_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert refused(capsys, main, *arguments).startswith(message)
+    said = refused(capsys, main, "text", "--source", "nowhere.txt", "--output", "x")
+    assert said.startswith("error: nowhere.txt: there is no such file or folder.")

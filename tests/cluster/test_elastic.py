@@ -30,10 +30,7 @@ class Elastic:
     def start(self, host: int) -> None:
         faults = json.dumps({"folder": str(self.run.folder), "faults": [fault("forward", "sleep 0.2", every=True)]})
         script = [str(SCRIPT), "--config", str(self.run.folder / "config.json")]
-        settings = [
-            *SETTINGS,
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
-        ]  # see docs/nodes.md
+        settings = [*SETTINGS, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]  # see docs/nodes.md
         command = ["env", *settings, f"MEGASPARSE_FAULTS={faults}", *TORCHRUN, *NODES.split(), *script]
         line = self.hosts[host].command(*command, folder=self.run.folder)
         with self.log.open("ab") as log:

@@ -121,9 +121,7 @@ def test_a_wrong_key_is_reported_with_the_file_that_gives_it(write):
     assert refused(own).startswith(f'{own} model.attention.pattern[1]: "lhs" does not fit. Did you mean "lsh"?')
 
 
-@pytest.mark.parametrize(
-    ("kind", "base", "section"), [(FinetuneConfig, "quickstart", "data"), (Config, "glue_rte", "head")]
-)
+@pytest.mark.parametrize("kind,base,section", [(FinetuneConfig, "quickstart", "data"), (Config, "glue_rte", "head")])
 def test_a_configuration_of_another_kind_of_run_cannot_be_extended(write, kind, base, section):
     path = write("own", extends=base)
     message = refused(path, kind=kind)

@@ -99,9 +99,7 @@ def test_after_each_block_every_corpus_has_had_its_part(weights):
         assert sum(counts) == blocks * MIXTURE_BLOCK
         assert all(now >= then for now, then in zip(counts, before, strict=True))
         for weight, count in zip(weights, counts, strict=True):
-            assert abs(count - Fraction(weight) / total * blocks * MIXTURE_BLOCK) <= max(
-                0, Fraction(len(weights) - 1, 2)
-            )
+            assert abs(count - Fraction(weight) / total * blocks * MIXTURE_BLOCK) <= Fraction(len(weights) - 1, 2)
         before = counts
 
 

@@ -5,7 +5,6 @@ import json
 import os
 import random
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -112,13 +111,8 @@ def test_damage_is_one_error_that_names_the_shard(index, harm, figures):
     reader.read(3, 0, 10)
     path = do(CONTENT[harm][0] if harm in CONTENT else SIZE[harm], index.directory / THIRD)
     stated = "this shard is damaged: its sha256 is" if harm in CONTENT else "index.json says"
-    checks: list[Callable[[], Any]] = [
-        lambda: reader.read(3, 0, 10),
-        lambda: EvaluationStream(index, "train").read(3000, 3010),
-    ]
-    if harm in SIZE:
-        checks.append(lambda: Index.load(index.directory))
-    for check in checks:
+    checks = [lambda: reader.read(3, 0, 10), lambda: EvaluationStream(index, "train").read(3000, 3010)]
+    for check in [*checks, lambda: Index.load(index.directory)][: 2 + (harm in SIZE)]:
         with pytest.raises(DataError) as caught:
             check()
         assert caught.value.path == str(path) and stated in str(caught.value) and "\n" not in str(caught.value)
@@ -126,22 +120,14 @@ def test_damage_is_one_error_that_names_the_shard(index, harm, figures):
     figures(damages_done=1, damages_detected=1)
 
 
-def test_a_missing_and_a_replaced_shard(index):
-    (index.directory / THIRD).write_bytes((index.directory / "train-000004.tar").read_bytes())
-    with pytest.raises(DataError, match=r"train-000003\.tar: this shard is damaged: its sha256"):
-        ShardReader(Index.load(index.directory), "train").read(3, 0, 10)
-    (index.directory / THIRD).unlink()
-    for read in (lambda: Index.load(index.directory), lambda: ShardReader(index, "train").read(3, 0, 10)):
-        refusal(read, match=r"train-000003\.tar: this shard cannot be read: No such file")
-
-
-@pytest.mark.parametrize("kind", ["fifo", "folder"])
-def test_irregular_files_are_rejected_without_waiting(index, kind):
-    path = index.directory / THIRD
+@pytest.mark.parametrize("kind", ["missing", "fifo", "folder"])
+def test_missing_and_irregular_files_are_rejected_without_waiting(index, kind):
+    path, problem = index.directory / THIRD, "No such file" if kind == "missing" else "this is not a regular file"
     path.unlink()
-    os.mkfifo(path) if kind == "fifo" else path.mkdir()
+    if kind != "missing":
+        os.mkfifo(path) if kind == "fifo" else path.mkdir()
     refusal(lambda: Index.load(index.directory), match=r"train-000003\.tar: this shard")
-    with pytest.raises(DataError, match=r"train-000003\.tar: this shard cannot be read: this is not a regular file"):
+    with pytest.raises(DataError, match=rf"train-000003\.tar: this shard cannot be read: {problem}"):
         ShardReader(index, "train").read(3, 0, 10)
 
 

@@ -257,10 +257,7 @@ FEW_HEADS: dict[str, dict[str, Any]] = {
         "key_heads": 2,
         "feed_forward_tiles": 3,
     },
-    "sketches of two heads": {
-        "attention": named("smart_bird heads", sketch_heads=2),
-        "heads": 4,
-    },
+    "sketches of two heads": {"attention": named("smart_bird heads", sketch_heads=2), "heads": 4},
 }
 
 

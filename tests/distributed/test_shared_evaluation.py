@@ -114,10 +114,7 @@ def test_two_ranks_are_one(folder, found, sequence, name):
     ours, theirs = (each[f"{sequence} {name}"] for each in found)
     expected = json.loads(json.dumps(alone["protocol"]))
     if sequence > 1 and "no_code_length" in expected:
-        reasons = [
-            *expected["no_code_length"],
-            "bit-exact causality is not tested for sequences split over ranks",
-        ]
+        reasons = [*expected["no_code_length"], "bit-exact causality is not tested for sequences split over ranks"]
         expected |= {"code_length": False, "no_code_length": reasons}
     assert ours == theirs and ours["protocol"] == expected
     assert numbers(ours) == pytest.approx(numbers(alone), rel=1e-6)

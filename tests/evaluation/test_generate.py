@@ -2,12 +2,7 @@
 
 import pytest
 import torch
-from transformers import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
 
 from megasparse.errors import ConfigError
 from megasparse.evaluation.generate import Sampling, check_beams, check_length, continuations, generate, sample

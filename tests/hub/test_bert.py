@@ -200,17 +200,11 @@ def test_features_missing_in_huggingface_are_named(changes, key):
     [
         ({"model_type": "bert"}, "its model_type is 'bert'"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu', but megasparse supports only 'gelu'"),
-        (
-            {"position_embedding_type": "relative_key"},
-            "position_embedding_type is 'relative_key', but megasparse supports only",
-        ),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key', but megasparse"),
         ({"hash_code_len": 31}, "hash_code_len is 31, but megasparse supports only 30 or less"),
         ({"conv_window": 4}, "conv_window is 4, but megasparse supports only odd sizes"),
         ({"use_expectation": False, "lsh_backward": False}, "lsh_backward is False, but megasparse supports only true"),
-        (
-            {"num_attention_heads": 7},
-            "num_attention_heads is 7, but megasparse supports only a divisor of hidden_size = 30",
-        ),
+        ({"num_attention_heads": 7}, "num_attention_heads is 7, .* only a divisor of hidden_size = 30"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
         ({"hidden_size": "large"}, "is not a configuration of yoso .*hidden_size.*expected int"),
         ({"num_hidden_layers": 10**9}, "tensors, but its config.json specifies 1000000000 layers"),

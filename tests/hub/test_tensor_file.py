@@ -74,10 +74,7 @@ def test_missing_empty_and_pickle_folders_are_rejected(tmp_path):
         ({"a": "model.bin"}, "which is not a safetensors file"),
         ({"a": "x\n.safetensors"}, r"lists 'x\\n.safetensors', which is not a safetensors file"),
         ({"a": "x" * 5000 + ".safetensors"}, "lists 'x{200}', which is not a safetensors file"),
-        *(
-            (text, "is not an index of safetensors files")
-            for text in ("", "{", "[]", "null", NUMBER, LIST, "[" * 100_000)
-        ),
+        *((text, "is not an index of safetensors") for text in ("", "{", "[]", "null", NUMBER, LIST, "[" * 100_000)),
     ],
 )
 def test_a_wrong_or_missing_index_is_rejected(tmp_path, places, problem):

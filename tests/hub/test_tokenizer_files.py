@@ -226,10 +226,9 @@ def test_a_bert_without_its_head_is_one_to_start_from(tmp_path):
     assert {name.split(".")[0] for name in new} == {"head"}
     began = Checkpoint.open(tmp_path / "run" / "checkpoints" / "00000000")
     theirs = load_file(tmp_path / "bert" / "model.safetensors")
-    key = "attention.attention.key.weight", "attention.self.key.weight"
     for ours, name in (
         ("embedding.weight", "embeddings.word_embeddings.weight"),
-        (f"blocks.1.{key[0]}", f"encoder.layer.1.{key[1]}"),
+        ("blocks.1.attention.attention.key.weight", "encoder.layer.1.attention.self.key.weight"),
     ):
         assert torch.equal(began.tensor("weight", ours), theirs[name])
     other = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": "bytes"})})

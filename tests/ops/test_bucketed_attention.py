@@ -16,14 +16,8 @@ from megasparse.ops.random import PairDropout
 from tests.helpers import operators
 from tests.helpers.operators import DEVICE, as_views, assert_equal, assert_same_bits, assert_within_bars, random_masks
 
-WINDOWS = [
-    Window("band", 4),
-    Window("band", 8),
-    Window("chunk", 4),
-    Window("chunk", 4, same_bucket=False),
-    Window("chunk", 4, ahead=True),
-    Window("chunk", 4, same_bucket=False, ahead=True),
-]
+WINDOWS = [Window("band", 4), Window("band", 8)]
+WINDOWS += [Window("chunk", 4, same_bucket=same, ahead=ahead) for ahead in (False, True) for same in (True, False)]
 
 
 def random_heads(length, batch=2, heads=2, dim=6, dtype=torch.float64, device="cpu", seed=0):
@@ -164,14 +158,7 @@ def test_separate_codes_equal_the_definition(block, length, causal, counts, mask
 def test_buckets_that_only_queries_or_only_keys_are_in(causal):
     heads, one = random_heads(80, batch=1), torch.zeros(1, 2, 1, 80, dtype=torch.int64)
     many = torch.arange(80).expand(1, 2, 1, -1)
-    for queries, keys in (
-        (one, one),
-        (one, one + 1),
-        (many, one),
-        (one, many),
-        (many, many.flip(-1)),
-        (many, 2 * many),
-    ):
+    for queries, keys in ((one, one), (one, one + 1), (many, one), (one, many), (many, 79 - many), (many, 2 * many)):
         rule = {"causal": causal, "exclude_self": False, "key_codes": keys}
         assert_equal_to_the_definition(heads, queries, Window("band", 8), **rule)
 
@@ -225,9 +212,7 @@ def merged(attention, shares, codes, window, dropout=None, **rule):
 
 
 def check(heads, codes, window, shares, dropout=None, **rule):
-    exact = operators.gradients(
-        lambda *heads: call(defined, heads, codes, window, self_at_last=False, dropout=dropout, **rule), heads
-    )
+    exact = gradients(defined, heads, codes, window, self_at_last=False, dropout=dropout, **rule)
     for attention in (blockwise, defined):
         assert_equal(operators.gradients(merged(attention, shares, codes, window, dropout, **rule), heads), exact)
 
@@ -245,30 +230,23 @@ def test_shares_of_shared_codes_are_the_whole(window, causal):
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
-def test_shares_of_separate_codes_are_the_whole(causal):
+def test_shares_of_separate_codes_and_of_dropped_probabilities_are_the_whole(causal):
     mask, segments = random_masks(SHARED_LENGTH, batch=1)
-    codes, key_codes = (random_codes(SHARED_LENGTH, 2, batch=1, seed=seed) for seed in (1, 5))
-    for masks in ({}, {"key_mask": mask, "segments": segments}):
-        rule = {"causal": causal, "exclude_self": False, "key_codes": key_codes, **masks}
-        check(random_heads(SHARED_LENGTH, batch=1), codes, Window("band", 4), 3, **rule)
-
-
-def test_shares_of_dropped_probabilities_are_the_whole():
     dropout = PairDropout.of(0.3, 7, torch.arange(SHARED_LENGTH)[None], range(2))
-    codes, key_codes = (random_codes(SHARED_LENGTH, 2, batch=1, seed=seed) for seed in (1, 5))
-    for own in (None, key_codes):
-        heads = random_heads(SHARED_LENGTH, batch=1)
-        check(heads, codes, Window("band", 4), 2, dropout, causal=True, exclude_self=False, key_codes=own)
+    codes, separate = (random_codes(SHARED_LENGTH, 2, batch=1, seed=seed) for seed in (1, 5))
+    masks = {"key_mask": mask, "segments": segments}
+    cases = ((separate, {}, None), (separate, masks, None), (separate, {}, dropout), (None, {}, dropout))
+    for key_codes, more, dropped in cases:
+        rule = {"causal": causal, "exclude_self": False, "key_codes": key_codes, **more}
+        check(random_heads(SHARED_LENGTH, batch=1), codes, Window("band", 4), 3, dropped, **rule)
 
 
 @pytest.mark.parametrize("window", [Window("band", 32), Window("chunk", 32, ahead=True)], ids=str)
 def test_each_share_is_a_part_of_the_work(window):
     """A quarter each of chunks; of causal bands, whose tiles the share's queries fill in part, about a quarter."""
     length = 4096 if window.kind == "band" else 512
-    heads, codes = (
-        random_heads(length, batch=1, heads=1, dtype=torch.float32),
-        random_codes(length, 2, batch=1, heads=1),
-    )
+    heads = random_heads(length, batch=1, heads=1, dtype=torch.float32)
+    codes = random_codes(length, 2, batch=1, heads=1)
 
     def flops(share):
         leaves = [x.clone().requires_grad_() for x in heads]

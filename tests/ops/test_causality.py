@@ -19,15 +19,8 @@ BOOLS = (False, True)
 CASES = list(
     itertools.product(DTYPES, (1, 7, 40, 1500), (4, 16, 33, 64, 130), BOOLS, BOOLS, BOOLS, BOOLS)
 )  # of a dtype, buckets, M, and whether codes are separate, tokens masked, probabilities dropped, queries hidden
+pytestmark = pytest.mark.parametrize("threads", [1, 2, 3], indirect=True)
 LENGTHS = [1024, *(pytest.param(length, marks=pytest.mark.slow) for length in (4096, 16384))]
-
-
-@pytest.fixture(params=[1, 2, 3])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def random_codes(generator, shape, buckets, skewed):

@@ -197,9 +197,11 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "export" else name for name in FORMATS]
-)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) if name == "export" else name for name in FORMATS]
+EVERY = pytest.mark.parametrize("name", SLOW)
+
+
+@EVERY
 def test_mutants_are_read_or_rejected_in_one_line(name, tmp_path):
     (tmp_path / "seeds").mkdir()
     FORMATS[name].make(tmp_path / "seeds")
@@ -217,9 +219,7 @@ def pipe(folder: Path, draw: random.Random, repair: object) -> None:
     os.mkfifo(path)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "export" else name for name in FORMATS]
-)
+@EVERY
 def test_no_reader_waits_for_a_pipe(name, tmp_path, monkeypatch):
     monkeypatch.setattr(fuzzing, "mutate", pipe)
     (tmp_path / "seeds").mkdir()

@@ -99,12 +99,9 @@ def test_unrepresentable_predictions_are_rejected_and_the_old_file_stays(tmp_pat
 
 
 def test_outputs_are_rejected_before_the_work(tmp_path):
-    (tmp_path / "file").write_text("")
-    for path, message in (
-        (tmp_path, "is a folder"),
-        (tmp_path / "file" / "out.csv", "cannot be written"),
-        (tmp_path / "file", "is an input file"),
-    ):
+    file = tmp_path / "file"
+    file.write_text("")
+    for path, message in ((tmp_path, "a folder"), (file / "out.csv", "cannot be written"), (file, "is an input file")):
         with pytest.raises(UserError, match=message):
             require_writable(None, path, sources=[str(tmp_path / "." / "file")])
     with pytest.raises(UserError, match=r"cannot be written \(No space"), whole_file(tmp_path / "out") as out:

@@ -344,10 +344,9 @@ def test_more_layers_than_weights_are_rejected_before_one_is_built(tmp_path):
     assert "tensors, but its config.json specifies 1000000000 layers" in refusal(wanted)
     start.record["config"]["num_hidden_layers"] = 10**9
     start.write(tmp_path / "run")
+    small = Checkpoint(tmp_path, {"tensors": {"weight": {"body.x": {}}}})
     with pytest.raises(CheckpointError, match="contains 1 weights, but the run's record 1000000000 layers"):
-        rebuild(
-            tmp_path / "run", finetuning.form_for(wanted), Checkpoint(tmp_path, {"tensors": {"weight": {"body.x": {}}}})
-        )
+        rebuild(tmp_path / "run", finetuning.form_for(wanted), small)
     _, path = checkpoint(decoder("full"), tmp_path / "pretrained")
     folder = to_hf(path, tmp_path / "exported")
     values = json.loads((folder / "config.json").read_text())

@@ -101,9 +101,7 @@ def test_an_altered_copy_is_rejected(url, copies):
 def test_a_damaged_record_is_one_line(url, copies, record):
     copy = download(url, copies)
     (copies / f"{copy.name}.json").write_bytes(record)
-    refusal(
-        lambda: download(url, copies), match=r"corpus\.txt\.json: this record is damaged\. Delete it and \w+-corpus"
-    )
+    refusal(lambda: download(url, copies), match=r"\.txt\.json: this record is damaged\. Delete it and \w+-corpus")
     assert copy.read_bytes() == BODY
 
 
@@ -125,9 +123,7 @@ def test_a_kill_while_a_changed_file_is_started_over_mixes_nothing(server, url, 
 
 def test_one_process_at_a_time_downloads(url, copies):
     with locked(copies, "downloading"):
-        refusal(
-            lambda: Source.open([url], None, copies), match=r"\.download: another process is downloading here\. Wait"
-        )
+        refusal(lambda: Source.open([url], None, copies), match=r"another process is downloading here\. Wait")
     assert Source.open([url], None, copies).total_bytes == len(BODY)
 
 

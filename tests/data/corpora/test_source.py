@@ -146,12 +146,8 @@ def test_files_are_kept_apart_and_empty_ones_left_out(tmp_path, capsys):
         f"{tmp_path}/in: 4 files are read, 1 left out ({tmp_path}/in/nothing.txt): they are empty",
     ]
     found = [(part.name, b"".join(part.pieces()), part.size) for part in source.parts]
-    assert found == [
-        ("a.txt.gz", b"two", 3),
-        ("b/x.txt", b"one", 3),
-        ("z/10.txt", b"z/10.txt", 8),
-        ("z/2.txt", b"z/2.txt", 7),
-    ]
+    want = {"a.txt.gz": b"two", "b/x.txt": b"one", "z/10.txt": b"z/10.txt", "z/2.txt": b"z/2.txt"}
+    assert found == [(name, content, len(content)) for name, content in want.items()]
     assert source.empty == (str(tmp_path / "in" / "nothing.txt"),) and source.total_bytes == 21
     assert str(source.parts[2]) == f"{tmp_path}/in/c.zip: z/10.txt"
     (tmp_path / "in" / "b" / "x.txt").rename(tmp_path / "in" / "b" / "y.txt")

@@ -31,15 +31,8 @@ JSON_LINES = [
     *(b'{"id": 1}', b'{"text": 3}', b"[1]", b"{", b'{"text": "\\ud800"}', b'{"text": "\xff"}', b"[" * 5000),
     *(b'{"text": "nul\\u0000"}', b'{"text": "first"}', b'{"text": "a longer one"}', b'{"text": "x", "text": "last"}'),
 ]
-REASONS = {
-    "empty": 2,
-    'no "text"': 1,
-    '"text" is no text': 1,
-    "no JSON object": 1,
-    "not JSON": 3,
-    "half a surrogate pair": 1,
-    "byte 0, which stands between documents": 1,
-}
+REASONS = {"empty": 2, 'no "text"': 1, '"text" is no text': 1, "no JSON object": 1, "not JSON": 3}
+REASONS |= {"half a surrogate pair": 1, "byte 0, which stands between documents": 1}
 GOOD = [b"first", "sécond".encode(), b"first", b"a longer one", b"last"]
 
 
@@ -96,9 +89,7 @@ def test_selected_splits_and_columns(tmp_path, changed, want, why):
 PACKED: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
     ".gz": lambda content: gzip.compress(content[:50]) + gzip.compress(content[50:]),
-    ".zst": lambda content: b"".join(
-        pyarrow.compress(part, "zstd", asbytes=True) for part in (content[:50], content[50:])
-    ),
+    ".zst": lambda raw: b"".join(pyarrow.compress(part, "zstd", asbytes=True) for part in (raw[:50], raw[50:])),
 }
 
 
@@ -241,9 +232,7 @@ def test_arrow_files_of_both_formats(tmp_path, kind, form, packed):
 def test_arrow_metadata_of_gigabytes_are_not_read(tmp_path):
     (tmp_path / "a.arrow").write_bytes(struct.pack("<II", 0xFFFFFFFF, 3 << 30))
     os.truncate(tmp_path / "a.arrow", 4 << 30)
-    refusal(
-        lambda: next(_arrow_values(tmp_path / "a.arrow", "text")), match=r"a\.arrow: .* 3,221,225,472 bytes of meta"
-    )
+    refusal(lambda: next(_arrow_values(tmp_path / "a.arrow", "text")), match=r"a\.arrow: .* 3,221,225,472 bytes of")
 
 
 @pytest.mark.parametrize(

@@ -28,11 +28,8 @@ from tests.helpers.commands import refusal
 
 @pytest.mark.parametrize("pieces", [[b"abcdefghij"], [b"a", b"bcd", b"", b"efghi", b"j"]])
 def test_cut_and_byte_stream(pieces):
-    assert {name: b"".join(part) for name, part in cut(pieces, {"x": 3, "y": 5, "z": 2})} == {
-        "x": b"abc",
-        "y": b"defgh",
-        "z": b"ij",
-    }
+    parts = {name: b"".join(part) for name, part in cut(pieces, {"x": 3, "y": 5, "z": 2})}
+    assert parts == {"x": b"abc", "y": b"defgh", "z": b"ij"}
     stream = ByteStream(pieces)
     assert [stream.read(4), stream.read(4), stream.read(4), stream.read(4)] == [b"abcd", b"efgh", b"ij", b""]
     assert stream.bytes_read == 10
@@ -88,15 +85,8 @@ BOOK_FILES = {
     "b.txt": b"\n\nfourth .\n\tlike this .\n",
     "c.txt": b"\r\nfifth\r\n\r\n",
 }
-BOOKS = [
-    b"the first sentence .\nthe second .\n",
-    b"another book .\n",
-    b"third\nbook",
-    b"fourth .\n\tlike this .\n",
-    b"fifth\r\n",
-]
-
-
+BOOKS = [b"the first sentence .\nthe second .\n", b"another book .\n", b"third\nbook"]
+BOOKS += [b"fourth .\n\tlike this .\n", b"fifth\r\n"]
 BOOK_SETTINGS = {"split": "100,0,0", "tokenizer": "bytes"}
 
 
@@ -167,9 +157,7 @@ def test_a_book_is_a_document_in_its_official_split(tmp_path):
     for name, content in want.items():
         assert bytes(everything(index, name).tolist()) == content
     assert [index.split(name).words for name in want] == [5, 1, 4]
-    assert [index.split(name).raw_bytes for name in want] == [
-        len(content) - content.count(b"\0") for content in want.values()
-    ]
+    assert [index.split(name).raw_bytes for name in want] == [len(raw) - raw.count(b"\0") for raw in want.values()]
     about = index.file.source
     assert about["books"] == {"train": 2, "validation": 1, "test": 1} and about["official"] is False
     assert about["with_metadata"] == 3
@@ -214,11 +202,8 @@ def test_unsuitable_sources_are_one_line(tmp_path, changed, message):
 main = door("prepare-data")
 
 INFIXES = {"train": "train", "validation": "valid", "test": "test"}
-TEXTS = {
-    "train": " \n = Title = \n \n A <unk> word \u3000 and 3 @.@ 5 . \n \n",
-    "valid": " \n = Other = \n x \n",
-    "test": " \n y z \n",
-}
+TEXTS = {"train": " \n = Title = \n \n A <unk> word \u3000 and 3 @.@ 5 . \n \n"}
+TEXTS |= {"valid": " \n = Other = \n x \n", "test": " \n y z \n"}
 
 
 @pytest.fixture

@@ -50,9 +50,7 @@ def test_grey_pixels_equal_tensorflow():
 def test_batches_of_the_archives_are_named(tmp_path, name):
     (tmp_path / name).parent.mkdir()
     (tmp_path / name).write_bytes(b"\x80\x02}q\x01.")
-    with pytest.raises(
-        DataError, match=r"data_batch_1.*: CIFAR-10's batch files are not supported\. Set task\.source to"
-    ):
+    with pytest.raises(DataError, match=r"data_batch_1.*: CIFAR-10's batch files are not supported\. Set task\.source"):
         split_files(CIFAR10, tmp_path, "train")
 
 

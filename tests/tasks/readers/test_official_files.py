@@ -65,9 +65,8 @@ def test_splits_are_the_official_files(name, inner, splits, tmp_path):
     assert all(split_files(task, tmp_path, split) == files for split, files in paths.items())
     paths["train"][-1].unlink()
     assert task.files(tmp_path) == {split: files for split, files in paths.items() if split != "train"}
-    with pytest.raises(
-        DataError, match=rf'contains no "train" split of {name}\. Its splits: {", ".join(list(splits)[1:])}'
-    ):
+    others = ", ".join(list(splits)[1:])
+    with pytest.raises(DataError, match=rf'contains no "train" split of {name}\. Its splits: {others}'):
         split_files(task, tmp_path, "train")
 
 

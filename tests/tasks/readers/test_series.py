@@ -114,11 +114,7 @@ def test_official_splits_of_etth1(etth1, horizon, counts):
     ("line", "text", "said"),
     [
         (1, "time,load,wind,OT", r'series\.csv:2: missing column "date"'),
-        (
-            5,
-            "2019-12-30 08:00:00,1,2,",
-            r'series\.csv:5: "" in the column "OT" is not a number. Write one, such as 3.5',
-        ),
+        (5, "2019-12-30 08:00:00,1,2,", r'csv:5: "" in the column "OT" is not a number. Write one, such as 3.5'),
         (5, "2019-12-30 08:00:00,1,nan,3", r'series\.csv:5: "nan" in the column "wind" is not a number'),
         (5, "2019-12-30 08:00:00,x,2,3", r'series\.csv:5: "x" in the column "load" is not a number'),
         (5, "2019-12-30 08:00:00,1,2", r"series\.csv:5: 3 fields instead of 4"),

@@ -264,9 +264,7 @@ def test_a_later_run_elsewhere_ends_the_earlier_one(store, tmp_path):
 
 def test_a_bucket_of_a_later_story_is_not_written_over(store, tmp_path):
     saver, _ = prepare(tmp_path / "run", 1, 2)
-    with pytest.raises(
-        CheckpointError, match=rf"{URL}/00000002: is later than .*never, so this run would overwrite it"
-    ):
+    with pytest.raises(CheckpointError, match=rf"{URL}/00000002: is later than .*never, so this run would overwrite"):
         start(tmp_path / "new", "never")
     older = saver.directory / "00000001"
     with pytest.raises(CheckpointError, match=rf"{URL}/00000002: is later than .*{older}"):

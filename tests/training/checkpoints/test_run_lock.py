@@ -82,9 +82,8 @@ def test_a_killed_run_releases_the_folder_though_its_children_live(tmp_path):
         for child in children:
             os.kill(child, 0)  # it lives
         with run_lock(tmp_path, Ranks()):
-            assert (
-                (tmp_path / LOCK_FILE).read_text().startswith(f"host {socket.gethostname()}, pid {os.getpid()}, since ")
-            )
+            text = (tmp_path / LOCK_FILE).read_text()
+            assert text.startswith(f"host {socket.gethostname()}, pid {os.getpid()}, since ")
     finally:
         process.kill()
         process.wait()
@@ -145,11 +144,8 @@ def test_a_planted_link_or_pipe_is_rejected_and_nothing_written_through_it(tmp_p
 
 def test_a_folder_that_cannot_be_made_is_rejected(tmp_path):
     (tmp_path / "file").touch()
-    with (
-        pytest.raises(UserError, match=r"^run\.directory: .*file/run cannot be created or read \(Not a directory\)"),
-        run_lock(tmp_path / "file" / "run", Ranks()),
-    ):
-        pass
+    with pytest.raises(UserError, match=r"^run\.directory: .*file/run cannot be created or read \(Not a directory\)"):
+        run_lock(tmp_path / "file" / "run", Ranks()).__enter__()
 
 
 def test_object_storage_is_rejected_by_name():

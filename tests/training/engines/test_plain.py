@@ -177,11 +177,8 @@ def test_shared_sequences_are_counted_once_if_counts_do_not_vary(tmp_path, varyi
 
 FROZEN = {"embedding.weight", "hidden.weight", "hidden.bias"}
 OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-ENGINES = {
-    "0": {"stage": 0},
-    "2 offloaded": OFFLOADED,
-    "3 offloaded": {**OFFLOADED, "stage": 3, "offload_param": {"device": "cpu"}},
-}
+ENGINES = {"0": {"stage": 0}, "2 offloaded": OFFLOADED}
+ENGINES["3 offloaded"] = {**OFFLOADED, "stage": 3, "offload_param": {"device": "cpu"}}
 
 
 def frozen_model():

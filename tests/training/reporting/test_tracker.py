@@ -118,13 +118,10 @@ def test_events_are_reported_written_and_kept_over_restarts(tmp_path, capsys):
         file.write('{"step": 10, "ti')  # a crash
     with Tracker(config, Ranks(), 5) as tracker:
         tracker.event(7, "rank 1 is slow")
-    events = lines(tmp_path / "events.jsonl")
-    assert [(event["step"], event["message"]) for event in events] == [
-        (9, "LOSS SPIKE at step 9"),
-        (7, "rank 1 is slow"),
-    ]
+    events, said = lines(tmp_path / "events.jsonl"), ["LOSS SPIKE at step 9", "rank 1 is slow"]
+    assert [(event["step"], event["message"]) for event in events] == [*zip((9, 7), said, strict=True)]
     assert all(datetime.fromisoformat(event["time"]).utcoffset() == timedelta(0) for event in events)
-    assert capsys.readouterr().err.splitlines() == ["LOSS SPIKE at step 9", "rank 1 is slow"]
+    assert capsys.readouterr().err.splitlines() == said
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert "events/text_summary" in board.Tags()["tensors"]
