@@ -256,7 +256,7 @@ class Attention(nn.Module, ABC):
 
     `leak` is None if the mechanism is strictly causal: with inputs.causal, replacing tokens from t on changes no output
     before t. Put parameters that decoding also reads into submodules and call these, because ZeRO 3 gathers weights
-    when a module is called. Callers disable torch.autocast; the dtype of the heads sets the precision.
+    when a module is called. Callers disable torch.autocast; the dtype of q, k and v sets the precision.
     """
 
     config: Any

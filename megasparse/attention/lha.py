@@ -131,9 +131,9 @@ class LHAAttentionConfig(MechanismSection):
 class LHAAttention(BandAttention):
     """Softmax attention inside the buckets of learned hash functions, h_Q(q) = h_K(k) (LHA Eq. 7).
 
-    The hash functions H_Q and H_K learn to predict the attention utility of each bucket (Eq. 13 to 17). They read
-    queries and keys without gradient; the task trains everything else. In decoders, `joint` puts a token's query and
-    key into the same bucket (Eq. 18). The number and size of buckets follow from max_length, not from the input.
+    The hash functions H_Q and H_K learn each bucket's attention utility, its share of a token's full attention (Eq. 13
+    to 17), from queries and keys without gradient; the task trains everything else. In decoders, `joint` puts a token's
+    query and key into the same bucket (Eq. 18). Number and size of buckets follow from max_length.
     """
 
     auxiliary_weight = WEIGHT

@@ -92,7 +92,7 @@ class LocalAttention(Attention):
 
     The published enwik8-64K configuration of Reformer uses it. Chunk borders depend only on positions, so nothing
     leaks. It is bucketed attention with one bucket and one round. The logits are q_i·k_j/√D, with relative positions
-    ((q_i + u)·k_j + (q_i + w)·r_{i−j})/√D. Sinks outside the window join the same softmax.
+    ((q_i + u)·k_j + (q_i + w)·r_{i−j})/√D. Sinks (not with relative positions) join the same softmax.
     """
 
     def __init__(self, config: LocalAttentionConfig, spec: MechanismSpec):

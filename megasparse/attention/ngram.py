@@ -74,15 +74,15 @@ class NGramAttention(Attention):
     """Softmax attention to a window and to the tokens that followed earlier occurrences of the last n tokens.
 
     Induction heads learn to attend to such tokens (Olsson et al. 2022); here a hash of n tokens selects them. The
-    window and its sinks are the same as in local attention. Round n also selects keys in the query's document, the last
-    M − 1 of the j <= i with
+    window and its sinks are the same as in local attention. Round n also selects the last M − 1 positions j <= i of the
+    query's document whose preceding tokens match:
 
         h_n(the n tokens before j) = h_n(the last n tokens that position i has read).
 
     A decoder's position i has read the tokens before i, so the mechanism is strictly causal. Window and rounds are one
-    softmax. The logits are q·k/√D in the window and q·k/√D + b_n in round n, with a learned b_n per head. A key that
-    several of them select is included once in each; a document's first token follows nothing and is in no round. The
-    hash is not learned, so it matches repetitions from the first step on. Queries, keys and b_n learn to use them.
+    softmax of the logits q·k/√D, plus a learned b_n per head in round n. A key has one term for the window and one for
+    each round that selects it; a document's first token follows nothing and is in no round. The hash is not learned, so
+    it matches repetitions from the first step on; queries, keys and b_n learn to use them.
     """
 
     reads_tokens = True

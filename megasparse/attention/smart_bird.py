@@ -129,9 +129,9 @@ class SmartBirdAttention(Attention):
     attends to all of them. A causal sketch normalises α_i over j <= i, so later tokens never change a selection. An
     optional window (as in local attention) and sinks join the selected keys in one softmax, each key once.
 
-    A selection is not differentiable, so the task's loss does not reach the sketch. A separate loss trains it: to
-    predict the task's targets, or with objective = "attention" the heads' full attention. The sketch reads the layer's
-    detached input; "transformer" reads separate token embeddings, "heads" the queries and keys of `sketch_heads` heads.
+    A selection is not differentiable, so a separate loss trains the sketch: to predict the task's targets, or with
+    objective = "attention" the heads' full attention. The sketch reads the layer's detached input; with sketch =
+    "transformer" separate token embeddings, with "heads" the queries and keys of `sketch_heads` heads.
     """
 
     def __init__(self, config: SmartBirdAttentionConfig, spec: MechanismSpec):

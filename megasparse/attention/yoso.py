@@ -96,11 +96,11 @@ class YOSOAttention(Attention):
     Each hash adds the values into a table of 2^τ buckets. A decoder stores these tables, m·2^τ·D numbers per head at
     any length; with `expectation` it stores keys and values. With code_bits = null, its τ is as large as possible while
     the tables are smaller than a KV cache, 2·max_length·D: 4 bits at 512 tokens and 32 hashes, 11 at 65,536. The tables
-    are larger than the cache if m >= max_length, or if code_bits or evaluation_hashes request it.
+    are not smaller if m >= max_length (τ is 1), and may be larger if code_bits or evaluation_hashes is set.
 
-    Recomputing a layer recomputes its codes too, because storing them takes 4·m bytes per token, head and layer. A
-    reversible recomputation restores q and k only up to rounding, which can flip a sign bit: in 3e-7 of 9-bit codes at
-    a relative error of 1e-7 (measured: 0 of 512,000), in 2e-6 at 1e-6. A pass uses one set of codes throughout.
+    Recomputing a layer recomputes its codes too (storing them takes 4·m bytes per token, head and layer) for its output
+    and gradients. A reversible recomputation restores q and k only up to rounding, which can flip a sign bit: at a
+    relative error of 1e-7 in 3e-7 of 9-bit codes (measured: 0 of 512,000), at 1e-6 in 2e-6.
     """
 
     normalises = True

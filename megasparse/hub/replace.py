@@ -51,8 +51,8 @@ def replace_attention(
     """Replace the self-attention of a pretrained Hugging Face model in place and return the model.
 
     Supports BERT, RoBERTa, XLM-RoBERTa, DistilBERT, and every decoder that calls transformers' attention interface with
-    causal attention of queries, keys and values (Llama, Mistral, Qwen, Gemma, Phi, OLMo, GPT-2, ...), with any head. A
-    pass over two tokens checks this. If sliding-window layers alternate with full attention, only full layers change.
+    causal attention of queries, keys and values (Llama, Mistral, Qwen, Gemma, Phi, OLMo, GPT-2, ...), with any output.
+    A pass over two tokens checks this. If sliding-window layers alternate with full attention, only full layers change.
     Pretrained queries, keys (rotated by the model) and values are unchanged. In training `outputs.loss` includes the
     mechanisms' auxiliary losses; otherwise `auxiliary_loss` returns them.
 

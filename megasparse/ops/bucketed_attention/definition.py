@@ -19,7 +19,7 @@ _SMALLEST_TILE = 8  # queries in a bucket's first tile if buckets are small
 
 @dataclass(frozen=True)
 class Window:
-    """Keys visible to a query, in the order of tokens sorted by bucket.
+    """Rule that selects a query's keys after tokens are sorted by bucket (`top_k`: see cluster_attention.py).
 
     Args:
         kind: `band`, the last M tokens of the query's bucket, without a causal mask also the next M − 1; or `chunk`,

@@ -1,10 +1,10 @@
-"""Watchdog that detects ranks without progress, reports which rank is behind and its activity, and ends this process.
+"""Watchdog that ends this process if no rank makes progress, and reports which rank is behind and its activity.
 
-Each rank rewrites a small file, its heartbeat. Rank 0 collects all heartbeats in a table that the other ranks read, so
-N ranks open 3N files per period. If the table stops changing, each rank reads all heartbeats directly. Clocks of
-different hosts are not compared: a heartbeat contains the seconds since its rank's last progress, by that rank's clock,
-and the reader measures by its clock for how long a heartbeat has not changed. One thread exchanges heartbeats and
-another decides, because a dead file system can block the first.
+Each rank rewrites a small file, its heartbeat. Rank 0 reads all heartbeats and writes a table that the other ranks
+read, so N ranks write N files and read about 2N per period. If the table stops changing, each rank reads all heartbeats
+directly. A heartbeat contains the seconds since its rank's last progress, by that rank's clock. Its reader measures for
+how long it has not changed, by the reader's clock: clocks of different hosts are not compared. One thread exchanges
+heartbeats and another decides, because a dead file system can block the first.
 """
 
 import errno
