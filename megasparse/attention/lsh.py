@@ -126,9 +126,9 @@ class LSHAttention(BandAttention):
 
     The outputs of several rounds are merged by log-sum-exp; a key that several rounds select is included once. With
     shared QK, as in the paper, k = q/|q|, the logits are q·k, and a token attends to itself only if no other key is
-    visible. With separate QK (the LSH baseline of LHA's paper) the logits are q·k/√D, the same rotations hash queries
-    and keys, and a token may attend to itself. The band window is strictly causal; decoding reads a bucket's last M
-    keys. `chunk` is Reformer's window.
+    visible. With separate QK, as in the LHA paper's LSH, the logits are q·k/√D, the same rotations hash queries and
+    keys, and a token may attend to itself. The band window is strictly causal; decoding reads a bucket's last M keys.
+    `chunk` is Reformer's window.
     """
 
     def __init__(self, config: LSHAttentionConfig, spec: MechanismSpec):

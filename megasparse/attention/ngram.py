@@ -80,9 +80,9 @@ class NGramAttention(Attention):
         h_n(the n tokens before j) = h_n(the last n tokens that position i has read).
 
     A decoder's position i has read the tokens before i, so the mechanism is strictly causal. Window and rounds are one
-    softmax of the logits q·k/√D, plus a learned b_n per head in round n. A key has one term for the window and one for
-    each round that selects it; a document's first token follows nothing and is in no round. The hash is not learned, so
-    it matches repetitions from the first step on; queries, keys and b_n learn to use them.
+    softmax of the logits q·k/√D, plus a learned b_n per head in round n. The window and each round that selects a key
+    add a term for it; a document's first token follows nothing and is in no round. The hash is not learned, so it
+    matches repetitions from the first step on; queries, keys and b_n learn to use them.
     """
 
     reads_tokens = True
