@@ -223,11 +223,11 @@ class BandAttention(Attention):
         hidden = tokens.rank < self.sinks
         if tokens.real is not None:
             hidden = hidden | ~tokens.real
-        seen = position.masked_fill(hidden, -1)[:, None, None, None]  # (B or 1, 1, 1, 1, L)
+        visible = position.masked_fill(hidden, -1)[:, None, None, None]  # (B or 1, 1, 1, 1, L)
         step, picks = max(1, _MATCHES // (batch * heads * rounds * length)), []
         for first in range(0, count, step):
             last = position[length - count + first :][:step, None]
-            at_last = seen if count == 1 else torch.where(position <= last, seen, -1)
+            at_last = visible if count == 1 else torch.where(position <= last, visible, -1)
             match = codes.unsqueeze(-2) == queries[..., first : first + step, None].to(codes.dtype)
             picks.append(torch.where(match, at_last, -1).topk(chunk, dim=-1).values)  # (B, H, R, T, M)
         index = torch.cat(picks, dim=3).transpose(2, 3).flatten(3).long()  # (B, H, n, R·M)

@@ -51,8 +51,8 @@ def convert_from_hf(args: argparse.Namespace) -> None:
     config = build_config(values)
     tokens = model.compare()
     print(f"{model.folder}: logits agree with the converted model's on {tokens} tokens", file=sys.stderr)
-    tensors, extra_files = with_first_token(model.tensors, args.first_byte), {} if tokenizer is None else model.beside
-    print(write_checkpoint(config, tensors, args.output, tokenizer, extra_files))
+    files = {} if tokenizer is None else model.companion_files
+    print(write_checkpoint(config, with_first_token(model.tensors, args.first_byte), args.output, tokenizer, files))
 
 
 def add_convert_to_hf(parser: argparse.ArgumentParser) -> None:

@@ -35,15 +35,17 @@ def __getattr__(name: str) -> Any:
 
 
 def require_transformers() -> None:
-    """Raise HubError if transformers cannot be imported."""
+    """Raise HubError if transformers is missing, or lacks the caches of the required version."""
     import torch
 
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, imported by transformers, prints a warning
     try:
         import transformers  # noqa: F401
+        from transformers.cache_utils import DynamicIndexedLayer  # noqa: F401
     except ImportError:
-        raise HubError("transformers", "is not installed", 'Install it: pip install "transformers==5.23.0"') from None
+        problem = "is not installed" if importlib.util.find_spec("transformers") is None else "has another version"
+        raise HubError("transformers", problem, 'Install it: pip install "transformers==5.23.0"') from None
 
 
 def from_pretrained(name: str | Path) -> "Model":

@@ -37,7 +37,7 @@ from megasparse.hub.formats import (
 from megasparse.hub.gguf_file import unpack_gguf
 from megasparse.hub.megasparse_format import shapes, unfilled
 from megasparse.hub.tensor_file import TensorFile, appearing
-from megasparse.hub.tokenizer_files import FILE, GENERATION, SPECIAL, Files, beside, found_tokenizer
+from megasparse.hub.tokenizer_files import FILE, GENERATION, SPECIAL, Files, companion_files, found_tokenizer
 from megasparse.model.adapters import add_adapters
 from megasparse.model.build import Model, build_model, deferred_model, empty_model, initial_weight
 from megasparse.training.checkpoints.bucket import newest_anywhere
@@ -103,13 +103,13 @@ class HFModel:
         return HFModel(folder, kind, build_config(sections), imported.tensors, unpacked)
 
     @property
-    def beside(self) -> Files:
+    def companion_files(self) -> Files:
         """Files next to a decoder's tokenizer, its chat template included, and its end and padding tokens."""
         if self.format.name not in DECODERS:
             return {}
         values = read_config(self.folder)
         ids = {key: values[key] for key in SPECIAL if values.get(key) is not None}
-        return {GENERATION: json.dumps(ids, indent=2) + "\n", **beside(self.folder)}
+        return {GENERATION: json.dumps(ids, indent=2) + "\n", **companion_files(self.folder)}
 
     def build(self, config: Config | None = None) -> Model:
         """Build the megasparse model in evaluation mode. config: another configuration for the same weights."""

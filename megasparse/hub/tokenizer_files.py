@@ -68,10 +68,10 @@ def chat_files(config: Config, longest: int, room: int | None = None) -> Files:
     imported = file is not None and file.name == FILE and (file.parent / SETTINGS).is_file()
     if file is None or not imported or config.model.kind != "decoder":
         return tokenizer_files(config, longest, room)
-    return {FILE: read_file(file), **beside(file.parent)}
+    return {FILE: read_file(file), **companion_files(file.parent)}
 
 
-def beside(folder: Path) -> Files:
+def companion_files(folder: Path) -> Files:
     """Return the files next to a decoder's tokenizer.json. Raises HubError for a damaged generation_config.json."""
     files: Files = {name: read_file(folder / name) for name in BESIDE if (folder / name).is_file()}
     try:

@@ -27,9 +27,9 @@ def refused(capsys: pytest.CaptureFixture[str], program: Any, *arguments: object
 def refusal(action: Callable[[], Any], kind: type[UserError] = DataError, match: str = "") -> str:
     """The one-line message of the error that an action raises, or the iteration over its result: a pattern is in it."""
     with pytest.raises(UserError) as caught:
-        found = action()
-        if isinstance(found, Iterable):
-            list(found)
+        result = action()
+        if isinstance(result, Iterable):
+            list(result)
     assert type(caught.value) is kind and "\n" not in str(caught.value)
     assert re.search(match, str(caught.value)), str(caught.value)
     return str(caught.value)

@@ -310,7 +310,7 @@ def splits_by_folder(source: Source) -> list[str]:
         labels.append(name)
     if not labels:
         kinds = ", ".join(SUFFIXES)
-        raise DataError(source.name, "there is no image here", f"Give folders or archives of files named {kinds}")
+        raise DataError(source.name, "contains no images", f"Give folders or archives of files named {kinds}")
     return labels
 
 

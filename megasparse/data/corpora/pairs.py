@@ -251,7 +251,7 @@ class Parallel(Corpus):
             if counts["source"]:
                 lines_of[split] = counts["source"]
         if len(lines_of) > 1 and settings["split"]:
-            raise ConfigError("--split", f'"{settings["split"]}" is given beside files of other splits', "Leave it out")
+            raise ConfigError("--split", f'"{settings["split"]}" conflicts with files of other splits', "Leave it out")
         if len(lines_of) == 1:
             total = lines_of["train"]
             lines_of = split_sizes(settings["split"] or SPLIT, total)

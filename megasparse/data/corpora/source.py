@@ -345,7 +345,7 @@ def _require_text(part: Part, start: bytes) -> None:
 def refuse_bomb(what: Part | Path | str, size: int, compressed: int, ratio: int = BOMB_RATIO) -> None:
     """Raise DataError if a file of `compressed` bytes unfolds to too many bytes: `size` or more."""
     if size > max(BOMB_BYTES, ratio * compressed):
-        problem = f"its {compressed:,} bytes unfold to {ratio} times as many and more: this is no corpus"
+        problem = f"its {compressed:,} bytes unfold to {ratio} times as many and more, too many for a corpus"
         raise DataError(str(what), problem, "Decompress it yourself if you trust it")
 
 

@@ -155,7 +155,7 @@ def train_sentencepiece(lines: Iterator[str], vocabulary: int, model_type: str, 
 
     least = 1 + len(CONTROL) + 256
     if vocabulary <= least:
-        problem = f"{vocabulary} leaves no room beside {least} tokens for bytes, <unk> and {' '.join(CONTROL)}"
+        problem = f"{vocabulary} leaves no room for texts after {least} tokens for bytes, <unk> and {' '.join(CONTROL)}"
         raise ConfigError("--vocabulary", problem, "Give more, such as 32000")
     if not 0.9 <= character_coverage <= 1:
         raise ConfigError(

@@ -252,7 +252,7 @@ def test_a_torn_archive_is_rejected(tmp_path, how, suffix):
 @pytest.mark.parametrize(
     ("files", "problem"),
     [
-        ({"a.txt": b"x"}, "there is no image here. Give folders or archives of files named .png"),
+        ({"a.txt": b"x"}, "contains no images. Give folders or archives of files named .png"),
         ({"train/a.png": FILES["00.png"], "b.png": FILES["01.png"]}, r"b\.png: no folder names the split"),
         ({"train/a.png": FILES["00.png"], "train/b.png": b""}, r"b\.png: this file is empty"),
         ({"train/a.png": FILES["00.png"], "train/b.png": b"x"}, r"train/b\.png: cannot be decoded"),
