@@ -11,7 +11,7 @@ from megasparse import __version__
 from megasparse.errors import UserError, did_you_mean, report_user_errors, without_secrets
 
 COMMANDS = {
-    "quickstart": ("train", "prepare real text, train a small model on it and evaluate it: 9 minutes on two cores"),
+    "quickstart": ("train", "prepare real text, train a small model on it and evaluate it: 10 minutes on two cores"),
     "pretrain": ("train", "pretrain a decoder, an encoder or an encoder-decoder"),
     "finetune": ("train", "fine-tune a pretrained model on a downstream task or a table of your own"),
     "evaluate": ("evaluation", "held-out bits/dim of a pretrained model, the metrics of a fine-tuned one"),
