@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megasparse.errors import CheckpointError, StorageError, TrainingError, UserError
@@ -61,8 +60,8 @@ class Saver:
     saved: int | None = field(default=None, init=False)
     """Step of the newest checkpoint."""
     _under_way: "_Save | None" = field(default=None, init=False)
-    _copy: Tensor = field(default_factory=lambda: torch.empty(0), init=False)
-    """Copy of this rank's numbers for an asynchronous save; the memory is reused for the next one."""
+    _blocks: list[Tensor] = field(default_factory=list, init=False)
+    """Memory of `RankFile.copy` for asynchronous saves."""
 
     def __post_init__(self) -> None:
         self.config, self.directory = self.run.config, self.run.checkpoints
@@ -95,9 +94,8 @@ class Saver:
         if not self.config.checkpoint.asynchronous:
             save.write(file, lambda: self.hooks.alive(save.doing))
             return self.finish()
-        if (copied := save.attempt(lambda: file.copy(self._copy))) is not None:
-            copy, self._copy = copied
-            save.write_in_thread(copy)
+        if (copied := save.attempt(lambda: file.copy(self._blocks))) is not None:
+            save.write_in_thread(copied)
         return None
 
     def pending(self) -> bool:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -283,6 +283,50 @@ def test_training_continues_and_the_checkpoint_equals_a_synchronous_save(tmp_pat
     assert files[True][0]["state"] == {"losses": [0.1]} and files[True][0]["optimizer_steps"] == 2
 
 
+class OnGpu(torch.Tensor):
+    """Acts like a tensor on a GPU whose asynchronous copies wait for the stream."""
+
+    is_cuda = property(lambda self: True)
+    queue: ClassVar[list[Callable[[], Any]]] = []
+
+    @classmethod
+    def __torch_function__(cls, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if call is torch.Tensor.copy_ and kwargs == {"non_blocking": True}:
+            target, source = args
+            cls.queue.append(lambda: target.copy_(source.as_subclass(torch.Tensor)))
+            return target
+        return super().__torch_function__(call, types, args, kwargs or {})
+
+    @classmethod
+    def synchronize(cls) -> None:
+        while cls.queue:
+            cls.queue.pop(0)()
+
+
+def test_copies_from_a_gpu_are_queued_in_page_locked_blocks_and_awaited_once(tmp_path, monkeypatch):
+    saver, engine = prepare(tmp_path, asynchronous=True)
+    train_steps(engine, saver.config, 1, 1)
+    fragments = engine.fragments()
+    monkeypatch.setattr(rank_file, "BLOCK", 100)
+    expected = RankFile(fragments)
+    expected.write(tmp_path / "expected", lambda: None)
+    pinned, waits, empty = [], [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory, **k: pinned.append(pin_memory) or empty(*a, **k))
+    stream = SimpleNamespace(synchronize=lambda: waits.append(len(OnGpu.queue)) or OnGpu.synchronize())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    on_gpu = RankFile([dataclasses.replace(f, memory=f.memory.as_subclass(OnGpu)) for f in fragments])
+    blocks: list[torch.Tensor] = []
+    for number in range(2):  # the second copy uses the blocks of the first
+        copied = on_gpu.copy(blocks)
+        for f in fragments:
+            f.memory.add_(1)
+        copied.write(tmp_path / str(number), lambda: None)
+        assert copied.pieces == expected.pieces
+    assert pinned == [True] * -(-sum(f.numel for f in fragments) // 100) and len(pinned) == len(blocks) > 10
+    assert len(waits) == 2 and min(waits) >= len(fragments)
+    assert (tmp_path / "0").read_bytes() == (tmp_path / "expected").read_bytes() != (tmp_path / "1").read_bytes()
+
+
 def test_one_save_at_a_time(tmp_path, gate):
     saver, engine = prepare(tmp_path, asynchronous=True)
     saver.save(engine, 1, 8, {})
@@ -320,9 +364,9 @@ def test_a_failure_is_raised_when_the_save_is_finished(tmp_path, monkeypatch):
         with pytest.raises(StorageError, match=r"step 1 was not saved. Rank 0: .*No space left on device"):
             saver.save(engine, 2, 16, {})
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "copy_", lambda *_: (_ for _ in ()).throw(MemoryError("no memory for the copy")))
+        patch.setattr(torch.Tensor, "copy_", lambda *_, **__: (_ for _ in ()).throw(MemoryError("no memory")))
         saver.save(engine, 2, 16, {})
-        with pytest.raises(CheckpointError, match=r"Rank 0: MemoryError: no memory for the copy"):
+        with pytest.raises(CheckpointError, match=r"Rank 0: MemoryError: no memory"):
             saver.finish()
     assert not saver.pending() and saver.finish() is None
     save(saver, engine, 3)
