@@ -54,7 +54,7 @@ class CrossAttention(nn.Module):
         part = context.part.of_heads(self.heads)
         (q,) = part.to_heads(split_heads(self.query(x), self.head_dim))
         out = attend_to_all(q, keys.k, keys.v, keys.key_mask, self._dropout(q, context))
-        return self.output(merge_heads(part.to_tokens(out)))
+        return self.output(merge_heads(part.start_to_tokens(out)()))
 
     def read(self, source: EncoderOutput, context: AttentionContext) -> SourceKeys:
         """Return the keys and values of the sources."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from megasparse.attention.contract import Attention, AttentionContext, AttentionInputs, AttentionOutput, MechanismSpec
-from megasparse.attention.sequence_part import WHOLE, SequencePart
+from megasparse.attention.sequence_part import WHOLE, Edges, SequencePart
 from megasparse.attention.sinks import merge
 from megasparse.config.attention import MECHANISMS, heads_of_layer, layers_with
 from megasparse.config.schema import ModelConfig, PositionsConfig
@@ -121,7 +121,7 @@ class AttentionLayer(nn.Module):
                 output = mechanism(x, inputs, local)
                 if cache is not None:
                     mechanism.fill_cache(x, inputs, cache[kind], local)
-            outs.append(to_tokens(output, local.part))
+            outs.append(start_to_tokens(output, local.part)())
             if (loss := output.auxiliary_loss) is not None:
                 auxiliary = loss if auxiliary is None else auxiliary + loss
             statistics |= {f"{kind}/{name}": value for name, value in output.statistics.items()}
@@ -146,7 +146,7 @@ class AttentionLayer(nn.Module):
         for kind, inputs, local in self._project(x, position, padding, context):
             with autocast_off(x):
                 out = self.mechanism(kind).decode(x, inputs, cache[kind], position, local)
-            outs.append(local.part.to_tokens(out))
+            outs.append(local.part.start_to_tokens(out)())
         return self._merge(outs)
 
     def _project(
@@ -201,7 +201,7 @@ def split_heads_by_mechanism(
             k = all_k[:, first_key : first_key + heads]
             first_key += heads
         shifted = dataclasses.replace(context, head_offset=context.head_offset + first)
-        yield kind, *start_exchange(mechanism, (q, k, v), padding, causal, shifted, first_position)()
+        yield kind, *start_exchange(mechanism, (q, k, v), padding, causal, shifted, first_position)[1]()
         first += heads
 
 
@@ -212,15 +212,15 @@ def start_exchange(
     causal: bool,
     context: AttentionContext,
     first_position: int,
-) -> Callable[[], tuple[AttentionInputs, AttentionContext]]:
-    """Start sending q, k, v (B, H, L, D) of a mechanism's heads to the ranks that compute them. Returns a function that
-    waits for this rank's heads. context: `head_offset` is the first of all H heads.
+) -> tuple[Edges, Callable[[], tuple[AttentionInputs, AttentionContext]]]:
+    """Start sending q, k, v (B, H, L, D) of a mechanism's heads, the first of which is `context.head_offset`, to their
+    ranks. Returns the edges of `SequencePart.start_to_heads` and a function that waits for this rank's heads.
     """
     q, k, v = projected
     heads = q.shape[1]
     part = mechanism.part_of(padding.part, heads)
     q, k = mechanism.prepare(q, k, first_position)
-    arrive = part.start_to_heads(*((q, v) if mechanism.shared_qk else (q, k, v)))
+    edges, arrive = part.start_to_heads(*((q, v) if mechanism.shared_qk else (q, k, v)))
     offset = context.head_offset + part.way * (heads // part.ways)
     local = dataclasses.replace(context, head_offset=offset, rng=context.rng.at(0), part=part)
 
@@ -230,14 +230,15 @@ def start_exchange(
         dropout = mechanism.pair_dropout(q, local)
         return AttentionInputs(q, k, v, padding.key_mask, padding.segments, causal, dropout), local
 
-    return arrived
+    return edges, arrived
 
 
-def to_tokens(output: AttentionOutput, part: SequencePart) -> Tensor:
-    """Send outputs back to the ranks of their tokens. Returns (B, H, L/S, D), all heads for this rank's tokens."""
+def start_to_tokens(output: AttentionOutput, part: SequencePart) -> Callable[[], Tensor]:
+    """Start sending outputs back. Returns a function that waits for (B, H, L/S, D), all heads of this rank's tokens."""
     if output.lse is None:
-        return part.to_tokens(output.out)
-    return merge(part.parts_to_tokens(output.out, output.lse))[0]
+        return part.start_to_tokens(output.out)
+    out = merge(part.parts_to_tokens(output.out, output.lse))[0]
+    return lambda: out
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:

@@ -15,9 +15,11 @@ import torch
 import torch.distributed
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 _all_gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 """The name since torch 2.13, which deprecates the old name."""
+Edges = tuple[GradientEdge, ...]
 
 
 @dataclass(frozen=True)
@@ -113,34 +115,45 @@ class SequencePart:
 
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Exchange (B, H, L/S, D) of all heads for (B, H/W, L, D) of this rank's heads, per tensor. One message."""
-        return self.start_to_heads(*tensors)()
+        return self.start_to_heads(*tensors)[1]()
 
-    def start_to_heads(self, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-        """Start `to_heads`. Returns a function that waits for the result."""
+    def start_to_heads(self, *tensors: Tensor) -> tuple[Edges, Callable[[], tuple[Tensor, ...]]]:
+        """Start `to_heads`. Returns the edge of the message in autograd's graph, if any, and a function that
+        waits for the result. A backward to the edge starts to exchange the gradient, a backward from it waits for it.
+        """
         if self.size == 1:
-            return lambda: tensors
+            return (), lambda: tensors
         by_way = [x.transpose(1, 2).unflatten(2, (self.ways, 1, -1)).movedim((2, 3, 1), (0, 1, 2)) for x in tensors]
         payload = torch.stack([x.expand(-1, self.copies, *x.shape[2:]) for x in by_way], dim=3).flatten(0, 1)
         # (S, L/S, n, B, H/W, D): tokens before heads, so that all tokens are a view of the received tensor
-        works: list[Any] = []
-        received = _Exchange.apply(payload, self.group, None, works).flatten(0, 1)
+        edges, receive = self._start(payload)
+        return edges, lambda: tuple(x.permute(1, 2, 0, 3) for x in receive().flatten(0, 1).unbind(1))
 
-        def arrive() -> tuple[Tensor, ...]:
-            works.pop().wait()
-            return tuple(x.permute(1, 2, 0, 3) for x in received.unbind(1))
-
-        return arrive
-
-    def to_tokens(self, x: Tensor) -> Tensor:
-        """Inverse of `to_heads`: (B, H/W, L, D) to (B, H, L/S, D). Each token comes from one of the C ranks."""
+    def start_to_tokens(self, x: Tensor) -> Callable[[], Tensor]:
+        """Start the inverse of `to_heads`, with each token from one of the C ranks. Returns a function that waits."""
         if self.size == 1:
-            return x
+            return lambda: x
         pieces = zip(x.chunk(self.size, dim=2), self.answers, strict=True)
         payload = torch.stack([piece for piece, answered in pieces if answered])  # (W, B, H/W, L/S, D)
-        return _Exchange.apply(payload, self.group, self.answers).movedim(0, 1).flatten(1, 2)
+        receive = self._start(payload, self.answers)[1]
+        return lambda: receive().movedim(0, 1).flatten(1, 2)
+
+    def _start(self, payload: Tensor, ranks: list[bool] | None = None) -> tuple[Edges, Callable[[], Tensor]]:
+        works: list[Any] = []
+        message = payload.view_as(payload)
+        received = _Exchange.apply(message, self.group, ranks, works)
+
+        def receive() -> Tensor:
+            works.pop().wait()
+            return received
+
+        if not message.requires_grad:
+            return (), receive
+        payload.register_hook(lambda _: works.pop().wait() and None)  # a hook that returns None changes nothing
+        return (get_gradient_edge(message),), receive
 
     def parts_to_tokens(self, out: Tensor, lse: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Apply `to_tokens` to the partial results of C ranks, out (B, H/W, L, D) and lse (B, H/W, L): C pairs."""
+        """Exchange partial results of C ranks likewise, out (B, H/W, L, D) and lse (B, H/W, L): C pairs."""
         exchanged = []
         for x in (out, lse):
             by_rank = x.unflatten(2, (self.size, -1)).movedim(2, 0)  # (S, B, H/W, L/S, ...)
@@ -161,20 +174,20 @@ class DecodingPart(SequencePart):
         """Return x itself, because every rank stores all tokens."""
         return x
 
-    def start_to_heads(self, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    def start_to_heads(self, *tensors: Tensor) -> tuple[Edges, Callable[[], tuple[Tensor, ...]]]:
         """Slice (B, H, n, D) of all heads to (B, H/W, n, D) of this rank's heads, per tensor."""
-        return lambda: tuple(self.local_part(x, 1) for x in tensors)
+        return (), lambda: tuple(self.local_part(x, 1) for x in tensors)
 
-    def to_tokens(self, x: Tensor) -> Tensor:
+    def start_to_tokens(self, x: Tensor) -> Callable[[], Tensor]:
         """All-gather (B, H/W, n, D) of each rank to (B, H, n, D), on every rank."""
-        return self.gather_heads(x)
+        return lambda: self.gather_heads(x)
 
 
 class _Exchange(torch.autograd.Function):
     """All-to-all of pieces x (n, ...), one per rank or one per rank selected by `ranks`; piece i is sent to the i-th of
     these ranks and replaced by the piece received from it. Its own adjoint.
 
-    works: a list that receives the handle to wait for; if None, the forward waits, as the backward does.
+    works: a list that receives the handle to wait for, in the forward and in the backward; if None, both wait.
     """
 
     @staticmethod
@@ -182,13 +195,13 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, x: Tensor, group: torch.distributed.ProcessGroup, ranks: list[bool] | None = None,
         works: list[Any] | None = None,
     ) -> Tensor:  # fmt: skip
-        ctx.group, ctx.ranks = group, ranks
+        ctx.group, ctx.ranks, ctx.works = group, ranks, works
         return _exchanged(x, group, ranks, works)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchanged(grads[0], ctx.group, ctx.ranks), None, None, None
+        return _exchanged(grads[0], ctx.group, ctx.ranks, ctx.works), None, None, None
 
 
 class _Gather(torch.autograd.Function):

@@ -11,14 +11,15 @@ B batch, L length, E d_model, D head dim, n heads of a group.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext, AttentionInputs
-from megasparse.attention.heads import AttentionLayer, merge_heads, split_heads, start_exchange, to_tokens
+from megasparse.attention.heads import AttentionLayer, merge_heads, split_heads, start_exchange, start_to_tokens
+from megasparse.attention.sequence_part import Edges
 from megasparse.model.branch import Branch, Pass, Residual, StreamTiles, cut, inside
 from megasparse.ops.operator import Function, at_least_fp32, autocast_off, remember_autocast
 from megasparse.ops.tiled import GradientSums
@@ -26,8 +27,9 @@ from megasparse.ops.tiled import GradientSums
 READING = ("norm", "query", "key", "value", "query_norm", "key_norm")
 """Submodules of a branch that read the stream."""
 Weights = dict[str, Tensor]
-Arrive = Callable[[], tuple[AttentionInputs, AttentionContext]]
-"""Function that waits for the arguments of a group's mechanism."""
+Item = TypeVar("Item")
+Exchange = tuple["HeadGroup", tuple[Tensor, ...], Edges, Callable[[], tuple[AttentionInputs, AttentionContext]]]
+"""A group, its q, k, v, and the results of `start_exchange`."""
 Write = Callable[[int, Tensor], None]
 """Function that receives a group's output (B, T, E) on the tile with the given number."""
 
@@ -48,18 +50,18 @@ class HeadGroups:
     def __init__(self, branch: Branch, layer: AttentionLayer, run: Pass, tiles: list[Tensor]):
         self.branch, self.layer, self.run, self.tiles = branch, layer, run, tiles
         self.weights = group_weights(branch)
+        self.ahead = int(run.padding.part.size > 1)  # groups that are sent while one attends
 
     def forward(self, write: Write) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Attend. Returns the auxiliary loss and the statistics, averaged over the groups."""
         total: Tensor | None = None
         statistics: dict[str, Tensor] = {}
-        for group, heads, arrive in self._exchanges():
-            out, auxiliary, means = self._attend(group, arrive)
-            del heads, arrive
+        started = delayed(map(self._start, self._groups()), self.ahead)
+        for group, receive, auxiliary, means in delayed(map(self._attend, started), self.ahead):
             weights = self._weights(group, self._piece)
-            for number, tile in enumerate(out.tensor_split(len(self.tiles), dim=2)):
+            for number, tile in enumerate(receive().tensor_split(len(self.tiles), dim=2)):
                 write(number, _output(tile, weights))
-            del out
+            del receive, tile
             if auxiliary is not None:
                 auxiliary = auxiliary / self.layer.groups
                 total = auxiliary if total is None else total + auxiliary
@@ -76,9 +78,23 @@ class HeadGroups:
         write: receives the recomputed output. grad: returns the gradient of the output on a tile.
         """
         sums = GradientSums(self.weights)
-        for group, leaves, arrive in self._exchanges(again=True):
+        waiting: list[tuple[HeadGroup, tuple[Tensor, ...], Edges, tuple[Any, ...]]] = []
+
+        def finish() -> None:
+            while waiting:
+                group, leaves, edges, d_heads = waiting.pop()
+                if edges:
+                    d_heads = torch.autograd.grad(edges, leaves, d_heads, allow_unused=True)
+                del leaves
+                self._project_again(d_heads, group, sums, dx)
+
+        for exchange in delayed((self._start(group, leaves=True) for group in self._groups()), self.ahead):
+            group, leaves, edges, _ = exchange
             with torch.enable_grad():
-                out, auxiliary, _ = self._attend(group, arrive)
+                _, receive, auxiliary, _ = self._attend(exchange)
+            finish()  # the previous group, whose gradients were sent while this one attended
+            with torch.enable_grad():
+                out = receive()
             d_out = self._output_again(out.detach(), group, sums, write, grad)
             outputs, grads = [out], [d_out]
             if auxiliary is not None and d_auxiliary is not None and auxiliary.requires_grad:
@@ -86,10 +102,11 @@ class HeadGroups:
             for name in sums.weights:
                 if name.startswith(f"attention.mechanisms.{group.kind}."):
                     sums.itself(name)
-            d_heads = sums.take(outputs, grads, leaves)
-            del out, d_out, outputs, grads, auxiliary, leaves, arrive
-            self._project_again(d_heads, group, sums, dx)
-            del d_heads
+            waiting.append((group, leaves, edges, sums.take(outputs, grads, edges or leaves)))
+            del out, d_out, outputs, grads, auxiliary, leaves, exchange, receive, _
+            if not self.ahead:
+                finish()
+        finish()
         return sums
 
     def _output_again(
@@ -187,39 +204,37 @@ class HeadGroups:
             start += x.shape[1]
         return whole
 
-    def _exchanges(self, again: bool = False) -> Iterator[tuple[HeadGroup, tuple[Tensor, ...], Arrive]]:
-        """Yield the groups with their queries, keys and values, on the way to the ranks of their heads. With sequence
-        parallelism, the next group is sent while one attends.
-
-        again: True in a backward, to record gradients of the queries, keys and values.
-        """
-        ahead = int(self.run.padding.part.size > 1)
-        started: list[tuple[HeadGroup, tuple[Tensor, ...], Arrive]] = []
-        for group in self._groups():
-            started.append(self._start(group, again))
-            if len(started) > ahead:
-                yield started.pop(0)
-        while started:  # `yield from` would keep the last group's tensors alive
-            yield started.pop()
-
-    def _start(self, group: HeadGroup, again: bool) -> tuple[HeadGroup, tuple[Tensor, ...], Arrive]:
+    def _start(self, group: HeadGroup, leaves: bool = False) -> Exchange:
+        """Start sending q, k, v of a group to other ranks. leaves: make them leaves of the graph, for gradients."""
         layer, run = self.layer, self.run
         part = replace(run.padding.part, groups=layer.groups, number=group.number)
         decisions = run.recompute["attention", self.branch.layer]
         context = AttentionContext(self.branch.layer, run.rng, group.first, decisions, run.targets, tokens=run.tokens)
-        q, k, v = (x.requires_grad_(again) for x in self._project_all(self._weights(group, self._piece)))
-        with torch.set_grad_enabled(again):
-            arrive = start_exchange(
+        q, k, v = (x.requires_grad_(leaves) for x in self._project_all(self._weights(group, self._piece)))
+        with torch.set_grad_enabled(leaves):
+            return group, (q, k, v), *start_exchange(
                 layer.mechanism(group.kind), (q, k, v), replace(run.padding, part=part), layer.causal, context,
                 run.rng.first,
             )  # fmt: skip
-        return group, (q, k, v), arrive
 
-    def _attend(self, group: HeadGroup, arrive: Arrive) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        inputs, local = arrive()
+    def _attend(self, exchange: Exchange) -> tuple[HeadGroup, Callable[[], Tensor], Tensor | None, dict[str, Tensor]]:
+        """Return a group, a function that waits for its output (B, n, L, D), its auxiliary loss and statistics."""
+        group, inputs, local = exchange[0], *exchange[3]()
         with autocast_off(inputs.q):
             output = self.layer.mechanism(group.kind)(self.tiles[0], inputs, local)
-        return to_tokens(output, local.part), output.auxiliary_loss, output.statistics
+        return group, start_to_tokens(output, local.part), output.auxiliary_loss, output.statistics
+
+
+def delayed(items: Iterator[Item], count: int) -> Iterator[Item]:
+    """Yield the items, each when the `count` items after it exist. No reference to a yielded item remains."""
+    waiting: list[Item] = []
+    for item in items:
+        waiting.append(item)
+        del item
+        if len(waiting) > count:
+            yield waiting.pop(0)
+    while waiting:  # `yield from` would keep the last item's tensors alive
+        yield waiting.pop(0)
 
 
 def group_weights(branch: Branch) -> dict[str, nn.Parameter]:

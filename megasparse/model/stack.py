@@ -51,11 +51,11 @@ def mean_cost(
     divisor: replaces the number of scored tokens. part: this rank's part of the sequences.
     """
     total, count = torch.where(scores.scored, cost, 0.0).sum(), scores.scored.sum()
-    correct = (scores.correct & scores.scored).sum()
+    hits = part.sum(torch.stack([(scores.correct & scores.scored).sum(), count]))  # of all parts, in one message
     return total / (count.clamp_min(1) if divisor is None else divisor), {
         "nats": torch.where(scores.scored, scores.nats.detach(), 0.0).sum(),
         "tokens": count,
-        "accuracy": part.sum(correct) / part.sum(count).clamp_min(1),
+        "accuracy": hits[0] / hits[1].clamp_min(1),
     }
 
 

@@ -78,8 +78,8 @@ class GradientSums:
         if name in self.weights:
             self._used.append((self.weights[name], self._sums[name]))
 
-    def take(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Return the gradients of `inputs`, None for unused ones. Gradients of the leaves since the last `take` are
+    def take(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the gradients of `inputs`, None for the unused. Gradients of the leaves since the last `take` are
         added to the sums.
         """
         leaves, self._used = self._used, []

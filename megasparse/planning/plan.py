@@ -123,8 +123,8 @@ class Plan:
         tokens = training.micro_batch * part
         if self.config.parallel.sequence > 1:  # communication buffers for q, k, v and out
             groups = model.attention.head_groups
-            # Groups: q, k, v received, and q, k, v of the next group, projected, sent and received
-            exchanged = 4 if groups == 1 else max(4, 12 / groups)
+            # Groups: q, k, v received; of the next group, projected, sent and received; of the previous, with gradients
+            exchanged = 4 if groups == 1 else max(4, 18 / groups)
             rank.device["all-to-all"] = int(exchanged * tokens * model.heads * head_dim(model) * self.states.size)
         rank.device["CUDA context, libraries (assumed)"] = RESERVE
         if model.activations == "checkpoint_cpu":

@@ -1,5 +1,7 @@
 """Copies and messages of shared sequences, counted with a process group that sends nothing."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed
@@ -60,20 +62,29 @@ def test_a_gather_allocates_only_its_result(part):
 
 
 @pytest.mark.parametrize("activations", ["stored", "reversible"])
-def test_the_next_group_of_heads_is_sent_while_one_attends(part, monkeypatch, activations):
+def test_groups_of_heads_are_exchanged_while_another_attends(part, monkeypatch, activations):
     events, exchange, attend = [], torch.distributed.all_to_all_single, FullAttention.forward
-    monkeypatch.setattr(
-        torch.distributed, "all_to_all_single", lambda *a, **k: events.append("exchange") or exchange(*a, **k)
-    )
+
+    def recorded(*args, **options):
+        events.append("send")
+        work = exchange(*args, **options)
+        return SimpleNamespace(wait=lambda: events.append("wait") or work.wait())
+
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", recorded)
     monkeypatch.setattr(FullAttention, "forward", lambda *a: events.append("attend") or attend(*a))
     heads = attention("full").model_copy(update={"head_groups": 3})
     blocks = {"activations": activations, "blocks": "reversible" if activations == "reversible" else "ordinary"}
     model = build_model(small(heads=12, d_model=36, layers=1, attention=heads, positions={"kind": "none"}, **blocks), 0)
     objective, _ = model(random_tokens(1, LENGTH), training_draws(1), divisor=1.0, sequence=part.group)
-    ahead, end = ["exchange", "exchange", "attend"], ["exchange"]
-    assert events == [*ahead, *ahead, *end, "attend", *end]  # heads of 1 and 2, attend 1; outputs of 1, heads of 3, ...
+    attended = ["wait", "attend", "send"]  # heads arrive, outputs leave
+    assert events == ["send", "send", *attended, "send", *attended, "wait", *attended, "wait", "wait"]
     events.clear()
     objective.backward()
-    gradients = ["exchange", "exchange"]
-    done = [*end, *gradients]
-    assert events == [*ahead, *done, "exchange", "attend", *done, "attend", *done]
+    gradients = [
+        "wait",
+        "send",
+        "wait",
+        "send",
+    ]  # outputs arrive, their gradients leave and arrive, those of heads leave
+    first = ["send", "send", *attended, *gradients]
+    assert events == [*first, "send", *attended, "wait", *gradients, *attended, "wait", *gradients, "wait"]

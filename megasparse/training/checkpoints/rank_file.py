@@ -53,9 +53,8 @@ class RankFile:
     def copy(self, blocks: list[Tensor]) -> "RankFile":
         """Return the same file with copies of the fragments in CPU memory, which training does not modify.
 
-        blocks: memory of the copies, BLOCK numbers each; extended if it is too small. It is page-locked if a fragment
-        is on a GPU, so that copies are transfers at full speed that wait only once; in blocks, because torch rounds
-        the size of page-locked memory up to a power of two.
+        blocks: memory of the copies, BLOCK numbers each, extended as needed. It is page-locked for fragments on GPUs,
+        for transfers at full speed; torch would round a larger allocation up to a power of two.
         """
         on_gpu = any(f.memory.is_cuda for f in self._fragments)
         pieces, end = [], 0
@@ -70,7 +69,7 @@ class RankFile:
                 target.copy_(source, non_blocking=True)
                 pieces.append(replace(f, memory=target))
                 start, end = start + source.numel(), end + source.numel()
-        if on_gpu:  # the next update overwrites the fragments; a gigabyte takes about 40 ms over PCIe 4
+        if on_gpu:  # the next update overwrites the fragments; 1 GB takes about 40 ms over PCIe 4
             torch.cuda.current_stream().synchronize()
         file = copy.copy(self)
         file._fragments = pieces
