@@ -1,7 +1,8 @@
 """Kernels of `hashing`, which write only the codes: projections stay in registers.
 
-x (B, H, L, D) has any strides except 1 along D; codes are (B, H, rounds or hashes, L). All products are exact fp32
-(IEEE), because a bucket must not depend on whether TF32 is allowed.
+x (B, H, L, D) has any strides except 1 along D; codes are (B, H, rounds or hashes, L). Every product is the sum of
+three TF32 products, which is precise to about 22 bits, and does not depend on whether
+TF32 is allowed.
 
 B batch, H heads, L length, D head dim, R rounds, S columns of a round's rotations, P the next power of two, m hashes,
 τ code bits.
@@ -16,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from megasparse.ops.hashing import Kind, code_dtype, hash_planes
-from megasparse.ops.kernels import dot, launch, whole_vectors
+from megasparse.ops.kernels import block, dot, launch, whole_vectors
 
 _WARPS = 4
-_DEPTH = 16  # elements of D at a time: a thread keeps this part of whole rows of both factors
+_DEPTH = 64  # elements of D at a time
 _COORDINATES = 64 * 32 * _WARPS  # coordinates per program: 64 per thread; up to P = 64 threads exchange nothing
 _HASHES = 64  # hashes per program
 
@@ -32,9 +33,7 @@ def _vectors(x, row, heads, batch_stride, head_stride):
 
 @triton.jit
 def _projected(x, token, length, stride, matrix, columns, last, matrix_stride, D: tl.constexpr, DEPTH: tl.constexpr):
-    """Return products of `token`'s vectors with `columns` of matrix (D, `last`), fp32, in pieces of DEPTH along D,
-    because an exact product keeps whole rows of its factors in registers.
-    """
+    """Return products of `token`'s vectors with `columns` of matrix (D, `last`), fp32, in pieces of DEPTH along D."""
     depth = tl.arange(0, DEPTH)
     score = tl.zeros([token.shape[0], columns.shape[0]], tl.float32)
     for first in range(0, D, DEPTH):
@@ -43,7 +42,7 @@ def _projected(x, token, length, stride, matrix, columns, last, matrix_stride, D
         a = tl.load(x + token.to(tl.int64)[:, None] * stride + d[None, :], mask=inside, other=0).to(tl.float32)
         inside = (d < D)[:, None] & (columns < last)[None, :]
         b = tl.load(matrix + d[:, None] * matrix_stride + columns[None, :], mask=inside, other=0)
-        score += dot(a, b, "ieee")
+        score += dot(a, b, "tf32x3")
     return score
 
 
@@ -220,14 +219,14 @@ def transformed_sides(
 def angular_hash(x: Tensor, rotations: Tensor, factors: list[int]) -> Tensor:
     """Compute `hashing.angular_hash` in one launch for all rows, rounds and factors.
 
-    Cost: 2·B·H·R·L·D·S operations in fp32, outside the tensor cores. Moves x once (rounds and factors reread it from
-    the cache), the rotations, and 2 or 4 bytes per code: B·H·L·(D·bytes + 2·R).
+    Cost: 6·B·H·R·L·D·S operations in TF32. Moves x once (rounds and factors reread it from the cache), the rotations,
+    and 2 or 4 bytes per code: B·H·L·(D·bytes + 2·R).
     """
     x = whole_vectors(x)
     batch, heads, length, width = x.shape
     rounds, columns = rotations.shape[1], rotations.shape[3]
     codes = torch.empty(batch, heads, rounds, length, dtype=code_dtype(math.prod(factors)), device=x.device)
-    sizes = _tile(max(factors) // 2)
+    sizes = _tile(max(factors) // 2, width)
     grid = (-(-length // sizes["TOKENS"]) * batch * heads * rounds,)
     arguments = (x, rotations.float().contiguous(), codes, length, heads, rounds, *x.stride()[:3], columns)
     launch(angular, grid, *arguments, FACTORS=tuple(factors), D=width, **sizes)
@@ -238,8 +237,8 @@ def learned_codes(inputs: Sequence[Tensor], weights: Sequence[tuple[Tensor, ...]
     """Return the first maximum of Σ_f W2_f·relu(W1_f·x_f + b1_f) + b2_f over N buckets: (B, H, L).
 
     inputs: x_f (B, H, L, D). weights: of each function (H, D, D), (H·D), (H, D, N), (H·N), or of a linear function only
-    (H, D, N). Cost: 2·B·H·L·D·(D + N) operations in fp32 for each input, outside the tensor cores. Moves the inputs
-    once, the hidden units twice, and 2 or 4 bytes per token.
+    (H, D, N). Cost: 6·B·H·L·D·(D + N) operations in TF32 for each input. Moves the inputs once, the hidden units twice,
+    and 2 or 4 bytes per token.
     """
     batch, heads, length, width = inputs[0].shape
     wide = [tuple(w.float() for w in layer) for layer in weights]
@@ -249,14 +248,14 @@ def learned_codes(inputs: Sequence[Tensor], weights: Sequence[tuple[Tensor, ...]
     else:
         total = width * len(inputs)
         hidden = torch.empty(batch, heads, length, total, dtype=torch.float32, device=inputs[0].device)
-        sizes = _tile(width)
+        sizes = _tile(width, width)
         grid = (-(-length // sizes["TOKENS"]) * batch * heads * -(-width // sizes["COLUMNS"]),)
         for number, (x, w) in enumerate(zip(map(whole_vectors, inputs), wide, strict=True)):
             arguments = (x, w[0].contiguous(), w[1].contiguous(), hidden, length, heads, *x.stride()[:3])
             launch(hidden_units, grid, *arguments, total, number * width, D=width, **sizes)
         second, bias = torch.cat([w[2] for w in wide], 1), torch.stack([w[3] for w in wide]).sum(0)
     codes = torch.empty(batch, heads, length, dtype=code_dtype(second.shape[2]), device=hidden.device)
-    sizes = _tile(second.shape[2])
+    sizes = _tile(second.shape[2], hidden.shape[3])
     grid = (-(-length // sizes["TOKENS"]) * batch * heads,)
     arguments = (hidden, second, bias, codes, length, heads, second.shape[2])
     launch(best_bucket, grid, *arguments, D=hidden.shape[3], **sizes)
@@ -266,7 +265,7 @@ def learned_codes(inputs: Sequence[Tensor], weights: Sequence[tuple[Tensor, ...]
 def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, kind: Kind) -> Tensor:
     """Compute `hashing.sign_codes` in one launch.
 
-    Cost: gaussian 2·B·H·L·D·m·τ operations in fp32; hadamard 3·B·H·L·τ·P·(1 + log₂ P) for each P hashes. Moves x once
+    Cost: gaussian 6·B·H·L·D·m·τ operations in TF32; hadamard 3·B·H·L·τ·P·(1 + log₂ P) for each P hashes. Moves x once
     and 2 or 4 bytes per code: B·H·L·(D·bytes + 2·m).
     """
     x = whole_vectors(x)
@@ -276,7 +275,7 @@ def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, k
     codes = torch.empty(batch, len(heads), hashes, length, dtype=code_dtype(1 << code_bits), device=x.device)
     if kind == "gaussian":
         planes = planes.permute(0, 2, 3, 1).contiguous()  # (H, τ, D, m)
-        sizes = _tile(hashes)
+        sizes = _tile(hashes, width)
         grid = (-(-length // sizes["TOKENS"]) * batch * len(heads) * -(-hashes // sizes["COLUMNS"]),)
         arguments = (x, planes, codes, length, len(heads), hashes, code_bits, *x.stride()[:3])
         launch(sides, grid, *arguments, D=width, **sizes)
@@ -293,7 +292,7 @@ def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, k
     return codes
 
 
-def _tile(columns: int) -> dict[str, int]:
-    """Return tile sizes of products with `columns` columns: 16 numbers per thread, factors fit in registers."""
+def _tile(columns: int, width: int) -> dict[str, int]:
+    """Return tile sizes of products of vectors of `width` numbers with `columns` columns: 16 results per thread."""
     tokens, block_columns = (128, 16) if columns <= 16 else (64, 32)
-    return {"TOKENS": tokens, "COLUMNS": block_columns, "DEPTH": _DEPTH, "num_warps": _WARPS}
+    return {"TOKENS": tokens, "COLUMNS": block_columns, "DEPTH": min(_DEPTH, block(width)), "num_warps": _WARPS}

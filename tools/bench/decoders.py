@@ -14,8 +14,9 @@ skipped, so the command can be stopped and repeated. --passkey adds this number 
     OMP_NUM_THREADS=1 python tools/bench/decoders.py --model MODEL --layers 3 --speed 4096 8192 --json speed.json \
       --arm 'sketch={"kind": "smart_bird", "keys": 128, "sketch": "heads", "objective": "attention"}'
 
---speed measures CPU seconds of these lengths instead, on random tokens: prefill, one decoded token, TURN more tokens on
-the filled cache and alone, and bytes of the cache, each next to the model with transformers' SDPA, in turns.
+--speed measures seconds of these lengths instead, on random tokens: prefill, one decoded token, TURN more tokens on the
+filled cache and alone, and bytes of the cache, each next to the model with transformers' SDPA, in turns. On a CPU these
+are seconds of all threads; --device cuda measures a GPU.
 
 H heads, S queries, L length, D head dim.
 """
@@ -316,24 +317,34 @@ STEPS, TURN = 24, 512
 
 
 @torch.no_grad()
-def speed(plain: Path, arms: Sequence[Arm], length: int, layers: int | None, repeats: int) -> list[dict[str, Any]]:
-    """Measure CPU seconds of each arm and of transformers' SDPA, which come in turns; ratios are medians of pairs."""
+def speed(
+    plain: Path, arms: Sequence[Arm], length: int, layers: int | None, repeats: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """Measure seconds of each arm and of transformers' SDPA, which come in turns; ratios are medians of pairs."""
     models = {"SDPA": first_layers(load_plain(plain), layers)}
     for arm in arms:
         assert isinstance(arm.attention, dict)
         settings, longest = arm.attention, length + STEPS + TURN
         models[arm.name] = replace_attention(first_layers(load_plain(plain), layers), settings, max_length=longest)
+    for model in models.values():
+        model.to(device)
     numbers = torch.Generator().manual_seed(0)
-    tokens = torch.randint(models["SDPA"].config.vocab_size, (1, length + STEPS + TURN), generator=numbers)
+    tokens = torch.randint(models["SDPA"].config.vocab_size, (1, length + STEPS + TURN), generator=numbers).to(device)
     seconds: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in models}
     caches: dict[str, Any] = {}
 
+    def clock() -> float:
+        if device.type == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
     def timed(name: str, part: str, first: int, end: int, cache: Any = None) -> None:
-        start = time.process_time()
+        start = clock()
         caches[name] = models[name](
             tokens[:, first:end], past_key_values=cache, use_cache=True, logits_to_keep=1
         ).past_key_values
-        seconds[name][part].append(time.process_time() - start)
+        seconds[name][part].append(clock() - start)
 
     for _ in range(repeats):
         for name in models:
@@ -374,6 +385,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--texts", type=Path, nargs="+", default=[], metavar="FILE", help="files, folders with *.txt")
     parser.add_argument("--speed", type=int, nargs="+", metavar="L", help="measure seconds of these lengths instead")
     parser.add_argument("--layers", type=int, metavar="N", help="of a decoder whose speed is measured (default: all)")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="of --speed (default: cpu)")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of speed (default: %(default)s)")
     parser.add_argument("--length", type=int, default=4096, help="tokens per text (default: %(default)s)")
     parser.add_argument("--arm", action="append", required=True, metavar="NAME=VALUE", help="may be repeated")
@@ -384,7 +396,8 @@ def main(words: Sequence[str] | None = None) -> None:
     disable_progress_bar()
     arms = [arm_of(text) for text in args.arm]
     if args.speed:
-        rows = [row for length in args.speed for row in speed(args.model, arms, length, args.layers, args.repeats)]
+        settings = (args.layers, args.repeats, args.device)
+        rows = [row for length in args.speed for row in speed(args.model, arms, length, *settings)]
         write_json(args.json, {"turn": TURN, "threads": torch.get_num_threads(), "rows": rows})
         print(json.dumps(rows, indent=1))
         return

@@ -37,7 +37,6 @@ _PADDING = torch.iinfo(torch.int32).max
 _BITS = {torch.int16: 15, torch.int32: 31}
 _BLOCKS = 256  # blocks of keys per program of `kernels.meeting`
 _PLACES = 512  # sorted indices per program of `kernels.bounds`
-_TOKENS = 32  # tokens per program that gathers no keys
 
 
 @dataclass(frozen=True)
@@ -310,10 +309,6 @@ class _BucketedAttention(Function):
         spec: BucketedAttentionSpec = ctx.spec
         call = _Call(q, spec, ctx.separate, Intervals(*layout))
         delta = torch.empty_like(lse2)
-        launch(
-            kernels.products, call.grid(_TOKENS), out, grad, grad_lse, lse2, delta, *strides(out, grad),
-            call.heads, call.length, **call.dims, TOKENS=_TOKENS,
-        )  # fmt: skip
         dq, dk, dv = empty_alike(q), empty_alike(k), empty_alike(k)
         partial_q, partial_k, partial_v = (call.partial(x) for x in (dq, dk, dv))
         identity = call.intervals.query_order is None
@@ -323,8 +318,8 @@ class _BucketedAttention(Function):
         meeting = call.intervals.meeting(around_keys.keys)
         for round_ in range(call.rounds):
             launch(
-                kernels.query_gradient, call.grid(around_queries.queries), q, k, v, grad, grad_lse, lse2,
-                delta, *to_sort, partial_q, dq, *call.layout, *strides(q, k, v, grad, dq), *call.sizes, spec.scale,
+                kernels.query_gradient, call.grid(around_queries.queries), q, k, v, out, grad, grad_lse, lse2, delta,
+                *to_sort, partial_q, dq, *call.layout, *strides(q, k, v, out, grad, dq), *call.sizes, spec.scale,
                 **call.settings(round_), **around_queries.settings(),
             )  # fmt: skip
             launch(

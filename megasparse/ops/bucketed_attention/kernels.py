@@ -360,25 +360,6 @@ def forward(
 
 
 @triton.jit
-def products(
-    out, grad, grad_lse, lse2, delta, out_batch, out_head, out_stride, grad_batch, grad_head, grad_stride, heads,
-    length, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Compute delta = Σ out·grad − grad_lse, common to the gradients of a query's scores; 0 without a visible key."""
-    blocks = tl.cdiv(length, TOKENS)
-    row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    token = block * TOKENS + tl.arange(0, TOKENS)
-    inside = token < length
-    statistic = row.to(tl.int64) * length + token
-    seeing = tl.abs(tl.load(lse2 + statistic, mask=inside, other=float("inf"))) != float("inf")
-    out_row, grad_row = row_of(out, row, heads, out_batch, out_head), row_of(grad, row, heads, grad_batch, grad_head)
-    product = gather(out_row, token, out_stride, seeing, HEAD_DIM, BLOCK_D).to(tl.float32)
-    product *= gather(grad_row, token, grad_stride, seeing, HEAD_DIM, BLOCK_D).to(tl.float32)
-    result = tl.sum(product, 1) - tl.load(grad_lse + statistic, mask=seeing, other=0.0)
-    tl.store(delta + statistic, result, mask=inside)
-
-
-@triton.jit
 def score_gradient(a, b, c, d, lse2, delta, shown, scale, PRECISION: tl.constexpr):
     """Return weights and score gradients of pairs, with scores scale·a·bᵀ and weight gradients c·dᵀ."""
     score = dot(a, tl.trans(b), PRECISION) * (scale * LOG2E)
@@ -409,15 +390,18 @@ def query_step(
 
 @triton.jit
 def query_gradient(
-    q, k, v, grad, grad_lse, lse2, delta, sorted_level, sorted_delta, partial, dq, query_order, key_order, lows, highs,
-    past_low, past_high, past_index, q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
-    grad_batch, grad_head, grad_stride, dq_batch, dq_head, dq_stride, heads, sharing, length, scale,
+    q, k, v, out, grad, grad_lse, lse2, delta, sorted_level, sorted_delta, partial, dq, query_order, key_order, lows,
+    highs, past_low, past_high, past_index, q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head,
+    v_stride, out_batch, out_head, out_stride, grad_batch, grad_head, grad_stride, dq_batch, dq_head, dq_stride, heads,
+    sharing, length, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, ROUND: tl.constexpr,
     ROUNDS: tl.constexpr, EARLIER: tl.constexpr, RULE: tl.constexpr, JUMP: tl.constexpr, SELF: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of a block of queries. Arguments as in `forward`; partial: dq in fp32 between rounds. sorted_level and
-    sorted_delta: lse2 and delta in this round's order, for `key_gradient`; None if that is the order of tokens.
+    sorted_delta: lse2 and delta in this round's order, for `key_gradient`; None if that is the order of tokens. The
+    first round computes delta = Σ out·grad − grad_lse, common to the gradients of a query's scores; 0 without a visible
+    key.
     """
     blocks = tl.cdiv(length, QUERIES)
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -434,7 +418,15 @@ def query_gradient(
     grad_tile = gather(row_of(grad, row, heads, grad_batch, grad_head), query, grad_stride, real, HEAD_DIM, BLOCK_D)
     statistic = row.to(tl.int64) * length + query
     end = tl.load(lse2 + statistic, mask=real, other=0.0)
-    common = tl.load(delta + statistic, mask=real, other=0.0)
+    if ROUND == 0:
+        seeing = real & (tl.abs(end) != float("inf"))
+        out_row = row_of(out, row, heads, out_batch, out_head)
+        common = gather(out_row, query, out_stride, seeing, HEAD_DIM, BLOCK_D).to(tl.float32)
+        common = tl.sum(common * grad_tile.to(tl.float32), 1) - tl.load(grad_lse + statistic, mask=seeing, other=0.0)
+        common = tl.where(seeing, common, 0.0)
+        tl.store(delta + statistic, common, mask=inside)
+    else:
+        common = tl.load(delta + statistic, mask=real, other=0.0)
     if sorted_level is not None:
         tl.store(sorted_level + row.to(tl.int64) * length + index, end, mask=inside)
         tl.store(sorted_delta + row.to(tl.int64) * length + index, common, mask=inside)
