@@ -327,7 +327,7 @@ def speed(
         settings, longest = arm.attention, length + STEPS + TURN
         models[arm.name] = replace_attention(first_layers(load_plain(plain), layers), settings, max_length=longest)
     for model in models.values():
-        model.to(device)
+        nn.Module.to(model, device)
     numbers = torch.Generator().manual_seed(0)
     tokens = torch.randint(models["SDPA"].config.vocab_size, (1, length + STEPS + TURN), generator=numbers).to(device)
     seconds: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in models}
