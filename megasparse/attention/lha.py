@@ -8,7 +8,7 @@ B batch, H heads, L length, D head dim, N buckets, M chunk, W clusters, S sample
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -42,8 +42,11 @@ from megasparse.attention.lha_hash import (
     Weights,
     bucket_codes,
     bucket_members,
+    hash_functions,
     hash_inputs,
     in_buckets,
+    merged,
+    merged_parts,
     scores_of,
     thresholds,
 )
@@ -53,7 +56,7 @@ from megasparse.errors import ConfigError
 from megasparse.ops import hash_learning
 from megasparse.ops.bucketed_attention import Window
 from megasparse.ops.hash_learning import Draws
-from megasparse.ops.operator import Linear
+from megasparse.ops.operator import Linear, at_least_fp32, implementation
 from megasparse.ops.positions import sinusoids
 from megasparse.ops.random import random_bits
 
@@ -69,6 +72,19 @@ class Assignment(NamedTuple):
     query_codes: Tensor
     key_codes: Tensor
     members: ClusterIndices | None = None
+
+
+class HashExample(NamedTuple):
+    """Training tokens of the query hash (side 0) or the key hash (side 1): inputs as in `HashInputs.inputs`, target
+    utilities (B, H, T, N), current buckets (B, H, T), and the weight of each token (the number of tokens that it
+    represents).
+    """
+
+    side: int
+    inputs: tuple[Tensor, ...]
+    utility: Tensor
+    codes: Tensor
+    weight: float
 
 
 SAMPLES = 256
@@ -187,7 +203,7 @@ class LHAAttention(BandAttention):
     @torch.no_grad()
     def assign(self, inputs: AttentionInputs, context: AttentionContext) -> Assignment:
         joint, weights = self._joint(inputs), self.hash(inputs.q, context)
-        queries, keys = hash_inputs(inputs.q.detach(), inputs.k.detach(), joint, weights)
+        queries, keys = hash_inputs(inputs.q.detach(), inputs.k.detach(), joint, hash_functions(weights, joint))
         query_codes = bucket_codes(queries, self.buckets)
         key_codes = query_codes if joint else bucket_codes(keys, self.buckets)
         if self.config.window == "band":
@@ -222,29 +238,65 @@ class LHAAttention(BandAttention):
         """
         if self.config.utility == "collisions":
             return self._collisions(inputs, context)
-        assigned, joint = assigned or self.assign(inputs, context), self._joint(inputs)
+        assigned, weights = assigned or self.assign(inputs, context), self.hash(inputs.q, context)
+        functions = training_functions(weights, self._joint(inputs), inputs.q)
         draws = [context.rng.key(context.layer, purpose) for purpose in ("lha sample", "lha keys")]
-        q, k, weights = inputs.q.detach(), inputs.k.detach(), self.hash(inputs.q, context)
-        of_queries, of_keys = [], []
-        for document in documents(inputs.key_mask, inputs.segments):
-            sample = Sample(document.take(q), document.take(k), weights, joint, self.buckets, self.bucket_size, *draws)
-            of_queries.append(sample.of_queries(document.take(assigned.query_codes)))
-            of_keys.append(sample.of_keys(document.take(assigned.key_codes)))
-        of_q, of_k = hash_inputs(q, k, joint, weights)
-        sums = (
-            divergence(chain.from_iterable(of_queries), of_q.weights),
-            divergence(chain.from_iterable(of_keys), of_k.weights),
+        tensors = (inputs.q.detach(), inputs.k.detach(), assigned.query_codes, assigned.key_codes)
+        examples = chain.from_iterable(
+            self._examples([document.take(x) for x in tensors], self._joint(inputs), functions, *draws)
+            for document in documents(inputs.key_mask, inputs.segments)
         )
-        (queries, attended, negative_q), (keys, _, negative_k) = ((x / _real(inputs)).unbind() for x in sums)
+        kl, others = divergence(examples, functions, weights, _real(inputs))
+        (queries, keys), (attended, negative) = kl.detach().unbind(), others.unbind()
         statistics = {
             "kl_queries": queries,
             "kl_keys": keys,
-            "attention_utility": attended,
-            "negative_entropy_queries": negative_q,
-            "negative_entropy_keys": negative_k,
+            "attention_utility": attended[0],
+            "negative_entropy_queries": negative[0],
+            "negative_entropy_keys": negative[1],
         }
-        loss = WEIGHT / self.spec.layers * (queries + keys)
-        return loss, {name: value.detach() for name, value in statistics.items()}
+        return WEIGHT / self.spec.layers * kl.sum(), statistics
+
+    def _examples(
+        self, tensors: Sequence[Tensor], joint: bool, functions: Sequence[tuple[Weights, ...]], token_key: int,
+        draw_key: int,
+    ) -> Iterator[HashExample]:  # fmt: skip
+        """Yield the examples of a document. U tokens are drawn evenly without replacement, the same for all heads and
+        sequences. The first S are used as queries and the first C as keys; the utilities of queries come from separate
+        draws of keys, see `draw_keys`.
+
+        tensors: queries and keys (B, H, L, D) and their codes (B, H, L). token_key, draw_key: random keys of the draws.
+        """
+        all_q, all_k, *codes = tensors
+        scale, length, device = self.rule["scale"], all_q.shape[2], all_q.device
+        tokens = drawn_positions(token_key, length, _sample_size(self.buckets), device)
+        q, k = all_q.index_select(2, tokens), all_k.index_select(2, tokens)
+        queries, keys = slice(min(SAMPLES, length)), slice(min(SAMPLED_KEYS, length))
+        if length <= SAMPLED_KEYS:
+            drawn_q, draws = q, Draws(k, tokens, torch.zeros(length, device=device))
+        else:
+            bits = random_bits(draw_key, torch.arange(SAMPLED_KEYS, device=device), 1).squeeze(-1)
+            middles = torch.arange(0.5 / SAMPLED_KEYS, 1, 1 / SAMPLED_KEYS, dtype=torch.float64, device=device)
+            points = middles.add(bits, alpha=2.0**-32 / SAMPLED_KEYS)
+            draws = hash_learning.draw_keys(q[:, :, queries], all_k, points, scale=scale)
+            drawn_q = hash_learning.at_tokens(all_q, draws.tokens)
+        q, k, drawn_q, drawn_k = (at_least_fp32(x) for x in (q, k, drawn_q, draws.k))
+        sides = hash_inputs(q, k, joint, functions)
+        size = max(1, round(self.bucket_size * len(tokens) / length))
+        least, inside = thresholds(sides[0], self.buckets, size, queries.stop)
+        least_of_keys = least if joint else thresholds(sides[1], self.buckets, size, 1)[0]
+        in_key = in_buckets(hash_inputs(drawn_q, drawn_k, joint, functions)[1], least_of_keys)
+
+        def example(side: int, part: slice, utility: Tensor) -> HashExample:
+            vectors = tuple(x[:, :, part] for x in sides[side].inputs)
+            of_part = codes[side].index_select(2, tokens[part])
+            return HashExample(side, vectors, utility, of_part, length / (queries, keys)[side].stop)
+
+        draws = draws._replace(k=drawn_k)
+        utility, normalizer = hash_learning.sampled_queries(q[:, :, queries], draws, in_key, scale=scale)
+        yield example(0, queries, utility)
+        received = hash_learning.sampled_keys(q[:, :, queries], k[:, :, keys], normalizer, inside, scale=scale)
+        yield from (example(1, part, utility) for part, utility in received)
 
     def teaching_rate(self) -> float | None:
         """Return None in decoders unless the target is `collisions`, because the utility includes later tokens."""
@@ -328,111 +380,76 @@ def _sample_size(buckets: int) -> int:
     return max(SAMPLED_KEYS, SAMPLES, 4 * buckets)
 
 
-class HashExample(NamedTuple):
-    """Training tokens of a hash: inputs as in `HashInputs.inputs`, target utilities (B, H, T, N), current buckets (B,
-    H, T), and the weight of each token (the number of tokens that it represents).
-    """
+def training_functions(weights: tuple[Weights, Weights], joint: bool, q: Tensor) -> list[tuple[Weights, ...]]:
+    """Return `hash_functions` as leaves of a graph, in fp32 or wider; on a GPU, `merged`. q: any of the inputs."""
 
-    inputs: tuple[Tensor, ...]
-    utility: Tensor
-    codes: Tensor
-    weight: float = 1.0
+    def leaves(functions: Sequence[Weights]) -> tuple[Weights, ...]:
+        if implementation(q, largest_width=None) == "triton":
+            functions = (merged(functions),)
+        return tuple(tuple(at_least_fp32(w.detach()).requires_grad_() for w in f) for f in functions)
 
-
-class Sample:
-    """Tokens of a document that train its hash functions in one step, drawn evenly without replacement.
-
-    tokens: (U,) token numbers; the first S are used as queries and the first C as keys. q, k: (B, H, U, D), of these
-    tokens. draws: keys drawn for the queries' utilities; drawn_q: queries of the same tokens, (B, H, C, D). normalizer:
-    (B, H, S). bars: minimum score of a member of each bucket, for the query hash and the key hash, (B, H, N) each.
-    """
-
-    @torch.no_grad()
-    def __init__(
-        self, q: Tensor, k: Tensor, weights: tuple[Weights, Weights], joint: bool, buckets: int, bucket_size: int,
-        token_key: int, draw_key: int,
-    ):  # fmt: skip
-        """Draw from a document's queries and keys (B, H, L, D), detached. All heads and sequences use the same token
-        numbers, except for `draws`. joint: use one hash, H_Q(q) + H_K(k), for both sides. token_key, draw_key: random
-        keys of the token sample and of the key draws.
-        """
-        self.length, self.scale, self.weights, self.joint = q.shape[2], q.shape[-1] ** -0.5, weights, joint
-        self.tokens = drawn_positions(token_key, self.length, _sample_size(buckets), q.device)
-        self.q, self.k = q.index_select(2, self.tokens), k.index_select(2, self.tokens)
-        self.queries, self.keys = min(SAMPLES, self.length), min(SAMPLED_KEYS, self.length)
-        queries = self.q[:, :, : self.queries]
-        if self.length <= SAMPLED_KEYS:
-            self.draws, self.drawn_q = Draws(self.k, self.tokens, torch.zeros(self.length, device=q.device)), self.q
-        else:
-            bits = random_bits(draw_key, torch.arange(SAMPLED_KEYS, device=q.device), 1).squeeze(-1)
-            uniform = (bits.double() + 2.0**31) / 2.0**32
-            self.draws = hash_learning.draw_keys(queries, k, uniform, scale=self.scale)
-            self.drawn_q = hash_learning.at_tokens(q, self.draws.tokens)
-        self.normalizer = hash_learning.sampled_normalizer(queries, self.draws, scale=self.scale)
-        size = max(1, round(bucket_size * len(self.tokens) / self.length))
-        sides = hash_inputs(self.q, self.k, self.joint, weights)
-        of_queries = thresholds(sides[0], buckets, size)
-        self.bars = of_queries, of_queries if self.joint else thresholds(sides[1], buckets, size)
-
-    def of_queries(self, codes: Tensor) -> Iterator[HashExample]:
-        """Yield the examples of the query hash. codes: (B, H, L), bucket codes of the document's queries."""
-        drawn = hash_inputs(self.drawn_q, self.draws.k, self.joint, self.weights)[1]
-        inside, queries = in_buckets(drawn, self.bars[1]), self.q[:, :, : self.queries]
-        utility = hash_learning.sampled_queries(queries, self.draws, inside, scale=self.scale)
-        hashed = hash_inputs(self.q, self.k, self.joint, self.weights)[0]
-        yield self._example(slice(0, self.queries), utility, hashed, codes, self.queries)
-
-    def of_keys(self, codes: Tensor) -> Iterator[HashExample]:
-        """Yield the examples of the key hash. codes: (B, H, L), bucket codes of the document's keys."""
-        queries, keys = self.q[:, :, : self.queries], self.k[:, :, : self.keys]
-        sampled = hash_inputs(queries, self.k[:, :, : self.queries], self.joint, self.weights)[0]
-        inside = in_buckets(sampled, self.bars[0])
-        hashed = hash_inputs(self.q, self.k, self.joint, self.weights)[1]
-        for part, utility in hash_learning.sampled_keys(queries, keys, self.normalizer, inside, scale=self.scale):
-            yield self._example(part, utility, hashed, codes, self.keys)
-
-    def _example(self, part: slice, utility: Tensor, hashed: HashInputs, codes: Tensor, count: int) -> HashExample:
-        inputs = tuple(x[:, :, part] for x in hashed.inputs)
-        return HashExample(inputs, utility, codes.index_select(2, self.tokens[part]), self.length / count)
+    if joint:
+        return [leaves(weights)] * 2
+    return [leaves(functions) for functions in hash_functions(weights, joint)]
 
 
-def divergence(examples: Iterable[HashExample], weights: tuple[Weights, ...]) -> Tensor:
-    """Return (3,): Σ KL(ψ ‖ softmax(H)) over all examples' tokens and heads (Eq. 13); Σ ψ[bucket], the utility of the
-    current buckets; and Σ ψ·ln ψ, the negative entropy of the utilities (Figure 4).
+def divergence(
+    examples: Iterable[HashExample], functions: list[tuple[Weights, ...]], weights: tuple[Weights, Weights],
+    count: Tensor | int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return (2,), of queries and of keys: Σ KL(ψ ‖ softmax(H)) / count over all examples' tokens and heads (Eq. 13).
+    Also return (2, 2), without gradients: of both sides Σ ψ[bucket] / count, the utility of the current buckets, then
+    of both sides Σ ψ·ln ψ / count, the negative entropy of the utilities (Figure 4). A token with ψ = 0 contributes
+    nothing.
 
-    A token with ψ = 0 contributes nothing. Only the first sum is differentiable, with respect to the weights.
+    functions: see `training_functions`. weights: of H_Q and H_K, which get the gradients.
     """
     flat = [w for side in weights for w in side]
     learn = torch.is_grad_enabled() and any(w.requires_grad for w in flat)
-    sums: Tensor = _Divergence.apply(examples, len(weights), learn, *flat)
-    return sums
+    divergences, others = _Divergence.apply(examples, functions, count, learn, *flat)
+    return divergences, others
 
 
 class _Divergence(torch.autograd.Function):
     """Divergence whose forward also computes the gradient, tile by tile, so scores and targets are never stored."""
 
     @staticmethod
-    def forward(ctx: Any, examples: Iterable[HashExample], sides: int, learn: bool, *weights: Tensor) -> Tensor:
-        wide = [w.detach().to(torch.promote_types(w.dtype, torch.float32)).requires_grad_(learn) for w in weights]
-        count = len(wide) // sides
-        grouped = [tuple(wide[i * count : (i + 1) * count]) for i in range(sides)]
-        sums = torch.zeros(3, dtype=torch.float64, device=weights[0].device)
-        grads = [torch.zeros_like(w, requires_grad=False) for w in wide]
-        for inputs, utility, codes, weight in examples:
+    def forward(
+        ctx: Any, examples: Iterable[HashExample], functions: list[tuple[Weights, ...]], count: Tensor | int,
+        learn: bool, *weights: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        leaves = [list(chain.from_iterable(side)) for side in functions]
+        totals: list[list[Tensor]] = [[], []]  # of either side the sums, then the gradients of its leaves
+        for side, inputs, utility, codes, weight in examples:
             with torch.set_grad_enabled(learn):
-                scores = scores_of(inputs, grouped)
-            *parts, error = hash_learning.divergence(scores.detach(), utility, codes, weight, learn)
-            for number, part in enumerate(parts):
-                sums[number] += part
+                scores = scores_of(inputs, functions[side])
+            sums, error = hash_learning.divergence(scores.detach(), utility, codes, weight, learn)
+            terms = [sums.double()]
             if error is not None:
-                for total, grad in zip(grads, torch.autograd.grad(scores, wide, error.to(scores.dtype)), strict=True):
-                    total += grad
-        ctx.save_for_backward(*grads)
-        ctx.dtypes = [w.dtype for w in weights]
-        return sums.to(wide[0].dtype)
+                terms += torch.autograd.grad(scores, leaves[side], error.to(scores.dtype))
+            totals[side] = list(torch._foreach_add(totals[side], terms)) if totals[side] else terms
+        for total, side_leaves in zip(totals, leaves, strict=True):
+            if not total:  # no real token
+                total += [weights[0].new_zeros(3, dtype=torch.float64), *map(torch.zeros_like, side_leaves)]
+        ctx.save_for_backward(*(x for total in totals for x in total[1:]))
+        ctx.joint, ctx.shapes, ctx.dtype = functions[0] is functions[1], [w.shape for w in weights], weights[0].dtype
+        ctx.count, ctx.merged = count, len(leaves[0]) * (2 - ctx.joint) < len(weights)
+        means = torch.stack([total[0] for total in totals]).to(leaves[0][0].dtype) / count
+        divergences, others = means[:, 0], means[:, 1:].T
+        ctx.mark_non_differentiable(others)
+        return divergences, others
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        grads = [(grad_outputs[0][0] * g).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
-        return None, None, None, *grads
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        half = len(ctx.saved_tensors) // 2
+        sides = zip((grad / ctx.count).unbind(), (ctx.saved_tensors[:half], ctx.saved_tensors[half:]), strict=True)
+        grads = [list(torch._foreach_mul(side, factor)) for factor, side in sides]
+        if not ctx.merged:
+            grads = [[x.to(ctx.dtype) for x in side] for side in grads]
+        if ctx.joint:
+            grads = [list(torch._foreach_add(*grads))]
+        if ctx.merged:
+            grads = [merged_parts(side, 2 // len(grads)) for side in grads]
+        flat = zip(chain.from_iterable(grads), ctx.shapes, strict=True)
+        return None, None, None, None, *(x.to(ctx.dtype).reshape(shape) for x, shape in flat)

@@ -7,6 +7,7 @@ B batch, H heads, L length, D head dim, N buckets, T tokens of a tile.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -15,11 +16,13 @@ from torch import Tensor, nn
 
 from megasparse.attention.contract import AttentionContext, MechanismSpec
 from megasparse.ops.hash_learning import ranks, tiles
-from megasparse.ops.operator import at_least_rows, implementation
+from megasparse.ops.operator import at_least_fp32, at_least_rows, implementation
 from megasparse.ops.random import derive, rotations
 
 Weights = tuple[Tensor, ...]
-"""Weights of one hash function: (H, D, N); for the two-layer network (H, D, D), bias (H·D), (H, D, N), bias (H·N)."""
+"""Weights of one hash function: (H, D, N); for the two-layer network (H, D, D), bias (H·D), (H, D, N), bias (H·N), or,
+for several networks `merged`, W inputs and hidden units, (1, H, W, W), (1, H, W, N)."""
+_CONSTANTS = 8  # keeps rows aligned
 
 
 class HashFunctions(nn.Module):
@@ -79,19 +82,64 @@ class HashInputs(NamedTuple):
             yield tokens.start, scores[:, :, : parts[0].shape[2]]
 
 
-def hash_inputs(q: Tensor, k: Tensor, joint: bool, weights: tuple[Weights, Weights]) -> tuple[HashInputs, HashInputs]:
-    """Return the inputs of the query hash and of the key hash; with `joint` the same, H_Q(q_i) + H_K(k_i), for both."""
-    query, key = weights
-    if joint:
-        joined = HashInputs((q, k), (query, key))
-        return joined, joined
-    return HashInputs((q,), (query,)), HashInputs((k,), (key,))
+def hash_inputs(
+    q: Tensor, k: Tensor, joint: bool, functions: Sequence[tuple[Weights, ...]]
+) -> tuple[HashInputs, HashInputs]:
+    """Return the inputs of the query hash and of the key hash; with `joint` the same, H_Q(q_i) + H_K(k_i), for both.
+    functions: of the two hashes, from `hash_functions`.
+    """
+    of_queries = _hash_inputs((q, k) if joint else (q,), functions[0])
+    return of_queries, of_queries if joint else _hash_inputs((k,), functions[1])
+
+
+def _hash_inputs(inputs: tuple[Tensor, ...], functions: tuple[Weights, ...]) -> HashInputs:
+    if len(functions) < len(inputs) or len(functions[0]) == 2:  # merged
+        x = at_least_fp32(inputs[0] if len(inputs) == 1 else torch.cat(inputs, dim=-1))
+        constants = functions[0][0].shape[-2] - x.shape[-1]
+        inputs = (F.pad(x, (0, constants), value=1.0) if constants else x,)
+    return HashInputs(inputs, functions)
+
+
+def hash_functions(weights: tuple[Weights, Weights], joint: bool) -> list[tuple[Weights, ...]]:
+    """Return the functions of the query hash and of the key hash, given the weights of H_Q and H_K."""
+    return [weights, weights] if joint else [weights[:1], weights[1:]]
+
+
+@torch.no_grad()
+def merged(functions: Sequence[Weights]) -> Weights:
+    """Return the sum of functions as one function of their concatenated inputs, which takes fewer operations, in fp32
+    or wider. In two-layer functions, _CONSTANTS inputs and hidden units are 1; a bias is the weight of one of them.
+    """
+    weights = list(chain.from_iterable(functions))
+    two_layers, (heads, dim, buckets) = len(functions[0]) == 4, functions[0][-2:][0].shape
+    width = dim * len(functions) + _CONSTANTS * two_layers
+    dtype = torch.promote_types(weights[0].dtype, torch.float32)
+    sizes = (width, buckets) if two_layers else (buckets,)
+    layers = torch.zeros(1, heads, width, sum(sizes), dtype=dtype, device=weights[0].device).split(sizes, dim=-1)
+    if two_layers:
+        layers[0].diagonal(dim1=-2, dim2=-1)[..., -_CONSTANTS:].fill_(1.0)
+    for part, weight in zip(merged_parts(layers, len(functions)), weights, strict=True):
+        part.copy_(weight.reshape(part.shape))
+    return layers
+
+
+def merged_parts(layers: Sequence[Tensor], count: int) -> list[Tensor]:
+    """Return the weights of `count` merged functions, in their order, as views of `merged` weights or gradients."""
+    last = layers[-1]
+    width = last.shape[-2] - _CONSTANTS * (len(layers) == 2)
+    units = [slice(end - width // count, end) for end in range(width // count, width + 1, width // count)]
+    if len(layers) == 1:
+        return [last[..., unit, :] for unit in units]
+    first, biases = layers[0], range(width, width + count)
+    of_each = [
+        (first[..., u, u], first[..., b, u], last[..., u, :], last[..., b, :])
+        for u, b in zip(units, biases, strict=True)
+    ]
+    return list(chain.from_iterable(of_each))
 
 
 def scores_of(inputs: Sequence[Tensor], weights: Sequence[Weights]) -> Tensor:
     """Return H_Q, H_K, or H_Q + H_K: (B, H, T, N), in fp32 or wider."""
-    if len(weights[0]) == 4 and implementation(inputs[0], largest_width=None) == "triton":
-        return _in_one_product(inputs, weights)
     scores = [_score(x, w) for x, w in zip(inputs, weights, strict=True)]
     return scores[0] if len(scores) == 1 else scores[0] + scores[1]
 
@@ -121,18 +169,21 @@ def bucket_members(hashed: HashInputs, buckets: int, size: int) -> Tensor:
     return (best & 0xFFFFFFFF).sort(-1).values
 
 
-def thresholds(hashed: HashInputs, buckets: int, size: int) -> Tensor:
+def thresholds(hashed: HashInputs, buckets: int, size: int, first: int) -> tuple[Tensor, Tensor]:
     """Return the minimum score of each bucket's `size` best tokens (see `bucket_members`), (B, H, N): the mean of their
-    lowest score and the next token's score, or −∞ without a next token.
+    lowest score and the next token's score, or −∞ without a next token; and the membership of the `first` tokens in the
+    buckets (B, H, T, N) bool.
     """
-    best = torch.empty(0)
-    for first, scores in hashed.tiles(buckets):
-        score = scores.log_softmax(-1).transpose(-1, -2)  # (B, H, N, T)
-        best = score if first == 0 else torch.cat([best, score], dim=-1)
+    best, early = torch.empty(0), []
+    for start, scores in hashed.tiles(buckets):
+        score = scores.log_softmax(-1)
+        early += [score[:, :, : first - start]] if start < first else []
+        score = score.transpose(-1, -2)  # (B, H, N, T)
+        best = score if start == 0 else torch.cat([best, score], dim=-1)
         best = best.topk(min(size + 1, best.shape[-1])).values
-    if best.shape[-1] <= size:
-        return torch.full_like(best[..., 0], -torch.inf)
-    return best[..., -2:].mean(-1)
+    least = best[..., -2:].mean(-1) if best.shape[-1] > size else torch.full_like(best[..., 0], -torch.inf)
+    inside = [score >= least.unsqueeze(-2) for score in early]
+    return least, inside[0] if len(inside) == 1 else torch.cat(inside, dim=2)
 
 
 def in_buckets(hashed: HashInputs, least: Tensor) -> Tensor:
@@ -144,25 +195,13 @@ def _smallest(x: Tensor, count: int) -> Tensor:
     return x.topk(min(count, x.shape[-1]), largest=False, sorted=False).values
 
 
-def _hidden(x: Tensor, weights: Weights, dtype: torch.dtype) -> Tensor:
-    first, bias = (w.to(dtype) for w in weights[:2])
-    return torch.relu(x.to(dtype) @ first + bias.view(-1, 1, first.shape[2]))
-
-
 def _score(x: Tensor, weights: Weights) -> Tensor:
     dtype = torch.promote_types(torch.promote_types(x.dtype, weights[0].dtype), torch.float32)
-    if len(weights) == 1:
-        return x.to(dtype) @ weights[0].to(dtype)
-    second, bias = (w.to(dtype) for w in weights[2:])
-    return _hidden(x, weights, dtype) @ second + bias.view(-1, 1, second.shape[2])
-
-
-def _in_one_product(inputs: Sequence[Tensor], weights: Sequence[Weights]) -> Tensor:
-    """Return the sum of two-layer functions, computing their second layers as one product of concatenated hidden
-    layers, so that scores are written once. The bias is the weight of a constant unit 1; 7 zero rows keep alignment.
-    """
-    dtype = torch.promote_types(torch.promote_types(inputs[0].dtype, weights[0][0].dtype), torch.float32)
-    hidden = torch.cat([_hidden(x, w, dtype) for x, w in zip(inputs, weights, strict=True)], dim=-1)
-    second = torch.cat([w[2].to(dtype) for w in weights], dim=1)  # (H, D of all functions, N)
-    bias = torch.stack([w[3].to(dtype) for w in weights]).sum(0).view(len(second), 1, -1)
-    return F.pad(hidden, (0, 8), value=1.0) @ torch.cat([second, F.pad(bias, (0, 0, 0, 7))], dim=1)
+    x, wide = x.to(dtype), [w.to(dtype) for w in weights]
+    if len(wide) == 1:
+        return x @ wide[0]
+    if len(wide) == 2:
+        return torch.relu(x @ wide[0]) @ wide[1]
+    first, second = wide[0], wide[2]
+    hidden = torch.relu(x @ first + wide[1].view(-1, 1, first.shape[2]))
+    return hidden @ second + wide[3].view(-1, 1, second.shape[2])

@@ -14,6 +14,7 @@ B batch, H heads, L length, D head dim, N buckets, S sampled queries, C drawn ke
 """
 
 from collections.abc import Iterator
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -53,40 +54,33 @@ def at_tokens(x: Tensor, tokens: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def draw_keys(q: Tensor, k: Tensor, uniform: Tensor, *, scale: float) -> Draws:
+def draw_keys(q: Tensor, k: Tensor, points: Tensor, *, scale: float) -> Draws:
     """Draw C keys of k (B, H, L, D) for sampled queries q (B, H, S, D).
 
-    uniform: (C,) numbers in [0, 1), one for each of C equal parts of the probability, so that the number of draws of a
-    key is less than its expectation by at most two.
+    points: (C,) fp64, a random point of each of C equal parts of [0, 1), the cumulative probability of keys, so that
+    the number of draws of a key is less than its expectation by at most two.
     """
-    keys, received = k.transpose(-1, -2), torch.zeros((), device=k.device)  # Σ_i A_ij, (B, H, L) fp32 or wider
-    for part in tiles(q, k.shape[2]):  # precise enough for drawing keys
-        score = (q[:, :, part] * scale) @ keys
-        received = received + score.softmax(-1).sum(-2, dtype=torch.promote_types(k.dtype, torch.float32))
-    share = 0.5 * (received.double() / q.shape[2] + 1.0 / k.shape[2])
-    parts = (share * _SHARES).long() + 1
+    keys, wide = k.transpose(-1, -2), torch.promote_types(k.dtype, torch.float32)
+    scores = ((q[:, :, part] * scale) @ keys for part in tiles(q, k.shape[2]))  # precise enough for drawing keys
+    received = reduce(torch.add, (score.softmax(-1).sum(-2, dtype=wide) for score in scores))  # Σ_i A_ij, (B, H, L)
+    parts = (received.double() * (0.5 * _SHARES / q.shape[2]) + 0.5 * _SHARES / k.shape[2]).long() + 1
     ends = parts.cumsum(-1)
-    count, total = len(uniform), ends[..., -1:]
-    point = (torch.arange(count, device=k.device) + uniform.double()) / count * total
-    tokens = torch.searchsorted(ends, point.long().minimum(total - 1), right=True)
+    count, total = len(points), ends[..., -1:]
+    tokens = torch.searchsorted(ends, (points * total).long(), right=True).clamp_max_(k.shape[2] - 1)  # even with NaN
     ln_count = (count * parts.gather(-1, tokens) / total).log().float()
     return Draws(at_tokens(k, tokens), tokens, ln_count)
 
 
 @torch.no_grad()
-def sampled_normalizer(q: Tensor, draws: Draws, *, scale: float) -> Tensor:
-    """Return the log of an estimate of Σ_j exp(scale·q_i·k_j) for each query: (B, H, S)."""
-    return _logarithms(q, draws, scale).logsumexp(-1)
-
-
-@torch.no_grad()
-def sampled_queries(q: Tensor, draws: Draws, in_key: Tensor, *, scale: float) -> Tensor:
-    """Return ψ of the queries, estimated from the drawn keys, (B, H, S, N); rows sum to 1, or to 0 after underflow.
+def sampled_queries(q: Tensor, draws: Draws, in_key: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+    """Return ψ of the queries, estimated from the drawn keys, (B, H, S, N), whose rows sum to 1, or to 0 after
+    underflow; and the log of an estimate of Σ_j exp(scale·q_i·k_j) for each query, (B, H, S).
 
     in_key: (B, H, C, N), 1 if the drawn key is in the bucket, else 0.
     """
-    attention = _logarithms(q, draws, scale).softmax(-1)
-    return unit_sum(attention @ in_key.to(attention.dtype))
+    logarithm = _products(q, draws.k, scale) - draws.ln_count.unsqueeze(-2)  # scale·q_i·k_j − ln c_j, (B, H, S, C)
+    attention = logarithm.softmax(-1)
+    return unit_sum(attention @ in_key.to(attention.dtype)), logarithm.logsumexp(-1)
 
 
 @torch.no_grad()
@@ -96,18 +90,13 @@ def sampled_keys(
     """Yield ψ′ of keys k (B, H, K, D), tile by tile: (B, H, T, N). Before normalisation, its expectation over samples
     of queries is proportional to the sum over all queries.
 
-    normalizer: see `sampled_normalizer`. in_query: (B, H, S, N), 1 if the query is in the bucket, else 0.
+    normalizer: see `sampled_queries`. in_query: (B, H, S, N), 1 if the query is in the bucket, else 0.
     """
     for part in tiles(k, max(in_query.shape[2:])):
         logarithm = _products(k[:, :, part], q, scale) - normalizer.unsqueeze(-2)
         # A softmax over the queries cannot underflow, and ψ′ is normalised anyway.
         attention = logarithm.softmax(-1)
         yield part, unit_sum(attention @ in_query.to(attention.dtype))
-
-
-def _logarithms(q: Tensor, draws: Draws, scale: float) -> Tensor:
-    """Return scale·q_i·k_j − ln c_j for queries and drawn keys: (B, H, S, C)."""
-    return _products(q, draws.k, scale) - draws.ln_count.unsqueeze(-2)
 
 
 def _products(x: Tensor, y: Tensor, scale: float) -> Tensor:
@@ -150,9 +139,9 @@ def ranks(scores: Tensor, first: int) -> Tensor:
 @torch.no_grad()
 def divergence(
     scores: Tensor, utility: Tensor, codes: Tensor, weight: float, learn: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return weight·Σ KL(ψ ‖ softmax(scores)) (LHA Eq. 13), weight·Σ ψ[code], weight·Σ ψ·ln ψ, and, if `learn`, the
-    gradient of the first with respect to the scores, weight·(softmax(scores)·Σψ − ψ), else None.
+) -> tuple[Tensor, Tensor | None]:
+    """Return (3,): weight·Σ KL(ψ ‖ softmax(scores)) (LHA Eq. 13), weight·Σ ψ[code] and weight·Σ ψ·ln ψ; and, if
+    `learn`, the gradient of the first with respect to the scores, weight·(softmax(scores)·Σψ − ψ), else None.
 
     scores, utility ψ: (B, H, T, N); scores may be overwritten. codes: (B, H, T), a bucket per token. A token with ψ = 0
     contributes nothing.
@@ -163,7 +152,7 @@ def divergence(
         return hash_learning_kernels.divergence(scores, utility, codes, weight, learn)
     logarithm = scores.log_softmax(-1)
     information = torch.xlogy(utility, utility)
-    total = weight * (information - utility * logarithm).sum()
-    matched = weight * utility.gather(-1, codes.long().unsqueeze(-1)).sum()
+    total = (information - utility * logarithm).sum()
+    matched = utility.gather(-1, codes.long().unsqueeze(-1)).sum()
     error = weight * (logarithm.exp_() * utility.sum(-1, keepdim=True) - utility) if learn else None
-    return total, matched, weight * information.sum(), error
+    return weight * torch.stack([total, matched, information.sum()]), error

@@ -35,15 +35,14 @@ def ranks(scores: Tensor, first: int) -> Tensor:
 
 def divergence(
     scores: Tensor, utility: Tensor, codes: Tensor, weight: float, learn: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Compute `hash_learning.divergence`; the gradient overwrites the scores."""
     scores, utility, codes = scores.contiguous(), utility.contiguous(), codes.contiguous()
     tile, count, buckets = _tile(scores), codes.numel(), scores.shape[-1]
     sums = torch.empty(count, 3, dtype=torch.float32, device=scores.device)
     grid = (-(-count // tile["ROWS"]),)
     launch(divergence_kernel, grid, scores, utility, codes, sums, weight, count, buckets, LEARN=learn, **tile)
-    total, chosen, information = sums.sum(0, dtype=torch.float64) * weight
-    return total, chosen, information, scores if learn else None
+    return sums.sum(0, dtype=torch.float64), scores if learn else None
 
 
 def _tile(x: Tensor) -> dict[str, int]:
@@ -93,8 +92,8 @@ def ranks_kernel(scores, out, first, tokens, buckets, blocks, ROWS: tl.constexpr
 def divergence_kernel(
     scores, utility, codes, sums, weight, count, buckets, LEARN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Compute sums (rows, 3): KL(ψ ‖ softmax(scores)), ψ[code] and Σ ψ·ln ψ. LEARN: overwrite the scores with the
-    gradient of weight·KL.
+    """Compute sums (rows, 3), times weight: KL(ψ ‖ softmax(scores)), ψ[code] and Σ ψ·ln ψ. LEARN: overwrite the scores
+    with the gradient of weight·KL.
     """
     row, places, valid = _places(count, buckets, ROWS, WIDTH)
     logarithm = _log_softmax(scores, places, valid)
@@ -104,9 +103,9 @@ def divergence_kernel(
     terms = information - tl.where(positive, utilities * logarithm, 0.0)
     code = tl.load(codes + row, mask=row < count, other=0)
     chosen = tl.sum(tl.where(tl.arange(0, WIDTH)[None, :] == code[:, None], utilities, 0.0), 1)
-    tl.store(sums + 3 * row, tl.sum(terms, 1), mask=row < count)
-    tl.store(sums + 3 * row + 1, chosen, mask=row < count)
-    tl.store(sums + 3 * row + 2, tl.sum(information, 1), mask=row < count)
+    tl.store(sums + 3 * row, weight * tl.sum(terms, 1), mask=row < count)
+    tl.store(sums + 3 * row + 1, weight * chosen, mask=row < count)
+    tl.store(sums + 3 * row + 2, weight * tl.sum(information, 1), mask=row < count)
     if LEARN:
         error = weight * (tl.exp(logarithm) * tl.sum(utilities, 1)[:, None] - utilities)
         tl.store(scores + places, error, mask=valid)

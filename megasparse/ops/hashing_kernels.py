@@ -41,7 +41,7 @@ def _projected(x, token, length, stride, matrix, columns, last, matrix_stride, D
         inside = (token < length)[:, None] & (d < D)[None, :]
         a = tl.load(x + token.to(tl.int64)[:, None] * stride + d[None, :], mask=inside, other=0).to(tl.float32)
         inside = (d < D)[:, None] & (columns < last)[None, :]
-        b = tl.load(matrix + d[:, None] * matrix_stride + columns[None, :], mask=inside, other=0)
+        b = tl.load(matrix + d[:, None] * matrix_stride + columns[None, :], mask=inside, other=0).to(tl.float32)
         score += dot(a, b, "tf32x3")
     return score
 
@@ -104,11 +104,11 @@ def hidden_units(
 
 @triton.jit(do_not_specialize=["length", "heads"])
 def best_bucket(
-    x, weight, bias, codes, length, heads, buckets, D: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    x, weight, bias, codes, length, heads, buckets, D: tl.constexpr, BIASES: tl.constexpr, TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Compute the first maximum of xW + b, for TOKENS tokens of a row. x: (B·H, L, D). weight: (H, D, `buckets`). bias:
-    (H, `buckets`).
+    """Compute the first maximum of xW + Σb, for TOKENS tokens of a row. x: (B·H, L, D). weight: (H, D, `buckets`).
+    bias: (BIASES, H, `buckets`).
     """
     program, tiles = tl.program_id(0), tl.cdiv(length, TOKENS)
     tile, row = program % tiles, (program // tiles).to(tl.int64)
@@ -121,8 +121,11 @@ def best_bucket(
     for first in range(0, buckets, COLUMNS):
         bucket = first + tl.arange(0, COLUMNS)
         score = _projected(x, token, length, D, weight, bucket, buckets, buckets, D, DEPTH)
-        score += tl.load(bias + bucket, mask=bucket < buckets, other=float("-inf"))[None, :]
-        best, at = tl.max(score, 1, return_indices=True)
+        constant = tl.where(bucket < buckets, 0.0, float("-inf"))
+        for number in tl.static_range(BIASES):
+            place = bias + number * heads * buckets + bucket
+            constant += tl.load(place, mask=bucket < buckets, other=0).to(tl.float32)
+        best, at = tl.max(score + constant[None, :], 1, return_indices=True)
         code = tl.where(best > high, first + at, code)
         high = tl.maximum(high, best)
     tl.store(codes + row * length + token, code.to(codes.dtype.element_ty), mask=token < length)
@@ -241,24 +244,23 @@ def learned_codes(inputs: Sequence[Tensor], weights: Sequence[tuple[Tensor, ...]
     and 2 or 4 bytes per token.
     """
     batch, heads, length, width = inputs[0].shape
-    wide = [tuple(w.float() for w in layer) for layer in weights]
-    if len(weights[0]) == 1:
-        hidden, second = torch.cat([x.float() for x in inputs], -1), torch.cat([w[0] for w in wide], 1)
-        bias = torch.zeros(heads, second.shape[2], dtype=torch.float32, device=second.device)
+    second = torch.cat([layer[-2:][0] for layer in weights], 1)
+    biases = [layer[3].contiguous() for layer in weights if len(layer) > 1]
+    if not biases:
+        hidden = torch.cat([x.float() for x in inputs], -1)
     else:
         total = width * len(inputs)
         hidden = torch.empty(batch, heads, length, total, dtype=torch.float32, device=inputs[0].device)
         sizes = _tile(width, width)
         grid = (-(-length // sizes["TOKENS"]) * batch * heads * -(-width // sizes["COLUMNS"]),)
-        for number, (x, w) in enumerate(zip(map(whole_vectors, inputs), wide, strict=True)):
+        for number, (x, w) in enumerate(zip(map(whole_vectors, inputs), weights, strict=True)):
             arguments = (x, w[0].contiguous(), w[1].contiguous(), hidden, length, heads, *x.stride()[:3])
             launch(hidden_units, grid, *arguments, total, number * width, D=width, **sizes)
-        second, bias = torch.cat([w[2] for w in wide], 1), torch.stack([w[3] for w in wide]).sum(0)
     codes = torch.empty(batch, heads, length, dtype=code_dtype(second.shape[2]), device=hidden.device)
     sizes = _tile(second.shape[2], hidden.shape[3])
     grid = (-(-length // sizes["TOKENS"]) * batch * heads,)
-    arguments = (hidden, second, bias, codes, length, heads, second.shape[2])
-    launch(best_bucket, grid, *arguments, D=hidden.shape[3], **sizes)
+    arguments = (hidden, second, torch.cat(biases) if biases else second, codes, length, heads, second.shape[2])
+    launch(best_bucket, grid, *arguments, D=hidden.shape[3], BIASES=len(biases), **sizes)
     return codes
 
 
