@@ -48,7 +48,6 @@ from megasparse.attention.lha_hash import (
     merged,
     merged_parts,
     scores_of,
-    thresholds,
 )
 from megasparse.config.attention import MechanismSection, mechanism
 from megasparse.config.section import Count, Positive
@@ -271,31 +270,36 @@ class LHAAttention(BandAttention):
         scale, length, device = self.rule["scale"], all_q.shape[2], all_q.device
         tokens = drawn_positions(token_key, length, _sample_size(self.buckets), device)
         q, k = all_q.index_select(2, tokens), all_k.index_select(2, tokens)
-        queries, keys = slice(min(SAMPLES, length)), slice(min(SAMPLED_KEYS, length))
         if length <= SAMPLED_KEYS:
-            drawn_q, draws = q, Draws(k, tokens, torch.zeros(length, device=device))
+            first, draws = 0, Draws(k, tokens, torch.zeros(length, device=device))
         else:
             bits = random_bits(draw_key, torch.arange(SAMPLED_KEYS, device=device), 1).squeeze(-1)
             middles = torch.arange(0.5 / SAMPLED_KEYS, 1, 1 / SAMPLED_KEYS, dtype=torch.float64, device=device)
             points = middles.add(bits, alpha=2.0**-32 / SAMPLED_KEYS)
-            draws = hash_learning.draw_keys(q[:, :, queries], all_k, points, scale=scale)
-            drawn_q = hash_learning.at_tokens(all_q, draws.tokens)
-        q, k, drawn_q, drawn_k = (at_least_fp32(x) for x in (q, k, drawn_q, draws.k))
+            draws = hash_learning.draw_keys(q[:, :, :SAMPLES], all_k, points, scale=scale)
+            q = torch.cat([hash_learning.at_tokens(all_q, draws.tokens), q], dim=2)
+            first, k = SAMPLED_KEYS, torch.cat([draws.k, k], dim=2)
+        q, k = at_least_fp32(q), at_least_fp32(k)  # of the drawn keys, then, from `first` on, of the U tokens
+        queries, drawn = slice(first, first + min(SAMPLES, length)), slice(min(SAMPLED_KEYS, length))
+        keys = slice(first, first + drawn.stop)
         sides = hash_inputs(q, k, joint, functions)
-        size = max(1, round(self.bucket_size * len(tokens) / length))
-        least, inside = thresholds(sides[0], self.buckets, size, queries.stop)
-        least_of_keys = least if joint else thresholds(sides[1], self.buckets, size, 1)[0]
-        in_key = in_buckets(hash_inputs(drawn_q, drawn_k, joint, functions)[1], least_of_keys)
+        sizes = (self.buckets, max(1, round(self.bucket_size * len(tokens) / length)))
+        in_key = in_buckets(sides[1], *sizes, first, max(drawn.stop, queries.stop) if joint else drawn.stop)
+        if joint:
+            in_query = in_key[:, :, queries]
+        else:
+            sample = HashInputs(tuple(x[:, :, first:] for x in sides[0].inputs), sides[0].weights)
+            in_query = in_buckets(sample, *sizes, 0, min(SAMPLES, length))
 
         def example(side: int, part: slice, utility: Tensor) -> HashExample:
-            vectors = tuple(x[:, :, part] for x in sides[side].inputs)
+            vectors = tuple(x[:, :, first:][:, :, part] for x in sides[side].inputs)
             of_part = codes[side].index_select(2, tokens[part])
-            return HashExample(side, vectors, utility, of_part, length / (queries, keys)[side].stop)
+            return HashExample(side, vectors, utility, of_part, length / (len(tokens[:SAMPLES]), drawn.stop)[side])
 
-        draws = draws._replace(k=drawn_k)
-        utility, normalizer = hash_learning.sampled_queries(q[:, :, queries], draws, in_key, scale=scale)
-        yield example(0, queries, utility)
-        received = hash_learning.sampled_keys(q[:, :, queries], k[:, :, keys], normalizer, inside, scale=scale)
+        draws = draws._replace(k=k[:, :, drawn])
+        utility, normalizer = hash_learning.sampled_queries(q[:, :, queries], draws, in_key[:, :, drawn], scale=scale)
+        yield example(0, slice(SAMPLES), utility)
+        received = hash_learning.sampled_keys(q[:, :, queries], k[:, :, keys], normalizer, in_query, scale=scale)
         yield from (example(1, part, utility) for part, utility in received)
 
     def teaching_rate(self) -> float | None:

@@ -78,8 +78,8 @@ class HashInputs(NamedTuple):
         """Yield the first token and the scores (B, H, T, N) of each tile."""
         for tokens in tiles(self.inputs[0], buckets):
             parts = [x[:, :, tokens] for x in self.inputs]
-            scores = scores_of([at_least_rows(x) for x in parts], self.weights)
-            yield tokens.start, scores[:, :, : parts[0].shape[2]]
+            rows = [at_least_rows(x) for x in parts]
+            yield tokens.start, scores_of(rows, self.weights)[:, :, : parts[0].shape[2]]
 
 
 def hash_inputs(
@@ -169,26 +169,23 @@ def bucket_members(hashed: HashInputs, buckets: int, size: int) -> Tensor:
     return (best & 0xFFFFFFFF).sort(-1).values
 
 
-def thresholds(hashed: HashInputs, buckets: int, size: int, first: int) -> tuple[Tensor, Tensor]:
-    """Return the minimum score of each bucket's `size` best tokens (see `bucket_members`), (B, H, N): the mean of their
-    lowest score and the next token's score, or −∞ without a next token; and the membership of the `first` tokens in the
-    buckets (B, H, T, N) bool.
+def in_buckets(hashed: HashInputs, buckets: int, size: int, first: int, count: int) -> Tensor:
+    """Return the membership of the first `count` tokens in buckets, (B, H, count, N), 1 or 0 in fp32 or wider.
+
+    The tokens from number `first` on determine the minimum score of members: the mean of the lowest score of the `size`
+    best tokens (see `bucket_members`) and the next token's score, or −∞ without a next token.
     """
     best, early = torch.empty(0), []
     for start, scores in hashed.tiles(buckets):
         score = scores.log_softmax(-1)
-        early += [score[:, :, : first - start]] if start < first else []
-        score = score.transpose(-1, -2)  # (B, H, N, T)
+        del scores  # before the next tile is computed
+        early += [score[:, :, : count - start]] if start < count else []
+        score = score[:, :, max(0, first - start) :].transpose(-1, -2)  # (B, H, N, T)
         best = score if start == 0 else torch.cat([best, score], dim=-1)
         best = best.topk(min(size + 1, best.shape[-1])).values
     least = best[..., -2:].mean(-1) if best.shape[-1] > size else torch.full_like(best[..., 0], -torch.inf)
-    inside = [score >= least.unsqueeze(-2) for score in early]
-    return least, inside[0] if len(inside) == 1 else torch.cat(inside, dim=2)
-
-
-def in_buckets(hashed: HashInputs, least: Tensor) -> Tensor:
-    """Return the membership (B, H, T, N) bool of tokens in buckets, given the members' minimum scores (B, H, N)."""
-    return scores_of(hashed.inputs, hashed.weights).log_softmax(-1) >= least.unsqueeze(-2)
+    inside = [score.ge_(least.unsqueeze(-2)) for score in early]
+    return inside[0] if len(inside) == 1 else torch.cat(inside, dim=2)
 
 
 def _smallest(x: Tensor, count: int) -> Tensor:

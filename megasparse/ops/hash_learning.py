@@ -61,9 +61,11 @@ def draw_keys(q: Tensor, k: Tensor, points: Tensor, *, scale: float) -> Draws:
     the number of draws of a key is less than its expectation by at most two.
     """
     keys, wide = k.transpose(-1, -2), torch.promote_types(k.dtype, torch.float32)
-    scores = ((q[:, :, part] * scale) @ keys for part in tiles(q, k.shape[2]))  # precise enough for drawing keys
+    scaled = q * scale
+    scores = (scaled[:, :, part] @ keys for part in tiles(q, k.shape[2]))  # precise enough for drawing keys
     received = reduce(torch.add, (score.softmax(-1).sum(-2, dtype=wide) for score in scores))  # Σ_i A_ij, (B, H, L)
-    parts = (received.double() * (0.5 * _SHARES / q.shape[2]) + 0.5 * _SHARES / k.shape[2]).long() + 1
+    uniform = torch.full((1,), 0.5 * _SHARES / k.shape[2], dtype=torch.float64, device=k.device)
+    parts = uniform.add(received, alpha=0.5 * _SHARES / q.shape[2]).long() + 1
     ends = parts.cumsum(-1)
     count, total = len(points), ends[..., -1:]
     tokens = torch.searchsorted(ends, (points * total).long(), right=True).clamp_max_(k.shape[2] - 1)  # even with NaN

@@ -88,7 +88,7 @@ MOST = {
     # a kernel moves each tensor that it is given once, also those of which it reads nothing for a mask that is off
     "lsh": (1, 17, 4.1, 0),
     "yoso": (3, 36, 27.2, 0),
-    "lha": (125, 19, 4.7, 0),
+    "lha": (112, 19, 4.61, 0),
     "smart_bird": (148, 17, 4.3, 1),  # seeds of its draws
     "local": (1, 5, 1.1, 0),
 }
