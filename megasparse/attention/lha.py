@@ -245,7 +245,9 @@ class LHAAttention(BandAttention):
             self._examples([document.take(x) for x in tensors], self._joint(inputs), functions, *draws)
             for document in documents(inputs.key_mask, inputs.segments)
         )
-        kl, others = divergence(examples, functions, weights, _real(inputs))
+        flat = [*weights[0], *weights[1]]
+        learn = torch.is_grad_enabled() and any(w.requires_grad for w in flat)
+        kl, others = _Divergence.apply(examples, functions, _real(inputs), learn, *flat)
         (queries, keys), (attended, negative) = kl.detach().unbind(), others.unbind()
         statistics = {
             "kl_queries": queries,
@@ -285,14 +287,11 @@ class LHAAttention(BandAttention):
         sides = hash_inputs(q, k, joint, functions)
         sizes = (self.buckets, max(1, round(self.bucket_size * len(tokens) / length)))
         in_key = in_buckets(sides[1], *sizes, first, max(drawn.stop, queries.stop) if joint else drawn.stop)
-        if joint:
-            in_query = in_key[:, :, queries]
-        else:
-            sample = HashInputs(tuple(x[:, :, first:] for x in sides[0].inputs), sides[0].weights)
-            in_query = in_buckets(sample, *sizes, 0, min(SAMPLES, length))
+        samples = [HashInputs(tuple(x[:, :, first:] for x in side.inputs), side.weights) for side in sides]
+        in_query = in_key[:, :, queries] if joint else in_buckets(samples[0], *sizes, 0, min(SAMPLES, length))
 
         def example(side: int, part: slice, utility: Tensor) -> HashExample:
-            vectors = tuple(x[:, :, first:][:, :, part] for x in sides[side].inputs)
+            vectors = tuple(x[:, :, part] for x in samples[side].inputs)
             of_part = codes[side].index_select(2, tokens[part])
             return HashExample(side, vectors, utility, of_part, length / (len(tokens[:SAMPLES]), drawn.stop)[side])
 
@@ -385,37 +384,22 @@ def _sample_size(buckets: int) -> int:
 
 
 def training_functions(weights: tuple[Weights, Weights], joint: bool, q: Tensor) -> list[tuple[Weights, ...]]:
-    """Return `hash_functions` as leaves of a graph, in fp32 or wider; on a GPU, `merged`. q: any of the inputs."""
-
-    def leaves(functions: Sequence[Weights]) -> tuple[Weights, ...]:
-        if implementation(q, largest_width=None) == "triton":
-            functions = (merged(functions),)
-        return tuple(tuple(at_least_fp32(w.detach()).requires_grad_() for w in f) for f in functions)
-
-    if joint:
-        return [leaves(weights)] * 2
-    return [leaves(functions) for functions in hash_functions(weights, joint)]
-
-
-def divergence(
-    examples: Iterable[HashExample], functions: list[tuple[Weights, ...]], weights: tuple[Weights, Weights],
-    count: Tensor | int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return (2,), of queries and of keys: Σ KL(ψ ‖ softmax(H)) / count over all examples' tokens and heads (Eq. 13).
-    Also return (2, 2), without gradients: of both sides Σ ψ[bucket] / count, the utility of the current buckets, then
-    of both sides Σ ψ·ln ψ / count, the negative entropy of the utilities (Figure 4). A token with ψ = 0 contributes
-    nothing.
-
-    functions: see `training_functions`. weights: of H_Q and H_K, which get the gradients.
-    """
-    flat = [w for side in weights for w in side]
-    learn = torch.is_grad_enabled() and any(w.requires_grad for w in flat)
-    divergences, others = _Divergence.apply(examples, functions, count, learn, *flat)
-    return divergences, others
+    """Return `hash_functions` as leaves of a graph, in fp32 or wider; networks on a GPU `merged`. q: any input."""
+    sides = hash_functions(weights, joint)[: 2 - joint]
+    if len(weights[0]) == 4 and implementation(q, largest_width=None) == "triton":
+        sides = [(merged(functions),) for functions in sides]
+    leaves = [tuple(tuple(at_least_fp32(w.detach()).requires_grad_() for w in f) for f in side) for side in sides]
+    return [leaves[0], leaves[-1]]
 
 
 class _Divergence(torch.autograd.Function):
-    """Divergence whose forward also computes the gradient, tile by tile, so scores and targets are never stored."""
+    """Divergence whose forward also computes the gradient, tile by tile, so scores and targets are never stored.
+
+    Return (2,), of queries and of keys: Σ KL(ψ ‖ softmax(H)) / count over all examples' tokens and heads (Eq. 13). Also
+    return (2, 2), without gradients: of both sides Σ ψ[bucket] / count, the utility of the current buckets, then of
+    both Σ ψ·ln ψ / count, the negative entropy of the utilities (Figure 4). A token with ψ = 0 contributes nothing.
+    functions: see `training_functions`. weights: of H_Q, then of H_K, which get the gradients, if `learn`.
+    """
 
     @staticmethod
     def forward(

@@ -88,16 +88,10 @@ def hash_inputs(
     """Return the inputs of the query hash and of the key hash; with `joint` the same, H_Q(q_i) + H_K(k_i), for both.
     functions: of the two hashes, from `hash_functions`.
     """
-    of_queries = _hash_inputs((q, k) if joint else (q,), functions[0])
-    return of_queries, of_queries if joint else _hash_inputs((k,), functions[1])
-
-
-def _hash_inputs(inputs: tuple[Tensor, ...], functions: tuple[Weights, ...]) -> HashInputs:
-    if len(functions) < len(inputs) or len(functions[0]) == 2:  # merged
-        x = at_least_fp32(inputs[0] if len(inputs) == 1 else torch.cat(inputs, dim=-1))
-        constants = functions[0][0].shape[-2] - x.shape[-1]
-        inputs = (F.pad(x, (0, constants), value=1.0) if constants else x,)
-    return HashInputs(inputs, functions)
+    inputs: list[tuple[Tensor, ...]] = [(q, k)] if joint else [(q,), (k,)]
+    if len(functions[0][0]) == 2:  # merged
+        inputs = [(F.pad(at_least_fp32(torch.cat(x, dim=-1)), (0, _CONSTANTS), value=1.0),) for x in inputs]
+    return HashInputs(inputs[0], functions[0]), HashInputs(inputs[-1], functions[-1])
 
 
 def hash_functions(weights: tuple[Weights, Weights], joint: bool) -> list[tuple[Weights, ...]]:
@@ -107,35 +101,28 @@ def hash_functions(weights: tuple[Weights, Weights], joint: bool) -> list[tuple[
 
 @torch.no_grad()
 def merged(functions: Sequence[Weights]) -> Weights:
-    """Return the sum of functions as one function of their concatenated inputs, which takes fewer operations, in fp32
-    or wider. In two-layer functions, _CONSTANTS inputs and hidden units are 1; a bias is the weight of one of them.
+    """Return the sum of two-layer functions as one of their concatenated inputs, which takes fewer operations, in fp32
+    or wider. _CONSTANTS inputs and hidden units are 1; a bias is the weight of one of them.
     """
-    weights = list(chain.from_iterable(functions))
-    two_layers, (heads, dim, buckets) = len(functions[0]) == 4, functions[0][-2:][0].shape
-    width = dim * len(functions) + _CONSTANTS * two_layers
-    dtype = torch.promote_types(weights[0].dtype, torch.float32)
-    sizes = (width, buckets) if two_layers else (buckets,)
-    layers = torch.zeros(1, heads, width, sum(sizes), dtype=dtype, device=weights[0].device).split(sizes, dim=-1)
-    if two_layers:
-        layers[0].diagonal(dim1=-2, dim2=-1)[..., -_CONSTANTS:].fill_(1.0)
-    for part, weight in zip(merged_parts(layers, len(functions)), weights, strict=True):
+    heads, dim, buckets = functions[0][2].shape
+    width = dim * len(functions) + _CONSTANTS
+    dtype = torch.promote_types(functions[0][0].dtype, torch.float32)
+    both = torch.zeros(1, heads, width, width + buckets, dtype=dtype, device=functions[0][0].device)
+    layers = both.split((width, buckets), dim=-1)
+    layers[0].diagonal(dim1=-2, dim2=-1)[..., -_CONSTANTS:].fill_(1.0)
+    for part, weight in zip(merged_parts(layers, len(functions)), chain.from_iterable(functions), strict=True):
         part.copy_(weight.reshape(part.shape))
     return layers
 
 
 def merged_parts(layers: Sequence[Tensor], count: int) -> list[Tensor]:
     """Return the weights of `count` merged functions, in their order, as views of `merged` weights or gradients."""
-    last = layers[-1]
-    width = last.shape[-2] - _CONSTANTS * (len(layers) == 2)
-    units = [slice(end - width // count, end) for end in range(width // count, width + 1, width // count)]
-    if len(layers) == 1:
-        return [last[..., unit, :] for unit in units]
-    first, biases = layers[0], range(width, width + count)
-    of_each = [
-        (first[..., u, u], first[..., b, u], last[..., u, :], last[..., b, :])
-        for u, b in zip(units, biases, strict=True)
-    ]
-    return list(chain.from_iterable(of_each))
+    (first, last), parts = layers, []
+    dim = (last.shape[-2] - _CONSTANTS) // count
+    for number in range(count):
+        units, bias = slice(number * dim, (number + 1) * dim), count * dim + number
+        parts += [first[..., units, units], first[..., bias, units], last[..., units, :], last[..., bias, :]]
+    return parts
 
 
 def scores_of(inputs: Sequence[Tensor], weights: Sequence[Weights]) -> Tensor:
