@@ -164,7 +164,7 @@ def test_decoders_measure_nats_captured_attention_and_speed(plain, monkeypatch):
     assert rows["window"]["captured"] < rows["oracle"]["captured"] < 1.0
     monkeypatch.setattr(decoders, "STEPS", 2)
     monkeypatch.setattr(decoders, "TURN", 8)
-    sdpa, full = decoders.speed(plain, [arms["full"]], 40, 1, 1)
+    sdpa, full = decoders.speed(plain, [arms["full"]], 40, 1, 1, torch.device("cpu"))
     assert (sdpa["arm"], sdpa["turn_ratio"], full["arm"], full["layers"]) == ("SDPA", 1.0, "full", 1)
     assert sdpa["cache_bytes"] == 2 * 4 * 50 * 32 <= full["cache_bytes"] and full["decode_ratio"] > 0.0
     with pytest.raises(Exception, match=r"--arm: full is not an arm"):
