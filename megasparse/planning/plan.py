@@ -35,9 +35,9 @@ RESERVE = 1 << 30
 STREAMED = 0.8
 """Assumed fraction of the memory bandwidth for streaming operations."""
 OPTIMIZER_BYTES = 30
-REACH = 0.4
-"""Assumed fraction of the peak for matrix products and attention on an H100; 0.55 on an A100. Predictions are within
-20 % of published steps, and with 0.5 within 8 % of measured steps of reformer_64k on an H200, hashed and full."""
+REACH = 0.49
+"""Assumed fraction of the peak for matrix products and attention on an H100 or H200; 0.55 on an A100. Predictions are
+within 20 % of published steps and within 10 % of measured steps of reformer_64k, hashed and full."""
 STEPS = 64
 """The longest sequence is searched in multiples of the configured length divided by this."""
 LARGEST = 1 << 14
@@ -64,7 +64,7 @@ class Hardware:
 GPUS = {
     "A100": Hardware("A100", PEAK_TFLOPS["A100"] * 1e12),
     "H100": Hardware("H100", PEAK_TFLOPS["H100"] * 1e12, bandwidth=3.35e12, reach=REACH, host=614e9),
-    "H200": Hardware("H200", PEAK_TFLOPS["H200"] * 1e12, 141 * 10**9, 4.8e12, 0.5, 614e9),
+    "H200": Hardware("H200", PEAK_TFLOPS["H200"] * 1e12, 141 * 10**9, 4.8e12, REACH, 614e9),
 }
 """From NVIDIA's data sheets of SXM modules (A100: 80 GB); 16 channels of DDR4-3200 or DDR5-4800 per node."""
 

@@ -32,7 +32,7 @@ from tests.helpers.run_ranks import run_ranks
 from tools.bench.training import models
 
 A100 = GPUS["A100"]
-MEASURED = Path(__file__).parents[2] / "docs" / "measured" / "h200.jsonl"
+MEASURED = Path(__file__).parents[2] / "docs" / "measured"
 ORDINARY = {"blocks": "ordinary", "activations": "stored"}
 BF16 = {"training": {"precision": "bf16"}}
 DECODER = {
@@ -183,13 +183,14 @@ def test_seconds_by_hand():
     assert fast.seconds["launches"] + computing == pytest.approx(2 * counted.host)  # the host is slower than the GPU
 
 
-def test_steps_on_an_h200_are_planned_as_measured():
+@pytest.mark.parametrize("gpu", ["H100", "H200"])
+def test_steps_are_planned_as_measured(gpu):
     """A micro-batch of reformer_64k, and of the same with full attention: time and memory."""
-    rows = map(json.loads, MEASURED.read_text().splitlines())
+    rows = map(json.loads, (MEASURED / f"{gpu.lower()}.jsonl").read_text().splitlines())
     measured = {row["name"]: row["figures"] for row in rows if row["job"].startswith("train") and "s" in row["figures"]}
     config = load_config("reformer_64k", ["run.engine=torch"])
     for name in ("as configured", "all layers full", "hashed layers full"):
-        plan, figures = Plan(build_config(models(config)[name]), GPUS["H200"]), measured[f"step, {name}"]
+        plan, figures = Plan(build_config(models(config)[name]), GPUS[gpu]), measured[f"step, {name}"]
         assert plan.step_seconds / plan.micro_batches == pytest.approx(figures["s"], rel=0.1)
         assert (plan.peak - RESERVE) / 1e9 == pytest.approx(figures["GB"], rel=0.1)
 

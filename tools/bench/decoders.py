@@ -16,7 +16,7 @@ skipped, so the command can be stopped and repeated. --passkey adds this number 
 
 --speed measures seconds of these lengths instead, on random tokens: prefill, one decoded token, TURN more tokens on the
 filled cache and alone, and bytes of the cache, each next to the model with transformers' SDPA, in turns. On a CPU these
-are seconds of all threads; --device cuda measures a GPU.
+are seconds of all threads; for GPUs give --device cuda.
 
 H heads, S queries, L length, D head dim.
 """
