@@ -295,6 +295,6 @@ def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, k
 
 
 def _tile(columns: int, width: int) -> dict[str, int]:
-    """Return tile sizes of products of vectors of `width` numbers with `columns` columns: threads compute 16 results."""
+    """Return tile sizes for vectors of `width` numbers times `columns` columns: threads compute 16 results."""
     tokens, block_columns = (128, 16) if columns <= 16 else (64, 32)
     return {"TOKENS": tokens, "COLUMNS": block_columns, "DEPTH": min(_DEPTH, block(width)), "num_warps": _WARPS}
