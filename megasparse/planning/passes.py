@@ -191,11 +191,15 @@ class ConfiguredPass:
         trained = [weight for weight in weights if weight.requires_grad]
         number, largest = sum(w.numel() for w in trained), max(w.numel() for w in trained)
         optimizer = OPTIMIZERS[self.config.optimizer.name]
-        moments = sum(optimizer.state_bytes(weight.shape) for weight in trained)
+        divided = [optimizer.state_per_number or weight.dim() < 2 for weight in trained]
+        moments, factors = (
+            sum(optimizer.state_bytes(w.shape) for w, part in zip(trained, divided, strict=True) if part == kind)
+            for kind in (True, False)
+        )
         scratch = max(optimizer.scratch_bytes(weight.shape) for weight in trained)
         frozen = sum(weight.numel() for weight in weights) - number
         rounded = self.config.training.precision == "bf16"
-        return States(number, frozen, largest, moments, rounded, scratch, optimizer.state_per_number)
+        return States(number, frozen, largest, moments, rounded, scratch, factors)
 
     def _count(self, length: int) -> PassBytes:
         """Count a pass of the configured micro-batch. length: tokens per sequence on this rank."""

@@ -56,7 +56,9 @@ class Zero:
 
 @dataclass(frozen=True)
 class States:
-    """Weights of a run. moments: bytes of the optimizer's state for all trained weights. scratch: of its update."""
+    """Weights of a run. moments: bytes of the optimizer's state, which ZeRO divides among ranks; factors: bytes on every
+    rank. scratch: of its update.
+    """
 
     trained: int
     frozen: int
@@ -66,8 +68,7 @@ class States:
     rounded: bool
     """True if the model's weights are bf16 and the optimizer keeps fp32 weights."""
     scratch: int = 0
-    divided: bool = True
-    """True if ZeRO divides `moments` among ranks."""
+    factors: int = 0
 
     @property
     def size(self) -> int:
@@ -122,7 +123,7 @@ def memory(
     number, shared = states.trained, ranks if zero.stage > 0 else 1
     has_masters, offloads = states.rounded or zero.stage > 0, zero.optimizer_offload
     # fp32 weights if the model's are rounded, or flat partitions of them, and moments.
-    masters, moments = (4 * number // shared if has_masters else 0), states.moments // (shared if states.divided else 1)
+    masters, moments = (4 * number // shared if has_masters else 0), states.moments // shared + states.factors
     # In bf16 under stage 1 each rank stores the fp32 gradients of all weights, not only of its partition.
     every_gradient = states.rounded and zero.stage == 1 and not offloads
     full, whole = (4 * number if every_gradient else 4 * number // shared), number * states.size
