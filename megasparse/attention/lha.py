@@ -332,7 +332,7 @@ class LHAAttention(BandAttention):
 
         Cost of the sample per token of the document: hash functions (with the joint hash both for each token) of S
         queries and C keys, with gradients, and of the opposite side's tokens; both functions of the U tokens of the
-        thresholds; scores of S queries and all keys; scores of S queries and C keys, three times; sums of their
+        thresholds; scores of S queries and all keys; scores of S queries and C keys, twice; sums of their
         attention over N buckets, for both sides.
         """
         heads, dim, buckets = self.spec.heads, self.spec.head_dim, self.buckets
@@ -344,7 +344,7 @@ class LHAAttention(BandAttention):
             return (product(2 * 2.0 * weights) + Passes(queries * 2.0 * dim)) * heads
         joint, tokens = self.spec.causal and self.config.joint, min(length, _sample_size(buckets))
         hashed = 2.0 * weights * (1 + joint) * (queries + keys)
-        pairs = queries * keys * (3 * 2.0 * dim + 2 * 2.0 * buckets)
+        pairs = queries * keys * (2 * 2.0 * dim + 2 * 2.0 * buckets)
         received = queries * length * 2.0 * dim if keys < length else 0.0
         sample = product(hashed) + Passes(hashed + 2.0 * weights * 2 * tokens + pairs + received)
         return (Passes(2 * 2.0 * weights) + sample * (1 / length)) * heads

@@ -56,8 +56,8 @@ class Zero:
 
 @dataclass(frozen=True)
 class States:
-    """Weights of a run. moments: bytes of the optimizer's state, which ZeRO divides among ranks; factors: bytes on every
-    rank. scratch: of its update.
+    """Weights of a run. moments: bytes of the optimizer's state that ZeRO divides among ranks; factors: of the rest.
+    scratch: of its update.
     """
 
     trained: int

@@ -61,7 +61,7 @@ HADAMARD = 3 * 3  # operations a sign bit of 8 numbers
 def lha_sample(queries, keys, known):
     """Codes of all tokens, thresholds, learning and members by both networks of 96 weights; scores, and 4 buckets."""
     hashed = 2 * 2 * 96
-    return hashed + hashed * (known + (queries + keys) * (3 + 1)) / 64 + queries * keys * (3 * 16 + 4 * 4) / 64
+    return hashed + hashed * (known + (queries + keys) * (3 + 1)) / 64 + queries * keys * (2 * 16 + 4 * 4) / 64
 
 
 @pytest.mark.parametrize(
