@@ -1,4 +1,4 @@
-"""Lossless compression of files with a trained decoder, and the sizes of gzip and xz for the same bytes.
+"""Lossless compression of files with a trained decoder.
 
 Tokens are divided into windows of T as in evaluation. Encoding and decoding run the same loop, which predicts token by
 token from a cache in fp64, so that both compute identical logits and hash codes on one machine. Other machines round
@@ -16,11 +16,10 @@ W parallel windows, T their length, V vocabulary.
 import dataclasses
 import hashlib
 import json
-import lzma
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, localcontext
 from functools import cache
@@ -34,7 +33,7 @@ from tqdm import tqdm
 
 from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError, DataError
-from megasparse.evaluation.bits_per_dim import Stream, refuse_leaks
+from megasparse.evaluation.bits_per_dim import refuse_leaks
 from megasparse.evaluation.outputs import whole_file
 from megasparse.evaluation.results import restore, trained_tokenizer
 from megasparse.files import read_file
@@ -330,34 +329,3 @@ def read(path: Path, output: Path) -> bytes:
     if not raw:
         raise DataError(path, "the file is empty", "There is nothing to do")
     return raw
-
-
-# gzip and xz
-
-PIECE = 1 << 20
-GZIP_CONTAINER = 16 + zlib.MAX_WBITS  # requests gzip's header and trailer from zlib
-
-
-def gzip_size(pieces: Iterable[bytes]) -> int:
-    """Return the size of the concatenated pieces after gzip -9 -n, to within 0.01 %: zlib's search differs slightly
-    from GNU gzip's, least with the same buffers (memLevel 9)."""
-    return _size(zlib.compressobj(9, zlib.DEFLATED, GZIP_CONTAINER, zlib.DEF_MEM_LEVEL + 1), pieces)
-
-
-def xz_size(pieces: Iterable[bytes]) -> int:
-    """Return the size of the concatenated pieces after xz -9; needs about 700 MB of memory."""
-    return _size(lzma.LZMACompressor(lzma.FORMAT_XZ, lzma.CHECK_CRC64, preset=9), pieces)
-
-
-def bits_per_byte(stream: Stream) -> dict[str, float]:
-    """Return {"gzip", "xz"} -> bits per byte of a split of byte tokens."""
-    starts = range(0, stream.tokens, PIECE)
-    sizes = {}
-    for name, size in (("gzip", gzip_size), ("xz", xz_size)):
-        pieces = (bytes(stream.read(start, min(start + PIECE, stream.tokens)).tolist()) for start in starts)
-        sizes[name] = 8 * size(pieces) / stream.tokens
-    return sizes
-
-
-def _size(compressor: "zlib._Compress | lzma.LZMACompressor", pieces: Iterable[bytes]) -> int:
-    return sum(len(compressor.compress(piece)) for piece in pieces) + len(compressor.flush())

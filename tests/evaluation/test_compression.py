@@ -1,10 +1,7 @@
-"""Tokens to bytes and back, by every strictly causal mechanism, at the promised length; the commands; and the
-sizes of gzip and xz against the tools."""
+"""Tokens to bytes and back, by every strictly causal mechanism, at the promised length; and the commands."""
 
 import dataclasses
 import math
-import shutil
-import subprocess
 import zlib
 from pathlib import Path
 
@@ -20,15 +17,12 @@ from megasparse.evaluation.compression import (
     DEEPEST,
     SCALE,
     Code,
-    bits_per_byte,
     decode,
     encode,
-    gzip_size,
     model_digest,
     pack,
     unpack,
     weights,
-    xz_size,
 )
 from megasparse.model.build import build_model
 from tests.helpers.models import by_path, named, random_tokens, small, strict_names
@@ -148,31 +142,3 @@ def test_a_rejected_input_leaves_no_file(run, tmp_path):
     with pytest.raises(UserError, match="the file is empty"):
         compression.compress(run, tmp_path / "empty", out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "a.txt.msz", "damaged.msz", "empty"]
-
-
-TEXT = b"".join(sorted(path.read_bytes() for path in Path(torch.__file__).parent.glob("nn/**/*.py")))[:1_500_000]
-
-
-def by_tool(*command: str) -> int:
-    if shutil.which(command[0]) is None:
-        pytest.skip(f"{command[0]} is not installed")
-    return len(subprocess.run(command, input=TEXT, capture_output=True, check=True).stdout)
-
-
-def pieces(size: int) -> list[bytes]:
-    return [TEXT[i : i + size] for i in range(0, len(TEXT), size)]
-
-
-@pytest.mark.skipif("ng" in zlib.ZLIB_RUNTIME_VERSION, reason="zlib-ng searches for matches in its own way")
-def test_gzip_is_the_tool_to_a_ten_thousandth():
-    assert gzip_size(pieces(777_777)) == pytest.approx(by_tool("gzip", "-9", "-n", "-c"), rel=1e-4)
-
-
-def test_xz_is_the_tool():
-    assert xz_size(pieces(777_777)) == pytest.approx(by_tool("xz", "-9", "-T1", "-c"), abs=16)
-
-
-def test_bits_per_byte_of_a_split():
-    stream = Stream(np.frombuffer(TEXT[:300_000], dtype=np.uint8).copy())
-    found = bits_per_byte(stream)
-    assert found == {"gzip": 8 * gzip_size([TEXT[:300_000]]) / 300_000, "xz": 8 * xz_size([TEXT[:300_000]]) / 300_000}
