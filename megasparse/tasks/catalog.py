@@ -1,8 +1,9 @@
-"""Table of downstream tasks: their files, columns, classes and metrics.
+"""Downstream tasks of one example per row, read from catalog.json: their files, columns, classes and metrics.
 
 Alternative names of columns and classes are separated by |: the official files' name, and the name in the dataset on
 the Hub. GLUE's folders are the ones that its official archive unpacks to; its test files lack public labels. Metrics
-are the benchmark's, in GLUE its main one first (LHA's paper reports accuracy for MRPC and QQP).
+are the benchmark's, in GLUE its main one first (LHA's paper reports accuracy for MRPC and QQP). NAME() is a function of
+FUNCTIONS. A task in a special format is a class, given as module:class in readers/.
 """
 
 import importlib
@@ -10,7 +11,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,8 @@ import numpy as np
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError, DataError, did_you_mean
-from megasparse.files import natural
-from megasparse.tasks.metrics import ROUGE
-from megasparse.tasks.readers.images import CIFAR10, cifar_files, class_folders, grey_pixels
-from megasparse.tasks.readers.mind import NEWS_COLUMNS
+from megasparse.files import natural, read_file
+from megasparse.tasks.readers.images import class_folders, grey_pixels
 from megasparse.tasks.readers.rows import (
     HINT,
     Rows,
@@ -39,28 +37,33 @@ from megasparse.tasks.readers.rows import (
     whole_bytes,
     whole_text,
 )
-from megasparse.tasks.task import HUB, Example, Input, SourceLocation, Task, examples_of, existing, parts_of, split_name
-
-Files = Mapping[str, str | Sequence[str]] | Callable[[Path], dict[str, list[Path]]]
+from megasparse.tasks.task import HUB, Example, SourceLocation, Task, examples_of, existing, parts_of, split_name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """A task whose files contain one example per row."""
 
-    files: tuple[Files, ...]
+    files: Sequence[Mapping[str, str | Sequence[str]]] = (
+        {"train": "train.tsv", "validation": "dev.tsv", "test": "test.tsv"},
+    )
     """Official files of each split, or alternatives, of which the first that exists is read. Files of the split "" are
     split by position."""
-    rows: Callable[[Path], Rows] = tab_separated
-    text: tuple[str | Callable[[dict[str, Any]], Input], ...]
-    """Column of each input, or a function of the row."""
-    label: str | Callable[[dict[str, Any]], Any] = "label"
+    rows: str = "tab_separated()"
+    """Reader of a file, one of FUNCTIONS."""
+    columns: Sequence[str] | None = None
+    """Names of the columns; None if the files contain them."""
+    mark: str = ""
+    """Separator of the fields if it is not a tab."""
+    text: Sequence[str] = ()
+    """Column of each input, or a function of the row; () reads `task.text` and `task.label`."""
+    label: str = "label"
     """Column of the label, or a function of the row."""
-    classes: tuple[str, ...] | None = None
+    classes: Sequence[str] | None = None
     """Names of the classes by number; None if the label is a number from 0 to 5, or a text."""
-    metrics: tuple[str, ...] = ("accuracy",)
+    metrics: Sequence[str] = ("accuracy",)
     inner: str = ""
-    """Folder that an archive of the files unpacks to."""
+    """Folders, separated by |, that an archive of the files unpacks to."""
     identifier: str = "index|idx|id"
     """Column, or columns separated by spaces, of the official ids; without one, rows are numbered."""
     hub: str = ""
@@ -70,18 +73,27 @@ class Entry:
     vocabulary: int | None = None
     whole: bool = False
     """True to leave rows without a text or answer out of the splits, and to print their number."""
+    reader: str = ""
+    """module:class in readers/, a subclass of RowTask."""
+    note: str = ""
+    """Differences from publications."""
 
 
 class RowTask(Task):
     """A task of the catalog, read from its official files or a Hugging Face dataset."""
 
-    text_key = ""
-    """Key of the configuration that names the text columns, for hints."""
-
     def __init__(self, config: TaskConfig, entry: Entry):
         super().__init__(config)
-        self.name, self.entry, self.metrics, self.form = config.name, entry, entry.metrics, entry.form
-        self.segments, self.towers, self.vocabulary = len(entry.text), entry.towers, entry.vocabulary
+        self.text, self.label, self.configured = tuple(entry.text), entry.label, not entry.text
+        if self.configured:
+            self.text, self.label = tuple(config.text), config.label
+            if entry.form == "texts" and len(self.text) != 1:
+                problem = f'{len(self.text)} names, but "{config.name}" reads one text'
+                raise ConfigError("task.text", problem, 'Use one: task.text=["NAME"]')
+            if self.label in self.text:
+                raise ConfigError("task.label", f'"{self.label}" is also task.text', "Use different names")
+        self.name, self.entry, self.metrics, self.form = config.name, entry, tuple(entry.metrics), entry.form
+        self.segments, self.towers, self.vocabulary = len(self.text), entry.towers, entry.vocabulary
         self._numbers = {name: i for i, names in enumerate(entry.classes or ()) for name in names.split("|")}
         self.classes = tuple(names.partition("|")[0] for names in entry.classes) if entry.classes else None
 
@@ -90,23 +102,23 @@ class RowTask(Task):
         if is_dataset(folder):
             return {split: [folder.with_name(f"{folder.name}#{split}")] for split in open_dataset(folder)}
         for files in self.entry.files:
-            if callable(files):
-                splits = files(folder)
-            elif "" in files:
-                splits = parts_of([path for paths in existing(folder, files).values() for path in paths])
-            else:
-                splits = existing(folder, files, self.entry.inner)
-            if any(splits.values()):
-                return splits
+            if splits := existing(folder, files, self.entry.inner):
+                return parts_of(splits[""]) if "" in splits else splits
         return {}
+
+    def rows(self, file: Path) -> Rows:
+        """Read the rows of a file."""
+        settings = {"columns": self.entry.columns, "mark": self.entry.mark}
+        rows: Rows = FUNCTIONS[self.entry.rows](file, **{key: value for key, value in settings.items() if value})
+        return rows
 
     def read(self, file: Path) -> Iterator[Example]:
         file, part = split_name(file)
         if is_dataset(file):
             yield from examples_of(file, dataset_rows(file, part or "train"), self.example)
             return
-        rows, incomplete = self.entry.rows(file), []
-        for example in examples_of(file, rows, self.example, part):
+        incomplete = []
+        for example in examples_of(file, self.rows(file), self.example, part):
             if part and self.entry.whole and not (str(example.inputs[0]).strip() and example.label):
                 incomplete.append(str(example.location.line))
             else:
@@ -117,7 +129,7 @@ class RowTask(Task):
 
     def example(self, row: dict[str, Any], location: SourceLocation, number: str) -> Example:
         """Convert a row. number: index of the row. Raises DataError naming the location."""
-        inputs = tuple(self._input(row, column, location) for column in self.entry.text)
+        inputs = tuple(self._input(row, column, location) for column in self.text)
         try:
             label = self._label(row, location)
         except DataError:
@@ -128,34 +140,52 @@ class RowTask(Task):
         parts = next((names for names in columns if all(name in row for name in names)), None)
         return Example(inputs, label, location, " ".join(str(row[name]) for name in parts) if parts else number)
 
-    def _input(self, row: dict[str, Any], column: Any, location: SourceLocation) -> Input:
-        if callable(column):
+    def _input(self, row: dict[str, Any], column: str, location: SourceLocation) -> Any:
+        if column in FUNCTIONS and not self.configured:
             try:
-                value: Any = column(row)
+                return FUNCTIONS[column](row)
             except (KeyError, TypeError, ValueError, AttributeError) as error:  # a dataset has values of any type
                 missing = f"missing column {error}" if isinstance(error, KeyError) else str(error)
                 raise DataError(str(location), missing, HINT) from None
-            return value
-        value = field(row, column, location, self.text_key)
+        value = field(row, column, location, "task.text" if self.configured else "")
         if not isinstance(value, str):
             problem = f'{json.dumps(value, ensure_ascii=False)[:80]} in the column "{column}" is not a text'
             raise DataError(str(location), problem, "Write a text in quotation marks")
         return value
 
     def _label(self, row: dict[str, Any], location: SourceLocation) -> Any:
-        column = self.entry.label
-        if callable(column):
-            return self._input(row, column, location)
-        names = [column] if self.text_key else column.split("|")
-        value = next((row[name] for name in names if name in row), None)
+        if self.label in FUNCTIONS and not self.configured:
+            return self._input(row, self.label, location)
+        names = [self.label] if self.configured else self.label.split("|")
+        if (name := next((name for name in names if name in row), None)) is None:
+            return None
+        value = row[name]
         if self.form == "texts":
             return value.strip() if isinstance(value, str) else None
-        if value is None:
+        text = label_text(value, name, location) if self.configured else value
+        if text is None:
             return None
-        text = value if isinstance(value, str) else json.dumps(value)
-        if self.classes is None:
-            return similarity(text, location)
-        return self._numbers[text] if text in self._numbers else self.class_of(text, location)
+        text = text if isinstance(text, str) else json.dumps(text)
+        if self.classes is not None:
+            return self._numbers[text] if text in self._numbers else self.class_of(text, location)
+        number = parse_number(text if self.configured else text.strip())
+        if number is None and self.configured:
+            hint = "Write one, such as 3.5; or treat labels as classes: --set task.labels=null"
+            raise DataError(str(location), f'"{text[:80]}" in the column "{name}" is not a number', hint)
+        if number is None or not (self.configured or 0.0 <= number <= 5.0):
+            raise DataError(str(location), f'"{text[:80]}" is not a similarity from 0 to 5', "Correct it")
+        return number
+
+
+def label_text(value: Any, column: str, location: SourceLocation) -> str:
+    """Return the text of a label: unchanged in CSV and TSV; in JSON as JSON, without quotation marks."""
+    if value is None or isinstance(value, dict | list):
+        problem = f'{json.dumps(value, ensure_ascii=False)[:80]} in the column "{column}" is not a label'
+        raise DataError(str(location), problem, "Write a text, a number, true or false")
+    text = value if isinstance(value, str) else json.dumps(value)
+    if not text.strip():
+        raise DataError(str(location), f'no label in the column "{column}"', "Write one, or remove the row")
+    return text
 
 
 DIGITS = tuple("0123456789")
@@ -170,13 +200,6 @@ def token_ids(row: dict[str, Any]) -> np.ndarray:
     if unknown := [token for token in tokens if token not in TOKENS]:
         raise ValueError(f'unknown token "{unknown[0][:80]}" in Source; ListOps has ( ) {" ".join(TOKENS)}')
     return np.array([TOKENS.index(token) for token in tokens], dtype=np.int64)
-
-
-def similarity(text: str, location: SourceLocation) -> float:
-    """Parse a label from 0 to 5. Raises DataError naming the location."""
-    if (value := parse_number(text.strip())) is None or not 0.0 <= value <= 5.0:
-        raise DataError(str(location), f'"{text[:80]}" is not a similarity from 0 to 5', "Correct it")
-    return value
 
 
 def cola_rows(file: Path) -> Rows:
@@ -198,7 +221,7 @@ def sts_rows(file: Path) -> Rows:
         yield location, line
 
 
-def pairs(file: Path) -> Rows:
+def xml_pairs(file: Path) -> Rows:
     """Read the <pair>s of an RTE challenge's XML file: attributes, and texts by element.
 
     Nothing outside the file is read. Entity declarations are an error, because with them a small file can expand to a
@@ -239,18 +262,6 @@ def review_files(path: Path) -> Rows:
         yield location, row | ({"label": label} if label in ("neg", "pos") else {})
 
 
-def review_folds(folder: Path) -> dict[str, list[Path]]:
-    """Return the files of the official folds of the movie reviews: the last one is the test split, the one before it
-    the validation split. (The authors test on each fold in turn.)
-    """
-    roots = (folder / name for name in (".", "txt_sentoken", "movie_reviews"))
-    root = next((root for root in roots if (root / "neg").is_dir()), folder)
-    return {
-        split: [file for name in ("neg", "pos") for file in sorted((root / name).glob(f"cv{fold}[0-9][0-9]_*.txt"))]
-        for split, fold in {"train": "[0-7]", "validation": "8", "test": "9"}.items()
-    }
-
-
 def polarity_rows(file: Path) -> Rows:
     """Read one sentence per line, with labels from *.neg and *.pos. A file that is not UTF-8 is read as Latin-1, the
     encoding of the official files.
@@ -272,136 +283,64 @@ def every_33rd(file: Path) -> Rows:
         yield location, row | {"id": 33 * number} if isinstance(row, dict) else row
 
 
-def sentences(column: str, mark: str, row: dict[str, Any]) -> str:
-    """Join the sentences of a paper by `mark`, without the tags <S> and </S> around sentences of abstracts."""
+def sentences(row: dict[str, Any], column: str) -> list[str]:
+    """Return the sentences of a paper. Raises ValueError if the column contains something else."""
     values = row[column]
     if not isinstance(values, list) or not all(isinstance(sentence, str) for sentence in values):
         raise ValueError(f'"{column}" is not a list of sentences')
-    stripped = (sentence.strip() for sentence in values)
-    return mark.join(one.removeprefix("<S>").removesuffix("</S>").strip() if mark == "\n" else one for one in stripped)
+    return [sentence.strip() for sentence in values]
+
+
+def paper(row: dict[str, Any]) -> str:
+    return " ".join(sentences(row, "article_text"))
+
+
+def abstract(row: dict[str, Any]) -> str | None:
+    """Return the sentences of an abstract by line, without the tags <S> and </S> around them."""
+    if "abstract_text" not in row:
+        return None
+    return "\n".join(one.removeprefix("<S>").removesuffix("</S>").strip() for one in sentences(row, "abstract_text"))
 
 
 def article(row: dict[str, Any]) -> str:
     return " ".join([row["text"]] if "text" in row else [row["title"], row["description"]])
 
 
-def abstract(row: dict[str, Any]) -> str | None:
-    return sentences("abstract_text", "\n", row) if "abstract_text" in row else None
+def title_and_abstract(row: dict[str, Any]) -> str:
+    return " ".join(filter(None, (row["title"], row["abstract"])))
 
 
-TSV = {"train": "train.tsv", "validation": "dev.tsv", "test": "test.tsv"}
-MICROSOFT = {"train": "msr_paraphrase_train.txt", "test": "msr_paraphrase_test.txt"}
-TOPICS = (
-    *("autos", "entertainment", "finance", "foodanddrink", "games", "health", "kids", "lifestyle", "middleeast"),
-    *("movies", "music", "news", "northamerica", "sports", "travel", "tv", "video", "weather"),
-)
-F1, SIMILARITY = ("accuracy", "macro_f1"), ("pearson", "spearman")
-REVIEWS = "reviews_Electronics_5.json"
-glue = partial(Entry, files=(TSV,), text=("sentence1", "sentence2"))
-amazon = partial(
-    Entry, files=({"": REVIEWS}, {"": f"{REVIEWS}.gz"}), text=("reviewText",), label="overall", metrics=F1,
-    classes=("1.0|1", "2.0|2", "3.0|3", "4.0|4", "5.0|5"),
-)  # fmt: skip
+def joined_sentences(row: dict[str, Any]) -> str:
+    return " ".join(map(str.strip, row["text"].split("<sssss>")))
 
+
+def stripped_text(row: dict[str, Any]) -> str:
+    return str(row["text"]).strip()
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    f"{function.__name__}()": function
+    for function in (
+        *(tab_separated, comma_separated, json_lines, cola_rows, sts_rows, xml_pairs, review_files, polarity_rows),
+        *(every_33rd, class_folders, token_ids, grey_pixels, paper, abstract, article, title_and_abstract),
+        *(joined_sentences, stripped_text),
+    )
+}
+"""Functions that catalog.json names: readers of files, and inputs and labels as functions of a row."""
 TASKS: dict[str, Entry | str] = {
-    # GLUE (Wang et al. 2019)
-    "cola": glue(inner="CoLA", rows=cola_rows, text=("sentence",), classes=("0|unacceptable", "1|acceptable"),
-                 metrics=("matthews", "accuracy"), hub="nyu-mll/glue/cola"),
-    # `test` and `validation` are of the genres of the training set, the mismatched splits of others. Files also contain
-    # each annotator's label: label1 and so on.
-    "mnli": glue(inner="MNLI", text=("sentence1|premise", "sentence2|hypothesis"), label="gold_label|label",
-                 classes=("entailment", "neutral", "contradiction"), hub="nyu-mll/glue/mnli",
-                 files=({"train": "train.tsv", "validation": "dev_matched.tsv",
-                         "validation_mismatched": "dev_mismatched.tsv", "test": "test_matched.tsv",
-                         "test_mismatched": "test_mismatched.tsv"},)),
-    # Microsoft's training file contains GLUE's validation examples, and its test file contains labels.
-    "mrpc": glue(inner="MRPC", files=(TSV, MICROSOFT), text=("#1 String|sentence1", "#2 String|sentence2"),
-                 label="Quality|label", classes=("0|not_equivalent", "1|equivalent"), metrics=("f1", "accuracy"),
-                 identifier="index|idx", hub="nyu-mll/glue/mrpc"),
-    "qnli": glue(inner="QNLI", text=("question", "sentence"), classes=("entailment", "not_entailment"),
-                 hub="nyu-mll/glue/qnli"),
-    # Eleven questions of Quora's release contain a line end. GLUE split the release's 404,301 lines one by one, so that
-    # 22 of them are halves of these pairs, far from their other halves. They are skipped, as in published results
-    # (363,849 and 40,430 pairs remain).
-    "qqp": glue(inner="QQP", text=("question1", "question2"), label="is_duplicate|label", identifier="id|idx",
-                classes=("0|not_duplicate", "1|duplicate"), metrics=("f1", "accuracy"), hub="nyu-mll/glue/qqp"),
-    "rte": glue(inner="RTE", classes=("entailment", "not_entailment"), hub="nyu-mll/glue/rte"),
-    "sst2": glue(inner="SST-2", text=("sentence",), classes=("0|negative", "1|positive"), hub="nyu-mll/glue/sst2"),
-    "stsb": glue(inner="STS-B", label="score|label", metrics=SIMILARITY, hub="nyu-mll/glue/stsb"),
-    # STS as published by its authors (Cer et al. 2017), with the test labels that GLUE does not publish.
-    "sts_benchmark": glue(inner="stsbenchmark", rows=sts_rows, label="score", metrics=SIMILARITY, files=(
-        {"train": "sts-train.csv", "validation": "sts-dev.csv", "test": "sts-test.csv"},)),
-    # The first three challenges. GLUE's RTE splits their pairs differently: results are not comparable.
-    "rte_challenge": glue(inner="rte", rows=pairs, text=("t", "h"), label="entailment|value", files=({
-        "train": [f"rte{number}_dev.xml" for number in (1, 2, 3)],
-        "test": [f"rte{number}_test.xml" for number in (1, 2, 3)],
-    },), classes=("entailment|YES|TRUE", "not_entailment|NO|FALSE")),
-    # Long Range Arena (Tay et al. 2021). ListOps' parentheses are redundant with its brackets.
-    "listops": Entry(text=(token_ids,), label="Target", classes=DIGITS, vocabulary=len(TOKENS), files=(
-        {"train": "basic_train.tsv", "validation": "basic_val.tsv", "test": "basic_test.tsv"},)),
-    # Tay et al. validate on the test set, which would select the checkpoint by it; here a part of `train` is held out.
-    "byte_imdb": Entry(files=({"train": "train", "test": "test"},), rows=review_files, text=("text",),
-                       classes=("neg", "pos"), hub="stanfordnlp/imdb"),
-    # These texts are Python's representation of bytes, b'...', with escapes. They are read unchanged, as by Tay et al.
-    "aan": Entry(files=({"train": "new_aan_pairs.train.tsv", "validation": "new_aan_pairs.eval.tsv",
-                         "test": "new_aan_pairs.test.tsv"},), text=("text1", "text2"), towers=True,
-                 rows=partial(tab_separated, columns=("label", "id1", "id2", "text1", "text2")),
-                 classes=("0|0.0", "1|1.0"), identifier="id1 id2"),
-    "pathfinder": "images:Pathfinder",
-    # Tay et al. hold out the last tenth of the training images after shuffling. Without a split `validation`,
-    # task.validation_fraction, 0.1, holds out as many at random, 5,000.
-    "grey_cifar10": Entry(files=(cifar_files,), rows=class_folders, text=(grey_pixels,), classes=CIFAR10,
-                          vocabulary=256, hub="uoft-cs/cifar10"),
-    # Text classification. imdb: the files of Tang, Qin and Liu (ACL 2015, or EMNLP 2015); Smart Bird uses JMARS' files.
-    "imdb": Entry(files=tuple({split: f"imdb{mark}{name}.txt.ss" for split, name in
-                               (("train", "train"), ("validation", "dev"), ("test", "test"))} for mark in ".-"),
-                  rows=partial(tab_separated, columns=("user", "product", "rating", "text"), mark="\t\t"),
-                  text=(lambda row: " ".join(map(str.strip, row["text"].split("<sssss>"))),),
-                  label="rating", classes=tuple(map(str, range(1, 11))), metrics=F1),
-    "movie_reviews": Entry(files=(review_folds,), rows=review_files, text=("text",), classes=("neg", "pos")),
-    "sentence_polarity": Entry(files=({"": ("rt-polarity.neg", "rt-polarity.pos")},), rows=polarity_rows,
-                               text=("text",), classes=("neg", "pos")),
-    "amazon": amazon(rows=json_lines),
-    "amazon_50k": amazon(rows=every_33rd),
-    "ag_news": Entry(files=({"train": "train.csv", "test": "test.csv"},), metrics=F1, label="class index|label",
-                     rows=partial(comma_separated, columns=("class index", "title", "description")), text=(article,),
-                     classes=("World|1", "Sports|2", "Business|3", "Sci/Tech|4"), hub="fancyzhx/ag_news"),
-    # The official validation and test folders contain many of the same articles, so one file is split. Smart Bird reads
-    # the bodies of more articles, which MIND links to but does not contain: its results are for other texts.
-    "mind_topics": Entry(files=tuple({"": f"{folder}news.tsv"} for folder in
-                                     ("MINDlarge_train/", "MINDsmall_train/", "")),
-                         rows=partial(tab_separated, columns=NEWS_COLUMNS),
-                         text=(lambda row: " ".join(filter(None, (row["title"], row["abstract"]))),),
-                         label="category", classes=TOPICS, metrics=F1),
-    # Text to text
-    "pubmed": Entry(files=({"train": "train.txt", "validation": "val.txt", "test": "test.txt"},), form="texts",
-                    inner="pubmed-dataset", rows=json_lines, text=(partial(sentences, "article_text", " "),),
-                    label=abstract, metrics=ROUGE, identifier="article_id"),
-    # 95 of its rows contain no title or no text.
-    "headlines": Entry(files=({"": "NewsArticles.csv"}, {"": "NewsArticles.zip"}), rows=comma_separated, form="texts",
-                       text=(lambda row: str(row["text"]).strip(),), label="title", metrics=ROUGE,
-                       identifier="article_id", whole=True),
-    "parallel_text": "texts:ParallelText",
-    "wmt14": "texts:WMT14",
-    "cnn_dm": "texts:CNNDailyMail",
-    "table": "tables:Table",
-    "text_table": "tables:TextTable",
-    # Other forms
-    "mind": "mind:MIND",
-    "wikihop": "wikihop:WikiHop",
-    "series": "series:Series",
-    "etth1": "series:ETTh1",
-    "ettm1": "series:ETTm1",
-}  # fmt: skip
-"""Entry of each task, or module:class in readers/ that reads it."""
+    name: entry if isinstance(entry, str) else Entry(**entry)
+    for name, entry in json.loads(read_file(Path(__file__).with_suffix(".json"))).items()
+}
 
 
 def build_task(config: TaskConfig) -> Task:
     """Build the task `task.name`. Raises ConfigError for an unknown task or an invalid setting."""
     if (entry := TASKS.get(config.name)) is None:
         raise ConfigError("task.name", f'unknown task "{config.name}"', did_you_mean(config.name, TASKS))
-    if isinstance(entry, Entry):
-        return RowTask(config, entry)
-    module, _, kind = entry.partition(":")
-    task: Task = getattr(importlib.import_module(f"megasparse.tasks.readers.{module}"), kind)(config)
+    reader = entry if isinstance(entry, str) else entry.reader
+    if not reader:
+        return RowTask(config, entry)  # type: ignore[arg-type]
+    module, _, kind = reader.partition(":")
+    task_class = getattr(importlib.import_module(f"megasparse.tasks.readers.{module}"), kind)
+    task: Task = task_class(config) if isinstance(entry, str) else task_class(config, entry)
     return task

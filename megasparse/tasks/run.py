@@ -169,7 +169,7 @@ def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
     for split, examples in (("training", train), ("validation", validation)):
         encoded.append(encode_all(encoder, split, examples, say))
         kinds.append(encoder.counts.kinds.keys())
-    for warning in task.warnings():
+    for warning in task.warnings:
         say(warning)
     if task.classes and (unseen := sorted(kinds[1] - kinds[0])):
         say(f"warning: the training data contains no examples of {', '.join(unseen)[:200]}, unlike the validation data")
@@ -253,4 +253,4 @@ def _resolved(config: FinetuneConfig, task: Task, start: Start, model: Any, trai
         "head": {"pooling": getattr(model, "pooling", None)},
     }  # fmt: skip
     sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
-    return config.model_copy(update={**sections, "task": task.resolved()})
+    return config.model_copy(update={**sections, "task": task.config})

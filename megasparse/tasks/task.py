@@ -97,16 +97,10 @@ class Task(ABC):
     """False for prediction: labels that cannot be read are None instead of an error."""
 
     def __init__(self, config: TaskConfig):
-        """Raise ConfigError if a setting does not fit the task."""
-        self.config = config
-
-    def resolved(self) -> TaskConfig:
-        """Return the configuration completed from the training file, so that the task can be built without it."""
-        return self.config
-
-    def warnings(self) -> list[str]:
-        """Return warnings about probable mistakes, one per line."""
-        return []
+        """Raise ConfigError if a setting does not fit the task. `config` is completed from the training file, so that
+        the task can be built without it; `warnings` are about probable mistakes.
+        """
+        self.config, self.warnings = config, list[str]()
 
     @abstractmethod
     def files(self, folder: Path) -> dict[str, list[Path]]:
@@ -174,21 +168,23 @@ def split_files(task: Task, folder: Path, split: str) -> list[Path]:
     splits = task.files(folder)
     if not splits.get(split):
         hint = f"Its splits: {', '.join(splits)}" if splits else f"It contains none of {task.name}'s files"
-        raise DataError(folder, f'contains no "{split}" split of {task.name}', f"{hint}. See docs/finetuning.md")
+        raise DataError(folder, f'contains no "{split}" split of {task.name}', f"{hint}. See docs/reference/tasks.md")
     return splits[split]
 
 
 def existing(folder: Path, names: Mapping[str, str | Sequence[str]], inner: str = "") -> dict[str, list[Path]]:
     """Return the splits whose files all exist.
 
-    names: the official file or files of each split. inner: folder that an archive unpacks to, read if it exists.
+    names: the official file or files of each split, or patterns of them. inner: folders, separated by |, that an
+    archive unpacks to; the first that exists is read.
     """
-    folder = folder / inner if (folder / inner).is_dir() else folder
-    paths = {
-        split: [folder / name for name in ([files] if isinstance(files, str) else files)]
-        for split, files in names.items()
-    }
-    return {split: files for split, files in paths.items() if all(file.exists() for file in files)}
+    folder = next((folder / name for name in inner.split("|") if (folder / name).is_dir()), folder)
+    splits = {}
+    for split, files in names.items():
+        paths = [sorted(folder.glob(name)) for name in ([files] if isinstance(files, str) else files)]
+        if all(paths):
+            splits[split] = [path for some in paths for path in some]
+    return splits
 
 
 def chosen_files(task: Task, sources: Sequence[str], split: str | None) -> tuple[str | None, list[Path]]:

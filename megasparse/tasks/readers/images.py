@@ -11,7 +11,7 @@ from megasparse.data.corpora.images import MOST_BYTES, SUFFIXES, decode
 from megasparse.errors import DataError
 from megasparse.files import natural
 from megasparse.tasks.readers.rows import Rows, lines, whole_bytes
-from megasparse.tasks.task import Example, SourceLocation, Task, examples_of, existing
+from megasparse.tasks.task import Example, SourceLocation, Task, examples_of
 
 
 def image(file: Path, side: int) -> np.ndarray:
@@ -27,14 +27,6 @@ CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 SIDE = 32
 WEIGHTS = (2989, 5870, 1140)
 """Weights of red, green and blue, in ten-thousandths."""
-
-
-def cifar_files(folder: Path) -> dict[str, list[Path]]:
-    """Return the folders of images. Raises DataError for CIFAR-10's batch archives."""
-    if batch := next((path for path in folder.rglob("*_batch*") if path.suffix in ("", ".bin")), None):
-        hint = 'Set task.source to "hub", or unpack the images to {train,test}/CLASS/*.png'
-        raise DataError(batch, "CIFAR-10's batch files are not supported", hint)
-    return existing(folder, {"train": "train", "test": "test"})
 
 
 def class_folders(folder: Path) -> Rows:

@@ -71,7 +71,7 @@ class Series(Task):
         forecast = config.forecast
         if None in (forecast.inputs, forecast.targets, forecast.mean, forecast.scale, forecast.step):
             forecast = self._fitted(forecast)
-        self.forecast = forecast
+            self.config = config.model_copy(update={"forecast": forecast})
         self.inputs, self.targets = forecast.inputs or [], forecast.targets or []
         self.columns = list(dict.fromkeys([*self.inputs, *self.targets]))
         self.target_places = [self.columns.index(column) for column in self.targets]
@@ -82,9 +82,6 @@ class Series(Task):
                 raise ConfigError("task.forecast.mean", f'or forecast.scale lacks the column "{column}"', hint)
         self.mean, self.scale = (np.array([of[column] for column in self.columns]) for of in (mean, scale))
         self.time_features = time_features(np.array(["2000-01-01"], dtype="datetime64[us]"), self.step).shape[1]
-
-    def resolved(self) -> TaskConfig:
-        return self.config.model_copy(update={"forecast": self.forecast})
 
     def file_of(self, source: Path) -> Path:
         return source

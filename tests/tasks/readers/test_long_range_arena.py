@@ -46,14 +46,6 @@ def test_grey_pixels_equal_tensorflow():
     assert grey(same).tolist() == list(range(256))
 
 
-@pytest.mark.parametrize("name", ["cifar-10-batches-bin/data_batch_1.bin", "cifar-10-batches-py/data_batch_1"])
-def test_batches_of_the_archives_are_named(tmp_path, name):
-    (tmp_path / name).parent.mkdir()
-    (tmp_path / name).write_bytes(b"\x80\x02}q\x01.")
-    with pytest.raises(DataError, match=r"data_batch_1.*: CIFAR-10's batch files are not supported\. Set task\.source"):
-        split_files(CIFAR10, tmp_path, "train")
-
-
 def test_a_dataset_of_images(tmp_path):
     features = Features({"img": ImageFeature(), "label": ClassLabel(names=list(CLASSES))})
     rows = {"img": [Image.fromarray(picture(2)), Image.fromarray(picture(3))], "label": [9, 0]}

@@ -106,7 +106,7 @@ def test_unsuitable_column_names_are_rejected(name):
     assert refusal(lambda: task_of(name, ["en"], "en"), ConfigError).startswith('task.label: "en" is also task.text')
 
 
-def test_summaries_are_a_line_a_story_and_stories_are_named(tmp_path):
+def test_summaries_are_a_line_a_story(tmp_path):
     task = task_of("cnn_dm")
     for name in ("train", "val", "test"):
         (tmp_path / f"{name}.source").write_text(f"{name} one .\n{name} two .\n")
@@ -117,8 +117,6 @@ def test_summaries_are_a_line_a_story_and_stories_are_named(tmp_path):
     assert result == [("val one .", "summary one ."), ("val two .", "summary two .")]
     (tmp_path / "val.target").write_text("summary one .\n")
     assert "2 lines, but 1 in" in refusal(lambda: task.read(file))
-    (tmp_path / "cnn" / "stories").mkdir(parents=True)
-    assert "contains .story files" in refusal(lambda: task.files(tmp_path))
 
 
 @pytest.mark.parametrize("nested", [False, True])

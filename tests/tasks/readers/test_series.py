@@ -66,11 +66,11 @@ def test_columns_by_name(file):
     first = part(task, file, "train")[0]
     np.testing.assert_allclose(first.inputs[0], scaled[:L][:, [1, 0, 2]], rtol=1e-12)
     np.testing.assert_allclose(first.label, scaled[L : L + H][:, [2, 1]], rtol=1e-12)
-    assert series(file).resolved().forecast.targets == list(COLUMNS)
+    assert series(file).config.forecast.targets == list(COLUMNS)
 
 
 def test_a_resolved_task_needs_no_training_file(file, tmp_path):
-    kept = json.loads(series(file).resolved().model_dump_json())
+    kept = json.loads(series(file).config.model_dump_json())
     before = part(series(file), file, "test")
     new = write(tmp_path / "new.csv", by_hand(file)[1][60:97].tolist(), START + 60 * HOUR)
     file.unlink()

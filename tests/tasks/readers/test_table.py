@@ -25,8 +25,12 @@ def write(file, columns, *rows):
     return table(file, rows, columns)
 
 
+def config_of(file, **settings):
+    return TaskConfig(name="table", source=str(file), **settings)
+
+
 def task_of(file, **settings):
-    return build_task(TaskConfig(name="table", source=str(file), **settings))
+    return build_task(config_of(file, **settings))
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".CSV", ".csv.gz"])
@@ -73,9 +77,9 @@ def test_given_classes_keep_their_order_and_need_no_training_file(tmp_path):
 def test_a_resolved_configuration_builds_the_same_task_without_the_training_file(tmp_path, labels):
     file = write(tmp_path / "train.csv", ("text", "label"), *(("x", label) for label in ("10", "9", "2")))
     task = task_of(file, labels=labels)
-    resolved = TaskConfig.model_validate_json(task.resolved().model_dump_json())
+    resolved = TaskConfig.model_validate_json(task.config.model_dump_json())
     assert resolved.labels == (["2", "9", "10"] if labels is None else [])
-    assert resolved.model_copy(update={"labels": labels}) == task.config
+    assert resolved.model_copy(update={"labels": labels}) == config_of(file, labels=labels)
     other = file.rename(tmp_path / "other.csv")
     again = build_task(resolved)
     assert again.classes == task.classes and again.metrics == task.metrics

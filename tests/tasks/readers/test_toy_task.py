@@ -4,13 +4,12 @@ import pytest
 
 from megasparse.config.finetuning import TaskConfig
 from megasparse.tasks.catalog import TASKS, Entry, build_task
-from megasparse.tasks.readers.rows import comma_separated
 from megasparse.tasks.run import read_files
 from megasparse.tasks.task import split_files
 from tests.helpers.finetuning import ENCODER, launch
 
 SHOUTING = Entry(
-    files=({"train": "train.csv", "validation": "dev.csv"},), rows=comma_separated, text=("line",), label="mood",
+    files=({"train": "train.csv", "validation": "dev.csv"},), rows="comma_separated()", text=("line",), label="mood",
     classes=("calm", "loud"),
 )  # fmt: skip
 
