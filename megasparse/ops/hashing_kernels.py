@@ -20,7 +20,6 @@ from megasparse.ops.hashing import Kind, code_dtype, hash_planes
 from megasparse.ops.kernels import block, dot, launch, whole_vectors
 
 _WARPS = 4
-_DEPTH = 64  # elements of D at a time
 _COORDINATES = 64 * 32 * _WARPS  # coordinates per program: 64 per thread; up to P = 64 threads exchange nothing
 _HASHES = 64  # hashes per program
 
@@ -297,4 +296,5 @@ def sign_codes(x: Tensor, key: int, heads: range, hashes: int, code_bits: int, k
 def _tile(columns: int, width: int) -> dict[str, int]:
     """Return tile sizes for vectors of `width` numbers times `columns` columns: threads compute 16 results."""
     tokens, block_columns = (128, 16) if columns <= 16 else (64, 32)
-    return {"TOKENS": tokens, "COLUMNS": block_columns, "DEPTH": min(_DEPTH, block(width)), "num_warps": _WARPS}
+    depth = block(width) if width <= 64 else 32  # elements of D at a time; more would spill
+    return {"TOKENS": tokens, "COLUMNS": block_columns, "DEPTH": depth, "num_warps": _WARPS}
