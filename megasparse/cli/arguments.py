@@ -3,9 +3,12 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megasparse.config.load import Settings, load_settings
 from megasparse.errors import ConfigError, whole
+
+if TYPE_CHECKING:
+    from megasparse.config.load import Settings
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -50,16 +53,18 @@ def add_start(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def config_from(args: argparse.Namespace, kind: type[Settings]) -> Settings:
+def config_from(args: argparse.Namespace, kind: "type[Settings]") -> "Settings":
     """Return the configuration selected by the options of `add_config` and `add_start`. With --print-config, print it
     and exit. Raises ConfigError if not exactly one is given, and the errors of `load_settings`.
     """
     if (args.name is None) == (args.config is None):
         problem = "no configuration is given" if args.name is None else f"{args.name} is also given"
         raise ConfigError("--config", problem, "Give one, such as quickstart or FILE.json")
+    from megasparse.config.load import load_settings  # imports torch
+
     base = None
     if getattr(args, "start", None) is not None:
-        from megasparse.hub.importing import base_values  # imports torch
+        from megasparse.hub.importing import base_values
 
         base = base_values(args.start)
     config = load_settings(args.config or args.name, args.set, kind, base)

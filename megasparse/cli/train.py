@@ -8,9 +8,7 @@ from pathlib import Path
 
 from megasparse.cli.arguments import add_config, add_overrides, add_start, add_training, config_from
 from megasparse.config.files import shipped_configs
-from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.messages import show
-from megasparse.config.schema import Config
 from megasparse.errors import ConfigError, UserError, positive, whole
 from megasparse.files import write_file
 
@@ -35,6 +33,7 @@ def pretrain(args: argparse.Namespace) -> None:
     Run the same command again to resume from the newest checkpoint in `run.directory`. After SIGTERM, SIGINT or SIGUSR1
     the run saves a checkpoint and stops at the end of the current step.
     """
+    from megasparse.config.schema import Config
     from megasparse.training.stopping.signals import StopSignals
 
     config = config_from(args, Config)
@@ -84,6 +83,7 @@ def finetune(args: argparse.Namespace) -> None:
     Run the same command again to resume from the newest checkpoint. `megasparse evaluate --task` and `megasparse
     predict` use the best checkpoint.
     """
+    from megasparse.config.finetuning import FinetuneConfig
     from megasparse.tasks.catalog import build_task
     from megasparse.training.stopping.signals import StopSignals
 
@@ -134,6 +134,8 @@ def plan(args: argparse.Namespace) -> None:
         if value is not None and not (math.isfinite(value) and value > 0):
             name = option.replace("_", "-")
             raise ConfigError(f"--{name}", f"{show(value)} is not above 0", "Give a number above 0")
+    from megasparse.config.schema import Config
+
     config = config_from(args, Config)
     from megasparse.planning.plan import Plan, hardware, parse_bytes
 

@@ -40,6 +40,16 @@ def test_the_overview_has_every_subcommand_and_imports_nothing_slow():
     assert all(f"  {name} " in shown for name in COMMANDS)
 
 
+LISTING = ("prepare-data", "train-tokenizer", "convert to-hf")
+"""Commands whose options list corpora, sources or formats, which import torch."""
+
+
+def test_the_help_of_a_subcommand_does_not_import_torch():
+    names = [name for name in COMMANDS if name not in LISTING]
+    code = f"import sys; from megasparse.cli.main import parser_of; [parser_of(name) for name in {names}]; "
+    assert start(program=("-c", code + "print('torch' in sys.modules)")).stdout == "False\n"
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_a_subcommand_has_examples_that_it_accepts(name, capsys):
     code, shown, _ = ended(capsys, *name.split(), "--help")
