@@ -1,9 +1,9 @@
-"""Run EleutherAI's lm-evaluation-harness on checkpoints. It has no plugins, so this file registers `megasparse`.
+"""Run EleutherAI's lm-evaluation-harness on checkpoints. It lacks plugins, so this file registers `megasparse`.
 
     pip install '.[harness]'
     python tools/harness.py --model megasparse --model_args checkpoint=runs/quickstart --tasks wikitext
 
-The options are those of `lm_eval`; `--model_args checkpoint=RUN,stride=512` sets the new tokens per window. Texts are
+`lm_eval` documents the options; `--model_args checkpoint=RUN,stride=512` sets the new tokens per window. Texts are
 scored like the splits of `megasparse evaluate`: in windows of the model's length, the first token of each from the
 learned start vector. A byte model's `bits_per_byte` is therefore its bits/dim.
 """
