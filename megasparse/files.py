@@ -11,6 +11,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -187,6 +188,85 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+class JsonLines:
+    """File of JSON lines. If the storage fails, lines wait in memory, in order, until it works again.
+
+    Args:
+        report: Called once when the storage fails, and once when it works again.
+        last_step: Lines of later steps are removed first; None removes only an incomplete last line.
+    """
+
+    def __init__(self, path: Path, report: Callable[[str], None], last_step: int | None = None):
+        self.path, self._report, self._last_step = path, report, last_step
+        self._length: int | None = None  # bytes of complete lines; None before the file was truncated
+        self._waiting, self._failing = b"", False
+        self.append()
+
+    def append(self, *lines: dict[str, Any]) -> None:
+        """Append lines, now or when the storage works again."""
+        self._waiting += b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+        try:
+            self._write()
+        except OSError as error:
+            if not self._failing:
+                free = "free space unknown"
+                with suppress(OSError):
+                    free = f"{shutil.disk_usage(self.path.parent).free:,} bytes are free"
+                problem, waiting = error.strerror or str(error), "its lines stay in memory until they can be written"
+                self._report(f"{self.path} cannot be written ({problem}; {free}): {waiting}")
+            self._failing = True
+            return
+        if self._failing:
+            self._report(f"{self.path} can be written again: no line is missing")
+        self._failing = False
+
+    def close(self) -> None:
+        """Write the waiting lines, and report those that could not be written."""
+        self.append()
+        if lost := self._waiting.count(b"\n"):
+            self._report(f"{self.path}: its last {lost} lines could not be written and are lost")
+
+    def _write(self) -> None:
+        if self._length is None:
+            cut_lines(self.path, self._last_step)
+        written = 0
+        # Created only once: later the path could be on another file system, if a folder was unmounted meanwhile.
+        descriptor = open_regular(self.path, os.O_WRONLY | (os.O_CREAT if self._length is None else 0))
+        try:
+            size = os.fstat(descriptor).st_size
+            self._length = size if self._length is None else self._length
+            if size < self._length:
+                raise OSError(errno.ESTALE, "the file is shorter than its written lines", str(self.path))
+            os.ftruncate(descriptor, self._length)  # drops the rest of a failed write
+            while written < len(self._waiting):
+                written += os.pwrite(descriptor, self._waiting[written:], self._length + written)
+        except OSError:
+            with suppress(OSError):  # or when it works again
+                os.ftruncate(descriptor, self._length or 0)
+            raise
+        finally:
+            with suppress(OSError):
+                os.close(descriptor)
+        self._length, self._waiting = self._length + written, b""
+
+
+def cut_lines(path: Path, last_step: int | None) -> None:
+    """Atomically remove an incomplete last line and the lines of steps after `last_step`."""
+
+    def valid(line: bytes) -> bool:
+        try:
+            return line.endswith(b"\n") and (last_step is None or json.loads(line)["step"] <= last_step)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return False
+
+    if path.exists():
+        with open_file(path) as file:
+            lines = file.readlines()
+        if not all(map(valid, lines)):
+            with replacing(path) as out:
+                out.writelines(filter(valid, lines))
 
 
 def file_sha256(file: str | os.PathLike[str] | int, progress: Callable[[], None] = lambda: None) -> str:

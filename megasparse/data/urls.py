@@ -1,12 +1,9 @@
-"""Files at URLs, read by fsspec and repeated if that may help, and folders of shards there.
+"""Files at URLs, read by fsspec with failed requests repeated, and folders of shards there.
 
-fsspec is imported when the first URL is used. Each shard is fetched whole into a cache on this machine, verified, and
-read there. All processes of the machine, and later runs, share a cache:
+Each shard is fetched whole into a cache on this machine, which its processes and later runs share, and verified:
 
-    SHA256.tar    a whole shard, named by its content. Readers hold a shared lock (flock) on it
+    SHA256.tar    a shard, named by its content. Readers hold a shared lock (flock) on it
     .lock         held while a process makes room and fetches a shard
-
-The kernel releases the locks of a process that dies.
 """
 
 import fcntl
@@ -18,33 +15,33 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
+from itertools import count
 from pathlib import Path
 from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
 from megasparse.data.index_file import INDEX_FILE, MOST_BYTES, Shard
 from megasparse.data.reader import ShardFile
-from megasparse.errors import ConfigError, DataError, UserError, one_line, without_secrets
-from megasparse.files import LOCK_FILE, FileLock, Progress, open_file, open_regular, silent
+from megasparse.errors import ConfigError, DataError, FileError, UserError, one_line, without_secrets
+from megasparse.files import LOCK_FILE, PARTIAL, FileLock, Progress, open_file, replacing, silent
 
 STALL_SECONDS = 30.0  # without data before a connection is considered broken
 ATTEMPTS = 8
 LONGEST_PAUSE = 30.0  # between two attempts: 1, 2, 4, ... seconds
 POLL_SECONDS = 0.1
 PIECE, BLOCK = 1 << 20, 8 << 20  # bytes read at once, and bytes of an object requested at once
-
+GIGABYTE = 10**9
+REMOTE = "'megasparse[remote]'"
 STORES = {
-    "http": ("aiohttp", "'megasparse[remote]'"),
-    "https": ("aiohttp", "'megasparse[remote]'"),
-    "s3": ("s3fs", "'megasparse[remote]'"),
-    "gs": ("gcsfs", "'megasparse[gs]'"),
-    "az": ("adlfs", "'megasparse[az]'"),
+    "http": ("aiohttp", REMOTE), "https": ("aiohttp", REMOTE), "s3": ("s3fs", REMOTE),
+    "gs": ("gcsfs", "'megasparse[gs]'"), "az": ("adlfs", "'megasparse[az]'"),
     "hf": ("huggingface_hub", "huggingface_hub"),
-}
+}  # fmt: skip
 """Schemes of URLs: the module that fsspec needs for them, and its package."""
 
 T = TypeVar("T")
@@ -56,21 +53,6 @@ class StoreError(Exception):
     def __init__(self, reason: str, refused: bool = False):
         super().__init__(one_line(without_secrets(reason)))
         self.refused = refused
-
-
-class WrongContent(StoreError):
-    """The content is not the expected one. It is fetched again once."""
-
-
-class FetchError(DataError):
-    """Failure of all attempts. refused: True if repeating them is useless."""
-
-    def __init__(self, url: str, doing: str, error: StoreError, number: int):
-        hint = "Start again when that is repaired"
-        if error.refused:
-            hint = "Check the URL, and what the credentials here may do; then start again"
-        super().__init__(url, f"{doing} failed: {error}, at attempt {number}", hint)
-        self.refused = error.refused
 
 
 def is_url(path: str) -> bool:
@@ -97,37 +79,41 @@ def store(scheme: str) -> Any:
     """Return fsspec's file system for a scheme, with the credentials of the environment or of the store's own files.
     Raises DataError if its library is missing.
     """
-    module, package = STORES.get(scheme, ("fsspec", "'megasparse[remote]'"))
+    module, package = STORES.get(scheme, ("fsspec", REMOTE))
     try:
         import fsspec
 
         library = importlib.import_module(module)
     except ImportError:
         raise DataError(f"{scheme}://", f"{module} is not installed", f"Run: pip install {package}") from None
+    options: dict[str, Any] = {"auto_mkdir": True} if scheme == "file" else {}
     if scheme in ("http", "https"):
         timeout = library.ClientTimeout(total=None, sock_connect=STALL_SECONDS, sock_read=STALL_SECONDS)
-        client = {"timeout": timeout, "trust_env": True}
-        return fsspec.filesystem(scheme, client_kwargs=client, skip_instance_cache=True)
-    if scheme == "s3":
+        options = {"client_kwargs": {"timeout": timeout, "trust_env": True}, "skip_instance_cache": True}
+    elif scheme == "s3":
         timeouts = {"connect_timeout": STALL_SECONDS, "read_timeout": STALL_SECONDS}
-        return fsspec.filesystem(scheme, config_kwargs=timeouts, use_listings_cache=False)
-    return fsspec.filesystem(scheme, **({"auto_mkdir": True} if scheme == "file" else {}))
+        options = {"config_kwargs": timeouts, "use_listings_cache": False}
+    return fsspec.filesystem(scheme, **options)
 
 
-def store_answer(call: Callable[[], T]) -> T:
-    """Return the answer of a store. Exceptions of its libraries become StoreError, without passwords and queries."""
+def store_answer(call: Callable[[], T], *absent: T) -> T:
+    """Return the answer of a store, or `absent` for a file that does not exist. Exceptions of its libraries become
+    StoreError, without passwords and queries.
+    """
     try:
         return call()
-    except StoreError:
+    except (StoreError, UserError):
         raise
     except Exception as error:
+        if isinstance(error, FileNotFoundError):
+            if absent:
+                return absent[0]
+            raise StoreError("it does not exist", True) from None
         kind, status = type(error).__name__, getattr(error, "status", 0)  # of aiohttp's errors
         status = status if isinstance(status, int) else 0
         reason = f"{status} {getattr(error, 'message', '')}" if status else str(error) or kind
         if "credentials" in kind.lower():
             raise StoreError(f"the store wants credentials, in the environment or its files ({reason})", True) from None
-        if isinstance(error, FileNotFoundError):
-            raise StoreError("it does not exist", True) from None
         refused = isinstance(error, PermissionError) or (300 <= status < 500 and status not in (408, 425, 429))
         raise StoreError(f"the store answers: {reason}" if refused else reason, refused) from None
 
@@ -135,65 +121,77 @@ def store_answer(call: Callable[[], T]) -> T:
 def open_url(url: str) -> Any:
     """Open the file at a URL; `read` may return fewer bytes than asked for. Raises StoreError."""
     scheme = urlsplit(url).scheme
-    system = store(scheme)
-    if scheme not in ("http", "https"):
-        return store_answer(lambda: system.open(url, "rb", block_size=BLOCK, cache_type="readahead"))
-    # A block size of 0 streams one GET; without a size fsspec would send a HEAD first
-    file = store_answer(lambda: system.open(url, "rb", block_size=0, size=1, headers={"Accept-Encoding": "identity"}))
+    options: dict[str, Any] = {"block_size": BLOCK, "cache_type": "readahead"}
+    if scheme in ("http", "https"):  # without a block size, one GET; without a size fsspec would send a HEAD first
+        options = {"block_size": 0, "size": 1, "headers": {"Accept-Encoding": "identity"}}
+    file = store_answer(lambda: store(scheme).open(url, "rb", **options))
     if scheme == "https" and any(answer.url.scheme != "https" for answer in (*file.r.history, file.r)):
         file.close()
         raise StoreError("it redirects from https to http", True)
     return file
 
 
-def fetch(url: str, out: IO[bytes], progress: Progress, size: int, sha256: str = "", attempts: int = ATTEMPTS) -> None:
-    """Replace the content of `out` by a URL's, of `size` bytes (at most, if sha256 is empty).
+@dataclass(frozen=True)
+class Requests:
+    """Requests to stores, repeated after a StoreError that may pass.
 
-    Raises FetchError; OSError if `out` cannot be written.
+    progress: called as they advance. errors: raised if all attempts fail, and if a store refuses a request.
     """
 
-    def attempt() -> None:
-        out.seek(0)
-        out.truncate()
-        digest = hashlib.sha256()
-        with closing(open_url(url)) as file:
-            while piece := store_answer(lambda: bytes(file.read(PIECE))):
-                if out.tell() + len(piece) > size:
-                    raise (WrongContent if sha256 else StoreError)(f"it has more than {size:,} bytes", not sha256)
-                digest.update(piece)
-                out.write(piece)
-                progress(f"fetching {url}, {out.tell():,} bytes so far")
-        if sha256 and digest.hexdigest() != sha256:
-            problem = f"its {out.tell():,} bytes have sha256 {digest.hexdigest()[:12]}…"
-            raise WrongContent(f"{problem}, but {size:,} bytes with {sha256[:12]}… are expected")
+    progress: Progress = silent
+    attempts: int = ATTEMPTS
+    errors: tuple[type[FileError], type[FileError]] = (DataError, DataError)
 
-    retried("fetching", url, attempt, progress, attempts)
+    def send(self, doing: str, url: str, request: Callable[[], T]) -> T:
+        """Return the result of `request`. Raises one of `errors`."""
+        number = 1
+        while True:
+            try:
+                return request()
+            except StoreError as error:
+                if error.refused or number == self.attempts:
+                    check = "Check the URL, and what the credentials here may do; then start again"
+                    hint = check if error.refused else "Start again when that is repaired"
+                    problem = f"{doing} failed: {error}, at attempt {number}"
+                    raise self.errors[error.refused](url, problem, hint) from None
+                pause = min(LONGEST_PAUSE, 2.0 ** (number - 1))
+                message = f"{doing} {url}: attempt {number} of {self.attempts} failed ({error}); again in {pause:g} s"
+                print(message, file=sys.stderr, flush=True)
+            until, number = time.monotonic() + pause, number + 1
+            while (remaining := until - time.monotonic()) > 0:
+                self.progress(f"waiting before {doing} {url} again")
+                time.sleep(min(POLL_SECONDS, remaining))
 
+    def fetch(self, url: str, out: IO[bytes], size: int, sha256: str = "") -> None:
+        """Replace the content of `out` by a URL's, of `size` bytes (at most, if sha256 is empty).
 
-def retried(doing: str, url: str, attempt: Callable[[], T], progress: Progress, attempts: int = ATTEMPTS) -> T:
-    """Return the result of `attempt`, repeated after a StoreError if that may help. Raises FetchError."""
-    number = wrong = 0
-    while True:
-        number += 1
-        try:
-            return attempt()
-        except StoreError as error:
-            wrong += isinstance(error, WrongContent)
-            if error.refused or wrong == 2 or number == attempts:
-                raise FetchError(url, doing, error, number) from None
-            pause = min(LONGEST_PAUSE, 2.0 ** (number - 1))
-            message = f"{doing} {url}: attempt {number} of {attempts} failed ({error}); again in {pause:g} s"
-            print(message, file=sys.stderr, flush=True)
-        until = time.monotonic() + pause
-        while (remaining := until - time.monotonic()) > 0:
-            progress(f"waiting before {doing} {url} again")
-            time.sleep(min(POLL_SECONDS, remaining))
+        Unexpected content is fetched again once. Raises one of `errors`; OSError if `out` cannot be written.
+        """
+        wrong = count()
+
+        def attempt() -> None:
+            out.seek(0)
+            out.truncate()
+            digest = hashlib.sha256()
+            with closing(open_url(url)) as file:
+                while piece := store_answer(lambda: bytes(file.read(PIECE))):
+                    if out.tell() + len(piece) > size:
+                        raise StoreError(f"it has more than {size:,} bytes", not sha256 or next(wrong) > 0)
+                    digest.update(piece)
+                    out.write(piece)
+                    out.flush()  # processes that wait for a shard watch its size
+                    self.progress(f"fetching {url}, {out.tell():,} bytes so far")
+            if sha256 and digest.hexdigest() != sha256:
+                problem = f"its {out.tell():,} bytes have sha256 {digest.hexdigest()[:12]}…"
+                expected = f"{size:,} bytes with {sha256[:12]}… are expected"
+                raise StoreError(f"{problem}, but {expected}", next(wrong) > 0)
+
+        self.send("fetching", url, attempt)
 
 
 # Folders of shards
 
-ENTRY = re.compile(r"[0-9a-f]{64}\.(tar|([0-9]+\.)?partial)")
-GIGABYTE = 10**9
+ENTRY = re.compile(r"[0-9a-f]{64}\.tar|\.?[0-9a-f]{64}\..*partial")
 
 
 class ShardCache:
@@ -201,8 +199,7 @@ class ShardCache:
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, limit: int = 50 * GIGABYTE):
         home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        self.folder = Path(home, "megasparse", "shards") if folder is None else Path(folder)
-        self.limit = limit
+        self.folder, self.limit = Path(folder or f"{home}/megasparse/shards"), limit
 
     def path(self, shard: Shard) -> Path:
         """Return the path of a shard once it was fetched."""
@@ -215,41 +212,32 @@ class ShardCache:
             ConfigError: the limit is too small for it and the files in use.
             DataError: it cannot be fetched, or the folder cannot be used.
         """
-        path = self.path(shard)
         for is_last in (False, False, True):
-            self.fetch(shard, url, progress)
+            self.fetch(shard, url, Requests(progress))
             try:
-                file = ShardFile(path, shard, sample_bytes)
-                fcntl.flock(file.descriptor, fcntl.LOCK_SH)
-                with suppress(OSError):  # another user's: its last use is its time of access
-                    os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+                file = ShardFile(self.path(shard), shard, sample_bytes)
                 break
             except DataError:  # a damaged copy, or another process has just made room
                 if is_last:
                     raise
                 with suppress(OSError):
-                    path.unlink()
+                    self.path(shard).unlink()
+        fcntl.flock(file.descriptor, fcntl.LOCK_SH)
+        with suppress(OSError):  # another user's: its last use is its time of access
+            os.utime(file.descriptor, ns=(time.time_ns(), os.fstat(file.descriptor).st_mtime_ns))
         return file
 
-    def fetch(
-        self, shard: Shard, url: str, progress: Progress, keep: Collection[Shard] = (), attempts: int = ATTEMPTS
-    ) -> None:
+    def fetch(self, shard: Shard, url: str, requests: Requests, keep: Collection[Shard] = ()) -> None:
         """Fetch a shard unless it is here; other processes wait. keep: not to be deleted for it. Raises as `open`."""
-        path, partial = self.path(shard), self.folder / f"{shard.sha256}.partial"
+        path = self.path(shard)
         try:
             if path.exists():
                 return
-            with self._lock(f"waiting for {url}, as another process is fetching", progress):
-                if path.exists():
-                    return
-                self._make_room(shard.bytes, url, {self.path(other) for other in keep})
-                try:
-                    # Not buffered: its size tells others of progress
-                    with open(partial, "xb", buffering=0, opener=open_regular) as file:
-                        fetch(url, file, progress, shard.bytes, shard.sha256, attempts)
-                    partial.rename(path)
-                finally:
-                    partial.unlink(missing_ok=True)
+            with self._lock(f"waiting for {url}, as another process is fetching", requests.progress):
+                if not path.exists():
+                    self._make_room(shard.bytes, url, {self.path(other) for other in keep})
+                    with replacing(path) as file:
+                        requests.fetch(url, file, shard.bytes, shard.sha256)
         except OSError as error:
             problem = f"the cache of shards cannot be used: {error.strerror}"
             raise DataError(self.folder, problem, "Make room there, or set data.cache to another local disk") from None
@@ -257,12 +245,12 @@ class ShardCache:
     def _make_room(self, size: int, url: str, keep: Collection[Path]) -> None:
         """Delete the least recently used shards, none of `keep` and none in use, until `size` bytes fit."""
         room, entries = self.limit, []
-        for path in self.folder.iterdir():
+        for path in filter(lambda path: ENTRY.fullmatch(path.name), self.folder.iterdir()):
             with suppress(FileNotFoundError):  # a damaged one, which its reader has just deleted
-                status = path.stat(follow_symlinks=False)
-                if path.suffix == ".partial" and ENTRY.fullmatch(path.name):
+                status = path.lstat()
+                if path.suffix == PARTIAL:
                     path.unlink()  # of a process that has ended, as this one holds the lock
-                elif ENTRY.fullmatch(path.name):
+                else:
                     entries.append((max(status.st_atime_ns, status.st_mtime_ns), path, status.st_size))
                     room -= status.st_size
         for _, path, freed in sorted(entries):
@@ -276,76 +264,65 @@ class ShardCache:
             problem = f"{self.limit / GIGABYTE:g} GB are too few for what is needed at once in {self.folder}: {need}"
             raise ConfigError("data.cache_gb", problem, "Raise it, or lower data.shuffle_shards")
 
-    @contextmanager
-    def _lock(self, doing: str, progress: Progress) -> Iterator[None]:
+    def _lock(self, doing: str, progress: Progress) -> FileLock:
+        """Wait for the lock of the cache. `doing` is reported when the process that holds it has received data."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        reported = -1
+        size = reported = -1
         while True:
             with suppress(BlockingIOError):
-                lock = FileLock(self.folder / LOCK_FILE)
-                break
-            size = 0
+                return FileLock(self.folder / LOCK_FILE)
             with suppress(FileNotFoundError):
-                size = sum(path.stat().st_size for path in self.folder.glob("*.partial"))
-            if size != reported:  # report progress only if data arrives
+                size = sum(path.stat().st_size for path in self.folder.glob(f".*{PARTIAL}"))
+            if size != reported:
                 reported = size
                 progress(doing)
             time.sleep(POLL_SECONDS)
-        with lock:
-            yield
 
 
-class RemoteFolder(os.PathLike[str]):
-    """Folder at a URL, used as a Path is: `/` names a file in it, and messages show its URL."""
+class RemoteFolder(str):
+    """URL of a folder. As with a Path, `/` names a file in it."""
 
-    def __init__(self, url: str, cache: ShardCache):
-        self.url, self.cache = check_url(url), cache
+    cache: ShardCache
 
-    def __str__(self) -> str:
-        return self.url
-
-    __fspath__ = __str__
+    def __new__(cls, url: str, cache: ShardCache) -> "RemoteFolder":
+        folder = super().__new__(cls, check_url(url))
+        folder.cache = cache
+        return folder
 
     def __truediv__(self, file: str) -> str:
-        return f"{self.url}/{file}"
+        return f"{self}/{file}"
 
     def read_index(self) -> bytes:
-        """Return index.json, fetched again each time. Raises FetchError."""
+        """Return index.json, fetched again each time. Raises DataError."""
         content = BytesIO()
-        fetch(self / INDEX_FILE, content, silent, MOST_BYTES)
+        Requests().fetch(self / INDEX_FILE, content, MOST_BYTES)
         return content.getvalue()
 
 
-class _Closed(Exception):
-    pass
-
-
 class FetchAhead:
-    """A thread that fetches the next shards. It ignores failures: the reader of the shard fetches it again."""
+    """Thread that fetches the next shards. It ignores failures: the reader of the shard fetches it again."""
 
     def __init__(self, folder: RemoteFolder):
-        self._folder, self._closing = folder, threading.Event()
+        self._folder, self._is_closed = folder, False
         self._queue: queue.SimpleQueue[list[Shard]] = queue.SimpleQueue()
+        self.want = self._queue.put
+        """Fetch these shards next, in this order, instead of the ones requested before."""
         threading.Thread(target=self._run, name="shards", daemon=True).start()
-
-    def want(self, shards: list[Shard]) -> None:
-        """Fetch these next, in this order, instead of the ones requested before."""
-        self._queue.put(shards)
 
     def close(self) -> None:
         """End the thread, at its next sign of progress."""
-        self._closing.set()
-        self._queue.put([])
+        self._is_closed = True
+        self.want([])
 
     def _run(self) -> None:
-        while not self._closing.is_set():
+        requests = Requests(self._check_closed, attempts=1)
+        while not self._is_closed:
             shards = self._queue.get()
             for shard in shards:
-                with suppress(UserError, _Closed):
+                with suppress(UserError):
                     if self._queue.empty():
-                        url = self._folder / shard.file
-                        self._folder.cache.fetch(shard, url, self._check_closing, shards, attempts=1)
+                        self._folder.cache.fetch(shard, self._folder / shard.file, requests, shards)
 
-    def _check_closing(self, doing: str) -> None:
-        if self._closing.is_set():
-            raise _Closed
+    def _check_closed(self, doing: str) -> None:
+        if self._is_closed:
+            raise UserError("closed")

@@ -40,7 +40,7 @@ from megasparse.hub.tensor_file import TensorFile, appearing
 from megasparse.hub.tokenizer_files import FILE, GENERATION, SPECIAL, Files, companion_files, found_tokenizer
 from megasparse.model.adapters import add_adapters
 from megasparse.model.build import Model, build_model, deferred_model, empty_model, initial_weight
-from megasparse.training.checkpoints.bucket import newest_anywhere
+from megasparse.training.checkpoints.bucket import Bucket
 from megasparse.training.checkpoints.checkpoint import (
     Checkpoint,
     Fragment,
@@ -49,7 +49,15 @@ from megasparse.training.checkpoints.checkpoint import (
     open_newest,
     persistent_buffers,
 )
-from megasparse.training.checkpoints.manifest import FORMAT, MANIFEST, NO_DATA, read_manifest, seal, versions
+from megasparse.training.checkpoints.manifest import (
+    FORMAT,
+    MANIFEST,
+    NO_DATA,
+    find_newest,
+    read_manifest,
+    seal,
+    versions,
+)
 from megasparse.training.checkpoints.rank_file import RankFile, durable, make_folder
 from megasparse.training.ranks import Ranks
 
@@ -314,7 +322,8 @@ def resumed_from(config: Config, source: str | Path, ranks: Ranks) -> str:
     start = _start_of(config)
 
     def prepare() -> bool:
-        has_checkpoints = newest_anywhere(config) is not None
+        bucket = config.checkpoint.bucket
+        has_checkpoints = bool(find_newest(start.parents[1] / "checkpoints") or (bucket and Bucket(bucket).steps()))
         if not start.exists() and (config.lora is not None or not has_checkpoints):
             new = write_start(config, Path(source), start.parents[1])
             print(f"started from {source}; new weights: {', '.join(new) or 'none'}", file=sys.stderr)

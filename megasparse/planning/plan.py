@@ -27,8 +27,7 @@ from megasparse.planning.flops import hardware_flops_by_part, model_flops_per_to
 from megasparse.planning.passes import ConfiguredPass
 from megasparse.planning.states import Memory, MemoryPool, Zero, building, gigabytes, memory
 from megasparse.training.ranks import Ranks, local_ranks
-from megasparse.training.reporting.memory import available_bytes
-from megasparse.training.reporting.tracker import PEAK_TFLOPS
+from megasparse.training.reporting.memory import PEAK_TFLOPS, available_bytes
 
 RESERVE = 1 << 30
 """Bytes of a GPU assumed for the CUDA context, cuBLAS and NCCL."""

@@ -22,7 +22,7 @@ from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines.contract import Engine, StepResult
 from megasparse.training.ranks import Ranks, StopWanted
-from megasparse.training.reporting.memory import memory_scalars
+from megasparse.training.reporting.memory import memory_scalars, speed_scalars
 from megasparse.training.run import RunResult, TrainingRun
 
 HISTORY = 128
@@ -202,7 +202,7 @@ def train(run: TrainingRun) -> RunResult:
         scalars = _scalars(run, state, result) | {
             "optimizer/learning_rate": rate,
             "checkpoint/stall_seconds": stall_seconds,
-            **tracker.speed(result.tokens, time.perf_counter() - began, data.wait_seconds),
+            **speed_scalars(run.ranks, run.flops, result.tokens, time.perf_counter() - began, data.wait_seconds),
             **_evaluate(run, step),
         }
         tracker.log(step, scalars)

@@ -55,7 +55,7 @@ class Recipe:
     """Open this rank's steps, starting at a global sample number."""
     build_evaluation: Callable[[Engine, RunHooks], Evaluate | None] = lambda engine, hooks: None
     flops_per_token: tuple[float, float] | tuple[()] = ()
-    """FLOPs per token of the model, and FLOP/s of its devices; empty if unknown."""
+    """FLOPs per token of the model and of the hardware; empty if unknown."""
     selection: "Selection | None" = None
 
 
@@ -75,6 +75,8 @@ class TrainingRun:
     stop_at: int | None = None
     """Step after which to save and stop. Schedules still end at `training.steps`, so the run can resume exactly."""
     hooks: RunHooks = field(default_factory=RunHooks)
+    flops: tuple[float, ...] = ()
+    """FLOPs per token; see `Recipe.flops_per_token`."""
 
     @property
     def config(self) -> RunSettings:
@@ -201,9 +203,10 @@ def open_training(
                 closing(build_engine(model, config, recipe.make_rng, ranks, start, recipe.initial))
             )
             evaluate = recipe.build_evaluation(engine, hooks)
-            tracker = opened.enter_context(Tracker(config, ranks, step, recipe.flops_per_token))
+            tracker = opened.enter_context(Tracker(config, ranks, step))
             saver = Saver(recipe.identity, ranks, hooks)
-            yield TrainingRun(engine, batches, saver, tracker, start, evaluate, recipe.selection, stop_at, hooks)
+            flops = recipe.flops_per_token
+            yield TrainingRun(engine, batches, saver, tracker, start, evaluate, recipe.selection, stop_at, hooks, flops)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

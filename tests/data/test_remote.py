@@ -191,7 +191,7 @@ def test_the_limit_holds_and_the_least_recently_used_goes_first(folder, server, 
     assert not cache.path(shards[5]).exists()
     ahead = [shards[number] for number in (5, 0, 2, 3)]
     with pytest.raises(ConfigError):
-        cache.fetch(shards[5], f"{server.url}/{shards[5].file}", print, ahead)
+        cache.fetch(shards[5], f"{server.url}/{shards[5].file}", urls.Requests(), ahead)
     reader.read(5, 0, 10)
     assert sum(path.stat().st_size for path in cache.folder.glob("*.tar")) <= cache.limit
     assert {path.suffix for path in cache.folder.iterdir()} == {".tar", ".txt", ""}, "the partial is gone"

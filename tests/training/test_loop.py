@@ -57,7 +57,7 @@ def test_a_run_past_its_last_step_explains_why_it_does_not_start(tmp_path, capsy
 
 
 def test_every_step_has_one_line_with_every_scalar(tmp_path, monkeypatch):
-    monkeypatch.setattr("megasparse.training.reporting.tracker._peak", lambda device: 0.5)
+    monkeypatch.setattr("megasparse.training.reporting.memory._peak", lambda device: 0.5)
     config = tiny_config(tmp_path, evaluation={"every": 6})
     assert launch(config) == [6, 12, 18]
     written = metrics(config)

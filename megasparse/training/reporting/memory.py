@@ -1,4 +1,4 @@
-"""Memory of a rank by kind, in bytes, and the report of an out-of-memory error."""
+"""Scalars of speed and memory, the memory of a rank by kind, in bytes, and the report of an out-of-memory error."""
 
 import json
 import resource
@@ -18,6 +18,8 @@ from megasparse.training.ranks import Ranks
 if TYPE_CHECKING:
     from megasparse.training.engines.contract import Engine
 
+PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0}
+"""Dense bf16 peak per device, by a word in its name."""
 KINDS = ("weights", "gradients", "optimizer")
 HINT = (
     "Use a smaller training.micro_batch, shorter sequences, a higher zero_optimization stage or more ranks; "
@@ -46,6 +48,24 @@ def memory_scalars(device: torch.device, held: dict[str, tuple[int, int]]) -> di
         scalars |= {"memory/offloaded_bytes": sum(elsewhere for _, elsewhere in held.values())}
         scalars |= {"memory/reserved_bytes": reserved, "memory/fragmentation": 1 - peak / max(1, reserved)}
     return scalars
+
+
+def speed_scalars(ranks: Ranks, flops: tuple[float, ...], tokens: int, seconds: float, wait: float) -> dict[str, float]:
+    """Return a step's scalars speed/... (docs/reference). flops: FLOPs per token of the model and of the hardware, if
+    known. tokens: over all ranks. wait: seconds of waiting for data.
+    """
+    rate, size = tokens / seconds, ranks.world_size
+    scalars = {"tokens_per_second": rate, "tokens_per_second_per_device": rate / size}
+    scalars |= {"step_seconds": seconds, "data_wait_seconds": wait}
+    if (peak := _peak(ranks.device)) is not None:
+        for kind, number in zip(("model", "hardware"), flops, strict=False):
+            scalars[f"{kind}_flops_utilisation"] = number * rate / (size * peak * 1e12)
+    return {f"speed/{name}": value for name, value in scalars.items()}
+
+
+def _peak(device: torch.device) -> float | None:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for word, peak in PEAK_TFLOPS.items() if word in name), None)
 
 
 def peak_bytes(device: torch.device) -> int:

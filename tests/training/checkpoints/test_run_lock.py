@@ -16,9 +16,8 @@ import pytest
 
 from megasparse.config.load import build_config
 from megasparse.errors import ConfigError, UserError
-from megasparse.files import LOCK_FILE, FileLock
+from megasparse.files import LOCK_FILE, FileLock, JsonLines
 from megasparse.training.ranks import Ranks
-from megasparse.training.reporting.tracker import JsonLines
 from megasparse.training.run import run_lock
 from megasparse.training.stopping.watchdog import HEARTBEATS, overwrite
 from tests.helpers.ranks_in_threads import run_in_threads

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from megasparse.errors import CheckpointError, StorageError, TrainingError
-from megasparse.files import LOCK_FILE
+from megasparse.files import LOCK_FILE, JsonLines
 from megasparse.training.checkpoints import rank_file, saving
 from megasparse.training.checkpoints.checkpoint import Checkpoint
 from megasparse.training.checkpoints.manifest import MANIFEST, find_newest, list_checkpoints, seal
@@ -29,7 +29,6 @@ from megasparse.training.checkpoints.resume import find_start
 from megasparse.training.checkpoints.saving import Saver
 from megasparse.training.engines.contract import Engine
 from megasparse.training.ranks import Ranks, RunHooks
-from megasparse.training.reporting.tracker import JsonLines
 from tests.helpers.ranks_in_threads import run_in_threads
 from tests.helpers.tiny import identity_of, tiny_config, tiny_engine, train_steps
 

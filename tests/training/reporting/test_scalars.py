@@ -58,7 +58,7 @@ def test_the_table_tells_names_and_no_others():
 
 
 def test_every_scalar_of_pretraining_is_in_the_table(tmp_path, monkeypatch):
-    monkeypatch.setattr("megasparse.training.reporting.tracker._peak", lambda device: 0.1)
+    monkeypatch.setattr("megasparse.training.reporting.memory._peak", lambda device: 0.1)
     data = prepared(tmp_path)
     attention = {
         "pattern": [{"lha": 1, "yoso": 1, "smart_bird": 1, "lsh": 1}, {"lha": 2, "routing": 1, "yoso": 1}],

@@ -20,8 +20,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megasparse.config.schema import Config
 from megasparse.errors import ConfigError
+from megasparse.files import JsonLines, cut_lines
 from megasparse.training.ranks import Ranks
-from megasparse.training.reporting.tracker import JsonLines, Tracker, cut_lines
+from megasparse.training.reporting.tracker import Tracker
 from tests.helpers.tiny import tiny_config
 
 SCALARS = {"train/loss": 1.25, "optimizer/learning_rate": 1e-3, "speed/tokens_per_second": 10.0}
