@@ -1,14 +1,13 @@
 """Evaluation of fine-tuned models: predictions, official metrics with intervals, and files. N examples."""
 
 import csv
-import importlib.util
 import io
 import json
 import math
 import platform
 import statistics
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,11 +133,10 @@ def predict(model: Finetuned, sources: Sequence[str], say: Callable[[str], None]
     """Predict all examples of the files, in order. Labels that cannot be read are ignored, and empty texts are counted.
     Raises DataError if there are no examples.
     """
-    task, encoder = model.form.task, model.encoder
+    task = model.form.task
     task.needs_labels, task.config = False, task.config.model_copy(update={"empty": "keep"})
-    encoder.config = task.config
     _, files = chosen_files(task, sources, None)
-    encoded = encode_all(encoder, "new", read_files(task, files), say)
+    encoded = encode_all(model.form, "new", read_files(task, files), say)
     if not encoded:
         raise DataError(sources[0], "contains no examples", "Use files with examples")
     return predictions(model.form, encoded, predicted(model, encoded))
@@ -146,7 +144,7 @@ def predict(model: Finetuned, sources: Sequence[str], say: Callable[[str], None]
 
 def predict_texts(model: Finetuned, texts: Sequence[str], say: Callable[[str], None]) -> Row:
     """Predict one example from its texts. Raises ConfigError if the task has other inputs."""
-    encoded = encode_all(model.encoder, "new", [model.form.example(texts)], say)
+    encoded = encode_all(model.form, "new", [model.form.example(texts)], say)
     return predictions(model.form, encoded, predicted(model, encoded))[0]
 
 
@@ -172,43 +170,33 @@ def write_predictions(path: Path, rows: Sequence[Row]) -> None:
         UserError: The file cannot be written.
     """
     require_form(path)
-    out = io.StringIO()
-    if path.suffix == ".jsonl":
-        out.writelines(json.dumps(row) + "\n" for row in rows)
-    elif path.suffix == ".json":
-        answers: dict[str, Any] = {}
-        for row in rows:
-            if row["name"] in answers:
-                problem = f'"{row["name"]}" occurs twice, which a .json cannot contain'
-                raise DataError(_location(row), problem, "Write a .jsonl")
-            answers[row["name"]] = row["predicted"]
-        out.write(json.dumps(answers, indent=1) + "\n")
-    else:
-        tabs, classes = path.suffix == ".tsv", list(rows[0].get("probabilities") or ())
-        form: dict[str, Any] = {"delimiter": "\t", "quotechar": None, "quoting": csv.QUOTE_NONE} if tabs else {}
-        writer = csv.writer(out, lineterminator="\n", **form)
-        heads = ["name", "predicted", *(f"probability of {name}" for name in classes)]
-        writer.writerow(["index", "prediction"] if tabs else heads)
-        for row in rows:
-            value = row["predicted"]
-            cells = [row["name"], json.dumps(value) if isinstance(value, list | dict) else value]
-            try:
-                writer.writerow(cells if tabs else [*cells, *(row.get("probabilities") or {}).values()])
-            except csv.Error:
-                problem = f"{cells} contains a tab or a line end, which a .tsv cannot contain"
-                raise DataError(_location(row), problem, "Write a .csv") from None
+    out, answers, suffix = io.StringIO(), dict[str, Any](), path.suffix
+    classes, writer = rows[0].get("probabilities") or (), csv.writer(out, lineterminator="\n")
+    if suffix == ".csv":
+        writer.writerow(["name", "predicted", *(f"probability of {name}" for name in classes)])
+    out.write("index\tprediction\n" if suffix == ".tsv" else "")
+    for row in rows:
+        name, value = row["name"], row["predicted"]
+        text = json.dumps(value) if isinstance(value, list | dict) else str(value)
+        location = str(SourceLocation(Path(row["file"]), row["line"]))
+        if suffix == ".jsonl":
+            out.write(json.dumps(row) + "\n")
+        elif suffix == ".csv":
+            writer.writerow([name, text, *(row["probabilities"][one] for one in classes)])
+        elif suffix == ".tsv":
+            if any(mark in f"{name}{text}" for mark in "\t\r\n"):
+                problem = f"{[name, text]} contains a tab or a line end, which a .tsv cannot contain"
+                raise DataError(location, problem, "Write a .csv")
+            out.write(f"{name}\t{text}\n")
+        elif name in answers:
+            raise DataError(location, f'"{name}" occurs twice, which a .json cannot contain', "Write a .jsonl")
+        answers[name] = value
     with whole_file(path) as stream:
-        stream.write(out.getvalue().encode())
+        stream.write((json.dumps(answers, indent=1) + "\n" if suffix == ".json" else out.getvalue()).encode())
 
 
-def _location(row: Row) -> str:
-    return str(SourceLocation(Path(row["file"]), row["line"]))
-
-
-LIBRARIES = {"scikit-learn": "sklearn", "rouge-score": "rouge_score"} | {
-    name: name for name in ("torch", "numpy", "scipy", "sacrebleu", "tokenizers")
-}
-"""Modules of the packages whose versions are part of a result."""
+LIBRARIES = ("torch", "numpy", "scipy", "scikit-learn", "sacrebleu", "rouge-score", "tokenizers")
+"""Packages whose versions are part of a result."""
 
 
 def evaluate_checkpoints(
@@ -238,11 +226,11 @@ def evaluate_checkpoints(
         ConfigError: The same checkpoint is given twice; errors of `restore_task` and the task's reader.
     """
     paths = [chosen_checkpoint(Path(directory)).resolve() for directory in directories]
-    for number, path in enumerate(paths):
-        if path in paths[:number]:
-            hint = "Name each once: they are treated as independent runs"
-            raise ConfigError("--checkpoint", f"{path} is given twice", hint)
-    runs, first = [], None
+    if repeated := [path for number, path in enumerate(paths) if path in paths[:number]]:
+        hint = "Name each once: they are treated as independent runs"
+        raise ConfigError("--checkpoint", f"{repeated[0]} is given twice", hint)
+    runs: list[dict[str, Any]] = []
+    first: Any = None
     for directory in directories:
         model = restore_task(directory, overrides, name)
         form, task = model.form, model.form.task
@@ -250,12 +238,11 @@ def evaluate_checkpoints(
         chosen, files = chosen_files(task, sources, split)
         if first and first[0].task.classes != task.classes:
             raise ConfigError("--checkpoint", f"{directory} was trained on other classes", "Evaluate it separately")
-        split_name = chosen or "given"
-        examples = labelled(read_files(task, files), split_name, files[0])
-        encoded = encode_all(model.encoder, split_name, examples, say)
-        table = predicted(model, encoded)
-        outputs, counts = answers(form, encoded, table), model.encoder.counts
-        entry = {
+        title = chosen or "given"
+        encoded = encode_all(model.form, title, labelled(read_files(task, files), title, files[0]), say)
+        table, counts = predicted(model, encoded), form.counts
+        outputs = answers(form, encoded, table)
+        runs.append({
             "checkpoint": str(model.checkpoint.path),
             "step": model.checkpoint.step,
             "seed": model.config.run.seed,
@@ -264,26 +251,24 @@ def evaluate_checkpoints(
             "precision": model.config.training.precision,
             "max_length": model.config.task.max_length,
             "inputs": {"cut": counts.cut, "empty": counts.empty, "longest": counts.longest},
-        }
-        runs.append(entry)
+        })  # fmt: skip
         first = first or (form, encoded, table, outputs)
-    assert first is not None
     form, encoded, table, outputs = first
-    metrics = {}
+    metrics, several = {}, len(runs) > 1
     for metric in form.task.metrics:
         values = [entry["metrics"][metric] for entry in runs]
-        interval: tuple[float, float] | None
-        if len(runs) > 1:
-            interval, deviation = t_interval(values), statistics.stdev(values)
+        if several:
+            low, high = t_interval(values)
         else:
             labels = column([example.label for example in encoded])
             with tqdm(total=RESAMPLES, desc=f"resampling {metric}", leave=False, disable=None) as bar:
-                seed = runs[0]["seed"]
-                interval = bootstrap_interval(METRICS[metric], labels, column(outputs), seed, bar.update)
-            deviation = None
-        low, high = interval or (None, None)
-        value = statistics.fmean(values)
-        metrics[metric] = {"value": value, "low": low, "high": high, "standard_deviation": deviation}
+                low, high = bootstrap_interval(METRICS[metric], labels, column(outputs), runs[0]["seed"], bar.update)
+        deviation = statistics.stdev(values) if several else None
+        metrics[metric] = {
+            "value": statistics.fmean(values), "low": low, "high": high, "standard_deviation": deviation,
+        }  # fmt: skip
+    kind = f"Student's t over {len(runs)} runs" if several else f"bootstrap over examples, {RESAMPLES:,} resamples"
+    versions = {name: one.version for name in LIBRARIES for one in distributions(name=name)}
     result = {
         "task": form.task.name,
         "split": chosen,
@@ -291,14 +276,10 @@ def evaluate_checkpoints(
         "examples": len(encoded),
         "metrics": metrics,
         "signatures": {name: text for name in form.task.metrics if (text := signature(name)) is not None},
-        "interval": f"95 %, Student's t over {len(runs)} runs" if len(runs) > 1
-        else f"95 %, bootstrap over examples, {RESAMPLES:,} resamples",
+        "interval": f"95 %, {kind}",
         "runs": runs,
-        "versions": {
-            "python": platform.python_version(), "megasparse": __version__,
-            **{name: version(name) for name in LIBRARIES if importlib.util.find_spec(LIBRARIES[name])},
-        },
-    }  # fmt: skip
+        "versions": {"python": platform.python_version(), "megasparse": __version__, **versions},
+    }
     return result, predictions(form, encoded, table)
 
 

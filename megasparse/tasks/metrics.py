@@ -27,15 +27,15 @@ def bootstrap_interval(
     predicted: np.ndarray,
     seed: int,
     step: Callable[[], object] = lambda: None,
-) -> tuple[float, float] | None:
+) -> tuple[float | None, float | None]:
     """Return the percentile interval (Efron 1979) of a metric over resampled pairs of label and answer.
 
-    labels, predicted: (N,). step: called after each of RESAMPLES. Returns None for a single example.
+    labels, predicted: (N,). step: called after each of RESAMPLES. Returns (None, None) for a single example.
     """
     from scipy.stats import bootstrap
 
     if len(labels) < 2:
-        return None
+        return None, None
 
     def statistic(labels: np.ndarray, predicted: np.ndarray) -> float:
         step()
@@ -48,7 +48,7 @@ def bootstrap_interval(
     return float(interval.low), float(interval.high)
 
 
-def t_interval(values: Sequence[float]) -> tuple[float, float]:
+def t_interval(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Return Student's t interval of the mean of two or more independent values."""
     from scipy.stats import t
 
@@ -57,7 +57,7 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
     return mean - half, mean + half
 
 
-cached_ranking = lru_cache(1 << 19)
+cached = lru_cache(1 << 19)
 """Decorator with a cache that fits the impressions of MIND's validation set."""
 
 
@@ -71,21 +71,21 @@ def ranking(scores: Sequence[float]) -> np.ndarray:
     return np.argsort(np.asarray(scores), kind="stable")[::-1]
 
 
-@cached_ranking
+@cached
 def _auc(clicked: tuple[int, ...], scores: tuple[float, ...]) -> float:
     from sklearn.metrics import roc_auc_score
 
     return float(roc_auc_score(clicked, scores))
 
 
-@cached_ranking
+@cached
 def _mrr(clicked: tuple[int, ...], scores: tuple[float, ...]) -> float:
     """Compute Σ y_i/rank_i ÷ Σ y_i."""
     hits = np.asarray(clicked)[ranking(scores)]
     return float((hits / np.arange(1, len(hits) + 1)).sum() / hits.sum())
 
 
-@cached_ranking
+@cached
 def _ndcg(clicked: tuple[int, ...], scores: tuple[float, ...], k: int) -> float:
     """Compute nDCG from ranks: without ties, over which scikit-learn would average."""
     from sklearn.metrics import ndcg_score
@@ -95,15 +95,14 @@ def _ndcg(clicked: tuple[int, ...], scores: tuple[float, ...], k: int) -> float:
     return float(ndcg_score([clicked], [order], k=k))
 
 
-CACHED_PAIRS = 1 << 17
-"""Largest number of cached text pairs."""
-BLEUS: dict[str, dict[str, Any]] = {
-    "bleu": {},
-    "bleu_intl": {"tokenize": "intl"},
-    "bleu_intl_uncased": {"tokenize": "intl", "lowercase": True},
+SACREBLEU: dict[str, tuple[str, dict[str, Any]]] = {
+    "bleu": ("BLEU", {}),
+    "bleu_intl": ("BLEU", {"tokenize": "intl"}),
+    "bleu_intl_uncased": ("BLEU", {"tokenize": "intl", "lowercase": True}),
+    "chrf": ("CHRF", {}),
 }
-"""Settings of sacrebleu's BLEU by metric: plain text that sacrebleu tokenises; the tokenizer "intl", which handles
-Unicode punctuation and symbols, as in Reformer's Table 4; the latter in lower case."""
+"""Classes of sacrebleu and their settings by metric. The tokenizer "intl" handles Unicode punctuation and symbols, as
+in Reformer's Table 4."""
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 """Words, word pairs, longest common subsequence, union of subsequences over sentences (CNN/DailyMail's ROUGE-L)."""
 
@@ -124,7 +123,7 @@ def _mean_rouge(labels: np.ndarray, predicted: np.ndarray, name: str) -> float:
 
 def signature(name: str) -> str | None:
     """Return the settings and version that a metric's library reports; None for other metrics."""
-    if name == "chrf" or name in BLEUS:
+    if name in SACREBLEU:
         scorer = _scorer(name)
         scorer.corpus_score(["a"], [["a"]])
         return str(scorer.get_signature())
@@ -141,12 +140,13 @@ def _scorer(name: str) -> Any:
         from rouge_score.rouge_scorer import RougeScorer
 
         return RougeScorer(ROUGE, use_stemmer=True)
-    from sacrebleu.metrics import BLEU, CHRF
+    from sacrebleu import metrics
 
-    return CHRF() if name == "chrf" else BLEU(**BLEUS[name])
+    kind, settings = SACREBLEU[name]
+    return getattr(metrics, kind)(**settings)
 
 
-@lru_cache(maxsize=CACHED_PAIRS)
+@cached
 def _counts(name: str, reference: str, hypothesis: str) -> tuple[int, ...]:
     """Return the lengths and n-gram counts of a pair, whose sums determine the score. sacrebleu's own resampling uses
     these private functions.
@@ -154,7 +154,7 @@ def _counts(name: str, reference: str, hypothesis: str) -> tuple[int, ...]:
     return tuple(_scorer(name)._extract_corpus_statistics([hypothesis], [[reference]])[0])
 
 
-@lru_cache(maxsize=CACHED_PAIRS)
+@cached
 def _rouge(reference: str, hypothesis: str) -> dict[str, float]:
     """Return the F1 of each of ROUGE."""
     scores = _scorer(ROUGE[0]).score(reference, hypothesis)
@@ -192,7 +192,7 @@ def _of_labels(labels: np.ndarray, predicted: np.ndarray, name: str) -> float:
 
 METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     **{name: partial(_of_labels, name=name) for name in (*SKLEARN, "pearson", "spearman")},
-    **{name: partial(_corpus_score, name=name) for name in (*BLEUS, "chrf")},
+    **{name: partial(_corpus_score, name=name) for name in SACREBLEU},
     **{name: partial(_mean_rouge, name=name) for name in ROUGE},
     "auc": partial(_mean, metric=_auc),
     "mrr": partial(_mean, metric=_mrr),
@@ -207,7 +207,7 @@ correlation with a constant is undefined and returns 0. BLEU and chrF range from
 def require_metrics(names: Sequence[str]) -> None:
     """Raise UserError if a library for these metrics is not installed."""
     for name in names:
-        texts = "rouge_score" if name in ROUGE else "sacrebleu" if name == "chrf" or name in BLEUS else "sklearn"
+        texts = "rouge_score" if name in ROUGE else "sacrebleu" if name in SACREBLEU else "sklearn"
         for library in (texts, "scipy"):
             if importlib.util.find_spec(library) is None:
                 hint = 'Install the packages for fine-tuning: pip install "megasparse[tasks]"'

@@ -19,7 +19,7 @@ from megasparse.data.batches import Steps, check_shares
 from megasparse.data.order import permutation
 from megasparse.errors import CheckpointError, ConfigError, DataError, did_you_mean
 from megasparse.tasks.backbones import add_adapters
-from megasparse.tasks.batches import EncodedExample, ExampleBatches, ExampleEncoder
+from megasparse.tasks.batches import EncodedExample, ExampleBatches
 from megasparse.tasks.catalog import build_task
 from megasparse.tasks.form import Form
 from megasparse.tasks.forms.forecast import ForecastForm
@@ -46,7 +46,6 @@ class Finetuned:
     """The model of `form.model` in evaluation mode, in the precision and on the device of its run."""
     form: Form
     """Form of its training task, or of another task with the same form and classes."""
-    encoder: ExampleEncoder
     config: FinetuneConfig
     checkpoint: Checkpoint
     ranks: Ranks
@@ -101,8 +100,8 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
     if config.training.precision == "bf16":
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
-    encoder = form.encoder(Start(body, tokenizer))
-    return Finetuned(model.to(ranks.device).eval(), form, encoder, config, checkpoint, ranks)
+    form.prepare(body, tokenizer)
+    return Finetuned(model.to(ranks.device).eval(), form, config, checkpoint, ranks)
 
 
 def chosen_checkpoint(directory: Path) -> Path:
@@ -164,11 +163,12 @@ def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
     form.check(start.body)
     if config.lora is not None:
         add_adapters(start.body, config.lora, config.run.seed)
-    model, encoder = form.model(start.body), form.encoder(start)
+    model = form.model(start.body)
+    form.prepare(start.body, start.tokenizer)
     encoded, kinds = [], []
     for split, examples in (("training", train), ("validation", validation)):
-        encoded.append(encode_all(encoder, split, examples, say))
-        kinds.append(encoder.counts.kinds.keys())
+        encoded.append(encode_all(form, split, examples, say))
+        kinds.append(form.counts.kinds.keys())
     for warning in task.warnings:
         say(warning)
     if task.classes and (unseen := sorted(kinds[1] - kinds[0])):
@@ -176,13 +176,11 @@ def open_run(config: FinetuneConfig, say: Callable[[str], None]) -> TaskRun:
     return TaskRun(_resolved(config, task, start, model, encoded[0]), form, start, model, *encoded)
 
 
-def encode_all(
-    encoder: ExampleEncoder, split: str, examples: Iterable[Example], say: Callable[[str], None]
-) -> list[EncodedExample]:
+def encode_all(form: Form, split: str, examples: Iterable[Example], say: Callable[[str], None]) -> list[EncodedExample]:
     """Encode with a progress bar, then print the counts with `say`."""
     bar = tqdm(examples, desc=f"reading {split} examples", unit="", leave=False, disable=None)
-    encoded = list(encoder.encode(bar))
-    for line in encoder.lines(split):
+    encoded = list(form.encode(bar))
+    for line in form.lines(split):
         say(line)
     return encoded
 

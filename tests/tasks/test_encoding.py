@@ -3,15 +3,17 @@
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from megasparse.config.finetuning import TaskConfig
+from megasparse.config.finetuning import FinetuneConfig, TaskConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, DataError
-from megasparse.tasks.batches import EncodedExample, ExampleEncoder, Segments
+from megasparse.tasks.batches import EncodedExample, Segments
+from megasparse.tasks.forms.labels import LabelForm
 from megasparse.tasks.task import Example, SourceLocation, Task
 from tests.helpers.finetuning import bert_tokenizer, write_tokenizer
 from tests.helpers.tokenizers import byte_level, written
@@ -36,9 +38,12 @@ class Towers(Made):
 
 
 def encoder(tokenizer: str | None, kind: type[Task] = Made, vocabulary: int = 1000, separators: int = 1,
-            **settings: object) -> ExampleEncoder:  # fmt: skip
+            **settings: object) -> LabelForm:  # fmt: skip
     task = kind(TaskConfig.model_validate({"max_length": 40, **settings}))
-    return ExampleEncoder(task, None if tokenizer is None else build_tokenizer(tokenizer), vocabulary, separators)
+    task.vocabulary = vocabulary if tokenizer is None else None
+    form, body = LabelForm(task, FinetuneConfig()), SimpleNamespace(vocabulary=vocabulary, separators=separators)
+    form.prepare(body, build_tokenizer(tokenizer or "bytes"))  # type: ignore[arg-type]
+    return form
 
 
 def examples(*inputs: tuple[object, ...]) -> list[Example]:

@@ -357,7 +357,7 @@ def test_more_layers_than_weights_are_rejected_before_one_is_built(tmp_path):
 
 def scores(run, file):
     result = restore_task(run)
-    examples = encode_all(result.encoder, "new", result.form.task.read(file), lambda line: None)
+    examples = encode_all(result.form, "new", result.form.task.read(file), lambda line: None)
     return result, result.form.measures(examples, answers(result.form, examples, predicted(result, examples)))
 
 
@@ -433,7 +433,7 @@ def test_another_task_takes_its_place_only_with_the_same_classes(trained):
 
 
 def test_overrides_are_checked(trained):
-    assert restore_task(trained / "run", ["task.max_length=16"]).encoder.config.max_length == 16
+    assert restore_task(trained / "run", ["task.max_length=16"]).config.task.max_length == 16
     with pytest.raises(ConfigError, match=r"task.max_length: 129 tokens are more than"):
         restore_task(trained / "run", ["task.max_length=129"])
     with pytest.raises(ConfigError, match="max_lenght"):

@@ -19,6 +19,7 @@ from megasparse.attention.heads import Norm, Padding, projection
 from megasparse.config.attention import predicts
 from megasparse.config.finetuning import FinetuneConfig
 from megasparse.config.schema import ModelConfig, encoder_part
+from megasparse.data.tokenizers import Tokenizer
 from megasparse.errors import ConfigError
 from megasparse.model.branch import mean_stream
 from megasparse.model.decoder import SourceEncoder
@@ -26,7 +27,7 @@ from megasparse.model.embedding import Positions
 from megasparse.model.stack import Stack
 from megasparse.ops.random import RngContext
 from megasparse.tasks.backbones import Backbone, attention_settings
-from megasparse.tasks.batches import EncodedExample, ExampleEncoder, Movable
+from megasparse.tasks.batches import EncodedExample, Movable
 from megasparse.tasks.form import Form
 from megasparse.tasks.forms.labels import DEVIATION, draw_normal
 from megasparse.tasks.readers.series import Series
@@ -182,17 +183,6 @@ class ForecastWindow(EncodedExample):
             yield np.ascontiguousarray(part).tobytes()
 
 
-class WindowEncoder(ExampleEncoder):
-    """Encoder of windows, which the task has scaled and which have equal lengths."""
-
-    def encoded(self, example: Example) -> ForecastWindow:
-        inputs: Any = example.inputs
-        return ForecastWindow((), example.label, example.location, example.name, *inputs)
-
-    def lines(self, split: str) -> list[str]:
-        return [f"{split}: {self.counts.examples:,} windows of {self.config.max_length:,} rows"]
-
-
 class ForecastForm(Form):
     """Mean squared error; answers and labels are scaled, float64 (H, T). Predictions are in the file's units."""
 
@@ -222,8 +212,15 @@ class ForecastForm(Form):
             raise ConfigError("model.max_length", problem, f"Set it to {rows}, or lower task.forecast.horizon")
         return ForecastBody(model, len(self.series.inputs) + self.series.time_features, settings.overlap)
 
-    def encoder(self, start: Any) -> ExampleEncoder:
-        return WindowEncoder(self.task, None, start.body.vocabulary)
+    def prepare(self, body: Backbone, tokenizer: Tokenizer) -> None:
+        """Do nothing: the task has scaled the windows, which have equal lengths."""
+
+    def encoded(self, example: Example) -> ForecastWindow:
+        inputs: Any = example.inputs
+        return ForecastWindow((), example.label, example.location, example.name, *inputs)
+
+    def lines(self, split: str) -> list[str]:
+        return [f"{split}: {self.counts.examples:,} windows of {self.task.config.max_length:,} rows"]
 
     def model(self, body: Backbone) -> nn.Module:
         assert isinstance(body, ForecastBody)

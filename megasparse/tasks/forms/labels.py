@@ -16,7 +16,7 @@ from megasparse.config.finetuning import HeadConfig
 from megasparse.errors import ConfigError, DataError
 from megasparse.ops.random import RngContext, derive, dropout
 from megasparse.tasks.backbones import Backbone
-from megasparse.tasks.batches import EncodedExample, ExampleEncoder, Inputs, Padded, Segments, collate
+from megasparse.tasks.batches import EncodedExample, Inputs, Padded, Segments, collate
 from megasparse.tasks.form import Form
 from megasparse.tasks.task import Example
 
@@ -228,8 +228,10 @@ class Choice(Example):
     candidates: int
 
 
-class ChoiceEncoder(ExampleEncoder):
-    """Encoder to one sequence: [begin] question [separator] candidate [separator] ... candidate [separator] text
+class ChoiceForm(Form):
+    """Cross-entropy over an example's candidates. Answers are their numbers.
+
+    Inputs are one sequence: [begin] question [separator] candidate [separator] ... candidate [separator] text
     [separator] ..., with type 0 up to the last candidate's separator and 1 after it. The mark of a candidate, the
     position of its score, is the separator after it, so that a decoder has read the candidate. Without special tokens
     the sequence starts with the question, and byte tokenizers use a line end as separator; with other tokenizers there
@@ -237,6 +239,12 @@ class ChoiceEncoder(ExampleEncoder):
 
     Only the texts are truncated, at their end, never the question and candidates.
     """
+
+    def check(self, body: Backbone) -> None:
+        head, hint = self.config.head, "Remove it: a candidate is scored by one linear layer at its mark"
+        for key, value in (("pooling", head.pooling), ("hidden", head.hidden)):
+            if value:
+                raise ConfigError(f"head.{key}", f"{value!r}, but {self.task.name} does not pool", hint)
 
     def encoded(self, example: Any) -> EncodedChoice:
         """Encode a Choice. Raises DataError if question and candidates are too long."""
@@ -246,28 +254,16 @@ class ChoiceEncoder(ExampleEncoder):
         uncut = 1 + example.candidates
         ends = len(begin) + np.cumsum([len(part) for part in ids[:uncut]])
         tokens, first = np.concatenate([begin, *ids]), int(ends[-1])
-        limit, location = self.config.max_length, example.location
+        limit, location = self.task.config.max_length, example.location
         if first > limit:
             problem = f"question and {example.candidates} candidates of {example.name} have {first:,} tokens"
             hint = "Raise it, or remove the example: they are never truncated"
             raise DataError(str(location), f"{problem}, more than task.max_length = {limit:,}", hint)
-        tokens = tokens[:limit] if self.is_cut(len(tokens), location) else tokens
+        tokens = tokens[:limit] if self.counts.is_cut(len(tokens), location) else tokens
         sequence = Segments(tokens, (np.arange(len(tokens)) >= first).astype(np.int64))
         # Without separators, a candidate without tokens may end before the first token.
         marks, names = np.maximum(ends[1:] - 1, 0), tuple(map(str, example.inputs[1:uncut]))
         return EncodedChoice((sequence,), example.label, location, example.name, marks, names)
-
-
-class ChoiceForm(Form):
-    """Cross-entropy over an example's candidates. Answers are their numbers."""
-
-    encoder_class = ChoiceEncoder
-
-    def check(self, body: Backbone) -> None:
-        head, hint = self.config.head, "Remove it: a candidate is scored by one linear layer at its mark"
-        for key, value in (("pooling", head.pooling), ("hidden", head.hidden)):
-            if value:
-                raise ConfigError(f"head.{key}", f"{value!r}, but {self.task.name} does not pool", hint)
 
     def model(self, body: Backbone) -> ChoiceModel:
         return ChoiceModel(body, self.config.head.dropout, self.config.run.seed)

@@ -24,7 +24,7 @@ from megasparse.errors import ConfigError
 from megasparse.model.build import initialise
 from megasparse.ops.random import RngContext, derive, random_bits
 from megasparse.tasks.backbones import Backbone
-from megasparse.tasks.batches import EncodedExample, ExampleEncoder, Movable, Padded, Segments, collate, side_by_side
+from megasparse.tasks.batches import EncodedExample, Movable, Padded, Segments, collate, side_by_side
 from megasparse.tasks.form import Form
 from megasparse.tasks.forms.labels import draw_normal, dropped
 from megasparse.tasks.task import Example
@@ -229,8 +229,13 @@ class Impression(EncodedExample):
         yield b"".join([text.tokens.tobytes() for text in read])
 
 
-class RankingEncoder(ExampleEncoder):
-    """Encoder of distinct texts: truncated and empty texts are counted once."""
+class RankingForm(Form):
+    """Inputs are the texts chosen before and the texts shown, labels 0 or 1 per text shown; answers are their scores.
+
+    A training example is an impression with all its clicks, which have equal weight: `training.global_batch` is a
+    number of impressions, and an epoch contains every click once. Every step draws new negatives. Truncated and empty
+    texts are counted once.
+    """
 
     def reset(self) -> None:
         super().reset()
@@ -251,16 +256,6 @@ class RankingEncoder(ExampleEncoder):
         clicked = self.histories.setdefault(history, tuple(self.texts[text] for text in history))
         candidates = tuple(self.texts[text] for text in shown)
         return Impression(candidates, example.label, location, example.name, clicked)
-
-
-class RankingForm(Form):
-    """Inputs are the texts chosen before and the texts shown, labels 0 or 1 per text shown; answers are their scores.
-
-    A training example is an impression with all its clicks, which have equal weight: `training.global_batch` is a
-    number of impressions, and an epoch contains every click once. Every step draws new negatives.
-    """
-
-    encoder_class = RankingEncoder
 
     def model(self, body: Backbone) -> nn.Module:
         if self.config.head.pooling is not None:

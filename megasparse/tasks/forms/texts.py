@@ -30,13 +30,11 @@ from megasparse.tasks.batches import (
     EncodedExample,
     ExampleBatches,
     ExampleCounts,
-    ExampleEncoder,
     Movable,
     Padded,
-    require_vocabulary,
     side_by_side,
 )
-from megasparse.tasks.form import Form
+from megasparse.tasks.form import Form, require_vocabulary
 from megasparse.tasks.task import Example, SourceLocation, Task
 
 
@@ -155,18 +153,46 @@ class EncodedText(EncodedExample):
             yield self.target.tobytes()
 
 
-class SourceTargetEncoder(ExampleEncoder):
-    """Encoder of sources and targets. Truncated sources keep their end; truncated targets do not, because it would
-    teach the model to end too early.
+class TextForm(Form):
+    """Cross-entropy of the target's tokens. Answers are the texts found by beam search.
+
+    Truncated sources keep their end; truncated targets do not, because it would teach the model to end too early.
     """
 
-    def __init__(self, task: Task, tokenizer: Tokenizer, vocabulary: int, end: int):
-        super().__init__(task, tokenizer, vocabulary)
-        self.end = np.array([end], dtype=np.int64)
+    two_sided, pooled_sketch = True, False
+
+    def __init__(self, task: Task, config: FinetuneConfig):
+        super().__init__(task, config)
+        zero = config.deepspeed.get("zero_optimization", {})
+        if config.run.engine == "deepspeed" and int(zero.get("stage", 0)) == 3:
+            problem = "3 gathers each weight on all ranks at once, but their searches for answers differ in length"
+            raise ConfigError("deepspeed.zero_optimization.stage", problem, "Set it to 2")
+
+    def body(self, model: ModelConfig) -> Backbone:
+        return SequenceToSequenceBody(model)
+
+    def prepare(self, body: Any, tokenizer: Tokenizer) -> None:
+        generation = self.config.task.generation
+        if tokenizer.special is None:
+            problem = f'"{tokenizer.name}" lacks special tokens, one of which ends a text'
+            raise ConfigError("task.tokenizer", problem, "Use a tokenizer with special tokens, or a model with one")
+        end, longest = tokenizer.special.separator, body.stack.config.max_length
+        require_vocabulary(body, max(tokenizer.vocabulary, end + 1))
+        if generation.target_length > longest:
+            problem = f"{generation.target_length} tokens are more than the decoder's maximum of {longest}"
+            raise ConfigError("task.generation.target_length", problem, f"Set it to {longest} or less")
+        if leaks := body.stack.leaks:
+            problem = f"not strictly causal ({', '.join(leaks)}), but answers are predicted token by token"
+            raise ConfigError("model.attention", problem, 'Use the strictly causal setting, window = "band"')
+        self.tokenizer, self.end = tokenizer, np.array([end], dtype=np.int64)
+        self.rule = BeamSettings(
+            generation.beams, generation.target_length, {end}, LENGTH_PENALTY, tokenizer.vocabulary
+        )
 
     def reset(self) -> None:
         super().reset()
-        self.answers = ExampleCounts()
+        limit = self.task.config.generation.target_length
+        self.answers = ExampleCounts(self.task.config, "answers", "task.generation.target_length", limit)
 
     def encoded(self, example: Example) -> EncodedText:
         """Encode source and answer. Raises DataError also if the answer is empty or longer than
@@ -180,58 +206,19 @@ class SourceTargetEncoder(ExampleEncoder):
         lines, answers = super().lines(split), self.answers
         if answers.examples:
             lines[0] += f"; {answers.examples:,} answers, the longest of {answers.longest:,} tokens"
-        limit, hint = self.config.generation.target_length, "task.generation.target_length to learn"
-        return lines + answers.notes(split, "answers", limit, hint)
+        return lines + answers.notes(split)
 
     def _frame(self, segments: int) -> list[np.ndarray]:
         return [self.end[:0], self.end]
 
     def _target(self, answer: str, location: SourceLocation) -> np.ndarray:
         assert self.tokenizer is not None
-        tokens, limit = self.tokenizer.encode(answer).numpy(), self.config.generation.target_length
-        self.answers.examples += 1
+        tokens, answers = self.tokenizer.encode(answer).numpy(), self.answers
+        answers.examples += 1
         if not len(tokens):
-            self.count_empty(self.answers, "its answer is empty: the model has nothing to predict", location)
-        self.is_cut(len(tokens) + 1, location, self.answers)
-        return np.concatenate([tokens, self.end])[:limit]
-
-
-class TextForm(Form):
-    """Cross-entropy of the target's tokens. Answers are the texts found by beam search."""
-
-    two_sided, pooled_sketch = True, False
-    tokenizer: Tokenizer
-    rule: BeamSettings
-    """Settings of beam search; set, like the tokenizer, by `encoder`."""
-
-    def __init__(self, task: Task, config: FinetuneConfig):
-        super().__init__(task, config)
-        zero = config.deepspeed.get("zero_optimization", {})
-        if config.run.engine == "deepspeed" and int(zero.get("stage", 0)) == 3:
-            problem = "3 gathers each weight on all ranks at once, but their searches for answers differ in length"
-            raise ConfigError("deepspeed.zero_optimization.stage", problem, "Set it to 2")
-
-    def body(self, model: ModelConfig) -> Backbone:
-        return SequenceToSequenceBody(model)
-
-    def encoder(self, start: Any) -> ExampleEncoder:
-        body, tokenizer, generation = start.body, start.tokenizer, self.config.task.generation
-        if tokenizer.special is None:
-            problem = f'"{tokenizer.name}" lacks special tokens, one of which ends a text'
-            raise ConfigError("task.tokenizer", problem, "Use a tokenizer with special tokens, or a model with one")
-        end, longest = tokenizer.special.separator, body.stack.config.max_length
-        require_vocabulary(body, max(tokenizer.vocabulary, end + 1))
-        if generation.target_length > longest:
-            problem = f"{generation.target_length} tokens are more than the decoder's maximum of {longest}"
-            raise ConfigError("task.generation.target_length", problem, f"Set it to {longest} or less")
-        if leaks := body.stack.leaks:
-            problem = f"not strictly causal ({', '.join(leaks)}), but answers are predicted token by token"
-            raise ConfigError("model.attention", problem, 'Use the strictly causal setting, window = "band"')
-        self.tokenizer = tokenizer
-        self.rule = BeamSettings(
-            generation.beams, generation.target_length, {end}, LENGTH_PENALTY, tokenizer.vocabulary
-        )
-        return SourceTargetEncoder(self.task, tokenizer, body.vocabulary, end)
+            answers.count_empty("its answer is empty: the model has nothing to predict", location)
+        answers.is_cut(len(tokens) + 1, location)
+        return np.concatenate([tokens, self.end])[: answers.limit]
 
     def model(self, body: Backbone) -> TextModel:
         assert isinstance(body, SequenceToSequenceBody)

@@ -104,7 +104,7 @@ def test_nothing_of_the_future_is_seen(tmp_path, file, shared):
     other = tmp_path / "other.csv"
     other.write_text("\n".join(changed) + "\n")
     again = next(each for each in run.form.task.read(Path(f"{other}#train")) if each.name == example.name)
-    (encoded,) = form.encoder(run.start).encode([again])
+    (encoded,) = form.encode([again])
     windows = form.collate([encoded])
     assert windows.labels is not None and windows.labels.min() > 50
     assert torch.equal(predicted(run, windows), before)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megasparse.config.attention import AttentionConfig
-from megasparse.config.finetuning import HeadConfig, RecommendationConfig, TaskConfig
+from megasparse.config.finetuning import FinetuneConfig, HeadConfig, RecommendationConfig, TaskConfig
 from megasparse.data.tokenizers import build_tokenizer
 from megasparse.errors import ConfigError, DataError
 from megasparse.ops.random import EVALUATION_STEP, RngContext
@@ -21,7 +22,7 @@ from megasparse.tasks.batches import EncodedExample, Padded
 from megasparse.tasks.catalog import build_task
 from megasparse.tasks.form import column
 from megasparse.tasks.forms import ranking as forms
-from megasparse.tasks.forms.ranking import Impressions, NewsRecommender, RankingEncoder, RankingForm, drawn_negatives
+from megasparse.tasks.forms.ranking import Impressions, NewsRecommender, RankingForm, drawn_negatives
 from megasparse.tasks.metrics import LOWER_IS_BETTER, METRICS, ranking
 from megasparse.tasks.run import TaskRun
 from megasparse.tasks.task import Example, SourceLocation, Task
@@ -88,9 +89,11 @@ def form(tmp_path: Path, **changes: Any) -> RankingForm:
     return RankingForm(build_task(config.task), config)
 
 
-def encoder(**changes: Any) -> RankingEncoder:
+def encoder(**changes: Any) -> RankingForm:
     config = TaskConfig(name="mind", recommendation=RecommendationConfig(history=3), **{"max_length": 16, **changes})
-    return RankingEncoder(build_task(config), build_tokenizer("bytes"), 256)
+    form = RankingForm(build_task(config), FinetuneConfig(task=config))
+    form.prepare(SimpleNamespace(vocabulary=256, separators=1), build_tokenizer("bytes"))  # type: ignore[arg-type]
+    return form
 
 
 def example(history: tuple[str, ...], shown: tuple[str, ...], label: Any = None, number: int = 1) -> Example:

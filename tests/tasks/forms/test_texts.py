@@ -42,10 +42,9 @@ def run_of(data: Path, tmp_path: Path, **changes: Any) -> TaskRun:
 
 
 def encoded(run: TaskRun, *pairs: tuple[str, str | None]) -> tuple[list[Any], list[str]]:
-    encoder = run.form.encoder(run.start)
     lines = [SourceLocation(Path("x.en"), n) for n, _ in enumerate(pairs, 1)]
     given = [Example((text,), answer, at, str(at.line)) for (text, answer), at in zip(pairs, lines, strict=True)]
-    return list(encoder.encode(given)), encoder.lines("new")
+    return list(run.form.encode(given)), run.form.lines("new")
 
 
 def test_both_sides_end_with_the_separator(data, tmp_path):
@@ -134,7 +133,7 @@ def test_a_resumed_run_is_bit_identical_and_is_restored(data, tmp_path, unit):
 
     result = restore_task(path)
     assert isinstance(result.model, TextModel)
-    read = list(result.encoder.encode(result.form.task.read(data / "val.en")))
+    read = list(result.form.encode(result.form.task.read(data / "val.en")))
     with torch.no_grad():
         predicted = predict_examples(result.model, result.form, read, result.config, result.ranks)
     loss = sum(each.cost for each in predicted) / sum(each.weight for each in predicted)
