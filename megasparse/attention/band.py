@@ -27,11 +27,10 @@ from megasparse.errors import ConfigError
 from megasparse.ops.bucketed_attention import BucketedAttentionSpec, Window
 from megasparse.ops.bucketed_attention.blocks import QueryBlock, query_attention
 from megasparse.ops.bucketed_attention.definition import RankedTiles
+from megasparse.ops.sketch import top_k
 
 Codes = tuple[Tensor, Tensor | None]
 """Buckets of queries and of keys, (B, H, R, L) each, any integer type; None if keys share the queries' codes."""
-_MATCHES = 1 << 22
-"""Query-key code comparisons computed at a time."""
 _LAST = -1e30
 """Smaller than the log-sum-exp of any token with a visible key."""
 
@@ -218,19 +217,24 @@ class BandAttention(Attention):
             return None
         batch, heads, rounds, count = queries.shape
         codes = index.unflatten(2, (heads, rounds)).permute(0, 2, 3, 1)  # (B, H, R, L)
-        chunk, length = min(self.window.chunk, codes.shape[-1]), codes.shape[-1]
-        position = torch.arange(length, dtype=torch.int32, device=codes.device)
-        hidden = tokens.rank < self.sinks
+        length, hidden = codes.shape[-1], tokens.rank < self.sinks
+        chunk, position = min(self.window.chunk, length), torch.arange(length, device=codes.device)
         if tokens.real is not None:
             hidden = hidden | ~tokens.real
-        visible = position.masked_fill(hidden, -1)[:, None, None, None]  # (B or 1, 1, 1, 1, L)
-        step, picks = max(1, _MATCHES // (batch * heads * rounds * length)), []
-        for first in range(0, count, step):
-            last = position[length - count + first :][:step, None]
-            at_last = visible if count == 1 else torch.where(position <= last, visible, -1)
-            match = codes.unsqueeze(-2) == queries[..., first : first + step, None].to(codes.dtype)
-            picks.append(torch.where(match, at_last, -1).topk(chunk, dim=-1).values)  # (B, H, R, T, M)
-        index = torch.cat(picks, dim=3).transpose(2, 3).flatten(3).long()  # (B, H, n, R·M)
+        hidden = hidden[:, None, None]
+        if count == 1:
+            match = (codes == queries.to(codes.dtype)) & ~hidden
+            index = top_k(torch.where(match, position.int(), -1), chunk)[0].unsqueeze(3)  # (B, H, R, 1, M)
+        else:  # sort all keys by (row, bucket, position); a query's keys precede its own position in that order
+            first = torch.arange(batch * heads * rounds, device=codes.device).view(batch, heads, rounds, 1)
+            buckets = self.buckets + 1
+            key = ((first * buckets + codes.masked_fill(hidden, self.buckets)) * length + position).flatten().sort()[0]
+            last = (first * buckets + queries) * length + position[length - count :]  # (B, H, R, n)
+            slot = torch.searchsorted(key, last, right=True).unsqueeze(-1) - 1 - torch.arange(chunk, device=key.device)
+            key = key[slot.clamp_min(0)]
+            match = (slot >= 0) & (key >= (last - position[length - count :]).unsqueeze(-1))
+            index = torch.where(match, key % length, -1)
+        index = index.transpose(2, 3).flatten(3).long()  # (B, H, n, R·M)
         rank = tokens.rank[:, -count:, None]
         extra = torch.arange(self.sinks, device=rank.device)
         extra = extra.masked_fill(extra > rank, -1)

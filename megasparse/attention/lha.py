@@ -430,8 +430,9 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        half = len(ctx.saved_tensors) // 2
-        sides = zip((grad / ctx.count).unbind(), (ctx.saved_tensors[:half], ctx.saved_tensors[half:]), strict=True)
+        saved = ctx.saved_tensors  # under gradient checkpointing it can be read once
+        half = len(saved) // 2
+        sides = zip((grad / ctx.count).unbind(), (saved[:half], saved[half:]), strict=True)
         grads = [list(torch._foreach_mul(side, factor)) for factor, side in sides]
         if not ctx.merged:
             grads = [[x.to(ctx.dtype) for x in side] for side in grads]

@@ -170,9 +170,9 @@ class SmartBirdAttention(Attention):
             statistics["sketch_loss"] = loss.detach()
             loss = loss * (1.0 / self.spec.layers)
         index = context.recompute.keep(lambda: self._choose(self.sketches(x, inputs, context), inputs, context))
-        return AttentionOutput(self._attend(inputs, index), loss, statistics)
+        return AttentionOutput(self._attend(inputs, index, context.repeats), loss, statistics)
 
-    def _attend(self, inputs: AttentionInputs, index: Tensor) -> Tensor:
+    def _attend(self, inputs: AttentionInputs, index: Tensor, repeats: int) -> Tensor:
         """Attend to the selected keys, the sinks and the window."""
         sinks, chunk = self.config.sinks, self.near.window.chunk if self.config.local else None
         if sinks or chunk:
@@ -180,8 +180,8 @@ class SmartBirdAttention(Attention):
         if sinks:
             first = sink_index(sinks, inputs, chunk=chunk)
             index = torch.cat([index, first.expand(*index.shape[:2], -1, -1)], dim=-1)
-        index = _by_head(index, inputs.q.shape[1])
-        chosen = gathered_attention(*inputs[:3], index, scale=self.near.scale, dropout=inputs.dropout)
+        k, v = (x[:, ::repeats] for x in (inputs.k, inputs.v))
+        chosen = gathered_attention(inputs.q, k, v, index, scale=self.near.scale, dropout=inputs.dropout)
         return chosen[0] if chunk is None else merge([inputs.in_buckets(None, self.near), chosen])[0]
 
     def learn(self, x: Tensor, inputs: AttentionInputs, context: AttentionContext) -> tuple[Tensor, dict[str, Tensor]]:
@@ -294,7 +294,7 @@ class SmartBirdAttention(Attention):
         cache.heads.put(inputs.k, inputs.v, position)
         cache.sketch[:, position : position + 1], queries = self.index(x, inputs, context, position)
         tokens = CachedTokens.of(position + 1, 1, None, x.device)
-        chosen = _by_head(self.choose(queries, cache.sketch[:, : position + 1], tokens), inputs.q.shape[1])
+        chosen = self.choose(queries, cache.sketch[:, : position + 1], tokens)
         return gathered_attention(inputs.q, cache.heads.k, cache.heads.v, chosen, scale=self.near.scale)[0]
 
     def index(
@@ -346,11 +346,6 @@ class SmartBirdAttention(Attention):
                 lse = _sketch(queries.float(), k.float(), k.float(), inputs)[1][:, first_query:]
             indices.append(chosen_keys(q, k, spec, noise, lse, *masks, first_query))
         return indices[0] if len(indices) == 1 else torch.cat(indices, dim=1)
-
-
-def _by_head(index: Tensor, heads: int) -> Tensor:
-    """Repeat an index (B, I, L, K) for each head, unless I is 1 or the number of heads."""
-    return index if index.shape[1] in (1, heads) else index.repeat_interleave(heads // index.shape[1], dim=1)
 
 
 class Projection(nn.Module):

@@ -5,7 +5,6 @@ The mask remains a mask of the keys, (B, L). The layer's q, k and v, projected b
 of the mechanisms. B batch, L length, n new tokens, H heads, G key heads, D head dim, E width.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -23,14 +22,13 @@ from megasparse.attention.heads import Padding, build_mechanism, split_heads_by_
 from megasparse.config.attention import AttentionConfig, heads_of_layer
 from megasparse.config.schema import ModelConfig
 from megasparse.errors import HubError
-from megasparse.ops.operator import at_least_fp32, autocast_off
+from megasparse.ops.gathered_attention import gathered_attention
+from megasparse.ops.operator import autocast_off
 from megasparse.ops.random import RngContext
 
 NAME = "megasparse"
 _PAIRS = 1 << 24
 """Largest number of query-key pairs in a mask."""
-_GATHERED = 1 << 20
-"""Largest number of gathered key values at once."""
 
 
 class Projected(NamedTuple):
@@ -113,7 +111,7 @@ class Mechanisms(nn.ModuleDict):
                 if _attends_fully(mechanism):
                     outs.append(_after(q, keys, values, real))
                 elif (chosen := mechanism.choose(part.queries, entries, tokens)) is not None:
-                    outs.append(attend_to(q, keys, values, chosen, q.shape[3] ** -0.5))
+                    outs.append(gathered_attention(q, keys, values, chosen, scale=q.shape[3] ** -0.5)[0])
                 else:
                     outs.append(_again(part, keys, values, entries, real))
         return torch.cat(outs, dim=1)
@@ -190,42 +188,6 @@ class IndexedLayer(DynamicIndexedLayer):  # type: ignore[misc]
                 store[..., :length, :] = old
         store[..., length:total, :] = new
         return store[..., :total, :]
-
-
-def attend_to(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> Tensor:
-    """Softmax attention of queries (B, H, n, D) to the keys in an index. Returns (B, H, n, D).
-
-    k, v: (B, G, L, D). index: (B or 1, I, n, K), −1 for unused entries. Heads with the same keys and index share a
-    gather.
-    """
-    (batch, _, count, dim), groups, slots = q.shape, k.shape[1], index.shape[3]
-    shares = math.lcm(groups, index.shape[1])
-    index = index.expand(batch, -1, -1, -1).repeat_interleave(shares // index.shape[1], dim=1)  # (B, S, n, K)
-    (keys, key_row), (values, value_row) = (_rows(x, shares) for x in (k, v))
-    q = q.unflatten(1, (shares, -1)).transpose(2, 3)  # (B, S, n, H/S, D)
-    step, outs = max(1, _GATHERED // (batch * shares * slots * dim)), []
-    for first in range(0, count, step):
-        part = index[:, :, first : first + step]
-        empty, token = part < 0, part.clamp_min(0)
-        chosen = keys.index_select(0, (token + key_row).flatten()).view(*part.shape, dim)  # (B, S, T, K, D)
-        score = scale * at_least_fp32(q[:, :, first : first + step] @ chosen.transpose(-1, -2))
-        weight = torch.softmax(score.masked_fill_(empty.unsqueeze(3), -torch.inf), dim=-1)
-        chosen = values.index_select(0, (token + value_row).flatten()).view(*part.shape, dim)
-        outs.append(weight.to(values.dtype) @ chosen)
-    return torch.cat(outs, dim=2).transpose(2, 3).flatten(1, 2)
-
-
-def _rows(x: Tensor, shares: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens of all rows and heads of a cache (B, G, L, D) as lines (N, D) without a copy, and the line of
-    the first token for each of the S shares of heads, (B, S, 1, 1).
-    """
-    batch, groups, length, dim = x.shape
-    if x.stride()[2:] != (dim, 1) or x.stride(0) % dim or x.stride(1) % dim:
-        x = x.contiguous()
-    row, group = x.stride(0) // dim, x.stride(1) // dim
-    lines = x.as_strided(((batch - 1) * row + (groups - 1) * group + length, dim), (dim, 1))
-    share = torch.arange(shares, device=x.device) // (shares // groups)
-    return lines, (torch.arange(batch, device=x.device)[:, None] * row + share * group)[..., None, None]
 
 
 class InterfaceCall(NamedTuple):
@@ -321,7 +283,9 @@ def attend(
     newest = (x[:, :, position:].repeat_interleave(repeats, dim=1) for x in (key, value))
     read = Projected(megasparse_input, query, *newest)
     targets = run.targets if module.training and run.targets and len(run.targets.values) == batch else None
-    context = AttentionContext(layer.layer, run.rng(batch, module.training), targets=targets)
+    grouped = all(heads % repeats == 0 for heads in layer.split.values())
+    rng = run.rng(batch, module.training)
+    context = AttentionContext(layer.layer, rng, targets=targets, repeats=repeats if grouped else 1)
     cached: Any = None if megasparse_cache is None else megasparse_cache.layers[layer.layer]
     parts, index = list[_Part](), list[Tensor | None]()
     if position and getattr(cached, "packed", False):

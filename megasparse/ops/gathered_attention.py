@@ -1,12 +1,14 @@
 """Exact softmax attention of every query to a few keys given by an index (Smart Bird).
 
-The blockwise form needs linear memory, forward and backward, and is deterministic on a CPU: the queries of all heads
-are flattened, and each block of them gathers its keys and values. The backward gathers them again: exp(score − lse) is
-the weight of a pair.
+The blockwise form needs linear memory, forward and backward, and is deterministic on a CPU: heads with equal keys and
+index share a gather, and each block of their queries gathers its keys and values. The backward gathers them again:
+exp(score − lse) is the weight of a pair.
 
-B batch, H heads, Lq queries, Lk keys, D head dim, K index slots, n queries per block.
+B batch, H heads, G key heads, I lists of an index, S shares of H/S = R heads with one gather, Lq queries, Lk keys, D
+head dim, K index slots, n queries of a share per block.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ from torch import Tensor
 from megasparse.ops.operator import Function, Operator
 from megasparse.ops.random import PairDropout
 
-_GATHERED_ELEMENTS = 1 << 18  # numbers in a block's gathered keys: 1 MB of fp32, to fit in cache
+_GATHERED_ELEMENTS = 1 << 19  # numbers in a block's gathered keys: 2 MB of fp32, to fit in cache
 
 
 def _gathered_attention(
@@ -26,8 +28,9 @@ def _gathered_attention(
 
     Args:
         q: (B, H, Lq, D).
-        k, v: (B, H, Lk, D).
-        index: (B|1, H|1, Lq, K) int32 or int64 key numbers, −1 in empty slots; repeated keys are included repeatedly.
+        k, v: (B, G, Lk, D), a divisor G of H: each key head serves H/G neighbouring heads.
+        index: (B|1, I, Lq, K) int32 or int64 key numbers, a divisor I of H, −1 in empty slots; repeated keys are
+            included repeatedly.
         scale: Factor of q·k.
         dropout: Dropout of the probabilities; lse includes all pairs.
 
@@ -43,8 +46,9 @@ def reference(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float, dropout: PairDropout | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute `gathered_attention` densely; n_ij is the number of occurrences of key j in row i of the index."""
+    k, v, index = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v, index))
     keys = torch.arange(k.shape[2], device=k.device)
-    count = (index[..., None] == keys).sum(3).to(q.dtype)  # (B|1, H|1, Lq, Lk)
+    count = (index[..., None] == keys).sum(3).to(q.dtype)  # (B|1, H, Lq, Lk)
     logits = scale * (q @ k.transpose(-1, -2)) + count.log()
     blind = (logits == -torch.inf).all(-1)  # avoid NaN gradients of a softmax over −∞
     logits = logits.masked_fill(blind[..., None], 0.0)
@@ -68,10 +72,11 @@ class _GatheredAttention(Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float, dropout: PairDropout | None
     ) -> tuple[Tensor, Tensor]:
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
-        outs, flat_lse = out.flatten(0, 2), lse.flatten()
+        if any(ctx.needs_input_grad):
+            k, v = k.contiguous(), v.contiguous()
+        dtype, shares = torch.promote_types(q.dtype, torch.float32), math.lcm(k.shape[1], index.shape[1])
+        outs = q.new_empty(len(q) * shares * q.shape[2], q.shape[1] // shares, q.shape[3])
+        lses = outs.new_empty(outs.shape[:2], dtype=dtype)
         for block in _blocks(q, k, v, index, scale, dropout, dtype):
             score = block.score
             highest = score.amax(-1, keepdim=True).clamp_min_(torch.finfo(dtype).min)
@@ -80,8 +85,9 @@ class _GatheredAttention(Function):
             weight *= torch.where(total > 0, 1.0 / total, 0.0)
             if block.factors is not None:
                 weight *= block.factors
-            outs[block.rows] = torch.bmm(weight[:, None], block.v).squeeze(1).to(q.dtype)
-            flat_lse[block.rows] = (highest + total.log()).squeeze(-1)
+            outs[block.rows] = torch.bmm(weight, block.v).to(q.dtype)
+            lses[block.rows] = (highest + total.log_()).squeeze(-1)
+        out, lse = _by_head(outs, q), _by_head(lses, q)
         ctx.scale, ctx.dropout = scale, dropout
         ctx.save_for_backward(q, k, v, index, out, lse)
         return out, lse
@@ -90,31 +96,43 @@ class _GatheredAttention(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_out, grad_lse = grads
         q, k, v, index, out, lse = ctx.saved_tensors
-        dtype = lse.dtype
+        dtype, shares = lse.dtype, math.lcm(k.shape[1], index.shape[1])
         blind = lse == -torch.inf
-        delta = ((grad_out.to(dtype) * out).sum(-1) - grad_lse.masked_fill(blind, 0.0)).flatten()
-        flat_lse = lse.masked_fill(blind, torch.inf).flatten()  # exp(score − ∞) = 0: no gradient from these queries
-        grad_out = grad_out.flatten(0, 2)
-        dq, dk, dv = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
-        to_q, to_k, to_v = (x.flatten(0, 2) for x in (dq, dk, dv))
+        delta = _by_share((grad_out.to(dtype) * out).sum(-1) - grad_lse.masked_fill(blind, 0.0), shares)
+        # exp(score − ∞) = 0: no gradient from these queries
+        lse, grad_out = (_by_share(x, shares) for x in (lse.masked_fill(blind, torch.inf), grad_out))
+        to_q = torch.zeros_like(grad_out, dtype=dtype)
+        dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (k, v))
+        to_k, to_v = (x.flatten(0, 2) for x in (dk, dv))
         for block in _blocks(q, k, v, index, ctx.scale, ctx.dropout, dtype):
-            weight = block.score.sub_(flat_lse[block.rows, None]).exp_()
-            grad = grad_out[block.rows, None].to(dtype)  # (n, 1, D)
-            score_grad, dropped = torch.bmm(grad, block.v.transpose(1, 2)).squeeze(1), weight
+            weight = block.score.sub_(lse[block.rows, :, None]).exp_()
+            grad = grad_out[block.rows].to(dtype)  # (n, R, D)
+            score_grad, dropped = torch.bmm(grad, block.v.transpose(1, 2)), weight
             if block.factors is not None:
                 dropped = weight * block.factors
                 score_grad *= block.factors
-            to_v.index_add_(0, block.keys, (dropped[..., None] * grad).flatten(0, 1))
-            score_grad.sub_(delta[block.rows, None]).mul_(weight).mul_(ctx.scale)
-            to_q[block.rows] = torch.bmm(score_grad[:, None], block.k).squeeze(1)
-            to_k.index_add_(0, block.keys, (score_grad[..., None] * block.q).flatten(0, 1))
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+            to_v.index_add_(0, block.keys, torch.bmm(dropped.transpose(1, 2), grad).flatten(0, 1))
+            score_grad.sub_(delta[block.rows, :, None]).mul_(weight).mul_(ctx.scale)
+            to_q[block.rows] = torch.bmm(score_grad, block.k)
+            to_k.index_add_(0, block.keys, torch.bmm(score_grad.transpose(1, 2), block.q).flatten(0, 1))
+        return _by_head(to_q, q).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def _by_share(x: Tensor, shares: int) -> Tensor:
+    """Reshape (B, H, Lq, ...) to (B·S·Lq, R, ...)."""
+    return x.unflatten(1, (shares, -1)).transpose(2, 3).flatten(0, 2)
+
+
+def _by_head(x: Tensor, q: Tensor) -> Tensor:
+    """Undo `_by_share` for the heads of q (B, H, Lq, D), contiguously."""
+    batch, heads, queries, _ = q.shape
+    return x.unflatten(0, (batch, -1, queries)).transpose(2, 3).reshape(batch, heads, queries, *x.shape[2:])
 
 
 class _Block(NamedTuple):
-    """Queries `rows` of all B·H·Lq and their keys. q: (n, 1, D). k, v: (n, K, D). keys: (n·K), numbers among all
-    B·H·Lk; empty slots contain an arbitrary key of the head. score: (n, K), scale·q·k, −∞ in empty slots. factors:
-    dropout factors of the probabilities, (n, K), or None.
+    """Queries `rows` of all B·S·Lq and their keys. q: (n, R, D). k, v: (n, K, D). keys: (n·K), numbers among all
+    B·G·Lk of contiguous keys; empty slots contain an arbitrary key of the head. score: (n, R, K), scale·q·k, −∞ in
+    empty slots. factors: dropout factors of the probabilities, (n, R, K), or None.
     """
 
     rows: slice
@@ -129,21 +147,30 @@ class _Block(NamedTuple):
 def _blocks(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float, dropout: PairDropout | None, dtype: torch.dtype
 ) -> Iterator[_Block]:
-    (batch, heads, queries, head_dim), keys, slots = q.shape, k.shape[2], index.shape[3]
-    flat_q, flat_k, flat_v = (x.flatten(0, 2) for x in (q, k, v))
-    index = index.expand(batch, heads, -1, -1)
-    step = max(1, _GATHERED_ELEMENTS // (slots * head_dim))
-    for start in range(0, len(flat_q), step):
-        number = torch.arange(start, min(start + step, len(flat_q)), device=q.device)
-        row, query = number // queries, number % queries  # row: sequence · H + head
-        key = index[row // heads, row % heads, query].long()  # (n, K)
-        empty = key < 0
-        flat = (key.clamp_min_(0) + row[:, None] * keys).flatten()
-        rows = slice(start, start + len(number))
-        block_q = flat_q[rows, None].to(dtype)
-        block_k, block_v = (x.index_select(0, flat).view(-1, slots, head_dim).to(dtype) for x in (flat_k, flat_v))
+    (batch, groups, length, dim), (_, lists, queries, slots) = k.shape, index.shape
+    if k.stride() != v.stride() or k.stride()[2:] != (dim, 1) or k.stride(0) % dim or k.stride(1) % dim:
+        k, v = k.contiguous(), v.contiguous()
+    sequence, group, shares = k.stride(0) // dim, k.stride(1) // dim, math.lcm(groups, lists)
+    # Lines of all tokens, without a copy of a cache that has spare capacity; the first line and list of each share.
+    size = (batch - 1) * sequence + (groups - 1) * group + length, dim
+    k, v = (x.as_strided(size, (dim, 1)) for x in (k, v))
+    rows = [(number, share) for number in range(batch) for share in range(shares)]
+    lines = [number * sequence + share * groups // shares * group for number, share in rows]
+    firsts = [(number % len(index) * lists + share * lists // shares) * queries for number, share in rows]
+    first = torch.tensor([lines, firsts], device=q.device)
+    q, index = _by_share(q, shares), index.flatten(0, 2)
+    step = max(1, _GATHERED_ELEMENTS // (slots * dim))
+    for start in range(0, len(q), step):
+        block = slice(start, min(start + step, len(q)))
+        number = torch.arange(block.start, block.stop, device=q.device)
+        line, at = first[:, number // queries]
+        key = index.index_select(0, at + number % queries).long()  # (n, K)
+        empty, line = key < 0, (key.clamp_min_(0) + line[:, None]).flatten()
+        block_q = q[block].to(dtype)
+        block_k, block_v = (x.index_select(0, line).view(-1, slots, dim).to(dtype) for x in (k, v))
         factors = None
         if dropout is not None:
-            factors = dropout.factors(dropout.queries.flatten()[rows, None], dropout.keys(keys)[key], dtype)
-        score = torch.bmm(block_q, block_k.transpose(1, 2)).squeeze(1).mul_(scale).masked_fill_(empty, -torch.inf)
-        yield _Block(rows, block_q, block_k, block_v, flat, score, factors)
+            of_query, of_key = _by_share(dropout.queries, shares)[block, :, None], dropout.keys(length)[key][:, None]
+            factors = dropout.factors(of_query, of_key, dtype)
+        score = torch.bmm(block_q, block_k.transpose(1, 2)).mul_(scale).masked_fill_(empty[:, None], -torch.inf)
+        yield _Block(block, block_q, block_k, block_v, line, score, factors)

@@ -38,21 +38,21 @@ def _gathered(x, row, valid, stride, D: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "queries", "blocks"])
 def attend(
-    q, k, v, index, out, lse, scale, heads, queries, slots, blocks, index_batch, index_head,
+    q, k, v, index, out, lse, scale, heads, queries, slots, blocks, key_heads, list_heads, index_batch, index_head,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     D: tl.constexpr, QUERIES: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Attend for a block of a row's queries, PLACES slots at a time. Threads add their parts inside the loop and reduce
-    over slots once, at the end.
+    over slots once, at the end. key_heads, list_heads: number of neighbouring heads with the same keys, the same index.
     """
     program = tl.program_id(0).to(tl.int64)
     row, block = program // blocks, (program % blocks).to(tl.int32)
     batch, head = row // heads, row % heads
-    k += batch * k_batch + head * k_head
-    v += batch * v_batch + head * v_head
+    k += batch * k_batch + head // key_heads * k_head
+    v += batch * v_batch + head // key_heads * v_head
     query = block * QUERIES + tl.arange(0, QUERIES)
     real = query < queries
-    index += batch * index_batch + head * index_head + query.to(tl.int64)[:, None] * slots
+    index += batch * index_batch + head // list_heads * index_head + query.to(tl.int64)[:, None] * slots
     query_rows = load_rows(q + batch * q_batch + head * q_head, query, real, q_token, D, WIDTH).to(tl.float32)
     highest = tl.full([QUERIES], -1e38, tl.float32)  # −∞ − (−∞) would be NaN
     total = tl.zeros([QUERIES], tl.float32)
@@ -227,7 +227,14 @@ _GATHERED = 1024  # numbers of k and of v that a warp gathers at a time: 32 per 
 
 
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute `gathered_attention.gathered_attention`. Tensors are copied only if the head dim is strided."""
+    """Compute `gathered_attention.gathered_attention`. Tensors are copied only if the head dim is strided, or for the
+    gradients of grouped heads.
+    """
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        heads = q.shape[1]
+        k, v = (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+        if index.shape[1] not in (1, heads):
+            index = index.repeat_interleave(heads // index.shape[1], dim=1)
     out, lse = _GatheredAttention.apply(q, k, v, index, scale)
     return out, lse
 
@@ -257,7 +264,8 @@ class _GatheredAttention(Function):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         grid, numbers, fixed = _by_query(q, index)
-        steps = (*steps_of_lists(index, index.shape[2] * index.shape[3]), *strides(q, k, v))
+        shared = q.shape[1] // k.shape[1], q.shape[1] // index.shape[1]
+        steps = (*shared, *steps_of_lists(index, index.shape[2] * index.shape[3]), *strides(q, k, v))
         launch(attend, grid, q, k, v, index, out, lse, scale, *numbers, *steps, **fixed)
         ctx.set_materialize_grads(False)
         ctx.scale = scale

@@ -6,6 +6,7 @@ B batch, H heads, L length, Lq queries, d width of the sketch, K keys per query,
 `KEYS`.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -266,17 +267,39 @@ def _chosen_keys(
             else:
                 ranks = score.mul_(_STEPS * width**-0.5).round_().sub_(keys, alpha=_BEHIND)[:, None]
                 nothing = -torch.inf
-            if not sight.hides_nothing(first_query + rows.start, first_key + len(keys) - 1):
-                ranks.masked_fill_(~sight.pairs(positions, keys)[:, None], nothing)
-            values, slot = ranks.topk(min(count, len(keys)), dim=-1)
+            start = first_query + rows.start
+            if not sight.hides_nothing(start, first_key + len(keys) - 1):
+                first = max(0, start - first_key) if sight.hides_nothing(start, start) else 0  # that may be hidden
+                ranks[..., first:].masked_fill_(~sight.pairs(positions, keys[first:])[:, None], nothing)
+            values, slot = top_k(ranks, count)
             tokens = torch.where(values == nothing, -1, slot + first_key)
             if first_key:
                 values, tokens = torch.cat([best, values], dim=-1), torch.cat([chosen, tokens], dim=-1)
-                values, slot = values.topk(min(count, values.shape[-1]), dim=-1)
+                values, slot = top_k(values, count)
                 tokens = tokens.gather(-1, slot)
             best, chosen = values, tokens
         index[:, :, rows, : chosen.shape[-1]] = chosen
     return index
+
+
+def top_k(ranks: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the `count` largest of the numbers (..., C), or all of them, and their indices, in falling order.
+
+    If C is large, only blocks whose maximum is among the `count` largest maxima are searched; block i contains every
+    n-th number from i on. Equal numbers may be replaced by each other.
+    """
+    size = ranks.shape[-1]
+    number = math.isqrt(size // count)
+    if number < 2:
+        return ranks.topk(min(count, size), dim=-1)
+    width = size // number
+    blocks = ranks[..., : width * number].unflatten(-1, (number, width))
+    best = blocks.amax(-2).topk(count, dim=-1).indices.unsqueeze(-2).expand(*blocks.shape[:-1], count)
+    slots = best + torch.arange(0, width * number, width, device=ranks.device)[:, None]
+    rest = torch.arange(width * number, size, device=ranks.device).expand(*ranks.shape[:-1], -1)
+    candidates = torch.cat([blocks.gather(-1, best).flatten(-2), ranks[..., width * number :]], dim=-1)
+    values, chosen = candidates.topk(count, dim=-1)
+    return values, torch.cat([slots.flatten(-2), rest], dim=-1).gather(-1, chosen)
 
 
 def _log_p(score: Tensor, sampling: str, lse: Tensor | None) -> Tensor:

@@ -47,6 +47,17 @@ def test_blocks_are_the_definition(queries, keys, places, monkeypatch):
             assert_equal(gradients(gathered_attention, heads, index.to(dtype)), gradients(reference, heads, index))
 
 
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize(("groups", "lists"), [(1, 4), (2, 4), (4, 2), (2, 1), (1, 1)])
+def test_heads_share_keys_and_indices(groups, lists):
+    """Also keys in a cache with spare capacity."""
+    q, k, v = fp32_heads(5, 7, (2, 4))
+    k, v, index = k[:, :groups], v[:, :groups, :6], random_index(5, 6, 3, (2, lists)).to(torch.int32)
+    for keys in (k[:, :, :6], k[:, :, 1:].contiguous()):
+        check((q, keys, v), index)
+        torch.testing.assert_close(*(f(q, keys, v, index, scale=0.3) for f in (gathered_attention, reference)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_are_within_the_bars_of_a_dtype(dtype):
     check(random_heads(300, rows=(2, 3), dim=32, dtype=dtype), random_index(300, 300, 20, device="cpu"))
