@@ -119,7 +119,7 @@ class Sequences:
         number, parts = part
         self._part = slice(number * sequence_length // parts, (number + 1) * sequence_length // parts)
         self._reader = ShardReader(index, split, open_files, progress)
-        self._ahead = FetchAhead(index.remote) if index.remote else None
+        self._ahead = FetchAhead(index.cache, str(index.directory)) if index.cache else None
         self._group: tuple[int, int] | None = None
 
     def read(self, number: int) -> Tensor:

@@ -5,21 +5,26 @@ import json
 import shlex
 from dataclasses import dataclass
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path
 
-from megasparse.data.index_file import INDEX_FILE, IndexFile, Shard, Split, parse, parse_content
-from megasparse.data.reader import check_size
+from megasparse.data.index_file import INDEX_FILE, MOST_BYTES, IndexFile, Shard, Split, parse, parse_content
+from megasparse.data.reader import ShardFile, check_size
 from megasparse.data.tokenizers import Tokenizer
-from megasparse.data.urls import RemoteFolder, ShardCache, is_url
+from megasparse.data.urls import Requests, ShardCache, check_url, is_url
 from megasparse.errors import ConfigError, DataError, did_you_mean
+from megasparse.files import Progress
 
 
 @dataclass(frozen=True)
 class Index:
     """The checked index of a folder of shards."""
 
-    directory: Path | RemoteFolder
+    directory: Path | str
+    """Path or URL of the folder."""
     file: IndexFile
+    cache: ShardCache | None = None
+    """Cache of the shards of a URL."""
 
     @classmethod
     def load(cls, directory: str | Path, cache: ShardCache | None = None) -> "Index":
@@ -35,8 +40,9 @@ class Index:
                 differs in size.
         """
         if is_url(str(directory)):
-            remote = RemoteFolder(str(directory), cache or ShardCache())
-            return cls(remote, parse_content(remote.read_index(), remote / INDEX_FILE, IndexFile))
+            directory, content = check_url(str(directory)), BytesIO()
+            Requests().fetch(url := f"{directory}/{INDEX_FILE}", content, MOST_BYTES)
+            return cls(directory, parse_content(content.getvalue(), url, IndexFile), cache or ShardCache())
         directory = Path(directory)
         path = directory / INDEX_FILE
         if not path.exists():
@@ -51,18 +57,18 @@ class Index:
         """Return the split of this name. Raises DataError naming the splits there are."""
         if name not in self.file.splits:
             problem = f'there is no split "{name}" in this data'
-            raise DataError(self.directory / INDEX_FILE, problem, did_you_mean(name, self.file.splits))
+            raise DataError(f"{self.directory}/{INDEX_FILE}", problem, did_you_mean(name, self.file.splits))
         return self.file.splits[name]
 
-    @property
-    def remote(self) -> RemoteFolder | None:
-        return self.directory if isinstance(self.directory, RemoteFolder) else None
-
     def path(self, shard: Shard) -> Path:
-        """Return the path at which a shard is read: of a remote folder, once it was fetched."""
-        if isinstance(self.directory, RemoteFolder):
-            return self.directory.cache.path(shard)
-        return self.directory / shard.file
+        """Return the path at which a shard is read: of a URL, once it was fetched."""
+        return self.cache.path(shard) if self.cache else Path(self.directory, shard.file)
+
+    def open(self, shard: Shard, progress: Progress) -> ShardFile:
+        """Open a shard, fetched if needed. Raises DataError, and ConfigError if the cache is too small for it."""
+        if self.cache is not None:
+            return self.cache.open(shard, f"{self.directory}/{shard.file}", self.sample_bytes, progress)
+        return ShardFile(self.path(shard), shard, self.sample_bytes)
 
     @property
     def sample_bytes(self) -> int:

@@ -154,13 +154,7 @@ class ShardReader:
         if shard not in self._open:
             while len(self._open) >= self.open_files:
                 self._open.popitem(last=False)[1].close()
-            entry, remote = self.shards[shard], self.index.remote
-            if remote:
-                url = remote / entry.file
-                file = remote.cache.open(entry, url, self.index.sample_bytes, self._progress)
-            else:
-                file = ShardFile(self.index.path(entry), entry, self.index.sample_bytes)
-            self._open[shard] = file
+            self._open[shard] = self.index.open(self.shards[shard], self._progress)
         self._open.move_to_end(shard)
         return self._open[shard].read(start, stop)
 

@@ -19,13 +19,12 @@ from collections.abc import Callable, Collection
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cache
-from io import BytesIO
 from itertools import count
 from pathlib import Path
 from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
-from megasparse.data.index_file import INDEX_FILE, MOST_BYTES, Shard
+from megasparse.data.index_file import Shard
 from megasparse.data.reader import ShardFile
 from megasparse.errors import ConfigError, DataError, FileError, UserError, one_line, without_secrets
 from megasparse.files import LOCK_FILE, PARTIAL, FileLock, Progress, open_file, replacing, silent
@@ -191,8 +190,6 @@ class Requests:
 
 # Folders of shards
 
-ENTRY = re.compile(r"[0-9a-f]{64}\.tar|\.?[0-9a-f]{64}\..*partial")
-
 
 class ShardCache:
     """The cache in `folder`, of `limit` bytes. May be used from any thread, and by any number of processes."""
@@ -245,14 +242,14 @@ class ShardCache:
     def _make_room(self, size: int, url: str, keep: Collection[Path]) -> None:
         """Delete the least recently used shards, none of `keep` and none in use, until `size` bytes fit."""
         room, entries = self.limit, []
-        for path in filter(lambda path: ENTRY.fullmatch(path.name), self.folder.iterdir()):
+        for path in self.folder.iterdir():
             with suppress(FileNotFoundError):  # a damaged one, which its reader has just deleted
-                status = path.lstat()
-                if path.suffix == PARTIAL:
-                    path.unlink()  # of a process that has ended, as this one holds the lock
-                else:
+                if re.fullmatch(r"[0-9a-f]{64}\.tar", path.name):
+                    status = path.lstat()
                     entries.append((max(status.st_atime_ns, status.st_mtime_ns), path, status.st_size))
                     room -= status.st_size
+                elif re.fullmatch(rf"\.?[0-9a-f]{{64}}.*\{PARTIAL}", path.name):
+                    path.unlink()  # of a process that has ended, as this one holds the lock
         for _, path, freed in sorted(entries):
             if room < size and path not in keep:
                 with suppress(BlockingIOError, FileNotFoundError, PermissionError), open_file(path, "r+b") as file:
@@ -279,31 +276,11 @@ class ShardCache:
             time.sleep(POLL_SECONDS)
 
 
-class RemoteFolder(str):
-    """URL of a folder. As with a Path, `/` names a file in it."""
-
-    cache: ShardCache
-
-    def __new__(cls, url: str, cache: ShardCache) -> "RemoteFolder":
-        folder = super().__new__(cls, check_url(url))
-        folder.cache = cache
-        return folder
-
-    def __truediv__(self, file: str) -> str:
-        return f"{self}/{file}"
-
-    def read_index(self) -> bytes:
-        """Return index.json, fetched again each time. Raises DataError."""
-        content = BytesIO()
-        Requests().fetch(self / INDEX_FILE, content, MOST_BYTES)
-        return content.getvalue()
-
-
 class FetchAhead:
     """Thread that fetches the next shards. It ignores failures: the reader of the shard fetches it again."""
 
-    def __init__(self, folder: RemoteFolder):
-        self._folder, self._is_closed = folder, False
+    def __init__(self, cache: ShardCache, folder: str):
+        self._cache, self._folder, self._is_closed = cache, folder, False
         self._queue: queue.SimpleQueue[list[Shard]] = queue.SimpleQueue()
         self.want = self._queue.put
         """Fetch these shards next, in this order, instead of the ones requested before."""
@@ -321,7 +298,7 @@ class FetchAhead:
             for shard in shards:
                 with suppress(UserError):
                     if self._queue.empty():
-                        self._folder.cache.fetch(shard, self._folder / shard.file, requests, shards)
+                        self._cache.fetch(shard, f"{self._folder}/{shard.file}", requests, shards)
 
     def _check_closed(self, doing: str) -> None:
         if self._is_closed:

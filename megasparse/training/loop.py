@@ -312,10 +312,8 @@ def _evaluate(run: TrainingRun, step: int) -> dict[str, float]:
     except StopWanted:
         return scalars
     for name, value in results.items():
-        if isinstance(value, str):
-            run.tracker.text(step, name, value)
-        elif isinstance(value, Tensor):
-            run.tracker.image(step, name, value)
+        if isinstance(value, str | Tensor):
+            run.tracker.show(step, name, value)
         else:
             scalars[name] = value
     return scalars

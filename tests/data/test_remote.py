@@ -12,6 +12,7 @@ import pytest
 import s3fs
 import torch
 
+from megasparse.data import index as index_module
 from megasparse.data import urls
 from megasparse.data.batches import WaitingStopped
 from megasparse.data.index import Index
@@ -93,7 +94,7 @@ def test_a_server_that_is_gone_is_named(folder, server, remote, cache):
     [(404, "it does not exist"), ("wrong", "is not the JSON of an index"), ("longer", "more than 100,000 bytes")],
 )
 def test_an_index_that_does_not_come_is_named(server, cache, monkeypatch, fault, problem):
-    monkeypatch.setattr(urls, "MOST_BYTES", 100_000)
+    monkeypatch.setattr(index_module, "MOST_BYTES", 100_000)
     server.faults["index.json"].append(fault)
     with pytest.raises(DataError, match=rf"^{server.url}/index.json: .*{problem}"):
         Index.load(server.url, cache=cache)

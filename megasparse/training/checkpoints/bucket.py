@@ -161,19 +161,11 @@ class Uploads:
         self._problem: CheckpointError | None = None
         self._signs = (0, "")  # of progress; replaced as one
 
-    def begin_run(self, paths: list[Path], best: int | None) -> None:
-        """Claim the bucket for this run, and upload the checkpoints that it lacks. All ranks call it.
-
-        Raises CheckpointError or StorageError, on every rank, if the bucket is not writable.
-        """
-
-        def claim() -> None:
-            Bucket(str(self._settings.bucket), self._hooks.alive).claim(self._name)
-            for path in paths:
-                self.begin(path, best)
-
-        if self._settings.bucket is not None:
-            self._ranks.on_first_rank(claim)
+    def start(self, paths: list[Path], best: int | None) -> None:
+        """Claim the bucket for this run and upload what it lacks. Rank 0 calls it. Raises the errors of `Bucket`."""
+        Bucket(str(self._settings.bucket), self._hooks.alive).claim(self._name)
+        for path in paths:
+            self.begin(path, best)
 
     def begin(self, path: Path, best: int | None) -> None:
         """Append a checkpoint to the queue without waiting. Rank 0 calls it."""

@@ -130,7 +130,9 @@ class Saver:
         they are missing. All ranks call it, once. Raises StorageError and CheckpointError, on every rank.
         """
         paths = list_checkpoints(self.directory)
-        self._uploads.begin_run([p for p in paths if p == paths[-1] or int(p.name) == self.best], self.best)
+        paths = [path for path in paths if path == paths[-1] or int(path.name) == self.best]
+        if self.config.checkpoint.bucket is not None:
+            self.ranks.on_first_rank(lambda: self._uploads.start(paths, self.best))
 
     def finish_uploads(self) -> None:
         """Wait for all uploads. All ranks call it. Raises, on every rank, StorageError if an upload failed (unless

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import namedtuple
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ def mlflow(directory: Path, first_step: int, config: dict[str, Any]) -> Backend:
 BACKENDS = {"TensorBoard": tensorboard, "wandb": wandb, "mlflow": mlflow}
 
 
-class Tracker:
+class Tracker(AbstractContextManager["Tracker"]):
     """Context manager that writes a run's scalars, texts and pictures; ranks other than 0 write nothing.
 
     metrics.jsonl gets one line per step and survives storage errors. TensorBoard and the backend of `logging.sink` are
@@ -132,13 +132,12 @@ class Tracker:
             with suppress(OSError):
                 self._show_progress(step, scalars, evaluated or step == self._steps)
 
-    def text(self, step: int, name: str, text: str) -> None:
-        """Write a text sample to the backends."""
-        self._call("text", step, name, f"```\n{text}\n```")
-
-    def image(self, step: int, name: str, picture: Tensor) -> None:
-        """Write a picture (height, width, 3) uint8 to the backends."""
-        self._call("image", step, name, picture.cpu().numpy())
+    def show(self, step: int, name: str, sample: str | Tensor) -> None:
+        """Write a text or a picture (height, width, 3) uint8 to the backends."""
+        if isinstance(sample, str):
+            self._call("text", step, name, f"```\n{sample}\n```")
+        else:
+            self._call("image", step, name, sample.cpu().numpy())
 
     def event(self, step: int, message: str) -> None:
         """Report an incident to stderr, the backends and events.jsonl, which restarts keep."""
@@ -181,9 +180,6 @@ class Tracker:
             remaining = (now - self._began) / (step - self._start_step) * (self._steps - step)
             left = f"{tqdm.format_interval(remaining)} left"
             print(f"step {step}/{self._steps}: {text}, {left}", file=sys.stderr, flush=True)
-
-    def __enter__(self) -> "Tracker":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         if self.writing:

@@ -135,8 +135,8 @@ def test_a_run_continues_while_nothing_can_be_written(tmp_path, capsys):
         for step in range(1, 61):
             tracker.log(step, SCALARS)
             assert (tmp_path / "metrics.jsonl").read_bytes().endswith(b"\n"), "no reader ever sees a torn line"
-            tracker.text(step, "evaluation/sample", "text " * 100)
-            tracker.image(step, "quality/map", torch.zeros(20, 20, 3, dtype=torch.uint8))
+            tracker.show(step, "evaluation/sample", "text " * 100)
+            tracker.show(step, "quality/map", torch.zeros(20, 20, 3, dtype=torch.uint8))
         tracker.event(60, "a failed save")
     for step in range(61, 101):
         tracker.log(step, SCALARS)
@@ -186,7 +186,7 @@ def test_a_terminal_that_is_gone_ends_nothing(tmp_path, monkeypatch, terminal):
 def test_other_ranks_write_nothing(tmp_path):
     with Tracker(tiny_config(tmp_path / "run"), Ranks(rank=1, world_size=2), 0) as tracker:
         tracker.log(1, SCALARS)
-        tracker.text(1, "evaluation/sample", "text")
+        tracker.show(1, "evaluation/sample", "text")
         tracker.event(1, "nothing")
         tracker.say("hello")
     assert not (tmp_path / "run").exists()
@@ -205,8 +205,8 @@ def write(config, steps):
     with Tracker(config, Ranks(), steps[0] - 1) as tracker:
         for step in steps:
             tracker.log(step, {**SCALARS, "train/loss": float(step)})
-        tracker.text(steps[-1], "evaluation/sample", "a sample")
-        tracker.image(steps[-1], "quality/map", PICTURE)
+        tracker.show(steps[-1], "evaluation/sample", "a sample")
+        tracker.show(steps[-1], "quality/map", PICTURE)
 
 
 def test_mlflow_has_every_step_once_and_a_restart_continues_the_run(tmp_path, monkeypatch):
