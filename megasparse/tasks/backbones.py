@@ -37,17 +37,12 @@ def checkpoint_layers(body: "HuggingFaceBody", offload_to_cpu: bool) -> None:
 class Backbone(nn.Module, ABC):
     """A model from sequences to states, the input of a head."""
 
-    width: int
-    """Width of a state, E."""
-    causal: bool
-    """True if a token's state depends only on the token and earlier ones."""
+    width: int  # width of a state, E
+    causal: bool  # True if a token's state depends only on the token and earlier ones
     vocabulary: int
-    longest: int
-    """Longest sequence in tokens."""
-    separators: int = 1
-    """Number of separators between two segments."""
-    task_weight: float = 1.0
-    """Weight of the task's loss relative to the mechanisms'."""
+    longest: int  # longest sequence in tokens
+    separators: int = 1  # number of separators between two segments
+    task_weight: float = 1.0  # weight of the task's loss relative to the mechanisms'
     pooler: tuple[Tensor, Tensor] | None = None
     """Weight (E, E) and bias (E,) of a pretrained dense layer on the first token's state."""
 

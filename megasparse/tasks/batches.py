@@ -23,18 +23,15 @@ from megasparse.training.ranks import Ranks
 class Segments(NamedTuple):
     """A sequence of one or two segments."""
 
-    tokens: np.ndarray
-    """Tokens, int64 (L,)."""
-    types: np.ndarray
-    """Segments, int64 (L,): 1 in the second segment, 0 elsewhere."""
+    tokens: np.ndarray  # tokens, int64 (L,)
+    types: np.ndarray  # segments, int64 (L,): 1 in the second segment, 0 elsewhere
 
 
 @dataclass(frozen=True)
 class EncodedExample:
     """An example in the form that the model reads."""
 
-    sequences: tuple[Segments, ...]
-    """One sequence, or two if the task has towers."""
+    sequences: tuple[Segments, ...]  # one sequence, or two if the task has towers
     label: Any
     location: SourceLocation
     name: str
@@ -60,15 +57,12 @@ class ExampleCounts:
     key: str = "task.max_length"
     limit: int = 0
     examples: int = 0
-    cut: int = 0
-    """Number of texts longer than the limit, which were truncated to their start."""
+    cut: int = 0  # number of texts longer than the limit, which were truncated to their start
     empty: int = 0
-    longest: int = 0
-    """Longest text in tokens before truncation."""
+    longest: int = 0  # longest text in tokens before truncation
     first_cut: SourceLocation | None = None
     first_empty: SourceLocation | None = None
-    kinds: dict[str, int] = field(default_factory=dict)
-    """Number of examples by class, and other counts of a form."""
+    kinds: dict[str, int] = field(default_factory=dict)  # number of examples by class, and other counts of a form
 
     def count_empty(self, problem: str, location: SourceLocation) -> None:
         """Count an empty text. Raises DataError if the configuration treats these as errors."""
@@ -101,8 +95,7 @@ class ExampleCounts:
         return notes
 
 
-MULTIPLE = 8
-"""Lengths of batches are rounded up to a multiple of this, for fewer shapes, and full tiles on GPUs."""
+MULTIPLE = 8  # lengths of batches are rounded up to a multiple of this, for fewer shapes, and full tiles on GPUs
 
 
 class Movable:
@@ -123,12 +116,9 @@ class Movable:
 class Padded(Movable):
     """The sequences of a batch, padded to one length."""
 
-    tokens: Tensor
-    """Tokens, int64 (B, L), 0 for padding."""
-    types: Tensor
-    """Segments, int64 (B, L): 1 in the second segment."""
-    lengths: Tensor
-    """Number of real tokens, int64 (B,), at least 1; they come first."""
+    tokens: Tensor  # tokens, int64 (B, L), 0 for padding
+    types: Tensor  # segments, int64 (B, L): 1 in the second segment
+    lengths: Tensor  # number of real tokens, int64 (B,), at least 1; they come first
 
     @property
     def mask(self) -> Tensor | None:
@@ -142,10 +132,8 @@ class Padded(Movable):
 class Inputs(Movable):
     """A micro-batch of examples, as `Batch.tokens` of a fine-tuning run."""
 
-    sequences: tuple[Padded, ...]
-    """One sequence per example, or two if the task has towers."""
-    labels: Tensor | None
-    """(B,) int64 classes or fp32 numbers; None without labels."""
+    sequences: tuple[Padded, ...]  # one sequence per example, or two if the task has towers
+    labels: Tensor | None  # (B,) int64 classes or fp32 numbers; None without labels
     marks: Tensor | None = None
     """Positions, int64 (B, K), of the scores of each example's candidates in a choice, padded with -1."""
 

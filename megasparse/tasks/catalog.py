@@ -10,14 +10,15 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 
+from megasparse.config.files import find_file
 from megasparse.config.finetuning import TaskConfig
 from megasparse.errors import ConfigError, DataError, did_you_mean
 from megasparse.files import natural, read_file
@@ -33,7 +34,9 @@ from megasparse.tasks.readers.rows import (
     lines,
     open_dataset,
     parse_number,
+    strict,
     tab_separated,
+    table_rows,
     whole_bytes,
     whole_text,
 )
@@ -49,34 +52,24 @@ class Entry:
     )
     """Official files of each split, or alternatives, of which the first that exists is read. Files of the split "" are
     split by position."""
-    rows: str = "tab_separated()"
-    """Reader of a file, one of FUNCTIONS."""
-    columns: Sequence[str] | None = None
-    """Names of the columns; None if the files contain them."""
-    mark: str = ""
-    """Separator of the fields if it is not a tab."""
-    text: Sequence[str] = ()
-    """Column of each input, or a function of the row; () reads `task.text` and `task.label`."""
-    label: str = "label"
-    """Column of the label, or a function of the row."""
+    rows: str = "tab_separated()"  # reader of a file, one of FUNCTIONS
+    columns: Sequence[str] | None = None  # names of the columns; None if the files contain them
+    mark: str = ""  # separator of the fields if it is not a tab
+    text: Sequence[str] = ()  # column of each input, or a function of the row; () reads `task.text` and `task.label`
+    label: str = "label"  # column of the label, or a function of the row
     classes: Sequence[str] | None = None
     """Names of the classes by number; None if the label is a number from 0 to 5, or a text."""
     metrics: Sequence[str] = ("accuracy",)
-    inner: str = ""
-    """Folders, separated by |, that an archive of the files unpacks to."""
+    inner: str = ""  # folders, separated by |, that an archive of the files unpacks to
     identifier: str = "index|idx|id"
     """Column, or columns separated by spaces, of the official ids; without one, rows are numbered."""
-    hub: str = ""
-    """OWNER/NAME/CONFIGURATION of the dataset with the same columns on the Hub."""
+    hub: str = ""  # OWNER/NAME/CONFIGURATION of the dataset with the same columns on the Hub
     form: str = "labels"
     towers: bool = False
     vocabulary: int | None = None
-    whole: bool = False
-    """True to leave rows without a text or answer out of the splits, and to print their number."""
-    reader: str = ""
-    """module:class in readers/, a subclass of RowTask."""
-    note: str = ""
-    """Differences from publications."""
+    whole: bool = False  # True to leave rows without a text or answer out of the splits, and to print their number
+    reader: str = "RowTask"  # RowTask, or a subclass of it
+    note: str = ""  # differences from publications
 
 
 class RowTask(Task):
@@ -162,10 +155,11 @@ class RowTask(Task):
         value = row[name]
         if self.form == "texts":
             return value.strip() if isinstance(value, str) else None
-        text = label_text(value, name, location) if self.configured else value
-        if text is None:
+        if value is None and not self.configured:
             return None
-        text = text if isinstance(text, str) else json.dumps(text)
+        if self.configured:
+            value = label_text(value, name, location)
+        text = value if isinstance(value, str) else json.dumps(value)
         if self.classes is not None:
             return self._numbers[text] if text in self._numbers else self.class_of(text, location)
         number = parse_number(text if self.configured else text.strip())
@@ -186,6 +180,126 @@ def label_text(value: Any, column: str, location: SourceLocation) -> str:
     if not text.strip():
         raise DataError(str(location), f'no label in the column "{column}"', "Write one, or remove the row")
     return text
+
+
+class Table(RowTask):
+    """A CSV file (quoted as in RFC 4180) or TSV file (no quoting) with column names in its first line, a file of JSON
+    objects, one per line (.jsonl), or a Hugging Face dataset. The label column is optional.
+
+    Labels are classes, given by their text (in JSON, numbers, true and false too); or numbers to predict, if
+    task.labels is []; or the answers of `text_table`. An empty class or number is an error.
+    """
+
+    source_is_file = True
+
+    def __init__(self, config: TaskConfig, entry: Entry):
+        """Read the labels of the training file if task.labels is null. Raises DataError too."""
+        super().__init__(config, entry)
+        labels = config.labels
+        if self.form == "texts":
+            return
+        if labels == []:
+            self.metrics = ("pearson", "spearman")
+            return
+        if labels is not None and (len(set(labels)) < len(labels) or len(labels) < 2):
+            hint = "List two classes or more, each once; [] predicts numbers, null uses the training file's classes"
+            raise ConfigError("task.labels", f"{json.dumps(labels, ensure_ascii=False)[:80]} is not valid", hint)
+        self.classes = tuple(labels) if labels is not None else self._classes_of(find_file(config.source))
+        self.config = config.model_copy(update={"labels": list(self.classes)})
+        numbers = [parse_number(label) for label in self.classes]
+        if None not in numbers and any(value != int(value or 0) for value in numbers):
+            title = f'warning: the {len(numbers)} real numbers in the column "{config.label}" are treated as classes'
+            self.warnings = [f"{title}: task.labels=[] predicts numbers"]
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        return super().files(folder) or {"train": [folder]}
+
+    def read(self, file: Path) -> Iterator[Example]:
+        path, part = split_name(file)
+        for index, (location, row) in enumerate(table_rows(path if is_dataset(path) else file, part)):
+            yield self.example(row, location, str(index))
+
+    def _classes_of(self, file: Path) -> tuple[str, ...]:
+        """Return the labels in a file, sorted by number if all are numbers, else by text."""
+        column = self.config.label
+        labels = ((location, field(row, column, location, "task.label")) for location, row in table_rows(file))
+        names = {label_text(label, column, location) for location, label in labels}
+        if len(names) < 2:
+            problem = f'{len(names)} labels in the column "{column}" ({", ".join(names)[:80]})'
+            raise DataError(file, problem, "Use a file with two classes or more, or list them in task.labels")
+        numbers = {label: value for label in names if (value := parse_number(label)) is not None}
+        ranks = numbers if len(numbers) == len(names) else dict.fromkeys(names, 0.0)
+        return tuple(sorted(names, key=lambda label: (ranks[label], label)))
+
+
+class ParallelText(RowTask):
+    """A folder of files STEM.SOURCE and STEM.TARGET, each optionally with .gz; or a dataset with these columns.
+    `task.text` is the suffix of the source, `task.label` of the target: ["en"] and "de" translate English. The entry's
+    files are the stems of each split.
+
+    Files whose names start with test are test files: a single one is the split "test"; of several, each is a split
+    named by its stem. `read` takes the source's file, and finds the target's next to it. Without one, or for a file
+    with another suffix, examples are unlabelled.
+    """
+
+    def __init__(self, config: TaskConfig, entry: Entry):
+        super().__init__(config, entry)
+        self.source, self.target = (str(names).partition("|")[0] for names in (*self.text, self.label))
+        other = self.target if self.source == "en" else self.source
+        self.entry = replace(entry, hub=entry.hub.format(other=other), files=())
+        splits = ((split, [names] if isinstance(names, str) else names) for split, names in entry.files[0].items())
+        self.stems = {stem: split for split, stems in splits for stem in stems}
+
+    def files(self, folder: Path) -> dict[str, list[Path]]:
+        """Return the files by split. Raises DataError if there are none, if two files are in the same split, or if
+        training or validation texts lack translations.
+        """
+        if splits := super().files(folder):
+            return splits
+        for file in sorted(folder.iterdir()):
+            stem = file.name.removesuffix(".gz").removesuffix(f".{self.source}")
+            split = self.stems.get(stem, stem if stem.startswith("test") else None)
+            if split is None or file.name.removesuffix(".gz") != f"{stem}.{self.source}":
+                continue
+            if split in splits:
+                problem = f"{splits[split][0].name} and {file.name} are both in its {split} split"
+                raise DataError(folder, problem, "Keep one of them")
+            if split in ("train", "validation") and self.translation(file) is None:
+                raise DataError(file, f"the file {stem}.{self.target} is missing", "Add it there, or set task.label")
+            splits[split] = [file]
+        tests = [split for split in splits if split.startswith("test")]
+        if len(tests) == 1:
+            splits["test"] = splits.pop(tests[0])
+        if not splits:
+            names = " or ".join(f"{stem}.{self.source}" for stem in self.stems)
+            hint = 'Set the suffixes of source and target: --set task.text=["en"] --set task.label=de'
+            raise DataError(folder, f"contains no file {names} (nor .gz)", hint)
+        return splits
+
+    def rows(self, file: Path) -> Rows:
+        """Yield the lines of both sides by column."""
+        if (other := self.translation(file)) is None:
+            yield from ((location, {self.source: line.strip()}) for location, line in strict(lines(file)))
+            return
+        sides = strict(lines(file)), strict(lines(other))
+        for number, (read, answer) in enumerate(zip_longest(*sides)):
+            if read is None or answer is None:
+                counts = [number + (side is not None) + sum(1 for _ in rest)
+                          for side, rest in zip((read, answer), sides, strict=True)]  # fmt: skip
+                problem = f"{counts[0]:,} lines, but {counts[1]:,} in {other}"
+                raise DataError(file, problem, "Use files whose lines are translations of each other")
+            yield read[0], {self.source: read[1].strip(), self.target: answer[1]}
+
+    def translation(self, file: Path) -> Path | None:
+        """Return the target file of a source file. Raises DataError if the file itself is the target's."""
+        name = file.name.removesuffix(".gz")
+        if name.endswith(f".{self.target}"):
+            problem = f'its suffix is the target\'s, task.label = "{self.target}"'
+            raise DataError(file, problem, f"Use the source's file, *.{self.source}")
+        if not name.endswith(f".{self.source}"):
+            return None
+        other = f"{name.removesuffix(self.source)}{self.target}"
+        return next((path for path in (file.with_name(other), file.with_name(f"{other}.gz")) if path.exists()), None)
 
 
 DIGITS = tuple("0123456789")
@@ -291,10 +405,6 @@ def sentences(row: dict[str, Any], column: str) -> list[str]:
     return [sentence.strip() for sentence in values]
 
 
-def paper(row: dict[str, Any]) -> str:
-    return " ".join(sentences(row, "article_text"))
-
-
 def abstract(row: dict[str, Any]) -> str | None:
     """Return the sentences of an abstract by line, without the tags <S> and </S> around them."""
     if "abstract_text" not in row:
@@ -302,29 +412,19 @@ def abstract(row: dict[str, Any]) -> str | None:
     return "\n".join(one.removeprefix("<S>").removesuffix("</S>").strip() for one in sentences(row, "abstract_text"))
 
 
-def article(row: dict[str, Any]) -> str:
-    return " ".join([row["text"]] if "text" in row else [row["title"], row["description"]])
-
-
-def title_and_abstract(row: dict[str, Any]) -> str:
-    return " ".join(filter(None, (row["title"], row["abstract"])))
-
-
-def joined_sentences(row: dict[str, Any]) -> str:
-    return " ".join(map(str.strip, row["text"].split("<sssss>")))
-
-
-def stripped_text(row: dict[str, Any]) -> str:
-    return str(row["text"]).strip()
-
-
+READERS = (
+    *(tab_separated, comma_separated, json_lines, cola_rows, sts_rows, xml_pairs, review_files, polarity_rows),
+    *(every_33rd, class_folders, token_ids, grey_pixels, abstract),
+)
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    f"{function.__name__}()": function
-    for function in (
-        *(tab_separated, comma_separated, json_lines, cola_rows, sts_rows, xml_pairs, review_files, polarity_rows),
-        *(every_33rd, class_folders, token_ids, grey_pixels, paper, abstract, article, title_and_abstract),
-        *(joined_sentences, stripped_text),
-    )
+    **{f"{function.__name__}()": function for function in READERS},
+    "paper()": lambda row: " ".join(sentences(row, "article_text")),
+    "article()": lambda row: " ".join(
+        [row[name] for name in (["text"] if "text" in row else ["title", "description"])]
+    ),
+    "title_and_abstract()": lambda row: " ".join(filter(None, (row["title"], row["abstract"]))),
+    "joined_sentences()": lambda row: " ".join(map(str.strip, row["text"].split("<sssss>"))),
+    "stripped_text()": lambda row: str(row["text"]).strip(),
 }
 """Functions that catalog.json names: readers of files, and inputs and labels as functions of a row."""
 TASKS: dict[str, Entry | str] = {
@@ -337,10 +437,9 @@ def build_task(config: TaskConfig) -> Task:
     """Build the task `task.name`. Raises ConfigError for an unknown task or an invalid setting."""
     if (entry := TASKS.get(config.name)) is None:
         raise ConfigError("task.name", f'unknown task "{config.name}"', did_you_mean(config.name, TASKS))
-    reader = entry if isinstance(entry, str) else entry.reader
-    if not reader:
-        return RowTask(config, entry)  # type: ignore[arg-type]
-    module, _, kind = reader.partition(":")
-    task_class = getattr(importlib.import_module(f"megasparse.tasks.readers.{module}"), kind)
-    task: Task = task_class(config) if isinstance(entry, str) else task_class(config, entry)
+    if isinstance(entry, Entry):
+        row_task: type[RowTask] = {"RowTask": RowTask, "Table": Table, "ParallelText": ParallelText}[entry.reader]
+        return row_task(config, entry)
+    module, _, kind = entry.partition(":")
+    task: Task = getattr(importlib.import_module(f"megasparse.tasks.readers.{module}"), kind)(config)
     return task

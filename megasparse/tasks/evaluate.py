@@ -36,11 +36,9 @@ Score = Callable[[Any, RngContext], tuple[Any, dict[str, Any]]]
 class Prediction(NamedTuple):
     """The model's output for an example."""
 
-    values: np.ndarray
-    """Flat float64, the input of the form's `answer`."""
+    values: np.ndarray  # flat float64, the input of the form's `answer`
     cost: float
-    weight: float
-    """The loss is the sum of costs divided by the sum of weights; both are NaN without a label."""
+    weight: float  # the loss is the sum of costs divided by the sum of weights; both are NaN without a label
 
 
 def predict_examples(

@@ -17,8 +17,7 @@ from megasparse.tasks.batches import EncodedExample, ExampleCounts, Segments
 from megasparse.tasks.metrics import METRICS
 from megasparse.tasks.task import Example, Input, SourceLocation, Task
 
-LINE_END = 10
-"""Byte between two segments, for models without a separator."""
+LINE_END = 10  # byte between two segments, for models without a separator
 
 
 class Form(ABC):
@@ -28,12 +27,10 @@ class Form(ABC):
     [separator], if the tokenizer has these tokens; else A, or A, a line end and B.
     """
 
-    two_sided: ClassVar[bool] = False
-    """True if the model is an encoder–decoder, False if it is one stack."""
+    two_sided: ClassVar[bool] = False  # True if the model is an encoder–decoder, False if it is one stack
     pooled_sketch: ClassVar[bool] = True
     """True if a Smart Bird sketch learns a class per sequence, False if it learns the predicted tokens."""
-    tokenizer: Any = None
-    """Tokenizer of the pretrained model; None if the task's inputs are ids."""
+    tokenizer: Any = None  # tokenizer of the pretrained model; None if the task's inputs are ids
 
     def __init__(self, task: Task, config: FinetuneConfig):
         """Raise ConfigError if settings of the run are invalid for the form."""

@@ -57,8 +57,7 @@ def t_interval(values: Sequence[float]) -> tuple[float | None, float | None]:
     return mean - half, mean + half
 
 
-cached = lru_cache(1 << 19)
-"""Decorator with a cache that fits the impressions of MIND's validation set."""
+cached = lru_cache(1 << 19)  # decorator with a cache that fits the impressions of MIND's validation set
 
 
 def _mean(labels: np.ndarray, predicted: np.ndarray, metric: Callable[..., float]) -> float:

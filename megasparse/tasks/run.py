@@ -42,10 +42,8 @@ FORMS: dict[str, type[Form]] = {
 class Finetuned:
     """A fine-tuned model with all that is needed for predictions."""
 
-    model: Any
-    """The model of `form.model` in evaluation mode, in the precision and on the device of its run."""
-    form: Form
-    """Form of its training task, or of another task with the same form and classes."""
+    model: Any  # the model of `form.model` in evaluation mode, in the precision and on the device of its run
+    form: Form  # form of its training task, or of another task with the same form and classes
     config: FinetuneConfig
     checkpoint: Checkpoint
     ranks: Ranks
@@ -80,13 +78,10 @@ def restore_task(directory: str | Path, overrides: Sequence[str] = (), task: str
         if getattr(config, key) != getattr(settings, key):
             raise ConfigError(key, "cannot be changed in a fine-tuned model", f"Omit --set {key}…")
     chosen = build_task(config.task)
-    if chosen.classes != trained.classes:
-        names = [", ".join(one.classes)[:100] if one.classes else "a number" for one in (chosen, trained)]
-        problem = f'"{chosen.name}" has {names[0]}; the model was trained on "{trained.name}", {names[1]}'
+    traits = [(one.form, one.classes, one.towers, one.vocabulary) for one in (chosen, trained)]
+    if traits[0] != traits[1]:
+        problem = f'"{chosen.name}" has other classes or inputs than "{trained.name}", the training task'
         raise ConfigError("--task", problem, f"Use --task {trained.name}, or another task with the same classes")
-    if (chosen.form, chosen.towers, chosen.vocabulary) != (trained.form, trained.towers, trained.vocabulary):
-        problem = f'"{chosen.name}" has other inputs than "{trained.name}", the training task'
-        raise ConfigError("--task", problem, f"Use --task {trained.name}")
     run = Path(os.path.abspath(checkpoint.path)).parents[1]
     form = FORMS[chosen.form](chosen, config)
     body, tokenizer = body_of_run(run, settings.model_copy(update={"start": config.start}), form, checkpoint)
@@ -113,8 +108,7 @@ def chosen_checkpoint(directory: Path) -> Path:
     return newest if best is None else newest.with_name(f"{best:08d}")
 
 
-HELD_OUT = 1 << 20
-"""Key of the permutation that selects held-out examples; not the number of an epoch."""
+HELD_OUT = 1 << 20  # key of the permutation that selects held-out examples; not the number of an epoch
 
 
 @dataclass(frozen=True)
@@ -125,8 +119,7 @@ class TaskRun:
     """Configuration with the number of steps, labels and digest of the pretrained weights filled in."""
     form: Form
     start: Start
-    model: Any
-    """The model of `form.model` around the start's body."""
+    model: Any  # the model of `form.model` around the start's body
     train: Sequence[EncodedExample]
     validation: Sequence[EncodedExample]
 

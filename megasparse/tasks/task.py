@@ -21,11 +21,9 @@ from megasparse.errors import ConfigError, DataError, did_you_mean
 from megasparse.files import file_sha256
 
 MOST_LINES = 20
-MAX_SKIPPED = 0.01
-"""Largest fraction of malformed rows in an official file."""
+MAX_SKIPPED = 0.01  # largest fraction of malformed rows in an official file
 PARTS = ("train", "validation", "test")
-HUB = "hf:/datasets/"
-"""Prefix of the path of a dataset on the Hub, hf://datasets/OWNER/NAME/CONFIGURATION."""
+HUB = "hf:/datasets/"  # prefix of the path of a dataset on the Hub, hf://datasets/OWNER/NAME/CONFIGURATION
 
 
 def is_remote(path: Path) -> bool:
@@ -48,8 +46,7 @@ def split_name(file: Path) -> tuple[Path, str | None]:
     return file, None
 
 
-Input = str | np.ndarray
-"""A text, or int64 token ids (L,) of the task's vocabulary."""
+Input = str | np.ndarray  # A text, or int64 token ids (L,) of the task's vocabulary
 
 
 @dataclass(frozen=True)
@@ -66,35 +63,29 @@ class SourceLocation:
 
 @dataclass(frozen=True)
 class Example:
-    inputs: tuple[Input, ...]
-    """One input, or two for a pair."""
+    inputs: tuple[Input, ...]  # one input, or two for a pair
     label: Any
     """Class number, number to predict, or label of another form; None without a label, as in official test files."""
     location: SourceLocation
-    name: str
-    """Official id, else the index in the file."""
+    name: str  # official id, else the index in the file
 
 
 class Task(ABC):
     """A downstream task. Most are rows of tasks/catalog.py; a task with files in a special format is a subclass."""
 
     name: str
-    metrics: tuple[str, ...]
-    """Names in tasks/metrics.py; the first one selects the best checkpoint."""
+    metrics: tuple[str, ...]  # names in tasks/metrics.py; the first one selects the best checkpoint
     form: str = "labels"
     """Name in FORMS of tasks/run.py: the kind of labels and model. The attributes below are for the form "labels"."""
-    segments: int = 1
-    """Number of inputs per example."""
+    segments: int = 1  # number of inputs per example
     towers: bool = False
     """True to encode the two inputs of a pair separately and compare them, instead of as one sequence."""
     source_is_file: bool = False
     """True if `task.source` is the training file, False if it is the folder of the official files."""
-    vocabulary: int | None = None
-    """Number of token ids if the inputs are ids; None if they are texts."""
+    vocabulary: int | None = None  # number of token ids if the inputs are ids; None if they are texts
     classes: tuple[str, ...] | None = None
     """Names of the classes in the files, by number; None if a number is predicted."""
-    needs_labels: bool = True
-    """False for prediction: labels that cannot be read are None instead of an error."""
+    needs_labels: bool = True  # False for prediction: labels that cannot be read are None instead of an error
 
     def __init__(self, config: TaskConfig):
         """Raise ConfigError if a setting does not fit the task. `config` is completed from the training file, so that

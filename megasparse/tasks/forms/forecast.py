@@ -38,12 +38,9 @@ from megasparse.tasks.task import Example, Task
 class Windows(Movable):
     """A micro-batch of scaled windows, fp32."""
 
-    values: Tensor
-    """Rows read, (B, L, C)."""
-    marks: Tensor
-    """Time features of the rows read and the rows to predict, (B, L + H, F)."""
-    labels: Tensor | None
-    """Rows to predict, (B, H, T)."""
+    values: Tensor  # rows read, (B, L, C)
+    marks: Tensor  # time features of the rows read and the rows to predict, (B, L + H, F)
+    labels: Tensor | None  # rows to predict, (B, H, T)
 
     def numel(self) -> int:
         """Return the number of rows read."""
@@ -168,10 +165,8 @@ class Forecaster(nn.Module):
 
 @dataclass(frozen=True)
 class ForecastWindow(EncodedExample):
-    values: np.ndarray
-    """Scaled rows read, float64 (L, C), of the task's columns, the model's inputs first."""
-    marks: np.ndarray
-    """Time features, float64 (L + H, F)."""
+    values: np.ndarray  # scaled rows read, float64 (L, C), of the task's columns, the model's inputs first
+    marks: np.ndarray  # time features, float64 (L + H, F)
 
     @property
     def length(self) -> int:

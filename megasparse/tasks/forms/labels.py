@@ -20,8 +20,7 @@ from megasparse.tasks.batches import EncodedExample, Inputs, Padded, Segments, c
 from megasparse.tasks.form import Form
 from megasparse.tasks.task import Example
 
-DEVIATION = 0.02
-"""Standard deviation of a new head's weights, as in BERT."""
+DEVIATION = 0.02  # standard deviation of a new head's weights, as in BERT
 
 
 @torch.no_grad()
@@ -176,8 +175,7 @@ class LabelForm(Form):
 
 @dataclass(frozen=True)
 class EncodedChoice(EncodedExample):
-    marks: np.ndarray
-    """Positions, int64 (K,), of the candidates' scores in the sequence."""
+    marks: np.ndarray  # positions, int64 (K,), of the candidates' scores in the sequence
     candidates: tuple[str, ...]
 
     def content(self) -> Iterator[bytes]:

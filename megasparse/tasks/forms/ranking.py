@@ -29,30 +29,22 @@ from megasparse.tasks.form import Form
 from megasparse.tasks.forms.labels import draw_normal, dropped
 from megasparse.tasks.task import Example
 
-HISTORY_LAYER = -2
-"""Layer number for random draws of the attention over clicked news; not a layer of the body."""
-NEGATIVES = 4
-"""K, news of the same impression without a click, as negatives of a clicked one; NRMS' value."""
+HISTORY_LAYER = -2  # layer number for random draws of the attention over clicked news; not a layer of the body
+NEGATIVES = 4  # K, news of the same impression without a click, as negatives of a clicked one; NRMS' value
 
 
 @dataclass(frozen=True)
 class Impressions(Movable):
     """A micro-batch: distinct news, and the rows of them that each impression shows or has clicked."""
 
-    news: Padded
-    """Tokens of the news, (N, L)."""
+    news: Padded  # tokens of the news, (N, L)
     numbers: Tensor
     """(N,) int64 below 2^31: a hash of the news' tokens, which seeds its dropout independently of its row."""
-    history: Tensor
-    """(B, H) int64 rows of `news`, padded with 0."""
-    clicks: Tensor
-    """(B,) int64: number of news in each history, possibly 0."""
-    candidates: Tensor
-    """(B, C) int64 rows of `news`, padded with 0."""
-    shown: Tensor
-    """(B,) int64: number of candidates of each impression."""
-    clicked: Tensor | None
-    """(B, C) bool; None without labels."""
+    history: Tensor  # (B, H) int64 rows of `news`, padded with 0
+    clicks: Tensor  # (B,) int64: number of news in each history, possibly 0
+    candidates: Tensor  # (B, C) int64 rows of `news`, padded with 0
+    shown: Tensor  # (B,) int64: number of candidates of each impression
+    clicked: Tensor | None  # (B, C) bool; None without labels
 
     def numel(self) -> int:
         """Return the number of news tokens. Training skips candidates that are neither clicked nor negatives."""

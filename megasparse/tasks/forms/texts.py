@@ -43,10 +43,8 @@ class Texts(Movable):
     """A micro-batch of sources and targets."""
 
     source: Padded
-    target: Padded | None
-    """Targets; None if any example has none."""
-    rule: BeamSettings
-    """Settings of beam search."""
+    target: Padded | None  # targets; None if any example has none
+    rule: BeamSettings  # settings of beam search
 
     def numel(self) -> int:
         """Return the number of tokens read and predicted, without padding."""
@@ -131,8 +129,7 @@ class TextModel(nn.Module):
         return self.body.task_weight * loss + auxiliary, sums
 
 
-LENGTH_PENALTY = 0.6
-"""Exponent of ((5 + length)/6), the divisor of a hypothesis' log-probability (Wu et al. 2016)."""
+LENGTH_PENALTY = 0.6  # exponent of ((5 + length)/6), the divisor of a hypothesis' log-probability (Wu et al. 2016)
 
 
 @dataclass(frozen=True)
@@ -234,10 +231,8 @@ class TextForm(Form):
         return "".join(self.tokenizer.text(int(token) for token in predicted if np.isfinite(token))).strip()
 
 
-POOL = 8192
-"""Number of examples that are sorted by length together."""
-PACKS = 1
-"""Key of the permutation of an epoch's packs; the permutation of examples has none."""
+POOL = 8192  # number of examples that are sorted by length together
+PACKS = 1  # key of the permutation of an epoch's packs; the permutation of examples has none
 
 
 def sizes_of(examples: Sequence[EncodedText], most: int) -> np.ndarray:

@@ -25,8 +25,7 @@ def image(file: Path, side: int) -> np.ndarray:
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SIDE = 32
-WEIGHTS = (2989, 5870, 1140)
-"""Weights of red, green and blue, in ten-thousandths."""
+WEIGHTS = (2989, 5870, 1140)  # weights of red, green and blue, in ten-thousandths
 
 
 def class_folders(folder: Path) -> Rows:

@@ -13,8 +13,7 @@ from megasparse.errors import ConfigError, DataError
 from megasparse.tasks.readers.rows import comma_separated, field, parse_number, strict
 from megasparse.tasks.task import Example, SourceLocation, Task, parts_of, split_name
 
-HOUR = 3600.0
-"""Seconds per hour."""
+HOUR = 3600.0  # seconds per hour
 HINT = "Sort the rows by time, one per step, and fill the gaps"
 DATE_HINT = "Write it as 2016-07-01 13:00:00"
 NUMBER_HINT = "Write one, such as 3.5, or select other columns: task.forecast.inputs"
@@ -49,12 +48,18 @@ class SeriesRows(NamedTuple):
     values: np.ndarray
 
 
-class Series(Task):
-    """Any CSV file with a column of dates at equal steps, and columns of numbers. The source is the training file.
+OFFICIAL = {"etth1": ("ETTh1.csv", 24 * 30), "ettm1": ("ETTm1.csv", 24 * 30 * 4)}
+"""Files of the electricity transformer temperature (Zhou et al. 2020), and rows of a month of 30 days."""
 
-    FILE#train, FILE#validation and FILE#test are 70, 10 and 20 % of its rows, in order. A window may read rows of the
-    previous part, but predicts only rows of its part. There is one window for every possible first row. FILE is one
-    example without a label: its last L rows, followed by the forecast.
+
+class Series(Task):
+    """Any CSV file with a column of dates at equal steps, and columns of numbers. The source is the training file, or
+    the folder of an official one.
+
+    FILE#train, FILE#validation and FILE#test are 70, 10 and 20 % of its rows, in order; of an official file 12, 4 and 4
+    months, and the rest is not used. A window may read rows of the previous part, but predicts only rows of its part.
+    There is one window for every possible first row. FILE is one example without a label: its last L rows, followed by
+    the forecast.
 
     The inputs of an example are scaled values (L, C), columns of `forecast.inputs` first, and the time features of all
     rows (L + H, F). The label is the scaled targets (H, T), the name the date of the first predicted row.
@@ -63,12 +68,12 @@ class Series(Task):
     name = "series"
     metrics = ("mse", "mae")
     form: str = "forecast"
-    source_is_file = True
 
     def __init__(self, config: TaskConfig):
         """Read the training file if columns, mean, scale or step are not configured. Raises DataError too."""
         super().__init__(config)
-        forecast = config.forecast
+        forecast, (self.file, self.month) = config.forecast, OFFICIAL.get(config.name, ("", 0))
+        self.source_is_file, self.name = not self.file, config.name if self.file else "series"
         if None in (forecast.inputs, forecast.targets, forecast.mean, forecast.scale, forecast.step):
             forecast = self._fitted(forecast)
             self.config = config.model_copy(update={"forecast": forecast})
@@ -83,16 +88,20 @@ class Series(Task):
         self.mean, self.scale = (np.array([of[column] for column in self.columns]) for of in (mean, scale))
         self.time_features = time_features(np.array(["2000-01-01"], dtype="datetime64[us]"), self.step).shape[1]
 
-    def file_of(self, source: Path) -> Path:
-        return source
-
     def files(self, folder: Path) -> dict[str, list[Path]]:
-        return parts_of([self.file_of(folder)])
+        return parts_of([folder / self.file])
 
     def borders(self, rows: int, file: Path) -> dict[str, tuple[int, int]]:
-        """Return the first predicted row of each part, and the end of the part (as in Informer's Dataset_Custom)."""
-        train, test = int(rows * 0.7), int(rows * 0.2)
-        return {"train": (0, train), "validation": (train, rows - test), "test": (rows - test, rows)}
+        """Return the first predicted row of each part, and the end of the part (as in Informer's Dataset_Custom).
+        Raises DataError if the file is too short for the official splits.
+        """
+        train, test, month = int(rows * 0.7), int(rows * 0.2), self.month
+        if not month:
+            return {"train": (0, train), "validation": (train, rows - test), "test": (rows - test, rows)}
+        if rows < 20 * month:
+            hint = f'Use the official {self.file}, or task.name="series" for your own file'
+            raise DataError(file, f"contains {rows:,} rows, but the official splits {20 * month:,}", hint)
+        return {"train": (0, 12 * month), "validation": (12 * month, 16 * month), "test": (16 * month, 20 * month)}
 
     def read(self, file: Path) -> Iterator[Example]:
         file, part = split_name(file)
@@ -129,7 +138,7 @@ class Series(Task):
             if names is not None and (not names or len(set(names)) < len(names)):
                 problem = f"{json.dumps(names)[:80]} is not a list of columns"
                 raise ConfigError(f"task.forecast.{key}", problem, "Name one or more, each once")
-        file, columns = self.file_of(Path(self.config.source)), None
+        file, columns = Path(self.config.source) / self.file, None
         if forecast.inputs is not None:
             columns = list(dict.fromkeys([*forecast.inputs, *(forecast.targets or [])]))
         rows = read_series(file, forecast.date, columns, None)
@@ -146,35 +155,6 @@ class Series(Task):
         for name, values in (("mean", scaler.mean_), ("scale", scaler.scale_)):
             settings[name] = dict(zip(rows.columns, values.tolist(), strict=True))
         return forecast.model_copy(update=settings)
-
-
-class ETT(Series):
-    """Electricity transformer temperature (Zhou et al. 2020). The source is the folder of the official file. Of its
-    months of 30 days, 12 are for training, the next 4 for validation, the next 4 for test; the rest is not used.
-    """
-
-    source_is_file = False
-    file: str
-    rows_an_hour: int
-
-    def file_of(self, source: Path) -> Path:
-        return source / self.file
-
-    def borders(self, rows: int, file: Path) -> dict[str, tuple[int, int]]:
-        """Return the official splits. Raises DataError if the file is too short for them."""
-        month = 30 * 24 * self.rows_an_hour
-        if rows < 20 * month:
-            hint = f'Use the official {self.file}, or task.name="series" for your own file'
-            raise DataError(file, f"contains {rows:,} rows, but the official splits {20 * month:,}", hint)
-        return {"train": (0, 12 * month), "validation": (12 * month, 16 * month), "test": (16 * month, 20 * month)}
-
-
-class ETTh1(ETT):
-    name, file, rows_an_hour = "etth1", "ETTh1.csv", 1
-
-
-class ETTm1(ETT):
-    name, file, rows_an_hour = "ettm1", "ETTm1.csv", 4
 
 
 def read_series(file: Path, date: str, columns: list[str] | None, step: timedelta | None) -> SeriesRows:
